@@ -103,6 +103,7 @@ def _by_hydra(words: Sequence[str]) -> int:
         nonlocal code
         with _sentences():
             own = HydraConfig.get()
+            os.chdir(own.runtime.cwd)  # hydra.job.chdir=true leaves it, and paths of settings are of here
             settings = [*(word for word in own.overrides.hydra if "searchpath" in word), *own.overrides.task]
             alone = own.mode == RunMode.MULTIRUN  # with a launcher of Hydra's, each job is a study of its own
             config, requests = compose(settings, own.job.config_name or CONFIG)

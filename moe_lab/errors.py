@@ -68,6 +68,11 @@ def end_with(main: Callable[[], int | None]) -> NoReturn:
     the output has closed it, as `head` does. Neither prints a stack trace."""
     try:
         try:
+            os.getcwd()
+        except FileNotFoundError:
+            print("the current folder was removed: change into one that is there", file=sys.stderr)
+            sys.exit(UserError.code)
+        try:
             code = main() or 0
         except SystemExit as exit_:
             code = exit_.code  # type: ignore[assignment]

@@ -16,10 +16,14 @@ class Damaged(ValueError):
 
 
 def write_json(path: Path, document: Any) -> None:
-    """Write `document` atomically: a reader sees the old file or the whole new one."""
+    """Write `document` atomically: a reader sees the old file or the whole new one. Without room nothing is left."""
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    beside.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
-    beside.replace(path)
+    try:
+        beside.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def read_json(path: Path, shape: Any) -> Any:

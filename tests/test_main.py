@@ -236,3 +236,14 @@ def test_choices_are_composed_together_and_alone_alike() -> None:
         with pytest.raises(UserError, match="criterion=nobody"):
             together.load([*choices, ("criterion", "nobody")])
         assert together.load(choices) == {choice: alone.load([choice])[choice] for choice in choices}
+
+
+def test_paths_are_of_the_folder_in_which_a_command_is_typed(tmp_path: Path) -> None:
+    """Also where Hydra changes into another one; and a folder that was removed is named."""
+    (tmp_path / "notes.txt").write_text("A dog sleeps. " * 2000)
+    words = ["calibration=text", "calibration.path=notes.txt", "hydra.job.chdir=true", "dry_run=true"]
+    done = moe_lab(*words, "suite.benchmarks=[]", "calibration.tokens=512", store=tmp_path / "store")
+    assert done.returncode == 0, done.stderr
+    script = "mkdir gone && cd gone && rmdir ../gone && exec $0 -m moe_lab dry_run=true"
+    done = subprocess.run(["sh", "-c", script, sys.executable], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2 and "folder was removed" in done.stderr and "Traceback" not in done.stderr

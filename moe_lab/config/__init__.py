@@ -63,6 +63,21 @@ def _repository(name: str) -> str:
     return name
 
 
+OWNED = {
+    **{"time": "minutes", "mem": "memory", "cpus-per-task": "cpus", "gpus-per-node": "gpus and gpu_type"},
+    **{"partition": "partition", "signal": "launcher.signal_seconds", "array": "launcher.parallel"},
+    **dict.fromkeys(("job-name", "dependency", "output", "error", "requeue", "kill-on-invalid-dep", "open-mode")),
+}
+"""Options of sbatch that moe_lab sets itself -> the setting that does so, if any."""
+
+
+def _others(options: dict[str, Any]) -> dict[str, Any]:
+    named = {name.replace("_", "-"): value for name, value in options.items()}
+    for name in named.keys() & OWNED.keys():
+        raise ValueError(f"moe_lab sets {name} itself{f': expected it as {OWNED[name]}' if OWNED[name] else ''}")
+    return named
+
+
 @dataclass(config=SETTINGS, frozen=True)
 class LauncherConfig(Group):
     """Where the steps of a study run."""
@@ -98,15 +113,15 @@ class JobConfig(Group):
     """Type of the GPUs, as `sinfo --format=%G` names it, such as a100; null takes any."""
     cpus: Positive | None = None
     """CPU cores."""
-    memory: Annotated[float, Strict(), Field(ge=0.1)] | None = None
-    """Main memory in GiB."""
+    memory: Annotated[float, Strict(), Field(ge=0)] | None = None
+    """Main memory in GiB; 0 asks for none, where a cluster gives it with cores or GPUs."""
     minutes: Positive | None = None
     """Time limit; interrupted work resumes from where it was."""
     partition: str | None = None
     """Partition, as sinfo names it."""
-    sbatch: dict[str, Any] = field(default_factory=dict)
-    """Further options of sbatch by their long names, such as account: ours, qos: long, constraint: h100. They replace
-    those that moe_lab sets."""
+    sbatch: Annotated[dict[str, Any], AfterValidator(_others)] = field(default_factory=dict)
+    """Further options of sbatch by their long names, such as account: ours, qos: long, constraint: h100. mem-per-cpu
+    and mem-per-gpu stand for `memory`; gres, gpus, gpus-per-task and gpus-per-socket for `gpus` and `gpu_type`."""
     setup: list[str] = field(default_factory=list)
     """Shell lines before Python starts, such as module load cuda."""
 

@@ -18,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 
+from rich.filesize import decimal
 from rich.table import Column, Table
 
 from moe_lab.config import Config, ModelConfig
@@ -263,6 +264,6 @@ def disk_problems(store: str | Path, steps: Iterable[Step]) -> list[str]:
     if needed <= free:
         return []
     return [
-        f"store={store}: about {needed / GIB:.1f} GiB would be written there and {free / GIB:.1f} GiB are free: make "
-        "room, name another store, or ask for less (export=none, fewer cells)"
+        f"store={store}: about {decimal(int(needed))} would be written there and {decimal(free)} are free: make room, "
+        "name another store, or ask for less (export=none, fewer cells)"
     ]

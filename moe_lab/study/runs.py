@@ -9,6 +9,7 @@ The command and its jobs hold claims, run-RUN-WORD, while they work.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import time
@@ -26,7 +27,7 @@ from moe_lab.study.step import Step, code_state
 from moe_lab.study.store import Store
 
 RUN_SHAPE = {"time": Number, "steps": [(str, str, [str])]}
-JOBS_SHAPE = [{"id": str, "array": str, "name": str, "kind": str, "steps": [str], "after": [str]}]
+JOBS_SHAPE = [{"id": str, "array": str, "name": str, "kind": str, "steps": [str], "after": [str], "store": str}]
 RECORD = "record"
 """Kind of job that ends a submission: it writes the record and the report."""
 
@@ -46,6 +47,8 @@ class Submitted:
     kind: str
     steps: Sequence[str]
     after: Sequence[str]
+    store: str
+    """Folder of the store that it works for."""
 
 
 @dataclass
@@ -58,9 +61,15 @@ class Run:
 
     @property
     def jobs(self) -> list[Submitted]:
-        """The submitted jobs, in order of submission; jobs come after those they need."""
+        """The submitted jobs, in order of submission; jobs come after those they need. None in a copy of the store,
+        for which they do nothing."""
         rows = self.store.read(self.folder / "jobs.json", JOBS_SHAPE, "its jobs are forgotten: see squeue") or []
-        return [Submitted(**row) for row in rows]
+        own = {
+            root
+            for root in {row["store"] for row in rows}
+            if os.path.realpath(root) == os.path.realpath(self.store.root)
+        }
+        return [Submitted(**row) for row in rows if row["store"] in own]
 
     def add(self, jobs: Iterable[Submitted]) -> None:
         """Record further jobs."""

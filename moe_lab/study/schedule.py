@@ -257,7 +257,7 @@ def overview(schedule: Schedule, store: Store, seconds: Seconds, workers: int) -
     takes, unknown = time_left(ended, spent, waiting, seconds, workers or len(running) or 1)
     time_text = f"about {takes / 60:.0f} min left" if takes >= 60 else "less than 1 min left"
     if unknown:
-        time_text = f"{time_text if takes >= 60 else 'time left unknown'} (no {', '.join(unknown)} step has ended)"
+        time_text = f"{time_text} (no {', '.join(unknown)} step has ended)" if takes >= 60 else "time left unknown"
     return ", ".join([*kinds, time_text])
 
 

@@ -142,7 +142,9 @@ def status(study: StudyState, steps: Sequence[StepState]) -> None:
     if total["failed"]:
         print(f"why the failed ones failed: python -m moe_lab.study why {study.study} store={study.store.root}")
     if total["missing"]:
-        print("the same command as before starts what is missing")
+        lost = {step.job for step in steps if step.state == "missing" and step.job}
+        ended = f"{len(lost)} jobs ended without their steps (why: python -m moe_lab.study why {study.study}); " if lost else ""
+        print(f"{ended}the same command as before starts what is missing")
 
 
 def _duration(seconds: float) -> str:
@@ -168,7 +170,10 @@ def why(study: StudyState, steps: Sequence[StepState]) -> None:
     for reason, (first, *more) in reasons.items():
         print(f"{first.name}{f' and {len(more)} more' if more else ''}: {first.state}: {reason}")
         log = study.store.log(first.name)
-        if first.state in ("failed", "running") and log.exists():
+        if first.state == "missing":  # its job may have died before it could begin
+            logs = (study.store.root / "runs" / study.study).glob(f"*/jobs/{first.job}_0_log.err")
+            log = next(logs, log)
+        if first.state in ("failed", "running", "missing") and log.exists():
             print(f"  {log}, last lines:")
             for line in log.read_text(errors="replace").splitlines()[-LINES:]:
                 print(f"  | {line}")
@@ -229,8 +234,7 @@ def _reason(study: StudyState, step: StepState) -> str:
     if step.job is None:
         return "no job was made for it; the same command as before starts it"
     ended = scheduler.fate(step.job).lower() or "gone, and Slurm no longer says how it ended"
-    log = study.store.root / "runs" / study.study / "*" / "jobs" / f"{step.job}_0_log.err"
-    return f"job {step.job} is {ended}; the same command as before starts it again; its log is {log}"
+    return f"job {step.job} is {ended}; the same command as before starts it again"
 
 
 def _mean_seconds(store: Store, steps: Sequence[StepState]) -> float | None:

@@ -34,6 +34,8 @@ AGNOSTIC = [
 """The main experiment, smaller: one model, one calibration set, some criteria, two benchmarks."""
 PASS = ["criterion=man", "suite.benchmarks=[]", "study=pass", "calibration.tokens=16384", "calibration.batch_size=1"]
 """A calibration pass of 32 batches."""
+DRAWN = ["criterion=random", "suite.benchmarks=[]"]
+"""A plan, and nothing else."""
 
 
 def inline(_: Cluster, store: Path) -> Path:
@@ -209,6 +211,23 @@ def test_parts_of_a_pass_are_jobs_and_give_the_plan_of_one_process(
     assert again.returncode == 0 and ran(store) == Counter({**ran(store), **passes}), again.stderr
 
 
+def test_jobs_of_a_study_that_is_started_inside_a_job_are_its_own(cluster: Cluster, tmp_path: Path) -> None:
+    """What the job around it was asked for, which SLURM_* say, is not what they are."""
+    words = ["salloc", "--mem-per-cpu=500M", *command(tmp_path / "store", *DRAWN, *SLURM, "wait=true")]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=cluster.environment)
+    assert done.returncode == 0 and list(tmp_path.glob("store/plan/*/plan.json")), done.stderr
+
+
+def test_a_job_that_dies_before_python_starts_is_explained(cluster: Cluster, tmp_path: Path) -> None:
+    """By the last lines of its own errors, of a line of `setup` here."""
+    setup = "resources.every.setup=['echo no such module >&2', 'false']"
+    done = moe_lab(tmp_path / "store", *DRAWN, "study=dead", setup, *SLURM)
+    assert done.returncode == 0, done.stderr
+    cluster.wait_for_the_end(tmp_path / "store")
+    why, status = (told(tmp_path / "store", word, "dead") for word in ("why", "status"))
+    assert "| no such module" in why and "is failed" in why and "jobs ended without their steps" in status
+
+
 def test_jobs_run_the_code_as_it_was_when_they_were_submitted(cluster: Cluster, played: Played, tmp_path: Path) -> None:
     """What is edited while jobs are in the queue, even in the folder they start in, does not matter."""
     tmp_path.chmod(0o755)
@@ -221,8 +240,7 @@ def test_jobs_run_the_code_as_it_was_when_they_were_submitted(cluster: Cluster, 
     shutil.copytree(before.parents[1], store)
     shutil.rmtree(store / before.relative_to(before.parents[1]))
     cluster.ask("scontrol", "update", f"nodename={cluster.host}", "state=drain", "reason=test")
-    words = ["criterion=random", "suite.benchmarks=[]", "study=copied"]
-    done = subprocess.run(command(store, *words, *SLURM), cwd=checkout, capture_output=True, text=True)
+    done = subprocess.run(command(store, *DRAWN, "study=copied", *SLURM), cwd=checkout, capture_output=True, text=True)
     assert done.returncode == 0 and set(jobs(done.stdout)) == {"plan", "record"}, done.stderr
     for file in checkout.glob("moe_lab/study/**/*.py"):
         file.write_text("raise RuntimeError('edited')\n")

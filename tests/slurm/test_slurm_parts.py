@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -26,16 +27,17 @@ from moe_lab.config import (
     ResourcesConfig,
 )
 from moe_lab.config.base import valid
+from moe_lab.errors import UserError
 from moe_lab.evaluation import Policy
 from moe_lab.evaluation.suite import Questions
 from moe_lab.study.estimates import Seconds
-from moe_lab.study.runs import RECORD, Submitted, begin
+from moe_lab.study.runs import RECORD, Submitted, begin, runs
 from moe_lab.study.schedule import Schedule, StepError
 from moe_lab.study.slurm import arrays as module
 from moe_lab.study.slurm.arrays import arrange
 from moe_lab.study.slurm.pack import Pack, settle
 from moe_lab.study.slurm.pack import _absent as absent
-from moe_lab.study.slurm.scheduler import Queued, time_limits
+from moe_lab.study.slurm.scheduler import Queued, longest_array, queue, time_limits
 from moe_lab.study.slurm.submit import copy_code, under_way
 from moe_lab.study.status import StepState, left
 from moe_lab.study.step import Step, code_state
@@ -124,8 +126,37 @@ def test_time_limits_are_read_as_sinfo_writes_them(monkeypatch: pytest.MonkeyPat
     assert time_limits() == {"": inf, "debug": inf, "gpu": 2160, "short": 30}
 
 
+def test_jobs_are_read_whatever_they_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the shortest array that a cluster takes is found in both of its limits."""
+    squeue = "7_1|RUNNING|None|1:00|s.k\n8|PENDING|Priority|0:00|two\nlines|\f|x\n9|BOOT_FAIL|None|0:00|s.k\n"
+    monkeypatch.setattr("moe_lab.study.slurm.scheduler.ask", lambda *_: squeue)
+    assert [(job.id, job.name, job.pending) for job in queue().values()] == [("7_1", "s.k", False), ("8", "two", True)]
+    config = "MaxArraySize            = 1001\nSchedulerParameters     = bf_continue,max_array_tasks=3,defer\n"
+    monkeypatch.setattr("moe_lab.study.slurm.scheduler.ask", lambda *_: config)
+    assert longest_array() == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "setting"),
+    [("gpus-per-node: 'a100:1'", "gpu_type"), ("cpus_per_task: 4", "cpus"), ("time: 7", "minutes")],
+)
+def test_an_option_of_sbatch_has_one_owner(options: str, setting: str) -> None:
+    with pytest.raises(UserError, match=setting):
+        resources([], f"{{jobs: {{plan: {{sbatch: {{{options}}}}}}}}}")
+
+
+def test_jobs_work_for_the_store_that_they_were_made_for(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store").create()
+    with begin(store, "s", []) as run:
+        run.add([replace(submitted("1", "a"), store=str(store.root))])
+    (tmp_path / "link").symlink_to(store.root)
+    shutil.copytree(store.root, tmp_path / "copy")
+    counts = [len(runs(Store(tmp_path / name), "s")[0].jobs) for name in ("store", "link", "copy")]
+    assert counts == [1, 1, 0]
+
+
 def submitted(job: str, steps: str, after: str = "", kind: str = "k") -> Submitted:
-    return Submitted(job, job.partition("_")[0], "s." + kind, kind, tuple(steps), tuple(after.split()))
+    return Submitted(job, job.partition("_")[0], "s." + kind, kind, tuple(steps), tuple(after.split()), "store")
 
 
 def queued(job: str, state: str = "PENDING", name: str = "s.k") -> tuple[str, Queued]:

@@ -13,6 +13,9 @@ import pytest
 from processes import of_children, within
 from studies import command, jobs
 
+from moe_lab.errors import UserError
+from moe_lab.study.slurm import scheduler
+
 pytestmark = pytest.mark.slow
 
 CALLS, SECONDS = 20, 10
@@ -68,7 +71,8 @@ def test_a_thousand_cells(tmp_path: Path, counting: Mapping[str, str]) -> None:
 
 
 def test_arrays_wait_for_what_they_need(tmp_path: Path, counting: Mapping[str, str]) -> None:
-    own = "evaluate: {partition: gpu, sbatch: {nodelist: n7, time: 7}, setup: [module load cuda]}"
+    own = "evaluate: {partition: gpu, minutes: 7, sbatch: {nodelist: n7, mem_per_gpu: 9G}, setup: [module load cuda]}"
+    own += ", statistics: {memory: 0, sbatch: {gres: 'gpu:h100:1'}}"
     parallel = ["criterion=man,magnitude", "launcher.parallel=3", "launcher.cells_per_job=1"]
     gpus = ["resources.every.gpu_type=a100", "resources.every.gpus=1", "model.device=cpu"]
     done = typed(tmp_path, counting, *parallel, f"+resources.jobs={{plan: {{gpus: 0}}, {own}}}", *gpus)
@@ -83,9 +87,11 @@ def test_arrays_wait_for_what_they_need(tmp_path: Path, counting: Mapping[str, s
     assert all("--kill-on-invalid-dep=yes" in script for script in written.values())
     for word in ("--array=0-2%3", "--partition=gpu", "--nodelist=n7", "--time=7", "module load cuda"):
         assert written["evaluate"].count(word) == 1
-    assert "--partition" not in written["plan"]
+    assert "--partition" not in written["plan"] and "--mem=" in written["plan"]
+    assert "--mem-per-gpu=9G" in written["evaluate"] and "\nset -e\nmodule load cuda\n" in written["evaluate"]
+    assert "--mem=" not in written["evaluate"] + written["statistics"]
     asked = {kind: re.findall(r"--gp\S+|--gres\S+", script) for kind, script in written.items()}
-    assert asked["evaluate"] == asked["statistics"] == ["--gpus-per-node=a100:1"]
+    assert (asked["evaluate"], asked["statistics"]) == (["--gpus-per-node=a100:1"], ["--gres=gpu:h100:1"])
     assert asked["plan"] == asked["record"] == []
 
 
@@ -97,21 +103,22 @@ SHOWN = {
 OVERRIDING = {
     **{"SBATCH_JOB_NAME": "x", "SBATCH_ARRAY_INX": "0-9", "SBATCH_TIMELIMIT": "1", "SBATCH_MEM_PER_NODE": "1"},
     **{"SBATCH_GRES": "gpu:1", "SBATCH_GPUS_PER_NODE": "1", "SBATCH_OUTPUT": "x", "SBATCH_WAIT": "1"},
-    **{"SBATCH_NO_REQUEUE": "1", "SBATCH_CLUSTERS": "x", "SBATCH_QOS": "x"},
+    **{"SBATCH_NO_REQUEUE": "1", "SBATCH_CLUSTERS": "x", "SBATCH_QOS": "x", "SBATCH_EXPORT": "NONE"},
+    **{"SLURM_MEM_PER_CPU": "500", "SLURM_NTASKS": "2", "SLURM_EXPORT_ENV": "NONE", "SLURM_GPUS_PER_NODE": "1"},
 }
-"""What a shell would say of jobs against what moe_lab says of them; the qos is set below."""
-USUAL = {"SBATCH_ACCOUNT": "me", "SBATCH_PARTITION": "x", "SBATCH_RESERVATION": "x", "SLURM_CONF": "/x", "HOME": "/x"}
+"""What a shell, or the job that it is in, would say against what moe_lab says of jobs; the qos is set below."""
+USUAL, FOUND = {"SBATCH_ACCOUNT": "me", "SBATCH_RESERVATION": "x"}, {"SLURM_CONF": "/x", "HOME": "/x"}
 
 
 def test_slurm_is_not_told_what_the_shell_shows_or_would_override(tmp_path: Path, counting: Mapping[str, str]) -> None:
-    shell = {**counting, **SHOWN, **OVERRIDING, **USUAL}
+    shell = {**counting, **SHOWN, **OVERRIDING, **USUAL, **FOUND}
     scripts(tmp_path, typed(tmp_path, shell, "criterion=man", "resources.every.sbatch={qos:long}"))
     for name in ("squeue", "sinfo", "scontrol", "sbatch"):
         told = dict(
             line.split("=", 1) for line in (tmp_path / "bin" / f"{name}.env").read_text().split("\n") if "=" in line
         )
         assert not set(SHOWN) & set(told), name
-        assert USUAL.items() <= told.items(), name
+        assert {**FOUND, **(USUAL if name == "sbatch" else {})}.items() <= told.items(), name
     assert not set(OVERRIDING) & set(told)
 
 
@@ -130,15 +137,35 @@ def test_the_page_on_slurm_shows_what_is_printed(tmp_path: Path, counting: Mappi
     assert done.returncode == 0 and done.stdout in page, done.stdout
 
 
-def test_a_refusal_takes_back_what_was_accepted(tmp_path: Path, counting: Mapping[str, str]) -> None:
-    words = "Batch job submission failed: Invalid account or account/partition combination specified"
-    refusing = {**counting, "REFUSE_AT": "4", "REFUSE": words}
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("Invalid account or account/partition combination specified", "resources.every.sbatch.account"),
+        ("QOSMaxSubmitJobPerUserLimit", "launcher.cells_per_job"),
+        ("Socket timed out on send/recv operation", "does not answer"),
+        ("accounting storage says no", "or resources.models"),
+    ],
+)
+def test_a_refusal_takes_back_what_was_accepted(
+    words: str, says: str, tmp_path: Path, counting: Mapping[str, str]
+) -> None:
+    refusing = {**counting, "REFUSE_AT": "4", "REFUSE": f"Batch job submission failed: {words}"}
     done = typed(tmp_path, refusing, "resources.every.sbatch={account:ours}")
-    assert done.returncode == 2
-    assert words in done.stderr and "resources.every" in done.stderr and "account=ours" in done.stderr
+    assert done.returncode == 2 and words in done.stderr and "account=ours" in done.stderr
+    assert says in done.stderr
     cancelled = {word for line in calls(tmp_path, "scancel") for word in line.split()}
     assert cancelled == {"1", "2", "3"}
     assert not list((tmp_path / "store" / "runs").glob("*/*"))
+
+
+def test_a_scheduler_that_hangs_is_named(
+    counting: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin" / "squeue").write_text("#!/bin/sh\nexec sleep 100\n")
+    monkeypatch.setenv("PATH", counting["PATH"])
+    monkeypatch.setattr(scheduler, "LIMIT", 0.1)
+    with pytest.raises(UserError, match=r"squeue has not answered for 0\.1 s"):
+        scheduler.queue()
 
 
 @pytest.mark.parametrize(

@@ -261,6 +261,13 @@ def test_a_report_on_a_full_disk_is_one_sentence(done: Path, tmp_path: Path) -> 
     assert "the report failed: out=" in answer.stderr.splitlines()[-1]
 
 
+def test_a_file_for_which_there_is_no_room_leaves_nothing(tmp_path: Path) -> None:
+    script = "import pathlib, sys, moe_lab.json_files as own; own.write_json(pathlib.Path(sys.argv[1]), '7' * 2**22)"
+    command_ = [sys.executable, "-c", script, str(tmp_path / "run.json")]
+    answer = mounted("-t tmpfs -o size=1m tmpfs", tmp_path, "sh", "-c", '"$@"; ls -A $0', str(tmp_path), *command_)
+    assert "No space left" in answer.stderr and answer.stdout == ""
+
+
 def test_no_report_is_begun_when_the_disk_is_full(one: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def harm(step: Step, scratch: Path) -> None:
         if step.kind == "plan":

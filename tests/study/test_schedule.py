@@ -345,7 +345,7 @@ def test_the_time_left_is_known_after_a_quarter_of_the_work(tmp_path: Path, size
 def test_progress_inside_a_step_is_shown_and_moves_the_time_left(tmp_path: Path) -> None:
     run = Timed(tmp_path, sized("evaluate", 50, 50))
     run.go(0)
-    assert "evaluate 0/2" in run.says() and "unknown (no evaluate step" in run.says()
+    assert "evaluate 0/2" in run.says() and "time left unknown" in run.says()
     assert "about 8 min" in run.says(seconds=240.0), "the store knows what a run does not"
     run.go(600)
     assert "10 of 100 requests" in run.says() and run.minutes() == pytest.approx(190, rel=0.02)
@@ -357,7 +357,7 @@ def test_a_thousand_short_cells_have_a_time_left_only_when_it_is_known(tmp_path:
     run = Timed(tmp_path, {**plans, **dict.fromkeys(sized("evaluate", *[1] * 1001), 0.6)})
     run.schedule.finish(list(run.seconds)[-1], did=False)
     run.go(9.9)
-    assert "no evaluate step" in run.says() and " min left" not in run.says()
+    assert "time left unknown" in run.says() and " min left" not in run.says()
     run.go(70)
     assert run.minutes() == pytest.approx(9)
     run.go(600)

@@ -121,13 +121,14 @@ def resources(
     time of a step; if it is unknown for one, the job asks for `settings.longest`. Minutes that are not set are limited
     to the partition's `time_limits` (partition -> minutes).
     """
-    configured = _configured(steps[0], settings)
+    about, kind = steps[0].about, settings.jobs.get(steps[0].kind)
+    asked = configured([settings.every, kind, settings.models.get(about.name) if about else None])
     memories = [memory_of(step) or UNKNOWN for step in steps]
-    count = configured["gpus"]
+    count = asked["gpus"]
     if count is None:
         count = max(gpus(memory, settings.gpu_memory) for memory in memories)
     largest = max(memory.bytes for memory in memories) / GIB
-    threads = (steps[0].about.threads if steps[0].about else None) or 1
+    threads = (about.threads if about else None) or 1
     times = [seconds(step) for step in steps]
     minutes = float(settings.longest)
     if None not in times:
@@ -136,27 +137,25 @@ def resources(
         "gpus": count,
         "cpus": max(threads, count * CPUS_PER_GPU),
         "memory": ceil(HOST + largest) if count else ceil(2 * largest),
-        "minutes": int(min(minutes, _time_limit(configured, time_limits))),
+        "minutes": int(min(minutes, _time_limit(asked, time_limits))),
     }
-    return {name: estimated.get(name) if value is None else value for name, value in configured.items()}
+    return {name: estimated.get(name) if value is None else value for name, value in asked.items()}
 
 
-def _configured(step: Step, settings: ResourcesConfig) -> dict[str, Any]:
-    """What is set for a step. Settings of its model take precedence over those of its kind, and those over `every`;
+def configured(settings: Iterable[JobConfig | None]) -> dict[str, Any]:
+    """What is set for a job: `settings` of every job, of its kind and of its model, the later ones above the earlier;
     sbatch is merged. Settings of models do not apply to small steps."""
-    of_kind, of_model = settings.jobs.get(step.kind), settings.models.get(step.about.name) if step.about else None
-    configured: dict[str, Any] = {field.name: None for field in fields(JobConfig)} | {"sbatch": {}, "setup": []}
-    for job in (settings.every, of_kind, of_model):
-        if job is not None:
-            given = {name: value for name, value in vars(job).items() if name in configured and value not in (None, [])}
-            configured |= {**given, "sbatch": {**configured["sbatch"], **job.sbatch}}
-    return configured
+    found: dict[str, Any] = {field.name: None for field in fields(JobConfig)} | {"sbatch": {}, "setup": []}
+    for job in filter(None, settings):
+        given = {name: value for name, value in vars(job).items() if name in found and value not in (None, [])}
+        found |= {**given, "sbatch": {**found["sbatch"], **job.sbatch}}
+    return found
 
 
-def _time_limit(configured: Mapping[str, Any], time_limits: Mapping[str, float]) -> float:
+def _time_limit(asked: Mapping[str, Any], time_limits: Mapping[str, float]) -> float:
     """Longest time limit in minutes of the partitions that a job may run in. Infinite when they are not known, and when
     a quality of service (qos) determines the limit."""
-    if configured["sbatch"].get("qos"):
+    if asked["sbatch"].get("qos"):
         return inf
-    named = configured["partition"] or os.environ.get("SBATCH_PARTITION", "")
+    named = asked["partition"] or os.environ.get("SBATCH_PARTITION", "")
     return max((time_limits[name] for name in named.split(",") if name in time_limits), default=inf)

@@ -15,16 +15,20 @@ from moe_lab.errors import UserError
 
 LONGEST = 1001
 """Most tasks of an array, from Slurm's default MaxArraySize."""
-GONE = ("COMPLETING", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE")
+GONE = (
+    *("COMPLETING", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE"),
+    *("BOOT_FAIL", "PREEMPTED", "REVOKED"),
+)
 """States of jobs that squeue may still show although they will do nothing more."""
 NEVER = "DependencyNeverSatisfied"
 AT_ONCE = 500
 """Most job ids in one call of scancel, since the length of a command line is limited."""
-DISPLAY = (
-    *("SQUEUE_", "SINFO_", "SCONTROL_", "SCANCEL_", "SACCT_"),
-    *("SLURM_CLUSTERS", "SLURM_TIME_FORMAT", "SLURM_BITSTR_LEN", "SLURM_TOPO_LEN"),
-)
-"""Beginnings of variables by which a shell selects what Slurm's commands show or cancel, and how they show it."""
+LIMIT = 120
+"""Seconds in which a Slurm command must answer."""
+OF_SLURM = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SINFO_", "SCONTROL_", "SCANCEL_", "SACCT_")
+"""Beginnings of variables by which a shell, or the job that it is in, changes what Slurm's commands do and show."""
+WHICH_SLURM = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
+"""Variables by which Slurm's commands find their cluster."""
 FROM_SHELL = ("partition", "account", "qos", "constraint", "reservation")
 """Options of sbatch for which a variable of the shell counts where the job does not set them."""
 
@@ -48,15 +52,19 @@ def queue() -> dict[str, Queued]:
     """Id -> job of this user that is pending or running. Raises UserError, with the scheduler's message, when squeue
     fails."""
     text = ask("squeue", "--noheader", "--array", f"--user={os.getuid()}", "--format=%i|%T|%r|%M|%j")
-    rows = (line.split("|", 4) for line in text.splitlines())
+    rows = ROW.findall(text)
     jobs = [Queued(job, name, state, reason, elapsed) for job, state, reason, elapsed, name in rows]
     return {job.id: job for job in jobs if job.state not in GONE and job.reason != NEVER}
 
 
+ROW = re.compile(r"^(\d[\d_+]*)\|([A-Z_]+)\|([^|\n]*)\|([^|\n]*)\|(.*)", re.MULTILINE)
+"""A job in the output of squeue; what follows on further lines is of its name, which may have any characters."""
+
+
 def longest_array() -> int:
-    """Most tasks of an array: MaxArraySize of this cluster."""
-    match = re.search(r"^MaxArraySize\s*=\s*(\d+)", ask("scontrol", "show", "config"), re.MULTILINE)
-    return max(1, int(match[1])) if match else LONGEST
+    """Most tasks of an array: MaxArraySize of this cluster, or max_array_tasks of its SchedulerParameters."""
+    limits = re.findall(r"(?:^MaxArraySize\s*=\s*|\bmax_array_tasks=)(\d+)", ask("scontrol", "show", "config"), re.M)
+    return max(1, min(map(int, limits), default=LONGEST))
 
 
 def time_limits() -> dict[str, float]:
@@ -105,27 +113,55 @@ def ask(*command: str) -> str:
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    """Run a Slurm command, whose output and selection the variables of the user's shell do not change. Raises UserError
-    when it cannot be started."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(DISPLAY)}
+    """Run a Slurm command. Raises UserError when it cannot be started, and when it takes longer than LIMIT."""
     why = f"there is no {command[0]} here"
     if (program := shutil.which(command[0])) is not None:
+        words = [program, *command[1:]]
         try:
             # By its path: where PATH has a folder that may not be read, a search ends with that folder's error.
-            return subprocess.run([program, *command[1:]], capture_output=True, text=True, env=environment)
+            return subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            raise UserError(f"launcher=slurm: {command[0]} has not answered for {LIMIT} s") from None
         except OSError as error:
             why = f"{command[0]} cannot be started ({error.strerror})"
     raise UserError(f"launcher=slurm: {why}: start this on a machine that submits jobs, or use launcher=local")
+
+
+def environment(kept: Collection[str] = ()) -> dict[str, str]:
+    """The variables of this process without those that change what Slurm's commands do and show, but for `kept`."""
+    kept = {*WHICH_SLURM, *kept}
+    return {name: value for name, value in os.environ.items() if name in kept or not name.startswith(OF_SLURM)}
 
 
 @contextmanager
 def submitting(options: Collection[str]) -> Iterator[None]:
     """While open, variables of the shell say nothing to sbatch but FROM_SHELL, without `options`, which the job sets
     itself: to sbatch, a variable counts more than the script of a job."""
-    usual = {f"SBATCH_{name.upper()}" for name in FROM_SHELL if name not in options}
-    ignored = [name for name in os.environ if name.startswith(("SBATCH_", *DISPLAY)) and name not in usual]
-    away = {name: os.environ.pop(name) for name in ignored}
+    before = dict(os.environ)
+    kept = environment([f"SBATCH_{name.upper()}" for name in FROM_SHELL if name not in options])
+    for name in before.keys() - kept.keys():
+        del os.environ[name]
     try:
         yield
     finally:
-        os.environ.update(away)
+        os.environ.update(before)
+
+
+REFUSALS = {
+    r"\b(?:QOS|Assoc)\w*Submit\w*Limit\b|job submit limit": "fewer, longer jobs are within the limit of submitted "
+    "jobs: raise launcher.cells_per_job, or start this again when jobs have ended",
+    r"Invalid account\b": "change resources.every.sbatch.account",
+    r"Invalid qos\b": "change resources.every.sbatch.qos",
+    r"invalid partition\b": "change resources.every.partition",
+    r"Invalid feature\b": "change resources.every.sbatch.constraint",
+    r"time limit is invalid": "change the minutes that they ask for",
+    r"Socket timed out|Unable to contact slurm controller|sending signal TERM to": "the scheduler does not answer: "
+    "start this again later",
+}
+"""What sbatch says, by Slurm's names and sentences of its errors -> what can be done."""
+
+
+def advice(words: str, kind: str) -> str:
+    """What can be done when sbatch refuses jobs of a kind with these words."""
+    of_kind = f"change resources.every, resources.jobs.{kind} or resources.models"
+    return next((advice for error, advice in REFUSALS.items() if re.search(error, words, re.IGNORECASE)), of_kind)

@@ -25,15 +25,24 @@ from moe_lab.study.record import Study
 from moe_lab.study.runs import RECORD, Run, Submitted, runs
 from moe_lab.study.schedule import Schedule, say
 from moe_lab.study.slurm import scheduler
-from moe_lab.study.slurm.arrays import Array, arrange, resources
+from moe_lab.study.slurm.arrays import Array, arrange, configured, resources
 from moe_lab.study.slurm.pack import Pack, Record
 from moe_lab.study.slurm.scheduler import Queued
 from moe_lab.study.step import NOTED, Step, code_state, digest
 
 EARLY = 60
 """Seconds by which Slurm may send its warning signal earlier than asked for."""
+GPU_WORDS = {"gres", "gpus", "gpus-per-task", "gpus-per-socket"}
+"""Options of sbatch that ask for GPUs in a cluster's own words, and then stand for `gpus` and `gpu_type`."""
 RECORD_ASKS = {"gpus": 0, "cpus": 1, "memory": 4, "minutes": 60}
 """Resources of the last job; it has all other settings in common with every job."""
+
+
+def _sbatch(_: SlurmExecutor, script: Path) -> list[str]:
+    return ["timeout", "--verbose", str(scheduler.LIMIT), "sbatch", str(script)]
+
+
+SlurmExecutor._make_submission_command = _sbatch  # type: ignore  # arrays make executors of their own
 
 
 def submit(schedule: Schedule, study: Study, run: Run) -> None:
@@ -100,8 +109,7 @@ class Submission:
 
     def close(self) -> None:
         """Submit the job that writes the record when all others have ended, successfully or not."""
-        steps = list(self.study.graph.steps())[:1]
-        asks = {**resources(steps, self.study.config.resources, lambda step: None), **RECORD_ASKS}
+        asks = {**configured([self.study.config.resources.every]), **RECORD_ASKS}
         self._hand_in(RECORD, asks, [Record(self.study, self.run)], [[]], "afterany", self.jobs.values())
 
     def _hand_in(
@@ -123,32 +131,35 @@ class Submission:
         dependency = {"dependency": f"{condition}:{':'.join(after)}"} if after else {}
         more = {"kill-on-invalid-dep": "yes", "requeue": True, **dependency, **asks["sbatch"]}
         optional = {"partition": asks["partition"]} if asks["partition"] else {}
-        kind_of_gpu = f"{asks['gpu_type']}:" if asks["gpu_type"] else ""
+        if asks["memory"] and not any(name.startswith("mem-per-") for name in more):
+            optional["mem"] = f"{max(1, round(asks['memory'] * 1024))}M"
+        if asks["gpus"] and not more.keys() & GPU_WORDS:
+            optional["gpus_per_node"] = ":".join(str(word) for word in (asks["gpu_type"], asks["gpus"]) if word)
         executor.update_parameters(
             job_name=name,
             time=asks["minutes"],
-            mem=f"{max(1, round(asks['memory'] * 1024))}M",
             cpus_per_task=asks["cpus"],
-            setup=asks["setup"] or None,
+            setup=["set -e", *asks["setup"], "set +e"],  # a line that fails ends the job
             signal_delay_s=settings.signal_seconds,
             array_parallelism=settings.parallel,
             additional_parameters=more,
             **optional,
-            **({"gpus_per_node": f"{kind_of_gpu}{asks['gpus']}"} if asks["gpus"] else {}),
         )
         try:
             with scheduler.submitting([*optional, *asks["sbatch"]]):
                 ids = [job.job_id for job in executor.submit_array(what)]
         except (FailedJobError, FailedSubmissionError) as error:
-            options = {**asks, **asks["sbatch"], "sbatch": None}
+            options, words = {**asks, **asks["sbatch"], "sbatch": None}, " ".join(str(error).split())
             asked = " ".join(f"{name}={value}" for name, value in options.items() if value not in (None, []))
             raise UserError(
-                f"Slurm refuses {kind} jobs ({' '.join(str(error).split())}): they ask for {asked}; change "
-                f"resources.every, resources.jobs.{kind} or resources.models (nothing was left in the queue)"
+                f"Slurm refuses {kind} jobs ({words}): they ask for {asked}; {scheduler.advice(words, kind)} (nothing "
+                "was left in the queue)"
             ) from None
         array = ids[0].partition("_")[0]
         self.run.add(
-            Submitted(job, array, name, kind, tuple(step.id for step in own), after)
+            Submitted(
+                job, array, name, kind, tuple(step.id for step in own), after, str(self.study.store.root.absolute())
+            )
             for job, own in zip(ids, steps, strict=True)
         )
         return array
