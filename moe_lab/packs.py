@@ -183,7 +183,7 @@ class Packs:
     def _new(self) -> tuple[Path, sqlite3.Connection]:
         self.folder.mkdir(exist_ok=True)
         path = self.folder / f".{uuid.uuid4().hex}{UNFINISHED}"
-        database = sqlite3.connect(path.absolute().as_uri(), uri=True)
+        database = sqlite3.connect(f"{path.absolute().as_uri()}?nolock=1", uri=True)  # its name is nobody else's
         database.executescript(f"pragma journal_mode = off; pragma synchronous = off; {TABLES}")
         return path, database
 

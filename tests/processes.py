@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import resource
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -34,6 +35,38 @@ def executable(file: Path, text: str, *options: str) -> Path:
     return file
 
 
+WITHOUT_LOCKS = "errno = ENOSYS; return -1;"
+"""What locks of files do where there are none."""
+OWN_LOCKS = "return 0;"
+"""And where each machine sees its own alone, as on Lustre with localflock or NFS with nolock: whoever asks gets one."""
+LOCKS = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+int flock(int file, int how) { %s }
+static int other(const char *name, int file, int what, void *about) {
+  int (*real)(int, int, ...) = dlsym(RTLD_NEXT, name);
+  if (what == F_SETLK || what == F_SETLKW || what == F_GETLK || (what >= F_OFD_GETLK && what <= F_OFD_SETLKW)) { %s }
+  return real(file, what, about);
+}
+#define OTHER(name) int name(int file, int what, ...) { va_list more; va_start(more, what); \\
+  void *about = va_arg(more, void *); va_end(more); return other(#name, file, what, about); }
+OTHER(fcntl)
+OTHER(fcntl64)
+"""
+
+
+def locks(body: str, folder: Path) -> dict[str, str]:
+    """An environment in which locks of files do this, by a library in `folder`; none for "" and without a compiler."""
+    if not (body and shutil.which("cc")):
+        return {}
+    (folder / "locks.c").write_text(LOCKS % (body, body))
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", "locks.so", "locks.c", "-ldl"], cwd=folder, check=True)
+    return {"LD_PRELOAD": str(folder / "locks.so")}
+
+
 def until(condition: Callable[[], object]) -> None:
     """Wait for a condition, however long a busy machine takes."""
     while not condition():
@@ -52,6 +85,8 @@ def is_running(process: int) -> bool:
 READS_EXPORTS = """
 import json, sys
 from pathlib import Path
+
+import pytest
 sys.modules["moe_lab"] = None
 import torch, transformers
 from safetensors.torch import load_file, save_file

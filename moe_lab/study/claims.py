@@ -46,6 +46,7 @@ OWNER_SHAPE = {
     "started": str | None,
     "job": str | None,
     "restarts": int,
+    "inode": int,
 }
 
 
@@ -86,7 +87,7 @@ class Claim:
         owner |= {"pid": os.getpid(), "started": started(os.getpid()), "job": own_job(), "restarts": restarts()}
         self.file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o664)
         try:
-            os.write(self.file, json.dumps(owner).encode())
+            os.write(self.file, json.dumps({**owner, "inode": os.fstat(self.file).st_ino}).encode())
             os.fsync(self.file)  # other machines see it from here on
         except OSError:  # a full disk, say: nobody may wait for an empty claim
             self.abandon()
@@ -204,12 +205,11 @@ class Claims:
         heartbeats are missing too.
         """
         try:
-            changed, owner = path.stat().st_mtime_ns, _owner(path)
+            file, owner = path.stat(), _owner(path)
         except FileNotFoundError:
             return False
-        if changed == 0:  # given up
-            return True
-        if owner and owner["machine"] == machine() and started(owner["pid"]) not in (owner["started"], "?"):
+        changed = file.st_mtime_ns
+        if changed == 0 or (owner and _is_gone(owner, file.st_ino)):  # 0: given up
             return True
         is_own_job = owner is not None and owner["job"] is not None and owner["job"] == own_job()
         if owner and is_own_job and owner["restarts"] < restarts():
@@ -242,6 +242,13 @@ class Claims:
         for name in {path.stem for path in self.folder.glob("*")}:
             with suppress(Busy):
                 self.take(name).release()
+
+
+def _is_gone(owner: dict[str, Any], inode: int) -> bool:
+    """Whether the process of a claim of this machine has ended, or the claim is a copy: it works for another store."""
+    if owner["machine"] != machine():
+        return False
+    return owner["inode"] != inode or started(owner["pid"]) not in (owner["started"], "?")
 
 
 def own_job() -> str | None:

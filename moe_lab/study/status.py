@@ -143,8 +143,9 @@ def status(study: StudyState, steps: Sequence[StepState]) -> None:
         print(f"why the failed ones failed: python -m moe_lab.study why {study.study} store={study.store.root}")
     if total["missing"]:
         lost = {step.job for step in steps if step.state == "missing" and step.job}
-        ended = f"{len(lost)} jobs ended without their steps (why: python -m moe_lab.study why {study.study}); " if lost else ""
-        print(f"{ended}the same command as before starts what is missing")
+        if lost:
+            print(f"{len(lost)} jobs ended without their steps: python -m moe_lab.study why {study.study} says why")
+        print("the same command as before starts what is missing")
 
 
 def _duration(seconds: float) -> str:

@@ -46,6 +46,9 @@ SAMPLE = 200
 TICK = 2
 """Seconds between two modification times on the file systems with the coarsest clocks."""
 NANO = 10**9
+LATE, LOOK = 70.0, 1.0
+"""Seconds after which what another node has written is seen, as NFS keeps what it knows of a folder for up to a minute;
+and between two looks."""
 
 
 class Gone(Unavailable):
@@ -237,8 +240,12 @@ class Store:
     def readable(self, step: Step) -> bool:
         """As `done`, for a step that is about to be read: every file is hashed the first time this object checks it.
 
-        Modification times do not reveal bits that flipped on the disk.
+        Modification times do not reveal bits that flipped on the disk. What is missing is looked for again for LATE
+        seconds, as it may just have been written by another node.
         """
+        deadline = time.monotonic() + LATE
+        while "missing" in self.damage(step.folder).values() and time.monotonic() < deadline:
+            time.sleep(LOOK)
         if not self._is_sound(step.folder, hash_all=step.id not in self._hashed):
             return False
         self._hashed.add(step.id)

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 from cluster import Cluster, instant_environment, running, why_not
+from processes import OWN_LOCKS, WITHOUT_LOCKS, locks
 from studies import command, ran, results
 
 from moe_lab.results import read_record
@@ -40,17 +41,20 @@ MODEL = ["criterion=man,random", "ratio=0.25,0.5", "suite.benchmarks=[pocket_boo
 @dataclass(frozen=True)
 class Scene:
     """A command that is killed, and its share of the kills. `instant`: its steps take no time; those of others are real
-    ones on the shipped model. `at_once`: how many such commands are started at the same time."""
+    ones on the shipped model. `at_once`: how many such commands are started at the same time. `locks`: what locks of
+    files do."""
 
     share: float
     words: Sequence[str]
     instant: bool = False
     at_once: int = 1
+    locks: str = ""
 
 
 SCENES = {
     "quick": Scene(0.46, [*QUICK, "launcher.processes=2"], instant=True),
-    "two": Scene(0.2, [*QUICK, "launcher.processes=2"], instant=True, at_once=2),
+    "own_locks": Scene(0.1, [*QUICK, "launcher.processes=2"], instant=True, at_once=2, locks=OWN_LOCKS),
+    "no_locks": Scene(0.1, [*QUICK, "launcher.processes=2"], instant=True, at_once=2, locks=WITHOUT_LOCKS),
     "model": Scene(0.1, [*MODEL, "launcher.processes=2"]),
     "inline": Scene(0.04, [*MODEL, "launcher=inline"]),
     "slurm": Scene(0.2, [*FEW, "launcher=slurm", "wait=true"], instant=True),
@@ -133,6 +137,7 @@ class Study:
         scene = SCENES[self.scenario]
         environment = dict(self.cluster.environment if self.cluster else os.environ)
         environment |= {"TMPDIR": str(self.place / "temporary"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        environment |= locks(scene.locks, self.place)
         if scene.instant:
             environment |= {**instant_environment(self.place / "instant"), "INSTANT_PAUSE": "0.05"}
         with (self.place / "printed").open("a") as printed:

@@ -199,6 +199,7 @@ def test_a_pack_goes_on_after_a_failure_and_leaves_out_what_has_no_inputs(
     monkeypatch.setattr("moe_lab.study.slurm.pack.Worker", lambda *_: nullcontext(execute))
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setattr("moe_lab.study.store.LATE", 0.0)
     with begin(store, "study", []) as run:
         pack = Pack(str(tmp_path), [bad, last, failed, good], 1, str(run.folder.relative_to(tmp_path / "runs")))
     assert pack() == {"done": 2, "failed": 1, "skipped": 3}
@@ -207,18 +208,28 @@ def test_a_pack_goes_on_after_a_failure_and_leaves_out_what_has_no_inputs(
     assert again is not None and again.function.requeues == 0 and again.function.checkpoint() is None
 
 
-def test_parts_of_a_pass_are_jobs_of_an_array_before_the_job_that_merges_them(tmp_path: Path) -> None:
+def test_parts_of_a_pass_are_jobs_of_an_array_before_the_job_that_merges_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which sees what other nodes have written late, as on NFS, and does not wait for what has failed."""
     model = ModelConfig(name="m", path="m")
     parts = tuple(Example("statistics", f"rows{n}", n, model=model) for n in range(3))
     merge = Example("statistics", "whole", 3, model=model, merges=parts)
     arrays = arrange([*parts, merge], ask, SETTINGS)
     assert [array.packs for array in arrays] == [[[part] for part in parts], [[merge]]]
     schedule = Schedule([merge])
-    store = Store(tmp_path).create()
-    for part in parts[:2]:
-        with store.claim(part):
+    store, written = Store(tmp_path).create(), iter(parts)
+
+    def another_node_writes(_: float) -> None:
+        with store.claim(next(written)):
             pass
-    assert [step.label() for step in absent(schedule, store)] == ["rows2"]
+
+    monkeypatch.setattr(time, "sleep", another_node_writes)
+    assert store.readable(parts[0]) and absent(schedule, store) == []
+    (one, two) = (Example("plan", name) for name in "ab")
+    store.fail(one, {"message": "no"})
+    needs = Schedule([Example("cost", needed={"plan": Example("plan", "c", needed={"a": one, "b": two})})])
+    assert [step.label() for step in absent(needs, store)] == ["c"], "it does not wait"
 
 
 def test_what_is_left_takes_as_long_as_what_is_done_did() -> None:

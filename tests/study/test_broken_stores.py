@@ -141,6 +141,7 @@ def test_a_store_that_is_lost_fails_no_step(
                 scratch.mkdir(parents=True, exist_ok=True)
 
     monkeypatch.setattr(Worker, "harm", harm)
+    monkeypatch.setattr("moe_lab.study.store.LATE", 0.0)
     if lost in ("deleted", "unmounted"):
         with pytest.raises(UserError, match="is gone"):
             start(store, one)

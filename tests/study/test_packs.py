@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 from example_steps import Example
+from processes import OWN_LOCKS, WITHOUT_LOCKS, locks
 from studies import BEGINNING, STUDY, Worker, ask, asked, killed, start
 
 from analysis.load.reader import Reader
@@ -241,8 +242,10 @@ def test_nothing_is_lost_when_a_process_is_killed_while_it_packs(store: Store, p
     assert len([*(store.root / "packs").iterdir()]) == 1 and not [*(store.root / "plan").glob("[!.]*")]
 
 
-def test_processes_that_publish_pack_and_read_lose_nothing(store: Store) -> None:
-    """Two processes do the same steps and pack them all the time, while this one reads whatever was there once."""
+@pytest.mark.parametrize("body", ["", OWN_LOCKS, WITHOUT_LOCKS])
+def test_processes_that_publish_pack_and_read_lose_nothing(store: Store, body: str) -> None:
+    """Two processes do the same steps and pack them all the time, while this one reads whatever was there once: also
+    where locks of files do nothing, or are missing."""
     script = (
         BEGINNING
         + f"""
@@ -257,7 +260,8 @@ work(Schedule([Example(number=number) for number in range(300)]), store, execute
 assert len(store.done_of([Example(number=number) for number in range(300)])) == 300
 """
     )
-    children = [subprocess.Popen([sys.executable, "-c", script]) for _ in range(2)]
+    environment = {**os.environ, **locks(body, store.root.parent)}
+    children = [subprocess.Popen([sys.executable, "-c", script], env=environment) for _ in range(2)]
     steps = [Example(number=number) for number in range(300)]
     seen: set[int] = set()
     while any(child.poll() is None for child in children):
@@ -270,4 +274,4 @@ assert len(store.done_of([Example(number=number) for number in range(300)])) == 
     assert [child.returncode for child in children] == [0, 0] and store.done_of(steps) == {step.id for step in steps}
     assert all(store.readable(step) for step in steps) and seen
     store.packs.refresh()
-    assert len(store.packs.sizes()) < 10
+    assert 0 < len(store.packs.sizes()) < 10

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -83,6 +84,15 @@ def test_a_claim_of_a_killed_process_is_free_at_once(folder: Path) -> None:
     killed_owner(folder, "x")
     Claims(folder).clear()
     assert not list(folder.iterdir())
+
+
+def test_a_copy_of_a_claim_counts_for_nothing(folder: Path, tmp_path: Path) -> None:
+    """Of a store that was copied while a process that still runs worked in it."""
+    with Claims(folder).take("x"):
+        shutil.copytree(folder, tmp_path / "copy")
+        with Claims(tmp_path / "copy").take("x"):
+            pass
+    assert not list(folder.iterdir()) and not list((tmp_path / "copy").iterdir())
 
 
 @pytest.mark.slow

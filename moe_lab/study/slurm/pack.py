@@ -13,6 +13,7 @@ from types import FrameType
 from submitit.helpers import DelayedSubmission
 
 from moe_lab.results import DIGITS
+from moe_lab.study import store as stores
 from moe_lab.study.claims import own_job
 from moe_lab.study.record import Study
 from moe_lab.study.runs import Run, runs
@@ -57,11 +58,23 @@ class Pack:
 
 
 def _absent(schedule: Schedule, store: Store) -> list[Step]:
-    """Inputs from other jobs that are not in the store. Marks those that are there as finished."""
-    own, there = {step.id for step in schedule.steps}, store.present()
+    """Inputs from other jobs that are not in the store, which is looked at for LATE seconds while no input has failed.
+    Marks those that are there as finished."""
+    own = {step.id for step in schedule.steps}
     outside = [needed for step in schedule.steps for needed in step.needs if needed.id not in own]
-    schedule.finished |= {step.id for step in outside if step.id[:DIGITS] in there}
-    return [step for step in outside if step.id not in schedule.finished]
+    deadline = time.monotonic() + stores.LATE
+    while True:
+        there = store.present()
+        schedule.finished |= {step.id for step in outside if step.id[:DIGITS] in there}
+        absent = [step for step in outside if step.id not in schedule.finished]
+        if not absent or time.monotonic() > deadline or any(_hopeless(step, store) for step in absent):
+            return absent
+        time.sleep(stores.LOOK)
+
+
+def _hopeless(step: Step, store: Store) -> bool:
+    """Whether a step, or one that it needs, has failed."""
+    return store.error(step.id) is not None or any(_hopeless(needed, store) for needed in step.needs)
 
 
 def _leave(_: int, __: FrameType | None) -> None:
