@@ -52,12 +52,12 @@ class Scene:
 
 
 SCENES = {
-    "quick": Scene(0.46, [*QUICK, "launcher.processes=2"], instant=True),
-    "own_locks": Scene(0.1, [*QUICK, "launcher.processes=2"], instant=True, at_once=2, locks=OWN_LOCKS),
-    "no_locks": Scene(0.1, [*QUICK, "launcher.processes=2"], instant=True, at_once=2, locks=WITHOUT_LOCKS),
+    "quick": Scene(0.34, [*QUICK, "launcher.processes=2"], instant=True),
+    "own_locks": Scene(0.13, [*QUICK, "launcher.processes=2"], instant=True, at_once=2, locks=OWN_LOCKS),
+    "no_locks": Scene(0.13, [*QUICK, "launcher.processes=2"], instant=True, at_once=2, locks=WITHOUT_LOCKS),
     "model": Scene(0.1, [*MODEL, "launcher.processes=2"]),
     "inline": Scene(0.04, [*MODEL, "launcher=inline"]),
-    "slurm": Scene(0.2, [*FEW, "launcher=slurm", "wait=true"], instant=True),
+    "slurm": Scene(0.26, [*FEW, "launcher=slurm", "wait=true"], instant=True),
 }
 
 
