@@ -87,12 +87,13 @@ def _samples(tables: list[pa.Table]) -> pd.DataFrame:
 def _origin(folder: str, result: Mapping[str, Any], provenance: Mapping[str, Any]) -> dict[str, Any]:
     versions = {**(provenance.get("versions") or {}), **(result.get("versions") or {})}
     code, protocol = provenance.get("code") or {}, result.get("protocol") or {}
+    edits = str(code.get("edits") or "")
     return {
         "folder": folder,
         "seconds": provenance.get("seconds"),
         **{key: provenance.get(key) for key in ("host", "machine", "python")},
         "moe_lab": code.get("version"),
-        "commit": f"{code['commit']}{' (edited)' if code.get('edits') else ''}" if code.get("commit") else None,
+        "commit": f"{code['commit']}{f' (edits {edits[:7]})' if edits else ''}" if code.get("commit") else None,
         "sandbox": protocol.get("sandbox"),
         **{key: len(protocol.get(key) or ()) for key in _LEFT_OUT},
         "versions": {str(library): str(version) for library, version in versions.items() if version},
@@ -212,6 +213,9 @@ def remarks(results: pd.DataFrame, origins: pd.DataFrame, cells: pd.DataFrame) -
         for library, found in versions(origins).items()
         if len(found) > 1
     ]
+    commits = [str(commit) for commit in origins["commit"].dropna().unique()]
+    if len(commits) > 1:
+        notes.append(f"Results were made with different commits of moe_lab: {', '.join(sorted(commits))}.")
     by_benchmark = results.groupby("benchmark", sort=True)
     for name, sizes in by_benchmark["n"].unique().items():
         if len(sizes) > 1:

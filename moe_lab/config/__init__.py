@@ -85,9 +85,10 @@ class LauncherConfig(Group):
     basic = frozenset({"processes"})
 
     name: Literal["inline", "local", "slurm"] = "local"
-    """inline (this process), local (one process per GPU, or several on CPU) or slurm."""
+    """inline (this process), local (several processes) or slurm."""
     processes: Annotated[int, Strict(), Field(ge=1, le=1024)] | None = None
-    """Processes of launcher=local; null takes one per GPU, or one per CPU core without GPUs."""
+    """Processes of launcher=local; null takes one for as many GPUs as the largest step needs, or without GPUs one per
+    CPU core, as far as memory goes."""
     cells_per_job: Positive = 16
     """Pruned models that one Slurm job evaluates on weights it loads once."""
     parallel: Positive = 64

@@ -1,11 +1,12 @@
 """Models: their files, shapes, families and loading.
 
-Here: the processor, and the main memory of the machine or of the control group of a job. No torch.
+Here: the processors, the GPUs and the main memory of the machine that this process may use. No torch.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 import os
 import platform
 import re
@@ -26,7 +27,8 @@ def processor() -> str:
 
 def main_memory() -> float:
     """Most bytes of main memory that this process may use: those of the machine, or the limit of its control group."""
-    return min([float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")), *_limits()])
+    limits = [float(text) for text in _stated("memory", "memory.max", "memory.limit_in_bytes") if text.isdigit()]
+    return min([float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")), *limits])
 
 
 def release_memory() -> None:
@@ -36,16 +38,34 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _limits() -> Iterator[float]:
-    """Limits of the control groups this process is in, of version 2 or 1."""
+def cores() -> int:
+    """Processors that this process may use: those that it is bound to, or fewer by the quota of its control group."""
+    quotas = [text.split() for text in _stated("cpu", "cpu.max", "") if text[:3] != "max"]  # microseconds of so many
+    allowed = [math.ceil(int(quota) / int(period)) for quota, period in quotas]
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([bound, *allowed]))
+
+
+def visible_gpus() -> list[str]:
+    """Ids for CUDA_VISIBLE_DEVICES, one per GPU this process may use; empty without the NVIDIA driver."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [gpu for gpu in named.split(",") if gpu.strip() not in ("", "-1")]
+    cards = "/proc/driver/nvidia/gpus"
+    return [str(number) for number in range(len(os.listdir(cards)))] if os.path.isdir(cards) else []
+
+
+def _stated(controller: str, in_2: str, in_1: str) -> Iterator[str]:
+    """What a file says of the control groups this process is in, and of those around them: `in_2` in version 2, `in_1`
+    in version 1, where a controller has groups of its own."""
     for line in GROUPS.read_text().splitlines() if GROUPS.is_file() else []:
         _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
+        if controllers and controller not in controllers.split(","):
             continue
         group = LIMITS / controllers / path.lstrip("/")
         for folder in (group, *group.parents):
-            file = folder / ("memory.limit_in_bytes" if controllers else "memory.max")
-            if file.is_file() and (stated := file.read_text().strip()).isdigit():
-                yield float(stated)
+            file = folder / (in_1 if controllers else in_2)
+            if file.is_file():
+                yield file.read_text().strip()
             if folder == LIMITS:
                 break

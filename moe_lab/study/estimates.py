@@ -7,7 +7,6 @@ step there is no estimate.
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from collections import defaultdict
@@ -25,7 +24,7 @@ from moe_lab.config import Config, ModelConfig
 from moe_lab.config.pruning import DEVICE_MAPS
 from moe_lab.errors import UserError
 from moe_lab.json_files import Number, fits
-from moe_lab.models import main_memory
+from moe_lab.models import main_memory, visible_gpus
 from moe_lab.models.config_json import Size, quantization, size_of
 from moe_lab.start import command
 from moe_lab.study.step import Step, canonical
@@ -66,15 +65,6 @@ def has_gpu() -> bool:
     except PackageNotFoundError:
         return False
     return not built_for_cpu and (bool(visible_gpus()) or Path("/dev/kfd").exists())
-
-
-def visible_gpus() -> list[str]:
-    """Ids for CUDA_VISIBLE_DEVICES, one per GPU this process may use; empty without the NVIDIA driver."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is not None:
-        return [gpu for gpu in named.split(",") if gpu.strip() not in ("", "-1")]
-    cards = "/proc/driver/nvidia/gpus"
-    return [str(number) for number in range(len(os.listdir(cards)))] if os.path.isdir(cards) else []
 
 
 def check_device(name: str) -> None:
@@ -138,8 +128,10 @@ def check_memory(step: Step) -> None:
 
 
 def gpus(memory: Memory, gpu_memory: float) -> int:
-    """How many GPUs of `gpu_memory` GiB a step needs, when a tenth of each cannot be used; 0 for a step on the CPU."""
-    return int(-(-memory.bytes // (0.9 * gpu_memory * GIB))) if memory.on_gpu else 0
+    """How many GPUs of `gpu_memory` GiB a step needs, when a tenth of each cannot be used: 1, 2, 4 or 8, into which
+    models divide, or more; 0 for a step on the CPU."""
+    needed = int(-(-memory.bytes // (0.9 * gpu_memory * GIB))) if memory.on_gpu else 0
+    return next((count for count in (0, 1, 2, 4, 8) if count >= needed), needed)
 
 
 class Times:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
@@ -14,8 +13,9 @@ from moe_lab.config.base import SettingsError
 from moe_lab.errors import Unavailable, UserError, unknown, user_errors
 from moe_lab.grid import Request
 from moe_lab.json_files import Number, parse
+from moe_lab.models import cores, main_memory, visible_gpus
 from moe_lab.results import DIGITS, is_lower_better
-from moe_lab.study.estimates import Times, check_memory, disk_problems, forecast, visible_gpus
+from moe_lab.study.estimates import Times, check_memory, disk_problems, forecast, gpus, memory_of
 from moe_lab.study.graph import build, normalized, unresolved
 from moe_lab.study.preflight import AVERAGE, lacking, remarks, visible_difference
 from moe_lab.study.record import Study, finish, outdate_reports
@@ -34,13 +34,18 @@ def inline(schedule: Schedule, study: Study, run: Run) -> bool:
 
 
 def local(schedule: Schedule, study: Study, run: Run) -> bool:
-    """Run steps in worker processes: launcher.processes of them, or one per GPU, or one per CPU core without GPUs."""
-    gpus = visible_gpus()
-    count = study.config.launcher.processes or len(gpus) or os.cpu_count() or 1
+    """Run steps in worker processes: launcher.processes of them, or one for each set of as many GPUs as the largest
+    step needs. Without GPUs there is one for each core, if there is memory for the largest step in each."""
+    memories = [memory for step in schedule.waiting.values() if (memory := memory_of(step))]
+    each = max((gpus(memory, study.config.resources.gpu_memory) for memory in memories), default=0) or 1
+    cards, largest = visible_gpus(), max((memory.bytes for memory in memories), default=0.0)
+    sets = [",".join(cards[at : at + each]) for at in range(0, max(1, len(cards) - each + 1), each)] if cards else []
+    fit = int(main_memory() // largest) if largest else cores()
+    count = study.config.launcher.processes or len(sets) or max(1, min(cores(), fit))
     errors: list[BaseException] = []
 
     def serve(number: int) -> None:
-        environment = {"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]} if gpus else {}
+        environment = {"CUDA_VISIBLE_DEVICES": sets[number % len(sets)]} if sets else {}
         try:
             with Worker(study.store, environment) as execute:
                 work(schedule, study.store, execute)

@@ -8,6 +8,7 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 import time
 import uuid
 from collections import defaultdict
@@ -90,6 +91,8 @@ class Store:
         self.notices.clear()  # damage was only reported so far; from now on it is set aside and reported again
         try:
             self.root.mkdir(parents=True, exist_ok=True)
+            if (mode := self.root.stat().st_mode) & stat.S_ISGID and mode & stat.S_IWGRP:
+                os.umask(0o002)  # of a group, of which everybody goes on with what others have begun
             self._check_marker()
             if not (self.root / MARKER).exists():
                 write_json(self.root / MARKER, {"schema": SCHEMA})

@@ -202,8 +202,9 @@ def test_mixed_sizes_metrics_and_versions_are_told(store: Path) -> None:
     frame.to_parquet(place / "samples.parquet", index=False)
     change_result(store, 1, "hellaswag", score=float(frame["outcome"].mean()), n=20)
     change_result(store, 2, "arc_easy", metric="acc_norm")
-    step = folder(store, 2, "rte") / "step.json"
-    step.write_text(json.dumps({"files": {}, "provenance": {"versions": {"torch": "9.9"}}}))
+    for name, edits in (("rte", "e1"), ("boolq", "e2")):
+        about = {"versions": {"torch": "9.9"}, "code": {"commit": "c1", "edits": edits}}
+        (folder(store, 2, name) / "step.json").write_text(json.dumps({"files": {}, "provenance": about}))
     change_result(store, 3, "humaneval", protocol={"sandbox": "limited subprocess"})
     change_result(store, 3, "wildbench", protocol={"too_long": ["a", "b"]})
     change_result(store, 3, "mbpp", protocol={"unfinished_thoughts": ["a"]})
@@ -215,6 +216,7 @@ def test_mixed_sizes_metrics_and_versions_are_told(store: Path) -> None:
         "hellaswag was counted on different numbers",
         "arc_easy was measured by different metrics",
         "torch",
+        "c1 (edits e1), c1 (edits e2)",
         "sandbox: limited",
         "A limit was set: 1 benchmark ",
     ):

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -389,6 +390,31 @@ def test_an_engine_that_says_nothing_is_ended(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(Unavailable, match="ready_seconds=1 "):
         engine.set_plan(Plan({0: (0,)}, {0: 2}))
     assert engine.process.poll() is not None
+
+
+@pytest.mark.parametrize(
+    ("cards", "heads", "asked", "given"),
+    [
+        ("0", 28, {}, (None, None)),
+        ("0,1,GPU-8f,MIG-7a", 28, {}, (4, 1)),
+        ("0,1,2,3,4,5,6,7", 28, {}, (4, 2)),
+        ("0,1,2,3", 28, {"tensor_parallel_size": 2}, (2, None)),
+    ],
+)
+def test_vllm_is_given_all_gpus_of_its_process(
+    cards: str, heads: int, asked: dict[str, int], given: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(CHECKPOINT, model := tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "num_attention_heads": heads}))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", cards)
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nread request; echo $request > told; echo '{\"done\": {}}'; read more\n")
+    monkeypatch.chdir(tmp_path)
+    python.chmod(0o755)
+    vllm.VllmModel(model, BackendConfig("vllm", arguments=asked, python=str(python)), POCKET).close()
+    told = json.loads((tmp_path / "told").read_text())[1]["arguments"]
+    assert (told.get("tensor_parallel_size"), told.get("pipeline_parallel_size")) == given
 
 
 def test_a_ported_family_is_refused_by_vllm(tmp_path: Path) -> None:

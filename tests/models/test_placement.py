@@ -124,6 +124,17 @@ def test_a_job_has_the_memory_that_its_group_leaves(
         assert memory.main_memory() == expected
 
 
+def test_a_process_has_the_processors_that_its_group_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory.os, "sched_getaffinity", lambda _: range(8))
+    monkeypatch.setattr(memory, "GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(memory, "LIMITS", tmp_path)
+    (tmp_path / "groups").write_text("0::/job/step\n")
+    (tmp_path / "job/step").mkdir(parents=True)
+    for quota, expected in (("max 100000", 8), ("250000 100000", 3), ("50000 100000", 1)):
+        (tmp_path / "job/cpu.max").write_text(f"{quota}\n")
+        assert memory.cores() == expected
+
+
 ON_CUDA = ["olmoe", "deepseek_v3", "gpt_oss", "qwen3_moe", "ernie4_5_moe"]
 
 

@@ -28,6 +28,7 @@ from moe_lab.config import Config, LauncherConfig
 from moe_lab.results import FIGURES
 from moe_lab.study import record
 from moe_lab.study import run as launch
+from moe_lab.study.estimates import GIB, Memory
 from moe_lab.study.graph import Graph
 from moe_lab.study.runs import begin
 from moe_lab.study.schedule import Schedule, StepError, Worker, overview, work
@@ -166,18 +167,27 @@ def signalled_worker(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -
 
 
 @pytest.mark.parametrize(
-    ("visible", "processes", "given"),
+    ("visible", "processes", "memory", "given"),
     [
-        ("1,GPU-8f2c,MIG-7a", None, ["1", "GPU-8f2c", "MIG-7a"]),
-        ("0,1", 4, ["0", "0", "1", "1"]),
-        ("", None, [None] * 3),
-        ("-1", 2, [None] * 2),
+        ("1,GPU-8f2c,MIG-7a", None, 30, ["1", "GPU-8f2c", "MIG-7a"]),
+        ("0,1", 4, 30, ["0", "0", "1", "1"]),
+        ("0,1,2,3,4,5,6,7", None, 200, ["0,1,2,3", "4,5,6,7"]),
+        ("0,1", None, 200, ["0,1"]),
+        ("", None, 1, [None] * 3),
+        ("", None, 5, [None] * 2),
+        ("-1", 2, 1, [None] * 2),
     ],
 )
-def test_local_workers_have_a_gpu_each_of_those_that_the_command_may_use(
-    visible: str, processes: int | None, given: list[str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_local_workers_have_the_gpus_that_steps_need_of_those_that_the_command_may_use(
+    visible: str,
+    processes: int | None,
+    memory: float,
+    given: list[str | None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By index, UUID or MIG name; more workers than GPUs share them in turn; without any, one for each core."""
+    """By index, UUID or MIG name; more workers than GPUs share them in turn; without any, one for each core of three,
+    for which there are 10 GiB of memory."""
     workers: list[dict[str, str]] = []
 
     class Noted(contextlib.nullcontext[Any]):
@@ -187,10 +197,13 @@ def test_local_workers_have_a_gpu_each_of_those_that_the_command_may_use(
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(launch, "Worker", Noted)
-    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(launch, "work", lambda *_: None)
+    monkeypatch.setattr(launch, "cores", lambda: 3)
+    monkeypatch.setattr(launch, "main_memory", lambda: 10.0 * GIB)
+    monkeypatch.setattr(launch, "memory_of", lambda _: Memory(memory * GIB, on_gpu=visible[:1] not in ("", "-")))
     config = Config(launcher=LauncherConfig(name="local", processes=processes))
     study: Any = SimpleNamespace(config=config, store=Store(tmp_path).create())
-    assert launch.local(Schedule([], set()), study, None)  # type: ignore[arg-type]
+    assert launch.local(Schedule([Example()], set()), study, None)  # type: ignore[arg-type]
     found = [environment.get("CUDA_VISIBLE_DEVICES") for environment in workers]
     assert sorted(found, key=str) == given
 

@@ -290,11 +290,12 @@ def count_done(root: Path, *steps: Step) -> int:
 
 @pytest.mark.root
 def test_people_of_a_group_go_on_with_each_others_steps(of_the_group: Path) -> None:
+    """Whatever their umask, in a folder of the group."""
     first, second = Example(number=1), Example(number=2)
-    assert as_user(OWNER, 0o002, count_done, of_the_group / "store", first) == 1
-    assert as_user(COLLEAGUE, 0o002, count_done, of_the_group / "store", first, second) == 1
-    assert as_user(OWNER, 0o002, count_done, of_the_group / "store", first, second) == 0
-    assert as_user(COLLEAGUE, 0o002, Store(of_the_group / "store").readable, first)
+    assert as_user(OWNER, 0o077, count_done, of_the_group, first) == 1
+    assert as_user(COLLEAGUE, 0o022, count_done, of_the_group, first, second) == 1
+    assert as_user(OWNER, 0o002, count_done, of_the_group, first, second) == 0
+    assert as_user(COLLEAGUE, 0o077, Store(of_the_group).readable, first)
 
 
 @pytest.mark.root

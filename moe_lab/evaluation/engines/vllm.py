@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from moe_lab.evaluation.engines import (
     written,
 )
 from moe_lab.evaluation.harness import interpreter
+from moe_lab.json_files import read_json
+from moe_lab.models import visible_gpus
 from moe_lab.paths import caches
 from moe_lab.pruning.plan import Plan
 from moe_lab.start import command
@@ -69,7 +72,7 @@ class VllmModel(Engine):
         own = {"dtype": _dtype(checkpoint, model), "trust_remote_code": model.trust_remote_code}
         try:
             with self._answering(0.0) as limit:
-                arguments = {**own, **backend.arguments}
+                arguments = {**own, **_divided(checkpoint, backend.arguments), **backend.arguments}
                 self.about = self._child.call("open", limit, folder=str(checkpoint), arguments=arguments)
         except BaseException:
             self.close()
@@ -176,6 +179,17 @@ def _dtype(checkpoint: Path, model: ModelConfig) -> str:
 
     dtype = precision(model)
     return str(stored_dtype(checkpoint) if dtype == "auto" else dtype).removeprefix("torch.")
+
+
+def _divided(checkpoint: Path, asked: Mapping[str, Any]) -> dict[str, int]:
+    """How vLLM divides a model over the GPUs of this process, if that is not asked for: heads of attention, as far as
+    their number goes, then layers."""
+    sizes, count = ("tensor_parallel_size", "pipeline_parallel_size"), len(visible_gpus())
+    if count < 2 or asked.keys() & sizes:
+        return {}
+    config = read_json(checkpoint / "config.json", {})
+    heads = gcd({**config, **config.get("text_config", {})}["num_attention_heads"], count)
+    return dict(zip(sizes, (heads, count // heads), strict=True))
 
 
 def close() -> None:

@@ -26,11 +26,12 @@ from moe_lab.errors import UserError
 from moe_lab.evaluation import LIMITED, NAMESPACES, Policy, mirror
 from moe_lab.evaluation.harness import Answer, Graded, Item, Text, data_files, graded_by_mean
 from moe_lab.evaluation.harnesses import evalplus_rules
-from moe_lab.evaluation.sandbox.client import LimitedCalls, Outcome, Runners, cores
+from moe_lab.evaluation.sandbox.client import LimitedCalls, Outcome, Runners
 from moe_lab.evaluation.sandbox.closed_world import leaves_closed_world
 from moe_lab.evaluation.sandbox.encoding import encode
 from moe_lab.evaluation.sandbox.runner import Request
 from moe_lab.evaluation.suite import is_closed_world
+from moe_lab.models import cores
 
 PARTS = ("base", "plus")
 _CANONICAL_SECONDS = 30.0

@@ -18,7 +18,7 @@ from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.evaluation import NAMESPACES, Policy, harness, mirror
 from moe_lab.evaluation.harness import HARNESSES, Answer, Graded, Item, Text, graded_by_mean, replace_surrogates
 from moe_lab.evaluation.harnesses.evalscope_code import DataError
-from moe_lab.evaluation.sandbox.client import cores
+from moe_lab.models import cores
 from moe_lab.start import command
 
 UNSCORED_AT_MOST = 0.01

@@ -8,7 +8,6 @@ answers calls of `LimitedCalls`.
 from __future__ import annotations
 
 import importlib
-import os
 import resource
 import signal
 import sys
@@ -125,11 +124,6 @@ class Pool(Generic[Process]):
         self._idle = SimpleQueue()
         while self._all:
             self._all.pop().close()
-
-
-def cores() -> int:
-    """Number of cores that this process may use, or all of the machine if the system does not report it."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Runners(Pool[Runner]):
