@@ -202,7 +202,7 @@ def test_mixed_sizes_metrics_and_versions_are_told(store: Path) -> None:
     frame.to_parquet(place / "samples.parquet", index=False)
     change_result(store, 1, "hellaswag", score=float(frame["outcome"].mean()), n=20)
     change_result(store, 2, "arc_easy", metric="acc_norm")
-    for name, edits in (("rte", "e1"), ("boolq", "e2")):
+    for name, edits in (("rte", "e1"), ("wildbench", "e2")):
         about = {"versions": {"torch": "9.9"}, "code": {"commit": "c1", "edits": edits}}
         (folder(store, 2, name) / "step.json").write_text(json.dumps({"files": {}, "provenance": about}))
     change_result(store, 3, "humaneval", protocol={"sandbox": "limited subprocess"})
