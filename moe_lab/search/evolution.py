@@ -11,11 +11,8 @@ search is deterministic: with the same values it asks for the same schedules aga
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import numpy
@@ -28,7 +25,6 @@ from moe_lab import progress
 from moe_lab.allocation.problem import budget, limits, or_nearest
 from moe_lab.config.base import SETTINGS, Count, Positive, valid
 from moe_lab.errors import UserError, unknown
-from moe_lab.json_files import Damaged, read_json, write_json
 from moe_lab.search.schedules import PATTERNS, Problem, Schedule, Space, pattern, space_of
 
 UNSHIFTED = ("esap", "sap", "kl", "kl_reversed")
@@ -219,29 +215,3 @@ def _transfer(
     transfers = numpy.flatnonzero(feasible)
     size, source, destination = numpy.unravel_index(transfers[random.integers(len(transfers))], feasible.shape)
     return int(source), int(destination), int(size) + 1
-
-
-class Recorded:
-    """A judge that writes its answers to a file, and takes those of an interrupted search from there. The file is
-    {"search", "answers": [{"schedules", "values"}, ...]}: JSON data about all that the answers depend on (problem,
-    settings, model, data, scores), and each question with its answer, in the order in which they were asked. It is
-    begun again if it is of another search, or damaged; from another question on, what it holds is dropped."""
-
-    def __init__(self, judge: Judge, path: Path, search: Mapping[str, Any]) -> None:
-        self.judge, self.path, self.asked = judge, path, 0
-        self.search, self.answers = json.loads(json.dumps(search)), list[dict[str, Any]]()
-        with suppress(FileNotFoundError, Damaged):
-            known = read_json(path, {"search": dict, "answers": [{"schedules": list, "values": list}]})
-            self.answers = known["answers"] if known["search"] == self.search else []
-
-    def __call__(self, schedules: Sequence[Schedule]) -> list[float]:
-        """The answer of the judge, from the file if the search was here before."""
-        question = [list(schedule) for schedule in schedules]
-        known = self.answers[self.asked : self.asked + 1]
-        if [answer["schedules"] for answer in known] != [question]:
-            self.answers[self.asked :] = [{"schedules": question, "values": list(self.judge(schedules))}]
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(self.path, {"search": self.search, "answers": self.answers})
-        self.asked += 1
-        values: list[float] = self.answers[self.asked - 1]["values"]
-        return values

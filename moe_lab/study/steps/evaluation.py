@@ -18,7 +18,7 @@ from moe_lab.config import BackendConfig, BenchmarkConfig, CalibrationConfig, Co
 from moe_lab.errors import Unavailable
 from moe_lab.evaluation import Policy, engines, suite
 from moe_lab.evaluation.harness import HARNESSES, Document, Item, Text
-from moe_lab.json_files import write_json
+from moe_lab.json_files import Record, write_json
 from moe_lab.models.config_json import ROOM, Size
 from moe_lab.results import CONTAMINATION
 from moe_lab.study.step import BASE, Step, once
@@ -27,7 +27,6 @@ from moe_lab.study.steps.passes import Facts, loaded_as
 from moe_lab.study.steps.recovery import Export, Pruned, export_of, forget_models
 
 if TYPE_CHECKING:
-    from moe_lab.evaluation.answers import Record
     from moe_lab.evaluation.engines import Engine
 
 ITEMS = 1000
@@ -178,7 +177,7 @@ class AsksModel(OnBenchmark):
 
     def record(self, files: Files) -> Record:
         """What the model has computed so far."""
-        from moe_lab.evaluation.answers import COMPUTED, Record
+        from moe_lab.evaluation.answers import COMPUTED
 
         return Record(files.partial / COMPUTED)
 
