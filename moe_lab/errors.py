@@ -56,9 +56,12 @@ def need(package: str, extra: str, reason: str) -> None:
 
 
 def user_errors(check: Callable[..., object], *arguments: object) -> Iterator[str]:
-    """Call `check` with `arguments`; yield the sentence of the UserError that it raises, if any."""
+    """Call `check` with `arguments`; yield the sentences of its iterator, if it returns one, and the sentence of the
+    UserError that it raises, if any."""
     try:
-        check(*arguments)
+        said = check(*arguments)
+        if isinstance(said, Iterator):
+            yield from said
     except UserError as error:
         yield str(error)
 

@@ -1,10 +1,12 @@
-"""Write JSON files atomically, and read them with a check of their shape."""
+"""Write JSON files atomically, read them with a check of their shape, and record results in them one by one."""
 
 from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +67,32 @@ def fits(document: Any, shape: Any) -> bool:
         alike = isinstance(document, list) and len(document) == len(shape)
         return alike and all(fits(item, inner) for item, inner in zip(document, shape, strict=True))
     return isinstance(document, shape) and (shape is bool or not isinstance(document, bool))
+
+
+class Record:
+    """Results of batches, each appended to a file as soon as it is computed.
+
+    A killed process repeats the batch that it was in. What is in a batch does not depend on what is recorded, so that
+    results have the same bits whether a process was killed or not.
+    """
+
+    def __init__(self, file: Path | None = None) -> None:
+        """Read the results in `file`, if it exists; None keeps results in memory alone."""
+        self.file = file
+        self._results: dict[str, list[Any]] = {}
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file and file.exists() else []
+        for line in lines:
+            with suppress(ValueError):  # a line that a killed process left incomplete
+                key, result = json.loads(line)
+                self._results[key] = result
+
+    def result(self, asked: Any, compute: Callable[[], list[Any]]) -> list[Any]:
+        """What `compute` returns for `asked`, or returned in an earlier process. Both are JSON."""
+        key = sha256(json.dumps(asked).encode()).hexdigest()
+        if key not in self._results:
+            self._results[key] = compute()
+            if self.file:
+                self.file.parent.mkdir(parents=True, exist_ok=True)
+                with self.file.open("a", encoding="utf-8") as lines:  # the first newline ends an incomplete line
+                    lines.write(f"\n{json.dumps([key, self._results[key]])}\n")
+        return self._results[key]

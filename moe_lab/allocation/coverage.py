@@ -141,19 +141,9 @@ def _thresholds(scores: Array, prior: float) -> Array:
 
 
 def expert_prior(prior: Prior, evidence: Evidence, layer: int, n_experts: int) -> Array:
-    """The prior of each expert of `layer` (E,), >= 0, up to a factor.
+    """The prior of each expert of `layer` (E,), >= 0, up to a factor; the formula of each: docs/allocations.md.
 
     An expert that opposes the others (a negative attribution) counts as 0.
-
-    ala1           sum_t g <z, m> / (||y||^2 + eps): first order, all experts scaled by a factor near one
-    ala2           sum_t g^2 ||z||^2 / (||y||^2 + eps): second order
-    true_ablation  the same array: the loss of ALA is quadratic in the factor of one expert, so its second order is the
-                   change when that expert is switched off, exactly
-    loss           increase of the language model's loss when the expert alone is switched off
-    usage          tokens routed to the expert
-    router_weight  sum of the gates of these tokens
-    ala_lm         -sum_t <dL/dz, z>, L the language model's loss; <dL/dz, z> = sum_c phi_c dL/dphi_c
-    none           1
     """
     if prior == "none":
         return numpy.ones(n_experts)

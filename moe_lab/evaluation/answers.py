@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from hashlib import sha256
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any, TypeVar
 
 from moe_lab import progress
@@ -29,6 +25,7 @@ from moe_lab.evaluation.engines import (
     may_think,
 )
 from moe_lab.evaluation.harness import Answer, Document, Item, Messages, Pair, Reply, Text, Window
+from moe_lab.json_files import Record
 
 PARTS = 16
 """Batches of likelihoods that are computed in one call, so that answers to one question meet."""
@@ -40,38 +37,6 @@ _EXCERPT = 40
 
 Request = Text | Pair | Document
 _T = TypeVar("_T")
-
-
-class Record:
-    """Results of whole batches, each appended to a file as soon as it is computed.
-
-    A killed process repeats the batch that it was in. What is in a batch does not depend on what is recorded, so that
-    results have the same bits whether a process was killed or not.
-    """
-
-    def __init__(self, file: Path | None = None) -> None:
-        """Read the results in `file`, if it exists; None keeps results in memory alone."""
-        self.file = file
-        self.done = self.total = 0  # of the requests
-        self._results: dict[str, list[Any]] = {}
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file and file.exists() else []
-        for line in lines:
-            with suppress(ValueError):  # a line that a killed process left incomplete
-                key, result = json.loads(line)
-                self._results[key] = result
-
-    def result(self, asked: Any, compute: Callable[[], list[Any]]) -> list[Any]:
-        """What `compute` returns for `asked`, or returned in an earlier process. Both are JSON."""
-        key = sha256(json.dumps(asked).encode()).hexdigest()
-        progress.tell(self.done, self.total, "requests")
-        if key not in self._results:
-            self._results[key] = compute()
-            if self.file:
-                self.file.parent.mkdir(parents=True, exist_ok=True)
-                with self.file.open("a", encoding="utf-8") as lines:  # the first newline ends an incomplete line
-                    lines.write(f"\n{json.dumps([key, self._results[key]])}\n")
-        self.done += len(self._results[key])
-        return self._results[key]
 
 
 @dataclass
@@ -102,12 +67,10 @@ def collect_answers(
     queries = [encoder.query(request) for item in items for request in item.requests]
     encoder.check_pairs(queries)
     prompts = encoder.prompts(queries)
-    record.total = len(set(prompts.values()))
     texts = _generate(engine, prompts, queries, benchmark, record)
     likelihoods = {prompt.answer: texts[number].likelihood for number, prompt in prompts.items() if prompt.answer}
     known: dict[Row, Likelihood] = {row: likelihood for row, likelihood in likelihoods.items() if likelihood}
     rows = {row for query in queries for row in query.rows if row not in known}
-    record.total = record.done + len(rows)
     known |= _score(engine, rows, benchmark.batch_size, record)
     replies = [_reply(query, texts.get(number), known, chat=benchmark.chat) for number, query in enumerate(queries)]
     ends = accumulate((len(item.requests) for item in items), initial=0)
@@ -287,6 +250,7 @@ def _generate(
     for writing, of_group in groups.items():
         order = sorted(of_group, key=lambda prompt: (-len(prompt.tokens), prompt.tokens, prompt.text))
         for batch in _parts(order, writing.batch_size * engine.batches):
+            progress.tell(len(texts), len(prompts), "requests")
             for prompt, text in zip(batch, _generated(engine, batch, writing, record), strict=True):
                 texts |= dict.fromkeys(of_group[prompt], text)
     return texts
@@ -308,6 +272,7 @@ def _score(engine: Engine, rows: Set[Row], batch_size: int, record: Record) -> d
     """The likelihood of each row."""
     likelihoods: dict[Row, Likelihood] = {}
     for part in _parts(_by_question(rows), batch_size * PARTS):
+        progress.tell(len(likelihoods), len(rows), "requests")
         asked = ["likelihoods", batch_size, [[row.start, *row.tokens] for row in part]]
         results = record.result(asked, partial(_finite_scores, engine, part, batch_size))
         likelihoods |= {row: (total, likeliest) for row, (total, likeliest) in zip(part, results, strict=True)}

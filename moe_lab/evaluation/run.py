@@ -10,9 +10,10 @@ from typing import Any
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import Policy, suite
-from moe_lab.evaluation.answers import Record, collect_answers
+from moe_lab.evaluation.answers import collect_answers
 from moe_lab.evaluation.engines import Engine
 from moe_lab.evaluation.harness import HARNESSES, Answer, Graded, check_count, installed, replace_surrogates
+from moe_lab.json_files import Record
 from moe_lab.results import SCHEMA, Result, ResultFile, Sample
 
 ANSWERS = "answers.jsonl"

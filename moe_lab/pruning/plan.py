@@ -1,15 +1,6 @@
 """A plan: which experts each layer keeps, and which of their channels. Pruning needs nothing else. No torch.
 
-Its JSON form, plan.json:
-
-    {"schema": 1, "digest": "<sha256 of layers>",
-     "layers": {"0": {"experts": 64, "keep": [0, 2, ...]}, ...}, "provenance": {...}}
-
-A plan about channels adds `width`, channels per expert before pruning, and `channels`, one bit mask per kept expert:
-hexadecimal, the lowest bit of the first byte is channel 0. A plan that merges experts adds `merged`, and beside the
-layers `aligned`, false while the channels of merged experts still have to be matched. The arrays of
-`Plan.constants` (little-endian fp32) and `Plan.alignments` (little-endian int32) are in the file plan.npz beside it, as
-LAYER.constants and LAYER.alignments, and plan.json has the sha256 of each.
+The form of its files, plan.json and plan.npz: docs/export.md.
 """
 
 from __future__ import annotations

@@ -1,19 +1,5 @@
 """Fit the down projections of merged experts to the outputs of their members, by least squares, as MergeMoE does
-(arXiv 2510.14436).
-
-W_D (H, I) is the weighted sum of the members' down projections, and P (I, T) the activation of the weighted sums of
-their gate and up projections, both as in the pruned model. Y (H, T) are the sums of the members' outputs in the
-unpruned model with the same weights. The fit is
-
-    argmin_W ||Y - W P||^2 + r ||W - W_D||^2 = W_D + (Y - W_D P) P^T (P P^T + r I)^-1,
-
-with r = RIDGE * mean of the diagonal of P P^T; as r -> 0, it is the paper's (Y P^T) (P P^T)^-1. An expert with
-T < I, for which that does not exist, keeps W_D.
-
-The T tokens are those of `text` that the unpruned model routes to any member, each once. The paper does not say
-which they are. Their hidden states are those of the unpruned model, as in the paper, which goes from the last layer
-to the first: so one pass over `text` serves all layers, and sums of (I, I) and (H, I) in fp64 are all it keeps.
-"""
+(arXiv 2510.14436). The formula, and what the paper leaves open: docs/recovery.md."""
 
 from __future__ import annotations
 
@@ -53,17 +39,12 @@ def fit(
     partial: Path,
     fingerprint: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Fit the down projection of each expert that `plan` merges others into, as this module describes.
+    """Fit the down projection of each expert that `plan` merges others into to its members' outputs on `text`.
 
-    Files written to the folder `out`, from which `apply.recovered` makes the model with the fitted experts:
-
-    tuned.safetensors  the experts of each layer that has merged ones, by their names in the pruned model's state dict;
-                       gate and up projections are among them, since an export would round the sums to its own dtype
-    finetune.json      the report, which is returned: how many merged experts were fitted, how many keep the average,
-                       and for each expert its tokens and ||Y - W P||^2 / ||Y||^2 of the average and of the fit
-
-    Sums are saved in `partial`; a run of the same `fingerprint` continues from them. UserError for a plan that merges
-    nothing, outputs that are not finite, and a text too short for every expert.
+    Writes tuned.safetensors, the experts of each layer that has merged ones by their names in the pruned model's state
+    dict, and the report finetune.json to the folder `out`, from which `apply.recovered` makes the fitted model, and
+    returns the report. Sums are saved in `partial`; a run of the same `fingerprint` continues from them. UserError for
+    a plan that merges nothing, outputs that are not finite, and a text too short for every expert.
     """
     if not plan.merged:
         raise UserError("recovery.fit needs merged experts, and the plan has none: expected a larger ratio")

@@ -1,40 +1,18 @@
-"""EvoESAP's evolutionary search for the number of experts each layer loses that maximises a fitness. No torch.
+"""EvoESAP's evolutionary search (its Algorithm 1) for the number of experts each layer loses that maximises a fitness.
 
-**Problem.** Given are L layers, layer l with n_l experts, and a budget B. A schedule r = (r_1, ..., r_L) is the number
-of experts each layer loses; which ones is decided by a ranking outside this module. The search is for
+Given are L layers, layer l with n_l experts, and a budget B. A schedule r = (r_1, ..., r_L) is the number of experts
+each layer loses; which ones is decided by a ranking outside this module. The search is for
 
     argmax f(r)   subject to   sum_l r_l = B,   0 <= r_l <= n_l - fewest_l,   n_l - r_l a multiple of step
 
-where step is the least common multiple of the problem's steps (allocation.multiple_of, the groups of a group-limited
-router) and of `granularity`; the paper's "even only" is granularity=2. The caller gives f: higher is always better.
-
-**Search** (EvoESAP, Algorithm 1).
-
-1. The first population, P schedules: one for each of `patterns`, then schedules drawn uniformly from *all* feasible
-   ones, as the paper says. (The released code instead repeats its pattern `random`, which is proportional to random
-   weights and so close to uniform over layers; to do the same, name it several times in `patterns`.)
-2. Evaluate what has not been evaluated before.
-3. The m best of all schedules so far are the elites, distinct ones; of equal ones, that evaluated first ranks higher.
-4. P - m children: a parent drawn uniformly from the elites, then tau = min(U{1..tau_max}, U{1..tau_max}) transfers. A
-   transfer draws an ordered pair of distinct layers and Delta out of {step, 2 step, ... <= Delta_max}, again until the
-   outcome is feasible; the first layer loses Delta experts fewer, the second Delta more. (The released code gives a
-   child up to 32 attempts and lets it be its parent when they fail.) Go to 2.
-
-T generations are T populations evaluated, the first one included, as in the released code; the paper's Algorithm 1
-would evaluate T + 1. So at most P + (T - 1)(P - m) schedules are evaluated: 1,404 for OLMoE. The search ends early when
-all feasible schedules are known. What the paper chose for other models is `search` in their files in conf/model.
-
-**Resuming.** A search is deterministic: with the same values it asks for the same schedules again. So `Recorded` writes
-the values of each generation, and a search that was killed asks again and gets them from there.
+The caller gives f: higher is always better. The algorithm, and where the released code differs: docs/search.md. A
+search is deterministic: with the same values it asks for the same schedules again. No torch.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import numpy
@@ -47,7 +25,6 @@ from moe_lab import progress
 from moe_lab.allocation.problem import budget, limits, or_nearest
 from moe_lab.config.base import SETTINGS, Count, Positive, valid
 from moe_lab.errors import UserError, unknown
-from moe_lab.json_files import Damaged, read_json, write_json
 from moe_lab.search.schedules import PATTERNS, Problem, Schedule, Space, pattern, space_of
 
 UNSHIFTED = ("esap", "sap", "kl", "kl_reversed")
@@ -238,29 +215,3 @@ def _transfer(
     transfers = numpy.flatnonzero(feasible)
     size, source, destination = numpy.unravel_index(transfers[random.integers(len(transfers))], feasible.shape)
     return int(source), int(destination), int(size) + 1
-
-
-class Recorded:
-    """A judge that writes its answers to a file, and takes those of an interrupted search from there. The file is
-    {"search", "answers": [{"schedules", "values"}, ...]}: JSON data about all that the answers depend on (problem,
-    settings, model, data, scores), and each question with its answer, in the order in which they were asked. It is
-    begun again if it is of another search, or damaged; from another question on, what it holds is dropped."""
-
-    def __init__(self, judge: Judge, path: Path, search: Mapping[str, Any]) -> None:
-        self.judge, self.path, self.asked = judge, path, 0
-        self.search, self.answers = json.loads(json.dumps(search)), list[dict[str, Any]]()
-        with suppress(FileNotFoundError, Damaged):
-            known = read_json(path, {"search": dict, "answers": [{"schedules": list, "values": list}]})
-            self.answers = known["answers"] if known["search"] == self.search else []
-
-    def __call__(self, schedules: Sequence[Schedule]) -> list[float]:
-        """The answer of the judge, from the file if the search was here before."""
-        question = [list(schedule) for schedule in schedules]
-        known = self.answers[self.asked : self.asked + 1]
-        if [answer["schedules"] for answer in known] != [question]:
-            self.answers[self.asked :] = [{"schedules": question, "values": list(self.judge(schedules))}]
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(self.path, {"search": self.search, "answers": self.answers})
-        self.asked += 1
-        values: list[float] = self.answers[self.asked - 1]["values"]
-        return values

@@ -5,25 +5,25 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pyarrow as arrow
 import pyarrow.parquet as parquet
-import torch
 
 from moe_lab.allocation.protection import provenance
 from moe_lab.calibration.batches import answer_batches
 from moe_lab.config import CalibrationConfig
+from moe_lab.json_files import Record
+from moe_lab.models import eos_tokens
 from moe_lab.search.candidates import Candidates, Cost, Plans
-from moe_lab.search.evolution import Outcome, Recorded, SearchSettings, evolve, parse, problem_of, space_to_search
+from moe_lab.search.evolution import Outcome, SearchSettings, evolve, parse, problem_of, space_to_search
 from moe_lab.search.schedules import Problem
 from moe_lab.search.speculative_decoding import DraftingCandidates
-from moe_lab.statistics.observe import digest
 
-ANSWERS = "answers.json"
-"""File of `Recorded` in the folder of partial results."""
+ANSWERS = "answers.jsonl"
+"""File of a record in the folder of partial results."""
 SCHEMA = 1
 """Schema of search.json."""
 
@@ -38,16 +38,15 @@ def search(
     text: CalibrationConfig,
     out: Path,
     partial: Path,
-    fingerprint: Mapping[str, Any],
     seed: int,
 ) -> None:
     """Search for the schedule of highest fitness and write plan.json, history.parquet and search.json in `out`.
 
     `facts` are those of the model, perhaps with protected experts; `scores`: layer -> a score per expert, of which the
     lowest are dropped first; `settings`: fields of AllocationConfig and the ratio; `text`: the search set, tasks with
-    answers. After every generation its fitness values are saved in the folder `partial`, from which a stopped search
-    goes on, to the same plan and history. `fingerprint` is JSON data that identifies the model. UserError for settings,
-    a ratio or a search set that cannot work, and a fitness that is not finite.
+    answers. After every generation its fitness values are saved in the folder `partial` of this search alone, from
+    which it goes on when it was stopped, to the same plan and history. UserError for settings, a ratio or a search set
+    that cannot work, and a fitness that is not finite.
     """
     problem, chosen = problem_of(settings, facts), parse(settings["parameters"], seed)
     space_to_search(problem, chosen)
@@ -56,18 +55,12 @@ def search(
     plans = Plans(model, scores, protected)
     judge: Candidates | DraftingCandidates
     if chosen.fitness == "spec_dec":
-        judge = DraftingCandidates(model, plans, rows, chosen, seed=chosen.seed, ends=_ends(model, tokenizer))
+        ends = frozenset(eos_tokens(model.generation_config.eos_token_id, tokenizer))
+        judge = DraftingCandidates(model, plans, rows, chosen, seed=chosen.seed, ends=ends)
     else:
         judge = Candidates(model, plans, rows, chosen, seed=chosen.seed, elites=chosen.elites)
-    about = {
-        "fingerprint": dict(fingerprint),
-        "search_set": digest(torch.cat(parts) for parts in zip(*rows, strict=True)),
-        "scores": {str(layer): list(map(float, scores[layer])) for layer in sorted(scores)},
-        "problem": asdict(problem),
-        "parameters": asdict(replace(chosen, memory_budget=0)),  # which changes no number
-    }
-    start = time.perf_counter()
-    outcome = evolve(problem, chosen, Recorded(judge.evaluate, partial / ANSWERS, about))
+    start, record = time.perf_counter(), Record(partial / ANSWERS)
+    outcome = evolve(problem, chosen, lambda asked: record.result(asked, lambda: list(judge.evaluate(asked))))
     result = {"fitness": outcome.fitness, "search": text.name, "seed": seed}
     origin = {"allocation": dict(settings), **result, **provenance(facts), "model_sha256": facts.get("sha256")}
     plan = plans.plan(outcome.best, origin)
@@ -75,13 +68,6 @@ def search(
     parquet.write_table(arrow.Table.from_pylist(outcome.history), out / "history.parquet")
     report = _report(outcome, problem, chosen, plans, judge.cost, time.perf_counter() - start)
     (out / "search.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-
-
-def _ends(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Tokens that end a text."""
-    configured = model.generation_config.eos_token_id
-    several = configured if isinstance(configured, list) else [configured]
-    return frozenset(token for token in (*several, tokenizer.eos_token_id) if token is not None)
 
 
 def _report(

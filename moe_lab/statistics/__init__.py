@@ -1,53 +1,6 @@
-"""Names, shapes and files of the statistics: sums over tokens, a set of tensors per MoE layer. Reading needs no torch.
+"""Files of the statistics: sums over tokens, a set of tensors per MoE layer. Reading needs no torch.
 
-Names and shapes for a layer of E experts, hidden size H and I channels per expert; t runs over the valid tokens that
-the router sent to expert j, f is the expert's output before the gate, g the gate, phi the input of down_proj:
-
-    tokens               (E,)      N_j, the number of such tokens
-    sums_model           (E, 3, 3) sum_t g^alpha * ||f||^beta at [j, alpha, beta], g as the model multiplies with it
-    sums_renormalized    (E, 3, 3) the same with g divided by its sum over the token's top-k
-    sums_full_softmax    (E, 3, 3) the same with g = p_j of p = softmax(logits) over all experts, of softmax routers
-    sums_double_softmax  (E, 3, 3) the same with g = softmax(p)_j over all experts, of softmax routers
-    output_sum           (E, H)    sum_t f
-    output_abs_max       (E,)      max over t and the entries of f of |f|
-    shift_weighted       (E,)      sum_t max(0, 1 - cos(x, x + m)) g ||f||, m the routed output, x the residual stream
-                                   before the MoE block: the input of the norm whose output the block reads
-    ala_first            (E,)      sum_t g <f, m> / (||y||^2 + eps), m the routed output, y the residual stream after
-    ala_second           (E,)      sum_t g^2 ||f||^2 / (||y||^2 + eps)
-    layer_loss           ()        sum over all valid tokens of ||m||^2 / (||y||^2 + eps)
-    router_entropy       (B,)      valid tokens by the entropy of softmax(logits) over all experts, in B equal bins
-                                   from 0 to ln E, of routers that give logits
-    channel_square       (E, I)    sum_t phi^2
-    channel_max          (E, I)    max_t |phi|
-    gate_channel_square  (E, I)    sum_t (g phi)^2
-    gate_channel_max     (E, I)    max_t |g phi|
-    renormalized_channel_square, renormalized_channel_max  (E, I) the same with g divided by its sum over the top-k
-
-Sums over a forward and a backward pass (gradients.py), L the next-token cross-entropy summed over the calibration set;
-such a pass also gives tokens and the first four channel sums above:
-
-    channel_gradient_square  (E, I) sum_t (dL/dphi)^2
-    channel_product          (E, I) sum_t phi dL/dphi; over all channels that is sum_t <f, dL/df>, if experts have
-                                    neither biases nor a norm after down_proj
-    channel_product_abs      (E, I) sum_t |phi dL/dphi|
-
-From passes of their own, and from weights alone:
-
-    dense_output_sum     (E, H)    sum of f over all valid tokens, routed to it or not                 (damage.py)
-    dense_gated_output_sum  (E, H) sum of p_j f over all valid tokens, p = softmax(z)             (damage.py)
-    router_gram          (E, E)    sum over all valid tokens of z z^T, z the router's logits            (damage.py)
-    damage               (E,)      sum_t ||y - y without j||                                             (damage.py)
-    ablation             (E,)      rise of the mean loss without j, nats per token             (search/ablation.py)
-    scaling              ()        rise of the mean loss with m times 0.9, nats per token      (search/ablation.py)
-    snip_down            (E, I)    sum over a channel's weights in down_proj of |w dL/dw|              (gradients.py)
-    snip_gate, snip_up   (E, I)    the same of gate_proj and up_proj                                   (gradients.py)
-    abs_sum, square_sum  (E,)      sum |w| and sum w^2 over gate, up and down weights                   (weights.py)
-    count                ()        number of those weights per expert                                   (weights.py)
-    channel_down_square  (E, I)    sum_o w_oc^2 over the outputs o of down_proj                         (weights.py)
-    channel_down_abs     (E, I)    sum_o |w_oc| over the outputs o of down_proj                         (weights.py)
-    channel_gate_square  (E, I)    sum over inputs of the squared weights of gate_proj                  (weights.py)
-    channel_up_square    (E, I)    the same of up_proj                                                  (weights.py)
-    weight_distance_square  (E, E) sum over gate and up weights of the squared difference of two experts (weights.py)
+Names, shapes and formulas of all of them: docs/new_criterion.md.
 """
 
 from __future__ import annotations

@@ -53,11 +53,11 @@ def preflight(config: Config, requests: Iterable[Request]) -> list[str]:
         sentences += engines.wrong(config.backend, benchmarks, [cell.model for cell in _each(cells, "model")])
         for groups, check in OF_CELLS:
             for cell in _each(cells, *groups):
-                sentences += _said(check, cell, config)
+                sentences += user_errors(check, cell, config)
         sentences += _wrong_texts(cells)
         for cell, benchmark in product(_each(cells, "model"), benchmarks):
-            sentences += _said(_check_template, cell, benchmark)
-        sentences += _said(_check_objective, config, benchmarks)
+            sentences += user_errors(_check_template, cell, benchmark)
+        sentences += user_errors(_check_objective, config, benchmarks)
     return list(dict.fromkeys(sentences))
 
 
@@ -103,15 +103,7 @@ def lacking(steps: Sequence[Step], launcher: LauncherConfig) -> list[str]:
     if launcher.name != "slurm":  # nodes of a cluster have devices of their own
         wanted += [(check_device, step.about.device) for step in steps if step.about and step.runs_model]
     distinct = {(check, *map(id, of)): (check, of) for check, *of in wanted}
-    return list(dict.fromkeys(sentence for check, of in distinct.values() for sentence in _said(check, *of)))
-
-
-def _said(check: Callable[..., Any], *of: object) -> Iterator[str]:
-    """What a check says: the sentences that it gives, or that of the UserError that it raises."""
-    try:
-        yield from check(*of) or ()
-    except UserError as error:
-        yield str(error)
+    return list(dict.fromkeys(sentence for check, of in distinct.values() for sentence in user_errors(check, *of)))
 
 
 def _each(cells: Iterable[Cell], *groups: str) -> list[Cell]:
@@ -123,11 +115,11 @@ def _each(cells: Iterable[Cell], *groups: str) -> list[Cell]:
 
 
 def _wrong_settings(config: Config) -> Iterator[str]:
-    yield from _said(sync.check, config.store)
+    yield from user_errors(sync.check, config.store)
     if config.tracker.name != "none":
         from moe_lab.study import tracker
 
-        yield from _said(tracker.check, config.tracker)
+        yield from user_errors(tracker.check, config.tracker)
     if config.push is not None and config.export.shape is None:
         yield f"push={config.push} uploads an export, and this study writes none: add export=natural"
     for kind in config.resources.jobs:
@@ -170,11 +162,11 @@ def _wrong_texts(cells: Iterable[Cell]) -> Iterator[str]:
         problems = [sentence for _, part in calibrations.parts(text) for sentence in user_errors(look, part)]
         yield from problems
         if role in TEXT_CHECKS and not problems:
-            yield from _said(calibrations.check_chat_template, text, model)
+            yield from user_errors(calibrations.check_chat_template, text, model)
             if look is sources.first_record:
-                yield from _said(calibrations.check_length, text, model)
+                yield from user_errors(calibrations.check_length, text, model)
         if role == "calibration" and text.engine == "streamed":
-            yield from _said(config_json.check_plain_weights, model, "calibration.engine=streamed")
+            yield from user_errors(config_json.check_plain_weights, model, "calibration.engine=streamed")
 
 
 def _check_template(cell: Cell, benchmark: BenchmarkConfig) -> None:
@@ -196,7 +188,7 @@ def _wrong_export(cell: Cell, config: Config) -> Iterator[str]:
     granularity = criterion.granularity if criterion else None
     yield from settings.wrong(config.export, cell.model, cell.recovery, granularity, verify=config.verify)
     if granularity in allocated.uneven:
-        yield from _said(settings.check_uneven, config.export, allocated.name)
+        yield from user_errors(settings.check_uneven, config.export, allocated.name)
 
 
 def _wrong_replacement(cell: Cell, config: Config) -> Iterator[str]:
@@ -231,7 +223,7 @@ def _wrong_plan(cell: Cell, _: Config) -> Iterator[str]:
     """Problems of the plan of a cell, by the checks of the step that makes it."""
     kind: Any = KINDS[allocation.get(cell.allocation.name).step]
     for check in kind.checks:
-        yield from _said(check, cell)
+        yield from user_errors(check, cell)
 
 
 def _check_allocation(cell: Cell, _: Config) -> None:

@@ -50,15 +50,7 @@ class Undecodable(ValueError):
 def decode(answer: str, functions: Sequence[Mapping[str, Any]] = ()) -> list[Call]:
     """The calls in an answer, which has no thought. Raises Undecodable for one that is no list of calls.
 
-    `functions` are the descriptions that came with the question. The forms that are read:
-
-    - the whole answer as a JSON list of objects with `name` and `arguments`, or of objects {name: arguments}, or one of
-      them alone
-    - `<tool_call>` blocks, each a JSON object with `name` and `arguments` (Qwen), or a name followed by `<arg_key>` and
-      `<arg_value>` tags (GLM-4.5), whose values are texts where the function declares one, and JSON elsewhere; blocks
-      that are neither are left out, as BFCL leaves out what is not JSON
-    - a message to `functions.NAME` whose content is a JSON object of arguments (gpt-oss), with its special tokens or
-      without them
+    `functions` are the descriptions that came with the question. The forms that are read: docs/evaluation.md.
     """
     answer = answer.strip()
     descriptions = _by_name(functions)

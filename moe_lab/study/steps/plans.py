@@ -283,7 +283,6 @@ class Search(MakesPlan, OnText):
             text=self.text,
             out=files.out,
             partial=files.partial,
-            fingerprint={"step": self.id},
             seed=self.seed,
         )
 

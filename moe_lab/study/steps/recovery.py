@@ -256,13 +256,6 @@ def forget_models() -> None:
     release_memory()
 
 
-def _check_converter(export: ExportConfig) -> None:
-    """Raise UserError when llama.cpp's converter is not on this machine."""
-    from moe_lab.pruning.export import gguf
-
-    gguf.converter(export)
-
-
 class Export(Step):
     """The pruned model as a checkpoint, with its recovery, quantised if `export.format` says so. A model whose weights
     are not changed is compared with the masked model if `verify` is set."""
@@ -282,7 +275,9 @@ class Export(Step):
 
     def conditions(self, launcher: LauncherConfig) -> Iterator[tuple[Any, ...]]:
         if self.shape.format == "gguf" and launcher.python is None:
-            yield _check_converter, self.shape
+            from moe_lab.pruning.export import gguf
+
+            yield gguf.converter, self.shape
 
     def label(self) -> str:
         return self.pruned.recovered_label
