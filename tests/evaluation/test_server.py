@@ -30,7 +30,6 @@ from tokenizers.processors import TemplateProcessing
 
 from moe_lab import child_process
 from moe_lab.config import BackendConfig, BenchmarkConfig, JudgeConfig, LauncherConfig, ModelConfig
-from moe_lab.config.base import SettingsError, valid
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import engines
 from moe_lab.evaluation.answers import render
@@ -369,13 +368,6 @@ def test_what_a_server_refuses_and_what_does_not_fit_is_one_sentence(fake: Any) 
 def test_a_wrong_command_is_said_before_anything_is_loaded(command: str | None) -> None:
     (sentence,) = engines.wrong(BackendConfig("server", command), [], [])
     assert f"backend.command={command}" in sentence
-
-
-def test_arguments_that_are_not_of_the_user_are_refused() -> None:
-    with pytest.raises(SettingsError, match=r"backend\.arguments=.*backend=vllm"):
-        valid(BackendConfig, {"name": "hf", "arguments": {"max_num_seqs": 8}}, "backend")
-    with pytest.raises(SettingsError, match=r"backend\.arguments\.dtype"):
-        valid(BackendConfig, {"name": "vllm", "arguments": {"dtype": "float16"}}, "backend")
 
 
 def test_an_engine_that_says_nothing_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
