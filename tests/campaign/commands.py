@@ -78,6 +78,14 @@ NEAREST = {
     "a folder that Hydra cannot write": (["hydra.run.dir=/proc/x"], "/proc/x"),
     "a key that is none": (["++a.b.c=1"], "setting=a is unknown"),
     "more than top-k removed": (["ratio=0.95"], "0.906 is the largest"),
+    "a list for a number": (["calibration.tokens=[1,2]"], "calibration.tokens=[1, 2]: expected a whole number"),
+    "a list for a name in a list": (["plugins=[[os]]"], "plugins.0="),
+    "a comma in a path": (["store=a,b"], "\"store='a,b'\""),
+    "an axis as a setting": (["grid.criterion=[man]"], "setting=grid is unknown"),
+    "lists in lists": (["ratio={a: " + "[" * 40 + "1" + "]" * 40 + "}"], "ratio="),
+    "an interval": (["calibration.tokens=interval(1,2)"], "names no values"),
+    "a group that cannot be none": (["suite=null"], "suite=null is unknown"),
+    "a resource nobody knows": (["resources.jobs={scores:{gpu:1}}"], "resources.jobs.scores.gpu is not a setting"),
 }
 """Mistakes in one line, and what the message says of them; tests/test_main.py also limits their time."""
 
@@ -198,8 +206,10 @@ tools.pocket.train nobody | nobody
 
 def every_command() -> list[Command]:
     """All of them, each once; of those that are listed twice the first, whose message is to say more."""
-    listed = [*_listed(), *_fields(), *_groups()]
-    return list({str(row): row for row in reversed(listed)}.values())[::-1]
+    found: dict[str, Command] = {}
+    for row in (*_listed(), *_fields(), *_groups()):
+        found.setdefault(str(row), row)
+    return list(found.values())
 
 
 def _listed() -> Iterator[Command]:
