@@ -182,26 +182,29 @@ moe_lab.study gc store=/no/such/store | /no/such/store
 moe_lab.study status '' store=STORE | unknown
 moe_lab.study --no-such-option | command
 moe_lab.inspect nobody | nobody
-moe_lab.inspect model=pocket_olmo | pocket_olmoe
+moe_lab.inspect model=pocket_olmo | did you mean pocket_olmoe?
 moe_lab.inspect model=local model.path=/no/such/folder | /no/such/folder
 moe_lab.inspect model=pocket_olmoe calibration=c5 | c5
 moe_lab.inspect model=pocket_olmoe ratoi=1 | ratio
-analysis rnaks store=STORE | ranks
+analysis rnaks store=STORE | did you mean ranks? (`python -m analysis help`
+analysis router_entrop store=STORE | did you mean router_entropy?
 analysis unified.tabl5 store=STORE | unified.table5
-analysis ranks stor=STORE | store
-analysis ranks out= store=STORE | out
-analysis ranks store=/no/such/store | /no/such/store
+analysis ranks stor=STORE | did you mean store?
+analysis ranks study=sweeep store=STORE | did you mean sweep?
+analysis ranks out= store=STORE | out= has no value
+analysis ranks store=nowhere | store=nowhere does not exist
 analysis ranks store=README.md | README.md
 analysis ranks out=/dev/null/out store=STORE | /dev/null/out
 analysis ranks compare=maybe store=STORE | compare
 analysis ranks --compare store=STORE | --compare
 analysis --no-such-option store=STORE | --no-such-option
 analysis report study=sweep,nobody store=STORE | nobody
-moe_lab.evaluation.mirror nobody | nobody
-moe_lab.evaluation.mirror mc8 --no-such-option | --no-such-option
+analysis report format=pfd store=STORE | did you mean pdf?
 tools.pocket.train nobody | nobody
 """
 """Module and words, in which STORE stands for a store with the study `sweep` | what the message must name."""
+ALWAYS = len(NEAREST) + len(OTHERS.strip().splitlines())
+"""How many of the commands run each time: the first."""
 
 
 def every_command() -> list[Command]:
@@ -215,7 +218,7 @@ def every_command() -> list[Command]:
 def _listed() -> Iterator[Command]:
     for words, says in NEAREST.values():
         yield Command("moe_lab", tuple(words), (says,))
-    for line in [*(f"moe_lab {line}" for line in LINES.strip().splitlines()), *OTHERS.strip().splitlines()]:
+    for line in [*OTHERS.strip().splitlines(), *(f"moe_lab {line}" for line in LINES.strip().splitlines())]:
         command, name = line.split(" | ")
         module, *rest = shlex.split(command)
         yield Command(module, tuple(rest), (name,))

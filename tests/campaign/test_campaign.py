@@ -33,8 +33,8 @@ def sample(rows: Sequence[Any], count: int) -> list[Any]:
 
 @pytest.mark.timeout(300 * LENGTH)
 def test_a_wrong_command_line_is_one_sentence() -> None:
-    rows, always = commands.every_command(), len(commands.NEAREST)
-    assert not commands.wrong([*rows[:always], *sample(rows[always:], 42)])
+    rows = commands.every_command()
+    assert not commands.wrong([*rows[: commands.ALWAYS], *sample(rows[commands.ALWAYS :], 42)])
 
 
 @pytest.mark.parametrize(
