@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -152,38 +151,23 @@ signal.pause()
 """
 
 
-def stubborn(tmp_path: Path) -> list[str]:
-    return shlex.split(script(tmp_path, STUBBORN).format(port=1, checkpoint="x"))
-
-
-@pytest.mark.parametrize("watcher", ["alive", "killed"])
+@pytest.mark.parametrize("watcher", ["alive", "killed", "orphaned"])
 def test_a_stubborn_server_dies_with_its_children(
     watcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servers, "GRACE", 0.3)
-    with servers.running(stubborn(tmp_path)) as process:
+    with servers.running(shlex.split(script(tmp_path, STUBBORN).format(port=1, checkpoint="x"))) as process:
         until(lambda: len(process.log().split()) == 2)
         processes = [int(word) for word in process.log().split()]
+        assert all(map(is_running, processes))
         if watcher == "killed":
             process.process.kill()
             process.process.wait()
-        assert all(map(is_running, processes))
-    until(lambda: not any(map(is_running, processes)))
-
-
-def test_a_server_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
-    code = (
-        "import signal, time; from moe_lab.evaluation.engines import server; server.GRACE = 0.3\n"
-        f"with server.running({stubborn(tmp_path)!r}) as process:\n"
-        "    while len(process.log().split()) < 2: time.sleep(0.02)\n"
-        "    print(process.log().split(), flush=True); signal.pause()"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    processes = list(map(int, re.findall(r"\d+", parent.stdout.readline())))
-    assert len(processes) == 2 and all(map(is_running, processes))
-    parent.kill()
-    parent.wait()
+            assert all(map(is_running, processes))
+        elif watcher == "orphaned":  # its input ends with the process that started it
+            assert process.process.stdin
+            process.process.stdin.close()
+            until(lambda: not any(map(is_running, processes)))
     until(lambda: not any(map(is_running, processes)))
 
 
