@@ -116,9 +116,7 @@ suite.benchmarks | [pocket_bolq] ['']
 suite.path suite=perplexity | /no/such/file.txt '' moe_lab
 protocol.benchmarks | {pocket_boolq:{shots:-1}} {pocket_boolq:{batch_size:0}} {pocket_boolq:{limit:1}}
 judge.extra | word
-backend.command SERVER | '' vllm 'vllm {checkpoint}'
-backend.command SERVER | 'vllm {checkpont} {port}' 'a "b'
-backend.command SERVER | '/no/such/program {checkpoint} {port}'
+backend.command SERVER | '' '/no/such/program {checkpoint} {port}'
 timed.batch_sizes timing=true launcher=inline | [0] [word]
 """
 """FIELD [what is set besides] | further values that it cannot have, each to be named in a message. SERVER is longer."""

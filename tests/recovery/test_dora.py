@@ -221,11 +221,8 @@ def test_a_model_is_pruned_tuned_and_stored_in_this_order(folder: Path, tokenize
     assert len(names) == 6 and all(".mlp." in name for name in names)
 
 
-def test_what_cannot_be_learnt_is_said(folder: Path, tokenizer: Any, tmp_path: Path) -> None:
-    run: dict[str, Any] = {"out": tmp_path, "partial": tmp_path, "fingerprint": {}, "seed": 0}
+def test_what_cannot_be_learnt_is_said(tmp_path: Path) -> None:
     model = small()
-    with pytest.raises(UserError, match="holds no answers"):
-        finetune.finetune(model, tokenizer, None, RecoveryConfig(instructions="set"), text(folder), **run)
     model.lm_head.weight.data[0, 0] = float("nan")
     with pytest.raises(UserError, match=r"step 1\b.* nan.* recovery\.learning_rate"):
         trained(model, recovery(), tmp_path)
