@@ -153,6 +153,52 @@ def test_a_group_file_fits_its_dataclass_and_is_named_as_it_says(file: Path) -> 
         assert all(locate(part.path) is None or part.path.startswith("pocket:") for _, part in parts(settings))
 
 
+HALF = {"calibration": "a", "share": 0.5}
+CANNOT_BE: list[tuple[str, dict[str, Any], str]] = [
+    ("calibration", {"path": "a.txt", "length": 8, "tokens": 7}, "tokens"),
+    ("calibration", {"path": ""}, "path"),
+    ("calibration", {"sources": [HALF, {**HALF, "share": 0.6}]}, "sources: the shares add up to 1.1"),
+    ("calibration", {"sources": [HALF, HALF], "order": "first"}, "order=first beside sources"),
+    ("calibration", {"sources": [HALF, HALF], "path": "a.txt"}, "path=a.txt beside sources"),
+    ("calibration", {"path": "a.txt", "length": 8, "tokens": 56, "batch_size": 2, "parts": 5}, "parts=5 .* 4 batches"),
+    ("calibration", {"path": "a.txt", "parts": 0}, "parts=0"),
+    ("allocation", {"by": "x"}, "by=x"),
+    ("allocation", {"search": "x"}, "search=x"),
+    ("allocation", {"path": "x"}, "path=x"),
+    ("allocation", {"protect_layers": 0.5}, "protect_layers=0.5"),
+    ("recovery", {"train": "routers"}, "train=routers .*expected.* distill"),
+    ("recovery", {"instructions": "alpaca", "distill": "c4"}, "instructions=alpaca .*expected one of"),
+    ("recovery", {"instructions": "alpaca", "temperature": 2.0}, "temperature=2.0 .*expected.* distill"),
+    ("recovery", {"distill": "c4", "train": "routers", "rank": 8}, "rank=8 .*expected.* 32"),
+    (
+        "recovery",
+        {"distill": "c4", "train": "routers", "learning_rate": 1e-3},
+        "learning_rate=0.001 .*expected.* 0.0001",
+    ),
+    ("recovery", {"distill": "c4", "train": "routers", "fit": "c4"}, "distill=c4 .*expected one of"),
+    ("recovery", {"fit": "c4", "epochs": 1.0}, "epochs=1.0 .*expected.* 2.0"),
+    ("recovery", {"fit": "c4", "train": "routers"}, "train=routers .*expected.* adapters"),
+    ("export", {"shape": None, "format": "fp8"}, "format=fp8 .*add export=natural"),
+    ("backend", {"name": "hf", "arguments": {"max_num_seqs": 8}}, "arguments=.*expected backend=vllm"),
+    ("backend", {"name": "vllm", "arguments": {"dtype": "float16"}}, "arguments.dtype"),
+    ("judge", {"url": "localhost:8000"}, "url="),
+    ("judge", {"max_tokens": 0}, "max_tokens=0"),
+    ("judge", {"key_variable": "sk-0123"}, "key_variable="),
+    ("judge", {"model": " "}, "model="),
+    ("judge", {"extra": {"stream": 1}}, "extra.stream"),
+]
+"""Group, settings beside what it must have, and how the sentence goes on after the group."""
+
+
+@pytest.mark.parametrize(("group", "given", "says"), CANNOT_BE)
+def test_settings_that_cannot_be_together_are_one_sentence(group: str, given: dict[str, Any], says: str) -> None:
+    needed = {"calibration": {"name": "c"}, "judge": NEEDED["judge"]}.get(group, {})
+    with pytest.raises(SettingsError) as error:
+        valid(SCHEMAS[group], {**needed, **given}, group)
+    (sentence,) = error.value.sentences
+    assert re.match(rf"{group}\.{says}", sentence), sentence
+
+
 def test_suites_name_benchmarks_that_exist() -> None:
     for name in Files().names("suite"):
         listed = choices.content("suite", name)["benchmarks"]

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from moe_lab.allocation import ALLOCATIONS, allocate, budgets, check, fits, get, needs, zero_expert
 from moe_lab.allocation.problem import apportion
 from moe_lab.config import AllocationConfig
-from moe_lab.config.base import SettingsError, valid
 from moe_lab.errors import UserError
 from moe_lab.pruning.plan import make_channel_plan, make_plan
 
@@ -190,13 +189,6 @@ def test_channels_are_kept_to_the_last_one(
 def test_mistakes_are_said_before_anything_runs(fields: Any, granularity: Any, named: str) -> None:
     with pytest.raises(UserError, match=named):
         check(AllocationConfig(**fields), granularity)
-
-
-@pytest.mark.parametrize("field", ["by", "search", "path", "protect_layers"])
-def test_what_nothing_would_read_is_refused(field: str) -> None:
-    with pytest.raises(SettingsError, match=f"allocation.{re.escape(field)}=") as error:
-        valid(AllocationConfig, {"name": "uniform", field: 0.5 if field == "protect_layers" else "x"}, "allocation")
-    assert len(error.value.sentences) == 1
 
 
 def test_needs() -> None:

@@ -191,25 +191,6 @@ def test_what_reads_no_scores_is_made_of_a_study_without_benchmarks(tmp_path: Pa
     assert all(made) and len(made[0][0].frame) == 3 * 2
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["rnaks"], "did you mean ranks"),
-        (["router_entrop"], "did you mean router_entropy"),
-        (["ranks", "stor=x"], "did you mean store"),
-        (["ranks", "study=made_pu"], "did you mean made_up"),
-        (["ranks", "store=nowhere"], "does not exist"),
-        (["ranks", "out="], "has no value"),
-        (["report", "format=pfd"], "did you mean pdf"),
-    ],
-)
-def test_the_nearest_is_named(store: Path, words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    given = words if any("store=" in word for word in words) else [*words, f"store={store}"]
-    assert __main__.main(given) == 2
-    said = capsys.readouterr().err
-    assert sentence in said and len(said) < 200, "no list of all names"
-
-
 def test_all_lists_what_it_could_make_nothing_of(
     results: Results, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import re
 import shutil
@@ -53,20 +52,6 @@ def test_every_output_stands_in_a_chapter_of_the_page_or_has_files_alone() -> No
     shown = {output.chapter for output in outputs().values()} - {""}
     assert shown == chapters
     assert all(PUBLISHED.fullmatch(name) for name, output in outputs().items() if not output.chapter)
-
-
-def test_the_first_place_in_code_that_spells_a_name_is_what_makes_it() -> None:
-    root = Path(__file__).parents[2]
-    files = sorted((root / "analysis").rglob("*.py"), key=str)
-    texts = {path: path.read_text(encoding="utf-8") for path in files}
-    for name in outputs():
-        spelled = re.compile(rf'(?<!chapter=)"{re.escape(name)}"')
-        path, place = next((path, found) for path, text in texts.items() if (found := spelled.search(text)))
-        make = inspect.unwrap(outputs()[name].make)
-        assert path == root / f"{make.__module__.replace('.', '/')}.py", f"{name} is spelled in {path} before"
-        assert texts[path][: place.start()].rstrip().endswith("@output("), name
-        made = re.search(r"^def (\w+)", texts[path][place.end() :], re.MULTILINE)
-        assert made and made[1] == make.__name__, name
 
 
 def test_a_table_is_added_by_writing_the_file_that_the_documentation_shows(small: Path, tmp_path: Path) -> None:

@@ -78,6 +78,14 @@ NEAREST = {
     "a folder that Hydra cannot write": (["hydra.run.dir=/proc/x"], "/proc/x"),
     "a key that is none": (["++a.b.c=1"], "setting=a is unknown"),
     "more than top-k removed": (["ratio=0.95"], "0.906 is the largest"),
+    "a list for a number": (["calibration.tokens=[1,2]"], "calibration.tokens=[1, 2]: expected a whole number"),
+    "a list for a name in a list": (["plugins=[[os]]"], "plugins.0="),
+    "a comma in a path": (["store=a,b"], "\"store='a,b'\""),
+    "an axis as a setting": (["grid.criterion=[man]"], "setting=grid is unknown"),
+    "lists in lists": (["ratio={a: " + "[" * 40 + "1" + "]" * 40 + "}"], "ratio="),
+    "an interval": (["calibration.tokens=interval(1,2)"], "names no values"),
+    "a group that cannot be none": (["suite=null"], "suite=null is unknown"),
+    "a resource nobody knows": (["resources.jobs={scores:{gpu:1}}"], "resources.jobs.scores.gpu is not a setting"),
 }
 """Mistakes in one line, and what the message says of them; tests/test_main.py also limits their time."""
 
@@ -108,9 +116,7 @@ suite.benchmarks | [pocket_bolq] ['']
 suite.path suite=perplexity | /no/such/file.txt '' moe_lab
 protocol.benchmarks | {pocket_boolq:{shots:-1}} {pocket_boolq:{batch_size:0}} {pocket_boolq:{limit:1}}
 judge.extra | word
-backend.command SERVER | '' vllm 'vllm {checkpoint}'
-backend.command SERVER | 'vllm {checkpont} {port}' 'a "b'
-backend.command SERVER | '/no/such/program {checkpoint} {port}'
+backend.command SERVER | '' '/no/such/program {checkpoint} {port}'
 timed.batch_sizes timing=true launcher=inline | [0] [word]
 """
 """FIELD [what is set besides] | further values that it cannot have, each to be named in a message. SERVER is longer."""
@@ -174,38 +180,43 @@ moe_lab.study gc store=/no/such/store | /no/such/store
 moe_lab.study status '' store=STORE | unknown
 moe_lab.study --no-such-option | command
 moe_lab.inspect nobody | nobody
-moe_lab.inspect model=pocket_olmo | pocket_olmoe
+moe_lab.inspect model=pocket_olmo | did you mean pocket_olmoe?
 moe_lab.inspect model=local model.path=/no/such/folder | /no/such/folder
 moe_lab.inspect model=pocket_olmoe calibration=c5 | c5
 moe_lab.inspect model=pocket_olmoe ratoi=1 | ratio
-analysis rnaks store=STORE | ranks
+analysis rnaks store=STORE | did you mean ranks? (`python -m analysis help`
+analysis router_entrop store=STORE | did you mean router_entropy?
 analysis unified.tabl5 store=STORE | unified.table5
-analysis ranks stor=STORE | store
-analysis ranks out= store=STORE | out
-analysis ranks store=/no/such/store | /no/such/store
+analysis ranks stor=STORE | did you mean store?
+analysis ranks study=sweeep store=STORE | did you mean sweep?
+analysis ranks out= store=STORE | out= has no value
+analysis ranks store=nowhere | store=nowhere does not exist
 analysis ranks store=README.md | README.md
 analysis ranks out=/dev/null/out store=STORE | /dev/null/out
 analysis ranks compare=maybe store=STORE | compare
 analysis ranks --compare store=STORE | --compare
 analysis --no-such-option store=STORE | --no-such-option
 analysis report study=sweep,nobody store=STORE | nobody
-moe_lab.evaluation.mirror nobody | nobody
-moe_lab.evaluation.mirror mc8 --no-such-option | --no-such-option
+analysis report format=pfd store=STORE | did you mean pdf?
 tools.pocket.train nobody | nobody
 """
 """Module and words, in which STORE stands for a store with the study `sweep` | what the message must name."""
+ALWAYS = len(NEAREST) + len(OTHERS.strip().splitlines())
+"""How many of the commands run each time: the first."""
 
 
 def every_command() -> list[Command]:
     """All of them, each once; of those that are listed twice the first, whose message is to say more."""
-    listed = [*_listed(), *_fields(), *_groups()]
-    return list({str(row): row for row in reversed(listed)}.values())[::-1]
+    found: dict[str, Command] = {}
+    for row in (*_listed(), *_fields(), *_groups()):
+        found.setdefault(str(row), row)
+    return list(found.values())
 
 
 def _listed() -> Iterator[Command]:
     for words, says in NEAREST.values():
         yield Command("moe_lab", tuple(words), (says,))
-    for line in [*(f"moe_lab {line}" for line in LINES.strip().splitlines()), *OTHERS.strip().splitlines()]:
+    for line in [*OTHERS.strip().splitlines(), *(f"moe_lab {line}" for line in LINES.strip().splitlines())]:
         command, name = line.split(" | ")
         module, *rest = shlex.split(command)
         yield Command(module, tuple(rest), (name,))

@@ -20,7 +20,6 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from moe_lab.config import BenchmarkConfig, JudgeConfig
-from moe_lab.config.base import SettingsError, valid
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import Policy, mirror, run, suite
 from moe_lab.evaluation.harnesses import wildbench
@@ -229,13 +228,6 @@ def test_everything_wrong_with_a_judge_is_said_before_a_start(tmp_path: Path, mo
     for places in ("{$user_query} {$checklist}", "{$user_query} {$model_output} {$model_ouput} {$checklist}"):
         (tmp_path / "a.md").write_text(places)
         assert "expected {$history}, {$user_query}" in problems(parameters={"template": str(tmp_path / "a.md")})
-    wrong = {"url": "localhost:8000", "max_tokens": 0, "key_variable": "sk-0123", "model": " "}
-    with pytest.raises(SettingsError) as error:
-        valid(JudgeConfig, wrong, "judge")
-    with pytest.raises(SettingsError, match=r"judge\.extra\.stream"):
-        valid(JudgeConfig, {"model": "m", "url": judge.url, "extra": {"stream": 1}}, "judge")
-    begins = sorted(sentence.partition("=")[0] for sentence in error.value.sentences)
-    assert begins == ["judge.key_variable", "judge.max_tokens", "judge.model", "judge.url"]
 
 
 ALLOWED = Policy(allow_judge=True)

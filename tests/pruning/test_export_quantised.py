@@ -19,7 +19,6 @@ from tiny import logits, weights
 from transformers import CompressedTensorsConfig
 
 from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
-from moe_lab.config.base import SettingsError, valid
 from moe_lab.errors import UserError
 from moe_lab.models.load import load_model
 from moe_lab.pruning.export import export
@@ -334,8 +333,6 @@ def test_wrong_settings_are_named_before_anything_runs(tmp_path: Path, monkeypat
         return " ".join(wrong(ExportConfig("natural", "fp8"), model, RecoveryConfig(), "expert", verify=verify))
 
     assert said() == ""
-    with pytest.raises(SettingsError, match="add export=natural"):
-        valid(ExportConfig, {"shape": None, "format": "fp8"}, "export")
     assert "expected verify=false" in said(verify=True)
     assert "in one tensor: expected export.format=safetensors" in said(ModelConfig("tiny", str(tmp_path / "gpt_oss")))
     monkeypatch.setattr("moe_lab.errors.find_spec", lambda name: None)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from moe_lab.config import AllocationConfig, RecoveryConfig
-from moe_lab.config.base import SettingsError, identity, valid
+from moe_lab.config.base import identity
 from moe_lab.errors import UserError
 from moe_lab.models.discover import linears
 from moe_lab.pruning.plan import Plan
@@ -221,41 +221,14 @@ def test_a_model_is_pruned_tuned_and_stored_in_this_order(folder: Path, tokenize
     assert len(names) == 6 and all(".mlp." in name for name in names)
 
 
-def test_what_cannot_be_learnt_is_said(folder: Path, tokenizer: Any, tmp_path: Path) -> None:
-    run: dict[str, Any] = {"out": tmp_path, "partial": tmp_path, "fingerprint": {}, "seed": 0}
+def test_what_cannot_be_learnt_is_said(tmp_path: Path) -> None:
     model = small()
-    with pytest.raises(UserError, match="holds no answers"):
-        finetune.finetune(model, tokenizer, None, RecoveryConfig(instructions="set"), text(folder), **run)
     model.lm_head.weight.data[0, 0] = float("nan")
     with pytest.raises(UserError, match=r"step 1\b.* nan.* recovery\.learning_rate"):
         trained(model, recovery(), tmp_path)
 
 
 # ---- settings
-
-TUNED: dict[str, Any] = {"instructions": "alpaca"}
-ROUTERS: dict[str, Any] = {"distill": "c4", "train": "routers"}
-FIT: dict[str, Any] = {"fit": "c4"}
-
-
-@pytest.mark.parametrize(
-    ("changes", "setting", "expected"),
-    [
-        ({"train": "routers"}, "train=routers", "distill"),
-        ({**TUNED, "distill": "c4"}, "instructions=alpaca", "one of"),
-        ({**TUNED, "temperature": 2.0}, "temperature=2.0", "distill"),
-        ({**ROUTERS, "rank": 8}, "rank=8", "32"),
-        ({**ROUTERS, "learning_rate": 1e-3}, "learning_rate=0.001", "0.0001"),
-        ({**ROUTERS, **FIT}, "distill=c4", "one of"),
-        ({**FIT, "epochs": 1.0}, "epochs=1.0", "2.0"),
-        ({**FIT, "train": "routers"}, "train=routers", "adapters"),
-    ],
-)
-def test_settings_that_nothing_would_read_are_refused(changes: dict[str, Any], setting: str, expected: str) -> None:
-    with pytest.raises(SettingsError) as error:
-        valid(RecoveryConfig, changes, "recovery")
-    (sentence,) = error.value.sentences
-    assert sentence.startswith(f"recovery.{setting} ") and expected in sentence.partition("expected")[2]
 
 
 def test_identity_counts_a_text_by_its_use_and_not_the_bits_it_is_stored_in_afterwards() -> None:
@@ -289,4 +262,4 @@ def test_a_fit_needs_merging(tmp_path: Path, allocation: dict[str, Any], ratio: 
     given = (AllocationConfig(**allocation), ratio)
     check_merging(RecoveryConfig(), *given)
     with nullcontext() if sentence is None else pytest.raises(UserError, match=sentence):
-        check_merging(RecoveryConfig(**FIT), *given)
+        check_merging(RecoveryConfig(fit="c4"), *given)

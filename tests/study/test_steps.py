@@ -20,7 +20,6 @@ from safetensors.numpy import load_file
 
 from moe_lab import calibration as calibrations
 from moe_lab.config import BenchmarkConfig, CalibrationConfig, CriterionConfig, ModelConfig, RecoveryConfig
-from moe_lab.config.base import SettingsError, valid
 from moe_lab.errors import Unavailable
 from moe_lab.evaluation import run, suite
 from moe_lab.json_files import write_json
@@ -138,15 +137,6 @@ def test_rows_are_shared_in_whole_batches() -> None:
     assert of(1) == []
     assert of(2) == [(0, 4), (4, 7)] and of(3) == [(0, 2), (2, 4), (4, 7)] and of(4)[-1] == (6, 7)
     assert of(8, rows=8, batch_size=1) == [(row, row + 1) for row in range(8)]
-
-
-@pytest.mark.parametrize("parts", [0, -1, 5, 8])
-def test_parts_that_cannot_be_are_refused(parts: int) -> None:
-    """7 rows in 4 batches."""
-    with pytest.raises(SettingsError) as error:
-        given = {"path": "t.txt", "length": 8, "tokens": 56, "batch_size": 2, "parts": parts}
-        valid(CalibrationConfig, {"name": "t", **given}, "calibration")
-    assert str(error.value).startswith(f"calibration.parts={parts}")
 
 
 @pytest.mark.slow
