@@ -18,11 +18,10 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from moe_lab.pruning.mask import mask
     from moe_lab.pruning.plan import Plan
     from moe_lab.pruning.prune import prune
+    from moe_lab.statistics import Statistics
 
 __version__ = "0.1.0"
 __all__ = [
@@ -165,15 +165,23 @@ def _text_file(text: str | os.PathLike[str] | Sequence[str]) -> Iterator[str]:
 
 def _gather(need: str, model: Any, rows: Any) -> dict[int, dict[str, Any]]:
     """Layer -> the sums of one pass, as numpy arrays."""
-    from moe_lab.statistics.gradients import gather_gradients
+    from moe_lab.statistics.damage import DamageTap, SimilarityTap
+    from moe_lab.statistics.forward import ForwardTap
+    from moe_lab.statistics.gradients import GradientTap, WeightGradientTap, gather_gradients
     from moe_lab.statistics.observe import gather
-    from moe_lab.study.steps import KINDS
+    from moe_lab.statistics.weights import compare_experts, weigh_channels, weigh_experts
 
-    kind: Any = KINDS[need]
-    if kind.loads == "checkpoint":
-        sums = resolve_name(kind.weigher)(_checkpoint(model), fingerprint={})
-    else:
-        sums = (gather_gradients if kind.backward else gather)(model, resolve_name(kind.tap), rows, fingerprint={})
+    passes: Mapping[str, Callable[[], Statistics]] = {
+        "statistics": lambda: gather(model, ForwardTap, rows, fingerprint={}),
+        "damage": lambda: gather(model, DamageTap, rows, fingerprint={}),
+        "similarity": lambda: gather(model, SimilarityTap, rows, fingerprint={}),
+        "gradients": lambda: gather_gradients(model, GradientTap, rows, fingerprint={}),
+        "weight_gradients": lambda: gather_gradients(model, WeightGradientTap, rows, fingerprint={}),
+        "weights": lambda: weigh_experts(_checkpoint(model), fingerprint={}),
+        "channel_weights": lambda: weigh_channels(_checkpoint(model), fingerprint={}),
+        "weight_distances": lambda: compare_experts(_checkpoint(model), fingerprint={}),
+    }
+    sums = passes[need]()
     return {layer: {name: part.numpy() for name, part in arrays.items()} for layer, arrays in sums.layers.items()}
 
 
