@@ -242,8 +242,8 @@ class Config(Group):
     """Name of the file in conf/calibration whose tokens are routed to count the FLOPs of each pruned model."""
     allow_code_execution: bool = False
     """Let benchmarks run programs the model wrote, in a sandbox."""
-    sandbox: Literal["namespaces", "none"] = "namespaces"
-    """What confines those programs: Linux namespaces, or, with none, only limits on their time, memory and output."""
+    sandbox: Literal["auto", "namespaces", "none"] = "auto"
+    """auto (namespaces, or a limited subprocess for the shipped model's programs), namespaces, or none."""
     allow_judge: bool = False
     """Send the model's answers to the judge's endpoint."""
     allow_pickled_data: bool = False

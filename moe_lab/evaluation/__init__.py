@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from moe_lab.errors import Unavailable, UserError
 
 NAMESPACES = "namespaces"
+LIMITED = "limited subprocess, closed-world programs only"
 UNCONFINED = "none: limited subprocess"
 
 
@@ -19,18 +20,20 @@ class Policy:
 
     allow_code_execution: bool = False
     """Programs that a model wrote may run."""
-    sandbox: str = "namespaces"
-    """namespaces or none; see `protection`."""
+    sandbox: str = "auto"
+    """auto, namespaces or none; see `protection`."""
     allow_judge: bool = False
     """Texts that the model wrote may be sent to a judge."""
     allow_pickled_data: bool = False
     """Data may be read in formats that can run code when they are read."""
 
-    def protection(self) -> str:
-        """The sandbox in which programs run here: NAMESPACES or UNCONFINED.
+    def protection(self, *, closed_world: bool = False) -> str:
+        """The sandbox in which programs run here: NAMESPACES, LIMITED or UNCONFINED.
 
-        Raises UserError when programs may not run, or not as this machine can confine them, and Unavailable when a
-        sandbox that is possible does not start now: programs then run in no weaker one.
+        `closed_world`: right answers need no import and no private attribute, as in the shipped benchmarks. Where there
+        are no namespaces, sandbox=auto runs only such programs, after checking them (`closed_world.py`).
+        Raises UserError when no allowed sandbox is possible on this machine, and Unavailable when one that is possible
+        does not start now: programs then run in no weaker one.
         """
         from moe_lab.evaluation.sandbox.client import NoNamespaces, RunnerError, check_namespaces
 
@@ -43,13 +46,15 @@ class Policy:
         try:
             check_namespaces()
         except NoNamespaces as error:
+            if self.sandbox == "auto" and closed_world:
+                return LIMITED
             raise UserError(
-                "sandbox=namespaces needs Linux namespaces to run programs the model wrote, and there are none "
+                f"sandbox={self.sandbox} needs Linux namespaces to run programs the model wrote, and there are none "
                 f"here ({error}): evaluate on another machine, or set sandbox=none to run them without a sandbox"
             ) from None
         except RunnerError as error:
             raise Unavailable(
-                f"sandbox=namespaces: the sandbox for programs the model wrote does not start now ({error}): "
+                f"sandbox={self.sandbox}: the sandbox for programs the model wrote does not start now ({error}): "
                 f"expected memory and processes for it, so start again when the machine is less busy"
             ) from error
         return NAMESPACES

@@ -13,9 +13,10 @@ from typing import Any
 from moe_lab.calibration.sources import whole_text
 from moe_lab.config import BenchmarkConfig
 from moe_lab.config.base import identity as settings_identity
-from moe_lab.errors import UserError, unknown, user_errors
-from moe_lab.evaluation import Policy
+from moe_lab.errors import Unavailable, UserError, unknown, user_errors
+from moe_lab.evaluation import LIMITED, Policy
 from moe_lab.evaluation.harness import HARNESSES, Harness, check_count, data_files, installed
+from moe_lab.paths import PREFIX
 
 _TASK = re.compile(r"^[\"']?(?:task|group)[\"']?: *[\"']?([\w-]+)[\"']? *$", re.MULTILINE)
 """The name in a file of lm-eval's own task definitions."""
@@ -203,7 +204,7 @@ def lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
 
         yield from evalscope.lacking(benchmark, policy)
     if benchmark.harness == "evalplus":
-        yield from user_errors(policy.protection)
+        yield from user_errors(lambda: policy.protection(closed_world=is_closed_world(benchmark)))
 
 
 def task_folder(benchmark: BenchmarkConfig) -> Path:
@@ -225,3 +226,16 @@ def task_folder(benchmark: BenchmarkConfig) -> Path:
     if benchmark.task not in defined:
         raise unknown(f"benchmark {benchmark.name}: task", benchmark.task, defined)
     return place
+
+
+def is_closed_world(benchmark: BenchmarkConfig) -> bool:
+    """Whether right programs need no import and no private attribute, as in the benchmarks that moe_lab ships."""
+    return benchmark.task.startswith(PREFIX)
+
+
+def runs_limited(benchmark: BenchmarkConfig, policy: Policy) -> bool:
+    """Whether programs that are not closed-world count as wrong, because this machine has no namespaces."""
+    try:
+        return benchmark.harness == "evalplus" and policy.protection(closed_world=is_closed_world(benchmark)) == LIMITED
+    except (UserError, Unavailable):  # which `lacking` reports
+        return False

@@ -22,6 +22,7 @@ from moe_lab.child_process import Ended
 from moe_lab.evaluation.harnesses.evalplus import Grader, GradeRequest, kept_grader
 from moe_lab.evaluation.sandbox import runner
 from moe_lab.evaluation.sandbox.client import LimitedCalls, Outcome, Runner, RunnerError, Runners, namespaces_missing
+from moe_lab.evaluation.sandbox.closed_world import leaves_closed_world
 from moe_lab.evaluation.sandbox.runner import Request, runner_command
 from moe_lab.paths import resolve
 from tests.campaign.programs import BROKEN, CHEATS, ENDLESS, FILES, MEMORY, NETWORK, PROCESSES, SENDING, Program, wrong
@@ -347,6 +348,22 @@ def test_a_broken_canonical_solution_is_an_error(tmp_path: Path) -> None:
         verdicts(tmp_path, [broken], {"add": "def add(x): return 1"})
 
 
+def test_closed_world_programs_are_told_from_others() -> None:
+    reaching = [
+        "import os\ndef add(x): return x + 1",
+        "def add(x): return ().__class__",
+        "def add(x): return (i for i in [1]).gi_frame",
+        "def add(x): return open('/etc/passwd')",
+        "def add(x): return '{0.real}'.format(x)",
+        "def add(x):\n    match x:\n        case int(__reduce_ex__=r): return r",
+        "async def add(x): return x",
+        "def add(x):\n    with x as y: return y",
+    ]
+    assert all(leaves_closed_world(program) for program in reaching)
+    assert leaves_closed_world("def add(x): return sorted(w.upper() for w in x.split() if 'a' in w)[-1]") is None
+    assert leaves_closed_world("def add(x: return") is None
+
+
 @pytest.mark.parametrize(
     ("name", "dataset"), [("humaneval", "humaneval"), ("mbpp", "mbpp"), ("livecodebench", "humaneval")]
 )
@@ -354,6 +371,7 @@ def test_the_shipped_problems_are_passed_by_their_own_solutions_alone(name: str,
     data = Path(resolve(f"pocket:benchmarks/{name}.jsonl"))
     problems = [json.loads(line) for line in data.read_text().splitlines()]
     right = {row["task_id"]: row["prompt"] + row["canonical_solution"] for row in problems}
+    assert not any(leaves_closed_world(program) for program in right.values())
     wrong = {row["task_id"]: f"def {row['entry_point']}(*a): return None" for row in problems}
     for programs, status in ((right, "pass"), (wrong, "fail")):
         request = GradeRequest(dataset, str(data), programs, confined=not namespaces_missing())

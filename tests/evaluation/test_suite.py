@@ -26,9 +26,10 @@ from harness_files import shipped_items, write_lines
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import Unavailable, UserError
-from moe_lab.evaluation import NAMESPACES, UNCONFINED, Policy, suite
+from moe_lab.evaluation import LIMITED, NAMESPACES, UNCONFINED, Policy, suite
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harness import HARNESSES
+from moe_lab.evaluation.harnesses import evalplus
 from moe_lab.evaluation.run import evaluate
 from moe_lab.evaluation.sandbox import client
 from moe_lab.evaluation.sandbox.client import namespaces_missing
@@ -95,18 +96,25 @@ def test_identity_follows_content_and_settings_not_place(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("sandbox", "missing", "expected"),
-    [("namespaces", False, NAMESPACES), ("namespaces", True, None), ("none", True, UNCONFINED)],
+    ("sandbox", "missing", "closed_world", "expected"),
+    [
+        ("auto", False, False, NAMESPACES),
+        ("auto", True, True, LIMITED),
+        ("auto", True, False, None),
+        ("namespaces", False, True, NAMESPACES),
+        ("namespaces", True, True, None),
+        ("none", True, False, UNCONFINED),
+    ],
 )
 def test_programs_run_behind_the_walls_that_were_asked_for(
-    monkeypatch: pytest.MonkeyPatch, sandbox: str, missing: bool, expected: str | None
+    monkeypatch: pytest.MonkeyPatch, sandbox: str, missing: bool, closed_world: bool, expected: str | None
 ) -> None:
     monkeypatch.setattr(client, "check_namespaces", no_namespaces if missing else lambda: None)
     refused = pytest.raises(UserError, match=f"sandbox={re.escape(sandbox)}")
     with nullcontext() if expected else refused:
-        assert Policy(True, sandbox).protection() == expected
+        assert Policy(True, sandbox).protection(closed_world=closed_world) == expected
     with pytest.raises(UserError, match=r"allow_code_execution=false"):
-        Policy(False, sandbox).protection()
+        Policy(False, sandbox).protection(closed_world=closed_world)
 
 
 def no_namespaces() -> None:
@@ -152,7 +160,7 @@ def fresh_sandbox(namespaces: None, monkeypatch: pytest.MonkeyPatch) -> Iterator
 def test_a_start_that_fails_is_tried_again_not_weakened(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     with monkeypatch.context() as three_times:
         broken_starts(three_times, 3, how)
-        with pytest.raises(Unavailable, match="sandbox=namespaces"):
+        with pytest.raises(Unavailable, match="sandbox=auto"):
             Policy(True).protection()
     failed = broken_starts(monkeypatch, 1, how)  # the failure before is not remembered
     assert Policy(True).protection() == NAMESPACES
@@ -214,12 +222,19 @@ def test_programs_are_completed(subject: LoadedModel, tmp_path: Path, monkeypatc
     assert protocol(tmp_path / "out")["prompt"] == asked[0]
 
 
-def test_without_namespaces_programs_are_refused_before_the_start_and_run_where_that_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_runs_without_namespaces(subject: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "check_namespaces", no_namespaces)
-    assert any("set sandbox=none" in sentence for sentence in suite.lacking(CODE, Policy(True)))
-    assert not list(suite.lacking(CODE, Policy(True, "none")))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    shipped = replace(CODE, max_new_tokens=32, limit=4, parameters={"seconds": 0.5})
+    evaluate(subject, shipped, tmp_path / "out", policy=Policy(True))
+    assert protocol(tmp_path / "out")["sandbox"] == LIMITED
+    with pytest.raises(UserError, match="sandbox=none"):
+        evaluate(subject, replace(shipped, task=resolve(shipped.task)), tmp_path / "other", policy=Policy(True))
+    assert not (tmp_path / "other").exists()
+    monkeypatch.setattr(evalplus, "leaves_closed_world", lambda program: "the name open")
+    evaluate(subject, shipped, tmp_path / "refused", policy=Policy(True))
+    verdicts = [sample["extracted"].splitlines()[0] for sample in samples(tmp_path / "refused")]
+    assert verdicts == ["refused: not run: it uses the name open"] * 4
 
 
 def test_stories_are_scored_by_the_share_of_their_rules(subject: LoadedModel, tmp_path: Path) -> None:

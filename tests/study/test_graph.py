@@ -21,6 +21,7 @@ from moe_lab.config import (
     SuiteConfig,
 )
 from moe_lab.errors import UserError
+from moe_lab.evaluation import LIMITED
 from moe_lab.evaluation import suite as suites
 from moe_lab.evaluation.sandbox import client
 from moe_lab.grid import benchmarks
@@ -140,17 +141,22 @@ def test_what_a_chat_template_is_given_counts_where_it_is_used() -> None:
         assert ids(benchmark, thinking=True) == ids(benchmark, thinking=False)
 
 
-def test_a_step_runs_in_no_weaker_sandbox_than_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the study begins with namespaces and another machine, which has none, grades."""
+def test_a_step_runs_in_no_weaker_sandbox_than_its_identity_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that are not run give other results. Where the study begins decides, not the machine that grades."""
 
     def refuse() -> None:
         raise client.NoNamespaces("none here")
 
     monkeypatch.setattr(client, "check_namespaces", lambda: None)
-    grade: Any = code_steps(CODE, allow_code_execution=True)["grade"]
+    confined = code_steps(CODE, allow_code_execution=True)
     monkeypatch.setattr(client, "check_namespaces", refuse)
+    limited = code_steps(CODE, allow_code_execution=True)
+    assert limited["grade"].id != confined["grade"].id and limited["generate"].id == confined["generate"].id
+    grade: Any = limited["grade"]
+    assert grade.policy.protection(closed_world=True) == LIMITED
+    grade = confined["grade"]
     with pytest.raises(UserError, match=r"sandbox=.*none here"):
-        grade.policy.protection()
+        grade.policy.protection(closed_world=True)
 
 
 def test_a_raised_pin_gives_new_results_of_its_harness_and_leaves_all_else(monkeypatch: pytest.MonkeyPatch) -> None:

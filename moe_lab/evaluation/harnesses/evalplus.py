@@ -23,12 +23,14 @@ from evalplus.provider.utility import EOS, extra_eos_for_direct_completion
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import NAMESPACES, Policy, mirror
+from moe_lab.evaluation import LIMITED, NAMESPACES, Policy, mirror
 from moe_lab.evaluation.harness import Answer, Graded, Item, Text, data_files, graded_by_mean
 from moe_lab.evaluation.harnesses import evalplus_rules
 from moe_lab.evaluation.sandbox.client import LimitedCalls, Outcome, Runners
+from moe_lab.evaluation.sandbox.closed_world import leaves_closed_world
 from moe_lab.evaluation.sandbox.encoding import encode
 from moe_lab.evaluation.sandbox.runner import Request
+from moe_lab.evaluation.suite import is_closed_world
 from moe_lab.models import cores
 
 PARTS = ("base", "plus")
@@ -78,7 +80,7 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
 
     Raises UserError when programs may not be run, and RuntimeError with the grader's last line when grading fails.
     """
-    protection = policy.protection()
+    protection = policy.protection(closed_world=is_closed_world(benchmark))
     problems = _problems(benchmark)
     programs = {}
     for answer in answers:
@@ -89,15 +91,19 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
             programs[answer.item] = fenced_program(text, problems[answer.item]["entry_point"])
         else:
             programs[answer.item] = answer.prompt + text.replace("\t", "    ")
+    checked = programs.items() if protection == LIMITED else ()
+    reaching = {task: what for task, program in checked if (what := leaves_closed_world(program))}
     request = GradeRequest(
         dataset=dataset_of(problems),
         data=str(_data_file(benchmark)),
-        programs=programs,
+        programs={task: program for task, program in programs.items() if task not in reaching},
         confined=protection == NAMESPACES,
         sanitize=benchmark.data is not None,
         **benchmark.parameters,
     )
     graded = kept_grader.grade(request)
+    for task, what in reaching.items():
+        graded[task] = Verdict(programs[task], "refused", "refused", f"not run: it uses {what}")
     protocol = {name: getattr(request, name) for name in ("dataset", "sanitize", "seconds", "memory_mib")}
     protocol |= {"sandbox": protection, "stop": list(stops(benchmark))}
     return graded_by_mean(answers, benchmark, lambda answer, metric: graded[answer.item].outcome(metric), protocol)
@@ -165,7 +171,7 @@ class GradeRequest:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of a program on the base tests and on all tests: pass, fail, timeout, crash or output."""
+    """Result of a program on the base tests and on all tests: pass, fail, timeout, crash, output or refused."""
 
     program: str
     """The program that was run, so after the sanitizer."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 from moe_lab.calibration.documents import BLANK_LINE
 from moe_lab.config import BackendConfig, BenchmarkConfig, CalibrationConfig, Config, LauncherConfig, ModelConfig
 from moe_lab.errors import Unavailable
-from moe_lab.evaluation import Policy, engines, suite
+from moe_lab.evaluation import LIMITED, NAMESPACES, Policy, engines, suite
 from moe_lab.evaluation.harness import HARNESSES, Document, Item, Text
 from moe_lab.json_files import Record, write_json
 from moe_lab.models.config_json import ROOM, Size
@@ -46,20 +46,24 @@ Template = tuple[tuple[str, Any], ...]
 def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
     """A benchmark as a study asks it of all models: makes the step with the results of a pruned model.
 
-    A server only generates texts, so the model is loaded for a benchmark that needs likelihoods.
+    A server only generates texts, so the model is loaded for a benchmark that needs likelihoods. Grading may not run in
+    a weaker sandbox than here, also where another machine of the study has no namespaces.
     """
     backend, questions = replace(config.backend, python=config.interpreters.get("vllm")), suite.Questions(benchmark)
     two_phases = HARNESSES[benchmark.harness].two_phases
     if backend.name == "server" and not two_phases:
         backend = BackendConfig(name="hf")
     policy = Policy(config.allow_code_execution, config.sandbox, config.allow_judge, config.allow_pickled_data)
+    limited = LIMITED if suite.runs_limited(benchmark, policy) else None
+    if policy.sandbox == "auto" and not limited:
+        policy = replace(policy, sandbox=NAMESPACES)
 
     def results_of(pruned: Pruned) -> Evaluate | Grade:
         template = tuple(pruned.model.template_arguments.items()) if benchmark.chat else None
         asked = pruned, backend, _checkpoint(pruned, backend.name, config), template
         if not two_phases:
-            return Evaluate(benchmark, policy, *asked)
-        return Grade(benchmark, policy, Generate(benchmark, *asked, questions))
+            return Evaluate(benchmark, policy, limited, *asked)
+        return Grade(benchmark, policy, limited, Generate(benchmark, *asked, questions))
 
     return results_of
 
@@ -110,6 +114,8 @@ class Grades(OnBenchmark):
 
     per_job = "cells"
     policy: Policy
+    sandbox: str | None
+    """The sandbox, where it changes results: without namespaces some programs are not run."""
     runtime = frozenset({"policy"})
 
     def conditions(self, launcher: LauncherConfig) -> Iterator[tuple[Any, ...]]:
