@@ -1,6 +1,6 @@
 """Models: their files, shapes, families and loading.
 
-Here: the processor, and the main memory of the machine or of the control group of a job. No torch.
+Here: the processor, the main memory of the machine or of the control group of a job, and end tokens. No torch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 CPUINFO = Path("/proc/cpuinfo")
 GROUPS = Path("/proc/self/cgroup")
@@ -34,6 +35,12 @@ def release_memory() -> None:
     gc.collect()
     if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def eos_tokens(configured: int | list[int] | None, tokenizer: Any) -> list[int]:
+    """The tokens that end a text: the configured ones and the tokenizer's, in order."""
+    several = configured if isinstance(configured, list) else [configured]
+    return sorted({token for token in (*several, tokenizer.eos_token_id) if token is not None})
 
 
 def _limits() -> Iterator[float]:

@@ -16,6 +16,7 @@ from moe_lab.allocation.protection import provenance
 from moe_lab.calibration.batches import answer_batches
 from moe_lab.config import CalibrationConfig
 from moe_lab.json_files import Record
+from moe_lab.models import eos_tokens
 from moe_lab.search.candidates import Candidates, Cost, Plans
 from moe_lab.search.evolution import Outcome, SearchSettings, evolve, parse, problem_of, space_to_search
 from moe_lab.search.schedules import Problem
@@ -54,7 +55,8 @@ def search(
     plans = Plans(model, scores, protected)
     judge: Candidates | DraftingCandidates
     if chosen.fitness == "spec_dec":
-        judge = DraftingCandidates(model, plans, rows, chosen, seed=chosen.seed, ends=_ends(model, tokenizer))
+        ends = frozenset(eos_tokens(model.generation_config.eos_token_id, tokenizer))
+        judge = DraftingCandidates(model, plans, rows, chosen, seed=chosen.seed, ends=ends)
     else:
         judge = Candidates(model, plans, rows, chosen, seed=chosen.seed, elites=chosen.elites)
     start, record = time.perf_counter(), Record(partial / ANSWERS)
@@ -66,13 +68,6 @@ def search(
     parquet.write_table(arrow.Table.from_pylist(outcome.history), out / "history.parquet")
     report = _report(outcome, problem, chosen, plans, judge.cost, time.perf_counter() - start)
     (out / "search.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-
-
-def _ends(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Tokens that end a text."""
-    configured = model.generation_config.eos_token_id
-    several = configured if isinstance(configured, list) else [configured]
-    return frozenset(token for token in (*several, tokenizer.eos_token_id) if token is not None)
 
 
 def _report(

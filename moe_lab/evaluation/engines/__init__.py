@@ -22,6 +22,7 @@ from moe_lab.config import BackendConfig, BenchmarkConfig, ModelConfig
 from moe_lab.config.base import identity
 from moe_lab.errors import UserError, mask, user_errors
 from moe_lab.evaluation.harness import HARNESSES, check_has, interpreter
+from moe_lab.models import eos_tokens
 from moe_lab.models.config_json import check_trained_top_k, config_of
 from moe_lab.models.families import PORTS
 
@@ -147,13 +148,7 @@ def end_tokens(checkpoint: Path, tokenizer: Any) -> list[int]:
         configured = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
         if configured is not None:
             break
-    return with_tokenizers(configured, tokenizer)
-
-
-def with_tokenizers(configured: int | list[int] | None, tokenizer: Any) -> list[int]:
-    """The configured end tokens and the tokenizer's, in order."""
-    several = configured if isinstance(configured, list) else [configured]
-    return sorted({token for token in (*several, tokenizer.eos_token_id) if token is not None})
+    return eos_tokens(configured, tokenizer)
 
 
 def check_finite(number: float, name: str) -> None:

@@ -17,18 +17,9 @@ import torch
 from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer
 
-from moe_lab.evaluation.engines import (
-    Engine,
-    Likelihood,
-    Prompt,
-    Row,
-    Writing,
-    Written,
-    check_finite,
-    with_tokenizers,
-    written,
-)
+from moe_lab.evaluation.engines import Engine, Likelihood, Prompt, Row, Writing, Written, check_finite, written
 from moe_lab.evaluation.engines.likelihoods import has_full_attention, likelihood, log_likelihoods
+from moe_lab.models import eos_tokens
 from moe_lab.models.load import tokens_with_logits
 from moe_lab.models.transformers_private import next_inputs
 
@@ -53,7 +44,7 @@ class LoadedModel(Engine):
     @property
     def end_tokens(self) -> list[int]:
         """The tokens that end a text."""
-        return with_tokenizers(self.model.generation_config.eos_token_id, self.tokenizer)
+        return eos_tokens(self.model.generation_config.eos_token_id, self.tokenizer)
 
     def generate(self, prompts: Sequence[Prompt], writing: Writing) -> list[Written]:
         """As `Engine.generate`, in one batch, padded on the left."""
