@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+from moe_lab.child_process import Child, Ended, Refused
 from moe_lab.config import ExportConfig
 from moe_lab.errors import Unavailable, UserError, mask
 from moe_lab.models.checkpoint import open_checkpoint, read_json
@@ -14,6 +14,7 @@ from moe_lab.models.config_json import LAYERS_FIELD
 from moe_lab.models.families import DISK_ROUTER_WEIGHTS
 from moe_lab.pruning.export.card import with_section
 from moe_lab.pruning.export.write import CARD, copy_others, new_folder
+from moe_lab.start import command
 
 FILE = "model.gguf"
 OWN = Path(__file__).resolve().parents[3] / ".venv-llama" / "llama.cpp" / "convert_hf_to_gguf.py"
@@ -64,7 +65,7 @@ def convert(checkpoint: Path, out: Path, path: Path, name: str) -> Path:
     kind = _output(checkpoint)
     with new_folder(out) as work:
         arguments = [str(checkpoint), "--outfile", str(work / FILE), "--outtype", kind, "--model-name", name]
-        _run(path, [pre_tokenizer(checkpoint) or "", *arguments], work / "log")
+        _run(path, pre_tokenizer(checkpoint), arguments)
         copy_others(checkpoint, work)
         loading = LOADING.format(file=FILE, size=(work / FILE).stat().st_size)
         card = (work / CARD).read_text(encoding="utf-8")
@@ -99,27 +100,17 @@ def _output(checkpoint: Path) -> str:
     return TYPES[types.pop() if len(types) == 1 else "F32"]
 
 
-def _run(path: Path, words: list[str], log: Path) -> None:
+def _run(path: Path, pre: str | None, arguments: list[str]) -> None:
     """Run the converter until it ends. It ends with this process, whatever ends this one."""
-    worker = Path(__file__).with_name("gguf_worker.py")
     search = [*filter(None, [os.environ.get("PYTHONPATH")]), str(PACKAGES)]
-    # the worker ends when its standard input is closed: behind this context, or when this process ends
-    with (
-        log.open("wb") as output,
-        subprocess.Popen(
-            [sys.executable, "-P", str(worker), str(path), *words],
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(search)},
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=output,
-        ) as process,
-    ):
-        code = process.wait()
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    log.unlink()
-    if code == 0:
-        return
-    print(mask("\n".join(lines[-LOG_LINES:])), file=sys.stderr, flush=True)
-    reason = f"killed by signal {-code}" if code < 0 else lines[-1] if lines else f"exit code {code}"
-    error = Unavailable if code < 0 or "No space left on device" in reason else UserError
-    raise error(f"export.format=gguf: llama.cpp's converter failed: {reason}")
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(search)}
+    with Child(command("moe_lab.child_process", "moe_lab.pruning.export.gguf_worker"), environment) as child:
+        try:
+            child.call("convert", converter=str(path), pre=pre, arguments=arguments)
+            return
+        except (Ended, Refused) as error:
+            code = child.process.poll() or 0  # 0: it is still there, and has replied with an error
+            reason = f"killed by signal {-code}" if code < 0 else str(error)
+    print(mask("\n".join(child.log().splitlines()[-LOG_LINES:])), file=sys.stderr, flush=True)
+    kind = Unavailable if code < 0 or "No space left on device" in reason else UserError
+    raise kind(f"export.format=gguf: llama.cpp's converter failed: {reason}")
