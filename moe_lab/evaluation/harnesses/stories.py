@@ -59,17 +59,12 @@ def _mentions(story: str, text: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(text)}(?!\w)", story) is not None
 
 
-def _no_repeats(story: str) -> bool:
-    parts = sentences(story)
-    return bool(parts) and len(set(parts)) == len(parts)
-
-
 RULES: dict[str, Callable[..., bool]] = {
     "mentions": _mentions,
     "opens_with": lambda story, text: any(_mentions(sentence, text) for sentence in sentences(story)[:1]),
     "ends_with": lambda story, text: story.strip().endswith(text),
     "sentences": lambda story, least: len(sentences(story)) >= least,
-    "no_repeats": _no_repeats,
+    "no_repeats": lambda story: 0 < len(set(sentences(story))) == len(sentences(story)),
 }
 
 

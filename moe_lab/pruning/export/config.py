@@ -77,7 +77,10 @@ def describe_export(config: dict[str, Any], form: Form, names: Iterable[str]) ->
     layers = form.layers.values()
     counts, widths = {len(layer.experts) for layer in layers}, {layer.width or form.width for layer in layers}
     if len(counts) == 1:
-        _set_counts(text, *counts)
+        (count,) = counts
+        for field in (field for field in COUNT_FIELDS if field in text):
+            text[field] = [count] * len(text[field]) if isinstance(text[field], list) else count
+        text.update(dict.fromkeys(ALSO_COUNTS.get(text.get("model_type", ""), ()), count))
     elif edited.get("output_router_logits"):
         edited["output_router_logits"] = False  # the balancing loss needs layers with equal numbers of experts
     if len(counts) == 1 and len(widths) == 1 and all(layer.widths is None for layer in layers):
@@ -130,13 +133,6 @@ def check_known(kind: str) -> None:
             f"model_type={kind}: layers and experts of another shape can be exported for causal language models that "
             "transformers knows itself only, evaluate the plan with a mask"
         )
-
-
-def _set_counts(text: dict[str, Any], count: int) -> None:
-    """Write the new expert count into every field that holds one."""
-    for field in (field for field in COUNT_FIELDS if field in text):
-        text[field] = [count] * len(text[field]) if isinstance(text[field], list) else count
-    text.update(dict.fromkeys(ALSO_COUNTS.get(text.get("model_type", ""), ()), count))
 
 
 def narrowed(config: dict[str, Any], width: int) -> dict[str, Any] | None:
