@@ -87,25 +87,6 @@ def test_a_failure_skips_what_needs_it_and_nothing_else(tmp_path: Path, merged: 
     assert store.done(right) and (store.error(left.id) or {}).get("message") == (None if transient else "no")
 
 
-def test_two_runs_share_the_work(tmp_path: Path) -> None:
-    """Two schedules on one store, both of which have begun before either goes on: every step is executed once."""
-    ran: list[str] = []
-    began, together = set[int](), threading.Barrier(2, timeout=60)
-
-    def execute(step: Step, scratch: Path) -> None:
-        if (thread := threading.get_ident()) not in began:
-            began.add(thread)
-            together.wait()
-        ran.append(step.id)
-
-    steps = [Example("many", number=n) for n in range(12)]
-    schedules = [Schedule(steps), Schedule(steps)]
-    run(Store(tmp_path).create(), execute, *schedules)
-    assert len(began) == 2
-    assert sorted(ran) == sorted(step.id for step in steps)
-    assert all(one.finished == {step.id for step in steps} for one in schedules)
-
-
 def test_a_dead_worker_has_its_signal_named_and_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the kernel kills it, because memory ran out."""
     signalled_worker(tmp_path, monkeypatch, "SIGKILL")
