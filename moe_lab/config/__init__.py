@@ -74,7 +74,7 @@ OWNED = {
 def _others(options: dict[str, Any]) -> dict[str, Any]:
     named = {name.replace("_", "-"): value for name, value in options.items()}
     for name in named.keys() & OWNED.keys():
-        raise ValueError(f"moe_lab sets {name} itself{f': expected it as {OWNED[name]}' if OWNED[name] else ''}")
+        raise ValueError(f"{name} is set by moe_lab: expected {OWNED[name] or 'other options'}")
     return named
 
 

@@ -27,7 +27,6 @@ from moe_lab.config import (
     ResourcesConfig,
 )
 from moe_lab.config.base import valid
-from moe_lab.errors import UserError
 from moe_lab.evaluation import Policy
 from moe_lab.evaluation.suite import Questions
 from moe_lab.study.estimates import Seconds
@@ -134,15 +133,6 @@ def test_jobs_are_read_whatever_they_are_called(monkeypatch: pytest.MonkeyPatch)
     config = "MaxArraySize            = 1001\nSchedulerParameters     = bf_continue,max_array_tasks=3,defer\n"
     monkeypatch.setattr("moe_lab.study.slurm.scheduler.ask", lambda *_: config)
     assert longest_array() == 3
-
-
-@pytest.mark.parametrize(
-    ("options", "setting"),
-    [("gpus-per-node: 'a100:1'", "gpu_type"), ("cpus_per_task: 4", "cpus"), ("time: 7", "minutes")],
-)
-def test_an_option_of_sbatch_has_one_owner(options: str, setting: str) -> None:
-    with pytest.raises(UserError, match=setting):
-        resources([], f"{{jobs: {{plan: {{sbatch: {{{options}}}}}}}}}")
 
 
 def test_jobs_work_for_the_store_that_they_were_made_for(tmp_path: Path) -> None:
