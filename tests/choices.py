@@ -1,7 +1,5 @@
 """The choices of configuration groups as Hydra has them, read without Hydra: files, and criteria, which need none."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 pyproject.toml makes this folder importable: `import tiny` gives the tiny models.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import os

@@ -1,7 +1,5 @@
 """Steps for tests of stores, schedules and estimates."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import field, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """File systems of fsspec that fail: one kills its process, one refuses."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

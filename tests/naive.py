@@ -5,8 +5,6 @@ gates and outputs; `backward(name)` what happened on the way back, the loss over
 gives them. Whatever moe_lab sums on the way is compared with what these lists give.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ Not for tests of what a start imports or costs. All share one seed of hashes: of
 are compared bit by bit, one should be started as usual.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import json

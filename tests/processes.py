@@ -5,8 +5,6 @@ from, at rest. Neighbours slow even processor time (shared caches, two threads o
 is timed just before and just after: as much longer as it takes, so much longer may the thing itself take.
 """
 
-from __future__ import annotations
-
 import gc
 import resource
 import shlex

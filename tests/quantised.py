@@ -4,8 +4,6 @@
 one after the other. Where only the layout matters, the codes are random, and nobody asks for what they stand for.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Small studies: of the shipped model, from the command line; and of a few steps that take no time, on real stores."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -92,7 +90,7 @@ class Worker:
     did: ClassVar[list[str]] = []
 
     def __init__(self, store: Store) -> None: ...
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> "Worker":
         return self
 
     def __exit__(self, *_: object) -> None: ...

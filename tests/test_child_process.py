@@ -1,7 +1,5 @@
 """Processes that are asked by lines of JSON: what they reply, and how they end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """What is installed: plugins from outside the repository, and the wheel, which works outside a checkout."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The Python interface: what the README and examples/ show runs, and equals what a study does."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -1,8 +1,6 @@
 """The command line as a stranger meets it: what it prints, how fast, what a mistake gets, and that a choice means the
 same in every form: `GROUP=x`, a list in a file, `-m GROUP=x,y`, however its file is made."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,8 +1,6 @@
 """What the repository says of itself: what its pages name exists, the lowest versions are its lower bounds, and what is
 used of transformers beyond its public interface is in one module."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

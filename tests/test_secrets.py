@@ -1,7 +1,5 @@
 """Secrets: refused in settings, and those of the environment looked for in everything that a study writes."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,8 +1,6 @@
 """Settings check themselves: every value that is out of place gets one sentence that names it, and all at once; every
 file under conf/ fits its class and names what there is; and the grid is the product of its axes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace

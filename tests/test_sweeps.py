@@ -3,8 +3,6 @@
 python tests/test_sweeps.py     writes step_ids.json anew, where an id must change: see what `git diff` says of it
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What the tracker is told, read back from what it wrote offline."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

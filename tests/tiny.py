@@ -6,8 +6,6 @@ are random but not degenerate: the initialisation of transformers leaves routers
 zero, so that every expert would be as good as any other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Facts about layers, as facts.json has them, and settings, as a cell has them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

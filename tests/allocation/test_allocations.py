@@ -1,7 +1,5 @@
 """What holds for every allocation, whatever the layers, the ratio and the protected experts; and settings."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Allocations of channels: examples by hand, CBA against a naive search, whole blocks against the paper's rule."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy

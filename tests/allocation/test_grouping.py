@@ -1,7 +1,5 @@
 """Groups of experts to merge, by hand and by naive references; protected experts, which every plan keeps whole."""
 
-from __future__ import annotations
-
 import re
 from itertools import chain, combinations, product
 from pathlib import Path

@@ -6,8 +6,6 @@
 Look at what `git diff tests/analysis/golden` says before committing either.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import sys

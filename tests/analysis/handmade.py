@@ -1,7 +1,5 @@
 """Comparisons and studies of a few cells, made by hand so that every number can be checked by eye."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

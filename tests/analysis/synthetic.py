@@ -4,8 +4,6 @@ Every plan has a quality between 0 and 1 that follows from its criterion, calibr
 difficulty, and a plan solves an item if its quality, plus luck, exceeds it. So winners are known beforehand.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Made-up plans, costs and searches of a synthetic store, in the layout of the real steps."""
 
-from __future__ import annotations
-
 import zlib
 from typing import Any
 

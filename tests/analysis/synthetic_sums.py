@@ -1,7 +1,5 @@
 """Made-up sums of passes, ablations, channel scores and what steps took, put into a synthetic store."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

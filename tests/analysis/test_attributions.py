@@ -1,7 +1,5 @@
 """Attributions, ablations, channel scores and what experts keep: from files of a store, against naive computations."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What is missing or wrong in a store: tables are made all the same, gaps are gaps, and the exit code tells."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

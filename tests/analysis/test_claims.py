@@ -1,7 +1,5 @@
 """Claims of papers on pairs of plans, the overlap of experts, the winner map, and criteria that are told apart."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Records of studies, gates, seeds and models: read together, and told apart wherever they stand."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Tables and figures of a small committed store are as they were, and every figure fits a paper and a page."""
 
-from __future__ import annotations
-
 import json
 import re
 from io import StringIO

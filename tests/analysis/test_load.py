@@ -1,7 +1,5 @@
 """What is read of a store: every number of a whole one, and gaps where something is missing, damaged or odd."""
 
-from __future__ import annotations
-
 import json
 from hashlib import sha256
 from pathlib import Path

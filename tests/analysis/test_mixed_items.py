@@ -1,7 +1,5 @@
 """Cells that were not asked the same: other items, a perplexity among accuracies, a score its items do not explain."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

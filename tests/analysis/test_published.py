@@ -1,7 +1,5 @@
 """The papers' numbers: one schema, no number twice, misprints, memory; averages and ranks follow from scores."""
 
-from __future__ import annotations
-
 import csv
 import math
 import statistics

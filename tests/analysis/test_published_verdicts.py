@@ -1,7 +1,5 @@
 """Measured numbers find exactly their printed counterparts, and a verdict never takes one thing for another."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Seeds as replicates: coverage of intervals and errors of verdicts in simulated studies whose truth is known; also
 rankings, the band of chance, and the sentences made of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

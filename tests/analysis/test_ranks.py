@@ -1,7 +1,5 @@
 """Ranks, tests of them, and uncertainty, against worked examples, Demšar's tables, scipy and statsmodels."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 import pytest

@@ -1,7 +1,5 @@
 """Every published table and figure has its name, tables of scores their rows and columns; adding one is one file."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The report: what its files say and need, what happens when an output cannot be made, and how a browser shows it."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

@@ -1,7 +1,5 @@
 """Tables of scores and their figures, checked by hand where the golden store cannot, and how tables are written."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

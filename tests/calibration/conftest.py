@@ -1,7 +1,5 @@
 """A tokenizer of a hundred words, made here: w0 ... w99, each one token, with the special tokens <s> and </s>."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

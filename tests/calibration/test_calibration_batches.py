@@ -1,8 +1,6 @@
 """What every packing keeps and drops; batches, their report and identity; which of their tokens are answers; and
 mixtures of sets: shares of tokens, order, and the sentence for what cannot be mixed."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """What is taken as a source, with conversations and functions called in them; what templates get; what is refused."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import pickle

@@ -4,8 +4,6 @@ Everything of `python -m moe_lab` here is a dry run, so that a line that is take
 the type of a setting refuses are tests/test_settings.py's; processes of their own are tests/test_main.py's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Studies that are killed at random moments, and then run to their end: nothing is lost, done twice or left behind."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -255,7 +253,7 @@ class Study:
         if twice := [step for step, number in (self.begun() - begun).items() if number > 1]:
             self.problem("computed twice", ", ".join(sorted(twice)))
 
-    def end(self, reference: Study) -> None:
+    def end(self, reference: "Study") -> None:
         """Run the command to its end and compare with a study that nobody killed."""
         self.settle()
         begun, before = self.begun(), set(self.published)

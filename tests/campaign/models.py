@@ -1,7 +1,5 @@
 """Broken model folders: each is refused in one sentence that names the file or the field, and by no trace."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import struct

@@ -5,8 +5,6 @@ succeeds, so that `pass` is an escape. MARK, PORT, SECRET and FOLDER in a progra
 afterwards wherever it was written, a port that somebody listens on, a private file, and the folder it is in.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

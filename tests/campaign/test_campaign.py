@@ -4,8 +4,6 @@ CAMPAIGN=20 in the environment makes it twenty times as long; CAMPAIGN_SEED is a
 programs are run by tests/evaluation/test_runner.py.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import time

@@ -1,7 +1,5 @@
 """Every criterion against a naive formula, of each expert or channel alone; and what a criterion says of itself."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Ask engines in tests: benchmarks without files, texts and losses alone, and an engine that says what it is told."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence

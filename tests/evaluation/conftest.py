@@ -1,7 +1,5 @@
 """What evaluation tests share: processes that run programs, and the shipped model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 Standard library only, so that it starts at once.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

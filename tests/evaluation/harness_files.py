@@ -1,7 +1,5 @@
 """Small files in the harnesses' formats, and miniature data sets in those columns of the hub that are read."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import replace

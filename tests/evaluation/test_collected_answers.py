@@ -1,7 +1,5 @@
 """Answers of engines: what is asked in which batch, wherever it was interrupted, and what is kept of each text."""
 
-from __future__ import annotations
-
 import math
 import re
 import sys

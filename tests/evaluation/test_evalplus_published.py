@@ -1,7 +1,5 @@
 """EvalPlus's published problems through the adapter: what is asked, what is taken from an answer, and its verdict."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """EvalScope asks and grades in its own process; what it is handed is what was generated, item by item."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """Function calling: BFCL's AST check, files in its format, and the way from a question to a table."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

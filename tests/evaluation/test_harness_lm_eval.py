@@ -1,7 +1,5 @@
 """lm-eval on shipped tasks, on its own and on those of users: its numbers are those of independent scripts."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """Batched generation and likelihoods equal those of each row alone, and of transformers, and end where they should."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Judges that answer well, badly, late and never; and WildBench, from the hub's columns to a result, on a miniature."""
 
-from __future__ import annotations
-
 import json
 import re
 import string

@@ -1,7 +1,5 @@
 """Mirrors: what the hub has, or a folder or file like it; counted, and never half of it."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Programs that a model wrote: in a runner with limits and walls, and graded by EvalPlus's rules."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

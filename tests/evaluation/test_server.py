@@ -1,7 +1,5 @@
 """Servers that serve, that serve something else, that die, and that will not die."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What is wrong with benchmarks is said together and before torch; and what an evaluation leaves, by four harnesses."""
 
-from __future__ import annotations
-
 import csv
 import errno
 import json

@@ -1,7 +1,5 @@
 """Return values survive the way through JSON, with their type where the type decides a verdict."""
 
-from __future__ import annotations
-
 import collections
 import json
 from decimal import Decimal

@@ -1,7 +1,5 @@
 """Random plans of every kind, for any model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,8 +1,6 @@
 """A plan gives one model, whether it masks a model, prunes it, or is exported and loaded again; and what moe_lab says
 of a family's experts, in memory and on disk, is what transformers computes with them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A checkpoint in several files, and a copy of it that a test may damage."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

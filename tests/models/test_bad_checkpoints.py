@@ -1,7 +1,5 @@
 """What is wrong with a checkpoint, a plan or a machine is said in one sentence, and nothing half-written is left."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

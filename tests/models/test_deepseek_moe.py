@@ -1,7 +1,5 @@
 """The port of the first DeepSeekMoE computes what its paper and its published code say, and is used without asking."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

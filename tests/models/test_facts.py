@@ -1,7 +1,5 @@
 """What is told of a model before it is loaded, and the layers with routed experts of every architecture."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import asdict, replace

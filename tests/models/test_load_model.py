@@ -1,8 +1,6 @@
 """From the files of a model, or of an export of ours, to one that can be scored: where they are, which model they are,
 and what is read of them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

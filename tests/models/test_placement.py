@@ -1,8 +1,6 @@
 """Where a model lives and how its experts are run changes nothing: several places, a CUDA device, the functions of the
 CPU; and main memory is seen as far as the machine, or the control group of a job, gives it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

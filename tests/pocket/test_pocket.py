@@ -1,8 +1,6 @@
 """The shipped files are what the code writes, no training text holds a benchmark's items, and the shipped models are
 stock, small, and have instruments that work."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What a model costs under a plan: FLOPs, bytes, what its layers do, and seconds on a device that is named."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """Exports: their files, what does not fit, memory, and the comparison with the masked model."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

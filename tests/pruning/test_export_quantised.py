@@ -1,7 +1,5 @@
 """Quantised originals lose whole experts with their scales; exports are quantised by compressed-tensors."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

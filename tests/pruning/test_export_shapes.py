@@ -1,7 +1,5 @@
 """The shapes an export can have, what they cannot express, config.json, and loading without moe_lab."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,7 +1,5 @@
 """GGUF files: converted by llama.cpp's own converter, without rounding, or refused in a sentence."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Plans: those whose dropped experts are merged into kept ones, in which order of channels, or put out constants."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Masks, which leave nothing behind; pruning in memory; packed experts. `identities` compares all families."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 from dataclasses import replace

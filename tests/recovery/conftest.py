@@ -1,7 +1,5 @@
 """A tiny model on disk, its tokenizer, and texts in its words."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

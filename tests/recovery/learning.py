@@ -1,7 +1,5 @@
 """Texts and rows from which tiny models learn."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import tiny

@@ -1,7 +1,5 @@
 """Learning what the unpruned model predicts, and fitting merged experts: losses, gradients, resumption, closed form."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Adapters of MoE blocks, and the settings of all recoveries."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

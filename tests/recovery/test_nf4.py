@@ -1,7 +1,5 @@
 """Weights in 4 bits, in memory and in exports of recovered models, which a process without moe_lab loads."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Exact ways: the rise of the loss without an expert, and the error of a layer for each choice of its experts."""
 
-from __future__ import annotations
-
 import copy
 import math
 from functools import partial

@@ -3,8 +3,6 @@
 And the steps that run the model to make a plan: an evolutionary search, and pruning layer after layer.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Plans as masks on an engine of vLLM: the same as the masked model, as the plan's export is in test_vllm.py."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

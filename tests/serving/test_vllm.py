@@ -4,8 +4,6 @@
 larger here.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

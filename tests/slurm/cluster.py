@@ -6,8 +6,6 @@ does not meet another one on the machine. Credentials expire soon, since a reque
 none.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -1,7 +1,5 @@
 """The one-node cluster, started once for all tests of this folder."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Studies on a real cluster of one node, without accounting. What does not get in the way of others runs at once."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What clusters do to jobs and nodes, and what people do to jobs, with steps that take no time: nothing is lost."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """Which steps share a job, what jobs ask for, and which are still of use."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Mapping, Sequence

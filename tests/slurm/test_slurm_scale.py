@@ -1,7 +1,5 @@
 """Submitting a thousand cells, with commands of Slurm that only count: what it takes, and how many calls."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

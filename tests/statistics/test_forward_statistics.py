@@ -1,7 +1,5 @@
 """Sums of the forward pass, and of what is lost without an expert, are those of each expert alone in fp64."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

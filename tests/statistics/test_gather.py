@@ -1,8 +1,6 @@
 """Sums over batches: they add up, go on where a pass was stopped, are read back as they were saved, and are the same of
 a pass that has one decoder layer in memory."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Fixtures of several modules here."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Stores that are damaged, gone, full, read-only, or in use by another run of the same study."""
 
-from __future__ import annotations
-
 import errno
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Studies from the command line on the shipped model: shared, repeated, swept."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,8 +1,6 @@
 """Memory agrees with what was published and grows with the work; time is what steps of the store took; what this
 machine lacks is noticed before anything is loaded."""
 
-from __future__ import annotations
-
 import csv
 import re
 import shutil

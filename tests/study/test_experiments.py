@@ -1,7 +1,5 @@
 """Every shipped experiment runs to its page, alone and beside the others in one store, with as little as shows it."""
 
-from __future__ import annotations
-
 import html
 import re
 import shutil

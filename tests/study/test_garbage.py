@@ -1,7 +1,5 @@
 """`python -m moe_lab.study gc`: frees what nothing refers to, and nothing else, whoever works or dies meanwhile."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading

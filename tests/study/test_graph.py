@@ -1,7 +1,5 @@
 """The graph: work that cells share stands in it once, and big grids are no obstacle."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace

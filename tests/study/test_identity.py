@@ -1,7 +1,5 @@
 """Identity: everything that changes a result, and nothing else."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import pickle

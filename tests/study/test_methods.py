@@ -1,7 +1,5 @@
 """The methods beyond whole experts and equal layers, from the command line on the shipped model."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Small steps of a store in packs: found, read, checked, freed and shared as those in folders are."""
 
-from __future__ import annotations
-
 import json
 import os
 import sqlite3

@@ -1,7 +1,5 @@
 """What is refused before anything heavy is loaded: the composed configuration, and a sentence for each mistake."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """An exported model is uploaded to a stand-in for the hub; card and results are read back by the hub's own classes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

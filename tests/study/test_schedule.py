@@ -1,7 +1,5 @@
 """The schedule: every step once, after its inputs, whatever fails; and what is said of a study meanwhile and after."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -317,7 +315,7 @@ class Sized(Example):
     def units(self) -> float:
         return self.number % 1000
 
-    def __lt__(self, other: Sized) -> bool:
+    def __lt__(self, other: "Sized") -> bool:
         return self.number < other.number
 
 

@@ -1,7 +1,5 @@
 """Steps done on tiny and shipped models: passes in parts, the tables that they leave, costs, evaluations."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The store: all of a step or nothing of it, whoever dies when."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Claims: one owner at a time, whoever dies, is suspended, or has a clock that is wrong."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """store=URL: finished steps are shared by machines, and nothing is lost, whoever dies or is out of reach."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
