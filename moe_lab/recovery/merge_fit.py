@@ -20,7 +20,7 @@ from moe_lab.models.discover import MoELayer, Weights, routed_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
 from moe_lab.recovery.apply import TENSORS
-from moe_lab.recovery.finetune import REPORT, SAVE_EVERY
+from moe_lab.recovery.finetune import REPORT
 from moe_lab.statistics.observe import Tap, gather
 
 RIDGE = 1e-6
@@ -57,7 +57,7 @@ def fit(
 
     rows = batches(text, tokenizer).rows
     identity = {**fingerprint, "plan": plan.digest}
-    sums = gather(model, FitTap, rows, fingerprint=identity, out=partial, groups=SAVE_EVERY).layers
+    sums = gather(model, FitTap, rows, fingerprint=identity, out=partial).layers
     experts = [
         {"layer": layer, "expert": owner, "members": sorted(expert.members), **_fitted(expert, owner, sums[layer])}
         for layer, of_layer in merged.items()

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,6 +24,8 @@ from moe_lab.statistics import Layers, Statistics, check_finite, plus
 Reading = Callable[[PreTrainedModel, torch.Tensor, torch.Tensor], Any]
 """Function that runs a model on one batch: model, input_ids (B, S), valid (B, S)."""
 CHECKPOINT = "checkpoint.safetensors"
+SAVED, PER_SAVE = 600.0, 50
+"""Seconds between two saves of a pass, or so many times what the last one took, if that is longer: 2 % of the pass."""
 Batch = tuple[torch.Tensor, torch.Tensor]
 """(input_ids, valid), (B, S) int64 and (B, S) bool: the tokens, and which of them count."""
 
@@ -143,6 +146,25 @@ class Observer:
         return {tap.layer.index: {name: part.cpu() for name, part in tap.result().items()} for tap in self.taps}
 
 
+class Saves:
+    """When a pass saves what it has: after SAVED seconds, or PER_SAVE times as long as the last save took."""
+
+    def __init__(self) -> None:
+        self.last, self.took = time.monotonic(), 0.0
+
+    def due(self) -> bool:
+        """Whether it is time."""
+        return time.monotonic() - self.last >= max(SAVED, PER_SAVE * self.took)
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """A block that saves."""
+        start = time.monotonic()
+        yield
+        self.last = time.monotonic()
+        self.took = self.last - start
+
+
 def gather(
     model: PreTrainedModel,
     tap: type[Tap],
@@ -150,27 +172,28 @@ def gather(
     *,
     fingerprint: Mapping[str, Any],
     out: Path | None = None,
-    groups: int = 8,
     reading: Reading = forward,
 ) -> Statistics:
     """Sum what `tap` collects over `batches`, each read by `reading`.
 
-    Every `groups` batches the sums are saved in the folder `out`, unless it is None. A pass that finds sums of the same
-    fingerprint and the same batches there continues from them, and gives exactly the numbers of an uninterrupted pass.
-    UserError for no batches, NaN or infinite sums (naming layer and expert), and models that cannot be observed.
+    About every ten minutes the sums are saved in the folder `out`, unless it is None. A pass that finds sums of the
+    same fingerprint and the same batches there continues from them, and gives exactly the numbers of an uninterrupted
+    pass. UserError for no batches, NaN or infinite sums (naming layer and expert), and models that cannot be observed.
     """
     out = out if tap.resumes else None
     about = description(batches, tap.kind, fingerprint)
     done, layers = resume(out, about)
+    saves = Saves()
     with Observer(model, tap, layers) as observer:
         for number, (ids, valid) in enumerate(batches[done:], done + 1):
             observer.read(ids, valid, reading)
             progress.tell(number, len(batches), "batches")
-            if number == len(batches) or (out is not None and number % groups == 0):
-                layers = observer.layers()
-                check_finite(layers, f"batches {done + 1} to {number}")
-                done = number
-                save_checkpoint(out, layers, about, done)
+            if number == len(batches) or (out is not None and saves.due()):
+                with saves.timed():
+                    layers = observer.layers()
+                    check_finite(layers, f"batches {done + 1} to {number}")
+                    done = number
+                    save_checkpoint(out, layers, about, done)
     return Statistics(layers, about)
 
 

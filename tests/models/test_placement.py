@@ -46,7 +46,7 @@ def forward(model: Any, out: Path) -> Layers:
 
 def backward(model: Any, out: Path) -> Layers:
     ids = tiny.tokens()
-    return gather_gradients(model, GradientTap, [(ids, ids != 5)], out=out, fingerprint={}, groups=1).layers
+    return gather_gradients(model, GradientTap, [(ids, ids != 5)], out=out, fingerprint={}).layers
 
 
 def split(model: Any) -> dict[str, str]:

@@ -22,11 +22,11 @@ from moe_lab.models.discover import moe_layers, routed_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import merged_weights
 from moe_lab.recovery import finetune as finetuning
-from moe_lab.recovery import merge_fit
 from moe_lab.recovery.apply import pruned
 from moe_lab.recovery.dora import router_weight
 from moe_lab.recovery.finetune import answer_loss, distillation_loss, finetune, text_rows, train, trained_routers
 from moe_lab.recovery.merge_fit import RIDGE, fit
+from moe_lab.statistics import observe
 from moe_lab.statistics.observe import Observer
 
 ROUTERS = {"train": "routers", "distill": "tiny", "rows_per_step": 2}
@@ -266,7 +266,8 @@ def test_the_fit_is_least_squares_on_the_tokens_routed_to_any_member(
 
 def test_a_killed_fit_ends_the_same(model: Any, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(model, tmp_path / "whole")
-    monkeypatch.setattr(merge_fit, "SAVE_EVERY", 1)
+    monkeypatch.setattr(observe, "SAVED", 0.0)
+    monkeypatch.setattr(observe, "PER_SAVE", 0)
     with monkeypatch.context() as patch, pytest.raises(tiny.Killed):
         tiny.count_calls(patch, Observer, "read", kill_at=3)
         run(model, tmp_path / "cut")

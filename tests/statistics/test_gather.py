@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models.streamed import StreamedModel, open_streamed
-from moe_lab.statistics import Statistics, check_finite, header, streaming
+from moe_lab.statistics import Statistics, check_finite, header, observe, streaming
 from moe_lab.statistics import read as read_file
 from moe_lab.statistics.damage import DamageTap, SimilarityTap
 from moe_lab.statistics.forward import ForwardTap
@@ -57,15 +57,17 @@ def test_a_stopped_pass_goes_on_where_it_was(
 ) -> None:
     model = naive.model("qwen3_moe")
     expected = read(model, tap, SIX, fingerprint=FINGERPRINT)
-    settings: Any = {"out": tmp_path, "fingerprint": FINGERPRINT, "groups": 2}
+    settings: Any = {"out": tmp_path, "fingerprint": FINGERPRINT}
+    monkeypatch.setattr(observe, "SAVED", 0.0)
+    monkeypatch.setattr(observe, "PER_SAVE", 0)
     with monkeypatch.context() as patch, pytest.raises(tiny.Killed):
         tiny.count_calls(patch, Observer, "read", kill_at=6)
         read(model, tap, SIX, **settings)
-    assert header(tmp_path / CHECKPOINT)["done"] == 4
+    assert header(tmp_path / CHECKPOINT)["done"] == 5
     with monkeypatch.context() as patch:
         calls = tiny.count_calls(patch, Observer, "read")
         resumed = read(model, tap, SIX, **settings)
-    assert len(calls) == 2
+    assert len(calls) == 1
     naive.assert_alike(resumed.layers, expected.layers)
     monkeypatch.setattr(Observer, "read", None)  # a finished pass reads nothing again
     finished = read(model, tap, SIX, **settings)
@@ -75,10 +77,31 @@ def test_a_stopped_pass_goes_on_where_it_was(
     assert [file.name for file in tmp_path.iterdir()] == [CHECKPOINT]
 
 
+def test_what_a_pass_saves_is_a_small_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass of seconds writes its sums once, at its end; of long passes at most 2 % of the time is for saves."""
+
+    def written() -> int:
+        return int(re.findall(r"wchar: (\d+)", Path("/proc/self/io").read_text())[0])
+
+    before = written()
+    gather(naive.model("olmoe"), ForwardTap, 8 * BATCHES, out=tmp_path, fingerprint=FINGERPRINT)
+    assert written() - before < 1.5 * (tmp_path / CHECKPOINT).stat().st_size
+    now = [0.0]
+    monkeypatch.setattr(observe.time, "monotonic", lambda: now[0])
+    saves, saved = observe.Saves(), 0.0
+    for seconds in (1.0, 100.0) * 5000:
+        now[0] += 10
+        if saves.due():
+            with saves.timed():
+                now[0] += seconds
+            saved += seconds
+    assert 0 < saved < 0.02 * now[0]
+
+
 @pytest.mark.parametrize("change", ["fingerprint", "batches", "damaged"])
 def test_sums_of_another_pass_are_not_continued(change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = naive.model("olmoe")
-    gather(model, ForwardTap, SIX[:4], out=tmp_path, fingerprint=FINGERPRINT, groups=2)
+    gather(model, ForwardTap, SIX[:4], out=tmp_path, fingerprint=FINGERPRINT)
     data: Any = SIX[:4]
     fingerprint = dict(FINGERPRINT)
     if change == "fingerprint":
@@ -88,7 +111,7 @@ def test_sums_of_another_pass_are_not_continued(change: str, tmp_path: Path, mon
     else:
         (tmp_path / CHECKPOINT).write_bytes((tmp_path / CHECKPOINT).read_bytes()[:-9])
     calls = tiny.count_calls(monkeypatch, Observer, "read")
-    gather(model, ForwardTap, data, out=tmp_path, fingerprint=fingerprint, groups=2)
+    gather(model, ForwardTap, data, out=tmp_path, fingerprint=fingerprint)
     assert len(calls) == len(data)
 
 
@@ -97,7 +120,7 @@ def test_a_broken_weight_is_named(read: Callable[..., Statistics], tap: type[Tap
     model = tiny.build("qwen3_moe")
     with torch.no_grad():
         model.model.layers[1].mlp.experts.down_proj[5] = float("nan")
-    settings: Any = {} if tap is WeightGradientTap else {"out": tmp_path, "groups": 2}
+    settings: Any = {} if tap is WeightGradientTap else {"out": tmp_path}
     with pytest.raises(UserError, match=r"NaN or Inf in layer \d, expert \d+: \w+ of batches 1 to \d"):
         read(model, tap, SIX, fingerprint=FINGERPRINT, **settings)
     assert not (tmp_path / CHECKPOINT).exists()
