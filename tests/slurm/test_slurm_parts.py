@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import fields, replace
 from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from moe_lab.config import (
     BackendConfig,
     BenchmarkConfig,
     CalibrationConfig,
+    Config,
     ExpectedConfig,
     JobConfig,
     LauncherConfig,
@@ -27,6 +29,7 @@ from moe_lab.config import (
 from moe_lab.config.base import valid
 from moe_lab.evaluation import Policy
 from moe_lab.evaluation.suite import Questions
+from moe_lab.study import run as launch
 from moe_lab.study.estimates import Seconds
 from moe_lab.study.runs import RECORD, Submitted, begin, runs
 from moe_lab.study.schedule import Schedule, StepError
@@ -279,6 +282,17 @@ def resources(
 
 def asking(model: ModelConfig = BIG, kind: str = "evaluate") -> Step:
     return step_of(kind, cell_of(model, TEXT), benchmark=WRITTEN)
+
+
+def test_models_are_there_before_jobs_are_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each once, and none that no job loads."""
+    done: list[str] = []
+    monkeypatch.setattr("moe_lab.models.files.local_folder", lambda model: done.append(model.name))
+    monkeypatch.setattr("moe_lab.study.slurm.submit.submit", lambda *_: done.append("submitted"))
+    launched: Any = SimpleNamespace(config=Config(), store=None)
+    steps = [asking(), asking(kind="export"), Example("plan", "o", model=replace(BIG, name="other"))]
+    launch.slurm(Schedule(steps), launched, None)  # type: ignore[arg-type]
+    assert done == ["big", "submitted"]
 
 
 def test_nothing_set_is_estimated_and_nothing_is_left_out() -> None:
