@@ -290,7 +290,7 @@ def test_models_are_there_before_jobs_are_submitted(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("moe_lab.models.files.local_folder", lambda model: done.append(model.name))
     monkeypatch.setattr("moe_lab.study.slurm.submit.submit", lambda *_: done.append("submitted"))
     launched: Any = SimpleNamespace(config=Config(), store=None)
-    steps = [asking(), asking(kind="export"), Example("plan", "o", model=replace(BIG, name="other"))]
+    steps = [asking(kind="profile"), asking(kind="export"), Example("plan", "o", model=replace(BIG, name="other"))]
     launch.slurm(Schedule(steps), launched, None)  # type: ignore[arg-type]
     assert done == ["big", "submitted"]
 
