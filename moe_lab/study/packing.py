@@ -49,21 +49,22 @@ class Packing:
             self.next = time.monotonic() + EVERY
             self.pack()
 
-    def pack(self) -> None:
-        """Pack small steps, if there are at least MANY and no other process does. What cannot be packed, as on a
-        full disk, stays in folders, with a notice: no run fails for it."""
+    def pack(self, *, last: bool = False) -> None:
+        """Pack small steps, if there are at least MANY and no other process does; the `last` ones of a run join packs
+        that there are. What cannot be packed, as on a full disk, stays in folders, with a notice: no run fails for
+        it."""
         try:
-            self._pack()
+            self._pack(last)
         except (OSError, sqlite3.Error) as error:
             self.store.notices.append(f"store={self.store.root}: small steps stay in folders of their own: {error}")
 
-    def _pack(self) -> None:
+    def _pack(self, last: bool) -> None:
         store = self.store
         if store.packs.bad:
             drop(store, store.packs.bad)
         known = [store.folders(name) for name, kind in KINDS.items() if kind.small and not store.url]
         loose = {start: path for folders in known for start, path in folders.items() if start not in self.large}
-        if len(loose) < MANY:
+        if not loose or (len(loose) < MANY and not (last and store.packs.steps())):
             return
         with suppress(Busy), store.claims.take(PACKS) as claim:
             store.packs.clear()

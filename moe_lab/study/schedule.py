@@ -151,7 +151,7 @@ def work(schedule: Schedule, store: Store, execute: Execute) -> None:
         except (OSError, Gone) as error:
             schedule.fail(step, StepError({**error_document(error), "transient": True}))
         packing.now_and_then()
-    packing.pack()
+    packing.pack(last=True)
 
 
 def _not_as_published(step: Step) -> StepError:
@@ -186,10 +186,7 @@ class Worker:
             worker = command("moe_lab.child_process", "moe_lab.study.steps")
             unwarned = ["sh", "-c", 'trap "" USR2; exec "$0" "$@"', *worker]
             self.child = Child(unwarned, {**os.environ, **self.environment})
-        with suppress(OSError):  # a full disk, or a store that was deleted, of which the step says what is wrong
-            self.log.parent.mkdir(exist_ok=True)
-            with self.log.open("a") as log:
-                print(time.strftime("%H:%M:%S"), step.folder, file=log)
+        self._note(f"{time.strftime('%H:%M:%S')} {step.folder}\n")
         work = b64encode(pickle.dumps((step, Files.of(step, self.store, scratch)))).decode()
         try:
             error = self.child.call("perform_pickled", work=work)
@@ -203,6 +200,16 @@ class Worker:
             raise StepError({"message": message, "transient": code < 0}) from None
         if error:
             raise StepError(error)
+        if step.small and (printed := self.store.log(step.folder)).exists() and self._note(printed.read_text()):
+            printed.unlink(missing_ok=True)  # a file for each of many small steps
+
+    def _note(self, text: str) -> bool:
+        """Write to the log; whether there was room. On a full disk, or where the store is gone, the step says so."""
+        with suppress(OSError):
+            self.log.parent.mkdir(exist_ok=True)
+            with self.log.open("a") as log:
+                return bool(log.write(text))
+        return False
 
 
 class Here(Worker):

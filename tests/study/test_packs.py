@@ -92,6 +92,18 @@ def test_a_study_in_packs_is_the_study_in_folders(tmp_path: Path, monkeypatch: p
     assert all(files_in(tmp_path / "unpacked" / "plan" / name).keys() == files_in(plans[name]).keys() for name in plans)
 
 
+def test_the_last_small_steps_of_a_run_join_the_packs_that_there_are(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, left in ((0, 3), (10, 0)):
+        monkeypatch.setattr(packing, "MANY", 1000)
+        publish(store, range(number, number + 3))
+        Packing(store).pack(last=True)
+        assert len([*(store.root / "plan").iterdir()]) == left
+        monkeypatch.setattr(packing, "MANY", 1)
+        Packing(store).pack()
+
+
 def test_a_step_reads_its_inputs_from_packs(store: Store, tmp_path: Path) -> None:
     """By `Files.read`, whether the input is packed by another run before the step begins, or while it runs."""
 
