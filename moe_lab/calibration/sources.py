@@ -220,6 +220,12 @@ def download_file(path: str) -> Path:
         raise _unreachable(path, error) from error
 
 
+def download(settings: CalibrationConfig) -> None:
+    """Download a source that is on the hub, once."""
+    if locate(settings.path) is None:
+        _ = download_file(settings.path) if is_hub_file(settings.path) else next(hub_rows(settings), None)
+
+
 def hub_rows(settings: CalibrationConfig) -> Iterator[tuple[int, Any]]:
     """(number, record) for each row of a split."""
     from datasets import load_dataset

@@ -66,7 +66,8 @@ def _repository(name: str) -> str:
 OWNED = {
     **{"time": "minutes", "mem": "memory", "cpus-per-task": "cpus", "gpus-per-node": "gpus and gpu_type"},
     **{"partition": "partition", "signal": "launcher.signal_seconds", "array": "launcher.parallel"},
-    **dict.fromkeys(("job-name", "dependency", "output", "error", "requeue", "kill-on-invalid-dep", "open-mode")),
+    **{"cpus-per-gpu": "cpus"},
+    **dict.fromkeys(("job-name", "dependency", "output", "error", "requeue", "no-requeue", "open-mode")),
 }
 """Options of sbatch that moe_lab sets itself -> the setting that does so, if any."""
 
@@ -134,7 +135,7 @@ class ResourcesConfig(Group):
     basic = frozenset({"gpu_memory"})
 
     gpu_memory: Above0 = 80.0
-    """GiB of one GPU of the cluster."""
+    """GiB of one GPU, of the cluster or of this machine."""
     longest: Positive = 1440
     """Most minutes that a job asks for, and those it asks for when its time is not known, if the partition allows them;
     longer work is requeued and resumes."""

@@ -46,7 +46,7 @@ def eos_tokens(configured: int | list[int] | None, tokenizer: Any) -> list[int]:
 
 
 def cores() -> int:
-    """Processors that this process may use: those that it is bound to, or fewer by the quota of its control group."""
+    """Processors that this process may use: those that it is bound to, or fewer by its control group (version 2)."""
     quotas = [text.split() for text in _stated("cpu", "cpu.max", "") if text[:3] != "max"]  # microseconds of so many
     allowed = [math.ceil(int(quota) / int(period)) for quota, period in quotas]
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -46,6 +46,7 @@ class Statistics:
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f"{path.name}.{os.getpid()}.partial")
         save_file(tensors, beside, {"moe_lab": json.dumps(self.header, sort_keys=True)})
+        beside.chmod(path.parent.stat().st_mode & 0o666)  # a colleague may go on from it
         beside.replace(path)
 
     @classmethod

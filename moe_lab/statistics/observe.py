@@ -24,7 +24,7 @@ from moe_lab.statistics import Layers, Statistics, check_finite, plus
 Reading = Callable[[PreTrainedModel, torch.Tensor, torch.Tensor], Any]
 """Function that runs a model on one batch: model, input_ids (B, S), valid (B, S)."""
 CHECKPOINT = "checkpoint.safetensors"
-SAVED, PER_SAVE = 600.0, 50
+SAVED, PER_SAVE = 180.0, 50
 """Seconds between two saves of a pass, or so many times what the last one took, if that is longer: 2 % of the pass."""
 Batch = tuple[torch.Tensor, torch.Tensor]
 """(input_ids, valid), (B, S) int64 and (B, S) bool: the tokens, and which of them count."""
@@ -176,7 +176,7 @@ def gather(
 ) -> Statistics:
     """Sum what `tap` collects over `batches`, each read by `reading`.
 
-    About every ten minutes the sums are saved in the folder `out`, unless it is None. A pass that finds sums of the
+    Every few minutes the sums are saved in the folder `out`, unless it is None. A pass that finds sums of the
     same fingerprint and the same batches there continues from them, and gives exactly the numbers of an uninterrupted
     pass. UserError for no batches, NaN or infinite sums (naming layer and expert), and models that cannot be observed.
     """

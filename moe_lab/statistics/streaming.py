@@ -37,6 +37,7 @@ class States:
         file.parent.mkdir(parents=True, exist_ok=True)
         beside = file.with_suffix(".partial")
         save_file({"state": state.detach().cpu().contiguous()}, beside)
+        beside.chmod(file.parent.stat().st_mode & 0o666)
         beside.replace(file)
 
     def get(self, place: int, batch: int, device: str) -> torch.Tensor:

@@ -64,15 +64,10 @@ def local(schedule: Schedule, study: Study, run: Run) -> bool:
 
 
 def slurm(schedule: Schedule, study: Study, run: Run) -> bool:
-    """Run steps as jobs of a Slurm cluster; returns when they are submitted, or with wait=true when they have ended.
-    Models of the hub are downloaded before, as nodes may have no network; texts were when they were checked."""
-    from moe_lab.models.files import local_folder
+    """Run steps as jobs of a Slurm cluster; returns when they are submitted, or with wait=true when they have ended."""
     from moe_lab.study.slurm.pack import follow
     from moe_lab.study.slurm.submit import submit
 
-    loading = [step.about for step in schedule.waiting.values() if step.about and step.loads != "nothing"]
-    for model in {repr(model): model for model in loading}.values():
-        local_folder(model)
     submit(schedule, study, run)
     if study.config.wait:
         follow(schedule, study)

@@ -200,8 +200,9 @@ class Worker:
             raise StepError({"message": message, "transient": code < 0}) from None
         if error:
             raise StepError(error)
-        if step.small and (printed := self.store.log(step.folder)).exists() and self._note(printed.read_text()):
-            printed.unlink(missing_ok=True)  # a file for each of many small steps
+        with suppress(OSError):  # small steps are many: they leave no file each
+            if step.small and self._note((printed := self.store.log(step.folder)).read_text(errors="replace")):
+                printed.unlink()
 
     def _note(self, text: str) -> bool:
         """Write to the log; whether there was room. On a full disk, or where the store is gone, the step says so."""

@@ -144,7 +144,8 @@ def status(study: StudyState, steps: Sequence[StepState]) -> None:
     if total["missing"]:
         lost = {step.job for step in steps if step.state == "missing" and step.job}
         if lost:
-            print(f"{len(lost)} jobs ended without their steps: python -m moe_lab.study why {study.study} says why")
+            said = f"python -m moe_lab.study why {study.study} store={study.store.root}"
+            print(f"jobs that ended without their steps: {len(lost)}; why: {said}")
         print("the same command as before starts what is missing")
 
 

@@ -47,7 +47,7 @@ SAMPLE = 200
 TICK = 2
 """Seconds between two modification times on the file systems with the coarsest clocks."""
 NANO = 10**9
-LATE, LOOK = 70.0, 1.0
+LATE, LOOK = 70.0, 5.0
 """Seconds after which what another node has written is seen, as NFS keeps what it knows of a folder for up to a minute;
 and between two looks."""
 
@@ -77,6 +77,7 @@ class Store:
         self.notices: list[str] = []
         self._writing = False
         self._hashed: set[str] = set()
+        self._awaited: set[str] = set()
         self._index: dict[str, tuple[int, dict[str, Path]]] = {}
         self._check_marker()
 
@@ -246,7 +247,8 @@ class Store:
         Modification times do not reveal bits that flipped on the disk. What is missing is looked for again for LATE
         seconds, as it may just have been written by another node.
         """
-        deadline = time.monotonic() + LATE
+        deadline = time.monotonic() + (0.0 if step.id in self._awaited else LATE)
+        self._awaited.add(step.id)
         while "missing" in self.damage(step.folder).values() and time.monotonic() < deadline:
             time.sleep(LOOK)
         if not self._is_sound(step.folder, hash_all=step.id not in self._hashed):
@@ -485,7 +487,9 @@ def _seal(folder: Path, document: Mapping[str, Any]) -> None:
     moment = (int(time.time()) // TICK - 1) * TICK
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     files = {str(path.relative_to(folder)): entry(path) for path in paths}
+    mode = stat.S_IMODE(folder.stat().st_mode) & 0o666
     for path in paths:
+        os.chmod(path, mode)  # safetensors makes files that only their owner may read
         os.utime(path, ns=(moment * NANO, moment * NANO))
     content = {"provenance": provenance, **document, "files": files, "time": moment}
     write_json(folder / STEP, {**content, "digest": digest(content)})

@@ -369,10 +369,11 @@ def test_an_engine_that_says_nothing_is_ended(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("cards", "heads", "asked", "given"),
     [
-        ("0", 28, {}, (None, None)),
-        ("0,1,GPU-8f,MIG-7a", 28, {}, (4, 1)),
-        ("0,1,2,3,4,5,6,7", 28, {}, (4, 2)),
-        ("0,1,2,3", 28, {"tensor_parallel_size": 2}, (2, None)),
+        ("0", 28, {}, None),
+        ("0,1,GPU-8f,MIG-7a", 28, {}, 4),
+        ("0,1,2,3,4,5,6,7", 28, {}, 4),
+        ("0,1,2,3", 28, {"tensor_parallel_size": 2}, 2),
+        ("0,1,2,3", 28, {"data_parallel_size": 4}, None),
     ],
 )
 def test_vllm_is_given_all_gpus_of_its_process(
@@ -386,9 +387,10 @@ def test_vllm_is_given_all_gpus_of_its_process(
     python.write_text("#!/bin/sh\nread request; echo $request > told; echo '{\"done\": {}}'; read more\n")
     monkeypatch.chdir(tmp_path)
     python.chmod(0o755)
-    vllm.VllmModel(model, BackendConfig("vllm", arguments=asked, python=str(python)), POCKET).close()
+    backend = BackendConfig("vllm", arguments=asked, python=str(python))
+    vllm.VllmModel(model, backend, replace(POCKET, device="auto")).close()
     told = json.loads((tmp_path / "told").read_text())[1]["arguments"]
-    assert (told.get("tensor_parallel_size"), told.get("pipeline_parallel_size")) == given
+    assert told.get("tensor_parallel_size") == given and "pipeline_parallel_size" not in told
 
 
 def test_a_ported_family_is_refused_by_vllm(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from dataclasses import fields, replace
 from math import inf
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from moe_lab.config import (
     BackendConfig,
     BenchmarkConfig,
     CalibrationConfig,
-    Config,
     ExpectedConfig,
     JobConfig,
     LauncherConfig,
@@ -29,7 +27,6 @@ from moe_lab.config import (
 from moe_lab.config.base import valid
 from moe_lab.evaluation import Policy
 from moe_lab.evaluation.suite import Questions
-from moe_lab.study import run as launch
 from moe_lab.study.estimates import Seconds
 from moe_lab.study.runs import RECORD, Submitted, begin, runs
 from moe_lab.study.schedule import Schedule, StepError
@@ -38,6 +35,7 @@ from moe_lab.study.slurm.arrays import arrange
 from moe_lab.study.slurm.pack import Pack, settle
 from moe_lab.study.slurm.pack import _absent as absent
 from moe_lab.study.slurm.scheduler import Queued, longest_array, queue, time_limits
+from moe_lab.study.slurm.submit import _download as download
 from moe_lab.study.slurm.submit import copy_code, under_way
 from moe_lab.study.status import StepState, left
 from moe_lab.study.step import Step, code_state
@@ -285,14 +283,13 @@ def asking(model: ModelConfig = BIG, kind: str = "evaluate") -> Step:
 
 
 def test_models_are_there_before_jobs_are_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each once, and none that no job loads."""
+    """Each once, and their texts; none that no job loads."""
     done: list[str] = []
     monkeypatch.setattr("moe_lab.models.files.local_folder", lambda model: done.append(model.name))
-    monkeypatch.setattr("moe_lab.study.slurm.submit.submit", lambda *_: done.append("submitted"))
-    launched: Any = SimpleNamespace(config=Config(), store=None)
-    steps = [asking(kind="profile"), asking(kind="export"), Example("plan", "o", model=replace(BIG, name="other"))]
-    launch.slurm(Schedule(steps), launched, None)  # type: ignore[arg-type]
-    assert done == ["big", "submitted"]
+    monkeypatch.setattr("moe_lab.calibration.sources.download", lambda text: done.append(text.path))
+    steps = [asking(kind="profile"), asking(kind="statistics"), Example("plan", "o", model=replace(BIG, name="other"))]
+    download(steps)
+    assert sorted(done) == ["a/b", "big"]
 
 
 def test_nothing_set_is_estimated_and_nothing_is_left_out() -> None:

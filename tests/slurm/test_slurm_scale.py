@@ -140,7 +140,8 @@ def test_the_page_on_slurm_shows_what_is_printed(tmp_path: Path, counting: Mappi
     [
         ("Invalid account or account/partition combination specified", "resources.every.sbatch.account"),
         ("QOSMaxSubmitJobPerUserLimit", "launcher.cells_per_job"),
-        ("Socket timed out on send/recv operation", "does not answer"),
+        ("QOSMaxWallDurationPerJobLimit sbatch: error: Job violates (job submit limit, user's size)", "ask for less"),
+        ("Socket timed out on send/recv operation", "has not answered"),
         ("accounting storage says no", "or resources.models"),
     ],
 )

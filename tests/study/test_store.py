@@ -282,6 +282,7 @@ def count_done(root: Path, *steps: Step) -> int:
             with store.claim(step) as scratch:
                 if scratch is not None:
                     (scratch / "result.txt").write_text("result")
+                    (scratch / "result.txt").chmod(0o600)
                     count += 1
     return count
 

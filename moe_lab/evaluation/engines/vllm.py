@@ -72,7 +72,7 @@ class VllmModel(Engine):
         own = {"dtype": _dtype(checkpoint, model), "trust_remote_code": model.trust_remote_code}
         try:
             with self._answering(0.0) as limit:
-                arguments = {**own, **_divided(checkpoint, backend.arguments), **backend.arguments}
+                arguments = {**own, **_divided(checkpoint, model, backend.arguments), **backend.arguments}
                 self.about = self._child.call("open", limit, folder=str(checkpoint), arguments=arguments)
         except BaseException:
             self.close()
@@ -181,15 +181,14 @@ def _dtype(checkpoint: Path, model: ModelConfig) -> str:
     return str(stored_dtype(checkpoint) if dtype == "auto" else dtype).removeprefix("torch.")
 
 
-def _divided(checkpoint: Path, asked: Mapping[str, Any]) -> dict[str, int]:
-    """How vLLM divides a model over the GPUs of this process, if that is not asked for: heads of attention, as far as
-    their number goes, then layers."""
-    sizes, count = ("tensor_parallel_size", "pipeline_parallel_size"), len(visible_gpus())
-    if count < 2 or asked.keys() & sizes:
-        return {}
+def _divided(checkpoint: Path, model: ModelConfig, asked: Mapping[str, Any]) -> dict[str, int]:
+    """Over how many GPUs of this process vLLM divides a model, unless that is asked for: as many as divide the heads of
+    its attention. Layers are not divided, since masks need all of them in each process."""
     config = read_json(checkpoint / "config.json", {})
-    heads = gcd({**config, **config.get("text_config", {})}["num_attention_heads"], count)
-    return dict(zip(sizes, (heads, count // heads), strict=True))
+    heads = {**config, **(config.get("text_config") or {})}.get("num_attention_heads")
+    count = gcd(heads, len(visible_gpus())) if isinstance(heads, int) and model.device != "cpu" else 1
+    divides = any(name.endswith("parallel_size") for name in asked)
+    return {"tensor_parallel_size": count} if count > 1 and not divides else {}
 
 
 def close() -> None:

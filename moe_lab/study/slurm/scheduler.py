@@ -119,7 +119,7 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
         words = [program, *command[1:]]
         try:
             # By its path: where PATH has a folder that may not be read, a search ends with that folder's error.
-            return subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=LIMIT)
+            return subprocess.run(words, capture_output=True, errors="replace", env=environment(), timeout=LIMIT)
         except subprocess.TimeoutExpired:
             raise UserError(f"launcher=slurm: {command[0]} has not answered for {LIMIT} s") from None
         except OSError as error:
@@ -150,20 +150,23 @@ def submitting(options: Collection[str]) -> Iterator[None]:
 
 
 REFUSALS = {
-    r"\b(?:QOS|Assoc)\w*Submit\w*Limit\b|job submit limit": "fewer, longer jobs are within the limit of submitted "
-    "jobs: raise launcher.cells_per_job, or start this again when jobs have ended",
+    r"\b(?:QOS|Assoc)\w*Submit\w*Limit\b": "fewer, longer jobs are within the limit of submitted jobs: raise "
+    "launcher.cells_per_job, or start this again when jobs have ended",
+    r"\b(?:QOS|Assoc)\w*Limit\b": "ask for less of what the limit is about, in resources",
     r"Invalid account\b": "change resources.every.sbatch.account",
     r"Invalid qos\b": "change resources.every.sbatch.qos",
     r"invalid partition\b": "change resources.every.partition",
     r"Invalid feature\b": "change resources.every.sbatch.constraint",
     r"time limit is invalid": "change the minutes that they ask for",
-    r"Socket timed out|Unable to contact slurm controller|sending signal TERM to": "the scheduler does not answer: "
-    "start this again later",
 }
 """What sbatch says, by Slurm's names and sentences of its errors -> what can be done."""
+UNANSWERED = re.compile(r"Socket timed out|Unable to contact slurm controller|^timeout: ")
 
 
 def advice(words: str, kind: str) -> str:
-    """What can be done when sbatch refuses jobs of a kind with these words."""
+    """What can be done when sbatch, with these words, has not taken jobs of a kind."""
+    if UNANSWERED.search(words):
+        return "the scheduler has not answered, and may have taken them: see squeue before you start this again"
     of_kind = f"change resources.every, resources.jobs.{kind} or resources.models"
-    return next((advice for error, advice in REFUSALS.items() if re.search(error, words, re.IGNORECASE)), of_kind)
+    found = next((what for error, what in REFUSALS.items() if re.search(error, words, re.IGNORECASE)), of_kind)
+    return f"{found} (nothing was left in the queue)"

@@ -18,8 +18,11 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 import moe_lab
 from moe_lab import start
+from moe_lab.calibration import parts, sources
+from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError
 from moe_lab.json_files import write_json
+from moe_lab.models import files
 from moe_lab.study.estimates import Times
 from moe_lab.study.record import Study
 from moe_lab.study.runs import RECORD, Run, Submitted, runs
@@ -34,8 +37,8 @@ EARLY = 60
 """Seconds by which Slurm may send its warning signal earlier than asked for."""
 GPU_WORDS = {"gres", "gpus", "gpus-per-task", "gpus-per-socket"}
 """Options of sbatch that ask for GPUs in a cluster's own words, and then stand for `gpus` and `gpu_type`."""
-RECORD_ASKS = {"gpus": 0, "cpus": 1, "memory": 4, "minutes": 60}
-"""Resources of the last job; it has all other settings in common with every job."""
+RECORD_ASKS, RECORD_MEMORY = {"gpus": 0, "cpus": 1, "minutes": 60}, 4
+"""Resources of the last job, and GiB; it has all other settings in common with every job."""
 
 
 def _sbatch(_: SlurmExecutor, script: Path) -> list[str]:
@@ -50,12 +53,25 @@ def submit(schedule: Schedule, study: Study, run: Run) -> None:
     the scheduler's message, when it refuses a job; all jobs of this submission are then cancelled."""
     submission = Submission(study, run)
     try:
+        _download(schedule.waiting.values())
         _submit_missing(schedule, submission)
     except BaseException:
         scheduler.cancel({job.array for job in run.jobs})
         run.remove()
         raise
     _announce(submission)
+
+
+def _download(steps: Iterable[Step]) -> None:
+    """Download the models and texts of the hub that steps read, as nodes may have no network."""
+    wanted: dict[str, Callable[[], object]] = {}
+    for step in steps:
+        if step.about and step.loads != "nothing":
+            wanted[repr(step.about)] = partial(files.local_folder, step.about)
+        for text in (value for value in vars(step).values() if isinstance(value, CalibrationConfig)):
+            wanted |= {repr(part): partial(sources.download, part) for _, part in parts(text)}
+    for download in wanted.values():
+        download()
 
 
 def _submit_missing(schedule: Schedule, submission: Submission) -> None:
@@ -109,7 +125,8 @@ class Submission:
 
     def close(self) -> None:
         """Submit the job that writes the record when all others have ended, successfully or not."""
-        asks = {**configured([self.study.config.resources.every]), **RECORD_ASKS}
+        every = configured([self.study.config.resources.every])
+        asks = {**every, **RECORD_ASKS, "memory": 0 if every["memory"] == 0 else RECORD_MEMORY}
         self._hand_in(RECORD, asks, [Record(self.study, self.run)], [[]], "afterany", self.jobs.values())
 
     def _hand_in(
@@ -129,7 +146,8 @@ class Submission:
             self.run.logs, max_num_timeout=settings.max_requeues, python=f"{python} {shlex.quote(str(self.starter))}"
         )
         dependency = {"dependency": f"{condition}:{':'.join(after)}"} if after else {}
-        more = {"kill-on-invalid-dep": "yes", "requeue": True, **dependency, **asks["sbatch"]}
+        own = {name: value for name, value in asks["sbatch"].items() if asks["gpus"] or name not in GPU_WORDS}
+        more = {"kill-on-invalid-dep": "yes", "requeue": True, **dependency, **own}
         optional = {"partition": asks["partition"]} if asks["partition"] else {}
         if asks["memory"] and not any(name.startswith("mem-per-") for name in more):
             optional["mem"] = f"{max(1, round(asks['memory'] * 1024))}M"
@@ -152,8 +170,7 @@ class Submission:
             options, words = {**asks, **asks["sbatch"], "sbatch": None}, " ".join(str(error).split())
             asked = " ".join(f"{name}={value}" for name, value in options.items() if value not in (None, []))
             raise UserError(
-                f"Slurm refuses {kind} jobs ({words}): they ask for {asked}; {scheduler.advice(words, kind)} (nothing "
-                "was left in the queue)"
+                f"sbatch says of {kind} jobs: {words}; they ask for {asked}; {scheduler.advice(words, kind)}"
             ) from None
         array = ids[0].partition("_")[0]
         self.run.add(
@@ -223,13 +240,13 @@ def copy_code(store: Path) -> Path:
     not change what they do.
     """
     root = Path(moe_lab.__file__).parents[1]
-    files = [path for name in COPIED for path in sorted((root / name).rglob("*")) if path.is_file()]
-    files = [path.relative_to(root) for path in files if "__pycache__" not in path.parts]
-    content = {str(file): sha256((root / file).read_bytes()).hexdigest() for file in files}
+    found = [path for name in COPIED for path in sorted((root / name).rglob("*")) if path.is_file()]
+    copied = [path.relative_to(root) for path in found if "__pycache__" not in path.parts]
+    content = {str(file): sha256((root / file).read_bytes()).hexdigest() for file in copied}
     folder = store.absolute() / "code" / digest({"state": code_state(), "files": content})[:12]
     if not folder.exists():
         scratch = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
-        for file in files:
+        for file in copied:
             (scratch / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(root / file, scratch / file)
         write_json(scratch / "moe_lab" / NOTED, code_state())
