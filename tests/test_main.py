@@ -226,6 +226,6 @@ def test_paths_are_of_the_folder_in_which_a_command_is_typed(tmp_path: Path) -> 
     words = ["calibration=text", "calibration.path=notes.txt", "hydra.job.chdir=true", "dry_run=true"]
     done = moe_lab(*words, "suite.benchmarks=[]", "calibration.tokens=512", store=tmp_path / "store")
     assert done.returncode == 0, done.stderr
-    script = "mkdir gone && cd gone && rmdir ../gone && exec $0 -m moe_lab dry_run=true"
+    script = 'mkdir gone && cd gone && rmdir ../gone && exec "$0" -m moe_lab dry_run=true'
     done = subprocess.run(["sh", "-c", script, sys.executable], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2 and "folder was removed" in done.stderr and "Traceback" not in done.stderr

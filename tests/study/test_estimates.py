@@ -13,6 +13,7 @@ from typing import Any
 import choices
 import pytest
 from example_steps import cell_of, evaluated, step_of
+from rich.filesize import decimal
 from studies import asked, start
 
 from moe_lab.config import (
@@ -233,7 +234,7 @@ def test_what_is_written_is_held_against_what_is_free(
     for free, fits in ((gib * GIB, True), (gib * GIB - 1, False)):
         monkeypatch.setattr(shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free))
         problems = estimates.disk_problems(store, steps)
-        assert problems == [] if fits else f"about {gib:.1f} GiB would be written" in problems[0]
+        assert problems == [] if fits else f"about {decimal(int(gib * GIB))} would be written" in problems[0]
 
 
 @pytest.mark.parametrize(
