@@ -64,12 +64,8 @@ class Run:
         """The submitted jobs, in order of submission; jobs come after those they need. None in a copy of the store,
         for which they do nothing."""
         rows = self.store.read(self.folder / "jobs.json", JOBS_SHAPE, "its jobs are forgotten: see squeue") or []
-        own = {
-            root
-            for root in {row["store"] for row in rows}
-            if os.path.realpath(root) == os.path.realpath(self.store.root)
-        }
-        return [Submitted(**row) for row in rows if row["store"] in own]
+        here = os.path.realpath(self.store.root)
+        return [Submitted(**row) for row in rows if os.path.realpath(row["store"]) == here]
 
     def add(self, jobs: Iterable[Submitted]) -> None:
         """Record further jobs."""

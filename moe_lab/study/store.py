@@ -247,10 +247,10 @@ class Store:
         Modification times do not reveal bits that flipped on the disk. What is missing is looked for again for LATE
         seconds, as it may just have been written by another node.
         """
-        deadline = time.monotonic() + (0.0 if step.id in self._awaited else LATE)
+        for _ in () if step.id in self._awaited else looks():
+            if self.place(step.folder).exists() or self.packs.find(step.id[:DIGITS]):
+                break
         self._awaited.add(step.id)
-        while "missing" in self.damage(step.folder).values() and time.monotonic() < deadline:
-            time.sleep(LOOK)
         if not self._is_sound(step.folder, hash_all=step.id not in self._hashed):
             return False
         self._hashed.add(step.id)
@@ -394,6 +394,15 @@ class Store:
         self._hashed.add(step_id)
         shutil.rmtree(self.root / "partial" / step_id[:DIGITS], ignore_errors=True)
         self.forget(step_id)
+
+
+def looks() -> Iterator[None]:
+    """Once for each look at what another node may have written just now: at once, and again for LATE seconds."""
+    deadline = time.monotonic() + LATE
+    yield
+    while time.monotonic() < deadline:
+        time.sleep(LOOK)
+        yield
 
 
 def hidden(folder: Path, step_id: str) -> Path:

@@ -13,7 +13,6 @@ from types import FrameType
 from submitit.helpers import DelayedSubmission
 
 from moe_lab.results import DIGITS
-from moe_lab.study import store as stores
 from moe_lab.study.claims import own_job
 from moe_lab.study.record import Study
 from moe_lab.study.runs import Run, runs
@@ -21,7 +20,7 @@ from moe_lab.study.schedule import Schedule, StepError, Worker, say_notices, wat
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.status import alive
 from moe_lab.study.step import Step, unmerged
-from moe_lab.study.store import Store
+from moe_lab.study.store import Store, looks
 
 
 @dataclass(frozen=True)
@@ -58,18 +57,18 @@ class Pack:
 
 
 def _absent(schedule: Schedule, store: Store) -> list[Step]:
-    """Inputs from other jobs that are not in the store, which is looked at for LATE seconds while no input has failed.
+    """Inputs from other jobs that are not in the store, which is looked at again while no input has failed.
     Marks those that are there as finished."""
     own = {step.id for step in schedule.steps}
     outside = [needed for step in schedule.steps for needed in step.needs if needed.id not in own]
-    deadline = time.monotonic() + stores.LATE
-    while True:
+    absent: list[Step] = []
+    for _ in looks():
         there = store.present()
         schedule.finished |= {step.id for step in outside if step.id[:DIGITS] in there}
         absent = [step for step in outside if step.id not in schedule.finished]
-        if not absent or time.monotonic() > deadline or any(_hopeless(step, store) for step in absent):
-            return absent
-        time.sleep(stores.LOOK)
+        if not absent or any(_hopeless(step, store) for step in absent):
+            break
+    return absent
 
 
 def _hopeless(step: Step, store: Store) -> bool:
