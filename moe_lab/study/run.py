@@ -38,10 +38,9 @@ def local(schedule: Schedule, study: Study, run: Run) -> bool:
     step needs. Without GPUs there is one for each core, if there is memory for the largest step in each."""
     memories = [memory for step in schedule.waiting.values() if (memory := memory_of(step))]
     each = max((gpus(memory, study.config.resources.gpu_memory) for memory in memories), default=0) or 1
-    cards, largest = visible_gpus(), max((memory.bytes for memory in memories), default=0.0)
+    cards, largest = visible_gpus(), max((memory.bytes for memory in memories), default=1.0)
     sets = [",".join(cards[at : at + each]) for at in range(0, max(1, len(cards) - each + 1), each)] if cards else []
-    fit = int(main_memory() // largest) if largest else cores()
-    count = study.config.launcher.processes or len(sets) or max(1, min(cores(), fit))
+    count = study.config.launcher.processes or len(sets) or max(1, min(cores(), int(main_memory() // largest)))
     errors: list[BaseException] = []
 
     def serve(number: int) -> None:

@@ -142,8 +142,7 @@ def status(study: StudyState, steps: Sequence[StepState]) -> None:
     if total["failed"]:
         print(f"why the failed ones failed: python -m moe_lab.study why {study.study} store={study.store.root}")
     if total["missing"]:
-        lost = {step.job for step in steps if step.state == "missing" and step.job}
-        if lost:
+        if lost := {step.job for step in steps if step.state == "missing" and step.job}:
             said = f"python -m moe_lab.study why {study.study} store={study.store.root}"
             print(f"jobs that ended without their steps: {len(lost)}; why: {said}")
         print("the same command as before starts what is missing")

@@ -172,11 +172,9 @@ class Submission:
             raise UserError(
                 f"sbatch says of {kind} jobs: {words}; they ask for {asked}; {scheduler.advice(words, kind)}"
             ) from None
-        array = ids[0].partition("_")[0]
+        array, root = ids[0].partition("_")[0], str(self.study.store.root.absolute())
         self.run.add(
-            Submitted(
-                job, array, name, kind, tuple(step.id for step in own), after, str(self.study.store.root.absolute())
-            )
+            Submitted(job, array, name, kind, tuple(step.id for step in own), after, root)
             for job, own in zip(ids, steps, strict=True)
         )
         return array
