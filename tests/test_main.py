@@ -149,7 +149,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
     steps: set[str] = set()
 
     def noting(config: Config, requests: Sequence[grid.Request], **_: Any) -> Any:
-        steps.update(step.id for step in build(config, requests).steps())
+        steps.update(step.id for step in build(config, requests).steps)
         return run.Ended(0, SimpleNamespace(config=config))  # type: ignore[arg-type]
 
     monkeypatch.setattr(run, "run", noting)

@@ -107,7 +107,7 @@ def test_what_cannot_be_had_here_is_said_after_the_table_and_before_any_step(
     said = str(raised.value)
     assert raised.value.code == 3 and all(path in said for path in {"missing here: ", *models, says})
     table = capsys.readouterr().err
-    assert all(kind in table for kind in {step.kind for step in graph(name).steps()})
+    assert all(kind in table for kind in {step.kind for step in graph(name).steps})
     assert not (tmp_path / "store").exists()
 
 
@@ -137,7 +137,7 @@ def test_each_model_of_heapr_table_2_is_asked_as_the_paper_asks_it() -> None:
 
 def step_ids(name: str) -> dict[str, str]:
     by_kind: dict[str, list[str]] = {}
-    for step in graph(name).steps():
+    for step in graph(name).steps:
         by_kind.setdefault(step.kind, []).append(step.id)
     return {
         kind: f"{len(ids)} {hashlib.sha256(' '.join(sorted(ids)).encode()).hexdigest()[:12]}"

@@ -100,8 +100,8 @@ def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> En
         from moe_lab.study import push
 
         push.exported(config, graph)
-    absent = unresolved(graph.steps())
-    missing = lacking(graph.steps(), config.launcher)
+    absent = unresolved(graph.steps)
+    missing = lacking(graph.steps, config.launcher)
     with study.store.errors_as_sentences():
         if config.dry_run or absent:
             missing += _forecast(study)
@@ -118,7 +118,7 @@ def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> En
 
 def _run(study: Study) -> int:
     """Run the missing steps, or submit them, and finish; the exit code."""
-    config, store, every = study.config, study.store.create(), study.graph.steps()
+    config, store, every = study.config, study.store.create(), study.graph.steps
     if store.url:
         pull_records(store, Remote(store.url), config.study)
     with begin(store, config.study, every) as begun:
@@ -165,7 +165,7 @@ def _finished_there(remote: Remote, steps: Sequence[Step]) -> set[str]:
 
 def _in_store(study: Study, elsewhere: Set[str] = frozenset()) -> tuple[list[Step], set[str]]:
     """The steps of a study, and the ids of those that are finished. `elsewhere`: ids of those that will be pulled."""
-    store, every = study.store, study.graph.steps()
+    store, every = study.store, study.graph.steps
     done = store.done_of(every) | elsewhere
     steps = unmerged(every, done)
     done &= {step.id for step in steps}
@@ -177,7 +177,7 @@ def _in_store(study: Study, elsewhere: Set[str] = frozenset()) -> tuple[list[Ste
 def _forecast(study: Study) -> list[str]:
     """Print what a run would do: a table of its steps, and with launcher=slurm one of the jobs' resources. Returns a
     sentence for a disk, or a main memory, that is too small for it."""
-    config, store, every = study.config, study.store, study.graph.steps()
+    config, store, every = study.config, study.store, study.graph.steps
     steps, done = _in_store(study, _finished_there(Remote(store.url), every) if store.url else frozenset())
     say_notices(store)
     times, undone = Times(store), [step for step in steps if step.id not in done]

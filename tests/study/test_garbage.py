@@ -42,7 +42,7 @@ def replaced(place: Path, one: Asked, other: Asked) -> Path:
 
 
 def steps(of: Asked) -> dict[str, Step]:
-    return {step.folder: step for step in build(*of).steps()}
+    return {step.folder: step for step in build(*of).steps}
 
 
 def finished(place: Path) -> set[str]:

@@ -46,13 +46,13 @@ def graph(suite: list[str] = SUITE, overlap: bool = False, **grid: object) -> Gr
 
 
 def kinds(made: Graph) -> Counter[str]:
-    return Counter(step.kind for step in made.steps())
+    return Counter(step.kind for step in made.steps)
 
 
 def test_plans_with_merged_experts_hold_weights_of_their_own() -> None:
     three = ["uniform", "novices", "hc_smoe"]
     made = graph(criterion=["reap"], allocation=three, calibration=["pocket_general"], ratio=[0.5])
-    evaluated = [step for step in made.steps() if step.kind == "evaluate" and "plan" in step.inputs]
+    evaluated = [step for step in made.steps if step.kind == "evaluate" and "plan" in step.inputs]
     merged = {step.id for step in evaluated if "similarity" in step.inputs["plan"].inputs}
     assert len(evaluated) == 3 * len(merged) > 0
     for step in evaluated:
@@ -77,7 +77,7 @@ def test_what_is_on_the_hub_and_not_known_is_named() -> None:
     unknown = {"model": {"name": "m", "path": "owner/model"}}
     for model, named in ((unknown, {"owner/model", "owner/set"}), (OLMOE, {"owner/set"})):
         found = cells(None, files=FILES, **on_hub, **model)
-        assert set(unresolved(build(Config(), [(found, [])]).steps())) == named
+        assert set(unresolved(build(Config(), [(found, [])]).steps)) == named
 
 
 def test_ten_thousand_cells_in_five_seconds() -> None:
@@ -90,7 +90,7 @@ def test_ten_thousand_cells_in_five_seconds() -> None:
             ratio=[number / 100 for number in range(1, 18)],
             seed=list(range(10)),
         )
-        steps = made.steps()
+        steps = made.steps
     assert len(made.cells) == 10_201 and len(steps) > 100_000
     seen: set[str] = set()
     for step in steps:
@@ -161,7 +161,7 @@ def test_a_raised_pin_gives_new_results_of_its_harness_and_leaves_all_else(monke
     def ids(version: str) -> dict[str, set[str]]:
         monkeypatch.setattr(suites, "installed", lambda package: version)
         found: dict[str, set[str]] = {}
-        for step in graph(criterion=["man"]).steps():
+        for step in graph(criterion=["man"]).steps:
             found.setdefault(step.kind, set()).add(step.id)
         return found
 

@@ -42,7 +42,7 @@ def problems(*words: str) -> list[str]:
     """What is wrong with a command line."""
     try:
         config, wanted = asked(*words)
-        return preflight(config, wanted) or lacking(build(config, wanted).steps(), config.launcher)
+        return preflight(config, wanted) or lacking(build(config, wanted).steps, config.launcher)
     except SettingsError as error:
         return error.sentences
 
@@ -153,7 +153,7 @@ def test_folders_of_steps_are_in_the_store_and_can_be_written_beside_however_lon
     name = "n" * LONGEST_NAME
     config, wanted = asked(*(f"{field}={name}" for field in ("model.name", "calibration.name", "recovery.name")))
     assert preflight(config, wanted) == []
-    for step in build(config, wanted).steps():
+    for step in build(config, wanted).steps:
         kind, folder = step.folder.split("/")
         assert kind == step.kind and len(folder) < 240 and folder.endswith(step.id[:12])
 

@@ -84,7 +84,7 @@ def test_another_machine_makes_nothing_again(
     machine("second")
     before = sorted(tmp_path.glob("remote/**/*"))
     assert start(url, one, dry_run=True) == 0
-    assert f"{len(build(*one).steps())} of them in {url}" in capsys.readouterr().err
+    assert f"{len(build(*one).steps)} of them in {url}" in capsys.readouterr().err
     assert not store_folder(url).exists() and sorted(tmp_path.glob("remote/**/*")) == before
     assert start(url, one) == 0 and Worker.did == []
     assert content(tmp_path / "alone") == first == content(store_folder(url)) != {}
@@ -253,7 +253,7 @@ def test_without_a_network_nothing_starts_and_nothing_is_lost(
         start(url, one)
     assert Worker.did == []
     Refusing.refuses = frozenset({"writing"})
-    assert start(url, one) == 1 and len(Worker.did) == len(build(*one).steps())
+    assert start(url, one) == 1 and len(Worker.did) == len(build(*one).steps)
     assert "no network today" in (said := capsys.readouterr().err) and "Traceback" not in said
     assert recorded(store_folder(url)) and not list(Path(tmp_path, "remote").rglob("*.json"))
     Refusing.refuses = frozenset()

@@ -95,7 +95,7 @@ class Record:
     def __call__(self) -> int:
         from moe_lab.study.record import finish  # loads the whole configuration, which other jobs do not need
 
-        schedule = Schedule(self.study.graph.steps())
+        schedule = Schedule(self.study.graph.steps)
         settle(schedule, self.study.store)
         return finish(self.study, schedule, self.run)
 
