@@ -65,7 +65,7 @@ def check_length(settings: CalibrationConfig, model: ModelConfig) -> None:
 def shares(settings: CalibrationConfig) -> list[tuple[int, int]]:
     """First row, and end, of each of calibration.parts shares of the rows; empty for one pass over all of them. A share
     has whole batches of that pass, and so the same numbers for each."""
-    if settings.parts == 1:
+    if settings.parts in (None, 1):
         return []
     bounds = [settings.batches * part // settings.parts for part in range(settings.parts + 1)]
     return [

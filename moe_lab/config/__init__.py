@@ -88,8 +88,8 @@ class LauncherConfig(Group):
     name: Literal["inline", "local", "slurm"] = "local"
     """inline (this process), local (several processes) or slurm."""
     processes: Annotated[int, Strict(), Field(ge=1, le=1024)] | None = None
-    """Processes of launcher=local; null takes one for as many GPUs as the largest step needs, or without GPUs one per
-    CPU core, as far as memory goes."""
+    """Processes of launcher=local; null takes one per GPU, or set of GPUs for steps that need several, or without GPUs
+    one per CPU core, as far as memory goes."""
     cells_per_job: Positive = 16
     """Pruned models that one Slurm job evaluates on weights it loads once."""
     parallel: Positive = 64

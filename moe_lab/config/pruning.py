@@ -131,7 +131,7 @@ class CalibrationConfig(Group):
 
     basic = frozenset({"path", "sources", "tokens", "length", "batch_size", "engine"})
     internal = frozenset({"is_default"})
-    runtime = frozenset({"name", "engine", "is_default"})
+    runtime = frozenset({"name", "parts", "engine", "is_default"})
 
     name: Name
     """Name of the calibration set in tables and file names."""
@@ -165,11 +165,12 @@ class CalibrationConfig(Group):
     """Separator between packed documents: none, eos, or zero (token id 0, as in the REAP and EvoESAP code)."""
     special_tokens: bool = True
     """Let the tokenizer add its special tokens; never applies with a chat template, which has its own."""
-    parts: Positive = 1
-    """Steps that divide the rows of a pass among processes, GPUs or jobs; their sums are merged. The step of the merged
-    sums is that of one pass."""
-    engine: Literal["resident", "streamed"] = "resident"
-    """resident (the whole model is loaded) or streamed (one decoder layer at a time, for models larger than memory)."""
+    parts: Positive | None = None
+    """Steps that divide the rows of a pass among processes, GPUs or jobs; their sums are merged. null: one for each GPU
+    where engine=auto streams, else 1."""
+    engine: Literal["auto", "resident", "streamed"] = "auto"
+    """resident (the whole model is loaded), streamed (one decoder layer at a time, for models larger than memory), or
+    auto: streamed where one GPU does not hold the model."""
     is_default: bool = False
     """Set where no text is named: only the shipped models read it."""
 
@@ -189,7 +190,7 @@ class CalibrationConfig(Group):
             raise ValueError(
                 f"tokens={self.tokens} is less than one row of length={self.length}: expected at least {self.length}"
             )
-        if self.parts > self.batches:
+        if (self.parts or 1) > self.batches:
             raise ValueError(
                 f"parts={self.parts} is more than the {self.batches} batches of batch_size={self.batch_size} in "
                 f"{self.rows} rows: expected at most {self.batches}, or a smaller batch_size"

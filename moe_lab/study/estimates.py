@@ -20,12 +20,12 @@ from statistics import median
 from rich.filesize import decimal
 from rich.table import Column, Table
 
-from moe_lab.config import Config, ModelConfig
+from moe_lab.config import CalibrationConfig, Config, ModelConfig
 from moe_lab.config.pruning import DEVICE_MAPS
 from moe_lab.errors import UserError
 from moe_lab.json_files import Number, fits
 from moe_lab.models import main_memory, visible_gpus
-from moe_lab.models.config_json import Size, quantization, size_of
+from moe_lab.models.config_json import ROOM, Size, quantization, size_of
 from moe_lab.start import command
 from moe_lab.study.step import Step, canonical
 from moe_lab.study.store import Store
@@ -51,6 +51,21 @@ def resolved(model: ModelConfig, config: Config) -> ModelConfig:
         device = "cuda" if has_gpu() else "cpu"
     dtype = "float32" if device == "cpu" and model.dtype == "auto" else model.dtype
     return replace(model, device=device, dtype=dtype)
+
+
+def divided(text: CalibrationConfig, model: ModelConfig, config: Config) -> CalibrationConfig:
+    """The text with the engine and the number of parts that auto and null stand for.
+
+    A model that one GPU does not hold is read layer by layer, in a part on each GPU: divided among them, its layers
+    would be computed by one at a time. Quantised weights are loaded whole.
+    """
+    size, cards = size_of(model), 1
+    if text.engine == "auto" and size and quantization(model) is None:
+        cards = gpus(Memory(ROOM * size.bytes, on_gpu(model, size)), config.resources.gpu_memory)
+    engine = text.engine if text.engine != "auto" else "streamed" if cards > 1 else "resident"
+    if cards > 1 and config.launcher.name != "slurm":
+        cards = len(visible_gpus()) if config.launcher.name == "local" else 1
+    return replace(text, engine=engine, parts=text.parts or max(1, min(cards, text.batches)))
 
 
 def on_gpu(model: ModelConfig, size: Size) -> bool:

@@ -13,7 +13,7 @@ from moe_lab.evaluation.harness import HARNESSES
 from moe_lab.grid import Cell, Request
 from moe_lab.models.files import UNRESOLVED
 from moe_lab.results import FIGURES
-from moe_lab.study.estimates import resolved
+from moe_lab.study.estimates import divided, resolved
 from moe_lab.study.step import Identified, Step, once
 from moe_lab.study.steps.costs import Cost, Profile, Timing
 from moe_lab.study.steps.evaluation import Contamination, Evaluate, Grade, Task, task_of
@@ -108,16 +108,20 @@ def _seeded(text: CalibrationConfig, seed: int) -> CalibrationConfig:
     return text if text.seed is not None else replace(text, seed=seed)
 
 
-_located = once(resolved)
+_located, _divided = once(resolved), once(divided)
 _unpruned_cost = once(lambda model, text: Cost.of(unpruned_model(model), text))
 
 
 def _resolved(cell: Cell, config: Config) -> Cell:
-    """The cell with all that its steps are named by: the device and the precision of its model, the seed of its
-    texts."""
-    texts = {role: _seeded(text, cell.seed) for role, text in cell.texts.items()}
+    """The cell with all that its steps are named by, and divided by: the device and the precision of its model, the
+    seed, engine and parts of its texts."""
     model = _located(cell.model, config)
-    return replace(cell, model=model, calibration=_seeded(cell.calibration, cell.seed), texts=texts)
+
+    def text(given: CalibrationConfig) -> CalibrationConfig:
+        return _divided(_seeded(given, cell.seed), model, config)
+
+    texts = {role: text(given) for role, given in cell.texts.items()}
+    return replace(cell, model=model, calibration=text(cell.calibration), texts=texts)
 
 
 def _steps(cell: Cell, tasks: Mapping[str, Task], config: Config) -> CellSteps:

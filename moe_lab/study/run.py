@@ -34,32 +34,43 @@ def inline(schedule: Schedule, study: Study, run: Run) -> bool:
 
 
 def local(schedule: Schedule, study: Study, run: Run) -> bool:
-    """Run steps in worker processes: launcher.processes of them, or one for each set of as many GPUs as the largest
-    step needs. Without GPUs there is one for each core, if there is memory for the largest step in each."""
-    memories = [memory for step in schedule.waiting.values() if (memory := memory_of(step))]
-    each = max((gpus(memory, study.config.resources.gpu_memory) for memory in memories), default=0) or 1
-    cards, largest = visible_gpus(), max((memory.bytes for memory in memories), default=1.0)
-    sets = [",".join(cards[at : at + each]) for at in range(0, max(1, len(cards) - each + 1), each)] if cards else []
-    count = study.config.launcher.processes or len(sets) or max(1, min(cores(), int(main_memory() // largest)))
+    """Run steps in worker processes: launcher.processes of them, or one for each core, if there is memory for the
+    largest step in each. On GPUs there is one for each set of them: at first steps run that need one GPU, then those
+    that need two, and so on."""
+    memories = {name: memory for name, step in schedule.waiting.items() if (memory := memory_of(step))}
+    needed = {name: gpus(memory, study.config.resources.gpu_memory) or 1 for name, memory in memories.items()}
+    if not (cards := visible_gpus()):
+        largest = max((memory.bytes for memory in memories.values()), default=1.0)
+        count = study.config.launcher.processes or max(1, min(cores(), int(main_memory() // largest)))
+        _serve(schedule, study.store, [{}] * count, None)
+        return True
+    for each in sorted(set(needed.values())):
+        among = schedule.apart_from({name for name, count in needed.items() if count > each})
+        sets = [cards[at : at + each] for at in range(0, max(1, len(cards) - each + 1), each)]
+        workers = [sets[number % len(sets)] for number in range(study.config.launcher.processes or len(sets))]
+        _serve(schedule, study.store, [{"CUDA_VISIBLE_DEVICES": ",".join(of_one)} for of_one in workers], among)
+    return True
+
+
+def _serve(schedule: Schedule, store: Store, environments: Sequence[Mapping[str, str]], among: Set[str] | None) -> None:
+    """Do steps, all or some, in a worker process for each of the environments."""
     errors: list[BaseException] = []
 
-    def serve(number: int) -> None:
-        environment = {"CUDA_VISIBLE_DEVICES": sets[number % len(sets)]} if sets else {}
+    def serve(environment: Mapping[str, str]) -> None:
         try:
-            with Worker(study.store, environment) as execute:
-                work(schedule, study.store, execute)
+            with Worker(store, environment) as execute:
+                work(schedule, store, execute, among)
         except BaseException as error:  # noqa: BLE001 - a bug in this thread must not look like the end of the work
             errors.append(error)
 
-    threads = [threading.Thread(target=serve, args=(number,), daemon=True) for number in range(count)]
-    with watch(schedule, study.store, count):
+    threads = [threading.Thread(target=serve, args=(of_one,), daemon=True) for of_one in environments]
+    with watch(schedule, store, len(environments)):
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     if errors:
         raise errors[0]
-    return True
 
 
 def slurm(schedule: Schedule, study: Study, run: Run) -> bool:

@@ -10,7 +10,7 @@ import threading
 import time
 from base64 import b64encode
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -64,12 +64,22 @@ class Schedule:
         self.total = Counter(step.kind for step in self.waiting.values())
         self.changed = threading.Condition()
 
-    def take(self) -> Step | None:
-        """Take the next step whose inputs are finished, waiting for one if necessary; None when no step is waiting."""
+    def apart_from(self, others: Set[str]) -> Set[str]:
+        """Ids of the waiting steps without `others`, and without those that need them."""
+        without = set(others)
+        for step in self.waiting.values():  # inputs come first
+            if any(needed.id in without for needed in step.needs):
+                without.add(step.id)
+        return self.waiting.keys() - without
+
+    def take(self, among: Set[str] | None = None) -> Step | None:
+        """Take the next step, of all or of some that `apart_from` gave, whose inputs are finished, waiting for one if
+        necessary; None when none of them is waiting."""
         with self.changed:
-            while self.waiting:
+            while any(among is None or name in among for name in self.waiting):
                 for step in self.waiting.values():
-                    if all(needed.id in self.finished for needed in step.needs):
+                    fits = among is None or step.id in among
+                    if fits and all(needed.id in self.finished for needed in step.needs):
                         self.running[step.id] = self.waiting.pop(step.id), self.clock()
                         return step
                 self.changed.wait(timeout=POLL)
@@ -129,10 +139,10 @@ Execute = Callable[[Step, Path], None]
 """Does a step in its scratch folder. Raises StepError on failure."""
 
 
-def work(schedule: Schedule, store: Store, execute: Execute) -> None:
-    """Take steps until none is left: claim, execute, publish."""
+def work(schedule: Schedule, store: Store, execute: Execute, among: Set[str] | None = None) -> None:
+    """Take steps, all or some, until none is left: claim, execute, publish."""
     packing = Packing(store)
-    while step := schedule.take():
+    while step := schedule.take(among):
         try:
             with store.claim(step) as scratch:
                 if scratch is not None:

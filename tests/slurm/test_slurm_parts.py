@@ -9,6 +9,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+import choices
 import pytest
 from example_steps import Example, cell_of, evaluated, step_of
 from omegaconf import OmegaConf
@@ -25,6 +26,7 @@ from moe_lab.config import (
     ResourcesConfig,
 )
 from moe_lab.config.base import valid
+from moe_lab.errors import UserError
 from moe_lab.evaluation import Policy
 from moe_lab.evaluation.suite import Questions
 from moe_lab.study.estimates import Seconds
@@ -290,6 +292,17 @@ def test_models_are_there_before_jobs_are_submitted(monkeypatch: pytest.MonkeyPa
     steps = [asking(kind="profile"), asking(kind="statistics"), Example("plan", "o", model=replace(BIG, name="other"))]
     download(steps)
     assert sorted(done) == ["a/b", "big"]
+
+
+def test_a_job_asks_for_no_more_gpus_than_a_node_has_and_a_layered_pass_for_one() -> None:
+    huge = choices.choose(ModelConfig, "model", "deepseek_v3")
+    with pytest.raises(UserError, match=r"deepseek_v3.*resources\.gpu_memory"):
+        resources([asking(huge)])
+    four = "{models: {deepseek_v3: {gpus: 4}}}"
+    assert resources([asking(huge)], four)["gpus"] == 4
+    text = CalibrationConfig(name="t", path="a/b", engine="streamed", seed=1)
+    layered = step_of("statistics", cell_of(huge, text))
+    assert resources([layered])["gpus"] == resources([layered], four)["gpus"] == 1
 
 
 def test_nothing_set_is_estimated_and_nothing_is_left_out() -> None:

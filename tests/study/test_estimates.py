@@ -25,6 +25,7 @@ from moe_lab.config import (
     CriterionConfig,
     ExpectedConfig,
     ExportConfig,
+    LauncherConfig,
     ModelConfig,
     RecoveryConfig,
 )
@@ -32,7 +33,7 @@ from moe_lab.errors import UserError, user_errors
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import size_of
 from moe_lab.study import estimates
-from moe_lab.study.estimates import Memory, Times, forecast, gpus, largest_memory, memory_of
+from moe_lab.study.estimates import Memory, Times, divided, forecast, gpus, largest_memory, memory_of
 from moe_lab.study.step import Step
 from moe_lab.study.steps import KINDS
 from moe_lab.study.store import Store
@@ -92,6 +93,32 @@ def test_one_layer_in_memory_is_what_a_streamed_step_takes(kind: str) -> None:
     sums = {"weight_gradients": 6.6, "activation_alignment": 9.7}.get(kind, 0)
     assert 11 * 2**30 < layered.bytes - sums * 2**30 < 14 * 2**30
     assert layered.on_gpu
+
+
+@pytest.mark.parametrize(
+    ("launcher", "about", "text", "engine", "parts"),
+    [
+        ("slurm", model("olmoe_1b_7b", device="cuda"), TEXT, "resident", 1),
+        ("slurm", model("qwen2_57b_a14b"), TEXT, "streamed", 2),
+        ("local", model("qwen2_57b_a14b"), TEXT, "streamed", 5),
+        ("local", model("qwen2_57b_a14b"), replace(TEXT, tokens=8 * 4096), "streamed", 2),
+        ("local", model("qwen2_57b_a14b"), replace(TEXT, parts=3), "streamed", 3),
+        ("local", model("qwen2_57b_a14b"), replace(TEXT, engine="resident"), "resident", 1),
+        ("local", model("qwen2_57b_a14b", device="cpu"), TEXT, "resident", 1),
+        ("inline", model("qwen2_57b_a14b"), TEXT, "streamed", 1),
+        ("slurm", ModelConfig(name="n", path="a/b"), TEXT, "resident", 1),
+    ],
+)
+def test_a_model_that_one_gpu_does_not_hold_is_read_layer_by_layer_in_a_part_on_each(
+    launcher: Any, about: ModelConfig, text: CalibrationConfig, engine: str, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine with five GPUs of 80 GiB; how it is done is no part of what the pass is called."""
+    monkeypatch.setattr(estimates, "visible_gpus", lambda: list("01234"))
+    found = divided(text, about, Config(launcher=LauncherConfig(name=launcher)))
+    assert (found.engine, found.parts) == (engine, parts)
+    made, plain = (step("statistics", about, each) for each in (found, text))
+    assert made.id == plain.id and len(made.merges) == (parts if parts > 1 else 0)
+    assert all(gpus(known(one), 80) == 1 for one in made.merges)
 
 
 def test_what_is_held_beside_weights_and_a_batch_is_counted() -> None:

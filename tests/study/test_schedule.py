@@ -187,6 +187,36 @@ def test_local_workers_have_the_gpus_that_steps_need_of_those_that_the_command_m
     assert sorted(found, key=str) == given
 
 
+def test_steps_that_need_few_gpus_run_side_by_side_before_those_that_need_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes on a GPU each, then evaluations on four, and with these what needs them."""
+    passes = [Example("statistics", str(number), number) for number in range(3)]
+    evaluated = [
+        Example("evaluate", str(number), number, needed={"statistics": one}) for number, one in enumerate(passes)
+    ]
+    graded = Example("grade", "0", needed={"evaluate": evaluated[0]})
+    needs = {"statistics": 30.0, "evaluate": 200.0, "grade": 0.1}
+    did: list[tuple[str, int]] = []
+
+    class Noted(contextlib.nullcontext[Any]):
+        def __init__(self, store: Store, environment: dict[str, str]) -> None:
+            self.gpus = environment["CUDA_VISIBLE_DEVICES"].split(",")
+            super().__init__(self)
+
+        def __call__(self, step: Step, scratch: Path) -> None:
+            did.append((step.kind, len(self.gpus)))
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.setattr(launch, "Worker", Noted)
+    monkeypatch.setattr(launch, "memory_of", lambda step: Memory(needs[step.kind] * GIB, step.kind != "grade"))
+    study: Any = SimpleNamespace(config=Config(launcher=LauncherConfig(name="local")), store=Store(tmp_path).create())
+    schedule = Schedule([*passes, *evaluated, graded], set())
+    assert launch.local(schedule, study, None)  # type: ignore[arg-type]
+    assert did[:3] == [("statistics", 1)] * 3 and not schedule.failed
+    assert sorted(did[3:]) == [("evaluate", 4)] * 3 + [("grade", 4)]
+
+
 # ---- what is said of a study
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from rich.table import Table
 
 from moe_lab.config import JobConfig, LauncherConfig, ResourcesConfig
+from moe_lab.errors import UserError
 from moe_lab.study.estimates import GIB, Memory, Seconds, gpus, memory_of
 from moe_lab.study.slurm.scheduler import LONGEST
 from moe_lab.study.step import KINDS, Step, canonical
@@ -30,6 +31,8 @@ MARGIN = 2.0
 """Time asked for, as a multiple of what such steps took: a job beside others can take twice as long as one alone."""
 CPUS_PER_GPU = 8
 """CPU cores that are asked for with each GPU where `cpus` is not set: clusters have at least as many for each."""
+NODE = 8
+"""GPUs of a node, which are the most that a job is given unless more are asked for."""
 HOST = 8.0
 """GiB of main memory of a GPU job, in addition to the weights that pass through it to the GPU."""
 
@@ -127,6 +130,14 @@ def resources(
     count = asked["gpus"]
     if count is None:
         count = max(gpus(memory, settings.gpu_memory) for memory in memories)
+        if about and count > NODE:
+            raise UserError(
+                f"{steps[0].kind} of model={about.name} needs about {count} GPUs of {settings.gpu_memory:g} GiB "
+                f"(resources.gpu_memory), and a job is on one node: expected resources.models={{{about.name}: {{gpus: "
+                f"{NODE}}}}} where that is enough, or weights of fewer bits"
+            )
+    elif count and all(step.is_layered for step in steps):
+        asked["gpus"] = count = 1  # the model is read layer by layer, each on the same GPU
     largest = max(memory.bytes for memory in memories) / GIB
     threads = (about.threads if about else None) or 1
     times = [seconds(step) for step in steps]
