@@ -45,16 +45,13 @@ REST = -1
 
 
 def open_streamed(settings: ModelConfig) -> tuple[StreamedModel, Any]:
-    """Open the model of `settings` for reading it layer by layer, and load its tokenizer. UserError as in `load_model`,
-    and for models that are spread over devices or quantised."""
+    """Open the model of `settings` for reading it layer by layer, and load its tokenizer. One that would be spread over
+    GPUs is read on the first. UserError as in `load_model`, and for quantised models."""
     folder = local_folder(settings)
     if (method := quantization(settings)) is not None:
         raise UserError(f"calibration.engine=streamed reads plain weights, but {folder} is stored as {method}")
     dtype, device = precision(settings), place(settings)
-    if device in DEVICE_MAPS:
-        raise UserError(
-            f"model.device={device} spreads layers over devices, but one is there at a time: set cuda or cpu"
-        )
+    device = "cuda" if device in DEVICE_MAPS else device
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     dtype = stored_dtype(folder) if isinstance(dtype, str) else dtype

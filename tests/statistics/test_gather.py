@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import naive
@@ -247,10 +248,21 @@ def test_damaged_weights_are_named(damage: Any, says: str, tmp_path: Path) -> No
     assert QUERY in str(caught.value)
 
 
-def test_what_cannot_be_streamed_is_said_first(tmp_path: Path) -> None:
+def test_what_would_be_spread_is_streamed_on_one_gpu_and_quantised_weights_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny.save("olmoe", tmp_path)
-    with pytest.raises(UserError, match=r"model\.device=balanced"):
+    devices: list[str] = []
+
+    def opened(_: Path, *, device: str, **settings: Any) -> Any:
+        devices.append(device)
+        return SimpleNamespace(model=None)
+
+    with monkeypatch.context() as patch:  # there is no GPU
+        patch.setattr("moe_lab.models.streamed.StreamedModel", opened)
+        patch.setattr("moe_lab.models.streamed.moe_layers", lambda _: [])
         open_streamed(ModelConfig(name="m", path=str(tmp_path), device="balanced"))
+    assert devices == ["cuda"]
     reconfigure(tmp_path, quantization_config={"quant_method": "fp8"})
     with pytest.raises(UserError, match="stored as fp8"):
         open_streamed(ModelConfig(name="m", path=str(tmp_path)))
