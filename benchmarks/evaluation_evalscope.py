@@ -25,13 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.data_sets import mirror_files
-from benchmarks.measure import parser, timed
+from benchmarks.measure import namespaces_missing, parser, timed
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import Policy, mirror
 from moe_lab.evaluation.harness import Answer, Item, Reply
 from moe_lab.evaluation.harnesses import evalscope
 from moe_lab.evaluation.mirror import benchmarks
-from moe_lab.evaluation.sandbox.client import namespaces_missing
 
 PARTS = ("answers", "programs")
 NAMES = ("gsm8k", "math500")

@@ -29,13 +29,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import median_misses, parser, timed
+from benchmarks.measure import median_misses, namespaces_missing, parser, timed
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import Policy, mirror
 from moe_lab.evaluation.harness import Answer, Graded, Item, Reply
 from moe_lab.evaluation.harnesses.evalplus import Grader, GradeRequest, grade, items, kept_grader
 from moe_lab.evaluation.mirror import benchmarks, make
-from moe_lab.evaluation.sandbox.client import namespaces_missing
 from moe_lab.paths import resolve
 
 BAR = 300.0

@@ -27,6 +27,17 @@ def parser(program: str, doc: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(prog=f"python -m benchmarks.{program}", description=doc.splitlines()[0])
 
 
+def namespaces_missing() -> str | None:
+    """Why programs cannot be confined on this machine, or None when they can."""
+    from moe_lab.evaluation.sandbox.client import RunnerError, check_namespaces
+
+    try:
+        check_namespaces()
+    except RunnerError as error:
+        return str(error)
+    return None
+
+
 # Timing.
 
 

@@ -6,22 +6,11 @@ Evaluations write `result.json` and `samples.parquet`.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from moe_lab.json_files import Number, read_json
-
-ID_DIGITS = 6
-"""Digits of the id of a model's step that are added to its name when another model has the same name."""
-
-
-def with_id(name: str, step_id: str) -> str:
-    """The name of a model, extended by the start of its step's id to distinguish it from others of this name."""
-    # top_k and the protocol stay at the end of the name
-    return re.sub(r"((_top\d+)?( \(.*\))?)$", rf"-{step_id[:ID_DIGITS]}\g<1>", name, count=1)
-
 
 SCHEMA = 1
 """Version of result.json, samples.parquet and record.json; a reader refuses a higher one."""

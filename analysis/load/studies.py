@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 from analysis.load.reader import ID, SCHEMA
 from moe_lab.errors import UserError, unknown
 from moe_lab.json_files import Damaged
-from moe_lab.results import FIGURES, ID_DIGITS, RECORD, read_record, with_id
+from moe_lab.results import FIGURES, RECORD, read_record
 
 EVERY = "all"
 """Stands for every study of a store, unless a study has this name."""
 
+ID_DIGITS = 6
+"""Digits of the id of a model's step that are added to its name when another model has the same name."""
 _BY_NAME = ("evaluate", "errors")
 
 
@@ -80,6 +83,12 @@ def _read(store: Path, name: str) -> dict[str, Any]:
     return record
 
 
+def _with_id(name: str, step_id: str) -> str:
+    """The name of a model, extended by the start of its step's id to distinguish it from others of this name."""
+    # top_k and the protocol stay at the end of the name
+    return re.sub(r"((_top\d+)?( \(.*\))?)$", rf"-{step_id[:ID_DIGITS]}\g<1>", name, count=1)
+
+
 def _with_distinct_models(records: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Add the start of a model's id to its name where different models share a name, within one study or across
     several."""
@@ -105,7 +114,7 @@ def _renamed(record: dict[str, Any], ambiguous: Collection[str]) -> dict[str, An
     cells = []
     for entry in record["cells"]:
         name, own_id = _name_and_id(entry)
-        new_name = with_id(name, own_id) if own_id and name in ambiguous else name
+        new_name = _with_id(name, own_id) if own_id and name in ambiguous else name
         if "model" in entry["cell"]:
             new_names[entry["cell"]["model"]] = new_name
             entry = {**entry, "cell": {**entry["cell"], "model": new_name}}

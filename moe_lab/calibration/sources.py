@@ -122,9 +122,9 @@ def file_format(path: str, file: Path, setting: str = "calibration.path") -> str
 
 def _read_file(file: Path, settings: CalibrationConfig) -> list[Document]:
     """The documents of a file whose format is known."""
-    text = _text(file, "calibration.path")
     if file_format(str(file), file) == "json":
-        return _documents(_records(text, file), settings)
+        return _documents(records(file, "calibration.path"), settings)
+    text = text_of(file, "calibration.path").replace("\r\n", "\n")
     return [Text(part) for part in (lines(text) if settings.joined else [text])]
 
 
@@ -144,24 +144,25 @@ def first_record(settings: CalibrationConfig) -> list[Document]:
     file = locate(settings.path)
     if file is None:
         return []
-    text, is_one = _text(file, "calibration.path"), file_format(settings.path, file) == "document"
-    return [] if is_one else _documents(islice(_records(text, file), 1), settings)
+    if file_format(settings.path, file) == "json":
+        return _documents(islice(records(file, "calibration.path"), 1), settings)
+    text_of(file, "calibration.path")  # which refuses what is no text
+    return []
 
 
 def whole_text(file: Path, setting: str) -> str:
     """Read a file as one text: a text file unchanged, the documents of a JSON file joined by blank lines. UserError for
     conversations, which only a model's chat template can turn into text, and for files without text."""
-    text = _text(file, setting)
     if file_format(str(file), file, setting) == "document":
-        return text
-    texts = [document(record, None, where).plain for where, record in _records(text, file)]
+        return text_of(file, setting).replace("\r\n", "\n")
+    texts = [document(record, None, where).plain for where, record in records(file, setting)]
     if None in texts:
         raise UserError(f"{setting}={file} holds conversations: expected texts, which are read as they stand")
     return BLANK_LINE.join(text.text for text in texts if text)
 
 
-def _text(file: Path, setting: str) -> str:
-    """Read a UTF-8 text file, gzipped or not; Windows line ends are replaced."""
+def text_of(file: Path, setting: str) -> str:
+    """Read a UTF-8 text file, gzipped or not. UserError for anything else."""
     try:
         raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -178,12 +179,13 @@ def _text(file: Path, setting: str) -> str:
         raise UserError(
             f"{setting}={file} is not UTF-8 text: line {line} has the byte {raw[place]:#04x} (byte {place})"
         )
-    return text.replace("\r\n", "\n")
+    return text
 
 
-def _records(text: str, file: Path) -> Iterator[tuple[str, Any]]:
-    """(place, record) for each record of a JSON list or of JSON lines."""
-    number = 1
+def records(file: Path, setting: str) -> Iterator[tuple[str, Any]]:
+    """(place, record) for each record of a JSON list or of JSON lines. UserError, naming the line, for anything else;
+    `setting`: what names the file."""
+    text, number = text_of(file, setting), 1
     try:
         if text.lstrip().startswith("["):
             yield from ((f"{file} record {place}", record) for place, record in enumerate(json.loads(text), start=1))
@@ -192,8 +194,9 @@ def _records(text: str, file: Path) -> Iterator[tuple[str, Any]]:
         for number, line in enumerate(text.split("\n"), start=1):
             if line.strip():
                 yield f"{file} line {number}", json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{file} line {number + error.lineno - 1} is damaged JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:  # no JSON; a number of too many digits; too many brackets
+        line_of_error = number + getattr(error, "lineno", 1) - 1
+        raise UserError(f"{file} line {line_of_error} is damaged JSON: {getattr(error, 'msg', error)}") from None
 
 
 def is_hub_file(path: str) -> bool:

@@ -24,32 +24,6 @@ from moe_lab.config.pruning import (
     SourceConfig,
 )
 
-__all__ = [
-    "COMPRESSED",
-    "GATES",
-    "AllocationConfig",
-    "BackendConfig",
-    "BenchmarkConfig",
-    "CalibrationConfig",
-    "CellConfig",
-    "Config",
-    "CriterionConfig",
-    "ExpectedConfig",
-    "ExportConfig",
-    "JobConfig",
-    "JudgeConfig",
-    "LauncherConfig",
-    "ModelConfig",
-    "ProtocolConfig",
-    "RecoveryConfig",
-    "ResourcesConfig",
-    "SourceConfig",
-    "SuiteConfig",
-    "TimingConfig",
-    "TrackerConfig",
-]
-
-
 Project = Annotated[str, matching(r"[^/\\#?%:]{1,128}", "expected 1 to 128 characters without / \\ # ? % or :")]
 Study = Annotated[Name, matching("(?!all$).*", "all means every study: expected another name, such as all_1")]
 

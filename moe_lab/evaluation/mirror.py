@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import fnmatch
-import gzip
 import hashlib
 import json
 import re
@@ -22,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from moe_lab.calibration.sources import records, text_of
 from moe_lab.config import BenchmarkConfig
 from moe_lab.config.base import Mistakes, valid
 from moe_lab.errors import UserError, end_with, unknown
@@ -92,20 +92,17 @@ def subsets(benchmark: BenchmarkConfig) -> dict[str, dict[str, list[Path]]]:
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
     """The rows of a .parquet, .jsonl, .jsonl.gz, .json or .csv file. Raises UserError if it cannot be read."""
-    try:
-        if file.suffix == ".parquet":
-            import pyarrow.parquet as parquet
+    if file.suffix == ".parquet":
+        import pyarrow.parquet as parquet
 
+        try:
             table: list[dict[str, Any]] = parquet.read_table(file).to_pylist()
-            return table
-        content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-        text = content.decode("utf-8")
-        if file.suffix == ".csv":
-            return list(csv.DictReader(text.splitlines(keepends=True)))
-        is_list = text.lstrip().startswith("[")  # \u2028 does not end a line of JSON
-        rows_of_file = json.loads(text) if is_list else [json.loads(line) for line in text.split("\n") if line.strip()]
-    except (ValueError, OSError, EOFError) as error:
-        raise UserError(f"{file} cannot be read: {str(error).splitlines()[0]}") from error
+        except (ValueError, OSError) as error:
+            raise UserError(f"{file} cannot be read: {str(error).splitlines()[0]}") from error
+        return table
+    if file.suffix == ".csv":
+        return list(csv.DictReader(text_of(file, "data").splitlines(keepends=True)))
+    rows_of_file = [row for _, row in records(file, "data")]
     if not all(isinstance(row, dict) for row in rows_of_file):
         raise UserError(f"{file} cannot be read: expected objects with named fields")
     return rows_of_file

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -124,7 +125,7 @@ def replace_experts(layer: MoELayer, make: Callable[[ExpertsFunction], ExpertsFu
         return function(*given, *named.values())
 
     forward.replaces_experts = True  # type: ignore[attr-defined]
-    replace_forward(layer.experts, forward, undo, name)
+    undo.enter_context(patch.object(layer.experts, name, forward))
 
 
 def are_replaced(layer: MoELayer) -> bool:
@@ -210,20 +211,7 @@ def run(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) ->
 
 def stand_in(layer: nn.Module, state: Any, undo: ExitStack) -> None:
     """Make `layer` return `state` without computing anything, until `undo` is closed."""
-    replace_forward(layer, lambda *inputs, **named: state, undo)
-
-
-def replace_forward(module: nn.Module, forward: Callable[..., Any], undo: ExitStack, name: str = "forward") -> None:
-    """Replace the forward of `module` by `forward` until `undo` is closed; `name` is the attribute that holds it."""
-    own = vars(module).get(name)
-
-    def restore() -> None:
-        del vars(module)[name]
-        if own is not None:  # such as that of a model spread over devices
-            vars(module)[name] = own
-
-    vars(module)[name] = forward
-    undo.callback(restore)
+    undo.enter_context(patch.object(layer, "forward", lambda *inputs, **named: state))
 
 
 def check_output(layer: nn.Module, inputs: Any, output: Any) -> None:

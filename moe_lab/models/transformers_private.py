@@ -9,11 +9,12 @@ source file of transformers as text; its tests compare the result with the class
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from math import ceil
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -47,14 +48,9 @@ def activation(experts: Any) -> Activation:
     return function
 
 
-@contextmanager
-def with_activation(experts: Any, function: Activation) -> Iterator[None]:
+def with_activation(experts: Any, function: Activation) -> AbstractContextManager[Any]:
     """Make gated `experts` use `function` between their projections while open, in every experts implementation."""
-    experts._apply_gate = function
-    try:
-        yield
-    finally:
-        del experts._apply_gate  # restores the method of the class
+    return patch.object(experts, "_apply_gate", function)
 
 
 def attention_implementation(model: Any) -> str | None:
@@ -104,16 +100,10 @@ def load_tensors(
     return mismatched
 
 
-@contextmanager
-def dequantised_by_stated_blocks() -> Iterator[None]:
+def dequantised_by_stated_blocks() -> AbstractContextManager[Any]:
     """While open, FP8 checkpoints are dequantised by the `weight_block_size` that their configuration states."""
-    original = FineGrainedFP8HfQuantizer.get_load_operations
     changed = {"dequantize": _DequantizeStatedBlocks}
-    FineGrainedFP8HfQuantizer.get_load_operations = lambda self: changed  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        FineGrainedFP8HfQuantizer.get_load_operations = original  # type: ignore[method-assign]
+    return patch.object(FineGrainedFP8HfQuantizer, "get_load_operations", lambda self: changed)
 
 
 class _DequantizeStatedBlocks(Fp8Dequantize):

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.measure import namespaces_missing
 from moe_lab.config import ModelConfig
 from moe_lab.evaluation.engines.hf import LoadedModel
-from moe_lab.evaluation.sandbox.client import Runner, namespaces_missing
+from moe_lab.evaluation.sandbox.client import Runner
 from moe_lab.models.load import load_model
 from moe_lab.paths import shipped
 

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from processes import is_running, until
 
 from benchmarks.grading import canonical, count, raising, wrong_at_last
+from benchmarks.measure import namespaces_missing
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import Policy, harness, mirror, run
@@ -29,7 +30,6 @@ from moe_lab.evaluation.harnesses import evalplus
 from moe_lab.evaluation.harnesses.evalplus import GradeRequest, fenced_program, kept_grader
 from moe_lab.evaluation.harnesses.evalplus_rules import longest_program, sanitized
 from moe_lab.evaluation.mirror import benchmarks, make
-from moe_lab.evaluation.sandbox.client import namespaces_missing
 
 pytestmark = pytest.mark.slow
 

@@ -16,10 +16,11 @@ from harness_files import problem, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.measure import namespaces_missing
 from moe_lab.child_process import Ended
 from moe_lab.evaluation.harnesses.evalplus import Grader, GradeRequest, kept_grader
 from moe_lab.evaluation.sandbox import runner
-from moe_lab.evaluation.sandbox.client import LimitedCalls, Outcome, Runner, RunnerError, Runners, namespaces_missing
+from moe_lab.evaluation.sandbox.client import LimitedCalls, Outcome, Runner, RunnerError, Runners
 from moe_lab.evaluation.sandbox.closed_world import leaves_closed_world
 from moe_lab.evaluation.sandbox.runner import Request, runner_command
 from moe_lab.paths import resolve

@@ -22,6 +22,7 @@ from asking import ask, protocol, samples, write
 from evalplus.provider.utility import EOS
 from harness_files import shipped_items, write_lines
 
+from benchmarks.measure import namespaces_missing
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import LIMITED, NAMESPACES, UNCONFINED, Policy, suite
@@ -30,7 +31,6 @@ from moe_lab.evaluation.harness import HARNESSES
 from moe_lab.evaluation.harnesses import evalplus
 from moe_lab.evaluation.run import evaluate
 from moe_lab.evaluation.sandbox import client
-from moe_lab.evaluation.sandbox.client import namespaces_missing
 from moe_lab.evaluation.sandbox.runner import NO_NAMESPACES, Request
 from moe_lab.paths import resolve
 from moe_lab.results import Sample

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import DynamicCache, GenerationConfig
@@ -120,9 +121,8 @@ def greedy(model: Any, batch: Batch) -> list[NewTokens]:
 
     Where the family keeps keys and values alone, right answers are read with their prompts.
     """
-    own = model.generation_config
     # generate() would use the settings of the checkpoint that it is not given, such as a repetition penalty
-    model.generation_config = GenerationConfig(
+    settings = GenerationConfig(
         max_new_tokens=batch.most,
         do_sample=False,
         eos_token_id=sorted(batch.ends),
@@ -131,12 +131,10 @@ def greedy(model: Any, batch: Batch) -> list[NewTokens]:
     )
     ids, attention = (table.to(model.device) for table in _padded(batch))
     texts: list[NewTokens] = []
-    try:
+    with patch.object(model, "generation_config", settings):
         model.generate(
             input_ids=ids, attention_mask=attention, custom_generate=partial(_write, batch=batch, texts=texts)
         )
-    finally:
-        model.generation_config = own
     for text in texts:
         ends = (place for place, token in enumerate(text.tokens, start=1) if token in batch.ends)
         del text.tokens[next(ends, len(text.tokens)) :]

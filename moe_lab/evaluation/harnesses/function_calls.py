@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_lab.calibration.sources import records
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.evaluation import Policy
@@ -95,17 +95,11 @@ def _questions(benchmark: BenchmarkConfig) -> list[Question]:
 def _rows(file: Path, kind: str, shape: Any) -> dict[str, Any]:
     """Id -> line of a file of JSON lines. Raises UserError for lines that do not fit `shape`, and for equal ids."""
     rows: dict[str, Any] = {}
-    for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:  # ValueError: no JSON, or no UTF-8
-            raise UserError(f"{file} line {number} is damaged JSON: {error}") from None
+    for place, row in records(file, "task"):
         if not fits(row, shape):
-            raise UserError(f"{file} line {number} is no {kind}: expected the fields {_FIELDS[kind]} as in BFCL")
+            raise UserError(f"{place} is no {kind}: expected the fields {_FIELDS[kind]} as in BFCL")
         if row["id"] in rows:
-            raise UserError(f"{file} line {number}: the id {row['id']} is there twice: expected different ids")
+            raise UserError(f"{place}: the id {row['id']} is there twice: expected different ids")
         rows[row["id"]] = row
     if not rows:
         raise UserError(f"{file} has no lines: expected at least one {kind}")

@@ -158,15 +158,6 @@ def check_namespaces() -> None:
     start(confined=True).close()
 
 
-def namespaces_missing() -> str | None:
-    """Why programs cannot be confined on this machine, or None when they can."""
-    try:
-        check_namespaces()
-    except RunnerError as error:
-        return str(error)
-    return None
-
-
 class LimitedCalls(Pool[Child]):
     """Calls trusted functions of one module on texts of a model, from several threads. Arguments and results are JSON.
 
