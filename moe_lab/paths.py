@@ -61,6 +61,18 @@ def cache(name: str) -> Path:
     return caches() / "moe_lab" / name
 
 
+def private(name: str) -> Path:
+    """The folder `name` in the user's cache of moe_lab, made if there is none, where nobody else can read or write
+    whatever the umask: for what is executed. Raises UserError when it, or the folder around it, is somebody else's."""
+    folder = cache(name)
+    for path, mode in ((folder.parent, 0o755), (folder, 0o700)):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if {path.lstat().st_uid, path.stat().st_uid} != {os.getuid()}:
+            raise UserError(f"{path} is somebody else's, who could change what you run: expected XDG_CACHE_HOME=FOLDER")
+        path.chmod(path.stat().st_mode & mode)
+    return folder
+
+
 def caches() -> Path:
     """The folder of the user's caches: $XDG_CACHE_HOME, or ~/.cache, or a folder of the user among temporary files
     where the home folder cannot be written. Raises UserError when that folder belongs to somebody else."""
@@ -75,18 +87,18 @@ def caches() -> Path:
     return folder
 
 
-def url_of(store: str) -> str | None:
-    """The URL that store= names, such as s3://bucket/path, without slashes at its end; None when it names a folder.
-    Raises UserError for a URL that has no protocol, no path or a password in it."""
+def url_of(store: str, field: str = "store") -> str | None:
+    """The URL that a store is named by, such as s3://bucket/path, without slashes at its end; None for a folder. Raises
+    UserError, with the name of the `field`, for a URL that has no protocol, no path or a password in it."""
     protocol, is_url, path = store.partition("://")
     if not is_url:
         return None
-    for problem in secrets_in("store", store):
+    for problem in secrets_in(field, store):
         raise UserError(problem)
     path = path.rstrip("/")
     if not protocol or not path:
         raise UserError(
-            f"store={store} has no {'path' if protocol else 'protocol'}: expected a URL as s3://bucket/path"
+            f"{field}={store} has no {'path' if protocol else 'protocol'}: expected a URL as s3://bucket/path"
         )
     return f"{protocol}://{path}"
 
