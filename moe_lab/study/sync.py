@@ -129,11 +129,10 @@ class Folder:
         self.name = f"also={place}"
         try:
             self.store = Store(place)
-            is_there = self.store.is_there()
-        except OSError:  # it may not be read
-            is_there = False
-        if not is_there:
-            raise UserError(f"{self.name} is no store that you can read: expected the folder or the URL of one")
+            if not self.store.is_there():
+                raise UserError("no store is there")
+        except (OSError, UserError) as error:
+            raise UserError(f"{self.name}: {error}: expected the folder or the URL of a store") from None
         self.asked = self.store.errors_as_sentences
 
     def finished(self) -> dict[str, str]:

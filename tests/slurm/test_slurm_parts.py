@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from example_steps import Example, cell_of, evaluated, step_of
 from omegaconf import OmegaConf
+from studies import ask as command
 
 import moe_lab
 from moe_lab.config import (
@@ -31,6 +32,7 @@ from moe_lab.study.estimates import Seconds
 from moe_lab.study.runs import RECORD, Submitted, begin, runs
 from moe_lab.study.schedule import Schedule, StepError
 from moe_lab.study.slurm import arrays as module
+from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.arrays import arrange
 from moe_lab.study.slurm.pack import Pack, settle
 from moe_lab.study.slurm.pack import _absent as absent
@@ -243,18 +245,30 @@ def test_a_lost_step_is_told_apart_from_failed_and_skipped_ones(tmp_path: Path) 
     assert not schedule.waiting
 
 
+def test_whose_job_it_was_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = Example()
+    with begin(Store(tmp_path).create(), "study", [step]) as run:
+        run.add([Submitted("7", "7", "study.plan", "plan", (step.id,), (), str(tmp_path), user=54321)])
+    monkeypatch.setattr(scheduler, "queue", dict)
+    monkeypatch.setattr(scheduler, "fate", lambda job: "FAILED")
+    assert command(tmp_path, "why", "study") == 0
+    assert "job 7 of user 54321" in (said := capsys.readouterr().out) and "failed" in said
+
+
 def test_code_is_copied_once_for_each_state_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert code_state()["version"]  # of the real code, and remembered
     code = tmp_path / "own" / "moe_lab" / "example.py"
     code.parent.mkdir(parents=True)
     code.write_text("1")
     monkeypatch.setattr(moe_lab, "__file__", str(code.with_name("__init__.py")))
-    starts = [copy_code(tmp_path / "store") for _ in range(2)]
+    starts = [copy_code(tmp_path / "jobs") for _ in range(2)]
     code.write_text("2")
-    starts.append(copy_code(tmp_path / "store"))
+    starts.append(copy_code(tmp_path / "jobs"))
     assert starts[0] == starts[1] != starts[2]
     assert [start.with_name("example.py").read_text() for start in starts] == ["1", "1", "2"]
-    assert len(list((tmp_path / "store" / "code").iterdir())) == 2, "nothing is left behind"
+    assert len(list((tmp_path / "jobs" / "code").iterdir())) == 2, "nothing is left behind"
 
 
 # What jobs ask for: the most particular that is set, the rest estimated for all steps together

@@ -12,12 +12,13 @@ from file_systems import DEADLY, DIE, REFUSING, Refusing
 from fsspec.registry import known_implementations
 from processes import until
 from studies import STUDY, Asked, Worker, ask, killed, start
+from test_store import rot, state
 
 from analysis.__main__ import parse
 from moe_lab.errors import UserError
 from moe_lab.paths import store_folder
 from moe_lab.results import places, read_record
-from moe_lab.study import sync
+from moe_lab.study import packing, sync
 from moe_lab.study.graph import build
 from moe_lab.study.preflight import preflight
 from moe_lab.study.step import digest
@@ -328,3 +329,67 @@ def test_urls_that_cannot_work_are_refused_before_anything_is_made(
 def test_slashes_at_the_end_of_a_url_make_no_other_store(machine: Machine) -> None:
     assert Store("s3://bucket/x//").url == Store("s3://bucket/x").url == "s3://bucket/x"
     assert store_folder("s3://bucket/x//") == store_folder("s3://bucket/x") != store_folder("s3://bucket")
+
+
+# also=[...]: stores of others, which stay as they are
+
+
+@pytest.fixture(params=["folders", "links", "packs", "URL"])
+def lent(
+    request: pytest.FixtureRequest, tmp_path: Path, machine: Machine, one: Asked, monkeypatch: pytest.MonkeyPatch
+) -> str:
+    """A store in which the study is finished: in tmp_path/lab or, of a URL, tmp_path/remote."""
+    monkeypatch.setattr(packing, "MANY", 1 if request.param == "packs" else 500)
+    monkeypatch.setattr(sync, "LARGE", 1 if request.param == "links" else sync.LARGE)
+    place = url_of(tmp_path) if request.param == "URL" else str(tmp_path / "lab")
+    assert start(place, one) == 0
+    (tmp_path / "lab").mkdir(exist_ok=True)
+    (tmp_path / "remote").mkdir(exist_ok=True)
+    machine("second")
+    return place
+
+
+def test_what_others_have_finished_is_not_made_again(
+    tmp_path: Path, lent: str, one: Asked, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A dry run counts it. Without the other store, its large files are missing, and made anew."""
+    before, own, count = state(tmp_path), tmp_path / "own", len(build(*one).steps)
+    assert start(own, one, also=[lent], dry_run=True) == 0 and state(tmp_path) == before
+    assert f"{count} of them in {own}" in capsys.readouterr().err
+    assert start(own, one, also=[lent]) == start(own, one) == 0 and Worker.did == []
+    assert ask(own, "verify", STUDY) == ask(own, "gc", "apply=true") == 0
+    assert before.items() <= state(tmp_path).items() and len(recorded(own)) > 5
+    shutil.rmtree(tmp_path / "lab")
+    assert start(own, one) == 0 and len(Worker.did) == (count if "[links]" in request.node.name else 0)
+
+
+@pytest.mark.parametrize("lent", ["folders", "links", "URL"], indirect=True)
+def test_what_is_damaged_there_is_made_here(
+    tmp_path: Path, lent: str, one: Asked, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for kind, harm in (("plan", rot), ("scores", Path.unlink)):
+        harm(next(path for place in ("lab", "remote") for path in tmp_path.glob(f"{place}/{kind}/**/result.json")))
+    before = state(tmp_path)
+    assert start(tmp_path / "own", one, also=[lent]) == 0
+    assert sorted(name.partition("/")[0] for name in Worker.did) == ["plan", "scores"]
+    assert all(f"{name}: result.json" in capsys.readouterr().err for name in Worker.did[:1])
+    assert before.items() <= state(tmp_path).items()
+
+
+@pytest.mark.parametrize("lent", ["links"], indirect=True)
+def test_what_is_damaged_there_later_is_found_and_left_there(tmp_path: Path, lent: str, one: Asked) -> None:
+    own = tmp_path / "own"
+    assert start(own, one, also=[lent]) == 0
+    rot(next(tmp_path.glob("lab/plan/*/result.json")))
+    before = state(tmp_path / "lab")
+    assert ask(own, "verify", STUDY) == 1 and start(own, one) == 0 and ask(own, "verify", STUDY) == 0
+    assert [name.partition("/")[0] for name in Worker.did] == ["plan"] and state(tmp_path / "lab") == before
+
+
+@pytest.mark.parametrize("place", ["missing", "file", "empty", "s4://bucket/x", "s3://"])
+def test_what_is_no_store_is_named(one: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    Path("empty").mkdir()
+    (sentence,) = preflight(replace(one[0], also=[place]), one[1])
+    assert f"also={place}" in sentence
