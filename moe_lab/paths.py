@@ -62,14 +62,18 @@ def cache(name: str) -> Path:
 
 
 def private(name: str) -> Path:
-    """The folder `name` in the user's cache of moe_lab, made if there is none, where nobody else can read or write
-    whatever the umask: for what is executed. Raises UserError when it, or the folder around it, is somebody else's."""
-    folder = cache(name)
-    for path, mode in ((folder.parent, 0o755), (folder, 0o700)):
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if {path.lstat().st_uid, path.stat().st_uid} != {os.getuid()}:
-            raise UserError(f"{path} is somebody else's, who could change what you run: expected XDG_CACHE_HOME=FOLDER")
-        path.chmod(path.stat().st_mode & mode)
+    """The folder `name` in the user's cache of moe_lab, for what is executed: nobody else may enter it, or replace it.
+    Raises UserError when it, or the folder around it, belongs to somebody else."""
+    _own(cache(name).parent, 0o755)
+    return _own(cache(name), 0o700)
+
+
+def _own(folder: Path, mode: int) -> Path:
+    """Make a folder, whatever the umask, with at most the permissions in `mode`."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if {folder.lstat().st_uid, folder.stat().st_uid} != {os.getuid()}:  # a link of somebody else's is refused, too
+        raise UserError(f"{folder} is somebody else's: expected XDG_CACHE_HOME=FOLDER, where you may write")
+    folder.chmod(folder.stat().st_mode & mode)
     return folder
 
 
@@ -80,11 +84,7 @@ def caches() -> Path:
     # os.path.exists is false for what is in a folder that may not be entered, where Path.exists raises.
     if os.access(next(filter(os.path.exists, (usual, *usual.parents))), os.W_OK | os.X_OK):
         return usual
-    folder = Path(tempfile.gettempdir(), f"moe_lab-{os.getuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.lstat().st_uid != os.getuid():  # a link of somebody else's is refused, too
-        raise UserError(f"{usual} cannot be written, and {folder} is somebody else's: expected XDG_CACHE_HOME=FOLDER")
-    return folder
+    return _own(Path(tempfile.gettempdir(), f"moe_lab-{os.getuid()}"), 0o700)
 
 
 def url_of(store: str, field: str = "store") -> str | None:

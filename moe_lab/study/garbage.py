@@ -18,11 +18,11 @@ from moe_lab.json_files import Damaged, parse
 from moe_lab.results import DIGITS, places, read_record
 from moe_lab.study.claims import Busy
 from moe_lab.study.packing import PACKS, drop
-from moe_lab.study.runs import CHOOSING, jobs_of, runs, steps_at_work, studies
+from moe_lab.study.runs import CHOOSING, runs, steps_at_work, studies
 from moe_lab.study.status import alive, console
 from moe_lab.study.store import SCRATCH, STEP, Store, read_step
 
-LEFTOVERS = "left by killed or removed runs"
+LEFTOVERS = "left by killed runs"
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,7 @@ def look(store: Store) -> tuple[list[Garbage], str]:
 
 
 def _leftovers(store: Store, wanted: Set[str]) -> Iterator[Garbage]:
-    """Scratch, and resume files of steps that are not wanted, unless a process is working on the step; and what jobs of
-    this user were given by runs that are gone."""
-    jobs = list(jobs_of(store).glob("*"))  # looked up first, as a run has its folder before its jobs have theirs
-    begun = {run.folder.name for study in studies(store) for run in runs(store, study)}
-    yield from (Garbage(path, LEFTOVERS, _bytes(path), "") for path in jobs if path.name not in begun)
+    """Scratch, and resume files of steps that are not wanted, unless a process is working on the step."""
     scratch = {path: match[1] for path in store.root.glob("*/.*") if (match := SCRATCH.fullmatch(path.name))}
     partial = [path for path in (store.root / "partial").glob("[!.]*") if path.name not in wanted]
     claimed = store.claims.living()  # looked up last, as a step is claimed before its folders are made

@@ -5,7 +5,7 @@ jobs.json     the Slurm jobs that were submitted for them
 record.json   what came out (`moe_lab/study/record.py`)
 
 The command and its jobs hold claims, run-RUN-WORD, while they work. What jobs execute is not in the store, which others
-may write, but in the cache of who submitted them: jobs/STORE/RUN, and copies of the code in jobs/code.
+may write, but in the cache of who submitted them (`paths.private`): jobs/RUN, and copies of the code in jobs/code.
 """
 
 from __future__ import annotations
@@ -17,23 +17,19 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
-from hashlib import sha256
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from moe_lab.json_files import Number, write_json
 from moe_lab.paths import cache
-from moe_lab.results import DIGITS
 from moe_lab.results import RECORD as RECORD_FILE
 from moe_lab.study.claims import Claim
 from moe_lab.study.step import Step, code_state
 from moe_lab.study.store import Store
 
 RUN_SHAPE = {"time": Number, "steps": [(str, str, [str])]}
-JOBS_SHAPE = [
-    {"id": str, "array": str, "name": str, "kind": str, "steps": [str], "after": [str], "store": str, "user": int}
-]
+JOBS_SHAPE = [{"id": str, "array": str, "name": str, "kind": str, "steps": [str], "after": [str], "store": str}]
 RECORD = "record"
 """Kind of job that ends a submission: it writes the record and the report."""
 
@@ -55,8 +51,6 @@ class Submitted:
     after: Sequence[str]
     store: str
     """Folder of the store that it works for."""
-    user: int = field(default_factory=os.getuid)
-    """Id of the user who submitted it."""
 
 
 @dataclass
@@ -82,7 +76,7 @@ class Run:
     @property
     def logs(self) -> Path:
         """Folder in which submitit keeps the input and the output of jobs of this user."""
-        return jobs_of(self.store) / self.folder.name
+        return cache("jobs") / self.folder.name
 
     @property
     def about(self) -> dict[str, Any] | None:
@@ -109,11 +103,6 @@ class Run:
             self.folder.parent.rmdir()
         shutil.rmtree(removed, ignore_errors=True)
         shutil.rmtree(self.logs, ignore_errors=True)
-
-
-def jobs_of(store: Store) -> Path:
-    """Folder with what jobs of this user execute for a store, and with their logs; nobody else may enter it."""
-    return cache("jobs") / sha256(os.path.realpath(store.root).encode()).hexdigest()[:DIGITS]
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged, Number, parse
 from moe_lab.results import DIGITS
 from moe_lab.study.packing import drop
-from moe_lab.study.runs import RECORD, Submitted, jobs_of, last_about, runs, steps_at_work
+from moe_lab.study.runs import RECORD, Submitted, last_about, runs, steps_at_work
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.scheduler import Queued
 from moe_lab.study.store import STEP, Store
@@ -173,7 +172,8 @@ def why(study: StudyState, steps: Sequence[StepState]) -> None:
         print(f"{first.name}{f' and {len(more)} more' if more else ''}: {first.state}: {reason}")
         log = study.store.log(first.name)
         if first.state == "missing":  # its job may have died before it could begin
-            log = next(jobs_of(study.store).glob(f"*/{first.job}_0_log.err"), log)
+            logs = (run.logs / f"{first.job}_0_log.err" for run in runs(study.store, study.study))
+            log = next(filter(Path.exists, logs), log)
         if first.state in ("failed", "running", "missing") and log.exists():
             print(f"  {log}, last lines:")
             for line in log.read_text(errors="replace").splitlines()[-LINES:]:
@@ -235,9 +235,7 @@ def _reason(study: StudyState, step: StepState) -> str:
     if step.job is None:
         return "no job was made for it; the same command as before starts it"
     ended = scheduler.fate(step.job).lower() or "gone, and Slurm no longer says how it ended"
-    user = study.jobs[step.job].user
-    whose = f" of user {user}, who has its log," if user != os.getuid() else ""
-    return f"job {step.job}{whose} is {ended}; the same command as before starts it again"
+    return f"job {step.job} is {ended}; the same command as before starts it again"
 
 
 def _mean_seconds(store: Store, steps: Sequence[StepState]) -> float | None:

@@ -49,8 +49,7 @@ def check(store: str) -> None:
 
 
 class Remote:
-    """The folder at a URL, the value of a `field`. Raises UserError when no installed file system of fsspec can open
-    it."""
+    """The folder at a URL, which a field names. Raises UserError when no installed file system of fsspec opens it."""
 
     def __init__(self, url: str, field: str = "store") -> None:
         import fsspec
@@ -147,11 +146,15 @@ class Folder:
         return None
 
     def get(self, place: str, marker: Mapping[str, Any], file: str, target: Path) -> None:
-        """Copy a file of a step, or make a link to a large one."""
-        if marker["files"][file]["bytes"] >= LARGE:
-            target.symlink_to(os.path.realpath(self.store.place(place) / file))
-        else:
-            target.write_bytes(self.store.content(place, file))
+        """Copy a file of a step, or make a link to a large one. Raises FileNotFoundError when it may not be read."""
+        path = self.store.place(place) / file
+        try:
+            if marker["files"][file]["bytes"] >= LARGE and os.access(path, os.R_OK):
+                target.symlink_to(os.path.realpath(path))
+            else:
+                target.write_bytes(self.store.content(place, file))
+        except PermissionError:
+            raise FileNotFoundError(path) from None
 
 
 def source(place: str) -> Remote | Folder:
@@ -164,15 +167,14 @@ def pull(store: Store, there: Remote | Folder, wanted: Iterable[str]) -> list[st
     """Copy finished steps, each named by KIND/NAME, into the store, unless it has them. They are found by their ids.
 
     Left out are steps that are not there, those that another process is working on, and, with a notice, those that are
-    incomplete or damaged there, or may not be read: these are returned.
+    incomplete or damaged there, which are returned.
     """
     here = store.present()
-    if not (missing := [place[-DIGITS:] for place in wanted if place[-DIGITS:] not in here]):
-        return []
-    finished = there.finished()
+    missing = [place[-DIGITS:] for place in wanted if place[-DIGITS:] not in here]
+    finished = there.finished() if missing else {}
     with there.asked():
-        bad = _at_once(partial(_pull, store, there), [finished[start] for start in missing if start in finished])
-    return [place for place in bad if place]
+        tried = _at_once(partial(_pull, store, there), [finished[start] for start in missing if start in finished])
+    return list(filter(None, tried))
 
 
 def _pull(store: Store, there: Remote | Folder, place: str) -> str | None:
@@ -191,8 +193,8 @@ def _pull(store: Store, there: Remote | Folder, place: str) -> str | None:
                 try:
                     there.get(place, marker, name, target)
                     copied = entry(target)
-                except (FileNotFoundError, PermissionError):
-                    raise Damaged(f"{name} is missing, or may not be read") from None
+                except FileNotFoundError:
+                    raise Damaged(f"{name} is missing") from None
                 if copied != expected:
                     raise Damaged(f"{name} is damaged")
     except Damaged as error:

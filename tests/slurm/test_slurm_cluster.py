@@ -16,8 +16,9 @@ import pytest
 from cluster import LONG, STEPS, TWO, Cluster, InstantStudies, until
 from studies import command, jobs, moe_lab, ran, results, told
 
+from moe_lab.paths import cache as cache_of
 from moe_lab.results import read_record
-from moe_lab.study.runs import jobs_of, runs
+from moe_lab.study.runs import runs
 from moe_lab.study.store import Store
 from tests.test_secrets import PLANTED, SERVER, leaks, served
 
@@ -100,7 +101,7 @@ def limited(cluster: Cluster, folder: Path) -> None:
     cluster.ask("scancel", "--signal=USR2", job)
     until(lambda: cluster.job(job)["JobState"] == "FAILED", LONG, "it goes on")
     assert cluster.job(job)["Restarts"] == "1"
-    log = "".join(file.read_text() for file in jobs_of(Store(instant.store)).glob(f"*/{job}*_log.*"))
+    log = "".join(file.read_text() for file in cache_of("jobs").glob(f"*/{job}*_log.*"))
     assert "this job is timed-out" in log and "Job not requeued" in log
     assert "failed; the same command" in told(instant.store, "why", "limited")
     instant.release()

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from example_steps import Example, cell_of, evaluated, step_of
 from omegaconf import OmegaConf
-from studies import ask as command
 
 import moe_lab
 from moe_lab.config import (
@@ -32,7 +31,6 @@ from moe_lab.study.estimates import Seconds
 from moe_lab.study.runs import RECORD, Submitted, begin, runs
 from moe_lab.study.schedule import Schedule, StepError
 from moe_lab.study.slurm import arrays as module
-from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.arrays import arrange
 from moe_lab.study.slurm.pack import Pack, settle
 from moe_lab.study.slurm.pack import _absent as absent
@@ -243,18 +241,6 @@ def test_a_lost_step_is_told_apart_from_failed_and_skipped_ones(tmp_path: Path) 
     assert schedule.finished == {done.id} and set(schedule.skipped) == {step.id for step in after}
     assert str(schedule.failed[failed.id]) == "no" and "was not finished" in str(schedule.failed[lost.id])
     assert not schedule.waiting
-
-
-def test_whose_job_it_was_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    step = Example()
-    with begin(Store(tmp_path).create(), "study", [step]) as run:
-        run.add([Submitted("7", "7", "study.plan", "plan", (step.id,), (), str(tmp_path), user=54321)])
-    monkeypatch.setattr(scheduler, "queue", dict)
-    monkeypatch.setattr(scheduler, "fate", lambda job: "FAILED")
-    assert command(tmp_path, "why", "study") == 0
-    assert "job 7 of user 54321" in (said := capsys.readouterr().out) and "failed" in said
 
 
 def test_code_is_copied_once_for_each_state_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

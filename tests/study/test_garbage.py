@@ -301,16 +301,3 @@ def test_wrong_words_are_one_sentence(place: Path, capsys: pytest.CaptureFixture
         assert ask(place, *words.split()) == 2
         said = capsys.readouterr().err
         assert says in said and len(said.splitlines()) == 1
-
-
-def test_what_jobs_of_a_removed_run_were_given_is_freed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(place.parent))
-    store = Store(place).create()
-    with begin(store, STUDY, []) as gone, begin(store, STUDY, []) as left:
-        for run in (gone, left):
-            run.logs.mkdir(parents=True)
-    shutil.rmtree(gone.folder)
-    gc(store, apply=True)
-    assert left.logs.exists() and not gone.logs.exists()
-    left.remove()
-    assert not left.logs.exists()
