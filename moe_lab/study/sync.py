@@ -30,6 +30,7 @@ from moe_lab.json_files import Damaged, fits, write_json
 from moe_lab.paths import url_of
 from moe_lab.results import DIGITS, RECORD, RECORD_SHAPE, current_records, places, read_record
 from moe_lab.study.claims import Busy
+from moe_lab.study.packing import MANY, Packing
 from moe_lab.study.runs import studies
 from moe_lab.study.step import NO_ROOM, digest
 from moe_lab.study.store import FOLDER, STEP, Gone, Store, damage, entry, is_whole, read_step
@@ -172,9 +173,13 @@ def pull(store: Store, there: Remote | Folder, wanted: Iterable[str]) -> list[st
     here = store.present()
     missing = [place[-DIGITS:] for place in wanted if place[-DIGITS:] not in here]
     finished = there.finished() if missing else {}
+    found = [finished[start] for start in missing if start in finished]
+    packing, damaged = Packing(store), list[str]()
     with there.asked():
-        tried = _at_once(partial(_pull, store, there), [finished[start] for start in missing if start in finished])
-    return list(filter(None, tried))
+        for at in range(0, len(found), MANY):
+            damaged += filter(None, _at_once(partial(_pull, store, there), found[at : at + MANY]))
+            packing.pack()
+    return damaged
 
 
 def _pull(store: Store, there: Remote | Folder, place: str) -> str | None:
@@ -185,7 +190,9 @@ def _pull(store: Store, there: Remote | Folder, place: str) -> str | None:
             raise Damaged(f"its {STEP} is damaged")
         document = {name: value for name, value in marker.items() if name != "digest"}
         with store.receive(place, document) as scratch:
-            for name, expected in marker["files"].items() if scratch else ():
+            if scratch is None:
+                return None
+            for name, expected in marker["files"].items():
                 target = scratch / name
                 if not target.resolve().is_relative_to(scratch.resolve()):
                     raise Damaged(f"its {STEP} is damaged")

@@ -363,7 +363,7 @@ def test_what_others_have_finished_is_not_made_again(
     assert f"{count} of them in {own}" in capsys.readouterr().err
     assert start(own, one, also=[lent]) == start(own, one) == 0 and Worker.did == []
     assert ask(own, "verify", STUDY) == ask(own, "gc", "apply=true") == 0 and len(recorded(own)) > 5
-    assert before.items() <= state(tmp_path).items()
+    assert before.items() <= state(tmp_path).items() and bool(list(own.glob("packs/*"))) == (form == "packs")
     shutil.rmtree(tmp_path / "remote")
     assert start(own, one) == 0 and len(Worker.did) == (count if form == "links" else 0)
 
