@@ -61,6 +61,22 @@ def cache(name: str) -> Path:
     return caches() / "moe_lab" / name
 
 
+def private(name: str) -> Path:
+    """The folder `name` in the user's cache of moe_lab, for what is executed: nobody else may enter it, or replace it.
+    Raises UserError when it, or the folder around it, belongs to somebody else."""
+    _own(cache(name).parent, 0o755)
+    return _own(cache(name), 0o700)
+
+
+def _own(folder: Path, mode: int) -> Path:
+    """Make a folder, whatever the umask, with at most the permissions in `mode`."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if {folder.lstat().st_uid, folder.stat().st_uid} != {os.getuid()}:  # a link of somebody else's is refused, too
+        raise UserError(f"{folder} is somebody else's: expected XDG_CACHE_HOME=FOLDER, where you may write")
+    folder.chmod(folder.stat().st_mode & mode)
+    return folder
+
+
 def caches() -> Path:
     """The folder of the user's caches: $XDG_CACHE_HOME, or ~/.cache, or a folder of the user among temporary files
     where the home folder cannot be written. Raises UserError when that folder belongs to somebody else."""
@@ -68,25 +84,21 @@ def caches() -> Path:
     # os.path.exists is false for what is in a folder that may not be entered, where Path.exists raises.
     if os.access(next(filter(os.path.exists, (usual, *usual.parents))), os.W_OK | os.X_OK):
         return usual
-    folder = Path(tempfile.gettempdir(), f"moe_lab-{os.getuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.lstat().st_uid != os.getuid():  # a link of somebody else's is refused, too
-        raise UserError(f"{usual} cannot be written, and {folder} is somebody else's: expected XDG_CACHE_HOME=FOLDER")
-    return folder
+    return _own(Path(tempfile.gettempdir(), f"moe_lab-{os.getuid()}"), 0o700)
 
 
-def url_of(store: str) -> str | None:
-    """The URL that store= names, such as s3://bucket/path, without slashes at its end; None when it names a folder.
-    Raises UserError for a URL that has no protocol, no path or a password in it."""
+def url_of(store: str, field: str = "store") -> str | None:
+    """The URL that a store is named by, such as s3://bucket/path, without slashes at its end; None for a folder. Raises
+    UserError, with the name of the `field`, for a URL that has no protocol, no path or a password in it."""
     protocol, is_url, path = store.partition("://")
     if not is_url:
         return None
-    for problem in secrets_in("store", store):
+    for problem in secrets_in(field, store):
         raise UserError(problem)
     path = path.rstrip("/")
     if not protocol or not path:
         raise UserError(
-            f"store={store} has no {'path' if protocol else 'protocol'}: expected a URL as s3://bucket/path"
+            f"{field}={store} has no {'path' if protocol else 'protocol'}: expected a URL as s3://bucket/path"
         )
     return f"{protocol}://{path}"
 

@@ -157,6 +157,7 @@ class Config(Group):
         {
             "study",
             "store",
+            "also",
             "plugins",
             "dry_run",
             "retry",
@@ -191,6 +192,9 @@ class Config(Group):
     store: Text = "store"
     """Folder of all steps and results; or the URL of a folder that machines share, such as s3://bucket/path, whose copy
     on this machine is in the user's cache."""
+    also: list[Text] = field(default_factory=list)
+    """Stores of others, folders or URLs, that are only read: what they have finished is taken over before anything is
+    computed."""
     overlap: bool = False
     """Also score every S(b, alpha, beta) and the exact damage on each text that is read, for the overlap figures."""
     profile: bool = False

@@ -116,6 +116,8 @@ def _each(cells: Iterable[Cell], *groups: str) -> list[Cell]:
 
 def _wrong_settings(config: Config) -> Iterator[str]:
     yield from user_errors(sync.check, config.store)
+    for place in config.also:
+        yield from user_errors(sync.source, place)
     if config.tracker.name != "none":
         from moe_lab.study import tracker
 

@@ -23,7 +23,7 @@ from moe_lab.study.runs import Run, begin
 from moe_lab.study.schedule import Here, Schedule, Worker, console, recall_failures, say, say_notices, watch, work
 from moe_lab.study.step import Step, unmerged
 from moe_lab.study.store import Store
-from moe_lab.study.sync import Remote, pull, pull_records, pushed_regularly
+from moe_lab.study.sync import Folder, Remote, pull, pull_records, pushed_regularly, source
 
 
 def inline(schedule: Schedule, study: Study, run: Run) -> bool:
@@ -134,7 +134,9 @@ def _run(study: Study) -> int:
         pull_records(store, Remote(store.url), config.study)
     with begin(store, config.study, every) as begun:
         if store.url:
-            _pull(store, Remote(store.url), every)
+            (remote := Remote(store.url)).remove(_pull(store, remote, every))
+        for place in config.also:
+            _pull(store, source(place), every)
         steps, done = _in_store(study)
         if store.notices:
             outdate_reports(store)
@@ -159,23 +161,23 @@ def _run(study: Study) -> int:
         return max(code, push(study, config.push, schedule))
 
 
-def _pull(store: Store, remote: Remote, steps: Sequence[Step]) -> None:
-    """Copy those of the steps into the store that are finished only there."""
+def _pull(store: Store, other: Remote | Folder, steps: Sequence[Step]) -> list[str]:
+    """Copy those of the steps into the store that are finished only there. Returns those that are damaged there."""
     done = store.done_of(steps)
-    there = _finished_there(remote, steps) - done
+    there = _finished_there(other, steps) - done
     wanted = [step for step in unmerged(steps, done | there) if step.id in there]
     if wanted:
-        say(f"pulling {len(wanted)} finished steps from {remote.url}")
-        pull(store, remote, [step.folder for step in wanted])
+        say(f"taking {len(wanted)} finished steps from {other.name}")
+    return pull(store, other, [step.folder for step in wanted])
 
 
-def _finished_there(remote: Remote, steps: Sequence[Step]) -> set[str]:
-    there = remote.finished()
+def _finished_there(other: Remote | Folder, steps: Sequence[Step]) -> set[str]:
+    there = other.finished()
     return {step.id for step in steps if step.id[:DIGITS] in there}
 
 
 def _in_store(study: Study, elsewhere: Set[str] = frozenset()) -> tuple[list[Step], set[str]]:
-    """The steps of a study, and the ids of those that are finished. `elsewhere`: ids of those that will be pulled."""
+    """The steps of a study, and the ids of those that are finished. `elsewhere`: ids of those that will be taken."""
     store, every = study.store, study.graph.steps
     done = store.done_of(every) | elsewhere
     steps = unmerged(every, done)
@@ -189,7 +191,8 @@ def _forecast(study: Study) -> list[str]:
     """Print what a run would do: a table of its steps, and with launcher=slurm one of the jobs' resources. Returns a
     sentence for a disk, or a main memory, that is too small for it."""
     config, store, every = study.config, study.store, study.graph.steps
-    steps, done = _in_store(study, _finished_there(Remote(store.url), every) if store.url else frozenset())
+    others = [*([Remote(store.url)] if store.url else []), *map(source, config.also)]
+    steps, done = _in_store(study, {name for other in others for name in _finished_there(other, every)})
     say_notices(store)
     times, undone = Times(store), [step for step in steps if step.id not in done]
     console.print(forecast(steps, done, config.resources.gpu_memory, times.seconds))

@@ -4,7 +4,8 @@ run.json      what it set out to do: all steps of the study
 jobs.json     the Slurm jobs that were submitted for them
 record.json   what came out (`moe_lab/study/record.py`)
 
-The command and its jobs hold claims, run-RUN-WORD, while they work.
+The command and its jobs hold claims, run-RUN-WORD, while they work. What jobs execute is not in the store, which others
+may write, but in the cache of who submitted them (`paths.private`): jobs/RUN, and copies of the code in jobs/code.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.json_files import Number, write_json
+from moe_lab.paths import cache
 from moe_lab.results import RECORD as RECORD_FILE
 from moe_lab.study.claims import Claim
 from moe_lab.study.step import Step, code_state
@@ -73,8 +75,8 @@ class Run:
 
     @property
     def logs(self) -> Path:
-        """Folder in which submitit keeps the input and the output of jobs."""
-        return self.folder / "jobs"
+        """Folder in which submitit keeps the input and the output of jobs of this user."""
+        return cache("jobs") / self.folder.name
 
     @property
     def about(self) -> dict[str, Any] | None:
@@ -100,6 +102,7 @@ class Run:
             self.folder.rename(removed)  # jobs that have started already write to it by its name
             self.folder.parent.rmdir()
         shutil.rmtree(removed, ignore_errors=True)
+        shutil.rmtree(self.logs, ignore_errors=True)
 
 
 @contextmanager

@@ -172,8 +172,8 @@ def why(study: StudyState, steps: Sequence[StepState]) -> None:
         print(f"{first.name}{f' and {len(more)} more' if more else ''}: {first.state}: {reason}")
         log = study.store.log(first.name)
         if first.state == "missing":  # its job may have died before it could begin
-            logs = (study.store.root / "runs" / study.study).glob(f"*/jobs/{first.job}_0_log.err")
-            log = next(logs, log)
+            logs = (run.logs / f"{first.job}_0_log.err" for run in runs(study.store, study.study))
+            log = next(filter(Path.exists, logs), log)
         if first.state in ("failed", "running", "missing") and log.exists():
             print(f"  {log}, last lines:")
             for line in log.read_text(errors="replace").splitlines()[-LINES:]:

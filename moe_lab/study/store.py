@@ -101,7 +101,10 @@ class Store:
         except OSError as error:
             if error.errno in DISK_FULL:
                 raise UserError(NO_ROOM) from None
-            raise UserError(f"store={self.root} cannot be written ({error.strerror}): name a folder you own") from None
+            raise UserError(
+                f"store={self.root} cannot be written ({error.strerror}): name a folder you own; also=[{self.root}] "
+                "uses what is finished there"
+            ) from None
         return self
 
     def _check_marker(self) -> None:
@@ -190,10 +193,11 @@ class Store:
             with contextlib.suppress(FileNotFoundError, Damaged):
                 yield parse(self.packs.read(start, STEP), {}, start)
 
-    def present(self) -> set[str]:
-        """Starts of the ids of all finished steps, undamaged or not."""
+    def present(self) -> dict[str, str]:
+        """Start of the id -> KIND/NAME of all finished steps, undamaged or not."""
         self.packs.refresh()
-        return {*self.finished(), *self.packs.steps()}
+        folders = {start: f"{path.parent.name}/{path.name}" for start, (path, *_) in self.finished().items()}
+        return {**self.packs.steps(), **folders}
 
     def place(self, name: str) -> Path:
         """Folder of the finished step KIND/NAME, or else with the id in that name under another label."""
@@ -348,7 +352,7 @@ class Store:
     @contextlib.contextmanager
     def receive(self, name: str, document: Mapping[str, Any]) -> Iterator[Path | None]:
         """Claim the step with that folder's name and identity, and yield a scratch folder for all of its files; None
-        when the step is finished already.
+        when the step is finished already. `document`: the identity, or STEP of another store.
 
         Leaving the block without an exception publishes the scratch folder: one rename gives it the step's name. A
         process that dies leaves only the scratch folder, and a claim that others find stale. Raises Busy when another
@@ -442,7 +446,7 @@ def damage(folder: Path, *, hash_all: bool = False) -> dict[str, str]:
 
     It is found by size and modification time; a file with another time is hashed, and gets its time back if it is
     unchanged. With `hash_all`, every file is hashed, and a damaged one gets another time, so that it is found from then
-    on.
+    on. A file of another store, to which there is a link, is left as it is, and the link to a damaged one is removed.
     """
     try:
         document = read_step(folder)
@@ -472,7 +476,10 @@ def _as_published(file: BufferedReader, expected: Mapping[str, Any], moment: int
     if same != timely and os.fstat(file.fileno()).st_mtime_ns == status.st_mtime_ns:
         with contextlib.suppress(OSError, OverflowError):  # a file of another owner: hashed again next time
             mended = moment * NANO if same else time.time_ns()
-            os.utime(file.fileno(), ns=(mended, mended))
+            if not os.path.islink(file.name):
+                os.utime(file.fileno(), ns=(mended, mended))
+            elif not same:
+                os.unlink(file.name)
     return same
 
 
@@ -487,18 +494,18 @@ def entry(path: Path) -> dict[str, Any]:
 
 
 def _seal(folder: Path, document: Mapping[str, Any]) -> None:
-    """Set the modification time of all files, and write STEP. `document`: the identity, and the provenance unless it is
-    in PROVENANCE."""
+    """Set the modification time of all files, and write STEP. `document`: the identity; or STEP of another store, with
+    which the files were compared, and of which large ones may be links that have its time already."""
     provenance: dict[str, Any] = {}
     with contextlib.suppress(FileNotFoundError):
         provenance = read_json(folder / PROVENANCE, {})
         (folder / PROVENANCE).unlink()
-    moment = (int(time.time()) // TICK - 1) * TICK
+    content = {"provenance": provenance, "time": (int(time.time()) // TICK - 1) * TICK, **document}
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    files = {str(path.relative_to(folder)): entry(path) for path in paths}
+    if "files" not in content:
+        content["files"] = {str(path.relative_to(folder)): entry(path) for path in paths}
     mode = stat.S_IMODE(folder.stat().st_mode) & 0o666
-    for path in paths:
+    for path in (path for path in paths if not path.is_symlink()):
         os.chmod(path, mode)  # safetensors makes files that only their owner may read
-        os.utime(path, ns=(moment * NANO, moment * NANO))
-    content = {"provenance": provenance, **document, "files": files, "time": moment}
+        os.utime(path, ns=(content["time"] * NANO, content["time"] * NANO))
     write_json(folder / STEP, {**content, "digest": digest(content)})

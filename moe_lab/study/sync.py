@@ -1,4 +1,5 @@
-"""Share finished steps and records with other machines by store=s3://bucket/path, or another URL of fsspec.
+"""Share finished steps and records with other machines by store=s3://bucket/path, or another URL of fsspec; and take
+finished steps over from the stores in `also`.
 
 The store itself is a folder in the user's cache, which everything works on. At the URL are copies:
 
@@ -14,12 +15,14 @@ changed; only a copy that is found damaged is removed.
 from __future__ import annotations
 
 import json
+import os
 import threading
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from pathlib import PurePosixPath
+from functools import partial
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from moe_lab.errors import DISK_FULL, Unavailable, UserError, nearest, unknown
@@ -27,12 +30,13 @@ from moe_lab.json_files import Damaged, fits, write_json
 from moe_lab.paths import url_of
 from moe_lab.results import DIGITS, RECORD, RECORD_SHAPE, current_records, places, read_record
 from moe_lab.study.claims import Busy
+from moe_lab.study.packing import MANY, Packing
 from moe_lab.study.runs import studies
 from moe_lab.study.step import NO_ROOM, digest
-from moe_lab.study.store import FOLDER, Gone, Store, damage, entry, is_whole, read_step
+from moe_lab.study.store import FOLDER, STEP, Gone, Store, damage, entry, is_whole, read_step
 
-IDENTITY = ("id", "kind", "settings", "inputs", "provenance")
-"""What step.json says of a step apart from its files."""
+LARGE = 64 << 20
+"""Bytes from which a file of a folder in `also` is not copied: a link to it is made."""
 AT_ONCE = 8
 """Steps that are copied at the same time: most are small, and every request waits for an answer."""
 EVERY = 600.0
@@ -46,18 +50,18 @@ def check(store: str) -> None:
 
 
 class Remote:
-    """The folder at a URL. Raises UserError when no installed file system of fsspec can open it."""
+    """The folder at a URL, which a field names. Raises UserError when no installed file system of fsspec opens it."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, field: str = "store") -> None:
         import fsspec
 
-        self.url, protocol = url, url.partition("://")[0]
+        self.name, protocol = f"{field}={url}", url.partition("://")[0]
         try:
             self.files, self.folder = fsspec.core.url_to_fs(url)
         except Exception as error:  # noqa: BLE001 - every file system has its own exceptions
             close = nearest(protocol, fsspec.available_protocols())
             hint = f": did you mean {close}://?" if close not in (protocol, None) else ""
-            raise UserError(f"store={url} cannot be opened ({error}){hint}") from None
+            raise UserError(f"{self.name} cannot be opened ({error}){hint}") from None
 
     @contextmanager
     def asked(self) -> Iterator[None]:
@@ -70,7 +74,7 @@ class Remote:
             reason = " ".join(str(error).split()) or type(error).__name__
             if isinstance(error, OSError) and error.errno in DISK_FULL:
                 reason = NO_ROOM
-            raise Unavailable(f"store={self.url}: {reason}") from error
+            raise Unavailable(f"{self.name}: {reason}") from error
 
     def path(self, place: str) -> str:
         """Path in the file system of a file or folder there."""
@@ -98,6 +102,10 @@ class Remote:
             return json.loads(self.files.cat_file(self.path(f"{place}.json")))
         return None
 
+    def get(self, place: str, marker: Mapping[str, Any], file: str, target: Path) -> None:
+        """Copy a file of the step that `marker` describes."""
+        self.files.get_file(f"{self.folder_of(place, marker)}/{file}", str(target))
+
     def write(self, place: str, document: Any) -> None:
         """Write a JSON document there. Not every file system writes a file at once, but they rename at once."""
         path = self.path(f"{place}.json")
@@ -106,46 +114,102 @@ class Remote:
         self.files.pipe_file(beside, json.dumps(document, indent=1).encode())
         self.files.mv(beside, path)
 
+    def remove(self, places: Iterable[str]) -> None:
+        """Remove copies that are damaged, so that the steps do not count as pushed."""
+        with self.asked():
+            for name in (name for place in places for name in (place, f"{place}.json")):
+                with suppress(FileNotFoundError):  # the marker last: it is found again if this is interrupted
+                    self.files.rm(self.path(name), recursive=True)
 
-def pull(store: Store, remote: Remote, wanted: Iterable[str]) -> None:
+
+class Folder:
+    """The finished steps of another store, which is a folder and is only read. Raises UserError when it is none."""
+
+    def __init__(self, place: str) -> None:
+        self.name = f"also={place}"
+        try:
+            self.store = Store(place)
+            if not self.store.is_there():
+                raise UserError("no store is there")
+        except (OSError, UserError) as error:
+            raise UserError(f"{self.name}: {error}: expected the folder or the URL of a store") from None
+        self.asked = self.store.errors_as_sentences
+
+    def finished(self) -> dict[str, str]:
+        """Start of the id -> KIND/NAME of every step that is there."""
+        with self.asked():
+            return self.store.present()
+
+    def read(self, place: str) -> Any:
+        """STEP of a step; None when it is missing or damaged."""
+        with suppress(FileNotFoundError, PermissionError, ValueError):
+            return json.loads(self.store.content(place, STEP))
+        return None
+
+    def get(self, place: str, marker: Mapping[str, Any], file: str, target: Path) -> None:
+        """Copy a file of a step, or make a link to a large one. Raises FileNotFoundError when it may not be read."""
+        path = self.store.place(place) / file
+        try:
+            if marker["files"][file]["bytes"] >= LARGE and os.access(path, os.R_OK):
+                target.symlink_to(os.path.realpath(path))
+            else:
+                target.write_bytes(self.store.content(place, file))
+        except PermissionError:
+            raise FileNotFoundError(path) from None
+
+
+def source(place: str) -> Remote | Folder:
+    """One of the stores in `also`. Raises UserError when there is none."""
+    url = url_of(place, "also")
+    return Remote(url, "also") if url else Folder(place)
+
+
+def pull(store: Store, there: Remote | Folder, wanted: Iterable[str]) -> list[str]:
     """Copy finished steps, each named by KIND/NAME, into the store, unless it has them. They are found by their ids.
 
-    Left out are steps that are not there, those that another process is working on, and, with a notice, those whose
-    copy is incomplete or damaged. Such a copy is removed there, so that the step does not count as pushed.
+    Left out are steps that are not there, those that another process is working on, and, with a notice, those that are
+    incomplete or damaged there, which are returned.
     """
     here = store.present()
-    if missing := [place[-DIGITS:] for place in wanted if place[-DIGITS:] not in here]:
-        there = remote.finished()
-        with remote.asked():
-            _at_once(lambda place: _pull(store, remote, place), [there[start] for start in missing if start in there])
+    missing = [place[-DIGITS:] for place in wanted if place[-DIGITS:] not in here]
+    finished = there.finished() if missing else {}
+    found = [finished[start] for start in missing if start in finished]
+    packing, damaged = Packing(store), list[str]()
+    with there.asked():
+        for at in range(0, len(found), MANY):
+            damaged += filter(None, _at_once(partial(_pull, store, there), found[at : at + MANY]))
+            packing.pack()
+    return damaged
 
 
-def _pull(store: Store, remote: Remote, place: str) -> None:
-    marker = remote.read(place)
+def _pull(store: Store, there: Remote | Folder, place: str) -> str | None:
+    """Copy a step. Returns its place when it is damaged there."""
+    marker = there.read(place)
     try:
         if not fits(marker, {"id": str, "digest": str}) or not is_whole(marker):
-            raise Damaged(f"{place}.json is damaged")
-        with store.receive(place, {name: marker[name] for name in IDENTITY}) as scratch:
+            raise Damaged(f"its {STEP} is damaged")
+        document = {name: value for name, value in marker.items() if name != "digest"}
+        with store.receive(place, document) as scratch:
             if scratch is None:
-                return
+                return None
             for name, expected in marker["files"].items():
                 target = scratch / name
                 if not target.resolve().is_relative_to(scratch.resolve()):
-                    raise Damaged(f"{place}.json is damaged")
+                    raise Damaged(f"its {STEP} is damaged")
                 target.parent.mkdir(parents=True, exist_ok=True)
                 try:
-                    remote.files.get_file(f"{remote.folder_of(place, marker)}/{name}", str(target))
+                    there.get(place, marker, name, target)
+                    copied = entry(target)
                 except FileNotFoundError:
-                    raise Damaged(f"{place}/{name} is missing") from None
-                if entry(target) != expected:
-                    raise Damaged(f"{place}/{name} is damaged")
+                    raise Damaged(f"{name} is missing") from None
+                if copied != expected:
+                    raise Damaged(f"{name} is damaged")
     except Damaged as error:
-        store.notices.append(f"store={remote.url}: {error}: {place} is made anew where it is needed")
-        for name in (place, f"{place}.json"):  # the marker last, so that it is found again if this is interrupted
-            with suppress(FileNotFoundError):
-                remote.files.rm(remote.path(name), recursive=True)
+        store.notices.append(f"{there.name}: {place}: {error}: it is made anew where it is needed")
+        return place
     except Busy:
-        return
+        pass
+    return None
 
 
 def push(store: Store, remote: Remote) -> None:
@@ -202,7 +266,7 @@ def exchange(store: Store, remote: Remote, names: Collection[str]) -> None:
     for study in names:
         pull_records(store, remote, study)
         with suppress(Damaged):  # whoever reads it says so
-            pull(store, remote, places(read_record(store.root, study) or {}))
+            remote.remove(pull(store, remote, places(read_record(store.root, study) or {})))
     push(store, remote)
 
 
@@ -263,6 +327,6 @@ def sync(store: Store, study: str | None = None) -> int:
     return 1 if absent else 0
 
 
-def _at_once(work: Callable[[str], None], names: Iterable[str]) -> None:
+def _at_once(work: Callable[[str], Any], names: Iterable[str]) -> list[Any]:
     with ThreadPoolExecutor(AT_ONCE) as threads:
-        list(threads.map(work, names))  # after a failure, what has not begun is left out
+        return list(threads.map(work, names))  # after a failure, what has not begun is left out

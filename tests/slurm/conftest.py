@@ -19,6 +19,7 @@ def cluster() -> Iterator[Cluster]:
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setenv("SLURM_CONF", str(own.configuration))
+        patch.setenv("XDG_CACHE_HOME", f"{folder}/cache")
         yield own
 
 

@@ -16,7 +16,10 @@ import pytest
 from cluster import LONG, STEPS, TWO, Cluster, InstantStudies, until
 from studies import command, jobs, moe_lab, ran, results, told
 
+from moe_lab.paths import cache as cache_of
 from moe_lab.results import read_record
+from moe_lab.study.runs import runs
+from moe_lab.study.store import Store
 from tests.test_secrets import PLANTED, SERVER, leaks, served
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -54,7 +57,7 @@ def agnostic(cluster: Cluster, store: Path) -> Path:
 
 
 def secretive(_: Cluster, store: Path) -> None:
-    """No file of submitted jobs has a secret: not what they are handed, their code, their logs, the record, the report.
+    """No file of submitted jobs has a secret: not what they are handed, their logs, the record, the report.
 
     The command's environment has some. Slurm keeps it in its spool, which is not searched.
     """
@@ -71,10 +74,12 @@ def secretive(_: Cluster, store: Path) -> None:
     ]
     done = moe_lab(store, *settings, *SLURM, environment={**os.environ, **PLANTED})
     assert done.returncode == 0 and "record" in jobs(done.stdout), done.stderr
-    assert leaks(store, done) == []
+    [run] = runs(Store(store), "study")
+    assert leaks(store, done) == leaks(run.logs, done) == []
     record = read_record(store, "study")
     assert record and len(record["cells"]) == 2 and all(all(cell["evaluate"].values()) for cell in record["cells"])
-    assert list(store.glob("runs/study/*/jobs/*_submitted.pkl")) and (store / "reports/study/report.html").exists()
+    assert list(run.logs.glob("*_submitted.pkl")) and (store / "reports/study/report.html").exists()
+    assert not [*store.rglob("*.pkl"), *store.rglob("*.py")], "nothing that is executed"
 
 
 def limited(cluster: Cluster, folder: Path) -> None:
@@ -96,7 +101,7 @@ def limited(cluster: Cluster, folder: Path) -> None:
     cluster.ask("scancel", "--signal=USR2", job)
     until(lambda: cluster.job(job)["JobState"] == "FAILED", LONG, "it goes on")
     assert cluster.job(job)["Restarts"] == "1"
-    log = "".join(file.read_text() for file in instant.store.glob(f"runs/*/*/jobs/{job}*_log.*"))
+    log = "".join(file.read_text() for file in cache_of("jobs").glob(f"*/{job}*_log.*"))
     assert "this job is timed-out" in log and "Job not requeued" in log
     assert "failed; the same command" in told(instant.store, "why", "limited")
     instant.release()

@@ -251,12 +251,12 @@ def test_code_is_copied_once_for_each_state_of_it(tmp_path: Path, monkeypatch: p
     code.parent.mkdir(parents=True)
     code.write_text("1")
     monkeypatch.setattr(moe_lab, "__file__", str(code.with_name("__init__.py")))
-    starts = [copy_code(tmp_path / "store") for _ in range(2)]
+    starts = [copy_code(tmp_path / "jobs") for _ in range(2)]
     code.write_text("2")
-    starts.append(copy_code(tmp_path / "store"))
+    starts.append(copy_code(tmp_path / "jobs"))
     assert starts[0] == starts[1] != starts[2]
     assert [start.with_name("example.py").read_text() for start in starts] == ["1", "1", "2"]
-    assert len(list((tmp_path / "store" / "code").iterdir())) == 2, "nothing is left behind"
+    assert len(list((tmp_path / "jobs" / "code").iterdir())) == 2, "nothing is left behind"
 
 
 # What jobs ask for: the most particular that is set, the rest estimated for all steps together

@@ -15,7 +15,9 @@ from example_steps import Example
 from studies import ask, killed
 
 from moe_lab.errors import UserError
+from moe_lab.paths import private
 from moe_lab.study import store as storing
+from moe_lab.study import sync
 from moe_lab.study.claims import Busy, Claim
 from moe_lab.study.runs import begin
 from moe_lab.study.schedule import Schedule, work
@@ -23,10 +25,11 @@ from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
 
-def publish(store: Store, step: Step, text: str = "result") -> None:
+def publish(store: Store, step: Step, text: str = "result", file: str = "result.txt") -> None:
     with store.claim(step) as scratch:
         assert scratch is not None
-        (scratch / "result.txt").write_text(text)
+        (scratch / file).parent.mkdir(exist_ok=True)
+        (scratch / file).write_text(text)
         (scratch / "provenance.json").write_text('{"seconds": 1.5}')
 
 
@@ -133,6 +136,12 @@ def rot(file: Path) -> None:
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
+def state(place: Path) -> dict[Path, Any]:
+    """Time, mode and content of everything in a folder."""
+    found = {path: path.lstat() for path in place.rglob("*")}
+    return {path: (at.st_mtime_ns, at.st_mode, path.is_file() and path.read_bytes()) for path, at in found.items()}
+
+
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that are hashed from now on."""
@@ -177,11 +186,13 @@ def test_a_write_within_the_tick_of_a_coarse_clock_is_noticed(store: Store, monk
     assert not store.done(Example())
 
 
-def test_what_is_read_is_hashed_first(store: Store, hashed: list[str]) -> None:
+@pytest.mark.parametrize("file", ["result.txt", "checkpoint/modeling_pruned.py"])
+def test_what_is_read_is_hashed_first(store: Store, hashed: list[str], file: str) -> None:
+    """And what is run: code of an export that was changed is not."""
     first = Example()
     second = Example("scores", "after", needed={"plan": first})
-    publish(store, first)
-    rot(store.path(first) / "result.txt")
+    publish(store, first, file=file)
+    rot(store.path(first) / file)
     later = Store(store.root).create()
     assert later.done(first)
     schedule = Schedule([second], finished={first.id})
@@ -306,3 +317,42 @@ def test_a_store_that_only_its_owner_may_write_is_read_and_named(of_the_group: P
     with pytest.raises(UserError, match=r"store=.*/store"):
         as_user(COLLEAGUE, 0o022, count_done, of_the_group / "store", step, Example(number=2))
     assert as_user(OWNER, 0o022, count_done, of_the_group / "store", step) == 0
+
+
+def taken(root: Path, other: Path, *steps: Step) -> tuple[list[bool], list[str]]:
+    """Which steps of another store are done in this one when they are taken over, and what is said."""
+    store = Store(root).create()
+    sync.pull(store, sync.Folder(str(other)), [step.folder for step in steps])
+    return [store.done(step) for step in steps], store.notices
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("large", [1, sync.LARGE])
+def test_steps_of_a_colleague_are_taken_over(of_the_group: Path, monkeypatch: pytest.MonkeyPatch, large: int) -> None:
+    """But one that may not be read. Nothing changes there."""
+    monkeypatch.setattr(sync, "LARGE", large)
+    steps, theirs = [Example(number=number) for number in range(2)], of_the_group / "store"
+    assert as_user(OWNER, 0o022, count_done, theirs, *steps) == 2
+    (Store(theirs).path(steps[1]) / "result.txt").chmod(0o600)
+    before = state(theirs)
+    done, [said] = as_user(COLLEAGUE, 0o022, taken, of_the_group / "own", theirs, *steps)
+    assert done == [True, False] and steps[1].folder in said and state(theirs) == before
+    with pytest.raises(UserError, match=rf"also=\[{theirs}\]"):
+        as_user(COLLEAGUE, 0o022, count_done, theirs, steps[0])
+
+
+@pytest.mark.root
+def test_what_jobs_execute_is_where_nobody_else_can_write(of_the_group: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the umask, and what the modes were. A folder or a link of somebody else's is refused."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(of_the_group))
+    for modes in ([0o700, 0o700], [0o755, 0o700]):
+        folder = as_user(OWNER, 0, private, "jobs")
+        assert [path.stat().st_mode & 0o777 for path in (folder.parent, folder)] == modes
+        folder.parent.chmod(0o777)
+        folder.chmod(0o777)
+    with pytest.raises(UserError, match=str(folder.parent)):
+        as_user(COLLEAGUE, 0, private, "jobs")
+    folder.parent.rename(of_the_group / "aside").chmod(0o777)
+    as_user(COLLEAGUE, 0, folder.parent.symlink_to, of_the_group / "aside")
+    with pytest.raises(UserError, match=str(folder.parent)):
+        as_user(OWNER, 0, private, "jobs")

@@ -12,12 +12,13 @@ from file_systems import DEADLY, DIE, REFUSING, Refusing
 from fsspec.registry import known_implementations
 from processes import until
 from studies import STUDY, Asked, Worker, ask, killed, start
+from test_store import rot, state
 
 from analysis.__main__ import parse
 from moe_lab.errors import UserError
 from moe_lab.paths import store_folder
 from moe_lab.results import places, read_record
-from moe_lab.study import sync
+from moe_lab.study import packing, sync
 from moe_lab.study.graph import build
 from moe_lab.study.preflight import preflight
 from moe_lab.study.step import digest
@@ -316,6 +317,9 @@ def test_urls_that_cannot_work_are_refused_before_anything_is_made(
     for store, says in urls.items():
         (sentence,) = preflight(replace(one[0], store=store), one[1])
         assert says in sentence and "\n" not in sentence
+    for place in (*urls, tmp_path, __file__, "missing"):  # no store is in the folder
+        (sentence,) = preflight(replace(one[0], also=[str(place)]), one[1])
+        assert f"also={place}" in sentence
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("fsspec.core.url_to_fs", lambda _: pytest.fail("it was opened"))
     for store in ("ftp://user:hidden@host/x", "file:///", "://x"):
@@ -328,3 +332,56 @@ def test_urls_that_cannot_work_are_refused_before_anything_is_made(
 def test_slashes_at_the_end_of_a_url_make_no_other_store(machine: Machine) -> None:
     assert Store("s3://bucket/x//").url == Store("s3://bucket/x").url == "s3://bucket/x"
     assert store_folder("s3://bucket/x//") == store_folder("s3://bucket/x") != store_folder("s3://bucket")
+
+
+# also=[...]: stores of others, which stay as they are
+
+
+@pytest.fixture(params=["folders", "links", "packs", "URL"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """In which form steps are finished in another store, or here when they are taken over."""
+    monkeypatch.setattr(packing, "MANY", 1 if request.param == "packs" else 500)
+    monkeypatch.setattr(sync, "LARGE", 1 if request.param == "links" else sync.LARGE)
+    return str(request.param)
+
+
+@pytest.fixture
+def lent(tmp_path: Path, machine: Machine, one: Asked, form: str) -> str:
+    """A store, in tmp_path/remote, in which somebody else has finished the study."""
+    place = url_of(tmp_path) if form == "URL" else f"{tmp_path}/remote"
+    assert start(place, one) == 0
+    machine("second")
+    return place
+
+
+def test_what_others_have_finished_is_not_made_again(
+    tmp_path: Path, lent: str, one: Asked, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A dry run counts it. Without the other store, its large files are missing, and made anew."""
+    before, own, count = state(tmp_path), tmp_path / "own", len(build(*one).steps)
+    assert start(own, one, also=[lent], dry_run=True) == 0 and state(tmp_path) == before
+    assert f"{count} of them in {own}" in capsys.readouterr().err
+    assert start(own, one, also=[lent]) == start(own, one) == 0 and Worker.did == []
+    assert ask(own, "verify", STUDY) == ask(own, "gc", "apply=true") == 0 and len(recorded(own)) > 5
+    assert before.items() <= state(tmp_path).items() and bool(list(own.glob("packs/*"))) == (form == "packs")
+    shutil.rmtree(tmp_path / "remote")
+    assert start(own, one) == 0 and len(Worker.did) == (count if form == "links" else 0)
+
+
+@pytest.mark.parametrize("form", ["folders", "links", "URL"], indirect=True)
+def test_what_is_damaged_there_is_made_here(
+    tmp_path: Path, lent: str, one: Asked, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also what is damaged later, if it is not copied. Nothing is mended or removed there."""
+    own, files = tmp_path / "own", [next(tmp_path.glob(f"remote/{kind}/**/result.json")) for kind in ("plan", "scores")]
+    rot(files[0])
+    files[1].unlink()
+    before = state(tmp_path / "remote")
+    assert start(own, one, also=[lent]) == 0 and state(tmp_path / "remote") == before
+    assert sorted(name.partition("/")[0] for name in Worker.did) == ["plan", "scores"]
+    said = capsys.readouterr().err
+    assert all(f"{name}: result.json" in said for name in Worker.did)
+    rot(next(tmp_path.glob("remote/cost/**/result.json")))
+    before = state(tmp_path / "remote")
+    assert ask(own, "verify", STUDY) == (form == "links") and start(own, one) == ask(own, "verify", STUDY) == 0
+    assert state(tmp_path / "remote") == before

@@ -23,6 +23,7 @@ from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError
 from moe_lab.json_files import write_json
 from moe_lab.models import files
+from moe_lab.paths import private
 from moe_lab.study.estimates import Times
 from moe_lab.study.record import Study
 from moe_lab.study.runs import RECORD, Run, Submitted, runs
@@ -110,7 +111,7 @@ class Submission:
     @cached_property
     def starter(self) -> Path:
         """The start.py with which jobs are started, in a copy of the present code."""
-        return copy_code(self.study.store.root)
+        return copy_code(private("jobs"))
 
     def add(self, array: Array) -> None:
         """Submit one array, to start when the jobs that it needs have succeeded."""
@@ -231,8 +232,8 @@ def under_way(jobs: Iterable[Submitted], queue: Mapping[str, Queued], missing: I
 COPIED = ("moe_lab", "analysis", "conf")
 
 
-def copy_code(store: Path) -> Path:
-    """Copy the present code to `store`/code, once for each state of it. Returns the start.py of the copy.
+def copy_code(jobs: Path) -> Path:
+    """Copy the present code to `jobs`/code, once for each state of it. Returns the start.py of the copy.
 
     Jobs run the copy, and so do the processes they start: what is edited or updated while jobs wait in the queue does
     not change what they do.
@@ -241,7 +242,7 @@ def copy_code(store: Path) -> Path:
     found = [path for name in COPIED for path in sorted((root / name).rglob("*")) if path.is_file()]
     copied = [path.relative_to(root) for path in found if "__pycache__" not in path.parts]
     content = {str(file): sha256((root / file).read_bytes()).hexdigest() for file in copied}
-    folder = store.absolute() / "code" / digest({"state": code_state(), "files": content})[:12]
+    folder = jobs.absolute() / "code" / digest({"state": code_state(), "files": content})[:12]
     if not folder.exists():
         scratch = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
         for file in copied:
