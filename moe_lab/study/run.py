@@ -13,7 +13,7 @@ from moe_lab.config.base import SettingsError
 from moe_lab.errors import Unavailable, UserError, unknown, user_errors
 from moe_lab.grid import Request
 from moe_lab.json_files import Number, parse
-from moe_lab.models import cores, main_memory, visible_gpus
+from moe_lab.models import WORKERS, cores, main_memory, visible_gpus
 from moe_lab.results import DIGITS, is_lower_better
 from moe_lab.study.estimates import Times, check_memory, disk_problems, forecast, gpus, memory_of
 from moe_lab.study.graph import build, normalized, unresolved
@@ -45,6 +45,7 @@ def local(schedule: Schedule, study: Study, run: Run) -> bool:
 
     def serve(number: int) -> None:
         environment = {"CUDA_VISIBLE_DEVICES": sets[number % len(sets)]} if sets else {}
+        environment[WORKERS] = str(count)
         try:
             with Worker(study.store, environment) as execute:
                 work(schedule, study.store, execute)

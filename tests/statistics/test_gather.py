@@ -2,6 +2,7 @@
 a pass that has one decoder layer in memory."""
 
 import re
+import signal
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -77,18 +78,20 @@ def test_a_stopped_pass_goes_on_where_it_was(
     assert [file.name for file in tmp_path.iterdir()] == [CHECKPOINT]
 
 
+def written() -> int:
+    """Bytes that this process has written."""
+    return int(re.findall(r"wchar: (\d+)", Path("/proc/self/io").read_text())[0])
+
+
 def test_what_a_pass_saves_is_a_small_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass of seconds writes its sums once, at its end; of long passes at most 2 % of the time is for saves."""
-
-    def written() -> int:
-        return int(re.findall(r"wchar: (\d+)", Path("/proc/self/io").read_text())[0])
 
     before = written()
     gather(naive.model("olmoe"), ForwardTap, 8 * BATCHES, out=tmp_path, fingerprint=FINGERPRINT)
     assert written() - before < 1.5 * (tmp_path / CHECKPOINT).stat().st_size
     now = [0.0]
     monkeypatch.setattr(observe.time, "monotonic", lambda: now[0])
-    saves, saved = observe.Saves(), 0.0
+    saves, saved = observe.Saves(tmp_path), 0.0
     for seconds in (1.0, 100.0) * 5000:
         now[0] += 10
         if saves.due():
@@ -189,29 +192,90 @@ def test_the_sums_are_the_same(name: str, kind: str, tmp_path: Path) -> None:
     assert all(weight.is_meta for weight in model.layers.parameters()), "no layer is left behind"
 
 
+@pytest.mark.parametrize("held", [0, 4, 1000])
 @pytest.mark.parametrize("kind", PASSES)
-def test_a_killed_pass_goes_on_from_its_last_layer(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_pass_goes_on_from_its_last_layer(
+    kind: str, held: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With none, some and all of the hidden states in memory."""
     whole, layered = PASSES[kind]
     expected = resident(whole, "deepseek_v2")
     model = opened("deepseek_v2", tmp_path / "model")
-    finish = streaming.FinishedLayers.add
-    done: list[tuple[str, int]] = []
+    finish = streaming.LayerPass.finish
+    done: list[int] = []
 
-    def dying(self: Any, phase: str, number: int, sums: Any) -> None:
+    def dying(self: Any, *given: Any) -> None:
         if len(done) % 2:
-            done.append(("killed", number))
+            done.append(-1)
             raise tiny.Killed
-        finish(self, phase, number, sums)
-        done.append((phase, number))
+        finish(self, *given)
+        done.append(self.done)
 
-    monkeypatch.setattr(streaming.FinishedLayers, "add", dying)
+    monkeypatch.setattr(streaming, "main_memory", lambda: held * state_bytes(model) / streaming.SHARE)
+    monkeypatch.setattr(observe, "SAVED", 0.0)
+    monkeypatch.setattr(observe, "PER_SAVE", 0)
+    monkeypatch.setattr(streaming.LayerPass, "finish", dying)
     for _ in range(20):
         with suppress(tiny.Killed):
             found = layered(model, batches=BATCHES, out=tmp_path / "out", fingerprint={})
             break
     assert_equal(found, expected)
-    finished = [entry for entry in done if entry[0] != "killed"]
-    assert len(finished) == len(set(finished)) and len(done) > len(finished), "nothing is done twice"
+    finished = [part for part in done if part > 0]
+    assert finished == list(range(1, len(finished) + 1)) and len(done) > len(finished), "nothing is done twice"
+    assert not list(tmp_path.glob("out/*/states/*/*")), "what is needed no more is deleted"
+
+
+def state_bytes(model: StreamedModel) -> int:
+    """Of the hidden states of a batch."""
+    return int(BATCHES[0][0].numel() * model.model.config.hidden_size * 4)
+
+
+@pytest.mark.parametrize("kind", ["forward", "gradients"])
+def test_hidden_states_are_written_where_memory_does_not_hold_them(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, sums = opened("olmoe", tmp_path / "model"), []
+    for memory in (1e9, 0.0):
+        monkeypatch.setattr(streaming, "main_memory", lambda memory=memory: memory)
+        out, before = tmp_path / str(memory), written()
+        sums.append(PASSES[kind][1](model, batches=BATCHES, out=out, fingerprint={}))
+        states = (written() - before) / state_bytes(model) / len(BATCHES)
+        assert states == 0 and not out.exists() if memory else states > len(model.layers) - 1
+    naive.assert_alike(sums[0].layers, sums[1].layers)
+
+
+@pytest.mark.parametrize(("read", "left"), [(FORWARD[0], 1), (FORWARD[1], 6)], ids=["resident", "streamed"])
+def test_a_pass_that_is_told_to_end_saves_first(
+    read: Any, left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at Slurm's warning, in the fifth of six batches, or in the second of three layers: then comes what the signal
+    does otherwise."""
+    streamed, reading, calls = opened("olmoe", tmp_path / "model"), Observer.read, list[int]()
+    batches = SIX if left == 1 else BATCHES
+    about: Any = {"batches": batches, "out": tmp_path / "out", "fingerprint": {}}
+    model = tiny.build("olmoe") if left == 1 else streamed
+
+    def warned(*given: Any) -> Any:
+        calls.append(len(calls))
+        if len(calls) == 5:
+            signal.raise_signal(signal.SIGUSR1)
+        return reading(*given)
+
+    def end(*_: object) -> None:
+        raise tiny.Killed
+
+    monkeypatch.setattr(Observer, "read", warned)
+    before = signal.signal(signal.SIGUSR1, end)
+    try:
+        with pytest.raises(tiny.Killed):
+            read(model, **about)
+        assert signal.getsignal(signal.SIGUSR1) is end
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    calls[:] = range(5)
+    found = read(model, **about)
+    assert len(calls) == 5 + left
+    naive.assert_alike(found.layers, FORWARD[0](tiny.build("olmoe"), batches=batches, fingerprint={}).layers)
 
 
 def test_one_layer_is_there_at_once_and_a_new_text_starts_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

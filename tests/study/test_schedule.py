@@ -5,12 +5,14 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +25,7 @@ from studies import STUDY, Asked, ask, start
 
 from moe_lab import progress
 from moe_lab.config import Config, LauncherConfig
+from moe_lab.models import WORKERS
 from moe_lab.results import FIGURES
 from moe_lab.study import record
 from moe_lab.study import run as launch
@@ -30,6 +33,7 @@ from moe_lab.study.estimates import GIB, Memory
 from moe_lab.study.graph import Graph
 from moe_lab.study.runs import begin
 from moe_lab.study.schedule import Schedule, StepError, Worker, overview, work
+from moe_lab.study.slurm.pack import Pack
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
@@ -108,6 +112,40 @@ def test_a_worker_goes_on_when_slurm_warns_its_job(tmp_path: Path, monkeypatch: 
         assert execute.child is before
 
 
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_warned_job_waits_until_its_worker_has_saved(
+    saves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker, in a step that ends only with it, warns its job as Slurm would; the job gives up where one never
+    ends."""
+    script, saved = tmp_path / "saving.py", tmp_path / "saved"
+    script.write_text(
+        "import os, signal, sys\n"
+        f"signal.signal(signal.SIGUSR1, lambda *_: {saves} and (os.mkdir({str(saved)!r}) or os._exit(0)))\n"
+        "sys.stdin.readline()\n"
+        "os.kill(os.getppid(), signal.SIGUSR2)\n"
+        "while True: signal.pause()\n"
+    )
+    monkeypatch.setattr("moe_lab.study.schedule.command", lambda *_: [sys.executable, str(script)])
+    monkeypatch.setattr("moe_lab.child_process.GRACE", 0.1)
+    pack = Pack(str(tmp_path / "store"), [], 1, "study/1", 60.0 if saves else 0.1)
+    pack.worker.store.create()
+    again: list[Any] = []
+
+    def warned(*_: object) -> None:
+        again.append(pack.checkpoint())
+        assert saved.exists() == saves
+        raise InterruptedError
+
+    before = signal.signal(signal.SIGUSR2, warned)
+    try:
+        with pack.worker as execute, pytest.raises(InterruptedError):
+            execute(Example(), tmp_path)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert again[0].function == replace(pack, requeues=0) and "worker" not in vars(again[0].function)
+
+
 def test_a_worker_that_cannot_read_a_step_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here it does not find the module of the step."""
     monkeypatch.setenv("PYTHONPATH", "")
@@ -183,6 +221,7 @@ def test_local_workers_have_the_gpus_that_steps_need_of_those_that_the_command_m
     config = Config(launcher=LauncherConfig(name="local", processes=processes))
     study: Any = SimpleNamespace(config=config, store=Store(tmp_path).create())
     assert launch.local(Schedule([Example()], set()), study, None)  # type: ignore[arg-type]
+    assert {environment[WORKERS] for environment in workers} == {str(len(given))}
     found = [environment.get("CUDA_VISIBLE_DEVICES") for environment in workers]
     assert sorted(found, key=str) == given
 
