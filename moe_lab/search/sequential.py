@@ -35,10 +35,9 @@ def prune_sequentially(
     number and the sums of a layer and returns a plan of that layer alone; the same sums must give the same plan. Each
     MoE layer runs twice over `batches`: once to collect the sums, and once pruned, for the input of the next layer.
     `fingerprint`, `out` and resuming are as in `stream`."""
-    about = description(batches, "sequential", fingerprint)
-    rows = LayerPass(streamed, batches, len(streamed.layers), about, out)
+    rows = LayerPass(streamed, batches, description(batches, "sequential", fingerprint), len(streamed.layers), out)
     with rows.saves:
-        for number in rows.missing(range(len(streamed.layers))):
+        for number in range(rows.done, len(streamed.layers)):
             sums: Layers = {}
             with streamed.layer(number, then=number + 1), torch.no_grad(), ExitStack() as masked:
                 if number in streamed.moe:

@@ -49,9 +49,8 @@ class States:
 
     def get(self, place: int, batch: int, device: str) -> torch.Tensor:
         """A copy of the stored state, on `device`."""
-        state = self.held[place].get(batch)
-        if state is None:
-            state = read(self._file(place, batch), "pt")[place][str(batch)]
+        held = self.held[place].get(batch)
+        state: torch.Tensor = read(self._file(place, batch), "pt")[place][str(batch)] if held is None else held
         # a copy, because rows in the mapped file may start where matrix products round differently
         return state.to(device, copy=True)
 
@@ -102,9 +101,9 @@ def stream(
     Hidden states of all batches are kept in memory, up to SHARE of it, and in the folder `out` beyond that. Every few
     minutes a pass is saved there, and resumes after the last layer that was finished then. `under`: a context in which
     a layer is run, such as a mask."""
-    rows = LayerPass(streamed, batches, len(streamed.layers), description(batches, tap.kind, fingerprint), out)
+    rows = LayerPass(streamed, batches, description(batches, tap.kind, fingerprint), len(streamed.layers), out)
     with rows.saves:
-        for number in rows.missing(range(len(streamed.layers))):
+        for number in range(rows.done, len(streamed.layers)):
             changed = under(streamed.moe[number]) if number in streamed.moe else nullcontext()
             with streamed.layer(number, then=number + 1), torch.no_grad(), changed:
                 sums = rows.run(number, tap, keep=number + 1 < len(streamed.layers))
@@ -121,20 +120,19 @@ def stream_back(
     more."""
     check_loss(batches)
     first, last = min(streamed.moe), len(streamed.layers)
-    about = description(batches, tap.kind, fingerprint)
-    rows = LayerPass(streamed, batches, 2 * last + 1 - first, about, out)
+    rows = LayerPass(streamed, batches, description(batches, tap.kind, fingerprint), 2 * last + 1 - first, out)
     with rows.saves:
-        for number in rows.missing(range(last)):
+        for number in range(rows.done, last):
             with streamed.layer(number, then=number + 1), torch.no_grad():
                 rows.run(number, None, keep=True)
             rows.finish({}, range(min(first, number + 1), number + 2))
         with differentiable(streamed.model):
-            for _ in rows.missing([last]):
+            if rows.done == last:
                 for index, (ids, valid) in enumerate(batches):
                     output = rows.states.get(last, index, streamed.device)
                     rows.states.put(-last, index, _gradient_at_head(streamed, ids, valid, output))
                 rows.finish({}, [*range(first, last), -last])
-            for number in rows.missing(range(first, last)[::-1]):
+            for number in range(2 * last - rows.done, first - 1, -1):
                 with streamed.layer(number, then=number - 1), rows.observer(number, tap) as observer:
                     for index in range(len(batches)):
                         state = rows.entering(number, index)
@@ -150,27 +148,18 @@ def stream_back(
 
 
 class LayerPass:
-    """Runs all batches through a streamed model, one decoder layer after the other, and goes on where a killed pass was
-    saved. A pass has `total` parts, each of them a layer in a direction."""
+    """Runs all batches through a streamed model, one decoder layer after the other. The pass that `about` describes has
+    `total` parts, each a layer in one direction, and goes on after those that were done when it was last saved."""
 
     def __init__(
-        self, streamed: StreamedModel, batches: Sequence[Batch], total: int, about: Mapping[str, Any], out: Path
+        self, streamed: StreamedModel, batches: Sequence[Batch], about: Mapping[str, Any], total: int, out: Path
     ) -> None:
-        """`about`: the description of the pass; what another one has saved in the folder `out` is removed."""
-        self.streamed, self.batches, self.total, self.about = streamed, batches, total, about
+        self.streamed, self.batches, self.about, self.total = streamed, batches, about, total
         self.folder = out / "streamed"
         self.done, self.sums = resume(self.folder, about)
-        self._skipped = self.done
         if not self.done:
             shutil.rmtree(self.folder, ignore_errors=True)
-        self.states = States(self.folder / "states")
-        self.saves = Saves(self.folder)
-
-    def missing(self, numbers: Sequence[int]) -> Sequence[int]:
-        """Those of the next parts of the pass, layers by number, that are not done."""
-        skipped = min(self._skipped, len(numbers))
-        self._skipped -= skipped
-        return numbers[skipped:]
+        self.states, self.saves = States(self.folder / "states"), Saves(self.folder)
 
     def finish(self, sums: Layers, places: Iterable[int]) -> None:
         """Note that a part is done, with its sums. `places`: the states that are needed from now on."""

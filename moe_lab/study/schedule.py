@@ -183,8 +183,7 @@ class Worker:
     def __call__(self, step: Step, scratch: Path) -> None:
         """Do `step` in the worker. Raises StepError when it fails, naming the signal if the worker died."""
         if self.child is None or self.child.process.poll() is not None:
-            # Slurm sends its warning that time is up to all processes of a job, of which only the first one handles it,
-            # by `end`: what a worker has started must not die while its step still saves.
+            # Slurm warns all processes of a job that time is up; the first one has the worker end, by `end`.
             worker = command("moe_lab.child_process", "moe_lab.study.steps")
             unwarned = ["sh", "-c", 'trap "" USR2; exec "$0" "$@"', *worker]
             self.child = Child(unwarned, {**os.environ, **self.environment})

@@ -1,9 +1,10 @@
 """Sums over batches: they add up, go on where a pass was stopped, are read back as they were saved, and are the same of
 a pass that has one decoder layer in memory."""
 
+import itertools
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -52,6 +53,31 @@ def test_parts_add_up_to_the_whole() -> None:
             assert torch.allclose(summed, part, rtol=1e-12, atol=1e-15), name
 
 
+@pytest.fixture
+def ended_by_signal() -> Iterator[None]:
+    """Have SIGUSR1 end a pass, as it ends a process, so that its test goes on."""
+
+    def end(*_: object) -> None:
+        raise tiny.Killed
+
+    before = signal.signal(signal.SIGUSR1, end)
+    yield
+    assert signal.signal(signal.SIGUSR1, before) is end
+
+
+def send_signal_in_call(monkeypatch: pytest.MonkeyPatch, owner: Any, numbers: Container[int]) -> None:
+    """Have calls of `owner.read` begin with SIGUSR1, as a worker gets it when its job is warned."""
+    calls, read = itertools.count(1), owner.read
+
+    def warned(*given: Any) -> Any:
+        if next(calls) in numbers:
+            signal.raise_signal(signal.SIGUSR1)
+        return read(*given)
+
+    monkeypatch.setattr(owner, "read", warned)
+
+
+@pytest.mark.usefixtures("ended_by_signal")
 @pytest.mark.parametrize(("read", "tap"), READS[:-1])  # gradients of weights are of the whole set
 def test_a_stopped_pass_goes_on_where_it_was(
     read: Callable[..., Statistics], tap: type[Tap], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -59,10 +85,8 @@ def test_a_stopped_pass_goes_on_where_it_was(
     model = naive.model("qwen3_moe")
     expected = read(model, tap, SIX, fingerprint=FINGERPRINT)
     settings: Any = {"out": tmp_path, "fingerprint": FINGERPRINT}
-    monkeypatch.setattr(observe, "SAVED", 0.0)
-    monkeypatch.setattr(observe, "PER_SAVE", 0)
     with monkeypatch.context() as patch, pytest.raises(tiny.Killed):
-        tiny.count_calls(patch, Observer, "read", kill_at=6)
+        send_signal_in_call(patch, Observer, [5])
         read(model, tap, SIX, **settings)
     assert header(tmp_path / CHECKPOINT)["done"] == 5
     with monkeypatch.context() as patch:
@@ -192,37 +216,27 @@ def test_the_sums_are_the_same(name: str, kind: str, tmp_path: Path) -> None:
     assert all(weight.is_meta for weight in model.layers.parameters()), "no layer is left behind"
 
 
+@pytest.mark.usefixtures("ended_by_signal")
 @pytest.mark.parametrize("held", [0, 4, 1000])
 @pytest.mark.parametrize("kind", PASSES)
 def test_a_killed_pass_goes_on_from_its_last_layer(
     kind: str, held: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With none, some and all of the hidden states in memory."""
+    """With none, some and all of the hidden states in memory; it is always killed within a layer."""
     whole, layered = PASSES[kind]
     expected = resident(whole, "deepseek_v2")
     model = opened("deepseek_v2", tmp_path / "model")
-    finish = streaming.LayerPass.finish
-    done: list[int] = []
-
-    def dying(self: Any, *given: Any) -> None:
-        if len(done) % 2:
-            done.append(-1)
-            raise tiny.Killed
-        finish(self, *given)
-        done.append(self.done)
-
     monkeypatch.setattr(streaming, "main_memory", lambda: held * state_bytes(model) / streaming.SHARE)
-    monkeypatch.setattr(observe, "SAVED", 0.0)
-    monkeypatch.setattr(observe, "PER_SAVE", 0)
-    monkeypatch.setattr(streaming.LayerPass, "finish", dying)
+    finished = tiny.count_calls(monkeypatch, streaming.LayerPass, "finish")
+    send_signal_in_call(monkeypatch, streaming.LayerPass, range(5, 99, 5))
     for _ in range(20):
         with suppress(tiny.Killed):
             found = layered(model, batches=BATCHES, out=tmp_path / "out", fingerprint={})
             break
     assert_equal(found, expected)
-    finished = [part for part in done if part > 0]
-    assert finished == list(range(1, len(finished) + 1)) and len(done) > len(finished), "nothing is done twice"
-    assert not list(tmp_path.glob("out/*/states/*/*")), "what is needed no more is deleted"
+    layers, backward = len(model.layers), "gradients" in kind
+    assert len(finished) == layers + backward * (1 + layers - min(model.moe)), "nothing is done twice"
+    assert backward or len(list(tmp_path.glob("out/*/states/*"))) == 1, "only what was saved last is left"
 
 
 def state_bytes(model: StreamedModel) -> int:
@@ -241,41 +255,8 @@ def test_hidden_states_are_written_where_memory_does_not_hold_them(
         sums.append(PASSES[kind][1](model, batches=BATCHES, out=out, fingerprint={}))
         states = (written() - before) / state_bytes(model) / len(BATCHES)
         assert states == 0 and not out.exists() if memory else states > len(model.layers) - 1
+        assert not list(out.glob("*/states/*")), "what is needed no more is deleted"
     naive.assert_alike(sums[0].layers, sums[1].layers)
-
-
-@pytest.mark.parametrize(("read", "left"), [(FORWARD[0], 1), (FORWARD[1], 6)], ids=["resident", "streamed"])
-def test_a_pass_that_is_told_to_end_saves_first(
-    read: Any, left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As at Slurm's warning, in the fifth of six batches, or in the second of three layers: then comes what the signal
-    does otherwise."""
-    streamed, reading, calls = opened("olmoe", tmp_path / "model"), Observer.read, list[int]()
-    batches = SIX if left == 1 else BATCHES
-    about: Any = {"batches": batches, "out": tmp_path / "out", "fingerprint": {}}
-    model = tiny.build("olmoe") if left == 1 else streamed
-
-    def warned(*given: Any) -> Any:
-        calls.append(len(calls))
-        if len(calls) == 5:
-            signal.raise_signal(signal.SIGUSR1)
-        return reading(*given)
-
-    def end(*_: object) -> None:
-        raise tiny.Killed
-
-    monkeypatch.setattr(Observer, "read", warned)
-    before = signal.signal(signal.SIGUSR1, end)
-    try:
-        with pytest.raises(tiny.Killed):
-            read(model, **about)
-        assert signal.getsignal(signal.SIGUSR1) is end
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    calls[:] = range(5)
-    found = read(model, **about)
-    assert len(calls) == 5 + left
-    naive.assert_alike(found.layers, FORWARD[0](tiny.build("olmoe"), batches=batches, fingerprint={}).layers)
 
 
 def test_one_layer_is_there_at_once_and_a_new_text_starts_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
