@@ -98,9 +98,9 @@ def stream(
 ) -> Statistics:
     """Sum what `tap` collects in a forward pass, as `gather` does, with one decoder layer in memory.
 
-    Hidden states of all batches are kept in memory, up to SHARE of it, and in the folder `out` beyond that. Every few
-    minutes a pass is saved there, and resumes after the last layer that was finished then. `under`: a context in which
-    a layer is run, such as a mask."""
+    Hidden states of all batches are kept in memory, up to SHARE of it, and in the folder `out` beyond that. An
+    interrupted pass resumes after the layer that was finished when it was last saved there, as by `Saves`. `under`: a
+    context in which a layer is run, such as a mask."""
     rows = LayerPass(streamed, batches, description(batches, tap.kind, fingerprint), len(streamed.layers), out)
     with rows.saves:
         for number in range(rows.done, len(streamed.layers)):

@@ -222,12 +222,13 @@ def test_the_sums_are_the_same(name: str, kind: str, tmp_path: Path) -> None:
 def test_a_killed_pass_goes_on_from_its_last_layer(
     kind: str, held: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With none, some and all of the hidden states in memory; it is always killed within a layer."""
+    """With none, some and all of the hidden states in memory; killed within layers after saves, and once at its end."""
     whole, layered = PASSES[kind]
     expected = resident(whole, "deepseek_v2")
     model = opened("deepseek_v2", tmp_path / "model")
     monkeypatch.setattr(streaming, "main_memory", lambda: held * state_bytes(model) / streaming.SHARE)
     finished = tiny.count_calls(monkeypatch, streaming.LayerPass, "finish")
+    tiny.count_calls(monkeypatch, streaming.LayerPass, "result", kill_at=1)
     send_signal_in_call(monkeypatch, streaming.LayerPass, range(5, 99, 5))
     for _ in range(20):
         with suppress(tiny.Killed):
@@ -235,7 +236,8 @@ def test_a_killed_pass_goes_on_from_its_last_layer(
             break
     assert_equal(found, expected)
     layers, backward = len(model.layers), "gradients" in kind
-    assert len(finished) == layers + backward * (1 + layers - min(model.moe)), "nothing is done twice"
+    parts = layers + backward * (1 + layers - min(model.moe))
+    assert len(finished) == parts + 1, "nothing is done twice, but for the last layer"
     assert backward or len(list(tmp_path.glob("out/*/states/*"))) == 1, "only what was saved last is left"
 
 
@@ -244,12 +246,13 @@ def state_bytes(model: StreamedModel) -> int:
     return int(BATCHES[0][0].numel() * model.model.config.hidden_size * 4)
 
 
-@pytest.mark.parametrize("kind", ["forward", "gradients"])
+@pytest.mark.parametrize(("kind", "places"), [("forward", 2), ("gradients", 4)])
 def test_hidden_states_are_written_where_memory_does_not_hold_them(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, places: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In memory are those of two layers at a time; backward, of three, and a layer's gradients."""
     model, sums = opened("olmoe", tmp_path / "model"), []
-    for memory in (1e9, 0.0):
+    for memory in (places * len(BATCHES) * state_bytes(model) / streaming.SHARE, 0.0):
         monkeypatch.setattr(streaming, "main_memory", lambda memory=memory: memory)
         out, before = tmp_path / str(memory), written()
         sums.append(PASSES[kind][1](model, batches=BATCHES, out=out, fingerprint={}))
