@@ -150,7 +150,8 @@ class Observer:
 
 class Saves:
     """When a pass saves what it has in a folder (None: never): after SAVED seconds, or PER_SAVE times as long as the
-    last save took. While this is open, SIGUSR1 has its effect, which is usually the end, after a save at once."""
+    last save took. While this is open, SIGTERM makes it save at once, and ends the process, or what it does else, only
+    after that."""
 
     def __init__(self, out: Path | None) -> None:
         self.out, self.last, self.took = out, time.monotonic(), 0.0
@@ -159,15 +160,15 @@ class Saves:
 
     def __enter__(self) -> Saves:
         if self.out is not None and threading.current_thread() is threading.main_thread():  # others handle no signals
-            self._usual = signal.signal(signal.SIGUSR1, self._end)
+            self._usual = signal.signal(signal.SIGTERM, self._end)
         return self
 
     def __exit__(self, *exception: object) -> None:
         if self._usual is not None:
-            signal.signal(signal.SIGUSR1, self._usual)
+            signal.signal(signal.SIGTERM, self._usual)
         if self.ends:
             self.ends = False
-            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGTERM)
 
     def _end(self, *_: object) -> None:
         self.ends = True

@@ -208,7 +208,7 @@ class Worker:
     def end(self, seconds: float) -> None:
         """End the worker, in the middle of its step; a pass may save for so many seconds, see `observe.Saves`."""
         if self.child:
-            self.child.process.send_signal(signal.SIGUSR1)
+            self.child.process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 self.child.process.wait(seconds)
 

@@ -55,23 +55,23 @@ def test_parts_add_up_to_the_whole() -> None:
 
 @pytest.fixture
 def ended_by_signal() -> Iterator[None]:
-    """Have SIGUSR1 end a pass, as it ends a process, so that its test goes on."""
+    """Have SIGTERM end a pass, not the process that tests it."""
 
     def end(*_: object) -> None:
         raise tiny.Killed
 
-    before = signal.signal(signal.SIGUSR1, end)
+    before = signal.signal(signal.SIGTERM, end)
     yield
-    assert signal.signal(signal.SIGUSR1, before) is end
+    assert signal.signal(signal.SIGTERM, before) is end
 
 
 def send_signal_in_call(monkeypatch: pytest.MonkeyPatch, owner: Any, numbers: Container[int]) -> None:
-    """Have calls of `owner.read` begin with SIGUSR1, as a worker gets it when its job is warned."""
+    """Have calls of `owner.read` begin with SIGTERM, as a worker gets it when its job is warned."""
     calls, read = itertools.count(1), owner.read
 
     def warned(*given: Any) -> Any:
         if next(calls) in numbers:
-            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGTERM)
         return read(*given)
 
     monkeypatch.setattr(owner, "read", warned)

@@ -121,7 +121,7 @@ def test_a_warned_job_waits_until_its_worker_has_saved(
     script, saved = tmp_path / "saving.py", tmp_path / "saved"
     script.write_text(
         "import os, signal, sys\n"
-        f"signal.signal(signal.SIGUSR1, lambda *_: {saves} and (os.mkdir({str(saved)!r}) or os._exit(0)))\n"
+        f"signal.signal(signal.SIGTERM, lambda *_: {saves} and (os.mkdir({str(saved)!r}) or os._exit(0)))\n"
         "sys.stdin.readline()\n"
         "os.kill(os.getppid(), signal.SIGUSR2)\n"
         "while True: signal.pause()\n"
