@@ -89,7 +89,9 @@ class Worker:
     harm: Callable[[Step, Path], None] | None = None
     did: ClassVar[list[str]] = []
 
-    def __init__(self, store: Store) -> None: ...
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
     def __enter__(self) -> "Worker":
         return self
 

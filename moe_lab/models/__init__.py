@@ -18,6 +18,8 @@ from typing import Any
 CPUINFO = Path("/proc/cpuinfo")
 GROUPS = Path("/proc/self/cgroup")
 LIMITS = Path("/sys/fs/cgroup")
+WORKERS = "MOE_LAB_WORKERS"
+"""Environment variable with the number of processes that share the memory of this one."""
 
 
 def processor() -> str:
@@ -27,9 +29,11 @@ def processor() -> str:
 
 
 def main_memory() -> float:
-    """Most bytes of main memory that this process may use: those of the machine, or the limit of its control group."""
+    """Most bytes of main memory that this process may use: those of the machine, or the limit of its control group, or
+    its part of them where it is one of several workers (WORKERS)."""
     limits = [float(text) for text in _stated("memory", "memory.max", "memory.limit_in_bytes") if text.isdigit()]
-    return min([float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")), *limits])
+    there = min([float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")), *limits])
+    return there / int(os.environ.get(WORKERS, "1"))
 
 
 def release_memory() -> None:

@@ -203,9 +203,9 @@ class Size:
         return float(tokens * CACHE * self.hidden * self.moe_layers)
 
     def hidden_states(self, tokens: int, *, backward: bool) -> float:
-        """Bytes of the hidden states that enter decoder layers. A forward pass keeps those of two layers at a time.
-        With gradients those of all layers are kept, and the gradients of two."""
-        layers = self.moe_layers + 2 if backward else 2
+        """Most bytes of hidden states between decoder layers. A forward pass keeps those of two layers, and of the one
+        from which it would resume; with gradients, these are of the gradients, and those of all layers are kept too."""
+        layers = self.moe_layers + 3 if backward else 3
         return float(tokens) * self.hidden * self.bytes_per_parameter * layers
 
 

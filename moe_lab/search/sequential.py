@@ -16,7 +16,7 @@ from moe_lab.pruning.plan import Plan
 from moe_lab.statistics import Layers
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.observe import Batch, description
-from moe_lab.statistics.streaming import FinishedLayers, LayerPass
+from moe_lab.statistics.streaming import LayerPass
 
 Sums = Mapping[str, torch.Tensor]
 """Forward statistics of one layer by name, fp64."""
@@ -35,20 +35,19 @@ def prune_sequentially(
     number and the sums of a layer and returns a plan of that layer alone; the same sums must give the same plan. Each
     MoE layer runs twice over `batches`: once to collect the sums, and once pruned, for the input of the next layer.
     `fingerprint`, `out` and resuming are as in `stream`."""
-    finished = FinishedLayers(out, description(batches, "sequential", fingerprint), len(streamed.layers))
-    rows = LayerPass(streamed, batches, finished.folder / "states")
-    for number in finished.missing("pruned", range(len(streamed.layers))):
-        sums: Layers = {}
-        with streamed.layer(number, then=number + 1), torch.no_grad(), ExitStack() as masked:
-            if number in streamed.moe:
-                sums = rows.run(number, ForwardTap, keep=False)
-                plan = choose(number, sums[number])
-                masked.enter_context(mask_layers(streamed.model, [streamed.moe[number]], plan))
-            if number + 1 < len(streamed.layers):
-                rows.run(number, None, keep=True)
-        finished.add("pruned", number, sums)
-        rows.states.drop(number)
-    plans = [choose(layer, sums) for layer, sums in finished.result(streamed).layers.items()]
+    rows = LayerPass(streamed, batches, description(batches, "sequential", fingerprint), len(streamed.layers), out)
+    with rows.saves:
+        for number in range(rows.done, len(streamed.layers)):
+            sums: Layers = {}
+            with streamed.layer(number, then=number + 1), torch.no_grad(), ExitStack() as masked:
+                if number in streamed.moe:
+                    sums = rows.run(number, ForwardTap, keep=False)
+                    plan = choose(number, sums[number])
+                    masked.enter_context(mask_layers(streamed.model, [streamed.moe[number]], plan))
+                if number + 1 < len(streamed.layers):
+                    rows.run(number, None, keep=True)
+            rows.finish(sums, [number + 1])
+    plans = [choose(layer, sums) for layer, sums in rows.result().layers.items()]
     return Plan(
         experts={layer: kept for plan in plans for layer, kept in plan.experts.items()},
         n_experts={layer: count for plan in plans for layer, count in plan.n_experts.items()},

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -147,14 +149,34 @@ class Observer:
 
 
 class Saves:
-    """When a pass saves what it has: after SAVED seconds, or PER_SAVE times as long as the last save took."""
+    """When a pass saves what it has in a folder (None: never): after SAVED seconds, or PER_SAVE times as long as the
+    last save took. While this is open, SIGTERM makes it save at once, and ends the process, or what it does else, only
+    after that."""
 
-    def __init__(self) -> None:
-        self.last, self.took = time.monotonic(), 0.0
+    def __init__(self, out: Path | None) -> None:
+        self.out, self.last, self.took = out, time.monotonic(), 0.0
+        self.ends = False
+        self._usual: Any = None
+
+    def __enter__(self) -> Saves:
+        if self.out is not None and threading.current_thread() is threading.main_thread():  # others handle no signals
+            self._usual = signal.signal(signal.SIGTERM, self._end)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._usual is not None:
+            signal.signal(signal.SIGTERM, self._usual)
+        if self.ends:
+            self.ends = False
+            signal.raise_signal(signal.SIGTERM)
+
+    def _end(self, *_: object) -> None:
+        self.ends = True
 
     def due(self) -> bool:
         """Whether it is time."""
-        return time.monotonic() - self.last >= max(SAVED, PER_SAVE * self.took)
+        late = time.monotonic() - self.last >= max(SAVED, PER_SAVE * self.took)
+        return self.out is not None and (late or self.ends)
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -163,6 +185,8 @@ class Saves:
         yield
         self.last = time.monotonic()
         self.took = self.last - start
+        if self.ends:
+            self.__exit__()
 
 
 def gather(
@@ -183,12 +207,11 @@ def gather(
     out = out if tap.resumes else None
     about = description(batches, tap.kind, fingerprint)
     done, layers = resume(out, about)
-    saves = Saves()
-    with Observer(model, tap, layers) as observer:
+    with Saves(out) as saves, Observer(model, tap, layers) as observer:
         for number, (ids, valid) in enumerate(batches[done:], done + 1):
             observer.read(ids, valid, reading)
             progress.tell(number, len(batches), "batches")
-            if number == len(batches) or (out is not None and saves.due()):
+            if number == len(batches) or saves.due():
                 with saves.timed():
                     layers = observer.layers()
                     check_finite(layers, f"batches {done + 1} to {number}")

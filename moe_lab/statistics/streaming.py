@@ -6,51 +6,85 @@ A layer is run by the model's own code: the layers below it return stored output
 from __future__ import annotations
 
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from moe_lab import progress
-from moe_lab.json_files import Damaged, read_json, write_json
+from moe_lab.models import main_memory
 from moe_lab.models.discover import MoELayer
 from moe_lab.models.experts import stand_in
 from moe_lab.models.streamed import StreamedModel
-from moe_lab.statistics import Layers, Statistics, check_finite
+from moe_lab.statistics import Layers, Statistics, check_finite, read
 from moe_lab.statistics.gradients import check_loss, differentiable, forward_and_backward
-from moe_lab.statistics.observe import Batch, Observer, Tap, description
+from moe_lab.statistics.observe import Batch, Observer, Saves, Tap, description, resume, save_checkpoint
+
+SHARE = 0.5
+"""Part of the main memory of a process that hidden states may take."""
 
 
 class States:
-    """Stores a tensor for each (place, batch) in a file, from which a pass can be resumed. A place is the number of a
-    layer."""
+    """A tensor for each (place, batch), in memory as far as there is room, else in a file. Place n is for the inputs of
+    layer n, the number after the last layer for the final output; -n for gradients of the loss at the inputs of layer
+    n."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.room = folder, SHARE * main_memory()
+        self.held: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
+        self.kept = self.saved = {int(place.name) for place in folder.glob("*")}
+        """Places from which the pass can go on now, and those from which it does when it is killed."""
 
     def put(self, place: int, batch: int, state: torch.Tensor) -> None:
-        """Save `state`, detached."""
-        file = self._file(place, batch)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        beside = file.with_suffix(".partial")
-        save_file({"state": state.detach().cpu().contiguous()}, beside)
-        beside.chmod(file.parent.stat().st_mode & 0o666)
-        beside.replace(file)
+        """Store `state`, detached."""
+        if _bytes(state) > self.room:
+            self._write(place, batch, state)
+            return
+        self.room -= _bytes(state)
+        memory = torch.empty(state.shape, dtype=state.dtype, pin_memory=state.is_cuda)
+        self.held[place][batch] = memory.copy_(state.detach())
 
     def get(self, place: int, batch: int, device: str) -> torch.Tensor:
-        """The saved state, on `device`."""
+        """A copy of the stored state, on `device`."""
+        held = self.held[place].get(batch)
+        state: torch.Tensor = read(self._file(place, batch), "pt")[place][str(batch)] if held is None else held
         # a copy, because rows in the mapped file may start where matrix products round differently
-        return load_file(self._file(place, batch))["state"].to(device, copy=True)
+        return state.to(device, copy=True)
 
-    def drop(self, place: int) -> None:
-        """Delete the states of all batches at a place."""
-        shutil.rmtree(self.folder / str(place), ignore_errors=True)
+    def keep(self, places: Iterable[int]) -> None:
+        """Forget the states at other places: the pass goes on from these, and fills others."""
+        before, self.kept = self.kept, set(places)
+        for place in before - self.kept:
+            self.room += sum(map(_bytes, self.held.pop(place, {}).values()))
+        self._delete(before - self.kept - self.saved)
+
+    def save(self, record: Callable[[], None]) -> None:
+        """Copy what is kept in memory to files, `record` it, and delete what was saved before."""
+        for place in self.kept:
+            for batch, state in self.held[place].items():
+                if not self._file(place, batch).exists():
+                    self._write(place, batch, state)
+        record()
+        self._delete(self.saved - self.kept)
+        self.saved = self.kept
+
+    def _delete(self, places: Iterable[int]) -> None:
+        for place in places:
+            shutil.rmtree(self.folder / str(place), ignore_errors=True)
+
+    def _write(self, place: int, batch: int, state: torch.Tensor) -> None:
+        Statistics({place: {str(batch): state.detach().cpu()}}).save(self._file(place, batch))
 
     def _file(self, place: int, batch: int) -> Path:
         return self.folder / str(place) / f"{batch}.safetensors"
+
+
+def _bytes(state: torch.Tensor) -> int:
+    """Bytes that a state takes in main memory. Pinned memory is given in powers of two."""
+    return 1 << (state.nbytes - 1).bit_length() if state.is_cuda or state.is_pinned() else state.nbytes
 
 
 def stream(
@@ -62,18 +96,19 @@ def stream(
     fingerprint: Mapping[str, Any],
     under: Callable[[MoELayer], AbstractContextManager[None]] = lambda layer: nullcontext(),
 ) -> Statistics:
-    """Sum what `tap` collects in a forward pass, as `gather` does, with one decoder layer in memory. Hidden states of
-    all batches are kept in the folder `out`. An interrupted pass resumes after its last finished layer. `under`: a
+    """Sum what `tap` collects in a forward pass, as `gather` does, with one decoder layer in memory.
+
+    Hidden states of all batches are kept in memory, up to SHARE of it, and in the folder `out` beyond that. An
+    interrupted pass resumes after the layer that was finished when it was last saved there, as by `Saves`. `under`: a
     context in which a layer is run, such as a mask."""
-    finished = FinishedLayers(out, description(batches, tap.kind, fingerprint), len(streamed.layers))
-    rows = LayerPass(streamed, batches, finished.folder / "states")
-    for number in finished.missing("forward", range(len(streamed.layers))):
-        changed = under(streamed.moe[number]) if number in streamed.moe else nullcontext()
-        with streamed.layer(number, then=number + 1), torch.no_grad(), changed:
-            sums = rows.run(number, tap, keep=number + 1 < len(streamed.layers))
-        finished.add("forward", number, sums)
-        rows.states.drop(number)
-    return finished.result(streamed)
+    rows = LayerPass(streamed, batches, description(batches, tap.kind, fingerprint), len(streamed.layers), out)
+    with rows.saves:
+        for number in range(rows.done, len(streamed.layers)):
+            changed = under(streamed.moe[number]) if number in streamed.moe else nullcontext()
+            with streamed.layer(number, then=number + 1), torch.no_grad(), changed:
+                sums = rows.run(number, tap, keep=number + 1 < len(streamed.layers))
+            rows.finish(sums, [number + 1])
+    return rows.result()
 
 
 def stream_back(
@@ -85,48 +120,68 @@ def stream_back(
     more."""
     check_loss(batches)
     first, last = min(streamed.moe), len(streamed.layers)
-    finished = FinishedLayers(out, description(batches, tap.kind, fingerprint), 2 * last + 1 - first)
-    rows = LayerPass(streamed, batches, finished.folder / "states")
-    gradients = States(finished.folder / "gradients")
-    for number in finished.missing("forward", range(last)):
-        with streamed.layer(number, then=number + 1), torch.no_grad():
-            rows.run(number, None, keep=True)
-        finished.add("forward", number, {})
-        if number < first:
-            rows.states.drop(number)
-    with differentiable(streamed.model):
-        for _ in finished.missing("head", [last]):
-            for index, (ids, valid) in enumerate(batches):
-                output = rows.states.get(last, index, streamed.device)
-                gradients.put(last, index, _gradient_at_head(streamed, ids, valid, output))
-            finished.add("head", last, {})
-        for number in finished.missing("backward", reversed(range(first, last))):
-            with streamed.layer(number, then=number - 1), rows.observer(number, tap) as observer:
-                for index in range(len(batches)):
-                    state = rows.entering(number, index)
-                    if state is not None:
-                        state.requires_grad_()
-                    output = rows.read(number, index, state, observer)
-                    output.backward(gradients.get(number + 1, index, streamed.device))
-                    if number > first and state is not None and state.grad is not None:
-                        gradients.put(number, index, state.grad)
-                sums = _sums(observer)
-            finished.add("backward", number, sums)
-            rows.states.drop(number + 1)
-            gradients.drop(number + 1)
-    return finished.result(streamed)
+    rows = LayerPass(streamed, batches, description(batches, tap.kind, fingerprint), 2 * last + 1 - first, out)
+    with rows.saves:
+        for number in range(rows.done, last):
+            with streamed.layer(number, then=number + 1), torch.no_grad():
+                rows.run(number, None, keep=True)
+            rows.finish({}, range(min(first, number + 1), number + 2))
+        with differentiable(streamed.model):
+            if rows.done == last:
+                for index, (ids, valid) in enumerate(batches):
+                    output = rows.states.get(last, index, streamed.device)
+                    rows.states.put(-last, index, _gradient_at_head(streamed, ids, valid, output))
+                rows.finish({}, [*range(first, last), -last])
+            for number in range(2 * last - rows.done, first - 1, -1):
+                with streamed.layer(number, then=number - 1), rows.observer(number, tap) as observer:
+                    for index in range(len(batches)):
+                        state = rows.entering(number, index)
+                        if state is not None:
+                            state.requires_grad_()
+                        output = rows.read(number, index, state, observer)
+                        output.backward(rows.states.get(-(number + 1), index, streamed.device))
+                        if number > first and state is not None and state.grad is not None:
+                            rows.states.put(-number, index, state.grad)
+                    sums = _sums(observer)
+                rows.finish(sums, [*range(first, number), -number])
+    return rows.result()
 
 
 class LayerPass:
-    """Runs all batches through a streamed model, one decoder layer after the other."""
+    """Runs all batches through a streamed model, one decoder layer after the other. The pass that `about` describes has
+    `total` parts, each a layer in one direction, and goes on after those that were done when it was last saved."""
 
-    def __init__(self, streamed: StreamedModel, batches: Sequence[Batch], folder: Path) -> None:
-        self.streamed, self.batches = streamed, batches
-        self.states = States(folder)
-        """(layer, batch) -> the layer's input (B, S, H); the number after the last layer holds the final output."""
+    def __init__(
+        self, streamed: StreamedModel, batches: Sequence[Batch], about: Mapping[str, Any], total: int, out: Path
+    ) -> None:
+        self.streamed, self.batches, self.about, self.total = streamed, batches, about, total
+        self.folder = out / "streamed"
+        self.done, self.sums = resume(self.folder, about)
+        if not self.done:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self.states, self.saves = States(self.folder / "states"), Saves(self.folder)
+
+    def finish(self, sums: Layers, places: Iterable[int]) -> None:
+        """Note that a part is done, with its sums. `places`: the states that are needed from now on."""
+        self.sums |= sums
+        self.done += 1
+        self.states.keep(places)
+        progress.tell(self.done, self.total, "layers")
+        self._save_if_due()
+
+    def result(self) -> Statistics:
+        """The sums of all MoE layers."""
+        if torch.cuda.is_initialized():
+            torch.accelerator.empty_host_cache()  # pinned memory is not given back by itself
+        return Statistics({number: self.sums[number] for number in sorted(self.streamed.moe)}, dict(self.about))
+
+    def _save_if_due(self) -> None:
+        if self.saves.due():
+            with self.saves.timed():
+                self.states.save(lambda: save_checkpoint(self.folder, self.sums, self.about, self.done))
 
     def run(self, number: int, tap: type[Tap] | None, *, keep: bool) -> Layers:
-        """Run all batches through a layer that has its weights; if `keep`, save its outputs for the next layer. Returns
+        """Run all batches through a layer that has its weights; if `keep`, keep its outputs for the next layer. Returns
         the sums that `tap` collects in a layer with routed experts; empty for others and without a tap."""
         with self.observer(number, tap) as observer:
             for index in range(len(self.batches)):
@@ -147,6 +202,7 @@ class LayerPass:
 
     def read(self, number: int, index: int, state: torch.Tensor | None, observer: Observer | None) -> torch.Tensor:
         """Run the layer on one batch, with `state` as its input, and return its output (B, S, H)."""
+        self._save_if_due()
         ids, valid = self.batches[index]
         if observer is None:
             return self.streamed.through(number, ids, valid, state)
@@ -172,40 +228,3 @@ def _gradient_at_head(
         forward_and_backward(streamed.model, ids, valid)
     assert leaf.grad is not None
     return leaf.grad
-
-
-class FinishedLayers:
-    """Record of a pass in a folder: a file of sums per finished layer, and a list of the finished (phase, layer)."""
-
-    def __init__(self, folder: Path, about: Mapping[str, Any], total: int) -> None:
-        """Open the record of the pass that `about` describes; a record of another pass is removed."""
-        self.folder, self.about, self.total = folder / "streamed", about, total
-        self.list = self.folder / "finished.json"
-        content: dict[str, Any] = {}
-        with suppress(FileNotFoundError, Damaged):  # what cannot be read is computed again
-            content = read_json(self.list, {"about": dict, "finished": [(str, int)]})
-        if content.get("about") != self.about:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            content = {}
-        self.finished: list[list[Any]] = content.get("finished", [])
-        self.folder.mkdir(parents=True, exist_ok=True)
-
-    def missing(self, phase: str, numbers: Iterable[int]) -> list[int]:
-        """The layers that are not finished in a phase, in their order."""
-        return [number for number in numbers if [phase, number] not in self.finished]
-
-    def add(self, phase: str, number: int, sums: Layers) -> None:
-        """Save a layer's sums, then note that it is finished."""
-        if sums:
-            Statistics(sums, dict(self.about)).save(self._file(number))
-        self.finished.append([phase, number])
-        write_json(self.list, {"about": self.about, "finished": self.finished})
-        progress.tell(len(self.finished), self.total, "layers")
-
-    def result(self, streamed: StreamedModel) -> Statistics:
-        """The sums of all MoE layers."""
-        layers = {number: Statistics.load(self._file(number)).layers[number] for number in sorted(streamed.moe)}
-        return Statistics(layers, dict(self.about))
-
-    def _file(self, number: int) -> Path:
-        return self.folder / f"sums-{number}.safetensors"

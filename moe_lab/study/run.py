@@ -13,7 +13,7 @@ from moe_lab.config.base import SettingsError
 from moe_lab.errors import Unavailable, UserError, unknown, user_errors
 from moe_lab.grid import Request
 from moe_lab.json_files import Number, parse
-from moe_lab.models import cores, main_memory, visible_gpus
+from moe_lab.models import WORKERS, cores, main_memory, visible_gpus
 from moe_lab.results import DIGITS, is_lower_better
 from moe_lab.study.estimates import Times, check_memory, disk_problems, forecast, gpus, memory_of
 from moe_lab.study.graph import build, normalized, unresolved
@@ -58,7 +58,7 @@ def _serve(schedule: Schedule, store: Store, environments: Sequence[Mapping[str,
 
     def serve(environment: Mapping[str, str]) -> None:
         try:
-            with Worker(store, environment) as execute:
+            with Worker(store, {**environment, WORKERS: str(len(environments))}) as execute:
                 work(schedule, store, execute, among)
         except BaseException as error:  # noqa: BLE001 - a bug in this thread must not look like the end of the work
             errors.append(error)

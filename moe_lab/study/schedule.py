@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -192,7 +193,7 @@ class Worker:
     def __call__(self, step: Step, scratch: Path) -> None:
         """Do `step` in the worker. Raises StepError when it fails, naming the signal if the worker died."""
         if self.child is None or self.child.process.poll() is not None:
-            # Slurm sends its warning that time is up to all processes of a job, of which only the first one handles it.
+            # Slurm warns all processes of a job that time is up; the first one has the worker end, by `end`.
             worker = command("moe_lab.child_process", "moe_lab.study.steps")
             unwarned = ["sh", "-c", 'trap "" USR2; exec "$0" "$@"', *worker]
             self.child = Child(unwarned, {**os.environ, **self.environment})
@@ -213,6 +214,13 @@ class Worker:
         with suppress(OSError):  # small steps are many: they leave no file each
             if step.small and self._note((printed := self.store.log(step.folder)).read_text(errors="replace")):
                 printed.unlink()
+
+    def end(self, seconds: float) -> None:
+        """End the worker, in the middle of its step; a pass may save for so many seconds, see `observe.Saves`."""
+        if self.child:
+            self.child.process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.child.process.wait(seconds)
 
     def _note(self, text: str) -> bool:
         """Write to the log; whether there was room. On a full disk, or where the store is gone, the step says so."""

@@ -120,6 +120,8 @@ def test_a_job_has_the_memory_that_its_group_leaves(
     for stated, expected in (("max", 64 * GIB), (str(3 * GIB), least)):
         file.write_text(f"{stated}\n")
         assert memory.main_memory() == expected
+    monkeypatch.setenv(memory.WORKERS, "3")
+    assert memory.main_memory() == least / 3, "others have the rest"
 
 
 def test_a_process_has_the_processors_that_its_group_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ from moe_lab.search.run import search
 from moe_lab.search.schedules import Schedule, space_of
 from moe_lab.search.sequential import Sums, prune_sequentially
 from moe_lab.search.speculative_decoding import DraftingCandidates, accepted_and_proposed, prompts
+from moe_lab.statistics import observe
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.observe import Batch, gather
 
@@ -393,6 +394,8 @@ def test_an_interrupted_one_goes_on_from_its_last_layer(tmp_path: Path, monkeypa
             raise KeyboardInterrupt
         return choose(layer, sums)
 
+    monkeypatch.setattr(observe, "SAVED", 0.0)
+    monkeypatch.setattr(observe, "PER_SAVE", 0)
     with pytest.raises(KeyboardInterrupt):
         run_sequentially("olmoe", killed, tmp_path / "killed")
     calls = tiny.count_calls(monkeypatch, ForwardTap, "experts")

@@ -3,7 +3,6 @@
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import fields, replace
 from math import inf
 from pathlib import Path
@@ -31,7 +30,7 @@ from moe_lab.evaluation import Policy
 from moe_lab.evaluation.suite import Questions
 from moe_lab.study.estimates import Seconds
 from moe_lab.study.runs import RECORD, Submitted, begin, runs
-from moe_lab.study.schedule import Schedule, StepError
+from moe_lab.study.schedule import Schedule, StepError, Worker
 from moe_lab.study.slurm import arrays as module
 from moe_lab.study.slurm.arrays import arrange
 from moe_lab.study.slurm.pack import Pack, settle
@@ -182,17 +181,17 @@ def test_a_pack_goes_on_after_a_failure_and_leaves_out_what_has_no_inputs(
     good, bad = Example("next", "good", 0, {"in": there}), Example("next", "bad", 0, {"in": gone})
     last, failed = Example("last", "bad", 0, {"in": bad}), Example("next", "failed", 2, {"in": there})
 
-    def execute(step: Step, scratch: Path) -> None:
+    def execute(_: Worker, step: Step, scratch: Path) -> None:
         given.append(step.label())
         if step is failed:
             raise StepError({"message": "no"})
 
-    monkeypatch.setattr("moe_lab.study.slurm.pack.Worker", lambda *_: nullcontext(execute))
+    monkeypatch.setattr(Worker, "__call__", execute)
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setattr("moe_lab.study.store.LATE", 0.0)
     with begin(store, "study", []) as run:
-        pack = Pack(str(tmp_path), [bad, last, failed, good], 1, str(run.folder.relative_to(tmp_path / "runs")))
+        pack = Pack(str(tmp_path), [bad, last, failed, good], 1, str(run.folder.relative_to(tmp_path / "runs")), 60)
     assert pack() == {"done": 2, "failed": 1, "skipped": 3}
     assert given == ["failed", "good"] and store.done(good) and store.error(failed.id)
     again = pack.checkpoint()

@@ -1,8 +1,10 @@
 """Sums over batches: they add up, go on where a pass was stopped, are read back as they were saved, and are the same of
 a pass that has one decoder layer in memory."""
 
+import itertools
 import re
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -52,6 +54,31 @@ def test_parts_add_up_to_the_whole() -> None:
             assert torch.allclose(summed, part, rtol=1e-12, atol=1e-15), name
 
 
+@pytest.fixture
+def ended_by_signal() -> Iterator[None]:
+    """Have SIGTERM end a pass, not the process that tests it."""
+
+    def end(*_: object) -> None:
+        raise tiny.Killed
+
+    before = signal.signal(signal.SIGTERM, end)
+    yield
+    assert signal.signal(signal.SIGTERM, before) is end
+
+
+def send_signal_in_call(monkeypatch: pytest.MonkeyPatch, owner: Any, numbers: Container[int]) -> None:
+    """Have calls of `owner.read` begin with SIGTERM, as a worker gets it when its job is warned."""
+    calls, read = itertools.count(1), owner.read
+
+    def warned(*given: Any) -> Any:
+        if next(calls) in numbers:
+            signal.raise_signal(signal.SIGTERM)
+        return read(*given)
+
+    monkeypatch.setattr(owner, "read", warned)
+
+
+@pytest.mark.usefixtures("ended_by_signal")
 @pytest.mark.parametrize(("read", "tap"), READS[:-1])  # gradients of weights are of the whole set
 def test_a_stopped_pass_goes_on_where_it_was(
     read: Callable[..., Statistics], tap: type[Tap], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -59,10 +86,8 @@ def test_a_stopped_pass_goes_on_where_it_was(
     model = naive.model("qwen3_moe")
     expected = read(model, tap, SIX, fingerprint=FINGERPRINT)
     settings: Any = {"out": tmp_path, "fingerprint": FINGERPRINT}
-    monkeypatch.setattr(observe, "SAVED", 0.0)
-    monkeypatch.setattr(observe, "PER_SAVE", 0)
     with monkeypatch.context() as patch, pytest.raises(tiny.Killed):
-        tiny.count_calls(patch, Observer, "read", kill_at=6)
+        send_signal_in_call(patch, Observer, [5])
         read(model, tap, SIX, **settings)
     assert header(tmp_path / CHECKPOINT)["done"] == 5
     with monkeypatch.context() as patch:
@@ -78,18 +103,20 @@ def test_a_stopped_pass_goes_on_where_it_was(
     assert [file.name for file in tmp_path.iterdir()] == [CHECKPOINT]
 
 
+def written() -> int:
+    """Bytes that this process has written."""
+    return int(re.findall(r"wchar: (\d+)", Path("/proc/self/io").read_text())[0])
+
+
 def test_what_a_pass_saves_is_a_small_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass of seconds writes its sums once, at its end; of long passes at most 2 % of the time is for saves."""
-
-    def written() -> int:
-        return int(re.findall(r"wchar: (\d+)", Path("/proc/self/io").read_text())[0])
 
     before = written()
     gather(naive.model("olmoe"), ForwardTap, 8 * BATCHES, out=tmp_path, fingerprint=FINGERPRINT)
     assert written() - before < 1.5 * (tmp_path / CHECKPOINT).stat().st_size
     now = [0.0]
     monkeypatch.setattr(observe.time, "monotonic", lambda: now[0])
-    saves, saved = observe.Saves(), 0.0
+    saves, saved = observe.Saves(tmp_path), 0.0
     for seconds in (1.0, 100.0) * 5000:
         now[0] += 10
         if saves.due():
@@ -190,29 +217,50 @@ def test_the_sums_are_the_same(name: str, kind: str, tmp_path: Path) -> None:
     assert all(weight.is_meta for weight in model.layers.parameters()), "no layer is left behind"
 
 
+@pytest.mark.usefixtures("ended_by_signal")
+@pytest.mark.parametrize("held", [0, 4, 1000])
 @pytest.mark.parametrize("kind", PASSES)
-def test_a_killed_pass_goes_on_from_its_last_layer(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_pass_goes_on_from_its_last_layer(
+    kind: str, held: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With none, some and all of the hidden states in memory; killed within layers after saves, and once at its end."""
     whole, layered = PASSES[kind]
     expected = resident(whole, "deepseek_v2")
     model = opened("deepseek_v2", tmp_path / "model")
-    finish = streaming.FinishedLayers.add
-    done: list[tuple[str, int]] = []
-
-    def dying(self: Any, phase: str, number: int, sums: Any) -> None:
-        if len(done) % 2:
-            done.append(("killed", number))
-            raise tiny.Killed
-        finish(self, phase, number, sums)
-        done.append((phase, number))
-
-    monkeypatch.setattr(streaming.FinishedLayers, "add", dying)
+    monkeypatch.setattr(streaming, "main_memory", lambda: held * state_bytes(model) / streaming.SHARE)
+    finished = tiny.count_calls(monkeypatch, streaming.LayerPass, "finish")
+    tiny.count_calls(monkeypatch, streaming.LayerPass, "result", kill_at=1)
+    send_signal_in_call(monkeypatch, streaming.LayerPass, range(5, 99, 5))
     for _ in range(20):
         with suppress(tiny.Killed):
             found = layered(model, batches=BATCHES, out=tmp_path / "out", fingerprint={})
             break
     assert_equal(found, expected)
-    finished = [entry for entry in done if entry[0] != "killed"]
-    assert len(finished) == len(set(finished)) and len(done) > len(finished), "nothing is done twice"
+    layers, backward = len(model.layers), "gradients" in kind
+    parts = layers + backward * (1 + layers - min(model.moe))
+    assert len(finished) == parts + 1, "nothing is done twice, but for the last layer"
+    assert backward or len(list(tmp_path.glob("out/*/states/*"))) == 1, "only what was saved last is left"
+
+
+def state_bytes(model: StreamedModel) -> int:
+    """Of the hidden states of a batch."""
+    return int(BATCHES[0][0].numel() * model.model.config.hidden_size * 4)
+
+
+@pytest.mark.parametrize(("kind", "places"), [("forward", 2), ("gradients", 4)])
+def test_hidden_states_are_written_where_memory_does_not_hold_them(
+    kind: str, places: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In memory are those of two layers at a time; backward, of three, and a layer's gradients."""
+    model, sums = opened("olmoe", tmp_path / "model"), []
+    for memory in (places * len(BATCHES) * state_bytes(model) / streaming.SHARE, 0.0):
+        monkeypatch.setattr(streaming, "main_memory", lambda memory=memory: memory)
+        out, before = tmp_path / str(memory), written()
+        sums.append(PASSES[kind][1](model, batches=BATCHES, out=out, fingerprint={}))
+        states = (written() - before) / state_bytes(model) / len(BATCHES)
+        assert states == 0 and not out.exists() if memory else states > len(model.layers) - 1
+        assert not list(out.glob("*/states/*")), "what is needed no more is deleted"
+    naive.assert_alike(sums[0].layers, sums[1].layers)
 
 
 def test_one_layer_is_there_at_once_and_a_new_text_starts_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,7 @@ def test_a_store_that_is_lost_fails_no_step(
 def test_a_job_on_a_node_without_the_store_makes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("signal.signal", lambda *_: None)
     with pytest.raises(UserError, match="is gone"):
-        Pack(str(tmp_path / "store"), [Example(name="x")], 1, "study/1")()
+        Pack(str(tmp_path / "store"), [Example(name="x")], 1, "study/1", 60)()
     assert not list(tmp_path.iterdir())
 
 

@@ -272,7 +272,7 @@ def test_a_job_keeps_what_it_reads_and_makes(place: Path, one: Asked, monkeypatc
     Worker.harm = harm
     first = [step for step in needed if not step.needs]
     after = [step for step in needed if step.needs and all(each in first for each in step.needs)]
-    done = pack.Pack(str(place), [*first, *after], 0, name)()
+    done = pack.Pack(str(place), [*first, *after], 0, name, 60)()
     assert first and after and done["failed"] == done["skipped"] == 0
     assert {step.folder for step in (*first, *after)} <= finished(place)
     gc(Store(place), apply=True)

@@ -5,12 +5,14 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +25,7 @@ from studies import STUDY, Asked, ask, start
 
 from moe_lab import progress
 from moe_lab.config import Config, LauncherConfig
+from moe_lab.models import WORKERS
 from moe_lab.results import FIGURES
 from moe_lab.study import record
 from moe_lab.study import run as launch
@@ -30,6 +33,7 @@ from moe_lab.study.estimates import GIB, Memory
 from moe_lab.study.graph import Graph
 from moe_lab.study.runs import begin
 from moe_lab.study.schedule import Schedule, StepError, Worker, overview, work
+from moe_lab.study.slurm.pack import Pack
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
@@ -87,7 +91,7 @@ def test_a_failure_skips_what_needs_it_and_nothing_else(tmp_path: Path, merged: 
 
 def test_a_dead_worker_has_its_signal_named_and_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the kernel kills it, because memory ran out."""
-    signalled_worker(tmp_path, monkeypatch, "SIGKILL")
+    worker_that(tmp_path, monkeypatch, "os.kill(os.getpid(), signal.SIGKILL)")
     first, left, right, _ = chain()
     with Worker(Store(tmp_path / "store").create()) as execute:
         execute(first, tmp_path)
@@ -99,13 +103,37 @@ def test_a_dead_worker_has_its_signal_named_and_is_replaced(tmp_path: Path, monk
 
 def test_a_worker_goes_on_when_slurm_warns_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its job's first process handles the warning; a worker that died of it would leave a failed step."""
-    signalled_worker(tmp_path, monkeypatch, "SIGUSR2")
+    worker_that(tmp_path, monkeypatch, "os.kill(os.getpid(), signal.SIGUSR2)")
     first, left, *_ = chain()
     with Worker(Store(tmp_path / "store").create()) as execute:
         execute(first, tmp_path)
         before = execute.child
         execute(left, tmp_path)
         assert execute.child is before
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_warned_job_waits_until_its_worker_has_saved(
+    saves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker warns it, as Slurm would, and then ends, or does not, within the time that the job has."""
+    saved, store = tmp_path / "saved", Store(tmp_path / "store").create()
+    ends = f"signal.signal(signal.SIGTERM, lambda *_: {saves} and (os.mkdir({str(saved)!r}) or os._exit(0)))"
+    worker_that(tmp_path, monkeypatch, f"{ends}; os.kill(os.getppid(), signal.SIGUSR2); signal.pause(); signal.pause()")
+    monkeypatch.setattr("moe_lab.child_process.GRACE", 0.1)
+    pack = Pack(str(store.root), [], 1, "study/1", 60.0 if saves else 0.1)
+
+    def warned(*_: object) -> None:
+        again = pack.checkpoint()
+        assert again and again.function == replace(pack, requeues=0) and saved.exists() == saves
+        raise InterruptedError
+
+    before = signal.signal(signal.SIGUSR2, warned)
+    try:
+        with pack.worker as execute, pytest.raises(InterruptedError):
+            execute(chain()[1], tmp_path)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
 
 
 def test_a_worker_that_cannot_read_a_step_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,14 +159,14 @@ def test_a_worker_does_not_make_a_deleted_store_again(tmp_path: Path, monkeypatc
     assert not store.root.exists() and "worker died" not in str(lost.value)
 
 
-def signalled_worker(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Have workers do nothing, and send themselves a signal at the step called left."""
-    script = folder / "signalled.py"
+def worker_that(folder: Path, monkeypatch: pytest.MonkeyPatch, does: str) -> None:
+    """Have workers do nothing, but this at the step called left."""
+    script = folder / "worker.py"
     script.write_text(
         "import base64, json, os, pickle, signal, sys\n"
         "for line in sys.stdin:\n"
         "    step, files = pickle.loads(base64.b64decode(json.loads(line)[1]['work']))\n"
-        f"    if step.kind == 'left': os.kill(os.getpid(), signal.{name})\n"
+        f"    if step.kind == 'left': {does}\n"
         "    print(json.dumps({'done': {}}), flush=True)\n"
     )
     monkeypatch.setenv("PYTHONPATH", TESTS)
@@ -183,6 +211,7 @@ def test_local_workers_have_the_gpus_that_steps_need_of_those_that_the_command_m
     config = Config(launcher=LauncherConfig(name="local", processes=processes))
     study: Any = SimpleNamespace(config=config, store=Store(tmp_path).create())
     assert launch.local(Schedule([Example()], set()), study, None)  # type: ignore[arg-type]
+    assert {environment[WORKERS] for environment in workers} == {str(len(given))}
     found = [environment.get("CUDA_VISIBLE_DEVICES") for environment in workers]
     assert sorted(found, key=str) == given
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import FrameType
 
 from submitit.helpers import DelayedSubmission
@@ -28,31 +29,39 @@ class Pack:
     """The steps of one job, called by submitit on the node.
 
     `store`: the store's folder, also of one with a URL, as the node may have another cache. `requeues`: how often the
-    job may still be requeued. `run`: STUDY/RUN that it belongs to.
+    job may still be requeued. `run`: STUDY/RUN that it belongs to. `saving`: seconds for which a pass may save before
+    the job is requeued.
     """
 
     store: str
     steps: Sequence[Step]
     requeues: int
     run: str
+    saving: float
+
+    @cached_property
+    def worker(self) -> Worker:
+        """Does the steps of this job, in a process of its own."""
+        return Worker(Store(self.store))
 
     def __call__(self) -> dict[str, int]:
         """Do the steps that are missing. A failed step leaves its error in the store, and the others go on."""
         signal.signal(signal.SIGTERM, _leave)
-        store = Store(self.store)
+        store = self.worker.store
         store.check_there()  # a node that does not see the store must not create a new one
         store.create()
         schedule = Schedule(self.steps)
         with Run(store, store.root / "runs" / self.run).held():
             schedule.lack(_absent(schedule, store))
-            with Worker(store) as execute:
+            with self.worker as execute:
                 work(schedule, store, execute)
         say_notices(store)
         return {"done": len(schedule.finished), "failed": len(schedule.failed), "skipped": len(schedule.skipped)}
 
     def checkpoint(self) -> DelayedSubmission | None:
-        """The job to requeue when this one must stop; it resumes from what the steps have saved in the store. None when
-        no requeue is left."""
+        """The job to requeue when this one must stop; it resumes from what the steps have saved in the store, which a
+        pass does now. None when no requeue is left."""
+        self.worker.end(self.saving)
         return DelayedSubmission(replace(self, requeues=self.requeues - 1)) if self.requeues > 0 else None
 
 

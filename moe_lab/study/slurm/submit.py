@@ -118,9 +118,10 @@ class Submission:
         own = {step.id for pack in array.packs for step in pack}
         needed = {needed.id for pack in array.packs for step in pack for needed in step.needs} - own
         after = [self.jobs[name] for name in needed if name in self.jobs]
-        store, requeues = self.study.store, self.study.config.launcher.max_requeues
-        run = str(self.run.folder.relative_to(store.root / "runs"))
-        packs = [Pack(str(store.root.absolute()), pack, requeues, run) for pack in array.packs]
+        store, launcher = self.study.store, self.study.config.launcher
+        run, saving = str(self.run.folder.relative_to(store.root / "runs")), launcher.signal_seconds / 2
+        root = str(store.root.absolute())
+        packs = [Pack(root, pack, launcher.max_requeues, run, saving) for pack in array.packs]
         whole = self._hand_in(array.kind, array.asks, packs, array.packs, "afterok", after)
         self.jobs.update(dict.fromkeys(own, whole))
 

@@ -100,8 +100,9 @@ class OnText(Step):
             sums = 8.0 * size.moe_layers * size.experts * (CHANNEL_SUMS * size.width + size.hidden)
             return BASE + 3 * sums  # two sets in memory, and the file that is written
         if self.is_layered:
-            batch = self._batch_tokens * size.activations()
-            return BASE + size.layer_weights() + self.layer_memory(size) + batch
+            held = BASE + size.layer_weights() + self.layer_memory(size) + self._batch_tokens * size.activations()
+            # hidden states take at most half of the main memory, and are written beyond that
+            return held + (min(held, self.disk(size)) if self.loaded.arithmetic.device == "cpu" else 0.0)
         held = ROOM * size.bytes * self.models + size.moe_layers * self.layer_memory(size)
         return BASE + held + self.batch_memory(size)
 
