@@ -15,11 +15,11 @@ from typing import Any
 
 import psutil
 from cluster import Cluster, instant_environment, running, why_not
-from processes import OWN_LOCKS, WITHOUT_LOCKS, locks
+from processes import FAST_CLOCK, FAULTY_DISK, OWN_LOCKS, SLOW_STAMPS, WITHOUT_LOCKS, preload
 from studies import command, ran, results
 
 from moe_lab.results import read_record
-from moe_lab.study.store import damage
+from moe_lab.study.store import Store
 
 from .programs import adopt_orphans
 
@@ -31,6 +31,7 @@ SERIES = 6
 """Kills of one study before it is run to its end, at most."""
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 VICTIMS = ("parent", "worker", "group")
+PACKED = 0
 QUICK = ["criterion=random,magnitude,man", "ratio=0.1,0.2,0.3,0.4", "suite.benchmarks=[pocket_boolq]"]
 FEW = ["criterion=random", "ratio=0.25,0.5", "suite.benchmarks=[]"]
 MODEL = ["criterion=man,random", "ratio=0.25,0.5", "suite.benchmarks=[pocket_boolq]"]
@@ -39,23 +40,27 @@ MODEL = ["criterion=man,random", "ratio=0.25,0.5", "suite.benchmarks=[pocket_boo
 @dataclass(frozen=True)
 class Scene:
     """A command that is killed, and its share of the kills. `instant`: its steps take no time; those of others are real
-    ones on the shipped model. `at_once`: how many such commands are started at the same time. `locks`: what locks of
-    files do."""
+    ones on the shipped model. `at_once`: how many such commands are started at the same time. `library`: functions of
+    C that differ there; `clock`: and for the last of the commands."""
 
     share: float
     words: Sequence[str]
     instant: bool = False
     at_once: int = 1
-    locks: str = ""
+    library: str = ""
+    clock: str = ""
 
 
 SCENES = {
     "quick": Scene(0.34, [*QUICK, "launcher.processes=2"], instant=True),
-    "own_locks": Scene(0.13, [*QUICK, "launcher.processes=2"], instant=True, at_once=2, locks=OWN_LOCKS),
-    "no_locks": Scene(0.13, [*QUICK, "launcher.processes=2"], instant=True, at_once=2, locks=WITHOUT_LOCKS),
+    "own_locks": Scene(0.13, [*QUICK, "launcher.processes=2"], True, 2, OWN_LOCKS, FAST_CLOCK),
+    "no_locks": Scene(0.13, [*QUICK, "launcher.processes=2"], True, 2, WITHOUT_LOCKS, FAST_CLOCK + SLOW_STAMPS),
     "model": Scene(0.1, [*MODEL, "launcher.processes=2"]),
     "inline": Scene(0.04, [*MODEL, "launcher=inline"]),
     "slurm": Scene(0.26, [*FEW, "launcher=slurm", "wait=true"], instant=True),
+    "few": Scene(0.0, [*FEW, "launcher.processes=1"], instant=True),
+    "quota": Scene(0.0, [*FEW, "launcher.processes=1"], True, library=FAULTY_DISK % (("EDQUOT",) * 2)),
+    "read_only": Scene(0.0, [*FEW, "launcher.processes=1"], True, library=FAULTY_DISK % (("EROFS",) * 2)),
 }
 
 
@@ -123,7 +128,7 @@ class Study:
     found: Killed
     history: list[str] = field(default_factory=list)
     published: dict[str, int] = field(default_factory=dict)
-    """Steps that were finished at some time: folder -> its inode."""
+    """Steps that were finished at some time: folder -> its inode, or PACKED."""
 
     def __post_init__(self) -> None:
         for folder in ("temporary", "instant"):
@@ -135,9 +140,10 @@ class Study:
         scene = SCENES[self.scenario]
         environment = dict(self.cluster.environment if self.cluster else os.environ)
         environment |= {"TMPDIR": str(self.place / "temporary"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        environment |= locks(scene.locks, self.place)
+        environment |= {"DISK": str(self.store), "DISK_FAILS": str(self.place / "fails")}
+        clocks = [*[""] * (scene.at_once - 1), scene.clock]
         if scene.instant:
-            environment |= {**instant_environment(self.place / "instant"), "INSTANT_PAUSE": "0.05"}
+            environment |= {**instant_environment(self.place / "instant"), "INSTANT_PAUSE": "0.05", "INSTANT_MANY": "9"}
         with (self.place / "printed").open("a") as printed:
             return [
                 subprocess.Popen(
@@ -147,10 +153,10 @@ class Study:
                     stderr=printed,
                     text=True,
                     cwd=self.place,
-                    env=environment,
+                    env={**environment, **preload(scene.library + clock, self.place)},
                     start_new_session=True,
                 )
-                for _ in range(scene.at_once)
+                for clock in clocks
             ]
 
     def settle(self) -> None:
@@ -241,7 +247,10 @@ class Study:
         again = {step for step in before if self.begun()[step] > begun[step]}
         folders = [file.parent for file in self.store.glob("[!.]*/[!.]*/step.json")]
         now = {str(folder.relative_to(self.store)): folder.stat().st_ino for folder in folders}
-        again |= {step for step, inode in self.published.items() if now.get(step, inode) != inode}
+        packs = Store(self.store).packs
+        packs.refresh()
+        now = dict.fromkeys(packs.steps().values(), PACKED) | now
+        again |= {step for step, inode in self.published.items() if now.get(step) not in (None, PACKED, inode)}
         if again:
             self.problem("computed twice", ", ".join(sorted(again)))
         if lost := set(self.published) - set(now):
@@ -269,8 +278,8 @@ class Study:
             self.problem("lost", ", ".join(sorted(lost)))
         if other := [name for name in found if found[name] != expected.get(name)]:
             self.problem("other result", ", ".join(other))
-        folders = [file.parent for file in self.store.glob("*/*/step.json")]
-        if damaged := {str(folder): what for folder in folders if (what := damage(folder, hash_all=True))}:
+        store = Store(self.store)
+        if damaged := {step: what for step in self.published if (what := store.damage(step, hash_all=True))}:
             self.problem("lost", f"damaged: {damaged}")
         if not lost and _record(self.store) != _record(reference.store):
             self.problem("other result", "the record of the study")
@@ -281,7 +290,8 @@ class Study:
                 self.problem("trace", trace[:1500])
 
     def check_folders(self, usual: Set[str]) -> None:
-        """No temporary file but the usual ones is left, nor what only unfinished or failed steps leave."""
+        """No temporary file but the usual ones is left, nor what only unfinished or failed steps leave, or packing."""
+        Store(self.store).packs.clear()
         left = [
             path for path in self.store.rglob(".*") if not path.name.startswith((".made_from", ".submission_file_"))
         ]

@@ -3,13 +3,14 @@
 Every step has PARTS parts, and saves after each. In the folder that INSTANT_WORK names, a file `hold-KIND` stops steps
 of that kind in their last part until it is removed, and `break-KIND` makes them fail; `parts` gets a line for every
 part that was done, `begun` one for every start of a step, with the process that does it. With `apart`, every step is a
-job. Each part takes INSTANT_PAUSE seconds, 0 by default.
+job. Each part takes INSTANT_PAUSE seconds, 0 by default. From INSTANT_MANY steps on they are packed, each second.
 """
 
 import os
 import time
 from pathlib import Path
 
+from moe_lab.study import packing
 from moe_lab.study.step import Step
 from moe_lab.study.steps import KINDS
 from moe_lab.study.steps.files import Files
@@ -43,5 +44,7 @@ if Path(os.environ["INSTANT_WORK"], "apart").exists():
     from moe_lab.study.slurm import arrays
 
     arrays.STEPS_PER_JOB = 1
+if "INSTANT_MANY" in os.environ:
+    packing.MANY, packing.EVERY, packing.FEW = int(os.environ["INSTANT_MANY"]), 1.0, 3
 for kind in KINDS.values():
     kind.work = instant  # type: ignore[method-assign]
