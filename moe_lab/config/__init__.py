@@ -98,6 +98,9 @@ class LauncherConfig(Group):
     """How often a job that is interrupted, by its time limit or by another job, is put back into the queue."""
     signal_seconds: Positive = 120
     """Seconds before its time limit at which a job is told to stop."""
+    stale_minutes: Above0 = 30
+    """Minutes without a sign of life, which a process gives each minute, after which others take over what it was
+    doing on another machine; they watch it for 2.5 minutes at least."""
     python: str | None = None
     """Command that starts Python in a job, such as `apptainer exec image.sif python`; null takes the interpreter that
     runs now."""

@@ -30,7 +30,7 @@ from moe_lab.json_files import Damaged, Number, read_json
 BEAT = 60.0
 """Seconds between two heartbeats of a claim."""
 LIMIT = 1800.0
-"""Seconds without a heartbeat after which a claim of another machine is stale."""
+"""Seconds without a heartbeat after which a claim of another machine is stale, unless its owner says otherwise."""
 WATCH = 2.5
 """Heartbeats that this process itself must have missed as well: a file's time may be of the owner's clock."""
 POLL = 0.2
@@ -47,6 +47,7 @@ OWNER_SHAPE = {
     "job": str | None,
     "restarts": int,
     "inode": int,
+    "limit": Number,
 }
 
 
@@ -85,6 +86,7 @@ class Claim:
         self.path = claims.path(name, generation)
         owner = {"token": self.token, "since": time.time(), "host": socket.gethostname(), "machine": machine()}
         owner |= {"pid": os.getpid(), "started": started(os.getpid()), "job": own_job(), "restarts": restarts()}
+        owner |= {"limit": claims.limit}
         self.file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o664)
         try:
             os.write(self.file, json.dumps({**owner, "inode": os.fstat(self.file).st_ino}).encode())
@@ -126,17 +128,18 @@ class Claim:
 
 
 class Claims:
-    """The claims in a folder. `in_queue`: whether the scheduler shows a job, which then keeps even old claims."""
+    """The claims in a folder. `in_queue`: whether the scheduler shows a job, which then keeps even old claims. `limit`:
+    seconds without a heartbeat after which others take those that are made here for stale."""
 
-    def __init__(self, folder: Path, in_queue: Callable[[str], bool] | None = None) -> None:
-        self.folder, self.in_queue = folder, in_queue
+    def __init__(self, folder: Path, in_queue: Callable[[str], bool] | None = None, limit: float = LIMIT) -> None:
+        self.folder, self.in_queue, self.limit = folder, in_queue, limit
         self.owned: set[Claim] = set()
         self.lock = threading.Lock()
         self._seen: dict[Path, tuple[tuple[int, str], float]] = {}
         self._beating = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Claims, (self.folder, self.in_queue)  # a copy in another process holds nothing
+        return Claims, (self.folder, self.in_queue, self.limit)  # a copy in another process holds nothing
 
     def path(self, name: str, generation: int) -> Path:
         """The file of a claim."""
@@ -227,7 +230,8 @@ class Claims:
             return False
         try:
             os.utime(self.folder)  # gives it the present time by the clock of the file system
-            return watched > LIMIT or self.folder.stat().st_mtime - changed / 1e9 > LIMIT
+            silent = max(watched, self.folder.stat().st_mtime - changed / 1e9)
+            return bool(silent > owner["limit"])
         except OSError:  # where nothing can be written, nothing is taken over either
             return False
 

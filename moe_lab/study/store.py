@@ -23,7 +23,7 @@ from moe_lab.json_files import Damaged, parse, read_json, write_json
 from moe_lab.packs import Packs, packs_in
 from moe_lab.paths import store_folder, url_of
 from moe_lab.results import DIGITS
-from moe_lab.study.claims import Busy, Claim, Claims
+from moe_lab.study.claims import LIMIT, Busy, Claim, Claims
 from moe_lab.study.step import NO_ROOM, Step, digest
 
 SCHEMA = 1
@@ -59,21 +59,22 @@ class Gone(Unavailable):
 class Store:
     """A folder of finished steps, errors of failed ones, claims, and files from which unfinished ones resume.
 
-    `root`: the folder, or a URL (`moe_lab/study/sync.py`), whose folder is in the cache of the user.
+    `root`: the folder, or a URL (`moe_lab/study/sync.py`), whose folder is in the cache of the user. `limit`: as for
+    `Claims`.
 
     Nothing is written, made or set aside before `create` is called: the folder may be missing or read-only. Raises
     UserError for an empty path, a URL that `url_of` refuses, a file, a folder that is not a store, and a store of a
     newer moe_lab.
     """
 
-    def __init__(self, root: str | Path) -> None:
+    def __init__(self, root: str | Path, limit: float = LIMIT) -> None:
         if not str(root):
             raise UserError("store= names no folder: write store=FOLDER")
         self.root = store_folder(str(root))
         self.url = url_of(str(root))
         if self.root.exists() and not self.root.is_dir():
             raise UserError(f"store={root} is a file: expected a folder, or a new name")
-        self.claims = Claims(self.root / "claims", _in_queue)
+        self.claims = Claims(self.root / "claims", _in_queue, limit)
         self.notices: list[str] = []
         self._writing = False
         self._hashed: set[str] = set()

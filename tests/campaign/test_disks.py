@@ -31,13 +31,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Study:
 
 @pytest.fixture
 def halted(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Study, subprocess.Popen[str]]]:
-    """A study that waits in the middle of its second plan until `hold-plan` is removed; and its command."""
+    """A study that waits in the middle of a plan until `hold-plan` is removed; and its command."""
     begun = study(request.param, tmp_path / "study")
-    (begun.place / "instant" / "hold-plan").touch()
+    (hold := begun.place / "instant" / "hold-plan").touch()
     (run,) = begun.start()
     with run:
         until(lambda: run.poll() is not None or any(step.startswith("plan/") for step in begun.begun()))
         yield begun, run
+        hold.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("halted", SENTENCES, indirect=True)

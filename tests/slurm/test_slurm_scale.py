@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from processes import of_children, within
 from studies import command, jobs
+from submitit.core.utils import DelayedSubmission
 
 from moe_lab.errors import UserError
 from moe_lab.study.slurm import scheduler
@@ -72,6 +73,7 @@ def test_arrays_wait_for_what_they_need(tmp_path: Path, counting: Mapping[str, s
     own = "evaluate: {partition: gpu, minutes: 7, sbatch: {nodelist: n7, mem_per_gpu: 9G}, setup: [module load cuda]}"
     own += ", statistics: {memory: 0, sbatch: {gres: 'gpu:h100:1'}}"
     parallel = ["criterion=man,magnitude", "launcher.parallel=3", "launcher.cells_per_job=1"]
+    parallel += ["launcher.stale_minutes=7.5"]
     gpus = ["resources.every.gpu_type=a100", "resources.every.gpus=1", "model.device=cpu"]
     done = typed(tmp_path, counting, *parallel, f"+resources.jobs={{plan: {{gpus: 0}}, {own}}}", *gpus)
     written, ids = scripts(tmp_path, done), jobs(done.stdout)
@@ -91,6 +93,8 @@ def test_arrays_wait_for_what_they_need(tmp_path: Path, counting: Mapping[str, s
     asked = {kind: re.findall(r"--gp\S+|--gres\S+", script) for kind, script in written.items()}
     assert (asked["evaluate"], asked["statistics"]) == (["--gpus-per-node=a100:1"], ["--gres=gpu:h100:1"])
     assert asked["plan"] == asked["record"] == []
+    job = DelayedSubmission.load(next(tmp_path.glob("store/runs/*/*/jobs/1_submitted.pkl")))
+    assert job.function.limit == 450
 
 
 SHOWN = {

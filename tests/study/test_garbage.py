@@ -264,6 +264,7 @@ def test_a_job_keeps_what_it_reads_and_makes(place: Path, one: Asked, monkeypatc
     write_json(later.folder / "record.json", {"schema": 1, "created": 0, "replaces": [], "cells": [], **NO_FIGURES})
 
     def harm(step: Step, scratch: Path) -> None:
+        assert {read_json(path, {})["limit"] for path in place.glob("claims/*")} == {9.5}
         gc(Store(place), apply=True)
 
     monkeypatch.setenv("SLURM_JOB_ID", "7")
@@ -272,7 +273,7 @@ def test_a_job_keeps_what_it_reads_and_makes(place: Path, one: Asked, monkeypatc
     Worker.harm = harm
     first = [step for step in needed if not step.needs]
     after = [step for step in needed if step.needs and all(each in first for each in step.needs)]
-    done = pack.Pack(str(place), [*first, *after], 0, name)()
+    done = pack.Pack(str(place), [*first, *after], 0, name, 9.5)()
     assert first and after and done["failed"] == done["skipped"] == 0
     assert {step.folder for step in (*first, *after)} <= finished(place)
     gc(Store(place), apply=True)

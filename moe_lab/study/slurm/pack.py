@@ -13,7 +13,7 @@ from types import FrameType
 from submitit.helpers import DelayedSubmission
 
 from moe_lab.results import DIGITS
-from moe_lab.study.claims import own_job
+from moe_lab.study.claims import LIMIT, own_job
 from moe_lab.study.record import Study
 from moe_lab.study.runs import Run, runs
 from moe_lab.study.schedule import Schedule, StepError, Worker, say_notices, watch, work
@@ -28,18 +28,19 @@ class Pack:
     """The steps of one job, called by submitit on the node.
 
     `store`: the store's folder, also of one with a URL, as the node may have another cache. `requeues`: how often the
-    job may still be requeued. `run`: STUDY/RUN that it belongs to.
+    job may still be requeued. `run`: STUDY/RUN that it belongs to. `limit`: as for `Store`.
     """
 
     store: str
     steps: Sequence[Step]
     requeues: int
     run: str
+    limit: float = LIMIT
 
     def __call__(self) -> dict[str, int]:
         """Do the steps that are missing. A failed step leaves its error in the store, and the others go on."""
         signal.signal(signal.SIGTERM, _leave)
-        store = Store(self.store)
+        store = Store(self.store, self.limit)
         store.check_there()  # a node that does not see the store must not create a new one
         store.create()
         schedule = Schedule(self.steps)

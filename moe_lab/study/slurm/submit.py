@@ -119,7 +119,7 @@ class Submission:
         after = [self.jobs[name] for name in needed if name in self.jobs]
         store, requeues = self.study.store, self.study.config.launcher.max_requeues
         run = str(self.run.folder.relative_to(store.root / "runs"))
-        packs = [Pack(str(store.root.absolute()), pack, requeues, run) for pack in array.packs]
+        packs = [Pack(str(store.root.absolute()), pack, requeues, run, store.claims.limit) for pack in array.packs]
         whole = self._hand_in(array.kind, array.asks, packs, array.packs, "afterok", after)
         self.jobs.update(dict.fromkeys(own, whole))
 
