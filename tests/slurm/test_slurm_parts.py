@@ -1,6 +1,10 @@
 """Which steps share a job, what jobs ask for, and which are still of use."""
 
+import importlib
+import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -14,6 +18,7 @@ from example_steps import Example, cell_of, evaluated, step_of
 from omegaconf import OmegaConf
 
 import moe_lab
+from moe_lab import start
 from moe_lab.config import (
     BackendConfig,
     BenchmarkConfig,
@@ -255,6 +260,32 @@ def test_code_is_copied_once_for_each_state_of_it(tmp_path: Path, monkeypatch: p
     assert starts[0] == starts[1] != starts[2]
     assert [start.with_name("example.py").read_text() for start in starts] == ["1", "1", "2"]
     assert len(list((tmp_path / "store" / "code").iterdir())) == 2, "nothing is left behind"
+
+
+def test_jobs_run_plugins_as_they_were_when_they_were_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package that a plugin is in, or its only file, also where Python would find what they became."""
+    own, package, single = tmp_path / "own", tmp_path / "mine" / "my_package", tmp_path / "mine" / "my_module.py"
+    for name in ("moe_lab", "analysis", "../mine/my_package"):
+        (own / name).mkdir(parents=True, exist_ok=True)
+    shutil.copy(start.FILE, own / "moe_lab")
+    (own / "analysis" / "__init__.py").touch()
+    monkeypatch.setattr(moe_lab, "__file__", str(own / "moe_lab" / "__init__.py"))
+    monkeypatch.syspath_prepend(single.parent)
+    copies = []
+    for text in ("before", "after"):
+        (package / "part.py").write_text(f"text = '{text}'")
+        (package / "scores.py").write_text("from my_package.part import text\nprint(text)")
+        single.write_text(f"print('{text}')")
+        for name in ("my_package", "my_module"):
+            monkeypatch.setitem(sys.modules, name, importlib.import_module(name))
+        copies.append(copy_code(tmp_path / "store", ["my_package.scores", "my_module"]))
+    assert copies[0] != copies[1]
+    for name in ("my_package.scores", "my_module"):
+        words = [sys.executable, str(copies[0]), "-m", name]
+        environment = {**os.environ, "PYTHONPATH": str(single.parent)}
+        assert subprocess.run(words, capture_output=True, text=True, env=environment).stdout == "before\n"
 
 
 # What jobs ask for: the most particular that is set, the rest estimated for all steps together

@@ -17,7 +17,7 @@ from submitit import SlurmExecutor
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 import moe_lab
-from moe_lab import start
+from moe_lab import plugins, start
 from moe_lab.calibration import parts, sources
 from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError
@@ -110,7 +110,7 @@ class Submission:
     @cached_property
     def starter(self) -> Path:
         """The start.py with which jobs are started, in a copy of the present code."""
-        return copy_code(self.study.store.root)
+        return copy_code(self.study.store.root, self.study.config.plugins)
 
     def add(self, array: Array) -> None:
         """Submit one array, to start when the jobs that it needs have succeeded."""
@@ -231,22 +231,23 @@ def under_way(jobs: Iterable[Submitted], queue: Mapping[str, Queued], missing: I
 COPIED = ("moe_lab", "analysis", "conf")
 
 
-def copy_code(store: Path) -> Path:
-    """Copy the present code to `store`/code, once for each state of it. Returns the start.py of the copy.
+def copy_code(store: Path, modules: Iterable[str] = ()) -> Path:
+    """Copy the present code to `store`/code, with plugins, once for each state of it. Returns the start.py of the copy.
 
     Jobs run the copy, and so do the processes they start: what is edited or updated while jobs wait in the queue does
     not change what they do.
     """
     root = Path(moe_lab.__file__).parents[1]
-    found = [path for name in COPIED for path in sorted((root / name).rglob("*")) if path.is_file()]
-    copied = [path.relative_to(root) for path in found if "__pycache__" not in path.parts]
-    content = {str(file): sha256((root / file).read_bytes()).hexdigest() for file in copied}
+    found = {path.relative_to(root): path for name in COPIED for path in (root / name).rglob("*")}
+    found |= {Path(start.PLUGINS) / file: path for file, path in plugins.sources(modules).items()}
+    copied = {file: path for file, path in found.items() if path.is_file() and "__pycache__" not in file.parts}
+    content = {str(file): sha256(path.read_bytes()).hexdigest() for file, path in copied.items()}
     folder = store.absolute() / "code" / digest({"state": code_state(), "files": content})[:12]
     if not folder.exists():
         scratch = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
-        for file in copied:
+        for file, path in copied.items():
             (scratch / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(root / file, scratch / file)
+            shutil.copyfile(path, scratch / file)
         write_json(scratch / "moe_lab" / NOTED, code_state())
         try:
             scratch.rename(folder)
