@@ -128,10 +128,10 @@ class Claim:
 
 
 class Claims:
-    """The claims in a folder. `in_queue`: whether the scheduler shows a job, which then keeps even old claims. `limit`:
-    seconds without a heartbeat after which others take those that are made here for stale."""
+    """The claims in a folder. `in_queue`: whether the scheduler shows a job of a user, which then keeps even old ones.
+    `limit`: seconds without a heartbeat after which others take those that are made here for stale."""
 
-    def __init__(self, folder: Path, in_queue: Callable[[str], bool] | None = None, limit: float = LIMIT) -> None:
+    def __init__(self, folder: Path, in_queue: Callable[[str, int], bool] | None = None, limit: float = LIMIT) -> None:
         self.folder, self.in_queue, self.limit = folder, in_queue, limit
         self.owned: set[Claim] = set()
         self.lock = threading.Lock()
@@ -226,7 +226,7 @@ class Claims:
         if owner is None:
             return True
         # The queue shows the own job, which says nothing about other processes of it.
-        if owner["job"] and not is_own_job and self.in_queue and self.in_queue(owner["job"]):
+        if owner["job"] and not is_own_job and self.in_queue and self.in_queue(owner["job"], file.st_uid):
             return False
         try:
             os.utime(self.folder)  # gives it the present time by the clock of the file system

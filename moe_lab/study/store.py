@@ -413,12 +413,12 @@ def hidden(folder: Path, step_id: str) -> Path:
     return hidden
 
 
-def _in_queue(job: str) -> bool:
-    """Whether Slurm shows a job. False when it does not answer: then heartbeats alone decide."""
+def _in_queue(job: str, user: int) -> bool:
+    """Whether Slurm shows a job of a user. False when it does not answer: then heartbeats alone decide."""
     from moe_lab.study.slurm import scheduler  # asked only about old claims of jobs
 
     with contextlib.suppress(UserError):
-        return job in scheduler.queue()
+        return job in scheduler.queue([user])
     return False
 
 

@@ -42,10 +42,11 @@ from moe_lab.study.slurm.pack import _absent as absent
 from moe_lab.study.slurm.scheduler import Queued, longest_array, queue, time_limits
 from moe_lab.study.slurm.submit import _download as download
 from moe_lab.study.slurm.submit import copy_code, under_way
-from moe_lab.study.status import StepState, left
+from moe_lab.study.status import StepState, alive, left
 from moe_lab.study.step import Step, code_state
 from moe_lab.study.steps.evaluation import Generate, Grade
 from moe_lab.study.store import Store
+from moe_lab.study.store import _in_queue as in_queue
 
 SETTINGS = LauncherConfig(cells_per_job=2)
 
@@ -137,6 +138,16 @@ def test_jobs_are_read_whatever_they_are_called(monkeypatch: pytest.MonkeyPatch)
     config = "MaxArraySize            = 1001\nSchedulerParameters     = bf_continue,max_array_tasks=3,defer\n"
     monkeypatch.setattr("moe_lab.study.slurm.scheduler.ask", lambda *_: config)
     assert longest_array() == 3
+
+
+def test_jobs_of_colleagues_are_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    def squeue(*words: str) -> str:
+        return "7|RUNNING|None|1:00|s.k\n" if "--user=4321" in words else "8|RUNNING|None|1:00|s.k\n"
+
+    monkeypatch.setattr("moe_lab.study.slurm.scheduler.ask", squeue)
+    jobs = [replace(submitted("7", "a"), user=4321), submitted("8", "b"), submitted("9", "c")]
+    assert alive({job.id: job for job in jobs})[0].keys() == {"7", "8"}
+    assert in_queue("7", 4321) and not in_queue("7", os.getuid())
 
 
 def test_jobs_work_for_the_store_that_they_were_made_for(tmp_path: Path) -> None:

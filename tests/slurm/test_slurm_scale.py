@@ -152,12 +152,15 @@ def test_the_page_on_slurm_shows_what_is_printed(tmp_path: Path, counting: Mappi
 def test_a_refusal_takes_back_what_was_accepted(
     words: str, says: str, tmp_path: Path, counting: Mapping[str, str]
 ) -> None:
+    """And what was accepted although sbatch has not said so: 4 here."""
     refusing = {**counting, "REFUSE_AT": "4", "REFUSE": f"Batch job submission failed: {words}"}
+    shown = f'case "$*" in *%o*) printf "4|$(ls -d {tmp_path}/store/runs/*/*/jobs)/x.sh\\n9|/x/jobs/x.sh\\n";; esac'
+    (tmp_path / "bin" / "squeue").write_text(f"#!/bin/sh\n{shown}\n")
     done = typed(tmp_path, refusing, "resources.every.sbatch={account:ours}")
     assert done.returncode == 2 and words in done.stderr and "account=ours" in done.stderr
     assert says in done.stderr
     cancelled = {word for line in calls(tmp_path, "scancel") for word in line.split()}
-    assert cancelled == {"1", "2", "3"}
+    assert cancelled == {"1", "2", "3", "4"}
     assert not list((tmp_path / "store" / "runs").glob("*/*"))
 
 

@@ -56,7 +56,8 @@ def submit(schedule: Schedule, study: Study, run: Run) -> None:
         _download(schedule.waiting.values())
         _submit_missing(schedule, submission)
     except BaseException:
-        scheduler.cancel({job.array for job in run.jobs})
+        # sbatch may have handed one in, and then have got no answer
+        scheduler.cancel({job.array for job in run.jobs} | scheduler.handed_in(run.logs.absolute()))
         run.remove()
         raise
     _announce(submission)
@@ -78,7 +79,7 @@ def _submit_missing(schedule: Schedule, submission: Submission) -> None:
     study = submission.study
     config, store = study.config, study.store
     earlier = [job for run in runs(store, config.study) for job in run.jobs]
-    covered = under_way(earlier, scheduler.queue(), schedule.waiting)
+    covered = under_way(earlier, scheduler.queue(job.user for job in earlier), schedule.waiting)
     missing = [step for step in schedule.waiting.values() if step.id not in covered.steps]
     submission.jobs.update(covered.steps)
     if not missing and covered.recorded:
