@@ -364,6 +364,7 @@ class Store:
             for left in parent.glob(f".{start}.*"):
                 with contextlib.suppress(FileNotFoundError):
                     shutil.rmtree(hidden(left, start), ignore_errors=True)
+            self._index.clear()  # another label is found even if the time of the folder is too coarse to show it
             if self._is_sound(name):
                 yield None
                 return
