@@ -17,15 +17,11 @@ ENTRY_POINTS = "moe_lab.plugins"
 """Group of entry points whose modules every command imports."""
 
 
-def _all(modules: Iterable[str]) -> list[str]:
-    installed = [point.module for point in entry_points(group=ENTRY_POINTS)]
-    return list(dict.fromkeys([*installed, *modules]))
-
-
-def load(modules: Iterable[str] = ()) -> None:
-    """Import the modules of all entry points, and `modules`. Raises UserError for one that cannot be imported,
-    registers nothing, or registers a name that is taken."""
-    for module in _all(modules):
+def load(modules: Iterable[str] = ()) -> list[str]:
+    """Import the modules of all entry points, and `modules`; the names of all. Raises UserError for one that cannot be
+    imported, registers nothing, or registers a name that is taken."""
+    names = list(dict.fromkeys([*(point.module for point in entry_points(group=ENTRY_POINTS)), *modules]))
+    for module in names:
         try:
             import_module(module)
         except UserError:
@@ -42,12 +38,13 @@ def load(modules: Iterable[str] = ()) -> None:
                 f"plugins: {module} registers nothing, expected a function under @criterion(...) or a call of "
                 "moe_lab.allocation.register(...): docs/new_criterion.md"
             )
+    return names
 
 
 def sources(modules: Iterable[str]) -> dict[Path, Path]:
-    """All files of the packages that loaded plugins are in, or their own: path below a folder of sys.path -> file."""
+    """All files of the packages that plugins are in, or their own: path below a folder of sys.path -> file."""
     found = {}
-    for module in _all(modules):
+    for module in load(modules):
         top = sys.modules[module.partition(".")[0]]
         for path in map(Path, getattr(top, "__path__", None) or [str(top.__file__)]):
             found |= {file.relative_to(path.parent): file for file in (path, *path.rglob("*"))}

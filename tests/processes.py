@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from hashlib import sha256
 from pathlib import Path
 
 
@@ -34,21 +33,16 @@ def executable(file: Path, text: str, *options: str) -> Path:
     return file
 
 
-HEADERS = """
+WITHOUT_LOCKS = "errno = ENOSYS; return -1;"
+"""What locks of files do where there are none."""
+OWN_LOCKS = "return 0;"
+"""And where each machine sees its own alone, as on Lustre with localflock or NFS with nolock: whoever asks gets one."""
+LOCKS = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <stdarg.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/stat.h>
-#include <time.h>
-#include <unistd.h>
-#define REAL(name) ((__typeof__(name) *)dlsym(RTLD_NEXT, #name))
-"""
-LOCKS = """
 int flock(int file, int how) { %s }
 static int other(const char *name, int file, int what, void *about) {
   int (*real)(int, int, ...) = dlsym(RTLD_NEXT, name);
@@ -60,59 +54,15 @@ static int other(const char *name, int file, int what, void *about) {
 OTHER(fcntl)
 OTHER(fcntl64)
 """
-WITHOUT_LOCKS = LOCKS % (("errno = ENOSYS; return -1;",) * 2)
-"""Locks of files where there are none."""
-OWN_LOCKS = LOCKS % (("return 0;",) * 2)
-"""And where each machine sees its own alone, as on Lustre with localflock or NFS with nolock: whoever asks gets one."""
-FAST_CLOCK = """
-int clock_gettime(clockid_t which, struct timespec *now) {
-  int code = REAL(clock_gettime)(which, now);
-  if (!code && which == CLOCK_REALTIME) now->tv_sec += 3600;
-  return code;
-}
-"""
-"""A clock that is an hour fast: Python has no other."""
-SLOW_STAMPS = """
-static const struct timespec *stamps(const struct timespec *times, struct timespec *own) {
-  if (!times) { clock_gettime(CLOCK_REALTIME, own); own->tv_sec -= 3600; own[1] = *own; }
-  return times ? times : own;
-}
-int futimens(int file, const struct timespec *times) {
-  struct timespec own[2]; return REAL(futimens)(file, stamps(times, own));
-}
-int utimensat(int folder, const char *path, const struct timespec *times, int flags) {
-  struct timespec own[2]; return REAL(utimensat)(folder, path, stamps(times, own), flags);
-}
-"""
-"""A disk whose files get the time of who writes, by a clock that is an hour slow."""
-FAULTY_DISK = """
-static int fails(const char *path) {
-  if (strncmp(path, getenv("DISK"), strlen(getenv("DISK"))) || access(getenv("DISK_FAILS"), F_OK)) return 0;
-  errno = %s; return -1;
-}
-int open64(const char *path, int how, ...) {
-  va_list more; va_start(more, how); mode_t mode = va_arg(more, mode_t); va_end(more);
-  return how & (O_CREAT | O_WRONLY | O_RDWR) && fails(path) ? -1 : REAL(open64)(path, how, mode);
-}
-ssize_t write(int file, const void *what, size_t count) {
-  char link[64], path[4096] = ""; snprintf(link, sizeof link, "/proc/self/fd/%%d", file);
-  return readlink(link, path, sizeof path - 1) > 0 && fails(path) ? -1 : REAL(write)(file, what, count);
-}
-int mkdir(const char *path, mode_t mode) { return fails(path) ? -1 : REAL(mkdir)(path, mode); }
-int rename(const char *path, const char *to) { return fails(path) ? -1 : REAL(rename)(path, to); }
-int unlink(const char *path) { return %s == EROFS && fails(path) ? -1 : REAL(unlink)(path); }
-"""
-"""A disk, the folder that DISK names, of which what writes fails while there is the file that DISK_FAILS names."""
 
 
-def preload(source: str, folder: Path) -> dict[str, str]:
-    """An environment in which functions of C are these, by a library in `folder`; {} for "" or without a compiler."""
-    if not (source and shutil.which("cc")):
+def locks(body: str, folder: Path) -> dict[str, str]:
+    """An environment in which locks of files do this, by a library in `folder`; none for "" and without a compiler."""
+    if not (body and shutil.which("cc")):
         return {}
-    file = folder / f"{sha256(source.encode()).hexdigest()[:8]}.so"
-    compiler = ["cc", "-shared", "-fPIC", "-o", str(file), "-x", "c", "-", "-ldl"]
-    subprocess.run(compiler, input=HEADERS + source, text=True, check=True)
-    return {"LD_PRELOAD": str(file)}
+    (folder / "locks.c").write_text(LOCKS % (body, body))
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", "locks.so", "locks.c", "-ldl"], cwd=folder, check=True)
+    return {"LD_PRELOAD": str(folder / "locks.so")}
 
 
 def until(condition: Callable[[], object]) -> None:

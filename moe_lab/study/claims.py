@@ -33,6 +33,8 @@ LIMIT = 1800.0
 """Seconds without a heartbeat after which a claim of another machine is stale, unless its owner says otherwise."""
 WATCH = 2.5
 """Heartbeats that this process itself must have missed as well: a file's time may be of the owner's clock."""
+LONG_AGO = 86400.0
+"""Seconds without a heartbeat that no wrong clock explains, so that a command which looks only once finds it stale."""
 POLL = 0.2
 """Seconds between two attempts to take a claim that another process holds."""
 SILENT = 50
@@ -202,10 +204,10 @@ class Claims:
     def is_stale(self, path: Path) -> bool:
         """Whether the owner of a claim is gone. A claim that has just been removed is not stale: look again later.
 
-        A process of this machine is looked up. Of another machine, an old time is not enough: this process must have
-        missed heartbeats itself, for long if the time is not old. On some file systems the time is by the clock of the
-        owner, which may be wrong. A claim without an owner is of a process that was killed while it wrote it, if
-        heartbeats are missing too.
+        A process of this machine is looked up. Of another machine, an old time is not enough, unless it is LONG_AGO:
+        this process must have missed heartbeats itself, for long if the time is not old. On some file systems the time
+        is by the clock of the owner, which may be wrong. A claim without an owner is of a process that was killed while
+        it wrote it, if heartbeats are missing too.
         """
         try:
             file, owner = path.stat(), _owner(path)
@@ -221,7 +223,7 @@ class Claims:
         if path not in self._seen or self._seen[path][0] != mark:
             self._seen[path] = (mark, time.monotonic())
         watched = time.monotonic() - self._seen[path][1]
-        if watched < WATCH * BEAT:
+        if watched < WATCH * BEAT and time.time() - changed / 1e9 < LONG_AGO:
             return False
         if owner is None:
             return True

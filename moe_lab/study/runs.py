@@ -27,9 +27,8 @@ from moe_lab.study.step import Step, code_state
 from moe_lab.study.store import Store
 
 RUN_SHAPE = {"time": Number, "steps": [(str, str, [str])]}
-JOBS_SHAPE = [
-    {"id": str, "array": str, "name": str, "kind": str, "steps": [str], "after": [str], "store": str, "user": int}
-]
+TEXTS = dict.fromkeys(("id", "array", "name", "kind", "store"), str)
+JOBS_SHAPE = [{**TEXTS, "steps": [str], "after": [str], "user": int}]
 RECORD = "record"
 """Kind of job that ends a submission: it writes the record and the report."""
 

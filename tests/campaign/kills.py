@@ -1,5 +1,6 @@
 """Studies that are killed at random moments, and then run to their end: nothing is lost, done twice or left behind."""
 
+import errno
 import os
 import random
 import signal
@@ -15,7 +16,7 @@ from typing import Any
 
 import psutil
 from cluster import Cluster, instant_environment, running, why_not
-from processes import FAST_CLOCK, FAULTY_DISK, OWN_LOCKS, SLOW_STAMPS, WITHOUT_LOCKS, preload
+from processes import OWN_LOCKS, WITHOUT_LOCKS, locks, until
 from studies import command, ran, results
 
 from moe_lab.results import read_record
@@ -31,6 +32,9 @@ SERIES = 6
 """Kills of one study before it is run to its end, at most."""
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 VICTIMS = ("parent", "worker", "group")
+FAULTS = ("EDQUOT", "EROFS")
+"""Errors of a disk, which victims may be as well: writing fails until the command has ended. And a copy: the store is
+copied and the study is finished there while the original has paused."""
 PACKED = 0
 QUICK = ["criterion=random,magnitude,man", "ratio=0.1,0.2,0.3,0.4", "suite.benchmarks=[pocket_boolq]"]
 FEW = ["criterion=random", "ratio=0.25,0.5", "suite.benchmarks=[]"]
@@ -40,27 +44,27 @@ MODEL = ["criterion=man,random", "ratio=0.25,0.5", "suite.benchmarks=[pocket_boo
 @dataclass(frozen=True)
 class Scene:
     """A command that is killed, and its share of the kills. `instant`: its steps take no time; those of others are real
-    ones on the shipped model. `at_once`: how many such commands are started at the same time. `library`: functions of
-    C that differ there; `clock`: and for the last of the commands."""
+    ones on the shipped model. `at_once`: how many such commands are started at the same time; the clock of the last
+    of several is an hour fast, and that of the times that it gives files an hour slow. `locks`: what locks of files
+    do."""
 
     share: float
     words: Sequence[str]
     instant: bool = False
     at_once: int = 1
-    library: str = ""
-    clock: str = ""
+    locks: str = ""
+    victims: Sequence[str] = VICTIMS
 
 
 SCENES = {
-    "quick": Scene(0.34, [*QUICK, "launcher.processes=2"], instant=True),
-    "own_locks": Scene(0.13, [*QUICK, "launcher.processes=2"], True, 2, OWN_LOCKS, FAST_CLOCK),
-    "no_locks": Scene(0.13, [*QUICK, "launcher.processes=2"], True, 2, WITHOUT_LOCKS, FAST_CLOCK + SLOW_STAMPS),
-    "model": Scene(0.1, [*MODEL, "launcher.processes=2"]),
+    "quick": Scene(0.24, [*QUICK, "launcher.processes=2"], instant=True),
+    "own_locks": Scene(0.1, [*QUICK, "launcher.processes=2"], instant=True, at_once=2, locks=OWN_LOCKS),
+    "no_locks": Scene(0.1, [*QUICK, "launcher.processes=2"], instant=True, at_once=2, locks=WITHOUT_LOCKS),
+    "model": Scene(0.08, [*MODEL, "launcher.processes=2"]),
     "inline": Scene(0.04, [*MODEL, "launcher=inline"]),
-    "slurm": Scene(0.26, [*FEW, "launcher=slurm", "wait=true"], instant=True),
-    "few": Scene(0.0, [*FEW, "launcher.processes=1"], instant=True),
-    "quota": Scene(0.0, [*FEW, "launcher.processes=1"], True, library=FAULTY_DISK % (("EDQUOT",) * 2)),
-    "read_only": Scene(0.0, [*FEW, "launcher.processes=1"], True, library=FAULTY_DISK % (("EROFS",) * 2)),
+    "slurm": Scene(0.2, [*FEW, "launcher=slurm", "wait=true"], instant=True),
+    "faults": Scene(0.12, [*FEW, "launcher.processes=1"], instant=True, victims=FAULTS),
+    "copies": Scene(0.12, [*FEW, "launcher.processes=1"], instant=True, victims=["copy"]),
 }
 
 
@@ -112,7 +116,7 @@ def _kill_often(
         study = Study(scenario, folder / f"study{number}", cluster, draw, found)
         number += 1
         for _ in range(min(SERIES, left)):
-            if study.kill(usual):
+            if study.kill(usual, reference):
                 break
         study.end(reference)
 
@@ -140,8 +144,7 @@ class Study:
         scene = SCENES[self.scenario]
         environment = dict(self.cluster.environment if self.cluster else os.environ)
         environment |= {"TMPDIR": str(self.place / "temporary"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        environment |= {"DISK": str(self.store), "DISK_FAILS": str(self.place / "fails")}
-        clocks = [*[""] * (scene.at_once - 1), scene.clock]
+        environment |= {**locks(scene.locks, self.place), "INSTANT_STORE": str(self.store)}
         if scene.instant:
             environment |= {**instant_environment(self.place / "instant"), "INSTANT_PAUSE": "0.05", "INSTANT_MANY": "9"}
         with (self.place / "printed").open("a") as printed:
@@ -153,10 +156,10 @@ class Study:
                     stderr=printed,
                     text=True,
                     cwd=self.place,
-                    env={**environment, **preload(scene.library + clock, self.place)},
+                    env={**environment, "INSTANT_CLOCK": str(3600 * number)},
                     start_new_session=True,
                 )
-                for clock in clocks
+                for number in range(scene.at_once)
             ]
 
     def settle(self) -> None:
@@ -188,7 +191,7 @@ class Study:
     def problem(self, kind: str, sentence: str) -> None:
         self.found.problems.append(f"{kind}: {self.scenario} [{'; '.join(self.history)}]: {sentence}")
 
-    def kill(self, usual: float) -> bool:
+    def kill(self, usual: float, reference: "Study") -> bool:
         """Start the command and kill something of it within its usual time; whether it ended before that.
 
         Of several commands one is killed.
@@ -196,24 +199,38 @@ class Study:
         begun, before = self.begun(), set(self.published)
         runs = self.start()
         run = self.draw.choice(runs)
-        victim, number = self.draw.choice(VICTIMS), self.draw.choice(SIGNALS)
-        moment = self.draw.uniform(0, usual)
+        victim, number = self.draw.choice(SCENES[self.scenario].victims), self.draw.choice(SIGNALS)
+        moment, steps = self.draw.uniform(0, usual), self.draw.randrange(4)
+        if victim not in VICTIMS:
+            moment = 0
+            until(lambda: run.poll() is not None or (self.begun() - begun).total() > steps)
         try:
             run.wait(moment)
         except subprocess.TimeoutExpired:
-            self.send(run, victim, number, {each.pid for each in runs})
+            self.send(run, victim, number, {each.pid for each in runs}, reference)
             self.history.append(f"{victim} {number.name} after {moment:.2f} s")
-        codes = [self.wait(each, stopped=each is run and victim != "worker") for each in runs]
+        codes = [self.wait(each, stopped=each is run and victim in ("parent", "group")) for each in runs]
+        (self.place / "instant" / "fault").unlink(missing_ok=True)
         self.check_orphans(victim)
         self.check_finished(begun, before)
         return not any(codes)
 
-    def send(self, run: subprocess.Popen[str], victim: str, number: signal.Signals, commands: Set[int]) -> None:
+    def send(
+        self, run: subprocess.Popen[str], victim: str, number: signal.Signals, commands: Set[int], reference: "Study"
+    ) -> None:
         workers = [process for process in self.running() if process.pid not in commands]
         if victim == "worker" and not workers:
             victim = "parent"
         with suppress(ProcessLookupError, psutil.Error):
-            if victim == "worker":
+            if victim in FAULTS:
+                (self.place / "instant" / "fault").write_text(str(getattr(errno, victim)))
+            elif victim == "copy":
+                copy = Study(self.scenario, self.place / f"copy{self.found.kills.total()}", None, self.draw, self.found)
+                subprocess.run(["cp", "-a", self.store, copy.store])  # it misses what is removed meanwhile
+                os.killpg(run.pid, signal.SIGSTOP)
+                copy.end(reference)
+                os.killpg(run.pid, signal.SIGCONT)
+            elif victim == "worker":
                 self.draw.choice(workers).send_signal(number)
             elif victim == "group" and self.cluster is not None and workers:
                 os.killpg(os.getpgid(self.draw.choice(workers).pid), number)
@@ -291,10 +308,9 @@ class Study:
 
     def check_folders(self, usual: Set[str]) -> None:
         """No temporary file but the usual ones is left, nor what only unfinished or failed steps leave, or packing."""
-        Store(self.store).packs.clear()
-        left = [
-            path for path in self.store.rglob(".*") if not path.name.startswith((".made_from", ".submission_file_"))
-        ]
+        (packs := Store(self.store).packs).clear()
+        left = [path for path in self.store.rglob(".*") if path.name[1:13] not in packs]
+        left = [path for path in left if not path.name.startswith((".made_from", ".submission_file_"))]
         left += [path for name in ("partial", "failed", "damaged", "claims") for path in (self.store / name).glob("*")]
         left += [path for path in (self.place / "temporary").iterdir() if path.name not in usual]
         if left:

@@ -18,7 +18,7 @@ from example_steps import Example, cell_of, evaluated, step_of
 from omegaconf import OmegaConf
 
 import moe_lab
-from moe_lab import start
+from moe_lab import plugins, start
 from moe_lab.config import (
     BackendConfig,
     BenchmarkConfig,
@@ -131,23 +131,16 @@ def test_time_limits_are_read_as_sinfo_writes_them(monkeypatch: pytest.MonkeyPat
 
 
 def test_jobs_are_read_whatever_they_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the shortest array that a cluster takes is found in both of its limits."""
+    """And whoever submitted them; and the shortest array that a cluster takes is found in both of its limits."""
     squeue = "7_1|RUNNING|None|1:00|s.k\n8|PENDING|Priority|0:00|two\nlines|\f|x\n9|BOOT_FAIL|None|0:00|s.k\n"
+    monkeypatch.setattr("moe_lab.study.slurm.scheduler.ask", lambda *words: squeue if words[-1] == "--user=7" else "")
+    jobs = {job.id: job for job in (replace(submitted("7_1", "a"), user=7), submitted("8", "b"))}
+    assert alive(jobs)[0].keys() == {"7_1"} and in_queue("8", 7) and not in_queue("8", os.getuid())
     monkeypatch.setattr("moe_lab.study.slurm.scheduler.ask", lambda *_: squeue)
     assert [(job.id, job.name, job.pending) for job in queue().values()] == [("7_1", "s.k", False), ("8", "two", True)]
     config = "MaxArraySize            = 1001\nSchedulerParameters     = bf_continue,max_array_tasks=3,defer\n"
     monkeypatch.setattr("moe_lab.study.slurm.scheduler.ask", lambda *_: config)
     assert longest_array() == 3
-
-
-def test_jobs_of_colleagues_are_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    def squeue(*words: str) -> str:
-        return "7|RUNNING|None|1:00|s.k\n" if "--user=4321" in words else "8|RUNNING|None|1:00|s.k\n"
-
-    monkeypatch.setattr("moe_lab.study.slurm.scheduler.ask", squeue)
-    jobs = [replace(submitted("7", "a"), user=4321), submitted("8", "b"), submitted("9", "c")]
-    assert alive({job.id: job for job in jobs})[0].keys() == {"7", "8"}
-    assert in_queue("7", 4321) and not in_queue("7", os.getuid())
 
 
 def test_jobs_work_for_the_store_that_they_were_made_for(tmp_path: Path) -> None:
@@ -276,26 +269,22 @@ def test_code_is_copied_once_for_each_state_of_it(tmp_path: Path, monkeypatch: p
 def test_jobs_run_plugins_as_they_were_when_they_were_submitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The package that a plugin is in, or its only file, also where Python would find what they became."""
-    own, package, single = tmp_path / "own", tmp_path / "mine" / "my_package", tmp_path / "mine" / "my_module.py"
-    for name in ("moe_lab", "analysis", "../mine/my_package"):
-        (own / name).mkdir(parents=True, exist_ok=True)
-    shutil.copy(start.FILE, own / "moe_lab")
-    (own / "analysis" / "__init__.py").touch()
-    monkeypatch.setattr(moe_lab, "__file__", str(own / "moe_lab" / "__init__.py"))
-    monkeypatch.syspath_prepend(single.parent)
-    copies = []
+    """The package that a plugin is in, or its only file, also where Python would find what they have become."""
+    own, mine, copies = tmp_path / "own" / "moe_lab", tmp_path / "mine", []
+    for folder in (own, mine / "plugged"):
+        folder.mkdir(parents=True)
+    shutil.copy(start.FILE, own)
+    monkeypatch.setattr(moe_lab, "__file__", str(own / "__init__.py"))
+    monkeypatch.setattr(plugins, "load", lambda names: [importlib.import_module(name).__name__ for name in names])
+    monkeypatch.syspath_prepend(mine)
     for text in ("before", "after"):
-        (package / "part.py").write_text(f"text = '{text}'")
-        (package / "scores.py").write_text("from my_package.part import text\nprint(text)")
-        single.write_text(f"print('{text}')")
-        for name in ("my_package", "my_module"):
-            monkeypatch.setitem(sys.modules, name, importlib.import_module(name))
-        copies.append(copy_code(tmp_path / "store", ["my_package.scores", "my_module"]))
+        for file in ("plugged/part.py", "plugged_file.py"):
+            (mine / file).write_text(f"print('{text}')")
+        copies.append(copy_code(tmp_path / "store", ["plugged.part", "plugged_file"]))
     assert copies[0] != copies[1]
-    for name in ("my_package.scores", "my_module"):
+    for name in ("plugged.part", "plugged_file"):
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         words = [sys.executable, str(copies[0]), "-m", name]
-        environment = {**os.environ, "PYTHONPATH": str(single.parent)}
         assert subprocess.run(words, capture_output=True, text=True, env=environment).stdout == "before\n"
 
 

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 from example_steps import Example
-from processes import OWN_LOCKS, WITHOUT_LOCKS, preload
+from processes import OWN_LOCKS, WITHOUT_LOCKS, locks
 from studies import BEGINNING, STUDY, Worker, ask, asked, killed, start
 
 from analysis.load.reader import Reader
@@ -252,8 +252,8 @@ def test_nothing_is_lost_when_a_process_is_killed_while_it_packs(store: Store, p
     assert len([*(store.root / "packs").iterdir()]) == 1 and not [*(store.root / "plan").glob("[!.]*")]
 
 
-@pytest.mark.parametrize("library", ["", OWN_LOCKS, WITHOUT_LOCKS], ids=["usual", "own", "none"])
-def test_processes_that_publish_pack_and_read_lose_nothing(store: Store, library: str) -> None:
+@pytest.mark.parametrize("body", ["", OWN_LOCKS, WITHOUT_LOCKS])
+def test_processes_that_publish_pack_and_read_lose_nothing(store: Store, body: str) -> None:
     """Two processes do the same steps and pack them all the time, while this one reads whatever was there once: also
     where locks of files do nothing, or are missing."""
     script = (
@@ -270,7 +270,7 @@ work(Schedule([Example(number=number) for number in range(300)]), store, execute
 assert len(store.done_of([Example(number=number) for number in range(300)])) == 300
 """
     )
-    environment = {**os.environ, **preload(library, store.root.parent)}
+    environment = {**os.environ, **locks(body, store.root.parent)}
     children = [subprocess.Popen([sys.executable, "-c", script], env=environment) for _ in range(2)]
     steps = [Example(number=number) for number in range(300)]
     seen: set[int] = set()

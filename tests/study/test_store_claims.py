@@ -147,6 +147,12 @@ class TestAnotherMachine:
             assert claims.is_stale(path) == (limit == 60)
             path.unlink()
 
+    def test_a_claim_of_the_day_before_is_free_at_once(self, folder: Path) -> None:
+        """For commands that do not wait, such as gc: else what a lost node held would be kept for ever."""
+        assert not Claims(folder).is_stale(foreign(folder, 12 * HOUR))
+        Claims(folder).path("x", 1).unlink()
+        assert Claims(folder).is_stale(foreign(folder, 25 * HOUR))
+
     @pytest.mark.parametrize("age", [HOUR, 0, -HOUR])
     def test_heartbeats_keep_it_whatever_its_clock_says(self, folder: Path, age: float) -> None:
         path, claims, begun = foreign(folder, age), Claims(folder), time.monotonic()

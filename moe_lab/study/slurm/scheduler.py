@@ -50,12 +50,10 @@ class Queued:
 
 
 def queue(users: Iterable[int] = ()) -> dict[str, Queued]:
-    """Id -> job of this user, and of others by their ids, that is pending or running. Raises UserError, with the
-    scheduler's message, when squeue fails. Users are asked for one by one, as of several squeue loads the jobs of all.
-    """
-    form = "--format=%i|%T|%r|%M|%j"
-    texts = [ask("squeue", "--noheader", "--array", f"--user={user}", form) for user in {os.getuid(), *users}]
-    rows = [row for text in texts for row in ROW.findall(text)]
+    """Id -> job of this user and `users` that is pending or running; for several at once squeue loads the jobs of all.
+    Raises UserError, with the scheduler's message, when squeue fails."""
+    command = ("squeue", "--noheader", "--array", "--format=%i|%T|%r|%M|%j")
+    rows = [row for user in {os.getuid(), *users} for row in ROW.findall(ask(*command, f"--user={user}"))]
     jobs = [Queued(job, name, state, reason, elapsed) for job, state, reason, elapsed, name in rows]
     return {job.id: job for job in jobs if job.state not in GONE and job.reason != NEVER}
 
