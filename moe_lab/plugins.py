@@ -43,7 +43,7 @@ def load(modules: Iterable[str] = ()) -> list[str]:
 
 def sources(modules: Iterable[str]) -> dict[Path, Path]:
     """All files of the packages that plugins are in, or their own: path below a folder of sys.path -> file."""
-    found = {}
+    found: dict[Path, Path] = {}
     for module in load(modules):
         top = sys.modules[module.partition(".")[0]]
         for path in map(Path, getattr(top, "__path__", None) or [str(top.__file__)]):
