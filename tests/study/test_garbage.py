@@ -234,12 +234,12 @@ def test_steps_of_jobs_in_the_queue_are_kept(replaced: Path, one: Asked, monkeyp
     first = runs(Store(replaced), STUDY)[0]
     first.add([Submitted("7", "7", "study.plan", "plan", (), (), str(replaced))])
     queue = {"7": Queued("7", "study.plan", "PENDING", "Dependency", "0:00")}
-    monkeypatch.setattr(scheduler, "queue", lambda: queue)
+    monkeypatch.setattr(scheduler, "queue", lambda *_: queue)
     assert named(replaced) == set()
     queue.clear()
     assert named(replaced) == steps(one).keys() - finished_by_study(replaced)
 
-    def silent() -> None:
+    def silent(*_: object) -> None:
         raise UserError("no scheduler here")
 
     monkeypatch.setattr(scheduler, "queue", silent)
