@@ -17,11 +17,11 @@ ENTRY_POINTS = "moe_lab.plugins"
 """Group of entry points whose modules every command imports."""
 
 
-def load(modules: Iterable[str] = ()) -> None:
-    """Import the modules of all entry points, and `modules`. Raises UserError for one that cannot be imported,
-    registers nothing, or registers a name that is taken."""
-    installed = [point.module for point in entry_points(group=ENTRY_POINTS)]
-    for module in dict.fromkeys([*installed, *modules]):
+def load(modules: Iterable[str] = ()) -> list[str]:
+    """Import the modules of all entry points, and `modules`; the names of all. Raises UserError for one that cannot be
+    imported, registers nothing, or registers a name that is taken."""
+    names = list(dict.fromkeys([*(point.module for point in entry_points(group=ENTRY_POINTS)), *modules]))
+    for module in names:
         try:
             import_module(module)
         except UserError:
@@ -38,6 +38,17 @@ def load(modules: Iterable[str] = ()) -> None:
                 f"plugins: {module} registers nothing, expected a function under @criterion(...) or a call of "
                 "moe_lab.allocation.register(...): docs/new_criterion.md"
             )
+    return names
+
+
+def sources(modules: Iterable[str]) -> dict[Path, Path]:
+    """All files of the packages that plugins are in, or their own: path below a folder of sys.path -> file."""
+    found: dict[Path, Path] = {}
+    for module in load(modules):
+        top = sys.modules[module.partition(".")[0]]
+        for path in map(Path, getattr(top, "__path__", None) or [str(top.__file__)]):
+            found |= {file.relative_to(path.parent): file for file in (path, *path.rglob("*"))}
+    return found
 
 
 def place(function: Callable[..., object]) -> dict[str, str]:

@@ -3,8 +3,8 @@
     python start.py [OPTIONS] -m MODULE ARGUMENTS
 
 does what `python OPTIONS -m MODULE ARGUMENTS` does, except that the current folder is not searched, and that `moe_lab`
-and `analysis` are those beside this file. All other packages are found as usual, so that another interpreter uses its
-own. Standard library only.
+and `analysis` are those beside this file, and so are plugins of which a copy lies there, in the folder PLUGINS. All
+other packages are found as usual, so that another interpreter uses its own. Standard library only.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import runpy
 
 FILE = os.path.abspath(__file__)
 _ROOT = os.path.dirname(os.path.dirname(FILE))
+PLUGINS = "moe_lab_plugins"
 
 
 def command(module: str, *arguments: str, python: str = sys.executable) -> list[str]:
@@ -30,7 +31,7 @@ def _run() -> None:
     sys.path.insert(0, _ROOT)
     for package in ("moe_lab", "analysis"):
         __import__(package)  # once imported, a package finds its modules by its own path
-    del sys.path[0]  # all other packages are found in the usual order, or in another interpreter's own
+    sys.path[0] = os.path.join(_ROOT, PLUGINS)  # all other packages are found as usual, or in another interpreter's own
     while sys.argv[1] != "-m":
         del sys.argv[1]
     module = sys.argv[2]

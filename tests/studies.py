@@ -18,6 +18,7 @@ import pytest
 from moe_lab import compose as composition
 from moe_lab.config import Config
 from moe_lab.grid import Request
+from moe_lab.packs import Packs
 from moe_lab.study import __main__ as study_command
 from moe_lab.study.run import run
 from moe_lab.study.step import Step
@@ -61,7 +62,12 @@ def results(store: Path) -> dict[str, bytes]:
     """All files of all steps, by path, but for what says when and where they were made."""
     folders = [path.parent for path in sorted(store.glob("*/*/step.json"))]
     files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(store)): path.read_bytes() for path in files if path.name not in WHEN_AND_WHERE}
+    found = {str(path.relative_to(store)): path.read_bytes() for path in files if path.name not in WHEN_AND_WHERE}
+    packs = Packs(store / "packs")
+    packs.refresh()
+    for start, name in packs.steps().items():
+        found |= {f"{name}/{file}": packs.read(start, file) for file in {*packs.files(start)} - WHEN_AND_WHERE}
+    return found
 
 
 def ran(store: Path) -> Counter[str]:

@@ -30,9 +30,11 @@ from moe_lab.json_files import Damaged, Number, read_json
 BEAT = 60.0
 """Seconds between two heartbeats of a claim."""
 LIMIT = 1800.0
-"""Seconds without a heartbeat after which a claim of another machine is stale."""
+"""Seconds without a heartbeat after which a claim of another machine is stale, unless its owner says otherwise."""
 WATCH = 2.5
 """Heartbeats that this process itself must have missed as well: a file's time may be of the owner's clock."""
+LONG_AGO = 86400.0
+"""Seconds without a heartbeat that no wrong clock explains, so that a command which looks only once finds it stale."""
 POLL = 0.2
 """Seconds between two attempts to take a claim that another process holds."""
 SILENT = 50
@@ -47,6 +49,7 @@ OWNER_SHAPE = {
     "job": str | None,
     "restarts": int,
     "inode": int,
+    "limit": Number,
 }
 
 
@@ -85,6 +88,7 @@ class Claim:
         self.path = claims.path(name, generation)
         owner = {"token": self.token, "since": time.time(), "host": socket.gethostname(), "machine": machine()}
         owner |= {"pid": os.getpid(), "started": started(os.getpid()), "job": own_job(), "restarts": restarts()}
+        owner |= {"limit": claims.limit}
         self.file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o664)
         try:
             os.write(self.file, json.dumps({**owner, "inode": os.fstat(self.file).st_ino}).encode())
@@ -126,17 +130,18 @@ class Claim:
 
 
 class Claims:
-    """The claims in a folder. `in_queue`: whether the scheduler shows a job, which then keeps even old claims."""
+    """The claims in a folder. `in_queue`: whether the scheduler shows a job of a user, which then keeps even old ones.
+    `limit`: seconds without a heartbeat after which others take those that are made here for stale."""
 
-    def __init__(self, folder: Path, in_queue: Callable[[str], bool] | None = None) -> None:
-        self.folder, self.in_queue = folder, in_queue
+    def __init__(self, folder: Path, in_queue: Callable[[str, int], bool] | None = None, limit: float = LIMIT) -> None:
+        self.folder, self.in_queue, self.limit = folder, in_queue, limit
         self.owned: set[Claim] = set()
         self.lock = threading.Lock()
         self._seen: dict[Path, tuple[tuple[int, str], float]] = {}
         self._beating = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Claims, (self.folder, self.in_queue)  # a copy in another process holds nothing
+        return Claims, (self.folder, self.in_queue, self.limit)  # a copy in another process holds nothing
 
     def path(self, name: str, generation: int) -> Path:
         """The file of a claim."""
@@ -199,10 +204,10 @@ class Claims:
     def is_stale(self, path: Path) -> bool:
         """Whether the owner of a claim is gone. A claim that has just been removed is not stale: look again later.
 
-        A process of this machine is looked up. Of another machine, an old time is not enough: this process must have
-        missed heartbeats itself, for long if the time is not old. On some file systems the time is by the clock of the
-        owner, which may be wrong. A claim without an owner is of a process that was killed while it wrote it, if
-        heartbeats are missing too.
+        A process of this machine is looked up. Of another machine, an old time is not enough, unless it is LONG_AGO:
+        this process must have missed heartbeats itself, for long if the time is not old. On some file systems the time
+        is by the clock of the owner, which may be wrong. A claim without an owner is of a process that was killed while
+        it wrote it, if heartbeats are missing too.
         """
         try:
             file, owner = path.stat(), _owner(path)
@@ -218,16 +223,17 @@ class Claims:
         if path not in self._seen or self._seen[path][0] != mark:
             self._seen[path] = (mark, time.monotonic())
         watched = time.monotonic() - self._seen[path][1]
-        if watched < WATCH * BEAT:
+        if watched < WATCH * BEAT and time.time() - changed / 1e9 < LONG_AGO:
             return False
         if owner is None:
             return True
         # The queue shows the own job, which says nothing about other processes of it.
-        if owner["job"] and not is_own_job and self.in_queue and self.in_queue(owner["job"]):
+        if owner["job"] and not is_own_job and self.in_queue and self.in_queue(owner["job"], file.st_uid):
             return False
         try:
             os.utime(self.folder)  # gives it the present time by the clock of the file system
-            return watched > LIMIT or self.folder.stat().st_mtime - changed / 1e9 > LIMIT
+            silent = max(watched, self.folder.stat().st_mtime - changed / 1e9)
+            return bool(silent > owner["limit"])
         except OSError:  # where nothing can be written, nothing is taken over either
             return False
 

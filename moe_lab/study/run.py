@@ -106,7 +106,7 @@ def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> En
     for remark in remarks(config, requests):
         say(remark)
     graph = build(config, requests)
-    study = Study(config, graph, Store(config.store), add)
+    study = Study(config, graph, Store(config.store, 60 * config.launcher.stale_minutes), add)
     if config.push is not None:
         from moe_lab.study import push
 

@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ from moe_lab.study.step import Step, code_state
 from moe_lab.study.store import Store
 
 RUN_SHAPE = {"time": Number, "steps": [(str, str, [str])]}
-JOBS_SHAPE = [{"id": str, "array": str, "name": str, "kind": str, "steps": [str], "after": [str], "store": str}]
+TEXTS = dict.fromkeys(("id", "array", "name", "kind", "store"), str)
+JOBS_SHAPE = [{**TEXTS, "steps": [str], "after": [str], "user": int}]
 RECORD = "record"
 """Kind of job that ends a submission: it writes the record and the report."""
 
@@ -51,6 +52,8 @@ class Submitted:
     after: Sequence[str]
     store: str
     """Folder of the store that it works for."""
+    user: int = field(default_factory=os.getuid)
+    """Who submitted it."""
 
 
 @dataclass

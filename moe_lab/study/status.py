@@ -99,7 +99,7 @@ def alive(jobs: Mapping[str, Submitted]) -> tuple[dict[str, Queued], str]:
     """Those of the jobs that are still in the queue, and "". When the scheduler cannot be asked: {}, and the reason.
     The store alone still gives a useful state, so this is no error."""
     try:
-        queue = scheduler.queue()
+        queue = scheduler.queue(job.user for job in jobs.values())
     except UserError as error:
         return {}, str(error)
     return {name: queue[name] for name, job in jobs.items() if name in queue and queue[name].name == job.name}, ""

@@ -23,7 +23,7 @@ from moe_lab.json_files import Damaged, parse, read_json, write_json
 from moe_lab.packs import Packs, packs_in
 from moe_lab.paths import store_folder, url_of
 from moe_lab.results import DIGITS
-from moe_lab.study.claims import Busy, Claim, Claims
+from moe_lab.study.claims import LIMIT, Busy, Claim, Claims
 from moe_lab.study.step import NO_ROOM, Step, digest
 
 SCHEMA = 1
@@ -59,21 +59,22 @@ class Gone(Unavailable):
 class Store:
     """A folder of finished steps, errors of failed ones, claims, and files from which unfinished ones resume.
 
-    `root`: the folder, or a URL (`moe_lab/study/sync.py`), whose folder is in the cache of the user.
+    `root`: the folder, or a URL (`moe_lab/study/sync.py`), whose folder is in the cache of the user. `limit`: as for
+    `Claims`.
 
     Nothing is written, made or set aside before `create` is called: the folder may be missing or read-only. Raises
     UserError for an empty path, a URL that `url_of` refuses, a file, a folder that is not a store, and a store of a
     newer moe_lab.
     """
 
-    def __init__(self, root: str | Path) -> None:
+    def __init__(self, root: str | Path, limit: float = LIMIT) -> None:
         if not str(root):
             raise UserError("store= names no folder: write store=FOLDER")
         self.root = store_folder(str(root))
         self.url = url_of(str(root))
         if self.root.exists() and not self.root.is_dir():
             raise UserError(f"store={root} is a file: expected a folder, or a new name")
-        self.claims = Claims(self.root / "claims", _in_queue)
+        self.claims = Claims(self.root / "claims", _in_queue, limit)
         self.notices: list[str] = []
         self._writing = False
         self._hashed: set[str] = set()
@@ -367,6 +368,7 @@ class Store:
             for left in parent.glob(f".{start}.*"):
                 with contextlib.suppress(FileNotFoundError):
                     shutil.rmtree(hidden(left, start), ignore_errors=True)
+            self._index.clear()  # another label is found even if the time of the folder is too coarse to show it
             if self._is_sound(name):
                 yield None
                 return
@@ -416,12 +418,12 @@ def hidden(folder: Path, step_id: str) -> Path:
     return hidden
 
 
-def _in_queue(job: str) -> bool:
-    """Whether Slurm shows a job. False when it does not answer: then heartbeats alone decide."""
+def _in_queue(job: str, user: int) -> bool:
+    """Whether Slurm shows a job of a user. False when it does not answer: then heartbeats alone decide."""
     from moe_lab.study.slurm import scheduler  # asked only about old claims of jobs
 
     with contextlib.suppress(UserError):
-        return job in scheduler.queue()
+        return job in scheduler.queue([user])
     return False
 
 

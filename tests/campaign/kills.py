@@ -1,5 +1,6 @@
 """Studies that are killed at random moments, and then run to their end: nothing is lost, done twice or left behind."""
 
+import errno
 import os
 import random
 import signal
@@ -15,11 +16,11 @@ from typing import Any
 
 import psutil
 from cluster import Cluster, instant_environment, running, why_not
-from processes import OWN_LOCKS, WITHOUT_LOCKS, locks
+from processes import OWN_LOCKS, WITHOUT_LOCKS, locks, until
 from studies import command, ran, results
 
 from moe_lab.results import read_record
-from moe_lab.study.store import damage
+from moe_lab.study.store import Store
 
 from .programs import adopt_orphans
 
@@ -31,6 +32,10 @@ SERIES = 6
 """Kills of one study before it is run to its end, at most."""
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 VICTIMS = ("parent", "worker", "group")
+FAULTS = ("EDQUOT", "EROFS")
+"""Errors of a disk, which victims may be as well: writing fails until the command has ended. And a copy: the store is
+copied and the study is finished there while the original has paused."""
+PACKED = 0
 QUICK = ["criterion=random,magnitude,man", "ratio=0.1,0.2,0.3,0.4", "suite.benchmarks=[pocket_boolq]"]
 FEW = ["criterion=random", "ratio=0.25,0.5", "suite.benchmarks=[]"]
 MODEL = ["criterion=man,random", "ratio=0.25,0.5", "suite.benchmarks=[pocket_boolq]"]
@@ -39,23 +44,27 @@ MODEL = ["criterion=man,random", "ratio=0.25,0.5", "suite.benchmarks=[pocket_boo
 @dataclass(frozen=True)
 class Scene:
     """A command that is killed, and its share of the kills. `instant`: its steps take no time; those of others are real
-    ones on the shipped model. `at_once`: how many such commands are started at the same time. `locks`: what locks of
-    files do."""
+    ones on the shipped model. `at_once`: how many such commands are started at the same time; the clock of the last
+    of several is an hour fast, and that of the times that it gives files an hour slow. `locks`: what locks of files
+    do."""
 
     share: float
     words: Sequence[str]
     instant: bool = False
     at_once: int = 1
     locks: str = ""
+    victims: Sequence[str] = VICTIMS
 
 
 SCENES = {
-    "quick": Scene(0.34, [*QUICK, "launcher.processes=2"], instant=True),
-    "own_locks": Scene(0.13, [*QUICK, "launcher.processes=2"], instant=True, at_once=2, locks=OWN_LOCKS),
-    "no_locks": Scene(0.13, [*QUICK, "launcher.processes=2"], instant=True, at_once=2, locks=WITHOUT_LOCKS),
-    "model": Scene(0.1, [*MODEL, "launcher.processes=2"]),
+    "quick": Scene(0.24, [*QUICK, "launcher.processes=2"], instant=True),
+    "own_locks": Scene(0.1, [*QUICK, "launcher.processes=2"], instant=True, at_once=2, locks=OWN_LOCKS),
+    "no_locks": Scene(0.1, [*QUICK, "launcher.processes=2"], instant=True, at_once=2, locks=WITHOUT_LOCKS),
+    "model": Scene(0.08, [*MODEL, "launcher.processes=2"]),
     "inline": Scene(0.04, [*MODEL, "launcher=inline"]),
-    "slurm": Scene(0.26, [*FEW, "launcher=slurm", "wait=true"], instant=True),
+    "slurm": Scene(0.2, [*FEW, "launcher=slurm", "wait=true"], instant=True),
+    "faults": Scene(0.12, [*FEW, "launcher.processes=1"], instant=True, victims=FAULTS),
+    "copies": Scene(0.12, [*FEW, "launcher.processes=1"], instant=True, victims=["copy"]),
 }
 
 
@@ -107,7 +116,7 @@ def _kill_often(
         study = Study(scenario, folder / f"study{number}", cluster, draw, found)
         number += 1
         for _ in range(min(SERIES, left)):
-            if study.kill(usual):
+            if study.kill(usual, reference):
                 break
         study.end(reference)
 
@@ -123,7 +132,7 @@ class Study:
     found: Killed
     history: list[str] = field(default_factory=list)
     published: dict[str, int] = field(default_factory=dict)
-    """Steps that were finished at some time: folder -> its inode."""
+    """Steps that were finished at some time: folder -> its inode, or PACKED."""
 
     def __post_init__(self) -> None:
         for folder in ("temporary", "instant"):
@@ -135,9 +144,9 @@ class Study:
         scene = SCENES[self.scenario]
         environment = dict(self.cluster.environment if self.cluster else os.environ)
         environment |= {"TMPDIR": str(self.place / "temporary"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        environment |= locks(scene.locks, self.place)
+        environment |= {**locks(scene.locks, self.place), "INSTANT_STORE": str(self.store)}
         if scene.instant:
-            environment |= {**instant_environment(self.place / "instant"), "INSTANT_PAUSE": "0.05"}
+            environment |= {**instant_environment(self.place / "instant"), "INSTANT_PAUSE": "0.05", "INSTANT_MANY": "9"}
         with (self.place / "printed").open("a") as printed:
             return [
                 subprocess.Popen(
@@ -147,10 +156,10 @@ class Study:
                     stderr=printed,
                     text=True,
                     cwd=self.place,
-                    env=environment,
+                    env={**environment, "INSTANT_CLOCK": str(3600 * number)},
                     start_new_session=True,
                 )
-                for _ in range(scene.at_once)
+                for number in range(scene.at_once)
             ]
 
     def settle(self) -> None:
@@ -182,7 +191,7 @@ class Study:
     def problem(self, kind: str, sentence: str) -> None:
         self.found.problems.append(f"{kind}: {self.scenario} [{'; '.join(self.history)}]: {sentence}")
 
-    def kill(self, usual: float) -> bool:
+    def kill(self, usual: float, reference: "Study") -> bool:
         """Start the command and kill something of it within its usual time; whether it ended before that.
 
         Of several commands one is killed.
@@ -190,24 +199,38 @@ class Study:
         begun, before = self.begun(), set(self.published)
         runs = self.start()
         run = self.draw.choice(runs)
-        victim, number = self.draw.choice(VICTIMS), self.draw.choice(SIGNALS)
-        moment = self.draw.uniform(0, usual)
+        victim, number = self.draw.choice(SCENES[self.scenario].victims), self.draw.choice(SIGNALS)
+        moment, steps = self.draw.uniform(0, usual), self.draw.randrange(4)
+        if victim not in VICTIMS:
+            moment = 0
+            until(lambda: run.poll() is not None or (self.begun() - begun).total() > steps)
         try:
             run.wait(moment)
         except subprocess.TimeoutExpired:
-            self.send(run, victim, number, {each.pid for each in runs})
+            self.send(run, victim, number, {each.pid for each in runs}, reference)
             self.history.append(f"{victim} {number.name} after {moment:.2f} s")
-        codes = [self.wait(each, stopped=each is run and victim != "worker") for each in runs]
+        codes = [self.wait(each, stopped=each is run and victim in ("parent", "group")) for each in runs]
+        (self.place / "instant" / "fault").unlink(missing_ok=True)
         self.check_orphans(victim)
         self.check_finished(begun, before)
         return not any(codes)
 
-    def send(self, run: subprocess.Popen[str], victim: str, number: signal.Signals, commands: Set[int]) -> None:
+    def send(
+        self, run: subprocess.Popen[str], victim: str, number: signal.Signals, commands: Set[int], reference: "Study"
+    ) -> None:
         workers = [process for process in self.running() if process.pid not in commands]
         if victim == "worker" and not workers:
             victim = "parent"
         with suppress(ProcessLookupError, psutil.Error):
-            if victim == "worker":
+            if victim in FAULTS:
+                (self.place / "instant" / "fault").write_text(str(getattr(errno, victim)))
+            elif victim == "copy":
+                copy = Study(self.scenario, self.place / f"copy{self.found.kills.total()}", None, self.draw, self.found)
+                subprocess.run(["cp", "-a", self.store, copy.store])  # it misses what is removed meanwhile
+                os.killpg(run.pid, signal.SIGSTOP)
+                copy.end(reference)
+                os.killpg(run.pid, signal.SIGCONT)
+            elif victim == "worker":
                 self.draw.choice(workers).send_signal(number)
             elif victim == "group" and self.cluster is not None and workers:
                 os.killpg(os.getpgid(self.draw.choice(workers).pid), number)
@@ -241,7 +264,10 @@ class Study:
         again = {step for step in before if self.begun()[step] > begun[step]}
         folders = [file.parent for file in self.store.glob("[!.]*/[!.]*/step.json")]
         now = {str(folder.relative_to(self.store)): folder.stat().st_ino for folder in folders}
-        again |= {step for step, inode in self.published.items() if now.get(step, inode) != inode}
+        packs = Store(self.store).packs
+        packs.refresh()
+        now = dict.fromkeys(packs.steps().values(), PACKED) | now
+        again |= {step for step, inode in self.published.items() if now.get(step) not in (None, PACKED, inode)}
         if again:
             self.problem("computed twice", ", ".join(sorted(again)))
         if lost := set(self.published) - set(now):
@@ -269,8 +295,8 @@ class Study:
             self.problem("lost", ", ".join(sorted(lost)))
         if other := [name for name in found if found[name] != expected.get(name)]:
             self.problem("other result", ", ".join(other))
-        folders = [file.parent for file in self.store.glob("*/*/step.json")]
-        if damaged := {str(folder): what for folder in folders if (what := damage(folder, hash_all=True))}:
+        store = Store(self.store)
+        if damaged := {step: what for step in self.published if (what := store.damage(step, hash_all=True))}:
             self.problem("lost", f"damaged: {damaged}")
         if not lost and _record(self.store) != _record(reference.store):
             self.problem("other result", "the record of the study")
@@ -281,10 +307,10 @@ class Study:
                 self.problem("trace", trace[:1500])
 
     def check_folders(self, usual: Set[str]) -> None:
-        """No temporary file but the usual ones is left, nor what only unfinished or failed steps leave."""
-        left = [
-            path for path in self.store.rglob(".*") if not path.name.startswith((".made_from", ".submission_file_"))
-        ]
+        """No temporary file but the usual ones is left, nor what only unfinished or failed steps leave, or packing."""
+        (packs := Store(self.store).packs).clear()
+        left = [path for path in self.store.rglob(".*") if path.name[1:13] not in packs]
+        left = [path for path in left if not path.name.startswith((".made_from", ".submission_file_"))]
         left += [path for name in ("partial", "failed", "damaged", "claims") for path in (self.store / name).glob("*")]
         left += [path for path in (self.place / "temporary").iterdir() if path.name not in usual]
         if left:

@@ -1,6 +1,10 @@
 """Which steps share a job, what jobs ask for, and which are still of use."""
 
+import importlib
+import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -14,6 +18,7 @@ from example_steps import Example, cell_of, evaluated, step_of
 from omegaconf import OmegaConf
 
 import moe_lab
+from moe_lab import plugins, start
 from moe_lab.config import (
     BackendConfig,
     BenchmarkConfig,
@@ -38,10 +43,11 @@ from moe_lab.study.slurm.pack import _absent as absent
 from moe_lab.study.slurm.scheduler import Queued, longest_array, queue, time_limits
 from moe_lab.study.slurm.submit import _download as download
 from moe_lab.study.slurm.submit import copy_code, under_way
-from moe_lab.study.status import StepState, left
+from moe_lab.study.status import StepState, alive, left
 from moe_lab.study.step import Step, code_state
 from moe_lab.study.steps.evaluation import Generate, Grade
 from moe_lab.study.store import Store
+from moe_lab.study.store import _in_queue as in_queue
 
 SETTINGS = LauncherConfig(cells_per_job=2)
 
@@ -126,8 +132,11 @@ def test_time_limits_are_read_as_sinfo_writes_them(monkeypatch: pytest.MonkeyPat
 
 
 def test_jobs_are_read_whatever_they_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the shortest array that a cluster takes is found in both of its limits."""
+    """And whoever submitted them; and the shortest array that a cluster takes is found in both of its limits."""
     squeue = "7_1|RUNNING|None|1:00|s.k\n8|PENDING|Priority|0:00|two\nlines|\f|x\n9|BOOT_FAIL|None|0:00|s.k\n"
+    monkeypatch.setattr("moe_lab.study.slurm.scheduler.ask", lambda *words: squeue if words[-1] == "--user=7" else "")
+    jobs = {job.id: job for job in (replace(submitted("7_1", "a"), user=7), submitted("8", "b"))}
+    assert alive(jobs)[0].keys() == {"7_1"} and in_queue("8", 7) and not in_queue("8", os.getuid())
     monkeypatch.setattr("moe_lab.study.slurm.scheduler.ask", lambda *_: squeue)
     assert [(job.id, job.name, job.pending) for job in queue().values()] == [("7_1", "s.k", False), ("8", "two", True)]
     config = "MaxArraySize            = 1001\nSchedulerParameters     = bf_continue,max_array_tasks=3,defer\n"
@@ -191,11 +200,12 @@ def test_a_pack_goes_on_after_a_failure_and_leaves_out_what_has_no_inputs(
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setattr("moe_lab.study.store.LATE", 0.0)
     with begin(store, "study", []) as run:
-        pack = Pack(str(tmp_path), [bad, last, failed, good], 1, str(run.folder.relative_to(tmp_path / "runs")), 60)
+        name = str(run.folder.relative_to(tmp_path / "runs"))
+        pack = Pack(str(tmp_path), [bad, last, failed, good], name, LauncherConfig(max_requeues=1))
     assert pack() == {"done": 2, "failed": 1, "skipped": 3}
     assert given == ["failed", "good"] and store.done(good) and store.error(failed.id)
     again = pack.checkpoint()
-    assert again is not None and again.function.requeues == 0 and again.function.checkpoint() is None
+    assert again is not None and again.function.checkpoint() is None
 
 
 def test_parts_of_a_pass_are_jobs_of_an_array_before_the_job_that_merges_them(
@@ -256,6 +266,28 @@ def test_code_is_copied_once_for_each_state_of_it(tmp_path: Path, monkeypatch: p
     assert starts[0] == starts[1] != starts[2]
     assert [start.with_name("example.py").read_text() for start in starts] == ["1", "1", "2"]
     assert len(list((tmp_path / "jobs" / "code").iterdir())) == 2, "nothing is left behind"
+
+
+def test_jobs_run_plugins_as_they_were_when_they_were_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package that a plugin is in, or its only file, also where Python would find what they have become."""
+    own, mine, copies = tmp_path / "own" / "moe_lab", tmp_path / "mine", []
+    for folder in (own, mine / "plugged"):
+        folder.mkdir(parents=True)
+    shutil.copy(start.FILE, own)
+    monkeypatch.setattr(moe_lab, "__file__", str(own / "__init__.py"))
+    monkeypatch.setattr(plugins, "load", lambda names: [importlib.import_module(name).__name__ for name in names])
+    monkeypatch.syspath_prepend(mine)
+    for text in ("before", "after"):
+        for file in ("plugged/part.py", "plugged_file.py"):
+            (mine / file).write_text(f"print('{text}')")
+        copies.append(copy_code(tmp_path / "store", ["plugged.part", "plugged_file"]))
+    assert copies[0] != copies[1]
+    for name in ("plugged.part", "plugged_file"):
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        words = [sys.executable, str(copies[0]), "-m", name]
+        assert subprocess.run(words, capture_output=True, text=True, env=environment).stdout == "before\n"
 
 
 # What jobs ask for: the most particular that is set, the rest estimated for all steps together

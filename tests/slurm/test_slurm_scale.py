@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from processes import of_children, within
 from studies import command, jobs
+from submitit.core.utils import DelayedSubmission
 
 from moe_lab.errors import UserError
 from moe_lab.study.slurm import scheduler
@@ -72,6 +73,7 @@ def test_arrays_wait_for_what_they_need(tmp_path: Path, counting: Mapping[str, s
     own = "evaluate: {partition: gpu, minutes: 7, sbatch: {nodelist: n7, mem_per_gpu: 9G}, setup: [module load cuda]}"
     own += ", statistics: {memory: 0, sbatch: {gres: 'gpu:h100:1'}}"
     parallel = ["criterion=man,magnitude", "launcher.parallel=3", "launcher.cells_per_job=1"]
+    parallel += ["launcher.stale_minutes=7.5"]
     gpus = ["resources.every.gpu_type=a100", "resources.every.gpus=1", "model.device=cpu"]
     done = typed(tmp_path, counting, *parallel, f"+resources.jobs={{plan: {{gpus: 0}}, {own}}}", *gpus)
     written, ids = scripts(tmp_path, done), jobs(done.stdout)
@@ -91,6 +93,8 @@ def test_arrays_wait_for_what_they_need(tmp_path: Path, counting: Mapping[str, s
     asked = {kind: re.findall(r"--gp\S+|--gres\S+", script) for kind, script in written.items()}
     assert (asked["evaluate"], asked["statistics"]) == (["--gpus-per-node=a100:1"], ["--gres=gpu:h100:1"])
     assert asked["plan"] == asked["record"] == []
+    job = DelayedSubmission.load(next(tmp_path.glob("store/runs/*/*/jobs/1_submitted.pkl")))
+    assert job.function.limit == 450
 
 
 SHOWN = {
@@ -148,12 +152,15 @@ def test_the_page_on_slurm_shows_what_is_printed(tmp_path: Path, counting: Mappi
 def test_a_refusal_takes_back_what_was_accepted(
     words: str, says: str, tmp_path: Path, counting: Mapping[str, str]
 ) -> None:
+    """And what was accepted although sbatch has not said so: 4 here."""
     refusing = {**counting, "REFUSE_AT": "4", "REFUSE": f"Batch job submission failed: {words}"}
+    shown = f'case "$*" in *%o*) printf "4|$(ls -d {tmp_path}/store/runs/*/*/jobs)/x.sh\\n9|/x/jobs/x.sh\\n";; esac'
+    (tmp_path / "bin" / "squeue").write_text(f"#!/bin/sh\n{shown}\n")
     done = typed(tmp_path, refusing, "resources.every.sbatch={account:ours}")
     assert done.returncode == 2 and words in done.stderr and "account=ours" in done.stderr
     assert says in done.stderr
     cancelled = {word for line in calls(tmp_path, "scancel") for word in line.split()}
-    assert cancelled == {"1", "2", "3"}
+    assert cancelled == {"1", "2", "3", "4"}
     assert not list((tmp_path / "store" / "runs").glob("*/*"))
 
 

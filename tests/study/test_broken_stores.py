@@ -18,6 +18,7 @@ from studies import SMALL, STUDY, Asked, Worker, ask, asked, start
 
 from analysis.load.reader import Reader
 from analysis.load.studies import document
+from moe_lab.config import LauncherConfig
 from moe_lab.errors import UserError
 from moe_lab.study import record, run
 from moe_lab.study.runs import Submitted, runs
@@ -153,7 +154,7 @@ def test_a_store_that_is_lost_fails_no_step(
 def test_a_job_on_a_node_without_the_store_makes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("signal.signal", lambda *_: None)
     with pytest.raises(UserError, match="is gone"):
-        Pack(str(tmp_path / "store"), [Example(name="x")], 1, "study/1", 60)()
+        Pack(str(tmp_path / "store"), [Example(name="x")], "study/1", LauncherConfig())()
     assert not list(tmp_path.iterdir())
 
 

@@ -11,6 +11,7 @@ import pytest
 from example_steps import Example
 from studies import STUDY, Asked, Worker, ask, killed, start
 
+from moe_lab.config import LauncherConfig
 from moe_lab.errors import UserError
 from moe_lab.json_files import read_json, write_json
 from moe_lab.results import FIGURES
@@ -234,12 +235,12 @@ def test_steps_of_jobs_in_the_queue_are_kept(replaced: Path, one: Asked, monkeyp
     first = runs(Store(replaced), STUDY)[0]
     first.add([Submitted("7", "7", "study.plan", "plan", (), (), str(replaced))])
     queue = {"7": Queued("7", "study.plan", "PENDING", "Dependency", "0:00")}
-    monkeypatch.setattr(scheduler, "queue", lambda: queue)
+    monkeypatch.setattr(scheduler, "queue", lambda *_: queue)
     assert named(replaced) == set()
     queue.clear()
     assert named(replaced) == steps(one).keys() - finished_by_study(replaced)
 
-    def silent() -> None:
+    def silent(*_: object) -> None:
         raise UserError("no scheduler here")
 
     monkeypatch.setattr(scheduler, "queue", silent)
@@ -264,6 +265,7 @@ def test_a_job_keeps_what_it_reads_and_makes(place: Path, one: Asked, monkeypatc
     write_json(later.folder / "record.json", {"schema": 1, "created": 0, "replaces": [], "cells": [], **NO_FIGURES})
 
     def harm(step: Step, scratch: Path) -> None:
+        assert {read_json(path, {})["limit"] for path in place.glob("claims/*")} == {30.0}
         gc(Store(place), apply=True)
 
     monkeypatch.setenv("SLURM_JOB_ID", "7")
@@ -272,7 +274,7 @@ def test_a_job_keeps_what_it_reads_and_makes(place: Path, one: Asked, monkeypatc
     Worker.harm = harm
     first = [step for step in needed if not step.needs]
     after = [step for step in needed if step.needs and all(each in first for each in step.needs)]
-    done = pack.Pack(str(place), [*first, *after], 0, name, 60)()
+    done = pack.Pack(str(place), [*first, *after], name, LauncherConfig(stale_minutes=0.5))()
     assert first and after and done["failed"] == done["skipped"] == 0
     assert {step.folder for step in (*first, *after)} <= finished(place)
     gc(Store(place), apply=True)

@@ -121,11 +121,12 @@ def test_a_warned_job_waits_until_its_worker_has_saved(
     ends = f"signal.signal(signal.SIGTERM, lambda *_: {saves} and (os.mkdir({str(saved)!r}) or os._exit(0)))"
     worker_that(tmp_path, monkeypatch, f"{ends}; os.kill(os.getppid(), signal.SIGUSR2); signal.pause(); signal.pause()")
     monkeypatch.setattr("moe_lab.child_process.GRACE", 0.1)
-    pack = Pack(str(store.root), [], 1, "study/1", 60.0 if saves else 0.1)
+    pack = Pack(str(store.root), [], "study/1", LauncherConfig(max_requeues=1, signal_seconds=120 if saves else 1))
 
     def warned(*_: object) -> None:
         again = pack.checkpoint()
-        assert again and again.function == replace(pack, requeues=0) and saved.exists() == saves
+        assert again and again.function == replace(pack, launcher=replace(pack.launcher, max_requeues=0))
+        assert saved.exists() == saves
         raise InterruptedError
 
     before = signal.signal(signal.SIGUSR2, warned)

@@ -109,6 +109,33 @@ def test_an_owner_that_is_faster_than_who_takes_over_is_found(store: Store, monk
         assert none is None
 
 
+def test_a_step_under_another_label_is_found_although_its_folder_seems_unchanged(store: Store) -> None:
+    other = Store(store.root).create()
+    publish(store, Example(number=1))
+    assert not other.done(Example())
+    before = (store.root / "plan").stat().st_mtime_ns
+    publish(store, Example())
+    os.utime(store.root / "plan", ns=(before, before))
+    with other.claim(Example(name="other")) as scratch:
+        assert scratch is None
+
+
+def test_a_step_under_two_labels_is_one_step(store: Store) -> None:
+    """Both folders are kept while it is needed, each is read if the other is damaged, and then both are freed."""
+    steps = [Example(), Example(name="other")]
+    publish(store, steps[0])
+    folders = [store.root / step.folder for step in steps]
+    shutil.copytree(*folders)
+    with begin(store, "study", steps[:1]):
+        assert ask(store.root, "gc", "apply=true") == 0 and all(folder.exists() for folder in folders)
+    (folders[0] / "result.txt").write_text("damage")
+    assert [store.done(steps[number]) for number in (0, 1, 0)] == [False, True, True]
+    folders[1].rename(folders[0])
+    shutil.copytree(*folders)
+    shutil.rmtree(store.root / "runs")
+    assert ask(store.root, "gc", "apply=true") == 0 and not any(folder.exists() for folder in folders)
+
+
 HARMS: dict[str, tuple[str, Any]] = {
     "flipped": ("result.txt", lambda file: file.write_text("resulT")),
     "truncated": ("result.txt", lambda file: file.write_text("res")),

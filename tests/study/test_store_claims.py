@@ -20,6 +20,7 @@ from moe_lab.study import claims as claiming
 from moe_lab.study.claims import Busy, Claims
 
 HOUR = 3600
+SHORT = 0.6
 
 
 @pytest.fixture
@@ -30,7 +31,6 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claiming, "BEAT", 0.04)
-    monkeypatch.setattr(claiming, "LIMIT", 0.6)
 
 
 def fork(work: Callable[[], Any]) -> int:
@@ -53,9 +53,9 @@ def killed_owner(folder: Path, name: str) -> None:
     os.waitid(os.P_PID, fork(hold), os.WEXITED | os.WNOWAIT)
 
 
-def foreign(folder: Path, age: float = 0.0, **changes: Any) -> Path:
+def foreign(folder: Path, age: float = 0.0, limit: float = SHORT, **changes: Any) -> Path:
     """A claim of another machine whose time is `age` seconds ago."""
-    claims = Claims(folder)
+    claims = Claims(folder, limit=limit)
     path = claims.take("x").path
     claims.owned.clear()  # it has no heartbeat
     path.write_text(json.dumps({**json.loads(path.read_text()), "machine": ["elsewhere", "1"], **changes}))
@@ -139,29 +139,35 @@ class TestAnotherMachine:
     """Its processes cannot be looked up: heartbeats decide."""
 
     def test_an_old_claim_is_free_after_some_missed_heartbeats(self, folder: Path) -> None:
-        path, claims = foreign(folder, HOUR), Claims(folder)
-        claiming.LIMIT = 10 * HOUR
-        assert not claims.is_stale(path)
-        time.sleep(4 * claiming.BEAT)
-        assert not claims.is_stale(path), "it is not that old"
-        claiming.LIMIT = 60
-        assert claims.is_stale(path)
+        """Its owner says what is old."""
+        for limit in (10 * HOUR, 60):
+            path, claims = foreign(folder, HOUR, limit), Claims(folder)
+            assert not claims.is_stale(path)
+            time.sleep(4 * claiming.BEAT)
+            assert claims.is_stale(path) == (limit == 60)
+            path.unlink()
+
+    def test_a_claim_of_the_day_before_is_free_at_once(self, folder: Path) -> None:
+        """For commands that do not wait, such as gc: else what a lost node held would be kept for ever."""
+        assert not Claims(folder).is_stale(foreign(folder, 12 * HOUR))
+        Claims(folder).path("x", 1).unlink()
+        assert Claims(folder).is_stale(foreign(folder, 25 * HOUR))
 
     @pytest.mark.parametrize("age", [HOUR, 0, -HOUR])
     def test_heartbeats_keep_it_whatever_its_clock_says(self, folder: Path, age: float) -> None:
         path, claims, begun = foreign(folder, age), Claims(folder), time.monotonic()
-        while time.monotonic() < begun + 2 * claiming.LIMIT:
+        while time.monotonic() < begun + 2 * SHORT:
             moment = path.stat().st_mtime + 0.01
             os.utime(path, (moment, moment))
             assert not claims.is_stale(path)
             time.sleep(claiming.BEAT / 4)
         last = time.monotonic()
         until(lambda: claims.is_stale(path))
-        assert age > 0 or time.monotonic() - last > claiming.LIMIT / 2, "its time says nothing"
+        assert age > 0 or time.monotonic() - last > SHORT / 2, "its time says nothing"
 
     def test_a_job_in_the_queue_keeps_it(self, folder: Path) -> None:
-        path, queue = foreign(folder, HOUR, job="7"), {"7"}
-        claims = Claims(folder, queue.__contains__)
+        path, queue = foreign(folder, HOUR, job="7"), {("7", os.getuid())}
+        claims = Claims(folder, lambda *job: job in queue)
         assert not claims.is_stale(path)
         time.sleep(4 * claiming.BEAT)
         assert not claims.is_stale(path)
@@ -171,9 +177,8 @@ class TestAnotherMachine:
     def test_who_holds_it_and_for_how_long_it_has_been_silent_is_told(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        path = foreign(folder, HOUR, host="node7", job="12")
+        path = foreign(folder, HOUR, 1.5, host="node7", job="12")
         assert Claims(folder).holder("y") == "another process"
-        monkeypatch.setattr(claiming, "LIMIT", 1.5)
         monkeypatch.setattr(claiming, "SILENT", 2)
         os.utime(path, (time.time() + HOUR,) * 2)
         with Claims(folder).wait_for("x"):
@@ -183,8 +188,8 @@ class TestAnotherMachine:
         assert Claims(folder).holder("x").endswith("(no sign of life for 60 min)")
 
     def test_a_requeued_job_takes_over_its_claim(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        path, queue = foreign(folder, job="7", restarts=1), {"7"}
-        claims = Claims(folder, queue.__contains__)
+        path, queue = foreign(folder, job="7", restarts=1), {("7", os.getuid())}
+        claims = Claims(folder, lambda *job: job in queue)
         monkeypatch.setenv("SLURM_JOB_ID", "7")
         monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
         assert not claims.is_stale(path), "a process of the same job"
@@ -197,7 +202,6 @@ class TestAnotherMachine:
     def test_a_claim_that_says_nothing_is_free_without_heartbeats(self, folder: Path, text: str) -> None:
         path = foreign(folder)
         path.write_text(text)
-        claiming.LIMIT = HOUR
         claims = Claims(folder)
         assert not claims.is_stale(path)
         time.sleep(4 * claiming.BEAT)
@@ -233,7 +237,7 @@ def test_a_full_disk_leaves_no_claim(folder: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_copy_in_another_process_holds_nothing(folder: Path) -> None:
-    claims = Claims(folder)
+    claims = Claims(folder, limit=SHORT)
     with claims.take("x"):
         copied = pickle.loads(pickle.dumps(claims))
-        assert copied.folder == folder and not copied.owned
+        assert copied.folder == folder and copied.limit == SHORT and not copied.owned

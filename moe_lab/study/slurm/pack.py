@@ -13,6 +13,7 @@ from types import FrameType
 
 from submitit.helpers import DelayedSubmission
 
+from moe_lab.config import LauncherConfig
 from moe_lab.results import DIGITS
 from moe_lab.study.claims import own_job
 from moe_lab.study.record import Study
@@ -28,21 +29,19 @@ from moe_lab.study.store import Store, looks
 class Pack:
     """The steps of one job, called by submitit on the node.
 
-    `store`: the store's folder, also of one with a URL, as the node may have another cache. `requeues`: how often the
-    job may still be requeued. `run`: STUDY/RUN that it belongs to. `saving`: seconds for which a pass may save before
-    the job is requeued.
+    `store`: the store's folder, also of one with a URL, as the node may have another cache.
+    `run`: STUDY/RUN that it belongs to. `launcher`: its `max_requeues` says how often the job may still be requeued.
     """
 
     store: str
     steps: Sequence[Step]
-    requeues: int
     run: str
-    saving: float
+    launcher: LauncherConfig
 
     @cached_property
     def worker(self) -> Worker:
         """Does the steps of this job, in a process of its own."""
-        return Worker(Store(self.store))
+        return Worker(Store(self.store, 60 * self.launcher.stale_minutes))
 
     def __call__(self) -> dict[str, int]:
         """Do the steps that are missing. A failed step leaves its error in the store, and the others go on."""
@@ -60,9 +59,11 @@ class Pack:
 
     def checkpoint(self) -> DelayedSubmission | None:
         """The job to requeue when this one must stop; it resumes from what the steps have saved in the store, which a
-        pass does now. None when no requeue is left."""
-        self.worker.end(self.saving)
-        return DelayedSubmission(replace(self, requeues=self.requeues - 1)) if self.requeues > 0 else None
+        pass does now, in half of the time that is left. None when no requeue is left."""
+        self.worker.end(self.launcher.signal_seconds / 2)
+        if (left := self.launcher.max_requeues) == 0:
+            return None
+        return DelayedSubmission(replace(self, launcher=replace(self.launcher, max_requeues=left - 1)))
 
 
 def _absent(schedule: Schedule, store: Store) -> list[Step]:

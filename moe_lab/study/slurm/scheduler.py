@@ -7,9 +7,10 @@ import re
 import shutil
 import subprocess
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import inf
+from pathlib import Path
 
 from moe_lab.errors import UserError
 
@@ -48,17 +49,25 @@ class Queued:
         return self.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
 
 
-def queue() -> dict[str, Queued]:
-    """Id -> job of this user that is pending or running. Raises UserError, with the scheduler's message, when squeue
-    fails."""
-    text = ask("squeue", "--noheader", "--array", f"--user={os.getuid()}", "--format=%i|%T|%r|%M|%j")
-    rows = ROW.findall(text)
+def queue(users: Iterable[int] = ()) -> dict[str, Queued]:
+    """Id -> job of this user and `users` that is pending or running; for several at once squeue loads the jobs of all.
+    Raises UserError, with the scheduler's message, when squeue fails."""
+    command = ("squeue", "--noheader", "--array", "--format=%i|%T|%r|%M|%j")
+    rows = [row for user in {os.getuid(), *users} for row in ROW.findall(ask(*command, f"--user={user}"))]
     jobs = [Queued(job, name, state, reason, elapsed) for job, state, reason, elapsed, name in rows]
     return {job.id: job for job in jobs if job.state not in GONE and job.reason != NEVER}
 
 
 ROW = re.compile(r"^(\d[\d_+]*)\|([A-Z_]+)\|([^|\n]*)\|([^|\n]*)\|(.*)", re.MULTILINE)
 """A job in the output of squeue; what follows on further lines is of its name, which may have any characters."""
+
+
+def handed_in(folder: Path) -> set[str]:
+    """Jobs of this user, of an array its own id, whose scripts are in a folder; none when squeue does not answer."""
+    with suppress(UserError):
+        lines = ask("squeue", "--noheader", f"--user={os.getuid()}", "--format=%F|%o").splitlines()
+        return {job for job, _, script in (line.partition("|") for line in lines) if Path(script).parent == folder}
+    return set()
 
 
 def longest_array() -> int:

@@ -17,7 +17,7 @@ from submitit import SlurmExecutor
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 import moe_lab
-from moe_lab import start
+from moe_lab import plugins, start
 from moe_lab.calibration import parts, sources
 from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError
@@ -57,7 +57,8 @@ def submit(schedule: Schedule, study: Study, run: Run) -> None:
         _download(schedule.waiting.values())
         _submit_missing(schedule, submission)
     except BaseException:
-        scheduler.cancel({job.array for job in run.jobs})
+        # sbatch may have handed one in, and then have got no answer
+        scheduler.cancel({job.array for job in run.jobs} | scheduler.handed_in(run.logs.absolute()))
         run.remove()
         raise
     _announce(submission)
@@ -79,7 +80,7 @@ def _submit_missing(schedule: Schedule, submission: Submission) -> None:
     study = submission.study
     config, store = study.config, study.store
     earlier = [job for run in runs(store, config.study) for job in run.jobs]
-    covered = under_way(earlier, scheduler.queue(), schedule.waiting)
+    covered = under_way(earlier, scheduler.queue(job.user for job in earlier), schedule.waiting)
     missing = [step for step in schedule.waiting.values() if step.id not in covered.steps]
     submission.jobs.update(covered.steps)
     if not missing and covered.recorded:
@@ -111,17 +112,16 @@ class Submission:
     @cached_property
     def starter(self) -> Path:
         """The start.py with which jobs are started, in a copy of the present code."""
-        return copy_code(private("jobs"))
+        return copy_code(private("jobs"), self.study.config.plugins)
 
     def add(self, array: Array) -> None:
         """Submit one array, to start when the jobs that it needs have succeeded."""
         own = {step.id for pack in array.packs for step in pack}
         needed = {needed.id for pack in array.packs for step in pack for needed in step.needs} - own
         after = [self.jobs[name] for name in needed if name in self.jobs]
-        store, launcher = self.study.store, self.study.config.launcher
-        run, saving = str(self.run.folder.relative_to(store.root / "runs")), launcher.signal_seconds / 2
-        root = str(store.root.absolute())
-        packs = [Pack(root, pack, launcher.max_requeues, run, saving) for pack in array.packs]
+        store, launcher = self.study.store.root, self.study.config.launcher
+        run = str(self.run.folder.relative_to(store / "runs"))
+        packs = [Pack(str(store.absolute()), pack, run, launcher) for pack in array.packs]
         whole = self._hand_in(array.kind, array.asks, packs, array.packs, "afterok", after)
         self.jobs.update(dict.fromkeys(own, whole))
 
@@ -233,22 +233,23 @@ def under_way(jobs: Iterable[Submitted], queue: Mapping[str, Queued], missing: I
 COPIED = ("moe_lab", "analysis", "conf")
 
 
-def copy_code(jobs: Path) -> Path:
-    """Copy the present code to `jobs`/code, once for each state of it. Returns the start.py of the copy.
+def copy_code(jobs: Path, modules: Iterable[str] = ()) -> Path:
+    """Copy the present code to `jobs`/code, with plugins, once for each state of it. Returns the start.py of the copy.
 
     Jobs run the copy, and so do the processes they start: what is edited or updated while jobs wait in the queue does
     not change what they do.
     """
     root = Path(moe_lab.__file__).parents[1]
-    found = [path for name in COPIED for path in sorted((root / name).rglob("*")) if path.is_file()]
-    copied = [path.relative_to(root) for path in found if "__pycache__" not in path.parts]
-    content = {str(file): sha256((root / file).read_bytes()).hexdigest() for file in copied}
+    found = {path.relative_to(root): path for name in COPIED for path in (root / name).rglob("*")}
+    found |= {Path(start.PLUGINS) / file: path for file, path in plugins.sources(modules).items()}
+    copied = {file: path for file, path in found.items() if path.is_file() and "__pycache__" not in file.parts}
+    content = {str(file): sha256(path.read_bytes()).hexdigest() for file, path in copied.items()}
     folder = jobs.absolute() / "code" / digest({"state": code_state(), "files": content})[:12]
     if not folder.exists():
         scratch = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
-        for file in copied:
+        for file, path in copied.items():
             (scratch / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(root / file, scratch / file)
+            shutil.copyfile(path, scratch / file)
         write_json(scratch / "moe_lab" / NOTED, code_state())
         try:
             scratch.rename(folder)

@@ -3,13 +3,18 @@
 Every step has PARTS parts, and saves after each. In the folder that INSTANT_WORK names, a file `hold-KIND` stops steps
 of that kind in their last part until it is removed, and `break-KIND` makes them fail; `parts` gets a line for every
 part that was done, `begun` one for every start of a step, with the process that does it. With `apart`, every step is a
-job. Each part takes INSTANT_PAUSE seconds, 0 by default.
+job. Each part takes INSTANT_PAUSE seconds, 0 by default. From INSTANT_MANY steps on they are packed, each second.
+The clock is INSTANT_CLOCK seconds fast, and files get times that are as slow. While there is a file `fault`, with the
+number of an error, Python's calls that write to INSTANT_STORE fail with that.
 """
 
 import os
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
+from moe_lab.study import packing
 from moe_lab.study.step import Step
 from moe_lab.study.steps import KINDS
 from moe_lab.study.steps.files import Files
@@ -39,9 +44,27 @@ def _note(file: Path, line: str) -> None:
         notes.write(line + "\n")
 
 
+def _fail(event: str, arguments: tuple[Any, ...]) -> None:
+    writes = event in ("os.mkdir", "os.rename") or (event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR))
+    if writes and str(arguments[0]).startswith(os.environ["INSTANT_STORE"]) and FAULT.exists():
+        raise OSError(number := int(FAULT.read_text()), os.strerror(number), arguments[0])
+
+
+def _stamp(path: Any, times: Any = None, **more: Any) -> None:
+    utime(path, **more) if more else utime(path, times or (clock() - LATE,) * 2)
+
+
+FAULT, LATE = Path(os.environ["INSTANT_WORK"], "fault"), float(os.environ.get("INSTANT_CLOCK", "0"))
+clock, utime = time.time, os.utime
+if LATE:
+    time.time, os.utime = lambda: clock() + LATE, _stamp
+if "INSTANT_STORE" in os.environ:
+    sys.addaudithook(_fail)
 if Path(os.environ["INSTANT_WORK"], "apart").exists():
     from moe_lab.study.slurm import arrays
 
     arrays.STEPS_PER_JOB = 1
+if "INSTANT_MANY" in os.environ:
+    packing.MANY, packing.EVERY, packing.FEW = int(os.environ["INSTANT_MANY"]), 1.0, 3
 for kind in KINDS.values():
     kind.work = instant  # type: ignore[method-assign]
