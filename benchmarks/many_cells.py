@@ -137,12 +137,13 @@ def _files(step: Step, noise: bytes) -> dict[str, bytes]:
     return {name: noise[start : start + size] for name, size in SIZES[step.kind].items()}
 
 
-def _content(step: Step, about: dict[str, Any], noise: bytes) -> tuple[str, str, dict[str, bytes]]:
+def _content(step: Step, about: dict[str, Any], noise: bytes) -> tuple[str, str, list[str], dict[str, bytes]]:
     files = _files(step, noise)
     hashes = {name: {"bytes": len(text), "sha256": sha256(text).hexdigest()} for name, text in files.items()}
     document = {"provenance": about, **step.document(), "files": hashes, "time": int(time.time()) // 2 * 2}
     sealed = json.dumps({**document, "digest": digest(document)})
-    return step.id[:DIGITS], step.folder, {**files, STEP: sealed.encode()}
+    inputs = [needed.id[:DIGITS] for needed in step.inputs.values()]
+    return step.id[:DIGITS], step.folder, inputs, {**files, STEP: sealed.encode()}
 
 
 def _publish(store: Store, step: Step, noise: bytes) -> None:

@@ -16,6 +16,7 @@ from itertools import chain
 from pathlib import Path
 
 from moe_lab.json_files import Damaged
+from moe_lab.results import DIGITS
 from moe_lab.study.claims import Busy, Claim
 from moe_lab.study.step import KINDS
 from moe_lab.study.store import STEP, Store, hidden, read_step
@@ -79,7 +80,7 @@ class Packing:
             if len(few) > FEW:
                 _rewrite(store, few, (), claim)
 
-    def _small(self, folders: Iterable[tuple[str, Path]]) -> Iterator[tuple[str, str, dict[str, bytes]]]:
+    def _small(self, folders: Iterable[tuple[str, Path]]) -> Iterator[tuple[str, str, list[str], dict[str, bytes]]]:
         """The undamaged steps of the folders that go into a pack, as `Packs.add` takes them."""
         for start, folder in folders:
             with suppress(FileNotFoundError, Damaged):
@@ -92,7 +93,8 @@ class Packing:
                 hashes = {name: sha256(content).hexdigest() for name, content in files.items()}
                 if all(hashes[name] == about["sha256"] for name, about in document["files"].items()):
                     files[STEP] = (folder / STEP).read_bytes()
-                    yield start, f"{folder.parent.name}/{folder.name}", files
+                    inputs = [place[-DIGITS:] for place in document["inputs"].values()]
+                    yield start, f"{folder.parent.name}/{folder.name}", inputs, files
 
 
 def drop(store: Store, starts: Collection[str]) -> None:
