@@ -3,8 +3,8 @@
     python -m benchmarks.many_cells --store FOLDER
 
 Fills the folder, unless it is a store, with steps under their real ids and sizes, and with content that is made up:
-12 GB for 100,000 cells, 1.2 GB with --seeds 10. The bars are for the machine of docs/performance.md; as much longer as
-a fixed piece of Python takes here, so much longer may they take. Exit code 1 when one is missed.
+12 GB for 100,000 cells, 1.2 GB with --seeds 10. The bars are seconds of the processor of the machine that
+docs/performance.md is of: where a fixed piece of Python takes longer, so may they. Exit code 1 when one is missed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks.measure import GIB, in_own_process, misses, parser, peak, wall_seconds
+from benchmarks.measure import GIB, in_own_process, misses, parser, peak, timed
 from moe_lab.compose import compose, started
 from moe_lab.config import Config
 from moe_lab.grid import Request
@@ -33,7 +33,7 @@ from moe_lab.study import run as running
 from moe_lab.study.__main__ import find
 from moe_lab.study.graph import Graph, build
 from moe_lab.study.packing import PACKS
-from moe_lab.study.record import Study, write
+from moe_lab.study.record import Study, described, write
 from moe_lab.study.runs import begin
 from moe_lab.study.status import COMMANDS
 from moe_lab.study.step import Step, digest, provenance
@@ -157,7 +157,7 @@ def record(words: argparse.Namespace, study: str) -> dict[str, float]:
     config, requests = _study(words, study)
     graph, store = build(config, requests), Store(words.store).create()
     with begin(store, study, graph.steps) as begun:
-        write(Study(config, graph, store), begun, {})
+        write(begun, described(Study(config, graph, store), begun, {}))
     return {}
 
 
@@ -168,10 +168,10 @@ def start(words: argparse.Namespace, study: str) -> dict[str, float]:
 
     def timed_build(*asked: Any) -> Graph:
         nonlocal graph
-        begun = time.perf_counter()
+        begun = time.process_time()
         made = build(*asked)
         assert made.steps
-        graph = time.perf_counter() - begun
+        graph = time.process_time() - begun
         return made
 
     running.build = timed_build
@@ -191,8 +191,8 @@ def status(words: argparse.Namespace, study: str) -> dict[str, float]:
 def _measured(work: Callable[[], object]) -> dict[str, float]:
     """Seconds and GiB of work; what it prints goes to standard error."""
     with redirect_stdout(sys.stderr):
-        seconds = wall_seconds(work)
-    return {"seconds": seconds, "peak": peak("cpu") / GIB}
+        _, clock, seconds = timed(work)
+    return {"seconds": seconds, "clock": clock, "peak": peak("cpu") / GIB}
 
 
 def _operations(store: Path) -> int:

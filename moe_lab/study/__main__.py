@@ -92,7 +92,7 @@ def find(store: Store, name: str) -> tuple[StudyState, list[StepState]]:
         if last_about(store, study) is None:  # its records are damaged; naming the study itself reports that
             continue
         state = study_state(store, study)
-        if matching := [step for step in state.steps if name in step.name or step.id.startswith(name)]:
+        if matching := [step for step in state.steps if name in step.name or name.startswith(step.start)]:
             return state, matching
     raise unknown("study or step", name, names)
 

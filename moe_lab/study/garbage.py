@@ -121,7 +121,7 @@ def _wanted(store: Store) -> tuple[set[str], str]:
     First those of runs that a process holds, then those of jobs in the queue, then records: a run is let go, and a job
     leaves the queue, after the record refers to what was made. So no step is between them.
     """
-    wanted = {step[:DIGITS] for step in steps_at_work(store)}
+    wanted = steps_at_work(store)
     runs_of = {study: runs(store, study) for study in studies(store)}
     jobs_of = {run.folder: run.jobs for of_study in runs_of.values() for run in of_study}
     jobs = {job.id: job for of_run in jobs_of.values() for job in of_run}
@@ -137,7 +137,7 @@ def _wanted(store: Store) -> tuple[set[str], str]:
                 continue
             queued = any(job.id in queue or silence for job in jobs_of[run.folder])
             if run is of_study[-1] or run.folder.name > record["run"] or queued:
-                wanted.update(step[:DIGITS] for step, _, _ in about["steps"])
+                wanted.update(folder[-DIGITS:] for folder in about["steps"])
     return wanted, silence
 
 

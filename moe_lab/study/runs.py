@@ -20,13 +20,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_lab.json_files import Number, write_json
+from moe_lab.json_files import Number, write_json, write_text
+from moe_lab.results import DIGITS
 from moe_lab.results import RECORD as RECORD_FILE
 from moe_lab.study.claims import Claim
-from moe_lab.study.step import Step, code_state
+from moe_lab.study.step import Step, canonical, code_state
 from moe_lab.study.store import Store
 
-RUN_SHAPE = {"time": Number, "steps": [(str, str, [str])]}
+RUN_SHAPE = {"time": Number, "steps": [str], "inputs": [[int]]}
 JOBS_SHAPE = [{"id": str, "array": str, "name": str, "kind": str, "steps": [str], "after": [str], "store": str}]
 RECORD = "record"
 """Kind of job that ends a submission: it writes the record and the report."""
@@ -78,8 +79,8 @@ class Run:
 
     @property
     def about(self) -> dict[str, Any] | None:
-        """When the run began, and all steps of the study, finished ones included: (id, folder, ids of inputs), inputs
-        first. None when run.json is missing or damaged."""
+        """When the run began; `steps`, the folders of all steps of the study, finished ones included, inputs first;
+        and `inputs`, for each the places of its inputs in that list. None when run.json is missing or damaged."""
         content: dict[str, Any] | None = self.store.read(self.folder / "run.json", RUN_SHAPE, "written again")
         return content
 
@@ -89,9 +90,13 @@ class Run:
 
     def note(self, steps: Iterable[Step]) -> None:
         """Write down what the run sets out to do, and the version of the code."""
-        rows = [[step.id, step.folder, [needed.id for needed in step.needs]] for step in steps]
-        about = {"study": self.folder.parent.name, "time": time.time(), "code": code_state(), "steps": rows}
-        write_json(self.folder / "run.json", about)
+        places: dict[str, int] = {}
+        inputs = []
+        for step in steps:
+            places[step.folder] = len(places)
+            inputs.append([places[needed.folder] for needed in step.needs if needed.folder in places])
+        about = {"study": self.folder.parent.name, "time": time.time(), "code": code_state()}
+        write_text(self.folder / "run.json", canonical({**about, "steps": list(places), "inputs": inputs}))
 
     def remove(self) -> None:
         """Remove the folder of the run, and that of its study when it has no other."""
@@ -140,10 +145,10 @@ def _held(store: Store) -> set[str]:
 
 
 def steps_at_work(store: Store) -> set[str]:
-    """Ids of the steps of all runs that a process holds."""
+    """Starts of the ids of the steps of all runs that a process holds."""
     held = _held(store)
     at_work = [run for study in studies(store) for run in runs(store, study) if run.folder.name in held]
-    return {step for run in at_work if (about := run.about) for step, _, _ in about["steps"]}
+    return {folder[-DIGITS:] for run in at_work if (about := run.about) for folder in about["steps"]}
 
 
 def last_about(store: Store, study: str) -> dict[str, Any] | None:

@@ -234,12 +234,13 @@ class Store:
 
     def done_of(self, steps: Iterable[Step]) -> set[str]:
         """Ids of those of the steps that are `done`. What is in packs is looked up at once."""
-        there = self.present()
+        self.packs.refresh()
         for path in self.packs.damaged:
             if path.exists():
                 self.set_aside(path, "damaged", "its steps are computed again")
-        found = [step for step in steps if step.id[:DIGITS] in there]
-        return {step.id for step in found if step.id[:DIGITS] in self.packs or self.done(step)}
+        loose = self.finished()
+        starts = [(step, step.id[:DIGITS]) for step in steps]
+        return {step.id for step, start in starts if start in self.packs or (start in loose and self.done(step))}
 
     def readable(self, step: Step) -> bool:
         """As `done`, for a step that is about to be read: every file is hashed the first time this object checks it.
@@ -308,17 +309,19 @@ class Store:
             self.notices.append(sentence)
 
     def error(self, step_id: str) -> dict[str, Any] | None:
-        """The stored error of the step with that id; None when it has not failed."""
-        path = self.root / "failed" / f"{step_id}.json"
-        content: dict[str, Any] | None = self.read(path, {"message": str}, "the step is tried again")
+        """The stored error of the step whose id begins so; None when it has not failed."""
+        content: dict[str, Any] | None = self.read(self._failed(step_id), {"message": str}, "the step is tried again")
         return content
+
+    def _failed(self, step_id: str) -> Path:
+        return self.root / "failed" / f"{step_id[:DIGITS]}.json"
 
     def fail(self, step: Step, error: dict[str, Any]) -> None:
         """Store the error of a failed step for later runs."""
-        folder = self.root / "failed"
+        path = self._failed(step.id)
         with contextlib.suppress(OSError):  # on a full disk, say; without a stored error the next run tries again
-            folder.mkdir(exist_ok=True)
-            write_json(folder / f"{step.id}.json", {"step": step.folder, "time": time.time(), **error})
+            path.parent.mkdir(exist_ok=True)
+            write_json(path, {"step": step.folder, "time": time.time(), **error})
 
     def hide(self, folder: Path, step_id: str) -> Path | None:
         """Rename the folder of a step, or of its resume files, as scratch, of which nothing is ever read.
@@ -331,7 +334,7 @@ class Store:
 
     def forget(self, step_id: str) -> None:
         """Remove the error of a failed step, so that it runs again."""
-        (self.root / "failed" / f"{step_id}.json").unlink(missing_ok=True)
+        self._failed(step_id).unlink(missing_ok=True)
 
     def finished(self) -> Mapping[str, list[Path]]:
         """Start of the id -> the folders that are named as a finished step is."""

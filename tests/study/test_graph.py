@@ -223,7 +223,7 @@ def test_a_model_is_called_after_its_protocol_in_each_but_the_first(tmp_path: Pa
         (cells(None, {"ratio": [0.25, 0.5]}, files=FILES, protocol={"name": name}, **OLMOE), []) for name in ("a", "b")
     ]
     study, run = record.Study(Config(study="two"), build(Config(), asked), store), Run(store, tmp_path / "runs/two/1")
-    record.write(study, run, {})
+    record.write(run, record.described(study, run, {}))
     written = record.read(store, "two")["cells"]
     assert {entry["cell"]["model"] for entry in written} == {"pocket_olmoe", "pocket_olmoe (b)"} and len(written) == 6
     assert all(entry.keys() >= set(STEPS) for entry in written)
