@@ -180,8 +180,12 @@ def described(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -
     """
     store, config, graph = study.store, study.config, study.graph
 
+    names: dict[str, str | None] = {}
+
     def place(step: Step | None) -> str | None:
-        return store.name(step) if step else None
+        if step and step.id not in names:
+            names[step.id] = store.name(step)
+        return names[step.id] if step else None
 
     def errors(cell: CellSteps) -> dict[str, str]:
         steps = {name: step for name, step in {**cell.evaluate, **cell.named()}.items() if name not in PREPARATION}
