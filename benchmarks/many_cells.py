@@ -27,6 +27,7 @@ from benchmarks.measure import GIB, in_own_process, misses, parser, peak, timed
 from moe_lab.compose import compose, started
 from moe_lab.config import Config
 from moe_lab.grid import Request
+from moe_lab.packs import Packed
 from moe_lab.results import DIGITS
 from moe_lab.study import garbage
 from moe_lab.study import run as running
@@ -138,7 +139,7 @@ def _files(step: Step, noise: bytes) -> dict[str, bytes]:
     return {name: (piece * (1 + size // PIECE))[:size] for name, size in SIZES[step.kind].items()}
 
 
-def _content(step: Step, about: dict[str, Any], noise: bytes) -> tuple[str, str, list[str], dict[str, bytes]]:
+def _content(step: Step, about: dict[str, Any], noise: bytes) -> Packed:
     files = _files(step, noise)
     hashes = {name: {"bytes": len(text), "sha256": sha256(text).hexdigest()} for name, text in files.items()}
     document = {"provenance": about, **step.document(), "files": hashes, "time": int(time.time()) // 2 * 2}

@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 import zlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import closing
 from functools import lru_cache
 from pathlib import Path
@@ -34,6 +34,8 @@ ENDING = ".sqlite"
 UNFINISHED = ".part"
 GRACE = 600.0
 """Seconds for which a pack stays that another replaces: a reader may have listed neither."""
+Packed = tuple[str, str, Iterable[str], Mapping[str, bytes]]
+"""A step: start of its id, KIND/NAME, starts of the ids of its inputs, files."""
 
 
 class Packs:
@@ -147,41 +149,46 @@ class Packs:
 
     # Writing: by one process at a time, which holds a claim.
 
-    def add(self, steps: Iterable[tuple[str, str, Iterable[str], Mapping[str, bytes]]]) -> Path:
-        """Write steps, (start of the id, KIND/NAME, starts of the inputs' ids, files), as a pack under the name of one
-        that is not finished."""
-        path, database = self._new()
-        names, inputs = {}, {}
-        with closing(database):
-            for start, name, needed, files in steps:
-                names[start], inputs[start] = name, " ".join(needed)
-                rows = [(start, file, zlib.compress(content, 1)) for file, content in files.items()]
-                database.executemany("insert or replace into file values (?, ?, ?)", rows)
-            _finish(database, names, inputs, [])
-        return path
+    def add(self, steps: Iterable[Packed]) -> Path:
+        """Write steps as a pack under the name of one that is not finished."""
+        return self._write(
+            (start, name, inputs, {file: zlib.compress(content, 1) for file, content in files.items()})
+            for start, name, inputs, files in steps
+        )
 
     def rewrite(self, names: Collection[str], without: Collection[str] = ()) -> Path:
         """Write a pack that replaces packs, without some of their steps, under the name of a pack that is not finished.
 
         Raises Damaged, with the name of the pack that cannot be read.
         """
-        path, database = self._new()
-        left: dict[str, str] = {}
-        inputs: dict[str, str] = {}
-        with closing(database):
-            for name in names:
-                steps = {start for start in self._steps[name] if start not in without and self._pack_of(start) == name}
-                database.execute("attach ? as old", (_address(self.path(name)),))
-                try:
-                    select = "insert into file select * from old.file where start = ?"
-                    database.executemany(select, [(start,) for start in steps])
-                    inputs |= {start: of for start, of in _about(self._open[name], "inputs").items() if start in steps}
-                except (sqlite3.Error, Damaged):
-                    raise Damaged(name) from None
-                database.commit()
-                database.execute("detach old")
-                left |= {start: self._steps[name][start] for start in steps}
-            _finish(database, left, inputs, list(names))
+        return self._write(self._left(names, without), names)
+
+    def _left(self, names: Iterable[str], without: Collection[str]) -> Iterator[Packed]:
+        for name in names:
+            try:
+                inputs = _about(self._open[name], "inputs")
+                for start, place in self._steps[name].items():
+                    if start not in without and self._pack_of(start) == name:
+                        select = "select name, content from file where start = ?"
+                        yield start, place, inputs[start].split(), dict(self._open[name].execute(select, (start,)))
+            except (sqlite3.Error, Damaged):
+                raise Damaged(name) from None
+
+    def _write(self, steps: Iterable[Packed], replaces: Iterable[str] = ()) -> Path:
+        """`steps`: with files that are compressed."""
+        self.folder.mkdir(exist_ok=True)
+        path = self.folder / f".{uuid.uuid4().hex}{UNFINISHED}"
+        names, inputs = {}, {}
+        # nobody else knows its name
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?nolock=1", uri=True)) as database:
+            database.executescript(f"pragma journal_mode = off; pragma synchronous = off; {TABLES}")
+            for start, name, needed, files in steps:
+                names[start], inputs[start] = name, " ".join(needed)
+                database.executemany("insert into file values (?, ?, ?)", [(start, *file) for file in files.items()])
+            for what, content in (("names", names), ("inputs", inputs), ("replaces", list(replaces))):
+                packed = zlib.compress(json.dumps(content).encode(), 1)
+                database.execute("insert into about values (?, ?)", (what, packed))
+            database.commit()
         return path
 
     def publish(self, path: Path) -> None:
@@ -193,13 +200,6 @@ class Packs:
             os.close(file)
         path.rename(path.with_suffix(ENDING).with_name(path.with_suffix(ENDING).name.lstrip(".")))
         self.refresh()
-
-    def _new(self) -> tuple[Path, sqlite3.Connection]:
-        self.folder.mkdir(exist_ok=True)
-        path = self.folder / f".{uuid.uuid4().hex}{UNFINISHED}"
-        database = sqlite3.connect(f"{path.absolute().as_uri()}?nolock=1", uri=True)  # its name is nobody else's
-        database.executescript(f"pragma journal_mode = off; pragma synchronous = off; {TABLES}")
-        return path, database
 
     def clear(self) -> None:
         """Remove what killed processes left, and packs that were replaced long ago."""
@@ -228,14 +228,6 @@ def _about(database: sqlite3.Connection, what: str) -> Any:
         return json.loads(zlib.decompress(content))
     except (sqlite3.Error, ValueError, zlib.error):
         raise Damaged(f"{what} of a pack is damaged") from None
-
-
-def _finish(database: sqlite3.Connection, names: Any, inputs: Any, replaces: Any) -> None:
-    """Write what a pack says of all its steps."""
-    about = {"names": names, "inputs": inputs, "replaces": replaces}
-    rows = [(what, zlib.compress(json.dumps(content).encode(), 1)) for what, content in about.items()]
-    database.executemany("insert into about values (?, ?)", rows)
-    database.commit()
 
 
 def _address(path: Path) -> str:

@@ -16,6 +16,7 @@ from itertools import chain
 from pathlib import Path
 
 from moe_lab.json_files import Damaged
+from moe_lab.packs import Packed
 from moe_lab.results import DIGITS
 from moe_lab.study.claims import Busy, Claim
 from moe_lab.study.step import KINDS
@@ -80,8 +81,8 @@ class Packing:
             if len(few) > FEW:
                 _rewrite(store, few, (), claim)
 
-    def _small(self, folders: Iterable[tuple[str, Path]]) -> Iterator[tuple[str, str, list[str], dict[str, bytes]]]:
-        """The undamaged steps of the folders that go into a pack, as `Packs.add` takes them."""
+    def _small(self, folders: Iterable[tuple[str, Path]]) -> Iterator[Packed]:
+        """The undamaged steps of the folders that go into a pack."""
         for start, folder in folders:
             with suppress(FileNotFoundError, Damaged):
                 document = read_step(folder)

@@ -88,15 +88,13 @@ class Run:
         """Keep `gc` from freeing the steps of the run until the block ends or the process dies."""
         return self.store.claims.take(f"run-{self.folder.name}-{uuid.uuid4().hex[:8]}")
 
-    def note(self, steps: Iterable[Step]) -> None:
+    def note(self, steps: Sequence[Step]) -> None:
         """Write down what the run sets out to do, and the version of the code."""
-        places: dict[str, int] = {}
-        inputs = []
-        for step in steps:
-            places[step.folder] = len(places)
-            inputs.append([places[needed.folder] for needed in step.needs if needed.folder in places])
+        places = {step.id: place for place, step in enumerate(steps)}
+        inputs = [[places[needed.id] for needed in step.needs if needed.id in places] for step in steps]
         about = {"study": self.folder.parent.name, "time": time.time(), "code": code_state()}
-        write_text(self.folder / "run.json", canonical({**about, "steps": list(places), "inputs": inputs}))
+        about |= {"steps": [step.folder for step in steps], "inputs": inputs}
+        write_text(self.folder / "run.json", canonical(about))
 
     def remove(self) -> None:
         """Remove the folder of the run, and that of its study when it has no other."""

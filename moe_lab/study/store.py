@@ -457,33 +457,27 @@ def damage(folder: Path, *, hash_all: bool = False) -> dict[str, str]:
         return {STEP: "damaged"}
     found = {}
     for name, expected in document["files"].items():
-        path = folder / name
         try:
-            if not hash_all and _is_as_published(path.stat(), expected, document["time"]):
-                continue
-            with path.open("rb") as file:
-                if not _has_content(file, expected, document["time"]):
-                    found[name] = "damaged"
+            if not _as_published(folder / name, expected, document["time"], hash_all):
+                found[name] = "damaged"
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             found[name] = "missing"
     return found
 
 
-def _is_as_published(status: os.stat_result, expected: Mapping[str, Any], moment: int) -> bool:
-    return bool(status.st_size == expected["bytes"] and status.st_mtime_ns == moment * NANO)
-
-
-def _has_content(file: BufferedReader, expected: Mapping[str, Any], moment: int) -> bool:
-    """Whether the hash is right. A file gets the time that says so, or another one."""
-    status = os.fstat(file.fileno())
+def _as_published(path: Path, expected: Mapping[str, Any], moment: int, hash_all: bool) -> bool:
+    status = path.stat()
     timely = status.st_mtime_ns == moment * NANO
     if status.st_size != expected["bytes"]:
         return False
-    same = bool(_sha256(file) == expected["sha256"])
-    if same != timely and os.fstat(file.fileno()).st_mtime_ns == status.st_mtime_ns:
-        with contextlib.suppress(OSError, OverflowError):  # a file of another owner: hashed again next time
-            mended = moment * NANO if same else time.time_ns()
-            os.utime(file.fileno(), ns=(mended, mended))
+    if timely and not hash_all:
+        return True
+    with path.open("rb") as file:
+        same = bool(_sha256(file) == expected["sha256"])
+        if same != timely and os.fstat(file.fileno()).st_mtime_ns == status.st_mtime_ns:
+            with contextlib.suppress(OSError, OverflowError):  # a file of another owner: hashed again next time
+                mended = moment * NANO if same else time.time_ns()
+                os.utime(file.fileno(), ns=(mended, mended))
     return same
 
 
