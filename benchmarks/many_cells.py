@@ -27,13 +27,14 @@ from benchmarks.measure import GIB, in_own_process, misses, parser, peak, timed
 from moe_lab.compose import compose, started
 from moe_lab.config import Config
 from moe_lab.grid import Request
+from moe_lab.json_files import write_json
 from moe_lab.packs import Packed
-from moe_lab.results import DIGITS
+from moe_lab.results import DIGITS, RECORD
 from moe_lab.study import garbage
 from moe_lab.study import run as running
 from moe_lab.study.__main__ import find
 from moe_lab.study.graph import Graph, build
-from moe_lab.study.record import Study, described, write
+from moe_lab.study.record import Study, described
 from moe_lab.study.runs import begin
 from moe_lab.study.status import COMMANDS
 from moe_lab.study.step import Step, digest, provenance
@@ -159,7 +160,7 @@ def record(words: argparse.Namespace, study: str) -> dict[str, float]:
     config, requests = _study(words, study)
     graph, store = build(config, requests), Store(words.store).create()
     with begin(store, study, graph.steps) as begun:
-        write(begun, described(Study(config, graph, store), begun, {}))
+        write_json(begun.folder / RECORD, described(Study(config, graph, store), begun, {}))
     return {}
 
 

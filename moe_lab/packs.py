@@ -63,7 +63,8 @@ class Packs:
             if names == self._open.keys():
                 return
             for name in self._open.keys() - names:
-                self._forget(name)
+                self._open.pop(name).close()
+                del self._steps[name], self._replaces[name]
             for name in names - self._open.keys():
                 self._look(name)
             self._current = sorted(self._open.keys() - set().union(*self._replaces.values()))
@@ -78,10 +79,6 @@ class Packs:
             if path.exists():  # else it was removed since it was listed
                 self.damaged.append(path)
 
-    def _forget(self, name: str) -> None:
-        self._open.pop(name).close()
-        del self._steps[name], self._replaces[name]
-
     def path(self, name: str) -> Path:
         """The file of a pack."""
         return self.folder / f"{name}{ENDING}"
@@ -91,7 +88,8 @@ class Packs:
         return self._pack_of(start) is not None and start not in self.bad
 
     def _pack_of(self, start: str) -> str | None:
-        return next((pack for pack in self._current if start in self._steps[pack]), None)
+        with self._lock:
+            return next((pack for pack in self._current if start in self._steps[pack]), None)
 
     def find(self, start: str) -> str | None:
         """KIND/NAME of a step by the start of its id; None when it is in no pack. Looks for new packs first."""

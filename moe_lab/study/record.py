@@ -59,7 +59,8 @@ def finish(study: Study, schedule: Schedule, run: Run) -> int:
     if not schedule.total and _is_recorded(store, name, run, document):
         run.remove()
     else:
-        write(run, document)
+        run.folder.mkdir(parents=True, exist_ok=True)  # the store may have been made anew meanwhile
+        write_text(run.folder / RECORD, canonical(document))
     whole = shared(store, name)
     say_notices(store)
     _complain(study, schedule)
@@ -77,16 +78,14 @@ def finish(study: Study, schedule: Schedule, run: Run) -> int:
 
 def _is_recorded(store: Store, study: str, run: Run, document: dict[str, Any]) -> bool:
     """Whether a study would be the same without the record of a run, but for its time and settings."""
-    unshown = ("created", "config", "replaces", "run")
+
+    def shown(records: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+        return {**joined(records), **dict.fromkeys(("created", "config", "replaces", "run"))}
+
     with suppress(Damaged):
         before = current_records(store.root, study)
-        after = {name: record for name, record in before.items() if name not in document["replaces"]}
-        after[run.folder.name] = document
-        one, other = (
-            {key: value for key, value in joined(records).items() if key not in unshown} if records else {}
-            for records in (before, after)
-        )
-        return one == other
+        others = {name: record for name, record in before.items() if name not in document["replaces"]}
+        return bool(before) and shown(before) == shown({**others, run.folder.name: document})
     return False
 
 
@@ -216,12 +215,6 @@ def described(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -
         "cells": cells,
         **figures,
     }
-
-
-def write(run: Run, document: Mapping[str, Any]) -> None:
-    """Write record.json of a run."""
-    run.folder.mkdir(parents=True, exist_ok=True)  # the store may have been made anew meanwhile
-    write_text(run.folder / RECORD, canonical(document))
 
 
 def read(store: Store, study: str) -> dict[str, Any]:

@@ -149,11 +149,6 @@ def steps_at_work(store: Store) -> set[str]:
     return {folder[-DIGITS:] for run in at_work if (about := run.about) for folder in about["steps"]}
 
 
-def last_about(store: Store, study: str) -> dict[str, Any] | None:
-    """`Run.about` of the newest run of the study that has it; None when no run has."""
-    return next((about for run in reversed(runs(store, study)) if (about := run.about)), None)
-
-
 def studies(store: Store) -> list[str]:
     """Names of the studies that were ever run."""
     return sorted(path.name for path in (store.root / "runs").glob("*") if path.is_dir() and any(path.iterdir()))

@@ -18,7 +18,7 @@ from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged, Number, parse
 from moe_lab.results import DIGITS
 from moe_lab.study.packing import drop
-from moe_lab.study.runs import RECORD, Submitted, last_about, runs, steps_at_work
+from moe_lab.study.runs import RECORD, Submitted, runs, steps_at_work
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.scheduler import Queued
 from moe_lab.study.store import STEP, Store
@@ -49,11 +49,6 @@ class StepState:
     def kind(self) -> str:
         return self.name.partition("/")[0]
 
-    @property
-    def start(self) -> str:
-        """Of its id."""
-        return self.name[-DIGITS:]
-
 
 @dataclass(frozen=True)
 class StudyState:
@@ -76,7 +71,7 @@ def study_state(store: Store, study: str) -> StudyState:
     last_job: dict[str, str] = {}
     for job in jobs.values():
         last_job |= {step[:DIGITS]: job.id for step in job.steps if last_job.get(step[:DIGITS]) not in queue}
-    if (about := last_about(store, study)) is None:
+    if (about := next((about for run in reversed(runs(store, study)) if (about := run.about)), None)) is None:
         raise UserError(f"study={study}: no run says what its steps are: start it again, and it is written down anew")
     steps: list[StepState] = []
     finished, claimed, at_work = store.present(), store.claims.living(), steps_at_work(store)
@@ -210,7 +205,7 @@ def unpack(study: StudyState, steps: Sequence[StepState]) -> None:
         if not folder.exists():
             folder = Path("unpacked", step.name)
             folder.mkdir(parents=True, exist_ok=True)
-            for name in study.store.packs.files(step.start):
+            for name in study.store.packs.files(step.name[-DIGITS:]):
                 (folder / name).write_bytes(study.store.content(step.name, name))
         print(folder)
 
@@ -223,7 +218,7 @@ COMMANDS: Mapping[str, Callable[[StudyState, list[StepState]], int | None]] = {
 
 def _reason(study: StudyState, step: StepState) -> str:
     if step.state == "failed":
-        error = study.store.error(step.start) or {}
+        error = study.store.error(step.name[-DIGITS:]) or {}
         return f"{error.get('message')} (retry=failed tries again)"
     if step.state == "blocked":
         cause = next(needed for needed in step.needs if needed.state in ("failed", "blocked"))
@@ -233,7 +228,7 @@ def _reason(study: StudyState, step: StepState) -> str:
         waits = f" ({queued.reason})" if queued.pending else f", {queued.elapsed} so far"
         return f"job {step.job} is {queued.state}{waits}"
     if step.state == "running":
-        return f"being computed by {study.store.claims.holder(step.start)}"
+        return f"being computed by {study.store.claims.holder(step.name[-DIGITS:])}"
     if step.state == "pending":
         return "another run will compute it"
     if step.job is None:

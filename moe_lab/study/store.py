@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from io import BufferedReader
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ PROVENANCE = "provenance.json"
 """In a scratch folder: what a worker says of how the step came about; it becomes part of STEP."""
 SCRATCH = re.compile(rf"\.([0-9a-f]{{{DIGITS}}})\.[0-9a-f]{{8}}")
 """Name of a folder with unfinished work: start of the step's id, and a random word."""
-FOLDER = re.compile(rf".+-([0-9a-f]{{{DIGITS}}})")
+FOLDER = re.compile(rf"[^.].*-([0-9a-f]{{{DIGITS}}})")
 """Name of the folder of a finished step, with or without its kind."""
 SAMPLE = 200
 """Steps of a kind in packs from whose times those of others are estimated."""
@@ -311,18 +310,16 @@ class Store:
 
     def error(self, step_id: str) -> dict[str, Any] | None:
         """The stored error of the step whose id begins so; None when it has not failed."""
-        content: dict[str, Any] | None = self.read(self._failed(step_id), {"message": str}, "the step is tried again")
+        path = self.root / "failed" / f"{step_id[:DIGITS]}.json"
+        content: dict[str, Any] | None = self.read(path, {"message": str}, "the step is tried again")
         return content
-
-    def _failed(self, step_id: str) -> Path:
-        return self.root / "failed" / f"{step_id[:DIGITS]}.json"
 
     def fail(self, step: Step, error: dict[str, Any]) -> None:
         """Store the error of a failed step for later runs."""
-        path = self._failed(step.id)
+        folder = self.root / "failed"
         with contextlib.suppress(OSError):  # on a full disk, say; without a stored error the next run tries again
-            path.parent.mkdir(exist_ok=True)
-            write_json(path, {"step": step.folder, "time": time.time(), **error})
+            folder.mkdir(exist_ok=True)
+            write_json(folder / f"{step.id[:DIGITS]}.json", {"step": step.folder, "time": time.time(), **error})
 
     def hide(self, folder: Path, step_id: str) -> Path | None:
         """Rename the folder of a step, or of its resume files, as scratch, of which nothing is ever read.
@@ -335,14 +332,14 @@ class Store:
 
     def forget(self, step_id: str) -> None:
         """Remove the error of a failed step, so that it runs again."""
-        self._failed(step_id).unlink(missing_ok=True)
+        (self.root / "failed" / f"{step_id[:DIGITS]}.json").unlink(missing_ok=True)
 
     def finished(self) -> Mapping[str, list[Path]]:
         """Start of the id -> the folders that are named as a finished step is."""
         folders = defaultdict(list)
-        for kind in sorted(path for path in self.root.glob("[!.]*") if path.is_dir()):
-            for entry in sorted(os.scandir(kind), key=attrgetter("name")):
-                if (match := FOLDER.fullmatch(entry.name)) and not entry.name.startswith(".") and entry.is_dir():
+        for kind in sorted(self.root.glob("[!.]*/")):
+            for entry in os.scandir(kind):
+                if (match := FOLDER.fullmatch(entry.name)) and entry.is_dir():
                     folders[match[1]].append(Path(entry.path))
         return folders
 
