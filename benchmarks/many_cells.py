@@ -22,6 +22,7 @@ from hashlib import sha256
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 from benchmarks.measure import GIB, in_own_process, misses, parser, peak, timed
 from moe_lab.compose import compose, started
@@ -105,7 +106,7 @@ def _slowness() -> float:
     sys.path.append(str(Path(__file__).parents[1] / "tests"))
     from processes import YARDSTICK_SECONDS, yardstick
 
-    slowness = max(1.0, yardstick() / YARDSTICK_SECONDS)
+    slowness: float = max(1.0, yardstick() / YARDSTICK_SECONDS)
     print(f"  this machine is {slowness:.2f} times as slow as that of the bars", flush=True)
     return slowness
 
@@ -151,7 +152,8 @@ def _content(step: Step, about: dict[str, Any], noise: bytes) -> Packed:
 
 def _publish(store: Store, step: Step, noise: bytes) -> None:
     with store.claim(step) as scratch:
-        for name, content in _files(step, noise).items() if scratch else ():
+        assert scratch is not None
+        for name, content in _files(step, noise).items():
             (scratch / name).write_bytes(content)
 
 
@@ -177,8 +179,8 @@ def start(words: argparse.Namespace, study: str) -> dict[str, float]:
         graph = time.process_time() - begun
         return made
 
-    running.build = timed_build
-    return _measured(lambda: running.run(config, requests)) | {"graph": graph}
+    with patch.object(running, "build", timed_build):
+        return _measured(lambda: running.run(config, requests)) | {"graph": graph}
 
 
 def gc(words: argparse.Namespace) -> dict[str, float]:
