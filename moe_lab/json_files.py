@@ -18,10 +18,15 @@ class Damaged(ValueError):
 
 
 def write_json(path: Path, document: Any) -> None:
-    """Write `document` atomically: a reader sees the old file or the whole new one. Without room nothing is left."""
+    """Write `document` as people read it, as `write_text` does."""
+    write_text(path, json.dumps(document, indent=1, sort_keys=True) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file atomically: a reader sees the old file or the whole new one. Without room nothing is left."""
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
-        beside.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
+        beside.write_text(text)
         beside.replace(path)
     except OSError:
         beside.unlink(missing_ok=True)

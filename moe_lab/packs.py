@@ -7,13 +7,14 @@ that it needs no locks. Another pack can replace it; then it is read no more, an
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import threading
 import time
 import uuid
 import zlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import closing
 from functools import lru_cache
 from pathlib import Path
@@ -22,16 +23,19 @@ from typing import Any
 from moe_lab.json_files import Damaged
 
 TABLES = """
-create table step (start text unique, name text);
-create table file (start text, name text, content blob, primary key (start, name)) without rowid;
-create table replaces (pack text);
+pragma page_size = 65536;
+create table file (start text, name text, content blob, primary key (start, name));
+create table about (what text primary key, content blob);
 """
-"""A step by the start of its id: KIND/NAME of its folder; its files, with step.json, compressed; and the names of the
-packs that this one replaces."""
+"""The files of steps, by the start of a step's id, with step.json, compressed. And what is read of all at once, as
+JSON: `names`, start -> KIND/NAME of its folder; `inputs`, start -> starts of the ids of its inputs, with a space
+between; and `replaces`, the names of the packs that this one replaces. Large pages take fewer reads."""
 ENDING = ".sqlite"
 UNFINISHED = ".part"
 GRACE = 600.0
 """Seconds for which a pack stays that another replaces: a reader may have listed neither."""
+Packed = tuple[str, str, Iterable[str], Mapping[str, bytes]]
+"""A step: start of its id, KIND/NAME, starts of the ids of its inputs, files."""
 
 
 class Packs:
@@ -45,8 +49,8 @@ class Packs:
         """Steps that were found damaged, and count as absent; they are taken out of their packs later."""
         self._open: dict[str, sqlite3.Connection] = {}
         self._steps: dict[str, dict[str, str]] = {}
-        self._replaces: dict[str, set[str]] = {}
-        self._pack_of: dict[str, str] = {}
+        self._replaces: dict[str, list[str]] = {}
+        self._current: list[str] = []
         self._lock = threading.RLock()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -59,26 +63,21 @@ class Packs:
             if names == self._open.keys():
                 return
             for name in self._open.keys() - names:
-                self._forget(name)
+                self._open.pop(name).close()
+                del self._steps[name], self._replaces[name]
             for name in names - self._open.keys():
                 self._look(name)
-            current = sorted(self._open.keys() - set().union(*self._replaces.values()))
-            self._pack_of = {start: name for name in current for start in self._steps[name]}
+            self._current = sorted(self._open.keys() - set().union(*self._replaces.values()))
 
     def _look(self, name: str) -> None:
         path = self.path(name)
         try:
             opened = sqlite3.connect(_address(path), uri=True, check_same_thread=False)
-            self._steps[name] = dict(opened.execute("select start, name from step"))
-            self._replaces[name] = {pack for (pack,) in opened.execute("select pack from replaces")}
+            self._steps[name], self._replaces[name] = _about(opened, "names"), _about(opened, "replaces")
             self._open[name] = opened
-        except sqlite3.Error:
+        except (sqlite3.Error, Damaged):
             if path.exists():  # else it was removed since it was listed
                 self.damaged.append(path)
-
-    def _forget(self, name: str) -> None:
-        self._open.pop(name).close()
-        del self._steps[name], self._replaces[name]
 
     def path(self, name: str) -> Path:
         """The file of a pack."""
@@ -86,14 +85,19 @@ class Packs:
 
     def __contains__(self, start: str) -> bool:
         """Whether a step is in a pack, as of the last look."""
-        return start in self._pack_of and start not in self.bad
+        return self._pack_of(start) is not None and start not in self.bad
+
+    def _pack_of(self, start: str) -> str | None:
+        with self._lock:
+            return next((pack for pack in self._current if start in self._steps[pack]), None)
 
     def find(self, start: str) -> str | None:
         """KIND/NAME of a step by the start of its id; None when it is in no pack. Looks for new packs first."""
         with self._lock:
-            if start not in self._pack_of:
+            if self._pack_of(start) is None:
                 self.refresh()
-            return self._steps[self._pack_of[start]][start] if start in self else None
+            pack = self._pack_of(start)
+            return self._steps[pack][start] if pack and start not in self.bad else None
 
     def read(self, start: str, file: str) -> bytes:
         """A file of a step. Raises FileNotFoundError without it, and Damaged when the pack cannot be read."""
@@ -117,9 +121,9 @@ class Packs:
         """Answer of the pack that has a step; none without it. Packs are looked for again before that is said."""
         with self._lock:
             for _ in range(2):
-                if start not in self._pack_of:
+                if self._pack_of(start) is None:
                     self.refresh()
-                if start in self.bad or (name := self._pack_of.get(start)) is None:
+                if start in self.bad or (name := self._pack_of(start)) is None:
                     return []
                 try:
                     return self._open[name].execute(query, values).fetchall()
@@ -132,42 +136,57 @@ class Packs:
     def steps(self) -> dict[str, str]:
         """Start of the id -> KIND/NAME of all steps in packs, as of the last look."""
         with self._lock:
-            return {start: self._steps[pack][start] for start, pack in self._pack_of.items() if start not in self.bad}
+            everything = {start: name for pack in self._current for start, name in self._steps[pack].items()}
+        return {start: name for start, name in everything.items() if start not in self.bad} if self.bad else everything
+
+    def inputs(self) -> dict[str, str]:
+        """Start of the id -> starts of the ids of its inputs, with a space between, of all steps in packs, as of the
+        last look. Raises Damaged when a pack cannot be read."""
+        with self._lock:
+            return {start: of for pack in self._current for start, of in _about(self._open[pack], "inputs").items()}
 
     # Writing: by one process at a time, which holds a claim.
 
-    def add(self, steps: Iterable[tuple[str, str, Mapping[str, bytes]]]) -> Path:
-        """Write steps, (start of the id, KIND/NAME, files), as a pack under the name of one that is not finished."""
-        path, database = self._new()
-        with closing(database):
-            for start, name, files in steps:
-                database.execute("insert or ignore into step values (?, ?)", (start, name))
-                rows = [(start, file, zlib.compress(content, 1)) for file, content in files.items()]
-                database.executemany("insert or ignore into file values (?, ?, ?)", rows)
-            database.commit()
-        return path
+    def add(self, steps: Iterable[Packed]) -> Path:
+        """Write steps as a pack under the name of one that is not finished."""
+        return self._write(
+            (start, name, inputs, {file: zlib.compress(content, 1) for file, content in files.items()})
+            for start, name, inputs, files in steps
+        )
 
     def rewrite(self, names: Collection[str], without: Collection[str] = ()) -> Path:
         """Write a pack that replaces packs, without some of their steps, under the name of a pack that is not finished.
 
         Raises Damaged, with the name of the pack that cannot be read.
         """
-        path, database = self._new()
-        with closing(database):
-            for name in names:
-                left = [(start,) for start in self._steps[name] if self._pack_of.get(start) == name]
-                database.execute("attach ? as old", (_address(self.path(name)),))
-                database.execute("create temporary table wanted (start text primary key)")
-                database.executemany("insert into wanted values (?)", [row for row in left if row[0] not in without])
-                try:
-                    for table in ("step", "file"):
-                        database.execute(f"insert into {table} select * from old.{table} where start in wanted")
-                except sqlite3.Error:
-                    raise Damaged(name) from None
-                database.execute("drop table wanted")
-                database.execute("insert into replaces values (?)", (name,))
-                database.commit()
-                database.execute("detach old")
+        return self._write(self._left(names, without), names)
+
+    def _left(self, names: Iterable[str], without: Collection[str]) -> Iterator[Packed]:
+        for name in names:
+            try:
+                inputs = _about(self._open[name], "inputs")
+                for start, place in self._steps[name].items():
+                    if start not in without and self._pack_of(start) == name:
+                        select = "select name, content from file where start = ?"
+                        yield start, place, inputs[start].split(), dict(self._open[name].execute(select, (start,)))
+            except (sqlite3.Error, Damaged):
+                raise Damaged(name) from None
+
+    def _write(self, steps: Iterable[Packed], replaces: Iterable[str] = ()) -> Path:
+        """`steps`: with files that are compressed."""
+        self.folder.mkdir(exist_ok=True)
+        path = self.folder / f".{uuid.uuid4().hex}{UNFINISHED}"
+        names, inputs = {}, {}
+        # nobody else knows its name
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?nolock=1", uri=True)) as database:
+            database.executescript(f"pragma journal_mode = off; pragma synchronous = off; {TABLES}")
+            for start, name, needed, files in steps:
+                names[start], inputs[start] = name, " ".join(needed)
+                database.executemany("insert into file values (?, ?, ?)", [(start, *file) for file in files.items()])
+            for what, content in (("names", names), ("inputs", inputs), ("replaces", list(replaces))):
+                packed = zlib.compress(json.dumps(content).encode(), 1)
+                database.execute("insert into about values (?, ?)", (what, packed))
+            database.commit()
         return path
 
     def publish(self, path: Path) -> None:
@@ -179,13 +198,6 @@ class Packs:
             os.close(file)
         path.rename(path.with_suffix(ENDING).with_name(path.with_suffix(ENDING).name.lstrip(".")))
         self.refresh()
-
-    def _new(self) -> tuple[Path, sqlite3.Connection]:
-        self.folder.mkdir(exist_ok=True)
-        path = self.folder / f".{uuid.uuid4().hex}{UNFINISHED}"
-        database = sqlite3.connect(f"{path.absolute().as_uri()}?nolock=1", uri=True)  # its name is nobody else's
-        database.executescript(f"pragma journal_mode = off; pragma synchronous = off; {TABLES}")
-        return path, database
 
     def clear(self) -> None:
         """Remove what killed processes left, and packs that were replaced long ago."""
@@ -200,11 +212,20 @@ class Packs:
 
     def with_any(self, starts: Iterable[str]) -> set[str]:
         """The packs with any of these steps."""
-        return {self._pack_of[start] for start in starts if start in self._pack_of}
+        return {pack for start in starts if (pack := self._pack_of(start))}
 
     def sizes(self) -> dict[str, int]:
         """Pack -> its bytes, of those that are not replaced."""
-        return {name: self.path(name).stat().st_size for name in sorted(set(self._pack_of.values()))}
+        return {name: self.path(name).stat().st_size for name in self._current}
+
+
+def _about(database: sqlite3.Connection, what: str) -> Any:
+    """What a pack says of all its steps. Raises Damaged."""
+    try:
+        ((content,),) = database.execute("select content from about where what = ?", (what,))
+        return json.loads(zlib.decompress(content))
+    except (sqlite3.Error, ValueError, zlib.error):
+        raise Damaged(f"{what} of a pack is damaged") from None
 
 
 def _address(path: Path) -> str:

@@ -124,33 +124,34 @@ def current_records(root: Path, study: str) -> dict[str, dict[str, Any]]:
 
 
 def read_record(root: Path, study: str) -> dict[str, Any] | None:
-    """What a study is: the record of its last run (`run`), and of the runs at the same time; None without any.
+    """What a study is: its records, `joined`; None without any. Raises Damaged for a damaged record."""
+    current = current_records(root, study)
+    return joined(current) if current else None
+
+
+def joined(current: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """The record of a study's last run (`run`), and of the runs at the same time: those of `current_records`.
 
     Of a cell that several records have, the benchmarks of all count. Where its steps differ, as their settings do, the
     record of the later run counts, and the cell is in `differing`.
-
-    Raises Damaged for a damaged record.
     """
-    current = current_records(root, study)
-    if not current:
-        return None
     cells: dict[str, dict[str, Any]] = {}
     figures: dict[str, dict[str, Any]] = {figure: {} for figure in FIGURES}
     differing = {}
     for record in current.values():
         for entry in record["cells"]:
             name = _key({**entry["cell"], "id": (entry.get("model") or "")[-DIGITS:]})  # models may share a name
-            joined = _joined(cells[name], entry) if name in cells else entry
-            if joined is None:
+            whole = _joined(cells[name], entry) if name in cells else entry
+            if whole is None:
                 differing[name] = entry["cell"]
-            cells[name] = joined or entry
+            cells[name] = whole or entry
         for figure, rows in figures.items():
             for row in record[figure]:
                 key = _key({name: row[name] for name in KEY})
                 rows[key] = row if row["step"] or key not in rows else rows[key]
     last = list(current)[-1]
-    joined = {"cells": list(cells.values()), **{figure: list(rows.values()) for figure, rows in figures.items()}}
-    return {**current[last], "run": last, **joined, "differing": list(differing.values())}
+    parts = {"cells": list(cells.values()), **{figure: list(rows.values()) for figure, rows in figures.items()}}
+    return {**current[last], "run": last, **parts, "differing": list(differing.values())}
 
 
 def _key(document: Mapping[str, Any]) -> str:

@@ -9,9 +9,11 @@ import moe_lab.interrupt  # noqa: F401 - first, for Ctrl-C during the other impo
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from moe_lab.errors import UserError, end_with, unknown
+from moe_lab.results import DIGITS
 
 if TYPE_CHECKING:
     from moe_lab.study.status import StepState, StudyState
@@ -81,7 +83,7 @@ def split(words: Sequence[str], known: Sequence[str]) -> tuple[list[str], dict[s
 def find(store: Store, name: str) -> tuple[StudyState, list[StepState]]:
     """State of a study, and steps for a name: all steps of the study called so, or the steps that match the name.
     Raises UserError when neither a study nor a step has the name."""
-    from moe_lab.study.runs import last_about, studies
+    from moe_lab.study.runs import studies
     from moe_lab.study.status import study_state
 
     names = studies(store)
@@ -89,11 +91,10 @@ def find(store: Store, name: str) -> tuple[StudyState, list[StepState]]:
         state = study_state(store, name)
         return state, list(state.steps)
     for study in names:
-        if last_about(store, study) is None:  # its records are damaged; naming the study itself reports that
-            continue
-        state = study_state(store, study)
-        if matching := [step for step in state.steps if name in step.name or step.id.startswith(name)]:
-            return state, matching
+        with suppress(UserError):  # its records are damaged; naming the study itself reports that
+            state = study_state(store, study)
+            if matching := [step for step in state.steps if name in step.name or name[:DIGITS] == step.name[-DIGITS:]]:
+                return state, matching
     raise unknown("study or step", name, names)
 
 

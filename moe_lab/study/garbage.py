@@ -14,13 +14,13 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from moe_lab.errors import UserError
-from moe_lab.json_files import Damaged, parse
+from moe_lab.json_files import Damaged
 from moe_lab.results import DIGITS, places, read_record
 from moe_lab.study.claims import Busy
 from moe_lab.study.packing import PACKS, drop
 from moe_lab.study.runs import CHOOSING, runs, steps_at_work, studies
 from moe_lab.study.status import alive, console
-from moe_lab.study.store import SCRATCH, STEP, Store, read_step
+from moe_lab.study.store import SCRATCH, Store, read_step
 
 LEFTOVERS = "left by killed runs"
 
@@ -91,13 +91,13 @@ def look(store: Store) -> tuple[list[Garbage], str]:
     try:
         for path in store.packs.damaged:
             raise Damaged(f"{path} is damaged")
+        inputs = store.packs.inputs()
         while queue:
             if (start := queue.pop()) not in kept:
                 kept.add(start)
                 abouts = [read_step(folder) for folder in finished.get(start, ())]
-                if start in packed:
-                    abouts.append(parse(store.packs.read(start, STEP), {"inputs": dict}, packed[start]))
                 queue += [place[-DIGITS:] for about in abouts for place in about["inputs"].values()]
+                queue += inputs.get(start, "").split()
         unneeded = {start: store.packs.size(start) for start in packed.keys() - kept}
     except (FileNotFoundError, Damaged) as error:
         raise _unclear(store, str(error)) from None
@@ -121,7 +121,7 @@ def _wanted(store: Store) -> tuple[set[str], str]:
     First those of runs that a process holds, then those of jobs in the queue, then records: a run is let go, and a job
     leaves the queue, after the record refers to what was made. So no step is between them.
     """
-    wanted = {step[:DIGITS] for step in steps_at_work(store)}
+    wanted = steps_at_work(store)
     runs_of = {study: runs(store, study) for study in studies(store)}
     jobs_of = {run.folder: run.jobs for of_study in runs_of.values() for run in of_study}
     jobs = {job.id: job for of_run in jobs_of.values() for job in of_run}
@@ -137,7 +137,7 @@ def _wanted(store: Store) -> tuple[set[str], str]:
                 continue
             queued = any(job.id in queue or silence for job in jobs_of[run.folder])
             if run is of_study[-1] or run.folder.name > record["run"] or queued:
-                wanted.update(step[:DIGITS] for step, _, _ in about["steps"])
+                wanted.update(folder[-DIGITS:] for folder in about["steps"])
     return wanted, silence
 
 

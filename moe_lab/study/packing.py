@@ -16,6 +16,8 @@ from itertools import chain
 from pathlib import Path
 
 from moe_lab.json_files import Damaged
+from moe_lab.packs import Packed
+from moe_lab.results import DIGITS
 from moe_lab.study.claims import Busy, Claim
 from moe_lab.study.step import KINDS
 from moe_lab.study.store import STEP, Store, hidden, read_step
@@ -79,8 +81,8 @@ class Packing:
             if len(few) > FEW:
                 _rewrite(store, few, (), claim)
 
-    def _small(self, folders: Iterable[tuple[str, Path]]) -> Iterator[tuple[str, str, dict[str, bytes]]]:
-        """The undamaged steps of the folders that go into a pack, as `Packs.add` takes them."""
+    def _small(self, folders: Iterable[tuple[str, Path]]) -> Iterator[Packed]:
+        """The undamaged steps of the folders that go into a pack."""
         for start, folder in folders:
             with suppress(FileNotFoundError, Damaged):
                 document = read_step(folder)
@@ -92,7 +94,8 @@ class Packing:
                 hashes = {name: sha256(content).hexdigest() for name, content in files.items()}
                 if all(hashes[name] == about["sha256"] for name, about in document["files"].items()):
                     files[STEP] = (folder / STEP).read_bytes()
-                    yield start, f"{folder.parent.name}/{folder.name}", files
+                    inputs = [place[-DIGITS:] for place in document["inputs"].values()]
+                    yield start, f"{folder.parent.name}/{folder.name}", inputs, files
 
 
 def drop(store: Store, starts: Collection[str]) -> None:

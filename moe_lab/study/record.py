@@ -21,13 +21,13 @@ from moe_lab import criteria, plugins, progress
 from moe_lab.allocation.protection import SUPER
 from moe_lab.config import AllocationConfig, Config
 from moe_lab.errors import UserError
-from moe_lab.json_files import Damaged, Number, read_json, write_json
-from moe_lab.results import KEY, RECORD, SCHEMA, read_record
+from moe_lab.json_files import Damaged, Number, read_json, write_text
+from moe_lab.results import KEY, RECORD, SCHEMA, current_records, joined, read_record
 from moe_lab.start import command
 from moe_lab.study.graph import CellSteps, Graph
-from moe_lab.study.runs import Run
+from moe_lab.study.runs import Run, runs
 from moe_lab.study.schedule import Schedule, say, say_notices, shown
-from moe_lab.study.step import NO_ROOM, Step, digest
+from moe_lab.study.step import NO_ROOM, Step, canonical, once
 from moe_lab.study.store import Store
 from moe_lab.study.sync import shared
 
@@ -55,10 +55,12 @@ def finish(study: Study, schedule: Schedule, run: Run) -> int:
     store, name = study.store, study.config.study
     store.check_there()
     errors = {step: error.document for step, error in schedule.failed.items()}
-    before = fingerprint(store, name)
-    write(study, run, errors)
-    if not schedule.total and fingerprint(store, name) == before:
-        run.remove()  # the record before says the same
+    document = described(study, run, errors)
+    if not schedule.total and _is_recorded(store, name, run, document):
+        run.remove()
+    else:
+        run.folder.mkdir(parents=True, exist_ok=True)  # the store may have been made anew meanwhile
+        write_text(run.folder / RECORD, canonical(document))
     whole = shared(store, name)
     say_notices(store)
     _complain(study, schedule)
@@ -72,6 +74,19 @@ def finish(study: Study, schedule: Schedule, run: Run) -> int:
     if errors:
         return 2 if all(error.get("user") for error in errors.values()) else 1
     return 0 if whole and complete else 1
+
+
+def _is_recorded(store: Store, study: str, run: Run, document: dict[str, Any]) -> bool:
+    """Whether a study would be the same without the record of a run, but for its time and settings."""
+
+    def shown(records: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+        return {**joined(records), **dict.fromkeys(("created", "config", "replaces", "run"))}
+
+    with suppress(Damaged):
+        before = current_records(store.root, study)
+        others = {name: record for name, record in before.items() if name not in document["replaces"]}
+        return bool(before) and shown(before) == shown({**others, run.folder.name: document})
+    return False
 
 
 def _complain(study: Study, schedule: Schedule) -> None:
@@ -145,12 +160,9 @@ def _make_report(study: Study, page: Path) -> bool:
 
 
 def fingerprint(store: Store, study: str) -> str:
-    """Digest of what the study is, without its time and settings, "" when the record is damaged: a report is up to date
-    while this is the same."""
-    unshown = ("created", "config", "replaces", "run")
-    with suppress(UserError):
-        return digest({key: value for key, value in read(store, study).items() if key not in unshown})
-    return ""
+    """Names of the runs of a study that were recorded: a report is up to date while they are the same, as records are
+    never changed."""
+    return " ".join(run.folder.name for run in runs(store, study) if (run.folder / RECORD).exists())
 
 
 def outdate_reports(store: Store) -> None:
@@ -159,16 +171,20 @@ def outdate_reports(store: Store) -> None:
         mark.unlink(missing_ok=True)
 
 
-def write(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write record.json of the run: every cell with the folders of its steps, and with error messages of failed steps.
+def described(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The record of a run: every cell with the folders of its steps, and with error messages of failed steps.
 
     It replaces the records that the run found when it began, so runs at the same time count beside each other. With
     `study.add` it replaces none: each job of a multirun knows only its own cells.
     """
     store, config, graph = study.store, study.config, study.graph
 
+    names: dict[str, str | None] = {}
+
     def place(step: Step | None) -> str | None:
-        return store.name(step) if step else None
+        if step and step.id not in names:
+            names[step.id] = store.name(step)
+        return names[step.id] if step else None
 
     def errors(cell: CellSteps) -> dict[str, str]:
         steps = {name: step for name, step in {**cell.evaluate, **cell.named()}.items() if name not in PREPARATION}
@@ -189,7 +205,7 @@ def write(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -> No
         figure: [{**dict(zip(KEY, key, strict=True)), "step": place(step)} for key, step in steps.items()]
         for figure, steps in graph.figures.items()
     }
-    document: dict[str, Any] = {
+    return {
         "schema": SCHEMA,
         "study": config.study,
         "created": time.time(),
@@ -199,8 +215,6 @@ def write(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -> No
         "cells": cells,
         **figures,
     }
-    run.folder.mkdir(parents=True, exist_ok=True)  # the store may have been made anew meanwhile
-    write_json(run.folder / RECORD, document)
 
 
 def read(store: Store, study: str) -> dict[str, Any]:
@@ -244,6 +258,7 @@ def _called(name: str, parameters: Mapping[str, Any]) -> str:
     return f"{name}({values})" if values else name
 
 
+@once
 def allocation_columns(allocation: AllocationConfig) -> dict[str, str | None]:
     """An allocation in the record: its label, or its name with parameters and settings that are not default; what
     replaces dropped experts; what is protected, with an unusual share of layers."""

@@ -141,7 +141,8 @@ def _run(study: Study) -> int:
         if store.notices:
             outdate_reports(store)
         say_notices(store)
-        begun.note(steps)
+        if len(steps) < len(every):  # shares of what is finished as a whole are not made
+            begun.note(steps)
         undone = [step for step in steps if step.id not in done]
         store.clear({step.id for step in every} - {step.id for step in undone})
         if full := _too_little(study, undone):

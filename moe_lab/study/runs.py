@@ -21,14 +21,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moe_lab.json_files import Number, write_json
+from moe_lab.json_files import Number, write_json, write_text
 from moe_lab.paths import cache
+from moe_lab.results import DIGITS
 from moe_lab.results import RECORD as RECORD_FILE
 from moe_lab.study.claims import Claim
-from moe_lab.study.step import Step, code_state
+from moe_lab.study.step import Step, canonical, code_state
 from moe_lab.study.store import Store
 
-RUN_SHAPE = {"time": Number, "steps": [(str, str, [str])]}
+RUN_SHAPE = {"time": Number, "steps": [str], "inputs": [[int]]}
 TEXTS = dict.fromkeys(("id", "array", "name", "kind", "store"), str)
 JOBS_SHAPE = [{**TEXTS, "steps": [str], "after": [str], "user": int}]
 RECORD = "record"
@@ -83,8 +84,8 @@ class Run:
 
     @property
     def about(self) -> dict[str, Any] | None:
-        """When the run began, and all steps of the study, finished ones included: (id, folder, ids of inputs), inputs
-        first. None when run.json is missing or damaged."""
+        """When the run began; `steps`, the folders of all steps of the study, finished ones included, inputs first;
+        and `inputs`, for each the places of its inputs in that list. None when run.json is missing or damaged."""
         content: dict[str, Any] | None = self.store.read(self.folder / "run.json", RUN_SHAPE, "written again")
         return content
 
@@ -92,11 +93,13 @@ class Run:
         """Keep `gc` from freeing the steps of the run until the block ends or the process dies."""
         return self.store.claims.take(f"run-{self.folder.name}-{uuid.uuid4().hex[:8]}")
 
-    def note(self, steps: Iterable[Step]) -> None:
+    def note(self, steps: Sequence[Step]) -> None:
         """Write down what the run sets out to do, and the version of the code."""
-        rows = [[step.id, step.folder, [needed.id for needed in step.needs]] for step in steps]
-        about = {"study": self.folder.parent.name, "time": time.time(), "code": code_state(), "steps": rows}
-        write_json(self.folder / "run.json", about)
+        places = {step.id: place for place, step in enumerate(steps)}
+        inputs = [[places[needed.id] for needed in step.needs if needed.id in places] for step in steps]
+        about = {"study": self.folder.parent.name, "time": time.time(), "code": code_state()}
+        about |= {"steps": [step.folder for step in steps], "inputs": inputs}
+        write_text(self.folder / "run.json", canonical(about))
 
     def remove(self) -> None:
         """Remove the folder of the run, and that of its study when it has no other."""
@@ -146,15 +149,10 @@ def _held(store: Store) -> set[str]:
 
 
 def steps_at_work(store: Store) -> set[str]:
-    """Ids of the steps of all runs that a process holds."""
+    """Starts of the ids of the steps of all runs that a process holds."""
     held = _held(store)
     at_work = [run for study in studies(store) for run in runs(store, study) if run.folder.name in held]
-    return {step for run in at_work if (about := run.about) for step, _, _ in about["steps"]}
-
-
-def last_about(store: Store, study: str) -> dict[str, Any] | None:
-    """`Run.about` of the newest run of the study that has it; None when no run has."""
-    return next((about for run in reversed(runs(store, study)) if (about := run.about)), None)
+    return {folder[-DIGITS:] for run in at_work if (about := run.about) for folder in about["steps"]}
 
 
 def studies(store: Store) -> list[str]:

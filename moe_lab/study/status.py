@@ -18,7 +18,7 @@ from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged, Number, parse
 from moe_lab.results import DIGITS
 from moe_lab.study.packing import drop
-from moe_lab.study.runs import RECORD, Submitted, last_about, runs, steps_at_work
+from moe_lab.study.runs import RECORD, Submitted, runs, steps_at_work
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.scheduler import Queued
 from moe_lab.study.store import STEP, Store
@@ -35,11 +35,10 @@ SAMPLE = 50
 console = Console(highlight=False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StepState:
     """One step: its name, one of STATES, the steps it needs, its last Slurm job if any, and since when it runs."""
 
-    id: str
     name: str
     state: str
     needs: Sequence[StepState] = ()
@@ -71,28 +70,28 @@ def study_state(store: Store, study: str) -> StudyState:
     queue, silence = alive(jobs) if jobs else ({}, "")
     last_job: dict[str, str] = {}
     for job in jobs.values():
-        last_job |= {step: job.id for step in job.steps if last_job.get(step) not in queue}
-    if (about := last_about(store, study)) is None:
+        last_job |= {step[:DIGITS]: job.id for step in job.steps if last_job.get(step[:DIGITS]) not in queue}
+    if (about := next((about for run in reversed(runs(store, study)) if (about := run.about)), None)) is None:
         raise UserError(f"study={study}: no run says what its steps are: start it again, and it is written down anew")
-    steps: dict[str, StepState] = {}
+    steps: list[StepState] = []
     finished, claimed, at_work = store.present(), store.claims.living(), steps_at_work(store)
-    for step, name, needs in about["steps"]:
-        own = last_job.get(step)
-        inputs = [steps[needed] for needed in needs if needed in steps]
-        if step[:DIGITS] in finished:
+    for name, needs in zip(about["steps"], about["inputs"], strict=True):
+        start = name[-DIGITS:]
+        own, inputs = last_job.get(start), [steps[needed] for needed in needs]
+        if start in finished:
             state = "done"
-        elif step[:DIGITS] in claimed:
+        elif start in claimed:
             state = "running"
         elif own in queue:
             state = "pending"
-        elif store.error(step):
+        elif store.error(start):
             state = "failed"
         elif any(needed.state in ("failed", "blocked") for needed in inputs):
             state = "blocked"
         else:
-            state = "pending" if own is None and step in at_work else "missing"
-        steps[step] = StepState(step, name, state, inputs, own, claimed.get(step[:DIGITS], 0.0))
-    return StudyState(store, study, about["time"], list(steps.values()), jobs, queue, silence)
+            state = "pending" if own is None and start in at_work else "missing"
+        steps.append(StepState(name, state, inputs, own, claimed.get(start, 0.0)))
+    return StudyState(store, study, about["time"], steps, jobs, queue, silence)
 
 
 def alive(jobs: Mapping[str, Submitted]) -> tuple[dict[str, Queued], str]:
@@ -206,7 +205,7 @@ def unpack(study: StudyState, steps: Sequence[StepState]) -> None:
         if not folder.exists():
             folder = Path("unpacked", step.name)
             folder.mkdir(parents=True, exist_ok=True)
-            for name in study.store.packs.files(step.id[:DIGITS]):
+            for name in study.store.packs.files(step.name[-DIGITS:]):
                 (folder / name).write_bytes(study.store.content(step.name, name))
         print(folder)
 
@@ -219,7 +218,7 @@ COMMANDS: Mapping[str, Callable[[StudyState, list[StepState]], int | None]] = {
 
 def _reason(study: StudyState, step: StepState) -> str:
     if step.state == "failed":
-        error = study.store.error(step.id) or {}
+        error = study.store.error(step.name[-DIGITS:]) or {}
         return f"{error.get('message')} (retry=failed tries again)"
     if step.state == "blocked":
         cause = next(needed for needed in step.needs if needed.state in ("failed", "blocked"))
@@ -229,7 +228,7 @@ def _reason(study: StudyState, step: StepState) -> str:
         waits = f" ({queued.reason})" if queued.pending else f", {queued.elapsed} so far"
         return f"job {step.job} is {queued.state}{waits}"
     if step.state == "running":
-        return f"being computed by {study.store.claims.holder(step.id[:DIGITS])}"
+        return f"being computed by {study.store.claims.holder(step.name[-DIGITS:])}"
     if step.state == "pending":
         return "another run will compute it"
     if step.job is None:

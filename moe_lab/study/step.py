@@ -190,7 +190,7 @@ class Step(Parts):
         """The kind of the Slurm jobs that also do this step."""
         return self.kind
 
-    @cached_property
+    @property
     def inputs(self) -> dict[str, Step]:
         """Role -> step whose result it reads."""
         return {role: part for role, part in self.roles.items() if isinstance(part, Step)}

@@ -40,7 +40,7 @@ PROVENANCE = "provenance.json"
 """In a scratch folder: what a worker says of how the step came about; it becomes part of STEP."""
 SCRATCH = re.compile(rf"\.([0-9a-f]{{{DIGITS}}})\.[0-9a-f]{{8}}")
 """Name of a folder with unfinished work: start of the step's id, and a random word."""
-FOLDER = re.compile(rf".+-([0-9a-f]{{{DIGITS}}})")
+FOLDER = re.compile(rf"[^.].*-([0-9a-f]{{{DIGITS}}})")
 """Name of the folder of a finished step, with or without its kind."""
 SAMPLE = 200
 """Steps of a kind in packs from whose times those of others are estimated."""
@@ -239,12 +239,13 @@ class Store:
 
     def done_of(self, steps: Iterable[Step]) -> set[str]:
         """Ids of those of the steps that are `done`. What is in packs is looked up at once."""
-        there = self.present()
+        self.packs.refresh()
         for path in self.packs.damaged:
             if path.exists():
                 self.set_aside(path, "damaged", "its steps are computed again")
-        found = [step for step in steps if step.id[:DIGITS] in there]
-        return {step.id for step in found if step.id[:DIGITS] in self.packs or self.done(step)}
+        loose = self.finished()
+        starts = [(step, step.id[:DIGITS]) for step in steps]
+        return {step.id for step, start in starts if start in self.packs or (start in loose and self.done(step))}
 
     def readable(self, step: Step) -> bool:
         """As `done`, for a step that is about to be read: every file is hashed the first time this object checks it.
@@ -313,8 +314,8 @@ class Store:
             self.notices.append(sentence)
 
     def error(self, step_id: str) -> dict[str, Any] | None:
-        """The stored error of the step with that id; None when it has not failed."""
-        path = self.root / "failed" / f"{step_id}.json"
+        """The stored error of the step whose id begins so; None when it has not failed."""
+        path = self.root / "failed" / f"{step_id[:DIGITS]}.json"
         content: dict[str, Any] | None = self.read(path, {"message": str}, "the step is tried again")
         return content
 
@@ -323,7 +324,7 @@ class Store:
         folder = self.root / "failed"
         with contextlib.suppress(OSError):  # on a full disk, say; without a stored error the next run tries again
             folder.mkdir(exist_ok=True)
-            write_json(folder / f"{step.id}.json", {"step": step.folder, "time": time.time(), **error})
+            write_json(folder / f"{step.id[:DIGITS]}.json", {"step": step.folder, "time": time.time(), **error})
 
     def hide(self, folder: Path, step_id: str) -> Path | None:
         """Rename the folder of a step, or of its resume files, as scratch, of which nothing is ever read.
@@ -336,14 +337,15 @@ class Store:
 
     def forget(self, step_id: str) -> None:
         """Remove the error of a failed step, so that it runs again."""
-        (self.root / "failed" / f"{step_id}.json").unlink(missing_ok=True)
+        (self.root / "failed" / f"{step_id[:DIGITS]}.json").unlink(missing_ok=True)
 
     def finished(self) -> Mapping[str, list[Path]]:
         """Start of the id -> the folders that are named as a finished step is."""
         folders = defaultdict(list)
-        for path in sorted(self.root.glob("[!.]*/[!.]*")):
-            if (match := FOLDER.fullmatch(path.name)) and path.is_dir():
-                folders[match[1]].append(path)
+        for kind in sorted(self.root.glob("[!.]*/")):
+            for entry in os.scandir(kind):
+                if (match := FOLDER.fullmatch(entry.name)) and entry.is_dir():
+                    folders[match[1]].append(Path(entry.path))
         return folders
 
     def claim(self, step: Step) -> contextlib.AbstractContextManager[Path | None]:
@@ -459,29 +461,29 @@ def damage(folder: Path, *, hash_all: bool = False) -> dict[str, str]:
     found = {}
     for name, expected in document["files"].items():
         try:
-            with (folder / name).open("rb") as file:
-                if not _as_published(file, expected, document["time"], hash_all):
-                    found[name] = "damaged"
+            if not _as_published(folder / name, expected, document["time"], hash_all):
+                found[name] = "damaged"
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             found[name] = "missing"
     return found
 
 
-def _as_published(file: BufferedReader, expected: Mapping[str, Any], moment: int, hash_all: bool) -> bool:
-    status = os.fstat(file.fileno())
+def _as_published(path: Path, expected: Mapping[str, Any], moment: int, hash_all: bool) -> bool:
+    status = path.stat()
     timely = status.st_mtime_ns == moment * NANO
     if status.st_size != expected["bytes"]:
         return False
     if timely and not hash_all:
         return True
-    same = bool(_sha256(file) == expected["sha256"])
-    if same != timely and os.fstat(file.fileno()).st_mtime_ns == status.st_mtime_ns:
-        with contextlib.suppress(OSError, OverflowError):  # a file of another owner: hashed again next time
-            mended = moment * NANO if same else time.time_ns()
-            if not os.path.islink(file.name):
-                os.utime(file.fileno(), ns=(mended, mended))
-            elif not same:
-                os.unlink(file.name)
+    with path.open("rb") as file:
+        same = bool(_sha256(file) == expected["sha256"])
+        if same != timely and os.fstat(file.fileno()).st_mtime_ns == status.st_mtime_ns:
+            with contextlib.suppress(OSError, OverflowError):  # a file of another owner: hashed again next time
+                mended = moment * NANO if same else time.time_ns()
+                if not path.is_symlink():
+                    os.utime(file.fileno(), ns=(mended, mended))
+                elif not same:
+                    path.unlink()
     return same
 
 

@@ -236,7 +236,7 @@ def test_what_is_left_takes_as_long_as_what_is_done_did() -> None:
     """Three steps of 60 s to come, two at a time, of which one has been running for 20 s and one for too long."""
     now = time.time()
     rows = [("a", "done", None), ("b", "running", now - 20), ("c", "running", now - 99), ("d", "pending", None)]
-    steps = [StepState(name, f"k/{name}", state, since=since or 0.0) for name, state, since in rows]
+    steps = [StepState(f"k/{name}", state, since=since or 0.0) for name, state, since in rows]
     assert left(steps, 60.0) == pytest.approx((3 * 60 - 20 - 60) / 2, abs=1)
 
 

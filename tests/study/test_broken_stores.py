@@ -277,7 +277,7 @@ def test_no_report_is_begun_when_the_disk_is_full(one: Asked, tmp_path: Path, mo
     monkeypatch.setattr(record, "_report", lambda *_: pytest.fail("it was begun"))
     store = tmp_path / "store"
     assert start(store, one, report=True) == 2 and not list(store.glob("failed/*"))
-    monkeypatch.setattr(record, "write_json", lambda *_: harm(Example(name="x"), store))
+    monkeypatch.setattr(record, "write_text", lambda *_: harm(Example(name="x"), store))
     with pytest.raises(UserError, match="disk of the store is full"):
         start(store, one)
 

@@ -173,7 +173,7 @@ def test_a_run_ending_while_gc_looks_loses_nothing(replaced: Path, one: Asked, m
 
 def finished_by_study(place: Path) -> set[str]:
     """Folders of the steps of the study's last run."""
-    return {folder for _, folder, _ in (runs(Store(place), STUDY)[-1].about or {})["steps"]}
+    return set((runs(Store(place), STUDY)[-1].about or {})["steps"])
 
 
 def test_a_run_starting_while_gc_chooses_waits(replaced: Path, one: Asked, monkeypatch: pytest.MonkeyPatch) -> None:

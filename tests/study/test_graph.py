@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from choices import Files, cells, choose
@@ -23,6 +24,7 @@ from moe_lab.evaluation import LIMITED
 from moe_lab.evaluation import suite as suites
 from moe_lab.evaluation.sandbox import client
 from moe_lab.grid import benchmarks
+from moe_lab.json_files import write_json
 from moe_lab.results import STEPS
 from moe_lab.study import record
 from moe_lab.study.graph import Graph, build, unresolved
@@ -222,8 +224,12 @@ def test_a_model_is_called_after_its_protocol_in_each_but_the_first(tmp_path: Pa
     asked = [
         (cells(None, {"ratio": [0.25, 0.5]}, files=FILES, protocol={"name": name}, **OLMOE), []) for name in ("a", "b")
     ]
+    ask = patch.object(store, "name", wraps=store.name)
     study, run = record.Study(Config(study="two"), build(Config(), asked), store), Run(store, tmp_path / "runs/two/1")
-    record.write(study, run, {})
+    run.folder.mkdir(parents=True)
+    with ask as named:
+        write_json(run.folder / "record.json", record.described(study, run, {}))
+    assert len({call.args[0].id for call in named.call_args_list}) == named.call_count, "once for each step"
     written = record.read(store, "two")["cells"]
     assert {entry["cell"]["model"] for entry in written} == {"pocket_olmoe", "pocket_olmoe (b)"} and len(written) == 6
     assert all(entry.keys() >= set(STEPS) for entry in written)

@@ -84,6 +84,7 @@ def test_a_study_in_packs_is_the_study_in_folders(tmp_path: Path, monkeypatch: p
     assert not reader.gaps
     count = len(Worker.did)
     assert start(tmp_path / "packed", CELLS) == 0 and len(Worker.did) == count, "nothing is done again"
+    assert len([*in_packs.root.glob("runs/*/*")]) == 1, "a run that changes nothing leaves nothing"
     assert ask(in_packs.root, "status", CELLS[0].study) == 0 and ask(in_packs.root, "verify", CELLS[0].study) == 0
     monkeypatch.chdir(tmp_path)
     assert ask(in_packs.root, "unpack", "plan/") == 0
@@ -199,7 +200,8 @@ def test_what_no_study_needs_is_freed_from_packs(store: Store) -> None:
     steps = packed(store, range(10))
     with begin(store, STUDY, steps[4:5]):
         assert gc(store) == 0 and store.done_of(steps) == {step.id for step in steps}
-        assert gc(store, apply=True) == 0
+        for _ in range(2):  # the second time in the pack that replaced the first
+            assert gc(store, apply=True) == 0
     assert Store(store.root).done_of(steps) == {step.id for step in steps[:5]}
     assert store.content(steps[0].folder, "result.json") == b'{"text": "result 0"}'
 

@@ -213,6 +213,16 @@ def test_a_write_within_the_tick_of_a_coarse_clock_is_noticed(store: Store, monk
     assert not store.done(Example())
 
 
+def test_a_start_opens_no_file_of_a_step_but_the_one_that_describes_it(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of thousands of steps, each further call to a shared disk counts."""
+    publish(store, step := Example())
+    later, opened, real = Store(store.root), list[str](), Path.open
+    monkeypatch.setattr(Path, "open", lambda path, *how, **more: opened.append(path.name) or real(path, *how, **more))
+    assert later.done_of([step]) == {step.id} and opened == ["step.json"]
+
+
 @pytest.mark.parametrize("file", ["result.txt", "checkpoint/modeling_pruned.py"])
 def test_what_is_read_is_hashed_first(store: Store, hashed: list[str], file: str) -> None:
     """And what is run: code of an export that was changed is not."""
