@@ -59,13 +59,14 @@ def divided(text: CalibrationConfig, model: ModelConfig, config: Config) -> Cali
     A model that one GPU does not hold is read layer by layer, in a part on each GPU: divided among them, its layers
     would be computed by one at a time. Quantised weights are loaded whole.
     """
-    size, cards = size_of(model), 1
-    if text.engine == "auto" and size and quantization(model) is None:
-        cards = gpus(Memory(ROOM * size.bytes, on_gpu(model, size)), config.resources.gpu_memory)
-    engine = text.engine if text.engine != "auto" else "streamed" if cards > 1 else "resident"
-    if cards > 1 and config.launcher.name != "slurm":
-        cards = len(visible_gpus()) if config.launcher.name == "local" else 1
-    return replace(text, engine=engine, parts=text.parts or max(1, min(cards, text.batches)))
+    if text.engine != "auto":
+        return replace(text, parts=text.parts or 1)
+    size = size_of(model)
+    needed = gpus(Memory(ROOM * size.bytes, on_gpu(model, size)), config.resources.gpu_memory) if size else 0
+    if needed <= 1 or quantization(model) is not None:
+        return replace(text, engine="resident", parts=text.parts or 1)
+    cards = {"slurm": needed, "local": len(visible_gpus())}.get(config.launcher.name, 1)
+    return replace(text, engine="streamed", parts=text.parts or max(1, min(cards, text.batches)))
 
 
 def on_gpu(model: ModelConfig, size: Size) -> bool:
