@@ -61,8 +61,8 @@ def divided(text: CalibrationConfig, model: ModelConfig, config: Config) -> Cali
     """
     if text.engine != "auto":
         return replace(text, parts=text.parts or 1)
-    size = size_of(model)
-    needed = gpus(Memory(ROOM * size.bytes, on_gpu(model, size)), config.resources.gpu_memory) if size else 0
+    size = size_of(model) if model.device != "cpu" else None
+    needed = gpus(Memory(ROOM * size.bytes, on_gpu=True), config.resources.gpu_memory) if size else 0
     if needed <= 1 or quantization(model) is not None:
         return replace(text, engine="resident", parts=text.parts or 1)
     cards = {"slurm": needed, "local": len(visible_gpus())}.get(config.launcher.name, 1)
