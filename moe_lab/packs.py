@@ -184,7 +184,7 @@ class Packs:
                 names[start], inputs[start] = name, " ".join(needed)
                 database.executemany("insert into file values (?, ?, ?)", [(start, *file) for file in files.items()])
             for what, content in (("names", names), ("inputs", inputs), ("replaces", list(replaces))):
-                packed = zlib.compress(json.dumps(content).encode(), 1)
+                packed = zlib.compress(json.dumps(content).encode())
                 database.execute("insert into about values (?, ?)", (what, packed))
             database.commit()
         return path

@@ -266,7 +266,7 @@ class Store:
         """`damage` of the step KIND/NAME. What is in a pack is only looked at with `hash_all`."""
         folder = self.place(name)
         found = damage(folder, hash_all=hash_all)
-        if folder.exists() or not self.packs.find(name[-DIGITS:]):
+        if not found or folder.exists() or not self.packs.find(name[-DIGITS:]):
             return found
         in_pack = self._damage_in_pack(name) if hash_all else {}
         self.packs.bad |= {name[-DIGITS:]} if in_pack else set()
@@ -290,13 +290,15 @@ class Store:
     def _is_sound(self, name: str, *, hash_all: bool = False) -> bool:
         """Whether a step is there without damage; a damaged one is set aside."""
         found = self.damage(name, hash_all=hash_all)
+        if not found:
+            return True
         folder, what = self.place(name), ", ".join(f"{file} is {state}" for file, state in found.items())
         instead = "pulled or computed again" if self.url else "computed again"
-        if found and folder.exists():
+        if folder.exists():
             self.set_aside(folder, what, instead)
         elif name[-DIGITS:] in self.packs.bad:
             self.notices.append(f"{name}: {what}, in a pack: computed again")
-        return not found
+        return False
 
     def set_aside(self, path: Path, what: str, instead: str) -> None:
         """Move what is damaged to a folder for that, or only say so while nothing may be written."""
