@@ -106,15 +106,12 @@ class Engine(ABC):
     """The model's tokenizer."""
     template_arguments: Mapping[str, Any]
     """Arguments of its chat template besides the messages."""
+    max_length: int | None
+    """Tokens the model can read, prompt and answer together; None when its configuration does not say."""
     batches = 1
     """Batch sizes of prompts that are generated in one call."""
     scores = True
     """Whether it computes likelihoods."""
-
-    @property
-    @abstractmethod
-    def max_length(self) -> int | None:
-        """Tokens the model can read, prompt and answer together; None when its configuration does not say."""
 
     @abstractmethod
     def generate(self, prompts: Sequence[Prompt], writing: Writing) -> list[Written]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -37,7 +37,7 @@ class LoadedModel(Engine):
     tokenizer: Any
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def max_length(self) -> int | None:
         length: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return length

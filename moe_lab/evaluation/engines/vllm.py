@@ -74,6 +74,7 @@ class VllmModel(Engine):
             with self._answering(0.0) as limit:
                 arguments = {**own, **_divided(checkpoint, model, backend.arguments), **backend.arguments}
                 self.about = self._child.call("open", limit, folder=str(checkpoint), arguments=arguments)
+                self.max_length = self.about["max_length"]
         except BaseException:
             self.close()
             raise
@@ -127,12 +128,6 @@ class VllmModel(Engine):
             said = last_lines(self._child.log())
             reason = said if ELSEWHERE in str(error) else f"{error.kind}: {error}"
             raise Unavailable(f"vLLM refuses: {reason}") from None
-
-    @property
-    def max_length(self) -> int:
-        """Tokens that vLLM reads, prompt and answer together."""
-        length: int = self.about["max_length"]
-        return length
 
     def generate(self, prompts: Sequence[Prompt], writing: Writing) -> list[Written]:
         request = {"prompts": [prompt.tokens for prompt in prompts], "most": writing.most, "stop": writing.stop}
