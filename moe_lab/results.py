@@ -108,12 +108,8 @@ RECORD_SHAPE = {
 
 
 def current_records(root: Path, study: str) -> dict[str, dict[str, Any]]:
-    """Name of a run -> its record, for the records of a study that no other one replaces, the oldest first.
-
-    Runs are numbered, and a record replaces only those of lower numbers, so replaced ones need not be read.
-
-    Raises Damaged for a damaged record.
-    """
+    """Name of a run -> its record, for the records of a study that no other one replaces, the oldest first. A record
+    replaces only runs of lower numbers, so that replaced ones need not be read. Raises Damaged for a damaged record."""
     records: dict[str, dict[str, Any]] = {}
     replaced: set[str] = set()
     for path in sorted(root.glob(f"runs/{study}/*/{RECORD}"), reverse=True):
@@ -127,9 +123,7 @@ def read_record(root: Path, study: str) -> dict[str, Any] | None:
     """What a study is: the record of its last run (`run`), and of the runs at the same time; None without any.
 
     Of a cell that several records have, the benchmarks of all count. Where its steps differ, as their settings do, the
-    record of the later run counts, and the cell is in `differing`.
-
-    Raises Damaged for a damaged record.
+    record of the later run counts, and the cell is in `differing`. Raises Damaged for a damaged record.
     """
     current = current_records(root, study)
     if not current:

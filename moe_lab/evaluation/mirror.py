@@ -247,10 +247,7 @@ def _copy(benchmark: BenchmarkConfig, source: Path, place: Path) -> tuple[str, L
 
 
 def _layout(benchmark: BenchmarkConfig, origin: str, names: Iterable[str], card: Path) -> Layout:
-    """Those files of a data set that are of the benchmark's subset: as its card says, otherwise by their names.
-
-    Raises UserError if there are none of the evaluated split.
-    """
+    """The files of the benchmark's subset, as the card says or else by their names. UserError without its split."""
     wanted = list(_patterns(card, benchmark.subset))
     files = {
         name: (subset, split)
@@ -268,10 +265,8 @@ def _layout(benchmark: BenchmarkConfig, origin: str, names: Iterable[str], card:
 
 
 def _patterns(card: Path, subset: str | None) -> Iterator[tuple[str, str, str]]:
-    """Subset, split and regular expression of the files of a data set.
-
-    For subset None these are all subsets but `all`, which repeats the others.
-    """
+    """Subset, split and regular expression of the files of a data set. None: all subsets but `all`, which repeats
+    the others."""
     from datasets.data_files import sanitize_patterns
     from huggingface_hub import metadata_load
 

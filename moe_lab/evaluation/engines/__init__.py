@@ -149,10 +149,7 @@ def end_tokens(checkpoint: Path, tokenizer: Any) -> list[int]:
 
 
 def check_finite(number: float, name: str) -> None:
-    """Raise FloatingPointError for a logit or log-likelihood that is no finite number.
-
-    Such logits still have a largest one, so that they would give a text.
-    """
+    """Raise FloatingPointError for a logit or log-likelihood that is no finite number, though it would give a text."""
     if not math.isfinite(number):
         raise FloatingPointError(
             f"the {name} of a token is {number}, expected a finite number: the model's weights or precision "
@@ -196,9 +193,7 @@ def wrong(
 
 def command_line(backend: BackendConfig, checkpoint: Path, port: int, name: str) -> list[str]:
     """The words of backend.command, with the values of {checkpoint}, {port}, {name} and of environment variables.
-
-    Raises UserError for a command that lacks one of the first two, or names a variable that is not there.
-    """
+    UserError for a command that lacks one of the first two, or names a variable that is not there."""
     line = backend.command or ""
     if "{checkpoint}" not in line or "{port}" not in line:
         raise UserError(f"backend.command={backend.command}: expected a server's, with {{checkpoint}} and {{port}}")
@@ -234,10 +229,8 @@ def search_path() -> str:
 
 
 def last_lines(log: str) -> str:
-    """The last error and the last line of a log, as part of a sentence; the last two lines if it has no error.
-
-    Prints more lines to standard error.
-    """
+    """The last error and the last line of a log, as part of a sentence; the last two lines if it has no error. More
+    lines are printed to standard error."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     print(mask("\n".join(lines[-_LOG_LINES:])), file=sys.stderr, flush=True)
     errors = [match[1][:_LONGEST] for line in lines if (match := _ERROR.match(line))]

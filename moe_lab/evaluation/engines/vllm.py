@@ -84,10 +84,8 @@ class VllmModel(Engine):
         self._child.close()
 
     def set_plan(self, plan: Plan | None) -> None:
-        """Mask the experts that `plan` drops; None takes the mask away.
-
-        Raises UserError for a plan with channels, Unavailable if masks have no effect on this engine.
-        """
+        """Mask the experts that `plan` drops; None takes the mask away. UserError for a plan with channels, Unavailable
+        if masks have no effect on this engine."""
         if plan is not None and plan.channels:
             raise UserError("a plan of channels is no mask of routers: expected an export of it")
         if plan is not None or self.masked:
@@ -147,10 +145,8 @@ class VllmModel(Engine):
 
 
 def opened(checkpoint: Path, backend: BackendConfig, model: ModelConfig, plan: Plan | None) -> VllmModel:
-    """The model in `checkpoint` in vLLM, with `plan` as its mask. Its process stays open for the next call.
-
-    One that could not be started is not started again for the same settings in this process.
-    """
+    """The model in `checkpoint` in vLLM, with `plan` as its mask. Its process stays open for the next call; one that
+    could not be started is not started again here for the same settings."""
     settings = [str(checkpoint), asdict(backend), model.dtype, model.device, model.threads, model.trust_remote_code]
     key = json.dumps(settings, sort_keys=True)
     if key in _REFUSED:

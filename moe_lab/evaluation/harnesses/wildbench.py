@@ -245,10 +245,7 @@ def _verdict(judge: JudgeConfig, cache: Path, client: openai.OpenAI, prompt: str
 
 
 def _text(body: bytes) -> str:
-    """The message in a response.
-
-    Raises Unparsable if there is none, as when another program listens at the address, and if it was broken off.
-    """
+    """The message in a response. Unparsable without one, as of another program, and for one that was broken off."""
     try:
         choice = json.loads(body)["choices"][0]
         content = choice["message"]["content"] or ""
@@ -264,11 +261,8 @@ def _text(body: bytes) -> str:
 
 
 def score(reply: str) -> float:
-    """The number after the last "score" of the reply, between 1 and 10. Raises Unparsable when there is none.
-
-    It is the last, because a judge may quote the form while it reasons, before it gives its score. What stands between
-    the marks of a thought is not read.
-    """
+    """The number after the last "score" of the reply, between 1 and 10, as a judge may quote the form before it gives
+    its score. Thoughts are not read. Raises Unparsable when there is none."""
     verdict = answer_in(reply)
     if verdict is None:
         raise Unparsable("a thought that does not end")
