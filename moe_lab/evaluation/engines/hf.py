@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -28,7 +28,7 @@ LEFT = 0.75
 """Complete rows leave the batch when at most this share of its rows is still generated: leaving copies the cache."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class LoadedModel(Engine):
     """A loaded causal language model, possibly under a mask, with its tokenizer."""
 
@@ -37,10 +37,8 @@ class LoadedModel(Engine):
     tokenizer: Any
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
-    @cached_property
-    def max_length(self) -> int | None:
-        length: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        return length
+    def __post_init__(self) -> None:
+        self.max_length = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     @property
     def end_tokens(self) -> list[int]:

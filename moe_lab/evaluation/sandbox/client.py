@@ -161,8 +161,8 @@ class LimitedCalls(Pool[Child]):
         """
         try:
             with self.process() as child:
-                asked = {"module": self._module, "function": function, "arguments": arguments}
-                return child.call("call", **asked, limits=(seconds, memory))
+                limits, module = (seconds, memory), self._module
+                return child.call("call", module=module, function=function, arguments=arguments, limits=limits)
         except (Ended, Refused):
             return None
 
