@@ -107,13 +107,13 @@ class Child:
             self._said = os.pread(self._log.fileno(), os.fstat(self._log.fileno()).st_size, 0)
         return self._said.decode(errors="replace")
 
-    def close(self, seconds: float | None = None) -> None:
-        """End the process, within `seconds` (None: GRACE) by itself, and then all that it has started."""
+    def close(self) -> None:
+        """End the process, within GRACE by itself, and then all that it has started."""
         assert self.process.stdin is not None and self.process.stdout is not None
         with suppress(OSError):
             self.process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(GRACE if seconds is None else seconds)
+            self.process.wait(GRACE)
         with suppress(ProcessLookupError, PermissionError):  # no process of the group is left
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

@@ -289,11 +289,8 @@ def _values(override: Override) -> list[Any]:
 
 
 def compose(words: Sequence[str], config_name: str = CONFIG) -> tuple[Config, list[grid.Request]]:
-    """The study that a command line asks for: its settings, and its cells with their benchmarks.
-
-    Hydra has been `started`. Raises SettingsError with all mistakes in words and settings, or with all mistakes in
-    their combinations.
-    """
+    """The study that a command line asks for, once Hydra is `started`: its settings, and its cells with their
+    benchmarks. SettingsError with all mistakes in words and settings, or else with all in their combinations."""
     with Mistakes() as mistakes:
         read = parsed(words)
         with mistakes.caught():

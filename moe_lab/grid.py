@@ -344,11 +344,8 @@ def _text(setting: str, name: str, files: Files, changes: Mapping[str, Any] | No
 
 
 def mixed(text: CalibrationConfig, files: Files) -> CalibrationConfig:
-    """A calibration set; if it is a mixture, with the settings of its sets loaded from their files.
-
-    Settings such as calibration.X=... do not apply to these sets. Raises UserError for an unknown name, for one that is
-    there twice, and for a mixture in a mixture.
-    """
+    """A calibration set; if it is a mixture, with the settings of its sets as they are in files: calibration.X=... does
+    not apply to them. UserError for an unknown name, one that is there twice, and a mixture in a mixture."""
     if not text.sources:
         return text
     sources: list[SourceConfig] = []

@@ -108,12 +108,8 @@ RECORD_SHAPE = {
 
 
 def current_records(root: Path, study: str) -> dict[str, dict[str, Any]]:
-    """Name of a run -> its record, for the records of a study that no other one replaces, the oldest first.
-
-    Runs are numbered, and a record replaces only those of lower numbers, so replaced ones need not be read.
-
-    Raises Damaged for a damaged record.
-    """
+    """Name of a run -> its record, for the records of a study that no other one replaces, the oldest first. A record
+    replaces only runs of lower numbers, so that replaced ones need not be read. Raises Damaged for a damaged record."""
     records: dict[str, dict[str, Any]] = {}
     replaced: set[str] = set()
     for path in sorted(root.glob(f"runs/{study}/*/{RECORD}"), reverse=True):

@@ -133,11 +133,8 @@ class _Encoder:
         return _encoded(self.engine.tokenizer, text, not is_whole)
 
     def _add_reference(self, query: _Query, reference: str) -> None:
-        """Add the row of a reference after its prompt, unless there is no prompt or no room for both.
-
-        As in lm-eval, the answer's tokens are those after the first n of prompt and answer together, n being the tokens
-        of the prompt without white space at its end.
-        """
+        """Add the row of a reference after its prompt, unless there is no prompt or no room for both. As in lm-eval,
+        white space at the end of the prompt counts as part of the answer."""
         head, whole = query.prompt.rstrip(), query.prompt + reference
         start, row = len(self._tokens(head)), self._tokens(whole)
         if 0 < start < len(row) <= (self.room or len(row)):
@@ -146,9 +143,7 @@ class _Encoder:
 
     def _pair(self, context: str, continuation: str) -> Row:
         """Context and continuation in tokens, divided as by lm-eval; without a context, after the first token of texts.
-
-        Raises UserError for one of them without a token: its likelihood of 1 would beat all others.
-        """
+        UserError for one of them without a token: its likelihood of 1 would beat all others."""
         if context:
             row, start = self._tokens(context + continuation), len(self._tokens(context.rstrip()))
         else:

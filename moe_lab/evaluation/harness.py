@@ -207,10 +207,7 @@ class Answer:
         return self.replies[0]
 
     def sample(self, result: str, outcome: float, extracted: str, output: str | None = None) -> Sample:
-        """The row of samples.parquet for this answer and the result called `result`.
-
-        `output` stands for an answer that is no text.
-        """
+        """The row of samples.parquet for this answer and a result. `output` stands for an answer that is no text."""
         return Sample(
             benchmark=result,
             item=self.item,

@@ -247,10 +247,7 @@ def _copy(benchmark: BenchmarkConfig, source: Path, place: Path) -> tuple[str, L
 
 
 def _layout(benchmark: BenchmarkConfig, origin: str, names: Iterable[str], card: Path) -> Layout:
-    """Those files of a data set that are of the benchmark's subset: as its card says, otherwise by their names.
-
-    Raises UserError if there are none of the evaluated split.
-    """
+    """The files of the benchmark's subset, as the card says or else by their names. UserError without its split."""
     wanted = list(_patterns(card, benchmark.subset))
     files = {
         name: (subset, split)
@@ -268,10 +265,9 @@ def _layout(benchmark: BenchmarkConfig, origin: str, names: Iterable[str], card:
 
 
 def _patterns(card: Path, subset: str | None) -> Iterator[tuple[str, str, str]]:
-    """Subset, split and regular expression of the files of a data set.
-
-    For subset None these are all subsets but `all`, which repeats the others.
-    """
+    """Subset, split and regular expression of the files of a data set. None: all subsets but `all`, which repeats
+    the others."""
+    from datasets.data_files import sanitize_patterns
     from huggingface_hub import metadata_load
 
     configs = ((metadata_load(card) if card.is_file() else None) or {}).get("configs") or ()
@@ -282,14 +278,8 @@ def _patterns(card: Path, subset: str | None) -> Iterator[tuple[str, str, str]]:
         name = config["config_name"]
         if name != subset and (subset is not None or name == "all"):
             continue
-        for part in _listed(config.get("data_files", [])):
-            split, paths = (part["split"], part["path"]) if isinstance(part, dict) else ("train", part)
-            yield from ((name, split, f"^{fnmatch.translate(path)}") for path in _listed(paths))
-
-
-def _listed(value: Any) -> list[Any]:
-    """A card may have a value in place of a list with one value."""
-    return value if isinstance(value, list) else [value]
+        for split, paths in sanitize_patterns(config.get("data_files", [])).items():
+            yield from ((name, split, f"^{fnmatch.translate(path)}") for path in paths)
 
 
 # The command.

@@ -57,10 +57,7 @@ def _(questions: Questions) -> Any:
 
 
 def question_identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
-    """All settings of a benchmark that can change what a model answers, so without its name or folder.
-
-    The batch size counts, as it changes bits.
-    """
+    """All settings of a benchmark that can change what a model answers, such as the batch size, which changes bits."""
     harness = HARNESSES[benchmark.harness]
     named = ("task", "subset", "split") if benchmark.data is not None else ()
     asking = (*named, "shots", "chat", "max_new_tokens", "max_length", "limit", "batch_size")

@@ -57,7 +57,7 @@ def ask(
 def vllm_saying(tokenizer: Any, replies: Sequence[Any]) -> VllmModel:
     """An engine of vLLM without its process, whose next request has these replies."""
     engine = VllmModel.__new__(VllmModel)
-    said = {"about": {"max_length": 512}, "items": lambda *_, **__: iter(replies)}
+    said = {"max_length": 512, "items": lambda *_, **__: iter(replies)}
     vars(engine).update(said, tokenizer=tokenizer, ends=[tokenizer.eos_token_id], template_arguments={})
     return engine
 
@@ -173,15 +173,12 @@ class Said(Engine):
     """Says given texts: by prompt, or one after the other to conversations in the order of the items."""
 
     scores = False
+    max_length = None
 
     def __init__(self, texts: Sequence[str] | Callable[[str], str], template: str = PLAIN) -> None:
         self.texts, self.tokenizer, self.template_arguments = texts, Words(template), {}
         self.writing = Writing(0)
         """That of the last batch."""
-
-    @property
-    def max_length(self) -> None:
-        return None
 
     def generate(self, prompts: Sequence[Prompt], writing: Writing) -> list[Written]:
         self.writing = writing

@@ -41,12 +41,8 @@ class Sums(Engine):
 
     def __init__(self, most: int = 1000, length: int | None = None, value: float | None = None) -> None:
         self.tokenizer, self.template_arguments = Words(), {}
-        self.left, self.length, self.value = most, length, value
+        self.left, self.max_length, self.value = most, length, value
         self.batches_done: list[tuple[Any, ...]] = []
-
-    @property
-    def max_length(self) -> int | None:
-        return self.length
 
     def generate(self, prompts: Sequence[Prompt], writing: Writing) -> list[Written]:
         self._count((writing, *prompts))

@@ -187,7 +187,7 @@ def test_items_beyond_the_limit_are_taken_from_all_subsets_alike(monkeypatch: py
     monkeypatch.setattr(evalscope_worker, "load", lambda **_: (None, dict(evalscope_worker._named(subsets, 5))))
     subsets["easy"][1].input[0].text = "another question"
     with pytest.raises(AssertionError, match="answers and questions are not the same: easy/1"):
-        evalscope_worker.Worker().grade(dict.fromkeys(names, "text"), code=None)
+        evalscope_worker.grade(dict.fromkeys(names, "text"), code=None)
 
 
 class _Hostile:
@@ -205,7 +205,7 @@ def test_only_text_comes_out_of_a_pickle(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_process_needs_nothing_of_this_environment() -> None:
     """Its imports succeed where there is no package at all, and what it asks next is EvalScope."""
-    python, *words = command(evalscope_worker.__name__)
+    python, *words = command("moe_lab.child_process", evalscope_worker.__name__)
     with Child([python, "-S", *words], {}) as process, pytest.raises(Refused) as refused:
         process.call("questions", name="gsm8k", folder="", dataset_args={}, limit=None, code=None)
     assert (refused.value.kind, str(refused.value)) == ("ModuleNotFoundError", "No module named 'evalscope'")

@@ -42,7 +42,7 @@ def together(
     model: Any, prompts: list[list[int]], ends: list[int], answers: Sequence[Row | None] = ()
 ) -> list[NewTokens]:
     """Texts written in one batch, complete at `ends` alone."""
-    return greedy(model, Batch(prompts, answers or [None] * len(prompts), NEW, frozenset(ends), 0))
+    return greedy(model, Batch(prompts, answers or [None] * len(prompts), Writing(NEW), frozenset(ends), 0))
 
 
 def sizes_of_passes(model: Any) -> list[tuple[int, int]]:

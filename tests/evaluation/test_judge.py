@@ -6,6 +6,7 @@ import string
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import Policy, mirror, run, suite
 from moe_lab.evaluation.harnesses import wildbench
-from moe_lab.evaluation.harnesses.wildbench import Judge, Unparsable, score
+from moe_lab.evaluation.harnesses.wildbench import Unparsable, score, verdicts
 from moe_lab.study.step import error_document
 
 pytestmark = pytest.mark.slow
@@ -76,10 +77,10 @@ def test_an_endpoint_that_misbehaves_for_a_while_gives_every_score_and_is_asked_
     prompts = ["busy", "broken", "garbage", "outside", "aloud", "thinking", "undecided", "broken_off", "cut"]
     scores = [8, 7, 6, 5, 4, 8, 3, 9, 10]
     with endpoint(answers) as at:
-        found = Judge(settings(at), tmp_path).verdicts(prompts, 0)
+        found = verdicts(settings(at), tmp_path, prompts, 0)
         assert [verdict.score for verdict in found] == scores
         assert len(at.asked) == 7 * 3 + 2 * 1
-        again = Judge(settings(at), tmp_path).verdicts(prompts, 0)
+        again = verdicts(settings(at), tmp_path, prompts, 0)
         assert [verdict.score for verdict in again] == scores
         assert len(at.asked) == 23
     for body, headers in zip(at.asked, at.headers, strict=True):
@@ -90,29 +91,29 @@ def test_an_endpoint_that_misbehaves_for_a_while_gives_every_score_and_is_asked_
 def test_a_reply_is_used_again_for_the_same_judge_settings_and_prompt_only(tmp_path: Path) -> None:
     with endpoint(lambda body: scored(3)) as at, endpoint(lambda body: scored(9)) as moved:
         first = settings(at)
-        Judge(first, tmp_path).verdicts(["p"], 0)
+        verdicts(first, tmp_path, ["p"], 0)
         same = replace(first, url=moved.url, key_variable="ANOTHER")
-        assert Judge(same, tmp_path).verdicts(["p"], 0)[0].score == 3 and not moved.asked
+        assert verdicts(same, tmp_path, ["p"], 0)[0].score == 3 and not moved.asked
         changes: list[dict[str, Any]] = [{"model": "other"}, {"max_tokens": 99}, {"extra": {"reasoning_effort": "low"}}]
         for number, change in enumerate(changes, 1):
-            assert Judge(replace(same, **change), tmp_path).verdicts(["p"], 0)[0].score == 9
+            assert verdicts(replace(same, **change), tmp_path, ["p"], 0)[0].score == 9
             assert len(moved.asked) == number
         assert moved.asked[-1]["reasoning_effort"] == "low"
-        assert Judge(same, tmp_path).verdicts(["q"], 0)[0].score == 9
+        assert verdicts(same, tmp_path, ["q"], 0)[0].score == 9
     kept = "".join(file.read_text() for file in tmp_path.rglob("*.json"))
     assert "a-secret" not in kept and "127.0.0.1" not in kept
 
 
 def test_failures_are_not_kept_and_damaged_replies_are_asked_for_again(tmp_path: Path) -> None:
     with endpoint(scripted(p=[message("no"), message("no"), message("no"), scored(2)])) as at:
-        asking = Judge(settings(at), tmp_path)
-        verdict = asking.verdicts(["p"], 1)[0]
+        asking = partial(verdicts, settings(at), tmp_path)
+        verdict = asking(["p"], 1)[0]
         assert verdict.score is None and '3 replies in a row without a usable score (no "score")' in verdict.reply
         assert not list(tmp_path.rglob("*.json"))
-        assert asking.verdicts(["p"], 0)[0].score == 2
+        assert asking(["p"], 0)[0].score == 2
         (file,) = tmp_path.rglob("*.json")
         file.write_text(file.read_text()[:-9])
-        assert asking.verdicts(["p"], 0)[0].score == 2 and len(at.asked) == 5
+        assert asking(["p"], 0)[0].score == 2 and len(at.asked) == 5
         assert json.loads(file.read_text())["judge"]["model"] == "some/judge"
 
 
@@ -138,7 +139,7 @@ def test_what_is_refused_ends_it_at_once_and_what_is_no_reply_is_asked_for_three
     monkeypatch.setattr(wildbench, "PARALLEL", 1)
     prompts = ["p"] if asked == 3 else [f"p{n}" for n in range(40)]  # of which those behind the first are called off
     with endpoint(lambda _: reply) as at, pytest.raises(Unavailable) as caught:
-        Judge(settings(at), tmp_path).verdicts(prompts, len(prompts) - 1)
+        verdicts(settings(at), tmp_path, prompts, len(prompts) - 1)
     assert len(at.asked) == asked and says in str(caught.value) and "\n" not in str(caught.value)
     assert error_document(caught.value)["transient"]
 
@@ -147,7 +148,7 @@ def test_what_is_refused_ends_it_at_once_and_what_is_no_reply_is_asked_for_three
 def test_an_endpoint_that_stays_busy_ends_it_after_bounded_attempts(tmp_path: Path, wait: str, each: int) -> None:
     """It is asked again as it says, but not when it says that this would take longer than two minutes."""
     with endpoint(lambda _: Reply({}, 429, {"Retry-After": wait})) as at, pytest.raises(Unavailable) as caught:
-        Judge(settings(at), tmp_path).verdicts([f"p{n}" for n in range(100)], 1)
+        verdicts(settings(at), tmp_path, [f"p{n}" for n in range(100)], 1)
     assert "2 of 100 answers, and at most 1 may go without: HTTP 429" in str(caught.value)
     assert 2 * each <= len(at.asked) <= 4 * 4 * each  # 4 at a time, and no new ones once it is clear
     assert error_document(caught.value)["transient"] and not error_document(caught.value)["trace"]
@@ -159,11 +160,11 @@ def test_slow_endpoints_and_wrong_ports_end_with_one_sentence(tmp_path: Path, mo
     never = threading.Event()
     with endpoint(lambda _: never.wait() and scored(5)) as at:
         with pytest.raises(Unavailable, match="no answer within 1 s"):
-            Judge(settings(at), tmp_path).verdicts(["p"], 0)
+            verdicts(settings(at), tmp_path, ["p"], 0)
         never.set()
         assert len(at.asked) == 2
     with pytest.raises(Unavailable, match=r"no connection .*refused"):
-        Judge(settings(at), tmp_path).verdicts(["p"], 0)
+        verdicts(settings(at), tmp_path, ["p"], 0)
 
 
 def naive_score(reply: str) -> float | None:

@@ -35,7 +35,7 @@ from moe_lab.evaluation.engines import server as servers
 from moe_lab.evaluation.engines import vllm
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.engines.server import ServedModel, serving
-from moe_lab.evaluation.harnesses.wildbench import Judge
+from moe_lab.evaluation.harnesses.wildbench import verdicts
 from moe_lab.models.load import load_model
 from moe_lab.paths import DATA, shipped
 from moe_lab.pruning.plan import Plan
@@ -155,7 +155,7 @@ def test_a_stubborn_server_dies_with_its_children(
     watcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servers, "GRACE", 0.3)
-    with servers.running(shlex.split(script(tmp_path, STUBBORN).format(port=1, checkpoint="x"))) as process:
+    with servers.started(shlex.split(script(tmp_path, STUBBORN).format(port=1, checkpoint="x"))) as process:
         until(lambda: len(process.log().split()) == 2)
         processes = [int(word) for word in process.log().split()]
         assert all(map(is_running, processes))
@@ -224,8 +224,8 @@ def test_a_server_writes_what_the_loaded_model_does(tmp_path: Path) -> None:
         assert rendered == [render(loaded, chat) for chat in chats]
         texts = write(served, rendered, 16, chat=True)
         assert texts == write(loaded, rendered, 16, chat=True) and any(texts)
-        judge = Judge(JudgeConfig(served.name, served.url, max_tokens=8), tmp_path / "cache")
-        (verdict,) = judge.verdicts(["Give a score."], tolerated=1)
+        judge = JudgeConfig(served.name, served.url, max_tokens=8)
+        (verdict,) = verdicts(judge, tmp_path / "cache", ["Give a score."], tolerated=1)
         assert verdict.score is None and "without a usable score" in verdict.reply, "it was asked, and it answered"
 
 

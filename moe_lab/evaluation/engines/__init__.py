@@ -106,15 +106,12 @@ class Engine(ABC):
     """The model's tokenizer."""
     template_arguments: Mapping[str, Any]
     """Arguments of its chat template besides the messages."""
+    max_length: int | None
+    """Tokens the model can read, prompt and answer together; None when its configuration does not say."""
     batches = 1
     """Batch sizes of prompts that are generated in one call."""
     scores = True
     """Whether it computes likelihoods."""
-
-    @property
-    @abstractmethod
-    def max_length(self) -> int | None:
-        """Tokens the model can read, prompt and answer together; None when its configuration does not say."""
 
     @abstractmethod
     def generate(self, prompts: Sequence[Prompt], writing: Writing) -> list[Written]:
@@ -152,10 +149,7 @@ def end_tokens(checkpoint: Path, tokenizer: Any) -> list[int]:
 
 
 def check_finite(number: float, name: str) -> None:
-    """Raise FloatingPointError for a logit or log-likelihood that is no finite number.
-
-    Such logits still have a largest one, so that they would give a text.
-    """
+    """Raise FloatingPointError for a logit or log-likelihood that is no finite number, though it would give a text."""
     if not math.isfinite(number):
         raise FloatingPointError(
             f"the {name} of a token is {number}, expected a finite number: the model's weights or precision "
@@ -199,9 +193,7 @@ def wrong(
 
 def command_line(backend: BackendConfig, checkpoint: Path, port: int, name: str) -> list[str]:
     """The words of backend.command, with the values of {checkpoint}, {port}, {name} and of environment variables.
-
-    Raises UserError for a command that lacks one of the first two, or names a variable that is not there.
-    """
+    UserError for a command that lacks one of the first two, or names a variable that is not there."""
     line = backend.command or ""
     if "{checkpoint}" not in line or "{port}" not in line:
         raise UserError(f"backend.command={backend.command}: expected a server's, with {{checkpoint}} and {{port}}")
@@ -237,10 +229,8 @@ def search_path() -> str:
 
 
 def last_lines(log: str) -> str:
-    """The last error and the last line of a log, as part of a sentence; the last two lines if it has no error.
-
-    Prints more lines to standard error.
-    """
+    """The last error and the last line of a log, as part of a sentence; the last two lines if it has no error. More
+    lines are printed to standard error."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     print(mask("\n".join(lines[-_LOG_LINES:])), file=sys.stderr, flush=True)
     errors = [match[1][:_LONGEST] for line in lines if (match := _ERROR.match(line))]

@@ -28,7 +28,7 @@ LEFT = 0.75
 """Complete rows leave the batch when at most this share of its rows is still generated: leaving copies the cache."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class LoadedModel(Engine):
     """A loaded causal language model, possibly under a mask, with its tokenizer."""
 
@@ -37,10 +37,8 @@ class LoadedModel(Engine):
     tokenizer: Any
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def max_length(self) -> int | None:
-        length: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        return length
+    def __post_init__(self) -> None:
+        self.max_length = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     @property
     def end_tokens(self) -> list[int]:
@@ -53,7 +51,7 @@ class LoadedModel(Engine):
         padding = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else ends[0]
         tokens = [prompt.tokens for prompt in prompts]
         answers = [_after(prompt) for prompt in prompts]
-        batch = Batch(tokens, answers, writing.most, frozenset(ends), padding, writing.stop, self.tokenizer)
+        batch = Batch(tokens, answers, writing, frozenset(ends), padding, self.tokenizer)
         return [
             replace(written(self.tokenizer, prompt, text.tokens, writing.most, ends), likelihood=text.likelihood)
             for prompt, text in zip(tokens, greedy(self.model, batch), strict=True)
@@ -89,41 +87,38 @@ class Batch:
     """Token ids."""
     answers: Sequence[Row | None]
     """Right answers, whose rows begin with their prompts."""
-    most: int
-    """Largest number of tokens of a text."""
+    writing: Writing
+    """How: texts that contain one of its stop texts are complete, too."""
     ends: frozenset[int]
     """Tokens at which a text is complete."""
     padding: int
     """The token to the left of shorter prompts."""
-    stop: Sequence[str] = ()
-    """Texts with which a text is complete, too."""
     tokenizer: Any = None
-    """What finds them."""
+    """What finds stop texts."""
 
     def open_rows(self, rows: Sequence[int], texts: Sequence[NewTokens], unseen: int) -> list[int]:
         """Those of `rows` whose texts go on. At most the last `unseen` tokens of a text are new."""
         going_on = [
             row
             for row in rows
-            if len(texts[row].tokens) < self.most and not self.ends & set(texts[row].tokens[-unseen:])
+            if len(texts[row].tokens) < self.writing.most and not self.ends & set(texts[row].tokens[-unseen:])
         ]
-        if not self.stop or not going_on:
+        stop = self.writing.stop
+        if not stop or not going_on:
             return going_on
-        window = max(len(text.encode()) for text in self.stop) + unseen  # every token adds at least a byte
+        window = max(len(text.encode()) for text in stop) + unseen  # every token adds at least a byte
         last = [texts[row].tokens[-window:] for row in going_on]
         ends = self.tokenizer.batch_decode(last, clean_up_tokenization_spaces=False)
-        return [row for row, end in zip(going_on, ends, strict=True) if not any(text in end for text in self.stop)]
+        return [row for row, end in zip(going_on, ends, strict=True) if not any(text in end for text in stop)]
 
 
 @torch.inference_mode()
 def greedy(model: Any, batch: Batch) -> list[NewTokens]:
-    """The text after each prompt, up to and with its first end token.
-
-    Where the family keeps keys and values alone, right answers are read with their prompts.
-    """
+    """The text after each prompt, up to and with its first end token. Where the family keeps keys and values alone,
+    right answers are read with their prompts."""
     # generate() would use the settings of the checkpoint that it is not given, such as a repetition penalty
     settings = GenerationConfig(
-        max_new_tokens=batch.most,
+        max_new_tokens=batch.writing.most,
         do_sample=False,
         eos_token_id=sorted(batch.ends),
         pad_token_id=batch.padding,
@@ -211,7 +206,7 @@ def _read(
     prepared = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **inputs)
     output = model(**prepared, return_dict=True)
     for prompt, answer, logits in zip(batch.prompts, answers, output.logits[:, first - width :], strict=True):
-        text = _beginning(prompt, answer, logits[longest - 1 - first :], batch.most)
+        text = _beginning(prompt, answer, logits[longest - 1 - first :], batch.writing.most)
         if answer:
             before = longest - len(prompt) + answer.start - 1 - first
             scored = logits[before : before + len(answer.tokens) - answer.start]
@@ -233,10 +228,8 @@ def _can_forget(model: Any, inputs: dict[str, Any], by_token: Collection[str]) -
 
 
 def _beginning(prompt: Sequence[int], answer: Row | None, logits: torch.Tensor, most: int) -> NewTokens:
-    """How a text begins: as its right answer does, if that is what the model would choose, and the next choice.
-
-    `logits` (n, V) are those after the prompt and after each token that follows it.
-    """
+    """How a text begins: as its right answer does, if that is what the model would choose, and the next choice, by
+    logits (n, V) after the prompt and after each token that follows it."""
     tokens = answer.tokens[len(prompt) :] if answer else ()
     likeliest, largest = _likeliest(logits[: len(tokens) + 1])
     choices = likeliest.tolist()

@@ -61,8 +61,7 @@ class ServedModel(Engine):
     """Name of the model at the server."""
     tokenizer: Any
     """The tokenizer the server uses."""
-    length: int | None
-    """Tokens the model can read, prompt and answer together; None when its configuration does not say."""
+    max_length: int | None
     template_arguments: Mapping[str, Any]
     patience: float = BackendConfig.ready_seconds
     """Seconds without any finished text, in addition to the time for one text, after which a server counts as hung."""
@@ -71,10 +70,6 @@ class ServedModel(Engine):
 
     batches = 16  # so that the server rarely waits for the last text of a batch
     scores = False
-
-    @property
-    def max_length(self) -> int | None:
-        return self.length
 
     def generate(self, prompts: Sequence[Prompt], writing: Writing) -> list[Written]:
         """As `Engine.generate`, with `writing.batch_size` requests at a time.
@@ -185,7 +180,7 @@ def serving(checkpoint: Path, backend: BackendConfig, model: ModelConfig, name: 
         port = _free_port()
         unique = f"{name}-{secrets.token_hex(4)}"  # so that another server cannot be mistaken for this one
         url, arguments = f"http://127.0.0.1:{port}/v1", model.template_arguments
-        with running(command_line(backend, view, port, unique)) as process:
+        with started(command_line(backend, view, port, unique)) as process:
             ended = partial(_last_words, process, _ENDING)
             served = ServedModel(url, unique, tokenizer, max_length, arguments, backend.ready_seconds, ended)
             yield _ready(served, process, str(view))
@@ -212,15 +207,10 @@ def _json(file: Path) -> dict[str, Any]:
     return document
 
 
-@contextmanager
-def running(line: Sequence[str]) -> Iterator[Child]:
-    """A context that runs a command line, which ends with the context and when this process dies."""
+def started(line: Sequence[str]) -> Child:
+    """A process that runs a command line, which ends with it and when this process dies."""
     environment = {"HF_HUB_OFFLINE": "1", **os.environ, "PATH": search_path(), "XDG_CACHE_HOME": str(caches())}
-    process = Child(command("moe_lab.evaluation.server_process", str(GRACE), *line), environment)
-    try:
-        yield process
-    finally:
-        process.close(GRACE + 5)
+    return Child(command("moe_lab.evaluation.server_process", str(GRACE), *line), environment)
 
 
 def _last_words(process: Child, seconds: float = 0.0) -> str | None:

@@ -74,6 +74,7 @@ class VllmModel(Engine):
             with self._answering(0.0) as limit:
                 arguments = {**own, **_divided(checkpoint, model, backend.arguments), **backend.arguments}
                 self.about = self._child.call("open", limit, folder=str(checkpoint), arguments=arguments)
+                self.max_length = self.about["max_length"]
         except BaseException:
             self.close()
             raise
@@ -83,10 +84,8 @@ class VllmModel(Engine):
         self._child.close()
 
     def set_plan(self, plan: Plan | None) -> None:
-        """Mask the experts that `plan` drops; None takes the mask away.
-
-        Raises UserError for a plan with channels, Unavailable if masks have no effect on this engine.
-        """
+        """Mask the experts that `plan` drops; None takes the mask away. UserError for a plan with channels, Unavailable
+        if masks have no effect on this engine."""
         if plan is not None and plan.channels:
             raise UserError("a plan of channels is no mask of routers: expected an export of it")
         if plan is not None or self.masked:
@@ -128,12 +127,6 @@ class VllmModel(Engine):
             reason = said if ELSEWHERE in str(error) else f"{error.kind}: {error}"
             raise Unavailable(f"vLLM refuses: {reason}") from None
 
-    @property
-    def max_length(self) -> int:
-        """Tokens that vLLM reads, prompt and answer together."""
-        length: int = self.about["max_length"]
-        return length
-
     def generate(self, prompts: Sequence[Prompt], writing: Writing) -> list[Written]:
         request = {"prompts": [prompt.tokens for prompt in prompts], "most": writing.most, "stop": writing.stop}
         texts: dict[int, Written] = {}
@@ -152,10 +145,8 @@ class VllmModel(Engine):
 
 
 def opened(checkpoint: Path, backend: BackendConfig, model: ModelConfig, plan: Plan | None) -> VllmModel:
-    """The model in `checkpoint` in vLLM, with `plan` as its mask. Its process stays open for the next call.
-
-    One that could not be started is not started again for the same settings in this process.
-    """
+    """The model in `checkpoint` in vLLM, with `plan` as its mask. Its process stays open for the next call; one that
+    could not be started is not started again here for the same settings."""
     settings = [str(checkpoint), asdict(backend), model.dtype, model.device, model.threads, model.trust_remote_code]
     key = json.dumps(settings, sort_keys=True)
     if key in _REFUSED:

@@ -76,9 +76,8 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
     """Grade programs on the base tests and on all (plus) tests. A program that passes plus has passed base too.
 
     Answers to published problems go through EvalPlus's sanitizer first, as in EvalPlus. Answers to the shipped problems
-    do not need it, because the shipped models write nothing but code. A thought that does not end is no program.
-
-    Raises UserError when programs may not be run, and RuntimeError with the grader's last line when grading fails.
+    do not need it, because the shipped models write nothing but code. A thought that does not end is no program. Raises
+    UserError when programs may not be run.
     """
     protection = policy.protection(closed_world=is_closed_world(benchmark))
     problems = _problems(benchmark)

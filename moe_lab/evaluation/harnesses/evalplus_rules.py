@@ -65,11 +65,8 @@ def _is_python(text: str) -> bool:
 
 
 def gives_something(function: Any) -> bool:
-    """Whether a function's tree-sitter node holds a return or a yield.
-
-    EvalPlus drops functions without a return statement as unfinished. That would include generators, without which the
-    canonical solution of Mbpp/630 fails.
-    """
+    """Whether a function's tree-sitter node holds a return or a yield. EvalPlus drops functions without a return as
+    unfinished, also generators, without which the canonical solution of Mbpp/630 fails."""
     return any(node.type in ("return_statement", "yield") for node in evalplus_sanitize.traverse_tree(function))
 
 
@@ -123,10 +120,8 @@ def compared(dataset: str, problem: Mapping[str, Any], encoded: list[str], canon
 
 
 def _agrees(dataset: str, problem: Mapping[str, Any], outputs: list[Any], expected: list[Any]) -> bool:
-    """Whether EvalPlus accepts `outputs`, one per input.
-
-    EvalPlus 0.3.1 reports HumanEval/32 as failed although its own check has succeeded; here it passes.
-    """
+    """Whether EvalPlus accepts `outputs`, one per input. EvalPlus 0.3.1 reports HumanEval/32 as failed although its own
+    check has succeeded; here it passes."""
     global _recorded
     inputs = [decode(arguments) for arguments in problem["inputs"]]
     if len(outputs) != len(inputs):

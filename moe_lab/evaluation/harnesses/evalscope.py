@@ -128,10 +128,8 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
 
 
 def _asked(benchmark: BenchmarkConfig, policy: Policy | None, method: str, **arguments: Any) -> Any:
-    """What a method of EvalScope's process returns. The process has a minimal environment.
-
-    Raises UserError for a problem of the data, and RuntimeError with the process's last line if it failed.
-    """
+    """What a method of EvalScope's process, which has a minimal environment, returns. UserError for a problem of the
+    data, RuntimeError if the process failed."""
     dataset_args: dict[str, Any] = {"few_shot_num": benchmark.shots, "eval_split": benchmark.split}
     if benchmark.task != OWN_SUBSETS:
         dataset_args["subset_list"] = [benchmark.subset or "default"]
@@ -148,7 +146,8 @@ def _asked(benchmark: BenchmarkConfig, policy: Policy | None, method: str, **arg
             "limit": benchmark.limit,
             "code": _code(benchmark, policy) if benchmark.task == CODE else None,
         }
-        line = command("moe_lab.evaluation.harnesses.evalscope_worker", python=interpreter(benchmark))
+        worker = "moe_lab.evaluation.harnesses.evalscope_worker"
+        line = command("moe_lab.child_process", worker, python=interpreter(benchmark))
         with Child(line, {**kept, **caches, **offline, **homes}, place) as process:
             try:
                 return process.call(method, **arguments)

@@ -57,10 +57,8 @@ class DataError(Exception):
 
 
 def of_days(record_to_sample: Callable[[dict[str, Any]], Any], days: Sequence[str], *, asking: bool) -> Any:
-    """EvalScope's `record_to_sample` for the problems from the first to the last of `days` (YYYY-MM-DD) alone.
-
-    With `asking`, private tests are not read.
-    """
+    """EvalScope's `record_to_sample` for the problems from the first to the last of `days` (YYYY-MM-DD) alone. With
+    `asking`, private tests are not read."""
 
     def of_selected(record: dict[str, Any]) -> Any:
         day = record["contest_date"]
@@ -124,10 +122,7 @@ class Programs:
         return {"outcome": float(all(result is True for result in results)), "extracted": "", "why": why}
 
     def judge(self, solution: str, tests: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """EvalScope's results and notes on a program.
-
-        A result is True for a test that the program passes; judging stops at the first failure.
-        """
+        """EvalScope's results, True for a test that the program passes, up to the first failure, and its notes."""
         inputs = tests["inputs"]
         request = Request(
             program=program(solution, tests["fn_name"]),

@@ -1,7 +1,8 @@
 """The process that runs EvalScope: it returns the questions of a task, or grades answers to them.
 
 It needs EvalScope and the standard library, but no other package of moe_lab's environment. EvalScope's adapter of the
-task reads the data, writes the prompts, extracts the answers and compares them.
+task reads the data, writes the prompts, extracts the answers and compares them. Processes of programs end with this
+one, whose pipes they read.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from importlib.metadata import version
 from itertools import repeat
 from typing import Any
 
-from moe_lab.child_process import serve
 from moe_lab.evaluation.harnesses import evalscope_code
 
 _SCORED = "success"  # EvalScope's other states are for judges and for answers that could not be compared
@@ -24,32 +24,28 @@ Samples = dict[str, Any]
 """Name of an item -> EvalScope's sample."""
 
 
-class Worker:
-    """What the process does, for a task and its data: the arguments of `load`."""
+def questions(**task: Any) -> list[dict[str, Any]]:
+    """Dicts of item and messages."""
+    _, samples = load(**task, asking=True)
+    return [{"item": name, "messages": _messages(sample)} for name, sample in samples.items()]
 
-    def questions(self, **task: Any) -> list[dict[str, Any]]:
-        """Dicts of item and messages."""
-        _, samples = load(**task, asking=True)
-        return [{"item": name, "messages": _messages(sample)} for name, sample in samples.items()]
 
-    def grade(self, texts: dict[str, str], **task: Any) -> dict[str, Any]:
-        """Versions, and samples: dicts of item, outcome (None where EvalScope could not compare), extracted and why.
-
-        `texts` has an answer for each item. Raises AssertionError unless the items are those of the questions.
-        """
-        grade: Callable[[Any, Any], dict[str, Any]] = _grade
-        parallel = 1
-        if task["code"]:
-            programs = evalscope_code.Programs(**task["code"]["limits"])
-            grade, parallel = programs.grade, programs.processes
-        adapter, samples = load(**task, asking=False)
-        other = set(texts) ^ set(samples)
-        assert not other, f"answers and questions are not the same: {sorted(other)[0]} is only on one side"
-        states = [_answered(sample, texts[name]) for name, sample in samples.items()]
-        with ThreadPoolExecutor(parallel) as pool:
-            found = pool.map(grade, repeat(adapter), states)
-            verdicts = [{"item": name, **verdict} for name, verdict in zip(samples, found, strict=True)]
-        return {"samples": verdicts, "versions": {name: version(name) for name in _VERSIONS}}
+def grade(texts: dict[str, str], **task: Any) -> dict[str, Any]:
+    """Versions, and samples: dicts of item, outcome (None where EvalScope could not compare), extracted and why.
+    AssertionError unless the items of the answers `texts` are those of the questions."""
+    verdict: Callable[[Any, Any], dict[str, Any]] = _verdict
+    parallel = 1
+    if task["code"]:
+        programs = evalscope_code.Programs(**task["code"]["limits"])
+        verdict, parallel = programs.grade, programs.processes
+    adapter, samples = load(**task, asking=False)
+    other = set(texts) ^ set(samples)
+    assert not other, f"answers and questions are not the same: {sorted(other)[0]} is only on one side"
+    states = [_answered(sample, texts[name]) for name, sample in samples.items()]
+    with ThreadPoolExecutor(parallel) as pool:
+        found = pool.map(verdict, repeat(adapter), states)
+        verdicts = [{"item": name, **one} for name, one in zip(samples, found, strict=True)]
+    return {"samples": verdicts, "versions": {name: version(name) for name in _VERSIONS}}
 
 
 def load(
@@ -106,7 +102,7 @@ def _answered(sample: Any, text: str) -> Any:
     return TaskState("moe_lab", sample, [*sample.input, output.message], output, completed=True)
 
 
-def _grade(adapter: Any, state: Any) -> dict[str, Any]:
+def _verdict(adapter: Any, state: Any) -> dict[str, Any]:
     """EvalScope's verdict."""
     score = adapter.calculate_metrics(state).score
     values = list(score.value.values()) if score.status == _SCORED else [None]
@@ -117,7 +113,3 @@ def _grade(adapter: Any, state: Any) -> dict[str, Any]:
         "extracted": score.extracted_prediction or "",
         "why": str(notes.get("error") or notes.get("acc") or notes.get("math_reason") or ""),
     }
-
-
-if __name__ == "__main__":
-    serve(Worker())  # the processes of programs end with this one, whose pipes they read

@@ -200,10 +200,8 @@ def _wrong_call(
 
 
 def _is_allowed(value: Any, described: Mapping[str, Any], allowed: Sequence[Any]) -> bool:
-    """Whether the value of an argument has the type in its description, and is one of the allowed values.
-
-    A value of the type of the allowed values passes too: that is how answers name variables, by their names.
-    """
+    """Whether the value of an argument has the type in its description, or that of the allowed values, as the name of a
+    variable does, and is one of the allowed values."""
     declared, of_answer = TYPES[described["type"]], _type_of_first(allowed)
     options: list[Any] = [option for option in allowed if isinstance(option, declared)]
     if described["type"] == "float" and type(value) is int:
@@ -230,10 +228,8 @@ def _type_of_first(allowed: Iterable[Any]) -> type | None:
 
 
 def _has_elements(value: Any, described: Mapping[str, Any], allowed: Sequence[Any]) -> bool:
-    """Whether the elements of a list have the type in its description, or that of an allowed list's elements.
-
-    As in BFCL, an int is no float here, and elements are not compared with "" as an allowed value.
-    """
+    """Whether the elements of a list have the type in its description, or that of an allowed list's elements. As in
+    BFCL, an int is no float here, and elements are not compared with "" as an allowed value."""
     if not isinstance(value, list):
         return True
     declared = TYPES[described["items"]["type"]]

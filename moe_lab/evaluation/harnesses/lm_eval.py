@@ -100,10 +100,8 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
 
 
 def _questions(by_name: Mapping[str, Any], benchmark: BenchmarkConfig) -> list[list[_Question]]:
-    """The items that are evaluated, task by task.
-
-    Their names are their ids if these are unique, else numbers; where there are several tasks, after the task's name.
-    """
+    """The items that are evaluated, task by task, called by their ids if these are unique, else by numbers; where there
+    are several tasks, after the task's name."""
     questions: list[list[_Question]] = []
     for task_name in first_items(by_name, benchmark.limit):
         task = by_name[task_name]
@@ -190,11 +188,8 @@ _BY_ITEM = (metrics.mean, metrics.nanmean, *_OF_LOSSES)
 
 
 def _aggregation(metric: str, by_name: Mapping[str, Any], benchmark: BenchmarkConfig) -> Aggregation:
-    """lm-eval's function that makes the score of a metric from its values.
-
-    Raises UserError for any but means and perplexities: what is computed from all items together, as f1 and BLEU are,
-    has no outcome of an item, on which standard errors and comparisons of models rest.
-    """
+    """lm-eval's function that makes the score of a metric. UserError for any but means and perplexities: f1 and BLEU,
+    computed from all items together, give no outcome of an item, on which errors and comparisons of models rest."""
     aggregation: Aggregation = metrics.mean
     for task, functions in ((task, of_task.aggregation()) for task, of_task in by_name.items()):
         aggregation = functions.get(metric.partition(",")[0], metrics.mean)

@@ -90,14 +90,14 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
             why = "the conversation and max_new_tokens do not fit max_length"
         unasked[answer.item] = Verdict(LOWEST, f"{why}: 1 without asking")
     tolerated = math.floor(TOLERATED * len(answers))
-    judged = Judge(benchmark.judge, cache("judge")).verdicts(list(prompts.values()), tolerated)
-    verdicts = {**unasked, **dict(zip(prompts, judged, strict=True))}
-    scores = {item: verdict.score for item, verdict in verdicts.items() if verdict.score is not None}
+    judged = verdicts(benchmark.judge, cache("judge"), list(prompts.values()), tolerated)
+    found = {**unasked, **dict(zip(prompts, judged, strict=True))}
+    scores = {item: verdict.score for item, verdict in found.items() if verdict.score is not None}
 
     def verdict(answer: Answer, metric: str) -> tuple[float, str]:
-        return (scores[answer.item] - LOWEST) / (HIGHEST - LOWEST), verdicts[answer.item].reply
+        return (scores[answer.item] - LOWEST) / (HIGHEST - LOWEST), found[answer.item].reply
 
-    unscored = {item: verdict.reply for item, verdict in verdicts.items() if item not in scores}
+    unscored = {item: verdict.reply for item, verdict in found.items() if item not in scores}
     asked = {"unasked": len(unasked), "unscored": unscored, "judge_prompt": next(iter(prompts.values()), None)}
     protocol = {**identity(benchmark), **asked}
     scored = [answer for answer in answers if answer.item in scores]
@@ -160,102 +160,92 @@ class Verdict:
     """The judge's reply, or why there is none."""
 
 
-class Judge:
-    """Requests scores from a judge. Replies with a score are kept in `cache`, one file each; failures are not.
+def verdicts(judge: JudgeConfig, cache: Path, prompts: Sequence[str], tolerated: int) -> list[Verdict]:
+    """The judge's verdict on each prompt, in order. Replies with a score are kept in `cache`; failures are not.
 
-    A reply's key in the cache is made of the judge's model and settings and of the prompt, but not of its address.
+    Raises Unavailable as soon as more than `tolerated` prompts got no score, with the first reason, and immediately
+    when the endpoint refuses a request. Address and key are not part of a step, so another run may succeed.
     """
+    unscored: list[Verdict] = []
+    refused = threading.Event()
+    with _client(judge) as client:  # closed, it ends the requests that are still being repeated
+        pool = ThreadPoolExecutor(PARALLEL)
+        try:
+            futures = [pool.submit(_verdict, judge, cache, client, prompt, refused) for prompt in prompts]
+            for future in as_completed(futures):
+                verdict = future.result()
+                if verdict.score is None:
+                    unscored.append(verdict)
+                if len(unscored) > tolerated and not refused.is_set():
+                    raise Unavailable(
+                        f"judge {judge.model} at {judge.url} gave no score to {len(unscored)} of {len(prompts)} "
+                        f"answers, and at most {tolerated} may go without: {unscored[0].reply}"
+                    )
+        finally:
+            refused.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+    return [future.result() for future in futures]
 
-    def __init__(self, settings: JudgeConfig, cache: Path) -> None:
-        self.settings, self.cache = settings, cache
 
-    def verdicts(self, prompts: Sequence[str], tolerated: int) -> list[Verdict]:
-        """A verdict for each prompt, in order.
+def _client(judge: JudgeConfig) -> openai.OpenAI:
+    """A client that repeats requests while the endpoint is busy, broken or unreachable."""
+    import openai
 
-        Raises Unavailable as soon as more than `tolerated` prompts got no score, with the first reason, and immediately
-        when the endpoint refuses a request. Address and key are not part of a step, so another run may succeed.
-        """
-        unscored: list[Verdict] = []
-        refused = threading.Event()
-        with self._client() as client:  # closed, it ends the requests that are still being repeated
-            pool = ThreadPoolExecutor(PARALLEL)
-            try:
-                futures = [pool.submit(self._verdict, client, prompt, refused) for prompt in prompts]
-                for future in as_completed(futures):
-                    verdict = future.result()
-                    if verdict.score is None:
-                        unscored.append(verdict)
-                    if len(unscored) > tolerated and not refused.is_set():
-                        raise Unavailable(
-                            f"judge {self.settings.model} at {self.settings.url} gave no score to {len(unscored)} of "
-                            f"{len(prompts)} answers, and at most {tolerated} may go without: {unscored[0].reply}"
-                        )
-            finally:
-                refused.set()
-                pool.shutdown(wait=False, cancel_futures=True)
-        return [future.result() for future in futures]
+    local = urlsplit(judge.url).hostname in ("localhost", "127.0.0.1", "::1")
+    return openai.OpenAI(
+        base_url=judge.url,
+        api_key=os.environ.get(judge.key_variable, "").strip() or "none",
+        timeout=TIMEOUT,
+        max_retries=ATTEMPTS - 1,
+        http_client=openai.DefaultHttpxClient(trust_env=False) if local else None,  # no proxy to this machine
+    )
 
-    def _client(self) -> openai.OpenAI:
-        """A client that repeats requests while the endpoint is busy, broken or unreachable."""
-        import openai
 
-        local = urlsplit(self.settings.url).hostname in ("localhost", "127.0.0.1", "::1")
-        return openai.OpenAI(
-            base_url=self.settings.url,
-            api_key=os.environ.get(self.settings.key_variable, "").strip() or "none",
-            timeout=TIMEOUT,
-            max_retries=ATTEMPTS - 1,
-            http_client=openai.DefaultHttpxClient(trust_env=False) if local else None,  # no proxy to this machine
-        )
+def _verdict(judge: JudgeConfig, cache: Path, client: openai.OpenAI, prompt: str, refused: threading.Event) -> Verdict:
+    """The verdict on one prompt. Raises Unavailable, and sets `refused`, when the endpoint refuses the request."""
+    import openai
 
-    def _verdict(self, client: openai.OpenAI, prompt: str, refused: threading.Event) -> Verdict:
-        """The verdict on one prompt. Raises Unavailable, and sets `refused`, when the endpoint refuses the request."""
-        import openai
-
-        settings = self.settings
-        key = hashlib.sha256(json.dumps([settings_identity(settings), prompt], sort_keys=True).encode()).hexdigest()
-        file = self.cache / key[:2] / f"{key}.json"
-        with suppress(OSError, ValueError):  # not in the cache, or damaged: request it
-            reply = read_json(file, {"reply": str})["reply"]
-            return Verdict(score(reply), reply)
-        reason = "canceled"
-        for _ in range(0 if refused.is_set() else UNPARSABLE_ATTEMPTS):
-            try:
-                response = client.chat.completions.with_raw_response.create(
-                    model=settings.model,
-                    messages=[{"role": "user", "content": prompt}],
-                    max_tokens=settings.max_tokens,
-                    extra_body={"temperature": 0, **settings.extra},
-                )
-                reply = _text(response.content)
-                verdict = Verdict(score(reply), reply)
-            except Unparsable as error:
-                reason = f"{UNPARSABLE_ATTEMPTS} replies in a row without a usable score ({error})"
-            except openai.APITimeoutError:
-                return Verdict(None, f"no answer within {TIMEOUT:g} s")
-            except openai.APIConnectionError as error:
-                return Verdict(None, f"no connection ({error.__cause__ or error})")
-            except openai.APIStatusError as error:
-                if error.status_code >= 500 or error.status_code in _BUSY:
-                    return Verdict(None, f"HTTP {error.status_code}")
-                refused.set()
-                raise Unavailable(
-                    f"judge {settings.model} at {settings.url} refused a request with HTTP {error.status_code} "
-                    f"({' '.join(error.message.split()):.200}): expected that judge.url and judge.model are right, and "
-                    f"the key in {settings.key_variable}"
-                ) from None
-            else:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                write_json(file, {"judge": settings_identity(settings), "reply": reply})
-                return verdict
-        return Verdict(None, reason)
+    asked = settings_identity(judge)  # without the address
+    key = hashlib.sha256(json.dumps([asked, prompt], sort_keys=True).encode()).hexdigest()
+    file = cache / key[:2] / f"{key}.json"
+    with suppress(OSError, ValueError):  # not in the cache, or damaged: request it
+        reply = read_json(file, {"reply": str})["reply"]
+        return Verdict(score(reply), reply)
+    reason = "canceled"
+    for _ in range(0 if refused.is_set() else UNPARSABLE_ATTEMPTS):
+        try:
+            response = client.chat.completions.with_raw_response.create(
+                model=judge.model,
+                messages=[{"role": "user", "content": prompt}],
+                max_tokens=judge.max_tokens,
+                extra_body={"temperature": 0, **judge.extra},
+            )
+            reply = _text(response.content)
+            verdict = Verdict(score(reply), reply)
+        except Unparsable as error:
+            reason = f"{UNPARSABLE_ATTEMPTS} replies in a row without a usable score ({error})"
+        except openai.APITimeoutError:
+            return Verdict(None, f"no answer within {TIMEOUT:g} s")
+        except openai.APIConnectionError as error:
+            return Verdict(None, f"no connection ({error.__cause__ or error})")
+        except openai.APIStatusError as error:
+            if error.status_code >= 500 or error.status_code in _BUSY:
+                return Verdict(None, f"HTTP {error.status_code}")
+            refused.set()
+            raise Unavailable(
+                f"judge {judge.model} at {judge.url} refused a request with HTTP {error.status_code} "
+                f"({' '.join(error.message.split()):.200}): expected that judge.url and judge.model are right, and "
+                f"the key in {judge.key_variable}"
+            ) from None
+        else:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_json(file, {"judge": asked, "reply": reply})
+            return verdict
+    return Verdict(None, reason)
 
 
 def _text(body: bytes) -> str:
-    """The message in a response.
-
-    Raises Unparsable if there is none, as when another program listens at the address, and if it was broken off.
-    """
+    """The message in a response. Unparsable without one, as of another program, and for one that was broken off."""
     try:
         choice = json.loads(body)["choices"][0]
         content = choice["message"]["content"] or ""
@@ -271,11 +261,8 @@ def _text(body: bytes) -> str:
 
 
 def score(reply: str) -> float:
-    """The number after the last "score" of the reply, between 1 and 10. Raises Unparsable when there is none.
-
-    It is the last, because a judge may quote the form while it reasons, before it gives its score. What stands between
-    the marks of a thought is not read.
-    """
+    """The number after the last "score" of the reply, between 1 and 10, as a judge may quote the form before it gives
+    its score. Thoughts are not read. Raises Unparsable when there is none."""
     verdict = answer_in(reply)
     if verdict is None:
         raise Unparsable("a thought that does not end")

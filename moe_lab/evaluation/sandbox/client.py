@@ -1,9 +1,4 @@
-"""Start runner processes (`runner.py`), send them programs and inputs, and read what the programs returned.
-
-    python -m moe_lab.evaluation.sandbox.client
-
-answers calls of `LimitedCalls`.
-"""
+"""Start runner processes (`runner.py`), send them programs and inputs, and read what the programs returned."""
 
 from __future__ import annotations
 
@@ -21,7 +16,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
-from moe_lab.child_process import Child, Ended, Refused, serve
+from moe_lab.child_process import Child, Ended, Refused
 from moe_lab.evaluation.sandbox.encoding import decode_text
 from moe_lab.evaluation.sandbox.runner import NO_NAMESPACES, Request, runner_command
 from moe_lab.start import command
@@ -75,10 +70,7 @@ class Runner(Child):
 
 
 def start(*, confined: bool) -> Runner:
-    """A new runner, tried `STARTS` times.
-
-    Raises NoNamespaces at once where the machine has none, and RunnerError when every try failed otherwise.
-    """
+    """A new runner. Raises NoNamespaces where the machine has none, and RunnerError when `STARTS` tries failed."""
     last: Exception | None = None
     for number in range(STARTS):
         time.sleep(PAUSE if number else 0)
@@ -134,10 +126,8 @@ class Runners(Pool[Runner]):
         self._confined = confined
 
     def run(self, request: Request) -> Outcome:
-        """Run one program. An unconfined program that ends its runner twice counts as crashed.
-
-        Raises RunnerError when no runner can start, or when confined runners end twice, which no program can cause.
-        """
+        """Run one program. An unconfined program that ends its runner twice counts as crashed; no program can end a
+        confined one, so that this is a RunnerError."""
         # Two tries: an earlier unconfined program may have ended this runner, not the program of this request.
         for _ in range(2):
             with suppress(Ended), self.process() as runner:
@@ -149,21 +139,15 @@ class Runners(Pool[Runner]):
 
 @lru_cache(maxsize=1)
 def check_namespaces() -> None:
-    """Raise NoNamespaces when no confined runner starts on this machine, and RunnerError when none does at this moment.
-
-    That one does is found out once.
-    """
+    """Raise what `start` does when no confined runner starts. That one does is found out once."""
     if not sys.platform.startswith("linux"):
         raise NoNamespaces(f"{sys.platform} has no namespaces")
     start(confined=True).close()
 
 
 class LimitedCalls(Pool[Child]):
-    """Calls trusted functions of one module on texts of a model, from several threads. Arguments and results are JSON.
-
-    Texts of a model may be such that the work takes hours or gigabytes, or ends the process. So it is done in processes
-    of its own, which stay for the next call and are replaced when they end.
-    """
+    """Calls trusted functions of one module on texts of a model, which may make them take hours or gigabytes, or end
+    their process: so each works in one of its own, which stays for the next call. Arguments and results are JSON."""
 
     def __init__(self, module: str, environment: Mapping[str, str]) -> None:
         super().__init__(self._child)
@@ -177,12 +161,13 @@ class LimitedCalls(Pool[Child]):
         """
         try:
             with self.process() as child:
-                return child.call("call", function=function, arguments=arguments, limits=(seconds, memory))
+                limits, module = (seconds, memory), self._module
+                return child.call("call", module=module, function=function, arguments=arguments, limits=limits)
         except (Ended, Refused):
             return None
 
     def _child(self) -> Child:
-        child = Child(command("moe_lab.evaluation.sandbox.client"), self._environment, Path("/"))
+        child = Child(command("moe_lab.child_process", __name__), self._environment, Path("/"))
         try:
             child.call("load", module=self._module)
         except (Ended, Refused) as error:
@@ -191,30 +176,27 @@ class LimitedCalls(Pool[Child]):
         return child
 
 
-class _Functions:
-    """What such a process does."""
-
-    module: Any
-
-    def load(self, module: str) -> None:
-        warnings.simplefilter("ignore")
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        self.module = importlib.import_module(module)
-
-    def call(self, function: str, arguments: list[Any], limits: tuple[float, int]) -> Any:
-        seconds, memory = limits
-        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-        if _STATM.exists():
-            allowed = int(_STATM.read_text().split()[0]) * resource.getpagesize() + memory
-            within = allowed if hard == resource.RLIM_INFINITY else min(allowed, hard)
-            resource.setrlimit(resource.RLIMIT_AS, (within, hard))
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
-        try:
-            return getattr(self.module, function)(*arguments)
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+# What such a process does.
 
 
-if __name__ == "__main__":
-    serve(_Functions())
+def load(module: str) -> None:
+    """Import a module whose functions are to be called."""
+    warnings.simplefilter("ignore")
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    importlib.import_module(module)
+
+
+def call(module: str, function: str, arguments: list[Any], limits: tuple[float, int]) -> Any:
+    """Call a function within `limits`: seconds of the processor, and bytes of memory."""
+    seconds, memory = limits
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if _STATM.exists():
+        allowed = int(_STATM.read_text().split()[0]) * resource.getpagesize() + memory
+        within = allowed if hard == resource.RLIM_INFINITY else min(allowed, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (within, hard))
+    signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
+    try:
+        return getattr(sys.modules[module], function)(*arguments)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

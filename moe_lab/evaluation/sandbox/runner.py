@@ -64,10 +64,8 @@ class Request:
 
 
 def main(confined: bool, hidden: list[str]) -> None:
-    """Serve requests until standard input ends, in namespaces that hide the folders `hidden`, or only with limits.
-
-    `start` replies when that is so, `run` runs a program.
-    """
+    """Serve requests until standard input ends, in namespaces that hide the folders `hidden`, or only with limits: the
+    method `start` replies when that is so, `run` runs a program."""
     for name in _USUAL_IMPORTS:
         __import__(name)
     if confined:
