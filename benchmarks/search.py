@@ -19,12 +19,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.measure import cpu_seconds, misses, parser
+from moe_lab.allocation.problem import Limits
 from moe_lab.calibration.batches import AnswerBatch
 from moe_lab.pruning.mask import mask
 from moe_lab.search.candidates import Candidates, Plans, Relatives
 from moe_lab.search.evolution import SearchSettings, evolve
 from moe_lab.search.fitness import log_probabilities, row_sums
-from moe_lab.search.schedules import Problem, Schedule
+from moe_lab.search.schedules import Schedule, space_of
 
 BAR_CHILD = 0.75
 
@@ -50,8 +51,9 @@ def main() -> int:
         spent.append((len(schedules), candidates.cost.forwards - before, time.process_time() - start))
         return values
 
-    problem = Problem((64,) * 16, (8,) * 16, (1,) * 16, 16 * 32)
-    evolve(problem, SearchSettings(generations=arguments.generations), evaluate)
+    settings = SearchSettings(generations=arguments.generations)
+    layers = [Limits(64, top_k=8, n_group=1, step=1, fewest=8)] * 16
+    evolve(space_of(layers, 16 * 32, settings.granularity), settings, evaluate)
     children, forwards, seconds = map(sum, zip(*spent[1:], strict=True))
     plain = statistics.median(_plain_seconds(candidates, rows) for _ in range(3))
     print(f"exact: {children} children of {len(spent) - 1} generations, 16 layers of 64 experts, 50 % removed")

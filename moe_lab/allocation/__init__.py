@@ -75,20 +75,18 @@ BOTH: tuple[Granularity, ...] = ("expert", "channel")
 CHANNEL: tuple[Granularity, ...] = ("channel",)
 
 
-def _both(experts: Function, channels: Function) -> Mapping[Granularity, Function]:
-    return {"expert": experts, "channel": channels}
-
-
 ALLOCATIONS: dict[str, Allocation] = {
     allocation.name: allocation
     for allocation in (
-        Allocation("uniform", _both(shapes.uniform_experts, shapes.uniform_channels)),
-        Allocation("global", _both(shapes.global_experts, shapes.global_channels), uneven=BOTH),
+        Allocation("uniform", {"expert": shapes.uniform_experts, "channel": shapes.uniform_channels}),
+        Allocation("global", {"expert": shapes.global_experts, "channel": shapes.global_channels}, uneven=BOTH),
         Allocation("layerwise", {"channel": shapes.layerwise}, uneven=CHANNEL),
-        Allocation("u_shaped", _both(shapes.u_shaped, shapes.u_shaped), uneven=BOTH),
-        Allocation("loss_based", _both(shapes.loss_based, shapes.loss_based), shapes.loss_needs, uneven=BOTH),
+        Allocation("u_shaped", {"expert": shapes.u_shaped, "channel": shapes.u_shaped}, uneven=BOTH),
+        Allocation(
+            "loss_based", {"expert": shapes.loss_based, "channel": shapes.loss_based}, shapes.loss_needs, uneven=BOTH
+        ),
         Allocation("coverage", {"channel": coverage.coverage}, coverage.needs, uneven=CHANNEL, zero_expert="drop"),
-        Allocation("list", _both(shapes.experts, shapes.channels)),
+        Allocation("list", {"expert": shapes.experts, "channel": shapes.channels}),
         Allocation("evolutionary", {"expert": None}, step="search", parameters=None, uneven=("expert",)),
         Allocation("reconstruction", {"expert": None}, step="reconstruction", parameters={"limit": Positive}),
         Allocation("sequential", {"expert": None, "channel": None}, step="sequential", uneven=CHANNEL),

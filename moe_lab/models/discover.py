@@ -14,6 +14,7 @@ from moe_lab.errors import UserError
 from moe_lab.models.families import (
     COUNT_FIELDS,
     DISK_SHARED,
+    GATE_UP,
     REGISTRY,
     ROUTERS,
     ROUTING_VECTORS,
@@ -21,6 +22,7 @@ from moe_lab.models.families import (
     UNSUPPORTED,
     Family,
     family_of,
+    split,
 )
 from moe_lab.models.transformers_private import activation
 
@@ -96,7 +98,10 @@ class MoELayer:
         return {name: getattr(self.experts, name)[expert] for name in self.family.stacks}
 
     def projections(self, expert: int) -> dict[str, torch.Tensor]:
-        """Role -> projection or bias of one expert, a view with channels as rows. Not for ragged experts."""
+        """Role -> projection or bias of one expert, a view with channels as rows."""
+        if is_ragged(self.experts):
+            gate_up, down = self.experts.weights(expert)  # type: ignore[operator]
+            return {**split(gate_up, GATE_UP), "down": down}
         return self.family.split(self.tensors(expert))
 
     def weights(self, expert: int, tensors: Mapping[str, torch.Tensor] | None = None) -> Weights:

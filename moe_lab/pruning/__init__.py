@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, TypeAlias, get_args
 
 import numpy
 from numpy.typing import NDArray
@@ -98,18 +98,8 @@ class LayerForm:
         return any(part.members and part.whole is None for part in self.parts)
 
 
-@dataclass(frozen=True)
-class Form:
-    """How all MoE layers are stored."""
-
-    layers: dict[int, LayerForm]
-    width: int | None
-    """Channels per expert of the original; None for a plan of whole experts."""
-
-    @property
-    def stored(self) -> dict[int, tuple[int, ...]]:
-        """Layer -> original ids of the experts that are stored, in order."""
-        return {index: layer.experts for index, layer in self.layers.items()}
+Form: TypeAlias = dict[int, LayerForm]
+"""How all MoE layers are stored, by number, ascending."""
 
 
 def make_form(plan: Plan, shape: str, element_size: int) -> Form:
@@ -120,9 +110,8 @@ def make_form(plan: Plan, shape: str, element_size: int) -> Form:
         raise unknown("export", shape, SHAPES)
     if (plan.constants or plan.shares_experts) and shape != "natural":
         raise no_replacements(shape)
-    width = next((mask.shape[1] for mask in plan.channels.values()), None)
     make = {"natural": _natural, "masked": _masked, "padded": _padded}[shape]
-    return Form({layer: make(plan, layer, element_size) for layer in sorted(plan.experts)}, width)
+    return {layer: make(plan, layer, element_size) for layer in sorted(plan.experts)}
 
 
 def no_replacements(shape: str) -> UserError:
@@ -140,11 +129,11 @@ def is_stock(widths: Sequence[int], element_size: int) -> bool:
 
 
 def _natural(plan: Plan, layer: int, element_size: int) -> LayerForm:
-    kept = plan.experts[layer]
-    if not plan.channels or min(plan.widths(layer)) == plan.channels[layer].shape[1]:
-        return LayerForm(kept, tuple(part_of(plan, layer, expert) for expert in kept))
-    widths = plan.widths(layer)
-    if is_stock(widths, element_size):
+    full = plan.width(layer)
+    if full is None:
+        return _of_width(plan, layer, None)
+    kept, widths = plan.experts[layer], plan.widths(layer)
+    if min(widths) == full or is_stock(widths, element_size):
         return _of_width(plan, layer, widths[0])
     parts = tuple(part_of(plan, layer, expert, width) for expert, width in zip(kept, widths, strict=True))
     constants, owners = plan.constants.get(layer), plan.computed_as(layer)
@@ -158,15 +147,17 @@ def _masked(plan: Plan, layer: int, element_size: int) -> LayerForm:
 
 
 def _padded(plan: Plan, layer: int, element_size: int) -> LayerForm:
-    if not plan.channels:
-        return _natural(plan, layer, element_size)
+    full = plan.width(layer)
+    if full is None:
+        return _of_width(plan, layer, None)
     step = max(1, KERNEL_BYTES // element_size)
-    return _of_width(plan, layer, min(plan.channels[layer].shape[1], -(-max(1, *plan.widths(layer)) // step) * step))
+    return _of_width(plan, layer, min(full, -(-max(1, *plan.widths(layer)) // step) * step))
 
 
-def _of_width(plan: Plan, layer: int, width: int) -> LayerForm:
+def _of_width(plan: Plan, layer: int, width: int | None) -> LayerForm:
     kept = plan.experts[layer]
-    return LayerForm(kept, tuple(part_of(plan, layer, expert, width) for expert in kept), width=width)
+    parts = tuple(part_of(plan, layer, expert, width) for expert in kept)
+    return LayerForm(kept, parts, width=None if width == plan.width(layer) else width)
 
 
 def part_of(plan: Plan, layer: int, expert: int, width: int | None = None) -> Part:
@@ -181,9 +172,9 @@ def part_of(plan: Plan, layer: int, expert: int, width: int | None = None) -> Pa
             )
         )
     mask = plan.channels.get(layer)
-    if mask is None or (mask[expert].all() and width in (None, mask.shape[1])):
+    if mask is None or width is None or (mask[expert].all() and width == mask.shape[1]):
         return Part((Member(expert, None, None),))
-    channels = numpy.full(int(mask[expert].sum()) if width is None else width, -1)
+    channels = numpy.full(width, -1)
     kept = numpy.flatnonzero(mask[expert])
     channels[: len(kept)] = kept
     return Part((Member(expert, None, channels),))

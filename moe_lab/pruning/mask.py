@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
@@ -50,46 +50,34 @@ def mask_layers(model: PreTrainedModel, layers: Sequence[MoELayer], plan: Plan) 
         yield
 
 
-class SlicedRouter:
-    """The router of `layer` with the rows and biases of the experts `kept` (ascending ids) only, while it is open as a
-    context; it then returns positions in `kept`."""
-
-    def __init__(self, layer: MoELayer, kept: Sequence[int]) -> None:
-        check_in_memory(layer)
-        ids = torch.tensor(kept)
-        parts = layer.routing
-        self.tensors = [(each.module, each.name, each.tensor, rows_of(each.tensor, each.axis, ids)) for each in parts]
-        self.counts = [
-            (module, name, layer.n_experts, len(kept))
-            for module in layer.router.modules()
-            for name in count_attributes(module, layer.n_experts)
-        ]
-
-    def __enter__(self) -> None:
-        self._put(1)
-
-    def __exit__(self, *exception: object) -> None:
-        self._put(0)
-
-    def _put(self, which: int) -> None:
-        for module, name, *tensors in self.tensors:
-            replace_tensor(module, name, tensors[which])
-        for module, name, *counts in self.counts:
-            setattr(module, name, counts[which])
-
-    def call(self, forward: Callable[..., Any], given: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """Call `forward` of the whole router as that of the slice. Biases that its block passed are sliced too."""
-        parts = {id(whole): part for _, _, whole, part in self.tensors}
-        positional = [parts.get(id(value), value) for value in given]
-        by_name = {name: parts.get(id(value), value) for name, value in named.items()}
-        with self:
-            return forward(*positional, **by_name)
+@contextmanager
+def sliced_router(layer: MoELayer, kept: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
+    """While open, the router of `layer` has the rows and biases of the experts `kept` (ascending ids) only, and returns
+    positions in `kept`. Yields the id of each whole tensor -> its slice, for blocks that pass biases to their router.
+    """
+    check_in_memory(layer)
+    ids = torch.tensor(kept)
+    wholes = [(part, part.tensor) for part in layer.routing]
+    slices = {id(whole): rows_of(whole, part.axis, ids) for part, whole in wholes}
+    modules = [*layer.router.modules()]
+    counts = [(module, name) for module in modules for name in count_attributes(module, layer.n_experts)]
+    try:
+        for part, whole in wholes:
+            replace_tensor(part.module, part.name, slices[id(whole)])
+        for module, name in counts:
+            setattr(module, name, len(kept))
+        yield slices
+    finally:
+        for part, whole in wholes:
+            replace_tensor(part.module, part.name, whole)
+        for module, name in counts:
+            setattr(module, name, layer.n_experts)
 
 
 def _keep(layer: MoELayer, kept: tuple[int, ...], undo: ExitStack) -> None:
     """Cut the router of `layer` down to the experts `kept`, and map the ids it returns back to the original ids.
     RuntimeError when the experts are called with others, as by a block that does not call its router."""
-    undo.enter_context(SlicedRouter(layer, kept))
+    undo.enter_context(sliced_router(layer, kept))
     ids = torch.tensor(kept, device=layer.routing[0].tensor.device)
     issued: list[torch.Tensor] = []
 

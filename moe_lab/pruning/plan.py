@@ -121,6 +121,10 @@ class Plan:
         groups = self.merged.get(layer, {})
         return sorted(member for owner, group in groups.items() for member in group if member != owner)
 
+    def width(self, layer: int) -> int | None:
+        """Channels that each expert of `layer` had; None for a plan of whole experts."""
+        return self.channels[layer].shape[1] if self.channels else None
+
     def widths(self, layer: int) -> tuple[int, ...]:
         """Kept channels of each kept expert of `layer`, in the order of `experts`; only for plans with channels."""
         return tuple(int(width) for width in self.channels[layer][list(self.experts[layer])].sum(1))

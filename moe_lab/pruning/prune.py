@@ -40,7 +40,7 @@ def prune(model: Model, plan: Plan) -> Model:
     pruned, down = share_copy(model), cast(torch.Tensor, before[0].experts.down_proj)
     form = make_form(plan, "natural", down.element_size())
     for layer in moe_layers(pruned):
-        install(layer, form.layers[layer.index])
+        install(layer, form[layer.index])
         keep_rows(layer, plan.experts[layer.index])
     _describe(pruned)
     return pruned

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -17,7 +15,6 @@ from moe_lab.errors import UserError
 from moe_lab.exported_code.ragged import constant_output, replace_tensor
 from moe_lab.models.discover import MoELayer, is_ragged, linears, post_expert_norm, routed_layers
 from moe_lab.models.experts import routed_output, sort_by_expert, wide
-from moe_lab.models.families import GATE_UP, split
 from moe_lab.models.transformers_private import activation
 
 SCALING = 4.0
@@ -99,10 +96,9 @@ class DoraExperts(nn.Module):
         self.layer = layer
         self.adapters = nn.ModuleList()
         for expert in range(layer.n_experts):
-            adapters = nn.ModuleDict()
-            for name, weight, _ in projections(layer, expert):
-                adapters[name] = Dora(weight, settings.rank, SCALING, settings.dropout)
-            self.adapters.append(adapters)
+            maps = linear_maps(layer, expert).items()
+            adapters = {name: Dora(weight, settings.rank, SCALING, settings.dropout) for name, (weight, _) in maps}
+            self.adapters.append(nn.ModuleDict(adapters))
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -127,53 +123,41 @@ class DoraExperts(nn.Module):
         """The output (n, H) of one expert for its rows (n, H) of the hidden states, before the gate."""
         experts: Any = self.layer.experts
         adapters: Any = self.adapters[expert]
-        weights = {name: (weight, bias) for name, weight, bias in projections(self.layer, expert)}
-        if not experts.has_gate:
-            phi = experts.act_fn(adapters["up"](hidden, *weights["up"]))
-        else:
-            halves = [adapters[name](hidden, *weights[name]) for name in ("gate", "up")]
-            joined = torch.cat(halves, -1) if experts.is_concatenated else torch.stack(halves, -1).flatten(-2)
-            phi = activation(experts)(joined)
-        output: torch.Tensor = adapters["down"](phi, *weights["down"])
+        maps = linear_maps(self.layer, expert)
+        inward = [adapters[name](hidden, *maps[name]) for name in maps if name != "down"]
+        joined = torch.cat(inward, -1) if experts.is_concatenated else torch.stack(inward, -1).flatten(-2)
+        output: torch.Tensor = adapters["down"](activation(experts)(joined), *maps["down"])
         norm = post_expert_norm(experts)
         return output if norm is None else norm(output)
 
 
-@dataclass(frozen=True)
-class Adapted:
-    """One MoE layer with adapters on its experts and, by path, on modules with a router's weight, which is
-    parametrised, and on linear maps of shared experts."""
-
-    layer: MoELayer
-    experts: DoraExperts
-    routers: dict[str, nn.Module]
-    shared: dict[str, DoraLinear]
+Adapted: TypeAlias = dict[str, dict[str, Any]]
+"""Part of the model -> path -> module: experts (DoraExperts), routers (modules with a parametrised weight) and
+shared_experts (DoraLinear)."""
 
 
-def attach(model: nn.Module, settings: RecoveryConfig, seed: int) -> list[Adapted]:
+def attach(model: nn.Module, settings: RecoveryConfig, seed: int) -> Adapted:
     """Put adapters on the MoE blocks of `model`, in place; everything else is frozen. They are put on all routed and
     shared experts, and on routers unless recovery.router_rank=0, and are in training mode. `seed` determines the random
     first A of each."""
     model.requires_grad_(False)
     paths = {module: path for path, module in model.named_modules()}
-    shared_maps = list(linears(model, "shared_experts"))
-    adapted = []
+    shared = list(linears(model, "shared_experts"))
+    adapted: Adapted = {"experts": {}, "routers": {}, "shared_experts": {}}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         for layer in routed_layers(model):
-            experts = DoraExperts(layer, settings)
-            model.set_submodule(layer.name, experts)
-            routers: dict[str, nn.Module] = {}
+            adapted["experts"][layer.name] = DoraExperts(layer, settings)
             if settings.router_rank:
                 router = router_weight(layer)
                 weight = DoraWeight(router.weight, settings)  # type: ignore[arg-type]
                 parametrize.register_parametrization(router, "weight", weight, unsafe=True)
-                routers[paths[router]] = router
-            within = f"{layer.stack}.{layer.index}."
-            shared = {path: DoraLinear(plain, settings) for path, plain in shared_maps if path.startswith(within)}
-            for path, module in shared.items():
-                model.set_submodule(path, module)
-            adapted.append(Adapted(layer, experts, routers, shared))
+                adapted["routers"][paths[router]] = router
+            for path, plain in shared:
+                if path.startswith(f"{layer.stack}.{layer.index}."):
+                    adapted["shared_experts"][path] = DoraLinear(plain, settings)
+    for path, module in (adapted["experts"] | adapted["shared_experts"]).items():
+        model.set_submodule(path, module)
     return adapted
 
 
@@ -182,34 +166,30 @@ def router_weight(layer: MoELayer) -> nn.Module:
     return next(part.module for part in layer.routing if part.name == "weight")
 
 
-def trainable(layers: list[Adapted]) -> dict[str, dict[str, nn.Parameter]]:
+def trainable(adapted: Adapted) -> dict[str, dict[str, nn.Parameter]]:
     """The parameters to train: {"experts": name -> parameter, "routers": ..., "shared_experts": ...}."""
-    parameters: dict[str, dict[str, nn.Parameter]] = {"experts": {}, "routers": {}, "shared_experts": {}}
-    for adapted in layers:
-        experts = {adapted.layer.name: adapted.experts}
-        parts: tuple[Mapping[str, nn.Module], ...] = (experts, adapted.routers, adapted.shared)
-        for found, modules in zip(parameters.values(), parts, strict=True):
-            for path, module in modules.items():
-                found |= {name: part for name, part in module.named_parameters(path) if part.requires_grad}
+    parameters: dict[str, dict[str, nn.Parameter]] = {part: {} for part in adapted}
+    for part, modules in adapted.items():
+        for path, module in modules.items():
+            named = module.named_parameters(path)
+            parameters[part] |= {name: parameter for name, parameter in named if parameter.requires_grad}
     return parameters
 
 
 @torch.no_grad()
-def merge(model: nn.Module, layers: list[Adapted]) -> dict[str, torch.Tensor]:
+def merge(model: nn.Module, adapted: Adapted) -> dict[str, torch.Tensor]:
     """Merge the adapters into new tensors, and put the original modules, which hold these, back into `model`. Returns
     the new tensors by their names in the model's state dict. UserError naming one that is not finite."""
     changed: dict[str, torch.Tensor] = {}
-    for adapted in layers:
-        layer = adapted.layer
-        changed |= {f"{layer.name}.{name}": tensor for name, tensor in _merged_experts(adapted).items()}
-        model.set_submodule(layer.name, layer.experts)
-        for path, router in adapted.routers.items():
-            weight: Any = router.weight
-            changed[f"{path}.weight"] = weight.detach().clone(memory_format=torch.contiguous_format)
-            parametrize.remove_parametrizations(router, "weight", leave_parametrized=False)
-        for path, module in adapted.shared.items():
-            changed[f"{path}.weight"] = module.adapter.weight(module.plain.weight)
-            model.set_submodule(path, module.plain)
+    for path, experts in adapted["experts"].items():
+        changed |= {f"{path}.{name}": tensor for name, tensor in _merged_experts(experts).items()}
+        model.set_submodule(path, experts.layer.experts)
+    for path, router in adapted["routers"].items():
+        changed[f"{path}.weight"] = router.weight.detach().clone(memory_format=torch.contiguous_format)
+        parametrize.remove_parametrizations(router, "weight", leave_parametrized=False)
+    for path, module in adapted["shared_experts"].items():
+        changed[f"{path}.weight"] = module.adapter.weight(module.plain.weight)
+        model.set_submodule(path, module.plain)
     for name, tensor in changed.items():
         if not bool(tensor.isfinite().all()):
             raise UserError(f"fine-tuning made {name} not finite: lower recovery.learning_rate")
@@ -218,28 +198,27 @@ def merge(model: nn.Module, layers: list[Adapted]) -> dict[str, torch.Tensor]:
     return changed
 
 
-def _merged_experts(adapted: Adapted) -> dict[str, torch.Tensor]:
+def _merged_experts(adapted: DoraExperts) -> dict[str, torch.Tensor]:
     """Name -> new stack of the experts module of a layer, into which the merged projections, views of it, are written.
     Other models may share the old stacks."""
-    module: Any = adapted.layer.experts
+    module = adapted.layer.experts
     stacks = {}
     for name, parameter in list(module.named_parameters(recurse=False)):
         if not name.endswith("_bias") and name != "constants":  # which are not adapted
             stacks[name] = parameter.detach().clone()
             replace_tensor(module, name, nn.Parameter(stacks[name], requires_grad=False))
-    for expert, adapters in enumerate(adapted.experts.adapters):
-        for name, weight, _ in projections(adapted.layer, expert):
+    for expert, adapters in enumerate(adapted.adapters):
+        for name, (weight, _) in linear_maps(adapted.layer, expert).items():
             weight.copy_(adapters[name].weight(weight))  # type: ignore[index]
     return stacks
 
 
-def projections(layer: MoELayer, expert: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
-    """The linear maps of one expert of a layer, if it has channels: name (gate, up or down), weight (out, in), bias
+def linear_maps(layer: MoELayer, expert: int) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
+    """The linear maps of one expert of a layer, if it has channels: name (gate, up or down) -> weight (out, in), bias
     (out,) or None. They are views of its stacked or ragged module, which is written to by writing to them."""
-    if is_ragged(layer.experts):
-        gate_up, down = layer.experts.weights(expert)  # type: ignore[operator]
-        views = {**split(gate_up, GATE_UP), "down": down} if len(down) else {}
-    else:
-        views = layer.projections(expert)
-    for name in (name for name in ("gate", "up", "down") if name in views):
-        yield name, views[name].T if name == "down" else views[name], views.get(f"{name}_bias")
+    views = layer.projections(expert)
+    maps = {}
+    for name in ("gate", "up", "down"):
+        if name in views and len(views[name]):
+            maps[name] = (views[name].T if name == "down" else views[name], views.get(f"{name}_bias"))
+    return maps

@@ -298,8 +298,8 @@ def student(model: Any, plan: Plan | None, settings: RecoveryConfig, seed: int) 
             yield trained
     else:
         copy = pruned(model, plan)
-        layers = attach(copy, settings, seed)
-        yield Student(copy, trainable(layers), functools.partial(merge, copy, layers))
+        adapted = attach(copy, settings, seed)
+        yield Student(copy, trainable(adapted), functools.partial(merge, copy, adapted))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import save_file
@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from moe_lab.calibration.batches import batches
 from moe_lab.config import CalibrationConfig, RecoveryConfig
 from moe_lab.errors import UserError
-from moe_lab.models.discover import MoELayer, Weights, routed_layers
+from moe_lab.models.discover import Weights, routed_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
 from moe_lab.recovery.apply import TENSORS
@@ -50,19 +50,16 @@ def fit(
         raise UserError("recovery.fit needs merged experts, and the plan has none: expected a larger ratio")
     started = time.monotonic()
     pruned = prune(model, plan)
-    merged = merged_experts(pruned, plan)
-
-    class FitTap(MergeTap):
-        experts_of = merged
-
+    merged = merged_weights(pruned, plan)
+    tap = type("FitTap", (MergeTap,), {"plan": plan, "merged": merged})
     rows = batches(text, tokenizer).rows
     identity = {**fingerprint, "plan": plan.digest}
-    sums = gather(model, FitTap, rows, fingerprint=identity, out=partial).layers
-    experts = [
-        {"layer": layer, "expert": owner, "members": sorted(expert.members), **_fitted(expert, owner, sums[layer])}
-        for layer, of_layer in merged.items()
-        for owner, expert in of_layer.items()
-    ]
+    sums = gather(model, tap, rows, fingerprint=identity, out=partial).layers
+    experts = []
+    for layer, of_layer in merged.items():
+        for owner, weights in of_layer.items():
+            about = {"layer": layer, "expert": owner, "members": sorted(plan.merged[layer][owner])}
+            experts.append({**about, **_fitted(weights.down, owner, sums[layer])})
     fitted = sum(about["error_fitted"] is not None for about in experts)
     if not fitted:
         raise UserError(
@@ -70,40 +67,25 @@ def fit(
             f"(at most {max(about['tokens'] for about in experts)}): expected a longer text"
         )
     out.mkdir(parents=True, exist_ok=True)
-    weights = {
+    changed = {
         f"{layer.name}.{name}": weight.detach().contiguous()
         for layer in routed_layers(pruned)
         if layer.index in merged
         for name, weight in layer.experts.named_parameters()
     }
-    save_file(weights, out / TENSORS)
+    save_file(changed, out / TENSORS)
     seconds = round(time.monotonic() - started, 1)
     report = {"fitted": fitted, "averaged": len(experts) - fitted, "seconds": seconds, "experts": experts}
     (out / REPORT).write_text(json.dumps(report, indent=1) + "\n")
     return report
 
 
-class MergedExpert(NamedTuple):
-    """An expert of a pruned model that others were merged into."""
-
-    layer: MoELayer
-    position: int
-    """Which of the experts of its layer it is."""
-    members: Mapping[int, float]
-    """Expert of the unpruned model -> its weight, of those that were merged."""
-
-    @property
-    def weights(self) -> Weights:
-        """Its weights: views, so that writing to them writes to the model."""
-        return self.layer.weights(self.position)
-
-
-def merged_experts(pruned: Any, plan: Plan) -> dict[int, dict[int, MergedExpert]]:
-    """Layer -> expert that others are merged into -> what it is in the model that was `pruned` by `plan`."""
+def merged_weights(pruned: Any, plan: Plan) -> dict[int, dict[int, Weights]]:
+    """Layer -> expert that others are merged into -> its weights in the model that was `pruned` by `plan`: views, so
+    that writing to them writes to the model."""
     return {
         layer.index: {
-            owner: MergedExpert(layer, plan.experts[layer.index].index(owner), members)
-            for owner, members in sorted(plan.merged[layer.index].items())
+            owner: layer.weights(plan.experts[layer.index].index(owner)) for owner in sorted(plan.merged[layer.index])
         }
         for layer in routed_layers(pruned)
         if layer.index in plan.merged
@@ -121,20 +103,22 @@ class MergeTap(Tap):
     """
 
     kind = "merge_fit"
-    experts_of: ClassVar[Mapping[int, Mapping[int, MergedExpert]]]
-    """Layer -> expert -> the merged one, for layers that have any."""
+    plan: ClassVar[Plan]
+    merged: ClassVar[Mapping[int, Mapping[int, Weights]]]
+    """Layer -> expert that others are merged into -> the weights of all of them."""
 
     def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The routed output (T, H) of the unpruned layer."""
         valid = self.valid(hidden)
-        for owner, expert in self.experts_of.get(self.layer.index, {}).items():
-            routed = torch.isin(index, torch.tensor(list(expert.members), device=index.device)).any(1)
+        for owner, merged in self.merged.get(self.layer.index, {}).items():
+            members = self.plan.merged[self.layer.index][owner]
+            routed = torch.isin(index, torch.tensor(list(members), device=index.device)).any(1)
             states = hidden[routed if valid is None else routed & valid]
             target = hidden.new_zeros(states.shape, dtype=torch.float64)
-            for member, share in expert.members.items():
+            for member, share in members.items():
                 target += share * self.layer.expert_output(states, member).double()
-            phi = expert.layer.phi(states, expert.weights).double()
-            error = target - phi @ expert.weights.down.detach().double().T
+            phi = self.layer.phi(states, merged).double()
+            error = target - phi @ merged.down.detach().double().T
             self.add(f"tokens.{owner}", target.new_tensor(len(states)))
             self.add(f"square.{owner}", target.square().sum())
             self.add(f"error.{owner}", error.square().sum())
@@ -144,14 +128,13 @@ class MergeTap(Tap):
 
 
 @torch.no_grad()
-def _fitted(expert: MergedExpert, owner: int, sums: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Write the fitted down projection of an expert to its model, if it saw enough tokens; returns what was done.
-    `sums`: those of its layer, see `MergeTap`; `owner`: the expert's id in the unpruned model."""
+def _fitted(down: torch.Tensor, owner: int, sums: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Write the fitted down projection of an expert to its model, where it is `down`, if it saw enough tokens; returns
+    what was done. `sums`: those of its layer, see `MergeTap`; `owner`: the expert's id in the unpruned model."""
     tokens, square, error = (float(sums[f"{name}.{owner}"]) for name in ("tokens", "square", "error"))
     gram, cross, whole = sums[f"gram.{owner}"], sums[f"cross.{owner}"], square or math.inf
     about = {"tokens": int(tokens), "error_averaged": error / whole, "error_fitted": None}
     if tokens >= len(gram):
-        down = expert.weights.down
         average = down.double().cpu()
         fitted = (average + _correction(gram, cross)).to(down.dtype)
         change = fitted.double() - average

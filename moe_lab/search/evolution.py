@@ -25,7 +25,7 @@ from moe_lab import progress
 from moe_lab.allocation.problem import budget, limits, or_nearest
 from moe_lab.config.base import SETTINGS, Count, Positive, valid
 from moe_lab.errors import UserError, unknown
-from moe_lab.search.schedules import PATTERNS, Problem, Schedule, Space, pattern, space_of
+from moe_lab.search.schedules import PATTERNS, Schedule, Space, pattern, space_of
 
 UNSHIFTED = ("esap", "sap", "kl", "kl_reversed")
 """Fitness functions that EvoESAP's code computes at the answer tokens, not at the positions that predict them."""
@@ -89,18 +89,18 @@ def parse(parameters: Mapping[str, Any], seed: int = 0) -> SearchSettings:
     return valid(SearchSettings, {"seed": seed, **parameters}, "allocation.parameters")
 
 
-def problem_of(settings: Mapping[str, Any], facts: Mapping[str, Any]) -> Problem:
-    """The problem to search, from fields of AllocationConfig and the ratio, and the facts of the model. UserError when
-    the routers cannot work with the ratio."""
-    layers = {int(layer): about for layer, about in facts["layers"].items()}
-    allowed = limits(layers, settings["multiple_of"])
-    order = sorted(allowed)
-    return Problem(
-        n_experts=tuple(allowed[layer].count for layer in order),
-        fewest=tuple(allowed[layer].fewest for layer in order),
-        steps=tuple(allowed[layer].step for layer in order),
-        budget=or_nearest(lambda ratio: budget(allowed, ratio), settings["ratio"]),
-    )
+def space_to_search(settings: Mapping[str, Any], facts: Mapping[str, Any], parameters: SearchSettings) -> Space:
+    """The schedules to search, from fields of AllocationConfig and the ratio, and the facts of the model. UserError
+    when the routers cannot work with the ratio, and for `parameters` that cannot work on these layers."""
+    allowed = limits({int(layer): about for layer, about in facts["layers"].items()}, settings["multiple_of"])
+    lost = or_nearest(lambda ratio: budget(allowed, ratio), settings["ratio"])
+    space = space_of([allowed[layer] for layer in sorted(allowed)], lost, parameters.granularity)
+    if parameters.max_transfer < space.step:
+        raise UserError(
+            f"allocation.parameters.max_transfer={parameters.max_transfer}: layers lose multiples of {space.step} "
+            f"experts, expected {space.step} or more"
+        )
+    return space
 
 
 Judge: TypeAlias = Callable[[Sequence[Schedule]], Sequence[float]]
@@ -123,20 +123,8 @@ _Proposal: TypeAlias = tuple[Schedule, str, Schedule | None]
 """A schedule, its origin, and its parent, if any."""
 
 
-def space_to_search(problem: Problem, settings: SearchSettings) -> Space:
-    """The schedules among which `evolve` searches. UserError for an infeasible budget, and for settings that cannot
-    work on this problem."""
-    space = space_of(problem, settings.granularity)
-    if settings.max_transfer < space.step:
-        raise UserError(
-            f"allocation.parameters.max_transfer={settings.max_transfer}: layers lose multiples of {space.step} "
-            f"experts, expected {space.step} or more"
-        )
-    return space
-
-
-def evolve(problem: Problem, settings: SearchSettings, evaluate: Judge) -> Outcome:
-    """Search for the schedule of highest fitness, as this module describes. UserError as `space_to_search`.
+def evolve(space: Space, settings: SearchSettings, evaluate: Judge) -> Outcome:
+    """Search for the schedule of highest fitness, as this module describes.
 
     `evaluate` is called at most once per generation, with schedules that it has not been given before.
 
@@ -144,7 +132,7 @@ def evolve(problem: Problem, settings: SearchSettings, evaluate: Judge) -> Outco
     pattern's name, uniform_feasible or mutation), evaluated (bool: in this generation, for the first time), fitness,
     elite (bool: among the m best once the generation was evaluated).
     """
-    space, random = space_to_search(problem, settings), Generator(PCG64(settings.seed))
+    random = Generator(PCG64(settings.seed))
     known: dict[Schedule, float] = {}
     history: list[dict[str, Any]] = []
     elites: list[Schedule] = []

@@ -19,7 +19,7 @@ from moe_lab.allocation.shapes import LIMIT, check_removals, kept_subsets
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
 from moe_lab.models.experts import spread, wide
-from moe_lab.pruning.mask import SlicedRouter
+from moe_lab.pruning.mask import sliced_router
 from moe_lab.statistics import Layers, Statistics
 from moe_lab.statistics.observe import Tap
 
@@ -136,8 +136,10 @@ class SubsetTap(Tap):
 def route(layer: MoELayer, kept: tuple[int, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
     """Gates (T, E) that the layer's router, called with these arguments, gives if only the experts `kept` exist; 0 for
     all others. Its own code runs on the rows and biases of the kept experts, as in a pruned model."""
-    # .forward, so that no hook runs
-    _, weights, chosen = SlicedRouter(layer, kept).call(layer.router.forward, args, kwargs)
+    with sliced_router(layer, kept) as slices:
+        given = [slices.get(id(value), value) for value in args]
+        named = {name: slices.get(id(value), value) for name, value in kwargs.items()}
+        _, weights, chosen = layer.router.forward(*given, **named)  # not by a call, so that no hook runs
     return spread(torch.tensor(kept, device=chosen.device)[chosen], weights, layer.n_experts)
 
 

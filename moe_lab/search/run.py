@@ -18,8 +18,8 @@ from moe_lab.config import CalibrationConfig
 from moe_lab.json_files import Record
 from moe_lab.models import eos_tokens
 from moe_lab.search.candidates import Candidates, Cost, Plans
-from moe_lab.search.evolution import Outcome, SearchSettings, evolve, parse, problem_of, space_to_search
-from moe_lab.search.schedules import Problem
+from moe_lab.search.evolution import Outcome, SearchSettings, evolve, parse, space_to_search
+from moe_lab.search.schedules import Space
 from moe_lab.search.speculative_decoding import DraftingCandidates
 
 ANSWERS = "answers.jsonl"
@@ -48,8 +48,8 @@ def search(
     which it goes on when it was stopped, to the same plan and history. UserError for settings, a ratio or a search set
     that cannot work, and a fitness that is not finite.
     """
-    problem, chosen = problem_of(settings, facts), parse(settings["parameters"], seed)
-    space_to_search(problem, chosen)
+    chosen = parse(settings["parameters"], seed)
+    space = space_to_search(settings, facts, chosen)
     rows = answer_batches(text, tokenizer, header=chosen.header)
     protected = {int(layer): about.get("protected", ()) for layer, about in facts["layers"].items()}
     plans = Plans(model, scores, protected)
@@ -60,25 +60,25 @@ def search(
     else:
         judge = Candidates(model, plans, rows, chosen, seed=chosen.seed, elites=chosen.elites)
     start, record = time.perf_counter(), Record(partial / ANSWERS)
-    outcome = evolve(problem, chosen, lambda asked: record.result(asked, lambda: list(judge.evaluate(asked))))
+    outcome = evolve(space, chosen, lambda asked: record.result(asked, lambda: list(judge.evaluate(asked))))
     result = {"fitness": outcome.fitness, "search": text.name, "seed": seed}
     origin = {"allocation": dict(settings), **result, **provenance(facts), "model_sha256": facts.get("sha256")}
     plan = plans.plan(outcome.best, origin)
     plan.save(out / "plan.json")
     parquet.write_table(arrow.Table.from_pylist(outcome.history), out / "history.parquet")
-    report = _report(outcome, problem, chosen, plans, judge.cost, time.perf_counter() - start)
+    report = _report(outcome, space, chosen, plans, judge.cost, time.perf_counter() - start)
     (out / "search.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def _report(
-    outcome: Outcome, problem: Problem, chosen: SearchSettings, plans: Plans, cost: Cost, seconds: float
+    outcome: Outcome, space: Space, chosen: SearchSettings, plans: Plans, cost: Cost, seconds: float
 ) -> dict[str, Any]:
     """The content of search.json. `cost` is that of this process only, not of earlier runs of a resumed search."""
     first = next((row for row in outcome.history if row["origin"] == "uniform"), None)
     return {
         "schema": SCHEMA,
         "layers": [layer.index for layer in plans.layers],
-        "budget": problem.budget,
+        "budget": space.budget,
         "settings": asdict(chosen),
         "best": {"schedule": list(outcome.best), "fitness": outcome.fitness},
         "uniform": {name: first[name] for name in ("schedule", "fitness")} if first else None,

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import numpy
 
+from moe_lab.allocation.problem import Limits
 from moe_lab.errors import UserError
 
 Schedule: TypeAlias = tuple[int, ...]
@@ -19,22 +20,8 @@ Schedule: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Problem:
-    """The allocation problem: remove `budget` experts from MoE layers, given in layer order."""
-
-    n_experts: tuple[int, ...]
-    """Routed experts of each layer."""
-    fewest: tuple[int, ...]
-    """Smallest number of experts each layer can keep, which its router needs."""
-    steps: tuple[int, ...]
-    """Each layer keeps a multiple of this: the lcm of allocation.multiple_of and the router's groups."""
-    budget: int
-    """Experts removed from all layers together."""
-
-
-@dataclass(frozen=True)
 class Space:
-    """The feasible schedules of a problem, in units of `step` experts. Layer l loses lowest[l] + step * u_l experts
+    """The feasible schedules, in units of `step` experts. Layer l loses lowest[l] + step * u_l experts
     with 0 <= u_l <= capacity[l] and sum u_l = units."""
 
     step: int
@@ -63,6 +50,11 @@ class Space:
         return rows[::-1]
 
     @property
+    def budget(self) -> int:
+        """Experts removed from all layers together."""
+        return sum(self.lowest) + self.step * self.units
+
+    @property
     def size(self) -> int:
         """Number of feasible schedules."""
         return self._ways[0][self.units]
@@ -84,28 +76,26 @@ class Space:
         return self.nth(Random(random.bytes(16)).randrange(self.size))  # numpy's integers end at 64 bits
 
 
-def space_of(problem: Problem, granularity: int) -> Space:
-    """The space of schedules in which every layer keeps a multiple of its step and of `granularity`. UserError when a
-    layer can keep no such number, when layers need different steps, and for an infeasible budget."""
-    steps = {lcm(step, granularity) for step in problem.steps}
+def space_of(layers: Sequence[Limits], budget: int, granularity: int) -> Space:
+    """The space of schedules that remove `budget` experts, in which every layer keeps a multiple of its step and of
+    `granularity`. UserError when a layer can keep no such number, when layers need different steps, and for an
+    infeasible budget."""
+    steps = {lcm(limit.step, granularity) for limit in layers}
     if len(steps) != 1:
         raise UserError(
             f"allocation=evolutionary: kept counts are multiples of {sorted(steps)} in different layers, expected the "
             "same in all: choose allocation.multiple_of such that it is a multiple of every router's groups"
         )
     step = steps.pop()
-    lowest = tuple(count % step for count in problem.n_experts)
-    capacity = tuple(
-        (count - few - low) // step for count, few, low in zip(problem.n_experts, problem.fewest, lowest, strict=True)
-    )
-    for place, room in enumerate(capacity):
+    lowest = tuple(limit.count % step for limit in layers)
+    capacity = tuple((limit.count - low - limit.fewest) // step for limit, low in zip(layers, lowest, strict=True))
+    for place, (limit, room) in enumerate(zip(layers, capacity, strict=True)):
         if room < 0:
             raise UserError(
-                f"allocation=evolutionary: MoE layer {place} (counted from 0) has {problem.n_experts[place]} experts "
-                f"and cannot keep a multiple of {step} that is at least {problem.fewest[place]}: choose a smaller "
-                "multiple"
+                f"allocation=evolutionary: MoE layer {place} (counted from 0) has {limit.count} experts and cannot "
+                f"keep a multiple of {step} that is at least {limit.fewest}: choose a smaller multiple"
             )
-    return Space(step, lowest, capacity, _units(problem.budget, sum(lowest), sum(capacity), step))
+    return Space(step, lowest, capacity, _units(budget, sum(lowest), sum(capacity), step))
 
 
 def _units(budget: int, lowest: int, capacity: int, step: int) -> int:

@@ -16,14 +16,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from moe_lab.errors import UserError
-from moe_lab.models.discover import MoELayer
 from moe_lab.models.experts import mix_outputs, spread, wide
 from moe_lab.statistics.observe import Tap
 
 TOKENS = 2048
 """Tokens processed at once: the outputs of their top-k + 1 experts are in memory together."""
-Routing = tuple[torch.Tensor, torch.Tensor]
-"""Expert ids and gates, (R, K) each."""
 
 
 class DamageTap(Tap):
@@ -31,21 +28,20 @@ class DamageTap(Tap):
     the expert work of a forward pass."""
 
     kind = "damage"
-    rerouting: Rerouting | None = None
+    call: tuple[tuple[Any, ...], dict[str, Any], torch.Tensor]
+    """Arguments of the router, and its logits (T, E), from its call to that of the experts."""
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         """Record the call of the router, which is repeated without each of the chosen experts."""
-        self.rerouting = Rerouting(self.layer, args, kwargs, result)
+        self.call = args, kwargs, result[0].reshape(-1, self.layer.n_experts)
 
     def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The routed output (T, H)."""
-        assert self.rerouting is not None
-        rerouting, self.rerouting = self.rerouting, None
         valid = self.valid(hidden)
         damage = torch.zeros(self.layer.n_experts, dtype=torch.float64, device=hidden.device)
         mixed = torch.empty_like(hidden)
         for token in torch.arange(len(hidden), device=hidden.device).split(TOKENS):
-            gates = coefficients(rerouting, token, index[token], self.layer.n_experts)
+            gates = self._coefficients(token, index[token])
             if not torch.equal(gates[:, 0], spread(index[token], weights[token], self.layer.n_experts)):
                 where = f"the router of {self.layer.name}"
                 raise UserError(f"criterion=exact_damage cannot repeat {where}: this model is not supported")
@@ -54,50 +50,38 @@ class DamageTap(Tap):
             losses = torch.linalg.vector_norm(mixes[:, 1:], dim=-1).double()
             keep = slice(None) if valid is None else valid[token]
             damage.index_add_(0, index[token][keep].flatten(), losses[keep].flatten())
+        del self.call
         self.add("damage", damage)
         return mixed
 
+    def _coefficients(self, token: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Gates (t, 1 + K, E): row 0 gives y from the outputs of all experts, row 1 + k gives y - (y without the k-th
+        of the experts `index` (t, K) that `token` (t,) were routed to)."""
+        (t, k), n_experts = index.shape, self.layer.n_experts
+        full = spread(*self._rerouted(token, None), n_experts)
+        without = spread(*self._rerouted(token.repeat_interleave(k), index.flatten()), n_experts)
+        return torch.cat((full[:, None], full[:, None] - without.view(t, k, n_experts)), 1)
 
-def coefficients(rerouting: Rerouting, token: torch.Tensor, index: torch.Tensor, n_experts: int) -> torch.Tensor:
-    """Gates (t, 1 + K, E): row 0 gives y from the outputs of all experts, row 1 + k gives y - (y without the k-th of
-    the experts `index` (t, K) that `token` (t,) were routed to)."""
-    t, k = index.shape
-    full = spread(*rerouting.rule(token, None), n_experts)
-    without = spread(*rerouting.rule(token.repeat_interleave(k), index.flatten()), n_experts)
-    return torch.cat((full[:, None], full[:, None] - without.view(t, k, n_experts)), 1)
+    def _rerouted(self, token: torch.Tensor, removed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and gates (R, K) of the experts of the tokens `token` (R,), each without its expert in `removed` (R,); of
+        all experts if None.
 
-
-class Rerouting:
-    """A recorded call of a router, which can be repeated on its logits without some of the experts.
-
-    `rule` runs the router's own code with two differences: its linear map gives the logits of the recorded call, and
-    the logit of the removed expert is -inf, as is its entry wherever the router selects the best of all experts, so
-    that no correction bias can bring it back. Groups of a group-limited router then differ in size, so that cutting
-    the expert's row off instead would change them.
-    """
-
-    def __init__(self, layer: MoELayer, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        self.layer = layer
-        self.args, self.kwargs = args, kwargs
-        self.logits = result[0].reshape(-1, layer.n_experts)
-
-    def rule(self, token: torch.Tensor, removed: torch.Tensor | None) -> Routing:
-        """Routing of the tokens `token` (R,), each without its expert in `removed` (R,); all experts if None."""
-        logits = self.logits[token]
+        The router's own code runs with two differences: its linear map gives the logits of the recorded call, and the
+        logit of the removed expert is -inf, as is its entry wherever the router selects the best of all experts, so
+        that no correction bias can bring it back. Groups of a group-limited router then differ in size, so that cutting
+        the expert's row off instead would change them.
+        """
+        args, kwargs, logits = self.call
+        logits = logits[token]
         if removed is not None:
             logits = logits.scatter(1, removed[:, None], float("-inf"))
-        args, kwargs = self._given(len(token))
+        hidden = args[0] if args else kwargs["hidden_states"]
+        rows = hidden.flatten(0, -2)[:1].expand(len(token), -1)  # of any values, as logits are replayed
+        rows = rows if hidden.dim() == 2 else rows[None]
+        given, named = ((rows, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": rows})
         with _Replay(logits, removed):
-            result = self.layer.router.forward(*args, **kwargs)
+            result = self.layer.router.forward(*given, **named)
         return result[2], result[1]
-
-    def _given(self, n: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The recorded arguments with n rows of hidden states; their values have no effect, as logits are replayed."""
-        hidden = self.args[0] if self.args else self.kwargs["hidden_states"]
-        width = hidden.shape[-1]
-        row = hidden.reshape(-1, width)[:1].expand(n, width)
-        rows = row if hidden.dim() == 2 else row[None]
-        return ((rows, *self.args[1:]), self.kwargs) if self.args else ((), {**self.kwargs, "hidden_states": rows})
 
 
 class _Replay(TorchFunctionMode):

@@ -26,7 +26,7 @@ from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.plan import Plan, make_plan
 from moe_lab.search.candidates import Plans
-from moe_lab.search.evolution import problem_of
+from moe_lab.search.evolution import SearchSettings, space_to_search
 
 LOGITS = numpy.array([[2, 0, 1], [0, 2, 1], [1, 1, -2], [0.1, 1.8, 1]], dtype=float)  # experts x tokens
 MEANS = numpy.array([[0, 0], [1, 0], [1.8, 0], [5, 1]], dtype=float)
@@ -257,7 +257,8 @@ def test_a_plan_without_all_their_channels_is_refused() -> None:
 def test_schedules_of_a_search_leave_room_for_them() -> None:
     model = tiny.build("olmoe")
     facts = {n: layer(16, top_k=4) for n in range(3)} | {1: {**layer(16, top_k=4), "protected": list(range(10))}}
-    assert problem_of(settings("evolutionary", 0.5), {"layers": facts}).fewest == (4, 10, 4)
+    asked = settings("evolutionary", 0.5), {"layers": facts}, SearchSettings(granularity=1)
+    assert space_to_search(*asked).capacity == (12, 6, 12)
     plans = Plans(model, {n: list(range(16)) for n in range(3)}, {1: range(10)})
     assert plans.plan((8, 6, 8)).experts[1] == tuple(range(10))
 

@@ -29,10 +29,10 @@ from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
 from moe_lab.pruning.replace import plan_from_scores
 from moe_lab.search.candidates import Candidates, Decoder, Plans, Relatives
-from moe_lab.search.evolution import SearchSettings, problem_of
+from moe_lab.search.evolution import SearchSettings, space_to_search
 from moe_lab.search.fitness import POSITION_FITNESS, average, contexts
 from moe_lab.search.run import search
-from moe_lab.search.schedules import Schedule, space_of
+from moe_lab.search.schedules import Schedule
 from moe_lab.search.sequential import Sums, prune_sequentially
 from moe_lab.search.speculative_decoding import DraftingCandidates, accepted_and_proposed, prompts
 from moe_lab.statistics import observe
@@ -293,7 +293,7 @@ class World:
 def test_the_optimum_of_enumeration_is_found(name: str, tmp_path: Path) -> None:
     world = World(name, tmp_path)
     folder = world.run("found", generations=20)
-    space = space_of(problem_of(world.settings(), world.facts), 2)
+    space = space_to_search(world.settings(), world.facts, SearchSettings())
     schedules = [space.nth(number) for number in range(space.size)]
     plans = Plans(world.model, world.scores)
     tasks = answer_batches(world.text, world.tokenizer)

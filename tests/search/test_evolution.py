@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import product
 from math import comb
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -14,9 +14,23 @@ from numpy.random import PCG64, Generator
 from processes import within
 from scipy.stats import chisquare
 
+from moe_lab.allocation.problem import Limits
 from moe_lab.errors import UserError
 from moe_lab.search.evolution import Outcome, SearchSettings, evolve, mutate, parse, space_to_search
-from moe_lab.search.schedules import PATTERNS, Problem, Schedule, Space, pattern, project, space_of
+from moe_lab.search.schedules import PATTERNS, Schedule, Space, pattern, project, space_of
+
+
+class Problem(NamedTuple):
+    """Experts of each layer, the fewest that it can keep, the step of these numbers, and experts to remove in all."""
+
+    n_experts: tuple[int, ...]
+    fewest: tuple[int, ...]
+    steps: tuple[int, ...]
+    budget: int
+
+    def space(self, granularity: int) -> Space:
+        layers = zip(self.n_experts, self.steps, self.fewest, strict=True)
+        return space_of([Limits(count, 1, 1, step, few) for count, step, few in layers], self.budget, granularity)
 
 
 def enumerated(problem: Problem, granularity: int) -> list[Schedule]:
@@ -42,7 +56,7 @@ def test_the_space_is_what_enumeration_finds(case: tuple[Problem, int]) -> None:
     problem, granularity = case
     expected = enumerated(problem, granularity)
     try:
-        space = space_of(problem, granularity)
+        space = problem.space(granularity)
     except UserError as error:
         assert not expected
         if "nearest feasible" in str(error):
@@ -58,7 +72,7 @@ def test_the_space_is_what_enumeration_finds(case: tuple[Problem, int]) -> None:
 @pytest.mark.parametrize("granularity", [1, 2])
 def test_sampling_is_uniform(granularity: int) -> None:
     problem = Problem((6, 4, 8), (2, 1, 3), (1, 1, 1), 6)
-    space, random = space_of(problem, granularity), Generator(PCG64(7))
+    space, random = problem.space(granularity), Generator(PCG64(7))
     seen = Counter(space.sample(random) for _ in range(100 * space.size))
     assert set(seen) == set(enumerated(problem, granularity)) and len(seen) > 3
     assert chisquare(list(seen.values())).pvalue > 0.01
@@ -66,7 +80,7 @@ def test_sampling_is_uniform(granularity: int) -> None:
 
 def test_counts_are_exact_beyond_fp64() -> None:
     # without caps in reach there are C(B + L - 1, L - 1) ways
-    space = space_of(Problem((128,) * 48, (8,) * 48, (1,) * 48, 100), 1)
+    space = Problem((128,) * 48, (8,) * 48, (1,) * 48, 100).space(1)
     assert space.size == comb(147, 47) > 2**53
     assert sum(space.nth(space.size - 1)) == sum(space.nth(0)) == 100
     assert space.nth(space.size - 1) == (100, *[0] * 47)
@@ -82,14 +96,14 @@ def test_counts_are_exact_beyond_fp64() -> None:
 )
 def test_what_cannot_be_is_said(problem: Problem, granularity: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        space_of(problem, granularity)
+        problem.space(granularity)
 
 
 # ---- the first population
 
 
 def space(layers: int, experts: int, fewest: int, budget: int, granularity: int = 1) -> Space:
-    return space_of(Problem((experts,) * layers, (fewest,) * layers, (1,) * layers, budget), granularity)
+    return Problem((experts,) * layers, (fewest,) * layers, (1,) * layers, budget).space(granularity)
 
 
 # 8 layers of 16 experts lose 32. By hand, e.g. up: weights 1..8 of 36, shares 8i/9 = .89 1.78 2.67 3.56 4.44 5.33 6.22
@@ -170,7 +184,7 @@ def run(problem: Problem, settings: SearchSettings, fitness: Callable[[Schedule]
         seen.update(schedules)
         return [fitness(schedule) for schedule in schedules]
 
-    found = evolve(problem, settings, evaluate)
+    found = evolve(problem.space(settings.granularity), settings, evaluate)
     assert found.counts["evaluated"] == len(seen)
     return found
 
@@ -212,7 +226,7 @@ def test_the_search_ends_when_everything_is_known() -> None:
 
 def test_mutations_are_one_to_three_even_transfers() -> None:
     """tau = min of two out of {1, 2, 3} is 1, 2, 3 in 5, 3, 1 of 9; each transfer moves 2 or 4 from one to another."""
-    space, random, parent = space_of(PAPER, 2), Generator(PCG64(0)), (64,) * 48
+    space, random, parent = PAPER.space(2), Generator(PCG64(0)), (64,) * 48
     moved: Counter[int] = Counter()
     for _ in range(2000):
         child = mutate(parent, space, SearchSettings(), random)
@@ -224,7 +238,7 @@ def test_mutations_are_one_to_three_even_transfers() -> None:
 
 def test_a_transfer_is_as_if_resampled_until_feasible() -> None:
     problem = Problem((8, 8, 8), (2, 2, 2), (1, 1, 1), 8)
-    space, random, parent = space_of(problem, 1), Generator(PCG64(5)), (1, 6, 1)
+    space, random, parent = problem.space(1), Generator(PCG64(5)), (1, 6, 1)
     how = SearchSettings(granularity=1, max_transfer=3, max_transfers=1)
     pairs = [(a, b, size) for a in range(3) for b in range(3) for size in (1, 2, 3) if a != b]
     children = [[lost - size * (at == a) + size * (at == b) for at, lost in enumerate(parent)] for a, b, size in pairs]
@@ -251,7 +265,8 @@ def test_settings_that_cannot_work(named: str, given: dict[str, Any]) -> None:
 
 def test_transfers_move_at_least_what_layers_lose_at_once() -> None:
     with pytest.raises(UserError, match="max_transfer=4"):
-        space_to_search(PAPER, SearchSettings(granularity=8))
+        layers = {0: {"n_experts": 16, "top_k": 2, "n_group": 1, "topk_group": 1}}
+        space_to_search({"multiple_of": 1, "ratio": 0.5}, {"layers": layers}, SearchSettings(granularity=8))
 
 
 def test_a_search_of_the_papers_and_what_its_bookkeeping_costs() -> None:
@@ -263,7 +278,7 @@ def test_a_search_of_the_papers_and_what_its_bookkeeping_costs() -> None:
         return [float(sum(a * b for a, b in enumerate(each))) for each in schedules]
 
     with within(2):
-        found = evolve(PAPER, SearchSettings(), evaluate)
+        found = evolve(PAPER.space(2), SearchSettings(), evaluate)
     assert len(sizes) == 50 == found.counts["generations"] and sizes[0] <= 32 and max(sizes[1:]) <= 28
     assert len(found.history) == 32 + 49 * 28 == found.counts["made"]
     assert 1300 < found.counts["evaluated"] == sum(sizes) <= 1404

@@ -48,7 +48,7 @@ def export(source: str | os.PathLike[str], plan: Plan, out: str | os.PathLike[st
     left_out = predicting_experts(checkpoint.tensors)
     written_names = (name for name in checkpoint.tensors if not name.startswith(left_out))
     described, code = describe_export(config, form, written_names)
-    described_beside = renumbered_files(folder, form.stored)
+    described_beside = renumbered_files(folder, {index: layer.experts for index, layer in form.items()})
     content = pieces(checkpoint, family_of(config.get("text_config", config).get("model_type")), plan, form)
     with new_folder(target) as work:
         write_weights(checkpoint, content, work)

@@ -66,7 +66,7 @@ def describe_export(config: dict[str, Any], form: Form, names: Iterable[str]) ->
             f"the source is a pruned checkpoint whose layers differ already (model_type={config.get('model_type')}, "
             f"{LAYERS_FIELD} in config.json): export from the original model"
         )
-    edited: dict[str, Any] = renumbered(config, form.stored)
+    edited: dict[str, Any] = renumbered(config, {index: layer.experts for index, layer in form.items()})
     text = edited.get("text_config", edited)
     if not any(map(EXTRA_PREDICTION.search, names)):
         text.update({field: 0 for field in EXTRA_PREDICTION_LAYERS if text.get(field)})
@@ -74,8 +74,7 @@ def describe_export(config: dict[str, Any], form: Form, names: Iterable[str]) ->
     if port := port_of(kind):
         module = f"modeling_{PORTS[kind].file}.{PORTS[kind].base}"
         edited["auto_map"] = {"AutoConfig": f"{module}Config", "AutoModelForCausalLM": f"{module}ForCausalLM"}
-    layers = form.layers.values()
-    counts, widths = {len(layer.experts) for layer in layers}, {layer.width or form.width for layer in layers}
+    counts, widths = {len(layer.experts) for layer in form.values()}, {layer.width for layer in form.values()}
     if len(counts) == 1:
         (count,) = counts
         for field in (field for field in COUNT_FIELDS if field in text):
@@ -83,9 +82,9 @@ def describe_export(config: dict[str, Any], form: Form, names: Iterable[str]) ->
         text.update(dict.fromkeys(ALSO_COUNTS.get(text.get("model_type", ""), ()), count))
     elif edited.get("output_router_logits"):
         edited["output_router_logits"] = False  # the balancing loss needs layers with equal numbers of experts
-    if len(counts) == 1 and len(widths) == 1 and all(layer.widths is None for layer in layers):
+    if len(counts) == 1 and len(widths) == 1 and all(layer.widths is None for layer in form.values()):
         width = widths.pop()
-        alike = edited if width in (None, form.width) else narrowed(edited, width)
+        alike = edited if width is None else narrowed(edited, width)
         if alike is not None:
             return alike, port
     return _uneven(edited, form), _code(kind)
@@ -100,7 +99,7 @@ def _uneven(config: dict[str, Any], form: Form) -> dict[str, Any]:
     shown = ("model_type", "architectures", *(["auto_map"] if kind in PORTS else []))
     stock: dict[str, Any] = {name: config[name] for name in shown if name in config}
     layers = {}
-    for index, layer in form.layers.items():
+    for index, layer in form.items():
         own = {"width": layer.width, "widths": layer.widths, "owners": layer.owners}
         own["constants"] = True if layer.constants is not None else None
         stated = {name: value for name, value in own.items() if value is not None}

@@ -136,15 +136,16 @@ def pieces(checkpoint: Checkpoint, family: Family, plan: Plan, form: Form) -> di
             f"plan is for another model: it is about layers {sorted(plan.experts)}, and {checkpoint.folder} has "
             f"experts in layers {sorted(tensors)}"
         )
-    blocks = {index: Block(tensors[index], form.layers[index], count) for index, count in plan.n_experts.items()}
-    for block in blocks.values():
-        if block.layer.changed and form.width is not None:
+    blocks = {index: Block(tensors[index], form[index], count) for index, count in plan.n_experts.items()}
+    for index, block in blocks.items():
+        width = plan.width(index)
+        if block.layer.changed and width is not None:
             if family.unfit:
                 raise UserError(
                     f"plan: channels of {block.prefix}experts cannot be removed, because its experts {family.unfit}: "
                     "use a criterion of whole experts"
                 )
-            block.read_matrices(form.width)
+            block.read_matrices(width)
     by_shard: dict[str, list[Piece]] = {shard: [] for shard in checkpoint.shards}
     for name, entry in checkpoint.tensors.items():
         if not name.startswith(left_out):

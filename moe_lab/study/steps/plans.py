@@ -123,12 +123,12 @@ def drops_whole_experts(cell: Cell) -> bool:
 def check_schedules(cell: Cell) -> None:
     """Raise UserError for unknown parameters of a search and values that cannot work, and when no schedule removes as
     much as the ratio says."""
-    from moe_lab.search.evolution import parse, problem_of, space_to_search
+    from moe_lab.search.evolution import parse, space_to_search
 
     parameters = parse(cell.allocation.parameters)
     check_ratio(cell)
     if layer := _known_layer(cell):
-        space_to_search(problem_of(_settings(cell), {"layers": {0: layer, 1: layer}}), parameters)
+        space_to_search(_settings(cell), {"layers": {0: layer, 1: layer}}, parameters)
 
 
 def check_choices(cell: Cell) -> None:
