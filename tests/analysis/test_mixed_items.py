@@ -41,13 +41,8 @@ def study_of(
             n = {"n": len(values) or 10, "stderr": 0.01, "metric": "acc" if values else metric}
             rows.append({**about, **n, "score": (scores or {}).get((cell, name), mean)})
             samples += [(cell, name, f"{item:03}", outcome) for item, outcome in outcomes.items()]
-    parts: dict[str, Any] = {
-        "calibrations": {},
-        "contaminations": {},
-        "models": {},
-        "document": {},
-        "reader": Reader(Path("store")),
-    }
+    parts: dict[str, Any] = {key: {} for key in ("calibrations", "contaminations", "models", "document")}
+    parts["reader"] = Reader(Path("store"))
     parts |= {"origins": pd.DataFrame({"folder": [], "seconds": [], "commit": [], "versions": []})}
     parts |= dict.fromkeys(("family", "damage", "coverage"), pd.DataFrame())
     parts["cells"] = handmade.cells_of([handmade.UNPRUNED, *map(handmade.cell, CRITERIA)])

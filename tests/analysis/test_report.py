@@ -311,7 +311,7 @@ def test_the_text_of_figures_follows_the_theme(browser: Any, small_report: Path)
     assert shades[0] != shades[1]
 
 
-def test_tables_sort_and_filter(wide: Any) -> None:
+def test_tables_sort_filter_and_can_be_downloaded(wide: Any) -> None:
     visible = (
         "const rows = [...document.querySelectorAll('#table-ranks tbody tr')].filter(r => !r.hidden);"
         "return rows.map(r => [r.cells[2].textContent, r.cells[r.cells.length - 1].dataset.key])"
@@ -330,6 +330,8 @@ def test_tables_sort_and_filter(wide: Any) -> None:
         " { select.value = ''; select.dispatchEvent(new Event('change')); }"
     )
     assert len(wide.execute_script(visible)) == 30
+    download = "return fetch(document.querySelector('#table-ranks a[download$=csv]').href).then(r => r.text())"
+    assert wide.execute_script(download).startswith("Model,Pruned,Calibration,Criterion,Eval+,")
 
 
 def test_figures_open_large_and_close(wide: Any) -> None:
@@ -338,8 +340,3 @@ def test_figures_open_large_and_close(wide: Any) -> None:
     assert wide.execute_script("return document.querySelector('#viewer svg').getBoundingClientRect().width") > 900
     wide.execute_script("document.querySelector('#viewer .close').click()")
     assert not wide.execute_script("return document.querySelector('#viewer').open")
-
-
-def test_tables_can_be_downloaded(wide: Any) -> None:
-    script = "return fetch(document.querySelector('#table-ranks a[download$=csv]').href).then(r => r.text())"
-    assert wide.execute_script(script).startswith("Model,Pruned,Calibration,Criterion,Eval+,")

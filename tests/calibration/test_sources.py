@@ -318,10 +318,7 @@ def test_calls_are_answers_as_whole_turns(tokenizer_with: Callable[..., Any], so
         ({"messages": CALLING, "tools": [{"description": "w1"}]}, "expected functions with a name"),
         ({"messages": CALLING, "tools": ["w10"]}, "expected functions with a name"),
         ({"messages": with_call({"arguments": {}}), "tools": [TOOL]}, "expected tool_calls with a name and arguments"),
-        (
-            {"messages": with_call({"name": "w10", "arguments": "[1]"})},
-            "arguments of w10: .* expected an object",
-        ),
+        ({"messages": with_call({"name": "w10", "arguments": "[1]"})}, "arguments of w10: .* expected an object"),
         ({"messages": with_call({"name": "w10", "arguments": "{"})}, "arguments of w10 is damaged JSON"),
         ({"query": "w1", "answers": "w2", "tools": "[]"}, "field answers: tool_calls is damaged JSON"),
     ],

@@ -177,12 +177,7 @@ METRICS = [
     [
         (NUMBERED, MULTIPLE_CHOICE, {"expected": 7}, "has 6 items and should have 7"),
         (NUMBERED, MULTIPLE_CHOICE, {"shots": 6}, r"shots=6\b.*\b5 or fewer"),
-        (
-            [*NUMBERED[:5], NUMBERED[0]],
-            MULTIPLE_CHOICE,
-            {"shots": 5},
-            r"shots=5\b.*\b4 or fewer",
-        ),  # one is a copy
+        ([*NUMBERED[:5], NUMBERED[0]], MULTIPLE_CHOICE, {"shots": 5}, r"shots=5\b.*\b4 or fewer"),  # one is a copy
         (NUMBERED, SAMPLING, {}, "ask for sampling"),
         (NUMBERED[:3], METRICS[0], {"reports": {"own": "mcc"}}, r"own.*metric=mcc\b.*acc_norm"),  # of all items
         (NUMBERED[:3], METRICS[1], {}, r"own.*metric=acc\b.*acc_norm"),
