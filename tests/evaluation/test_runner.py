@@ -225,6 +225,7 @@ def verdicts(
 
 
 def test_right_half_right_and_wrong_programs(tmp_path: Path) -> None:
+    """MBPP has input types and oracles of its own."""
     programs = {
         "add": "def add(x): return x + 1",
         "mean": "def mean(x): return sum(x) / len(x) + 1e-9",  # close enough, but fails on the empty list of plus
@@ -235,14 +236,11 @@ def test_right_half_right_and_wrong_programs(tmp_path: Path) -> None:
     right, half, wrong = ("pass", "pass"), ("pass", "fail"), ("fail", "fail")
     assert found == {"add": right, "mean": half, "twice": wrong, "find_zero": right}
     assert verdicts(tmp_path, [ROOT], {"find_zero": "def find_zero(x): return 0.5"}) == {"find_zero": wrong}
-
-
-def test_mbpp_has_its_own_input_types_and_oracles(tmp_path: Path) -> None:
-    right = "def similar_elements(a, b):\n    assert type(a) is tuple\n    return sorted(set(a) & set(b))"
-    found = verdicts(tmp_path, [SHARED], {"similar_elements": right}, dataset="mbpp")
-    assert found == {"similar_elements": ("pass", "pass")}
-    wrong = "def similar_elements(a, b): return a"
-    assert verdicts(tmp_path, [SHARED], {"similar_elements": wrong}, dataset="mbpp")["similar_elements"][0] == "fail"
+    of_mbpp = "def similar_elements(a, b):\n    assert type(a) is tuple\n    return sorted(set(a) & set(b))"
+    found = verdicts(tmp_path, [SHARED], {"similar_elements": of_mbpp}, dataset="mbpp")
+    assert found == {"similar_elements": right}
+    of_mbpp = "def similar_elements(a, b): return a"
+    assert verdicts(tmp_path, [SHARED], {"similar_elements": of_mbpp}, dataset="mbpp")["similar_elements"][0] == "fail"
 
 
 def test_without_walls_a_program_that_ends_its_runner_costs_one_verdict(tmp_path: Path) -> None:

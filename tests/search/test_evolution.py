@@ -247,10 +247,7 @@ def test_a_transfer_is_as_if_resampled_until_feasible() -> None:
 def test_settings_that_cannot_work(named: str, given: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=rf"allocation\.parameters.*\b{re.escape(named)}\b"):
         parse(given)
-
-
-def test_transfers_move_at_least_what_layers_lose_at_once() -> None:
-    with pytest.raises(UserError, match="max_transfer=4"):
+    with pytest.raises(UserError, match="max_transfer=4"):  # less than what layers lose at once
         space_to_search(PAPER, SearchSettings(granularity=8))
 
 
