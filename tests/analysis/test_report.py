@@ -118,21 +118,18 @@ def test_every_sentence_of_a_page_follows_from_its_tables(tmp_path: Path, kind: 
     assert silent and not {*re.split(", | and ", silent[1])} & {path.stem for path in tmp_path.glob("out/*/*")}
 
 
-def test_the_page_needs_nothing_beside_it(small_report: Path) -> None:
+def test_the_page_needs_nothing_of_the_files_that_lie_beside_it(small_report: Path) -> None:
     source = small_report.read_text(encoding="utf-8")
     assert not NETWORK.search(source.replace('xmlns="http://www.w3.org/2000/svg"', ""))
     ids = re.findall(r'\sid="([^"]+)"', source)
     references = set(re.findall(r'(?:href="#|url\(#)([^")]+)', source))
     assert references <= set(ids)
     assert source.count("<svg") >= 5 and "var(--ink)" in source
-
-
-def test_figures_and_tables_lie_beside_the_page(small_report: Path) -> None:
     figures, files = small_report.parent / "figures", small_report.parent / "tables"
     for name in ("unified.fig2", "unified.fig3", "winners", "ranking", "aimer.fig3", "tokens_per_expert"):
         drawn = ElementTree.parse(figures / f"{name}.svg").getroot()
         assert len(list(drawn.iter("{http://www.w3.org/2000/svg}path"))) > 20
-    linked = set(re.findall(r'href="figures/([^"]+)"', small_report.read_text(encoding="utf-8")))
+    linked = set(re.findall(r'href="figures/([^"]+)"', source))
     assert "ranking.svg" in linked and linked <= {path.name for path in figures.iterdir()}
     for name in ("unified.table1", "unified.table2", "unified.table3", "unified.table5", "ranks", "winners"):
         for suffix in ("csv", "md", "tex", "html"):
