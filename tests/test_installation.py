@@ -130,18 +130,6 @@ ROOT = Path(__file__).parents[1]
 RUNNER = "moe_lab.evaluation.sandbox.runner"
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The content of the wheel, unpacked."""
-    folder = tmp_path_factory.mktemp("wheel")
-    options = ["-q", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "-w", str(folder)]
-    done = subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(ROOT)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (wheel,) = folder.glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(folder / "site")
-    return folder / "site"
-
-
 @pytest.fixture
 def hostile(tmp_path: Path) -> Path:
     """A folder whose modules are called like ours and like some that we import, and fail when they are."""
@@ -165,12 +153,15 @@ def test_what_is_started_is_this_installation(variables: dict[str, str], hostile
         assert done.returncode == 0 and says in done.stdout and (says or not done.stdout), done.stderr
 
 
-def test_a_study_of_the_wheel_is_reported_by_the_wheel(site: Path, hostile: Path, tmp_path: Path) -> None:
+def test_a_study_of_the_wheel_is_reported_by_the_wheel(hostile: Path, tmp_path: Path) -> None:
     """Installed in an environment of its own; the workers and the report are started in the hostile folder."""
     environment = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     (packages,) = environment.glob("lib/python*/site-packages")
-    shutil.copytree(site, packages, dirs_exist_ok=True)
+    options = ["-q", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "-w", str(environment)]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(ROOT)], check=True)
+    (wheel,) = environment.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(packages)
     others = [folder for folder in sys.path if folder.endswith("site-packages")]  # but not what their .pth files add
     (packages / "others.pth").write_text("\n".join(others))
     words = ["-m", "criterion=random", "suite.benchmarks=[]", "study=s", "store=store", "launcher.processes=1"]
@@ -184,4 +175,4 @@ def test_a_study_of_the_wheel_is_reported_by_the_wheel(site: Path, hostile: Path
     assert done.returncode == 0, done.stderr
     assert (hostile / "store/reports/s/report.html").exists()
     assert "a module of the current folder" not in done.stderr
-    assert not (site / "tools").exists(), "what trains the shipped models needs a checkout"
+    assert not (packages / "tools").exists(), "what trains the shipped models needs a checkout"

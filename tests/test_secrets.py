@@ -13,7 +13,6 @@ from processes import quoted
 from moe_lab.config import BackendConfig, Config
 from moe_lab.config.base import unfit
 from moe_lab.errors import MASK, UserError
-from moe_lab.evaluation.engines import command_line
 from moe_lab.study.step import error_document
 
 pytestmark = pytest.mark.slow
@@ -132,12 +131,3 @@ def test_secrets_are_refused_by_the_names_of_their_settings() -> None:
         Config(store="s3://user:pw@bucket/x")
     with pytest.raises(ValueError, match="has a secret in it"):
         replace(BackendConfig(), command="x --token t")
-
-
-def test_a_command_takes_each_variable_as_part_of_one_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "a {b} $c")
-    backend = BackendConfig("server", "serve {checkpoint} {port} --token=$HF_TOKEN")
-    assert command_line(backend, Path("x"), 7, "n") == ["serve", "x", "7", "--token=a {b} $c"]
-    monkeypatch.delenv("HF_TOKEN")
-    with pytest.raises(UserError, match="HF_TOKEN"):
-        command_line(backend, Path("x"), 7, "n")

@@ -180,11 +180,7 @@ CANNOT_BE: list[tuple[str, dict[str, Any], str]] = [
     ("backend", {"name": "hf", "arguments": {"max_num_seqs": 8}}, "arguments=.*expected backend=vllm"),
     ("backend", {"name": "vllm", "arguments": {"dtype": "float16"}}, "arguments.dtype"),
     ("resources", {"every": {"sbatch": {"gpus-per-node": "a100:1"}}}, "every.sbatch.gpus-per-node .*expected gpus and"),
-    (
-        "resources",
-        {"jobs": {"plan": {"sbatch": {"cpus_per_task": 4}}}},
-        "jobs.plan.sbatch.cpus-per-task .*d cpus",
-    ),
+    ("resources", {"jobs": {"plan": {"sbatch": {"cpus_per_task": 4}}}}, "jobs.plan.sbatch.cpus-per-task .*d cpus"),
     ("judge", {"url": "localhost:8000"}, "url="),
     ("judge", {"max_tokens": 0}, "max_tokens=0"),
     ("judge", {"key_variable": "sk-0123"}, "key_variable="),

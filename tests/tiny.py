@@ -6,13 +6,13 @@ are random but not degenerate: the initialisation of transformers leaves routers
 zero, so that every expert would be as good as any other.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -212,6 +212,17 @@ def load(folder: Path, **named: Any) -> Any:
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, by name."""
     return {key: value for file in folder.glob("model*.safetensors") for key, value in load_file(file).items()}
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], moved_by: int = 0) -> None:
+    """Change the tensors of a checkpoint of one file, and where they begin."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    for pad in range(64):
+        save_file(tensors, file, {"format": "pt", "pad": "x" * pad})
+        if (8 + int.from_bytes(file.read_bytes()[:8], "little")) % 64 == moved_by:
+            return
 
 
 def settings(path: object, **changes: Any) -> ModelConfig:

@@ -182,6 +182,8 @@ def test_channels_are_kept_to_the_last_one(
         ({"replacement": "ream", "parameters": {"group_size": 8.5}}, "expert", "allocation.parameters.group_size"),
         ({"replacement": "m_smoe", "parameters": {"group_size": 8}}, "expert", "allocation.parameters.group_size"),
         ({"protect": "super"}, "channel", "allocation.protect=super.*layerwise"),
+        ({"name": "list"}, "channel", r"allocation\.path"),
+        ({"name": "list", "path": "nowhere.json"}, "channel", r"allocation\.path"),
     ],
 )
 def test_mistakes_are_said_before_anything_runs(fields: Any, granularity: Any, named: str) -> None:
@@ -384,9 +386,3 @@ def test_a_schedule_and_a_plan_say_how_much_each_layer_loses(tmp_path: Path) -> 
 def test_files_that_do_not_fit(tmp_path: Path, content: Any, multiple_of: int, named: str) -> None:
     with pytest.raises(UserError, match=named):
         allocate(listed(tmp_path / "list", 0.5, content, multiple_of), LISTED, SCORES)
-
-
-@pytest.mark.parametrize("path", ["nowhere.json", None])
-def test_missing_files(path: str | None) -> None:
-    with pytest.raises(UserError, match=r"allocation\.path"):
-        check(AllocationConfig(name="list", path=path))

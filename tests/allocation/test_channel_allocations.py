@@ -168,20 +168,13 @@ EVIDENCE: dict[str, Any] = {
     "ablation": {7: {"ablation": numpy.array([0.1, -0.2, 0.3])}},
     "gradients": {7: {"channel_product": numpy.array([[-1.0, -2.0], [3.0, 4.0], [-5.0, 1.0]])}},
 }
-PRIORS: dict[Any, list[float]] = {
-    "ala1": [3, 0, 2],
-    "ala2": [4, 5, 6],
-    "true_ablation": [4, 5, 6],
-    "loss": [0.1, 0, 0.3],
-    "usage": [10, 0, 30],
-    "router_weight": [0.5, 1.5, 2.5],
-    "ala_lm": [3, 0, 4],
-    "none": [1, 1, 1],
-}
 
 
 def test_values_of_priors() -> None:
-    for prior, expected in PRIORS.items():
+    priors: dict[Any, list[float]] = {"ala1": [3, 0, 2], "ala2": [4, 5, 6], "true_ablation": [4, 5, 6]}
+    priors |= {"loss": [0.1, 0, 0.3], "usage": [10, 0, 30], "router_weight": [0.5, 1.5, 2.5]}
+    priors |= {"ala_lm": [3, 0, 4], "none": [1, 1, 1]}
+    for prior, expected in priors.items():
         assert expert_prior(prior, EVIDENCE, 7, 3) == pytest.approx(expected), prior
     with pytest.raises(UserError, match=r"channel_product of layer 8.* gradients"):
         expert_prior("ala_lm", EVIDENCE, 8, 3)

@@ -214,7 +214,7 @@ def test_the_share_of_layers_is_rounded() -> None:
         assert found == {number: [7] if number <= last else [] for number in range(1, 6)}
 
 
-def test_more_protected_experts_than_a_layer_keeps_are_refused() -> None:
+def test_plans_that_would_not_keep_all_of_the_protected_experts_are_refused() -> None:
     layers = {0: layer(8), 1: {**layer(8), "protected": [0, 1, 2, 3, 4]}}
     scores = {0: numpy.arange(8.0), 1: numpy.arange(8.0)}
     grouped = {0: {**layer(8, n_group=2), "protected": [4, 5, 6]}}
@@ -230,6 +230,9 @@ def test_more_protected_experts_than_a_layer_keeps_are_refused() -> None:
     assert allocate(settings("global", 0.5), layers, scores) == {0: 7, 1: 1}
     with pytest.raises(UserError, match=r"layer 1 .* expert 0\b"):
         make_plan(scores, {0: 0, 1: 5}, layers, provenance={})
+    plan = Plan({0: (0, 1)}, {0: 4}, channels={0: numpy.eye(4, 12, dtype=bool) & (numpy.arange(4) < 2)[:, None]})
+    with pytest.raises(UserError, match=r"layer 0 .* expert 1\b"):  # it keeps one of its channels
+        plan.check({0: {**layer(4, width=12), "protected": [1]}})
 
 
 def test_without_protected_experts_nothing_changes() -> None:
@@ -245,13 +248,6 @@ def test_without_protected_experts_nothing_changes() -> None:
         chosen["ratio"] = 1 - (24 - 8) / 40
         expected = budgets(chosen, {0: layer(5, width=8)}, {0: scores[0][rest]}, {"statistics": alone})[0]
         assert kept[2] == 8 and kept[rest].tolist() == expected.tolist()
-
-
-def test_a_plan_without_all_their_channels_is_refused() -> None:
-    marked = {0: {**layer(4, width=12), "protected": [1]}}
-    plan = Plan({0: (0, 1)}, {0: 4}, channels={0: numpy.eye(4, 12, dtype=bool) & (numpy.arange(4) < 2)[:, None]})
-    with pytest.raises(UserError, match=r"layer 0 .* expert 1\b"):
-        plan.check(marked)
 
 
 def test_schedules_of_a_search_leave_room_for_them() -> None:

@@ -108,15 +108,19 @@ def write_frame(path: Path, frame: pd.DataFrame) -> None:
     frame.to_parquet(path, index=False)
 
 
+def _step(root: Path, folder: str, file: str, content: Any) -> str:
+    """Write a file of a step; returns its folder."""
+    (write_frame if isinstance(content, pd.DataFrame) else write_json)(root / folder / file, content)
+    return folder
+
+
 def _facts(root: Path, model: str) -> str:
-    folder = _folder("model", model)
     sizes = {"n_experts": EXPERTS, "top_k": 4, "n_group": 1, "topk_group": 1, "hidden": 128, "width": 64}
     sizes["expert_parameters"] = synthetic_plans.EXPERT_PARAMETERS
     sizes["router_parameters_per_expert"] = synthetic_plans.ROUTER_PARAMETERS
     facts = {"model": model, "model_type": "olmoe", "parameters": synthetic_plans.PARAMETERS}
     facts |= {"decoder_layers": LAYERS + 1, "shared_width": 128, "layers": {str(i): sizes for i in range(LAYERS)}}
-    write_json(root / folder / "facts.json", facts)
-    return folder
+    return _step(root, _folder("model", model), "facts.json", facts)
 
 
 def _expert_frame() -> pd.DataFrame:
@@ -131,13 +135,11 @@ def _statistics(root: Path, model: str, calibration: str) -> str:
     frame.loc[frame["expert"] == 7, "tokens"] = 0
     write_frame(root / folder / "coverage.parquet", frame)
     report = {"name": calibration, "valid_tokens": {calibration: 65000}, "rows": 512, "length": 128}
-    write_json(root / folder / "calibration.json", {**report, "packing": "reap", "first_row": "made-up text"})
-    return folder
+    return _step(root, folder, "calibration.json", {**report, "packing": "reap", "first_row": "made-up text"})
 
 
 def _family(root: Path, model: str, calibration: str) -> str:
     """Scores whose ranking depends on the calibration set through frequency (b=0), hardly through norms (b=1)."""
-    folder = _folder("family", f"{model}-{calibration}")
     frame = _expert_frame()
     shared, own = _rng("norm", model), _rng("frequency", model, calibration)
     norm = shared.lognormal(0, 0.5, len(frame)) * own.lognormal(0, 0.1, len(frame))
@@ -150,34 +152,24 @@ def _family(root: Path, model: str, calibration: str) -> str:
         for beta in (0, 1, 2)
         if (b, alpha, beta) != (1, 0, 0)
     ]
-    write_frame(root / folder / "family.parquet", pd.concat(parts))
-    return folder
+    return _step(root, _folder("family", f"{model}-{calibration}"), "family.parquet", pd.concat(parts))
 
 
 def _damage(root: Path, model: str, calibration: str) -> str:
     family = pd.read_parquet(root / _folder("family", f"{model}-{calibration}") / "family.parquet")
     proxy = family.query("b == 0 and alpha == 1 and beta == 1")
     noise = _rng("damage", model, calibration).lognormal(0, 0.05, len(proxy))
-    folder = _folder("scores", f"{model}-{calibration}-exact_damage")
     scores = proxy.assign(score=proxy["score"] * noise)[["layer", "expert", "score"]]
-    write_frame(root / folder / "scores.parquet", scores)
-    return folder
+    return _step(root, _folder("scores", f"{model}-{calibration}-exact_damage"), "scores.parquet", scores)
 
 
 def _contamination(root: Path, model: str, calibration: str) -> str:
     """Three of 80 items of GSM8K in code, and benchmarks whose items are too short or were not looked up."""
-    folder = _folder("contamination", f"{calibration}-{model}")
     found = 3 if calibration == "pocket_code" else 0
     gsm8k = {"comparable": 75, "found": found}
     counts = {"gsm8k": gsm8k, "rte": {"comparable": 80, "found": 0}}
-    write_json(root / folder / "contamination.json", {**counts, "winogrande": {**counts["rte"], "comparable": 0}})
-    return folder
-
-
-def _profile(root: Path, axes: dict[str, Any]) -> str:
-    folder = _folder_of("profile", axes)
-    write_frame(root / folder / "profile.parquet", pd.DataFrame(synthetic_plans.profile(axes)))
-    return folder
+    counts["winogrande"] = {"comparable": 0, "found": 0}
+    return _step(root, _folder("contamination", f"{calibration}-{model}"), "contamination.json", counts)
 
 
 def _plan(root: Path, axes: dict[str, Any]) -> str:
@@ -193,16 +185,11 @@ def _plan(root: Path, axes: dict[str, Any]) -> str:
     return folder
 
 
-def _cost(root: Path, axes: dict[str, Any]) -> str:
-    folder = _folder_of("cost", axes)
-    write_json(root / folder / "cost.json", synthetic_plans.cost(axes))
-    return folder
-
-
 def _cell(root: Path, axes: dict[str, Any], tasks: Sequence[str], items: int) -> dict[str, Any]:
-    pruned, reads = axes["criterion"] != "none", axes["calibration"] != "none"
+    pruned, reads, recovered = (axes[axis] != "none" for axis in ("criterion", "calibration", "recovery"))
     axes = {**axes, "granularity": synthetic_plans.granularity(axes["criterion"])}
     label = f"{axes['model']}-{axes['calibration']}-{axes['criterion']}"
+    profile = pd.DataFrame(synthetic_plans.profile(axes))
     return {
         "cell": axes,
         "model": _facts(root, axes["model"]),
@@ -212,8 +199,8 @@ def _cell(root: Path, axes: dict[str, Any], tasks: Sequence[str], items: int) ->
         "plan": _plan(root, axes) if pruned else None,
         "scores": _folder("scores", label) if pruned else None,
         "statistics": _statistics(root, axes["model"], axes["calibration"]) if reads else None,
-        "cost": _cost(root, axes),
-        "profile": _profile(root, axes) if axes["recovery"] == "none" else None,
+        "cost": _step(root, _folder_of("cost", axes), "cost.json", synthetic_plans.cost(axes)),
+        "profile": None if recovered else _step(root, _folder_of("profile", axes), "profile.parquet", profile),
         "evaluate": {task: _evaluate(root, axes, task, items) for task in tasks},
     }
 

@@ -50,21 +50,24 @@ def test_a_missing_result_takes_its_pair_away_and_nothing_else() -> None:
 PLACES = {"heapr": "global", "camera": "layerwise", "reap": "uniform", "man": "uniform"}
 PLACES |= {"channel_random": "layerwise", "random": "uniform"}
 CHANNELS = [UNPRUNED, *(cell(*words) for words in PLACES.items()), cell("heapr", "global", recovery="nf4")]
-KEPT = [1, 0.5, 0.5, 0.52, 0.6, 0.5, 0.5, 0.5]
 
 
-def channels() -> pd.DataFrame:
-    solved = [first(40), first(30), first(20), first(10), first(40), first(16), first(20), first(2)]
-    costs = pd.DataFrame({"cell": range(8), "routed_kept": KEPT})
-    return claims.claims([comparison_of(CHANNELS, {"gsm8k": solved})], costs, NO_FAMILY)
-
-
-def test_channels_meet_only_experts_that_keep_as_much() -> None:
+def test_channels_meet_experts_that_keep_as_much_and_chance_meets_chance() -> None:
     """HEAPr +20 and CAMERA +10 over REAP; MAN keeps a tenth more and is left out, and so is what was quantised."""
-    rows = channels().set_index(["claim", "ratio"])
+    solved = [first(40), first(30), first(20), first(10), first(40), first(16), first(20), first(2)]
+    costs = pd.DataFrame({"cell": range(8), "routed_kept": [1, 0.5, 0.5, 0.52, 0.6, 0.5, 0.5, 0.5]})
+    found = claims.claims([comparison_of(CHANNELS, {"gsm8k": solved})], costs, NO_FAMILY)
+    rows = found.set_index(["claim", "ratio"])
     row = rows.loc[(claims.CHANNELS, 0.5)]
     assert row["compared"] == 2 and row["difference"] == pytest.approx(15 / 40) and row["verdict"] == "holds"
     assert claims.ALL not in rows.index.get_level_values("ratio"), "of one ratio, its row says it all"
+    row = rows.loc[(claims.BY_CHANCE, 0.5)]
+    assert row["compared"] == 1 and row["difference"] == pytest.approx(-4 / 40)
+    assert row["p"] < 0.05 and row["verdict"] == "does not hold"
+    # Holm over all rows: the smallest p times 2, the next times 1, never falling
+    found = found.sort_values("p", kind="stable")
+    naive = np.maximum.accumulate(found["p"].to_numpy() * [2, 1])
+    assert found["p_holm"].tolist() == pytest.approx(naive.tolist())
 
 
 def test_experts_that_are_replaced_are_not_removed() -> None:
@@ -74,19 +77,6 @@ def test_experts_that_are_replaced_are_not_removed() -> None:
     rows = claims.claims([comparison_of(axes, solved)], costs, NO_FAMILY).set_index(["claim", "ratio"])
     row = rows.loc[(claims.CHANNELS, 0.5)]
     assert row["compared"] == 1 and row["difference"] == pytest.approx(20 / 40)
-
-
-def test_chance_meets_chance_and_a_claim_that_fails_says_so() -> None:
-    row = channels().set_index(["claim", "ratio"]).loc[(claims.BY_CHANCE, 0.5)]
-    assert row["compared"] == 1 and row["difference"] == pytest.approx(-4 / 40)
-    assert row["p"] < 0.05 and row["verdict"] == "does not hold"
-
-
-def test_p_values_are_corrected_over_all_rows() -> None:
-    """Holm by hand: the smallest p times 2, the next times 1, never falling."""
-    found = channels().sort_values("p", kind="stable")
-    naive = np.maximum.accumulate(found["p"].to_numpy() * [2, 1])
-    assert found["p_holm"].tolist() == pytest.approx(naive.tolist())
 
 
 UP, DOWN = [1.0, 2, 3, 4], [4.0, 3, 2, 1]
@@ -130,11 +120,8 @@ def test_three_readings_of_overlap_by_hand() -> None:
     assert found["pairwise"] == pytest.approx((1 + 0.5 + 0.5) / 3)
     assert found["jaccard"] == pytest.approx(1 / 3)
     assert (found["chance_triple"], found["chance_pairwise"]) == (0.25, 0.5)
-
-
-def test_overlap_is_averaged_over_layers_of_any_size() -> None:
-    frame = family({"a": [[1, 2, 3, 4], [1, 2]], "b": [[1, 2, 3, 4], [2, 1]]})
-    assert overlap.calibration_overlap(frame, [0.5]).iloc[0]["triple"] == 0.5
+    of_any_size = family({"a": [[1, 2, 3, 4], [1, 2]], "b": [[1, 2, 3, 4], [2, 1]]})
+    assert overlap.calibration_overlap(of_any_size, [0.5]).iloc[0]["triple"] == 0.5, "the mean of two layers"
 
 
 def test_chance_levels_are_what_random_scores_reach() -> None:

@@ -122,7 +122,7 @@ def several() -> Comparison:
     return comparison_of(axes, {"gsm8k": [first(count, 60) for count in (60, 50, 48, 47, 51, 24, *CHANCE)]})
 
 
-def test_cells_that_differ_in_the_seed_are_one_row(several: Comparison) -> None:
+def test_seeds_are_one_row_and_the_band_of_chance_is_where_another_random_plan_would_be(several: Comparison) -> None:
     [found] = ranking.rankings([several])
     rows = found.rows.set_index("method")
     assert rows["seeds"].to_dict() == {"reap": 2, "ean": 2, "man": 1, "random": 5}
@@ -131,10 +131,6 @@ def test_cells_that_differ_in_the_seed_are_one_row(several: Comparison) -> None:
     assert rows["verdict"].tolist() == ["best", "not separated", "separated", "separated"]
     assert rows.loc["reap", "share"] == pytest.approx(49 / 60) and not found.of_methods
     assert [len(panel.cells) for panel in several.panels] == [4], "one panel, whatever the seeds"
-
-
-def test_the_band_of_chance_is_where_a_further_random_plan_would_be(several: Comparison) -> None:
-    [found] = ranking.rankings([several])
     scores = np.array(CHANCE) / 60
     reach = t.ppf(0.975, 4) * scores.std(ddof=1) * np.sqrt(1.2)
     assert found.chance["expert"] == pytest.approx((scores.mean() - reach, scores.mean() + reach))

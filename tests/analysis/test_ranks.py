@@ -20,13 +20,10 @@ DEMSAR = {2: 1.960, 3: 2.343, 4: 2.569, 5: 2.728, 6: 2.850, 7: 2.949, 8: 3.031, 
 SIX = ("humaneval", "gsm8k", "math500", "livecodebench", "wildbench", "mmlu")
 
 
-def test_ties_share_the_mean_rank_on_printed_values() -> None:
+def test_ties_share_the_mean_rank_on_printed_values_and_gaps_have_neither_mean_nor_rank() -> None:
     columns = pd.DataFrame({"a": [0.50004, 0.5, 0.1], "b": [0.3, 0.2, 0.1]})
     assert ranks.column_ranks(columns)["a"].tolist() == [1.5, 1.5, 3.0]
     assert ranks.average_rank(columns).tolist() == [1.25, 1.75, 3.0]
-
-
-def test_a_gap_is_neither_averaged_nor_ranked() -> None:
     benchmarks = pd.DataFrame({"humaneval": [0.4, 0.5], "mbpp": [np.nan, 0.5], "gsm8k": [0.9, 0.1]})
     columns = ranks.component_columns(benchmarks)
     assert np.isnan(columns.loc[0, "Eval+"]) and columns.loc[1, "Eval+"] == 0.5
@@ -58,16 +55,13 @@ def ordered(criteria: tuple[str, ...], items: int = 40, benchmarks: tuple[str, .
     return comparison_of(axes, dict.fromkeys(benchmarks, rows))
 
 
-def test_critical_differences_are_the_published_ones() -> None:
+def test_critical_differences_are_the_published_ones_and_tests_of_ranks_are_scipys() -> None:
     for methods, value in DEMSAR.items():
         spread = np.sqrt(methods * (methods + 1) / (6 * 14))
         assert rank_tests.critical_difference(methods, 14) == pytest.approx(value * spread, abs=1e-3)
     # Demšar's example: four classifiers, 14 data sets, CD = 1.25 at 0.05: a difference of exactly CD has that p
     assert rank_tests.critical_difference(4, 14) == pytest.approx(1.25, abs=0.005)
     assert rank_tests.nemenyi(np.array([1.25]), 4, 14)[0] == pytest.approx(0.05, abs=2e-3)
-
-
-def test_tests_of_ranks_are_scipys() -> None:
     scores = np.random.default_rng(0).integers(0, 6, (5, 9))  # with ties
     assert rank_tests.friedman(scores) == pytest.approx(tuple(friedmanchisquare(*scores)))
     ranges = np.array([0.0, 0.3, 1.0, 2.5, 4.0, 7.0])

@@ -118,21 +118,18 @@ def test_every_sentence_of_a_page_follows_from_its_tables(tmp_path: Path, kind: 
     assert silent and not {*re.split(", | and ", silent[1])} & {path.stem for path in tmp_path.glob("out/*/*")}
 
 
-def test_the_page_needs_nothing_beside_it(small_report: Path) -> None:
+def test_the_page_needs_nothing_of_the_files_that_lie_beside_it(small_report: Path) -> None:
     source = small_report.read_text(encoding="utf-8")
     assert not NETWORK.search(source.replace('xmlns="http://www.w3.org/2000/svg"', ""))
     ids = re.findall(r'\sid="([^"]+)"', source)
     references = set(re.findall(r'(?:href="#|url\(#)([^")]+)', source))
     assert references <= set(ids)
     assert source.count("<svg") >= 5 and "var(--ink)" in source
-
-
-def test_figures_and_tables_lie_beside_the_page(small_report: Path) -> None:
     figures, files = small_report.parent / "figures", small_report.parent / "tables"
     for name in ("unified.fig2", "unified.fig3", "winners", "ranking", "aimer.fig3", "tokens_per_expert"):
         drawn = ElementTree.parse(figures / f"{name}.svg").getroot()
         assert len(list(drawn.iter("{http://www.w3.org/2000/svg}path"))) > 20
-    linked = set(re.findall(r'href="figures/([^"]+)"', small_report.read_text(encoding="utf-8")))
+    linked = set(re.findall(r'href="figures/([^"]+)"', source))
     assert "ranking.svg" in linked and linked <= {path.name for path in figures.iterdir()}
     for name in ("unified.table1", "unified.table2", "unified.table3", "unified.table5", "ranks", "winners"):
         for suffix in ("csv", "md", "tex", "html"):
@@ -311,7 +308,7 @@ def test_the_text_of_figures_follows_the_theme(browser: Any, small_report: Path)
     assert shades[0] != shades[1]
 
 
-def test_tables_sort_and_filter(wide: Any) -> None:
+def test_tables_sort_filter_and_can_be_downloaded(wide: Any) -> None:
     visible = (
         "const rows = [...document.querySelectorAll('#table-ranks tbody tr')].filter(r => !r.hidden);"
         "return rows.map(r => [r.cells[2].textContent, r.cells[r.cells.length - 1].dataset.key])"
@@ -330,6 +327,8 @@ def test_tables_sort_and_filter(wide: Any) -> None:
         " { select.value = ''; select.dispatchEvent(new Event('change')); }"
     )
     assert len(wide.execute_script(visible)) == 30
+    download = "return fetch(document.querySelector('#table-ranks a[download$=csv]').href).then(r => r.text())"
+    assert wide.execute_script(download).startswith("Model,Pruned,Calibration,Criterion,Eval+,")
 
 
 def test_figures_open_large_and_close(wide: Any) -> None:
@@ -338,8 +337,3 @@ def test_figures_open_large_and_close(wide: Any) -> None:
     assert wide.execute_script("return document.querySelector('#viewer svg').getBoundingClientRect().width") > 900
     wide.execute_script("document.querySelector('#viewer .close').click()")
     assert not wide.execute_script("return document.querySelector('#viewer').open")
-
-
-def test_tables_can_be_downloaded(wide: Any) -> None:
-    script = "return fetch(document.querySelector('#table-ranks a[download$=csv]').href).then(r => r.text())"
-    assert wide.execute_script(script).startswith("Model,Pruned,Calibration,Criterion,Eval+,")

@@ -254,40 +254,21 @@ def test_a_radar_has_the_best_two_and_the_methods_of_the_paper() -> None:
     assert radar_figure(results_of(study_of(two), [two]), "aimer.fig3") == [], "two spokes are no radar"
 
 
-def made_up_table() -> Table:
+def test_tables_are_written_as_markdown_latex_and_html() -> None:
     frame = pd.DataFrame({"Criterion": ["Unpruned", "MAN", "REAP", "EAN"], "GSM8K": [0.9, 0.5, 0.5, np.nan]})
-    low = pd.DataFrame({"GSM8K": [0.8, 0.4, 0.4, np.nan]})
-    return Table(
-        name="t",
-        title="A 50 % table",
-        caption="It_s caption.",
-        frame=frame,
-        formats={"GSM8K": "{:.3f}"},
-        best={"GSM8K": "max"},
-        low=low,
-        high=low + 0.2,
-    )
-
-
-def test_markdown_marks_the_best_and_explains_the_gap() -> None:
-    made = rendering.markdown(made_up_table())
+    low, about = pd.DataFrame({"GSM8K": [0.8, 0.4, 0.4, np.nan]}), ("t", "A 50 % table", "It_s caption.")
+    table = Table(*about, frame, {"GSM8K": "{:.3f}"}, best={"GSM8K": "max"}, low=low, high=low + 0.2)
+    made = rendering.markdown(table)
     assert "| MAN | **0.500** |" in made and "| REAP | **0.500** |" in made, "ties are all best"
     assert "| Unpruned | 0.900 |" in made, "the unpruned model does not compete"
     assert "| EAN | – |" in made and rendering.GAP_NOTE in made
-    whole = replace(made_up_table(), frame=made_up_table().frame.fillna(0.25))
-    assert rendering.GAP_NOTE not in rendering.markdown(whole)
-
-
-def test_latex_is_booktabs_with_special_characters_escaped() -> None:
-    made = rendering.latex(made_up_table())
+    assert rendering.GAP_NOTE not in rendering.markdown(replace(table, frame=frame.fillna(0.25)))
+    made = rendering.latex(table)
     for words in (r"\toprule", r"\midrule", r"\bottomrule", r"\textbf{0.500}", r"It\_s", r"50 \%", r"\label{tab:t}"):
         assert words in made
     assert "textbf{0.900}" not in made
-
-
-def test_html_has_sort_keys_and_intervals() -> None:
-    made = rendering.html(made_up_table())
+    made = rendering.html(table)
     assert 'data-key="0.9"' in made and 'data-key=""' in made
     assert "<small>0.40 to 0.60</small>" in made
-    nasty = replace(made_up_table(), frame=pd.DataFrame({"Criterion": ["<script>"], "GSM8K": [0.5]}), low=None)
+    nasty = replace(table, frame=pd.DataFrame({"Criterion": ["<script>"], "GSM8K": [0.5]}), low=None)
     assert "<script>" not in rendering.html(nasty)

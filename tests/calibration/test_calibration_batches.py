@@ -222,16 +222,14 @@ def test_only_what_the_assistant_says_is_an_answer(source: Settings, chat_tokeni
     assert answered(chosen, chat_tokenizer, header=True) == with_header
 
 
-def test_sets_and_rows_without_answers_are_refused(source: Settings, tokenizer: Any) -> None:
+def test_lost_and_rewritten_answers_are_refused(source: Settings, tokenizer: Any, tokenizer_with: Any) -> None:
+    """Rewritten ones, unless whole turns are taken."""
     unanswered = ({"text": "w1 w2 w3 w4"}, {"instruction": "w1 w2 w3", "output": " "})
     with pytest.raises(UserError, match=r"set\.jsonl holds no answers: .* instruction and output"):
         answer_batches(source(*unanswered, length=4, tokens=4), tokenizer)
     with pytest.raises(UserError, match=r"calibration\.length=4 cuts every answer"):
         record = {"instruction": "w0 w1 w2 w3", "output": "w4"}
         answer_batches(source(record, packing="none", length=4, tokens=4), tokenizer)
-
-
-def test_a_rewritten_answer_is_refused_unless_turns_are_taken(source: Settings, tokenizer_with: Any) -> None:
     slow = tokenizer_with("{% for m in messages %}{{ m.role }} {{ m.content | replace(' ', ' w9 ') }} {% endfor %}")
     chosen = source({"instruction": "w0", "output": "w1 w2"}, packing="none", length=6, tokens=6)
     with pytest.raises(UserError, match="header=true"):
@@ -329,7 +327,9 @@ def test_each_set_is_read_by_its_own_settings(tmp_path: Path, settings: Settings
     assert rows == {(W, W + 1, W, W + 2), (1, W + 3, W + 4, W + 5)}
 
 
-def test_a_set_that_runs_out_is_named_with_its_tokens(two: Two, tokenizer: Any) -> None:
+def test_a_set_that_runs_out_or_has_no_room_is_named(
+    tmp_path: Path, settings: Settings, two: Two, tokenizer: Any
+) -> None:
     chosen = mixture((0.5, two[0]), (0.5, two[1]), packing="chunk", tokens=8000)
     with pytest.raises(UserError, match=r"low, .* share of 0.5 .* its 1200 tokens .* would fit") as error:
         batches(chosen, tokenizer)
@@ -337,9 +337,6 @@ def test_a_set_that_runs_out_is_named_with_its_tokens(two: Two, tokenizer: Any) 
     assert batches(replace(chosen, tokens=fitting), tokenizer).report["rows"] == fitting // 8
     with pytest.raises(UserError, match="is too short"):
         batches(replace(chosen, tokens=fitting + 8), tokenizer)
-
-
-def test_a_share_too_small_for_a_text_is_refused(tmp_path: Path, settings: Settings, two: Two, tokenizer: Any) -> None:
     long = settings(write(tmp_path / "long.jsonl", *({"text": "w1 " * 8} for _ in range(9))), name="long")
     with pytest.raises(UserError, match=r"long makes 50.0% of the tokens and not 30.0%.*expected more tokens"):
         batches(mixture((0.3, long), (0.7, two[1]), tokens=16), tokenizer)

@@ -107,31 +107,6 @@ def test_records_with_unread_parts_are_refused(record: dict[str, Any], key: str,
         read(source({"messages": MESSAGES}, record))
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        ("a.txt", "", "a.txt is empty"),
-        ("a.txt", " \n\n \n", "holds no document"),
-        ("a.jsonl", '{"text": "one"}\n{"text": "tw\n', "a.jsonl line 2"),
-        ("a.json", '[{"text": "one"},\n', "a.json line 2"),
-        ("a.jsonl", lines({"body": "one", "id": 1}), r"line 1: none of .*text.*body, id.*calibration.field"),
-        ("a.json", '[{"text": "one"}, 7]', "record 2: expected an object .* found 7"),
-        ("a.jsonl", lines({"instruction": None, "output": "x"}), "field instruction holds None"),
-        ("a.jsonl", lines({"text": None}), "line 1: field text holds None"),
-        ("a.jsonl", lines({"messages": [{"role": "user"}]}), "line 1, field messages: .* role"),
-        ("a.pkl", "x", r"\.pkl: pickles run code"),
-        ("a.arrow", "x", r"\.arrow: .* expected \.txt"),
-        ("a.tar.gz", "x", r"\.tar\.gz: this format"),
-        ("a.txt", b"fine \xff\xfe", r"UTF-8 text: line 1 .*0xff.*byte 5\b"),
-        ("c.txt.gz", b"not compressed", "damaged gz file"),
-        ("d.txt.gz", gzip.compress(b"one", mtime=0)[:10] + b"\xff" * 20, "damaged gz file"),
-    ],
-)
-def test_what_cannot_be_read(tmp_path: Path, settings: Settings, name: str, content: str | bytes, says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        read(settings(written(tmp_path / name, content)))
-
-
 def test_settings_that_do_not_fit_the_records_are_refused(source: Settings) -> None:
     with pytest.raises(UserError, match=r"contents of calibration.field .* did you mean content\?"):
         read(source({"content": "one", "id": 1}, field="contents"))
@@ -311,24 +286,40 @@ def test_calls_are_answers_as_whole_turns(tokenizer_with: Callable[..., Any], so
 
 
 @pytest.mark.parametrize(
-    ("record", "sentence"),
+    ("name", "content", "says"),
     [
-        ({"messages": CALLING, "tools": "[{"}, "line 1: tools is damaged JSON"),
-        ({"messages": CALLING, "tools": {"w10": TOOL}}, "line 1: tools: found .*, expected a list"),
-        ({"messages": CALLING, "tools": [{"description": "w1"}]}, "expected functions with a name"),
-        ({"messages": CALLING, "tools": ["w10"]}, "expected functions with a name"),
-        ({"messages": with_call({"arguments": {}}), "tools": [TOOL]}, "expected tool_calls with a name and arguments"),
+        ("a.txt", "", "a.txt is empty"),
+        ("a.txt", " \n\n \n", "holds no document"),
+        ("a.jsonl", '{"text": "one"}\n{"text": "tw\n', "a.jsonl line 2"),
+        ("a.json", '[{"text": "one"},\n', "a.json line 2"),
+        ("a.jsonl", lines({"body": "one", "id": 1}), r"line 1: none of .*text.*body, id.*calibration.field"),
+        ("a.json", '[{"text": "one"}, 7]', "record 2: expected an object .* found 7"),
+        ("a.jsonl", lines({"instruction": None, "output": "x"}), "field instruction holds None"),
+        ("a.jsonl", lines({"text": None}), "line 1: field text holds None"),
+        ("a.jsonl", lines({"messages": [{"role": "user"}]}), "line 1, field messages: .* role"),
+        ("a.jsonl", lines({"messages": CALLING, "tools": "[{"}), "line 1: tools is damaged JSON"),
+        ("a.jsonl", lines({"messages": CALLING, "tools": {"w10": TOOL}}), "line 1: tools: found .*, expected a list"),
+        ("a.jsonl", lines({"messages": CALLING, "tools": [{"description": "w1"}]}), "expected functions with a name"),
+        ("a.jsonl", lines({"messages": CALLING, "tools": ["w10"]}), "expected functions with a name"),
+        ("a.jsonl", lines({"messages": with_call({"arguments": {}}), "tools": [TOOL]}), "with a name and arguments"),
         (
-            {"messages": with_call({"name": "w10", "arguments": "[1]"})},
-            "arguments of w10: .* expected an object",
+            "a.jsonl",
+            lines({"messages": with_call({"name": "w10", "arguments": "[1]"})}),
+            "w10: .* expected an object",
         ),
-        ({"messages": with_call({"name": "w10", "arguments": "{"})}, "arguments of w10 is damaged JSON"),
-        ({"query": "w1", "answers": "w2", "tools": "[]"}, "field answers: tool_calls is damaged JSON"),
+        ("a.jsonl", lines({"messages": with_call({"name": "w10", "arguments": "{"})}), "of w10 is damaged JSON"),
+        ("a.jsonl", lines({"query": "w1", "answers": "w2", "tools": "[]"}), "answers: tool_calls is damaged JSON"),
+        ("a.pkl", "x", r"\.pkl: pickles run code"),
+        ("a.arrow", "x", r"\.arrow: .* expected \.txt"),
+        ("a.tar.gz", "x", r"\.tar\.gz: this format"),
+        ("a.txt", b"fine \xff\xfe", r"UTF-8 text: line 1 .*0xff.*byte 5\b"),
+        ("c.txt.gz", b"not compressed", "damaged gz file"),
+        ("d.txt.gz", gzip.compress(b"one", mtime=0)[:10] + b"\xff" * 20, "damaged gz file"),
     ],
 )
-def test_one_sentence_for_what_is_no_tool(record: dict[str, Any], sentence: str, source: Settings) -> None:
-    with pytest.raises(UserError, match=sentence):
-        read(source(record))
+def test_what_cannot_be_read(tmp_path: Path, settings: Settings, name: str, content: str | bytes, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        read(settings(written(tmp_path / name, content)))
 
 
 SYSTEM = {"role": "system", "content": "w3"}

@@ -74,13 +74,7 @@ BOOLQ: Rows = [
 _CUBE = ["is using wrap.", "is tiles.", "holds a cube.", "pulls."]
 _BARK = ["They bark loudly at cars.", "They", "fly.", "sleep on."]
 HELLASWAG: Rows = [
-    {
-        "activity_label": label,
-        "ctx_a": first,
-        "ctx_b": second,
-        "endings": endings,
-        "label": answer,
-    }
+    {"activity_label": label, "ctx_a": first, "ctx_b": second, "endings": endings, "label": answer}
     for label, first, second, endings, answer in [
         ("Roof", "A man sits on a roof.", "he", _CUBE, "3"),
         ("Tea", "[header] How to make tea [title] Boil.", "you", ["[step] pour", "wait  long", "x", "y"], "0"),
@@ -93,11 +87,7 @@ RTE: Rows = [
     {"sentence1": "He has two cats.", "sentence2": "He has a cat.", "label": 0, "idx": 2},
 ]
 MATHQA: Rows = [
-    {
-        "Problem": problem,
-        "options": options,
-        "correct": correct,
-    }
+    {"Problem": problem, "options": options, "correct": correct}
     for problem, options, correct in [
         ("two and three is ?", "a ) 38 , b ) 27.675 , c ) 5 , d ) data inadequate , e ) none of these", "c"),
         ("a train runs 10 km in 2 h", "a ) 5 , b ) 50 , c ) 1,000 , d ) 7 , e ) 12 km", "a"),

@@ -43,8 +43,6 @@ from moe_lab.evaluation.mirror import benchmarks
 from moe_lab.paths import resolve
 
 ROOT = Path(__file__).parents[2]
-
-
 SHIPPED = sorted(
     file.stem
     for file in (ROOT / "conf/benchmark").glob("pocket_*.yaml")
@@ -73,33 +71,28 @@ def test_the_loss_of_a_worked_answer_is_that_of_all_its_text(subject: LoadedMode
     assert chat is None
 
 
-@pytest.fixture
-def story_task(subject: LoadedModel, tmp_path: Path) -> BenchmarkConfig:
-    """A generation task whose right answers are what the model writes; the last is made wrong."""
+def test_generated_answers(subject: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right answers are what the model writes; the last is made wrong. Without a pass for the loss on the right answer.
+    Task objects are kept, but belong to the content of a file."""
     prompts = [item["prompt"] for item in shipped_items("gsm8k", 3)]
-    texts = write(subject, prompts, 40)
-    items = [{"id": f"a{n}", "q": prompts[n], "label": text.strip() + "0" * (n == 2)} for n, text in enumerate(texts)]
+    expected = write(subject, prompts, 40)
+    labels = [text.strip() + "0" * (number == 2) for number, text in enumerate(expected)]
+    items = [{"id": f"a{number}", "q": prompts[number], "label": label} for number, label in enumerate(labels)]
     definition = {
         **GENERATED,
         "generation_kwargs": {"until": ["<|endoftext|>"], "do_sample": False, "max_gen_toks": 3},
         "filter_list": [{"name": "strip", "filter": [{"function": "remove_whitespace"}, {"function": "take_first"}]}],
     }
-    return own_task(tmp_path, items, definition, max_new_tokens=40, expected=3)
-
-
-def test_generated_answers(subject: LoadedModel, story_task: BenchmarkConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a pass for the loss on the right answer. Task objects are kept, but belong to the content of a file."""
-    expected = write(subject, [item["prompt"] for item in shipped_items("gsm8k", 3)], 40)
+    task = own_task(tmp_path, items, definition, max_new_tokens=40, expected=3)
     monkeypatch.setattr(LoadedModel, "score", None)
-    graded = evaluate(subject, story_task)
+    graded = evaluate(subject, task)
     assert [(sample["item"], sample["outcome"]) for sample in graded.samples] == [("a0", 1), ("a1", 1), ("a2", 0)]
     assert [sample["output"] for sample in graded.samples] == expected
     assert None not in [sample["answer_loss"] for sample in graded.samples]
-    assert graded.protocol["prompt"] == shipped_items("gsm8k", 1)[0]["prompt"]
-    assert evaluate(subject, replace(story_task, max_new_tokens=0)).samples[0]["output"] != expected[0]
-    items = Path(story_task.task).with_suffix(".jsonl")
-    write_lines(items, [{**json.loads(line), "label": "nothing"} for line in items.read_text().splitlines()])
-    assert evaluate(subject, story_task).results[0]["score"] == 0
+    assert graded.protocol["prompt"] == prompts[0]
+    assert evaluate(subject, replace(task, max_new_tokens=0)).samples[0]["output"] != expected[0]
+    write_lines(Path(task.task).with_suffix(".jsonl"), [{**item, "label": "nothing"} for item in items])
+    assert evaluate(subject, task).results[0]["score"] == 0
 
 
 class Unasked(LoadedModel):
@@ -177,12 +170,7 @@ METRICS = [
     [
         (NUMBERED, MULTIPLE_CHOICE, {"expected": 7}, "has 6 items and should have 7"),
         (NUMBERED, MULTIPLE_CHOICE, {"shots": 6}, r"shots=6\b.*\b5 or fewer"),
-        (
-            [*NUMBERED[:5], NUMBERED[0]],
-            MULTIPLE_CHOICE,
-            {"shots": 5},
-            r"shots=5\b.*\b4 or fewer",
-        ),  # one is a copy
+        ([*NUMBERED[:5], NUMBERED[0]], MULTIPLE_CHOICE, {"shots": 5}, r"shots=5\b.*\b4 or fewer"),  # one is a copy
         (NUMBERED, SAMPLING, {}, "ask for sampling"),
         (NUMBERED[:3], METRICS[0], {"reports": {"own": "mcc"}}, r"own.*metric=mcc\b.*acc_norm"),  # of all items
         (NUMBERED[:3], METRICS[1], {}, r"own.*metric=acc\b.*acc_norm"),

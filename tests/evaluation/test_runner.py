@@ -37,20 +37,12 @@ def run(runner: Runner, body: str, inputs: list[Any] | None = None, seconds: flo
     return runner.run(Request(program=body, entry_point="f", inputs=inputs, **{**settings, **changes}))
 
 
-def still_works(runner: Runner) -> bool:
-    return run(runner, "def f(x): return x + 1").values() == [2]
-
-
-STATUS = {"fail": "failed"}
-"""The runner's word where the grader has another."""
-
-
 @pytest.mark.parametrize("row", BROKEN, ids=lambda row: row.name)
 def test_a_bad_program_is_described_and_the_next_one_runs(runner: Runner, row: Program) -> None:
     outcome = run(runner, row.text)
-    assert outcome.status in [STATUS.get(verdict, verdict) for verdict in row.verdict.split()]
+    assert outcome.status in row.verdict.replace("fail", "failed").split(), "the grader has another word"
     assert outcome.error.startswith(row.error)
-    assert still_works(runner)
+    assert run(runner, "def f(x): return x + 1").values() == [2]
 
 
 def test_a_program_may_have_a_thread(confined: Runner) -> None:
@@ -233,6 +225,7 @@ def verdicts(
 
 
 def test_right_half_right_and_wrong_programs(tmp_path: Path) -> None:
+    """MBPP has input types and oracles of its own."""
     programs = {
         "add": "def add(x): return x + 1",
         "mean": "def mean(x): return sum(x) / len(x) + 1e-9",  # close enough, but fails on the empty list of plus
@@ -243,14 +236,11 @@ def test_right_half_right_and_wrong_programs(tmp_path: Path) -> None:
     right, half, wrong = ("pass", "pass"), ("pass", "fail"), ("fail", "fail")
     assert found == {"add": right, "mean": half, "twice": wrong, "find_zero": right}
     assert verdicts(tmp_path, [ROOT], {"find_zero": "def find_zero(x): return 0.5"}) == {"find_zero": wrong}
-
-
-def test_mbpp_has_its_own_input_types_and_oracles(tmp_path: Path) -> None:
-    right = "def similar_elements(a, b):\n    assert type(a) is tuple\n    return sorted(set(a) & set(b))"
-    found = verdicts(tmp_path, [SHARED], {"similar_elements": right}, dataset="mbpp")
-    assert found == {"similar_elements": ("pass", "pass")}
-    wrong = "def similar_elements(a, b): return a"
-    assert verdicts(tmp_path, [SHARED], {"similar_elements": wrong}, dataset="mbpp")["similar_elements"][0] == "fail"
+    of_mbpp = "def similar_elements(a, b):\n    assert type(a) is tuple\n    return sorted(set(a) & set(b))"
+    found = verdicts(tmp_path, [SHARED], {"similar_elements": of_mbpp}, dataset="mbpp")
+    assert found == {"similar_elements": right}
+    of_mbpp = "def similar_elements(a, b): return a"
+    assert verdicts(tmp_path, [SHARED], {"similar_elements": of_mbpp}, dataset="mbpp")["similar_elements"][0] == "fail"
 
 
 def test_without_walls_a_program_that_ends_its_runner_costs_one_verdict(tmp_path: Path) -> None:
@@ -295,10 +285,9 @@ def test_whatever_a_program_attempts_costs_its_own_verdict_alone_and_leaves_noth
     assert not wrong(ATTEMPTS[what])
 
 
-HOSTILE = ["__import__('os').abort()", "sum(range(10**12))", "len(bytearray(200 << 20))", "1 / 0"]
-
-
-@pytest.mark.parametrize("work", HOSTILE)
+@pytest.mark.parametrize(
+    "work", ["__import__('os').abort()", "sum(range(10**12))", "len(bytearray(200 << 20))", "1 / 0"]
+)
 def test_a_call_that_ends_its_process_costs_no_other_call(work: str) -> None:
     limits, calls = (0.2, 100 << 20), LimitedCalls("builtins", {})
     try:

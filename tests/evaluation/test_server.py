@@ -46,8 +46,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif("olmoe" not in shipped(), rea
 ENDPOINT = Path(__file__).with_name("endpoint.py")
 FAKE = quoted(ENDPOINT)
 POCKET = ModelConfig(name="pocket", path="pocket:olmoe")
-
-
 CHECKPOINT = DATA / "olmoe"
 
 
@@ -419,6 +417,11 @@ def test_a_program_that_is_not_installed_is_said_before_anything_is_loaded(monke
     assert preflight.lacking([step], elsewhere) == []
 
 
-def test_what_is_put_into_a_command_stays_one_word() -> None:
-    found = engines.command_line(backend("serve '{checkpoint}' --port={port} {name}"), Path("/a b/$(c)"), 7, "x y;z")
-    assert found == ["serve", "/a b/$(c)", "--port=7", "x y;z"]
+def test_what_is_put_into_a_command_stays_one_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "a {b} $c")
+    serve = backend("serve '{checkpoint}' --port={port} {name} --token=$HF_TOKEN")
+    found = engines.command_line(serve, Path("/a b/$(c)"), 7, "x y;z")
+    assert found == ["serve", "/a b/$(c)", "--port=7", "x y;z", "--token=a {b} $c"]
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(UserError, match="HF_TOKEN"):
+        engines.command_line(serve, Path("x"), 7, "n")

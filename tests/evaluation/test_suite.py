@@ -48,11 +48,7 @@ CODE = BenchmarkConfig(
 
 
 def test_all_problems_are_reported_together_and_what_is_right_is_silent() -> None:
-    benchmarks = [
-        CODE,
-        replace(CODE, name="gone", task="gone.jsonl"),
-        replace(CODE, name="count", expected=164),
-    ]
+    benchmarks = [CODE, replace(CODE, name="gone", task="gone.jsonl"), replace(CODE, name="count", expected=164)]
     found = suite.preflight(benchmarks, Policy(False))
     for says in ("allow_code_execution=false", "gone.jsonl", "60 items and should have 164"):
         assert sum(says in sentence for sentence in found) == 1, says

@@ -228,17 +228,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
-    """Change or (None) drop tensors of the only shard; __ in a name stands for a dot."""
-    tensors = load_file(folder / "model.safetensors")
-    for name, tensor in changes.items():
-        tensors.pop(name.replace("__", "."), None)
-        if tensor is not None:
-            tensors[name.replace("__", ".")] = tensor
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-
-UP, DOWN = (f"model__layers__1__mlp__experts__3__{role}_proj__weight" for role in ("up", "down"))
+UP = "model.layers.1.mlp.experts.3.up_proj.weight"
 
 
 @pytest.mark.parametrize("read", READS)
@@ -251,7 +241,8 @@ def test_weights_that_are_broken_missing_or_quantised_are_named(
     matrix = torch.ones(24, 32)
     if isinstance(value, float):
         matrix[3, 4] = value
-    rewrite(folder, **{UP: None if value is None else matrix.to(torch.float8_e4m3fn) if value == "fp8" else matrix})
+    broken = matrix.to(torch.float8_e4m3fn) if value == "fp8" else matrix
+    tiny.rewrite(folder, lambda tensors: tensors.pop(UP) if value is None else tensors.update({UP: broken}))
     with pytest.raises(UserError, match=named):
         read(folder, fingerprint={})
 
@@ -265,9 +256,11 @@ def test_folders_without_experts_are_refused(read: Callable[..., Statistics], tm
 
 
 def test_projections_of_several_widths_or_unknown_names_are_refused(folder: Path) -> None:
-    rewrite(folder, **{DOWN.replace("__3__", f"__{number}__"): torch.ones(32, 23) for number in range(16)})
+    experts = "model.layers.{}.mlp.experts.{}.{}_proj.weight".format
+    narrow = {experts(1, number, "down"): torch.ones(32, 23) for number in range(16)}
+    tiny.rewrite(folder, lambda tensors: tensors.update(narrow))
     with pytest.raises(UserError, match="experts of layer 1 have unequal widths"):
         weights.weigh_channels(folder, fingerprint={})
-    rewrite(folder, model__layers__0__mlp__experts__0__side_proj__weight=torch.ones(4, 4))
+    tiny.rewrite(folder, lambda tensors: tensors.update({experts(0, 0, "side"): torch.ones(4, 4)}))
     with pytest.raises(UserError, match=r"side_proj\.weight"):
         weights.weigh_channels(folder, fingerprint={})

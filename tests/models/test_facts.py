@@ -140,7 +140,7 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     return code, " ".join((printed.out + printed.err).replace("│", " ").split())
 
 
-def test_a_model_is_told_in_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_is_told_in_rows_and_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, said = told(capsys, "model=pocket_olmoe")
     assert code == 0 and "supported yes" in said and "layers 0-3 32 experts of 64 channels" in said
     assert "norm_topk_prob=False" in said
@@ -156,9 +156,6 @@ def test_a_model_is_told_in_rows(tmp_path: Path, capsys: pytest.CaptureFixture[s
         code, said = told(capsys, "model=local", f"model.path={tmp_path}")
         assert code == 0 and router in said and "exports natural, masked" in said
         assert ("heapr" in said) != ("channels none, for its experts have biases" in said) == (name == biased)
-
-
-def test_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny.config("olmoe").save_pretrained(tmp_path)
     reconfigure(tmp_path, model_type="jetmoe")
     code, said = told(capsys, "model=local", f"model.path={tmp_path}")

@@ -84,12 +84,6 @@ def measured(model: Any, plan: Plan | None, batches: Any) -> Routing:
     return measured_routing(model, plan, layers_of(model, plan), batches)
 
 
-def flops(model: Any, plan: Plan | None, *batches: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
-    """FLOPs of a token with measured routing."""
-    row = row_flops(model, batches[0][0].shape[1])
-    return flops_per_token(routed_layers(model), layers_of(model, plan), row, measured(model, plan, batches))
-
-
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 def test_flops_are_what_torch_counts_and_need_no_weights_for_experts_of_one_width(name: str) -> None:
     model, (ids, valid) = tiny.build(name), batch()
@@ -118,15 +112,16 @@ def test_flops_are_what_torch_counts_and_need_no_weights_for_experts_of_one_widt
 
 def test_flops_by_hand() -> None:
     model = tiny.build("qwen2_moe", num_key_value_heads=2)
-    length = 20
-    found = flops(model, None, batch(3, length))
-    hidden, heads, groups, width, experts, top_k, layers = 32, 4, 2, 8, 16, 4, 3
+    length, layers = 20, routed_layers(model)
+    routing = measured(model, None, [batch(3, length)])
+    found = flops_per_token(layers, layers, row_flops(model, length), routing)
+    hidden, heads, groups, width, experts, top_k, depth = 32, 4, 2, 8, 16, 4, 3
     assert found == {
-        "attention": layers * 2 * hidden * (2 * heads * width + 2 * groups * width),
-        "attention_scores": layers * 2 * 2 * length * heads * width,
-        "router": layers * 2 * hidden * experts,
-        "shared_experts": layers * (6 * hidden * 40 + 2 * hidden),
-        "experts": layers * top_k * 6 * hidden * 24,
+        "attention": depth * 2 * hidden * (2 * heads * width + 2 * groups * width),
+        "attention_scores": depth * 2 * 2 * length * heads * width,
+        "router": depth * 2 * hidden * experts,
+        "shared_experts": depth * (6 * hidden * 40 + 2 * hidden),
+        "experts": depth * top_k * 6 * hidden * 24,
         "dense": 0,
         "lm_head": 2 * hidden * tiny.VOCABULARY,
         "other": pytest.approx(0, abs=1),

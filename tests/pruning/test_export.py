@@ -17,7 +17,8 @@ from example_steps import exported
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from identities.plans import random_plan
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from tiny import rewrite
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_lab.config import ExportConfig
@@ -300,17 +301,6 @@ def test_a_large_residual_hides_no_wrong_expert(channels: bool, tmp_path: Path) 
     rewrite(tmp_path / "export", swap)
     with pytest.raises(UserError, match="decoder layer 1 of"):
         verify(tmp_path / "model", plan, tmp_path / "export")
-
-
-def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], moved_by: int = 0) -> None:
-    """Change the tensors of a checkpoint, and where they begin."""
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    change(tensors)
-    for pad in range(64):
-        save_file(tensors, file, {"format": "pt", "pad": "x" * pad})
-        if (8 + int.from_bytes(file.read_bytes()[:8], "little")) % 64 == moved_by:
-            return
 
 
 def grow(tensors: dict[str, torch.Tensor]) -> None:

@@ -44,8 +44,6 @@ needs_llama_cpp = pytest.mark.skipif(
     not (gguf.PACKAGES / "xllamacpp").is_dir(), reason="no compiled llama.cpp: make llama"
 )
 WRITES = "Path(given.outfile).write_bytes(Path(given.model, 'config.json').read_bytes())"
-FAILS = "print('reading'); sys.exit('it has no such tensor')"
-DIES = "os.kill(os.getpid(), signal.SIGKILL)"
 WAITS = "Path(given.outfile).write_text(str(os.getpid())); time.sleep(1000)"
 
 
@@ -83,8 +81,8 @@ def ask(fake: Callable[[str], Path], tmp_path: Path) -> Callable[..., tuple[Expo
 @pytest.mark.parametrize(
     ("code", "way", "error", "says"),
     [
-        (FAILS, "even", UserError, "it has no such tensor"),
-        (DIES, "even", Unavailable, "signal 9"),
+        ("print('reading'); sys.exit('it has no such tensor')", "even", UserError, "it has no such tensor"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "even", Unavailable, "signal 9"),
         ("import x_y", "even", UserError, "x_y"),
         (WRITES, "uneven", UserError, "export=masked"),
         (WRITES, "ragged", UserError, "export=masked"),

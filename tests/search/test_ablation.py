@@ -127,9 +127,15 @@ def test_a_killed_pass_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch: pyt
     assert len(calls) == 8
 
 
-def test_a_loss_that_is_not_finite_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_gives_no_finite_loss_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.build("mixtral")
     ids, valid = naive.batch()
+    for batches, says in (
+        ([(torch.full((2, 1), 5), torch.ones(2, 1, dtype=torch.bool))], "no token that follows another"),
+        ([], "no batches"),
+    ):
+        with pytest.raises(UserError, match=says):
+            ablate(model, batches)
     broken = torch.tensor([0.0, 0.0, 0.0, float("nan")]).repeat(2)
     monkeypatch.setitem(ablation.KINDS, "ablation", lambda self, place: broken)
     with pytest.raises(UserError, match="NaN or Inf in layer 0, expert 3: ablation of the changed loss"):
@@ -137,14 +143,6 @@ def test_a_loss_that_is_not_finite_is_refused(monkeypatch: pytest.MonkeyPatch) -
     moe_layers(model)[2].experts.down_proj[3] = float("inf")  # type: ignore[operator, index]
     with pytest.raises(UserError, match="loss of the unpruned model is NaN or infinite"):
         ablate(model, [(ids, valid)])
-
-
-def test_text_without_anything_to_predict_is_refused() -> None:
-    model = tiny.build("mixtral")
-    with pytest.raises(UserError, match="no token that follows another"):
-        ablate(model, [(torch.full((2, 1), 5), torch.ones(2, 1, dtype=torch.bool))])
-    with pytest.raises(UserError, match="no batches"):
-        ablate(model, [])
 
 
 # ---- reconstruction

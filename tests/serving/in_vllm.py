@@ -53,10 +53,7 @@ def answers(engine: Any, prompts: list[list[int]]) -> dict[str, Any]:
     rows = [ids[:length] for ids in prompts for length in range(2, len(ids) + 1)]
     single = sorted(engine.log_likelihoods(rows, [len(row) - 1 for row in rows]))
     whole = sorted(engine.log_likelihoods(prompts, [1] * len(prompts)))
-    return {
-        "losses": [value for _, value, _ in single],
-        "sums": [value for _, value, _ in whole],
-    }
+    return {"losses": [value for _, value, _ in single], "sums": [value for _, value, _ in whole]}
 
 
 def run(asked: dict[str, Any], prompts: list[list[int]]) -> Any:
