@@ -31,11 +31,10 @@ from moe_lab.allocation.problem import (
 )
 from moe_lab.config import AllocationConfig
 from moe_lab.config.base import SETTINGS, Positive, counting_fields, identity, valid
-from moe_lab.criteria import source_of
+from moe_lab.criteria import Granularity, source_of
 from moe_lab.errors import UserError, unknown
 from moe_lab.paths import check_name
 
-Granularity: TypeAlias = Literal["expert", "channel"]
 Step: TypeAlias = Literal["plan", "search", "reconstruction", "sequential"]
 Function: TypeAlias = Callable[..., dict[int, Any]]
 """A problem (problem.py) and parameters by keyword -> layer -> experts to remove, or channels each expert keeps."""

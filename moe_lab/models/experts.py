@@ -235,15 +235,12 @@ def output_of(layer: nn.Module, run: Callable[[], Any]) -> torch.Tensor:
     try:
         run()
     except _Reached as reached:
-        return reached.output
+        output: torch.Tensor = reached.args[0]
+        return output
     finally:
         hook.remove()
     raise RuntimeError(f"{type(layer).__name__} was not run")
 
 
 class _Reached(Exception):
-    """Raised when the model has run as far as is needed, to skip the layers after that."""
-
-    def __init__(self, output: torch.Tensor) -> None:
-        super().__init__()
-        self.output = output
+    """Raised, with the output there, when the model has run as far as is needed, to skip the layers after that."""

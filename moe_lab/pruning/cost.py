@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,11 +17,13 @@ from transformers import PreTrainedModel
 from moe_lab.models.discover import MoELayer, is_ragged, linears, moe_layers, routed_layers
 from moe_lab.models.experts import replace_experts
 from moe_lab.models.families import DISK_SHARED
+from moe_lab.models.streamed import StreamedModel
 from moe_lab.pruning.mask import mask, mask_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import check_fit
 from moe_lab.statistics import Layers
 from moe_lab.statistics.observe import Batch, Observer, Tap
+from moe_lab.statistics.streaming import stream
 
 BYTES = 2
 """Of a parameter in bfloat16, the precision in which the papers state loading memory."""
@@ -106,9 +108,6 @@ def _matrices(model: nn.Module, modules: Sequence[str]) -> Iterator[int]:
         for _, module in linears(model, part):
             yield module.weight.numel()
 
-
-if TYPE_CHECKING:
-    from moe_lab.models.streamed import StreamedModel
 
 PARTS = ("attention", "attention_scores", "router", "shared_experts", "experts", "dense", "lm_head", "other")
 """attention: projections and recurrences of the modules that mix tokens; attention_scores: their products of
@@ -210,16 +209,10 @@ def layered_routing(
 ) -> Routing:
     """Measure the routing as `measured_routing` does, with one decoder layer of the checkpoint in memory. `passing`:
     further arguments of `stream`."""
-    from moe_lab.statistics.streaming import stream
-
     if plan is not None:
         check_fit(plan, moe_layers(streamed.model))
-
-    def under(layer: MoELayer) -> AbstractContextManager[None]:
-        return nullcontext() if plan is None else mask_layers(streamed.model, [layer], plan)
-
-    load = stream(streamed, LoadTap, batches, under=under, **passing).layers
-    return _routing(plan, pruned, load, batches)
+        passing["under"] = lambda layer: mask_layers(streamed.model, [layer], plan)
+    return _routing(plan, pruned, stream(streamed, LoadTap, batches, **passing).layers, batches)
 
 
 def _routing(plan: Plan | None, pruned: Sequence[MoELayer], load: Layers, batches: Sequence[Batch]) -> Routing:

@@ -69,7 +69,6 @@ class _Loss:
     """Runs the MoE block of one layer a second time under the mask, and sums the squared error of its routed output."""
 
     valid: torch.Tensor
-    again = False
     total, tokens = 0.0, 0
 
     def __init__(self, model: PreTrainedModel, layer: MoELayer, plan: Plan) -> None:
@@ -81,12 +80,9 @@ class _Loss:
 
     def after_block(self, module: nn.Module, inputs: Any, named: Any, output: Any) -> None:
         """Run the block again on the same input under the mask, and compare."""
-        if self.again:  # this is the call under the mask, below
-            return
-        whole, self.again = self.routed, True
+        whole = self.routed
         with mask_layers(self.model, [self.layer], self.plan):
-            module(*inputs, **named)
-        self.again = False
+            module.forward(*inputs, **named)  # not by a call, which would come back here
         self.off = (whole.double() - self.routed.double()).square().sum(-1)
 
     def after_layer(self, module: nn.Module, inputs: Any, output: Any) -> None:

@@ -11,12 +11,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from moe_lab import allocation
 from moe_lab.allocation import grouping
+from moe_lab.allocation.problem import Evidence
 from moe_lab.errors import UserError
 from moe_lab.pruning.plan import Plan, finite, make_channel_plan, make_plan
 from moe_lab.statistics import mean_output
-
-Evidence = Mapping[str, Mapping[int, Mapping[str, Any]]]
-"""Pass, such as statistics or similarity -> layer -> sums by name."""
 
 
 def plan_from_scores(

@@ -217,7 +217,7 @@ def linear_maps(layer: MoELayer, expert: int) -> dict[str, tuple[torch.Tensor, t
     """The linear maps of one expert of a layer, if it has channels: name (gate, up or down) -> weight (out, in), bias
     (out,) or None. They are views of its stacked or ragged module, which is written to by writing to them."""
     views = layer.projections(expert)
-    maps = {}
+    maps: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
     for name in ("gate", "up", "down"):
         if name in views and len(views[name]):
             maps[name] = (views[name].T if name == "down" else views[name], views.get(f"{name}_bias"))

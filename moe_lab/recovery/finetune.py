@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from torch.nn.functional import cross_entropy, kl_div, log_softmax
+from torch.nn.functional import cross_entropy, kl_div, log_softmax, pad
 from torch.nn.utils import parametrize
 
 from moe_lab import progress
@@ -112,11 +112,8 @@ def answer_rows(text: CalibrationConfig, tokenizer: Any) -> list[Row]:
 
 def text_rows(text: CalibrationConfig, tokenizer: Any) -> list[Row]:
     """The rows of any text; each valid token that follows a valid one is learnt. UserError when there is none."""
-    marked = []
-    for ids, valid in batches(text, tokenizer).rows:
-        learnt = valid.clone()
-        learnt[:, 1:] &= valid[:, :-1]
-        marked.append((ids, valid, learnt))
+    read = batches(text, tokenizer).rows
+    marked = ((ids, valid, valid & pad(valid[:, :-1], (1, 0), value=True)) for ids, valid in read)
     return _learnable(marked, text, "no token follows another one: expected longer documents")
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from moe_lab import progress
@@ -27,9 +27,6 @@ from moe_lab.search.fitness import Contexts, row_sums
 from moe_lab.statistics import Statistics, check_finite
 from moe_lab.statistics.gradients import check_loss
 from moe_lab.statistics.observe import Batch, description, resume, save_checkpoint
-
-Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Expert ids and gates (T, K) -> changed gates (T, K)."""
 
 SCALE = 0.9
 """Factor of the routed output of one layer. The paper only says that it is scaled, as noise; its code uses 0.9, for
@@ -89,15 +86,19 @@ class _Reader:
 
     def without_each(self, place: int) -> torch.Tensor:
         """(E,) fp64: increase of the summed loss without each expert of the MoE layer number `place`."""
-        experts = range(self.layers[place].n_experts)
-        return torch.stack([self._rise(place, partial(_silence, expert)) for expert in experts])
+
+        def rise(expert: int) -> torch.Tensor:
+            return self._rise(place, lambda index, weights: weights.masked_fill(index == expert, 0))
+
+        return torch.stack([rise(expert) for expert in range(self.layers[place].n_experts)])
 
     def scaled(self, place: int) -> torch.Tensor:
         """() fp64: increase of the summed loss with the routed output of the MoE layer number `place` times SCALE."""
         return self._rise(place, lambda index, weights: weights * SCALE)
 
-    def _rise(self, place: int, change: Change) -> torch.Tensor:
-        """() fp64: increase of the summed loss with the gates of the MoE layer number `place` changed."""
+    def _rise(self, place: int, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """() fp64: increase of the summed loss with other gates (T, K) in the MoE layer number `place`: `change` of its
+        expert ids and gates."""
         start = (0,) * place
         changed = (*start, 1, *(0,) * (len(self.layers) - place - 1))
 
@@ -121,16 +122,9 @@ KINDS = {"ablation": _Reader.without_each, "scaling": _Reader.scaled}
 """Name of a sum, which is also the kind of its step -> method that computes it for a few rows."""
 
 
-def _silence(expert: int, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The gates, but 0 for one expert."""
-    return weights.masked_fill(index == expert, 0)
-
-
 def _predicting(valid: torch.Tensor) -> torch.Tensor:
     """(B, S) bool: valid tokens that are followed by a valid token in their row."""
-    where = torch.zeros_like(valid)
-    where[:, :-1] = valid[:, :-1] & valid[:, 1:]
-    return where
+    return pad(valid[:, :-1] & valid[:, 1:], (0, 1))
 
 
 def _few_rows(model: PreTrainedModel, batches: Sequence[Batch]) -> list[Batch]:

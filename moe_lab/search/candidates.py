@@ -208,7 +208,10 @@ class Decoder:
                 undo.callback(self.layers[self.moe[k]].register_forward_hook(check_output).remove)
             for k in range(start + 1, n_layers):
                 undo.callback(_remember(self.layers[self.moe[k]], schedule[:k], states).remove)
-            undo.callback(_pick(self.model.get_output_embeddings(), where).remove)
+            head = self.model.get_output_embeddings().register_forward_pre_hook(
+                lambda module, given: (given[0][where.to(given[0].device)][None],)  # (1, N, H)
+            )
+            undo.callback(head.remove)
             output = self.model(input_ids=ids.to(device), attention_mask=attention, use_cache=False)
         return output.logits[0], len(self.layers) - first
 
@@ -222,21 +225,11 @@ def _remember(layer: nn.Module, beginning: Schedule, states: States) -> Removabl
     return layer.register_forward_pre_hook(before, with_kwargs=True)
 
 
-def _pick(head: nn.Module, where: torch.Tensor) -> RemovableHandle:
-    """Add a hook that gives the vocabulary head only the hidden states at `where` (B, S), as (1, N, H). Returns it."""
-
-    def pick(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
-        return (inputs[0][where.to(inputs[0].device)][None],)
-
-    return head.register_forward_pre_hook(pick)
-
-
 class Relatives:
     """Hidden states of earlier candidates that later ones may share, within a number of bytes for each batch."""
 
     def __init__(self, batches: int, budget: int) -> None:
         self.states: list[States] = [{} for _ in range(batches)]
-        self.bytes = [0] * batches
         self.budget = budget // max(batches, 1)
 
     def walk(self, batch: int, schedules: Iterable[Schedule]) -> Iterator[tuple[Schedule, States]]:
@@ -248,14 +241,14 @@ class Relatives:
             path = {start: known[start] for start in known if schedule[: len(start)] == start}
             yield schedule, path
             kept = self.states[batch]
+            room = self.budget - sum(state.nbytes for state in kept.values())
             for start, state in path.items():
-                if start not in kept and self.bytes[batch] + state.nbytes <= self.budget:
+                if start not in kept and state.nbytes <= room:
                     kept[start] = state
-                    self.bytes[batch] += state.nbytes
+                    room -= state.nbytes
 
     def choose(self, best: Iterable[Schedule]) -> None:
         """Drop all states but those of prefixes of the schedules `best`, which are the parents of the next ones."""
         wanted = {schedule[:k] for schedule in best for k in range(len(schedule))}
         for batch, states in enumerate(self.states):
             self.states[batch] = {start: states[start] for start in states if start in wanted}
-            self.bytes[batch] = sum(state.nbytes for state in self.states[batch].values())

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import fsum
 
 import torch
+from torch.nn.functional import pad
 
 CHUNK = 512
 """Positions whose (N, V) log-probabilities are computed at once."""
@@ -83,14 +84,9 @@ def contexts(ids: torch.Tensor, answers: torch.Tensor, *, shift: bool, generator
     `shift`, these are the positions that predict an answer token (nothing predicts the first token of a row). Without,
     they are those of the answer tokens, as in the released code of EvoESAP: the prediction of an answer's first token
     is then missing, and that of the token after its end is included."""
-    where = torch.zeros_like(answers)
-    where[:, :-1] = answers[:, 1:]
-    if not shift:
-        where = answers.clone()
-    following = torch.zeros_like(ids)
-    following[:, :-1] = ids[:, 1:]
+    where = pad(answers[:, 1:], (0, 1)) if shift else answers.clone()
     draws = torch.rand(int(where.sum()), generator=generator, dtype=torch.float64)
-    return Contexts(where, where.nonzero()[:, 0], following[where], draws)
+    return Contexts(where, where.nonzero()[:, 0], pad(ids[:, 1:], (0, 1))[where], draws)
 
 
 def row_sums(name: str, log_p: torch.Tensor | None, logits: torch.Tensor, at: Contexts) -> torch.Tensor:

@@ -60,11 +60,8 @@ def reconstruct(
         layer: kept_subsets(about["n_experts"], removed[layer], about["n_group"], about.get("protected", ()))
         for layer, about in layers.items()
     }
-
-    class Choices(SubsetTap):
-        subsets = choices
-
-    return _best(choices, read(Choices).layers)
+    tap = type("Choices", (SubsetTap,), {"subsets": choices})
+    return _best(choices, read(tap).layers)
 
 
 def _best(choices: Mapping[int, Sequence[tuple[int, ...]]], sums: Layers) -> Reconstruction:

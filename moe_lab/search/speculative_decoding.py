@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from moe_lab.calibration.batches import AnswerBatch
 from moe_lab.errors import UserError
@@ -136,8 +137,6 @@ def accepted_and_proposed(
 
 def _padded(texts: Sequence[Sequence[int]], last: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """ids, valid and where (B, S) of texts padded on the right; `where` marks the `last` positions of each."""
-    longest = max(map(len, texts))
-    ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
-    place = torch.arange(longest)[None]
-    length = torch.tensor([[len(text)] for text in texts])
+    ids = pad_sequence([torch.tensor(text) for text in texts], batch_first=True)
+    place, length = torch.arange(ids.shape[1])[None], torch.tensor([[len(text)] for text in texts])
     return ids, place < length, (place < length) & (place >= length - last)

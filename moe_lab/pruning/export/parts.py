@@ -29,10 +29,6 @@ class Span:
     size: int
     zeros = 0
 
-    def is_before(self, other: Chunk) -> bool:
-        """Whether `other` is the byte range right after this one."""
-        return isinstance(other, Span) and (other.shard, other.start) == (self.shard, self.start + self.size)
-
 
 @dataclass(frozen=True)
 class Constant:

@@ -108,7 +108,8 @@ def _merged(tensors: Sequence[Piece]) -> list[Chunk]:
     """All chunks of a file in order, with adjacent byte ranges merged."""
     chunks: list[Chunk] = []
     for chunk in (chunk for piece in tensors for chunk in piece.chunks):
-        if chunks and isinstance(last := chunks[-1], Span) and last.is_before(chunk):
+        last = chunks[-1] if chunks else None
+        if isinstance(last, Span) and chunk == Span(last.shard, last.start + last.size, chunk.size):
             chunk = Span(last.shard, last.start, last.size + chunk.size)
             chunks.pop()
         chunks.append(chunk)
