@@ -59,12 +59,15 @@ def run(example: str, monkeypatch: pytest.MonkeyPatch, *words: object) -> dict[s
     return runpy.run_path(str(ROOT / "examples" / example))
 
 
-def test_the_functions_need_no_hydra_and_their_names_no_torch() -> None:
+def test_the_functions_need_no_hydra_and_their_names_and_plans_no_torch() -> None:
     """What they call is imported where neither Hydra nor OmegaConf is, as in a notebook or on a machine for timings."""
     names = "calibration.batches models.load models.streamed statistics.gradients criteria allocation pruning.export"
     code = f"""
 import importlib, sys, moe_lab
 assert not {{'torch', 'transformers', 'pandas', 'hydra'}} & set(sys.modules)
+for name in ('pruning.plan', 'allocation', 'recovery', 'search.evolution'):
+    importlib.import_module('moe_lab.' + name)
+assert 'torch' not in sys.modules
 sys.modules.update(hydra=None, omegaconf=None)
 for name in {names!r}.split():
     importlib.import_module('moe_lab.' + name)

@@ -3,7 +3,7 @@ file under conf/ fits its class and names what there is; and the grid is the pro
 
 import re
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,15 @@ from moe_lab import config, grid
 from moe_lab.calibration import parts
 from moe_lab.calibration.sources import locate
 from moe_lab.config import BenchmarkConfig, CellConfig, Config, JudgeConfig, ProtocolConfig, SuiteConfig, TimingConfig
-from moe_lab.config.base import SettingsError, fields_of, valid, without_none
+from moe_lab.config.base import Group, SettingsError, fields_of, valid, without_none
 from moe_lab.config.table import basic_lines, page
 from moe_lab.config.table import settings as table
 from moe_lab.criteria import check as check_criterion
 from moe_lab.grid import benchmarks
 
-GROUPS = [kind for name in config.__all__ if is_dataclass(kind := getattr(config, name))]
-NEEDED: dict[str, Any] = {
-    "model": {"name": "m", "path": "p"},
-    "criterion": {"name": "man"},
-    "calibration": {"name": "c", "path": "p"},
-    "judge": {"model": "m", "url": "http://localhost:1"},
-}
+GROUPS = Group.__subclasses__()
+NEEDED: dict[str, Any] = {group: choices.OWN[group] for group in ("model", "criterion", "calibration")}
+NEEDED["judge"] = {"model": "m", "url": "http://localhost:1"}
 """Group -> what it must have, for Config and CellConfig."""
 
 

@@ -30,7 +30,6 @@ NAMES = sorted(file.stem for file in SWEEPS.glob("*.yaml"))
 EXPERIMENTS = sorted(file.stem for file in (ROOT / "conf" / "experiment").glob("*.yaml"))
 IDS = Path(__file__).with_name("step_ids.json")
 """Sweep or experiment -> kind of step -> how many there are, and the beginning of a digest of their ids."""
-GPU = "NVIDIA H100 80GB HBM3"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,7 +66,7 @@ def cells_of(name: str) -> list[grid.Cell]:
 def graph(name: str) -> Graph:
     settings, requests = composed(name)
     # the device would be looked up in another process
-    return build(replace(settings, timed=replace(settings.timed, device=GPU)), requests)
+    return build(replace(settings, timed=replace(settings.timed, device="NVIDIA H100 80GB HBM3")), requests)
 
 
 @pytest.mark.parametrize("name", NAMES)

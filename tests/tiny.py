@@ -48,6 +48,10 @@ FOUR_GROUPS = {"n_group": 4, "topk_group": 2}
 NAMED = {"num_experts": 16, "num_experts_per_tok": 4}
 LOCAL = {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 24}
 ATTENTION = {"layer_types": ["full_attention"] * 3}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+ERNIE = {"moe_num_experts": 16, "moe_k": 4, "moe_num_shared_experts": 2, "moe_layer_start_index": 1}
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+EVERY = {"attn_layer_period": 1, "attn_layer_offset": 0, "expert_layer_period": 1, "expert_layer_offset": 0}
 V2 = {**DENSE_FIRST, **LATENT, "q_lora_rank": None, "n_shared_experts": 2}
 V3 = {**DENSE_FIRST, **LATENT, "q_lora_rank": 16, "n_shared_experts": 1, "norm_topk_prob": True}
 
@@ -61,10 +65,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         **NARROW,
         "shared_expert_intermediate_size": 40,
         "head_dim": 8,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
+        **DELTA,
         "layer_types": ["linear_attention", "linear_attention", "full_attention"],
     },
     "deepseek": {**DENSE_FIRST, "n_shared_experts": 2},
@@ -72,37 +73,15 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "deepseek_v2:grouped": {**V2, **FOUR_GROUPS, "topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0},
     "deepseek_v3": {**V3, **ONE_GROUP, "routed_scaling_factor": 2.5},
     "deepseek_v3:grouped": {**V3, **FOUR_GROUPS, "routed_scaling_factor": 2.5},
-    "ernie4_5_moe": {
-        **NARROW,
-        "moe_num_experts": 16,
-        "moe_k": 4,
-        "moe_num_shared_experts": 2,
-        "moe_layer_start_index": 1,
-        "tie_word_embeddings": False,
-    },
+    "ernie4_5_moe": {**NARROW, **ERNIE, "tie_word_embeddings": False},
     "glm4_moe": {**DENSE_FIRST, **ONE_GROUP, "n_shared_experts": 1, "head_dim": 8},
     "gpt_oss": {**LOCAL, **ATTENTION, "head_dim": 8},
     "granitemoe": LOCAL,
     "minimax": {**ATTENTION, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 24, "head_dim": 8},
     "minimax_m2": {**LOCAL, "head_dim": 8},
-    "hunyuan_v1_moe": {
-        "num_experts": 16,
-        "moe_topk": 4,
-        "intermediate_size": 24,
-        "head_dim": 8,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    },
+    "hunyuan_v1_moe": {"num_experts": 16, "moe_topk": 4, "intermediate_size": 24, "head_dim": 8, **ROPE},
     "phimoe": {"num_local_experts": 16, "num_experts_per_tok": 2, "intermediate_size": 24},
-    "jamba": {
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "intermediate_size": 24,
-        "use_mamba_kernels": False,
-        "attn_layer_period": 1,
-        "attn_layer_offset": 0,
-        "expert_layer_period": 1,
-        "expert_layer_offset": 0,
-    },
+    "jamba": {**EVERY, "num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 24, "use_mamba_kernels": False},
     "dots1": {**DENSE_FIRST, **ONE_GROUP, "n_shared_experts": 1, "head_dim": 8},
     "lfm2_moe": {**NAMED, **NARROW, **ATTENTION, "num_dense_layers": 1},
     "afmoe": {**NAMED, **NARROW, **ATTENTION, "num_shared_experts": 1, "num_dense_layers": 1, "head_dim": 8},

@@ -155,8 +155,6 @@ def test_proxy_against_exact_damage_by_hand() -> None:
 
 # ---- winners, by scores and by losses on right answers
 
-ITEMS = 200
-
 
 def comparison(outcomes: dict[str, dict[str, np.ndarray]]) -> Comparison:
     """Cells of one panel from criterion -> benchmark -> outcomes; a benchmark that a criterion lacks is a gap."""
@@ -166,7 +164,7 @@ def comparison(outcomes: dict[str, dict[str, np.ndarray]]) -> Comparison:
 
 
 def right(count: int) -> np.ndarray:
-    return (np.arange(ITEMS) < count).astype(float)
+    return (np.arange(200) < count).astype(float)
 
 
 def test_a_clear_win_is_beyond_noise_and_a_narrow_one_is_not() -> None:

@@ -25,8 +25,6 @@ from analysis.render.table import Table
 pytestmark = pytest.mark.slow
 
 RENEW = "if the new values are right: python tests/analysis/golden_store.py tables, then look at git diff"
-WRITTEN = ("winners", "coverage.fig2", "aimer.fig6")
-"""Figures that are written as files here; the report's tests look at the files of a dozen others."""
 
 Made = tuple[dict[str, Table], dict[str, Figure]]
 
@@ -116,22 +114,19 @@ def test_every_caption_says_what_it_rests_on(made: Made) -> None:
         assert "seed 42 (of 42, 1, 2, 3); gate model" in table.caption and "65,000" in table.caption, table.name
 
 
-def test_every_figure_fits_a_paper(made: Made, tmp_path: Path) -> None:
+def test_every_figure_fits_a_paper_no_text_is_cut_off_and_none_covers_another(made: Made, tmp_path: Path) -> None:
+    """Titles, labels and legends."""
+    wrong = set()
     for name, figure in made[1].items():
-        wide, high = (float(inches) for inches in figure.drawing.get_size_inches())
+        drawing = figure.drawing
+        wide, high = (float(inches) for inches in drawing.get_size_inches())
         assert style.PAGE / 2 < wide <= style.PAGE and high > 1.5, name
-        if name in WRITTEN:
+        if name in ("winners", "coverage.fig2", "aimer.fig6"):  # files of others are looked at by the report's tests
             [png], [pdf] = (style.write(figure, tmp_path, form) for form in ("png", "pdf"))
             picture = Image.open(png)
             assert picture.size == pytest.approx((wide * style.DPI, high * style.DPI), abs=1), name
             box = re.search(rb"/MediaBox \[ ?0 0 ([\d.]+)", pdf.read_bytes())
             assert box is not None and float(box[1]) == pytest.approx(72 * wide, abs=0.5), name
-
-
-def test_no_text_of_a_figure_is_cut_off_and_no_title_label_or_legend_covers_another(made: Made) -> None:
-    wrong = set()
-    for name, figure in made[1].items():
-        drawing = figure.drawing
         with style.look():
             drawing.draw_without_rendering()
         titles = [

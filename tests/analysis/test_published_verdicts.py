@@ -109,10 +109,9 @@ def protocol(benchmark: str, **words: Any) -> Callable[[Any], None]:
     return lambda study: study.protocols[benchmark].update(words)
 
 
-CALIBRATION = f"c4@{MODEL}"
 OTHERWISE: dict[str, tuple[str, Callable[[Any], object]]] = {
     "calibrated on 262,144 tokens, published on 524,288": (
-        "OBQA", lambda study: study.calibrations[CALIBRATION].update(rows=64),
+        "OBQA", lambda study: study.calibrations[f"c4@{MODEL}"].update(rows=64),
     ),
     "other items: HumanEval (16 of 164, published on 164)": (
         "HumanEval", lambda study: study.results.update(study.results.assign(n=16)),

@@ -37,7 +37,7 @@ def words(source: Settings) -> Settings:
     return lambda **changes: source(*records, **{"name": "words", **changes})
 
 
-def test_shapes_types_and_mask(words: Settings, tokenizer: Any) -> None:
+def test_shapes_types_mask_and_report(words: Settings, tokenizer: Any) -> None:
     found = batches(words(length=8, tokens=31, batch_size=2, gap="eos"), tokenizer)
     assert [tuple(ids.shape) for ids, _ in found.rows] == [(2, 8), (1, 8)]
     ids, valid = found.rows[0]
@@ -45,9 +45,6 @@ def test_shapes_types_and_mask(words: Settings, tokenizer: Any) -> None:
     assert ids[0].tolist() == [W, W + 1, W + 2, EOS, W + 3, W + 4, W + 5, EOS]
     assert valid[0].tolist() == [True, True, True, False, True, True, True, False]
     assert all((ids[valid] >= W).all() and (ids[~valid] == EOS).all() for ids, valid in found.rows)
-
-
-def test_report(words: Settings, tokenizer: Any) -> None:
     chosen = words(length=8, tokens=16)
     report = batches(chosen, tokenizer).report
     assert report["sha256"] == hashlib.sha256(Path(chosen.path).read_bytes()).hexdigest()

@@ -44,24 +44,23 @@ def written(path: Path, content: str | bytes) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.txt.gz"])
-def test_a_text_file_is_one_document(tmp_path: Path, settings: Settings, name: str) -> None:
-    file = written(tmp_path / name, "\ufeffone\nmore\r\n\r\ntwo\n \t\n\n\nthree\n")
-    assert read(settings(file)) == [Text("one\nmore\n\ntwo\n \t\n\n\nthree\n")]
-
-
 @pytest.mark.parametrize(
     ("name", "content"),
     [
+        *((name, "\ufeffone\nmore\r\n\r\ntwo\n \t\n\n\nthree\n") for name in ("a.txt", "a.md", "a.txt.gz")),
         ("a.jsonl", "\n" + lines(ONE, {"text": " "}, {"messages": []}) + "\n\n" + lines(TWO)),
         ("a.jsonl.gz", lines({**ONE, "url": 1}, TWO)),
         ("a.json.gz", lines(ONE, TWO)),
         ("a.json", json.dumps([ONE, TWO], indent=2)),
     ],
 )
-def test_json_lines_and_lists(tmp_path: Path, settings: Settings, name: str, content: str) -> None:
-    """Empty documents are left out."""
-    assert read(settings(written(tmp_path / name, content))) == [Text(ONE["text"]), Text("two")]
+def test_a_text_is_one_document_and_each_record_is_one(
+    tmp_path: Path, settings: Settings, name: str, content: str
+) -> None:
+    """Empty records are left out."""
+    of_records, of_text = [Text(ONE["text"]), Text("two")], [Text("one\nmore\n\ntwo\n \t\n\n\nthree\n")]
+    found = read(settings(written(tmp_path / name, content)))
+    assert found == (of_records if "json" in name else of_text)
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,7 @@ from moe_lab.evaluation.harnesses import function_call_rules as rules
 from moe_lab.evaluation.harnesses.function_call_rules import Call, Undecodable, tool
 from moe_lab.models.config_json import check_chat_template
 
-ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples/function_calls"
+EXAMPLE = Path(__file__).parents[2] / "examples/function_calls"
 ALLOWED = Policy(False, "namespaces", False, False)
 
 

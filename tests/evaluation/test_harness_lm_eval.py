@@ -14,6 +14,7 @@ import lm_eval
 import numpy as np
 import pytest
 from asking import PLAIN, chatting, equals_lm_eval, evaluate, log_likelihood, write
+from choices import choose
 from harness_files import (
     BOOLQ,
     GENERATED,
@@ -28,7 +29,6 @@ from harness_files import (
     write_lines,
 )
 from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
-from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
 from benchmarks import choices
@@ -52,8 +52,7 @@ SHIPPED = sorted(
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_sample_is_that_of_lm_evals_own_evaluation(name: str, subject: LoadedModel) -> None:
-    fields: Any = OmegaConf.to_container(OmegaConf.load(ROOT / f"conf/benchmark/{name}.yaml"))
-    equals_lm_eval(subject, replace(BenchmarkConfig(**fields), limit=6))
+    equals_lm_eval(subject, replace(choose(BenchmarkConfig, "benchmark", name), limit=6))
 
 
 def test_the_loss_of_a_worked_answer_is_that_of_all_its_text(subject: LoadedModel) -> None:
@@ -158,7 +157,6 @@ NUMBERED = [{"q": f"Item number {word} is", "c": ["red", "blue"], "label": n % 2
 
 
 BIRD = {"q": "A bird sleeps in a", "c": ["kennel", "nest"]}
-SAMPLING = {**GENERATED, "generation_kwargs": {"do_sample": True, "temperature": 0.7}}
 METRICS = [
     {**MULTIPLE_CHOICE, "metric_list": [{"higher_is_better": True, **metric}, {"metric": "acc_norm"}]}
     for metric in ({"metric": "mcc"}, {"metric": "acc", "aggregation": "median"})
@@ -171,7 +169,7 @@ METRICS = [
         (NUMBERED, MULTIPLE_CHOICE, {"expected": 7}, "has 6 items and should have 7"),
         (NUMBERED, MULTIPLE_CHOICE, {"shots": 6}, r"shots=6\b.*\b5 or fewer"),
         ([*NUMBERED[:5], NUMBERED[0]], MULTIPLE_CHOICE, {"shots": 5}, r"shots=5\b.*\b4 or fewer"),  # one is a copy
-        (NUMBERED, SAMPLING, {}, "ask for sampling"),
+        (NUMBERED, {**GENERATED, "generation_kwargs": {"do_sample": True}}, {}, "ask for sampling"),
         (NUMBERED[:3], METRICS[0], {"reports": {"own": "mcc"}}, r"own.*metric=mcc\b.*acc_norm"),  # of all items
         (NUMBERED[:3], METRICS[1], {}, r"own.*metric=acc\b.*acc_norm"),
         ([{**BIRD, "label": 1}, {**BIRD, "label": -1}], {**GENERATED, "doc_to_choice": "c"}, {}, "item 1 .*label=-1"),

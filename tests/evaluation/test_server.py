@@ -100,11 +100,6 @@ def test_a_server_that_dies_while_starting_is_quoted(text: str, sentence: str, t
     refused(script(tmp_path, text), f"ended before it was ready: {sentence}")
 
 
-def test_a_server_that_cannot_be_started_is_named() -> None:
-    sentence = "no-such-server cannot be started: there is no such program"
-    refused("no-such-server {port} {checkpoint}", sentence, error=UserError)
-
-
 def test_a_server_that_is_not_ready_in_time_there_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = tmp_path / "started"
     elsewhere = f"['python', {str(ENDPOINT)!r}, '0', 'm']"
@@ -413,6 +408,8 @@ def test_a_program_that_is_not_installed_is_said_before_anything_is_loaded(monke
     )
     (sentence,) = preflight.lacking([step], LauncherConfig())
     assert "backend.command starts no-such-server" in sentence
+    said = "no-such-server cannot be started: there is no such program"
+    refused("no-such-server {port} {checkpoint}", said, error=UserError)
     elsewhere = LauncherConfig(python="apptainer exec image.sif python")
     assert preflight.lacking([step], elsewhere) == []
 

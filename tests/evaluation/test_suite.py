@@ -185,9 +185,6 @@ def test_settings_that_cannot_be_or_would_do_nothing_are_told(changed: dict[str,
     assert any(says in sentence for sentence in suite.wrong([replace(CODE, **changed)]))
 
 
-ALLOWED = Policy(allow_code_execution=True, sandbox="none" if namespaces_missing() else "namespaces")
-
-
 def test_programs_are_completed(subject: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right answers are made to be what the model writes; one problem wants something else."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -201,7 +198,8 @@ def test_programs_are_completed(subject: LoadedModel, tmp_path: Path, monkeypatc
     data = write_lines(tmp_path / "mini.jsonl", problems)
     limits = {"seconds": 0.5, "memory_mib": 512, "processes": 1}
     benchmark = replace(CODE, task=str(data), expected=3, max_new_tokens=64, parameters=limits)
-    (result,) = evaluate(subject, benchmark, tmp_path / "out", policy=ALLOWED)
+    policy = Policy(allow_code_execution=True, sandbox="none" if namespaces_missing() else "namespaces")
+    (result,) = evaluate(subject, benchmark, tmp_path / "out", policy=policy)
     assert (result["score"], result["n"]) == (pytest.approx(2 / 3), 3)
     assert result["stderr"] == pytest.approx(math.sqrt(2 / 9 / 2))
     assert eos == EOS, "EvalPlus's own list was changed"

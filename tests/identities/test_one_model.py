@@ -164,13 +164,8 @@ def test_classes_say_what_the_source_of_transformers_says() -> None:
         for arguments in re.findall(r"^@use_experts_implementation\((.*?)\)\nclass", file.read_text(), re.M | re.S):
             given = dict(re.findall(r"(\w+)=(True|False)", arguments))
             stated[file.parent.name] = {name: value == "True" for name, value in given.items()}
-    usual = {
-        "is_transposed": False,
-        "is_concatenated": True,
-        "has_gate": True,
-        "has_bias": False,
-        "has_post_expert_norm": False,
-    }
+    usual = dict.fromkeys(("is_transposed", "has_bias", "has_post_expert_norm"), False)
+    usual |= dict.fromkeys(("is_concatenated", "has_gate"), True)
     of_classes = {}
     for family in FAMILIES:
         first = next(iter(family.stacks.values()))
@@ -187,17 +182,14 @@ def test_classes_say_what_the_source_of_transformers_says() -> None:
     assert installed == {kind: marks for kind, marks in stated.items() if marks}
 
 
-def test_several_moe_blocks_in_a_decoder_layer_are_refused() -> None:
-    with pytest.raises(UserError, match="several MoE blocks"):
-        Family().places(f"model.layers.0.{block}.experts.0.w1.weight" for block in ("moe", "mlp"))
-
-
-def test_layers_that_predict_several_tokens_are_no_layers_of_the_decoder(tmp_path: Path) -> None:
+def test_layers_that_predict_tokens_are_not_of_the_decoder_and_have_one_block_of_experts(tmp_path: Path) -> None:
     tiny.save("olmoe", tmp_path)
     names = list(open_checkpoint(tmp_path).tensors)
     extra = ["mtp.layers.0.mlp.experts.0.up_proj.weight", "model.layers.3.mlp.experts.0.up_proj.weight"]
     places = Family().places([*names, *extra, "model.layers.3.eh_proj.weight"])
     assert places.keys() == Family().places(names).keys()
+    with pytest.raises(UserError, match="several MoE blocks"):
+        Family().places(f"model.layers.0.{block}.experts.0.w1.weight" for block in ("moe", "mlp"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

@@ -28,8 +28,6 @@ from moe_lab.pruning.mask import mask
 from moe_lab.pruning.prune import prune
 from tests.campaign.models import reconfigure
 
-CONF = Path(__file__).parents[2] / "conf" / "model"
-
 PUBLISHED = """
 olmoe_1b_7b olmoe vocab_size=50304 hidden_size=2048 intermediate_size=1024 num_hidden_layers=16
     num_attention_heads=16 num_key_value_heads=16 num_experts=64 num_experts_per_tok=8
@@ -94,7 +92,7 @@ def test_what_is_expected_is_what_transformers_builds(name: str) -> None:
 
 
 def test_every_model_with_expectations_is_a_published_one() -> None:
-    files = {file.stem for file in CONF.glob("*.yaml") if "expected" in OmegaConf.load(file)}
+    files = {file.stem for file in (choices.CONF / "model").glob("*.yaml") if "expected" in OmegaConf.load(file)}
     assert files == {*MODELS}
 
 
@@ -213,10 +211,6 @@ def test_what_is_read_of_the_source_of_transformers_is_what_it_says_when_it_is_i
     assert not any(map(has_causal_model, ("homemade", "vit", "PreTrainedModel", "")))
 
 
-FIXED = "phimoe"
-"""Its routers mix the best two by a formula for two."""
-
-
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 def test_a_router_chooses_as_one_that_was_built_so(name: str) -> None:
     model = tiny.build(name)
@@ -226,7 +220,7 @@ def test_a_router_chooses_as_one_that_was_built_so(name: str) -> None:
     if routed_layers(built)[0].top_k == trained:
         pytest.skip("its number is not among the settings of the tiny model")
     built.load_state_dict(model.state_dict())
-    if name == FIXED:
+    if name == "phimoe":  # its routers mix the best two by a formula for two
         with pytest.raises(UserError, match=r"model\.top_k=1: .* made for 2"):
             set_top_k(model, trained - 1)
         return

@@ -37,9 +37,6 @@ from moe_lab.pruning.prune import prune
 from moe_lab.serving import vllm_plugin
 from tests.campaign.models import reconfigure
 
-STORED = [(torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)]
-"""Precision of the checkpoint, and that of the model."""
-
 
 @pytest.fixture(scope="module")
 def halved(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -70,7 +67,10 @@ def test_cuda_keeps_the_stored_precision(halved: Path) -> None:
     assert set(model.get_experts_implementation().values()) == {"grouped_mm"}
 
 
-@pytest.mark.parametrize(("stored", "dtype"), STORED)
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [(torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)],
+)
 @pytest.mark.parametrize("name", ["olmoe", "mixtral", "jamba", "deepseek_v3", "lfm2_moe", "gpt_oss"])
 def test_layers_have_the_models_weights(name: str, stored: torch.dtype, dtype: torch.dtype, tmp_path: Path) -> None:
     tiny.build(name).to(stored).save_pretrained(tmp_path)
@@ -250,14 +250,12 @@ def test_a_large_file_is_read_once_and_again_when_it_changes(tmp_path: Path, mon
     assert is_read(3)
 
 
-def test_a_hub_that_cannot_be_reached_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_is_asked_once_and_not_waited_for_and_may_be_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
     no_network = Mock(side_effect=httpx.ConnectError("Name or service not known"))
     monkeypatch.setattr(files, "hub_answers", lambda: True)
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", no_network)
     assert files.stated_files("owner/unreachable", None, "model") is None and no_network.called
-
-
-def test_the_hub_is_asked_once_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
     never, head = Event(), Mock()
     monkeypatch.setattr(files, "FIRST_SECONDS", 0.05)
     monkeypatch.setattr("huggingface_hub.get_session", lambda: SimpleNamespace(head=head))

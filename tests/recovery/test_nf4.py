@@ -29,8 +29,6 @@ from moe_lab.recovery.export import check_widths, recovery_changes
 
 functional = pytest.importorskip("bitsandbytes.functional")
 
-WIDEST = (1 - 0.6961928009986877) / 2
-"""Half of the widest gap between two values of NF4 (QLoRA, appendix E)."""
 PARTS = ["experts", "shared_experts", "attention"]
 
 
@@ -54,6 +52,7 @@ def dequantized(model: Any, original: Any) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_matrix_comes_back_within_half_a_gap(shape: tuple[int, int], dtype: torch.dtype) -> None:
     # rows that end inside a block (32, 96 and 9 columns) are what the CPU kernel of bitsandbytes gets wrong
+    widest = (1 - 0.6961928009986877) / 2  # half of the widest gap between two values of NF4 (QLoRA, appendix E)
     generator = torch.Generator().manual_seed(0)
     matrices = [(torch.randn(shape, generator=generator) * scale).to(dtype) for scale in (1, 0.01, 30)]
     stack = FourBitMatrices(map(FourBitMatrix, matrices))
@@ -63,7 +62,7 @@ def test_a_matrix_comes_back_within_half_a_gap(shape: tuple[int, int], dtype: to
         largest = torch.cat([b.abs().max().expand(len(b)) for b in matrix.double().reshape(-1).split(64)])
         error = found.double() - matrix
         # a scale, which is rounded too, is off by 2 % at most
-        assert bool((error.abs().reshape(-1) <= (WIDEST + 0.02) * largest + 1e-9).all())
+        assert bool((error.abs().reshape(-1) <= (widest + 0.02) * largest + 1e-9).all())
         assert float(error.std()) < 0.1 * float(matrix.double().std()), "what NF4 costs normal numbers, and no more"
 
 
@@ -199,7 +198,7 @@ def test_the_export_reloads_as_the_evaluated_model(folders: Path, case: str) -> 
 
 
 @pytest.mark.slow
-def test_what_is_in_4_bits_and_what_is_not(folders: Path) -> None:
+def test_what_is_in_4_bits_and_tensors_begin_where_mapped_files_are_aligned(folders: Path) -> None:
     stored = tiny.weights(folders / "dora_nf4")
     config = json.loads((folders / "dora_nf4" / "config.json").read_text())
     packed = {name for name, tensor in stored.items() if tensor.dtype == torch.uint8 and name.endswith("weight")}
@@ -217,10 +216,6 @@ def test_what_is_in_4_bits_and_what_is_not(folders: Path) -> None:
     )
     for case in ("nf4_experts", "nf4"):  # routed experts, and shared ones that are too narrow
         assert "quantization_config" not in json.loads((folders / case / "config.json").read_text())
-
-
-@pytest.mark.slow
-def test_tensors_begin_where_mapped_files_are_aligned(folders: Path) -> None:
     for file in (folders / "dora_nf4").glob("model*.safetensors"):
         _, entries = read_header(file)
         odd = [entry.start for entry in entries.values() if entry.start % 64]

@@ -177,7 +177,7 @@ def test_spec_dec_of_the_unpruned_model_accepts_everything() -> None:
         drafting(tiny.build("olmoe"), max_new_tokens=125)
 
 
-def test_contexts_are_just_before_answers_or_on_them() -> None:
+def test_contexts_are_just_before_answers_or_on_them_and_prompts_end_before() -> None:
     ids = torch.tensor([[5, 6, 7, 8]])
     answers = torch.tensor([[True, False, True, True]])
     luck = torch.Generator().manual_seed(0)
@@ -185,6 +185,10 @@ def test_contexts_are_just_before_answers_or_on_them() -> None:
     assert shifted.where.tolist() == [[False, True, True, False]] and shifted.targets.tolist() == [7, 8]
     released = contexts(ids, answers, shift=False, generator=luck)
     assert released.where.tolist() == answers.tolist() and released.targets.tolist() == [6, 8, 0]
+    ids = torch.tensor([[4, 5, 6, 7], [8, 9, 0, 0]])
+    valid = torch.tensor([[True] * 4, [True, True, False, False]])
+    answers = torch.tensor([[False, False, True, True], [True, True, False, False]])
+    assert prompts(ids, valid, answers) == [[4, 5], []]
 
 
 def test_macro_and_micro() -> None:
@@ -215,13 +219,6 @@ def test_speculative_decoding_by_hand() -> None:
     )
     # first text: 1 is accepted, 2 follows; second: 1 is refused, 0 follows, then 1 is accepted; the third has no task
     assert found == [(1, 1), (1, 2), (0, 0)]
-
-
-def test_prompts_end_before_the_answer() -> None:
-    ids = torch.tensor([[4, 5, 6, 7], [8, 9, 0, 0]])
-    valid = torch.tensor([[True] * 4, [True, True, False, False]])
-    answers = torch.tensor([[False, False, True, True], [True, True, False, False]])
-    assert prompts(ids, valid, answers) == [[4, 5], []]
 
 
 # ---- which layers are run, which states are kept, and for how many bytes
@@ -325,8 +322,6 @@ def test_a_killed_search_ends_as_if_it_had_not_been(tmp_path: Path, monkeypatch:
 
 # ---- layer after layer
 
-NAMES = ["olmoe", "deepseek_v2", "qwen3_next", "ernie4_5_moe"]
-
 
 def chooser(model: Any, name: str) -> Any:
     """(layer, its sums) -> the plan of that layer by a criterion; squared norms of the down columns are the model's."""
@@ -373,7 +368,7 @@ def run_sequentially(name: str, choose: Any, folder: Path) -> Plan:
 
 
 @pytest.mark.parametrize("criterion", ["camera", "reap"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["olmoe", "deepseek_v2", "qwen3_next", "ernie4_5_moe"])
 def test_each_layer_is_scored_on_what_the_pruned_ones_below_it_give(name: str, criterion: str, tmp_path: Path) -> None:
     model = tiny.build(name)
     choose = chooser(model, criterion)
