@@ -352,30 +352,23 @@ def test_a_pack_asks_for_the_time_of_all_its_steps_and_the_memory_of_one() -> No
     assert resources([asking()] * 400)["minutes"] == ResourcesConfig().longest
 
 
-def test_a_pack_with_a_step_of_which_no_time_is_known_asks_for_the_longest() -> None:
-    def known(one: Step) -> float | None:
-        return 60.0 if one.kind == "evaluate" else None
-
-    pack = [asking(), asking(kind="export")]
-    assert resources(pack, "{longest: 777}", known)["minutes"] == 777
-    assert resources(pack[:1], "{longest: 777}", known)["minutes"] == 30
-    assert resources(pack, "{longest: 777, every: {minutes: 5}}", known)["minutes"] == 5
-
-
 @pytest.mark.parametrize(
-    ("every", "minutes"),
+    ("kinds", "every", "minutes"),
     [
-        ("{}", 777),
-        ("{partition: short}", 60),
-        ("{partition: 'short,long'}", 90),
-        ("{partition: elsewhere}", 777),
-        ("{partition: short, sbatch: {qos: long}}", 777),
-        ("{partition: short, minutes: 70}", 70),
+        ("evaluate export", "{}", 777),
+        ("evaluate", "{}", 30),
+        ("evaluate export", "{partition: short}", 60),
+        ("export", "{partition: 'short,long'}", 90),
+        ("export", "{partition: elsewhere}", 777),
+        ("export", "{partition: short, sbatch: {qos: long}}", 777),
+        ("export", "{partition: short, minutes: 70}", 70),
     ],
 )
-def test_minutes_that_are_not_set_are_no_more_than_the_partition_allows(every: str, minutes: int) -> None:
-    limits = {"": inf, "short": 60.0, "long": 90.0}
-    asked = resources([asking()], f"{{longest: 777, every: {every}}}", lambda one: None, limits)
+def test_a_pack_of_which_no_time_is_known_or_set_asks_for_the_longest(kinds: str, every: str, minutes: int) -> None:
+    """That its partition allows. An evaluation takes a minute, an export nobody knows how long."""
+    limits, seconds = {"": inf, "short": 60.0, "long": 90.0}, {"evaluate": 60.0}
+    pack = [asking(kind=kind) for kind in kinds.split()]
+    asked = resources(pack, f"{{longest: 777, every: {every}}}", lambda one: seconds.get(one.kind), limits)
     assert asked["minutes"] == minutes
 
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -174,17 +174,15 @@ WRONG = {
 """A word -> how its sentence begins."""
 
 
-def test_no_mistake_hides_another() -> None:
-    sentences, expected = sorted(problems(*WRONG)), sorted(WRONG.values())
-    for sentence, begin in zip(sentences, expected, strict=True):
-        assert sentence.startswith(begin) and ("known" in sentence or "expected" in sentence)
+COMBINED = ["allocation.name=reconstruction", "allocation.parameters={lim: 3}", "recovery=nf4", "verify=true"]
 
 
-def test_no_combination_hides_another() -> None:
-    words = ["allocation.name=reconstruction", "allocation.parameters={lim: 3}", "recovery=nf4", "verify=true"]
-    expected = ["allocation.parameters.lim", "ratio=", "verify=true"]
-    for sentence, field in zip(sorted(problems(*words)), expected, strict=True):
-        assert sentence.startswith(field)
+@pytest.mark.parametrize(
+    ("words", "begins"), [(WRONG, WRONG.values()), (COMBINED, ["allocation.parameters.lim", "ratio=", "verify=true"])]
+)
+def test_no_mistake_hides_another(words: Iterable[str], begins: Iterable[str]) -> None:
+    for sentence, begin in zip(sorted(problems(*words)), sorted(begins), strict=True):
+        assert sentence.startswith(begin) and re.search("known|expected|largest", sentence)
 
 
 @pytest.mark.parametrize(
