@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 from choices import Files, cells, choose
@@ -143,13 +143,9 @@ def test_what_a_chat_template_is_given_counts_where_it_is_used() -> None:
 
 def test_a_step_runs_in_no_weaker_sandbox_than_its_identity_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that are not run give other results. Where the study begins decides, not the machine that grades."""
-
-    def refuse() -> None:
-        raise client.NoNamespaces("none here")
-
     monkeypatch.setattr(client, "check_namespaces", lambda: None)
     confined = code_steps(CODE, allow_code_execution=True)
-    monkeypatch.setattr(client, "check_namespaces", refuse)
+    monkeypatch.setattr(client, "check_namespaces", Mock(side_effect=client.NoNamespaces("none here")))
     limited = code_steps(CODE, allow_code_execution=True)
     assert limited["grade"].id != confined["grade"].id and limited["generate"].id == confined["generate"].id
     grade: Any = limited["grade"]

@@ -31,15 +31,11 @@ Machine = Callable[[str], None]
 WORDS = ("criterion=aimer", "ratio=0.5")
 
 
-@pytest.fixture(autouse=True)
-def disks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Refusing, "refuses", frozenset())
-    file_systems.register()
-
-
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Be another machine: it has a cache of its own."""
+    """Be another machine: it has a cache of its own. Disks at URLs refuse nothing yet."""
+    monkeypatch.setattr(Refusing, "refuses", frozenset())
+    file_systems.register()
 
     def be(name: str) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
