@@ -123,6 +123,12 @@ def test_a_part_that_is_killed_is_resumed_and_others_are_kept(tmp_path: Path, mo
             do(store, step)
     assert [store.done(share) for share in step.merges] == [True, False] and not store.done(step)
     assert do(store, step) == [step.merges[1], step]
+    for share in step.merges:
+        shutil.rmtree(store.path(share))
+    assert do(store, step) == [], "parts of a finished merge are not missed"
+    schedule = Schedule([*step.inputs.values(), *step.merges, step])
+    settle(schedule, store)  # as the last job of a submission does
+    assert not schedule.failed and not schedule.skipped and step.id in schedule.finished
 
 
 def test_rows_are_shared_in_whole_batches() -> None:
@@ -133,20 +139,6 @@ def test_rows_are_shared_in_whole_batches() -> None:
     assert of(1) == []
     assert of(2) == [(0, 4), (4, 7)] and of(3) == [(0, 2), (2, 4), (4, 7)] and of(4)[-1] == (6, 7)
     assert of(8, rows=8, batch_size=1) == [(row, row + 1) for row in range(8)]
-
-
-@pytest.mark.slow
-def test_parts_of_a_finished_merge_are_not_missed(tmp_path: Path) -> None:
-    """What the last job of a submission sees in the store."""
-    store, step = Store(tmp_path).create(), step_of(parts=2)
-    steps = [*step.inputs.values(), *step.merges, step]
-    do(store, step)
-    for share in step.merges:
-        shutil.rmtree(store.path(share))
-    assert do(store, step) == []
-    schedule = Schedule(steps)
-    settle(schedule, store)
-    assert not schedule.failed and not schedule.skipped and step.id in schedule.finished
 
 
 # Tables

@@ -295,10 +295,10 @@ def test_a_study_is_synchronised_and_analysed_there(tmp_path: Path, pushed: str,
     assert ask(pushed, "sync", STUDY) == 1, "a step is nowhere"
 
 
-def test_urls_that_cannot_work_are_refused_before_anything_is_made(
+def test_urls_that_cannot_work_are_refused_and_slashes_at_their_end_make_no_other_store(
     one: Asked, tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In one sentence, by every command."""
+    """In one sentence, by every command, before anything is made."""
     lacking = {"class": "nopackage.It", "err": "Install nopackage"}
     monkeypatch.setitem(known_implementations, "lacking", lacking)
     urls = {"s4://bucket/x": "s3://", "lacking://x/y": "nopackage"}
@@ -316,9 +316,6 @@ def test_urls_that_cannot_work_are_refused_before_anything_is_made(
         with pytest.raises(UserError) as refused:
             parse([f"store={store}"])
         assert "hidden" not in str(refused.value) + capsys.readouterr().err and not list(tmp_path.iterdir())
-
-
-def test_slashes_at_the_end_of_a_url_make_no_other_store(machine: Machine) -> None:
     assert Store("s3://bucket/x//").url == Store("s3://bucket/x").url == "s3://bucket/x"
     assert store_folder("s3://bucket/x//") == store_folder("s3://bucket/x") != store_folder("s3://bucket")
 
