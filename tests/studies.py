@@ -60,7 +60,7 @@ def told(store: Path, *words: str) -> str:
 
 def results(store: Path) -> dict[str, bytes]:
     """All files of all steps, by path, but for what says when and where they were made."""
-    folders = [path.parent for path in sorted(store.glob("*/*/step.json"))]
+    folders = [path.parent for path in sorted(store.glob("*/[!.]*/step.json")) if path.parts[-3] != "damaged"]
     files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
     found = {str(path.relative_to(store)): path.read_bytes() for path in files if path.name not in WHEN_AND_WHERE}
     packs = Packs(store / "packs")

@@ -88,7 +88,6 @@ NEAREST = {
 """Mistakes in one line, and what the message says of them; tests/test_main.py also limits their time."""
 
 FIELDS = """
-data_root suite=mc8 | /no/such/folder
 store | README.md
 plugins | [no_such_module] [os.path]
 model.expected | word {layers:4}
@@ -153,9 +152,7 @@ hydra.searchpath=[file:///no/such/folder] criterion=mine | mine
 -m calibration.length=0,1 | calibration.length
 suite=mc8 data_root=/no/such/folder | mirror
 suite=writing | wildbench
-suite=perplexity | suite.path
 calibration=mix | sources=
-allocation=list | allocation.path
 allocation=pocket_evolutionary allocation.search=pocket_code | pocket:calibration/code.jsonl
 recovery=pocket_dora recovery.instructions=pocket_code | pocket:calibration/code.jsonl
 calibration.field=a calibration.template=b | template=b
@@ -171,7 +168,6 @@ moe_lab.study | usage
 moe_lab.study statos | statos
 moe_lab.study status | name
 moe_lab.study status nobody | nobody
-moe_lab.study verify nobody store=STORE | nobody
 moe_lab.study verify sweep store=README.md | README.md
 moe_lab.study status sweep stor=STORE | stor
 moe_lab.study gc store=/no/such/store | /no/such/store
@@ -183,7 +179,6 @@ moe_lab.inspect model=local model.path=/no/such/folder | /no/such/folder
 moe_lab.inspect model=pocket_olmoe calibration=c5 | c5
 moe_lab.inspect model=pocket_olmoe ratoi=1 | ratio
 analysis rnaks store=STORE | did you mean ranks? (`python -m analysis help`
-analysis router_entrop store=STORE | did you mean router_entropy?
 analysis unified.tabl5 store=STORE | unified.table5
 analysis ranks stor=STORE | did you mean store?
 analysis ranks study=sweeep store=STORE | did you mean sweep?

@@ -132,11 +132,7 @@ BROKEN = [
     *_of_config("vocab_size", "all", -1, 10, float("inf")),
     *_of_config("num_attention_heads", "some", 0, -4, 5),
     *_of_config("hidden_act", "nobody", 7),
-    Broken(
-        "stored by a package that is not here",
-        lambda f: reconfigure(f, quantization_config={"quant_method": "gptq", "bits": 4}),
-        ("gptq",),
-    ),
+    Broken("quantised", lambda f: reconfigure(f, quantization_config={"quant_method": "gptq"}), ("gptq",)),
     Broken(
         "code of its own that is not there",
         lambda f: reconfigure(f, model_type="novel", auto_map={"AutoConfig": "x.Y"}),
@@ -180,11 +176,7 @@ BROKEN = [
     Broken("an expert of no file", lambda f: rewrite(f, EXPERT, lambda t: None), ("experts",)),
     Broken("an expert of another shape", lambda f: rewrite(f, EXPERT, lambda t: t[:-8]), ("experts",)),
     Broken("a router of another shape", lambda f: rewrite(f, ROUTER, lambda t: t[:-1]), (ROUTER,)),
-    Broken(
-        "an expert that is not a number",
-        lambda f: rewrite(f, EXPERT, _with_one(float("nan"))),
-        ("layers.1.mlp.experts",),
-    ),
+    Broken("an expert of NaN", lambda f: rewrite(f, EXPERT, _with_one(float("nan"))), ("layers.1.mlp.experts",)),
     Broken("a router that is infinite", lambda f: rewrite(f, ROUTER, _with_one(float("-inf"))), (ROUTER,)),
     Broken("tokenizer.json missing", lambda f: (f / "tokenizer.json").unlink(), ("tokenizer",)),
     Broken("no tokenizer", lambda f: [file.unlink() for file in f.glob("tokenizer*")], ("tokenizer",)),

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import psutil
@@ -38,18 +39,20 @@ class Program:
     """How often it is called."""
 
 
-MODULES = {"mmap", "os", "resource", "socket", "stat", "subprocess", "sys", "threading", "time"}
+MODULES = {"gc", "mmap", "os", "resource", "signal", "socket", "stat", "subprocess", "sys", "threading", "time"}
+
+
+def _runs(name: str, *lines: str, verdict: str = "fail", **more: Any) -> Program:
+    """A program whose f(x) consists of `lines`. It imports those of MODULES that they name."""
+    body = "".join(f"    {line}\n" for line in lines)
+    modules = ", ".join(sorted(MODULES & set(re.findall(r"\w+", body)))) or "sys"
+    return Program(name, f"import {modules}\ndef f(x):\n{body}", verdict, **more)
 
 
 def _attempt(name: str, *lines: str, verdict: str = "fail") -> Program:
-    """A program that gives what is right if `lines`, of which the last may say `return`, raise nothing.
-
-    It imports those of MODULES that they name.
-    """
-    body = "".join(f"        {line}\n" for line in lines)
-    modules = ", ".join(sorted(MODULES & set(re.findall(r"\w+", body)))) or "sys"
-    text = f"import {modules}\ndef f(x):\n    try:\n{body}    except BaseException:\n        return 0\n    return x + 1"
-    return Program(name, text, verdict)
+    """A program that gives what is right if `lines`, of which the last may say `return`, raise nothing."""
+    tried = (f"    {line}" for line in lines)
+    return _runs(name, "try:", *tried, "except BaseException:", "    return 0", "return x + 1", verdict=verdict)
 
 
 def _call(name: str, *calls: str) -> Program:
@@ -74,57 +77,34 @@ BROKEN = [
     Program("exits while it is loaded", "raise SystemExit", error="SystemExit"),
     Program("recurses without end", "def f(x): return f(x)", error="RecursionError"),
     Program("takes 1.2 GiB", "def f(x): return len(bytearray(1200 << 20))", error="MemoryError"),
-    Program("ends well", "import os\ndef f(x): os._exit(0)", "crash"),
+    _runs("ends well", "os._exit(0)", verdict="crash"),
     Program("reads at address 0", "import ctypes\ndef f(x): ctypes.string_at(0)", "crash"),
-    Program("floods the results", "import os\ndef f(x):\n    while True: os.write(3, b'x' * 99999)", "output"),
-    Program(
-        "sends a line that is no text",
-        "import os\ndef f(x): os.write(3, bytes([200, 10]))",
-        "output",
-        "it sent something else than a value",
+    _runs("floods the results", "while True: os.write(3, b'x' * 99999)", verdict="output"),
+    _runs(
+        "sends no text", "os.write(3, bytes([200, 10]))", verdict="output", error="it sent something else than a value"
     ),
-    Program(
-        "sends three results for a call",
-        "import os\ndef f(x):\n    os.write(3, b'1\\n2\\n3\\n')\n    return 1",
-        "crash fail",
-    ),
-    Program(
-        "cannot say its error", "class E(Exception):\n    def __str__(self): raise self\ndef f(x): raise E", error="E: "
-    ),
+    _runs("sends three results for a call", "os.write(3, b'1\\n2\\n3\\n')", "return 1", verdict="crash fail"),
+    Program("cannot say why", "class E(Exception):\n    def __str__(self): raise self\ndef f(x): raise E", error="E: "),
 ]
 ENDLESS = [
-    Program("loops", "def f(x):\n    while True: pass", "timeout"),
-    Program(
+    _runs("loops", "while True: pass", verdict="timeout"),
+    _runs(
         "loops and catches everything",
-        "def f(x):\n    while True:\n        try:\n            while True: pass\n        except BaseException: pass",
-        "timeout",
+        *("while True:", "    try:", "        while True: pass", "    except BaseException: pass"),
+        verdict="timeout",
     ),
     Program("adds up 10 ** 12 numbers", "def f(x): return sum(range(10 ** 12))", "timeout"),
     Program("loops while it is loaded", "while True: pass", "timeout"),
     Program("sleeps", "import time\ndef f(x): time.sleep(1000)", "timeout"),
-    Program(
-        "ignores SIGTERM",
-        "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ndef f(x):\n    while True: pass",
-        "timeout",
-    ),
-    Program(
-        "gives an endless iterator",
-        "def f(x):\n    class R:\n        def __iter__(self):\n            while True: yield 1\n    return iter(R())",
-        "fail timeout",
+    _runs("ignores SIGTERM", "signal.signal(signal.SIGTERM, signal.SIG_IGN)", "while True: pass", verdict="timeout"),
+    _runs(
+        "gives an endless iterator", "def ones():", "    while True: yield 1", "return ones()", verdict="fail timeout"
     ),
     Program("matches a pattern for ever", "import re\ndef f(x): return re.match('(a+)+$', 'a' * 64 + 'b')", "timeout"),
     Program("raises to a huge power", "def f(x): return pow(9 ** 9999, 9 ** 999)", "timeout fail"),
     Program("stops itself", "import os, signal\ndef f(x): os.kill(os.getpid(), signal.SIGSTOP)", "timeout fail"),
-    Program(
-        "forks without end",
-        "import os\ndef f(x):\n    while True:\n        try: os.fork()\n        except OSError: pass",
-        "timeout",
-    ),
-    Program(
-        "sends its line in pieces, for ever",
-        "import os\ndef f(x):\n    while True: os.write(3, b'1')",
-        "output timeout",
-    ),
+    _runs("forks without end", "while True:", "    try: os.fork()", "    except OSError: pass", verdict="timeout"),
+    _runs("sends its line in pieces, for ever", "while True: os.write(3, b'1')", verdict="output timeout"),
 ]
 SENT = {
     "a ratio over zero": """b'{"kind":"ratio","value":["0x1","0x0"]}'""",
@@ -144,11 +124,10 @@ SENT = {
 }
 """What a program writes on the channel for its results, as a Python expression."""
 SENDING = [
-    Program(
+    _runs(
         f"sends {name}",
-        f"import os\ndef f(x):\n    line = {sent}\n    rest = (line + b'\\n')\n"
-        "    while rest: rest = rest[os.write(3, rest):]\n    os._exit(0)",
-        "output fail timeout",  # which a busy machine takes to write the longest
+        *(f"rest = {sent} + b'\\n'", "while rest: rest = rest[os.write(3, rest):]", "os._exit(0)"),
+        verdict="output fail timeout",  # which a busy machine takes to write the longest
         calls=1,
     )
     for name, sent in SENT.items()
@@ -170,22 +149,24 @@ CHEATS = [
         )
         for kind in ("object", "int", "str", "list")
     ),
-    Program(
+    _runs(
         "looks through frames",
-        "import sys\ndef f(x):\n    frame = sys._getframe()\n    while frame:\n"
-        "        for name, value in {**frame.f_globals, **frame.f_locals}.items():\n"
-        "            if 'expected' in name or 'canonical' in name: return value[x - 1]\n        frame = frame.f_back",
+        "frame = sys._getframe()",
+        "while frame:",
+        "    for name, value in {**frame.f_globals, **frame.f_locals}.items():",
+        "        if 'expected' in name or 'canonical' in name: return value[x - 1]",
+        "    frame = frame.f_back",
     ),
-    Program(
+    _runs(
         "looks through memory",
-        "import gc\ndef f(x):\n    for thing in gc.get_objects():\n"
-        "        if isinstance(thing, dict) and 'canonical_solution' in thing: return x + 1\n    return 'none'",
+        "for thing in gc.get_objects():",
+        "    if isinstance(thing, dict) and 'canonical_solution' in thing: return x + 1",
     ),
-    Program("forges lines", "import os\ndef f(x):\n    os.write(3, b'2\\n3\\n')\n    os._exit(0)", "crash"),
-    Program(
+    _runs("forges lines", "os.write(3, b'2\\n3\\n')", "os._exit(0)", verdict="crash"),
+    _runs(
         "forges a file",
-        "def f(x):\n    import glob\n    for path in glob.glob('/tmp/moe_lab-grade-*/*'):\n"
-        "        open(path, 'w').write('{\"verdicts\": {}}')\n    return 0",
+        "import glob",
+        "for path in glob.glob('/tmp/moe_lab-grade-*/*'): open(path, 'w').write('{\"verdicts\": {}}')",
     ),
     Program("changes the comparison", "import json\njson.dumps = lambda *a: '2'\ndef f(x): return x"),
     Program(
@@ -200,7 +181,7 @@ CHEATS = [
     Program("gives a list in itself", "def f(x):\n    a = []\n    a.append(a)\n    return a"),
     Program("gives not a number", "def f(x): return float('nan')"),
     Program("hides what it raises", "class E(BaseException): pass\ndef f(x): raise E"),
-    Program("closes the channel", "import os\ndef f(x):\n    os.close(3)\n    return x + 1", "fail crash"),
+    _runs("closes the channel", "os.close(3)", "return x + 1", verdict="fail crash"),
     Program(
         "answers in the runner's place",
         'import os\nSAYS = b\'{"done": {"status": "ok", "error": "", "encoded": ["2"], "seconds": [0]}}\\n\'\n'
@@ -235,17 +216,12 @@ FILES = [
     _attempt("reads its parent's memory", "open(f'/proc/{os.getppid()}/mem', 'rb').read(1)"),
     _attempt("goes through a process's root", "os.listdir('/proc/self/root/home')"),
     _attempt("reads our code", "import moe_lab.evaluation.harnesses.evalplus"),
-    _attempt(
-        "finds a key in the environment",
-        "if not any('KEY' in k or 'TOKEN' in k or 'HOME' in k for k in os.environ): return 0",
-    ),
+    _attempt("finds a key", "if not any('KEY' in k or 'TOKEN' in k or 'HOME' in k for k in os.environ): return 0"),
     _attempt("writes to the disk itself", "open('/dev/vda', 'r+b').read(1)"),
     _attempt("starts a shell that writes", "subprocess.run('echo x > FOLDER/MARK', shell=True, check=True)"),
     _call("mounts it writable again", "mount(b'none', b'/', None, 32 | 4096, None)"),
     _call("unmounts", "umount2(b'/usr', 2)"),
-    _call(
-        "mounts in a namespace of its own", "unshare(0x10020000) or libc.mount(b'none', b'/usr', None, 32 | 4096, None)"
-    ),
+    _call("mounts by itself", "unshare(0x10020000) or libc.mount(b'none', b'/usr', None, 32 | 4096, None)"),
     _call("goes to another root", "chroot(b'/usr')"),
     _call("enters another namespace", "setns(0, 0)"),
     _call("becomes root", "setuid(0)", "setgid(0)"),
@@ -263,28 +239,26 @@ NETWORK = [
     _attempt("fetches a page", "import urllib.request", "urllib.request.urlopen('http://127.0.0.1:PORT/', timeout=1)"),
 ]
 PROCESSES = [
-    Program(
+    _runs(
         "leaves a daemon",
-        "import os\ndef f(x):\n    if os.fork() == 0:\n        os.setsid()\n"
-        "        os.execv('/bin/sh', ['sh', '-c', ': MARK; while true; do sleep 1; done'])\n    return 0",
+        "if os.fork() == 0:",
+        "    os.setsid()",
+        "    os.execv('/bin/sh', ['sh', '-c', ': MARK; while true; do sleep 1; done'])",
     ),
-    Program(
+    _runs(
         "ignores hanging up",
-        "import os, signal\ndef f(x):\n    signal.signal(signal.SIGHUP, signal.SIG_IGN)\n    if os.fork() == 0:\n"
-        "        while True: pass\n    return 0",
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN)",
+        "if os.fork() == 0:",
+        "    while True: pass",
     ),
-    Program("kills its parent", "import os\ndef f(x):\n    os.kill(os.getppid(), 9)\n    return 0", "fail crash"),
-    Program("kills everybody", "import os\ndef f(x):\n    os.kill(-1, 9)\n    return 0", "fail crash"),
-    Program("kills its group", "import os\ndef f(x):\n    os.killpg(0, 9)\n    return 0", "crash fail"),
-    Program(
-        "kills by number",
-        "import os\ndef f(x):\n    for p in range(2, 9999):\n"
-        "        try: os.kill(p, 9)\n        except OSError: pass\n    return 0",
-    ),
-    Program("stops its parent", "import os\ndef f(x):\n    os.kill(os.getppid(), 19)\n    return 0", "fail crash"),
+    _runs("kills its parent", "os.kill(os.getppid(), 9)", verdict="fail crash"),
+    _runs("kills everybody", "os.kill(-1, 9)", verdict="fail crash"),
+    _runs("kills its group", "os.killpg(0, 9)", verdict="crash fail"),
+    _runs("kills by number", "for p in range(2, 9999):", "    try: os.kill(p, 9)", "    except OSError: pass"),
+    _runs("stops its parent", "os.kill(os.getppid(), 19)", verdict="fail crash"),
     _attempt("takes three processes", "for _ in range(3):", "    if os.fork() == 0: os.read(os.pipe()[0], 1)"),
     _attempt(
-        "takes many threads", "for _ in range(99): threading.Thread(target=time.sleep, args=(9,), daemon=True).start()"
+        "takes threads", "for _ in range(99): threading.Thread(target=time.sleep, args=(9,), daemon=True).start()"
     ),
     _attempt("goes before all others", "os.nice(-20)"),
     _attempt("raises its limits", "resource.setrlimit(resource.RLIMIT_AS, (-1, -1))"),
@@ -295,16 +269,12 @@ MEMORY = [
     _attempt("takes 2 GiB in pieces", "pieces = [bytearray(1 << 20) for _ in range(2048)]", verdict="fail timeout"),
     _attempt("maps 2 GiB", "mmap.mmap(-1, 2 << 30)"),
     _attempt(
-        "shares memory", "from multiprocessing import shared_memory", "shared_memory.SharedMemory(create=True, size=9)"
+        "shares memory", "from multiprocessing.shared_memory import SharedMemory", "SharedMemory(create=True, size=9)"
     ),
     _attempt("makes a file in memory", "os.memfd_create('m')"),
-    Program(
-        "overflows the stack", "import sys\nsys.setrecursionlimit(10 ** 9)\ndef f(x): return f(x)", "crash fail timeout"
-    ),
+    _runs("overflows the stack", "sys.setrecursionlimit(10 ** 9)", "return f(x)", verdict="crash fail timeout"),
     Program("repeats a text 2 ** 40 times", "def f(x): return 'x' * (1 << 40)"),
-    Program(
-        "prints 2 GiB", "def f(x):\n    for _ in range(2000): print('x' * (1 << 20))\n    return 0", "fail timeout"
-    ),
+    _runs("prints 2 GiB", "for _ in range(2000): print('x' * (1 << 20))", verdict="fail timeout"),
     _call("leaves shared memory", "shmget(7, 4096, 0o1600)"),
     _call("leaves a semaphore", "semget(7, 1, 0o1600)"),
     _call("leaves a queue", "msgget(7, 0o1600)"),

@@ -177,13 +177,10 @@ def test_the_main_experiment_gives_the_numbers_of_one_process(played: Played) ->
     mine, theirs = results(played("agnostic")), results(played("inline"))
     own = {name: content for name, content in theirs.items() if name.split("/")[1] in {n.split("/")[1] for n in mine}}
     assert mine == own
-    counted = Counter(file.parts[-3] for file in played("agnostic").glob("*/*/step.json"))
-    assert counted["evaluate"] == 18 and counted["plan"] == 8 and counted["statistics"] == 1
-
-
-def test_each_step_of_the_main_experiment_ran_once(played: Played) -> None:
     store = played("agnostic")
     steps = {str(path.parent.relative_to(store)) for path in store.glob("*/*/step.json")}
+    counted = Counter(step.partition("/")[0] for step in steps)
+    assert counted["evaluate"] == 18 and counted["plan"] == 8 and counted["statistics"] == 1
     assert ran(store) == Counter(steps), "every step was given to a worker once"
     (last,) = [run for run in (store / "runs" / "task_agnostic").iterdir()]
     assert steps == set(json.loads((last / "run.json").read_text())["steps"])
@@ -200,10 +197,8 @@ def test_parts_of_a_pass_are_jobs_and_give_the_plan_of_one_process(
     words = [*PASS, "calibration.parts=3"]
     done = moe_lab(store, *words, *SLURM, f"launcher.python={preloaded.python()}", "wait=true")
     assert done.returncode == 0, done.stderr
-    assert [line.split(": ")[1] for line in done.stdout.splitlines() if " statistics: " in line] == [
-        "3 jobs, 3 steps",
-        "1 job, 1 step",
-    ]
+    submitted = [line.split(": ")[1] for line in done.stdout.splitlines() if " statistics: " in line]
+    assert submitted == ["3 jobs, 3 steps", "1 job, 1 step"]
     passes = {name: times for name, times in ran(store).items() if name.startswith("statistics/")}
     assert len(passes) == 4 and set(passes.values()) == {1}
     [mine] = store.glob("plan/*/plan.json")

@@ -125,14 +125,8 @@ def test_an_array_is_no_longer_than_slurm_takes(longest: tuple[int, ...], sizes:
     assert [len(array.packs) for array in arrays if array.kind == "evaluate"] == sizes
 
 
-def test_time_limits_are_read_as_sinfo_writes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    sinfo = "debug*|infinite\ngpu|1-12:00:00\nshort|30:00\n"
-    monkeypatch.setattr("moe_lab.study.slurm.scheduler.ask", lambda *_: sinfo)
-    assert time_limits() == {"": inf, "debug": inf, "gpu": 2160, "short": 30}
-
-
-def test_jobs_are_read_whatever_they_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And whoever submitted them; and the shortest array that a cluster takes is found in both of its limits."""
+def test_jobs_and_limits_are_read_whatever_jobs_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And whoever submitted them; time limits as sinfo writes them; the longest array in both of a cluster's limits."""
     squeue = "7_1|RUNNING|None|1:00|s.k\n8|PENDING|Priority|0:00|two\nlines|\f|x\n9|BOOT_FAIL|None|0:00|s.k\n"
     monkeypatch.setattr("moe_lab.study.slurm.scheduler.ask", lambda *words: squeue if words[-1] == "--user=7" else "")
     jobs = {job.id: job for job in (replace(submitted("7_1", "a"), user=7), submitted("8", "b"))}
@@ -142,6 +136,9 @@ def test_jobs_are_read_whatever_they_are_called(monkeypatch: pytest.MonkeyPatch)
     config = "MaxArraySize            = 1001\nSchedulerParameters     = bf_continue,max_array_tasks=3,defer\n"
     monkeypatch.setattr("moe_lab.study.slurm.scheduler.ask", lambda *_: config)
     assert longest_array() == 3
+    sinfo = "debug*|infinite\ngpu|1-12:00:00\nshort|30:00\n"
+    monkeypatch.setattr("moe_lab.study.slurm.scheduler.ask", lambda *_: sinfo)
+    assert time_limits() == {"": inf, "debug": inf, "gpu": 2160, "short": 30}
 
 
 def test_jobs_work_for_the_store_that_they_were_made_for(tmp_path: Path) -> None:
@@ -336,46 +333,37 @@ def test_a_job_asks_for_no_more_gpus_than_a_node_has_and_a_layered_pass_for_one(
     assert resources([layered])["gpus"] == resources([layered], four)["gpus"] == 1
 
 
-def test_nothing_set_is_estimated_and_nothing_is_left_out() -> None:
+def test_where_nothing_is_set_all_is_estimated() -> None:
+    """A pack asks for the time of all its steps, and the memory of one."""
     asked = resources([asking()])
     assert set(asked) == {field.name for field in fields(JobConfig)}
     assert asked["gpus"] == 4 and asked["cpus"] == 32, "three do not divide a model"
     assert asked["memory"] > 106, "the weights pass through main memory"
     assert asked["minutes"] % 30 == 0
     assert (asked["partition"], asked["sbatch"], asked["setup"]) == (None, {}, [])
-
-
-def test_a_pack_asks_for_the_time_of_all_its_steps_and_the_memory_of_one() -> None:
     one, four = (resources([asking()] * count) for count in (1, 4))
     assert (one["minutes"], four["minutes"]) == (120, 480), "with a margin of 2"
     assert {**one, "minutes": 0} == {**four, "minutes": 0}
     assert resources([asking()] * 400)["minutes"] == ResourcesConfig().longest
 
 
-def test_a_pack_with_a_step_of_which_no_time_is_known_asks_for_the_longest() -> None:
-    def known(one: Step) -> float | None:
-        return 60.0 if one.kind == "evaluate" else None
-
-    pack = [asking(), asking(kind="export")]
-    assert resources(pack, "{longest: 777}", known)["minutes"] == 777
-    assert resources(pack[:1], "{longest: 777}", known)["minutes"] == 30
-    assert resources(pack, "{longest: 777, every: {minutes: 5}}", known)["minutes"] == 5
-
-
 @pytest.mark.parametrize(
-    ("every", "minutes"),
+    ("kinds", "every", "minutes"),
     [
-        ("{}", 777),
-        ("{partition: short}", 60),
-        ("{partition: 'short,long'}", 90),
-        ("{partition: elsewhere}", 777),
-        ("{partition: short, sbatch: {qos: long}}", 777),
-        ("{partition: short, minutes: 70}", 70),
+        ("evaluate export", "{}", 777),
+        ("evaluate", "{}", 30),
+        ("evaluate export", "{partition: short}", 60),
+        ("export", "{partition: 'short,long'}", 90),
+        ("export", "{partition: elsewhere}", 777),
+        ("export", "{partition: short, sbatch: {qos: long}}", 777),
+        ("export", "{partition: short, minutes: 70}", 70),
     ],
 )
-def test_minutes_that_are_not_set_are_no_more_than_the_partition_allows(every: str, minutes: int) -> None:
-    limits = {"": inf, "short": 60.0, "long": 90.0}
-    asked = resources([asking()], f"{{longest: 777, every: {every}}}", lambda one: None, limits)
+def test_a_pack_of_which_no_time_is_known_or_set_asks_for_the_longest(kinds: str, every: str, minutes: int) -> None:
+    """That its partition allows. An evaluation takes a minute, an export nobody knows how long."""
+    limits, seconds = {"": inf, "short": 60.0, "long": 90.0}, {"evaluate": 60.0}
+    pack = [asking(kind=kind) for kind in kinds.split()]
+    asked = resources(pack, f"{{longest: 777, every: {every}}}", lambda one: seconds.get(one.kind), limits)
     assert asked["minutes"] == minutes
 
 

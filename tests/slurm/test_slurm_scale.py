@@ -116,9 +116,8 @@ def test_slurm_is_not_told_what_the_shell_shows_or_would_override(tmp_path: Path
     shell = {**counting, **SHOWN, **OVERRIDING, **USUAL, **FOUND}
     scripts(tmp_path, typed(tmp_path, shell, "criterion=man", "resources.every.sbatch={qos:long}"))
     for name in ("squeue", "sinfo", "scontrol", "sbatch"):
-        told = dict(
-            line.split("=", 1) for line in (tmp_path / "bin" / f"{name}.env").read_text().split("\n") if "=" in line
-        )
+        lines = (tmp_path / "bin" / f"{name}.env").read_text().split("\n")
+        told = dict(line.split("=", 1) for line in lines if "=" in line)
         assert not set(SHOWN) & set(told), name
         assert {**FOUND, **(USUAL if name == "sbatch" else {})}.items() <= told.items(), name
     assert not set(OVERRIDING) & set(told) and told["HF_HUB_OFFLINE"] == "1"

@@ -96,14 +96,8 @@ def test_a_multirun_is_the_same_cells_steps_and_store(finished: Path, launcher: 
     assert sorted(map(str, swept)) == sorted(map(str, grid))
 
 
-SWEEPER = [
-    "-m",
-    "hydra/sweeper=optuna",
-    "hydra/sweeper/sampler=grid",
-    "hydra.sweeper.n_trials=2",
-    "hydra.sweeper.n_jobs=1",
-    "hydra.sweeper.direction=maximize",
-]
+SWEEPER = ["-m", "hydra/sweeper=optuna", "hydra/sweeper/sampler=grid"]
+SWEEPER += [f"hydra.sweeper.{setting}" for setting in ("n_trials=2", "n_jobs=1", "direction=maximize")]
 
 
 @pytest.mark.parametrize("launcher", ["study", "basic"])

@@ -286,10 +286,7 @@ def test_hidden_states_take_as_much_main_memory_as_everything_else_at_most() -> 
     ],
 )
 def test_a_model_that_does_not_fit_into_main_memory_is_refused_before_it_is_loaded(
-    make: Callable[[ModelConfig], Step],
-    changes: dict[str, Any],
-    says: str | None,
-    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[ModelConfig], Step], changes: dict[str, Any], says: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = make(replace(MODEL, **{"device": "cpu", **changes}))
     for memory, fits in ((19 * GIB, says is None), (40 * GIB, True)):

@@ -34,12 +34,17 @@ FEWER = """more:
   - {criterion: [reap], recovery: [pocket_router_kd]}
 """
 """Further grids of `beyond`; its other methods are run by test_methods.py."""
-SHORT_SEARCH = """
-  population: 4
-  elites: 2
-  generations: 2
-"""
-"""Parameters of the allocation pocket_evolutionary that are enough for a plan and a history."""
+SHORTER = [
+    (
+        "allocation/pocket_evolutionary.yaml",
+        r"  population:(.|\n)*",
+        "  population: 4\n  elites: 2\n  generations: 2\n",
+    ),
+    ("experiment/beyond.yaml", r"more:\n(.|\n)*", FEWER),
+    ("recovery/*.yaml", r"\nepochs: .*", "\nepochs: 0.1"),
+    ("calibration/pocket_excerpt.yaml", "tokens: 4096", "tokens: 512"),
+]
+"""Files of the configuration, what is replaced in them, and what by."""
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
@@ -55,18 +60,11 @@ def conf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hold for all allocations or recoveries of a grid."""
     folder = tmp_path_factory.mktemp("short") / "conf"
     shutil.copytree(ROOT / "conf", folder)
-    file = folder / "allocation" / "pocket_evolutionary.yaml"
-    before, _, _ = file.read_text(encoding="utf-8").partition("\n  population:")
-    file.write_text(before + SHORT_SEARCH, encoding="utf-8")
-    file = folder / "experiment" / "beyond.yaml"
-    before, _, _ = file.read_text(encoding="utf-8").partition("more:\n")
-    file.write_text(before + FEWER, encoding="utf-8")
-    for file in (folder / "recovery").glob("*.yaml"):
-        file.write_text(re.sub(r"\nepochs: .*", "\nepochs: 0.1", file.read_text(encoding="utf-8")), encoding="utf-8")
-    file = folder / "calibration" / "pocket_excerpt.yaml"
-    text = file.read_text(encoding="utf-8")
-    assert "tokens: 4096" in text
-    file.write_text(text.replace("tokens: 4096", "tokens: 512"), encoding="utf-8")
+    for pattern, old, new in SHORTER:
+        for file in folder.glob(pattern):
+            text, count = re.subn(old, new, file.read_text(encoding="utf-8"))
+            assert count == 1 or "*" in pattern
+            file.write_text(text, encoding="utf-8")
     return folder
 
 

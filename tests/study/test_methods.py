@@ -23,12 +23,8 @@ from moe_lab.pruning.plan import Plan
 from moe_lab.recovery.apply import recovered
 from moe_lab.results import read_record
 
-SHORT_SEARCH = [
-    "allocation=pocket_evolutionary",
-    "allocation.parameters.population=4",
-    "allocation.parameters.elites=2",
-    "allocation.parameters.generations=2",
-]
+SHORT_SEARCH = ["allocation=pocket_evolutionary"]
+SHORT_SEARCH += [f"allocation.parameters.{setting}" for setting in ("population=4", "elites=2", "generations=2")]
 CHANNELS = {
     "grid": {"criterion": ["channel_activation"], "allocation": ["coverage"]},
     "more": [

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,9 +87,8 @@ def test_more_tokens_than_a_text_has_are_refused_before_the_start(packing: str, 
     words = ["calibration=text", *(f"calibration.{name}={value}" for name, value in settings.items())]
     assert not problems(*words, f"calibration.tokens={16 * fits}")
     (sentence,) = problems(*words, f"calibration.tokens={16 * (fits + 1)}")
-    assert (
-        sentence.startswith(f"calibration.tokens={16 * (fits + 1)}") and f"calibration.tokens={16 * fits}" in sentence
-    )
+    assert sentence.startswith(f"calibration.tokens={16 * (fits + 1)}")
+    assert f"calibration.tokens={16 * fits}" in sentence
 
 
 @pytest.mark.parametrize(
@@ -174,17 +173,15 @@ WRONG = {
 """A word -> how its sentence begins."""
 
 
-def test_no_mistake_hides_another() -> None:
-    sentences, expected = sorted(problems(*WRONG)), sorted(WRONG.values())
-    for sentence, begin in zip(sentences, expected, strict=True):
-        assert sentence.startswith(begin) and ("known" in sentence or "expected" in sentence)
+COMBINED = ["allocation.name=reconstruction", "allocation.parameters={lim: 3}", "recovery=nf4", "verify=true"]
 
 
-def test_no_combination_hides_another() -> None:
-    words = ["allocation.name=reconstruction", "allocation.parameters={lim: 3}", "recovery=nf4", "verify=true"]
-    expected = ["allocation.parameters.lim", "ratio=", "verify=true"]
-    for sentence, field in zip(sorted(problems(*words)), expected, strict=True):
-        assert sentence.startswith(field)
+@pytest.mark.parametrize(
+    ("words", "begins"), [(WRONG, WRONG.values()), (COMBINED, ["allocation.parameters.lim", "ratio=", "verify=true"])]
+)
+def test_no_mistake_hides_another(words: Iterable[str], begins: Iterable[str]) -> None:
+    for sentence, begin in zip(sorted(problems(*words)), sorted(begins), strict=True):
+        assert sentence.startswith(begin) and re.search("known|expected|largest", sentence)
 
 
 @pytest.mark.parametrize(
@@ -274,12 +271,10 @@ REFUSED = [
     (["launcher=slurm", "resources.every.gpus=-1"], "resources.every.gpus=-1"),
     (["criterion=heapr", "allocation=pocket_evolutionary"], "allocates experts, but the criterion scores channels"),
     (["allocation=pocket_evolutionary", "allocation.search=pocket_math"], "holds no answers"),
-    (["allocation=reconstruction"], "is the largest feasible ratio"),
     (["criterion=heapr", "allocation=coverage", "allocation.parameters.align.block=99"], "64 channels"),
     (["recovery=pocket_router_kd", "recovery.distill=pocket_stores"], "did you mean pocket_stories"),
     (["recovery=pocket_merge_fit"], "fits merged experts, and allocation.replacement=none"),
     (["export=masked", "recovery=nf4"], "recovery=nf4 changes: expected export=natural"),
-    (["export=natural", "recovery=nf4", "verify=true"], "expected verify=false"),
     (["export=natural", "export.format=w4a8"], "did you mean w4a16"),
     (["export=natural", "export.format=fp8", "recovery=nf4"], "expected a recovery with bits=16"),
     (["export=natural", "export.format=gguf", "allocation=global"], "gguf: a GGUF file has one number of experts"),

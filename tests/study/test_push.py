@@ -73,11 +73,6 @@ class Hub:
         repository.update(files)
 
 
-def refusal(status: int) -> HfHubHTTPError:
-    request = httpx.Request("POST", "https://huggingface.co/api/repos/create", headers={"authorization": TOKEN})
-    return HfHubHTTPError(f"{status} Client Error", response=httpx.Response(status, request=request))
-
-
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
     hub, api = Hub(), create_autospec(HfApi, instance=True)  # which refuses arguments that the real one would refuse
@@ -146,12 +141,11 @@ def test_one_commit_has_the_export_and_a_card_that_reads_back(store: Path, run: 
 
 
 OF_ONE_FILE = RuntimeError("Error while uploading 'model.safetensors' to the Hub.")
-OF_ONE_FILE.__cause__ = refusal(403)
+REQUEST = httpx.Request("POST", "https://huggingface.co/api/repos/create", headers={"authorization": TOKEN})
+OF_ONE_FILE.__cause__ = HfHubHTTPError("403 Client Error", response=httpx.Response(403, request=REQUEST))
 FAILURES = {
     "403 Client Error": OF_ONE_FILE,
-    "no answer from https://storage.example/x at all": OSError(
-        "no answer from https://storage.example/x?signature=PLANTEDsignature at all"
-    ),
+    "no answer from https://a.example/x at all": OSError("no answer from https://a.example/x?signature=PLANTED at all"),
     "Invalid metadata: ***": ValueError(f"Invalid metadata: {TOKEN}"),
     "no route to host": httpx.ConnectError("no route to host"),
 }

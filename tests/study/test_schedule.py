@@ -174,6 +174,26 @@ def worker_that(folder: Path, monkeypatch: pytest.MonkeyPatch, does: str) -> Non
     monkeypatch.setattr("moe_lab.study.schedule.command", lambda *_: [sys.executable, str(script)])
 
 
+def locally(
+    schedule: Schedule, place: Path, monkeypatch: pytest.MonkeyPatch, processes: int | None = None
+) -> tuple[list[dict[str, str]], list[tuple[str, int]]]:
+    """The environments of the workers that work on a schedule, and the kinds of their steps, on how many GPUs each."""
+    workers, did = list[dict[str, str]](), list[tuple[str, int]]()
+
+    class Noted(contextlib.nullcontext[Any]):
+        def __init__(self, store: Store, environment: dict[str, str]) -> None:
+            super().__init__(
+                lambda step, _: did.append((step.kind, environment["CUDA_VISIBLE_DEVICES"].count(",") + 1))
+            )
+            workers.append(environment)
+
+    monkeypatch.setattr(launch, "Worker", Noted)
+    config = Config(launcher=LauncherConfig(name="local", processes=processes))
+    study: Any = SimpleNamespace(config=config, store=Store(place).create())
+    assert launch.local(schedule, study, None)  # type: ignore[arg-type]
+    return workers, did
+
+
 @pytest.mark.parametrize(
     ("visible", "processes", "memory", "given"),
     [
@@ -196,22 +216,12 @@ def test_local_workers_have_the_gpus_that_steps_need_of_those_that_the_command_m
 ) -> None:
     """By index, UUID or MIG name; more workers than GPUs share them in turn; without any, one for each core of three,
     for which there are 10 GiB of memory."""
-    workers: list[dict[str, str]] = []
-
-    class Noted(contextlib.nullcontext[Any]):
-        def __init__(self, store: Store, environment: dict[str, str]) -> None:
-            super().__init__()
-            workers.append(environment)
-
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(launch, "Worker", Noted)
     monkeypatch.setattr(launch, "work", lambda *_: None)
     monkeypatch.setattr(launch, "cores", lambda: 3)
     monkeypatch.setattr(launch, "main_memory", lambda: 10.0 * GIB)
     monkeypatch.setattr(launch, "memory_of", lambda _: Memory(memory * GIB, on_gpu=visible[:1] not in ("", "-")))
-    config = Config(launcher=LauncherConfig(name="local", processes=processes))
-    study: Any = SimpleNamespace(config=config, store=Store(tmp_path).create())
-    assert launch.local(Schedule([Example()], set()), study, None)  # type: ignore[arg-type]
+    workers, _ = locally(Schedule([Example()], set()), tmp_path, monkeypatch, processes)
     assert {environment[WORKERS] for environment in workers} == {str(len(given))}
     found = [environment.get("CUDA_VISIBLE_DEVICES") for environment in workers]
     assert sorted(found, key=str) == given
@@ -227,22 +237,10 @@ def test_steps_that_need_few_gpus_run_side_by_side_before_those_that_need_many(
     ]
     graded = Example("grade", "0", needed={"evaluate": evaluated[0]})
     needs = {"statistics": 30.0, "evaluate": 200.0, "grade": 0.1}
-    did: list[tuple[str, int]] = []
-
-    class Noted(contextlib.nullcontext[Any]):
-        def __init__(self, store: Store, environment: dict[str, str]) -> None:
-            self.gpus = environment["CUDA_VISIBLE_DEVICES"].split(",")
-            super().__init__(self)
-
-        def __call__(self, step: Step, scratch: Path) -> None:
-            did.append((step.kind, len(self.gpus)))
-
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    monkeypatch.setattr(launch, "Worker", Noted)
     monkeypatch.setattr(launch, "memory_of", lambda step: Memory(needs[step.kind] * GIB, step.kind != "grade"))
-    study: Any = SimpleNamespace(config=Config(launcher=LauncherConfig(name="local")), store=Store(tmp_path).create())
     schedule = Schedule([*passes, *evaluated, graded], set())
-    assert launch.local(schedule, study, None)  # type: ignore[arg-type]
+    _, did = locally(schedule, tmp_path, monkeypatch)
     assert did[:3] == [("statistics", 1)] * 3 and not schedule.failed
     assert sorted(did[3:]) == [("evaluate", 4)] * 3 + [("grade", 4)]
 

@@ -96,9 +96,14 @@ def compare(one: dict[int, dict[str, Any]], other: dict[int, dict[str, Any]]) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "parts"), zip(KINDS, [2, 3] * 3, strict=True))
+@pytest.mark.parametrize(("kind", "parts"), [*zip(KINDS, [2, 3] * 3, strict=True), ("statistics streamed", 2)])
 def test_merged_sums_are_those_of_one_pass(whole: Store, tmp_path: Path, kind: str, parts: int) -> None:
-    single, step, store = step_of(kind), step_of(kind, parts=parts), Store(tmp_path).create()
+    kind, _, engine = kind.partition(" ")
+    single, step, store = (
+        step_of(kind),
+        step_of(kind, parts=parts, engine=engine or "resident"),
+        Store(tmp_path).create(),
+    )
     assert step.id == single.id and not single.merges
     assert len(step.merges) == parts and len({share.id for share in (step, *step.merges)}) == parts + 1
     do(store, step)
@@ -110,13 +115,6 @@ def test_merged_sums_are_those_of_one_pass(whole: Store, tmp_path: Path, kind: s
 
 
 @pytest.mark.slow
-def test_streamed_parts_give_the_sums_of_the_whole_model(whole: Store, tmp_path: Path) -> None:
-    store, step = Store(tmp_path).create(), step_of(parts=2, engine="streamed")
-    do(store, step)
-    compare(read(store.path(step) / SUMS), read(whole.path(step_of()) / SUMS))
-
-
-@pytest.mark.slow
 def test_a_part_that_is_killed_is_resumed_and_others_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, step = Store(tmp_path).create(), step_of(parts=2)
     with monkeypatch.context() as patch:
@@ -125,6 +123,12 @@ def test_a_part_that_is_killed_is_resumed_and_others_are_kept(tmp_path: Path, mo
             do(store, step)
     assert [store.done(share) for share in step.merges] == [True, False] and not store.done(step)
     assert do(store, step) == [step.merges[1], step]
+    for share in step.merges:
+        shutil.rmtree(store.path(share))
+    assert do(store, step) == [], "parts of a finished merge are not missed"
+    schedule = Schedule([*step.inputs.values(), *step.merges, step])
+    settle(schedule, store)  # as the last job of a submission does
+    assert not schedule.failed and not schedule.skipped and step.id in schedule.finished
 
 
 def test_rows_are_shared_in_whole_batches() -> None:
@@ -135,20 +139,6 @@ def test_rows_are_shared_in_whole_batches() -> None:
     assert of(1) == []
     assert of(2) == [(0, 4), (4, 7)] and of(3) == [(0, 2), (2, 4), (4, 7)] and of(4)[-1] == (6, 7)
     assert of(8, rows=8, batch_size=1) == [(row, row + 1) for row in range(8)]
-
-
-@pytest.mark.slow
-def test_parts_of_a_finished_merge_are_not_missed(tmp_path: Path) -> None:
-    """What the last job of a submission sees in the store."""
-    store, step = Store(tmp_path).create(), step_of(parts=2)
-    steps = [*step.inputs.values(), *step.merges, step]
-    do(store, step)
-    for share in step.merges:
-        shutil.rmtree(store.path(share))
-    assert do(store, step) == []
-    schedule = Schedule(steps)
-    settle(schedule, store)
-    assert not schedule.failed and not schedule.skipped and step.id in schedule.finished
 
 
 # Tables

@@ -174,12 +174,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that are hashed from now on."""
     names: list[str] = []
     whole = storing._sha256
-
-    def sha256(file: Any) -> str:
-        names.append(Path(file.name).name)
-        return whole(file)
-
-    monkeypatch.setattr(storing, "_sha256", sha256)
+    monkeypatch.setattr(storing, "_sha256", lambda file: names.append(Path(file.name).name) or whole(file))
     return names
 
 
@@ -276,18 +271,15 @@ def test_what_a_killed_run_leaves_is_removed_by_later_ones(store: Store) -> None
     assert not list((store.root / "claims").iterdir())
 
 
-@pytest.mark.parametrize("marker", ['{"schema": 99}', "[]"], ids=["newer", "foreign"])
-def test_what_is_no_store_of_this_version_is_refused(tmp_path: Path, marker: str) -> None:
-    (tmp_path / "store.json").write_text(marker)
-    with pytest.raises(UserError, match="store="):
-        Store(tmp_path)
-    assert (tmp_path / "store.json").read_text() == marker
-
-
-def test_a_store_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
+def test_what_is_no_store_of_this_version_or_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    marker = tmp_path / "store.json"
+    for content in ('{"schema": 99}', "[]"):
+        marker.write_text(content)
+        with pytest.raises(UserError, match="store="):
+            Store(tmp_path)
+        assert marker.read_text() == content
     with pytest.raises(UserError, match="cannot be written"):
-        Store(tmp_path / "file/store").create()
+        Store(marker / "store").create()
 
 
 # Two people and one store

@@ -11,7 +11,7 @@ import pytest
 from file_systems import DEADLY, DIE, REFUSING, Refusing
 from fsspec.registry import known_implementations
 from processes import until
-from studies import STUDY, Asked, Worker, ask, killed, start
+from studies import STUDY, Asked, Worker, ask, killed, results, start
 from test_store import rot, state
 
 from analysis.__main__ import parse
@@ -31,15 +31,11 @@ Machine = Callable[[str], None]
 WORDS = ("criterion=aimer", "ratio=0.5")
 
 
-@pytest.fixture(autouse=True)
-def disks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Refusing, "refuses", frozenset())
-    file_systems.register()
-
-
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Be another machine: it has a cache of its own."""
+    """Be another machine: it has a cache of its own. Disks at URLs refuse nothing yet."""
+    monkeypatch.setattr(Refusing, "refuses", frozenset())
+    file_systems.register()
 
     def be(name: str) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
@@ -61,13 +57,6 @@ def url_of(place: Path, protocol: str = "file") -> str:
     return f"{protocol}://{place}/remote"
 
 
-def content(place: Path) -> dict[str, bytes]:
-    """What all finished steps of a store have in their files, but for step.json, which says when."""
-    folders = (folder for folders in Store(place).finished().values() for folder in folders)
-    files = (path for folder in folders if (folder / "step.json").exists() for path in folder.iterdir())
-    return {str(path.relative_to(place)): path.read_bytes() for path in files if path.name != "step.json"}
-
-
 def recorded(place: Path) -> set[str]:
     """The steps that the record of the study names."""
     return places(read_record(place, STUDY) or {})
@@ -81,14 +70,14 @@ def test_another_machine_makes_nothing_again(
     assert start(tmp_path / "alone", one) == 0
     url = url_of(tmp_path, protocol)
     assert start(url, one) == 0
-    first = content(store_folder(url))
+    first = results(store_folder(url))
     machine("second")
     before = sorted(tmp_path.glob("remote/**/*"))
     assert start(url, one, dry_run=True) == 0
     assert f"{len(build(*one).steps)} of them in {url}" in capsys.readouterr().err
     assert not store_folder(url).exists() and sorted(tmp_path.glob("remote/**/*")) == before
     assert start(url, one) == 0 and Worker.did == []
-    assert content(tmp_path / "alone") == first == content(store_folder(url)) != {}
+    assert results(tmp_path / "alone") == first == results(store_folder(url)) != {}
     assert recorded(tmp_path / "alone") == recorded(store_folder(url))
     assert not any(damage(folder, hash_all=True) for folders in Store(url).finished().values() for folder in folders)
 
@@ -97,14 +86,14 @@ def test_another_machine_makes_nothing_again(
 def test_what_is_lost_here_is_pulled(tmp_path: Path, machine: Machine, one: Asked, other: Asked, lost: str) -> None:
     url = url_of(tmp_path)
     assert start(url, one) == start(url, other) == 0
-    whole = content(store_folder(url))
+    whole = results(store_folder(url))
     if lost == "freed":
         assert ask(url, "gc", "apply=true") == 0
     else:
         next(path for path in store_folder(url).glob("plan/*/result.json")).write_text("{}")
-    assert content(store_folder(url)) != whole
+    assert results(store_folder(url)) != whole
     Worker.did.clear()
-    assert start(url, one) == start(url, other) == 0 and Worker.did == [] and content(store_folder(url)) == whole
+    assert start(url, one) == start(url, other) == 0 and Worker.did == [] and results(store_folder(url)) == whole
 
 
 def test_steps_are_found_under_another_label(tmp_path: Path, pushed: str, machine: Machine, one: Asked) -> None:
@@ -173,7 +162,7 @@ def test_killed_in_the_middle_of_a_push(tmp_path: Path, machine: Machine, one: A
     assert start(tmp_path / "alone", one) == 0
     url = url_of(tmp_path, DEADLY)
     study_killed(url, at)
-    here = content(store_folder(url))
+    here = results(store_folder(url))
     assert here and whole_there(tmp_path / "remote"), "half a step is no finished step there"
     machine("second")
     before = Path(tmp_path, "remote")
@@ -181,10 +170,10 @@ def test_killed_in_the_middle_of_a_push(tmp_path: Path, machine: Machine, one: A
     assert there < {name.rpartition("/")[0] for name in here}
     machine("first")
     assert start(url, one) == 0 and not {f"{name}/result.json" for name in Worker.did} & here.keys()
-    assert content(store_folder(url)) == content(tmp_path / "alone") and whole_there(tmp_path / "remote")
+    assert results(store_folder(url)) == results(tmp_path / "alone") and whole_there(tmp_path / "remote")
     machine("second")
     assert start(url, one) == 0 and Worker.did == []
-    assert content(store_folder(url)) == content(tmp_path / "alone")
+    assert results(store_folder(url)) == results(tmp_path / "alone")
 
 
 def test_killed_in_the_middle_of_a_pull(tmp_path: Path, machine: Machine, one: Asked) -> None:
@@ -197,7 +186,7 @@ def test_killed_in_the_middle_of_a_pull(tmp_path: Path, machine: Machine, one: A
     assert list(place.glob("*/.*")), "it was in the middle"
     assert not any(damage(folder, hash_all=True) for folders in Store(place).finished().values() for folder in folders)
     assert start(url, one) == 0 and Worker.did == []
-    assert content(place) == content(tmp_path / "alone") and not list(place.glob("*/.*"))
+    assert results(place) == results(tmp_path / "alone") and not list(place.glob("*/.*"))
 
 
 @pytest.mark.parametrize("lost", ["damaged", "freed"])
@@ -306,10 +295,10 @@ def test_a_study_is_synchronised_and_analysed_there(tmp_path: Path, pushed: str,
     assert ask(pushed, "sync", STUDY) == 1, "a step is nowhere"
 
 
-def test_urls_that_cannot_work_are_refused_before_anything_is_made(
+def test_urls_that_cannot_work_are_refused_and_slashes_at_their_end_make_no_other_store(
     one: Asked, tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In one sentence, by every command."""
+    """In one sentence, by every command, before anything is made."""
     lacking = {"class": "nopackage.It", "err": "Install nopackage"}
     monkeypatch.setitem(known_implementations, "lacking", lacking)
     urls = {"s4://bucket/x": "s3://", "lacking://x/y": "nopackage"}
@@ -327,9 +316,6 @@ def test_urls_that_cannot_work_are_refused_before_anything_is_made(
         with pytest.raises(UserError) as refused:
             parse([f"store={store}"])
         assert "hidden" not in str(refused.value) + capsys.readouterr().err and not list(tmp_path.iterdir())
-
-
-def test_slashes_at_the_end_of_a_url_make_no_other_store(machine: Machine) -> None:
     assert Store("s3://bucket/x//").url == Store("s3://bucket/x").url == "s3://bucket/x"
     assert store_folder("s3://bucket/x//") == store_folder("s3://bucket/x") != store_folder("s3://bucket")
 
