@@ -267,7 +267,6 @@ def _layout(benchmark: BenchmarkConfig, origin: str, names: Iterable[str], card:
 def _patterns(card: Path, subset: str | None) -> Iterator[tuple[str, str, str]]:
     """Subset, split and regular expression of the files of a data set. None: all subsets but `all`, which repeats
     the others."""
-    from datasets.data_files import sanitize_patterns
     from huggingface_hub import metadata_load
 
     configs = ((metadata_load(card) if card.is_file() else None) or {}).get("configs") or ()
@@ -278,8 +277,14 @@ def _patterns(card: Path, subset: str | None) -> Iterator[tuple[str, str, str]]:
         name = config["config_name"]
         if name != subset and (subset is not None or name == "all"):
             continue
-        for split, paths in sanitize_patterns(config.get("data_files", [])).items():
-            yield from ((name, split, f"^{fnmatch.translate(path)}") for path in paths)
+        for part in _listed(config.get("data_files", [])):
+            split, paths = (part["split"], part["path"]) if isinstance(part, dict) else ("train", part)
+            yield from ((name, split, f"^{fnmatch.translate(path)}") for path in _listed(paths))
+
+
+def _listed(value: Any) -> list[Any]:
+    """A card may have a value in place of a list with one value."""
+    return value if isinstance(value, list) else [value]
 
 
 # The command.

@@ -203,8 +203,8 @@ class Size:
         return float(tokens * CACHE * self.hidden * self.moe_layers)
 
     def hidden_states(self, tokens: int, *, backward: bool) -> float:
-        """Most bytes of hidden states between decoder layers. A forward pass keeps those of two layers, and of the one
-        from which it would resume; with gradients, these are of the gradients, and those of all layers are kept too."""
+        """Most bytes of hidden states between decoder layers. A forward pass keeps the states of two layers, and of the
+        layer from which it would resume. A backward pass keeps those of all layers, and as many gradients."""
         layers = self.moe_layers + 3 if backward else 3
         return float(tokens) * self.hidden * self.bytes_per_parameter * layers
 

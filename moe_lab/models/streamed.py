@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,12 +47,12 @@ REST = -1
 
 def open_streamed(settings: ModelConfig) -> tuple[StreamedModel, Any]:
     """Open the model of `settings` for reading it layer by layer, and load its tokenizer. One that would be spread over
-    GPUs is read on the first. UserError as in `load_model`, and for quantised models."""
+    GPUs is read on the first; without a GPU, on the CPU. UserError as in `load_model`, and for quantised models."""
     folder = local_folder(settings)
     if (method := quantization(settings)) is not None:
         raise UserError(f"calibration.engine=streamed reads plain weights, but {folder} is stored as {method}")
+    settings = replace(settings, device="auto") if settings.device in DEVICE_MAPS else settings
     dtype, device = precision(settings), place(settings)
-    device = "cuda" if device in DEVICE_MAPS else device
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     dtype = stored_dtype(folder) if isinstance(dtype, str) else dtype

@@ -50,11 +50,14 @@ def fit(
         raise UserError("recovery.fit needs merged experts, and the plan has none: expected a larger ratio")
     started = time.monotonic()
     pruned = prune(model, plan)
-    merged = merged_weights(pruned, plan)
-    tap = type("FitTap", (MergeTap,), {"plan": plan, "merged": merged})
+    asked, merged = plan, merged_weights(pruned, plan)
+
+    class FitTap(MergeTap):
+        plan, merged = asked, merged
+
     rows = batches(text, tokenizer).rows
     identity = {**fingerprint, "plan": plan.digest}
-    sums = gather(model, tap, rows, fingerprint=identity, out=partial).layers
+    sums = gather(model, FitTap, rows, fingerprint=identity, out=partial).layers
     experts = []
     for layer, of_layer in merged.items():
         for owner, weights in of_layer.items():

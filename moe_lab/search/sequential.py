@@ -36,7 +36,7 @@ def prune_sequentially(
     MoE layer runs twice over `batches`: once to collect the sums, and once pruned, for the input of the next layer.
     `fingerprint`, `out` and resuming are as in `stream`."""
     rows = LayerPass(streamed, batches, description(batches, "sequential", fingerprint), len(streamed.layers), out)
-    with rows.saves:
+    with rows.running():
         for number in range(rows.done, len(streamed.layers)):
             sums: Layers = {}
             with streamed.layer(number, then=number + 1), torch.no_grad(), ExitStack() as masked:

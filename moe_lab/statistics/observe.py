@@ -150,8 +150,7 @@ class Observer:
 
 class Saves:
     """When a pass saves what it has in a folder (None: never): after SAVED seconds, or PER_SAVE times as long as the
-    last save took. While this is open, SIGTERM makes it save at once, and ends the process, or what it does else, only
-    after that."""
+    last save took. While this is open, SIGTERM is held back until the pass has saved, and then has its usual effect."""
 
     def __init__(self, out: Path | None) -> None:
         self.out, self.last, self.took = out, time.monotonic(), 0.0

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,13 @@ class States:
         if _bytes(state) > self.room:
             self._write(place, batch, state)
             return
+        try:
+            memory = torch.empty(state.shape, dtype=state.dtype, pin_memory=state.is_cuda)
+        except RuntimeError:  # others use the machine, too
+            self.room = 0.0
+            self._write(place, batch, state)
+            return
         self.room -= _bytes(state)
-        memory = torch.empty(state.shape, dtype=state.dtype, pin_memory=state.is_cuda)
         self.held[place][batch] = memory.copy_(state.detach())
 
     def get(self, place: int, batch: int, device: str) -> torch.Tensor:
@@ -102,7 +107,7 @@ def stream(
     interrupted pass resumes after the layer that was finished when it was last saved there, as by `Saves`. `under`: a
     context in which a layer is run, such as a mask."""
     rows = LayerPass(streamed, batches, description(batches, tap.kind, fingerprint), len(streamed.layers), out)
-    with rows.saves:
+    with rows.running():
         for number in range(rows.done, len(streamed.layers)):
             changed = under(streamed.moe[number]) if number in streamed.moe else nullcontext()
             with streamed.layer(number, then=number + 1), torch.no_grad(), changed:
@@ -121,7 +126,7 @@ def stream_back(
     check_loss(batches)
     first, last = min(streamed.moe), len(streamed.layers)
     rows = LayerPass(streamed, batches, description(batches, tap.kind, fingerprint), 2 * last + 1 - first, out)
-    with rows.saves:
+    with rows.running():
         for number in range(rows.done, last):
             with streamed.layer(number, then=number + 1), torch.no_grad():
                 rows.run(number, None, keep=True)
@@ -129,6 +134,7 @@ def stream_back(
         with differentiable(streamed.model):
             if rows.done == last:
                 for index, (ids, valid) in enumerate(batches):
+                    rows.save_if_due()
                     output = rows.states.get(last, index, streamed.device)
                     rows.states.put(-last, index, _gradient_at_head(streamed, ids, valid, output))
                 rows.finish({}, [*range(first, last), -last])
@@ -161,21 +167,31 @@ class LayerPass:
             shutil.rmtree(self.folder, ignore_errors=True)
         self.states, self.saves = States(self.folder / "states"), Saves(self.folder)
 
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A block that runs the parts, at whose end no memory is held any more."""
+        try:
+            with self.saves:
+                yield
+        finally:
+            self.states.held.clear()
+            if torch.cuda.is_initialized():
+                torch.accelerator.empty_host_cache()  # pinned memory is not given back by itself
+
     def finish(self, sums: Layers, places: Iterable[int]) -> None:
         """Note that a part is done, with its sums. `places`: the states that are needed from now on."""
         self.sums |= sums
         self.done += 1
         self.states.keep(places)
         progress.tell(self.done, self.total, "layers")
-        self._save_if_due()
+        self.save_if_due()
 
     def result(self) -> Statistics:
         """The sums of all MoE layers."""
-        if torch.cuda.is_initialized():
-            torch.accelerator.empty_host_cache()  # pinned memory is not given back by itself
         return Statistics({number: self.sums[number] for number in sorted(self.streamed.moe)}, dict(self.about))
 
-    def _save_if_due(self) -> None:
+    def save_if_due(self) -> None:
+        """Save when it is time, or when the process was told to end."""
         if self.saves.due():
             with self.saves.timed():
                 self.states.save(lambda: save_checkpoint(self.folder, self.sums, self.about, self.done))
@@ -202,7 +218,7 @@ class LayerPass:
 
     def read(self, number: int, index: int, state: torch.Tensor | None, observer: Observer | None) -> torch.Tensor:
         """Run the layer on one batch, with `state` as its input, and return its output (B, S, H)."""
-        self._save_if_due()
+        self.save_if_due()
         ids, valid = self.batches[index]
         if observer is None:
             return self.streamed.through(number, ids, valid, state)

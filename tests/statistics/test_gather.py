@@ -296,11 +296,13 @@ def test_what_would_be_spread_is_streamed_on_one_gpu_and_quantised_weights_are_r
         devices.append(device)
         return SimpleNamespace(model=None)
 
-    with monkeypatch.context() as patch:  # there is no GPU
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.cuda.is_available", lambda: len(devices) == 0)
         patch.setattr("moe_lab.models.streamed.StreamedModel", opened)
         patch.setattr("moe_lab.models.streamed.moe_layers", lambda _: [])
-        open_streamed(ModelConfig(name="m", path=str(tmp_path), device="balanced"))
-    assert devices == ["cuda"]
+        for _ in range(2):
+            open_streamed(ModelConfig(name="m", path=str(tmp_path), device="balanced"))
+    assert devices == ["cuda", "cpu"]
     reconfigure(tmp_path, quantization_config={"quant_method": "fp8"})
     with pytest.raises(UserError, match="stored as fp8"):
         open_streamed(ModelConfig(name="m", path=str(tmp_path)))

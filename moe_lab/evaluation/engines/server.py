@@ -208,7 +208,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def started(line: Sequence[str]) -> Child:
-    """A process that runs a command line, which ends with it and when this process dies."""
+    """Run a command line, which ends when the process that is returned is closed, and when this one dies."""
     environment = {"HF_HUB_OFFLINE": "1", **os.environ, "PATH": search_path(), "XDG_CACHE_HOME": str(caches())}
     return Child(command("moe_lab.evaluation.server_process", str(GRACE), *line), environment)
 

@@ -76,8 +76,8 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
     """Grade programs on the base tests and on all (plus) tests. A program that passes plus has passed base too.
 
     Answers to published problems go through EvalPlus's sanitizer first, as in EvalPlus. Answers to the shipped problems
-    do not need it, because the shipped models write nothing but code. A thought that does not end is no program. Raises
-    UserError when programs may not be run.
+    do not need it, because the shipped models write nothing but code. A thought that does not end is no program.
+    UserError when programs may not be run, RuntimeError for a canonical solution that does not run.
     """
     protection = policy.protection(closed_world=is_closed_world(benchmark))
     problems = _problems(benchmark)

@@ -200,8 +200,8 @@ def _wrong_call(
 
 
 def _is_allowed(value: Any, described: Mapping[str, Any], allowed: Sequence[Any]) -> bool:
-    """Whether the value of an argument has the type in its description, or that of the allowed values, as the name of a
-    variable does, and is one of the allowed values."""
+    """Whether the value of an argument has the type in its description, and is one of the allowed values. One of the
+    type of the allowed values passes too: that is how answers name variables, by their names."""
     declared, of_answer = TYPES[described["type"]], _type_of_first(allowed)
     options: list[Any] = [option for option in allowed if isinstance(option, declared)]
     if described["type"] == "float" and type(value) is int:

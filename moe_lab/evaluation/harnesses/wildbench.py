@@ -261,8 +261,8 @@ def _text(body: bytes) -> str:
 
 
 def score(reply: str) -> float:
-    """The number after the last "score" of the reply, between 1 and 10, as a judge may quote the form before it gives
-    its score. Thoughts are not read. Raises Unparsable when there is none."""
+    """The number, from 1 to 10, after the last "score" of the reply: a judge may quote the form first. Thoughts are not
+    read. Raises Unparsable when there is none."""
     verdict = answer_in(reply)
     if verdict is None:
         raise Unparsable("a thought that does not end")

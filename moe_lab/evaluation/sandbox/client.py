@@ -126,8 +126,8 @@ class Runners(Pool[Runner]):
         self._confined = confined
 
     def run(self, request: Request) -> Outcome:
-        """Run one program. An unconfined program that ends its runner twice counts as crashed; no program can end a
-        confined one, so that this is a RunnerError."""
+        """Run one program. An unconfined program that ends its runner twice counts as crashed. RunnerError when no
+        runner can start, or when confined ones end twice, which no program can cause."""
         # Two tries: an earlier unconfined program may have ended this runner, not the program of this request.
         for _ in range(2):
             with suppress(Ended), self.process() as runner:
@@ -139,15 +139,16 @@ class Runners(Pool[Runner]):
 
 @lru_cache(maxsize=1)
 def check_namespaces() -> None:
-    """Raise what `start` does when no confined runner starts. That one does is found out once."""
+    """Raise what `start` does when no confined runner starts. A success is remembered."""
     if not sys.platform.startswith("linux"):
         raise NoNamespaces(f"{sys.platform} has no namespaces")
     start(confined=True).close()
 
 
 class LimitedCalls(Pool[Child]):
-    """Calls trusted functions of one module on texts of a model, which may make them take hours or gigabytes, or end
-    their process: so each works in one of its own, which stays for the next call. Arguments and results are JSON."""
+    """Calls trusted functions of one module on texts of a model, from several threads. As texts may make one take hours
+    or gigabytes, or end its process, each call has a process, which stays for the next. Arguments and results are JSON.
+    """
 
     def __init__(self, module: str, environment: Mapping[str, str]) -> None:
         super().__init__(self._child)
