@@ -63,7 +63,9 @@ def cache(name: str) -> Path:
 
 def private(name: str) -> Path:
     """The folder `name` in the user's cache of moe_lab, for what is executed: nobody else may enter it, or replace it.
-    Raises UserError when it, or the folder around it, belongs to somebody else."""
+    Raises UserError when it, or the folder around it, belongs to somebody else, and without a home folder."""
+    if caches().name == f"moe_lab-{os.getuid()}":
+        raise UserError("the home folder cannot be written: expected XDG_CACHE_HOME=FOLDER that all nodes see")
     _own(cache(name).parent, 0o755)
     return _own(cache(name), 0o700)
 
@@ -80,9 +82,10 @@ def _own(folder: Path, mode: int) -> Path:
 def caches() -> Path:
     """The folder of the user's caches: $XDG_CACHE_HOME, or ~/.cache, or a folder of the user among temporary files
     where the home folder cannot be written. Raises UserError when that folder belongs to somebody else."""
-    usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     # os.path.exists is false for what is in a folder that may not be entered, where Path.exists raises.
-    if os.access(next(filter(os.path.exists, (usual, *usual.parents))), os.W_OK | os.X_OK):
+    there = next(filter(os.path.exists, (usual, *usual.parents)))
+    if usual.parts[0] != "~" and os.access(there, os.W_OK | os.X_OK):  # "~" stays where there is no home
         return usual
     return _own(Path(tempfile.gettempdir(), f"moe_lab-{os.getuid()}"), 0o700)
 

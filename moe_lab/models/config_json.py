@@ -13,6 +13,7 @@ from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import open_checkpoint, read_json, stated_dtype
 from moe_lab.models.families import COUNT_FIELDS, TOP_K_FIELDS, WIDTH_FIELDS
+from moe_lab.models.files import hub_config
 from moe_lab.paths import local
 
 LAYERS_FIELD = "pruned"
@@ -91,6 +92,12 @@ def has_packed_experts(config: Mapping[str, Any]) -> bool:
 def quantization(settings: ModelConfig) -> str | None:
     """The method in which weights are quantised, such as fp8; None for plain ones, and for a model that is not here."""
     return quantization_method(config_of(settings))
+
+
+def has_plain_weights(settings: ModelConfig) -> bool:
+    """Whether it is known, from a folder or the hub, that weights are not quantised."""
+    config = config_of(settings) or (hub_config(settings.path, settings.revision) if "/" in settings.path else {})
+    return bool(config) and quantization_method(config) is None
 
 
 def quantization_method(config: Mapping[str, Any]) -> str | None:

@@ -100,6 +100,18 @@ def stated_files(name: str, revision: str | None, kind: str) -> dict[str, tuple[
     return {file.rfilename: (file.size or 0, file.lfs.sha256 if file.lfs else file.blob_id or "") for file in siblings}
 
 
+@lru_cache
+def hub_config(name: str, revision: str | None) -> dict[str, Any]:
+    """config.json of a model on the hub, from the cache or fetched; empty when it cannot be had."""
+    from httpx import HTTPError
+    from huggingface_hub import hf_hub_download
+
+    with suppress(OSError, ValueError, HTTPError):
+        offline = not hub_answers()
+        return read_json(Path(hf_hub_download(name, "config.json", revision=revision, local_files_only=offline)))
+    return {}
+
+
 def data_files(name: str) -> str | None:
     """Digest of the data in a data set on the hub; None when the hub cannot be asked."""
     files = stated_files(name, None, "dataset")

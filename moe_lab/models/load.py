@@ -23,7 +23,7 @@ from moe_lab.config.pruning import DEVICE_MAPS
 from moe_lab.errors import UserError
 from moe_lab.models import experts, processor
 from moe_lab.models.checkpoint import open_checkpoint, read_json
-from moe_lab.models.config_json import UNPACKED, experts_implementation, quantization, quantization_method
+from moe_lab.models.config_json import UNPACKED, experts_implementation, quantization_method
 from moe_lab.models.discover import is_ragged, routed_layers
 from moe_lab.models.families import NOT_LOADED, TOP_K_FIELDS, Family, has_causal_model, prediction_prefixes
 from moe_lab.models.files import check_code, local_folder
@@ -129,7 +129,7 @@ def _configuration(folder: Path, trust_remote_code: bool) -> Any:
 
 
 def _weights(folder: Path, settings: ModelConfig, dtype: torch.dtype | str, device: str) -> Any:
-    method = quantization(settings)
+    method = quantization_method(read_json(folder / "config.json"))
     where = f"{folder}, stored as {method}" if method else str(folder)
     changes: dict[str, Any] = {}
     if method in UNPACKED:

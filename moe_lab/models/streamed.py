@@ -19,7 +19,7 @@ from moe_lab.config import ModelConfig
 from moe_lab.config.pruning import DEVICE_MAPS
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import open_checkpoint, read_json, stated_dtype
-from moe_lab.models.config_json import experts_implementation, quantization
+from moe_lab.models.config_json import experts_implementation, quantization_method
 from moe_lab.models.discover import MoELayer, moe_layers, routed_layers
 from moe_lab.models.experts import output_of, run, stand_in
 from moe_lab.models.families import prediction_prefixes
@@ -49,7 +49,7 @@ def open_streamed(settings: ModelConfig) -> tuple[StreamedModel, Any]:
     """Open the model of `settings` for reading it layer by layer, and load its tokenizer. One that would be spread over
     GPUs is read on the first; without a GPU, on the CPU. UserError as in `load_model`, and for quantised models."""
     folder = local_folder(settings)
-    if (method := quantization(settings)) is not None:
+    if (method := quantization_method(read_json(folder / "config.json"))) is not None:
         raise UserError(f"calibration.engine=streamed reads plain weights, but {folder} is stored as {method}")
     settings = replace(settings, device="auto") if settings.device in DEVICE_MAPS else settings
     dtype, device = precision(settings), place(settings)

@@ -50,16 +50,16 @@ def fit(
         raise UserError("recovery.fit needs merged experts, and the plan has none: expected a larger ratio")
     started = time.monotonic()
     pruned = prune(model, plan)
-    asked, merged = plan, merged_weights(pruned, plan)
+    asked, weights_of = plan, merged_weights(pruned, plan)
 
     class FitTap(MergeTap):
-        plan, merged = asked, merged
+        plan, merged = asked, weights_of
 
     rows = batches(text, tokenizer).rows
     identity = {**fingerprint, "plan": plan.digest}
     sums = gather(model, FitTap, rows, fingerprint=identity, out=partial).layers
     experts = []
-    for layer, of_layer in merged.items():
+    for layer, of_layer in weights_of.items():
         for owner, weights in of_layer.items():
             about = {"layer": layer, "expert": owner, "members": sorted(plan.merged[layer][owner])}
             experts.append({**about, **_fitted(weights.down, owner, sums[layer])})
@@ -73,7 +73,7 @@ def fit(
     changed = {
         f"{layer.name}.{name}": weight.detach().contiguous()
         for layer in routed_layers(pruned)
-        if layer.index in merged
+        if layer.index in weights_of
         for name, weight in layer.experts.named_parameters()
     }
     save_file(changed, out / TENSORS)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import fsum, lcm
+from random import Random
 from typing import TypeAlias
 
 import numpy
@@ -72,7 +73,8 @@ class Space:
 
     def sample(self, random: numpy.random.Generator) -> Schedule:
         """Draw a feasible schedule uniformly: each has probability 1 / size."""
-        return self.nth(_below(self.size, random))
+        bits = random.bytes(16 + self.size.bit_length() // 8)  # numpy's own integers end at 64 bits
+        return self.nth(Random(bits).randrange(self.size))
 
 
 def space_of(layers: Sequence[Limits], budget: int, granularity: int) -> Space:
@@ -109,16 +111,6 @@ def _units(budget: int, lowest: int, capacity: int, step: int) -> int:
         f"keeps what its router needs: {' or '.join(map(str, around))} is the nearest feasible number"
         + (" (or choose a smaller allocation.parameters.granularity)" if rest else "")
     )
-
-
-def _below(limit: int, random: numpy.random.Generator) -> int:
-    """A uniform random integer below `limit`, of any size: random bits, drawn again while the number is too large."""
-    bits = (limit - 1).bit_length()
-    length = (bits + 7) // 8
-    while True:
-        number = int.from_bytes(random.bytes(length), "little") >> (8 * length - bits)
-        if number < limit:
-            return number
 
 
 _SHAPES: dict[str, Callable[[int, int], float]] = {

@@ -206,9 +206,8 @@ class Claims:
 
         A process of this machine is looked up. Of another machine, an old time is not enough, unless it is LONG_AGO:
         this process must have missed heartbeats itself, for long if the time is not old. On some file systems the time
-        is by the clock of the owner, which may be wrong. A claim without an owner is of a process that was killed while
-        it wrote it, if heartbeats are missing too.
-        """
+        is by the clock of the owner, which may be wrong. A claim without an owner and heartbeats is of a process that
+        was killed while it wrote it."""
         try:
             file, owner = path.stat(), _owner(path)
         except FileNotFoundError:

@@ -25,7 +25,7 @@ from moe_lab.config.pruning import DEVICE_MAPS
 from moe_lab.errors import UserError
 from moe_lab.json_files import Number, fits
 from moe_lab.models import main_memory, visible_gpus
-from moe_lab.models.config_json import ROOM, Size, quantization, size_of
+from moe_lab.models.config_json import ROOM, Size, has_plain_weights, quantization, size_of
 from moe_lab.start import command
 from moe_lab.study.step import Step, canonical
 from moe_lab.study.store import Store
@@ -57,13 +57,13 @@ def divided(text: CalibrationConfig, model: ModelConfig, config: Config) -> Cali
     """The text with the engine and the number of parts that auto and null stand for.
 
     A model that one GPU does not hold is read layer by layer, in a part on each GPU: divided among them, its layers
-    would be computed by one at a time. Quantised weights are loaded whole.
+    would be computed by one at a time. Weights that are quantised, or not known not to be, are loaded whole.
     """
     if text.engine != "auto":
         return replace(text, parts=text.parts or 1)
     size = size_of(model) if model.device != "cpu" else None
     needed = gpus(Memory(ROOM * size.bytes, on_gpu=True), config.resources.gpu_memory) if size else 0
-    if needed <= 1 or quantization(model) is not None:
+    if needed <= 1 or not has_plain_weights(model):
         return replace(text, engine="resident", parts=text.parts or 1)
     cards = {"slurm": needed, "local": len(visible_gpus())}.get(config.launcher.name, 1)
     return replace(text, engine="streamed", parts=text.parts or max(1, min(cards, text.batches)))

@@ -41,10 +41,9 @@ class Garbage:
 def gc(store: Store, *, apply: bool = False) -> int:
     """Print what nothing refers to, by kind of step with bytes; with `apply`, free it.
 
-    A step is freed by renaming its folder as scratch, then removing the scratch: a process that is killed in between
-    leaves nothing that looks finished. Only choosing and renaming keep new runs waiting. Raises UserError when a file
-    that may refer to steps is damaged, and when folders cannot be removed.
-    """
+    A step's folder is first renamed as scratch: a process that is killed then leaves nothing that looks finished. Only
+    choosing and renaming keep new runs waiting. UserError when a file that may refer to steps is damaged, and when
+    folders cannot be removed."""
     hidden: list[Path] = []
     if apply:
         Store(store.root).create()  # whether one may write there

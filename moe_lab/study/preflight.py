@@ -115,7 +115,8 @@ def _each(cells: Iterable[Cell], *groups: str) -> list[Cell]:
 
 
 def _wrong_settings(config: Config) -> Iterator[str]:
-    yield from user_errors(sync.check, config.store)
+    if "://" in config.store:
+        yield from user_errors(sync.source, config.store, "store")
     for place in config.also:
         yield from user_errors(sync.source, place)
     if config.tracker.name != "none":

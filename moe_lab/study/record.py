@@ -175,8 +175,7 @@ def described(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -
     """The record of a run: every cell with the folders of its steps, and with error messages of failed steps.
 
     It replaces the records that the run found when it began, so runs at the same time count beside each other. With
-    `study.add` it replaces none: each job of a multirun knows only its own cells.
-    """
+    `study.add` it replaces none: each job of a multirun knows only its own cells."""
     store, config, graph = study.store, study.config, study.graph
 
     names: dict[str, str | None] = {}

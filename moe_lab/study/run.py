@@ -35,8 +35,8 @@ def inline(schedule: Schedule, study: Study, run: Run) -> bool:
 
 def local(schedule: Schedule, study: Study, run: Run) -> bool:
     """Run steps in worker processes: launcher.processes of them, or one for each core, if there is memory for the
-    largest step in each. On GPUs there is one for each set of them: at first steps run that need one GPU, then those
-    that need two, and so on."""
+    largest step in each. With GPUs, steps that need one run first, in a process for each GPU; then those that need two,
+    in a process for each pair; and so on."""
     memories = {name: memory for name, step in schedule.waiting.items() if (memory := memory_of(step))}
     needed = {name: gpus(memory, study.config.resources.gpu_memory) or 1 for name, memory in memories.items()}
     if not (cards := visible_gpus()):
@@ -44,7 +44,7 @@ def local(schedule: Schedule, study: Study, run: Run) -> bool:
         count = study.config.launcher.processes or max(1, min(cores(), int(main_memory() // largest)))
         _serve(schedule, study.store, [{}] * count, None)
         return True
-    for each in sorted(set(needed.values())):
+    for each in sorted({1, *needed.values()}):
         among = schedule.apart_from({name for name, count in needed.items() if count > each})
         sets = [cards[at : at + each] for at in range(0, max(1, len(cards) - each + 1), each)]
         workers = [sets[number % len(sets)] for number in range(study.config.launcher.processes or len(sets))]
@@ -218,13 +218,10 @@ RESULTS = {"results": [{"benchmark": str, "metric": str, "score": Number}]}
 
 
 def told(ended: Ended, requests: Iterable[Request]) -> float:
-    """What a sweeper is told of the job that asked for these cells of a study: the number that `objective` names, or
-    the exit code without it.
+    """What a sweeper is told of a job that asked for these cells: the number that `objective` names, or the exit code.
 
     Avg is the mean over benchmarks in which more is better, each the mean of its results; any other name is that of a
-    result, such as arc_easy or perplexity. Raises UserError when the job prunes no or several models, and when a
-    benchmark has no result.
-    """
+    result, such as arc_easy or perplexity. UserError when the job prunes no or several models, or a result is missing."""
     code, study = ended
     wanted = study.config.objective
     if wanted is None or study.config.dry_run:

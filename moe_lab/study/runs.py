@@ -116,9 +116,8 @@ def begin(store: Store, study: str, steps: Sequence[Step]) -> Iterator[Run]:
     """Start a new run of the study, which is held until the block ends. Waits while gc is choosing. Claims of processes
     that were killed are removed, and files that they had begun to write.
 
-    The name of a run is a number above those of all runs that it finds, and a random word, as others may begin at the
-    same time. So names put runs in order whatever the clocks of the machines show.
-    """
+    A run is named by a number above those of all runs that it finds, whatever clocks show, and a random word, as others
+    may begin at the same time."""
     folder = store.root / "runs" / study
     with ExitStack() as held:
         with store.claims.wait_for(CHOOSING):

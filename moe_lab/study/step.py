@@ -114,8 +114,7 @@ class Step(Parts):
 
     Fields that are steps are its inputs; all other fields, by `identity`, are its settings. Both together are its own
     identity, except the fields named in `runtime`. A field that is None says nothing, that of `Parts` counts as the
-    fields in it, and that of a dictionary of steps as its entries.
-    """
+    fields in it, and that of a dictionary of steps as its entries."""
 
     kind: ClassVar[str] = ""
     """The folder in the store, and the name in settings and tables. It registers the class."""

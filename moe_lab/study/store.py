@@ -33,9 +33,7 @@ STEP = "step.json"
 sha256 of each file with the modification time that all were given, and a digest of all this.
 
 Hashing takes most of a second per GiB, so a start compares only sizes and times. The time is a whole, even number of
-seconds and earlier than the publication of the step. File systems and copies that keep whole seconds preserve it, and
-any later write to a file changes it, even within the same tick of a coarse clock.
-"""
+seconds, which all file systems keep, before the publication of the step: any later write to a file changes it."""
 PROVENANCE = "provenance.json"
 """In a scratch folder: what a worker says of how the step came about; it becomes part of STEP."""
 SCRATCH = re.compile(rf"\.([0-9a-f]{{{DIGITS}}})\.[0-9a-f]{{8}}")
@@ -59,12 +57,9 @@ class Gone(Unavailable):
 class Store:
     """A folder of finished steps, errors of failed ones, claims, and files from which unfinished ones resume.
 
-    `root`: the folder, or a URL (`moe_lab/study/sync.py`), whose folder is in the cache of the user. `limit`: as for
-    `Claims`.
-
-    Nothing is written, made or set aside before `create` is called: the folder may be missing or read-only. Raises
-    UserError for an empty path, a URL that `url_of` refuses, a file, a folder that is not a store, and a store of a
-    newer moe_lab.
+    `root`: the folder, or a URL, whose folder is in the user's cache (`moe_lab/study/sync.py`). `limit`: of `Claims`.
+    Nothing is written, made or set aside before `create` is called: the folder may be missing or read-only. UserError
+    for an empty path, a wrong URL, a file, a folder that is no store, and a store of a newer moe_lab.
     """
 
     def __init__(self, root: str | Path, limit: float = LIMIT) -> None:
@@ -144,9 +139,10 @@ class Store:
             yield
         except OSError as error:
             self.check_there()
+            elsewhere = error.filename and not str(error.filename).startswith(str(self.root))
             if error.errno in DISK_FULL:
-                raise UserError(NO_ROOM) from None
-            if not str(error.filename or "").startswith(str(self.root)):
+                raise UserError(f"{error.filename}: {error.strerror}" if elsewhere else NO_ROOM) from None
+            if elsewhere or not error.filename:
                 raise
             raise UserError(f"store={self.root}: {error.strerror}: {error.filename}") from None
 
@@ -209,10 +205,11 @@ class Store:
         """Start of the id -> folder, for all finished steps of a kind; read again when the kind's folder changed."""
         parent = self.root / kind
         changed = parent.stat().st_mtime_ns if parent.exists() else 0
-        if self._index.get(kind, (None,))[0] != changed:
+        known = self._index.get(kind)
+        if known is None or known[0] != changed:
             names = [entry.name for entry in os.scandir(parent) if not entry.name.startswith(".")] if changed else []
-            self._index[kind] = (changed, {name[-DIGITS:]: parent / name for name in names})
-        return self._index[kind][1]
+            known = self._index[kind] = (changed, {name[-DIGITS:]: parent / name for name in names})
+        return known[1]  # other threads may have cleared the index
 
     def log(self, name: str) -> Path:
         """File with what the step `name` (kind/label-id) printed in worker processes; there is none if it printed
@@ -302,7 +299,7 @@ class Store:
 
     def set_aside(self, path: Path, what: str, instead: str) -> None:
         """Move what is damaged to a folder for that, or only say so while nothing may be written."""
-        place = path.relative_to(self.root)
+        place = path.absolute().relative_to(self.root.absolute())
         sentence = f"{place}: {what}: the next run sets it aside"
         if self._writing:
             aside = self.root / "damaged" / f"{'-'.join(place.parts)}-{uuid.uuid4().hex[:6]}"
@@ -345,9 +342,10 @@ class Store:
         """Start of the id -> the folders that are named as a finished step is."""
         folders = defaultdict(list)
         for kind in sorted(self.root.glob("[!.]*/")):
-            for entry in os.scandir(kind):
-                if (match := FOLDER.fullmatch(entry.name)) and entry.is_dir():
-                    folders[match[1]].append(Path(entry.path))
+            with contextlib.suppress(PermissionError):  # lost+found, or a folder of a colleague
+                for entry in os.scandir(kind):
+                    if (match := FOLDER.fullmatch(entry.name)) and entry.is_dir():
+                        folders[match[1]].append(Path(entry.path))
         return folders
 
     def claim(self, step: Step) -> contextlib.AbstractContextManager[Path | None]:
@@ -360,9 +358,8 @@ class Store:
         when the step is finished already. `document`: the identity, or STEP of another store.
 
         Leaving the block without an exception publishes the scratch folder: one rename gives it the step's name. A
-        process that dies leaves only the scratch folder, and a claim that others find stale. Raises Busy when another
-        process has the claim, or has taken it over because this one was suspended for long. Raises Gone when the store
-        or the scratch folder was removed, in place of any error that this caused.
+        process that dies leaves only the scratch folder, and a stale claim. Busy when another process has the claim, or
+        took it over from this one, suspended for long. Gone when the store or the scratch folder was removed.
         """
         start, parent = document["id"][:DIGITS], (self.root / name).parent
         self.check_there()
@@ -450,10 +447,9 @@ def is_whole(document: Mapping[str, Any]) -> bool:
 def damage(folder: Path, *, hash_all: bool = False) -> dict[str, str]:
     """Missing and damaged files of a step's folder: file -> "missing" or "damaged".
 
-    It is found by size and modification time; a file with another time is hashed, and gets its time back if it is
-    unchanged. With `hash_all`, every file is hashed, and a damaged one gets another time, so that it is found from then
-    on. A file of another store, to which there is a link, is left as it is, and the link to a damaged one is removed.
-    """
+    It is found by size and modification time; a file with another time is hashed, and gets its time back if unchanged.
+    With `hash_all`, every file is hashed, and a damaged one gets another time, so that it is found from then on. Files
+    of other stores, to which there are links, are left as they are; a link to a damaged one is removed."""
     try:
         document = read_step(folder)
     except FileNotFoundError:
@@ -465,7 +461,9 @@ def damage(folder: Path, *, hash_all: bool = False) -> dict[str, str]:
         try:
             if not _as_published(folder / name, expected, document["time"], hash_all):
                 found[name] = "damaged"
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+            if isinstance(error, PermissionError) and not (folder / name).is_symlink():
+                raise
             found[name] = "missing"
     return found
 

@@ -8,8 +8,7 @@ The store itself is a folder in the user's cache, which everything works on. At 
     runs/STUDY/RUN.json     the record of a run
 
 Object stores cannot rename a folder, so a step is finished where its KIND/NAME.json is. What two machines make of one
-step may differ, and then has two digests, so that their files never mix. Nothing there is ever
-changed; only a copy that is found damaged is removed.
+step may differ, and then has two digests, so that files never mix. Only a copy that is found damaged is ever removed.
 """
 
 from __future__ import annotations
@@ -41,12 +40,6 @@ AT_ONCE = 8
 """Steps that are copied at the same time: most are small, and every request waits for an answer."""
 EVERY = 600.0
 """Seconds between two copies of what a running study has finished: what is lost with a machine that vanishes."""
-
-
-def check(store: str) -> None:
-    """Raise UserError when store= is a URL that cannot be one, or cannot be opened."""
-    if url := url_of(store):
-        Remote(url)
 
 
 class Remote:
@@ -158,10 +151,10 @@ class Folder:
             raise FileNotFoundError(path) from None
 
 
-def source(place: str) -> Remote | Folder:
-    """One of the stores in `also`. Raises UserError when there is none."""
-    url = url_of(place, "also")
-    return Remote(url, "also") if url else Folder(place)
+def source(place: str, field: str = "also") -> Remote | Folder:
+    """One of the stores in `also`, or that at a URL. Raises UserError when there is none."""
+    url = url_of(place, field)
+    return Remote(url, field) if url else Folder(place)
 
 
 def pull(store: Store, there: Remote | Folder, wanted: Iterable[str]) -> list[str]:

@@ -31,6 +31,8 @@ MARGIN = 2.0
 """Time asked for, as a multiple of what such steps took: a job beside others can take twice as long as one alone."""
 CPUS_PER_GPU = 8
 """CPU cores that are asked for with each GPU where `cpus` is not set: clusters have at least as many for each."""
+GPU_WORDS = {"gres", "gpus", "gpus-per-task", "gpus-per-socket"}
+"""Options of sbatch that ask for GPUs in a cluster's own words, and then stand for `gpus` and `gpu_type`."""
 NODE = 8
 """GPUs of a node, which are the most that a job is given unless more are asked for."""
 HOST = 8.0
@@ -122,15 +124,14 @@ def resources(
 
     Returns the fields of JobConfig: gpus, cpus, memory (GiB) and minutes are always numbers. `seconds` estimates the
     time of a step; if it is unknown for one, the job asks for `settings.longest`. Minutes that are not set are limited
-    to the partition's `time_limits` (partition -> minutes).
-    """
+    to the partition's `time_limits` (partition -> minutes)."""
     about, kind = steps[0].about, settings.jobs.get(steps[0].kind)
     asked = configured([settings.every, kind, settings.models.get(about.name) if about else None])
     memories = [memory_of(step) or UNKNOWN for step in steps]
     count = asked["gpus"]
     if count is None:
         count = max(gpus(memory, settings.gpu_memory) for memory in memories)
-        if about and count > NODE:
+        if about and count > NODE and not GPU_WORDS & asked["sbatch"].keys():
             raise UserError(
                 f"{steps[0].kind} of model={about.name} needs about {count} GPUs of {settings.gpu_memory:g} GiB "
                 f"(resources.gpu_memory), and a job is on one node: expected resources.models={{{about.name}: {{gpus: "

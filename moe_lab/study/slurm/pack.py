@@ -24,6 +24,9 @@ from moe_lab.study.status import alive
 from moe_lab.study.step import Step, unmerged
 from moe_lab.study.store import Store, looks
 
+SAVING = 20.0
+"""Most seconds for which a pass may save: Slurm kills a preempted job 30 s after its warning, unless set otherwise."""
+
 
 @dataclass(frozen=True)
 class Pack:
@@ -59,8 +62,8 @@ class Pack:
 
     def checkpoint(self) -> DelayedSubmission | None:
         """The job to requeue when this one must stop; it resumes from what the steps have saved in the store, which a
-        pass does now, in half of the time that is left. None when no requeue is left."""
-        self.worker.end(self.launcher.signal_seconds / 2)
+        pass does now. None when no requeue is left."""
+        self.worker.end(min(SAVING, self.launcher.signal_seconds / 2))
         if (left := self.launcher.max_requeues) == 0:
             return None
         return DelayedSubmission(replace(self, launcher=replace(self.launcher, max_requeues=left - 1)))

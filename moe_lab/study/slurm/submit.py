@@ -29,15 +29,13 @@ from moe_lab.study.record import Study
 from moe_lab.study.runs import RECORD, Run, Submitted, runs
 from moe_lab.study.schedule import Schedule, say
 from moe_lab.study.slurm import scheduler
-from moe_lab.study.slurm.arrays import Array, arrange, configured, resources
+from moe_lab.study.slurm.arrays import GPU_WORDS, Array, arrange, configured, resources
 from moe_lab.study.slurm.pack import Pack, Record
 from moe_lab.study.slurm.scheduler import Queued
-from moe_lab.study.step import NOTED, Step, code_state, digest
+from moe_lab.study.step import NOTED, Step, code_state, digest, unmerged
 
 EARLY = 60
 """Seconds by which Slurm may send its warning signal earlier than asked for."""
-GPU_WORDS = {"gres", "gpus", "gpus-per-task", "gpus-per-socket"}
-"""Options of sbatch that ask for GPUs in a cluster's own words, and then stand for `gpus` and `gpu_type`."""
 RECORD_ASKS, RECORD_MEMORY = {"gpus": 0, "cpus": 1, "minutes": 60}, 4
 """Resources of the last job, and GiB; it has all other settings in common with every job."""
 
@@ -81,7 +79,8 @@ def _submit_missing(schedule: Schedule, submission: Submission) -> None:
     config, store = study.config, study.store
     earlier = [job for run in runs(store, config.study) for job in run.jobs]
     covered = under_way(earlier, scheduler.queue(job.user for job in earlier), schedule.waiting)
-    missing = [step for step in schedule.waiting.values() if step.id not in covered.steps]
+    needed = unmerged(schedule.waiting.values(), covered.steps.keys())
+    missing = [step for step in needed if step.id not in covered.steps]
     submission.jobs.update(covered.steps)
     if not missing and covered.recorded:
         return

@@ -179,7 +179,8 @@ class Pass(LeavesSums, OnText):
     def of(cls, cell: Cell) -> Self:
         """The pass over the calibration set of a cell."""
         model, text = loaded_as(cell.model), cell.calibration
-        shares = calibrations.shares(text) if cls.divides else []
+        whole = text.engine == "streamed" and not cls.streams  # on several GPUs already
+        shares = calibrations.shares(text) if cls.divides and not whole else []
         return cls(model, text, merges=tuple(cls(model, text, rows=rows) for rows in shares))
 
     def sums(self, files: Files) -> Any:
