@@ -44,7 +44,7 @@ def local(schedule: Schedule, study: Study, run: Run) -> bool:
         count = study.config.launcher.processes or max(1, min(cores(), int(main_memory() // largest)))
         _serve(schedule, study.store, [{}] * count, None)
         return True
-    for each in sorted({1, *needed.values()}):
+    for each in sorted(set(needed.values())) or [1]:
         among = schedule.apart_from({name for name, count in needed.items() if count > each})
         sets = [cards[at : at + each] for at in range(0, max(1, len(cards) - each + 1), each)]
         workers = [sets[number % len(sets)] for number in range(study.config.launcher.processes or len(sets))]
@@ -221,7 +221,7 @@ def told(ended: Ended, requests: Iterable[Request]) -> float:
     """What a sweeper is told of a job that asked for these cells: the number that `objective` names, or the exit code.
 
     Avg is the mean over benchmarks in which more is better, each the mean of its results; any other name is that of a
-    result, such as arc_easy or perplexity. UserError when the job prunes no or several models, or a result is missing."""
+    result, such as arc_easy or perplexity. UserError when the job prunes no or several models, or lacks a result."""
     code, study = ended
     wanted = study.config.objective
     if wanted is None or study.config.dry_run:

@@ -31,6 +31,7 @@ from moe_lab.config import (
 )
 from moe_lab.errors import UserError, user_errors
 from moe_lab.json_files import write_json
+from moe_lab.models import config_json
 from moe_lab.models.config_json import size_of
 from moe_lab.study import estimates
 from moe_lab.study.estimates import Memory, Times, divided, forecast, gpus, largest_memory, memory_of
@@ -107,13 +108,18 @@ def test_one_layer_in_memory_is_what_a_streamed_step_takes(kind: str) -> None:
         ("local", model("qwen2_57b_a14b", device="cpu"), TEXT, "resident", 1),
         ("inline", model("qwen2_57b_a14b"), TEXT, "streamed", 1),
         ("slurm", ModelConfig(name="n", path="a/b"), TEXT, "resident", 1),
+        ("slurm", model("qwen2_57b_a14b", path="o/unknown"), TEXT, "resident", 1),
+        ("slurm", model("qwen2_57b_a14b", path="o/fp8"), TEXT, "resident", 1),
     ],
 )
 def test_a_model_that_one_gpu_does_not_hold_is_read_layer_by_layer_in_a_part_on_each(
     launcher: Any, about: ModelConfig, text: CalibrationConfig, engine: str, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a machine with five GPUs of 80 GiB; how it is done is no part of what the pass is called."""
+    """On a machine with five GPUs of 80 GiB, if its weights are known not to be quantised; how it is done is no part of
+    what the pass is called."""
     monkeypatch.setattr(estimates, "visible_gpus", lambda: list("01234"))
+    configs = {"Qwen/Qwen2-57B-A14B": {"model_type": "qwen2_moe"}, "o/fp8": {"quantization_config": {"bits": 8}}}
+    monkeypatch.setattr(config_json, "hub_config", lambda name, _: configs.get(name, {}))
     found = divided(text, about, Config(launcher=LauncherConfig(name=launcher)))
     assert (found.engine, found.parts) == (engine, parts)
     made, plain = (step("statistics", about, each) for each in (found, text))

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import example_steps
 import numpy as np
@@ -303,7 +304,7 @@ def test_a_harness_has_template_arguments_and_unchanged_data(tmp_path: Path, mon
         write_json(tmp_path / "result.json", {"protocol": {"prompt": "?"}})
 
     given: list[Any] = []
-    monkeypatch.setattr(Pruned, "open", lambda *_: nullcontext((None, None)))
+    monkeypatch.setattr(Pruned, "open", lambda *_: nullcontext((Mock(), None)))
     monkeypatch.setattr(run, "evaluate", evaluate)
     reports = {"mbpp": "base"}
     benchmark = BenchmarkConfig("code", "evalplus", "pocket:benchmarks/mbpp.jsonl", reports=reports)
