@@ -17,13 +17,11 @@ from transformers import PreTrainedModel
 from moe_lab.models.discover import MoELayer, is_ragged, linears, moe_layers, routed_layers
 from moe_lab.models.experts import replace_experts
 from moe_lab.models.families import DISK_SHARED
-from moe_lab.models.streamed import StreamedModel
 from moe_lab.pruning.mask import mask, mask_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import check_fit
 from moe_lab.statistics import Layers
 from moe_lab.statistics.observe import Batch, Observer, Tap
-from moe_lab.statistics.streaming import stream
 
 BYTES = 2
 """Of a parameter in bfloat16, the precision in which the papers state loading memory."""
@@ -205,10 +203,12 @@ def measured_routing(
 
 
 def layered_routing(
-    streamed: StreamedModel, plan: Plan | None, pruned: Sequence[MoELayer], batches: Sequence[Batch], **passing: Any
+    streamed: Any, plan: Plan | None, pruned: Sequence[MoELayer], batches: Sequence[Batch], **passing: Any
 ) -> Routing:
-    """Measure the routing as `measured_routing` does, with one decoder layer of the checkpoint in memory. `passing`:
-    further arguments of `stream`."""
+    """Measure the routing as `measured_routing` does, of a `StreamedModel`, with one decoder layer of the checkpoint in
+    memory. `passing`: further arguments of `stream`."""
+    from moe_lab.statistics.streaming import stream  # few costs need it
+
     if plan is not None:
         check_fit(plan, moe_layers(streamed.model))
         passing["under"] = lambda layer: mask_layers(streamed.model, [layer], plan)
