@@ -73,8 +73,8 @@ class LauncherConfig(Group):
     signal_seconds: Positive = 120
     """Seconds before its time limit at which a job is told to stop."""
     stale_minutes: Above0 = 30
-    """Minutes without a sign of life, one of which is due each minute, after which what a process did on another
-    machine is taken over, if Slurm does not show its job; others watch it for 2.5 at least."""
+    """Minutes without a sign of life from a process after which others, on other machines, take over what it was
+    doing, unless Slurm shows its job."""
     python: str | None = None
     """Command that starts Python in a job, such as `apptainer exec image.sif python`; null takes the interpreter that
     runs now."""

@@ -29,7 +29,7 @@ from moe_lab.models.facts import facts
 from moe_lab.models.files import check, fingerprint, fingerprint_of, local_folder
 from moe_lab.models.load import load_model
 from moe_lab.models.streamed import StreamedModel
-from moe_lab.paths import caches, resolve, shipped
+from moe_lab.paths import caches, private, resolve, shipped
 from moe_lab.pruning.export import export
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
@@ -296,6 +296,8 @@ def test_caches_are_temporary_where_home_cannot_be_written(tmp_path: Path, monke
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may write anywhere
     folder = caches()
     assert folder.parent == tmp_path and folder.stat().st_mode & 0o777 == 0o700
+    with pytest.raises(UserError, match="XDG_CACHE_HOME"):  # nodes would not see it
+        private("jobs")
     somebody = os.getuid() + 1
     folder.rename(tmp_path / f"moe_lab-{somebody}")
     monkeypatch.setattr(os, "getuid", lambda: somebody)

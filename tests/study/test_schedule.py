@@ -201,6 +201,7 @@ def locally(
         ("0,1", 4, 30, ["0", "0", "1", "1"]),
         ("0,1,2,3,4,5,6,7", None, 200, ["0,1,2,3", "4,5,6,7"]),
         ("0,1", None, 200, ["0,1"]),
+        ("0,1", None, None, ["0", "1"]),
         ("", None, 1, [None] * 3),
         ("", None, 5, [None] * 2),
         ("-1", 2, 1, [None] * 2),
@@ -209,18 +210,19 @@ def locally(
 def test_local_workers_have_the_gpus_that_steps_need_of_those_that_the_command_may_use(
     visible: str,
     processes: int | None,
-    memory: float,
+    memory: float | None,
     given: list[str | None],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By index, UUID or MIG name; more workers than GPUs share them in turn; without any, one for each core of three,
-    for which there are 10 GiB of memory."""
+    """By index, UUID or MIG name; more workers than GPUs share them in turn; a step of unknown size gets one; without
+    any, there is a worker for each core of three, for which there are 10 GiB of memory."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(launch, "work", lambda *_: None)
     monkeypatch.setattr(launch, "cores", lambda: 3)
     monkeypatch.setattr(launch, "main_memory", lambda: 10.0 * GIB)
-    monkeypatch.setattr(launch, "memory_of", lambda _: Memory(memory * GIB, on_gpu=visible[:1] not in ("", "-")))
+    needs = None if memory is None else Memory(memory * GIB, on_gpu=visible[:1] not in ("", "-"))
+    monkeypatch.setattr(launch, "memory_of", lambda _: needs)
     workers, _ = locally(Schedule([Example()], set()), tmp_path, monkeypatch, processes)
     assert {environment[WORKERS] for environment in workers} == {str(len(given))}
     found = [environment.get("CUDA_VISIBLE_DEVICES") for environment in workers]

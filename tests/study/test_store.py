@@ -363,11 +363,14 @@ def test_steps_of_a_colleague_are_taken_over(of_the_group: Path, monkeypatch: py
     steps, theirs = [Example(number=number) for number in range(2)], of_the_group / "store"
     assert as_user(OWNER, 0o022, count_done, theirs, *steps) == 2
     (Store(theirs).path(steps[1]) / "result.txt").chmod(0o600)
+    (theirs / "lost+found").mkdir(0o700)
     before = state(theirs)
     done, [said] = as_user(COLLEAGUE, 0o022, taken, of_the_group / "own", theirs, *steps)
     assert done == [True, False] and steps[1].folder in said and state(theirs) == before
     with pytest.raises(UserError, match=rf"also=\[{theirs}\]"):
         as_user(COLLEAGUE, 0o022, count_done, theirs, steps[0])
+    Store(theirs).path(steps[0]).chmod(0o700)
+    assert as_user(COLLEAGUE, 0o022, Store(of_the_group / "own").done, steps[0]) == (large > 1), "a link, or a copy"
 
 
 @pytest.mark.root
