@@ -28,8 +28,8 @@ create table file (start text, name text, content blob, primary key (start, name
 create table about (what text primary key, content blob);
 """
 """The files of steps, by the start of a step's id, with step.json, compressed. And what is read of all at once, as
-JSON: `names`, start -> KIND/NAME of its folder; `inputs`, start -> starts of the ids of its inputs, with a space
-between; and `replaces`, the names of the packs that this one replaces. Large pages take fewer reads."""
+JSON: `names`, start -> KIND/LABEL of its folder, whose name ends in the start; `inputs`, start -> starts of the ids of
+its inputs, with spaces; `replaces`, the packs that this one replaces. Large pages take fewer reads."""
 ENDING = ".sqlite"
 UNFINISHED = ".part"
 GRACE = 600.0
@@ -73,7 +73,8 @@ class Packs:
         path = self.path(name)
         try:
             opened = sqlite3.connect(_address(path), uri=True, check_same_thread=False)
-            self._steps[name], self._replaces[name] = _about(opened, "names"), _about(opened, "replaces")
+            self._steps[name] = {start: f"{place}-{start}" for start, place in _about(opened, "names").items()}
+            self._replaces[name] = _about(opened, "replaces")
             self._open[name] = opened
         except (sqlite3.Error, Damaged):
             if path.exists():  # else it was removed since it was listed
@@ -157,8 +158,7 @@ class Packs:
     def rewrite(self, names: Collection[str], without: Collection[str] = ()) -> Path:
         """Write a pack that replaces packs, without some of their steps, under the name of a pack that is not finished.
 
-        Raises Damaged, with the name of the pack that cannot be read.
-        """
+        Raises Damaged, with the name of the pack that cannot be read."""
         return self._write(self._left(names, without), names)
 
     def _left(self, names: Iterable[str], without: Collection[str]) -> Iterator[Packed]:
@@ -181,7 +181,7 @@ class Packs:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?nolock=1", uri=True)) as database:
             database.executescript(f"pragma journal_mode = off; pragma synchronous = off; {TABLES}")
             for start, name, needed, files in steps:
-                names[start], inputs[start] = name, " ".join(needed)
+                names[start], inputs[start] = name.removesuffix(f"-{start}"), " ".join(needed)
                 database.executemany("insert into file values (?, ?, ?)", [(start, *file) for file in files.items()])
             for what, content in (("names", names), ("inputs", inputs), ("replaces", list(replaces))):
                 packed = zlib.compress(json.dumps(content).encode())
