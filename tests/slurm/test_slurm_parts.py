@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import choices
@@ -23,6 +24,7 @@ from moe_lab.config import (
     BackendConfig,
     BenchmarkConfig,
     CalibrationConfig,
+    Config,
     ExpectedConfig,
     JobConfig,
     LauncherConfig,
@@ -37,11 +39,13 @@ from moe_lab.study.estimates import Seconds
 from moe_lab.study.runs import RECORD, Submitted, begin, runs
 from moe_lab.study.schedule import Schedule, StepError, Worker
 from moe_lab.study.slurm import arrays as module
-from moe_lab.study.slurm.arrays import arrange
+from moe_lab.study.slurm import scheduler
+from moe_lab.study.slurm.arrays import Array, arrange
 from moe_lab.study.slurm.pack import Pack, settle
 from moe_lab.study.slurm.pack import _absent as absent
 from moe_lab.study.slurm.scheduler import Queued, longest_array, queue, time_limits
 from moe_lab.study.slurm.submit import _download as download
+from moe_lab.study.slurm.submit import _submit_missing as submit_missing
 from moe_lab.study.slurm.submit import copy_code, under_way
 from moe_lab.study.status import StepState, alive, left
 from moe_lab.study.step import Step, code_state
@@ -175,6 +179,26 @@ def test_what_waits_for_a_lost_job_is_hopeless_and_so_is_what_waits_for_that() -
     found = under_way(jobs, queue, "abcd")
     assert found.steps == {"b": "1_1"} and found.hopeless == ["2", "3_0"]
     assert under_way(jobs, queue, "bcd").hopeless == [], "a is done, its job ended well"
+
+
+def test_a_pass_that_is_queued_is_not_submitted_again_when_it_would_be_divided_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def divided(parts: int) -> list[Step]:
+        shares = tuple(Example("statistics", "share", 10 * parts + number) for number in range(parts))
+        return [*shares, Example("statistics", "whole", merges=shares)]
+
+    whole, added = divided(2)[-1], list[Array]()
+    store = Store(tmp_path).create()
+    with begin(store, "study", []) as run:
+        run.add([replace(submitted("1", ""), steps=(whole.id,), store=str(tmp_path))])
+    monkeypatch.setattr(scheduler, "queue", lambda *_: dict([queued("1")]))
+    monkeypatch.setattr(scheduler, "time_limits", dict)
+    monkeypatch.setattr(scheduler, "longest_array", lambda: 9)
+    asked = SimpleNamespace(config=Config(), store=store)
+    submission: Any = SimpleNamespace(study=asked, jobs={}, add=added.append, close=lambda: None)
+    submit_missing(Schedule(divided(3)), submission)
+    assert added == [] and submission.jobs == {whole.id: "1"}
 
 
 def test_a_pack_goes_on_after_a_failure_and_leaves_out_what_has_no_inputs(
