@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -226,7 +227,8 @@ class Study:
                 (self.place / "instant" / "fault").write_text(str(getattr(errno, victim)))
             elif victim == "copy":
                 copy = Study(self.scenario, self.place / f"copy{self.found.kills.total()}", None, self.draw, self.found)
-                subprocess.run(["cp", "-a", self.store, copy.store])  # it misses what is removed meanwhile
+                copies = ["rsync", "-a", f"{self.store}/"] if shutil.which("rsync") else ["cp", "-a", self.store]
+                subprocess.run([*copies, copy.store])  # it misses what is removed meanwhile
                 os.killpg(run.pid, signal.SIGSTOP)
                 copy.end(reference)
                 os.killpg(run.pid, signal.SIGCONT)
