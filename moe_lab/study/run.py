@@ -183,7 +183,7 @@ def _in_store(study: Study, elsewhere: Set[str] = frozenset()) -> tuple[list[Ste
     done = store.done_of(every) | elsewhere
     steps = unmerged(every, done)
     done &= {step.id for step in steps}
-    place = study.config.store
+    place = ", ".join([study.config.store, *(study.config.also if elsewhere else [])])
     say(f"{study.config.study}: {len(study.graph.cells)} cells, {len(steps)} steps, {len(done)} of them in {place}")
     return steps, done
 
