@@ -150,8 +150,7 @@ class Store:
         """The JSON document in a file of the store; None when it is missing or damaged.
 
         A document without the `shape` (see `json_files.fits`) is damaged: it is set aside, with a notice that says what
-        happens `instead`.
-        """
+        happens `instead`."""
         try:
             return read_json(path, shape)
         except FileNotFoundError:
@@ -168,8 +167,11 @@ class Store:
     def name(self, step: Step) -> str | None:
         """KIND/NAME under which a finished step is stored; None when it is not there."""
         start = step.id[:DIGITS]
-        if start not in self.packs and (folder := self.path(step)).exists():
-            return str(folder.relative_to(self.root))
+        if start not in self.packs:
+            if (self.root / step.folder).exists():  # no further calls in the usual case, as steps may be many
+                return step.folder
+            if folder := self.folders(step.kind).get(start):
+                return f"{step.kind}/{folder.name}"
         return self.packs.find(start)
 
     def content(self, name: str, file: str) -> bytes:
@@ -230,8 +232,7 @@ class Store:
     def done(self, step: Step) -> bool:
         """Whether the step is finished and undamaged, judged by sizes and modification times.
 
-        A file with another time, as in a copied store, is hashed once. A damaged step is set aside, with a notice.
-        """
+        A file with another time, as in a copied store, is hashed once. A damaged step is set aside, with a notice."""
         return self._is_sound(step.folder)
 
     def done_of(self, steps: Iterable[Step]) -> set[str]:
@@ -248,8 +249,7 @@ class Store:
         """As `done`, for a step that is about to be read: every file is hashed the first time this object checks it.
 
         Modification times do not reveal bits that flipped on the disk. What is missing is looked for again for LATE
-        seconds, as it may just have been written by another node.
-        """
+        seconds, as it may just have been written by another node."""
         for _ in () if step.id in self._awaited else looks():
             if self.place(step.folder).exists() or self.packs.find(step.id[:DIGITS]):
                 break
@@ -261,8 +261,10 @@ class Store:
 
     def damage(self, name: str, *, hash_all: bool = False) -> dict[str, str]:
         """`damage` of the step KIND/NAME. What is in a pack is only looked at with `hash_all`."""
-        folder = self.place(name)
+        folder = self.root / name
         found = damage(folder, hash_all=hash_all)
+        if STEP in found and (other := self.place(name)) != folder:
+            folder, found = other, damage(other, hash_all=hash_all)
         if not found or folder.exists() or not self.packs.find(name[-DIGITS:]):
             return found
         in_pack = self._damage_in_pack(name) if hash_all else {}
@@ -328,8 +330,7 @@ class Store:
     def hide(self, folder: Path, step_id: str) -> Path | None:
         """Rename the folder of a step, or of its resume files, as scratch, of which nothing is ever read.
 
-        Returns the new path; None when a process is working on the step, or has just removed the folder.
-        """
+        Returns the new path; None when a process is working on the step, or has just removed the folder."""
         with contextlib.suppress(Busy, FileNotFoundError), self.claims.take(step_id[:DIGITS]):
             return hidden(folder, step_id)
         return None
@@ -359,8 +360,7 @@ class Store:
 
         Leaving the block without an exception publishes the scratch folder: one rename gives it the step's name. A
         process that dies leaves only the scratch folder, and a stale claim. Busy when another process has the claim, or
-        took it over from this one, suspended for long. Gone when the store or the scratch folder was removed.
-        """
+        took it over from this one, suspended for long. Gone when the store or the scratch folder was removed."""
         start, parent = document["id"][:DIGITS], (self.root / name).parent
         self.check_there()
         with self.claims.take(start) as claim:
