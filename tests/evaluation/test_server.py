@@ -350,7 +350,7 @@ def test_an_engine_that_says_nothing_is_ended(tmp_path: Path, monkeypatch: pytes
     """A late reply would be taken for that to the next request."""
     monkeypatch.setattr(child_process, "GRACE", 0.1)
     python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nread request\necho '{\"done\": {}}'\nexec sleep 1000\n")
+    python.write_text('#!/bin/sh\nread request\necho \'{"done": {"max_length": 9}}\'\nexec sleep 1000\n')
     python.chmod(0o755)
     backend = BackendConfig("vllm", ready_seconds=1.0, python=str(python))
     engine = vllm.VllmModel(CHECKPOINT, backend, POCKET)
@@ -377,7 +377,9 @@ def test_vllm_is_given_all_gpus_of_its_process(
     (model / "config.json").write_text(json.dumps({**config, "num_attention_heads": heads}))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", cards)
     python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nread request; echo $request > told; echo '{\"done\": {}}'; read more\n")
+    python.write_text(
+        '#!/bin/sh\nread request; echo $request > told; echo \'{"done": {"max_length": 9}}\'; read more\n'
+    )
     monkeypatch.chdir(tmp_path)
     python.chmod(0o755)
     backend = BackendConfig("vllm", arguments=asked, python=str(python))

@@ -39,7 +39,7 @@ def counting(tmp_path: Path) -> Mapping[str, str]:
         text = SBATCH if name == "sbatch" else OTHERS
         (folder / name).write_text(text.format(folder=folder, name=name))
         (folder / name).chmod(0o755)
-    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "XDG_CACHE_HOME": str(tmp_path / "cache")}
 
 
 def calls(folder: Path, name: str) -> list[str]:
@@ -93,8 +93,8 @@ def test_arrays_wait_for_what_they_need(tmp_path: Path, counting: Mapping[str, s
     asked = {kind: re.findall(r"--gp\S+|--gres\S+", script) for kind, script in written.items()}
     assert (asked["evaluate"], asked["statistics"]) == (["--gpus-per-node=a100:1"], ["--gres=gpu:h100:1"])
     assert asked["plan"] == asked["record"] == []
-    job = DelayedSubmission.load(next(tmp_path.glob("store/runs/*/*/jobs/1_submitted.pkl")))
-    assert job.function.limit == 450
+    job = DelayedSubmission.load(next(tmp_path.glob("cache/moe_lab/jobs/*/1_submitted.pkl")))
+    assert job.function.launcher.stale_minutes == 7.5
 
 
 SHOWN = {
@@ -153,7 +153,7 @@ def test_a_refusal_takes_back_what_was_accepted(
 ) -> None:
     """And what was accepted although sbatch has not said so: 4 here."""
     refusing = {**counting, "REFUSE_AT": "4", "REFUSE": f"Batch job submission failed: {words}"}
-    shown = f'case "$*" in *%o*) printf "4|$(ls -d {tmp_path}/store/runs/*/*/jobs)/x.sh\\n9|/x/jobs/x.sh\\n";; esac'
+    shown = f'case "$*" in *%o*) printf "4|$(ls -d {tmp_path}/cache/moe_lab/jobs/0*)/x.sh\\n9|/x/jobs/x.sh\\n";; esac'
     (tmp_path / "bin" / "squeue").write_text(f"#!/bin/sh\n{shown}\n")
     done = typed(tmp_path, refusing, "resources.every.sbatch={account:ours}")
     assert done.returncode == 2 and words in done.stderr and "account=ours" in done.stderr
