@@ -49,6 +49,7 @@ class Packs:
         """Steps that were found damaged, and count as absent; they are taken out of their packs later."""
         self._open: dict[str, sqlite3.Connection] = {}
         self._steps: dict[str, dict[str, str]] = {}
+        """Pack -> start of the id -> KIND/LABEL."""
         self._replaces: dict[str, list[str]] = {}
         self._current: list[str] = []
         self._lock = threading.RLock()
@@ -73,7 +74,7 @@ class Packs:
         path = self.path(name)
         try:
             opened = sqlite3.connect(_address(path), uri=True, check_same_thread=False)
-            self._steps[name] = {start: f"{place}-{start}" for start, place in _about(opened, "names").items()}
+            self._steps[name] = _about(opened, "names")
             self._replaces[name] = _about(opened, "replaces")
             self._open[name] = opened
         except (sqlite3.Error, Damaged):
@@ -98,7 +99,7 @@ class Packs:
             if self._pack_of(start) is None:
                 self.refresh()
             pack = self._pack_of(start)
-            return self._steps[pack][start] if pack and start not in self.bad else None
+            return f"{self._steps[pack][start]}-{start}" if pack and start not in self.bad else None
 
     def read(self, start: str, file: str) -> bytes:
         """A file of a step. Raises FileNotFoundError without it, and Damaged when the pack cannot be read."""
@@ -134,11 +135,16 @@ class Packs:
                     self.refresh()
         raise Damaged(f"the pack with {start} in {self.folder} is damaged")
 
+    def starts(self) -> set[str]:
+        """Starts of the ids of all steps in packs, as of the last look."""
+        with self._lock:
+            return set().union(*(self._steps[pack] for pack in self._current)) - self.bad
+
     def steps(self) -> dict[str, str]:
         """Start of the id -> KIND/NAME of all steps in packs, as of the last look."""
         with self._lock:
-            everything = {start: name for pack in self._current for start, name in self._steps[pack].items()}
-        return {start: name for start, name in everything.items() if start not in self.bad} if self.bad else everything
+            places = {start: place for pack in self._current for start, place in self._steps[pack].items()}
+        return {start: f"{place}-{start}" for start, place in places.items() if start not in self.bad}
 
     def inputs(self) -> dict[str, str]:
         """Start of the id -> starts of the ids of its inputs, with a space between, of all steps in packs, as of the
@@ -168,7 +174,8 @@ class Packs:
                 for start, place in self._steps[name].items():
                     if start not in without and self._pack_of(start) == name:
                         select = "select name, content from file where start = ?"
-                        yield start, place, inputs[start].split(), dict(self._open[name].execute(select, (start,)))
+                        files = dict(self._open[name].execute(select, (start,)))
+                        yield start, f"{place}-{start}", inputs[start].split(), files
             except (sqlite3.Error, Damaged):
                 raise Damaged(name) from None
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from moe_lab.config import AllocationConfig, BenchmarkConfig, CalibrationConfig, Config, CriterionConfig
 from moe_lab.evaluation.harness import HARNESSES
 from moe_lab.grid import Cell, Request
 from moe_lab.models.files import UNRESOLVED
-from moe_lab.results import FIGURES
+from moe_lab.results import FIGURES, STEPS
 from moe_lab.study.estimates import divided, resolved
-from moe_lab.study.step import Identified, Step, once
+from moe_lab.study.step import Identified, Step, once, uncollected
 from moe_lab.study.steps.costs import Cost, Profile, Timing
-from moe_lab.study.steps.evaluation import Contamination, Evaluate, Grade, Task, task_of
+from moe_lab.study.steps.evaluation import Contamination, Evaluate, Grade, OnBenchmark, Task, task_of
 from moe_lab.study.steps.passes import StatisticsPass
 from moe_lab.study.steps.recovery import NO_RECOVERY, export_of, pruned_of
 from moe_lab.study.steps.recovery import unpruned as unpruned_model
@@ -26,18 +25,6 @@ EXACT_DAMAGE = CriterionConfig(name="exact_damage")
 NO_CRITERION = CriterionConfig(name="none")
 NO_CALIBRATION = CalibrationConfig(name="none", path="none")
 NO_ALLOCATION = AllocationConfig(name="none")
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """A context without Python's search for garbage, which leaves alone what is made here from then on: it stays until
-    the command ends, and half of the time of a large study would go into searching it again and again."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 @dataclass(frozen=True)
@@ -58,7 +45,7 @@ class CellSteps:
 
     def named(self) -> dict[str, Step | None]:
         """Field -> step, without the benchmarks."""
-        return {field.name: getattr(self, field.name) for field in fields(self)[1:-1]}
+        return {name: getattr(self, name) for name in STEPS}
 
 
 FigureKey = tuple[str, str, str, int]
@@ -95,7 +82,8 @@ class Graph:
 
 def unresolved(steps: Iterable[Step]) -> list[str]:
     """Models and texts on the hub whose files are not known, so that steps are named by their names there."""
-    parts = {id(part): part for step in steps for part in step.roles.values() if isinstance(part, Identified)}
+    others = (step for step in steps if not isinstance(step, OnBenchmark))  # which have data of their own
+    parts = {id(part): part for step in others for part, _ in step.said.values() if isinstance(part, Identified)}
     groups = [part.document for part in parts.values() if isinstance(part.document, dict)]
     groups += [source for group in groups for source in group.get("sources", ())]
     paths = [group["path"] for group in groups if isinstance(group.get("path"), dict)]
@@ -124,8 +112,9 @@ def _resolved(cell: Cell, config: Config) -> Cell:
     return replace(cell, model=model, calibration=text(cell.calibration), texts=texts)
 
 
-def _steps(cell: Cell, tasks: Mapping[str, Task], config: Config) -> CellSteps:
-    """All steps of one cell; criterion "none" is the unpruned model."""
+def _steps(cell: Cell, tasks: Mapping[str, Task], config: Config, evaluated: dict[Any, dict[Task, Any]]) -> CellSteps:
+    """All steps of one cell; criterion "none" is the unpruned model. `evaluated`: what identifies a pruned model -> its
+    evaluations, as cells may have one plan."""
     named = _resolved(cell, config)
     text, is_pruned = named.texts["flops"], cell.criterion is not NO_CRITERION
     pruned = pruned_of(named) if is_pruned else unpruned_model(named.model)
@@ -134,6 +123,10 @@ def _steps(cell: Cell, tasks: Mapping[str, Task], config: Config) -> CellSteps:
     if scores and reads_text(cell):
         statistics = scores.sums.get("statistics") or StatisticsPass.of(named)
     cost = _unpruned_cost(named.model, text)
+    made = evaluated.setdefault(tuple([line for _, line in pruned.said.values()]), {})
+    for task in tasks.values():
+        if task not in made:
+            made[task] = task(pruned)
     return CellSteps(
         cell=cell,
         model=pruned.loaded.facts,
@@ -145,7 +138,7 @@ def _steps(cell: Cell, tasks: Mapping[str, Task], config: Config) -> CellSteps:
         cost=Cost.of(pruned, text, cost) if is_pruned else cost,
         profile=Profile(pruned.loaded, text, pruned.plan) if config.profile else None,
         timing=Timing.of(pruned, text, config.timed) if config.timing else None,
-        evaluate={name: task(pruned) for name, task in tasks.items()},
+        evaluate={name: made[task] for name, task in tasks.items()},
     )
 
 
@@ -188,5 +181,6 @@ def build(config: Config, requests: Iterable[Request]) -> Graph:
     for key, (cell, asked) in texts.items():
         named = _resolved(cell, config)
         figures["contaminations"][key] = Contamination.of(named.model, named.calibration, asked)
-    steps = [_steps(cell, tasks, config) for cell, tasks in tasks_of.items()]
+    evaluated: dict[Any, dict[Task, Any]] = {}
+    steps = [_steps(cell, tasks, config, evaluated) for cell, tasks in tasks_of.items()]
     return Graph(steps, figures)

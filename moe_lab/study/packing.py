@@ -66,7 +66,7 @@ class Packing:
             drop(store, store.packs.bad)
         known = [store.folders(name) for name, kind in KINDS.items() if kind.small and not store.url]
         loose = {start: path for folders in known for start, path in folders.items() if start not in self.large}
-        if not loose or (len(loose) < MANY and not (last and store.packs.steps())):
+        if not loose or (len(loose) < MANY and not (last and store.packs.starts())):
             return
         with suppress(Busy), store.claims.take(PACKS) as claim:
             store.packs.clear()
@@ -74,7 +74,7 @@ class Packing:
             small = self._small(new[:AT_ONCE])
             if first := next(small, None):
                 _publish(store, store.packs.add(chain([first], small)), claim)
-            for start in loose.keys() & store.packs.steps().keys():
+            for start in loose.keys() & store.packs.starts():
                 with suppress(FileNotFoundError):
                     shutil.rmtree(hidden(loose[start], start), ignore_errors=True)
             few = [name for name, size in store.packs.sizes().items() if size < FULL]

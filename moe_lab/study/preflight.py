@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 from moe_lab import allocation, criteria
@@ -99,9 +99,11 @@ def visible_difference(requests: Iterable[Request]) -> Iterator[str]:
 
 def lacking(steps: Sequence[Step], launcher: LauncherConfig) -> list[str]:
     """One sentence for everything that `steps` need and that is missing or not allowed here."""
-    wanted = [condition for step in steps for condition in step.conditions(launcher)]
-    if launcher.name != "slurm":  # nodes of a cluster have devices of their own
-        wanted += [(check_device, step.about.device) for step in steps if step.about and step.runs_model]
+    here = () if launcher.name == "slurm" else steps  # nodes of a cluster have devices of their own
+    wanted = chain(
+        (condition for step in steps for condition in step.conditions(launcher)),
+        ((check_device, about.device) for step in here if (about := step.about) and step.runs_model),
+    )
     distinct = {(check, *map(id, of)): (check, of) for check, *of in wanted}
     return list(dict.fromkeys(sentence for check, of in distinct.values() for sentence in user_errors(check, *of)))
 

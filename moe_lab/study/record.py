@@ -22,12 +22,12 @@ from moe_lab.allocation.protection import SUPER
 from moe_lab.config import AllocationConfig, Config
 from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged, Number, read_json, write_text
-from moe_lab.results import KEY, RECORD, SCHEMA, current_records, joined, read_record
+from moe_lab.results import DIGITS, KEY, RECORD, SCHEMA, current_records, joined, read_record
 from moe_lab.start import command
 from moe_lab.study.graph import CellSteps, Graph
 from moe_lab.study.runs import Run, runs
 from moe_lab.study.schedule import Schedule, say, say_notices, shown
-from moe_lab.study.step import NO_ROOM, Step, canonical, once
+from moe_lab.study.step import NO_ROOM, Step, canonical, once, uncollected
 from moe_lab.study.store import Store
 from moe_lab.study.sync import shared
 
@@ -80,7 +80,8 @@ def _is_recorded(store: Store, study: str, run: Run, document: dict[str, Any]) -
     """Whether a study would be the same without the record of a run, but for its time and settings."""
 
     def shown(records: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-        return {**joined(records), **dict.fromkeys(("created", "config", "replaces", "run"))}
+        whole = joined(records) if len(records) > 1 else next(iter(records.values()))
+        return {**whole, **dict.fromkeys(("created", "config", "replaces", "run"))}
 
     with suppress(Damaged):
         before = current_records(store.root, study)
@@ -92,7 +93,7 @@ def _is_recorded(store: Store, study: str, run: Run, document: dict[str, Any]) -
 def _complain(study: Study, schedule: Schedule) -> None:
     """Print errors, and what does not fit into the record."""
     store, name = study.store, study.config.study
-    if differing := read(store, name).get("differing"):
+    if fingerprint(store, name).count(" ") and (differing := read(store, name).get("differing")):
         say(
             f"moe_lab: study={name}: another run of it has ended meanwhile, and {len(differing)} of its cells are "
             "called as cells of this run and have other settings: those of the later run count; give one of the runs "
@@ -171,6 +172,7 @@ def outdate_reports(store: Store) -> None:
         mark.unlink(missing_ok=True)
 
 
+@uncollected()
 def described(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The record of a run: every cell with the folders of its steps, and with error messages of failed steps.
 
@@ -178,14 +180,14 @@ def described(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -
     `study.add` it replaces none: each job of a multirun knows only its own cells."""
     store, config, graph = study.store, study.config, study.graph
 
-    names: dict[str, str | None] = {}
+    present = store.present()
 
     def place(step: Step | None) -> str | None:
-        if step and step.id not in names:
-            names[step.id] = store.name(step)
-        return names[step.id] if step else None
+        return present.get(step.id[:DIGITS]) if step else None
 
     def errors(cell: CellSteps) -> dict[str, str]:
+        if not failed:
+            return {}
         steps = {name: step for name, step in {**cell.evaluate, **cell.named()}.items() if name not in PREPARATION}
         return {name: str(failed[step.id]["message"]) for name, step in steps.items() if step and step.id in failed}
 

@@ -144,7 +144,8 @@ def _run(study: Study) -> int:
         if len(steps) < len(every):  # shares of what is finished as a whole are not made
             begun.note(steps)
         undone = [step for step in steps if step.id not in done]
-        store.clear({step.id for step in every} - {step.id for step in undone})
+        left = {step.id for step in undone}
+        store.clear(step.id for step in every if step.id not in left)
         if full := _too_little(study, undone):
             begun.remove()
             raise SettingsError(full)

@@ -26,7 +26,7 @@ from moe_lab.paths import cache
 from moe_lab.results import DIGITS
 from moe_lab.results import RECORD as RECORD_FILE
 from moe_lab.study.claims import Claim
-from moe_lab.study.step import Step, canonical, code_state
+from moe_lab.study.step import Step, canonical, code_state, uncollected
 from moe_lab.study.store import Store
 
 RUN_SHAPE = {"time": Number, "steps": [str], "inputs": [[int]]}
@@ -93,6 +93,7 @@ class Run:
         """Keep `gc` from freeing the steps of the run until the block ends or the process dies."""
         return self.store.claims.take(f"run-{self.folder.name}-{uuid.uuid4().hex[:8]}")
 
+    @uncollected()
     def note(self, steps: Sequence[Step]) -> None:
         """Write down what the run sets out to do, and the version of the code."""
         places = {step.id: place for place, step in enumerate(steps)}

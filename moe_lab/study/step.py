@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import json
 import os
 import platform
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, fields
 from functools import cache, cached_property, wraps
 from hashlib import sha256
@@ -66,7 +67,7 @@ def once(function: Callable[..., Result]) -> Callable[..., Result]:
 
     @wraps(function)
     def remembered(*arguments: Any) -> Result:
-        key = tuple((type(part), part) if isinstance(part, (str, int, float)) else id(part) for part in arguments)
+        key = tuple([(type(part), part) if isinstance(part, (str, int, float)) else id(part) for part in arguments])
         if key not in known:
             known[key] = (arguments, function(*arguments))
         return known[key][1]
@@ -74,11 +75,27 @@ def once(function: Callable[..., Result]) -> Callable[..., Result]:
     return remembered
 
 
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """A context without Python's search for garbage, which leaves alone what is made from then on: it stays until
+    the command ends, and half of the time of a large study would go into searching it again and again."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 @once
 def identified(setting: Any) -> Identified:
     """The identity of a setting. Many steps share a group of settings, so that it is computed once for each object."""
     document = identity(setting)
     return Identified(document, digest(document))
+
+
+Said = tuple["Step | Identified", str]
+"""An input step, or the identity of a setting; and the line that says so in the text whose hash is an id."""
 
 
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(field,))
@@ -93,20 +110,25 @@ class Parts:
     """Fields that determine how the work is done (device, paths, permissions), and not what comes out."""
 
     @cached_property
-    def roles(self) -> dict[str, Step | Identified]:
+    def said(self) -> dict[str, Said]:
         """Role -> input step or identity of a setting, of all that is said."""
-        roles: dict[str, Step | Identified] = {}
-        for name in _fields(type(self)):  # type: ignore[arg-type]
-            value = getattr(self, name)
-            if isinstance(value, Step):
-                roles[name] = value
-            elif isinstance(value, Parts):
-                roles.update(value.roles)
-            elif type(value) is dict:
-                roles.update(value)
-            elif value is not None:
-                roles[name] = identified(value)
-        return roles
+        return _said(self)
+
+
+def _said(parts: Parts) -> dict[str, Said]:
+    said: dict[str, Said] = {}
+    for name in _fields(type(parts)):  # type: ignore[arg-type]
+        value = getattr(parts, name)
+        if isinstance(value, Parts) and not isinstance(value, Step):
+            said.update(value.said)
+        elif value is not None:
+            for role, part in value.items() if type(value) is dict else ((name, value),):
+                if isinstance(part, Step):
+                    said[role] = part, f"{role}<{part.id}"
+                else:
+                    setting = identified(part)
+                    said[role] = setting, f"{role}={setting.digest}"
+    return said
 
 
 class Step(Parts):
@@ -139,7 +161,18 @@ class Step(Parts):
     """Steps that each do a share of the work; this step then only merges their results."""
     plugins: tuple[Mapping[str, str], ...] = field(default=(), kw_only=True)
     """Where the plugins are that its work calls, as by `plugins.place`."""
+    id: str = field(init=False)
+    """sha256 over kind, settings, inputs and `MEANING`."""
+    needs: tuple[Step, ...] = field(init=False, repr=False)
+    """The steps that have to be finished before this one starts."""
     runtime: ClassVar[frozenset[str]] = frozenset({"merges", "plugins"})
+
+    def __post_init__(self) -> None:
+        said = _said(self).values()  # not kept: steps are many
+        lines = [MEANING, self.kind, *sorted([line for _, line in said])]
+        object.__setattr__(self, "id", sha256("\n".join(lines).encode()).hexdigest())
+        inputs = [part for part, _ in said if type(part) is not Identified]
+        object.__setattr__(self, "needs", (*inputs, *self.merges))
 
     def conditions(self, launcher: LauncherConfig) -> Iterable[tuple[Any, ...]]:
         """What must hold where it is started, such as permissions: checks, which raise UserError or give sentences,
@@ -192,28 +225,14 @@ class Step(Parts):
     @property
     def inputs(self) -> dict[str, Step]:
         """Role -> step whose result it reads."""
-        return {role: part for role, part in self.roles.items() if isinstance(part, Step)}
+        return {role: part for role, (part, _) in self.said.items() if isinstance(part, Step)}
 
     @property
     def settings(self) -> dict[str, Any]:
         """Role -> identity of a setting."""
-        return {role: part.document for role, part in self.roles.items() if isinstance(part, Identified)}
+        return {role: part.document for role, (part, _) in self.said.items() if isinstance(part, Identified)}
 
     @property
-    def needs(self) -> tuple[Step, ...]:
-        """The steps that have to be finished before this one starts."""
-        return (*self.inputs.values(), *self.merges)
-
-    @cached_property
-    def id(self) -> str:
-        """sha256 over kind, settings, inputs and `MEANING`."""
-        lines = [
-            f"{role}<{part.id}" if isinstance(part, Step) else f"{role}={part.digest}"
-            for role, part in self.roles.items()
-        ]
-        return sha256("\n".join([MEANING, self.kind, *sorted(lines)]).encode()).hexdigest()
-
-    @cached_property
     def folder(self) -> str:
         """Path inside the store: kind, readable label, and enough of the id to be unique."""
         return f"{self.kind}/{shortened(self.label(), LONGEST_LABEL)}-{self.id[:12]}"
@@ -225,15 +244,14 @@ class Step(Parts):
 
     def __getstate__(self) -> dict[str, Any]:
         """Fields and identity: another process, maybe later and on another machine, does not find it out again."""
-        assert self.id and self.folder
-        return self.__dict__
+        return {**self.__dict__, "said": self.said}
 
 
 @cache
 def _fields(parts: type[Parts]) -> tuple[str, ...]:
     """The fields of a class that count, without those that it and the classes it is derived from name in `runtime`."""
     runtime = {name for each in parts.__mro__ for name in vars(each).get("runtime", ())}
-    return tuple(field.name for field in fields(parts) if field.name not in runtime)  # type: ignore[arg-type]
+    return tuple(field.name for field in fields(parts) if field.init and field.name not in runtime)  # type: ignore[arg-type]
 
 
 KINDS: dict[str, type[Step]] = {}

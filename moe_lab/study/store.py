@@ -224,10 +224,10 @@ class Store:
 
     def clear(self, finished: Iterable[str]) -> None:
         """Remove the resume files of finished steps, which are left if a process is killed right after publishing."""
-        starts = {step_id[:DIGITS] for step_id in finished}
-        for path in (self.root / "partial").glob("*"):
-            if path.name in starts:
-                shutil.rmtree(path, ignore_errors=True)
+        if left := {path.name: path for path in (self.root / "partial").glob("*")}:
+            for step_id in finished:
+                if path := left.get(step_id[:DIGITS]):
+                    shutil.rmtree(path, ignore_errors=True)
 
     def done(self, step: Step) -> bool:
         """Whether the step is finished and undamaged, judged by sizes and modification times.
@@ -241,9 +241,9 @@ class Store:
         for path in self.packs.damaged:
             if path.exists():
                 self.set_aside(path, "damaged", "its steps are computed again")
-        loose = self.finished()
-        starts = [(step, step.id[:DIGITS]) for step in steps]
-        return {step.id for step, start in starts if start in self.packs or (start in loose and self.done(step))}
+        packed, loose = self.packs.starts(), self.finished()
+        starts = ((step, step.id[:DIGITS]) for step in steps)
+        return {step.id for step, start in starts if start in packed or (start in loose and self.done(step))}
 
     def readable(self, step: Step) -> bool:
         """As `done`, for a step that is about to be read: every file is hashed the first time this object checks it.

@@ -318,7 +318,8 @@ FACTS = ExpectedConfig(
 )
 BIG = ModelConfig(name="big", path="a/b", dtype="bfloat16", expected=FACTS)
 TEXT = CalibrationConfig(name="t", path="a/b", seed=1)
-WRITTEN = BenchmarkConfig(name="b", harness="lm_eval", task="t", expected=1000, max_new_tokens=2048)
+TASK = "pocket:benchmarks/boolq.yaml"
+WRITTEN = BenchmarkConfig(name="b", harness="lm_eval", task=TASK, expected=1000, max_new_tokens=2048)
 
 
 def resources(

@@ -248,7 +248,8 @@ def test_hidden_states_are_written_where_memory_does_not_hold_them(
         out, before = tmp_path / str(memory), written()
         sums.append(PASSES[kind][1](model, batches=BATCHES, out=out, fingerprint={}))
         states = (written() - before) / state_bytes(model) / len(BATCHES)
-        assert states == 0 and not out.exists() if memory else states > len(model.layers) - 1
+        assert out.exists() == (not memory)
+        assert states < 0.5 if memory else states > len(model.layers) - 1
         assert not list(out.glob("*/states/*")), "what is needed no more is deleted"
     naive.assert_alike(sums[0].layers, sums[1].layers)
 

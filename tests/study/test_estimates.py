@@ -41,7 +41,9 @@ from moe_lab.study.store import Store
 
 ROOT = Path(__file__).parents[2]
 TEXT = CalibrationConfig(name="t", path="a/b", length=4096, tokens=524288, batch_size=4, seed=1)
-BENCHMARK = BenchmarkConfig(name="b", harness="lm_eval", task="t", expected=1000, batch_size=64)
+BENCHMARK = BenchmarkConfig(
+    name="b", harness="lm_eval", task="pocket:benchmarks/boolq.yaml", expected=1000, batch_size=64
+)
 CODE = BenchmarkConfig(name="code", harness="evalplus", task="pocket:benchmarks/mbpp.jsonl", max_new_tokens=2048)
 L40S = 48.0
 MODELS = [name for name, kind in KINDS.items() if kind.loads == "model"]

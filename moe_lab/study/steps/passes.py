@@ -305,7 +305,7 @@ class OnWeights(LeavesSums):
     @classmethod
     def of(cls, cell: Cell) -> Self:
         """The sums over the weights of a cell's model."""
-        return cls(Facts(cell.model))
+        return cls(loaded_as(cell.model).facts)
 
     def sums(self, files: Files) -> Any:
         import torch

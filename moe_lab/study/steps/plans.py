@@ -228,7 +228,7 @@ class FromScores(MakesPlan):
     @classmethod
     def of(cls, cell: Cell) -> Self:
         """The plan of a cell."""
-        return cls(asked_of(cell), Facts(cell.model), Scores.of(cell), plugins=plugged(cell))
+        return cls(asked_of(cell), loaded_as(cell.model).facts, Scores.of(cell), plugins=plugged(cell))
 
     def work(self, files: Files) -> None:
         from safetensors.numpy import load

@@ -15,7 +15,7 @@ from moe_lab.models.config_json import check_plain_weights
 from moe_lab.study.step import KINDS, Step
 from moe_lab.study.steps import tables
 from moe_lab.study.steps.files import Files
-from moe_lab.study.steps.passes import Facts, StatisticsPass
+from moe_lab.study.steps.passes import Facts, StatisticsPass, loaded_as
 
 CHANNEL_SCORES = "scores.safetensors"
 ByLayer = Mapping[int, Mapping[str, Any]]
@@ -76,7 +76,8 @@ class Scores(Step):
         criterion = criteria.get(cell.criterion.name)
         name = f"{cell.model.name}-{cell.calibration.name}-{criterion.name}"
         sums = {need: evidence(need, cell) for need in criterion.needs}
-        return cls(Facts(cell.model), cell.criterion, sums, name, *chance_and_gate(cell), plugins=plugged(cell))
+        facts = loaded_as(cell.model).facts
+        return cls(facts, cell.criterion, sums, name, *chance_and_gate(cell), plugins=plugged(cell))
 
     def work(self, files: Files) -> None:
         values = score(self, files.evidence(self.sums), files.facts(self.facts)["layers"])
