@@ -30,8 +30,10 @@ def processor() -> str:
 
 def main_memory() -> float:
     """Most bytes of main memory that this process may use: those of the machine, or the limit of its control group, or
-    its part of them where it is one of several workers (WORKERS)."""
+    those that its Slurm job has asked for; or its part of them where it is one of several workers (WORKERS)."""
     limits = [float(text) for text in _stated("memory", "memory.max", "memory.limit_in_bytes") if text.isdigit()]
+    asked = os.environ.get("SLURM_MEM_PER_NODE", "")  # MiB, 0 for all; clusters may not limit the group
+    limits += [2.0**20 * int(asked)] if asked.strip("0").isdigit() else []
     there = min([float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")), *limits])
     return there / int(os.environ.get(WORKERS, "1"))
 

@@ -35,9 +35,9 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def config_of(settings: ModelConfig) -> dict[str, Any]:
-    """config.json of a model on this machine; empty for any other."""
+    """config.json of a model, from its folder or the hub; empty where it cannot be had."""
     file = local(settings.path) / "config.json"
-    return read_json(file) if file.is_file() else {}
+    return read_json(file) if file.is_file() else hub_config(settings.path, settings.revision)
 
 
 def stated_numbers(config: Mapping[str, Any]) -> dict[str, int]:
@@ -53,7 +53,7 @@ def stated_numbers(config: Mapping[str, Any]) -> dict[str, int]:
 
 def expert_shape(settings: ModelConfig) -> dict[str, int] | None:
     """n_experts, top_k and width (channels per expert) of a layer; None when n_experts or top_k is not known. From
-    config.json, or from `model.expected` for a model that is not on this machine. `model.top_k` overrides both."""
+    config.json, or from `model.expected` where that cannot be had. `model.top_k` overrides both."""
     numbers = stated_numbers(config_of(settings)) or _expected(settings)
     if settings.top_k:
         numbers["top_k"] = settings.top_k
@@ -90,14 +90,13 @@ def has_packed_experts(config: Mapping[str, Any]) -> bool:
 
 
 def quantization(settings: ModelConfig) -> str | None:
-    """The method in which weights are quantised, such as fp8; None for plain ones, and for a model that is not here."""
+    """The method in which weights are quantised, such as fp8; None for plain ones, and where config.json is unknown."""
     return quantization_method(config_of(settings))
 
 
 def has_plain_weights(settings: ModelConfig) -> bool:
-    """Whether it is known, from a folder or the hub, that weights are not quantised."""
-    config = config_of(settings) or (hub_config(settings.path, settings.revision) if "/" in settings.path else {})
-    return bool(config) and quantization_method(config) is None
+    """Whether it is known that weights are not quantised."""
+    return bool(config_of(settings)) and quantization(settings) is None
 
 
 def quantization_method(config: Mapping[str, Any]) -> str | None:

@@ -101,6 +101,7 @@ def stated_files(name: str, revision: str | None, kind: str) -> dict[str, tuple[
 
 
 @lru_cache
+@lru_cache(maxsize=256)
 def hub_config(name: str, revision: str | None) -> dict[str, Any]:
     """config.json of a model on the hub, from the cache or fetched; empty when it cannot be had."""
     from httpx import HTTPError

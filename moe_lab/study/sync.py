@@ -163,6 +163,8 @@ def pull(store: Store, there: Remote | Folder, wanted: Iterable[str]) -> list[st
     Left out are steps that are not there, those that another process is working on, and, with a notice, those that are
     incomplete or damaged there, which are returned.
     """
+    for pack in there.store.packs.damaged if isinstance(there, Folder) else ():
+        store.notices.append(f"{there.name}: {pack} is damaged: its steps are made anew where they are needed")
     here = store.present()
     missing = [place[-DIGITS:] for place in wanted if place[-DIGITS:] not in here]
     finished = there.finished() if missing else {}

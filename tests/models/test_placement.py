@@ -114,14 +114,16 @@ def test_a_job_has_the_memory_that_its_group_leaves(
     monkeypatch.setattr(memory.os, "sysconf", {"SC_PHYS_PAGES": 64 * GIB, "SC_PAGE_SIZE": 1}.__getitem__)
     monkeypatch.setattr(memory, "GROUPS", tmp_path / "groups")
     monkeypatch.setattr(memory, "LIMITS", tmp_path / "limits")
-    assert memory.main_memory() == 64 * GIB
+    for asked, expected in (("0", 64 * GIB), ("10240", 10 * GIB)):  # clusters need not limit the group
+        monkeypatch.setenv("SLURM_MEM_PER_NODE", asked)
+        assert memory.main_memory() == expected
     (tmp_path / "groups").write_text(f"3:cpu:/\n{line}\n")
     (file := tmp_path / "limits" / limit).parent.mkdir(parents=True)
-    for stated, expected in (("max", 64 * GIB), (str(3 * GIB), least)):
+    for stated, expected in (("max", 10 * GIB), (str(3 * GIB), min(least, 10 * GIB))):
         file.write_text(f"{stated}\n")
         assert memory.main_memory() == expected
     monkeypatch.setenv(memory.WORKERS, "3")
-    assert memory.main_memory() == least / 3, "others have the rest"
+    assert memory.main_memory() == expected / 3, "others have the rest"
 
 
 def test_a_process_has_the_processors_that_its_group_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

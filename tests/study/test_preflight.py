@@ -17,6 +17,7 @@ from moe_lab.compose import compose, started
 from moe_lab.config import BenchmarkConfig, Config, LauncherConfig, ModelConfig
 from moe_lab.config.base import SettingsError
 from moe_lab.grid import Request
+from moe_lab.models import config_json
 from moe_lab.paths import LONGEST_NAME, resolve
 from moe_lab.pruning.plan import Plan
 from moe_lab.study import estimates
@@ -225,13 +226,19 @@ def test_a_listed_plan_is_read_before_anything_runs(
         assert not any("no place" in sentence or "matches" in sentence for sentence in found), found
 
 
-def test_a_quantised_checkpoint_is_not_taken_for_plain_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", ["folder", "o/on-hub"])
+def test_a_quantised_checkpoint_is_not_taken_for_plain_weights(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     stated = json.loads(Path(resolve("pocket:olmoe"), "config.json").read_text())
-    tiny.save("olmoe", tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({**stated, "quantization_config": {"quant_method": "gptq"}}))
+    quantised = {**stated, "quantization_config": {"quant_method": "gptq"}}
+    tiny.save("olmoe", tmp_path / "folder")
+    Path("folder", "config.json").write_text(json.dumps(quantised))
+    monkeypatch.setattr(config_json, "hub_config", lambda name, _: quantised if name == "o/on-hub" else {})
     exports = [["export=natural", "verify=true"], ["export=natural", "export.format=gguf"]]
     for words in (["criterion=aimer"], ["criterion=heapr", "allocation=global"], ["recovery=nf4"], *exports):
-        found = problems(f"model.path={tmp_path}", "model.name=mine", *words)
+        found = problems(f"model.path={path}", "model.name=mine", *words)
         assert any("is stored as gptq" in sentence for sentence in found), (words, found)
 
 

@@ -16,6 +16,7 @@ from test_store import rot, state
 
 from analysis.__main__ import parse
 from moe_lab.errors import UserError
+from moe_lab.packs import packs_in
 from moe_lab.paths import store_folder
 from moe_lab.results import places, read_record
 from moe_lab.study import packing, sync
@@ -371,3 +372,15 @@ def test_what_is_damaged_there_is_made_here(
     before = state(tmp_path / "remote")
     assert ask(own, "verify", STUDY) == (form == "links") and start(own, one) == ask(own, "verify", STUDY) == 0
     assert state(tmp_path / "remote") == before
+
+
+@pytest.mark.parametrize("form", ["packs"], indirect=True)
+def test_a_damaged_pack_there_is_named(
+    tmp_path: Path, lent: str, one: Asked, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for pack in tmp_path.glob("remote/packs/*"):
+        pack.write_bytes(b"damaged")
+    packs_in.cache_clear()  # another process finds it
+    before = state(tmp_path / "remote")
+    assert start(tmp_path / "own", one, also=[lent]) == 0 and state(tmp_path / "remote") == before
+    assert Worker.did and str(pack) in capsys.readouterr().err
