@@ -6,14 +6,16 @@ them, they are copied into a pack, and then their folders are removed.
 
 from __future__ import annotations
 
+import json
 import shutil
 import sqlite3
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from moe_lab.json_files import Damaged
 from moe_lab.packs import Packed
@@ -94,8 +96,30 @@ class Packing:
                 hashes = {name: sha256(content).hexdigest() for name, content in files.items()}
                 if all(hashes[name] == about["sha256"] for name, about in document["files"].items()):
                     files[STEP] = (folder / STEP).read_bytes()
-                    inputs = [place[-DIGITS:] for place in document["inputs"].values()]
-                    yield start, f"{folder.parent.name}/{folder.name}", inputs, files
+                    yield start, f"{folder.parent.name}/{folder.name}", _inputs(document), files
+
+
+def take(store: Store, other: Store, names: Sequence[str]) -> None:
+    """Copy undamaged steps, KIND/NAME, from packs of another store into packs of this one, if they are at least MANY.
+    None where that fails, as on a full disk: whoever copies them singly says so."""
+    packed = [name for name in names if name[-DIGITS:] in other.packs]
+    if len(packed) < MANY or store.url:
+        return
+    with suppress(Busy, OSError, sqlite3.Error), store.claims.take(PACKS) as claim:
+        for at in range(0, len(packed), AT_ONCE):
+            _publish(store, store.packs.add(_sound(other, packed[at : at + AT_ONCE])), claim)
+
+
+def _sound(other: Store, names: Iterable[str]) -> Iterator[Packed]:
+    for name in names:
+        if not other.damage(name, hash_all=True):
+            start = name[-DIGITS:]
+            files = {file: other.packs.read(start, file) for file in other.packs.files(start)}
+            yield start, name, _inputs(json.loads(files[STEP])), files
+
+
+def _inputs(document: Mapping[str, Any]) -> list[str]:
+    return [place[-DIGITS:] for place in document["inputs"].values()]
 
 
 def drop(store: Store, starts: Collection[str]) -> None:

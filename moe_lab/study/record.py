@@ -180,10 +180,10 @@ def described(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -
     `study.add` it replaces none: each job of a multirun knows only its own cells."""
     store, config, graph = study.store, study.config, study.graph
 
-    present = store.present()
+    packed = store.packs.steps()
 
     def place(step: Step | None) -> str | None:
-        return present.get(step.id[:DIGITS]) if step else None
+        return packed.get(step.id[:DIGITS]) or store.name(step) if step else None
 
     def errors(cell: CellSteps) -> dict[str, str]:
         if not failed:

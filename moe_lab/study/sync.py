@@ -29,7 +29,7 @@ from moe_lab.json_files import Damaged, fits, write_json
 from moe_lab.paths import url_of
 from moe_lab.results import DIGITS, RECORD, RECORD_SHAPE, current_records, places, read_record
 from moe_lab.study.claims import Busy
-from moe_lab.study.packing import MANY, Packing
+from moe_lab.study.packing import MANY, Packing, take
 from moe_lab.study.runs import studies
 from moe_lab.study.step import NO_ROOM, digest
 from moe_lab.study.store import FOLDER, STEP, Gone, Store, damage, entry, is_whole, read_step
@@ -163,12 +163,15 @@ def pull(store: Store, there: Remote | Folder, wanted: Iterable[str]) -> list[st
     Left out are steps that are not there, those that another process is working on, and, with a notice, those that are
     incomplete or damaged there, which are returned.
     """
-    for pack in there.store.packs.damaged if isinstance(there, Folder) else ():
-        store.notices.append(f"{there.name}: {pack} is damaged: its steps are made anew where they are needed")
     here = store.present()
     missing = [place[-DIGITS:] for place in wanted if place[-DIGITS:] not in here]
     finished = there.finished() if missing else {}
     found = [finished[start] for start in missing if start in finished]
+    if isinstance(there, Folder):
+        for pack in there.store.packs.damaged:
+            store.notices.append(f"{there.name}: {pack} is damaged: its steps are made anew where they are needed")
+        take(store, there.store, found)
+        found = [name for name in found if name[-DIGITS:] not in store.packs]
     packing, damaged = Packing(store), list[str]()
     with there.asked():
         for at in range(0, len(found), MANY):

@@ -2,7 +2,10 @@
 
 import json
 import shutil
+import sqlite3
+import zlib
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -372,6 +375,26 @@ def test_what_is_damaged_there_is_made_here(
     before = state(tmp_path / "remote")
     assert ask(own, "verify", STUDY) == (form == "links") and start(own, one) == ask(own, "verify", STUDY) == 0
     assert state(tmp_path / "remote") == before
+
+
+@pytest.mark.parametrize("form", ["packs"], indirect=True)
+def test_steps_in_packs_are_taken_together(
+    tmp_path: Path, lent: str, one: Asked, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but a damaged one, which is made here."""
+    own, received = tmp_path / "own", []
+    (pack,) = tmp_path.glob("remote/packs/*")
+    with closing(sqlite3.connect(pack)) as database:
+        one_of = "rowid = (select min(rowid) from file where name = 'result.json')"
+        database.execute(f"update file set content = ? where {one_of}", (zlib.compress(b"{}"),))
+        database.commit()
+    packs_in.cache_clear()  # as in another process
+    receive = Store.receive
+    monkeypatch.setattr(Store, "receive", lambda *given: received.append(given[1]) or receive(*given))
+    assert start(own, one, also=[lent]) == 0 and ask(own, "verify", STUDY) == 0
+    (damaged,) = Worker.did
+    assert damaged in capsys.readouterr().err
+    assert {name.partition("/")[0] for name in received} == {damaged.partition("/")[0], "weights"}, "which has a folder"
 
 
 @pytest.mark.parametrize("form", ["packs"], indirect=True)
