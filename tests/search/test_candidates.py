@@ -356,7 +356,7 @@ def one_after_the_other(model: Any, choose: Any, batches: list[Batch]) -> dict[i
     """The definition: statistics of a model whose layers below are pruned, read anew for each layer."""
     plans: dict[int, Plan] = {}
     for layer in moe_layers(model):
-        statistics = gather(pruned(model, plans), ForwardTap, batches, fingerprint={})
+        statistics = gather(pruned(model, plans), ForwardTap, batches)
         plans[layer.index] = choose(layer.index, statistics.layers[layer.index])
     return plans
 
@@ -364,7 +364,7 @@ def one_after_the_other(model: Any, choose: Any, batches: list[Batch]) -> dict[i
 def run_sequentially(name: str, choose: Any, folder: Path) -> Plan:
     tiny.save(name, folder / "model")
     streamed = StreamedModel(folder / "model", dtype=torch.float32, device="cpu")
-    return prune_sequentially(streamed, tiny.batches(), choose, fingerprint={}, out=folder, provenance={"of": "a test"})
+    return prune_sequentially(streamed, tiny.batches(), choose, out=folder, provenance={"of": "a test"})
 
 
 @pytest.mark.parametrize("criterion", ["camera", "reap"])

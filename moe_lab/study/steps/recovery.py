@@ -134,7 +134,7 @@ class Finetune(OnText):
 
         plan = files.plan(self.plan)
         given = *loaded(self.loaded.model), plan, self.recovery, self.text
-        about: dict[str, Any] = {"out": files.out, "partial": files.partial, "fingerprint": {"step": self.id}}
+        about: dict[str, Any] = {"out": files.out, "partial": files.partial}
         if self.recovery.fit is not None:
             fit(*given, **about)
         else:
