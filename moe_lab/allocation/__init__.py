@@ -32,7 +32,7 @@ from moe_lab.allocation.problem import (
 from moe_lab.config import AllocationConfig
 from moe_lab.config.base import SETTINGS, Positive, counting_fields, identity, valid
 from moe_lab.criteria import Granularity, source_of
-from moe_lab.errors import UserError, unknown
+from moe_lab.errors import UserError, check_known
 from moe_lab.paths import check_name
 
 Step: TypeAlias = Literal["plan", "search", "reconstruction", "sequential"]
@@ -103,8 +103,7 @@ def register(allocation: Allocation) -> None:
 
 def get(name: str) -> Allocation:
     """The allocation of that name; UserError, naming the nearest known one, when there is none."""
-    if name not in ALLOCATIONS:
-        raise unknown("allocation", name, ALLOCATIONS)
+    check_known("allocation", name, ALLOCATIONS)
     return ALLOCATIONS[name]
 
 

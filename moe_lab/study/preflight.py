@@ -19,7 +19,7 @@ from moe_lab import recovery as recoveries
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.calibration import sources
 from moe_lab.config import BenchmarkConfig, CalibrationConfig, Config, ExportConfig, LauncherConfig
-from moe_lab.errors import UserError, unknown, user_errors
+from moe_lab.errors import UserError, check_known, unknown, user_errors
 from moe_lab.evaluation import engines, suite
 from moe_lab.evaluation.harness import HARNESSES
 from moe_lab.grid import Cell, Request, is_shipped
@@ -140,8 +140,7 @@ def _check_objective(config: Config, benchmarks: Sequence[BenchmarkConfig]) -> N
     if config.objective is None:
         return
     names = [AVERAGE, *(result for benchmark in benchmarks for result in benchmark.reports)]
-    if config.objective not in names:
-        raise unknown("objective", config.objective, names)
+    check_known("objective", config.objective, names)
     if config.launcher.name == "slurm" and not config.wait:
         raise UserError(
             f"objective={config.objective} is known when the jobs of a study have ended: expected wait=true with "

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from moe_lab.config import Config
 from moe_lab.config.base import SettingsError
-from moe_lab.errors import Unavailable, UserError, unknown, user_errors
+from moe_lab.errors import Unavailable, UserError, check_known, user_errors
 from moe_lab.grid import Request
 from moe_lab.json_files import Number, parse
 from moe_lab.models import WORKERS, cores, main_memory, visible_gpus
@@ -248,6 +248,5 @@ def told(ended: Ended, requests: Iterable[Request]) -> float:
         averaged += [fmean(shares)] if shares else []
     if wanted == AVERAGE and averaged:
         return fmean(averaged)
-    if wanted not in scores:
-        raise unknown("objective", wanted, scores)
+    check_known("objective", wanted, scores)
     return scores[wanted]
