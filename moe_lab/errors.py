@@ -27,6 +27,7 @@ class UserError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(mask(message))
+        self.sentences = [str(self)]
 
 
 class Unavailable(UserError):

@@ -170,7 +170,7 @@ def _not_as_published(step: Step) -> StepError:
     return StepError({"message": message, "transient": True, "user": True})
 
 
-class Worker:
+class Worker(AbstractContextManager["Worker"]):
     """A worker process, for `work`: started at the first step, restarted if it has died, ended with the `with` block.
 
     It keeps the model loaded between steps, and ends with its standard input, even in the middle of a step, so that it
@@ -182,9 +182,6 @@ class Worker:
         self.log = store.root / "logs" / f"{os.getpid()}-worker.log"
         """File with the steps that workers of this process were given."""
         self.child: Child | None = None
-
-    def __enter__(self) -> Worker:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self.child:
