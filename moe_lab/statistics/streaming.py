@@ -40,17 +40,15 @@ class States:
 
     def put(self, place: int, batch: int, state: torch.Tensor) -> None:
         """Store `state`, detached."""
-        if _bytes(state) > self.room:
-            self._write(place, batch, state)
-            return
-        try:
-            memory = torch.empty(state.shape, dtype=state.dtype, pin_memory=state.is_cuda)
-        except RuntimeError:  # others use the machine, too
-            self.room = 0.0
-            self._write(place, batch, state)
-            return
-        self.room -= _bytes(state)
-        self.held[place][batch] = memory.copy_(state.detach())
+        if _bytes(state) <= self.room:
+            try:
+                memory = torch.empty(state.shape, dtype=state.dtype, pin_memory=state.is_cuda)
+                self.held[place][batch] = memory.copy_(state.detach())
+                self.room -= _bytes(state)
+                return
+            except RuntimeError:  # others use the machine, too
+                self.room = 0.0
+        self._write(place, batch, state)
 
     def get(self, place: int, batch: int, device: str) -> torch.Tensor:
         """A copy of the stored state, on `device`."""
