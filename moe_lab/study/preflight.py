@@ -19,7 +19,7 @@ from moe_lab import recovery as recoveries
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.calibration import sources
 from moe_lab.config import BenchmarkConfig, CalibrationConfig, Config, ExportConfig, LauncherConfig
-from moe_lab.errors import UserError, check_known, unknown, user_errors
+from moe_lab.errors import UserError, check_known, user_errors
 from moe_lab.evaluation import engines, suite
 from moe_lab.evaluation.harness import HARNESSES
 from moe_lab.grid import Cell, Request, is_shipped
@@ -128,8 +128,7 @@ def _wrong_settings(config: Config) -> Iterator[str]:
     if config.push is not None and config.export.shape is None:
         yield f"push={config.push} uploads an export, and this study writes none: add export=natural"
     for kind in config.resources.jobs:
-        if kind not in KINDS:
-            yield str(unknown("resources.jobs", kind, KINDS))
+        yield from user_errors(check_known, "resources.jobs", kind, KINDS)
     if config.export.format == "gguf" and config.backend.name != "hf":
         backend = config.backend.name
         yield f"backend={backend} reads a folder, and export.format=gguf writes one file: expected backend=hf"
