@@ -49,13 +49,9 @@ def fit(
         raise UserError("recovery.fit needs merged experts, and the plan has none: expected a larger ratio")
     started = time.monotonic()
     pruned = prune(model, plan)
-    asked, weights_of = plan, merged_weights(pruned, plan)
-
-    class FitTap(MergeTap):
-        plan, merged = asked, weights_of
-
-    rows = batches(text, tokenizer).rows
-    sums = gather(model, FitTap, rows, out=partial).layers
+    weights_of = merged_weights(pruned, plan)
+    tap = type("FitTap", (MergeTap,), {"plan": plan, "merged": weights_of})
+    sums = gather(model, tap, batches(text, tokenizer).rows, out=partial).layers
     experts = []
     for layer, of_layer in weights_of.items():
         for owner, weights in of_layer.items():
