@@ -25,7 +25,7 @@ from moe_lab import progress
 from moe_lab.child_process import Child, Ended, Refused
 from moe_lab.start import command
 from moe_lab.study.claims import Busy
-from moe_lab.study.estimates import Seconds, Spent, Times, time_left
+from moe_lab.study.estimates import Seconds, Spent, learned, time_left
 from moe_lab.study.packing import Packing
 from moe_lab.study.step import Step, code_state, error_document
 from moe_lab.study.steps import perform
@@ -260,7 +260,7 @@ def say_notices(store: Store) -> None:
 def watch(schedule: Schedule, store: Store, workers: int = 0) -> AbstractContextManager[None]:
     """Show the state of `schedule` until the block ends. `workers`: how many steps run at the same time; 0: as many as
     run now."""
-    return shown(partial(overview, schedule, store, cache(Times(store).seconds), workers))
+    return shown(partial(overview, schedule, store, cache(learned(store)), workers))
 
 
 def overview(schedule: Schedule, store: Store, seconds: Seconds, workers: int) -> str:
