@@ -140,12 +140,12 @@ def rankings(subject: LoadedModel, skill: str, tokens: int, ablation_tokens: int
     """Yield names and scores: exact ablation, then every criterion of whole experts that reads the calibration set."""
     model, tokenizer = subject.model, subject.tokenizer
     few = _rows(skill, ablation_tokens, tokenizer)
-    silent = loss_rises(model, "ablation", few, fingerprint={}).layers
+    silent = loss_rises(model, "ablation", few).layers
     yield ABLATION, {layer: sums["ablation"].tolist() for layer, sums in silent.items()}
     rows = _rows(skill, tokens, tokenizer)
     passes: dict[str, Mapping[int, Mapping[str, Any]]] = {
-        "statistics": gather(model, ForwardTap, rows, fingerprint={}).layers,
-        "damage": gather(model, DamageTap, rows, fingerprint={}).layers,
+        "statistics": gather(model, ForwardTap, rows).layers,
+        "damage": gather(model, DamageTap, rows).layers,
     }
     for need, sums in passes.items():
         for name, about in criteria.CRITERIA.items():

@@ -90,7 +90,7 @@ def _recover_dropped(
 
         def trained(name: str, settings: RecoveryConfig, text: CalibrationConfig) -> Path:
             out = Path(folder) / name
-            finetune(model, tokenizer, plan, settings, text, out=out, partial=out, fingerprint={}, seed=0)
+            finetune(model, tokenizer, plan, settings, text, out=out, partial=out, seed=0)
             report = json.loads((out / "finetune.json").read_text())
             print(
                 f"{name}: {report['steps']} steps, loss of the first {report['loss'][0]:.3f}, of the last "
@@ -120,7 +120,7 @@ def _fit_merged(model: Any, tokenizer: Any, general: CalibrationConfig, show: Ca
         show(replacement, pruned(model, plan))
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder)
-            report = fit(model, tokenizer, plan, settings, general, out=out, partial=out, fingerprint={})
+            report = fit(model, tokenizer, plan, settings, general, out=out, partial=out)
             show(f"{replacement}, fitted", recovered(model, plan, bits=16, modules=(), tuned=out))
         averaged, fitted = (statistics.mean(one[name] for one in report["experts"]) for name in ERRORS)
         print(

@@ -40,7 +40,7 @@ def main() -> int:
     rows = _random_rows()
     scores = {layer: torch.rand(64, generator=torch.Generator().manual_seed(layer)).tolist() for layer in range(16)}
     plans = Plans(model, scores)
-    candidates = Candidates(model, plans, rows, SearchSettings(), seed=0)
+    candidates = Candidates(model, plans, rows, SearchSettings(seed=0))
     spent: list[tuple[int, float, float]] = []
     generations: list[Sequence[Schedule]] = []
 

@@ -79,7 +79,7 @@ def score(arguments: argparse.Namespace) -> dict[str, float]:
     raw = reading_seconds(folder)
     drop_cache(folder)
     start = time.monotonic()
-    sums = weigh_experts(folder, fingerprint={})
+    sums = weigh_experts(folder)
     seconds = time.monotonic() - start
     experts = dict.fromkeys(range(arguments.layers), int(QWEN3_30B["num_experts"]))
     scores = criteria.score("aimer", sums.layers, experts=experts)

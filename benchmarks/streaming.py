@@ -127,7 +127,7 @@ def _resident(arguments: argparse.Namespace) -> dict[str, float]:
         use_cpu_experts(model, moe_layers(model))
     loading = time.monotonic() - start
     batches = [batch(arguments.rows, arguments.length)] * arguments.batches
-    _, found = _timed(arguments.device, lambda: gather(model, ForwardTap, batches, fingerprint={}))
+    _, found = _timed(arguments.device, lambda: gather(model, ForwardTap, batches))
     weights = sum(weight.nbytes for weight in model.parameters())
     return {**found, "weights GiB": weights / GIB, "loading": loading}
 
@@ -149,7 +149,7 @@ def _stream(
 
     def run() -> StreamedModel:
         model = StreamedModel(arguments.folder, dtype=precision, device=arguments.device)
-        stream(model, ForwardTap, given, out=Path(folder), fingerprint={})
+        stream(model, ForwardTap, given, out=Path(folder))
         return model
 
     with tempfile.TemporaryDirectory() as folder:

@@ -64,7 +64,7 @@ def _streamed(folder: Path, device: str, pairs: int) -> bool:
         speed = sum(sizes.values()) / reading_seconds(folder)
         drop_cache(folder)
         wall, processor = time.monotonic(), time.process_time()
-        weigh_experts(folder, fingerprint={}, device=device)
+        weigh_experts(folder, device=device)
         found.append((scored / (time.monotonic() - wall) / speed, scored / (time.process_time() - processor) / GIB))
     share, rate = (statistics.median(values) for values in zip(*found, strict=True))
     good = share >= SHARE

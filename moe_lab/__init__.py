@@ -172,14 +172,14 @@ def _gather(need: str, model: Any, rows: Any) -> dict[int, dict[str, Any]]:
     from moe_lab.statistics.weights import compare_experts, weigh_channels, weigh_experts
 
     passes: Mapping[str, Callable[[], Statistics]] = {
-        "statistics": lambda: gather(model, ForwardTap, rows, fingerprint={}),
-        "damage": lambda: gather(model, DamageTap, rows, fingerprint={}),
-        "similarity": lambda: gather(model, SimilarityTap, rows, fingerprint={}),
-        "gradients": lambda: gather_gradients(model, GradientTap, rows, fingerprint={}),
-        "weight_gradients": lambda: gather_gradients(model, WeightGradientTap, rows, fingerprint={}),
-        "weights": lambda: weigh_experts(_checkpoint(model), fingerprint={}),
-        "channel_weights": lambda: weigh_channels(_checkpoint(model), fingerprint={}),
-        "weight_distances": lambda: compare_experts(_checkpoint(model), fingerprint={}),
+        "statistics": lambda: gather(model, ForwardTap, rows),
+        "damage": lambda: gather(model, DamageTap, rows),
+        "similarity": lambda: gather(model, SimilarityTap, rows),
+        "gradients": lambda: gather_gradients(model, GradientTap, rows),
+        "weight_gradients": lambda: gather_gradients(model, WeightGradientTap, rows),
+        "weights": lambda: weigh_experts(_checkpoint(model)),
+        "channel_weights": lambda: weigh_channels(_checkpoint(model)),
+        "weight_distances": lambda: compare_experts(_checkpoint(model)),
     }
     sums = passes[need]()
     return {layer: {name: part.numpy() for name, part in arrays.items()} for layer, arrays in sums.layers.items()}
@@ -347,7 +347,7 @@ def align(
         return align_by_weights(plan, layers)
     calibration = _calibration(tokenizer, text, seed, settings, "align")
     with _evaluated(model):
-        return align_by_activations(plan, gather(model, alignment_tap(plan), calibration.rows, fingerprint={}).layers)
+        return align_by_activations(plan, gather(model, alignment_tap(plan), calibration.rows).layers)
 
 
 def export(source: str, plan: Plan, out: str | os.PathLike[str], *, shape: str = "natural") -> Path:

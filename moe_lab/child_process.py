@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ class Refused(RuntimeError):
         self.kind = kind
 
 
-class Child:
+class Child(AbstractContextManager["Child"]):
     """A process that runs `serve`, in a session of its own. What it prints goes to a log."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], folder: Path | None = None) -> None:
@@ -59,9 +59,6 @@ class Child:
         self._said = b""
         self._replies: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
-
-    def __enter__(self) -> Child:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

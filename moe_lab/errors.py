@@ -9,7 +9,7 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Any, NoReturn
@@ -27,6 +27,7 @@ class UserError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(mask(message))
+        self.sentences = [str(self)]
 
 
 class Unavailable(UserError):
@@ -47,6 +48,12 @@ def unknown(field: str, value: str, known: Iterable[str]) -> UserError:
     close = nearest(value, names)
     hint = f": did you mean {close}?" if close else ""
     return UserError(f"{field}={value} is unknown{hint} (known: {', '.join(names) or 'none'})")
+
+
+def check_known(field: str, value: str, known: Collection[str]) -> None:
+    """Raise the error `unknown` when a name is not among those that are known."""
+    if value not in known:
+        raise unknown(field, value, known)
 
 
 def need(package: str, extra: str, reason: str) -> None:

@@ -28,7 +28,7 @@ from moe_lab.config import (
 )
 from moe_lab.config.base import Mistakes, fields_of, type_at, valid
 from moe_lab.config.pruning import TEXTS
-from moe_lab.errors import UserError, unknown
+from moe_lab.errors import UserError, check_known, unknown
 from moe_lab.evaluation.harness import HARNESSES
 from moe_lab.paths import PREFIX, as_name
 
@@ -335,9 +335,7 @@ def requests(config: Config, found: Iterable[Point], files: Files) -> list[Reque
 
 def _text(setting: str, name: str, files: Files, changes: Mapping[str, Any] | None = None) -> CalibrationConfig:
     """The text of conf/calibration that a setting names, with other values for some of its settings."""
-    known = files.names("calibration")
-    if name not in known:
-        raise unknown(setting, name, known)
+    check_known(setting, name, files.names("calibration"))
     content = {**files.load([("calibration", name)])["calibration", name], **(changes or {})}
     found: CalibrationConfig = valid(CalibrationConfig, content, "", f"calibration={name}")
     return found

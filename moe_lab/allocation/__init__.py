@@ -32,7 +32,7 @@ from moe_lab.allocation.problem import (
 from moe_lab.config import AllocationConfig
 from moe_lab.config.base import SETTINGS, Positive, counting_fields, identity, valid
 from moe_lab.criteria import Granularity, source_of
-from moe_lab.errors import UserError, unknown
+from moe_lab.errors import UserError, check_known
 from moe_lab.paths import check_name
 
 Step: TypeAlias = Literal["plan", "search", "reconstruction", "sequential"]
@@ -46,7 +46,8 @@ class Allocation:
 
     name: str
     functions: Mapping[Granularity, Function | None]
-    """Granularity -> function that decides; None if a step other than the plan step decides."""
+    """What it allocates (whole experts, channels, or either) -> function that decides; None if a step other than the
+    plan step decides."""
     needs: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda parameters: ()
     """Parameters -> evidence besides the scores: "statistics", "gradients", "ablation", "scaling"."""
     step: Step = "plan"
@@ -63,11 +64,6 @@ class Allocation:
     def source(self) -> str:
         """Digest of the modules that define it, which identifies its plans; "" for those of moe_lab."""
         return source_of(*(function for function in self.functions.values() if function))
-
-    @property
-    def granularities(self) -> tuple[Granularity, ...]:
-        """What it allocates: whole experts, channels, or either."""
-        return tuple(self.functions)
 
 
 BOTH: tuple[Granularity, ...] = ("expert", "channel")
@@ -103,8 +99,7 @@ def register(allocation: Allocation) -> None:
 
 def get(name: str) -> Allocation:
     """The allocation of that name; UserError, naming the nearest known one, when there is none."""
-    if name not in ALLOCATIONS:
-        raise unknown("allocation", name, ALLOCATIONS)
+    check_known("allocation", name, ALLOCATIONS)
     return ALLOCATIONS[name]
 
 
@@ -125,9 +120,9 @@ def check(settings: AllocationConfig, granularity: Granularity = "expert") -> No
     """Raise UserError unless the allocation exists, allocates what the criterion scores ("expert" or "channel"), and
     every field and parameter belongs to it and has a valid value."""
     allocation = get(settings.name)
-    if granularity not in allocation.granularities:
-        own = allocation.granularities[0]
-        fitting = sorted(name for name, other in ALLOCATIONS.items() if granularity in other.granularities)
+    if granularity not in allocation.functions:
+        own = next(iter(allocation.functions))
+        fitting = sorted(name for name, other in ALLOCATIONS.items() if granularity in other.functions)
         raise UserError(
             f"allocation={allocation.name} allocates {own}s, but the criterion scores {granularity}s: choose a "
             f"criterion that scores {own}s, or one of the allocations of {granularity}s ({', '.join(fitting)})"
@@ -291,6 +286,6 @@ def _function(settings: Mapping[str, Any], granularity: Granularity) -> Function
     if function is None:
         raise UserError(
             f"allocation={allocation.name} cannot say from scores of {granularity}s alone how much goes: it is for "
-            f"{' and '.join(allocation.granularities)}s, decided in the {allocation.step} step"
+            f"{' and '.join(allocation.functions)}s, decided in the {allocation.step} step"
         )
     return partial(function, **own(function, settings["parameters"]))

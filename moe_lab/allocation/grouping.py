@@ -15,7 +15,7 @@ import numpy
 from numpy.typing import NDArray
 
 from moe_lab.allocation.problem import keywords, own
-from moe_lab.errors import UserError, unknown
+from moe_lab.errors import UserError, check_known
 
 Array = NDArray[numpy.float64]
 Sums = Mapping[str, Any]
@@ -152,8 +152,7 @@ REPLACEMENTS: dict[str, tuple[str, ...]] = {
 
 def needs(replacement: str) -> tuple[str, ...]:
     """The passes whose sums a replacement of dropped experts reads. UserError for an unknown one."""
-    if replacement not in REPLACEMENTS:
-        raise unknown("allocation.replacement", replacement, REPLACEMENTS)
+    check_known("allocation.replacement", replacement, REPLACEMENTS)
     return REPLACEMENTS[replacement]
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, is_dataclass
 from functools import singledispatch
 from types import NoneType, UnionType
@@ -101,23 +101,19 @@ class SettingsError(UserError):
     """Mistakes in settings; `sentences` has one for each."""
 
     def __init__(self, sentences: Iterable[str]) -> None:
-        self.sentences = list(dict.fromkeys(sentences))
-        heading = [] if len(self.sentences) == 1 else ["several things:"]
-        super().__init__("\n  - ".join([*heading, *self.sentences]))
+        distinct = list(dict.fromkeys(sentences))
+        heading = [] if len(distinct) == 1 else ["several things:"]
+        super().__init__("\n  - ".join([*heading, *distinct]))
+        self.sentences = distinct
 
 
-class Mistakes(list[str]):
+class Mistakes(list[str], AbstractContextManager["Mistakes"]):
     """Mistakes that are found one after another: the end of a `with` block raises SettingsError if there are any."""
 
-    def __enter__(self) -> Mistakes:
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None and not isinstance(error, UserError):
-            return
-        if error is not None:
-            self += error.sentences if isinstance(error, SettingsError) else [str(error)]
-        if self:
+        if isinstance(error, UserError):
+            self += error.sentences
+        if self and (error is None or isinstance(error, UserError)):
             raise SettingsError(self) from None
 
     @contextmanager
@@ -125,10 +121,8 @@ class Mistakes(list[str]):
         """Note mistakes that are raised in the block, and go on after it."""
         try:
             yield
-        except SettingsError as error:
-            self.extend(error.sentences)
         except UserError as error:
-            self.append(str(error))
+            self += error.sentences
 
 
 def valid(kind: type[T] | Any, content: Any, where: str, origin: str = "") -> T:

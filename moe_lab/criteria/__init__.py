@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from moe_lab.config import GATES, CriterionConfig
 from moe_lab.config.base import identity
-from moe_lab.errors import UserError, unknown
+from moe_lab.errors import UserError, check_known
 from moe_lab.paths import check_name
 
 Array = NDArray[numpy.float64]
@@ -150,8 +150,7 @@ def _(settings: CriterionConfig) -> Any:
 
 def get(name: str) -> Criterion:
     """The criterion called `name`. UserError with the nearest name when there is none."""
-    if name not in CRITERIA:
-        raise unknown("criterion", name, CRITERIA)
+    check_known("criterion", name, CRITERIA)
     return CRITERIA[name]
 
 
@@ -165,8 +164,7 @@ def check(name: str, parameters: Mapping[str, Any]) -> None:
     values that it takes when it is tried on a layer of one expert with one channel."""
     accepted = dict(list(inspect.signature(get(name).function).parameters.items())[1:])
     for given in parameters:
-        if given not in accepted:
-            raise unknown(f"criterion.parameters of {name}", given, accepted)
+        check_known(f"criterion.parameters of {name}", given, accepted)
     for word, parameter in accepted.items():
         if parameter.default is parameter.empty and word not in parameters:
             raise UserError(f"criterion={name} needs the parameter {word}: set criterion.parameters.{word}")
@@ -192,8 +190,8 @@ def score(
     """
     chosen, parameters = get(name), dict(parameters or {})
     check(name, parameters)
-    if gate is not None and gate not in GATES:
-        raise unknown("gate", gate, GATES)
+    gate = gate or "model"
+    check_known("gate", gate, GATES)
     if chosen.uses_seed and seed is None:
         raise UserError(f"criterion={name} needs a seed")
     if chosen.granularity == "channel" and widths is None:
@@ -202,7 +200,7 @@ def score(
     scores = {}
     for index in sorted(experts):
         width = (widths or {}).get(index, 0)
-        layer = Layer(name, index, experts[index], width, inputs.get(index, {}), gate or "model", random)
+        layer = Layer(name, index, experts[index], width, inputs.get(index, {}), gate, random)
         scores[index] = chosen.function(layer, **parameters)
         _check_scores(chosen, layer, scores[index])
     return scores

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy
 
 from moe_lab.criteria import Array, Layer, criterion
-from moe_lab.errors import UserError, unknown
+from moe_lab.errors import UserError, check_known
 
 HEAPR = "HEAPr"
 SLIMMING = "MoE-Slimming, arXiv 2606.18304"
@@ -40,8 +40,7 @@ def camera(layer: Layer, alpha: float = 0.9) -> Array:
     That code renormalises g over the top k for DeepSeekMoE, Qwen3 and Mixtral (gate=renormalized), not for Qwen1.5 and
     Qwen2, whose gates are the model's. `alpha` in [0, 1]; the code's own default is 1, its published runs use 0.9.
     UserError for any other, and for other gates."""
-    if layer.gate not in CAMERA_GATES:
-        raise unknown("gate of camera", layer.gate, CAMERA_GATES)
+    check_known("gate of camera", layer.gate, CAMERA_GATES)
     if not (isinstance(alpha, (int, float)) and 0 <= alpha <= 1):
         raise UserError(f"criterion.parameters.alpha={alpha} of camera: expected a number from 0 to 1, such as 0.9")
     weight = CAMERA_GATES[layer.gate]
@@ -105,6 +104,5 @@ def channel_random(layer: Layer) -> Array:
 
 def _projections(name: str, projection: str) -> tuple[str, ...]:
     """The projections that `projection` of the criterion `name` means: one, or all three for mean."""
-    if projection not in (*PROJECTIONS, "mean"):
-        raise unknown(f"criterion.parameters.projection of {name}", projection, [*PROJECTIONS, "mean"])
+    check_known(f"criterion.parameters.projection of {name}", projection, [*PROJECTIONS, "mean"])
     return PROJECTIONS if projection == "mean" else (projection,)

@@ -24,7 +24,7 @@ from typing import Any
 from moe_lab.calibration.sources import records, text_of
 from moe_lab.config import BenchmarkConfig
 from moe_lab.config.base import Mistakes, valid
-from moe_lab.errors import UserError, end_with, unknown
+from moe_lab.errors import UserError, check_known, end_with, unknown
 from moe_lab.json_files import Damaged, read_json, write_json
 from moe_lab.models.files import sha256_of
 from moe_lab.paths import conf
@@ -297,8 +297,7 @@ def benchmarks(names: Iterable[str], root: str) -> list[BenchmarkConfig]:
     files = {group: {file.stem: file for file in (conf() / group).glob("*.yaml")} for group in ("benchmark", "suite")}
     listed: list[str] = []
     for name in names:
-        if name not in files["benchmark"] | files["suite"]:
-            raise unknown("benchmark or suite", name, files["benchmark"] | files["suite"])
+        check_known("benchmark or suite", name, files["benchmark"] | files["suite"])
         listed += [name] if name in files["benchmark"] else OmegaConf.load(files["suite"][name]).benchmarks
     contents = (OmegaConf.to_container(OmegaConf.load(files["benchmark"][name])) for name in dict.fromkeys(listed))
     loaded: list[BenchmarkConfig] = [valid(BenchmarkConfig, content, "benchmark") for content in contents]

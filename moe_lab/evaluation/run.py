@@ -13,7 +13,7 @@ from moe_lab.evaluation import Policy, suite
 from moe_lab.evaluation.answers import collect_answers
 from moe_lab.evaluation.engines import Engine
 from moe_lab.evaluation.harness import HARNESSES, Answer, Graded, check_count, installed, replace_surrogates
-from moe_lab.json_files import Record
+from moe_lab.json_files import Record, write_text
 from moe_lab.results import SCHEMA, Result, ResultFile, Sample
 
 ANSWERS = "answers.jsonl"
@@ -89,6 +89,4 @@ def _write(graded: Graded, benchmark: BenchmarkConfig, out: Path) -> None:
         protocol={**suite.identity(benchmark), **graded.protocol},
         versions=versions,
     )
-    beside = out / "result.json.part"
-    beside.write_text(json.dumps(content, indent=1, allow_nan=False))
-    beside.replace(out / "result.json")
+    write_text(out / "result.json", json.dumps(content, indent=1, allow_nan=False))

@@ -13,7 +13,7 @@ from typing import Any
 from moe_lab.calibration.sources import whole_text
 from moe_lab.config import BenchmarkConfig
 from moe_lab.config.base import identity as settings_identity
-from moe_lab.errors import Unavailable, UserError, unknown, user_errors
+from moe_lab.errors import Unavailable, UserError, check_known, unknown, user_errors
 from moe_lab.evaluation import LIMITED, Policy
 from moe_lab.evaluation.harness import HARNESSES, Harness, check_count, data_files, installed
 from moe_lab.paths import PREFIX
@@ -220,8 +220,7 @@ def task_folder(benchmark: BenchmarkConfig) -> Path:
         folders = [str(folder.relative_to(tasks)) for folder in beside.iterdir() if folder.is_dir()]
         raise unknown(f"benchmark {benchmark.name}: parameters.folder", name, folders)
     defined = {match for file in place.rglob("*.yaml") for match in _TASK.findall(file.read_text(encoding="utf-8"))}
-    if benchmark.task not in defined:
-        raise unknown(f"benchmark {benchmark.name}: task", benchmark.task, defined)
+    check_known(f"benchmark {benchmark.name}: task", benchmark.task, defined)
     return place
 
 

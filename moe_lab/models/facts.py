@@ -23,19 +23,17 @@ def facts(settings: ModelConfig) -> dict[str, Any]:
     `expert_parameters` are rounded means, and `widths` lists all widths. UserError for a model that is not supported,
     differs from `model.expected`, or has weights of another size.
     """
-    model, _ = _built(local_folder(settings), settings)
-    return {"model": settings.name, **model_facts(model)}
+    return {"model": settings.name, **model_facts(_built(local_folder(settings), settings))}
 
 
-def _built(folder: Path, settings: ModelConfig) -> tuple[Any, ExpectedConfig]:
-    """The model of a folder on the meta device, with model.top_k, and its sizes as it was trained."""
+def _built(folder: Path, settings: ModelConfig) -> Any:
+    """The model of a folder on the meta device, with model.top_k, compared with `model.expected`."""
     model = skeleton(folder, trust_remote_code=settings.trust_remote_code)
     if any(folder.glob("*.safetensors")):
         check_sizes(model, folder)
-    shape = architecture(model)
-    compare(asdict(shape), settings)
+    compare(asdict(architecture(model)), settings)
     set_top_k(model, settings.top_k)
-    return model, shape
+    return model
 
 
 def model_facts(model: Any) -> dict[str, Any]:
@@ -86,9 +84,9 @@ def _about(layer: MoELayer) -> dict[str, Any]:
 def describe(folder: Path, settings: ModelConfig) -> dict[str, Any]:
     """Describe a model from its configuration alone; it is built on the meta device. `model_type`; `layers`: number of
     decoder layers; `moe`: layer -> its experts and router in words; `parameters`: part -> number of parameters, each
-    counted once; `shape`: see `architecture`; `moe_layers`: its MoELayer objects, without weights; `routing`: names of
+    counted once; `moe_layers`: its MoELayer objects, without weights; `routing`: names of
     all tensors that decide where tokens go."""
-    model, shape = _built(folder, settings)
+    model = _built(folder, settings)
     layers = routed_layers(model)
     paths = {id(module): path for path, module in model.named_modules()}
     moe: dict[int, str] = {}
@@ -104,7 +102,6 @@ def describe(folder: Path, settings: ModelConfig) -> dict[str, Any]:
         "layers": model.config.get_text_config().num_hidden_layers,
         "moe": moe,
         "parameters": _parameters_by_part(model, layers),
-        "shape": shape,
         "moe_layers": layers,
         "routing": routing,
     }

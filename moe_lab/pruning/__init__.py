@@ -17,7 +17,7 @@ import numpy
 from numpy.typing import NDArray
 
 from moe_lab.config.pruning import Shape
-from moe_lab.errors import UserError, unknown
+from moe_lab.errors import UserError, check_known
 from moe_lab.pruning.plan import Constants, Plan
 
 KERNEL_BYTES = 16
@@ -106,8 +106,7 @@ def make_form(plan: Plan, shape: str, element_size: int) -> Form:
     """How `plan` is stored in the shape `shape`, with weights of `element_size` bytes each. Raises UserError for an
     unknown shape, and for any but natural where tokens are routed to experts that are constants or computed with the
     weights of others."""
-    if shape not in SHAPES:
-        raise unknown("export", shape, SHAPES)
+    check_known("export", shape, SHAPES)
     if (plan.constants or plan.shares_experts) and shape != "natural":
         raise no_replacements(shape)
     make = {"natural": _natural, "masked": _masked, "padded": _padded}[shape]

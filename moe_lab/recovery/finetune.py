@@ -67,7 +67,6 @@ def finetune(
     *,
     out: Path,
     partial: Path,
-    fingerprint: Mapping[str, Any],
     seed: int,
 ) -> None:
     """Train `model`, pruned by `plan` (None: not pruned): DoRA adapters on its MoE blocks, or its routers alone.
@@ -78,14 +77,14 @@ def finetune(
     tuned.safetensors  the tensors that differ from the pruned model's, by their names in its state dict
     finetune.json      loss of each step, trained parameters, tokens, steps, seconds
 
-    Progress is saved in `partial`; a run of the same `fingerprint` resumes from it exactly. `model` is not changed.
+    Progress is saved in `partial`, a folder of this run alone, which resumes from it exactly. `model` is not changed.
     UserError for a text in which nothing can be learnt, and a loss that is not finite.
     """
     is_distilled = settings.distill is not None
     rows = text_rows(text, tokenizer) if is_distilled else answer_rows(text, tokenizer)
     distillation = functools.partial(distillation_loss, teacher=model, temperature=settings.temperature)
     loss = distillation if is_distilled else answer_loss
-    run: dict[str, Any] = {"loss": loss, "partial": partial, "fingerprint": fingerprint, "seed": seed}
+    run: dict[str, Any] = {"loss": loss, "partial": partial, "seed": seed}
     started = time.monotonic()
     with student(model, plan, settings, seed) as trained:
         losses = train(trained.model, trained.parameters, rows, settings, rows_at_once=text.batch_size, **run)
@@ -134,7 +133,6 @@ def train(
     loss: Loss,
     rows_at_once: int,
     partial: Path,
-    fingerprint: Mapping[str, Any],
     seed: int,
 ) -> list[float]:
     """Train the parameters `groups` of `model` on `rows`; returns the loss of each step, in nats per learnt token.
@@ -146,8 +144,8 @@ def train(
     trained = [{"params": list(groups[part].values())} for part in parts]
     optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0)
     steps = step_count(settings, len(rows))
-    identified = {"fingerprint": dict(fingerprint), "settings": identity(settings), "seed": seed}
-    about = json.dumps({**identified, "rows": digest(tensor for row in rows for tensor in row)}, sort_keys=True)
+    content = digest(tensor for row in rows for tensor in row)
+    about = json.dumps({"settings": identity(settings), "seed": seed, "rows": content}, sort_keys=True)
     losses = load_progress(partial, about, parameters, optimizer)
     for step in range(len(losses), steps):
         chosen = [rows[row] for row in rows_of_step(step, settings.rows_per_step, len(rows), seed)]

@@ -37,27 +37,21 @@ def fit(
     *,
     out: Path,
     partial: Path,
-    fingerprint: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Fit the down projection of each expert that `plan` merges others into to its members' outputs on `text`.
 
     Writes tuned.safetensors, the experts of each layer that has merged ones by their names in the pruned model's state
     dict, and the report finetune.json to the folder `out`, from which `apply.recovered` makes the fitted model, and
-    returns the report. Sums are saved in `partial`; a run of the same `fingerprint` continues from them. UserError for
-    a plan that merges nothing, outputs that are not finite, and a text too short for every expert.
+    returns the report. Sums are saved in `partial`, a folder of this fit alone, which continues from them. UserError
+    for a plan that merges nothing, outputs that are not finite, and a text too short for every expert.
     """
     if not plan.merged:
         raise UserError("recovery.fit needs merged experts, and the plan has none: expected a larger ratio")
     started = time.monotonic()
     pruned = prune(model, plan)
-    asked, weights_of = plan, merged_weights(pruned, plan)
-
-    class FitTap(MergeTap):
-        plan, merged = asked, weights_of
-
-    rows = batches(text, tokenizer).rows
-    identity = {**fingerprint, "plan": plan.digest}
-    sums = gather(model, FitTap, rows, fingerprint=identity, out=partial).layers
+    weights_of = merged_weights(pruned, plan)
+    tap = type("FitTap", (MergeTap,), {"plan": plan, "merged": weights_of})
+    sums = gather(model, tap, batches(text, tokenizer).rows, out=partial).layers
     experts = []
     for layer, of_layer in weights_of.items():
         for owner, weights in of_layer.items():

@@ -8,10 +8,9 @@ over the N valid tokens that follow a valid token in their row. The other gates 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -33,14 +32,7 @@ SCALE = 0.9
 another kind of layer loss."""
 
 
-def loss_rises(
-    model: PreTrainedModel,
-    kind: str,
-    batches: Sequence[Batch],
-    *,
-    fingerprint: Mapping[str, Any],
-    out: Path | None = None,
-) -> Statistics:
+def loss_rises(model: PreTrainedModel, kind: str, batches: Sequence[Batch], *, out: Path | None = None) -> Statistics:
     """Increase of the mean loss in nats per token, fp64, for each layer. `kind` is one of KINDS:
 
     ablation (E,)  without the output of each expert
@@ -53,7 +45,7 @@ def loss_rises(
     """
     check_loss(batches)
     rows = _few_rows(model, batches)
-    about = {**description(batches, kind, fingerprint), "pieces": len(rows)}
+    about = {**description(batches, kind), "pieces": len(rows)}
     predicted = sum(int(_predicting(valid).sum()) for _, valid in rows)
     layers = moe_layers(model)
     done, sums = resume(out, about)

@@ -72,24 +72,15 @@ class Candidates:
 
     `rows` are as from answer_batches. Values equal those of masking the model and running all of it on the whole set.
     Three things are not computed again: layers before the first one that differs from a schedule of the same call or
-    from the `elites` best schedules so far; the vocabulary head at positions that are not evaluated; and the unpruned
-    model's log-probabilities, if they fit `settings.memory_budget`. Hidden states of the elites take what is left of
-    it.
+    from the elites, the best schedules so far; the vocabulary head at positions that are not evaluated; and the
+    unpruned model's log-probabilities, if they fit `settings.memory_budget`. Hidden states of the elites take what is
+    left of it.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        plans: Plans,
-        rows: Sequence[AnswerBatch],
-        settings: SearchSettings,
-        *,
-        seed: int,
-        elites: int = 4,
-    ) -> None:
-        self.model, self.plans, self.settings, self.elites = model, plans, settings, elites
+    def __init__(self, model: Any, plans: Plans, rows: Sequence[AnswerBatch], settings: SearchSettings) -> None:
+        self.model, self.plans, self.settings = model, plans, settings
         self.decoder = Decoder(model)
-        self.batches = _batches(rows, settings, seed)
+        self.batches = _batches(rows, settings)
         self.cost = Cost()
         self.rows = sum(len(batch.ids) for batch in self.batches)
         self._counts = [int(count) for batch in self.batches for count in batch.at.where.sum(1)]
@@ -111,7 +102,7 @@ class Candidates:
         values = {schedule: self._average(schedule, sums[schedule]) for schedule in plans}
         self.cost.candidates += len(values)
         self.known |= values
-        self.relatives.choose(heapq.nlargest(self.elites, self.known, key=self.known.__getitem__))
+        self.relatives.choose(heapq.nlargest(self.settings.elites, self.known, key=self.known.__getitem__))
         return [values[schedule] for schedule in schedules]
 
     def _row_sums(self, number: int, plans: Mapping[Schedule, Plan]) -> dict[Schedule, list[float]]:
@@ -156,9 +147,9 @@ class Candidates:
         return layers / len(self.decoder.layers) * len(batch.ids) / self.rows
 
 
-def _batches(rows: Sequence[AnswerBatch], settings: SearchSettings, seed: int) -> list[Batch]:
+def _batches(rows: Sequence[AnswerBatch], settings: SearchSettings) -> list[Batch]:
     """The rows with the positions to evaluate. Raises UserError when there is none."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(settings.seed)
     batches = []
     for ids, valid, answers in rows:
         at = contexts(ids, answers, shift=settings.shift, generator=generator)

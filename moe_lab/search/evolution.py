@@ -24,7 +24,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from moe_lab import progress
 from moe_lab.allocation.problem import budget, limits, or_nearest
 from moe_lab.config.base import SETTINGS, Count, Positive, valid
-from moe_lab.errors import UserError, unknown
+from moe_lab.errors import UserError, check_known
 from moe_lab.search.schedules import PATTERNS, Schedule, Space, pattern, space_of
 
 UNSHIFTED = ("esap", "sap", "kl", "kl_reversed")
@@ -32,8 +32,7 @@ UNSHIFTED = ("esap", "sap", "kl", "kl_reversed")
 
 
 def _pattern(name: str) -> str:
-    if name not in PATTERNS:
-        raise unknown("pattern", name, PATTERNS)
+    check_known("pattern", name, PATTERNS)
     return name
 
 

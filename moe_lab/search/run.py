@@ -56,9 +56,9 @@ def search(
     judge: Candidates | DraftingCandidates
     if chosen.fitness == "spec_dec":
         ends = frozenset(eos_tokens(model.generation_config.eos_token_id, tokenizer))
-        judge = DraftingCandidates(model, plans, rows, chosen, seed=chosen.seed, ends=ends)
+        judge = DraftingCandidates(model, plans, rows, chosen, ends)
     else:
-        judge = Candidates(model, plans, rows, chosen, seed=chosen.seed, elites=chosen.elites)
+        judge = Candidates(model, plans, rows, chosen)
     start, record = time.perf_counter(), Record(partial / ANSWERS)
     outcome = evolve(space, chosen, lambda asked: record.result(asked, lambda: list(judge.evaluate(asked))))
     result = {"fitness": outcome.fitness, "search": text.name, "seed": seed}

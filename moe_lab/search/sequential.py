@@ -27,15 +27,14 @@ def prune_sequentially(
     batches: Sequence[Batch],
     choose: Callable[[int, Sums], Plan],
     *,
-    fingerprint: Mapping[str, Any],
     out: Path,
     provenance: Mapping[str, Any],
 ) -> Plan:
     """Plan all MoE layers, from the first to the last, with one decoder layer in memory at a time. `choose` gets the
     number and the sums of a layer and returns a plan of that layer alone; the same sums must give the same plan. Each
     MoE layer runs twice over `batches`: once to collect the sums, and once pruned, for the input of the next layer.
-    `fingerprint`, `out` and resuming are as in `stream`."""
-    rows = LayerPass(streamed, batches, description(batches, "sequential", fingerprint), len(streamed.layers), out)
+    `out` and resuming are as in `stream`."""
+    rows = LayerPass(streamed, batches, description(batches, "sequential"), len(streamed.layers), out)
     with rows.running():
         for number in range(rows.done, len(streamed.layers)):
             sums: Layers = {}

@@ -31,20 +31,13 @@ class DraftingCandidates:
     hidden states, because their texts differ."""
 
     def __init__(
-        self,
-        model: Any,
-        plans: Plans,
-        rows: Sequence[AnswerBatch],
-        settings: SearchSettings,
-        *,
-        seed: int,
-        ends: frozenset[int],
+        self, model: Any, plans: Plans, rows: Sequence[AnswerBatch], settings: SearchSettings, ends: frozenset[int]
     ) -> None:
         self.model, self.plans, self.settings, self.ends = model, plans, settings, ends
         self.decoder = Decoder(model)
         texts = [prompts(*batch) for batch in rows]
         sizes = list(map(len, texts))
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(settings.seed)
         draws = torch.rand(sum(sizes), settings.max_new_tokens, 3, generator=generator, dtype=torch.float64)
         self.batches = list(zip(texts, draws.split(sizes), strict=True))
         self.rows = sum(sizes)

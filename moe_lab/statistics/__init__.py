@@ -28,7 +28,7 @@ Layers: TypeAlias = "dict[int, dict[str, torch.Tensor]]"
 class Statistics:
     """Sums per MoE layer, with a header that says what was summed. `layers`: decoder layer number -> tensor name ->
     fp64 tensor on the CPU. `header`: JSON data with `kind` (forward, damage, similarity, gradients, weight_gradients,
-    weights, channel_weights or weight_distances) and `fingerprint` (model, data and settings)."""
+    weights, channel_weights or weight_distances), and `batches`, a digest of the text that was read, if any."""
 
     layers: Layers
     header: dict[str, Any] = field(default_factory=dict)
@@ -79,7 +79,7 @@ def by_layer(passes: Iterable[Mapping[int, Mapping[str, Any]]]) -> dict[int, dic
 
 
 def header(path: Path | str) -> dict[str, Any]:
-    """Read the header of a file of statistics: kind and fingerprint of the sums. Same errors as `read`."""
+    """Read the header of a file of statistics: what was summed. Same errors as `read`."""
     try:
         with safe_open(path, framework="np") as file:
             return dict(json.loads(file.metadata()["moe_lab"]))

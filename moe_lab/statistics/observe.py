@@ -4,7 +4,6 @@ A function of ours replaces the forward of every experts module."""
 from __future__ import annotations
 
 import hashlib
-import json
 import signal
 import threading
 import time
@@ -193,18 +192,18 @@ def gather(
     tap: type[Tap],
     batches: Sequence[Batch],
     *,
-    fingerprint: Mapping[str, Any],
     out: Path | None = None,
     reading: Reading = forward,
 ) -> Statistics:
     """Sum what `tap` collects over `batches`, each read by `reading`.
 
-    Every few minutes the sums are saved in the folder `out`, unless it is None. A pass that finds sums of the
-    same fingerprint and the same batches there continues from them, and gives exactly the numbers of an uninterrupted
-    pass. UserError for no batches, NaN or infinite sums (naming layer and expert), and models that cannot be observed.
+    Every few minutes the sums are saved in the folder `out`, unless it is None; it is of this pass of one model alone.
+    A pass that finds sums of the same batches there continues from them, and gives exactly the numbers of an
+    uninterrupted one. UserError for no batches, NaN or infinite sums (naming layer and expert), and models that cannot
+    be observed.
     """
     out = out if tap.resumes else None
-    about = description(batches, tap.kind, fingerprint)
+    about = description(batches, tap.kind)
     done, layers = resume(out, about)
     with Saves(out) as saves, Observer(model, tap, layers) as observer:
         for number, (ids, valid) in enumerate(batches[done:], done + 1):
@@ -219,12 +218,11 @@ def gather(
     return Statistics(layers, about)
 
 
-def description(batches: Sequence[Batch], kind: str, fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+def description(batches: Sequence[Batch], kind: str) -> dict[str, Any]:
     """Header of sums of a `kind` over `batches`, equal to one read from a file. UserError when there are no batches."""
     if not batches:
         raise UserError("calibration gives no batches, expected at least one")
-    content = digest(tensor for batch in batches for tensor in batch)
-    return dict(json.loads(json.dumps({"kind": kind, "fingerprint": dict(fingerprint), "batches": content})))
+    return {"kind": kind, "batches": digest(tensor for batch in batches for tensor in batch)}
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:

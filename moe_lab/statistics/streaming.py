@@ -40,17 +40,15 @@ class States:
 
     def put(self, place: int, batch: int, state: torch.Tensor) -> None:
         """Store `state`, detached."""
-        if _bytes(state) > self.room:
-            self._write(place, batch, state)
-            return
-        try:
-            memory = torch.empty(state.shape, dtype=state.dtype, pin_memory=state.is_cuda)
-        except RuntimeError:  # others use the machine, too
-            self.room = 0.0
-            self._write(place, batch, state)
-            return
-        self.room -= _bytes(state)
-        self.held[place][batch] = memory.copy_(state.detach())
+        if _bytes(state) <= self.room:
+            try:
+                memory = torch.empty(state.shape, dtype=state.dtype, pin_memory=state.is_cuda)
+                self.held[place][batch] = memory.copy_(state.detach())
+                self.room -= _bytes(state)
+                return
+            except RuntimeError:  # others use the machine, too
+                self.room = 0.0
+        self._write(place, batch, state)
 
     def get(self, place: int, batch: int, device: str) -> torch.Tensor:
         """A copy of the stored state, on `device`."""
@@ -98,7 +96,6 @@ def stream(
     batches: Sequence[Batch],
     *,
     out: Path,
-    fingerprint: Mapping[str, Any],
     under: Callable[[MoELayer], AbstractContextManager[None]] = lambda layer: nullcontext(),
 ) -> Statistics:
     """Sum what `tap` collects in a forward pass, as `gather` does, with one decoder layer in memory.
@@ -106,7 +103,7 @@ def stream(
     Hidden states of all batches are kept in memory, up to SHARE of it, and in the folder `out` beyond that. An
     interrupted pass resumes after the layer that was finished when it was last saved there, as by `Saves`. `under`: a
     context in which a layer is run, such as a mask."""
-    rows = LayerPass(streamed, batches, description(batches, tap.kind, fingerprint), len(streamed.layers), out)
+    rows = LayerPass(streamed, batches, description(batches, tap.kind), len(streamed.layers), out)
     with rows.running():
         for number in range(rows.done, len(streamed.layers)):
             changed = under(streamed.moe[number]) if number in streamed.moe else nullcontext()
@@ -116,16 +113,14 @@ def stream(
     return rows.result()
 
 
-def stream_back(
-    streamed: StreamedModel, tap: type[Tap], batches: Sequence[Batch], *, out: Path, fingerprint: Mapping[str, Any]
-) -> Statistics:
+def stream_back(streamed: StreamedModel, tap: type[Tap], batches: Sequence[Batch], *, out: Path) -> Statistics:
     """Sum what `tap` collects in a forward and a backward pass, with one decoder layer in memory. The sums are those of
     `gather_gradients`; arguments and resuming are as in `stream`. The forward pass goes through all layers and keeps
     the input of each. The backward pass goes from the last layer to the first MoE layer, and runs each of them once
     more."""
     check_loss(batches)
     first, last = min(streamed.moe), len(streamed.layers)
-    rows = LayerPass(streamed, batches, description(batches, tap.kind, fingerprint), 2 * last + 1 - first, out)
+    rows = LayerPass(streamed, batches, description(batches, tap.kind), 2 * last + 1 - first, out)
     with rows.running():
         for number in range(rows.done, last):
             with streamed.layer(number, then=number + 1), torch.no_grad():

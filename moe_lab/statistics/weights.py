@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -23,7 +22,7 @@ PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16
 """Unquantised dtypes, by their names in safetensors."""
 
 
-def weigh_experts(folder: Path | str, *, fingerprint: Mapping[str, Any], device: str = "cpu") -> Statistics:
+def weigh_experts(folder: Path | str, *, device: str = "cpu") -> Statistics:
     """Sum |w| and w^2 over each expert's weights, and count them: abs_sum (E,), square_sum (E,), count () by layer.
     `folder` is a checkpoint in safetensors. An expert's gate, up and down weights count; biases, routers and shared
     experts do not. Sums are taken on `device`, cpu or cuda[:N], in fp32 within a row and fp64 across. UserError for a
@@ -38,7 +37,7 @@ def weigh_experts(folder: Path | str, *, fingerprint: Mapping[str, Any], device:
         if len(set(sums["count"].tolist())) > 1:
             raise _incomplete(Path(folder), layer)
         sums["count"] = sums["count"][0]
-    return Statistics(layers, {"kind": "weights", "fingerprint": dict(fingerprint)})
+    return Statistics(layers, {"kind": "weights"})
 
 
 Measure = Callable[[str, Place, torch.Tensor], dict[str, torch.Tensor]]
@@ -116,7 +115,7 @@ def projections(checkpoint: Checkpoint) -> dict[str, Place]:
     return places
 
 
-def compare_experts(folder: Path | str, *, fingerprint: Mapping[str, Any], device: str = "cpu") -> Statistics:
+def compare_experts(folder: Path | str, *, device: str = "cpu") -> Statistics:
     """Sum the squared differences of the weights of each two experts of a layer: weight_distance_square (E, E), fp64.
     Weights of gate_proj and up_proj count, as in MergeMoE (arXiv 2510.14436). They are compared in fp64, because small
     distances are differences of large sums. Arguments and errors are those of `weigh_channels`."""
@@ -137,7 +136,7 @@ def compare_experts(folder: Path | str, *, fingerprint: Mapping[str, Any], devic
                 products = products + (block @ block.T).cpu()
         squares = products.diag()
         layers[layer] = {"weight_distance_square": (squares[:, None] + squares - products - products.T).clamp(min=0)}
-    return Statistics(layers, {"kind": "weight_distances", "fingerprint": dict(fingerprint)})
+    return Statistics(layers, {"kind": "weight_distances"})
 
 
 def _blocks(checkpoint: Checkpoint, layer: int, names: Sequence[str], device: str) -> Iterator[torch.Tensor]:
@@ -162,7 +161,7 @@ def _blocks(checkpoint: Checkpoint, layer: int, names: Sequence[str], device: st
             yield block
 
 
-def weigh_channels(folder: Path | str, *, fingerprint: Mapping[str, Any], device: str = "cpu") -> Statistics:
+def weigh_channels(folder: Path | str, *, device: str = "cpu") -> Statistics:
     """Sum w^2 (and |w| in down_proj) over the weights of every channel, as inputs of criteria that score channels.
     channel_down_square, channel_down_abs, channel_up_square and, for gated experts, channel_gate_square, (E, I) each,
     per layer: sums over the weights of channel c in a projection, a column of down_proj or a row of gate_proj or
@@ -181,4 +180,4 @@ def weigh_channels(folder: Path | str, *, fingerprint: Mapping[str, Any], device
     for layer, named in layers.items():
         if not {"channel_down_square", "channel_up_square"} <= named.keys():
             raise _incomplete(Path(folder), layer)
-    return Statistics(layers, {"kind": "channel_weights", "fingerprint": dict(fingerprint)})
+    return Statistics(layers, {"kind": "channel_weights"})

@@ -19,7 +19,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
@@ -79,7 +79,7 @@ def started(pid: int) -> str | None:
     return "?"
 
 
-class Claim:
+class Claim(AbstractContextManager["Claim"]):
     """A claim that this process holds until the `with` block ends. `token`: a word that no other claim has."""
 
     def __init__(self, claims: Claims, name: str, generation: int) -> None:
@@ -96,9 +96,6 @@ class Claim:
         except OSError:  # a full disk, say: nobody may wait for an empty claim
             self.abandon()
             raise
-
-    def __enter__(self) -> Claim:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.release()

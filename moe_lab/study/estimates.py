@@ -12,7 +12,7 @@ import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -150,35 +150,34 @@ def gpus(memory: Memory, gpu_memory: float) -> int:
     return next((count for count in (0, 1, 2, 4, 8) if count >= needed), needed)
 
 
-class Times:
-    """Estimates of how long steps take: the seconds of a unit of work, learned from finished steps in a store."""
+Seconds = Callable[[Step], float | None]
+"""Step -> estimated seconds, as by `learned`."""
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
-        self._rates = cache(self._read)
 
-    def seconds(self, step: Step) -> float | None:
-        """Estimated seconds of `step`: its units times the median rate of finished steps of equal kind and pace; None
-        without such a step."""
+def learned(store: Store) -> Seconds:
+    """Estimates of how long steps take, from finished steps in a store: units times the median rate of those of equal
+    kind and pace; None without such a step."""
+    rates_of = cache(partial(_rates, store))
+
+    def seconds(step: Step) -> float | None:
         if step.merges:
             return 0.0  # reads and writes files
-        rates = self._rates(step.kind).get(canonical(step.pace()))
+        rates = rates_of(step.kind).get(canonical(step.pace()))
         return median(rates) * step.units() if rates else None
 
-    def _read(self, kind: str) -> dict[str, list[float]]:
-        """Pace -> seconds of a unit of the finished steps of a kind. Steps that are damaged are left out."""
-        rates: dict[str, list[float]] = {}
-        for document in self.store.documents(kind):
-            if not fits(document, TIMES_SHAPE):
-                continue
-            about = document["provenance"]
-            if not about.get("merged"):  # the time of its shares is in their own folders
-                rates.setdefault(canonical(about["pace"]), []).append(about["seconds"] / about["units"])
-        return rates
+    return seconds
 
 
-Seconds = Callable[[Step], float | None]
-"""Step -> estimated seconds, as by `Times.seconds`."""
+def _rates(store: Store, kind: str) -> dict[str, list[float]]:
+    """Pace -> seconds of a unit of the finished steps of a kind. Steps that are damaged are left out."""
+    rates: dict[str, list[float]] = {}
+    for document in store.documents(kind):
+        if not fits(document, TIMES_SHAPE):
+            continue
+        about = document["provenance"]
+        if not about.get("merged"):  # the time of its shares is in their own folders
+            rates.setdefault(canonical(about["pace"]), []).append(about["seconds"] / about["units"])
+    return rates
 
 
 Spent = tuple[Step, float, float]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, product
@@ -18,8 +18,8 @@ from moe_lab import calibration as calibrations
 from moe_lab import recovery as recoveries
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.calibration import sources
-from moe_lab.config import BenchmarkConfig, CalibrationConfig, Config, ExportConfig, LauncherConfig
-from moe_lab.errors import UserError, unknown, user_errors
+from moe_lab.config import BenchmarkConfig, Config, ExportConfig, LauncherConfig
+from moe_lab.errors import UserError, check_known, user_errors
 from moe_lab.evaluation import engines, suite
 from moe_lab.evaluation.harness import HARNESSES
 from moe_lab.grid import Cell, Request, is_shipped
@@ -34,14 +34,8 @@ from moe_lab.study.steps.scores import check_weights, reads_text
 
 AVERAGE = "Avg"
 """Value of `objective` for the mean over benchmarks; other values are names of results."""
-TEXT_CHECKS: Mapping[str, Callable[[CalibrationConfig], object]] = {
-    "calibration": sources.first_record,
-    "search": sources.check_answers,
-    "instructions": sources.check_answers,
-    "distill": sources.first_record,
-    "fit": sources.first_record,
-}
-"""Use of a text of a cell -> check of its documents. Others are not always read by the model itself."""
+WITH_ANSWERS = ("search", "instructions")
+"""Uses of a text of a cell in which the answers of its documents are read."""
 
 
 def preflight(config: Config, requests: Iterable[Request]) -> list[str]:
@@ -128,8 +122,7 @@ def _wrong_settings(config: Config) -> Iterator[str]:
     if config.push is not None and config.export.shape is None:
         yield f"push={config.push} uploads an export, and this study writes none: add export=natural"
     for kind in config.resources.jobs:
-        if kind not in KINDS:
-            yield str(unknown("resources.jobs", kind, KINDS))
+        yield from user_errors(check_known, "resources.jobs", kind, KINDS)
     if config.export.format == "gguf" and config.backend.name != "hf":
         backend = config.backend.name
         yield f"backend={backend} reads a folder, and export.format=gguf writes one file: expected backend=hf"
@@ -140,8 +133,7 @@ def _check_objective(config: Config, benchmarks: Sequence[BenchmarkConfig]) -> N
     if config.objective is None:
         return
     names = [AVERAGE, *(result for benchmark in benchmarks for result in benchmark.reports)]
-    if config.objective not in names:
-        raise unknown("objective", config.objective, names)
+    check_known("objective", config.objective, names)
     if config.launcher.name == "slurm" and not config.wait:
         raise UserError(
             f"objective={config.objective} is known when the jobs of a study have ended: expected wait=true with "
@@ -163,12 +155,12 @@ def _wrong_texts(cells: Iterable[Cell]) -> Iterator[str]:
         for role, text in texts.items():
             distinct[role, id(text), id(cell.model)] = (role, text, cell.model)
     for role, text, model in distinct.values():
-        look = TEXT_CHECKS.get(role, sources.first_record)
+        look = sources.check_answers if role in WITH_ANSWERS else sources.first_record
         problems = [sentence for _, part in calibrations.parts(text) for sentence in user_errors(look, part)]
         yield from problems
-        if role in TEXT_CHECKS and not problems:
+        if role != "flops" and not problems:  # which the model itself does not always read
             yield from user_errors(calibrations.check_chat_template, text, model)
-            if look is sources.first_record:
+            if role not in WITH_ANSWERS:
                 yield from user_errors(calibrations.check_length, text, model)
         if role == "calibration" and text.engine == "streamed":
             yield from user_errors(config_json.check_plain_weights, model, "calibration.engine=streamed")

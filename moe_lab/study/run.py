@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 from moe_lab.config import Config
 from moe_lab.config.base import SettingsError
-from moe_lab.errors import Unavailable, UserError, unknown, user_errors
+from moe_lab.errors import Unavailable, UserError, check_known, user_errors
 from moe_lab.grid import Request
 from moe_lab.json_files import Number, parse
 from moe_lab.models import WORKERS, cores, main_memory, visible_gpus
 from moe_lab.results import DIGITS, is_lower_better
-from moe_lab.study.estimates import Times, check_memory, disk_problems, forecast, gpus, memory_of
+from moe_lab.study.estimates import check_memory, disk_problems, forecast, gpus, learned, memory_of
 from moe_lab.study.graph import build, normalized, unresolved
 from moe_lab.study.preflight import AVERAGE, lacking, remarks, visible_difference
 from moe_lab.study.record import Study, finish, outdate_reports
@@ -196,13 +196,13 @@ def _forecast(study: Study) -> list[str]:
     others = [*([Remote(store.url)] if store.url else []), *map(source, config.also)]
     steps, done = _in_store(study, {name for other in others for name in _finished_there(other, every)})
     say_notices(store)
-    times, undone = Times(store), [step for step in steps if step.id not in done]
-    console.print(forecast(steps, done, config.resources.gpu_memory, times.seconds))
+    seconds, undone = learned(store), [step for step in steps if step.id not in done]
+    console.print(forecast(steps, done, config.resources.gpu_memory, seconds))
     if config.launcher.name == "slurm" and undone:
         from moe_lab.study.slurm.arrays import arrange, resources, table
 
-        ask = partial(resources, settings=config.resources, seconds=times.seconds)
-        console.print(table(arrange(undone, ask, config.launcher), config.resources.longest, times.seconds))
+        ask = partial(resources, settings=config.resources, seconds=seconds)
+        console.print(table(arrange(undone, ask, config.launcher), config.resources.longest, seconds))
     return _too_little(study, undone)
 
 
@@ -248,6 +248,5 @@ def told(ended: Ended, requests: Iterable[Request]) -> float:
         averaged += [fmean(shares)] if shares else []
     if wanted == AVERAGE and averaged:
         return fmean(averaged)
-    if wanted not in scores:
-        raise unknown("objective", wanted, scores)
+    check_known("objective", wanted, scores)
     return scores[wanted]

@@ -25,7 +25,7 @@ from moe_lab import progress
 from moe_lab.child_process import Child, Ended, Refused
 from moe_lab.start import command
 from moe_lab.study.claims import Busy
-from moe_lab.study.estimates import Seconds, Spent, Times, time_left
+from moe_lab.study.estimates import Seconds, Spent, learned, time_left
 from moe_lab.study.packing import Packing
 from moe_lab.study.step import Step, code_state, error_document
 from moe_lab.study.steps import perform
@@ -170,7 +170,7 @@ def _not_as_published(step: Step) -> StepError:
     return StepError({"message": message, "transient": True, "user": True})
 
 
-class Worker:
+class Worker(AbstractContextManager["Worker"]):
     """A worker process, for `work`: started at the first step, restarted if it has died, ended with the `with` block.
 
     It keeps the model loaded between steps, and ends with its standard input, even in the middle of a step, so that it
@@ -182,9 +182,6 @@ class Worker:
         self.log = store.root / "logs" / f"{os.getpid()}-worker.log"
         """File with the steps that workers of this process were given."""
         self.child: Child | None = None
-
-    def __enter__(self) -> Worker:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self.child:
@@ -263,7 +260,7 @@ def say_notices(store: Store) -> None:
 def watch(schedule: Schedule, store: Store, workers: int = 0) -> AbstractContextManager[None]:
     """Show the state of `schedule` until the block ends. `workers`: how many steps run at the same time; 0: as many as
     run now."""
-    return shown(partial(overview, schedule, store, cache(Times(store).seconds), workers))
+    return shown(partial(overview, schedule, store, cache(learned(store)), workers))
 
 
 def overview(schedule: Schedule, store: Store, seconds: Seconds, workers: int) -> str:

@@ -132,12 +132,12 @@ def test_files_hold_what_the_memory_holds(name: str, tmp_path: Path, monkeypatch
 def _check_sums(folder: Path, layers: list[MoELayer], monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums over the weights in `folder` are those of the weights in memory, in fp64, also block by block."""
     by_expert, by_channel = (
-        weights.weigh_experts(folder, fingerprint={}),
-        weights.weigh_channels(folder, fingerprint={}),
+        weights.weigh_experts(folder),
+        weights.weigh_channels(folder),
     )
-    compared = [weights.compare_experts(folder, fingerprint={})]
+    compared = [weights.compare_experts(folder)]
     monkeypatch.setattr(weights, "BLOCK", 100)
-    compared.append(weights.compare_experts(folder, fingerprint={}))
+    compared.append(weights.compare_experts(folder))
     for sums in (by_expert, by_channel, *compared):
         assert list(sums.layers) == [layer.index for layer in layers]
     for layer in layers:
@@ -207,7 +207,7 @@ READS = (weights.weigh_experts, weights.weigh_channels, weights.compare_experts)
 def test_cuda_sums_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
     naive.model(name).to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="60KB")
     for read in READS:
-        expected, found = (read(tmp_path, fingerprint={}, device=device).layers for device in ("cpu", "cuda"))
+        expected, found = (read(tmp_path, device=device).layers for device in ("cpu", "cuda"))
         assert expected.keys() == found.keys()
         for layer, named in expected.items():
             assert named.keys() == found[layer].keys()
@@ -236,7 +236,7 @@ def test_weights_that_are_broken_missing_or_quantised_are_named(
     broken = matrix.to(torch.float8_e4m3fn) if value == "fp8" else matrix
     tiny.rewrite(folder, lambda tensors: tensors.pop(UP) if value is None else tensors.update({UP: broken}))
     with pytest.raises(UserError, match=named):
-        read(folder, fingerprint={})
+        read(folder)
 
 
 @pytest.mark.parametrize("read", READS)
@@ -244,7 +244,7 @@ def test_folders_without_experts_are_refused(read: Callable[..., Statistics], tm
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2}))
     save_file({"model.layers.0.mlp.up_proj.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="no weights of routed experts"):
-        read(tmp_path, fingerprint={})
+        read(tmp_path)
 
 
 def test_projections_of_several_widths_or_unknown_names_are_refused(folder: Path) -> None:
@@ -252,7 +252,7 @@ def test_projections_of_several_widths_or_unknown_names_are_refused(folder: Path
     narrow = {experts(1, number, "down"): torch.ones(32, 23) for number in range(16)}
     tiny.rewrite(folder, lambda tensors: tensors.update(narrow))
     with pytest.raises(UserError, match="experts of layer 1 have unequal widths"):
-        weights.weigh_channels(folder, fingerprint={})
+        weights.weigh_channels(folder)
     tiny.rewrite(folder, lambda tensors: tensors.update({experts(0, 0, "side"): torch.ones(4, 4)}))
     with pytest.raises(UserError, match=r"side_proj\.weight"):
-        weights.weigh_channels(folder, fingerprint={})
+        weights.weigh_channels(folder)

@@ -158,7 +158,7 @@ def test_one_layer_in_memory_counts_the_same(name: str, what: str, tmp_path: Pat
     valid[0, 15:] = False
     batches = [(ids, valid), short, (ids.flip(1), valid)]
     streamed = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
-    found = layered_routing(streamed, plan, layers_of(model, plan), batches, out=tmp_path, fingerprint={})
+    found = layered_routing(streamed, plan, layers_of(model, plan), batches, out=tmp_path)
     assert found == measured(model, plan, batches)
     assert all(weight.is_meta for weight in streamed.layers.parameters()), "no layer is left behind"
 

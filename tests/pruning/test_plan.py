@@ -308,7 +308,7 @@ def test_experts_that_differ_in_the_order_of_their_channels_are_merged_without_l
                 experts.gate_up_proj[member] = experts.gate_up_proj[owner][torch.cat((order, order + layer.width))]
                 experts.down_proj[member] = experts.down_proj[owner][:, order]
     if by_activations:
-        aligned = align_by_activations(plan, gather(model, alignment_tap(plan), tiny.batches(), fingerprint={}).layers)
+        aligned = align_by_activations(plan, gather(model, alignment_tap(plan), tiny.batches()).layers)
     else:
         aligned = align_by_weights(plan, layers)
     before = logits(model)
@@ -333,7 +333,7 @@ def test_ream_adds_distances_of_activations_and_of_principal_components_of_weigh
     with torch.no_grad():
         model(input_ids=ids, attention_mask=valid.long())
     given = dict(seen)
-    sums = gather(model, alignment_tap(plan), [(ids[:2], valid[:2]), (ids[2:], valid[2:])], fingerprint={})
+    sums = gather(model, alignment_tap(plan), [(ids[:2], valid[:2]), (ids[2:], valid[2:])])
     aligned = align_by_activations(plan, sums.layers)
     assert not valid.all() and plan.merged
     for layer in moe_layers(model):
@@ -359,9 +359,9 @@ def test_both_engines_find_the_same_orders(tmp_path: Path) -> None:
     by_weights = align_by_weights(plan, streamed.each_layer())
     assert by_weights == align_by_weights(plan, moe_layers(model)) == moe_lab.align(model, plan) != plan
     tap, batches = alignment_tap(plan), tiny.batches()
-    sums = stream(streamed, tap, batches, out=tmp_path / "out", fingerprint={})
+    sums = stream(streamed, tap, batches, out=tmp_path / "out")
     by_activations = align_by_activations(plan, sums.layers)
-    assert by_activations == align_by_activations(plan, gather(model, tap, batches, fingerprint={}).layers)
+    assert by_activations == align_by_activations(plan, gather(model, tap, batches).layers)
     assert by_activations not in (plan, by_weights)
 
 

@@ -112,7 +112,7 @@ def test_steps_that_bfloat16_would_lose_are_kept_in_fp32(tmp_path: Path) -> None
     with trained_routers(model, None) as student:
         (parameter,) = student.parameters["routers"].values()
         loss = functools.partial(distillation_loss, teacher=tiny.build("olmoe", num_hidden_layers=1), temperature=1.0)
-        run = {"loss": loss, "rows_at_once": 2, "partial": tmp_path, "fingerprint": {}, "seed": 0}
+        run = {"loss": loss, "rows_at_once": 2, "partial": tmp_path, "seed": 0}
         train(student.model, student.parameters, rows(), settings, **run)
         (changed,) = student.changed().values()
         moved = (parameter.detach() - before).abs()
@@ -147,7 +147,7 @@ def test_a_killed_distillation_goes_on_to_the_same_bits(
 
     def run(name: str) -> None:
         places = {"out": tmp_path / name / "out", "partial": tmp_path / name / "partial"}
-        finetune(model, tokenizer, plan, settings, text(folder), **places, fingerprint={"of": "test"}, seed=0)
+        finetune(model, tokenizer, plan, settings, text(folder), **places, seed=0)
 
     run("whole")
     with monkeypatch.context() as patch, pytest.raises(tiny.Killed):
@@ -184,7 +184,7 @@ def plan_of(model: Any, way: str = "merged", seed: int = 0) -> Plan:
 def run(folder: Path, tokenizer: Any) -> Run:
     def run(model: Any, out: Path, plan: Plan | None = None, tokens: int = 192) -> dict[str, Any]:
         rows, places = text(folder, tokens=tokens), {"out": out, "partial": out / "partial"}
-        return fit(model, tokenizer, plan or plan_of(model), SETTINGS, rows, **places, fingerprint={"of": "test"})
+        return fit(model, tokenizer, plan or plan_of(model), SETTINGS, rows, **places)
 
     return run
 
@@ -276,8 +276,6 @@ def test_a_killed_fit_ends_the_same(model: Any, run: Run, tmp_path: Path, monkey
     assert len(calls) == 4 - 2
     whole, cut = (tmp_path / name / "tuned.safetensors" for name in ("whole", "cut"))
     assert whole.read_bytes() == cut.read_bytes()
-    run(model, tmp_path / "cut", plan_of(model, seed=1))  # the sums of another plan are not used
-    assert len(calls) == 2 + 4
 
 
 def test_what_cannot_be_fitted_is_said(model: Any, run: Run, tmp_path: Path) -> None:

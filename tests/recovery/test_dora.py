@@ -44,7 +44,7 @@ def small() -> Any:
 def trained(model: Any, settings: RecoveryConfig, partial: Path, **changes: Any) -> tuple[list[float], Any]:
     """Losses of a short training, and the layers with their adapters."""
     layers = attach(model, settings, seed=0)
-    run = {"loss": answer_loss, "rows_at_once": 2, "fingerprint": {"of": "test"}, "seed": 0, **changes}
+    run = {"loss": answer_loss, "rows_at_once": 2, "seed": 0, **changes}
     return train(model, trainable(layers), rows(first=8), settings, partial=partial, **run), layers
 
 
@@ -159,16 +159,15 @@ def test_routers_have_a_rank_and_a_rate_of_their_own(tmp_path: Path) -> None:
         assert ranks == {4 if part == "experts" else 2}
 
 
-@pytest.mark.parametrize("change", ["settings", "fingerprint", "damage"])
+@pytest.mark.parametrize("change", ["settings", "seed", "damage"])
 def test_another_training_is_not_gone_on_from(tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finetune, "SAVE_EVERY", 1)
     trained(small(), recovery(epochs=1), tmp_path)
     if change == "damage":
         next(tmp_path.iterdir()).write_bytes(b"no safetensors")
     settings = recovery(epochs=1, dropout=0.1 if change == "settings" else 0.0)
-    fingerprint = {"of": "another" if change == "fingerprint" else "test"}
     calls = tiny.count_calls(monkeypatch, finetune, "_backward")
-    trained(small(), settings, tmp_path, fingerprint=fingerprint)
+    trained(small(), settings, tmp_path, seed=int(change == "seed"))
     assert len(calls) == 3
 
 
@@ -197,7 +196,7 @@ def test_a_model_is_pruned_tuned_and_stored_in_this_order(folder: Path, tokenize
     before = {key: value.clone() for key, value in model.state_dict().items()}
     plan, out = tiny.plan(model, 0.5), tmp_path / "out"
     settings = RecoveryConfig(instructions="set", rank=2, router_rank=1, learning_rate=1e-2, rows_per_step=4)
-    run = {"partial": tmp_path / "partial", "fingerprint": {}, "seed": 1}
+    run = {"partial": tmp_path / "partial", "seed": 1}
     finetune.finetune(model, tokenizer, plan, settings, text(folder, "answers"), out=out, **run)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     report = json.loads((out / "finetune.json").read_text())

@@ -30,7 +30,7 @@ from moe_lab.statistics.streaming import stream
 
 
 def ablate(model: Any, batches: list[Batch], **settings: Any) -> Statistics:
-    return loss_rises(model, "ablation", batches, **{"fingerprint": {}, **settings})
+    return loss_rises(model, "ablation", batches, **settings)
 
 
 @torch.no_grad()
@@ -73,7 +73,7 @@ def test_rises_are_those_of_changed_weights(name: str) -> None:
     ids, valid = (part[:2, 2:14] for part in naive.batch())
     before = dict(model.named_parameters())
     without = ablate(model, [(ids, valid)]).layers
-    scaled = loss_rises(model, "scaling", [(ids[:1], valid[:1]), (ids[1:], valid[1:])], fingerprint={})
+    scaled = loss_rises(model, "scaling", [(ids[:1], valid[:1]), (ids[1:], valid[1:])])
     expected = naive_rises(model, ids, valid)
     assert scaled.header["kind"] == "scaling" and scaled.layers.keys() == expected.keys() == without.keys()
     for index, (of_experts, of_layer) in expected.items():
@@ -105,7 +105,7 @@ def test_layers_before_are_not_run_again(monkeypatch: pytest.MonkeyPatch) -> Non
     for layer in moe_layers(model):
         layer.block.register_forward_pre_hook(lambda module, given, at=layer.index: run.append(at))
     ids = tiny.tokens(1, 96)
-    ablate(model, [(ids, torch.ones_like(ids, dtype=torch.bool))], fingerprint={})
+    ablate(model, [(ids, torch.ones_like(ids, dtype=torch.bool))])
     assert [run.count(index) for index in range(4)] == [1 + 8 * (index + 1) for index in range(4)]
 
 
@@ -113,17 +113,17 @@ def test_a_killed_pass_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch: pyt
     model = tiny.build("mixtral")
     ids, valid = naive.batch()
     batches = [(ids[:2], valid[:2]), (ids[2:], valid[2:])]
-    whole = ablate(model, batches, fingerprint={"model": 1})
+    whole = ablate(model, batches)
 
     with monkeypatch.context() as patch, pytest.raises(tiny.Killed):
         tiny.count_calls(patch, ablation, "save_checkpoint", kill_at=5)
-        ablate(model, batches, fingerprint={"model": 1}, out=tmp_path)
+        ablate(model, batches, out=tmp_path)
     calls = tiny.count_calls(monkeypatch, ablation, "save_checkpoint")
-    rest = ablate(model, batches, fingerprint={"model": 1}, out=tmp_path)
+    rest = ablate(model, batches, out=tmp_path)
     assert len(calls) == 2
     assert rest.header == whole.header
     assert all(torch.equal(rest.layers[at]["ablation"], whole.layers[at]["ablation"]) for at in whole.layers)
-    ablate(model, batches, fingerprint={"model": 2}, out=tmp_path)
+    ablate(model, batches[::-1], out=tmp_path)  # another text
     assert len(calls) == 8
 
 
@@ -193,7 +193,7 @@ def brute_force(model: Any, layer: MoELayer, removed: int) -> dict[tuple[int, ..
 
 
 def reconstructed(model: Any, batches: list[Batch], ratio: float, **settings: Any) -> Reconstruction:
-    read = partial(gather, model, batches=batches, **{"fingerprint": {}, **settings})
+    read = partial(gather, model, batches=batches, **settings)
     return reconstruct(lambda tap: read(tap=tap), facts=facts(model), ratio=ratio)
 
 
@@ -202,7 +202,7 @@ def test_one_layer_in_memory_is_enough(name: str, tmp_path: Path) -> None:
     model = tiny.save(name, tmp_path / "model", **tiny.few_experts(name))
     expected = reconstructed(model, [naive.batch()], ratio=THIRD)
     streamed = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
-    read = partial(stream, streamed, batches=[naive.batch()], out=tmp_path / "out", fingerprint={})
+    read = partial(stream, streamed, batches=[naive.batch()], out=tmp_path / "out")
     found = reconstruct(lambda tap: read(tap=tap), facts=facts(model), ratio=THIRD)
     assert found == expected
 
@@ -281,7 +281,7 @@ def test_a_router_that_cannot_be_repeated_is_refused() -> None:
     model = tiny.build("olmoe", **tiny.few_experts("olmoe"))
     for layer in moe_layers(model):
         layer.experts.register_forward_pre_hook(lambda module, given: (given[0], given[1], given[2] * 0.5))
-    for read in (partial(gather, tap=DamageTap, fingerprint={}), partial(reconstructed, ratio=0.5)):
+    for read in (partial(gather, tap=DamageTap), partial(reconstructed, ratio=0.5)):
         with pytest.raises(UserError, match=r"cannot repeat the router of model\.layers\.0\.mlp\.experts"):
             read(model, batches=[naive.batch()])
 

@@ -105,7 +105,7 @@ def plainly(model: Any, plans: Plans, schedule: Schedule, rows: Any, name: str, 
 def test_shortcuts_change_nothing(name: str) -> None:
     model, ids = tiny.build(name), tiny.tokens()
     before, plans, rows = model(ids).logits, make_plans(model), answer_rows()
-    candidates = Candidates(model, plans, rows, SearchSettings(), seed=0)
+    candidates = Candidates(model, plans, rows, SearchSettings(seed=0))
     schedules = some_schedules(plans)
     early, late = schedules[: len(schedules) // 2], schedules[len(schedules) // 2 :]
     found = candidates.evaluate(early) + candidates.evaluate(late)
@@ -119,7 +119,7 @@ def test_shortcuts_change_nothing(name: str) -> None:
 def test_prefixes_are_computed_once() -> None:
     """And the unpruned model once: of three layers, in three batches."""
     model, runs = tiny.build("olmoe"), []
-    candidates = Candidates(model, make_plans(model), answer_rows(), SearchSettings(), seed=0)
+    candidates = Candidates(model, make_plans(model), answer_rows(), SearchSettings(seed=0))
     for number, layer in enumerate(model.model.layers):
         layer.mlp.register_forward_pre_hook(lambda module, given, at=number: runs.append(at))
     candidates.evaluate(list(itertools.product((0, 4), repeat=3)))
@@ -136,8 +136,8 @@ def test_every_fitness_is_what_the_plain_way_gives(fitness: str) -> None:
     luck = torch.cat([torch.rand(int(marks.sum()), generator=generator, dtype=torch.float64) for _, _, marks in rows])
     expected = [plainly(model, plans, schedule, rows, fitness, luck) for schedule in schedules]
     for size in (1, 2, 6):
-        settings = SearchSettings(fitness=fitness)
-        found = Candidates(model, plans, answer_rows(batch=size), settings, seed=7).evaluate(schedules)
+        settings = SearchSettings(fitness=fitness, seed=7)
+        found = Candidates(model, plans, answer_rows(batch=size), settings).evaluate(schedules)
         assert found == pytest.approx(expected, abs=1e-6)
 
 
@@ -146,7 +146,7 @@ def test_no_memory_gives_the_same_numbers_at_a_higher_cost(budget: int) -> None:
     model = tiny.build("olmoe")
     plans, rows = make_plans(model), answer_rows()
     rich, poor = (
-        Candidates(model, plans, rows, SearchSettings(memory_budget=size), seed=0) for size in (2**31, budget)
+        Candidates(model, plans, rows, SearchSettings(memory_budget=size, seed=0)) for size in (2**31, budget)
     )
     schedules = some_schedules(plans)
     for some in (schedules[:3], schedules[3:6], schedules[6:]):
@@ -160,12 +160,12 @@ def test_a_damaged_model_is_named() -> None:
     plans = make_plans(model)
     model.get_output_embeddings().weight.data[5, 5] = float("nan")
     with pytest.raises(UserError, match=r"esap of the model that loses \[4, 4, 4\] .* is nan"):
-        Candidates(model, plans, answer_rows(), SearchSettings(), seed=0).evaluate([(4, 4, 4)])
+        Candidates(model, plans, answer_rows(), SearchSettings(seed=0)).evaluate([(4, 4, 4)])
 
 
 def drafting(model: Any, **settings: Any) -> DraftingCandidates:
-    how = SearchSettings(fitness="spec_dec", **settings)
-    return DraftingCandidates(model, make_plans(model), answer_rows(), how, seed=0, ends=frozenset({2}))
+    how = SearchSettings(fitness="spec_dec", seed=0, **settings)
+    return DraftingCandidates(model, make_plans(model), answer_rows(), how, frozenset({2}))
 
 
 def test_spec_dec_of_the_unpruned_model_accepts_everything() -> None:
@@ -294,7 +294,7 @@ def test_the_optimum_of_enumeration_is_found(name: str, tmp_path: Path) -> None:
     schedules = [space.nth(number) for number in range(space.size)]
     plans = Plans(world.model, world.scores)
     tasks = answer_batches(world.text, world.tokenizer)
-    values = Candidates(world.model, plans, tasks, SearchSettings(), seed=5).evaluate(schedules)
+    values = Candidates(world.model, plans, tasks, SearchSettings(seed=5)).evaluate(schedules)
     report = json.loads((folder / "search.json").read_text())
     assert report["best"]["fitness"] == pytest.approx(max(values), abs=1e-9)
     assert tuple(report["best"]["schedule"]) == schedules[values.index(max(values))]
@@ -356,7 +356,7 @@ def one_after_the_other(model: Any, choose: Any, batches: list[Batch]) -> dict[i
     """The definition: statistics of a model whose layers below are pruned, read anew for each layer."""
     plans: dict[int, Plan] = {}
     for layer in moe_layers(model):
-        statistics = gather(pruned(model, plans), ForwardTap, batches, fingerprint={})
+        statistics = gather(pruned(model, plans), ForwardTap, batches)
         plans[layer.index] = choose(layer.index, statistics.layers[layer.index])
     return plans
 
@@ -364,7 +364,7 @@ def one_after_the_other(model: Any, choose: Any, batches: list[Batch]) -> dict[i
 def run_sequentially(name: str, choose: Any, folder: Path) -> Plan:
     tiny.save(name, folder / "model")
     streamed = StreamedModel(folder / "model", dtype=torch.float32, device="cpu")
-    return prune_sequentially(streamed, tiny.batches(), choose, fingerprint={}, out=folder, provenance={"of": "a test"})
+    return prune_sequentially(streamed, tiny.batches(), choose, out=folder, provenance={"of": "a test"})
 
 
 @pytest.mark.parametrize("criterion", ["camera", "reap"])

@@ -198,7 +198,7 @@ GROUPED = [name for name in tiny.ARCHITECTURES if name.endswith(":grouped")]
 def test_damage_is_that_of_really_removing_the_expert(name: str) -> None:
     """Reference: in fp64, the block run again on the rows of a router that has lost the expert's row."""
     model = naive.model(name)
-    measured = gather(model, DamageTap, [naive.batch()], fingerprint={}).layers
+    measured = gather(model, DamageTap, [naive.batch()]).layers
     wide = copy.deepcopy(model).double()
     layers = moe_layers(wide)
     layer = layers[-1]
@@ -225,7 +225,7 @@ def block(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
 def test_damage_of_group_limited_routers(name: str) -> None:
     """Reference: the routing rule by hand, token by token, with sets of experts."""
     model = naive.model(name)
-    measured = gather(model, DamageTap, [naive.batch()], fingerprint={}).layers
+    measured = gather(model, DamageTap, [naive.batch()]).layers
     layer = moe_layers(model)[-1]
     seen = naive.routed(name)[layer.index]
     experts = copy.deepcopy(layer.experts).double()

@@ -33,7 +33,6 @@ from tests.campaign.models import reconfigure
 
 pytestmark = pytest.mark.slow
 
-FINGERPRINT = {"model": "tiny", "data": "random"}
 BATCHES = tiny.batches()
 SIX = 2 * BATCHES
 
@@ -74,8 +73,8 @@ def test_a_stopped_pass_goes_on_where_it_was(
     read: Callable[..., Statistics], tap: type[Tap], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = naive.model("qwen3_moe")
-    expected = read(model, tap, SIX, fingerprint=FINGERPRINT)
-    settings: Any = {"out": tmp_path, "fingerprint": FINGERPRINT}
+    expected = read(model, tap, SIX)
+    settings: Any = {"out": tmp_path}
     with monkeypatch.context() as patch, pytest.raises(tiny.Killed):
         send_signal_in_call(patch, Observer, [5])
         read(model, tap, SIX, **settings)
@@ -102,7 +101,7 @@ def test_what_a_pass_saves_is_a_small_part_of_it(tmp_path: Path, monkeypatch: py
     """A pass of seconds writes its sums once, at its end; of long passes at most 2 % of the time is for saves."""
 
     before = written()
-    gather(naive.model("olmoe"), ForwardTap, 8 * BATCHES, out=tmp_path, fingerprint=FINGERPRINT)
+    gather(naive.model("olmoe"), ForwardTap, 8 * BATCHES, out=tmp_path)
     assert written() - before < 1.5 * (tmp_path / CHECKPOINT).stat().st_size
     now = [0.0]
     monkeypatch.setattr(observe.time, "monotonic", lambda: now[0])
@@ -116,20 +115,17 @@ def test_what_a_pass_saves_is_a_small_part_of_it(tmp_path: Path, monkeypatch: py
     assert 0 < saved < 0.02 * now[0]
 
 
-@pytest.mark.parametrize("change", ["fingerprint", "batches", "damaged"])
+@pytest.mark.parametrize("change", ["batches", "damaged"])
 def test_sums_of_another_pass_are_not_continued(change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = naive.model("olmoe")
-    gather(model, ForwardTap, SIX[:4], out=tmp_path, fingerprint=FINGERPRINT)
+    gather(model, ForwardTap, SIX[:4], out=tmp_path)
     data: Any = SIX[:4]
-    fingerprint = dict(FINGERPRINT)
-    if change == "fingerprint":
-        fingerprint["model"] = "other"
-    elif change == "batches":  # the same rows, cut otherwise
+    if change == "batches":  # the same rows, cut otherwise
         data = [tuple(torch.cat(parts) for parts in zip(*pair, strict=True)) for pair in (data[:2], data[2:])]
     else:
         (tmp_path / CHECKPOINT).write_bytes((tmp_path / CHECKPOINT).read_bytes()[:-9])
     calls = tiny.count_calls(monkeypatch, Observer, "read")
-    gather(model, ForwardTap, data, out=tmp_path, fingerprint=fingerprint)
+    gather(model, ForwardTap, data, out=tmp_path)
     assert len(calls) == len(data)
 
 
@@ -140,14 +136,14 @@ def test_a_broken_weight_is_named(read: Callable[..., Statistics], tap: type[Tap
         model.model.layers[1].mlp.experts.down_proj[5] = float("nan")
     settings: Any = {} if tap is WeightGradientTap else {"out": tmp_path}
     with pytest.raises(UserError, match=r"NaN or Inf in layer \d, expert \d+: \w+ of batches 1 to \d"):
-        read(model, tap, SIX, fingerprint=FINGERPRINT, **settings)
+        read(model, tap, SIX, **settings)
     assert not (tmp_path / CHECKPOINT).exists()
 
 
 def statistics(values: list[float]) -> Statistics:
     tensor = torch.tensor(values, dtype=torch.float64)
     layers = {2: {"tokens": tensor, "channel_max": tensor}, 5: {"tokens": 2 * tensor, "channel_max": -tensor}}
-    return Statistics(layers, {"kind": "forward", "fingerprint": {"model": "m"}})
+    return Statistics(layers, {"kind": "forward", "batches": "b"})
 
 
 def test_bad_files_are_refused(tmp_path: Path) -> None:
@@ -181,7 +177,7 @@ QUERY = "model.layers.1.self_attn.q_proj.weight"
 
 
 def resident(read: Callable[..., Statistics], name: str) -> Statistics:
-    return read(tiny.build(name), batches=BATCHES, fingerprint={})
+    return read(tiny.build(name), batches=BATCHES)
 
 
 def opened(name: str, folder: Path) -> StreamedModel:
@@ -203,7 +199,7 @@ def test_the_sums_are_the_same(name: str, kind: str, tmp_path: Path) -> None:
     whole, layered = PASSES[kind]
     expected = resident(whole, name)
     model = opened(name, tmp_path / "model")
-    assert_equal(layered(model, batches=BATCHES, out=tmp_path / "out", fingerprint={}), expected)
+    assert_equal(layered(model, batches=BATCHES, out=tmp_path / "out"), expected)
     assert all(weight.is_meta for weight in model.layers.parameters()), "no layer is left behind"
 
 
@@ -223,7 +219,7 @@ def test_a_killed_pass_goes_on_from_its_last_layer(
     send_signal_in_call(monkeypatch, streaming.LayerPass, range(5, 99, 5))
     for _ in range(20):
         with suppress(tiny.Killed):
-            found = layered(model, batches=BATCHES, out=tmp_path / "out", fingerprint={})
+            found = layered(model, batches=BATCHES, out=tmp_path / "out")
             break
     assert_equal(found, expected)
     layers, backward = len(model.layers), "gradients" in kind
@@ -246,7 +242,7 @@ def test_hidden_states_are_written_where_memory_does_not_hold_them(
     for memory in (places * len(BATCHES) * state_bytes(model) / streaming.SHARE, 0.0):
         monkeypatch.setattr(streaming, "main_memory", lambda memory=memory: memory)
         out, before = tmp_path / str(memory), written()
-        sums.append(PASSES[kind][1](model, batches=BATCHES, out=out, fingerprint={}))
+        sums.append(PASSES[kind][1](model, batches=BATCHES, out=out))
         states = (written() - before) / state_bytes(model) / len(BATCHES)
         assert out.exists() == (not memory)
         assert states < 0.5 if memory else states > len(model.layers) - 1
@@ -256,7 +252,7 @@ def test_hidden_states_are_written_where_memory_does_not_hold_them(
 
 def test_one_layer_is_there_at_once_and_a_new_text_starts_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, out = opened("olmoe", tmp_path / "model"), tmp_path / "out"
-    FORWARD[1](model, batches=BATCHES[:1], out=out, fingerprint={})
+    FORWARD[1](model, batches=BATCHES[:1], out=out)
     there, read = [], streaming.LayerPass.read
 
     def counting(*given: Any) -> torch.Tensor:
@@ -264,7 +260,7 @@ def test_one_layer_is_there_at_once_and_a_new_text_starts_anew(tmp_path: Path, m
         return read(*given)
 
     monkeypatch.setattr(streaming.LayerPass, "read", counting)
-    found = FORWARD[1](model, batches=BATCHES, out=out, fingerprint={})
+    found = FORWARD[1](model, batches=BATCHES, out=out)
     assert set(there) == {1}
     assert_equal(found, resident(FORWARD[0], "olmoe"))
 
@@ -283,7 +279,7 @@ def test_damaged_weights_are_named(damage: Any, says: str, tmp_path: Path) -> No
     save_file(tensors, tmp_path / "model" / "model.safetensors")
     with pytest.raises(UserError, match=re.escape(says)) as caught:
         model = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
-        FORWARD[1](model, batches=BATCHES, out=tmp_path / "out", fingerprint={})
+        FORWARD[1](model, batches=BATCHES, out=tmp_path / "out")
     assert QUERY in str(caught.value)
 
 
@@ -339,7 +335,7 @@ def test_the_memory_of_a_long_row_grows_with_its_tokens_not_with_their_pairs(pad
     ids = torch.randint(3, tiny.VOCABULARY, (1, length), generator=torch.Generator().manual_seed(0))
     valid = (torch.arange(length) < length - padding)[None]
     with LargestTensor() as largest:
-        sums = stream(model, ForwardTap, [(ids, valid)], out=tmp_path / "out", fingerprint={})
+        sums = stream(model, ForwardTap, [(ids, valid)], out=tmp_path / "out")
     assert int(sums.layers[1]["tokens"].sum()) == (length - padding) * model.model.config.num_experts_per_tok
     assert largest.elements < length * 500 < length**2
 
@@ -354,7 +350,7 @@ def test_padding_on_the_right_changes_no_sums_without_a_mask(name: str, monkeypa
     def masked(model: Any, ids: torch.Tensor, valid: torch.Tensor) -> Any:
         return model.base_model(input_ids=ids, attention_mask=valid.long(), use_cache=False)
 
-    found = gather(model, tap=ForwardTap, batches=[(ids, valid)], fingerprint={})
+    found = gather(model, tap=ForwardTap, batches=[(ids, valid)])
     monkeypatch.setattr("moe_lab.statistics.observe.run", masked)
-    expected = gather(model, tap=ForwardTap, batches=[(ids, valid)], fingerprint={})
+    expected = gather(model, tap=ForwardTap, batches=[(ids, valid)])
     naive.assert_alike(found.layers, expected.layers, 1e-5)

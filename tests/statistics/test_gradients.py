@@ -4,7 +4,6 @@ import naive
 import pytest
 import tiny
 import torch
-from test_gather import FINGERPRINT
 from torch.nn.functional import cross_entropy
 
 from moe_lab import criteria
@@ -84,7 +83,7 @@ def test_heapr_is_the_papers_d_by_d_computation(name: str) -> None:
 def test_rows_without_a_next_token_have_no_loss() -> None:
     model, valid = naive.model("olmoe"), torch.tensor([[True, False, True, False]] * 2)
     with pytest.raises(UserError, match="no token that follows another one"):
-        gather_gradients(model, GradientTap, [(tiny.tokens(2, 4), valid)], fingerprint=FINGERPRINT)
+        gather_gradients(model, GradientTap, [(tiny.tokens(2, 4), valid)])
 
 
 def test_few_logits_at_a_time_are_as_good_as_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +117,7 @@ def test_only_pairs_of_valid_neighbours_have_a_loss() -> None:
 def test_half_precision_gradients_are_summed_in_full(dtype: torch.dtype) -> None:
     half, full, data = tiny.build("olmoe", dtype=dtype), naive.model("olmoe"), [naive.batch()] * 3
     for tap, key, most in ((GradientTap, "channel_gradient_square", 0.2), (WeightGradientTap, "snip_down", 0.1)):
-        found, expected = (gather_gradients(model, tap, data, fingerprint={}).layers for model in (half, full))
+        found, expected = (gather_gradients(model, tap, data).layers for model in (half, full))
         for layer, named in expected.items():
             assert abs(float(found[layer][key].sum() / named[key].sum()) - 1) < most, key
 
@@ -147,7 +146,7 @@ def test_snip_is_that_of_autograd_by_hand(name: str) -> None:
     ids, valid = naive.batch()
     data = [(ids[:2], valid[:2]), (ids[2:], valid[2:])]
     model = naive.model(name, torch.float64)
-    found = gather_gradients(model, WeightGradientTap, data, fingerprint={"a": 1})
+    found = gather_gradients(model, WeightGradientTap, data)
     assert found.header["kind"] == "weight_gradients"
     assert not any(weight.requires_grad or weight.grad is not None for weight in model.parameters()), "as it was"
     expected = by_hand(tiny.build(name, dtype=torch.float64), data)

@@ -34,7 +34,7 @@ from moe_lab.json_files import write_json
 from moe_lab.models import config_json
 from moe_lab.models.config_json import size_of
 from moe_lab.study import estimates
-from moe_lab.study.estimates import Memory, Times, divided, forecast, gpus, largest_memory, memory_of
+from moe_lab.study.estimates import Memory, divided, forecast, gpus, largest_memory, learned, memory_of
 from moe_lab.study.step import Step
 from moe_lab.study.steps import KINDS
 from moe_lab.study.store import Store
@@ -199,20 +199,20 @@ def data(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_takes_what_finished_ones_took(store: Store, finished: Step, asked: Step, seconds: float | None) -> None:
     """The finished one took 30 s; a benchmark without a limit has 1,000 items."""
     finish(store, finished, 30.0)
-    assert Times(store).seconds(asked) == (None if seconds is None else pytest.approx(seconds))
+    assert learned(store)(asked) == (None if seconds is None else pytest.approx(seconds))
 
 
 def test_parts_of_a_pass_are_counted_by_their_rows_and_the_merge_reads_only_files(store: Store) -> None:
     merge = reading(120, parts=3)
     finish(store, merge, 1.0, merged=["a", "b", "c"])
-    assert Times(store).seconds(reading(120)) is None, "the time of a merge is not that of a pass"
-    unknown = forecast([*merge.merges, merge], set(), 80.0, Times(store).seconds)
+    assert learned(store)(reading(120)) is None, "the time of a merge is not that of a pass"
+    unknown = forecast([*merge.merges, merge], set(), 80.0, learned(store))
     assert unknown.columns[-2].footer == "unknown", "nothing is known of what takes long"
     finish(store, reading(30), 30.0)
-    times = Times(store)
-    assert [times.seconds(share) for share in merge.merges] == pytest.approx([40.0] * 3)
-    assert times.seconds(merge) == 0
-    table = forecast([*merge.merges, merge], set(), 80.0, times.seconds)
+    seconds = learned(store)
+    assert [seconds(share) for share in merge.merges] == pytest.approx([40.0] * 3)
+    assert seconds(merge) == 0
+    table = forecast([*merge.merges, merge], set(), 80.0, seconds)
     assert list(table.columns[1].cells) == ["4"] and table.columns[-2].footer == "0.03"
     assert all(known(share).on_gpu for share in merge.merges) and not known(merge).on_gpu
     assert known(merge).bytes < known(reading(120)).bytes / 2
@@ -230,7 +230,7 @@ def test_a_share_keeps_hidden_states_of_its_rows() -> None:
 def test_the_forecast_adds_up_what_is_known_and_counts_what_is_not(store: Store) -> None:
     finish(store, reading(10), 3600.0)
     steps = [reading(10), reading(20), reading(30), reading(10, kind="damage")]
-    table = forecast(steps, {steps[0].id}, 80.0, Times(store).seconds)
+    table = forecast(steps, {steps[0].id}, 80.0, learned(store))
     hours = dict(zip(table.columns[0].cells, table.columns[-2].cells, strict=True))
     assert hours == {"statistics": "5.00", "damage": "unknown"}
     assert table.columns[-2].footer == "5.00 + 1 unknown" == table.columns[-1].footer, "on one GPU each"

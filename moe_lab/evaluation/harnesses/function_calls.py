@@ -9,7 +9,7 @@ from typing import Any
 
 from moe_lab.calibration.sources import records
 from moe_lab.config import BenchmarkConfig
-from moe_lab.errors import UserError, unknown, user_errors
+from moe_lab.errors import UserError, check_known, user_errors
 from moe_lab.evaluation import Policy
 from moe_lab.evaluation.harness import Answer, Graded, Item, Text, check_count, data_files, graded_by_mean
 from moe_lab.evaluation.harnesses.function_call_rules import TYPES, mistake, tool
@@ -110,8 +110,7 @@ def _check_types(properties: Mapping[str, Any], where: str) -> None:
     """Raise UserError for a parameter whose type is none of a function in Python."""
     for name, described in properties.items():
         declared = str(described.get("type")) if isinstance(described, Mapping) else "missing"
-        if declared not in TYPES:
-            raise unknown(f"{where}: type of {name}", declared, TYPES)
+        check_known(f"{where}: type of {name}", declared, TYPES)
         if TYPES[declared] is list:
             _check_types({f"items of {name}": described.get("items")}, where)
         _check_types(described.get("properties", {}), where)
@@ -124,8 +123,7 @@ def _check_answer(question: Question, where: str) -> None:
         if len(call) != 1:
             raise UserError(f"{where} has {len(call)} functions in one call: expected one")
         ((name, allowed),) = call.items()
-        if name not in names:
-            raise unknown(f"{where}: function", name, names)
+        check_known(f"{where}: function", name, names)
         for argument, values in allowed.items():
             options = [inner for value in values for inner in (value if isinstance(value, list) else [value])]
             if not fits([option for option in options if isinstance(option, dict)], [{str: list}]):

@@ -17,7 +17,7 @@ from lm_eval.api import metrics
 from lm_eval.api.instance import Instance
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.errors import UserError, unknown
+from moe_lab.errors import UserError, check_known
 from moe_lab.evaluation import Policy
 from moe_lab.evaluation.harness import Answer, Document, Graded, Item, Pair, Text, loss_result, mean_result
 from moe_lab.evaluation.harnesses.lm_eval_tasks import first_items, label_of, tasks
@@ -169,12 +169,10 @@ def _rows_with(metric: str, rows: Sequence[_Row], benchmark: BenchmarkConfig) ->
     name, _, wanted = metric.partition(",")
     filters = list(dict.fromkeys(row.filter for row in rows))
     chosen = wanted or filters[0]
-    if chosen not in filters:
-        raise unknown(f"benchmark {benchmark.name}: filter", chosen, filters)
+    check_known(f"benchmark {benchmark.name}: filter", chosen, filters)
     if not wanted and len(filters) > 1:
         raise UserError(f"benchmark {benchmark.name}: {metric} has several filters: add one of {', '.join(filters)}")
-    if name not in rows[0].metrics:
-        raise unknown(f"benchmark {benchmark.name}: metric", name, rows[0].metrics)
+    check_known(f"benchmark {benchmark.name}: metric", name, rows[0].metrics)
     return [row for row in rows if row.filter == chosen]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.errors import UserError, unknown
+from moe_lab.errors import UserError, check_known
 from moe_lab.evaluation import Policy, mirror
 from moe_lab.evaluation.harness import Answer, Graded, Item, Text, data_files, graded_by_mean
 
@@ -83,8 +83,7 @@ def rules_kept(story: str, checklist: Sequence[Mapping[str, Any]]) -> list[bool]
     for entry in checklist:
         arguments = {name: value for name, value in entry.items() if name != "rule"}
         name = str(entry.get("rule"))
-        if name not in RULES:
-            raise unknown("checklist.rule", name, RULES)
+        check_known("checklist.rule", name, RULES)
         try:
             kept.append(RULES[name](story, **arguments))
         except TypeError as error:

@@ -76,14 +76,13 @@ def _visible_paths() -> list[str]:
 
 def _bind(source: str) -> None:
     target = _ROOT + source
+    os.makedirs(os.path.dirname(target), exist_ok=True)
     if os.path.islink(source):
-        os.makedirs(os.path.dirname(target), exist_ok=True)
         os.symlink(os.readlink(source), target)
         return
     if os.path.isdir(source):
         os.makedirs(target, exist_ok=True)
     else:
-        os.makedirs(os.path.dirname(target), exist_ok=True)
         os.close(os.open(target, os.O_CREAT, 0o600))
     _mount(source, target, None, _BIND | _RECURSIVE)
 

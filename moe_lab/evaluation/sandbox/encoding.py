@@ -11,6 +11,7 @@ import json
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice
 from typing import Any
@@ -24,27 +25,21 @@ class Opaque:
     """A value that cannot be represented. It equals nothing, and is not None."""
 
 
+@dataclass(frozen=True)
 class Huge:
     """A value too large to send. It equals another one with the same hash."""
 
-    def __init__(self, fingerprint: int) -> None:
-        self.fingerprint = fingerprint
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Huge) and other.fingerprint == self.fingerprint
-
-    def __hash__(self) -> int:
-        return hash(self.fingerprint)
+    fingerprint: int
 
     def __iter__(self) -> Iterator[Any]:
         return iter([self])
 
 
+@dataclass(frozen=True, eq=False)
 class Stream:
     """The items of an iterator, range or deque. It equals nothing, but can be iterated."""
 
-    def __init__(self, items: list[Any]) -> None:
-        self.items = items
+    items: list[Any]
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.items)

@@ -119,10 +119,8 @@ def _run(request: Request, fork: Callable[[], int]) -> dict[str, Any]:
 
 def _kill(child: int) -> None:
     for target in (-child, child):
-        try:
+        with suppress(ProcessLookupError, PermissionError):
             os.kill(target, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            continue
     os.waitpid(child, 0)
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
+from unittest.mock import patch
 
 from moe_lab.errors import UserError
 
@@ -146,16 +147,9 @@ def environment(kept: Collection[str] = ()) -> dict[str, str]:
 def submitting(options: Collection[str]) -> Iterator[None]:
     """While open, variables of the shell say nothing to sbatch but FROM_SHELL, without `options`, which the job sets
     itself: to sbatch, a variable counts more than the script of a job. Jobs ask no hub: all was downloaded."""
-    before = dict(os.environ)
     kept = environment([f"SBATCH_{name.upper()}" for name in FROM_SHELL if name not in options])
-    for name in before.keys() - kept.keys():
-        del os.environ[name]
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    try:
+    with patch.dict(os.environ, {**kept, "HF_HUB_OFFLINE": "1"}, clear=True):
         yield
-    finally:
-        del os.environ["HF_HUB_OFFLINE"]
-        os.environ.update(before)
 
 
 REFUSALS = {

@@ -24,7 +24,7 @@ from moe_lab.errors import UserError
 from moe_lab.json_files import write_json
 from moe_lab.models import files
 from moe_lab.paths import private
-from moe_lab.study.estimates import Times
+from moe_lab.study.estimates import learned
 from moe_lab.study.record import Study
 from moe_lab.study.runs import RECORD, Run, Submitted, runs
 from moe_lab.study.schedule import Schedule, say
@@ -85,7 +85,7 @@ def _submit_missing(schedule: Schedule, submission: Submission) -> None:
     if not missing and covered.recorded:
         return
     limits = scheduler.time_limits()
-    ask = partial(resources, settings=config.resources, seconds=Times(store).seconds, time_limits=limits)
+    ask = partial(resources, settings=config.resources, seconds=learned(store), time_limits=limits)
     arrays = arrange(missing, ask, config.launcher, scheduler.longest_array())
     signal_seconds = config.launcher.signal_seconds
     for array in arrays:

@@ -113,7 +113,7 @@ class Cost(Step):
                     f"cost of model={self.about.name}: its experts differ in width, which is known only of a folder: "
                     "download it, and give the folder as model.path"
                 )
-            routing = engine(self.about, self.text, files, {"step": self.id}).routing(plan, layers)
+            routing = engine(self.about, self.text, files).routing(plan, layers)
         stored = asdict(self.storage) if self.storage else {}
         write_json(files.out / "cost.json", cost(network, pruned, row, routing, **stored))
 

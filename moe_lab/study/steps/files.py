@@ -156,35 +156,26 @@ Rows = tuple[int, int] | None
 """The first row of a share of a text, and its end; None for all rows."""
 
 
-def engine(
-    model: ModelConfig, text: CalibrationConfig, files: Files, fingerprint: Mapping[str, Any], rows: Rows = None
-) -> Resident | Streamed:
-    """Open a model and a text with the engine that calibration.engine names. An interrupted pass of the same
-    `fingerprint` is resumed."""
-    return (Streamed if text.engine == "streamed" else Resident)(model, text, files, fingerprint, rows)
-
-
+@dataclass(frozen=True)
 class Resident:
-    """Passes with the whole model in memory."""
+    """Passes of a model over a text, with the whole model in memory. Interrupted ones are resumed from the folder
+    `out`."""
 
-    def __init__(
-        self, model: ModelConfig, text: CalibrationConfig, files: Files, fingerprint: Mapping[str, Any], rows: Rows
-    ) -> None:
-        self.about: dict[str, Any] = {"fingerprint": fingerprint, "out": files.partial}
-        self.model, tokenizer = loaded(model)
-        self.text = read_text(text, tokenizer, files, rows)
+    model: Any
+    text: Any
+    out: Path
 
     def read(self, tap: type) -> Any:
         """Sums that `tap` gathers in a forward pass."""
         from moe_lab.statistics.observe import gather
 
-        return gather(self.model, tap, self.text, **self.about)
+        return gather(self.model, tap, self.text, out=self.out)
 
     def read_back(self, tap: type) -> Any:
         """Sums that `tap` gathers in a forward and a backward pass."""
         from moe_lab.statistics.gradients import gather_gradients
 
-        return gather_gradients(self.model, tap, self.text, **self.about)
+        return gather_gradients(self.model, tap, self.text, out=self.out)
 
     def routing(self, plan: Any, pruned: Any) -> Any:
         """The measured routing of the text under a plan. `pruned`: the layers that the plan makes of those it finds."""
@@ -193,29 +184,31 @@ class Resident:
         return measured_routing(self.model, plan, pruned, self.text)
 
 
-class Streamed:
-    """Passes with one decoder layer in memory at a time."""
-
-    def __init__(
-        self, model: ModelConfig, text: CalibrationConfig, files: Files, fingerprint: Mapping[str, Any], rows: Rows
-    ) -> None:
-        from moe_lab.models.streamed import open_streamed
-
-        self.model, tokenizer = open_streamed(model)
-        self.about: dict[str, Any] = {"fingerprint": fingerprint, "out": files.partial}
-        self.text = read_text(text, tokenizer, files, rows)
+class Streamed(Resident):
+    """The same passes with one decoder layer in memory at a time."""
 
     def read(self, tap: type) -> Any:
         from moe_lab.statistics.streaming import stream
 
-        return stream(self.model, tap, self.text, **self.about)
+        return stream(self.model, tap, self.text, out=self.out)
 
     def read_back(self, tap: type) -> Any:
         from moe_lab.statistics.streaming import stream_back
 
-        return stream_back(self.model, tap, self.text, **self.about)
+        return stream_back(self.model, tap, self.text, out=self.out)
 
     def routing(self, plan: Any, pruned: Any) -> Any:
         from moe_lab.pruning.cost import layered_routing
 
-        return layered_routing(self.model, plan, pruned, self.text, **self.about)
+        return layered_routing(self.model, plan, pruned, self.text, out=self.out)
+
+
+def engine(model: ModelConfig, text: CalibrationConfig, files: Files, rows: Rows = None) -> Resident:
+    """Open a model and a text for passes, as calibration.engine says."""
+    if text.engine != "streamed":
+        network, tokenizer = loaded(model)
+        return Resident(network, read_text(text, tokenizer, files, rows), files.partial)
+    from moe_lab.models.streamed import open_streamed
+
+    network, tokenizer = open_streamed(model)
+    return Streamed(network, read_text(text, tokenizer, files, rows), files.partial)

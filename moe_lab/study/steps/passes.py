@@ -113,7 +113,7 @@ class OnText(Step):
 
     def engine(self, files: Files) -> Any:
         """The model and the text, opened for passes; see `files.engine`."""
-        return engine(self.loaded.model, self.text, files, {"step": self.id}, self.rows)
+        return engine(self.loaded.model, self.text, files, self.rows)
 
     def layer_memory(self, size: Size) -> float:
         """Bytes held for every layer whose weights are in memory, in addition to the weights."""
@@ -190,7 +190,7 @@ class Pass(LeavesSums, OnText):
             return self.gather(files)
         shares = [files.path(step, STATISTICS) for step in self.merges]
         copyfile(files.path(self.merges[0], REPORT), files.out / REPORT)  # each share has the report on the whole text
-        return Statistics(self.merge(shares), {"kind": header(shares[0])["kind"], "fingerprint": {"step": self.id}})
+        return Statistics(self.merge(shares), {"kind": header(shares[0])["kind"]})
 
     def gather(self, files: Files) -> Any:
         """The sums of this pass."""
@@ -266,7 +266,7 @@ class LossRises(Pass):
 
         network, tokenizer = loaded(self.loaded.model)
         text = read_text(self.text, tokenizer, files, self.rows)
-        return loss_rises(network, self.kind, text, fingerprint={"step": self.id}, out=files.partial)
+        return loss_rises(network, self.kind, text, out=files.partial)
 
     def merge(self, shares: list[Path]) -> Any:
         from moe_lab.statistics import Statistics, merged_means
@@ -319,7 +319,7 @@ class OnWeights(LeavesSums):
 
     def weigh(self, folder: Path, device: str) -> Any:
         """Sums over the weights in a folder, added up on a device."""
-        return resolve_name(self.weigher)(folder, fingerprint={"step": self.id}, device=device)
+        return resolve_name(self.weigher)(folder, device=device)
 
     def memory(self, size: Size) -> float:
         return 2 * BASE

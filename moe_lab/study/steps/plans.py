@@ -19,7 +19,7 @@ from moe_lab.models.files import fingerprint
 from moe_lab.paths import resolve
 from moe_lab.study.step import KINDS, Parts, Step
 from moe_lab.study.steps import tables
-from moe_lab.study.steps.files import STATISTICS, Files, Streamed, loaded
+from moe_lab.study.steps.files import STATISTICS, Files, loaded, read_text
 from moe_lab.study.steps.passes import Facts, OnText, loaded_as
 from moe_lab.study.steps.scores import (
     CHANNEL_SCORES,
@@ -355,11 +355,12 @@ class Sequential(MakesPlan, OnText):
         return cls(*common, cell.criterion, sums, *chance_and_gate(cell), plugins=plugged(cell))
 
     def work(self, files: Files) -> None:
+        from moe_lab.models.streamed import open_streamed
         from moe_lab.pruning.replace import plan_from_scores
         from moe_lab.search.sequential import prune_sequentially
         from moe_lab.statistics import by_layer
 
-        passes = Streamed(self.loaded.model, self.text, files, {"step": self.id}, None)
+        streamed, tokenizer = open_streamed(self.loaded.model)
         model = self.facts_of(self.loaded.facts, files)
         read = {role: step for role, step in {**self.sums, **self.asked.evidence}.items() if role != "statistics"}
         weights = by_layer(files.sums(read).values())
@@ -372,10 +373,9 @@ class Sequential(MakesPlan, OnText):
             return plan_from_scores(settings, scored, granularity, here, {}, provenance={})
 
         plan = prune_sequentially(
-            passes.model,
-            passes.text,
+            streamed,
+            read_text(self.text, tokenizer, files),
             choose,
-            fingerprint={"step": self.id},
             out=files.partial,
             provenance={"criterion": self.settings["criterion"], "text": self.settings["text"], **self.origin(model)},
         )

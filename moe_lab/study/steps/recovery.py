@@ -132,13 +132,11 @@ class Finetune(OnText):
         from moe_lab.recovery.finetune import finetune
         from moe_lab.recovery.merge_fit import fit
 
-        plan = files.plan(self.plan)
-        given = *loaded(self.loaded.model), plan, self.recovery, self.text
-        about: dict[str, Any] = {"out": files.out, "partial": files.partial, "fingerprint": {"step": self.id}}
+        given = *loaded(self.loaded.model), files.plan(self.plan), self.recovery, self.text
         if self.recovery.fit is not None:
-            fit(*given, **about)
+            fit(*given, out=files.out, partial=files.partial)
         else:
-            finetune(*given, **about, seed=self.seed)
+            finetune(*given, out=files.out, partial=files.partial, seed=self.seed)
 
     @property
     def backward(self) -> bool:  # type: ignore[override]

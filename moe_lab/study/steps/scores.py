@@ -9,7 +9,7 @@ from typing import Any, Self
 from moe_lab import allocation, criteria, plugins, results
 from moe_lab.config import CriterionConfig, ModelConfig
 from moe_lab.criteria.experts import family
-from moe_lab.errors import unknown
+from moe_lab.errors import check_known
 from moe_lab.grid import Cell
 from moe_lab.models.config_json import check_plain_weights
 from moe_lab.study.step import KINDS, Step
@@ -23,8 +23,7 @@ ByLayer = Mapping[int, Mapping[str, Any]]
 
 def needed_kind(name: str) -> Any:
     """The kind of step that a criterion or an allocation needs. UserError, with the nearest name, without one."""
-    if name not in KINDS:
-        raise unknown("step in needs", name, KINDS)
+    check_known("step in needs", name, KINDS)
     return KINDS[name]
 
 
