@@ -42,6 +42,7 @@ OWNED = {
     **{"partition": "partition", "signal": "launcher.signal_seconds", "array": "launcher.parallel"},
     **{"cpus-per-gpu": "cpus"},
     **dict.fromkeys(("job-name", "dependency", "output", "error", "requeue", "no-requeue", "open-mode")),
+    **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node", "export", "clusters", "kill-on-invalid-dep")),
 }
 """Options of sbatch that moe_lab sets itself -> the setting that does so, if any."""
 

@@ -180,10 +180,14 @@ def described(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -
     `study.add` it replaces none: each job of a multirun knows only its own cells."""
     store, config, graph = study.store, study.config, study.graph
 
-    packed = store.packs.steps()
+    names: dict[str, str | None] = {**store.packs.steps()}
 
     def place(step: Step | None) -> str | None:
-        return packed.get(step.id[:DIGITS]) or store.name(step) if step else None
+        if step is None:
+            return None
+        if (start := step.id[:DIGITS]) not in names:
+            names[start] = store.name(step)
+        return names[start]
 
     def errors(cell: CellSteps) -> dict[str, str]:
         if not failed:

@@ -47,7 +47,9 @@ def local(schedule: Schedule, study: Study, run: Run) -> bool:
     for each in sorted(set(needed.values())) or [1]:
         among = schedule.apart_from({name for name, count in needed.items() if count > each})
         sets = [cards[at : at + each] for at in range(0, max(1, len(cards) - each + 1), each)]
-        workers = [sets[number % len(sets)] for number in range(study.config.launcher.processes or len(sets))]
+        asked = study.config.launcher.processes or len(sets)
+        count = asked if each == 1 else min(asked, len(sets))  # a step that needs several leaves no room on them
+        workers = [sets[number % len(sets)] for number in range(count)]
         _serve(schedule, study.store, [{"CUDA_VISIBLE_DEVICES": ",".join(of_one)} for of_one in workers], among)
     return True
 

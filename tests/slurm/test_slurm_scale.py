@@ -70,12 +70,14 @@ def test_a_thousand_cells(tmp_path: Path, counting: Mapping[str, str]) -> None:
 
 
 def test_arrays_wait_for_what_they_need(tmp_path: Path, counting: Mapping[str, str]) -> None:
-    own = "evaluate: {partition: gpu, minutes: 7, sbatch: {nodelist: n7, mem_per_gpu: 9G}, setup: [module load cuda]}"
+    own = "evaluate: {partition: gpu, minutes: 7, sbatch: {nodelist: n7, mem_per_gpu: 9G, gres: 'nvme:1'}"
+    own += ", setup: [module load cuda]}"
     own += ", statistics: {memory: 0, sbatch: {gres: 'gpu:h100:1'}}"
+    own += ", plan: {gpus: 0, sbatch: {mem_per_gpu: 9G, gres: 'nvme:1'}}"
     parallel = ["criterion=man,magnitude", "launcher.parallel=3", "launcher.cells_per_job=1"]
     parallel += ["launcher.stale_minutes=7.5"]
     gpus = ["resources.every.gpu_type=a100", "resources.every.gpus=1", "model.device=cpu"]
-    done = typed(tmp_path, counting, *parallel, f"+resources.jobs={{plan: {{gpus: 0}}, {own}}}", *gpus)
+    done = typed(tmp_path, counting, *parallel, f"+resources.jobs={{{own}}}", *gpus)
     written, ids = scripts(tmp_path, done), jobs(done.stdout)
     assert "--dependency" not in written["model"]
     after = {kind: script.split("--dependency=")[1].split()[0] for kind, script in written.items() if kind != "model"}
@@ -87,12 +89,12 @@ def test_arrays_wait_for_what_they_need(tmp_path: Path, counting: Mapping[str, s
     assert all("--kill-on-invalid-dep=yes" in script for script in written.values())
     for word in ("--array=0-2%3", "--partition=gpu", "--nodelist=n7", "--time=7", "module load cuda"):
         assert written["evaluate"].count(word) == 1
-    assert "--partition" not in written["plan"] and "--mem=" in written["plan"]
+    assert "--partition" not in written["plan"] and re.findall(r"--mem[^=]*", written["plan"]) == ["--mem"]
     assert "--mem-per-gpu=9G" in written["evaluate"] and "\nset -e\nmodule load cuda\n" in written["evaluate"]
     assert "--mem=" not in written["evaluate"] + written["statistics"]
     asked = {kind: re.findall(r"--gp\S+|--gres\S+", script) for kind, script in written.items()}
-    assert (asked["evaluate"], asked["statistics"]) == (["--gpus-per-node=a100:1"], ["--gres=gpu:h100:1"])
-    assert asked["plan"] == asked["record"] == []
+    assert sorted(asked["evaluate"]) == ["--gpus-per-node=a100:1", "--gres=nvme:1"]
+    assert (asked["statistics"], asked["plan"], asked["record"]) == (["--gres=gpu:h100:1"], ["--gres=nvme:1"], [])
     job = DelayedSubmission.load(next(tmp_path.glob("cache/moe_lab/jobs/*/1_submitted.pkl")))
     assert job.function.launcher.stale_minutes == 7.5
 

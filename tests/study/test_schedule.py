@@ -200,6 +200,7 @@ def locally(
         ("1,GPU-8f2c,MIG-7a", None, 30, ["1", "GPU-8f2c", "MIG-7a"]),
         ("0,1", 4, 30, ["0", "0", "1", "1"]),
         ("0,1,2,3,4,5,6,7", None, 200, ["0,1,2,3", "4,5,6,7"]),
+        ("0,1,2,3,4,5,6,7", 8, 200, ["0,1,2,3", "4,5,6,7"]),
         ("0,1", None, 200, ["0,1"]),
         ("0,1", None, None, ["0", "1"]),
         ("", None, 1, [None] * 3),
@@ -215,8 +216,8 @@ def test_local_workers_have_the_gpus_that_steps_need_of_those_that_the_command_m
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By index, UUID or MIG name; more workers than GPUs share them in turn; a step of unknown size gets one; without
-    any, there is a worker for each core of three, for which there are 10 GiB of memory."""
+    """By index, UUID or MIG name; more workers than GPUs share them in turn, but no sets; a step of unknown size
+    gets one; without any, there is a worker for each core of three, for which there are 10 GiB of memory."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(launch, "work", lambda *_: None)
     monkeypatch.setattr(launch, "cores", lambda: 3)

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from graphlib import TopologicalSorter
-from itertools import pairwise
+from itertools import pairwise, starmap
 from math import ceil, inf
 from types import MappingProxyType
 from typing import Any
@@ -31,12 +31,17 @@ MARGIN = 2.0
 """Time asked for, as a multiple of what such steps took: a job beside others can take twice as long as one alone."""
 CPUS_PER_GPU = 8
 """CPU cores that are asked for with each GPU where `cpus` is not set: clusters have at least as many for each."""
-GPU_WORDS = {"gres", "gpus", "gpus-per-task", "gpus-per-socket"}
-"""Options of sbatch that ask for GPUs in a cluster's own words, and then stand for `gpus` and `gpu_type`."""
 NODE = 8
 """GPUs of a node, which are the most that a job is given unless more are asked for."""
 HOST = 8.0
 """GiB of main memory of a GPU job, in addition to the weights that pass through it to the GPU."""
+
+
+def is_for_gpus(option: str, value: Any) -> bool:
+    """Whether an option of sbatch asks for GPUs in a cluster's own words, and then stands for `gpus` and `gpu_type`."""
+    if option == "gres":
+        return any(part.partition(":")[0] == "gpu" for part in str(value).split(","))
+    return option in ("gpus", "gpus-per-task", "gpus-per-socket")
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,7 @@ def resources(
     count = asked["gpus"]
     if count is None:
         count = max(gpus(memory, settings.gpu_memory) for memory in memories)
-        if about and count > NODE and not GPU_WORDS & asked["sbatch"].keys():
+        if about and count > NODE and not any(starmap(is_for_gpus, asked["sbatch"].items())):
             raise UserError(
                 f"{steps[0].kind} of model={about.name} needs about {count} GPUs of {settings.gpu_memory:g} GiB "
                 f"(resources.gpu_memory), and a job is on one node: expected resources.models={{{about.name}: {{gpus: "

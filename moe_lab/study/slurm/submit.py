@@ -29,7 +29,7 @@ from moe_lab.study.record import Study
 from moe_lab.study.runs import RECORD, Run, Submitted, runs
 from moe_lab.study.schedule import Schedule, say
 from moe_lab.study.slurm import scheduler
-from moe_lab.study.slurm.arrays import GPU_WORDS, Array, arrange, configured, resources
+from moe_lab.study.slurm.arrays import Array, arrange, configured, is_for_gpus, resources
 from moe_lab.study.slurm.pack import Pack, Record
 from moe_lab.study.slurm.scheduler import Queued
 from moe_lab.study.step import NOTED, Step, code_state, digest, unmerged
@@ -147,12 +147,16 @@ class Submission:
             self.run.logs, max_num_timeout=settings.max_requeues, python=f"{python} {shlex.quote(str(self.starter))}"
         )
         dependency = {"dependency": f"{condition}:{':'.join(after)}"} if after else {}
-        own = {name: value for name, value in asks["sbatch"].items() if asks["gpus"] or name not in GPU_WORDS}
+        own = dict(asks["sbatch"])
+        in_own_words = [name for name, value in own.items() if is_for_gpus(name, value)]
+        if not asks["gpus"]:
+            for name in (*in_own_words, "mem-per-gpu"):
+                own.pop(name, None)
         more = {"kill-on-invalid-dep": "yes", "requeue": True, **dependency, **own}
         optional = {"partition": asks["partition"]} if asks["partition"] else {}
         if asks["memory"] and not any(name.startswith("mem-per-") for name in more):
             optional["mem"] = f"{max(1, round(asks['memory'] * 1024))}M"
-        if asks["gpus"] and not more.keys() & GPU_WORDS:
+        if asks["gpus"] and not in_own_words:
             optional["gpus_per_node"] = ":".join(str(word) for word in (asks["gpu_type"], asks["gpus"]) if word)
         executor.update_parameters(
             job_name=name,
