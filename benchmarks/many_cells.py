@@ -93,7 +93,8 @@ def main() -> int:
     before = _slowness()
     for part, bar in SECONDS_BARS.items():
         took = in_own_process("many_cells", "--part", part)
-        slowness, before = min(before, after := _slowness()), after
+        after = _slowness()
+        slowness, before = min(before, after), after
         note = "".join(f", {key} {value:.2f}" for key, value in took.items() if key != "seconds")
         failed |= misses(f"{part}, seconds", took["seconds"], "<=", bar * slowness, note)
         if not part.startswith("start"):

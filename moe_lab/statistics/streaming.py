@@ -43,11 +43,12 @@ class States:
         if _bytes(state) <= self.room:
             try:
                 memory = torch.empty(state.shape, dtype=state.dtype, pin_memory=state.is_cuda)
-                self.held[place][batch] = memory.copy_(state.detach())
-                self.room -= _bytes(state)
-                return
             except RuntimeError:  # others use the machine, too
                 self.room = 0.0
+            else:
+                self.room -= _bytes(state)
+                self.held[place][batch] = memory.copy_(state.detach())
+                return
         self._write(place, batch, state)
 
     def get(self, place: int, batch: int, device: str) -> torch.Tensor:

@@ -158,7 +158,7 @@ def _wrong_texts(cells: Iterable[Cell]) -> Iterator[str]:
         look = sources.check_answers if role in WITH_ANSWERS else sources.first_record
         problems = [sentence for _, part in calibrations.parts(text) for sentence in user_errors(look, part)]
         yield from problems
-        if role != "flops" and not problems:  # which the model itself does not always read
+        if role != "flops" and not problems:  # the model itself does not always read that text
             yield from user_errors(calibrations.check_chat_template, text, model)
             if role not in WITH_ANSWERS:
                 yield from user_errors(calibrations.check_length, text, model)

@@ -93,7 +93,8 @@ def _is_recorded(store: Store, study: str, run: Run, document: dict[str, Any]) -
 def _complain(study: Study, schedule: Schedule) -> None:
     """Print errors, and what does not fit into the record."""
     store, name = study.store, study.config.study
-    if fingerprint(store, name).count(" ") and (differing := read(store, name).get("differing")):
+    several = " " in fingerprint(store, name)  # records, of which joining takes long
+    if several and (differing := read(store, name).get("differing")):
         say(
             f"moe_lab: study={name}: another run of it has ended meanwhile, and {len(differing)} of its cells are "
             "called as cells of this run and have other settings: those of the later run count; give one of the runs "

@@ -77,8 +77,8 @@ def once(function: Callable[..., Result]) -> Callable[..., Result]:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """A context without Python's search for garbage, which leaves alone what is made from then on: it stays until
-    the command ends, and half of the time of a large study would go into searching it again and again."""
+    """A context in which Python does not search for garbage; what is there at its end it leaves alone later, too. It
+    stays until the command ends, and half of the time of a large study would go into searching it again and again."""
     gc.disable()
     try:
         yield
@@ -111,7 +111,8 @@ class Parts:
 
     @cached_property
     def said(self) -> dict[str, Said]:
-        """Role -> input step or identity of a setting, of all that is said."""
+        """Role -> input step or identity of a setting, with its line, of all that is said. Kept, as many steps share
+        these fields; of a step itself, only once it is asked for."""
         return _said(self)
 
 

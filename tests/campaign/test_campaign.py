@@ -46,4 +46,5 @@ def test_kills_lose_nothing() -> None:
     wanted = 10 * LENGTH if LENGTH > 1 else 6
     found = kills.killed(wanted, SEED)
     print(*(f"{count:4} {name}" for name, count in sorted(found.kills.items())), sep="\n")
+    print(*found.problems, sep="\n")  # in full
     assert not found.problems and found.kills.total() >= wanted - 1

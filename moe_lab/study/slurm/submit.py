@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from hashlib import sha256
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -147,16 +148,16 @@ class Submission:
             self.run.logs, max_num_timeout=settings.max_requeues, python=f"{python} {shlex.quote(str(self.starter))}"
         )
         dependency = {"dependency": f"{condition}:{':'.join(after)}"} if after else {}
-        own = dict(asks["sbatch"])
-        in_own_words = [name for name, value in own.items() if is_for_gpus(name, value)]
-        if not asks["gpus"]:
-            for name in (*in_own_words, "mem-per-gpu"):
-                own.pop(name, None)
+        own = {
+            name: value
+            for name, value in asks["sbatch"].items()
+            if asks["gpus"] or not (is_for_gpus(name, value) or name == "mem-per-gpu")
+        }
         more = {"kill-on-invalid-dep": "yes", "requeue": True, **dependency, **own}
         optional = {"partition": asks["partition"]} if asks["partition"] else {}
         if asks["memory"] and not any(name.startswith("mem-per-") for name in more):
             optional["mem"] = f"{max(1, round(asks['memory'] * 1024))}M"
-        if asks["gpus"] and not in_own_words:
+        if asks["gpus"] and not any(starmap(is_for_gpus, own.items())):
             optional["gpus_per_node"] = ":".join(str(word) for word in (asks["gpu_type"], asks["gpus"]) if word)
         executor.update_parameters(
             job_name=name,
