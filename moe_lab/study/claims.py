@@ -146,11 +146,13 @@ class Claims:
 
     def take(self, name: str) -> Claim:
         """Claim a name. Raises Busy when another process, or this one, holds it."""
-        self.folder.mkdir(exist_ok=True)
         for generation in count(1):
             try:
                 claim = Claim(self, name, generation)
                 break
+            except FileNotFoundError:  # looked for no sooner, as claims are many
+                self.folder.mkdir(exist_ok=True)
+                return self.take(name)
             except FileExistsError:
                 if not self.is_stale(self.path(name, generation)):
                     raise Busy(name) from None
