@@ -175,6 +175,7 @@ CANNOT_BE: list[tuple[str, dict[str, Any], str]] = [
     ("export", {"shape": None, "format": "fp8"}, "format=fp8 .*add export=natural"),
     ("backend", {"name": "hf", "arguments": {"max_num_seqs": 8}}, "arguments=.*expected backend=vllm"),
     ("backend", {"name": "vllm", "arguments": {"dtype": "float16"}}, "arguments.dtype"),
+    ("backend", {"name": "vllm", "arguments": {"tensor_parallel_size": "two"}}, "arguments.tensor_parallel_size=two"),
     ("resources", {"every": {"sbatch": {"gpus-per-node": "a100:1"}}}, "every.sbatch.gpus-per-node .*expected gpus and"),
     ("resources", {"jobs": {"plan": {"sbatch": {"cpus_per_task": 4}}}}, "jobs.plan.sbatch.cpus-per-task .*d cpus"),
     ("judge", {"url": "localhost:8000"}, "url="),

@@ -70,6 +70,8 @@ class BackendConfig(Group):
         for name in self.arguments:
             if name in SET_BY_US:
                 raise ValueError(f"arguments.{name} is set by moe_lab: expected other arguments of vllm.LLM")
+            if name.endswith("parallel_size") and self.arguments[name] not in range(1, 1000):
+                raise ValueError(f"arguments.{name}={self.arguments[name]} must be a number of processes")
         return self
 
 

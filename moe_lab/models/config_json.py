@@ -32,12 +32,21 @@ FIELDS = {
 EXPERTS = re.compile(r"\.(\d+)\.(?:\w+\.)*(?:experts|input_linear)\b")
 """Name of a tensor of routed experts in a checkpoint; the group is the number of its decoder layer."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+GPU_COUNTS = (1, 2, 4, 8)
+"""Numbers of GPUs, at most those of a node, among which a model is divided."""
 
 
 def config_of(settings: ModelConfig) -> dict[str, Any]:
     """config.json of a model, from its folder or the hub; empty where it cannot be had."""
     file = local(settings.path) / "config.json"
     return read_json(file) if file.is_file() else hub_config(settings.path, settings.revision)
+
+
+def tensor_parallel(config: Mapping[str, Any]) -> list[int]:
+    """Numbers of GPUs among which vLLM can divide each layer of a model: those that divide the heads of its attention.
+    Whole layers are not divided among GPUs, since masks need all of them in each process."""
+    heads = config.get("text_config", config).get("num_attention_heads") or 0
+    return [count for count in GPU_COUNTS if heads % count == 0]
 
 
 def stated_numbers(config: Mapping[str, Any]) -> dict[str, int]:

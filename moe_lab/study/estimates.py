@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
+from math import prod
 from pathlib import Path
 from statistics import median
 
@@ -25,7 +26,16 @@ from moe_lab.config.pruning import DEVICE_MAPS
 from moe_lab.errors import UserError
 from moe_lab.json_files import Number, fits
 from moe_lab.models import main_memory, visible_gpus
-from moe_lab.models.config_json import ROOM, Size, has_plain_weights, quantization, size_of
+from moe_lab.models.config_json import (
+    GPU_COUNTS,
+    ROOM,
+    Size,
+    config_of,
+    has_plain_weights,
+    quantization,
+    size_of,
+    tensor_parallel,
+)
 from moe_lab.start import command
 from moe_lab.study.step import Step, canonical
 from moe_lab.study.store import Store
@@ -114,6 +124,12 @@ class Memory:
     """Bytes including weights; of GPU memory if `on_gpu`, else of main memory."""
     on_gpu: bool
     """Whether the step uses GPUs."""
+    among: Sequence[int] = GPU_COUNTS
+    """Numbers of GPUs among which it can be divided, in ascending order."""
+
+    def fits(self, gpus: int, gpu_memory: float) -> bool:
+        """Whether so many GPUs of `gpu_memory` GiB hold it, when a tenth of each cannot be used."""
+        return not self.on_gpu or self.bytes <= gpus * 0.9 * gpu_memory * GIB
 
 
 def memory_of(step: Step) -> Memory | None:
@@ -124,7 +140,16 @@ def memory_of(step: Step) -> Memory | None:
     size = size_of(model)
     if size is None:
         return None
-    return Memory(step.memory(size), step.runs_model and on_gpu(model, size))
+    return Memory(step.memory(size), step.runs_model and on_gpu(model, size), _among(step, model))
+
+
+def _among(step: Step, model: ModelConfig) -> Sequence[int]:
+    """Numbers of GPUs among which the engine of a step divides its model."""
+    backend = getattr(step, "backend", None)
+    if backend is None or backend.name != "vllm":
+        return GPU_COUNTS
+    asked = [size for name, size in backend.arguments.items() if name.endswith("parallel_size")]
+    return [prod(asked)] if asked else tensor_parallel(config_of(model))
 
 
 def check_memory(step: Step) -> None:
@@ -144,10 +169,10 @@ def check_memory(step: Step) -> None:
 
 
 def gpus(memory: Memory, gpu_memory: float) -> int:
-    """How many GPUs of `gpu_memory` GiB a step needs, when a tenth of each cannot be used: 1, 2, 4 or 8, into which
-    models divide, or more; 0 for a step on the CPU."""
-    needed = int(-(-memory.bytes // (0.9 * gpu_memory * GIB))) if memory.on_gpu else 0
-    return next((count for count in (0, 1, 2, 4, 8) if count >= needed), needed)
+    """How many GPUs of `gpu_memory` GiB a step is given: as few as hold it, or else as many as it can be divided among;
+    0 for a step on the CPU."""
+    counts = memory.among if memory.on_gpu else [0]
+    return next((count for count in counts if memory.fits(count, gpu_memory)), counts[-1])
 
 
 Seconds = Callable[[Step], float | None]

@@ -365,6 +365,7 @@ def test_an_engine_that_says_nothing_is_ended(tmp_path: Path, monkeypatch: pytes
         ("0", 28, {}, None),
         ("0,1,GPU-8f,MIG-7a", 28, {}, 4),
         ("0,1,2,3,4,5,6,7", 28, {}, 4),
+        ("0,1,2,3,4,5", 48, {}, 4),
         ("0,1,2,3", 28, {"tensor_parallel_size": 2}, 2),
         ("0,1,2,3", 28, {"data_parallel_size": 4}, None),
     ],

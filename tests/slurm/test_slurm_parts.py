@@ -358,6 +358,22 @@ def test_a_job_asks_for_no_more_gpus_than_a_node_has_and_a_layered_pass_for_one(
     assert resources([layered])["gpus"] == resources([layered], four)["gpus"] == 1
 
 
+def test_a_job_with_vllm_asks_for_as_many_gpus_as_divide_the_heads_of_its_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same number that vLLM takes of the GPUs it is given."""
+    heads = {"num_attention_heads": 28}
+    monkeypatch.setattr("moe_lab.models.config_json.hub_config", lambda *_: heads)
+    asked = evaluated(BIG, WRITTEN, backend=BackendConfig("vllm"))
+    assert resources([asked])["gpus"] == 4
+    with pytest.raises(UserError, match=r"at most 4 GPUs of resources\.gpu_memory=24 "):
+        resources([asked], "{gpu_memory: 24}")
+    assert resources([asking()], "{gpu_memory: 24}")["gpus"] == 8, "in transformers, layers are divided"
+    heads["num_attention_heads"] = 2
+    two = replace(asked, backend=BackendConfig("vllm", arguments={"tensor_parallel_size": 2}))
+    assert resources([two], "{gpu_memory: 96}")["gpus"] == 2
+
+
 def test_where_nothing_is_set_all_is_estimated() -> None:
     """A pack asks for the time of all its steps, and the memory of one."""
     asked = resources([asking()])

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from moe_lab.evaluation.engines import (
 from moe_lab.evaluation.harness import interpreter
 from moe_lab.json_files import read_json
 from moe_lab.models import visible_gpus
+from moe_lab.models.config_json import tensor_parallel
 from moe_lab.paths import caches
 from moe_lab.pruning.plan import Plan
 from moe_lab.start import command
@@ -173,13 +173,12 @@ def _dtype(checkpoint: Path, model: ModelConfig) -> str:
 
 
 def _divided(checkpoint: Path, model: ModelConfig, asked: Mapping[str, Any]) -> dict[str, int]:
-    """Over how many GPUs of this process vLLM divides a model, unless that is asked for: as many as divide the heads of
-    its attention. Layers are not divided, since masks need all of them in each process."""
-    config = read_json(checkpoint / "config.json", {})
-    heads = {**config, **(config.get("text_config") or {})}.get("num_attention_heads")
-    count = gcd(heads, len(visible_gpus())) if isinstance(heads, int) and model.device != "cpu" else 1
-    divides = any(name.endswith("parallel_size") for name in asked)
-    return {"tensor_parallel_size": count} if count > 1 and not divides else {}
+    """Among how many GPUs of this process vLLM divides a model, unless that is asked for: as many as it can."""
+    if model.device == "cpu" or any(name.endswith("parallel_size") for name in asked):
+        return {}
+    there = len(visible_gpus())
+    count = max(count for count in tensor_parallel(read_json(checkpoint / "config.json")) if count <= max(1, there))
+    return {"tensor_parallel_size": count} if count > 1 else {}
 
 
 def close() -> None:

@@ -31,8 +31,6 @@ MARGIN = 2.0
 """Time asked for, as a multiple of what such steps took: a job beside others can take twice as long as one alone."""
 CPUS_PER_GPU = 8
 """CPU cores that are asked for with each GPU where `cpus` is not set: clusters have at least as many for each."""
-NODE = 8
-"""GPUs of a node, which are the most that a job is given unless more are asked for."""
 HOST = 8.0
 """GiB of main memory of a GPU job, in addition to the weights that pass through it to the GPU."""
 
@@ -136,11 +134,12 @@ def resources(
     count = asked["gpus"]
     if count is None:
         count = max(gpus(memory, settings.gpu_memory) for memory in memories)
-        if about and count > NODE and not any(starmap(is_for_gpus, asked["sbatch"].items())):
+        too_large = [memory for memory in memories if not memory.fits(count, settings.gpu_memory)]
+        if about and too_large and not any(starmap(is_for_gpus, asked["sbatch"].items())):
             raise UserError(
-                f"{steps[0].kind} of model={about.name} needs about {count} GPUs of {settings.gpu_memory:g} GiB "
-                f"(resources.gpu_memory), and a job is on one node: expected resources.models={{{about.name}: {{gpus: "
-                f"{NODE}}}}} where that is enough, or weights of fewer bits"
+                f"{steps[0].kind} of model={about.name} needs about {too_large[0].bytes / GIB:.0f} GiB, and is divided "
+                f"among at most {count} GPUs of resources.gpu_memory={settings.gpu_memory:g} GiB: expected "
+                f"resources.models={{{about.name}: {{gpus: {count}}}}} where that is enough, or weights of fewer bits"
             )
     elif count and all(step.is_layered for step in steps):
         asked["gpus"] = count = 1  # the model is read layer by layer, each on the same GPU
