@@ -183,6 +183,7 @@ class Packs:
         """`steps`: with files that are compressed."""
         self.folder.mkdir(exist_ok=True)
         path = self.folder / f".{uuid.uuid4().hex}{UNFINISHED}"
+        path.touch()  # else sqlite makes it, and one that no group can write
         names, inputs = {}, {}
         # nobody else knows its name
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?nolock=1", uri=True)) as database:

@@ -219,7 +219,7 @@ def test_choices_are_composed_together_and_alone_alike() -> None:
 def test_paths_are_of_the_folder_in_which_a_command_is_typed(tmp_path: Path) -> None:
     """Also where Hydra changes into another one; and a folder that was removed is named."""
     (tmp_path / "notes.txt").write_text("A dog sleeps. " * 2000)
-    words = ["calibration=text", "calibration.path=notes.txt", "hydra.job.chdir=true", "hydra.run.dir=other"]
+    words = ["calibration=text", "calibration.path=notes.txt", "hydra.job.chdir=true", "hydra.run.dir=other/${now:%M}"]
     done = moe_lab(*words, "suite.benchmarks=[]", "calibration.tokens=512", "dry_run=true", store=tmp_path / "store")
     assert done.returncode == 0, done.stderr
     script = 'mkdir gone && cd gone && rmdir ../gone && exec "$0" -m moe_lab dry_run=true'

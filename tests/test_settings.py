@@ -177,6 +177,12 @@ CANNOT_BE: list[tuple[str, dict[str, Any], str]] = [
     ("backend", {"name": "vllm", "arguments": {"dtype": "float16"}}, "arguments.dtype"),
     ("backend", {"name": "vllm", "arguments": {"tensor_parallel_size": "two"}}, "arguments.tensor_parallel_size=two"),
     ("resources", {"every": {"sbatch": {"gpus-per-node": "a100:1"}}}, "every.sbatch.gpus-per-node .*expected gpus and"),
+    (
+        "resources",
+        {"every": {"sbatch": {"ntasks-per-node": 2}}},
+        "every.sbatch.ntasks-per-node .*expected other options",
+    ),
+    ("resources", {"every": {"sbatch": {"clusters": "b"}}}, "every.sbatch.clusters .*expected other options"),
     ("resources", {"jobs": {"plan": {"sbatch": {"cpus_per_task": 4}}}}, "jobs.plan.sbatch.cpus-per-task .*d cpus"),
     ("judge", {"url": "localhost:8000"}, "url="),
     ("judge", {"max_tokens": 0}, "max_tokens=0"),

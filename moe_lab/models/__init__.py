@@ -52,9 +52,10 @@ def eos_tokens(configured: int | list[int] | None, tokenizer: Any) -> list[int]:
 
 
 def cores() -> int:
-    """Processors that this process may use: those that it is bound to, or fewer by its control group (version 2)."""
-    quotas = [text.split() for text in _stated("cpu", "cpu.max", "") if text[:3] != "max"]  # microseconds of so many
-    allowed = [math.ceil(int(quota) / int(period)) for quota, period in quotas]
+    """Processors that this process may use: those that it is bound to, or fewer by its control group."""
+    quotas = [text.split() for text in _stated("cpu", "cpu.max", "")]  # microseconds of so many
+    quotas += map(list, zip(*(_stated("cpu", "", f"cpu.cfs_{name}_us") for name in ("quota", "period")), strict=True))
+    allowed = [math.ceil(int(quota) / int(period)) for quota, period in quotas if quota not in ("max", "-1")]
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([bound, *allowed]))
 

@@ -30,8 +30,8 @@ from moe_lab.study.step import Step, canonical, code_state, uncollected
 from moe_lab.study.store import Store
 
 RUN_SHAPE = {"time": Number, "steps": [str], "inputs": [[int]]}
-TEXTS = dict.fromkeys(("id", "array", "name", "kind", "store"), str)
-JOBS_SHAPE = [{**TEXTS, "steps": [str], "after": [str], "user": int}]
+TEXTS = dict.fromkeys(("id", "array", "name", "kind"), str)
+JOBS_SHAPE = [{"path": str, "inode": int, "job": {**TEXTS, "steps": [str], "after": [str], "user": int}}]
 RECORD = "record"
 """Kind of job that ends a submission: it writes the record and the report."""
 
@@ -51,8 +51,6 @@ class Submitted:
     kind: str
     steps: Sequence[str]
     after: Sequence[str]
-    store: str
-    """Folder of the store that it works for."""
     user: int = field(default_factory=os.getuid)
     """Who submitted it."""
 
@@ -70,12 +68,18 @@ class Run:
         """The submitted jobs, in order of submission; jobs come after those they need. None in a copy of the store,
         for which they do nothing."""
         rows = self.store.read(self.folder / "jobs.json", JOBS_SHAPE, "its jobs are forgotten: see squeue") or []
-        here = os.path.realpath(self.store.root)
-        return [Submitted(**row) for row in rows if os.path.realpath(row["store"]) == here]
+        path, inode = self._place()
+        return [Submitted(**row["job"]) for row in rows if row["path"] == path or row["inode"] == inode]
 
     def add(self, jobs: Iterable[Submitted]) -> None:
         """Record further jobs."""
-        write_json(self.folder / "jobs.json", [asdict(job) for job in (*self.jobs, *jobs)])
+        path, inode = self._place()
+        rows = [{"path": path, "inode": inode, "job": asdict(job)} for job in (*self.jobs, *jobs)]
+        write_json(self.folder / "jobs.json", rows)
+
+    def _place(self) -> tuple[str, int]:
+        """Path and inode of the store: other mounts of it have another path, and copies have neither."""
+        return os.path.realpath(self.store.root), self.store.root.stat().st_ino
 
     @property
     def logs(self) -> Path:

@@ -17,8 +17,9 @@ from rich.table import Table
 from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged, Number, parse
 from moe_lab.results import DIGITS
+from moe_lab.results import RECORD as RECORD_FILE
 from moe_lab.study.packing import drop
-from moe_lab.study.runs import RECORD, Submitted, runs, steps_at_work
+from moe_lab.study.runs import RECORD, Run, Submitted, runs, steps_at_work
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.scheduler import Queued
 from moe_lab.study.store import STEP, Store
@@ -62,16 +63,24 @@ class StudyState:
     queue: Mapping[str, Queued]
     silence: str
     """Why the scheduler could not be asked; "" when it answered, or when the study has no jobs."""
+    unrecorded: str
+    """The last job, when it has ended without writing the record; else ""."""
+
+    def error_file(self, job: str) -> Path | None:
+        """What a job wrote to its standard error, if that is there."""
+        files = (run.logs / f"{job}_0_log.err" for run in runs(self.store, self.study))
+        return next(filter(Path.exists, files), None)
 
 
 def study_state(store: Store, study: str) -> StudyState:
     """The state of a study that was run at least once."""
-    jobs = {job.id: job for run in runs(store, study) for job in run.jobs}
+    every = runs(store, study)
+    jobs = {job.id: job for run in every for job in run.jobs}
     queue, silence = alive(jobs) if jobs else ({}, "")
     last_job: dict[str, str] = {}
     for job in jobs.values():
         last_job |= {step[:DIGITS]: job.id for step in job.steps if last_job.get(step[:DIGITS]) not in queue}
-    if (about := next((about for run in reversed(runs(store, study)) if (about := run.about)), None)) is None:
+    if (about := next((about for run in reversed(every) if (about := run.about)), None)) is None:
         raise UserError(f"study={study}: no run says what its steps are: start it again, and it is written down anew")
     steps: list[StepState] = []
     finished, claimed, at_work = store.present(), store.claims.living(), steps_at_work(store)
@@ -91,7 +100,17 @@ def study_state(store: Store, study: str) -> StudyState:
         else:
             state = "pending" if own is None and start in at_work else "missing"
         steps.append(StepState(name, state, inputs, own, claimed.get(start, 0.0)))
-    return StudyState(store, study, about["time"], steps, jobs, queue, silence)
+    lost = _unrecorded(every) if not silence else ""
+    return StudyState(store, study, about["time"], steps, jobs, queue, silence, "" if lost in queue else lost)
+
+
+def _unrecorded(every: Sequence[Run]) -> str:
+    """The job that should write the newest record of these runs, when that is not there."""
+    for run in reversed(every):
+        writes = [job.id for job in run.jobs if job.kind == RECORD]
+        if writes or (run.folder / RECORD_FILE).exists():
+            return "" if (run.folder / RECORD_FILE).exists() else writes[-1]
+    return ""
 
 
 def alive(jobs: Mapping[str, Submitted]) -> tuple[dict[str, Queued], str]:
@@ -145,6 +164,8 @@ def status(study: StudyState, steps: Sequence[StepState]) -> None:
             said = f"python -m moe_lab.study why {study.study} store={study.store.root}"
             print(f"jobs that ended without their steps: {len(lost)}; why: {said}")
         print("the same command as before starts what is missing")
+    if study.unrecorded:
+        print(f"no record was written: {_ended(study.unrecorded)}")
 
 
 def _duration(seconds: float) -> str:
@@ -169,16 +190,23 @@ def why(study: StudyState, steps: Sequence[StepState]) -> None:
             reasons[_reason(study, step)].append(step)
     for reason, (first, *more) in reasons.items():
         print(f"{first.name}{f' and {len(more)} more' if more else ''}: {first.state}: {reason}")
-        log = study.store.log(first.name)
-        if first.state == "missing":  # its job may have died before it could begin
-            logs = (run.logs / f"{first.job}_0_log.err" for run in runs(study.store, study.study))
-            log = next(filter(Path.exists, logs), log)
-        if first.state in ("failed", "running", "missing") and log.exists():
-            print(f"  {log}, last lines:")
-            for line in log.read_text(errors="replace").splitlines()[-LINES:]:
-                print(f"  | {line}")
+        log: Path | None = study.store.log(first.name)
+        if first.state == "missing" and first.job:  # which may have died before it could begin
+            log = study.error_file(first.job) or log
+        if first.state in ("failed", "running", "missing"):
+            _print_end(log)
+    if study.unrecorded:
+        print(f"no record was written: {_ended(study.unrecorded)}")
+        _print_end(study.error_file(study.unrecorded))
     if not reasons:
         print(f"{study.study}: all {len(steps)} steps are done")
+
+
+def _print_end(log: Path | None) -> None:
+    if log is not None and log.exists():
+        print(f"  {log}, last lines:")
+        for line in log.read_text(errors="replace").splitlines()[-LINES:]:
+            print(f"  | {line}")
 
 
 def verify(study: StudyState, steps: Sequence[StepState]) -> int:
@@ -233,8 +261,12 @@ def _reason(study: StudyState, step: StepState) -> str:
         return "another run will compute it"
     if step.job is None:
         return "no job was made for it; the same command as before starts it"
-    ended = scheduler.fate(step.job).lower() or "gone, and Slurm no longer says how it ended"
-    return f"job {step.job} is {ended}; the same command as before starts it again"
+    return _ended(step.job)
+
+
+def _ended(job: str) -> str:
+    state = scheduler.fate(job).lower() or "gone, and Slurm no longer says how it ended"
+    return f"job {job} is {state}; the same command as before starts it again"
 
 
 def _mean_seconds(store: Store, steps: Sequence[StepState]) -> float | None:

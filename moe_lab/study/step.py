@@ -297,7 +297,7 @@ NOTED = "code_state.json"
 
 @cache
 def code_state() -> dict[str, Any]:
-    """Version of moe_lab; in a checkout also the commit and a digest of uncommitted edits."""
+    """Version of moe_lab; in a checkout also the commit and a digest of edits and new files that are not committed."""
     noted = Path(moe_lab.__file__).parent / NOTED
     with contextlib.suppress(FileNotFoundError, Damaged):
         copied: dict[str, Any] = read_json(noted, {"version": str})
@@ -308,7 +308,10 @@ def code_state() -> dict[str, Any]:
         return subprocess.run(["git", *words], cwd=noted.parent, capture_output=True, text=True, check=True).stdout
 
     with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, or not a checkout
+        git("ls-files", "--error-unmatch", "__init__.py")  # an environment may lie in a checkout of something else
         edited = git("diff", "HEAD", "--", ".")
+        new = git("ls-files", "--others", "--exclude-standard", "-z").split("\0")[:-1]
+        edited += "".join(f"{file} {sha256((noted.parent / file).read_bytes()).hexdigest()}" for file in new)
         state |= {"commit": git("rev-parse", "HEAD").strip(), "edits": digest(edited)[:12] if edited else None}
     return state
 

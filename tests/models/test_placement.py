@@ -135,6 +135,12 @@ def test_a_process_has_the_processors_that_its_group_leaves(tmp_path: Path, monk
     for quota, expected in (("max 100000", 8), ("250000 100000", 3), ("50000 100000", 1)):
         (tmp_path / "job/cpu.max").write_text(f"{quota}\n")
         assert memory.cores() == expected
+    (tmp_path / "groups").write_text("4:cpu,cpuacct:/job\n0::/\n")  # version 1
+    (tmp_path / "cpu,cpuacct/job").mkdir(parents=True)
+    for quota, expected in (("-1", 8), ("250000", 3)):
+        (tmp_path / "cpu,cpuacct/job/cpu.cfs_quota_us").write_text(f"{quota}\n")
+        (tmp_path / "cpu,cpuacct/job/cpu.cfs_period_us").write_text("100000\n")
+        assert memory.cores() == expected
 
 
 ON_CUDA = ["olmoe", "deepseek_v3", "gpt_oss", "qwen3_moe", "ernie4_5_moe"]

@@ -141,7 +141,8 @@ class Cluster:
 
     def arrays(self, store: Path) -> set[str]:
         """All jobs that were ever submitted for the studies in a store; of an array, its own id."""
-        return {job["array"] for file in store.glob("runs/*/*/jobs.json") for job in json.loads(file.read_text())}
+        files = store.glob("runs/*/*/jobs.json")
+        return {row["job"]["array"] for file in files for row in json.loads(file.read_text())}
 
     def is_idle(self) -> bool:
         """Whether the node is there and nothing runs on it."""

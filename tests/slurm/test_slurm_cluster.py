@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections import Counter
@@ -184,7 +185,7 @@ def test_the_main_experiment_gives_the_numbers_of_one_process(played: Played) ->
     assert ran(store) == Counter(steps), "every step was given to a worker once"
     (last,) = [run for run in (store / "runs" / "task_agnostic").iterdir()]
     assert steps == set(json.loads((last / "run.json").read_text())["steps"])
-    submitted = Counter(job["kind"] for job in json.loads((last / "jobs.json").read_text()))
+    submitted = Counter(row["job"]["kind"] for row in json.loads((last / "jobs.json").read_text()))
     assert submitted["evaluate"] == 3, "nine models in jobs of three at most"
     record = read_record(store, "task_agnostic")
     assert record and len(record["cells"]) == 9 and all(all(cell["evaluate"].values()) for cell in record["cells"])
@@ -224,6 +225,7 @@ def test_a_job_that_dies_before_python_starts_is_explained(cluster: Cluster, tmp
     cluster.wait_for_the_end(tmp_path / "store")
     why, status = (told(tmp_path / "store", word, "dead") for word in ("why", "status"))
     assert "| no such module" in why and "is failed" in why and "jobs that ended without their steps: 5" in status
+    assert all(re.search(r"no record was written: job \d+_0 is failed", text) for text in (why, status))
 
 
 def test_jobs_run_the_code_as_it_was_when_they_were_submitted(cluster: Cluster, played: Played, tmp_path: Path) -> None:

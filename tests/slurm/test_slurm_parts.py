@@ -3,15 +3,18 @@
 import importlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import choices
 import pytest
@@ -43,6 +46,7 @@ from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.arrays import Array, arrange
 from moe_lab.study.slurm.pack import Pack, settle
 from moe_lab.study.slurm.pack import _absent as absent
+from moe_lab.study.slurm.pack import _leave as leave
 from moe_lab.study.slurm.scheduler import Queued, longest_array, queue, time_limits
 from moe_lab.study.slurm.submit import _download as download
 from moe_lab.study.slurm.submit import _submit_missing as submit_missing
@@ -148,19 +152,35 @@ def test_jobs_and_limits_are_read_whatever_jobs_are_called(monkeypatch: pytest.M
 def test_jobs_work_for_the_store_that_they_were_made_for(tmp_path: Path) -> None:
     store = Store(tmp_path / "store").create()
     with begin(store, "s", []) as run:
-        run.add([replace(submitted("1", "a"), store=str(store.root))])
+        run.add([submitted("1", "a")])
     (tmp_path / "link").symlink_to(store.root)
     shutil.copytree(store.root, tmp_path / "copy")
     counts = [len(runs(Store(tmp_path / name), "s")[0].jobs) for name in ("store", "link", "copy")]
-    assert counts == [1, 1, 0]
+    store.root.rename(tmp_path / "mount")  # the same folder by another path
+    assert [*counts, len(runs(Store(tmp_path / "mount"), "s")[0].jobs)] == [1, 1, 0, 1]
 
 
 def submitted(job: str, steps: str, after: str = "", kind: str = "k") -> Submitted:
-    return Submitted(job, job.partition("_")[0], "s." + kind, kind, tuple(steps), tuple(after.split()), "store")
+    return Submitted(job, job.partition("_")[0], "s." + kind, kind, tuple(steps), tuple(after.split()))
 
 
 def queued(job: str, state: str = "PENDING", name: str = "s.k") -> tuple[str, Queued]:
     return job, Queued(job, name, state, "Dependency", "0:00")
+
+
+@pytest.mark.parametrize(
+    ("state", "saves"),
+    [("RUNNING", True), ("", True), (UserError("there is no scontrol here"), True), ("CANCELLED", False)],
+)
+def test_a_job_that_is_told_to_end_saves_unless_it_was_cancelled(
+    state: Any, saves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its image has no scontrol that says which it is."""
+    monkeypatch.setattr(scheduler, "fate", Mock(side_effect=[state]))
+    monkeypatch.setattr(os, "kill", killed := Mock())
+    with nullcontext() if saves else pytest.raises(SystemExit, match="143"):
+        leave(signal.SIGTERM, None)
+    assert [call.args[1] for call in killed.call_args_list] == [signal.SIGUSR2] * saves
 
 
 def test_steps_of_pending_and_running_jobs_need_no_new_job() -> None:
@@ -191,7 +211,7 @@ def test_a_pass_that_is_queued_is_not_submitted_again_when_it_would_be_divided_o
     whole, added = divided(2)[-1], list[Array]()
     store = Store(tmp_path).create()
     with begin(store, "study", []) as run:
-        run.add([replace(submitted("1", ""), steps=(whole.id,), store=str(tmp_path))])
+        run.add([replace(submitted("1", ""), steps=(whole.id,))])
     monkeypatch.setattr(scheduler, "queue", lambda *_: dict([queued("1")]))
     monkeypatch.setattr(scheduler, "time_limits", dict)
     monkeypatch.setattr(scheduler, "longest_array", lambda: 9)
@@ -287,6 +307,35 @@ def test_code_is_copied_once_for_each_state_of_it(tmp_path: Path, monkeypatch: p
     assert starts[0] == starts[1] != starts[2]
     assert [start.with_name("example.py").read_text() for start in starts] == ["1", "1", "2"]
     assert len(list((tmp_path / "jobs" / "code").iterdir())) == 2, "nothing is left behind"
+
+
+def test_the_commit_is_that_of_moe_lab_and_new_files_count_as_edits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An installation in the folder of another project, which ignores it, has no commit."""
+    (package := tmp_path / "moe_lab").mkdir()
+    (package / "__init__.py").touch()
+    monkeypatch.setattr(moe_lab, "__file__", str(package / "__init__.py"))
+
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-c", "user.name=n", "-c", "user.email=e", *words], cwd=tmp_path, check=True)
+
+    def commit_and_edits() -> tuple[str | None, str | None]:
+        state = code_state.__wrapped__()
+        return state.get("commit"), state.get("edits")
+
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "another project")
+    assert commit_and_edits() == (None, None)
+    git("add", ".")
+    git("commit", "-q", "-m", "moe_lab")
+    commit, none = commit_and_edits()
+    assert commit and none is None
+    states = [(commit, none)]
+    for text in ("1", "2"):
+        (package / "new.py").write_text(text)
+        states.append(commit_and_edits())
+    assert {name for name, _ in states} == {commit} and len({edits for _, edits in states}) == 3
 
 
 def test_jobs_run_plugins_as_they_were_when_they_were_submitted(

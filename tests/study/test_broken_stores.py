@@ -44,7 +44,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, one: Asked) -> Iterator[P
         patch.setattr(Worker, "harm", harm)
         assert start(store, one) == 1
     (run_,) = runs(Store(store).create(), STUDY)
-    run_.add([Submitted("1", "1", "study.plan", "plan", ("x",), (), str(store))])
+    run_.add([Submitted("1", "1", "study.plan", "plan", ("x",), ())])
     return store
 
 

@@ -218,7 +218,7 @@ def test_a_killed_gc_leaves_a_store_that_works(replaced: Path, one: Asked, capsy
     "file", ["runs/study/*/record.json", "runs/study/*/run.json", "runs/study/*/jobs.json", "statistics/*/step.json"]
 )
 def test_nothing_goes_while_needs_are_unclear(replaced: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    runs(Store(replaced), STUDY)[-1].add([Submitted("1", "1", "study.plan", "plan", ("x",), (), str(replaced))])
+    runs(Store(replaced), STUDY)[-1].add([Submitted("1", "1", "study.plan", "plan", ("x",), ())])
     damaged = sorted(replaced.glob(file))[-1]
     damaged.write_text("{")
     before = finished(replaced)
@@ -233,7 +233,7 @@ def test_steps_of_jobs_in_the_queue_are_kept(
     replaced: Path, one: Asked, other: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = runs(Store(replaced), STUDY)[0]
-    first.add([Submitted("7", "7", "study.plan", "plan", (), (), str(replaced))])
+    first.add([Submitted("7", "7", "study.plan", "plan", (), ())])
     queue = {"7": Queued("7", "study.plan", "PENDING", "Dependency", "0:00")}
     monkeypatch.setattr(scheduler, "queue", lambda *_: queue)
     assert named(replaced) == set()

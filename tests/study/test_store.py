@@ -16,8 +16,8 @@ from studies import ask, killed
 
 from moe_lab.errors import UserError
 from moe_lab.paths import private
+from moe_lab.study import packing, sync
 from moe_lab.study import store as storing
-from moe_lab.study import sync
 from moe_lab.study.claims import Busy, Claim
 from moe_lab.study.runs import begin
 from moe_lab.study.schedule import Schedule, work
@@ -324,17 +324,24 @@ def count_done(root: Path, *steps: Step) -> int:
                     (scratch / "result.txt").write_text("result")
                     (scratch / "result.txt").chmod(0o600)
                     count += 1
+    packing.Packing(store).pack()
     return count
 
 
 @pytest.mark.root
-def test_people_of_a_group_go_on_with_each_others_steps(of_the_group: Path) -> None:
-    """Whatever their umask, in a folder of the group."""
+@pytest.mark.parametrize("many", [1, 500])
+def test_people_of_a_group_go_on_with_each_others_steps(
+    of_the_group: Path, many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever their umask, in a folder of the group, also with steps in packs; all of it stays the group's."""
+    monkeypatch.setattr(packing, "MANY", many)
     first, second = Example(number=1), Example(number=2)
     assert as_user(OWNER, 0o077, count_done, of_the_group, first) == 1
     assert as_user(COLLEAGUE, 0o022, count_done, of_the_group, first, second) == 1
     assert as_user(OWNER, 0o002, count_done, of_the_group, first, second) == 0
     assert as_user(COLLEAGUE, 0o077, Store(of_the_group).readable, first)
+    others = [path for path in of_the_group.rglob("*") if path.is_file() and not path.stat().st_mode & 0o020]
+    assert others == [] and bool(list(of_the_group.glob("packs/*"))) == (many == 1)
 
 
 @pytest.mark.root

@@ -177,7 +177,7 @@ def _divided(checkpoint: Path, model: ModelConfig, asked: Mapping[str, Any]) -> 
     if model.device == "cpu" or any(name.endswith("parallel_size") for name in asked):
         return {}
     there = len(visible_gpus())
-    count = max(count for count in tensor_parallel(read_json(checkpoint / "config.json")) if count <= max(1, there))
+    count = max(count for count in tensor_parallel(read_json(checkpoint / "config.json", {})) if count <= max(1, there))
     return {"tensor_parallel_size": count} if count > 1 else {}
 
 

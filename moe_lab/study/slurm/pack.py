@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import FrameType
@@ -14,6 +15,7 @@ from types import FrameType
 from submitit.helpers import DelayedSubmission
 
 from moe_lab.config import LauncherConfig
+from moe_lab.errors import UserError
 from moe_lab.results import DIGITS
 from moe_lab.study.claims import own_job
 from moe_lab.study.record import Study
@@ -91,11 +93,12 @@ def _hopeless(step: Step, store: Store) -> bool:
 
 def _leave(_: int, __: FrameType | None) -> None:
     """Handle SIGTERM. A job that Slurm still lists as running is being preempted: it is requeued, as when its time is
-    up. A cancelled job exits at once, which releases its claims."""
-    if scheduler.fate(str(own_job())) == "RUNNING":
-        os.kill(os.getpid(), signal.SIGUSR2)
-    else:
-        sys.exit(128 + signal.SIGTERM)
+    up. A cancelled job exits at once, which releases its claims. One that cannot tell, in an image without scontrol,
+    saves as if it were preempted."""
+    with suppress(UserError):
+        if scheduler.fate(str(own_job())) not in ("RUNNING", ""):
+            sys.exit(128 + signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGUSR2)
 
 
 @dataclass(frozen=True)

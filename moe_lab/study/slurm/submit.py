@@ -178,9 +178,9 @@ class Submission:
             raise UserError(
                 f"sbatch says of {kind} jobs: {words}; they ask for {asked}; {scheduler.advice(words, kind)}"
             ) from None
-        array, root = ids[0].partition("_")[0], str(self.study.store.root.absolute())
+        array = ids[0].partition("_")[0]
         self.run.add(
-            Submitted(job, array, name, kind, tuple(step.id for step in own), after, root)
+            Submitted(job, array, name, kind, tuple(step.id for step in own), after)
             for job, own in zip(ids, steps, strict=True)
         )
         return array
