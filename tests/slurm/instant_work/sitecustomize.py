@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from moe_lab.json_files import write_text
 from moe_lab.study import packing
 from moe_lab.study.step import Step
 from moe_lab.study.steps import KINDS
@@ -35,7 +36,7 @@ def instant(step: Step, files: Files) -> None:
             raise ValueError("broken on purpose")
         time.sleep(float(os.environ.get("INSTANT_PAUSE", "0")))
         _note(folder / "parts", f"{step.folder} {part}")
-        saved.write_text(str(part + 1))
+        write_text(saved, str(part + 1))  # a kill between emptying a file and writing it would break the next start
     (files.out / "instant.txt").write_text(f"{step.folder} {sorted(step.settings)}")
 
 
