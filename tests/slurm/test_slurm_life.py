@@ -30,7 +30,7 @@ def test_the_same_command_survives_what_clusters_do(instant: InstantStudies, mon
     errors = run.communicate(timeout=LONG)[1]
     assert run.returncode == 0, errors
     assert instant.done_once() == STEPS
-    assert "all 7 steps are done" in told(instant.store, "why", "instant")
+    assert told(instant.store, "why", "instant") == "instant: all 7 steps are done\n", "nor is a record missing"
 
 
 def test_the_last_job_pushes_when_the_command_has_returned(
