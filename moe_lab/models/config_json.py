@@ -103,11 +103,6 @@ def quantization(settings: ModelConfig) -> str | None:
     return quantization_method(config_of(settings))
 
 
-def has_plain_weights(settings: ModelConfig) -> bool:
-    """Whether it is known that weights are not quantised."""
-    return bool(config_of(settings)) and quantization(settings) is None
-
-
 def quantization_method(config: Mapping[str, Any]) -> str | None:
     """The same for the content of a config.json."""
     stated = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")

@@ -100,7 +100,6 @@ def stated_files(name: str, revision: str | None, kind: str) -> dict[str, tuple[
     return {file.rfilename: (file.size or 0, file.lfs.sha256 if file.lfs else file.blob_id or "") for file in siblings}
 
 
-@lru_cache
 @lru_cache(maxsize=256)
 def hub_config(name: str, revision: str | None) -> dict[str, Any]:
     """config.json of a model on the hub, from the cache or fetched; empty when it cannot be had."""

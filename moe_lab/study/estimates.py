@@ -25,17 +25,8 @@ from moe_lab.config import CalibrationConfig, Config, ModelConfig
 from moe_lab.config.pruning import DEVICE_MAPS
 from moe_lab.errors import UserError
 from moe_lab.json_files import Number, fits
-from moe_lab.models import main_memory, visible_gpus
-from moe_lab.models.config_json import (
-    GPU_COUNTS,
-    ROOM,
-    Size,
-    config_of,
-    has_plain_weights,
-    quantization,
-    size_of,
-    tensor_parallel,
-)
+from moe_lab.models import config_json, main_memory, visible_gpus
+from moe_lab.models.config_json import GPU_COUNTS, ROOM, Size, quantization, size_of
 from moe_lab.start import command
 from moe_lab.study.step import Step, canonical
 from moe_lab.study.store import Store
@@ -73,7 +64,7 @@ def divided(text: CalibrationConfig, model: ModelConfig, config: Config) -> Cali
         return replace(text, parts=text.parts or 1)
     size = size_of(model) if model.device != "cpu" else None
     needed = gpus(Memory(ROOM * size.bytes, on_gpu=True), config.resources.gpu_memory) if size else 0
-    if needed <= 1 or not has_plain_weights(model):
+    if needed <= 1 or not config_json.config_of(model) or quantization(model):
         return replace(text, engine="resident", parts=text.parts or 1)
     cards = {"slurm": needed, "local": len(visible_gpus())}.get(config.launcher.name, 1)
     return replace(text, engine="streamed", parts=text.parts or max(1, min(cards, text.batches)))
@@ -149,7 +140,7 @@ def _among(step: Step, model: ModelConfig) -> Sequence[int]:
     if backend is None or backend.name != "vllm":
         return GPU_COUNTS
     asked = [size for name, size in backend.arguments.items() if name.endswith("parallel_size")]
-    return [prod(asked)] if asked else tensor_parallel(config_of(model))
+    return [prod(asked)] if asked else config_json.tensor_parallel(config_json.config_of(model))
 
 
 def check_memory(step: Step) -> None:

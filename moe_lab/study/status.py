@@ -63,13 +63,6 @@ class StudyState:
     queue: Mapping[str, Queued]
     silence: str
     """Why the scheduler could not be asked; "" when it answered, or when the study has no jobs."""
-    unrecorded: str
-    """The last job, when it has ended without writing the record; else ""."""
-
-    def error_file(self, job: str) -> Path | None:
-        """What a job wrote to its standard error, if that is there."""
-        files = (run.logs / f"{job}_0_log.err" for run in runs(self.store, self.study))
-        return next(filter(Path.exists, files), None)
 
 
 def study_state(store: Store, study: str) -> StudyState:
@@ -100,17 +93,19 @@ def study_state(store: Store, study: str) -> StudyState:
         else:
             state = "pending" if own is None and start in at_work else "missing"
         steps.append(StepState(name, state, inputs, own, claimed.get(start, 0.0)))
-    lost = _unrecorded(every) if not silence else ""
-    return StudyState(store, study, about["time"], steps, jobs, queue, silence, "" if lost in queue else lost)
+    if (last := _unrecorded(every)) and last not in queue and not silence:
+        steps.append(StepState(RECORD, "missing", job=last))
+    return StudyState(store, study, about["time"], steps, jobs, queue, silence)
 
 
-def _unrecorded(every: Sequence[Run]) -> str:
-    """The job that should write the newest record of these runs, when that is not there."""
+def _unrecorded(every: Sequence[Run]) -> str | None:
+    """The job that should write the record of the last run that has such a job or a record; None if it is there."""
     for run in reversed(every):
-        writes = [job.id for job in run.jobs if job.kind == RECORD]
-        if writes or (run.folder / RECORD_FILE).exists():
-            return "" if (run.folder / RECORD_FILE).exists() else writes[-1]
-    return ""
+        if (run.folder / RECORD_FILE).exists():
+            return None
+        if writes := [job.id for job in run.jobs if job.kind == RECORD]:
+            return writes[-1]
+    return None
 
 
 def alive(jobs: Mapping[str, Submitted]) -> tuple[dict[str, Queued], str]:
@@ -164,8 +159,6 @@ def status(study: StudyState, steps: Sequence[StepState]) -> None:
             said = f"python -m moe_lab.study why {study.study} store={study.store.root}"
             print(f"jobs that ended without their steps: {len(lost)}; why: {said}")
         print("the same command as before starts what is missing")
-    if study.unrecorded:
-        print(f"no record was written: {_ended(study.unrecorded)}")
 
 
 def _duration(seconds: float) -> str:
@@ -190,23 +183,16 @@ def why(study: StudyState, steps: Sequence[StepState]) -> None:
             reasons[_reason(study, step)].append(step)
     for reason, (first, *more) in reasons.items():
         print(f"{first.name}{f' and {len(more)} more' if more else ''}: {first.state}: {reason}")
-        log: Path | None = study.store.log(first.name)
-        if first.state == "missing" and first.job:  # which may have died before it could begin
-            log = study.error_file(first.job) or log
-        if first.state in ("failed", "running", "missing"):
-            _print_end(log)
-    if study.unrecorded:
-        print(f"no record was written: {_ended(study.unrecorded)}")
-        _print_end(study.error_file(study.unrecorded))
+        log = study.store.log(first.name)
+        if first.state == "missing":  # its job may have died before it could begin
+            logs = (run.logs / f"{first.job}_0_log.err" for run in runs(study.store, study.study))
+            log = next(filter(Path.exists, logs), log)
+        if first.state in ("failed", "running", "missing") and log.exists():
+            print(f"  {log}, last lines:")
+            for line in log.read_text(errors="replace").splitlines()[-LINES:]:
+                print(f"  | {line}")
     if not reasons:
         print(f"{study.study}: all {len(steps)} steps are done")
-
-
-def _print_end(log: Path | None) -> None:
-    if log is not None and log.exists():
-        print(f"  {log}, last lines:")
-        for line in log.read_text(errors="replace").splitlines()[-LINES:]:
-            print(f"  | {line}")
 
 
 def verify(study: StudyState, steps: Sequence[StepState]) -> int:
@@ -261,12 +247,8 @@ def _reason(study: StudyState, step: StepState) -> str:
         return "another run will compute it"
     if step.job is None:
         return "no job was made for it; the same command as before starts it"
-    return _ended(step.job)
-
-
-def _ended(job: str) -> str:
-    state = scheduler.fate(job).lower() or "gone, and Slurm no longer says how it ended"
-    return f"job {job} is {state}; the same command as before starts it again"
+    ended = scheduler.fate(step.job).lower() or "gone, and Slurm no longer says how it ended"
+    return f"job {step.job} is {ended}; the same command as before starts it again"
 
 
 def _mean_seconds(store: Store, steps: Sequence[StepState]) -> float | None:

@@ -194,8 +194,9 @@ class Store:
 
     def present(self) -> dict[str, str]:
         """Start of the id -> KIND/NAME of all finished steps, undamaged or not."""
-        self.packs.refresh()
+        # Folders first: a step in one that is packed meanwhile is then found in the pack as well, not in neither.
         folders = {start: f"{path.parent.name}/{path.name}" for start, (path, *_) in self.finished().items()}
+        self.packs.refresh()
         return {**self.packs.steps(), **folders}
 
     def place(self, name: str) -> Path:
@@ -237,11 +238,12 @@ class Store:
 
     def done_of(self, steps: Iterable[Step]) -> set[str]:
         """Ids of those of the steps that are `done`. What is in packs is looked up at once."""
+        loose = self.finished()  # before the packs, as in `present`
         self.packs.refresh()
         for path in self.packs.damaged:
             if path.exists():
                 self.set_aside(path, "damaged", "its steps are computed again")
-        packed, loose = self.packs.starts(), self.finished()
+        packed = self.packs.starts()
         starts = ((step, step.id[:DIGITS]) for step in steps)
         return {step.id for step, start in starts if start in packed or (start in loose and self.done(step))}
 

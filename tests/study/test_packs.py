@@ -6,6 +6,7 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -17,6 +18,7 @@ from analysis.load.reader import Reader
 from moe_lab import packs
 from moe_lab.errors import UserError
 from moe_lab.packs import packs_in
+from moe_lab.results import DIGITS
 from moe_lab.study import packing, record
 from moe_lab.study.garbage import gc
 from moe_lab.study.packing import Packing
@@ -242,6 +244,22 @@ def test_nothing_is_lost_when_a_process_is_killed_while_it_packs(store: Store, p
     found.packs.clear()
     gc(found)
     assert len([*(store.root / "packs").iterdir()]) == 1 and not [*(store.root / "plan").glob("[!.]*")]
+
+
+@pytest.mark.parametrize("listed", [Store.done_of, lambda store, steps: store.present().keys()])
+def test_a_step_that_is_packed_while_steps_are_listed_is_there(
+    listed: Any, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another process, which finds the store by another path here."""
+    steps, refresh = publish(store, range(3)), store.packs.refresh
+    (path := store.root.with_name("link")).symlink_to(store.root)
+
+    def packed_meanwhile() -> None:
+        refresh()
+        Packing(Store(path).create()).pack()
+
+    monkeypatch.setattr(store.packs, "refresh", packed_meanwhile)
+    assert {name[:DIGITS] for name in listed(store, steps)} == {step.id[:DIGITS] for step in steps}
 
 
 @pytest.mark.parametrize("body", ["", OWN_LOCKS, WITHOUT_LOCKS])
