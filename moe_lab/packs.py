@@ -73,7 +73,8 @@ class Packs:
     def _look(self, name: str) -> None:
         path = self.path(name)
         try:
-            opened = sqlite3.connect(_address(path), uri=True, check_same_thread=False)
+            address = f"{path.absolute().as_uri()}?mode=ro&immutable=1"  # nobody writes it, so that no locks are needed
+            opened = sqlite3.connect(address, uri=True, check_same_thread=False)
             self._steps[name] = _about(opened, "names")
             self._replaces[name] = _about(opened, "replaces")
             self._open[name] = opened
@@ -234,11 +235,6 @@ def _about(database: sqlite3.Connection, what: str) -> Any:
         return json.loads(zlib.decompress(content))
     except (sqlite3.Error, ValueError, zlib.error):
         raise Damaged(f"{what} of a pack is damaged") from None
-
-
-def _address(path: Path) -> str:
-    """That of a database which nobody writes, so that no locks are needed."""
-    return f"{path.absolute().as_uri()}?mode=ro&immutable=1"
 
 
 @lru_cache(maxsize=8)

@@ -17,7 +17,7 @@ from moe_lab.config.base import fields_of, without_none
 HEAD = """# Settings
 
 Settings are typed as `GROUP.SETTING=VALUE`, such as `calibration.tokens=4096`, and stand in the files of `conf/`
-without the name of their group. Those of most use come first. This page is printed by `python -m moe_lab.config`.
+without the name of their group. Those of most use come first. This page is printed by `python -m moe_lab.config.table`.
 """
 
 
@@ -91,3 +91,7 @@ def page() -> str:
 def _rows(listed: Iterable[Setting]) -> str:
     rows = [f"| `{one.key}` | {f'`{one.default}`' if one.default else ''} | {one.meaning} |\n" for one in listed]
     return "".join(["| setting | default | meaning |\n|---|---|---|\n", *rows])
+
+
+if __name__ == "__main__":
+    print(page(), end="")

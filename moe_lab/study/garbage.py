@@ -20,7 +20,7 @@ from moe_lab.study.claims import Busy
 from moe_lab.study.packing import PACKS, drop
 from moe_lab.study.runs import CHOOSING, runs, steps_at_work, studies
 from moe_lab.study.status import alive, console
-from moe_lab.study.store import SCRATCH, Store, read_step
+from moe_lab.study.store import SCRATCH, Store, hidden, read_step
 
 LEFTOVERS = "left by killed runs"
 
@@ -44,7 +44,7 @@ def gc(store: Store, *, apply: bool = False) -> int:
     A step's folder is first renamed as scratch: a process that is killed then leaves nothing that looks finished. Only
     choosing and renaming keep new runs waiting. UserError when a file that may refer to steps is damaged, and when
     folders cannot be removed."""
-    hidden: list[Path] = []
+    removed: list[Path] = []
     if apply:
         Store(store.root).create()  # whether one may write there
     with store.claims.wait_for(CHOOSING) if apply else nullcontext():
@@ -53,21 +53,22 @@ def gc(store: Store, *, apply: bool = False) -> int:
         if apply and packed:
             drop(store, packed)
         for item in garbage if apply else ():
-            if item.path is None:
-                continue
-            if path := store.hide(item.path, item.step_id) if item.step_id else item.path:
-                hidden.append(path)
+            if item.path and not item.step_id:
+                removed.append(item.path)
+            elif item.path:
+                with suppress(Busy, FileNotFoundError), store.claims.take(item.step_id):  # not what is worked on
+                    removed.append(hidden(item.path, item.step_id))
     _print(store, garbage, silence)
     if not apply:
         if garbage:
             print(f"nothing was freed; this frees it: python -m moe_lab.study gc apply=true store={store.root}")
         return 0
-    for path in hidden:
+    for path in removed:
         shutil.rmtree(path, ignore_errors=True)
     with suppress(Busy), store.claims.take(PACKS):
         store.packs.clear()
     store.claims.clear()
-    if stuck := [path for path in hidden if path.exists()]:
+    if stuck := [path for path in removed if path.exists()]:
         raise UserError(
             f"store={store.root}: {len(stuck)} folders cannot be removed, such as {stuck[0]}: see who owns it"
         )

@@ -223,15 +223,14 @@ def _wrong_plan(cell: Cell, _: Config) -> Iterator[str]:
         yield from user_errors(check, cell)
 
 
-def _check_allocation(cell: Cell, _: Config) -> None:
-    allocation.check(cell.allocation, criteria.get(cell.criterion.name).granularity)
-
-
 OF_CELLS: Sequence[tuple[tuple[str, ...], Callable[[Cell, Config], object]]] = (
     (("model",), lambda cell, _: files.check(cell.model)),
     (("criterion",), lambda cell, _: criteria.check(cell.criterion.name, cell.criterion.parameters)),
     (("criterion", "model"), lambda cell, _: check_weights(cell.criterion, cell.model)),
-    (("allocation", "criterion"), _check_allocation),
+    (
+        ("allocation", "criterion"),
+        lambda cell, _: allocation.check(cell.allocation, criteria.get(cell.criterion.name).granularity),
+    ),
     (("recovery",), lambda cell, _: recoveries.check(cell.recovery)),
     (("recovery", "model"), lambda cell, _: recoveries.check_model(cell.recovery, cell.model)),
     (

@@ -23,7 +23,7 @@ from moe_lab.json_files import Damaged, parse, read_json, write_json
 from moe_lab.packs import Packs, packs_in
 from moe_lab.paths import store_folder, url_of
 from moe_lab.results import DIGITS
-from moe_lab.study.claims import LIMIT, Busy, Claim, Claims
+from moe_lab.study.claims import LIMIT, Claim, Claims
 from moe_lab.study.step import NO_ROOM, Step, digest
 
 SCHEMA = 1
@@ -277,15 +277,14 @@ class Store:
         found: dict[str, str] = {}
         with contextlib.suppress(FileNotFoundError):
             try:
-                files = _whole(parse(self.content(name, STEP), {"digest": str}, name), name)["files"]
+                files = whole(parse(self.content(name, STEP), {"digest": str}, name), name)["files"]
             except Damaged:
                 return {STEP: "damaged"}
             for file, expected in files.items():
-                try:
-                    same = hashlib.sha256(self.content(name, file)).hexdigest() == expected["sha256"]
-                    found |= {} if same else {file: "damaged"}
-                except Damaged:
-                    found[file] = "damaged"
+                with contextlib.suppress(Damaged):
+                    if hashlib.sha256(self.content(name, file)).hexdigest() == expected["sha256"]:
+                        continue
+                found[file] = "damaged"
         return found
 
     def _is_sound(self, name: str, *, hash_all: bool = False) -> bool:
@@ -328,14 +327,6 @@ class Store:
         with contextlib.suppress(OSError):  # on a full disk, say; without a stored error the next run tries again
             folder.mkdir(exist_ok=True)
             write_json(folder / f"{step.id[:DIGITS]}.json", {"step": step.folder, "time": time.time(), **error})
-
-    def hide(self, folder: Path, step_id: str) -> Path | None:
-        """Rename the folder of a step, or of its resume files, as scratch, of which nothing is ever read.
-
-        Returns the new path; None when a process is working on the step, or has just removed the folder."""
-        with contextlib.suppress(Busy, FileNotFoundError), self.claims.take(step_id[:DIGITS]):
-            return hidden(folder, step_id)
-        return None
 
     def forget(self, step_id: str) -> None:
         """Remove the error of a failed step, so that it runs again."""
@@ -432,18 +423,14 @@ def _in_queue(job: str, user: int) -> bool:
 
 def read_step(folder: Path) -> dict[str, Any]:
     """STEP of a finished step. Raises FileNotFoundError without it, and Damaged when it is not as it was written."""
-    return _whole(read_json(folder / STEP, {"digest": str}), str(folder / STEP))
+    return whole(read_json(folder / STEP, {"digest": str}), str(folder / STEP))
 
 
-def _whole(document: dict[str, Any], name: str) -> dict[str, Any]:
-    if not is_whole(document):
+def whole(document: dict[str, Any], name: str) -> dict[str, Any]:
+    """The content of STEP; raises Damaged when it has not the digest that it was written with."""
+    if document["digest"] != digest({name: value for name, value in document.items() if name != "digest"}):
         raise Damaged(f"{name} is damaged")
     return document
-
-
-def is_whole(document: Mapping[str, Any]) -> bool:
-    """Whether the content of STEP has the digest that it was written with."""
-    return bool(document["digest"] == digest({name: value for name, value in document.items() if name != "digest"}))
 
 
 def damage(folder: Path, *, hash_all: bool = False) -> dict[str, str]:

@@ -32,7 +32,7 @@ from moe_lab.study.claims import Busy
 from moe_lab.study.packing import MANY, Packing, take
 from moe_lab.study.runs import studies
 from moe_lab.study.step import NO_ROOM, digest
-from moe_lab.study.store import FOLDER, STEP, Gone, Store, damage, entry, is_whole, read_step
+from moe_lab.study.store import FOLDER, STEP, Gone, Store, damage, entry, read_step, whole
 
 LARGE = 64 << 20
 """Bytes from which a file of a folder in `also` is not copied: a link to it is made."""
@@ -184,9 +184,9 @@ def _pull(store: Store, there: Remote | Folder, place: str) -> str | None:
     """Copy a step. Returns its place when it is damaged there."""
     marker = there.read(place)
     try:
-        if not fits(marker, {"id": str, "digest": str}) or not is_whole(marker):
+        if not fits(marker, {"id": str, "digest": str}):
             raise Damaged(f"its {STEP} is damaged")
-        document = {name: value for name, value in marker.items() if name != "digest"}
+        document = {name: value for name, value in whole(marker, f"its {STEP}").items() if name != "digest"}
         with store.receive(place, document) as scratch:
             if scratch is None:
                 return None

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import fields, replace
 from math import inf
 from pathlib import Path
@@ -168,19 +167,16 @@ def queued(job: str, state: str = "PENDING", name: str = "s.k") -> tuple[str, Qu
     return job, Queued(job, name, state, "Dependency", "0:00")
 
 
-@pytest.mark.parametrize(
-    ("state", "saves"),
-    [("RUNNING", True), ("", True), (UserError("there is no scontrol here"), True), ("CANCELLED", False)],
-)
-def test_a_job_that_is_told_to_end_saves_unless_it_was_cancelled(
-    state: Any, saves: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_is_told_to_end_saves_unless_it_was_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where its image has no scontrol that says which it is."""
-    monkeypatch.setattr(scheduler, "fate", Mock(side_effect=[state]))
+    saving = ["RUNNING", "", UserError("there is no scontrol here")]
+    monkeypatch.setattr(scheduler, "fate", Mock(side_effect=[*saving, "CANCELLED"]))
     monkeypatch.setattr(os, "kill", killed := Mock())
-    with nullcontext() if saves else pytest.raises(SystemExit, match="143"):
+    for _ in saving:
         leave(signal.SIGTERM, None)
-    assert [call.args[1] for call in killed.call_args_list] == [signal.SIGUSR2] * saves
+    with pytest.raises(SystemExit, match="143"):
+        leave(signal.SIGTERM, None)
+    assert [call.args[1] for call in killed.call_args_list] == [signal.SIGUSR2] * 3
 
 
 def test_steps_of_pending_and_running_jobs_need_no_new_job() -> None:
@@ -309,9 +305,7 @@ def test_code_is_copied_once_for_each_state_of_it(tmp_path: Path, monkeypatch: p
     assert len(list((tmp_path / "jobs" / "code").iterdir())) == 2, "nothing is left behind"
 
 
-def test_the_commit_is_that_of_moe_lab_and_new_files_count_as_edits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commit_is_of_moe_lab_and_new_files_are_edits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An installation in the folder of another project, which ignores it, has no commit."""
     (package := tmp_path / "moe_lab").mkdir()
     (package / "__init__.py").touch()
@@ -329,13 +323,12 @@ def test_the_commit_is_that_of_moe_lab_and_new_files_count_as_edits(
     assert commit_and_edits() == (None, None)
     git("add", ".")
     git("commit", "-q", "-m", "moe_lab")
-    commit, none = commit_and_edits()
-    assert commit and none is None
-    states = [(commit, none)]
+    states = [commit_and_edits()]
     for text in ("1", "2"):
         (package / "new.py").write_text(text)
         states.append(commit_and_edits())
-    assert {name for name, _ in states} == {commit} and len({edits for _, edits in states}) == 3
+    commits, edits = map(set, zip(*states, strict=True))
+    assert None not in commits and len(commits) == 1 and states[0][1] is None and len(edits) == 3
 
 
 def test_jobs_run_plugins_as_they_were_when_they_were_submitted(
@@ -407,18 +400,14 @@ def test_a_job_asks_for_no_more_gpus_than_a_node_has_and_a_layered_pass_for_one(
     assert resources([layered])["gpus"] == resources([layered], four)["gpus"] == 1
 
 
-def test_a_job_with_vllm_asks_for_as_many_gpus_as_divide_the_heads_of_its_model(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_job_with_vllm_asks_for_gpus_that_divide_the_heads_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same number that vLLM takes of the GPUs it is given."""
-    heads = {"num_attention_heads": 28}
-    monkeypatch.setattr("moe_lab.models.config_json.hub_config", lambda *_: heads)
+    monkeypatch.setattr("moe_lab.models.config_json.hub_config", lambda *_: {"num_attention_heads": 28})
     asked = evaluated(BIG, WRITTEN, backend=BackendConfig("vllm"))
     assert resources([asked])["gpus"] == 4
     with pytest.raises(UserError, match=r"at most 4 GPUs of resources\.gpu_memory=24 "):
         resources([asked], "{gpu_memory: 24}")
     assert resources([asking()], "{gpu_memory: 24}")["gpus"] == 8, "in transformers, layers are divided"
-    heads["num_attention_heads"] = 2
     two = replace(asked, backend=BackendConfig("vllm", arguments={"tensor_parallel_size": 2}))
     assert resources([two], "{gpu_memory: 96}")["gpus"] == 2
 

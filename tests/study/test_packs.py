@@ -247,9 +247,7 @@ def test_nothing_is_lost_when_a_process_is_killed_while_it_packs(store: Store, p
 
 
 @pytest.mark.parametrize("listed", [Store.done_of, lambda store, steps: store.present().keys()])
-def test_a_step_that_is_packed_while_steps_are_listed_is_there(
-    listed: Any, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_is_packed_meanwhile_is_listed(listed: Any, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """By another process, which finds the store by another path here."""
     steps, refresh = publish(store, range(3)), store.packs.refresh
     (path := store.root.with_name("link")).symlink_to(store.root)

@@ -330,9 +330,7 @@ def count_done(root: Path, *steps: Step) -> int:
 
 @pytest.mark.root
 @pytest.mark.parametrize("many", [1, 500])
-def test_people_of_a_group_go_on_with_each_others_steps(
-    of_the_group: Path, many: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_people_of_a_group_share_steps(of_the_group: Path, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever their umask, in a folder of the group, also with steps in packs; all of it stays the group's."""
     monkeypatch.setattr(packing, "MANY", many)
     first, second = Example(number=1), Example(number=2)
@@ -340,8 +338,8 @@ def test_people_of_a_group_go_on_with_each_others_steps(
     assert as_user(COLLEAGUE, 0o022, count_done, of_the_group, first, second) == 1
     assert as_user(OWNER, 0o002, count_done, of_the_group, first, second) == 0
     assert as_user(COLLEAGUE, 0o077, Store(of_the_group).readable, first)
-    others = [path for path in of_the_group.rglob("*") if path.is_file() and not path.stat().st_mode & 0o020]
-    assert others == [] and bool(list(of_the_group.glob("packs/*"))) == (many == 1)
+    assert all(path.stat().st_mode & 0o020 for path in of_the_group.rglob("*"))
+    assert bool(list(of_the_group.glob("packs/*"))) == (many == 1)
 
 
 @pytest.mark.root

@@ -41,11 +41,10 @@ RECORD_ASKS, RECORD_MEMORY = {"gpus": 0, "cpus": 1, "minutes": 60}, 4
 """Resources of the last job, and GiB; it has all other settings in common with every job."""
 
 
-def _sbatch(_: SlurmExecutor, script: Path) -> list[str]:
-    return ["timeout", "--verbose", str(scheduler.LIMIT), "sbatch", str(script)]
-
-
-SlurmExecutor._make_submission_command = _sbatch  # type: ignore  # arrays make executors of their own
+# Of the class, as arrays make executors of their own.
+SlurmExecutor._make_submission_command = lambda _, script: [  # type: ignore[assignment]
+    *("timeout", "--verbose", str(scheduler.LIMIT), "sbatch", str(script))
+]
 
 
 def submit(schedule: Schedule, study: Study, run: Run) -> None:

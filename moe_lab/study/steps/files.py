@@ -91,16 +91,11 @@ class Files:
 
     def table(self, name: str, columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
         """Write rows as a Parquet table of the result."""
-        write_table(self.out / name, columns, rows)
+        import pyarrow as arrow
+        import pyarrow.parquet as parquet
 
-
-def write_table(path: Path, columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
-    """Write rows as a Parquet table."""
-    import pyarrow as arrow
-    import pyarrow.parquet as parquet
-
-    values = list(zip(*rows, strict=True)) or [()] * len(columns)
-    parquet.write_table(arrow.table(dict(zip(columns, map(list, values), strict=True))), path)
+        values = list(zip(*rows, strict=True)) or [()] * len(columns)
+        parquet.write_table(arrow.table(dict(zip(columns, map(list, values), strict=True))), self.out / name)
 
 
 _LOADED: dict[str, Any] = {}
