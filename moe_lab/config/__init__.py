@@ -43,6 +43,7 @@ OWNED = {
     **{"cpus-per-gpu": "cpus"},
     **dict.fromkeys(("job-name", "dependency", "output", "error", "requeue", "no-requeue", "open-mode")),
     **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node", "export", "clusters", "kill-on-invalid-dep")),
+    **dict.fromkeys(("wait", "parsable", "test-only", "chdir")),
 }
 """Options of sbatch that moe_lab sets itself -> the setting that does so, if any."""
 

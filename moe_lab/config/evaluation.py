@@ -9,6 +9,7 @@ from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
 from moe_lab.config.base import SETTINGS, Above0, Count, From2, Group, Name, Positive, Text, matching
+from moe_lab.json_files import fits
 
 VARIABLE = "expected the name of an environment variable, such as OPENAI_API_KEY"
 Variable = Annotated[str, matching(r"[A-Za-z_]\w*", VARIABLE)]
@@ -67,11 +68,11 @@ class BackendConfig(Group):
     def _arguments_are_of_vllm(self) -> Self:
         if self.arguments and self.name != "vllm":
             raise ValueError(f"arguments={self.arguments} are of vllm.LLM: expected backend=vllm, or none")
-        for name in self.arguments:
+        for name, value in self.arguments.items():
             if name in SET_BY_US:
                 raise ValueError(f"arguments.{name} is set by moe_lab: expected other arguments of vllm.LLM")
-            if name.endswith("parallel_size") and self.arguments[name] not in range(1, 1000):
-                raise ValueError(f"arguments.{name}={self.arguments[name]} must be a number of processes")
+            if name.endswith("parallel_size") and not (fits(value, int) and value > 0):
+                raise ValueError(f"arguments.{name}={value} must be a whole number of GPUs")
         return self
 
 

@@ -6,19 +6,13 @@ import ast
 import inspect
 import json
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import MISSING, Field
 from itertools import pairwise
 from typing import Any, NamedTuple, get_args, get_origin
 
 from moe_lab.config import BenchmarkConfig, CellConfig, Config
 from moe_lab.config.base import fields_of, without_none
-
-HEAD = """# Settings
-
-Settings are typed as `GROUP.SETTING=VALUE`, such as `calibration.tokens=4096`, and stand in the files of `conf/`
-without the name of their group. Those of most use come first. This page is printed by `python -m moe_lab.config.table`.
-"""
 
 
 class Setting(NamedTuple):
@@ -77,21 +71,3 @@ def basic_lines() -> str:
     lines = {f"{one.key}={one.default}": one.meaning.split(". ")[0].rstrip(".") for one in settings() if one.basic}
     width = max(map(len, lines))
     return "\n".join(f"{setting:{width}}  {meaning}" for setting, meaning in lines.items())
-
-
-def page() -> str:
-    """The page of settings in Markdown: the basic ones, then the others by group."""
-    every = settings()
-    parts = [HEAD, "## Basic settings\n", _rows(setting for setting in every if setting.basic)]
-    for group in dict.fromkeys(setting.group for setting in every):
-        parts += [f"## {group or 'Study'}\n", _rows(one for one in every if one.group == group and not one.basic)]
-    return "\n".join(parts)
-
-
-def _rows(listed: Iterable[Setting]) -> str:
-    rows = [f"| `{one.key}` | {f'`{one.default}`' if one.default else ''} | {one.meaning} |\n" for one in listed]
-    return "".join(["| setting | default | meaning |\n|---|---|---|\n", *rows])
-
-
-if __name__ == "__main__":
-    print(page(), end="")

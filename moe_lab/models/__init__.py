@@ -57,7 +57,8 @@ def cores() -> int:
     quotas += map(list, zip(*(_stated("cpu", "", f"cpu.cfs_{name}_us") for name in ("quota", "period")), strict=True))
     allowed = [math.ceil(int(quota) / int(period)) for quota, period in quotas if quota not in ("max", "-1")]
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min([bound, *allowed]))
+    asked = int(os.environ.get("SLURM_CPUS_PER_TASK") or bound)  # clusters may not bind processes to them
+    return max(1, min([bound, asked, *allowed]))
 
 
 def visible_gpus() -> list[str]:

@@ -80,11 +80,10 @@ def started(pid: int) -> str | None:
 
 
 class Claim(AbstractContextManager["Claim"]):
-    """A claim that this process holds until the `with` block ends. `token`: a word that no other claim has. `last`: the
-    latest of the stale claims that it replaces, which an owner left that was killed while it released them."""
+    """A claim that this process holds until the `with` block ends. `token`: a word that no other claim has."""
 
     def __init__(self, claims: Claims, name: str, generation: int) -> None:
-        self.claims, self.name, self.generation, self.last = claims, name, generation, generation
+        self.claims, self.name, self.generation = claims, name, generation
         self.token = uuid.uuid4().hex
         self.path = claims.path(name, generation)
         owner = {"token": self.token, "since": time.time(), "host": socket.gethostname(), "machine": machine()}
@@ -104,7 +103,7 @@ class Claim(AbstractContextManager["Claim"]):
     def check(self) -> None:
         """Raise Busy when another process took over."""
         owner = _owner(self.path)
-        if owner is None or owner["token"] != self.token or self.claims.path(self.name, self.last + 1).exists():
+        if owner is None or owner["token"] != self.token or self.claims.path(self.name, self.generation + 1).exists():
             raise Busy(self.name)
 
     def abandon(self) -> None:
@@ -118,7 +117,7 @@ class Claim(AbstractContextManager["Claim"]):
             self.claims.owned.discard(self)
         try:
             self.check()
-            for generation in range(1, self.last + 1):
+            for generation in range(1, self.generation + 1):
                 self.claims.path(self.name, generation).unlink(missing_ok=True)
         except Busy:
             with suppress(OSError):
@@ -157,12 +156,7 @@ class Claims:
             except FileExistsError:
                 if not self.is_stale(self.path(name, generation)):
                     raise Busy(name) from None
-        while self.path(name, claim.last + 1).exists():
-            claim.last += 1
-        others = {*range(1, claim.last + 1)} - {generation}  # which may have been released since they were judged
-        if not all(
-            self.is_stale(self.path(name, other)) for other in others
-        ):  # released since they were judged, or new
+        if generation > 1 and not self.is_stale(self.path(name, generation - 1)):  # released since it was judged
             claim.abandon()
             raise Busy(name)
         with self.lock:

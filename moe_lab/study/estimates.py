@@ -44,14 +44,28 @@ def resolved(model: ModelConfig, config: Config) -> ModelConfig:
     files, which the hash of these identifies.
     """
     device = model.device
-    if device == "auto" and config.launcher.name == "slurm":  # as the settings of its jobs say, or its size
-        jobs, every, size = config.resources.models.get(model.name), config.resources.every, size_of(model)
-        gpus = every.gpus if jobs is None or jobs.gpus is None else jobs.gpus
-        device = "cuda" if gpus or (gpus is None and (size is None or on_gpu(model, size))) else "cpu"
-    elif device == "auto":
-        device = "cuda" if has_gpu() else "cpu"
+    if device == "auto":
+        count = _auto_gpus(model, config)
+        device = "balanced" if count > 1 else "cuda" if count else "cpu"
     dtype = "float32" if device == "cpu" and model.dtype == "auto" else model.dtype
     return replace(model, device=device, dtype=dtype)
+
+
+def _auto_gpus(model: ModelConfig, config: Config) -> int:
+    """GPUs that device=auto stands for: as many as hold the weights, of those that are here; in jobs, what is set."""
+    if config.launcher.name != "slurm":
+        return min(_weights_need(model, config) or 1, len(visible_gpus()) or 1) if has_gpu() else 0
+    jobs, every, size = config.resources.models.get(model.name), config.resources.every, size_of(model)
+    asked = every.gpus if jobs is None or jobs.gpus is None else jobs.gpus
+    if asked is None:
+        asked = (_weights_need(model, config) or 1) if size is None or on_gpu(model, size) else 0
+    return asked
+
+
+def _weights_need(model: ModelConfig, config: Config) -> int:
+    """GPUs that hold the weights of a model; 0 where its size is not known."""
+    size = size_of(model)
+    return gpus(Memory(ROOM * size.bytes, on_gpu=True), config.resources.gpu_memory) if size else 0
 
 
 def divided(text: CalibrationConfig, model: ModelConfig, config: Config) -> CalibrationConfig:
@@ -62,8 +76,7 @@ def divided(text: CalibrationConfig, model: ModelConfig, config: Config) -> Cali
     """
     if text.engine != "auto":
         return replace(text, parts=text.parts or 1)
-    size = size_of(model) if model.device != "cpu" else None
-    needed = gpus(Memory(ROOM * size.bytes, on_gpu=True), config.resources.gpu_memory) if size else 0
+    needed = _weights_need(model, config) if model.device != "cpu" else 0
     if needed <= 1 or not config_json.config_of(model) or quantization(model):
         return replace(text, engine="resident", parts=text.parts or 1)
     cards = {"slurm": needed, "local": len(visible_gpus())}.get(config.launcher.name, 1)
@@ -137,8 +150,8 @@ def memory_of(step: Step) -> Memory | None:
 def _among(step: Step, model: ModelConfig) -> Sequence[int]:
     """Numbers of GPUs among which the engine of a step divides its model."""
     backend = getattr(step, "backend", None)
-    if backend is None or backend.name != "vllm":
-        return GPU_COUNTS
+    if backend is None or backend.name != "vllm":  # transformers divides layers, by a device map alone
+        return GPU_COUNTS if model.device in ("auto", *DEVICE_MAPS) else GPU_COUNTS[:1]
     asked = [size for name, size in backend.arguments.items() if name.endswith("parallel_size")]
     return [prod(asked)] if asked else config_json.tensor_parallel(config_json.config_of(model))
 

@@ -38,8 +38,9 @@ def local(schedule: Schedule, study: Study, run: Run) -> bool:
     largest step in each. With GPUs, steps that need one run first, in a process for each GPU; then those that need two,
     in a process for each pair; and so on."""
     memories = {name: memory for name, step in schedule.waiting.items() if (memory := memory_of(step))}
+    on_gpu = len(memories) < len(schedule.waiting) or any(memory.on_gpu for memory in memories.values())
     needed = {name: gpus(memory, study.config.resources.gpu_memory) or 1 for name, memory in memories.items()}
-    if not (cards := visible_gpus()):
+    if not (cards := visible_gpus() if on_gpu else []):
         largest = max((memory.bytes for memory in memories.values()), default=1.0)
         count = study.config.launcher.processes or max(1, min(cores(), int(main_memory() // largest)))
         _serve(schedule, study.store, [{}] * count, None)

@@ -69,7 +69,7 @@ class Run:
         for which they do nothing."""
         rows = self.store.read(self.folder / "jobs.json", JOBS_SHAPE, "its jobs are forgotten: see squeue") or []
         path, inode = self._place()
-        return [Submitted(**row["job"]) for row in rows if row["path"] == path or row["inode"] == inode]
+        return [Submitted(**row["job"]) for row in rows if row["path"] == path or row["inode"] == inode != 0]
 
     def add(self, jobs: Iterable[Submitted]) -> None:
         """Record further jobs."""
@@ -78,8 +78,10 @@ class Run:
         write_json(self.folder / "jobs.json", rows)
 
     def _place(self) -> tuple[str, int]:
-        """Path and inode of the store: other mounts of it have another path, and copies have neither."""
-        return os.path.realpath(self.store.root), self.store.root.stat().st_ino
+        """Path and inode of the store: other mounts of it have another path, and copies have neither. 0 in place of the
+        inode of a whole disk, as other disks have the same."""
+        root = self.store.root
+        return os.path.realpath(root), 0 if os.path.ismount(root) else root.stat().st_ino
 
     @property
     def logs(self) -> Path:

@@ -247,7 +247,7 @@ def _reason(study: StudyState, step: StepState) -> str:
         return "another run will compute it"
     if step.job is None:
         return "no job was made for it; the same command as before starts it"
-    ended = scheduler.fate(step.job).lower() or "gone, and Slurm no longer says how it ended"
+    ended = scheduler.fate(step.job).get("JobState", "").lower() or "gone, and Slurm no longer says how it ended"
     return f"job {step.job} is {ended}; the same command as before starts it again"
 
 

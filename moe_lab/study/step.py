@@ -304,14 +304,17 @@ def code_state() -> dict[str, Any]:
         return copied
     state: dict[str, Any] = {"version": moe_lab.__version__}
 
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=noted.parent, capture_output=True, text=True, check=True).stdout
+    def git(*words: str) -> str:  # also in a checkout that a colleague owns
+        line = ("git", "-c", "safe.directory=*", *words)
+        done = subprocess.run(line, cwd=noted.parent, capture_output=True, check=True)
+        return done.stdout.decode(errors="surrogateescape")
 
     with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, or not a checkout
         git("ls-files", "--error-unmatch", "__init__.py")  # an environment may lie in a checkout of something else
         edited = git("diff", "HEAD", "--", ".")
         new = git("ls-files", "--others", "--exclude-standard", "-z").split("\0")[:-1]
-        edited += "".join(f"{file} {sha256((noted.parent / file).read_bytes()).hexdigest()}" for file in new)
+        read = {file: sha256(path.read_bytes()) for file in new if (path := noted.parent / file).is_file()}
+        edited += "".join(f"{file} {content.hexdigest()}" for file, content in read.items())
         state |= {"commit": git("rev-parse", "HEAD").strip(), "edits": digest(edited)[:12] if edited else None}
     return state
 

@@ -12,8 +12,8 @@ import stat
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cached_property, lru_cache
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -414,11 +414,16 @@ def hidden(folder: Path, step_id: str) -> Path:
 
 def _in_queue(job: str, user: int) -> bool:
     """Whether Slurm shows a job of a user. False when it does not answer: then heartbeats alone decide."""
+    return job in _queue(user, int(time.monotonic() // 60))  # once a minute: after a power cut old claims are many
+
+
+@lru_cache(maxsize=64)
+def _queue(user: int, _: int) -> Collection[str]:
     from moe_lab.study.slurm import scheduler  # asked only about old claims of jobs
 
     with contextlib.suppress(UserError):
-        return job in scheduler.queue([user])
-    return False
+        return scheduler.queue([user]).keys()
+    return ()
 
 
 def read_step(folder: Path) -> dict[str, Any]:

@@ -45,7 +45,6 @@ from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.arrays import Array, arrange
 from moe_lab.study.slurm.pack import Pack, settle
 from moe_lab.study.slurm.pack import _absent as absent
-from moe_lab.study.slurm.pack import _leave as leave
 from moe_lab.study.slurm.scheduler import Queued, longest_array, queue, time_limits
 from moe_lab.study.slurm.submit import _download as download
 from moe_lab.study.slurm.submit import _submit_missing as submit_missing
@@ -167,16 +166,21 @@ def queued(job: str, state: str = "PENDING", name: str = "s.k") -> tuple[str, Qu
     return job, Queued(job, name, state, "Dependency", "0:00")
 
 
-def test_a_job_that_is_told_to_end_saves_unless_it_was_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_must_end_saves_unless_it_was_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where its image has no scontrol that says which it is."""
-    saving = ["RUNNING", "", UserError("there is no scontrol here")]
-    monkeypatch.setattr(scheduler, "fate", Mock(side_effect=[*saving, "CANCELLED"]))
+    preempted = [{"JobState": "RUNNING"}, {}, UserError("there is no scontrol here")]
+    ended = [{"JobState": "COMPLETING", "Restarts": number} for number in "01"]  # cancelled; requeued by Slurm
+    monkeypatch.setattr(scheduler, "fate", Mock(side_effect=[*preempted, *ended]))
     monkeypatch.setattr(os, "kill", killed := Mock())
-    for _ in saving:
-        leave(signal.SIGTERM, None)
-    with pytest.raises(SystemExit, match="143"):
-        leave(signal.SIGTERM, None)
+    pack = Pack(str(tmp_path), [], "s/r", LauncherConfig())
+    pack.__dict__["worker"] = worker = Mock()
+    for _ in preempted:
+        pack.leave(signal.SIGTERM, None)
     assert [call.args[1] for call in killed.call_args_list] == [signal.SIGUSR2] * 3
+    for calls in range(2):
+        with pytest.raises(SystemExit, match="143"):
+            pack.leave(signal.SIGTERM, None)
+        assert worker.end.call_count == calls
 
 
 def test_steps_of_pending_and_running_jobs_need_no_new_job() -> None:

@@ -73,7 +73,7 @@ def test_arrays_wait_for_what_they_need(tmp_path: Path, counting: Mapping[str, s
     own = "evaluate: {partition: gpu, minutes: 7, sbatch: {nodelist: n7, mem_per_gpu: 9G, gres: 'nvme:1'}"
     own += ", setup: [module load cuda]}"
     own += ", statistics: {memory: 0, sbatch: {gres: 'gpu:h100:1'}}"
-    own += ", plan: {gpus: 0, sbatch: {mem_per_gpu: 9G, gres: 'nvme:1'}}"
+    own += ", plan: {gpus: 0, sbatch: {mem_per_gpu: 9G, gres: 'gpu:1,nvme:1', account: null, hold: false}}"
     parallel = ["criterion=man,magnitude", "launcher.parallel=3", "launcher.cells_per_job=1"]
     parallel += ["launcher.stale_minutes=7.5"]
     gpus = ["resources.every.gpu_type=a100", "resources.every.gpus=1", "model.device=cpu"]
@@ -94,6 +94,7 @@ def test_arrays_wait_for_what_they_need(tmp_path: Path, counting: Mapping[str, s
     assert "--mem=" not in written["evaluate"] + written["statistics"]
     asked = {kind: re.findall(r"--gp\S+|--gres\S+", script) for kind, script in written.items()}
     assert sorted(asked["evaluate"]) == ["--gpus-per-node=a100:1", "--gres=nvme:1"]
+    assert "None" not in written["plan"] and "hold" not in written["plan"]
     assert (asked["statistics"], asked["plan"], asked["record"]) == (["--gres=gpu:h100:1"], ["--gres=nvme:1"], [])
     job = DelayedSubmission.load(next(tmp_path.glob("cache/moe_lab/jobs/*/1_submitted.pkl")))
     assert job.function.launcher.stale_minutes == 7.5

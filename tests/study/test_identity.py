@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
+import choices
 import pytest
 from example_steps import Example, cell_of, evaluated, step_of
 
@@ -182,6 +183,10 @@ def test_a_login_node_names_the_device_that_its_jobs_ask_for(monkeypatch: pytest
     one, none = config.JobConfig(gpus=1), config.JobConfig(gpus=0)
     assert device(small, models={"m": one}) == device(unknown, models={"m": one}) == "cuda"
     assert device(unknown, models={"big": none}) == device(unknown, every=none) == "cpu"
+    large = choices.choose(config.ModelConfig, "model", "olmoe_1b_7b")
+    assert (device(large), device(large, gpu_memory=12), device(small, every=config.JobConfig(gpus=2))) == (
+        *("cuda", "balanced", "balanced"),
+    )
     assert resolved(unknown, config.Config(launcher=slurm)).dtype == "auto", "the precision of the files"
 
 

@@ -42,6 +42,17 @@ def is_for_gpus(option: str, value: Any) -> bool:
     return option in ("gpus", "gpus-per-task", "gpus-per-socket")
 
 
+def options(sbatch: Mapping[str, Any], on_gpus: bool) -> dict[str, Any]:
+    """The options of sbatch that a job is given: without those that are null or false, and those about GPUs in one that
+    needs none."""
+    given = {name: value for name, value in sbatch.items() if value is not None and value is not False}
+    if on_gpus:
+        return given
+    others = [part for part in str(given.pop("gres", "")).split(",") if part and not is_for_gpus("gres", part)]
+    kept = {name: value for name, value in given.items() if not is_for_gpus(name, value) and name != "mem-per-gpu"}
+    return {**kept, **({"gres": ",".join(others)} if others else {})}
+
+
 @dataclass(frozen=True)
 class Array:
     """Jobs of one kind with the same resources, submitted together; each is a list of steps."""
@@ -135,7 +146,7 @@ def resources(
     if count is None:
         count = max(gpus(memory, settings.gpu_memory) for memory in memories)
         too_large = [memory for memory in memories if not memory.fits(count, settings.gpu_memory)]
-        if about and too_large and not any(starmap(is_for_gpus, asked["sbatch"].items())):
+        if about and count > 1 and too_large and not any(starmap(is_for_gpus, asked["sbatch"].items())):
             raise UserError(
                 f"{steps[0].kind} of model={about.name} needs about {too_large[0].bytes / GIB:.0f} GiB, and is divided "
                 f"among at most {count} GPUs of resources.gpu_memory={settings.gpu_memory:g} GiB: expected "

@@ -17,7 +17,7 @@ from submitit.helpers import DelayedSubmission
 from moe_lab.config import LauncherConfig
 from moe_lab.errors import UserError
 from moe_lab.results import DIGITS
-from moe_lab.study.claims import own_job
+from moe_lab.study.claims import own_job, restarts
 from moe_lab.study.record import Study
 from moe_lab.study.runs import Run, runs
 from moe_lab.study.schedule import Schedule, StepError, Worker, say_notices, watch, work
@@ -50,7 +50,7 @@ class Pack:
 
     def __call__(self) -> dict[str, int]:
         """Do the steps that are missing. A failed step leaves its error in the store, and the others go on."""
-        signal.signal(signal.SIGTERM, _leave)
+        signal.signal(signal.SIGTERM, self.leave)
         store = self.worker.store
         store.check_there()  # a node that does not see the store must not create a new one
         store.create()
@@ -61,6 +61,20 @@ class Pack:
                 work(schedule, store, execute)
         say_notices(store)
         return {"done": len(schedule.finished), "failed": len(schedule.failed), "skipped": len(schedule.skipped)}
+
+    def leave(self, _: int, __: FrameType | None) -> None:
+        """Handle SIGTERM. A job that Slurm still lists as running is being preempted: it is requeued, as when its time
+        is up; so is one that cannot tell, in an image without scontrol. One that Slurm requeues itself saves. A
+        cancelled job exits at once. Claims are released."""
+        told: dict[str, str] = {}
+        with suppress(UserError):
+            told = scheduler.fate(str(own_job()), limit=5.0)
+        if told.get("JobState", "RUNNING") == "RUNNING":
+            os.kill(os.getpid(), signal.SIGUSR2)
+            return
+        if int(told.get("Restarts", "0")) > restarts():
+            self.worker.end(SAVING)
+        sys.exit(128 + signal.SIGTERM)
 
     def checkpoint(self) -> DelayedSubmission | None:
         """The job to requeue when this one must stop; it resumes from what the steps have saved in the store, which a
@@ -89,16 +103,6 @@ def _absent(schedule: Schedule, store: Store) -> list[Step]:
 def _hopeless(step: Step, store: Store) -> bool:
     """Whether a step, or one that it needs, has failed."""
     return store.error(step.id) is not None or any(_hopeless(needed, store) for needed in step.needs)
-
-
-def _leave(_: int, __: FrameType | None) -> None:
-    """Handle SIGTERM. A job that Slurm still lists as running is being preempted: it is requeued, as when its time is
-    up. A cancelled job exits at once, which releases its claims. One that cannot tell, in an image without scontrol,
-    saves as if it were preempted."""
-    with suppress(UserError):
-        if scheduler.fate(str(own_job())) not in ("RUNNING", ""):
-            sys.exit(128 + signal.SIGTERM)
-    os.kill(os.getpid(), signal.SIGUSR2)
 
 
 @dataclass(frozen=True)

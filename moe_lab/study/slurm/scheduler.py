@@ -106,12 +106,11 @@ def cancel(jobs: Iterable[str]) -> None:
         _run("scancel", *ids[start : start + AT_ONCE])
 
 
-def fate(job: str) -> str:
-    """Slurm's state of a job, also after its end while Slurm remembers it (MinJobAge, five minutes by default); else
-    ""."""
-    done = _run("scontrol", "--oneliner", "show", "job", job)
-    words = dict(word.split("=", 1) for word in done.stdout.split() if "=" in word)
-    return words.get("JobState", "")
+def fate(job: str, limit: float | None = None) -> dict[str, str]:
+    """What Slurm says of a job, such as its JobState, also after its end while it remembers it (MinJobAge, five minutes
+    by default). `limit`: seconds in which it must answer."""
+    done = _run("scontrol", "--oneliner", "show", "job", job, limit=limit)
+    return dict(word.split("=", 1) for word in done.stdout.split() if "=" in word)
 
 
 def ask(*command: str) -> str:
@@ -122,16 +121,16 @@ def ask(*command: str) -> str:
     return done.stdout
 
 
-def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    """Run a Slurm command. Raises UserError when it cannot be started, and when it takes longer than LIMIT."""
-    why = f"there is no {command[0]} here"
+def _run(*command: str, limit: float | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a Slurm command. Raises UserError when it cannot be started or takes longer than `limit`, else LIMIT."""
+    why, limit = f"there is no {command[0]} here", limit or LIMIT
     if (program := shutil.which(command[0])) is not None:
         words = [program, *command[1:]]
         try:
             # By its path: where PATH has a folder that may not be read, a search ends with that folder's error.
-            return subprocess.run(words, capture_output=True, errors="replace", env=environment(), timeout=LIMIT)
+            return subprocess.run(words, capture_output=True, errors="replace", env=environment(), timeout=limit)
         except subprocess.TimeoutExpired:
-            raise UserError(f"launcher=slurm: {command[0]} has not answered for {LIMIT} s") from None
+            raise UserError(f"launcher=slurm: {command[0]} has not answered for {limit:g} s") from None
         except OSError as error:
             why = f"{command[0]} cannot be started ({error.strerror})"
     raise UserError(f"launcher=slurm: {why}: start this on a machine that submits jobs, or use launcher=local")

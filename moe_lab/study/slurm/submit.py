@@ -30,7 +30,7 @@ from moe_lab.study.record import Study
 from moe_lab.study.runs import RECORD, Run, Submitted, runs
 from moe_lab.study.schedule import Schedule, say
 from moe_lab.study.slurm import scheduler
-from moe_lab.study.slurm.arrays import Array, arrange, configured, is_for_gpus, resources
+from moe_lab.study.slurm.arrays import Array, arrange, configured, is_for_gpus, options, resources
 from moe_lab.study.slurm.pack import Pack, Record
 from moe_lab.study.slurm.scheduler import Queued
 from moe_lab.study.step import NOTED, Step, code_state, digest, unmerged
@@ -147,11 +147,7 @@ class Submission:
             self.run.logs, max_num_timeout=settings.max_requeues, python=f"{python} {shlex.quote(str(self.starter))}"
         )
         dependency = {"dependency": f"{condition}:{':'.join(after)}"} if after else {}
-        own = {
-            name: value
-            for name, value in asks["sbatch"].items()
-            if asks["gpus"] or not (is_for_gpus(name, value) or name == "mem-per-gpu")
-        }
+        own = options(asks["sbatch"], asks["gpus"] > 0)
         more = {"kill-on-invalid-dep": "yes", "requeue": True, **dependency, **own}
         optional = {"partition": asks["partition"]} if asks["partition"] else {}
         if asks["memory"] and not any(name.startswith("mem-per-") for name in more):
@@ -169,11 +165,11 @@ class Submission:
             **optional,
         )
         try:
-            with scheduler.submitting([*optional, *asks["sbatch"]]):
+            with scheduler.submitting([*optional, *own]):
                 ids = [job.job_id for job in executor.submit_array(what)]
         except (FailedJobError, FailedSubmissionError) as error:
-            options, words = {**asks, **asks["sbatch"], "sbatch": None}, " ".join(str(error).split())
-            asked = " ".join(f"{name}={value}" for name, value in options.items() if value not in (None, []))
+            every, words = {**asks, **own, "sbatch": None}, " ".join(str(error).split())
+            asked = " ".join(f"{name}={value}" for name, value in every.items() if value not in (None, []))
             raise UserError(
                 f"sbatch says of {kind} jobs: {words}; they ask for {asked}; {scheduler.advice(words, kind)}"
             ) from None

@@ -18,7 +18,7 @@ from moe_lab.study.estimates import device_here
 from moe_lab.study.step import Step, once
 from moe_lab.study.steps.files import Files, engine, loaded, read_text, skeleton
 from moe_lab.study.steps.passes import Arithmetic, Facts, OnText
-from moe_lab.study.steps.recovery import Pruned, Storage
+from moe_lab.study.steps.recovery import AboutPruned, Pruned, Storage
 
 
 @once
@@ -38,7 +38,7 @@ class Routing(OnText):
     streams = True
 
 
-class Cost(Step):
+class Cost(AboutPruned, Step):
     """Parameters, storage, and the FLOPs of a token in a row as long as those of a text. The model is run on the text
     only where experts of one layer may differ in width, since FLOPs then depend on routing."""
 
@@ -73,13 +73,6 @@ class Cost(Step):
             arithmetic=pruned.loaded.arithmetic if routed else None,
             pruned=pruned,
         )
-
-    def label(self) -> str:
-        return self.pruned.recovered_label
-
-    @property
-    def about(self) -> ModelConfig:
-        return self.pruned.model
 
     @property
     def runs_model(self) -> bool:

@@ -24,7 +24,7 @@ from moe_lab.results import CONTAMINATION
 from moe_lab.study.step import BASE, Step, once
 from moe_lab.study.steps.files import Files
 from moe_lab.study.steps.passes import Facts, loaded_as
-from moe_lab.study.steps.recovery import Export, Pruned, export_of, forget_models
+from moe_lab.study.steps.recovery import AboutPruned, Export, Pruned, export_of, forget_models
 
 if TYPE_CHECKING:
     from moe_lab.evaluation.engines import Engine
@@ -122,7 +122,7 @@ class Grades(OnBenchmark):
         yield suite.lacking, self.benchmark, self.policy
 
 
-class AsksModel(OnBenchmark):
+class AsksModel(AboutPruned, OnBenchmark):
     """A step that asks a pruned model the questions of a benchmark."""
 
     loads = "model"
@@ -138,11 +138,7 @@ class AsksModel(OnBenchmark):
             yield engines.check_installed, self.backend
 
     def label(self) -> str:
-        return f"{self.pruned.recovered_label}-{self.benchmark.name}"
-
-    @property
-    def about(self) -> ModelConfig:
-        return self.pruned.model
+        return f"{super().label()}-{self.benchmark.name}"
 
     def units(self) -> float:
         """Tokens that are read and written, about."""

@@ -254,7 +254,20 @@ def forget_models() -> None:
     release_memory()
 
 
-class Export(Step):
+class AboutPruned:
+    """A step about a pruned model, which is its field of that name."""
+
+    pruned: Pruned
+
+    def label(self) -> str:
+        return self.pruned.recovered_label
+
+    @property
+    def about(self) -> ModelConfig:
+        return self.pruned.model
+
+
+class Export(AboutPruned, Step):
     """The pruned model as a checkpoint, with its recovery, quantised if `export.format` says so. A model whose weights
     are not changed is compared with the masked model if `verify` is set."""
 
@@ -276,13 +289,6 @@ class Export(Step):
             from moe_lab.pruning.export import gguf
 
             yield gguf.converter, self.shape
-
-    def label(self) -> str:
-        return self.pruned.recovered_label
-
-    @property
-    def about(self) -> ModelConfig:
-        return self.pruned.model
 
     def work(self, files: Files) -> None:
         """Write the checkpoint in stages: pruned, with changed weights, converted. Each is made from the one before;
