@@ -141,8 +141,7 @@ class Cluster:
 
     def arrays(self, store: Path) -> set[str]:
         """All jobs that were ever submitted for the studies in a store; of an array, its own id."""
-        files = store.glob("runs/*/*/jobs.json")
-        return {row["job"]["array"] for file in files for row in json.loads(file.read_text())}
+        return {row["job"]["array"] for run in store.glob("runs/*/*/jobs.json") for row in json.loads(run.read_text())}
 
     def is_idle(self) -> bool:
         """Whether the node is there and nothing runs on it."""

@@ -209,6 +209,18 @@ def test_parts_of_a_pass_are_jobs_and_give_the_plan_of_one_process(
     assert again.returncode == 0 and ran(store) == Counter({**ran(store), **passes}), again.stderr
 
 
+def test_a_pass_is_saved_when_its_job_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
+    text, store = tmp_path / "text.txt", tmp_path / "store"
+    text.write_text("Anna has a dog. The dog sleeps in the barn at night.\n\n" * 40_000)
+    words = ["criterion=man", "suite.benchmarks=[]", "calibration=text", f"calibration.path={text}"]
+    done = moe_lab(store, *words, "calibration.tokens=262144", "calibration.batch_size=1", *SLURM)
+    until(lambda: list(store.glob("partial/*/progress.json")), LONG, "the pass does not begin")
+    cluster.ask("scontrol", "requeue", jobs(done.stdout)["statistics"])
+    until(lambda: list(store.glob("partial/*/checkpoint.safetensors")), LONG, "nothing is saved")
+    cluster.ask("scancel", *jobs(done.stdout).values())
+    cluster.wait_for_the_end(store)
+
+
 def test_jobs_of_a_study_that_is_started_inside_a_job_are_its_own(cluster: Cluster, tmp_path: Path) -> None:
     """What the job around it was asked for, which SLURM_* say, is not what they are."""
     words = ["salloc", "--mem-per-cpu=500M", *command(tmp_path / "store", *DRAWN, *SLURM, "wait=true")]

@@ -251,12 +251,7 @@ def test_a_step_that_is_packed_meanwhile_is_listed(listed: Any, store: Store, mo
     """By another process, which finds the store by another path here."""
     steps, refresh = publish(store, range(3)), store.packs.refresh
     (path := store.root.with_name("link")).symlink_to(store.root)
-
-    def packed_meanwhile() -> None:
-        refresh()
-        Packing(Store(path).create()).pack()
-
-    monkeypatch.setattr(store.packs, "refresh", packed_meanwhile)
+    monkeypatch.setattr(store.packs, "refresh", lambda: (refresh(), Packing(Store(path).create()).pack()))
     assert {name[:DIGITS] for name in listed(store, steps)} == {step.id[:DIGITS] for step in steps}
 
 
