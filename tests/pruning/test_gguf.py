@@ -98,9 +98,9 @@ def test_what_cannot_be_converted_leaves_nothing(
     assert not any((tmp_path / "scratch").iterdir()) and not (tmp_path / "partial").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_a_conversion_that_was_stopped_goes_on_from_the_written_weights(
-    number: signal.Signals, ask: Callable[..., Any], fake: Callable[[str], Path], tmp_path: Path
+@pytest.mark.parametrize(("number", "mode"), [(signal.SIGKILL, 0o2775), (signal.SIGINT, 0o755)])
+def test_a_conversion_that_was_stopped_goes_on_from_the_written_weights_unless_others_may_write_there(
+    number: signal.Signals, mode: int, ask: Callable[..., Any], fake: Callable[[str], Path], tmp_path: Path
 ) -> None:
     asked = ask(WAITS)
     file, out = tmp_path / "work.pkl", tmp_path / "scratch" / "checkpoint"
@@ -118,11 +118,13 @@ def test_a_conversion_that_was_stopped_goes_on_from_the_written_weights(
     assert not out.exists()
     written = tmp_path / "partial" / "natural" / "model.safetensors"
     before = written.stat()
+    (tmp_path / "partial").chmod(mode)
     shutil.rmtree(tmp_path / "scratch")  # as the store does
     (tmp_path / "scratch").mkdir()
     fake(WRITES)
     perform(*asked)
-    assert (written.stat().st_ino, written.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    same = (written.stat().st_ino, written.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert same == (mode == 0o755)
     assert (out / "model.gguf").read_bytes() == (out / "config.json").read_bytes()
     others = {"README.md", "config.json", "generation_config.json", "plan.json", "tokenizer.json"}
     assert {file.name for file in out.iterdir()} == {*others, "model.gguf", "tokenizer_config.json"}

@@ -167,8 +167,11 @@ def _write(
         if len(open_rows) <= LEFT * len(rows):
             kept = torch.tensor([rows.index(row) for row in open_rows], device=input_ids.device)
             inputs["past_key_values"].reorder_cache(kept)
-            input_ids, inputs = input_ids[kept], _of_rows(kept, inputs, len(input_ids))
-            rows = open_rows
+            inputs = {  # the cache stays the same object
+                name: value[kept] if torch.is_tensor(value) and value.dim() > 1 and len(value) == len(rows) else value
+                for name, value in inputs.items()
+            }
+            input_ids, rows = input_ids[kept], open_rows
         prepared = model.prepare_inputs_for_generation(
             input_ids, next_sequence_length=1, is_first_iteration=False, **inputs
         )
@@ -262,11 +265,3 @@ def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
     """The likeliest tokens (n) by logits (n, V), and their logits. A logit that is NaN counts as the largest."""
     tokens = logits.float().argmax(-1)
     return tokens, logits.gather(-1, tokens[:, None])[:, 0].tolist()
-
-
-def _of_rows(rows: torch.Tensor, inputs: dict[str, Any], size: int) -> dict[str, Any]:
-    """Arguments of the model for some rows of a batch of `size`; the cache is the same object."""
-    return {
-        name: value[rows] if isinstance(value, torch.Tensor) and value.dim() > 1 and len(value) == size else value
-        for name, value in inputs.items()
-    }

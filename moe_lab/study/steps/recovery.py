@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from moe_lab.study.steps.plans import Asked, MakesPlan, drops_whole_experts
 DISTILLED = 4
 """fp32 tensors of the size of a batch's logits that a distillation holds at once, besides the logits; measured."""
 NO_RECOVERY = RecoveryConfig()
+SHARED = stat.S_ISGID | stat.S_IWGRP  # as `Store.create` finds it
 
 
 def plan_of(cell: Cell) -> Any:
@@ -292,7 +294,7 @@ class Export(AboutPruned, Step):
 
     def work(self, files: Files) -> None:
         """Write the checkpoint in stages: pruned, with changed weights, converted. Each is made from the one before;
-        all but the last are in the folder of partial results, and are not made again."""
+        all but the last are in the folder of partial results, and are not made again but in a store of a group."""
         from moe_lab.models.files import local_folder
         from moe_lab.pruning.export import export as write
 
@@ -303,6 +305,9 @@ class Export(AboutPruned, Step):
             from moe_lab.recovery.export import check_widths
 
             check_widths(source, plan, self._evaluated_dtype(source))
+        if files.partial.exists() and files.partial.stat().st_mode & SHARED == SHARED:  # code there would be run
+            for left in files.partial.glob("*/"):
+                shutil.rmtree(left)
         natural = files.partial / "natural" if is_rewritten or is_converted else out
         if not natural.exists():
             write(source, plan, natural, shape=shape)
