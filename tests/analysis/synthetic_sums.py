@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from synthetic import record_path, write_json
 from synthetic_plans import EXPERTS, LAYERS, WIDTH, channel_masks, rng
 
 from moe_lab import results
 from moe_lab.study.steps import tables
-from moe_lab.study.steps.files import write_table
 
 SILENT = 7
 """The expert that no token reaches."""
@@ -72,8 +72,9 @@ def add(root: Path, study: str, ablated: str) -> None:
             continue
         model, statistics, scored = {"model": entry["model"]}, entry["statistics"], entry["scores"]
         _step(root, statistics, model, 2.5, 300, "experts", results.EXPERTS, tables.experts(sums()))
-        write_table(root / statistics / "layers.parquet", results.LOSSES, tables.losses(sums()))
-        write_table(root / statistics / "entropy.parquet", results.ENTROPIES, tables.entropies(sums()))
+        place = root / statistics
+        pd.DataFrame(tables.losses(sums()), columns=results.LOSSES).to_parquet(place / "layers.parquet")
+        pd.DataFrame(tables.entropies(sums()), columns=results.ENTROPIES).to_parquet(place / "entropy.parquet")
         inputs = {**model, "statistics": statistics}
         curves = tables.concentration(layers)
         _step(root, scored, inputs, 0.25, 200, "expert_concentration", results.CONCENTRATION, curves)
@@ -94,6 +95,6 @@ def _step(
 ) -> None:
     """Write a step with one table, the machine and the time that it took."""
     (root / folder).mkdir(parents=True, exist_ok=True)
-    write_table(root / folder / f"{name}.parquet", columns, rows)
+    pd.DataFrame(rows, columns=columns).to_parquet(root / folder / f"{name}.parquet")
     about = {"seconds": seconds, "peak_memory_bytes": mebibytes * MIB, "machine": "imagined, 2 cores"}
     write_json(root / folder / "step.json", {"files": {}, "inputs": inputs, "provenance": about})
