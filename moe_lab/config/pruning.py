@@ -275,7 +275,6 @@ class AllocationConfig(Group):
 
 Module = Literal["experts", "shared_experts", "attention"]
 """What bits=4 can quantise; routers, embeddings and lm_head never are."""
-QUANTISABLE: tuple[str, ...] = get_args(Module)
 TEXTS = ("instructions", "distill", "fit")
 """Settings that name the text of a recovery."""
 OF_ADAPTERS = ("rank", "learning_rate", "router_rank", "dropout")

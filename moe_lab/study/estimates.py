@@ -54,18 +54,18 @@ def resolved(model: ModelConfig, config: Config) -> ModelConfig:
 def _auto_gpus(model: ModelConfig, config: Config) -> int:
     """GPUs that device=auto stands for: as many as hold the weights, of those that are here; in jobs, what is set."""
     if config.launcher.name != "slurm":
-        return min(_weights_need(model, config) or 1, len(visible_gpus()) or 1) if has_gpu() else 0
+        return min(_weights_need(model, config), len(visible_gpus()) or 1) if has_gpu() else 0
     jobs, every, size = config.resources.models.get(model.name), config.resources.every, size_of(model)
     asked = every.gpus if jobs is None or jobs.gpus is None else jobs.gpus
-    if asked is None:
-        asked = (_weights_need(model, config) or 1) if size is None or on_gpu(model, size) else 0
-    return asked
+    if asked is not None:
+        return asked
+    return _weights_need(model, config) if size is None or on_gpu(model, size) else 0
 
 
 def _weights_need(model: ModelConfig, config: Config) -> int:
-    """GPUs that hold the weights of a model; 0 where its size is not known."""
+    """GPUs that hold the weights of a model; 1 where its size is not known."""
     size = size_of(model)
-    return gpus(Memory(ROOM * size.bytes, on_gpu=True), config.resources.gpu_memory) if size else 0
+    return gpus(Memory(ROOM * size.bytes, on_gpu=True), config.resources.gpu_memory) if size else 1
 
 
 def divided(text: CalibrationConfig, model: ModelConfig, config: Config) -> CalibrationConfig:

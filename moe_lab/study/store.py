@@ -42,6 +42,8 @@ FOLDER = re.compile(rf"[^.].*-([0-9a-f]{{{DIGITS}}})")
 """Name of the folder of a finished step, with or without its kind."""
 SAMPLE = 200
 """Steps of a kind in packs from whose times those of others are estimated."""
+SHARED = stat.S_ISGID | stat.S_IWGRP
+"""Bits of the mode of a folder in which everybody of a group may write, and whose content is of the group."""
 TICK = 2
 """Seconds between two modification times on the file systems with the coarsest clocks."""
 NANO = 10**9
@@ -88,7 +90,7 @@ class Store:
         self.notices.clear()  # damage was only reported so far; from now on it is set aside and reported again
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            if (mode := self.root.stat().st_mode) & stat.S_ISGID and mode & stat.S_IWGRP:
+            if self.root.stat().st_mode & SHARED == SHARED:
                 os.umask(0o002)  # of a group, of which everybody goes on with what others have begun
             self._check_marker()
             if not (self.root / MARKER).exists():

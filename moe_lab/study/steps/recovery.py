@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,11 +23,11 @@ from moe_lab.study.step import BASE, KINDS, Parts, Step
 from moe_lab.study.steps.files import Files, forget_loaded, loaded
 from moe_lab.study.steps.passes import Facts, Loaded, OnText, loaded_as
 from moe_lab.study.steps.plans import Asked, MakesPlan, drops_whole_experts
+from moe_lab.study.store import SHARED
 
 DISTILLED = 4
 """fp32 tensors of the size of a batch's logits that a distillation holds at once, besides the logits; measured."""
 NO_RECOVERY = RecoveryConfig()
-SHARED = stat.S_ISGID | stat.S_IWGRP  # as `Store.create` finds it
 
 
 def plan_of(cell: Cell) -> Any:
