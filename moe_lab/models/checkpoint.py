@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,14 @@ class Checkpoint:
     metadata: dict[str, dict[str, str]]
     """Shard -> the metadata of its header."""
     tensors: dict[str, Entry]
+
+    def slices(self, names: Iterable[str], files: ExitStack) -> dict[str, Any]:
+        """Name -> slice of each tensor, for torch; its bytes are read when it is used, until `files` is closed."""
+        shards = {name: self.tensors[name].shard for name in names}
+        opened: dict[str, Any] = {}
+        for shard in set(shards.values()):
+            opened[shard] = files.enter_context(safe_open(self.folder / shard, framework="pt"))
+        return {name: opened[shard].get_slice(name) for name, shard in shards.items()}
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:

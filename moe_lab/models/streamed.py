@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from moe_lab.config import ModelConfig
@@ -158,7 +157,7 @@ class StreamedModel:
         # then conversion reads the system's cache, and the disk is free for the next layer; errors occur there again
         wait([self._pending.pop(number)])
         with ExitStack() as files, quiet():
-            tensors = self._slices(number, files)
+            tensors = self.checkpoint.slices(self._names(number), files)
             mismatched = load_tensors(self.model, tensors, dtype=self.dtype, device=self.device)
         check_shapes(self.checkpoint.folder, mismatched)
         if number == REST:
@@ -180,17 +179,6 @@ class StreamedModel:
             entries = [self.checkpoint.tensors[name] for name in self._names(number)]
             ranges = [(self.checkpoint.folder / entry.shard, entry.start, entry.size) for entry in entries]
             self._pending[number] = self._reader.submit(_read_ranges, sorted(ranges))
-
-    def _slices(self, number: int, files: ExitStack) -> dict[str, Any]:
-        """Name -> slice of each tensor of a layer; its bytes are read when it is converted."""
-        opened: dict[str, Any] = {}
-        slices = {}
-        for name in self._names(number):
-            shard = self.checkpoint.tensors[name].shard
-            if shard not in opened:
-                opened[shard] = files.enter_context(safe_open(self.checkpoint.folder / shard, framework="pt"))
-            slices[name] = opened[shard].get_slice(name)
-        return slices
 
 
 def _read_ranges(ranges: Sequence[tuple[Path, int, int]]) -> None:

@@ -87,11 +87,9 @@ def expert_weights(checkpoint: Checkpoint, device: str = "cpu") -> Iterator[tupl
         with safe_open(checkpoint.folder / shard, framework="pt", device=device) as file:
             for name in names:
                 place, weights = places[name], file.get_tensor(name)
-                if place.expert is not None:
-                    yield name, place, place.expert, weights
-                else:
-                    for expert, part in enumerate(weights):
-                        yield name, place, expert, part
+                parts = enumerate(weights) if place.expert is None else [(place.expert, weights)]
+                for expert, part in parts:
+                    yield name, place, expert, part
 
 
 def projections(checkpoint: Checkpoint) -> dict[str, Place]:
@@ -142,15 +140,11 @@ def compare_experts(folder: Path | str, *, device: str = "cpu") -> Statistics:
 def _blocks(checkpoint: Checkpoint, layer: int, names: Sequence[str], device: str) -> Iterator[torch.Tensor]:
     """(E, weights) fp64 of one projection of a layer, block by block of its rows. `names`: the tensors of all experts
     in their order, or the one that has them all (E, rows, columns)."""
-    entries = {name: checkpoint.tensors[name] for name in names}
-    *stacked, rows, columns = entries[names[0]].shape
+    *stacked, rows, columns = checkpoint.tensors[names[0]].shape
     experts = stacked[0] if stacked else len(names)
     step = max(1, BLOCK // (experts * columns))
-    with ExitStack() as stack:
-        files = {}
-        for shard in {entry.shard for entry in entries.values()}:
-            files[shard] = stack.enter_context(safe_open(checkpoint.folder / shard, framework="pt"))
-        slices = [files[entry.shard].get_slice(name) for name, entry in entries.items()]
+    with ExitStack() as files:
+        slices = list(checkpoint.slices(names, files).values())
         for first in range(0, rows, step):
             part = slice(first, first + step)
             read = slices[0][:, part] if stacked else torch.stack([one[part] for one in slices])
