@@ -95,6 +95,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def read_json_if_there(path: Path) -> dict[str, Any]:
+    """As `read_json`; empty when the file is missing."""
+    return read_json(path) if path.is_file() else {}
+
+
 def bits_of(dtype: str) -> int:
     """Bits of a number of a type by its name in safetensors, such as BF16 or F8_E4M3."""
     number = re.search(r"\d+", dtype)

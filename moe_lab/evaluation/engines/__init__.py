@@ -4,7 +4,6 @@ server (`server.py`). `answers.py` is what asks them. No torch and no openai, fo
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -23,6 +22,7 @@ from moe_lab.config.base import identity
 from moe_lab.errors import UserError, mask, user_errors
 from moe_lab.evaluation.harness import HARNESSES, check_has, interpreter
 from moe_lab.models import eos_tokens
+from moe_lab.models.checkpoint import read_json_if_there
 from moe_lab.models.config_json import check_trained_top_k, config_of
 from moe_lab.models.families import PORTS
 
@@ -140,12 +140,9 @@ def written(tokenizer: Any, before: Sequence[int], after: Sequence[int], most: i
 
 def end_tokens(checkpoint: Path, tokenizer: Any) -> list[int]:
     """The tokens that end a text: those of the checkpoint's generation settings, and the tokenizer's."""
-    for file in ("generation_config.json", "config.json"):
-        path = checkpoint / file
-        configured = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
-        if configured is not None:
-            break
-    return eos_tokens(configured, tokenizer)
+    files = (checkpoint / name for name in ("generation_config.json", "config.json"))
+    first, second = (read_json_if_there(file).get("eos_token_id") for file in files)
+    return eos_tokens(second if first is None else first, tokenizer)
 
 
 def check_finite(number: float, name: str) -> None:

@@ -34,6 +34,7 @@ from moe_lab.evaluation.engines import (
     search_path,
     special_marks,
 )
+from moe_lab.models.checkpoint import read_json, read_json_if_there
 from moe_lab.paths import caches
 from moe_lab.start import command
 
@@ -172,7 +173,7 @@ def serving(checkpoint: Path, backend: BackendConfig, model: ModelConfig, name: 
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=model.trust_remote_code)
-    config = _json(checkpoint / "config.json")
+    config = read_json(checkpoint / "config.json")
     max_length = (config.get("text_config") or config).get("max_position_embeddings")
     with tempfile.TemporaryDirectory(prefix="moe_lab-server-") as scratch:
         view = Path(scratch, "checkpoint")
@@ -190,9 +191,10 @@ def make_view(checkpoint: Path, view: Path, tokenizer: Any) -> None:
     """Make a folder with links to the checkpoint's files and its own, neutral settings of generation and decoding."""
     ends = end_tokens(checkpoint, tokenizer)  # as `LoadedModel` has them
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends[0]
+    tokenization = read_json_if_there(checkpoint / "tokenizer_config.json")
     changed = {
         "generation_config.json": {"do_sample": False, "eos_token_id": ends, "pad_token_id": padding},
-        "tokenizer_config.json": {**_json(checkpoint / "tokenizer_config.json"), "clean_up_tokenization_spaces": False},
+        "tokenizer_config.json": {**tokenization, "clean_up_tokenization_spaces": False},
     }
     view.mkdir()
     for file_name, content in changed.items():
@@ -200,11 +202,6 @@ def make_view(checkpoint: Path, view: Path, tokenizer: Any) -> None:
     for file in checkpoint.iterdir():
         if file.name not in changed:
             (view / file.name).symlink_to(file.resolve())
-
-
-def _json(file: Path) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return document
 
 
 def started(line: Sequence[str]) -> Child:

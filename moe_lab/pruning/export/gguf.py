@@ -9,7 +9,7 @@ from pathlib import Path
 from moe_lab.child_process import Child, Ended, Refused
 from moe_lab.config import ExportConfig
 from moe_lab.errors import Unavailable, UserError, mask
-from moe_lab.models.checkpoint import open_checkpoint, read_json
+from moe_lab.models.checkpoint import open_checkpoint, read_json, read_json_if_there
 from moe_lab.models.config_json import LAYERS_FIELD
 from moe_lab.models.families import DISK_ROUTER_WEIGHTS
 from moe_lab.pruning.export.card import with_section
@@ -75,8 +75,7 @@ def convert(checkpoint: Path, out: Path, path: Path, name: str) -> Path:
 
 def pre_tokenizer(folder: Path) -> str | None:
     """llama.cpp's name for the pre-tokenizer of tokenizer.json in `folder`; None where none of PRE_TOKENIZERS is it."""
-    file = folder / "tokenizer.json"
-    described = read_json(file) if file.is_file() else {}
+    described = read_json_if_there(folder / "tokenizer.json")
     model, steps = described.get("model") or {}, described.get("pre_tokenizer") or {}
     if model.get("type") != "BPE" or described.get("normalizer") or model.get("ignore_merges"):
         return None
