@@ -189,7 +189,7 @@ def test_what_is_served_prefers_nothing(subject: LoadedModel, tmp_path: Path) ->
     assert read(view / "tokenizer_config.json")["clean_up_tokenization_spaces"] is False
     (own / "generation_config.json").unlink()
     servers.make_view(own, tmp_path / "second", subject.tokenizer)
-    assert read(tmp_path / "second/generation_config.json")["eos_token_id"] == subject.end_tokens
+    assert read(tmp_path / "second/generation_config.json")["eos_token_id"] == subject.ends
 
 
 def read(file: Path) -> Any:

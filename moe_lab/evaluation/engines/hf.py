@@ -39,21 +39,16 @@ class LoadedModel(Engine):
 
     def __post_init__(self) -> None:
         self.max_length = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-
-    @property
-    def end_tokens(self) -> list[int]:
-        """The tokens that end a text."""
-        return eos_tokens(self.model.generation_config.eos_token_id, self.tokenizer)
+        self.ends = eos_tokens(self.model.generation_config.eos_token_id, self.tokenizer)
 
     def generate(self, prompts: Sequence[Prompt], writing: Writing) -> list[Written]:
         """As `Engine.generate`, in one batch, padded on the left."""
-        ends = self.end_tokens
-        padding = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else ends[0]
+        padding = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.ends[0]
         tokens = [prompt.tokens for prompt in prompts]
         answers = [_after(prompt) for prompt in prompts]
-        batch = Batch(tokens, answers, writing, frozenset(ends), padding, self.tokenizer)
+        batch = Batch(tokens, answers, writing, frozenset(self.ends), padding, self.tokenizer)
         return [
-            replace(written(self.tokenizer, prompt, text.tokens, writing.most, ends), likelihood=text.likelihood)
+            replace(written(self.tokenizer, prompt, text.tokens, writing.most, self.ends), likelihood=text.likelihood)
             for prompt, text in zip(tokens, greedy(self.model, batch), strict=True)
         ]
 
