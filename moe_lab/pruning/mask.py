@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -56,22 +57,17 @@ def sliced_router(layer: MoELayer, kept: Sequence[int]) -> Iterator[dict[int, to
     positions in `kept`. Yields the id of each whole tensor -> its slice, for blocks that pass biases to their router.
     """
     check_in_memory(layer)
-    ids = torch.tensor(kept)
-    wholes = [(part, part.tensor) for part in layer.routing]
-    slices = {id(whole): rows_of(whole, part.axis, ids) for part, whole in wholes}
-    modules = [*layer.router.modules()]
-    counts = [(module, name) for module in modules for name in count_attributes(module, layer.n_experts)]
-    try:
-        for part, whole in wholes:
+    ids, slices = torch.tensor(kept), {}
+    with ExitStack() as undo:
+        for part in layer.routing:
+            whole = part.tensor
+            slices[id(whole)] = rows_of(whole, part.axis, ids)
+            undo.callback(replace_tensor, part.module, part.name, whole)
             replace_tensor(part.module, part.name, slices[id(whole)])
-        for module, name in counts:
-            setattr(module, name, len(kept))
+        for module in layer.router.modules():
+            for name in count_attributes(module, layer.n_experts):
+                undo.enter_context(patch.object(module, name, len(kept)))
         yield slices
-    finally:
-        for part, whole in wholes:
-            replace_tensor(part.module, part.name, whole)
-        for module, name in counts:
-            setattr(module, name, layer.n_experts)
 
 
 def _keep(layer: MoELayer, kept: tuple[int, ...], undo: ExitStack) -> None:
