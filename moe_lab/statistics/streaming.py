@@ -202,29 +202,26 @@ class LayerPass:
                     self.states.put(number + 1, index, output)
             return _sums(observer)
 
-    def observer(self, number: int, tap: type[Tap] | None) -> AbstractContextManager[Observer | None]:
-        """Observe the layer by `tap` while open, if it has routed experts."""
-        if tap is None or number not in self.streamed.moe:
-            return nullcontext()
-        return Observer(self.streamed.model, tap, layers=[self.streamed.moe[number]])
+    def observer(self, number: int, tap: type[Tap] | None) -> Observer:
+        """Observes the layer by `tap` while open, if it has routed experts."""
+        layers = [self.streamed.moe[number]] if tap is not None and number in self.streamed.moe else []
+        return Observer(self.streamed.model, tap or Tap, layers=layers)
 
     def entering(self, number: int, index: int) -> torch.Tensor | None:
         """The input of a layer (B, S, H); None for the first layer, which reads the embeddings."""
         return self.states.get(number, index, self.streamed.device) if number else None
 
-    def read(self, number: int, index: int, state: torch.Tensor | None, observer: Observer | None) -> torch.Tensor:
+    def read(self, number: int, index: int, state: torch.Tensor | None, observer: Observer) -> torch.Tensor:
         """Run the layer on one batch, with `state` as its input, and return its output (B, S, H)."""
         self.save_if_due()
         ids, valid = self.batches[index]
-        if observer is None:
-            return self.streamed.through(number, ids, valid, state)
         output: torch.Tensor = observer.read(ids, valid, lambda *_: self.streamed.through(number, ids, valid, state))
         return output
 
 
-def _sums(observer: Observer | None) -> Layers:
+def _sums(observer: Observer) -> Layers:
     """The sums over the batches read; empty where nothing was observed."""
-    layers = observer.layers() if observer else {}
+    layers = observer.layers()
     check_finite(layers, "all batches")
     return layers
 
