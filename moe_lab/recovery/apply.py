@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn.functional import linear, pad
 
@@ -22,6 +24,7 @@ from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune, share_copy
 
 TENSORS = "tuned.safetensors"
+REPORT = "finetune.json"
 
 
 def recovered(model: Any, plan: Plan | None, *, bits: int, modules: Sequence[str], tuned: Path | None) -> Any:
@@ -40,6 +43,13 @@ def recovered(model: Any, plan: Plan | None, *, bits: int, modules: Sequence[str
 def pruned(model: Any, plan: Plan | None) -> Any:
     """A copy of `model`, pruned by `plan` unless that is None. Tensors that stay the same are shared."""
     return share_copy(model) if plan is None else prune(model, plan)
+
+
+def save_tuned(out: Path, tensors: Mapping[str, torch.Tensor], report: Mapping[str, Any]) -> None:
+    """Write the changed tensors of a recovery, and a report about it, to the folder `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, out / TENSORS)
+    (out / REPORT).write_text(json.dumps(report, indent=1) + "\n")
 
 
 def load_tuned(model: nn.Module, file: Path, within: str = "") -> list[str]:

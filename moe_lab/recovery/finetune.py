@@ -19,7 +19,6 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from torch.nn.functional import cross_entropy, kl_div, log_softmax, pad
 from torch.nn.utils import parametrize
@@ -34,11 +33,10 @@ from moe_lab.models.experts import wide
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import share_copy
-from moe_lab.recovery.apply import TENSORS, pruned
+from moe_lab.recovery.apply import pruned, save_tuned
 from moe_lab.recovery.dora import attach, merge, router_weight, trainable
 from moe_lab.statistics.observe import digest
 
-REPORT = "finetune.json"
 RATES = {"experts": "learning_rate", "shared_experts": "learning_rate", "routers": "router_learning_rate"}
 """Part of the model -> the setting that holds its peak learning rate."""
 Row = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -90,8 +88,6 @@ def finetune(
         losses = train(trained.model, trained.parameters, rows, settings, rows_at_once=text.batch_size, **run)
         counts = {part: sum(map(torch.numel, named.values())) for part, named in trained.parameters.items()}
         changed = trained.changed()
-    out.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in changed.items()}, out / TENSORS)
     report = {
         "trained_parameters": counts,
         "rows": len(rows),
@@ -100,7 +96,7 @@ def finetune(
         "seconds": round(time.monotonic() - started, 1),
         "loss": losses,
     }
-    (out / REPORT).write_text(json.dumps(report, indent=1) + "\n")
+    save_tuned(out, changed, report)
 
 
 def answer_rows(text: CalibrationConfig, tokenizer: Any) -> list[Row]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Mapping
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors.torch import save_file
 
 from moe_lab.calibration.batches import batches
 from moe_lab.config import CalibrationConfig, RecoveryConfig
@@ -19,8 +17,7 @@ from moe_lab.errors import UserError
 from moe_lab.models.discover import Weights, routed_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
-from moe_lab.recovery.apply import TENSORS
-from moe_lab.recovery.finetune import REPORT
+from moe_lab.recovery.apply import save_tuned
 from moe_lab.statistics.observe import Tap, gather
 
 RIDGE = 1e-6
@@ -63,17 +60,15 @@ def fit(
             f"recovery.fit={settings.fit}: each of {len(experts)} merged experts saw fewer tokens than it has channels "
             f"(at most {max(about['tokens'] for about in experts)}): expected a longer text"
         )
-    out.mkdir(parents=True, exist_ok=True)
     changed = {
-        f"{layer.name}.{name}": weight.detach().contiguous()
+        f"{layer.name}.{name}": weight
         for layer in routed_layers(pruned)
         if layer.index in weights_of
         for name, weight in layer.experts.named_parameters()
     }
-    save_file(changed, out / TENSORS)
     seconds = round(time.monotonic() - started, 1)
     report = {"fitted": fitted, "averaged": len(experts) - fitted, "seconds": seconds, "experts": experts}
-    (out / REPORT).write_text(json.dumps(report, indent=1) + "\n")
+    save_tuned(out, changed, report)
     return report
 
 
