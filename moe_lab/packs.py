@@ -200,11 +200,8 @@ class Packs:
 
     def publish(self, path: Path) -> None:
         """Give a pack that is written its name, once it is on the disk."""
-        file = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(file)
-        finally:
-            os.close(file)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
         path.rename(path.with_suffix(ENDING).with_name(path.with_suffix(ENDING).name.lstrip(".")))
         self.refresh()
 
