@@ -209,13 +209,6 @@ def test_storage_is_what_quantised_tensors_take(name: str, modules: tuple[str, .
 # ---- profiles
 
 
-def texts() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    ids = tiny.tokens(rows=4, length=16)
-    valid = torch.ones(ids.shape, dtype=torch.bool)
-    valid[1, 10:] = False
-    return [(ids[:2], valid[:2]), (ids[2:], valid[2:])]
-
-
 def outputs(model: Any, *modules: Any) -> list[torch.Tensor]:
     """What each of some modules gives (its first result) for each valid token, in fp64 (T, H)."""
     seen: list[list[torch.Tensor]] = [[] for _ in modules]
@@ -224,11 +217,11 @@ def outputs(model: Any, *modules: Any) -> list[torch.Tensor]:
         seen[place].append(result[0] if isinstance(result, tuple) else result)
 
     hooks = [one.register_forward_hook(lambda *given, at=at: keep(at, given[2])) for at, one in enumerate(modules)]
-    for ids, valid in texts():
+    for ids, valid in tiny.batches():
         run(model, ids, valid)
     for hook in hooks:
         hook.remove()
-    valid = torch.cat([valid.flatten() for _, valid in texts()])
+    valid = torch.cat([valid.flatten() for _, valid in tiny.batches()])
     return [torch.cat([part.flatten(0, -2) for part in parts])[valid].double() for parts in seen]
 
 
@@ -240,7 +233,7 @@ def entropy(shares: list[float]) -> float:
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 def test_variance_is_that_of_the_stream_token_by_token(name: str) -> None:
     model = tiny.build(name)
-    rows, routed = profile(model, None, texts()), {layer.index for layer in moe_layers(model)}
+    rows, routed = profile(model, None, tiny.batches()), {layer.index for layer in moe_layers(model)}
     streams = outputs(model, *model.get_submodule(moe_layers(model)[0].stack))
     assert [row[0] for row in rows] == [0, 1, 2]
     for row, stream in zip(rows, streams, strict=True):
@@ -257,10 +250,10 @@ def test_entropies_are_those_of_the_routers_decisions(ratio: float | None) -> No
     layer = moe_layers(model)[1]
     calls: list = []
     hook = layer.router.register_forward_hook(lambda m, args, out: calls.append(out))
-    row = profile(model, tiny.plan(model, ratio) if ratio else None, texts())[layer.index]
+    row = profile(model, tiny.plan(model, ratio) if ratio else None, tiny.batches())[layer.index]
     hook.remove()
-    valid = torch.cat([valid.flatten() for _, valid in texts()])
-    logits, gates, chosen = (torch.cat([call[part] for call in calls[:2]])[valid].double() for part in range(3))
+    valid = torch.cat([valid.flatten() for _, valid in tiny.batches()])
+    logits, gates, chosen = (torch.cat([call[part] for call in calls[:3]])[valid].double() for part in range(3))
     tokens = len(logits)
     kept = 8 if ratio else 16
     assert row[5] == kept == logits.shape[-1]
@@ -278,9 +271,9 @@ def test_the_loss_of_a_layer_is_that_of_pruning_it_alone(name: str) -> None:
     layers = moe_layers(model)
     counts = {layer.index: layer.n_experts for layer in layers}
     everything = {index: tuple(range(count)) for index, count in counts.items()}
-    assert all(row[6] == 0 or math.isnan(row[6]) for row in profile(model, Plan(everything, counts), texts()))
+    assert all(row[6] == 0 or math.isnan(row[6]) for row in profile(model, Plan(everything, counts), tiny.batches()))
     plan = tiny.plan(model, 0.5)
-    found = {row[0]: row[6] for row in profile(model, plan, texts())}
+    found = {row[0]: row[6] for row in profile(model, plan, tiny.batches())}
     assert {layer for layer, loss in found.items() if not math.isnan(loss)} == set(plan.experts)
     last = layers[-1]
     whole, stream = outputs(model, last.experts, model.get_submodule(f"{last.stack}.{last.index}"))
