@@ -11,7 +11,6 @@ import naive
 import pytest
 import tiny
 import torch
-from torch.nn.functional import cross_entropy
 
 from moe_lab.allocation.shapes import check_removals, count_subsets, kept_subsets
 from moe_lab.errors import UserError
@@ -34,22 +33,13 @@ def ablate(model: Any, batches: list[Batch], **settings: Any) -> Statistics:
 
 
 @torch.no_grad()
-def naive_loss(model: Any, ids: torch.Tensor, valid: torch.Tensor) -> tuple[float, int]:
-    """Summed loss and number of predicted tokens, in fp64."""
-    logits = model(input_ids=ids, attention_mask=valid.long(), use_cache=False).logits.double()
-    pairs = valid[:, :-1] & valid[:, 1:]
-    loss = cross_entropy(logits[:, :-1][pairs], ids[:, 1:][pairs], reduction="sum")
-    return float(loss), int(pairs.sum())
-
-
-@torch.no_grad()
 def naive_rises(model: Any, ids: torch.Tensor, valid: torch.Tensor) -> dict[int, tuple[list[float], float]]:
     """Layer -> (rise of the loss without each of its experts, rise with the output of all of them times 0.9).
 
     Down projections are changed, in an fp64 copy, and the whole model reads the whole batch.
     """
     wide = copy.deepcopy(model).double()
-    whole, count = naive_loss(wide, ids, valid)
+    whole, count = float(naive.loss(wide, ids, valid)), int((valid[:, :-1] & valid[:, 1:]).sum())
     found = {}
     for layer in moe_layers(wide):
         parts = [tensor for name, tensor in layer.experts.named_parameters() if name.startswith("down_proj")]
@@ -58,7 +48,7 @@ def naive_rises(model: Any, ids: torch.Tensor, valid: torch.Tensor) -> dict[int,
         def rise(at: int | slice, factor: float, parts: Any = parts, originals: Any = originals) -> float:
             for part in parts:
                 part[at] *= factor
-            changed = naive_loss(wide, ids, valid)[0]
+            changed = float(naive.loss(wide, ids, valid))
             for part, original in zip(parts, originals, strict=True):
                 part.copy_(original)
             return (changed - whole) / count
@@ -152,9 +142,8 @@ THIRD = 0.34
 
 
 def facts(model: Any) -> dict[str, Any]:
-    """The entries of facts.json that matter here, with the text keys of JSON."""
-    names = ("n_experts", "top_k", "n_group", "topk_group")
-    return {"layers": {str(layer.index): {name: getattr(layer, name) for name in names} for layer in moe_layers(model)}}
+    """The layers as in facts.json, with the text keys of JSON."""
+    return {"layers": {str(layer.index): vars(layer) for layer in moe_layers(model)}}
 
 
 def inputs(model: Any, layer: MoELayer, ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
