@@ -165,17 +165,18 @@ def routers(layers: Iterable[int], top_k: int, n_group: int = 1, topk_group: int
     return {layer: router for layer in layers}
 
 
+def tokenizer(**named: Any) -> PreTrainedTokenizerFast:
+    """A tokenizer by which w3 is token 3, and which splits no text into words."""
+    words = ["<pad>", "<s>", "</s>", *(f"w{number}" for number in range(3, VOCABULARY))]
+    model = WordLevel({word: number for number, word in enumerate(words)}, unk_token="<pad>")
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), eos_token="</s>", **named)
+
+
 def save(name: str, folder: Path, *, shard: str = "50GB", **changes: Any) -> PreTrainedModel:
     """Write a model of one architecture, with a tokenizer, as a checkpoint in files of at most `shard`; returns it."""
     model = build(name, **changes)
     model.save_pretrained(folder, max_shard_size=shard)
-    words = {
-        word: number for number, word in enumerate(["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(3, VOCABULARY))])
-    }
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<pad>")), eos_token="</s>"
-    )
-    tokenizer.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
     return model
 
 

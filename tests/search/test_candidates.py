@@ -14,9 +14,7 @@ import pyarrow.parquet as parquet
 import pytest
 import tiny
 import torch
-from tokenizers import Tokenizer, pre_tokenizers
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from moe_lab import criteria
 from moe_lab.calibration.batches import answer_batches
@@ -260,13 +258,9 @@ class World:
         layers = moe_layers(self.model)
         generator = torch.Generator().manual_seed(1)
         self.scores = {layer.index: torch.rand(layer.n_experts, generator=generator).tolist() for layer in layers}
-        names = ("n_experts", "top_k", "n_group", "topk_group")
-        about = {str(layer.index): {name: getattr(layer, name) for name in names} for layer in layers}
-        self.facts = {"layers": about}  # as facts.json has it
-        words = {"<pad>": 0, **{f"w{number}": number for number in range(1, tiny.VOCABULARY)}}
-        tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
-        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        self.tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w2", model_max_length=128)
+        self.facts = {"layers": {str(layer.index): vars(layer) for layer in layers}}  # as facts.json has it
+        self.tokenizer = tiny.tokenizer(model_max_length=128)
+        self.tokenizer.backend_tokenizer.pre_tokenizer = WhitespaceSplit()
         tasks = torch.randint(3, tiny.VOCABULARY, (12, 10), generator=generator).tolist()
         halves = [[" ".join(f"w{n}" for n in half) for half in (row[:5], row[5:])] for row in tasks]
         lines = [json.dumps({"instruction": task, "output": answer}) for task, answer in halves]
