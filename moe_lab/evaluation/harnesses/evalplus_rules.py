@@ -94,12 +94,9 @@ def replay(*arguments: Any) -> Any:
 
 def problems_of(dataset: str, data: str) -> dict[str, dict[str, Any]]:
     """The problems in the file `data` as EvalPlus reads them, with its special input types."""
-    if dataset == "humaneval":
-        with patch.object(humaneval, "HUMANEVAL_OVERRIDE_PATH", data):
-            problems: dict[str, dict[str, Any]] = humaneval.get_human_eval_plus()
-    else:
-        with patch.object(mbpp, "MBPP_OVERRIDE_PATH", data):
-            problems = mbpp.get_mbpp_plus()
+    read = humaneval.get_human_eval_plus if dataset == "humaneval" else mbpp.get_mbpp_plus
+    with patch.object(humaneval, "HUMANEVAL_OVERRIDE_PATH", data), patch.object(mbpp, "MBPP_OVERRIDE_PATH", data):
+        problems: dict[str, dict[str, Any]] = read()
     return problems
 
 
