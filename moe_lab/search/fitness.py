@@ -62,13 +62,7 @@ def nll(log_p: torch.Tensor, log_q: torch.Tensor, at: Contexts) -> torch.Tensor:
     return log_q.gather(1, at.targets[:, None]).double()[:, 0]
 
 
-POSITION_FITNESS: dict[str, PositionFitness] = {
-    "esap": esap,
-    "sap": sap,
-    "kl": kl,
-    "kl_reversed": kl_reversed,
-    "nll": nll,
-}
+POSITION_FITNESS = {function.__name__: function for function in (esap, sap, kl, kl_reversed, nll)}
 """Name -> function. spec_dec is not here: it is not defined by position, see speculative_decoding.py."""
 
 
