@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -136,9 +136,9 @@ def as_name(text: str, other: str = "unnamed") -> str:
     return plain.encode()[:LONGEST_NAME].decode(errors="ignore") or other
 
 
-def check_name(field: str, name: str, reserved: Collection[str] = ()) -> None:
-    """Raise UserError unless `name` can be part of a path, and is not in `reserved`; see `moe_lab.config.base.Name`."""
-    if name in reserved:
+def check_name(field: str, name: str) -> None:
+    """Raise UserError unless `name` can be part of a path, and is not none; see `moe_lab.config.base.Name`."""
+    if name == "none":
         raise UserError(f"{field}={name} means something else: expected another name, such as {name}_1")
     try:
         checked_name(name)

@@ -91,7 +91,7 @@ ALLOCATIONS: dict[str, Allocation] = {
 
 def register(allocation: Allocation) -> None:
     """Add an allocation to the registry. UserError when its name is taken."""
-    check_name("allocation", allocation.name, ("none",))
+    check_name("allocation", allocation.name)
     if allocation.name in ALLOCATIONS:
         raise UserError(f"allocation {allocation.name} is there already: expected a new name")
     ALLOCATIONS[allocation.name] = allocation

@@ -120,7 +120,7 @@ def criterion(
     """Register the decorated function under `name`."""
 
     def register(function: Function) -> Function:
-        check_name(f"criterion of {function.__module__}", name, ("none",))
+        check_name(f"criterion of {function.__module__}", name)
         if name in CRITERIA:
             other = CRITERIA[name].function.__module__
             raise UserError(
