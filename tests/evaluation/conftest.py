@@ -9,7 +9,6 @@ from moe_lab.config import ModelConfig
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.sandbox.client import Runner
 from moe_lab.models.load import load_model
-from moe_lab.paths import shipped
 
 
 @pytest.fixture
@@ -38,6 +37,4 @@ def confined(namespaces: None) -> Any:
 @pytest.fixture(scope="session")
 def subject() -> LoadedModel:
     """The shipped model."""
-    if "olmoe" not in shipped():
-        pytest.skip("the pocket model is not there")
     return LoadedModel(*load_model(ModelConfig(name="pocket", path="pocket:olmoe", threads=1)))

@@ -289,7 +289,6 @@ BLOCK = re.compile(r"^`([\w/.]+)`[^\n]*:\n\n```\w+\n(.*?)```", re.DOTALL | re.MU
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (ROOT / "moe_lab/pocket/data/olmoe/model.safetensors").exists(), reason="no shipped model")
 def test_an_added_benchmark_is_asked_graded_and_in_the_report(tmp_path: Path) -> None:
     """As docs/evaluation.md#adding-a-benchmark says it, in a copy of the repository."""
     for name in ("moe_lab", "analysis", "conf", "hydra_plugins"):

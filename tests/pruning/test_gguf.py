@@ -37,9 +37,6 @@ from moe_lab.study.steps.recovery import Export
 pytestmark = pytest.mark.slow
 
 needs_converter = pytest.mark.skipif(not gguf.OWN.is_file(), reason="no converter to GGUF: make llama")
-needs_models = pytest.mark.skipif(
-    not Path(resolve("pocket:olmoe"), "model.safetensors").exists(), reason="no shipped model"
-)
 needs_llama_cpp = pytest.mark.skipif(
     not (gguf.PACKAGES / "xllamacpp").is_dir(), reason="no compiled llama.cpp: make llama"
 )
@@ -210,7 +207,6 @@ def converted(folder: Path, plan: Plan, tokenizer: str, shape: str = "natural") 
 
 
 @needs_converter
-@needs_models
 @pytest.mark.parametrize(
     ("family", "shape"),
     [("deepseek", "natural"), ("deepseek_v3", "masked"), ("olmoe", "padded"), ("qwen3_next", "natural")],
@@ -242,7 +238,6 @@ def test_experts_are_stored_unchanged(family: str, shape: str, tmp_path: Path, m
 
 
 @needs_converter
-@needs_models
 def test_a_study_writes_a_file_with_the_logits_of_the_evaluated_model(tmp_path: Path) -> None:
     words = ["model=pocket_qwen3_moe", "criterion=aimer", "suite.benchmarks=[]"]
     words += ["export=natural", "export.format=gguf", "verify=true", "report=false", "store=store", "launcher=inline"]
@@ -303,7 +298,6 @@ json.dump({"likely": likely, "tokens": tokens}, open(sys.argv[1], "w"))
 
 @needs_converter
 @needs_llama_cpp
-@needs_models
 @pytest.mark.parametrize("model", ["olmoe", "qwen3_moe"])
 def test_llama_cpp_reads_text_and_computes_logits_as_transformers_does(model: str, tmp_path: Path) -> None:
     """In fp32, since llama.cpp also rounds activations when weights are in bf16."""
