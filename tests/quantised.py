@@ -4,7 +4,6 @@
 one after the other. Where only the layout matters, the codes are random, and nobody asks for what they stand for.
 """
 
-import json
 import re
 import shutil
 from collections import defaultdict
@@ -16,6 +15,8 @@ from typing import Any
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
+
+from tests.campaign.models import reconfigure
 
 Parts = dict[str, torch.Tensor]
 """What is stored for one matrix: suffix of its name -> tensor."""
@@ -203,8 +204,7 @@ def save(name: str, kind: str, folder: Path, **changes: Any) -> tuple[Path, Path
     if kind == "mxfp4" or FORMATS[kind].decode:
         save_file(dequantised(tensors, kind), plain / file, {"format": "pt"})
     about = MXFP4 if kind == "mxfp4" else FORMATS[kind].config
-    config = json.loads((stored / "config.json").read_text())
-    (stored / "config.json").write_text(json.dumps({**config, "quantization_config": about}))
+    reconfigure(stored, quantization_config=about)
     return plain, stored
 
 
