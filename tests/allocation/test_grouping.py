@@ -198,19 +198,15 @@ def test_super_experts_are_found_one_by_one(seed: int, spread: float) -> None:
     assert super_experts(layers, 5) == expected
 
 
-def protected(settings: Any, model: Any, sums: Any) -> dict[int, list[int]]:
-    """Layer -> its protected experts, by the fields of AllocationConfig."""
-    marked = with_protected(identity(vars(AllocationConfig(**settings))), model, sums)
-    return {number: facts["protected"] for number, facts in marked["layers"].items()}
-
-
 def test_the_share_of_layers_is_rounded() -> None:
     model = {"decoder_layers": 6, "layers": {number: layer(300) for number in range(1, 6)}}
     sums = {number: {"output_abs_max": numpy.ones(300)} for number in model["layers"]}
     for number in sums:
         sums[number]["output_abs_max"][7] = 50 + number
     for share, last in ((0.2, 0), (0.75, 3), (1, 5)):  # 0.75 * 6 = 4.5 is rounded to 4
-        found = protected({"protect": "super", "protect_layers": share}, model, sums)
+        chosen = AllocationConfig(protect="super", protect_layers=share)
+        marked = with_protected(identity(vars(chosen)), model, sums)["layers"]
+        found = {number: facts["protected"] for number, facts in marked.items()}
         assert found == {number: [7] if number <= last else [] for number in range(1, 6)}
 
 

@@ -131,10 +131,8 @@ def test_files_hold_what_the_memory_holds(name: str, tmp_path: Path, monkeypatch
 
 def _check_sums(folder: Path, layers: list[MoELayer], monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums over the weights in `folder` are those of the weights in memory, in fp64, also block by block."""
-    by_expert, by_channel = (
-        weights.weigh_experts(folder),
-        weights.weigh_channels(folder),
-    )
+    by_expert = weights.weigh_experts(folder)
+    by_channel = weights.weigh_channels(folder)
     compared = [weights.compare_experts(folder)]
     monkeypatch.setattr(weights, "BLOCK", 100)
     compared.append(weights.compare_experts(folder))
