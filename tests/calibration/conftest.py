@@ -59,10 +59,10 @@ def settings() -> Callable[..., CalibrationConfig]:
 
 @pytest.fixture
 def source(tmp_path: Path, settings: Callable[..., CalibrationConfig]) -> Callable[..., CalibrationConfig]:
-    """Settings of a set of JSON lines with these records; keywords change them."""
+    """Settings of a set of JSON lines with these records, in the file `stem`.jsonl; keywords change them."""
 
-    def make(*records: Any, **changes: Any) -> CalibrationConfig:
-        file = tmp_path / "set.jsonl"
+    def make(*records: Any, stem: str = "set", **changes: Any) -> CalibrationConfig:
+        file = tmp_path / f"{stem}.jsonl"
         file.write_text("".join(json.dumps(record) + "\n" for record in records))
         return settings(file, **changes)
 

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -238,11 +238,6 @@ Two = tuple[CalibrationConfig, CalibrationConfig]
 POCKET = ("pocket_general", "pocket_code", "pocket_math")
 
 
-def write(file: Path, *records: Any) -> Path:
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return file
-
-
 def mixture(*parts: tuple[float, CalibrationConfig], **settings: Any) -> CalibrationConfig:
     """A mixture whose sets are at hand, in small rows."""
     sources = [SourceConfig(part.name, share, settings=part) for share, part in parts]
@@ -250,13 +245,12 @@ def mixture(*parts: tuple[float, CalibrationConfig], **settings: Any) -> Calibra
 
 
 @pytest.fixture
-def two(tmp_path: Path, settings: Settings) -> Two:
+def two(source: Settings) -> Two:
     """600 documents of two words from w0 to w9, and 400 of five words from w10 to w19."""
-    low = write(tmp_path / "low.jsonl", *({"text": f"w{n % 10} w{(n + 1) % 10}"} for n in range(600)))
-    high = write(
-        tmp_path / "high.jsonl", *({"text": " ".join(f"w{10 + (n + k) % 10}" for k in range(5))} for n in range(400))
-    )
-    return settings(low, name="low", order="random"), settings(high, name="high", order="random")
+    low = ({"text": f"w{n % 10} w{(n + 1) % 10}"} for n in range(600))
+    high = ({"text": " ".join(f"w{10 + (n + k) % 10}" for k in range(5))} for n in range(400))
+    shuffled = partial(source, order="random")
+    return shuffled(*low, stem="low", name="low"), shuffled(*high, stem="high", name="high")
 
 
 def counted(found: Calibration) -> tuple[int, int]:
@@ -309,24 +303,16 @@ def test_shipped_sets_keep_shares(pocket_tokenizer: Any, weights: list[int], see
     assert [kept[name] / sum(kept.values()) for name in POCKET[: len(shares)]] == pytest.approx(shares, abs=TOLERANCE)
 
 
-def test_each_set_is_read_by_its_own_settings(tmp_path: Path, settings: Settings, tokenizer: Any) -> None:
-    templated = settings(
-        write(tmp_path / "a.jsonl", *({"q": "w1", "a": "w2"} for _ in range(9))), name="a", template="w0 {q} w0 {a}"
-    )
-    named = settings(
-        write(tmp_path / "b.jsonl", *({"text": "w9", "body": "w3 w4 w5"} for _ in range(9))),
-        name="b",
-        field="body",
-        special_tokens=True,
-    )
+def test_each_set_is_read_by_its_own_settings(source: Settings, tokenizer: Any) -> None:
+    templated = source(*9 * [{"q": "w1", "a": "w2"}], stem="a", name="a", template="w0 {q} w0 {a}")
+    body = {"text": "w9", "body": "w3 w4 w5"}
+    named = source(*9 * [body], stem="b", name="b", field="body", special_tokens=True)
     found = batches(mixture((0.5, templated), (0.5, named), packing="none", length=4, tokens=24), tokenizer)
     rows = {tuple(row) for ids, _ in found.rows for row in ids.tolist()}
     assert rows == {(W, W + 1, W, W + 2), (1, W + 3, W + 4, W + 5)}
 
 
-def test_a_set_that_runs_out_or_has_no_room_is_named(
-    tmp_path: Path, settings: Settings, two: Two, tokenizer: Any
-) -> None:
+def test_a_set_that_runs_out_or_has_no_room_is_named(source: Settings, two: Two, tokenizer: Any) -> None:
     chosen = mixture((0.5, two[0]), (0.5, two[1]), packing="chunk", tokens=8000)
     with pytest.raises(UserError, match=r"low, .* share of 0.5 .* its 1200 tokens .* would fit") as error:
         batches(chosen, tokenizer)
@@ -334,7 +320,7 @@ def test_a_set_that_runs_out_or_has_no_room_is_named(
     assert batches(replace(chosen, tokens=fitting), tokenizer).report["rows"] == fitting // 8
     with pytest.raises(UserError, match="is too short"):
         batches(replace(chosen, tokens=fitting + 8), tokenizer)
-    long = settings(write(tmp_path / "long.jsonl", *({"text": "w1 " * 8} for _ in range(9))), name="long")
+    long = source(*9 * [{"text": "w1 " * 8}], stem="long", name="long")
     with pytest.raises(UserError, match=r"long makes 50.0% of the tokens and not 30.0%.*expected more tokens"):
         batches(mixture((0.3, long), (0.7, two[1]), tokens=16), tokenizer)
 
