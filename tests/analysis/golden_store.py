@@ -22,7 +22,7 @@ from matplotlib.axis import Axis
 from matplotlib.collections import PathCollection
 from matplotlib.colors import to_hex
 from matplotlib.patches import Patch, Rectangle
-from synthetic import record_path, write_frame, write_json, write_store
+from synthetic import edited, record_path, write_frame, write_json, write_store
 from synthetic_plans import EXPERTS, LAYERS, rng
 from synthetic_sums import MIB
 
@@ -77,8 +77,8 @@ def write(root: Path) -> Path:
 def _same_text(root: Path) -> None:
     for name, tokens in SIZES.items():
         for path in (root / "statistics").glob(f"*{name}*/calibration.json"):
-            report = json.loads(path.read_text())
-            path.write_text(json.dumps({**report, "valid_tokens": {name: tokens}, "sha256": "one text"}))
+            with edited(path) as report:
+                report |= {"valid_tokens": {name: tokens}, "sha256": "one text"}
 
 
 def _weight_scores(root: Path) -> None:
@@ -92,28 +92,24 @@ def _weight_scores(root: Path) -> None:
 
 def timed(root: Path, name: str) -> None:
     """Every model of a study answered three requests of 2 and of 4 prompts."""
-    path = record_path(root, name)
-    study = json.loads(path.read_text())
     about = {"device": "A GPU", "dtype": "bfloat16", "threads": 4, "load": 0.25}
-    for number, entry in enumerate(study["cells"]):
-        entry["timing"] = f"timing/{name}-{number}"
-        write_json(root / entry["timing"] / "timing.json", {**about, "weight_bytes": (20 - number) * MIB})
-        rows = [
-            (prompts, 50, 10, repeat, 0.1 * prompts * 2**repeat, 0.5 * (number + 1) * 2**repeat, 2.0 * MIB)
-            for prompts in (2, 4)
-            for repeat in range(3)
-        ]
-        write_frame(root / entry["timing"] / "timing.parquet", pd.DataFrame(rows, columns=list(TIMINGS)))
-    path.write_text(json.dumps(study))
+    with edited(record_path(root, name)) as study:
+        for number, entry in enumerate(study["cells"]):
+            entry["timing"] = f"timing/{name}-{number}"
+            write_json(root / entry["timing"] / "timing.json", {**about, "weight_bytes": (20 - number) * MIB})
+            rows = [
+                (prompts, 50, 10, repeat, 0.1 * prompts * 2**repeat, 0.5 * (number + 1) * 2**repeat, 2.0 * MIB)
+                for prompts in (2, 4)
+                for repeat in range(3)
+            ]
+            write_frame(root / entry["timing"] / "timing.parquet", pd.DataFrame(rows, columns=list(TIMINGS)))
 
 
 def _fail_one(root: Path) -> None:
     """One benchmark of one cell was never evaluated."""
-    path = record_path(root, "sizes")
-    study = json.loads(path.read_text())
-    study["cells"][-1]["evaluate"]["rte"] = None
-    study["cells"][-1]["errors"] = {"rte": "out of memory"}
-    path.write_text(json.dumps(study))
+    with edited(record_path(root, "sizes")) as study:
+        study["cells"][-1]["evaluate"]["rte"] = None
+        study["cells"][-1]["errors"] = {"rte": "out of memory"}
 
 
 def pack(root: Path, archive: Path) -> None:

@@ -6,7 +6,8 @@ difficulty, and a plan solves an item if its quality, plus luck, exceeds it. So 
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,14 @@ def _quality(cell: dict[str, Any], task: str) -> float:
 def write_json(path: Path, document: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document))
+
+
+@contextmanager
+def edited(path: Path) -> Iterator[Any]:
+    """The document in a JSON file, which is written again with all that is changed in it."""
+    document = json.loads(path.read_text())
+    yield document
+    write_json(path, document)
 
 
 def _folder(kind: str, label: str) -> str:

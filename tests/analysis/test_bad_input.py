@@ -1,6 +1,5 @@
 """What is missing or wrong in a store: tables are made all the same, gaps are gaps, and the exit code tells."""
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +10,7 @@ import pandas as pd
 import pytest
 from golden_store import timed
 from handmade import table_of
-from synthetic import record_path, write_store
+from synthetic import edited, record_path, write_store
 
 from analysis import __main__, registry
 from analysis.load.study import load
@@ -57,11 +56,10 @@ def result(first: Any = (), again: Any = None, **content: Any) -> Change:
     """A change of a result's content, of its `first` entry, or one that lists this entry `again` with other values."""
 
     def change(document: dict[str, Any], root: Path) -> None:
-        file = root / entry(document)["evaluate"]["gsm8k"] / "result.json"
-        found = json.loads(file.read_text())
-        found["results"][0] |= dict(first)
-        found["results"] += [found["results"][0] | again] if again else []
-        file.write_text(json.dumps(found | content))
+        with edited(root / entry(document)["evaluate"]["gsm8k"] / "result.json") as found:
+            found["results"][0] |= dict(first)
+            found["results"] += [found["results"][0] | again] if again else []
+            found |= content
 
     return change
 
@@ -80,10 +78,8 @@ OTHERS = {"other metric": result(first={"metric": "f1"}), "other versions": resu
 
 
 def changed(store: Path, change: Change) -> Path:
-    file = record_path(store)
-    document = json.loads(file.read_text())
-    change(document, store)
-    file.write_text(json.dumps(document))
+    with edited(record_path(store)) as document:
+        change(document, store)
     return store
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from synthetic import record_path, write_json, write_store
+from synthetic import edited, record_path, write_json, write_store
 
 from analysis import names, report
 from analysis.__main__ import main
@@ -57,11 +57,9 @@ def test_all_stands_for_every_study(store: Path, tmp_path: Path) -> None:
 
 def test_a_failure_in_one_study_does_not_hide_the_result_in_the_other(store: Path, tmp_path: Path) -> None:
     damaged = Path(shutil.copytree(store, tmp_path / "copy"))
-    path = record_path(damaged, "experts")
-    record = json.loads(path.read_text())
-    record["cells"][1]["evaluate"]["gsm8k"] = None
-    record["cells"][1]["errors"] = {"gsm8k": "out of memory"}
-    path.write_text(json.dumps(record))
+    with edited(record_path(damaged, "experts")) as record:
+        record["cells"][1]["evaluate"]["gsm8k"] = None
+        record["cells"][1]["errors"] = {"gsm8k": "out of memory"}
     assert len(load(damaged, "experts").gaps) == 1
     for order in ("experts,channels", "channels,experts"):
         study = load(damaged, order)
@@ -109,16 +107,15 @@ def test_rows_blocks_and_maps_say_which_gate(tmp_path: Path) -> None:
     """The same cells once more with another gate; of these, passes reached other tokens."""
     few = {"items": 20, "tasks": ("gsm8k", "rte"), "ratios": (0.5,), "criteria": ("frequency", "reap")}
     root = write_store(tmp_path / "store", calibrations=("pocket_code", "pocket_math"), **few)
-    record = json.loads(record_path(root).read_text())
-    other = [copy.deepcopy(entry) for entry in record["cells"] if entry["cell"]["criterion"] != "none"]
-    for entry in other:
-        entry["cell"]["gate"] = "softmax"
-        entry["statistics"] = "statistics/gone-000000000000"
-    record["cells"] += other
-    for kind in ("families", "damages"):
-        gone = [{**row, "gate": "softmax", "step": f"{kind}/gone-000000000000"} for row in record[kind]]
-        record[kind] = gone + record[kind]
-    write_json(record_path(root), record)
+    with edited(record_path(root)) as record:
+        other = [copy.deepcopy(entry) for entry in record["cells"] if entry["cell"]["criterion"] != "none"]
+        for entry in other:
+            entry["cell"]["gate"] = "softmax"
+            entry["statistics"] = "statistics/gone-000000000000"
+        record["cells"] += other
+        for kind in ("families", "damages"):
+            gone = [{**row, "gate": "softmax", "step": f"{kind}/gone-000000000000"} for row in record[kind]]
+            record[kind] = gone + record[kind]
     study = load(root, "made_up")
     wanted = ("ranks", "unified.table5", "winners", "pareto", "artefacts", "task_specific", "coverage.table18")
     results = Results(study)

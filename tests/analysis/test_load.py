@@ -11,7 +11,7 @@ import pytest
 import synthetic_plans
 import tiny
 from handmade import results_of, table_of
-from synthetic import record_path, write_store
+from synthetic import edited, record_path, write_store
 
 from analysis.load import plans
 from analysis.load.study import Study, load
@@ -47,11 +47,9 @@ def folder(store: Path, cell: int, task: str) -> Path:
 
 def change_result(store: Path, cell: int, task: str, **values: object) -> None:
     """Change the first result of a cell; `protocol` is that of the whole evaluation."""
-    path = folder(store, cell, task) / "result.json"
-    result = json.loads(path.read_text())
-    result["protocol"] = values.pop("protocol", {})
-    result["results"][0].update(values)
-    path.write_text(json.dumps(result))
+    with edited(folder(store, cell, task) / "result.json") as result:
+        result["protocol"] = values.pop("protocol", {})
+        result["results"][0].update(values)
 
 
 def score(study: Study, cell: int, benchmark: str) -> float:
@@ -185,9 +183,8 @@ def test_a_number_that_was_not_published_is_not_read(store: Path) -> None:
 
 
 def test_a_cell_that_is_listed_twice_counts_once_and_a_renamed_label_is_found_by_its_id(store: Path) -> None:
-    changed = document(store)
-    changed["cells"].append(changed["cells"][4])
-    record_path(store).write_text(json.dumps(changed))
+    with edited(record_path(store)) as changed:
+        changed["cells"].append(changed["cells"][4])
     place = folder(store, 1, "rte")
     place.rename(place.with_name(f"renamed-{place.name[-12:]}"))
     study = load(store, "made_up")

@@ -1,7 +1,6 @@
 """The report: what its files say and need, what happens when an output cannot be made, and how a browser shows it."""
 
 import html
-import json
 import re
 import shutil
 import subprocess
@@ -15,7 +14,7 @@ from xml.etree import ElementTree
 import pandas as pd
 import pytest
 from processes import within
-from synthetic import CRITERIA, record_path, write_store
+from synthetic import CRITERIA, edited, record_path, write_store
 
 from analysis import names, report
 from analysis.__main__ import main
@@ -138,12 +137,10 @@ def test_the_page_needs_nothing_of_the_files_that_lie_beside_it(small_report: Pa
 
 def test_gaps_are_written_about_and_end_with_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = write_store(tmp_path / "store", criteria=("frequency", "man"), tasks=("gsm8k", "math500", "rte"), **FEW)
-    path = record_path(store)
-    study = json.loads(path.read_text())
-    study["cells"][1]["evaluate"]["gsm8k"] = None
-    study["cells"][1]["errors"] = {"gsm8k": "the <b>tokenizer</b> broke"}
-    study["cells"][2]["evaluate"]["rte"] = None
-    path.write_text(json.dumps(study))
+    with edited(record_path(store)) as study:
+        study["cells"][1]["evaluate"]["gsm8k"] = None
+        study["cells"][1]["errors"] = {"gsm8k": "the <b>tokenizer</b> broke"}
+        study["cells"][2]["evaluate"]["rte"] = None
     assert main(["report", f"store={store}", f"out={tmp_path / 'out'}"]) == 1
     assert "failed: the <b>tokenizer</b> broke" in capsys.readouterr().err
     source = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
