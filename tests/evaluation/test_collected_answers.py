@@ -16,6 +16,7 @@ from harness_files import GENERATED, own_task
 from hypothesis import given
 from hypothesis import strategies as st
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tiny import Killed
 from tokenizers.processors import TemplateProcessing
 from transformers import AddedToken
 
@@ -30,10 +31,6 @@ from moe_lab.evaluation.harness import Document, Item, Pair, Text
 from moe_lab.serving import vllm_engine
 
 BENCHMARK = BenchmarkConfig("b", "lm_eval", "none", batch_size=2)
-
-
-class Killed(Exception):
-    """The process ends here."""
 
 
 class Sums(Engine):
