@@ -3,7 +3,8 @@
 A claim is a file, claims/NAME.GENERATION, made with O_EXCL, which is atomic on every file system; on many of them,
 other nodes do not see locks. It says who made it, and a thread renews its time. A claim whose owner is gone is stale.
 Who finds NAME.1 stale makes NAME.2: taking over is one O_EXCL as well, so that there is one new owner, and nobody
-renames or removes a file that may have become another's meanwhile.
+renames or removes a file that may have become another's meanwhile. The last one counts: where an owner was killed while
+it removed NAME.1 and NAME.2, the next one fills the gap, and makes NAME.3.
 
 An owner that was only suspended may come back. It finds out by `Claim.check`, and the store leaves it nothing to
 publish.
@@ -149,14 +150,17 @@ class Claims:
         for generation in count(1):
             try:
                 claim = Claim(self, name, generation)
-                break
+                if not self.path(name, generation + 1).exists():
+                    break
+                claim.release()  # a gap, which is marked as given up
             except FileNotFoundError:  # looked for no sooner, as claims are many
                 self.folder.mkdir(exist_ok=True)
                 return self.take(name)
             except FileExistsError:
                 if not self.is_stale(self.path(name, generation)):
                     raise Busy(name) from None
-        if generation > 1 and not self.is_stale(self.path(name, generation - 1)):  # released since it was judged
+        # Those before it may have been released, and taken anew, since they were judged.
+        if not all(self.is_stale(self.path(name, before)) for before in range(1, generation)):
             claim.abandon()
             raise Busy(name)
         with self.lock:
@@ -242,10 +246,11 @@ class Claims:
         return {path.stem: (_owner(path) or {"since": 0.0})["since"] for path in paths}
 
     def clear(self) -> None:
-        """Remove stale claims, by taking them over."""
+        """Remove stale claims, by taking them over; also those after gaps, which no owner looks for."""
         for name in {path.stem for path in self.folder.glob("*")}:
-            with suppress(Busy):
-                self.take(name).release()
+            with suppress(Busy), self.take(name):
+                for path in filter(self.is_stale, self.folder.glob(f"{name}.*")):
+                    path.unlink(missing_ok=True)
 
 
 def _is_gone(owner: dict[str, Any], inode: int) -> bool:

@@ -304,7 +304,8 @@ def test_a_harness_has_template_arguments_and_unchanged_data(tmp_path: Path, mon
         write_json(tmp_path / "result.json", {"protocol": {"prompt": "?"}})
 
     given: list[Any] = []
-    monkeypatch.setattr(Pruned, "open", lambda *_: nullcontext((Mock(), None)))
+    network, tokenizer = Mock(**{"generation_config.eos_token_id": 2}), Mock(eos_token_id=2)
+    monkeypatch.setattr(Pruned, "open", lambda *_: nullcontext((network, tokenizer)))
     monkeypatch.setattr(run, "evaluate", evaluate)
     reports = {"mbpp": "base"}
     benchmark = BenchmarkConfig("code", "evalplus", "pocket:benchmarks/mbpp.jsonl", reports=reports)

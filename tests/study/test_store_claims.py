@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 from processes import until
@@ -52,6 +52,17 @@ def killed_owner(folder: Path, name: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     os.waitid(os.P_PID, fork(hold), os.WEXITED | os.WNOWAIT)
+
+
+def unlinks_then(act: Callable[[], None]) -> Any:
+    """While open, a removal of a file is followed by an act."""
+    remove = Path.unlink
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        remove(path, missing_ok)
+        act()
+
+    return patch.object(Path, "unlink", unlink)
 
 
 def foreign(folder: Path, age: float = 0.0, limit: float = SHORT, **changes: Any) -> Path:
@@ -94,6 +105,25 @@ def test_a_copy_of_a_claim_counts_for_nothing(folder: Path, tmp_path: Path) -> N
     assert not list(folder.iterdir()) and not list((tmp_path / "copy").iterdir())
 
 
+def test_a_claim_outlives_one_that_was_half_released(folder: Path) -> None:
+    """The first of two claims was removed; who finds the second has all that it does, and the next one is the first."""
+    killed_owner(folder, "x")
+
+    def release() -> None:
+        claim = Claims(folder).take("x")
+        with unlinks_then(lambda: os.kill(os.getpid(), signal.SIGKILL)):
+            claim.release()
+
+    os.waitpid(fork(release), 0)
+    assert [path.name for path in folder.iterdir()] == ["x.2"]
+    with Claims(folder).take("x") as claim:
+        claim.check()
+        with pytest.raises(Busy):
+            Claims(folder).take("x")
+        claim.check()
+    assert not list(folder.iterdir())
+
+
 @pytest.mark.slow
 def test_of_those_that_find_a_stale_claim_one_has_it(folder: Path, tmp_path: Path) -> None:
     """They hold it and give it up again and again; two at a time would find each other's mark."""
@@ -115,9 +145,10 @@ def test_of_those_that_find_a_stale_claim_one_has_it(folder: Path, tmp_path: Pat
                 file.write("1")
             time.sleep(draw.random() / 500)
             mark.unlink(missing_ok=True)
-            if draw.random() < 0.3:
-                os.kill(os.getpid(), signal.SIGKILL)
-            claim.release()
+            with unlinks_then(lambda: draw.random() < 0.2 and os.kill(os.getpid(), signal.SIGKILL)):
+                if draw.random() < 0.2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                claim.release()
 
     for number in range(20):
         killed_owner(folder, "x")
