@@ -180,11 +180,11 @@ CANNOT_BE: list[tuple[str, dict[str, Any], str]] = [
     ("backend", {"name": "vllm", "arguments": {"dtype": "float16"}}, "arguments.dtype"),
     ("backend", {"name": "vllm", "arguments": {"tensor_parallel_size": "two"}}, "arguments.tensor_parallel_size=two"),
     ("resources", {"every": {"sbatch": {"gpus-per-node": "a100:1"}}}, "every.sbatch.gpus-per-node .*expected gpus and"),
-    (
-        "resources",
-        {"every": {"sbatch": {"ntasks-per-node": 2}}},
-        "every.sbatch.ntasks-per-node .*expected other options",
+    *(
+        ("resources", {"every": {"sbatch": {name: 2}}}, f"every.sbatch.{name} .*expected other options")
+        for name in ("ntasks-per-node", "ntasks-per-n", "wait", "parsable", "test-only", "chdir")
     ),
+    ("resources", {"every": {"sbatch": {"tres_per_task": "gres/gpu:1"}}}, "every.sbatch.tres-per-task .*d gpus, gpu_t"),
     ("resources", {"jobs": {"plan": {"sbatch": {"cpus_per_task": 4}}}}, "jobs.plan.sbatch.cpus-per-task .*d cpus"),
     ("judge", {"url": "localhost:8000"}, "url="),
     ("judge", {"max_tokens": 0}, "max_tokens=0"),

@@ -43,15 +43,16 @@ OWNED = {
     **{"cpus-per-gpu": "cpus"},
     **dict.fromkeys(("job-name", "dependency", "output", "error", "requeue", "no-requeue", "open-mode")),
     **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node", "export", "clusters", "kill-on-invalid-dep")),
-    **dict.fromkeys(("wait", "parsable", "test-only", "chdir")),
+    **{**dict.fromkeys(("wait", "parsable", "test-only", "chdir")), "tres-per-task": "gpus, gpu_type and cpus"},
 }
 """Options of sbatch that moe_lab sets itself -> the setting that does so, if any."""
 
 
 def _others(options: dict[str, Any]) -> dict[str, Any]:
     named = {name.replace("_", "-"): value for name, value in options.items()}
-    for name in named.keys() & OWNED.keys():
-        raise ValueError(f"{name} is set by moe_lab: expected {OWNED[name] or 'other options'}")
+    for name in named.keys() - {"gpus"}:
+        for owned in (owned for owned in OWNED if owned.startswith(name)):  # sbatch takes the beginnings of names
+            raise ValueError(f"{name} is set by moe_lab: expected {OWNED[owned] or 'other options'}")
     return named
 
 
@@ -123,7 +124,12 @@ class ResourcesConfig(Group):
     jobs: dict[str, JobConfig] = field(default_factory=dict)
     """Kind of step -> fields of `every`, for jobs of that kind."""
     models: dict[str, JobConfig] = field(default_factory=dict)
-    """Name of a model -> fields of `every`, for jobs that read its weights; they take precedence over `jobs`."""
+    """Name of a model -> fields of `every`, for jobs that read its weights, whatever model.top_k is; they take
+    precedence over `jobs`."""
+
+    def of_model(self, model: ModelConfig) -> JobConfig | None:
+        """What is set for jobs that read the weights of a model."""
+        return self.models.get(model.name, self.models.get(model.name.removesuffix(f"_top{model.top_k}")))
 
 
 @dataclass(config=SETTINGS, frozen=True)

@@ -12,6 +12,7 @@ import platform
 import re
 import sys
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,8 @@ def cores() -> int:
 def visible_gpus() -> list[str]:
     """Ids for CUDA_VISIBLE_DEVICES, one per GPU this process may use; empty without the NVIDIA driver."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is not None:
-        return [gpu for gpu in named.split(",") if gpu.strip() not in ("", "-1")]
+    if named is not None:  # CUDA reads no further than a name that is none
+        return list(takewhile(lambda gpu: gpu.strip() not in ("", "-1"), named.split(",")))
     cards = "/proc/driver/nvidia/gpus"
     return [str(number) for number in range(len(os.listdir(cards)))] if os.path.isdir(cards) else []
 

@@ -13,7 +13,7 @@ from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import open_checkpoint, read_json, stated_dtype
 from moe_lab.models.families import COUNT_FIELDS, TOP_K_FIELDS, WIDTH_FIELDS
-from moe_lab.models.files import hub_config
+from moe_lab.models.files import hub_config, in_cache, is_weights, stated_files
 from moe_lab.paths import local
 
 LAYERS_FIELD = "pruned"
@@ -220,8 +220,8 @@ class Size:
 
 
 def size_of(settings: ModelConfig) -> Size | None:
-    """The size of a model, from `model.expected` or the folder, which may not differ from it; None without either."""
-    numbers = dict(_expected(settings) or _measured(settings.path))
+    """The size of a model, from `model.expected` or its files, which may not differ from it; None without either."""
+    numbers = dict(_expected(settings) or _measured(settings.path, settings.revision))
     if settings.top_k:
         numbers["top_k"] = settings.top_k
     names = ("parameters", "moe_layers", "experts", "top_k", "hidden", "width")
@@ -232,15 +232,18 @@ def size_of(settings: ModelConfig) -> Size | None:
 
 
 @lru_cache(maxsize=64)
-def _measured(path: str) -> dict[str, int]:
-    """Numbers by their names in model.expected, from config.json and the files' headers, and `bytes` of a parameter."""
-    folder = local(path)
-    if not folder.is_dir():
-        return {}
-    config, tensors = read_json(folder / "config.json"), open_checkpoint(folder).tensors
-    return {
-        **stated_numbers(config),
-        "parameters": sum(prod(entry.shape) for entry in tensors.values()),
-        "moe_layers": len({match[1] for name in tensors if (match := EXPERTS.search(name))}),
-        "bytes": BYTES.get(stated_dtype(config.get("text_config", config)), 4),
-    }
+def _measured(path: str, revision: str | None) -> dict[str, int]:
+    """Numbers by their names in model.expected, from config.json and the files' headers, and `bytes` of a parameter; of
+    a model that is not downloaded, from what the hub says of its files."""
+    folder = local(path) if local(path).is_dir() else in_cache(path, revision)
+    config = read_json(folder / "config.json") if folder else hub_config(path, revision)
+    numbers = stated_numbers(config)
+    numbers["bytes"] = BYTES.get(stated_dtype(config.get("text_config", config)), 4)
+    if folder:
+        tensors = open_checkpoint(folder).tensors
+        numbers["parameters"] = sum(prod(entry.shape) for entry in tensors.values())
+        numbers["moe_layers"] = len({match[1] for name in tensors if (match := EXPERTS.search(name))})
+    elif numbers.keys() >= {"layers"} and (stated := stated_files(path, revision, "model")):
+        size = sum(size for name, (size, _) in stated.items() if is_weights(name))
+        numbers |= {"parameters": size // numbers["bytes"], "moe_layers": numbers["layers"]}
+    return numbers

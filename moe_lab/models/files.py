@@ -229,6 +229,19 @@ def fingerprint(path: str | Path) -> str:
     return _fingerprint(folder, [file for file in files_of(folder) if file.suffix == ".safetensors"], {})
 
 
+def in_cache(path: str, revision: str | None) -> Path | None:
+    """The folder of a model of the hub in the cache; None where not all of its weights are there."""
+    with suppress(OSError, ValueError):
+        open_checkpoint(folder := _snapshot(path, revision, ["*.safetensors"], local_files_only=True))
+        return folder
+    return None
+
+
+def is_weights(file: str) -> bool:
+    """Whether a file of a repository on the hub is part of a model's weights."""
+    return file.endswith(".safetensors") and "/" not in file
+
+
 def fingerprint_of(settings: ModelConfig) -> str | None:
     """The fingerprint of a model that may be on the hub; None when it is not in the cache and the hub cannot be asked
     for the sha256 of its weights."""
@@ -238,14 +251,12 @@ def fingerprint_of(settings: ModelConfig) -> str | None:
 
 @lru_cache(maxsize=256)
 def _fingerprint_there(path: str, revision: str | None) -> str | None:
-    with suppress(OSError, ValueError):  # not in the cache, or not all of its weights
-        open_checkpoint(cached := _snapshot(path, revision, ["*.safetensors"], local_files_only=True))
+    if (cached := in_cache(path, revision)) is not None:
         return fingerprint(cached)
     described = configuration_folder(ModelConfig(name="any", path=path, revision=revision))
     if described is None or (stated := stated_files(path, described.resolve().name, "model")) is None:
         return None
-    weights = {name: about for name, about in stated.items() if name.endswith(".safetensors") and "/" not in name}
-    return _fingerprint(described, [], weights)
+    return _fingerprint(described, [], {name: about for name, about in stated.items() if is_weights(name)})
 
 
 def _fingerprint(folder: Path, weights: list[Path], elsewhere: Mapping[str, tuple[int, str]]) -> str:

@@ -260,8 +260,7 @@ def place(settings: ModelConfig) -> str:
     device = settings.device
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, number = device.partition(":")
-    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+    if device != "cpu" and int(device.partition(":")[2] or 0) >= torch.cuda.device_count():
         raise UserError(
             f"model.device={device}: this machine has {torch.cuda.device_count()} CUDA devices, cpu is there"
         )
@@ -278,11 +277,10 @@ def precision(settings: ModelConfig) -> torch.dtype | str:
 def device_name(device: str) -> str:
     """Name of the hardware that `model.device` selects: GPU, number and name of GPUs for a device map, or processor."""
     target = place(ModelConfig(name="any", path="any", device=device))
-    if target in DEVICE_MAPS:
-        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
-    if target.startswith("cuda"):
-        return torch.cuda.get_device_name(target)
-    return processor()
+    if target == "cpu":
+        return processor()
+    name, count = torch.cuda.get_device_name(0 if target in DEVICE_MAPS else target), torch.cuda.device_count()
+    return f"{count} x {name}" if target in DEVICE_MAPS and count > 1 else name
 
 
 if __name__ == "__main__":

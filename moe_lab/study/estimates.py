@@ -45,21 +45,21 @@ def resolved(model: ModelConfig, config: Config) -> ModelConfig:
     """
     device = model.device
     if device == "auto":
-        count = _auto_gpus(model, config)
-        device = "balanced" if count > 1 else "cuda" if count else "cpu"
+        device = {0: "cpu", 1: "cuda"}.get(_auto_gpus(model, config), "balanced")
     dtype = "float32" if device == "cpu" and model.dtype == "auto" else model.dtype
     return replace(model, device=device, dtype=dtype)
 
 
 def _auto_gpus(model: ModelConfig, config: Config) -> int:
-    """GPUs that device=auto stands for: as many as hold the weights, of those that are here; in jobs, what is set."""
+    """The most GPUs that a process with a model may have: those that are here; in jobs, what is set, or what the
+    largest step needs."""
     if config.launcher.name != "slurm":
-        return min(_weights_need(model, config), len(visible_gpus()) or 1) if has_gpu() else 0
-    jobs, every, size = config.resources.models.get(model.name), config.resources.every, size_of(model)
-    asked = every.gpus if jobs is None or jobs.gpus is None else jobs.gpus
+        return (len(visible_gpus()) or 1) if has_gpu() else 0
+    of_model, size = config.resources.of_model(model), size_of(model)
+    asked = config.resources.every.gpus if of_model is None or of_model.gpus is None else of_model.gpus
     if asked is not None:
         return asked
-    return _weights_need(model, config) if size is None or on_gpu(model, size) else 0
+    return GPU_COUNTS[-1] if size is None or on_gpu(model, size) else 0
 
 
 def _weights_need(model: ModelConfig, config: Config) -> int:
@@ -98,21 +98,15 @@ def has_gpu() -> bool:
 
 
 def check_device(name: str) -> None:
-    """Raise UserError when the CUDA device of model.device is not on this machine.
-
-    torch takes seconds to import, so it is used only when the driver does not list the device. Device maps are not
-    checked: they spread a model over whatever devices there are, the CPU included.
-    """
-    kind, _, number = name.partition(":")
-    if kind == "cuda" and (number or "0").isdigit() and int(number or 0) >= len(visible_gpus()):
+    """Raise UserError when the CUDA device of model.device, or for a device map any, is not on this machine. torch
+    takes seconds to import, so it is used only when the driver does not list the device."""
+    if name not in ("auto", "cpu") and int(name.partition(":")[2] or 0) >= len(visible_gpus()):
         device_here(name)
 
 
 def device_here(device: str) -> str:
     """Name of the device that `model.device` selects on this machine. Raises UserError when there is none. Runs in
     another process, because torch takes seconds to import."""
-    if device in DEVICE_MAPS and not has_gpu():
-        raise UserError(f"model.device={device} is over GPUs, and this machine has none: expected another device")
     answer = subprocess.run(command("moe_lab.models.load", device), capture_output=True, text=True)
     if answer.returncode:
         reason = answer.stderr.strip().splitlines()[-1].partition(": ")[2]

@@ -24,6 +24,7 @@ from moe_lab.evaluation import engines, suite
 from moe_lab.evaluation.harness import HARNESSES
 from moe_lab.grid import Cell, Request, is_shipped
 from moe_lab.models import config_json, files
+from moe_lab.paths import conf
 from moe_lab.pruning import no_replacements
 from moe_lab.study import sync
 from moe_lab.study.estimates import check_device
@@ -61,6 +62,10 @@ def remarks(config: Config, requests: Iterable[Request]) -> Iterator[str]:
     names = dict.fromkeys(cell.model.name for cell in every if not is_shipped(cell.model))
     if config.suite.benchmarks is None and names:
         yield f"model={','.join(names)} is not evaluated, as no suite is named: add suite=perplexity suite.path=FILE"
+    used = [config.resources.of_model(cell.model) for cell in _each(every, "model")]
+    unused = [name for name, job in config.resources.models.items() if job not in used]
+    if others := [name for name in unused if not (conf() / "model" / f"{name}.yaml").is_file()]:
+        yield f"resources.models: no model of this study is called {', '.join(others)}"
     rounded: dict[str, None] = {}
     for cell in _each(every, "model", "criterion", "allocation", "ratio"):
         removed = removed_share(cell)
@@ -126,6 +131,15 @@ def _wrong_settings(config: Config) -> Iterator[str]:
     if config.export.format == "gguf" and config.backend.name != "hf":
         backend = config.backend.name
         yield f"backend={backend} reads a folder, and export.format=gguf writes one file: expected backend=hf"
+
+
+def _check_device(cell: Cell, config: Config) -> None:
+    """Raise UserError for a GPU by its number where each process is given GPUs of its own, which it counts from 0."""
+    if cell.model.device.startswith("cuda:") and config.launcher.name != "inline":
+        raise UserError(
+            f"model.device={cell.model.device} is a GPU of this machine, and each process of "
+            f"launcher={config.launcher.name} has its own: expected cuda, or launcher=inline"
+        )
 
 
 def _check_objective(config: Config, benchmarks: Sequence[BenchmarkConfig]) -> None:
@@ -225,6 +239,7 @@ def _wrong_plan(cell: Cell, _: Config) -> Iterator[str]:
 
 OF_CELLS: Sequence[tuple[tuple[str, ...], Callable[[Cell, Config], object]]] = (
     (("model",), lambda cell, _: files.check(cell.model)),
+    (("model",), _check_device),
     (("criterion",), lambda cell, _: criteria.check(cell.criterion.name, cell.criterion.parameters)),
     (("criterion", "model"), lambda cell, _: check_weights(cell.criterion, cell.model)),
     (

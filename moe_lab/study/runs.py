@@ -136,8 +136,8 @@ def begin(store: Store, study: str, steps: Sequence[Step]) -> Iterator[Run]:
             held.enter_context(run.held())
             run.note(steps)
             store.claims.clear()
-            held_runs = _held(store)
-            for path in (path for path in before if path.name not in held_runs):
+            at_work = held_runs(store)
+            for path in (path for path in before if path.name not in at_work):
                 for unfinished in (*path.glob(".run.json.*"), *path.glob(".jobs.json.*")):
                     # not of record.json, which a pull from another store may be writing
                     unfinished.unlink(missing_ok=True)
@@ -149,14 +149,14 @@ def runs(store: Store, study: str) -> list[Run]:
     return [Run(store, path) for path in sorted((store.root / "runs" / study).glob("*")) if NAME.fullmatch(path.name)]
 
 
-def _held(store: Store) -> set[str]:
+def held_runs(store: Store) -> set[str]:
     """Names of the runs that a process holds."""
     return {name.removeprefix("run-").rpartition("-")[0] for name in store.claims.living()}
 
 
 def steps_at_work(store: Store) -> set[str]:
     """Starts of the ids of the steps of all runs that a process holds."""
-    held = _held(store)
+    held = held_runs(store)
     at_work = [run for study in studies(store) for run in runs(store, study) if run.folder.name in held]
     return {folder[-DIGITS:] for run in at_work if (about := run.about) for folder in about["steps"]}
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 
@@ -19,7 +20,7 @@ from moe_lab.json_files import Damaged, Number, parse
 from moe_lab.results import DIGITS
 from moe_lab.results import RECORD as RECORD_FILE
 from moe_lab.study.packing import drop
-from moe_lab.study.runs import RECORD, Run, Submitted, runs, steps_at_work
+from moe_lab.study.runs import RECORD, Run, Submitted, held_runs, runs, steps_at_work
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.scheduler import Queued
 from moe_lab.study.store import STEP, Store
@@ -51,7 +52,7 @@ class StepState:
         return self.name.partition("/")[0]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StudyState:
     """All steps of a study, its Slurm jobs by id, and those of the jobs that are still in the queue."""
 
@@ -93,15 +94,17 @@ def study_state(store: Store, study: str) -> StudyState:
         else:
             state = "pending" if own is None and start in at_work else "missing"
         steps.append(StepState(name, state, inputs, own, claimed.get(start, 0.0)))
-    if (last := _unrecorded(every)) and last not in queue and not silence:
+    if (last := _unrecorded(store, every)) and last not in queue and not silence:
         steps.append(StepState(RECORD, "missing", job=last))
     return StudyState(store, study, about["time"], steps, jobs, queue, silence)
 
 
-def _unrecorded(every: Sequence[Run]) -> str | None:
-    """The job that should write the record of the last run that has such a job or a record; None if it is there."""
+def _unrecorded(store: Store, every: Sequence[Run]) -> str | None:
+    """The job that should write the record of the last run that has such a job or a record; None if it is there, or if
+    a later run is under way."""
+    held = held_runs(store)
     for run in reversed(every):
-        if (run.folder / RECORD_FILE).exists():
+        if (run.folder / RECORD_FILE).exists() or run.folder.name in held:
             return None
         if writes := [job.id for job in run.jobs if job.kind == RECORD]:
             return writes[-1]
@@ -155,9 +158,10 @@ def status(study: StudyState, steps: Sequence[StepState]) -> None:
     if total["failed"]:
         print(f"why the failed ones failed: python -m moe_lab.study why {study.study} store={study.store.root}")
     if total["missing"]:
-        if lost := {step.job for step in steps if step.state == "missing" and step.job}:
+        if lost := {step.job: step for step in steps if step.state == "missing" and step.job}:
             said = f"python -m moe_lab.study why {study.study} store={study.store.root}"
             print(f"jobs that ended without their steps: {len(lost)}; why: {said}")
+            _show_end(study, next(iter(lost.values())), 3)
         print("the same command as before starts what is missing")
 
 
@@ -183,16 +187,19 @@ def why(study: StudyState, steps: Sequence[StepState]) -> None:
             reasons[_reason(study, step)].append(step)
     for reason, (first, *more) in reasons.items():
         print(f"{first.name}{f' and {len(more)} more' if more else ''}: {first.state}: {reason}")
-        log = study.store.log(first.name)
-        if first.state == "missing":  # its job may have died before it could begin
-            logs = (run.logs / f"{first.job}_0_log.err" for run in runs(study.store, study.study))
-            log = next(filter(Path.exists, logs), log)
-        if first.state in ("failed", "running", "missing") and log.exists():
-            print(f"  {log}, last lines:")
-            for line in log.read_text(errors="replace").splitlines()[-LINES:]:
-                print(f"  | {line}")
+        if first.state in ("failed", "running", "missing"):
+            _show_end(study, first, LINES)
     if not reasons:
         print(f"{study.study}: all {len(steps)} steps are done")
+
+
+def _show_end(study: StudyState, step: StepState, lines: int) -> None:
+    """Print the last lines of the log of a step; of a missing one, of its job, which may have died before it began."""
+    logs = [run.logs / f"{step.job}_0_log.err" for run in runs(study.store, study.study) if step.state == "missing"]
+    if log := next(filter(Path.exists, [*logs, study.store.log(step.name)]), None):
+        print(f"  {log}, last lines:")
+        for line in log.read_text(errors="replace").splitlines()[-lines:]:
+            print(f"  | {line}")
 
 
 def verify(study: StudyState, steps: Sequence[StepState]) -> int:
@@ -247,8 +254,18 @@ def _reason(study: StudyState, step: StepState) -> str:
         return "another run will compute it"
     if step.job is None:
         return "no job was made for it; the same command as before starts it"
-    ended = scheduler.fate(step.job).get("JobState", "").lower() or "gone, and Slurm no longer says how it ended"
-    return f"job {step.job} is {ended}; the same command as before starts it again"
+    if study.silence:
+        return f"job {step.job} was to do it; {study.silence}"
+    return f"job {step.job} is {_end(study, step.job)}; the same command as before starts it again"
+
+
+@cache
+def _end(study: StudyState, job: str) -> str:
+    """How a job of a study ended, asked once."""
+    with suppress(UserError):
+        if state := scheduler.fate(job).get("JobState"):
+            return state.lower()
+    return "gone, and Slurm no longer says how it ended"
 
 
 def _mean_seconds(store: Store, steps: Sequence[StepState]) -> float | None:

@@ -313,7 +313,8 @@ def code_state() -> dict[str, Any]:
         git("ls-files", "--error-unmatch", "__init__.py")  # an environment may lie in a checkout of something else
         edited = git("diff", "HEAD", "--", ".")
         new = git("ls-files", "--others", "--exclude-standard", "-z").split("\0")[:-1]
-        read = {file: sha256(path.read_bytes()) for file in new if (path := noted.parent / file).is_file()}
+        files = {file: path for file in new if (path := noted.parent / file).is_file() and os.access(path, os.R_OK)}
+        read = {file: sha256(path.read_bytes()) for file, path in files.items()}
         edited += "".join(f"{file} {content.hexdigest()}" for file, content in read.items())
         state |= {"commit": git("rev-parse", "HEAD").strip(), "edits": digest(edited)[:12] if edited else None}
     return state

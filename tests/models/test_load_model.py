@@ -23,7 +23,8 @@ from tiny import logits, settings
 
 from moe_lab.config import ModelConfig
 from moe_lab.errors import Unavailable, UserError
-from moe_lab.models import experts, files, streamed
+from moe_lab.models import config_json, experts, files, streamed
+from moe_lab.models.config_json import size_of
 from moe_lab.models.discover import routed_layers
 from moe_lab.models.facts import facts
 from moe_lab.models.files import check, fingerprint, fingerprint_of, local_folder
@@ -221,6 +222,8 @@ def test_a_folder_and_its_hub_name_are_one_model(folder: Path, tmp_path: Path, m
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     files._fingerprint_there.cache_clear()
     assert fingerprint_of(in_the_cache) == fingerprint(folder)
+    size = size_of(ModelConfig(name="n", path=str(folder)))
+    assert size and size_of(in_the_cache) == size
     stated: dict[str, tuple[int, str]] = {"README.md": (1, ""), "old/a.safetensors": (1, "")}
     for file in folder.glob("*.safetensors"):
         stated[file.name] = file.stat().st_size, hashlib.sha256(file.read_bytes()).hexdigest()
@@ -231,6 +234,10 @@ def test_a_folder_and_its_hub_name_are_one_model(folder: Path, tmp_path: Path, m
         monkeypatch.setattr(files, "stated_files", lambda *_, found=found: found)
         files._fingerprint_there.cache_clear()
         assert fingerprint_of(in_the_cache) == expected
+        monkeypatch.setattr(config_json, "stated_files", lambda *_, found=found: found)
+        config_json._measured.cache_clear()
+        measured = size_of(in_the_cache)
+        assert measured is None if found is None else measured.bytes == pytest.approx(size.bytes, rel=0.1)
 
 
 def test_a_large_file_is_read_once_and_again_when_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

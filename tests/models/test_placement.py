@@ -141,6 +141,8 @@ def test_a_process_has_the_processors_that_its_group_leaves(tmp_path: Path, monk
         (tmp_path / "cpu,cpuacct/job/cpu.cfs_quota_us").write_text(f"{quota}\n")
         (tmp_path / "cpu,cpuacct/job/cpu.cfs_period_us").write_text("100000\n")
         assert memory.cores() == expected
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "2")
+    assert memory.cores() == 2
 
 
 ON_CUDA = ["olmoe", "deepseek_v3", "gpt_oss", "qwen3_moe", "ernie4_5_moe"]

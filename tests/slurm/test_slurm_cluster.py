@@ -235,7 +235,8 @@ def test_a_job_that_dies_before_python_starts_is_explained(cluster: Cluster, tmp
     assert done.returncode == 0, done.stderr
     cluster.wait_for_the_end(tmp_path / "store")
     why, status = (told(tmp_path / "store", word, "dead") for word in ("why", "status"))
-    assert "| no such module" in why and "is failed" in why and "jobs that ended without their steps: 6" in status
+    assert all("| no such module" in said for said in (why, status))
+    assert "is failed" in why and "jobs that ended without their steps: 6" in status
     assert "record: missing: job" in why
 
 

@@ -134,11 +134,16 @@ def test_an_array_is_no_longer_than_slurm_takes(longest: tuple[int, ...], sizes:
 def test_jobs_and_limits_are_read_whatever_jobs_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
     """And whoever submitted them; time limits as sinfo writes them; the longest array in both of a cluster's limits."""
     squeue = "7_1|RUNNING|None|1:00|s.k\n8|PENDING|Priority|0:00|two\nlines|\f|x\n9|BOOT_FAIL|None|0:00|s.k\n"
-    monkeypatch.setattr("moe_lab.study.slurm.scheduler.ask", lambda *words: squeue if words[-1] == "--user=7" else "")
+    squeue += "10|COMPLETING|None|0:22|cancelled\n11|COMPLETING|None|0:00|requeued\n"
+    ask = Mock(side_effect=lambda *words: squeue if words[-1] == "--user=7" else "")
+    monkeypatch.setattr("moe_lab.study.slurm.scheduler.ask", ask)
     jobs = {job.id: job for job in (replace(submitted("7_1", "a"), user=7), submitted("8", "b"))}
     assert alive(jobs)[0].keys() == {"7_1"} and in_queue("8", 7) and not in_queue("8", os.getuid())
+    ask.reset_mock()
+    assert any([in_queue("8", 7) for _ in range(99)]) and ask.call_count <= 4, "once a minute for each user"
     monkeypatch.setattr("moe_lab.study.slurm.scheduler.ask", lambda *_: squeue)
-    assert [(job.id, job.name, job.pending) for job in queue().values()] == [("7_1", "s.k", False), ("8", "two", True)]
+    found = [(job.id, job.name, job.pending) for job in queue().values()]
+    assert found == [("7_1", "s.k", False), ("8", "two", True), ("11", "requeued", False)]
     config = "MaxArraySize            = 1001\nSchedulerParameters     = bf_continue,max_array_tasks=3,defer\n"
     monkeypatch.setattr("moe_lab.study.slurm.scheduler.ask", lambda *_: config)
     assert longest_array() == 3
@@ -147,7 +152,7 @@ def test_jobs_and_limits_are_read_whatever_jobs_are_called(monkeypatch: pytest.M
     assert time_limits() == {"": inf, "debug": inf, "gpu": 2160, "short": 30}
 
 
-def test_jobs_work_for_the_store_that_they_were_made_for(tmp_path: Path) -> None:
+def test_jobs_work_for_the_store_that_they_were_made_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(tmp_path / "store").create()
     with begin(store, "s", []) as run:
         run.add([submitted("1", "a")])
@@ -156,6 +161,8 @@ def test_jobs_work_for_the_store_that_they_were_made_for(tmp_path: Path) -> None
     counts = [len(runs(Store(tmp_path / name), "s")[0].jobs) for name in ("store", "link", "copy")]
     store.root.rename(tmp_path / "mount")  # the same folder by another path
     assert [*counts, len(runs(Store(tmp_path / "mount"), "s")[0].jobs)] == [1, 1, 0, 1]
+    monkeypatch.setattr("os.path.ismount", lambda _: True)
+    assert not runs(Store(tmp_path / "mount"), "s")[0].jobs, "the inode of a whole disk says nothing"
 
 
 def submitted(job: str, steps: str, after: str = "", kind: str = "k") -> Submitted:
@@ -327,6 +334,7 @@ def test_the_commit_is_of_moe_lab_and_new_files_are_edits(tmp_path: Path, monkey
     assert commit_and_edits() == (None, None)
     git("add", ".")
     git("commit", "-q", "-m", "moe_lab")
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")  # as in the checkout of a colleague
     states = [commit_and_edits()]
     for text in ("1", "2"):
         (package / "new.py").write_text(text)
@@ -395,8 +403,9 @@ def test_models_are_there_before_jobs_are_submitted(monkeypatch: pytest.MonkeyPa
 
 def test_a_job_asks_for_no_more_gpus_than_a_node_has_and_a_layered_pass_for_one() -> None:
     huge = choices.choose(ModelConfig, "model", "deepseek_v3")
-    with pytest.raises(UserError, match=r"deepseek_v3.*resources\.gpu_memory"):
-        resources([asking(huge)])
+    for model in (huge, replace(BIG, name="deepseek_v3", device="cuda")):
+        with pytest.raises(UserError, match=r"deepseek_v3.*resources\.gpu_memory.*model\.device=auto"):
+            resources([asking(model)])
     four = "{models: {deepseek_v3: {gpus: 4}}}"
     assert resources([asking(huge)], four)["gpus"] == 4
     text = CalibrationConfig(name="t", path="a/b", engine="streamed", seed=1)
@@ -466,6 +475,16 @@ def test_the_most_particular_counts() -> None:
     assert asked["sbatch"] == {"exclusive": True, "nice": 7}
     assert resources([asking(kind="export")], cluster)["gpus"] == 8
     assert resources([asking(kind="model")], cluster)["gpus"] == 0, "a job of small steps is about no model"
+
+
+def test_gpus_are_asked_for_in_one_way() -> None:
+    for ours in ("gpus: 2", "gpu_type: a100"):
+        text = f"{{every: {{{ours}}}, jobs: {{evaluate: {{sbatch: {{gres: 'nvme:1,gpu:1'}}}}}}}}"
+        with pytest.raises(UserError, match=rf"evaluate jobs have {ours.replace(': ', '=')} and sbatch.gres=nvme"):
+            resources([asking()], text)
+        assert resources([asking(kind="plan")], text)["gpu_type"] in (None, "a100")
+    cluster = "{models: {big: {gpus: 2, sbatch: {gres: 'nvme:1'}}}}"
+    assert resources([asking(replace(BIG, name="big_top4", top_k=4))], cluster)["gpus"] == 2, "the same weights"
 
 
 POCKET = ModelConfig(name="pocket", path="pocket:olmoe", threads=1)

@@ -1,5 +1,6 @@
 """Submitting a thousand cells, with commands of Slurm that only count: what it takes, and how many calls."""
 
+import json
 import os
 import re
 import subprocess
@@ -71,13 +72,12 @@ def test_a_thousand_cells(tmp_path: Path, counting: Mapping[str, str]) -> None:
 
 def test_arrays_wait_for_what_they_need(tmp_path: Path, counting: Mapping[str, str]) -> None:
     own = "evaluate: {partition: gpu, minutes: 7, sbatch: {nodelist: n7, mem_per_gpu: 9G, gres: 'nvme:1'}"
-    own += ", setup: [module load cuda]}"
+    own += ", setup: [module load cuda], gpu_type: a100}"
     own += ", statistics: {memory: 0, sbatch: {gres: 'gpu:h100:1'}}"
     own += ", plan: {gpus: 0, sbatch: {mem_per_gpu: 9G, gres: 'gpu:1,nvme:1', account: null, hold: false}}"
     parallel = ["criterion=man,magnitude", "launcher.parallel=3", "launcher.cells_per_job=1"]
     parallel += ["launcher.stale_minutes=7.5"]
-    gpus = ["resources.every.gpu_type=a100", "resources.every.gpus=1", "model.device=cpu"]
-    done = typed(tmp_path, counting, *parallel, f"+resources.jobs={{{own}}}", *gpus)
+    done = typed(tmp_path, counting, *parallel, f"+resources.jobs={{{own}}}", "model.device=cuda")
     written, ids = scripts(tmp_path, done), jobs(done.stdout)
     assert "--dependency" not in written["model"]
     after = {kind: script.split("--dependency=")[1].split()[0] for kind, script in written.items() if kind != "model"}
@@ -164,6 +164,20 @@ def test_a_refusal_takes_back_what_was_accepted(
     cancelled = {word for line in calls(tmp_path, "scancel") for word in line.split()}
     assert cancelled == {"1", "2", "3", "4"}
     assert not list((tmp_path / "store" / "runs").glob("*/*"))
+
+
+def test_jobs_that_are_not_cancelled_are_remembered(
+    tmp_path: Path, counting: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scancel, says = tmp_path / "bin" / "scancel", "echo scancel: error: Kill job error on job id"
+    scancel.write_text(f"#!/bin/sh\n({says} 1: Invalid job id specified; {says} 2: Access denied) >&2\nexit 1\n")
+    done = typed(tmp_path, {**counting, "REFUSE_AT": "4", "REFUSE": "it is full"})
+    assert done.returncode == 2 and all(words in done.stderr for words in ("it is full", "on job id 2: Access denied"))
+    [noted] = (tmp_path / "store" / "runs").glob("*/*/jobs.json")
+    assert len({row["job"]["array"] for row in json.loads(noted.read_text())}) == 3
+    monkeypatch.setenv("PATH", counting["PATH"])
+    scancel.write_text(f"#!/bin/sh\n{says} 1: Invalid job id specified >&2\nexit 1\n")
+    scheduler.cancel(["1"])  # it has ended
 
 
 def test_a_scheduler_that_hangs_is_named(

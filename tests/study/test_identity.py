@@ -179,13 +179,12 @@ def test_a_login_node_names_the_device_that_its_jobs_ask_for(monkeypatch: pytest
     def device(model: config.ModelConfig, **resources: Any) -> str:
         return resolved(model, config.Config(launcher=slurm, resources=config.ResourcesConfig(**resources))).device
 
-    assert (device(small), device(unknown)) == ("cpu", "cuda")
+    assert (device(small), device(unknown)) == ("cpu", "balanced")
     one, none = config.JobConfig(gpus=1), config.JobConfig(gpus=0)
-    assert device(small, models={"m": one}) == device(unknown, models={"m": one}) == "cuda"
+    assert device(small, models={"m": one}) == device(unknown, every=one) == "cuda"
     assert device(unknown, models={"big": none}) == device(unknown, every=none) == "cpu"
     large = choices.choose(config.ModelConfig, "model", "olmoe_1b_7b")
-    assert (device(large), device(large, gpu_memory=12)) == ("cuda", "balanced")
-    assert device(small, every=config.JobConfig(gpus=2)) == "balanced"
+    assert device(large) == device(small, every=config.JobConfig(gpus=2)) == "balanced"
     assert resolved(unknown, config.Config(launcher=slurm)).dtype == "auto", "the precision of the files"
 
 

@@ -77,6 +77,13 @@ def test_defaults_are_those_of_shipped_models(
     assert [re.split("[=,]", words[0])[-1] in one for one in said] == ([True] if 0 in suites else [])
 
 
+def test_resources_of_models_that_a_study_has_not_are_told() -> None:
+    """But for those that moe_lab has, of which a file of a cluster names many."""
+    resources = "{mixtral_8x7b: {gpus: 4}, pocket_olmo: {gpus: 1}, pocket_olmoe: {gpus: 2}}"
+    config, wanted = asked("model.top_k=1", f"resources.models={resources}")
+    assert [remark for remark in remarks(config, wanted) if remark.endswith("is called pocket_olmo")]
+
+
 @pytest.mark.parametrize(
     ("packing", "fits"), [("chunk", 1600 // 16), ("chunk gap=eos", 1800 // 16), ("none", 200), ("reap", 1600 // 16)]
 )
@@ -293,6 +300,7 @@ REFUSED = [
     (["allocation=pocket_evolutionary", "allocation.multiple_of=8"], "max_transfer=4"),
     (["flops_text=pocket_exerpt"], "did you mean pocket_excerpt"),
     (["resources.jobs={evalute: {gpus: 1}}"], "did you mean evaluate"),
+    (["model.device=cuda:1"], "model.device=cuda:1 is a GPU of this machine"),
     (["resources.models={big: {gpus: many}}"], "resources.models.big.gpus=many"),
 ]
 """Words -> what a sentence about them says; None: they are valid."""
@@ -325,8 +333,10 @@ def test_devices_are_looked_for_before_anything_is_run(monkeypatch: pytest.Monke
     for named, says in {"cuda:1": "none", "cuda:9": "no CUDA"}.items():
         assert lacking_on(named) == [f"model.device={named}: {says}"]
     monkeypatch.setattr(estimates, "visible_gpus", list)
-    assert lacking_on("cuda") == ["model.device=cuda: none"]
-    assert asked == ["cuda:1", "cuda:9", "cuda"]
+    assert [lacking_on(named) for named in ("cuda", "balanced")] == [
+        [f"model.device={named}: none"] for named in ("cuda", "balanced")
+    ]
+    assert asked == ["cuda:1", "cuda:9", "cuda", "balanced"]
 
 
 @pytest.mark.parametrize("seeds", [1, 3, 5])

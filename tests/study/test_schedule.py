@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import studies
@@ -25,14 +26,16 @@ from studies import STUDY, Asked, ask, start
 
 from moe_lab import progress
 from moe_lab.config import Config, LauncherConfig
+from moe_lab.errors import UserError
 from moe_lab.models import WORKERS
 from moe_lab.results import FIGURES
 from moe_lab.study import record
 from moe_lab.study import run as launch
 from moe_lab.study.estimates import GIB, Memory
 from moe_lab.study.graph import Graph
-from moe_lab.study.runs import begin
+from moe_lab.study.runs import RECORD, Submitted, begin
 from moe_lab.study.schedule import Schedule, StepError, Worker, overview, work
+from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.pack import Pack
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
@@ -203,9 +206,11 @@ def locally(
         ("0,1,2,3,4,5,6,7", 8, 200, ["0,1,2,3", "4,5,6,7"]),
         ("0,1", None, 200, ["0,1"]),
         ("0,1", None, None, ["0", "1"]),
-        ("", None, 1, [None] * 3),
-        ("", None, 5, [None] * 2),
-        ("-1", 2, 1, [None] * 2),
+        ("0,-1,1", None, 30, ["0"]),
+        ("0,1", None, -1, [None] * 3),
+        ("", None, -1, [None] * 3),
+        ("", None, -5, [None] * 2),
+        ("-1", 2, -1, [None] * 2),
     ],
 )
 def test_local_workers_have_the_gpus_that_steps_need_of_those_that_the_command_may_use(
@@ -217,12 +222,12 @@ def test_local_workers_have_the_gpus_that_steps_need_of_those_that_the_command_m
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By index, UUID or MIG name; more workers than GPUs share them in turn, but no sets; a step of unknown size
-    gets one; without any, there is a worker for each core of three, for which there are 10 GiB of memory."""
+    gets one; on the CPU (a negative size), there is a worker for each core of three, for which there are 10 GiB."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(launch, "work", lambda *_: None)
     monkeypatch.setattr(launch, "cores", lambda: 3)
     monkeypatch.setattr(launch, "main_memory", lambda: 10.0 * GIB)
-    needs = None if memory is None else Memory(memory * GIB, on_gpu=visible[:1] not in ("", "-"))
+    needs = None if memory is None else Memory(abs(memory) * GIB, on_gpu=memory > 0)
     monkeypatch.setattr(launch, "memory_of", lambda _: needs)
     workers, _ = locally(Schedule([Example()], set()), tmp_path, monkeypatch, processes)
     assert {environment[WORKERS] for environment in workers} == {str(len(given))}
@@ -309,6 +314,27 @@ def test_steps_of_a_killed_command_are_missing(tmp_path: Path, study: Study) -> 
     process.close()
     out = study("status", tmp_path)
     assert cells(out)["step"][0] == "missing" and "same command" in out.splitlines()[-1]
+
+
+def test_a_silent_scheduler_hides_no_error_and_is_asked_once_about_a_job(
+    tmp_path: Path, study: Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, steps = Store(tmp_path).create(), [Example("k", str(number), number) for number in range(3)]
+    with begin(store, STUDY, steps) as run:
+        last = Submitted("8", "8", "s.record", RECORD, [], [])
+        run.add([Submitted("7", "7", "s.k", "k", [step.id for step in steps], []), last])
+    store.fail(steps[0], {"message": "it broke"})
+    monkeypatch.setattr(scheduler, "fate", fate := Mock(side_effect=UserError("no scontrol")))
+    monkeypatch.setattr(scheduler, "queue", lambda _: {})
+    why = study("why", tmp_path)
+    assert "it broke" in why and "and 1 more: missing: job 7 is gone" in why and "record: missing" in why
+    assert [call.args for call in fate.call_args_list] == [("7",), ("8",)]
+    with begin(store, STUDY, steps):
+        assert "record" not in study("why", tmp_path), "another run will write it"
+    monkeypatch.setattr(scheduler, "queue", Mock(side_effect=UserError("squeue has not answered")))
+    fate.reset_mock()
+    why = study("why", tmp_path)
+    assert "it broke" in why and "job 7 was to do it; squeue has not answered" in why and not fate.called
 
 
 # The report of a run

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from graphlib import TopologicalSorter
-from itertools import pairwise, starmap
+from itertools import pairwise
 from math import ceil, inf
 from types import MappingProxyType
 from typing import Any
@@ -29,6 +29,8 @@ ROUNDED = 30
 """Estimated minutes are rounded up to multiples of this, so that jobs of similar length share an array."""
 MARGIN = 2.0
 """Time asked for, as a multiple of what such steps took: a job beside others can take twice as long as one alone."""
+ROUGHLY = 1.25
+"""Factor on the memory of GPUs up to which a step is tried that needs more by estimate."""
 CPUS_PER_GPU = 8
 """CPU cores that are asked for with each GPU where `cpus` is not set: clusters have at least as many for each."""
 HOST = 8.0
@@ -140,17 +142,24 @@ def resources(
     time of a step; if it is unknown for one, the job asks for `settings.longest`. Minutes that are not set are limited
     to the partition's `time_limits` (partition -> minutes)."""
     about, kind = steps[0].about, settings.jobs.get(steps[0].kind)
-    asked = configured([settings.every, kind, settings.models.get(about.name) if about else None])
+    asked = configured([settings.every, kind, settings.of_model(about) if about else None])
     memories = [memory_of(step) or UNKNOWN for step in steps]
-    count = asked["gpus"]
+    count, others = asked["gpus"], [name for name, value in asked["sbatch"].items() if is_for_gpus(name, value)]
+    if others and (count or asked["gpu_type"]):
+        name, ours = others[0], "gpus" if count else "gpu_type"
+        raise UserError(
+            f"resources: {steps[0].kind} jobs have {ours}={asked[ours]} and sbatch.{name}={asked['sbatch'][name]}, "
+            "which both say what GPUs they get: expected one of them"
+        )
     if count is None:
         count = max(gpus(memory, settings.gpu_memory) for memory in memories)
-        too_large = [memory for memory in memories if not memory.fits(count, settings.gpu_memory)]
-        if about and count > 1 and too_large and not any(starmap(is_for_gpus, asked["sbatch"].items())):
+        too_large = [memory for memory in memories if not memory.fits(count, ROUGHLY * settings.gpu_memory)]
+        if about and too_large and not others:
             raise UserError(
                 f"{steps[0].kind} of model={about.name} needs about {too_large[0].bytes / GIB:.0f} GiB, and is divided "
                 f"among at most {count} GPUs of resources.gpu_memory={settings.gpu_memory:g} GiB: expected "
-                f"resources.models={{{about.name}: {{gpus: {count}}}}} where that is enough, or weights of fewer bits"
+                f"resources.models={{{about.name}: {{gpus: {count}}}}} where that is enough, model.device=auto, or "
+                "weights of fewer bits"
             )
     elif count and all(step.is_layered for step in steps):
         asked["gpus"] = count = 1  # the model is read layer by layer, each on the same GPU

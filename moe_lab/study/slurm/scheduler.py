@@ -21,7 +21,10 @@ GONE = (
     *("COMPLETING", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE"),
     *("BOOT_FAIL", "PREEMPTED", "REVOKED"),
 )
-"""States of jobs that squeue may still show although they will do nothing more."""
+"""States of jobs that squeue may still show although they will do nothing more, but for one that is COMPLETING and has
+taken no time: it was put back into the queue, which forgets its time."""
+ENDED = re.compile(r"Invalid job id|already completing")
+"""What scancel says of jobs that have ended."""
 NEVER = "DependencyNeverSatisfied"
 AT_ONCE = 500
 """Most job ids in one call of scancel, since the length of a command line is limited."""
@@ -56,7 +59,8 @@ def queue(users: Iterable[int] = ()) -> dict[str, Queued]:
     command = ("squeue", "--noheader", "--array", "--format=%i|%T|%r|%M|%j")
     rows = [row for user in {os.getuid(), *users} for row in ROW.findall(ask(*command, f"--user={user}"))]
     jobs = [Queued(job, name, state, reason, elapsed) for job, state, reason, elapsed, name in rows]
-    return {job.id: job for job in jobs if job.state not in GONE and job.reason != NEVER}
+    alive = [job for job in jobs if job.state not in GONE or (job.state, job.elapsed) == ("COMPLETING", "0:00")]
+    return {job.id: job for job in alive if job.reason != NEVER}
 
 
 ROW = re.compile(r"^(\d[\d_+]*)\|([A-Z_]+)\|([^|\n]*)\|([^|\n]*)\|(.*)", re.MULTILINE)
@@ -100,10 +104,14 @@ def minutes(limit: str) -> float:
 
 
 def cancel(jobs: Iterable[str]) -> None:
-    """Cancel jobs by id; jobs that have already ended are not an error."""
+    """Cancel jobs by id; jobs that have already ended are not an error. Raises UserError, with the scheduler's message,
+    when others are not cancelled."""
     ids = list(jobs)
     for start in range(0, len(ids), AT_ONCE):
-        _run("scancel", *ids[start : start + AT_ONCE])
+        done = _run("scancel", *ids[start : start + AT_ONCE])
+        said = done.stderr.strip().splitlines() or ["nothing"]
+        if done.returncode and (wrong := [line for line in said if not ENDED.search(line)]):
+            raise UserError(f"launcher=slurm: jobs are not cancelled, scancel says: {wrong[0]}")
 
 
 def fate(job: str, limit: float | None = None) -> dict[str, str]:
@@ -171,4 +179,4 @@ def advice(words: str, kind: str) -> str:
         return "the scheduler has not answered, and may have taken them: see squeue before you start this again"
     of_kind = f"change resources.every, resources.jobs.{kind} or resources.models"
     found = next((what for error, what in REFUSALS.items() if re.search(error, words, re.IGNORECASE)), of_kind)
-    return f"{found} (nothing was left in the queue)"
+    return found

@@ -52,12 +52,14 @@ def submit(schedule: Schedule, study: Study, run: Run) -> None:
     the scheduler's message, when it refuses a job; all jobs of this submission are then cancelled."""
     submission = Submission(study, run)
     try:
-        _download(schedule.waiting.values())
         _submit_missing(schedule, submission)
-    except BaseException:
-        # sbatch may have handed one in, and then have got no answer
-        scheduler.cancel({job.array for job in run.jobs} | scheduler.handed_in(run.logs.absolute()))
+    except BaseException as error:
+        try:  # sbatch may have handed one in, and then have got no answer
+            scheduler.cancel({job.array for job in run.jobs} | scheduler.handed_in(run.logs.absolute()))
+        except UserError as left:
+            raise UserError(f"{str(error) or 'interrupted'}; {left}") from None
         run.remove()
+        say("no job of this submission is in the queue")
         raise
     _announce(submission)
 
@@ -94,6 +96,7 @@ def _submit_missing(schedule: Schedule, submission: Submission) -> None:
                 f"resources: {array.kind} jobs ask for minutes={array.asks['minutes']}, too little to work in: "
                 f"Slurm warns them launcher.signal_seconds={signal_seconds} before, and may do so {EARLY} s early"
             )
+    _download(missing)
     scheduler.cancel(covered.hopeless)
     for array in arrays:
         submission.add(array)
