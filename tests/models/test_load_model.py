@@ -57,8 +57,9 @@ def test_loaded_model_is_ready_to_be_scored(halved: Path, capfd: pytest.CaptureF
     assert chosen.dtype == torch.bfloat16 and set(chosen.get_experts_implementation().values()) == {"eager"}
     expected = tiny.build("olmoe", dtype=torch.bfloat16).float()
     assert torch.equal(model(input_ids=tiny.tokens()).logits, expected(input_ids=tiny.tokens()).logits)
-    with pytest.raises(UserError, match=r"model\.device=cuda:99: this machine has \d+ CUDA devices"):
-        load_model(settings(halved, device="cuda:99"))
+    for device in ("cuda:99", *(["balanced"] if not torch.cuda.is_available() else [])):
+        with pytest.raises(UserError, match=rf"model\.device={device}: this machine has \d+ CUDA devices"):
+            load_model(settings(halved, device=device))
 
 
 @pytest.mark.cuda
