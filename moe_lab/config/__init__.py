@@ -52,7 +52,8 @@ def _others(options: dict[str, Any]) -> dict[str, Any]:
     named = {name.replace("_", "-"): value for name, value in options.items()}
     for name in named.keys() - {"gpus"}:
         for owned in (owned for owned in OWNED if owned.startswith(name)):  # sbatch takes the beginnings of names
-            raise ValueError(f"{name} is set by moe_lab: expected {OWNED[owned] or 'other options'}")
+            what = name if name == owned else f"{name}, short for {owned},"
+            raise ValueError(f"{what} is set by moe_lab: expected {OWNED[owned] or 'other options'}")
     return named
 
 
