@@ -181,7 +181,7 @@ CANNOT_BE: list[tuple[str, dict[str, Any], str]] = [
     ("backend", {"name": "vllm", "arguments": {"tensor_parallel_size": "two"}}, "arguments.tensor_parallel_size=two"),
     ("resources", {"every": {"sbatch": {"gpus-per-node": "a100:1"}}}, "every.sbatch.gpus-per-node .*expected gpus and"),
     *(
-        ("resources", {"every": {"sbatch": {name: 2}}}, f"every.sbatch.{name} .*expected other options")
+        ("resources", {"every": {"sbatch": {name: 2}}}, f"every.sbatch.{name}.*expected other options")
         for name in ("ntasks-per-node", "ntasks-per-n", "wait", "parsable", "test-only", "chdir")
     ),
     ("resources", {"every": {"sbatch": {"tres_per_task": "gres/gpu:1"}}}, "every.sbatch.tres-per-task .*d gpus, gpu_t"),
