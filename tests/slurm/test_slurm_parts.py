@@ -403,8 +403,8 @@ def test_models_are_there_before_jobs_are_submitted(monkeypatch: pytest.MonkeyPa
 
 def test_a_job_asks_for_no_more_gpus_than_a_node_has_and_a_layered_pass_for_one() -> None:
     huge = choices.choose(ModelConfig, "model", "deepseek_v3")
-    for model in (huge, replace(BIG, name="deepseek_v3", device="cuda")):
-        with pytest.raises(UserError, match=r"deepseek_v3.*resources\.gpu_memory.*model\.device=auto"):
+    for model, way in ((huge, "enough, or"), (replace(BIG, name="deepseek_v3", device="cuda"), "model.device=auto")):
+        with pytest.raises(UserError, match=rf"deepseek_v3.*resources\.gpu_memory.*{way}"):
             resources([asking(model)])
     four = "{models: {deepseek_v3: {gpus: 4}}}"
     assert resources([asking(huge)], four)["gpus"] == 4

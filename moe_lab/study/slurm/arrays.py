@@ -15,6 +15,7 @@ from typing import Any
 from rich.table import Table
 
 from moe_lab.config import JobConfig, LauncherConfig, ResourcesConfig
+from moe_lab.config.pruning import DEVICE_MAPS
 from moe_lab.errors import UserError
 from moe_lab.study.estimates import GIB, Memory, Seconds, gpus, memory_of
 from moe_lab.study.slurm.scheduler import LONGEST
@@ -158,8 +159,8 @@ def resources(
             raise UserError(
                 f"{steps[0].kind} of model={about.name} needs about {too_large[0].bytes / GIB:.0f} GiB, and is divided "
                 f"among at most {count} GPUs of resources.gpu_memory={settings.gpu_memory:g} GiB: expected "
-                f"resources.models={{{about.name}: {{gpus: {count}}}}} where that is enough, model.device=auto, or "
-                "weights of fewer bits"
+                f"resources.models={{{about.name}: {{gpus: {count}}}}} where that is enough, "
+                f"{'' if about.device in DEVICE_MAPS else 'model.device=auto, '}or weights of fewer bits"
             )
     elif count and all(step.is_layered for step in steps):
         asked["gpus"] = count = 1  # the model is read layer by layer, each on the same GPU
