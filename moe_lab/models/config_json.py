@@ -243,7 +243,8 @@ def _measured(path: str, revision: str | None) -> dict[str, int]:
         tensors = open_checkpoint(folder).tensors
         numbers["parameters"] = sum(prod(entry.shape) for entry in tensors.values())
         numbers["moe_layers"] = len({match[1] for name in tensors if (match := EXPERTS.search(name))})
-    elif numbers.keys() >= {"layers"} and (stated := stated_files(path, revision, "model")):
+    elif "layers" in numbers and (stated := stated_files(path, revision, "model")):
         size = sum(size for name, (size, _) in stated.items() if is_weights(name))
-        numbers |= {"parameters": size // numbers["bytes"], "moe_layers": numbers["layers"]}
+        each = 1 if quantization_method(config) else numbers["bytes"]
+        numbers |= {"parameters": size // each, "moe_layers": numbers["layers"]}
     return numbers
