@@ -83,6 +83,7 @@ def _checkpoint(pruned: Pruned, backend: str, config: Config) -> Export | None:
 class OnBenchmark(Step):
     """A step about a benchmark."""
 
+    small = True
     foreign = True
     benchmark: BenchmarkConfig
 
@@ -198,7 +199,6 @@ class Evaluate(AsksModel, Grades):
     """The results of one benchmark, which is graded while the model is asked."""
 
     kind = "evaluate"
-    small = True
 
     def work(self, files: Files) -> None:
         from moe_lab.evaluation import run
@@ -213,7 +213,6 @@ class Generate(AsksModel):
     """The answers to one benchmark."""
 
     kind = "generate"
-    small = True
     questions: suite.Questions
     """What of the benchmark changes answers."""
     runtime = frozenset({"benchmark"})
@@ -240,7 +239,6 @@ class Grade(Grades):
     """The results of one benchmark, from generated texts; needs no model."""
 
     kind = "grade"
-    small = True
     process_memory = 4.0 * 2**30
     generate: Generate
 

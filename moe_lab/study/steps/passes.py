@@ -166,6 +166,7 @@ class Pass(LeavesSums, OnText):
     """A pass over the calibration set."""
 
     reads_text = True
+    streams = True
     tap: ClassVar[str] = ""
     """Module and name of the tap that gathers the sums."""
     divides: ClassVar[bool] = True
@@ -208,7 +209,6 @@ class StatisticsPass(Pass):
     """One forward pass over the calibration set: all sums, tokens per expert, and tables for figures."""
 
     kind = "statistics"
-    streams = True
     tap = "moe_lab.statistics.forward:ForwardTap"
     figures = (
         ("coverage.parquet", results.COVERAGE, tables.coverage),
@@ -222,7 +222,6 @@ class Gradients(Pass):
     """A forward and a backward pass: sums for each channel, of activations and of the loss's gradients."""
 
     kind = "gradients"
-    streams = True
     backward = True
     tap = "moe_lab.statistics.gradients:GradientTap"
     figures = (("gradients.parquet", results.GRADIENTS, tables.gradients),)
@@ -232,7 +231,6 @@ class WeightGradients(Pass):
     """A forward and a backward pass: gradients of the experts' weights, reduced to a number per channel."""
 
     kind = "weight_gradients"
-    streams = True
     backward = True
     divides = False
     tap = "moe_lab.statistics.gradients:WeightGradientTap"
@@ -246,7 +244,6 @@ class Damage(Pass):
     """The exact damage of removing each expert alone, in a forward pass with one more expert per token."""
 
     kind = "damage"
-    streams = True
     tap = "moe_lab.statistics.damage:DamageTap"
 
 
@@ -254,12 +251,13 @@ class Similarity(Pass):
     """One forward pass in which every expert reads every token, for groupings of similar experts."""
 
     kind = "similarity"
-    streams = True
     tap = "moe_lab.statistics.damage:SimilarityTap"
 
 
 class LossRises(Pass):
     """How much the loss rises when a part of the model is changed: one pass for each part, from its layer on."""
+
+    streams = False
 
     def gather(self, files: Files) -> Any:
         from moe_lab.search.ablation import loss_rises

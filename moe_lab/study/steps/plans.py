@@ -184,6 +184,7 @@ def asked_of(cell: Cell) -> Asked:
 class MakesPlan(Step):
     """A step that makes the plan of a cell."""
 
+    small = True
     checks: ClassVar[tuple[Callable[[Cell], None], ...]] = (check_ratio, check_layout)
     """Functions that raise UserError for a cell whose plan cannot be made."""
     asked: Asked
@@ -220,7 +221,6 @@ class FromScores(MakesPlan):
     channels each expert loses, and which."""
 
     kind = "plan"
-    small = True
     per_job = "steps"
     facts: Facts
     scores: Scores
@@ -260,7 +260,6 @@ class Search(MakesPlan, OnText):
     """A plan by evolutionary search, which starts from scores and compares candidates on a text; and its history."""
 
     kind = "search"
-    small = True
     checks = (check_schedules,)
     scores: Scores
     seed: int
@@ -299,7 +298,6 @@ class Reconstruction(MakesPlan, OnText):
     """The plan that reproduces the layers' outputs best, by trying all choices of experts in each layer."""
 
     kind = "reconstruction"
-    small = True
     reads_text = True
     streams = True
     checks = (check_choices,)
@@ -335,7 +333,6 @@ class Sequential(MakesPlan, OnText):
     """
 
     kind = "sequential"
-    small = True
     reads_text = True
     streams = True
     is_layered = True

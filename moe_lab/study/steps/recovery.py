@@ -44,6 +44,7 @@ def plan_of(cell: Cell) -> Any:
 class AlignsChannels(OnText):
     """A step that matches the channels of experts that a plan merges."""
 
+    small = True
     streams = True
     plan: MakesPlan
 
@@ -60,7 +61,6 @@ class ActivationAlignment(AlignsChannels):
     """A plan with the channels of merged experts matched by their weights and their activations on a text."""
 
     kind = "activation_alignment"
-    small = True
     reads_text = True
 
     def work(self, files: Files) -> None:
@@ -83,7 +83,6 @@ class Alignment(AlignsChannels):
     """A plan with the channels of merged experts matched by their weights. Its text only says which engine is used."""
 
     kind = "alignment"
-    small = True
     runtime = frozenset({"text"})
 
     def work(self, files: Files) -> None:
