@@ -150,7 +150,7 @@ class Profile(OnText):
         files.table("profile.parquet", results.PROFILES, measured)
 
 
-class Timing(OnText):
+class Timing(AboutPruned, OnText):
     """Seconds of prompts and answers, and memory, of the model as deployed: without what its plan removes, in the bits
     it is stored in."""
 
@@ -162,18 +162,15 @@ class Timing(OnText):
     timed: TimingConfig
     """With the name of the device that is timed."""
     threads: int | None
-    name: str
-    runtime = frozenset({"name"})
+    pruned: Pruned
+    runtime = frozenset({"pruned"})
 
     @classmethod
     def of(cls, pruned: Pruned, text: CalibrationConfig, timed: TimingConfig) -> Self:
         """The timing of a pruned model, with prompts from a text, on its device unless `timed` names one."""
         changes = pruned.plan, pruned.finetune, pruned.storage
         timed = _named(timed, pruned.model.device)  # without the device, `conditions` are not fulfilled
-        return cls(pruned.loaded, text, *changes, timed, pruned.model.threads, pruned.recovered_label)
-
-    def label(self) -> str:
-        return self.name
+        return cls(pruned.loaded, text, *changes, timed, pruned.model.threads, pruned)
 
     def conditions(self, launcher: LauncherConfig) -> list[tuple[Any, ...]]:
         """Its device is here."""
@@ -218,9 +215,7 @@ class Timing(OnText):
 
         if not (self.plan or self.storage):
             return network
-        storage = self.storage or Storage()
-        tuned = files.folders[self.finetune.id] if self.finetune else None
-        return recovered(network, files.plan(self.plan), bits=storage.bits, modules=storage.modules, tuned=tuned)
+        return recovered(network, files.plan(self.plan), **self.pruned.changes(files))
 
 
 def wrong_timing(launcher: LauncherConfig, timed: TimingConfig, model: ModelConfig) -> Iterator[str]:

@@ -214,17 +214,17 @@ class Pruned(Parts):
         network, tokenizer = loaded(self.model)
         plan = files.plan(self.plan)
         if self.is_recovered:
-            storage = self.storage or Storage()
-            yield _recovered(network, plan, storage.bits, storage.modules, self.tuned(files)), tokenizer
+            yield _recovered(network, plan, **self.changes(files)), tokenizer
         elif plan:
             with mask(network, plan):
                 yield network, tokenizer
         else:
             yield network, tokenizer
 
-    def tuned(self, files: Files) -> Path | None:
-        """The folder with the weights that fine-tuning changed; None without fine-tuning."""
-        return files.folders[self.finetune.id] if self.finetune else None
+    def changes(self, files: Files) -> dict[str, Any]:
+        """How weights are stored, and `tuned`, the folder with those that fine-tuning changed; None without it."""
+        tuned = files.folders[self.finetune.id] if self.finetune else None
+        return {**vars(self.storage or Storage()), "tuned": tuned}
 
 
 def pruned_of(cell: Cell) -> Pruned:
@@ -342,19 +342,11 @@ class Export(AboutPruned, Step):
         from moe_lab.pruning.export.rewrite import rewrite
         from moe_lab.recovery.export import recovery_changes
 
-        changes, storage = [], self.storage or Storage()
+        changes = []
         if self.pruned.is_recovered:
-            found = recovery_changes(
-                natural,
-                dtype=self._evaluated_dtype(natural),
-                bits=storage.bits,
-                modules=list(storage.modules),
-                tuned=self.pruned.tuned(files),
-                words=recoveries.finetune_words(
-                    self.pruned.recovery, self.finetune.text.name if self.finetune else None
-                ),
-            )
-            changes.append(found)
+            dtype, text = self._evaluated_dtype(natural), self.finetune.text.name if self.finetune else None
+            words = recoveries.finetune_words(self.pruned.recovery, text)
+            changes.append(recovery_changes(natural, dtype=dtype, words=words, **self.pruned.changes(files)))
         if self._is_compressed:
             from moe_lab.pruning.export.compressed import compression_changes
 
