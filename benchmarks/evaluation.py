@@ -34,7 +34,7 @@ from benchmarks.data_sets import mirror_files
 from benchmarks.measure import parser, ratios, rounds
 from benchmarks.models import random_model
 from moe_lab.config import BenchmarkConfig
-from moe_lab.evaluation import Policy, mirror, run
+from moe_lab.evaluation import Policy, mirror, run, suite
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harness import Graded
 from moe_lab.evaluation.harnesses import lm_eval_tasks
@@ -98,7 +98,7 @@ def _same_items(subject: LoadedModel, benchmark: BenchmarkConfig) -> bool:
 
 
 def _graded(subject: LoadedModel, benchmark: BenchmarkConfig) -> Graded:
-    graded: Graded = run.harness(benchmark).grade(run.answer(subject, benchmark), benchmark, Policy())
+    graded: Graded = suite.adapter(benchmark).grade(run.answer(subject, benchmark), benchmark, Policy())
     return graded
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
-from typing import Any
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import Unavailable, UserError
@@ -17,11 +15,6 @@ from moe_lab.json_files import Record, write_text
 from moe_lab.results import SCHEMA, Result, ResultFile, Sample
 
 ANSWERS = "answers.jsonl"
-
-
-def harness(benchmark: BenchmarkConfig) -> Any:
-    """The module of the benchmark's harness, with `items` and `grade`."""
-    return importlib.import_module(f"moe_lab.evaluation.harnesses.{benchmark.harness}")
 
 
 def _check(benchmark: BenchmarkConfig, policy: Policy) -> None:
@@ -44,7 +37,7 @@ def evaluate(
 
 def answer(engine: Engine, benchmark: BenchmarkConfig, record: Record | None = None) -> list[Answer]:
     """The answers to all items of the benchmark."""
-    items = harness(benchmark).items(benchmark)
+    items = suite.adapter(benchmark).items(benchmark)
     if benchmark.limit is None and benchmark.harness != "perplexity":  # whose one text is many windows
         check_count(benchmark, len(items))
     if len({item.name for item in items}) < len(items):
@@ -55,7 +48,7 @@ def answer(engine: Engine, benchmark: BenchmarkConfig, record: Record | None = N
 def grade(answers: list[Answer], benchmark: BenchmarkConfig, out: Path, *, policy: Policy) -> list[Result]:
     """Grade answers and write out/result.json and out/samples.parquet. Needs no model."""
     _check(benchmark, policy)
-    graded: Graded = harness(benchmark).grade(answers, benchmark, policy)
+    graded: Graded = suite.adapter(benchmark).grade(answers, benchmark, policy)
     graded.protocol.setdefault("prompt", answers[0].prompt)
     if too_long := [answer.item for answer in answers if answer.reply.ended == "too_long"]:
         graded.protocol["too_long"] = too_long

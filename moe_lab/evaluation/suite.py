@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,11 @@ _TASK = re.compile(r"^[\"']?(?:task|group)[\"']?: *[\"']?([\w-]+)[\"']? *$", re.
 _NUMBERS = {"seconds", "memory_mib", "processes", "length"}
 _RUNNING = ("processes", "template", "answers")
 """Parameters that are not part of the identity; a template and answers are identified by their content."""
+
+
+def adapter(benchmark: BenchmarkConfig) -> Any:
+    """The module of the benchmark's harness, with `items` and `grade`."""
+    return importlib.import_module(f"moe_lab.evaluation.harnesses.{benchmark.harness}")
 
 
 def data_digest(benchmark: BenchmarkConfig) -> str:
@@ -72,12 +78,9 @@ def question_identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
 
 def _version(benchmark: BenchmarkConfig) -> str | None:
     """The version of the package that asks and grades; None for moe_lab itself, or if it is not installed."""
-    if benchmark.harness == "evalscope":
-        from moe_lab.evaluation.harnesses import evalscope
-
-        return evalscope.installed(benchmark)
     package = HARNESSES[benchmark.harness].package
-    return installed(package) if package else None
+    own: str | None = adapter(benchmark).installed(benchmark) if benchmark.harness == "evalscope" else None
+    return installed(package) if package else own
 
 
 @settings_identity.register
@@ -125,16 +128,12 @@ def wrong(benchmarks: Sequence[BenchmarkConfig]) -> list[str]:
 def _wrong(benchmark: BenchmarkConfig) -> Iterator[str]:
     harness = HARNESSES[benchmark.harness]
     if harness.gives_tools:
-        from moe_lab.evaluation.harnesses import function_calls
-
-        yield from function_calls.wrong(benchmark)
+        yield from adapter(benchmark).wrong(benchmark)
     elif benchmark.data is None:
         yield from user_errors(_check_items, benchmark)
     yield from (f"benchmark {benchmark.name}: {mistake}" for mistake in _mistakes(benchmark, harness))
     if benchmark.harness == "evalscope":
-        from moe_lab.evaluation.harnesses import evalscope
-
-        yield from evalscope.wrong(benchmark)
+        yield from adapter(benchmark).wrong(benchmark)
 
 
 def _mistakes(benchmark: BenchmarkConfig, harness: Harness) -> Iterator[str]:
@@ -192,14 +191,8 @@ def lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
         yield from user_errors(mirror.check, benchmark)
     if benchmark.harness == "lm_eval" and benchmark.data is not None:
         yield from user_errors(task_folder, benchmark)
-    if benchmark.harness == "wildbench":
-        from moe_lab.evaluation.harnesses import wildbench
-
-        yield from wildbench.problems(benchmark, policy)
-    if benchmark.harness == "evalscope":
-        from moe_lab.evaluation.harnesses import evalscope
-
-        yield from evalscope.lacking(benchmark, policy)
+    if benchmark.harness in ("wildbench", "evalscope"):
+        yield from adapter(benchmark).lacking(benchmark, policy)
     if benchmark.harness == "evalplus":
         yield from user_errors(lambda: policy.protection(closed_world=is_closed_world(benchmark)))
 

@@ -15,7 +15,7 @@ import torch
 from jinja2 import Environment
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.evaluation import Policy, run
+from moe_lab.evaluation import Policy, run, suite
 from moe_lab.evaluation.answers import Record, collect_answers
 from moe_lab.evaluation.engines import Engine, Prompt, Writing, Written, answer_in
 from moe_lab.evaluation.engines.hf import LoadedModel
@@ -28,7 +28,7 @@ PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 def evaluate(engine: Engine, benchmark: BenchmarkConfig, policy: Policy | None = None) -> Graded:
     """What the harness of a benchmark says of the engine's answers, without a file and without a preflight."""
     answers = run.answer(engine, benchmark)
-    graded: Graded = run.harness(benchmark).grade(answers, benchmark, policy or Policy())
+    graded: Graded = suite.adapter(benchmark).grade(answers, benchmark, policy or Policy())
     graded.protocol.setdefault("prompt", answers[0].prompt)
     return graded
 
@@ -70,7 +70,7 @@ def write(engine: Engine, prompts: Sequence[str], most: int = 24, **settings: An
 def answered(benchmark: BenchmarkConfig, texts: Sequence[str]) -> list[Answer]:
     """Answers to a benchmark's items that were never asked, parted from their thoughts."""
     answers = []
-    for item, text in zip(run.harness(benchmark).items(benchmark), texts, strict=True):
+    for item, text in zip(suite.adapter(benchmark).items(benchmark), texts, strict=True):
         answer = answer_in(text)
         thought = text[: len(text) - len(answer or "")]
         answers.append(Answer(item.name, str(item.requests[0].prompt), (Reply(answer, thought, "end"),)))

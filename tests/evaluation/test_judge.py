@@ -214,7 +214,7 @@ def test_everything_wrong_with_a_judge_is_said_before_a_start(tmp_path: Path, mo
 
     def problems(**changes: Any) -> str:
         benchmark = replace(BENCHMARK, **{"judge": judge, **changes})
-        return " & ".join(wildbench.problems(benchmark, Policy(allow_judge=True)))
+        return " & ".join(wildbench.lacking(benchmark, Policy(allow_judge=True)))
 
     assert problems() == ""
     assert "judge=gpt_oss_120b" in problems(judge=None)

@@ -287,7 +287,7 @@ def identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
     return {"judge": settings_identity(benchmark.judge), "template": hashlib.sha256(text.encode()).hexdigest()}
 
 
-def problems(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
+def lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
     """Problems of a judged benchmark, one sentence each."""
     name, judge = f"benchmark {benchmark.name}", benchmark.judge
     if not policy.allow_judge:

@@ -278,12 +278,10 @@ class Contamination(Step):
         return f"{self.text.name}-{self.facts.model.name}"
 
     def work(self, files: Files) -> None:
-        from moe_lab.evaluation import run
-
         for (_, questions), (_, identity) in zip(self.asked, self.settings["asked"], strict=True):
             _check_data(questions.benchmark, identity)
         text = {words for passage in self._passages() for words in phrases(passage)}
-        items = {name: run.harness(asked.benchmark).items(asked.benchmark) for name, asked in self.asked}
+        items = {name: suite.adapter(asked.benchmark).items(asked.benchmark) for name, asked in self.asked}
         counts = {name: contaminated(of, text) for name, of in items.items()}
         write_json(files.out / CONTAMINATION, counts)
 
