@@ -6,7 +6,7 @@ always better: divergences are negated. Log-probabilities are fp32, sums over to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import fsum
 
@@ -29,10 +29,6 @@ class Contexts:
     """(N,) token that follows it; 0 after the last one of a row."""
     draws: torch.Tensor
     """(N,) fp64 in [0, 1): the random number of each position, the same for all candidates."""
-
-
-PositionFitness = Callable[[torch.Tensor, torch.Tensor, Contexts], torch.Tensor]
-"""(log p (N, V), log q (N, V), contexts of these N) -> (N,) fp64, higher is better."""
 
 
 def esap(log_p: torch.Tensor, log_q: torch.Tensor, at: Contexts) -> torch.Tensor:
@@ -63,7 +59,8 @@ def nll(log_p: torch.Tensor, log_q: torch.Tensor, at: Contexts) -> torch.Tensor:
 
 
 POSITION_FITNESS = {function.__name__: function for function in (esap, sap, kl, kl_reversed, nll)}
-"""Name -> function. spec_dec is not here: it is not defined by position, see speculative_decoding.py."""
+"""Name -> function (log p (N, V), log q (N, V), contexts of these N) -> (N,) fp64, higher is better.
+spec_dec is not here: it is not defined by position, see speculative_decoding.py."""
 
 
 def drawn(probabilities: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
