@@ -109,6 +109,8 @@ def make_form(plan: Plan, shape: str, element_size: int) -> Form:
     check_known("export", shape, SHAPES)
     if (plan.constants or plan.shares_experts) and shape != "natural":
         raise no_replacements(shape)
+    if not plan.channels and shape != "masked":
+        return {layer: _of_width(plan, layer, None) for layer in sorted(plan.experts)}
     make = {"natural": _natural, "masked": _masked, "padded": _padded}[shape]
     return {layer: make(plan, layer, element_size) for layer in sorted(plan.experts)}
 
@@ -128,11 +130,8 @@ def is_stock(widths: Sequence[int], element_size: int) -> bool:
 
 
 def _natural(plan: Plan, layer: int, element_size: int) -> LayerForm:
-    full = plan.width(layer)
-    if full is None:
-        return _of_width(plan, layer, None)
     kept, widths = plan.experts[layer], plan.widths(layer)
-    if min(widths) == full or is_stock(widths, element_size):
+    if min(widths) == plan.width(layer) or is_stock(widths, element_size):
         return _of_width(plan, layer, widths[0])
     parts = tuple(part_of(plan, layer, expert, width) for expert, width in zip(kept, widths, strict=True))
     constants, owners = plan.constants.get(layer), plan.computed_as(layer)
@@ -146,11 +145,8 @@ def _masked(plan: Plan, layer: int, element_size: int) -> LayerForm:
 
 
 def _padded(plan: Plan, layer: int, element_size: int) -> LayerForm:
-    full = plan.width(layer)
-    if full is None:
-        return _of_width(plan, layer, None)
     step = max(1, KERNEL_BYTES // element_size)
-    return _of_width(plan, layer, min(full, -(-max(1, *plan.widths(layer)) // step) * step))
+    return _of_width(plan, layer, min(plan.channels[layer].shape[1], -(-max(1, *plan.widths(layer)) // step) * step))
 
 
 def _of_width(plan: Plan, layer: int, width: int | None) -> LayerForm:
