@@ -1,6 +1,6 @@
 """A Python that has imported the heavy libraries already: importing them takes ten times as long as a small study does.
 
-`command("-m", "moe_lab", ...)` is a command line like `[sys.executable, "-m", "moe_lab", ...]`, and `python()` is what
+`run(folder, "moe_lab", ...)` does what `[sys.executable, "-m", "moe_lab", ...]` does there, and `python()` is what
 starts Python in it, for `launcher.python`. What it starts is a process of its own with its own arguments, folder,
 environment and streams, in which nothing of moe_lab is imported yet. It is forked from a server that has torch,
 transformers and the harnesses in memory, and workers and reports that it starts are forked from there as well.
@@ -84,9 +84,10 @@ os._exit(os.WEXITSTATUS(status))
 _STARTING = threading.Lock()
 
 
-def command(*words: str) -> list[str]:
-    """The command line of a Python with `words`, which begin with -m."""
-    return [str(python()), *words]
+def run(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a module with its words in a folder to its end, with more variables in its environment."""
+    variables = {**os.environ, **environment}
+    return subprocess.run([python(), "-m", *words], capture_output=True, text=True, cwd=folder, env=variables)
 
 
 def python(interpreter: str = sys.executable, libraries: tuple[str, ...] = LIBRARIES, **environment: str) -> Path:

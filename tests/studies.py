@@ -46,8 +46,8 @@ def moe_lab(store: Path, *words: str, environment: Mapping[str, str] | None = No
 
 def on_boolq(store: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run a study of one benchmark, unless it names others, in a Python that has imported what takes long."""
-    done = [str(preloaded.python()), *command(store, "suite.benchmarks=[pocket_boolq]", *words)[1:]]
-    return subprocess.run(done, capture_output=True, text=True, cwd=store.parent)
+    _, _, *started = command(store, "suite.benchmarks=[pocket_boolq]", *words)
+    return preloaded.run(store.parent, *started)
 
 
 def told(store: Path, *words: str) -> str:

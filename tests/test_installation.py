@@ -53,9 +53,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def moe_lab(folder: Path, *words: str, package: str = "moe_lab") -> subprocess.CompletedProcess[str]:
-    command = preloaded.command("-m", package, *words)
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+    return preloaded.run(folder, package, *words, PYTHONPATH=str(folder))
 
 
 def test_a_study_with_a_criterion_and_an_allocation_of_a_folder(folder: Path) -> None:

@@ -1,6 +1,5 @@
 """Secrets: refused in settings, and those of the environment looked for in everything that a study writes."""
 
-import os
 import re
 import subprocess
 from dataclasses import replace
@@ -37,13 +36,8 @@ def served(program: object, rest: str) -> str:
 
 def moe_lab(folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
     told = {"WANDB_MODE": "offline", "WANDB_DIR": folder, "WANDB_CACHE_DIR": folder / "cache", "HOME": folder}
-    return subprocess.run(
-        preloaded.command("-m", "moe_lab", *settings, *SMALL.split(), f"store={folder / 'store'}"),
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env={**os.environ, **{name: str(value) for name, value in told.items()}, **PLANTED},
-    )
+    environment = {name: str(value) for name, value in told.items()} | PLANTED
+    return preloaded.run(folder, "moe_lab", *settings, *SMALL.split(), f"store={folder / 'store'}", **environment)
 
 
 def leaks(folder: Path, done: subprocess.CompletedProcess[str]) -> list[str]:

@@ -302,8 +302,7 @@ def test_an_added_benchmark_is_asked_graded_and_in_the_report(tmp_path: Path) ->
         (tmp_path / file).write_text(text, encoding="utf-8")
 
     def started(*words: str) -> None:
-        command, environment = preloaded.command("-m", *words), {**os.environ, "PYTHONPATH": str(tmp_path)}
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        done = preloaded.run(tmp_path, *words, PYTHONPATH=str(tmp_path))
         assert done.returncode == 0, done.stdout + done.stderr
 
     small = ("calibration.tokens=2048", "calibration.length=128", "suite.limit=4", "launcher=inline", "report=false")

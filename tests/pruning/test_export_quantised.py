@@ -172,8 +172,7 @@ STUDY += ["suite.benchmarks=[]", "report=false", "launcher=inline", "model.devic
 
 
 def study(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = preloaded.command("-m", "moe_lab", *STUDY, f"model.path={folder}", "store=store", *words)
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder.parent)
+    return preloaded.run(folder.parent, "moe_lab", *STUDY, f"model.path={folder}", "store=store", *words)
 
 
 def test_a_study_scores_prunes_and_exports_an_fp8_checkpoint(tmp_path: Path) -> None:

@@ -241,8 +241,7 @@ def test_experts_are_stored_unchanged(family: str, shape: str, tmp_path: Path, m
 def test_a_study_writes_a_file_with_the_logits_of_the_evaluated_model(tmp_path: Path) -> None:
     words = ["model=pocket_qwen3_moe", "criterion=aimer", "suite.benchmarks=[]"]
     words += ["export=natural", "export.format=gguf", "verify=true", "report=false", "store=store", "launcher=inline"]
-    command = preloaded.command("-m", "moe_lab", *words)
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    done = preloaded.run(tmp_path, "moe_lab", *words)
     assert done.returncode == 0, done.stderr
     (folder,) = tmp_path.glob("store/export/*/checkpoint")
     assert f"export: {folder} (verified" in done.stderr

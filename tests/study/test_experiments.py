@@ -3,7 +3,6 @@
 import html
 import re
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -88,8 +87,7 @@ def test_an_experiment_runs_to_its_page(
     experiment: str, store: Path, conf: Path, tmp_path: Path, report: Callable[[str], None]
 ) -> None:
     words = ["--config-dir", str(conf), f"+experiment={experiment}", *SMALL, *LESS[experiment]]
-    command = preloaded.command("-m", "moe_lab", *words)
-    done = subprocess.run([*command, f"store={store}"], capture_output=True, text=True, cwd=tmp_path)
+    done = preloaded.run(tmp_path, "moe_lab", *words, f"store={store}")
     assert done.returncode == 0, done.stderr
     report(experiment)
 
