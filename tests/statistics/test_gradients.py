@@ -9,31 +9,23 @@ from torch.nn.functional import cross_entropy
 from moe_lab import criteria
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
-from moe_lab.statistics import Layers, gradients
+from moe_lab.statistics import gradients
 from moe_lab.statistics.gradients import (
     LOSS_SCALE,
     GradientTap,
     WeightGradientTap,
     differentiable,
-    forward_and_backward,
     gather_gradients,
     head,
     loss_gradient,
 )
-from moe_lab.statistics.observe import Observer
-
-
-def gathered(model: Any, data: Any) -> Layers:
-    with differentiable(model), Observer(model, GradientTap) as observer:
-        for ids, valid in data:
-            observer.read(ids, valid, forward_and_backward)
-    assert "forward" not in vars(model.base_model)
-    return observer.layers()
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 def test_sums_are_those_of_autograd_on_each_expert_alone(name: str) -> None:
-    layers = gathered(naive.model(name, torch.float64), [naive.batch()])
+    model = naive.model(name, torch.float64)
+    layers = gather_gradients(model, GradientTap, [naive.batch()]).layers
+    assert "forward" not in vars(model.base_model)
     reference = naive.backward(name)
     assert layers.keys() == reference.keys()
     for layer, experts in reference.items():
@@ -63,7 +55,7 @@ def test_heapr_is_the_papers_d_by_d_computation(name: str) -> None:
     """G = mean g g^T per expert, then mean over the same tokens of 1/2 e^T G e for each channel's output e."""
     model = naive.model(name, torch.float64)
     layers = {layer.index: layer for layer in moe_layers(model)}
-    inputs = gathered(model, [naive.batch()])
+    inputs = gather_gradients(model, GradientTap, [naive.batch()]).layers
     sizes = {index: layer.n_experts for index, layer in layers.items()}
     widths = {index: layer.width for index, layer in layers.items()}
     scores = criteria.score("heapr", inputs, experts=sizes, widths=widths)
@@ -88,11 +80,11 @@ def test_rows_without_a_next_token_have_no_loss() -> None:
 
 def test_few_logits_at_a_time_are_as_good_as_all(monkeypatch: pytest.MonkeyPatch) -> None:
     model = naive.model("granitemoe", torch.float64)  # divides its logits
-    whole = gathered(model, [naive.batch()])
+    whole = gather_gradients(model, GradientTap, [naive.batch()]).layers
     sizes: list[int] = []
     monkeypatch.setattr(gradients, "LOGITS", 7 * tiny.VOCABULARY)
     monkeypatch.setattr(gradients, "head", lambda *given: sizes.append(given[1].shape[1]) or head(*given))
-    parts = gathered(model, [naive.batch()])
+    parts = gather_gradients(model, GradientTap, [naive.batch()]).layers
     assert max(sizes) == 7
     for layer, named in whole.items():
         for key, part in named.items():
