@@ -175,9 +175,8 @@ def test_each_routed_pair_adds_what_stands_for_its_expert(way: str) -> None:
     plan, layer = replace(random_plan(model, way, share=0.5), alignments={}), moe_layers(model)[1]
     seen: list[Any] = []
     hook = layer.experts.register_forward_hook(lambda module, given, result: seen.append((*given, result)))
-    with mask(model, plan):
+    with hook, mask(model, plan):
         logits(model)
-    hook.remove()
     hidden, index, gates, result = seen[0]
     unmasked = layer.router(hidden)
     assert torch.equal(unmasked[2], index) and torch.equal(unmasked[1], gates)

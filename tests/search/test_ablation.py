@@ -146,27 +146,19 @@ def facts(model: Any) -> dict[str, Any]:
     return {"layers": {str(layer.index): vars(layer) for layer in moe_layers(model)}}
 
 
-def inputs(model: Any, layer: MoELayer, ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """(B, S, H): what enters the MoE block of the unpruned model."""
-    seen: list[torch.Tensor] = []
-    hook = layer.block.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
-    with torch.no_grad():
-        model(input_ids=ids, attention_mask=valid.long(), use_cache=False)
-    hook.remove()
-    return seen[0].double()
-
-
 @torch.no_grad()
 def brute_force(model: Any, layer: MoELayer, removed: int) -> dict[tuple[int, ...], float]:
     """Kept ids -> || F - F_S ||_F in fp64, for every subset that the mask accepts: the masked block is really run."""
     ids, valid = naive.batch()
-    hidden = inputs(model, layer, ids, valid)
+    entered: list[torch.Tensor] = []
+    with layer.block.register_forward_pre_hook(lambda module, given: entered.append(given[0].double())):
+        model(input_ids=ids, attention_mask=valid.long(), use_cache=False)
     wide = copy.deepcopy(model).double()
     layers = moe_layers(wide)
     block = next(each for each in layers if each.index == layer.index).block
 
     def run() -> torch.Tensor:
-        result = block(hidden)
+        result = block(entered[0])
         return (result[0] if isinstance(result, tuple) else result).flatten(0, -2)[valid.flatten()]
 
     whole, errors = run(), {}
