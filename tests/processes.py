@@ -84,7 +84,6 @@ READS_EXPORTS = """
 import json, sys
 from pathlib import Path
 
-import pytest
 sys.modules["moe_lab"] = None
 import torch, transformers
 from safetensors.torch import load_file, save_file

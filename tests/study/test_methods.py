@@ -1,8 +1,6 @@
 """The methods beyond whole experts and equal layers, from the command line on the shipped model."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +10,9 @@ import preloaded
 import pytest
 import torch
 import yaml
+from processes import read_alone
 from safetensors.numpy import load_file as load_arrays
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from studies import on_boolq
 
 from moe_lab import align
@@ -138,14 +137,9 @@ def test_a_searched_plan_has_its_history_and_can_be_listed(store: Path) -> None:
 
 
 WITHOUT_MOE_LAB = """
-import sys, torch
-sys.modules["moe_lab"] = None
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
-about = {"dtype": torch.float32, "experts_implementation": "eager", "trust_remote_code": True}
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], **about)
 with torch.no_grad():
-    save_file({"logits": model(torch.arange(64)[None]).logits.contiguous()}, sys.argv[2])
+    logits = load(folders[0], dtype=torch.float32)(tokens).logits
+save_file({"logits": logits.contiguous()}, root / "found.safetensors")
 """
 
 
@@ -154,11 +148,13 @@ def exported_as_evaluated(store: Path, cell: dict[str, Any], folder: Path, bits:
     network = load_model(ModelConfig(name="pocket", path="pocket:olmoe", device="cpu"))[0]
     plan = Plan.load(store / cell["plan"] / "plan.json")
     evaluated = recovered(network, plan, bits=bits, modules=modules, tuned=store / cell["finetune"])
-    export, found = store / cell["export"] / "checkpoint", folder / "found.safetensors"
-    subprocess.run([sys.executable, "-c", WITHOUT_MOE_LAB, str(export), str(found)], check=True)
+    tokens = torch.arange(64)[None]
+    save_file({"tokens": tokens}, folder / "tokens.safetensors")
+    (folder / "export").symlink_to(store / cell["export"] / "checkpoint")
+    read_alone(WITHOUT_MOE_LAB, folder)
     with torch.no_grad():
-        assert torch.equal(load_file(found)["logits"], evaluated(torch.arange(64)[None]).logits)
-    return (export / "README.md").read_text()
+        assert torch.equal(load_file(folder / "found.safetensors")["logits"], evaluated(tokens).logits)
+    return (folder / "export" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
