@@ -51,12 +51,6 @@ def reindex(folder: Path, change: Callable[[dict[str, str]], object]) -> None:
     (folder / INDEX).write_text(json.dumps(content))
 
 
-def put_twice(folder: Path) -> None:
-    """Put a tensor of another file into a file too."""
-    tensors = load_file(folder / SHARD)
-    save_file({**tensors, "model.norm.weight": torch.ones(32)}, folder / SHARD)
-
-
 def pickled(folder: Path) -> None:
     """Pickled weights in place of all others."""
     for file in folder.glob("*.safetensors*"):
@@ -171,7 +165,11 @@ BROKEN = [
         lambda f: reindex(f, lambda index: index.update({EXPERT: "../x.safetensors"})),
         ("x.safetensors",),
     ),
-    Broken("a tensor in two files", put_twice, ("model.norm.weight",)),
+    Broken(
+        "a tensor in two files",
+        lambda f: save_file({**load_file(f / SHARD), "model.norm.weight": torch.ones(32)}, f / SHARD),
+        ("model.norm.weight",),
+    ),
     Broken("a tensor of no file", lambda f: rewrite(f, "model.norm.weight", lambda t: None), ("model.norm.weight",)),
     Broken("an expert of no file", lambda f: rewrite(f, EXPERT, lambda t: None), ("experts",)),
     Broken("an expert of another shape", lambda f: rewrite(f, EXPERT, lambda t: t[:-8]), ("experts",)),
