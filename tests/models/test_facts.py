@@ -170,11 +170,6 @@ def skeleton(kind: str, **settings: object) -> torch.nn.Module:
         )
 
 
-def test_axis_of_experts_when_there_are_as_many_as_hidden_units() -> None:
-    layer = moe_layers(tiny.build("ernie4_5_moe", moe_num_experts=32))[0]
-    assert [(part.name, part.axis) for part in layer.routing] == [("weight", 0), ("e_score_correction_bias", 1)]
-
-
 @pytest.mark.parametrize(
     ("kind", "settings", "says"),
     [
