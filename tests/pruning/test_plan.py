@@ -31,7 +31,7 @@ from moe_lab.pruning.export.verify import verify
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan, make_channel_plan, make_plan
 from moe_lab.pruning.prune import prune
-from moe_lab.pruning.replace import merge_experts, replace_by_constants
+from moe_lab.pruning.replace import merge_experts
 from moe_lab.statistics.observe import gather
 from moe_lab.statistics.streaming import stream
 
@@ -260,14 +260,6 @@ def test_nothing_is_merged_into_a_protected_expert() -> None:
     plan.check({0: {**routers[0], "protected": (2,)}})
     with pytest.raises(UserError, match=r"expert 0\b"):
         plan.check({0: {**routers[0], "protected": (0,)}})
-
-
-def test_the_mean_output_of_a_novice() -> None:
-    """Outputs (1,0), (3,0), (2,3) of three tokens: the novice is (2,1), and a gate of .35 adds (.70,.35)."""
-    outputs = numpy.array([[1, 0], [3, 0], [2, 3]], dtype=float)
-    plan = replace_by_constants(Plan({0: (1,)}, {0: 2}), {0: numpy.stack([outputs.mean(0), outputs[0]])}, {0: 4})
-    assert plan.experts[0] == (0, 1) and plan.null_experts(0) == [0]
-    assert (0.35 * plan.constants[0][0]).tolist() == pytest.approx([0.70, 0.35])
 
 
 # ---- orders of channels
