@@ -48,7 +48,6 @@ def test_masked_channels_have_the_original_shape(name: str, tmp_path: Path) -> N
         layer.experts.down_proj.transpose(1, 2)[gone] = 0
     masked, expected = load(out), reference.state_dict()
     assert all(torch.equal(masked.state_dict()[name], expected[name]) for name in expected)  # channels stay in place
-    assert torch.equal(logits(masked), logits(reference))
     check_close(masked, prune(model, plan))
 
 
