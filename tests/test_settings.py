@@ -10,7 +10,7 @@ from typing import Any
 
 import choices
 import pytest
-from choices import Files, cells
+from choices import CONF, Files, cells
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -120,7 +120,6 @@ def test_the_page_of_settings_is_that_of_the_classes_and_basic_ones_come_first()
     assert {path for path in ALL if not path.startswith("resources.")} <= set(rows)
 
 
-CONF = Path(__file__).parents[1] / "conf"
 SCHEMAS: dict[str, Any] = {
     folder.name: getattr(config, f"{folder.name.title()}Config")
     for folder in CONF.iterdir()

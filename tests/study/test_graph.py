@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
-from choices import Files, cells, choose
+from choices import CONF, Files, cells, choose
 from processes import within
 
 from moe_lab.config import AllocationConfig, BackendConfig, BenchmarkConfig, Config, ProtocolConfig, SuiteConfig
@@ -25,7 +25,6 @@ from moe_lab.study.step import Step
 from moe_lab.study.steps.evaluation import Evaluate
 from moe_lab.study.store import Store
 
-CONF = Path(__file__).parents[2] / "conf"
 SUITE = ["pocket_arc_easy", "pocket_gsm8k"]
 
 
