@@ -55,8 +55,6 @@ class Seen:
     """(T, H) sum of gated outputs."""
     stream: torch.Tensor
     """(T, H) output of the decoder layer."""
-    before: torch.Tensor
-    """(T, H) residual stream before the MoE block."""
     valid: torch.Tensor
     """(T,) bool."""
     block_input: torch.Tensor
@@ -161,7 +159,7 @@ def _seen(layer: MoELayer, call: dict[str, Any], valid: torch.Tensor) -> Seen:
     for served in experts:
         x, y = before[served.token], (before + mixed)[served.token]
         served.shift = 1 - (x * y).sum(-1) / (x.norm(dim=-1) * y.norm(dim=-1))
-    return Seen(experts, mixed, stream, before, valid, call["block"].clone(), index, hidden, logits)
+    return Seen(experts, mixed, stream, valid, call["block"].clone(), index, hidden, logits)
 
 
 def _channels(module: Any, hidden: torch.Tensor, expert: int) -> torch.Tensor:
