@@ -252,7 +252,7 @@ def arguments(command: Command, folder: Path) -> list[str]:
 
 
 def ended(command: Command, folder: Path) -> Ended:
-    """How the command ends, whose function is called in this process."""
+    """How the command ends: what `python -m MODULE` calls is called in this process."""
     words = arguments(command, folder)
     with (
         contextlib.chdir(folder),
@@ -261,20 +261,15 @@ def ended(command: Command, folder: Path) -> Ended:
         mock.patch.object(sys, "argv", [command.module, *words]),
     ):
         try:
-            code = _main(command.module, words)
+            is_package = command.module in ("moe_lab", "moe_lab.study", "analysis")
+            main = importlib.import_module(f"{command.module}.__main__" if is_package else command.module).main
+            code = main(words) if inspect.signature(main).parameters else main()
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1
         except Exception:  # noqa: BLE001 - a trace that a user would see
             traceback.print_exc()
             code = 1
     return Ended(code or 0, printed.getvalue())
-
-
-def _main(module: str, words: list[str]) -> int | None:
-    """What `python -m MODULE` calls."""
-    is_package = module in ("moe_lab", "moe_lab.study", "analysis")
-    main = importlib.import_module(f"{module}.__main__" if is_package else module).main
-    return main(words) if inspect.signature(main).parameters else main()
 
 
 def wrong(rows: Sequence[Command]) -> list[str]:
