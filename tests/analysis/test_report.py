@@ -169,19 +169,16 @@ def _raises(results: Results, name: str = "") -> list[Item]:
     raise KeyError("cell")
 
 
-def _cannot_be_written(results: Results, name: str = "") -> list[Item]:
-    return [Table("pareto", "Bad", "", pd.DataFrame({"x": ["a word"]}), {"x": "{:.3f}"})]
-
-
 @pytest.mark.parametrize("word", ["report", "all"])
 def test_an_output_that_cannot_be_made_is_a_gap_and_the_others_go_on(
     word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = write_store(tmp_path / "store", criteria=("frequency", "man"), tasks=("gsm8k", "rte"), **FEW)
     out = tmp_path / "out"
+    unwritable = Table("pareto", "Bad", "", pd.DataFrame({"x": ["a word"]}), {"x": "{:.3f}"})
     with monkeypatch.context() as broken:
         broken.setitem(REGISTERED, "ranks", replace(find("ranks"), make=_raises))
-        broken.setitem(REGISTERED, "pareto", replace(find("pareto"), make=_cannot_be_written))
+        broken.setitem(REGISTERED, "pareto", replace(find("pareto"), make=lambda *_: [unwritable]))
         broken.setattr(report, "published_chapter", _raises)
         assert main([word, f"store={store}", f"out={out}"]) == 1
     said = capsys.readouterr()
