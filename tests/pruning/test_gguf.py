@@ -37,11 +37,7 @@ from moe_lab.study.steps.recovery import Export
 pytestmark = pytest.mark.slow
 
 needs_converter = pytest.mark.skipif(not gguf.OWN.is_file(), reason="no converter to GGUF: make llama")
-needs_llama_cpp = pytest.mark.skipif(
-    not (gguf.PACKAGES / "xllamacpp").is_dir(), reason="no compiled llama.cpp: make llama"
-)
 WRITES = "Path(given.outfile).write_bytes(Path(given.model, 'config.json').read_bytes())"
-WAITS = "Path(given.outfile).write_text(str(os.getpid())); time.sleep(1000)"
 
 
 @pytest.fixture
@@ -99,7 +95,7 @@ def test_what_cannot_be_converted_leaves_nothing(
 def test_a_conversion_that_was_stopped_goes_on_from_the_written_weights_unless_others_may_write_there(
     number: signal.Signals, mode: int, ask: Callable[..., Any], fake: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    asked = ask(WAITS)
+    asked = ask("Path(given.outfile).write_text(str(os.getpid())); time.sleep(1000)")
     file, out = tmp_path / "work.pkl", tmp_path / "scratch" / "checkpoint"
     file.write_bytes(pickle.dumps(asked))
     code = f"import pickle\nfrom moe_lab.study.steps import perform\nperform(*pickle.load(open({str(file)!r}, 'rb')))"
@@ -296,7 +292,7 @@ json.dump({"likely": likely, "tokens": tokens}, open(sys.argv[1], "w"))
 
 
 @needs_converter
-@needs_llama_cpp
+@pytest.mark.skipif(not (gguf.PACKAGES / "xllamacpp").is_dir(), reason="no compiled llama.cpp: make llama")
 @pytest.mark.parametrize("model", ["olmoe", "qwen3_moe"])
 def test_llama_cpp_reads_text_and_computes_logits_as_transformers_does(model: str, tmp_path: Path) -> None:
     """In fp32, since llama.cpp also rounds activations when weights are in bf16."""
