@@ -191,6 +191,13 @@ def down(layer: MoELayer, expert: int) -> torch.Tensor:
     return weight.T if module.is_transposed else weight
 
 
+def block(layer: MoELayer, hidden: torch.Tensor) -> torch.Tensor:
+    """What the MoE block gives for `hidden` (B, S, H), (T, H)."""
+    result = layer.block(hidden)
+    output: torch.Tensor = result[0] if isinstance(result, tuple) else result
+    return output.flatten(0, -2)
+
+
 def loss(network: Any, ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     """Summed cross-entropy of the next token over pairs of valid tokens, one after the other."""
     logits = network(input_ids=ids, attention_mask=valid.long(), use_cache=False).logits

@@ -155,13 +155,8 @@ def brute_force(model: Any, layer: MoELayer, removed: int) -> dict[tuple[int, ..
         model(input_ids=ids, attention_mask=valid.long(), use_cache=False)
     wide = copy.deepcopy(model).double()
     layers = moe_layers(wide)
-    block = next(each for each in layers if each.index == layer.index).block
-
-    def run() -> torch.Tensor:
-        result = block(entered[0])
-        return (result[0] if isinstance(result, tuple) else result).flatten(0, -2)[valid.flatten()]
-
-    whole, errors = run(), {}
+    changed = next(each for each in layers if each.index == layer.index)
+    whole, errors = naive.block(changed, entered[0]), {}
     everything = {each.index: tuple(range(each.n_experts)) for each in layers}
     for kept in combinations(range(layer.n_experts), layer.n_experts - removed):
         plan = Plan({**everything, layer.index: kept}, {each.index: each.n_experts for each in layers})
@@ -169,7 +164,7 @@ def brute_force(model: Any, layer: MoELayer, removed: int) -> dict[tuple[int, ..
         if len({sum(expert // size == group for expert in kept) for group in range(layer.n_group)}) > 1:
             continue
         with mask(wide, plan):
-            errors[kept] = float((whole - run()).norm())
+            errors[kept] = float((whole - naive.block(changed, entered[0]))[valid.flatten()].norm())
     return errors
 
 

@@ -190,11 +190,7 @@ def test_every_expert_reads_every_valid_token_for_groupings_of_similar_experts(n
             assert naive.relative(layers[layer.index][key], value) < 1e-9, key
 
 
-UNGROUPED = [name for name in tiny.ARCHITECTURES if not name.endswith(":grouped")]
-GROUPED = [name for name in tiny.ARCHITECTURES if name.endswith(":grouped")]
-
-
-@pytest.mark.parametrize("name", UNGROUPED)
+@pytest.mark.parametrize("name", [name for name in tiny.ARCHITECTURES if not name.endswith(":grouped")])
 def test_damage_is_that_of_really_removing_the_expert(name: str) -> None:
     """Reference: in fp64, the block run again on the rows of a router that has lost the expert's row."""
     model = naive.model(name)
@@ -206,22 +202,17 @@ def test_damage_is_that_of_really_removing_the_expert(name: str) -> None:
     hidden = seen.block_input.double()
     everything = {each.index: tuple(range(each.n_experts)) for each in layers}
     with torch.no_grad():
-        whole = block(layer, hidden)
+        whole = naive.block(layer, hidden)
         for expert in range(layer.n_experts):
             kept = tuple(other for other in range(layer.n_experts) if other != expert)
             plan = Plan({**everything, layer.index: kept}, {each.index: each.n_experts for each in layers}, {})
             with mask(wide, plan):
-                lost = whole - block(layer, hidden)
+                lost = whole - naive.block(layer, hidden)
             expected = lost[seen.experts[expert].token].norm(dim=-1).sum()
             assert naive.relative(measured[layer.index]["damage"][expert], expected) < 1e-5, expert
 
 
-def block(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
-    result = layer.block(hidden)
-    return (result[0] if isinstance(result, tuple) else result).flatten(0, -2)
-
-
-@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("name", [name for name in tiny.ARCHITECTURES if name.endswith(":grouped")])
 def test_damage_of_group_limited_routers(name: str) -> None:
     """Reference: the routing rule by hand, token by token, with sets of experts."""
     model = naive.model(name)
