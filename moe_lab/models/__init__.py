@@ -65,8 +65,8 @@ def cores() -> int:
 def visible_gpus() -> list[str]:
     """Ids for CUDA_VISIBLE_DEVICES, one per GPU this process may use; empty without the NVIDIA driver."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is not None:  # CUDA reads no further than a name that is none
-        return list(takewhile(lambda gpu: gpu.strip() not in ("", "-1"), named.split(",")))
+    if named is not None:  # CUDA reads no further than a name that is none, such as -1 or NoDevFiles
+        return list(takewhile(re.compile(r"\s*(\d|GPU-|MIG-)").match, named.split(",")))
     cards = "/proc/driver/nvidia/gpus"
     return [str(number) for number in range(len(os.listdir(cards)))] if os.path.isdir(cards) else []
 

@@ -160,6 +160,8 @@ def _weights(folder: Path, settings: ModelConfig, dtype: torch.dtype | str, devi
             f"{where}: {len(missing)} weights are missing that config.json asks for, the first is {missing[0]}"
         )
     check_used(where, report["unexpected_keys"])
+    if device != "cpu" and any(weight.device.type != "cuda" for weight in model.parameters()):  # by a device map
+        raise UserError(f"model.device={device}: {where} does not fit on the GPUs that are here: expected more of them")
     if method in UNPACKED and isinstance(dtype, torch.dtype):
         for layer in routed_layers(model):
             layer.experts.to(dtype)  # compressed-tensors leaves experts in the precision of their scales

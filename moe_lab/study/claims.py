@@ -150,19 +150,21 @@ class Claims:
         for generation in count(1):
             try:
                 claim = Claim(self, name, generation)
-                if not self.path(name, generation + 1).exists():
-                    break
-                claim.release()  # a gap, which is marked as given up
             except FileNotFoundError:  # looked for no sooner, as claims are many
                 self.folder.mkdir(exist_ok=True)
                 return self.take(name)
             except FileExistsError:
                 if not self.is_stale(self.path(name, generation)):
                     raise Busy(name) from None
-        # Those before it may have been released, and taken anew, since they were judged.
-        if not all(self.is_stale(self.path(name, before)) for before in range(1, generation)):
-            claim.abandon()
-            raise Busy(name)
+                continue
+            # Those before it may have been released, and taken anew, since they were judged.
+            if not all(self.is_stale(self.path(name, before)) for before in range(1, generation)):
+                claim.abandon()
+                raise Busy(name)
+            if not self.path(name, generation + 1).exists():
+                break
+            os.utime(claim.file, (0, 0))  # it only fills a gap, and is given up
+            os.close(claim.file)
         with self.lock:
             self.owned.add(claim)
             if not self._beating:

@@ -57,15 +57,8 @@ def _auto_gpus(model: ModelConfig, config: Config) -> int:
         return (len(visible_gpus()) or 1) if has_gpu() else 0
     of_model, size = config.resources.of_model(model), size_of(model)
     asked = config.resources.every.gpus if of_model is None or of_model.gpus is None else of_model.gpus
-    if asked is not None:
-        return asked
-    return GPU_COUNTS[-1] if size is None or on_gpu(model, size) else 0
-
-
-def _weights_need(model: ModelConfig, config: Config) -> int:
-    """GPUs that hold the weights of a model; 1 where its size is not known."""
-    size = size_of(model)
-    return gpus(Memory(ROOM * size.bytes, on_gpu=True), config.resources.gpu_memory) if size else 1
+    estimated = GPU_COUNTS[-1] if size is None or on_gpu(model, size) else 0
+    return estimated if asked is None else asked
 
 
 def divided(text: CalibrationConfig, model: ModelConfig, config: Config) -> CalibrationConfig:
@@ -76,7 +69,8 @@ def divided(text: CalibrationConfig, model: ModelConfig, config: Config) -> Cali
     """
     if text.engine != "auto":
         return replace(text, parts=text.parts or 1)
-    needed = _weights_need(model, config) if model.device != "cpu" else 0
+    size = size_of(model) if model.device != "cpu" else None
+    needed = gpus(Memory(ROOM * size.bytes, on_gpu=True), config.resources.gpu_memory) if size else 1
     if needed <= 1 or not config_json.config_of(model) or quantization(model):
         return replace(text, engine="resident", parts=text.parts or 1)
     cards = {"slurm": needed, "local": len(visible_gpus())}.get(config.launcher.name, 1)
@@ -143,6 +137,8 @@ def memory_of(step: Step) -> Memory | None:
 
 def _among(step: Step, model: ModelConfig) -> Sequence[int]:
     """Numbers of GPUs among which the engine of a step divides its model."""
+    if step.is_layered:
+        return GPU_COUNTS[:1]
     backend = getattr(step, "backend", None)
     if backend is None or backend.name != "vllm":  # transformers divides layers, by a device map alone
         return GPU_COUNTS if model.device in ("auto", *DEVICE_MAPS) else GPU_COUNTS[:1]
@@ -288,9 +284,7 @@ def disk_problems(store: str | Path, steps: Iterable[Step]) -> list[str]:
     sizes = ((step, size_of(step.about)) for step in steps if step.about and not step.merges)
     needed = sum(step.disk(size) for step, size in sizes if size)
     place = Path(store).expanduser().absolute()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    free = shutil.disk_usage(next(filter(Path.exists, (place, *place.parents)))).free
     if needed <= free:
         return []
     return [

@@ -194,19 +194,21 @@ def _in_store(study: Study, elsewhere: Set[str] = frozenset()) -> tuple[list[Ste
 
 def _forecast(study: Study) -> list[str]:
     """Print what a run would do: a table of its steps, and with launcher=slurm one of the jobs' resources. Returns a
-    sentence for a disk, or a main memory, that is too small for it."""
+    sentence for resources that are too small for it."""
     config, store, every = study.config, study.store, study.graph.steps
     others = [*([Remote(store.url)] if store.url else []), *map(source, config.also)]
     steps, done = _in_store(study, {name for other in others for name in _finished_there(other, every)})
     say_notices(store)
     seconds, undone = learned(store), [step for step in steps if step.id not in done]
     console.print(forecast(steps, done, config.resources.gpu_memory, seconds))
+    too_little = _too_little(study, undone)
     if config.launcher.name == "slurm" and undone:
         from moe_lab.study.slurm.arrays import arrange, resources, table
 
         ask = partial(resources, settings=config.resources, seconds=seconds)
-        console.print(table(arrange(undone, ask, config.launcher), config.resources.longest, seconds))
-    return _too_little(study, undone)
+        jobs = partial(arrange, undone, ask, config.launcher)
+        too_little += user_errors(lambda: console.print(table(jobs(), config.resources.longest, seconds)))
+    return too_little
 
 
 def _too_little(study: Study, undone: Sequence[Step]) -> list[str]:

@@ -284,12 +284,11 @@ def overview(schedule: Schedule, store: Store, seconds: Seconds, workers: int) -
     return ", ".join([*kinds, time_text])
 
 
-@contextmanager
-def shown(look: Callable[[], str]) -> Iterator[None]:
+def shown(look: Callable[[], str]) -> AbstractContextManager[None]:
     """Show what `look` says until the block ends: on a terminal in one line that changes, else in a line a minute."""
-    stop, start = threading.Event(), time.monotonic()
+    start = time.monotonic()
 
-    def show() -> None:
+    def show(stop: threading.Event) -> None:
         with console.status("") if console.is_terminal else nullcontext() as line:
             while not stop.wait(1.0 if line else LINE_EVERY):
                 text = f"{(time.monotonic() - start) / 60:.0f} min: {look()}"
@@ -298,10 +297,17 @@ def shown(look: Callable[[], str]) -> Iterator[None]:
                 else:
                     print(text, file=sys.stderr, flush=True)
 
-    thread = threading.Thread(target=show, daemon=True)
+    return beside(show)
+
+
+@contextmanager
+def beside(work: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Do `work` in a thread until the block ends, which sets the event that it is given."""
+    ended = threading.Event()
+    thread = threading.Thread(target=work, args=(ended,), daemon=True)
     thread.start()
     try:
         yield
     finally:
-        stop.set()
+        ended.set()
         thread.join()

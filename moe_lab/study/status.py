@@ -157,7 +157,7 @@ def status(study: StudyState, steps: Sequence[StepState]) -> None:
         print(study.silence)
     if total["failed"]:
         print(f"why the failed ones failed: python -m moe_lab.study why {study.study} store={study.store.root}")
-    if total["missing"]:
+    if total["missing"] and not study.silence:
         if lost := {step.job: step for step in steps if step.state == "missing" and step.job}:
             said = f"python -m moe_lab.study why {study.study} store={study.store.root}"
             print(f"jobs that ended without their steps: {len(lost)}; why: {said}")
@@ -171,6 +171,8 @@ def _duration(seconds: float) -> str:
 
 def cancel(study: StudyState, steps: Sequence[StepState]) -> None:
     """Cancel all jobs of the study, or only those of the given steps."""
+    if study.silence:
+        raise UserError(study.silence)
     everything = len(steps) == len(study.steps)
     wanted = {step.job for step in steps if step.state in ("pending", "running")}
     jobs = [name for name in study.queue if everything or name in wanted]

@@ -19,7 +19,7 @@ import threading
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -31,6 +31,7 @@ from moe_lab.results import DIGITS, RECORD, RECORD_SHAPE, current_records, place
 from moe_lab.study.claims import Busy
 from moe_lab.study.packing import MANY, Packing, take
 from moe_lab.study.runs import studies
+from moe_lab.study.schedule import beside
 from moe_lab.study.step import NO_ROOM, digest
 from moe_lab.study.store import FOLDER, STEP, Gone, Store, damage, entry, read_step, whole
 
@@ -281,23 +282,15 @@ def shared(store: Store, study: str) -> bool:
         return False
 
 
-@contextmanager
-def pushed_regularly(store: Store) -> Iterator[None]:
+def pushed_regularly(store: Store) -> AbstractContextManager[None]:
     """Push what is finished every ten minutes, in a thread, until the block ends, if the store has a URL."""
-    ended = threading.Event()
 
-    def push_until_ended() -> None:
+    def push_until_ended(ended: threading.Event) -> None:
         while store.url and not ended.wait(EVERY):
             with suppress(UserError, OSError):  # the end of the study says what was not pushed
                 push(store, Remote(store.url))
 
-    thread = threading.Thread(target=push_until_ended, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+    return beside(push_until_ended)
 
 
 def sync(store: Store, study: str | None = None) -> int:

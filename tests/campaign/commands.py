@@ -199,11 +199,8 @@ ALWAYS = len(NEAREST) + len(OTHERS.strip().splitlines())
 
 
 def every_command() -> list[Command]:
-    """All of them, each once; of those that are listed twice the first, whose message is to say more."""
-    found: dict[str, Command] = {}
-    for row in (*_listed(), *_fields(), *_groups()):
-        found.setdefault(str(row), row)
-    return list(found.values())
+    """All of them, those that run each time first."""
+    return [*_listed(), *_fields(), *_groups()]
 
 
 def _listed() -> Iterator[Command]:

@@ -23,7 +23,7 @@ from tiny import logits, settings
 
 from moe_lab.config import ModelConfig
 from moe_lab.errors import Unavailable, UserError
-from moe_lab.models import config_json, experts, files, streamed
+from moe_lab.models import config_json, experts, files, load, streamed
 from moe_lab.models.config_json import size_of
 from moe_lab.models.discover import routed_layers
 from moe_lab.models.facts import facts
@@ -60,6 +60,13 @@ def test_loaded_model_is_ready_to_be_scored(halved: Path, capfd: pytest.CaptureF
     for device in ("cuda:99", *(["balanced"] if not torch.cuda.is_available() else [])):
         with pytest.raises(UserError, match=rf"model\.device={device}: this machine has \d+ CUDA devices"):
             load_model(settings(halved, device=device))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
+def test_what_gpus_do_not_hold_is_not_put_elsewhere(halved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "place", lambda _: "balanced")
+    with pytest.raises(UserError, match=r"model\.device=balanced: .* does not fit on the GPUs"):
+        load_model(settings(halved, device="balanced"))
 
 
 @pytest.mark.cuda

@@ -166,9 +166,7 @@ def test_a_refusal_takes_back_what_was_accepted(
     assert not list((tmp_path / "store" / "runs").glob("*/*"))
 
 
-def test_jobs_that_are_not_cancelled_are_remembered(
-    tmp_path: Path, counting: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_that_stay_are_noted(tmp_path: Path, counting: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     scancel, says = tmp_path / "bin" / "scancel", "echo scancel: error: Kill job error on job id"
     scancel.write_text(f"#!/bin/sh\n({says} 1: Invalid job id specified; {says} 2: Access denied) >&2\nexit 1\n")
     done = typed(tmp_path, {**counting, "REFUSE_AT": "4", "REFUSE": "it is full"})
@@ -176,13 +174,25 @@ def test_jobs_that_are_not_cancelled_are_remembered(
     [noted] = (tmp_path / "store" / "runs").glob("*/*/jobs.json")
     assert len({row["job"]["array"] for row in json.loads(noted.read_text())}) == 3
     monkeypatch.setenv("PATH", counting["PATH"])
+    monkeypatch.setattr(scheduler, "AT_ONCE", 1)
+    scancel.write_text(f"#!/bin/sh\necho $1 >> {tmp_path}/asked\n[ $1 = 2 ] && {says} 2: Access denied >&2\nexit 1\n")
+    with pytest.raises(UserError, match=r"some jobs are not cancelled.*says: nothing"):
+        scheduler.cancel("123")
+    assert (tmp_path / "asked").read_text().split() == ["1", "2", "3"]
     scancel.write_text(f"#!/bin/sh\n{says} 1: Invalid job id specified >&2\nexit 1\n")
     scheduler.cancel(["1"])  # it has ended
 
 
-def test_a_scheduler_that_hangs_is_named(
-    counting: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scheduler_that_falls_silent_may_have_taken_jobs(tmp_path: Path, counting: Mapping[str, str]) -> None:
+    """Their files stay. It answers once about jobs."""
+    silent = f"#!/bin/sh\n[ -e {tmp_path}/silent ] && echo timed out >&2 && exit 1\ntouch {tmp_path}/silent\n"
+    (tmp_path / "bin" / "squeue").write_text(silent)
+    done = typed(tmp_path, {**counting, "REFUSE_AT": "1", "REFUSE": "Socket timed out"})
+    assert done.returncode == 2 and "no job of this submission" not in done.stderr and "see squeue" in done.stderr
+    assert len(list(tmp_path.glob("store/runs/*/0*"))) == len(list(tmp_path.glob("cache/moe_lab/jobs/0*"))) == 1
+
+
+def test_a_hanging_squeue_is_told(counting: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bin" / "squeue").write_text("#!/bin/sh\nexec sleep 100\n")
     monkeypatch.setenv("PATH", counting["PATH"])
     monkeypatch.setattr(scheduler, "LIMIT", 0.1)

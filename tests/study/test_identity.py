@@ -112,9 +112,8 @@ def another(kind: Any, value: Any) -> Any:
 
 
 def test_each_class_of_settings_is_one_of_these() -> None:
-    assert {each.__name__ for each in Group.__subclasses__()} == STUDY | RUN | {
-        type(group).__name__ for group in GROUPS.values()
-    }
+    of_steps = {type(group).__name__ for group in GROUPS.values()}
+    assert {each.__name__ for each in Group.__subclasses__()} == STUDY | RUN | of_steps
 
 
 @pytest.mark.parametrize(("group", "field"), fields())

@@ -207,6 +207,7 @@ def locally(
         ("0,1", None, 200, ["0,1"]),
         ("0,1", None, None, ["0", "1"]),
         ("0,-1,1", None, 30, ["0"]),
+        ("NoDevFiles", None, -5, [None] * 2),
         ("0,1", None, -1, [None] * 3),
         ("", None, -1, [None] * 3),
         ("", None, -5, [None] * 2),
@@ -235,9 +236,7 @@ def test_local_workers_have_the_gpus_that_steps_need_of_those_that_the_command_m
     assert sorted(found, key=str) == given
 
 
-def test_steps_that_need_few_gpus_run_side_by_side_before_those_that_need_many(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_on_few_gpus_run_before_those_on_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes on a GPU each, then evaluations on four, and with these what needs them."""
     passes = [Example("statistics", str(number), number) for number in range(3)]
     evaluated = [
@@ -316,9 +315,7 @@ def test_steps_of_a_killed_command_are_missing(tmp_path: Path, study: Study) -> 
     assert cells(out)["step"][0] == "missing" and "same command" in out.splitlines()[-1]
 
 
-def test_a_silent_scheduler_hides_no_error_and_is_asked_once_about_a_job(
-    tmp_path: Path, study: Study, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_scheduler_hides_no_error(tmp_path: Path, study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
     store, steps = Store(tmp_path).create(), [Example("k", str(number), number) for number in range(3)]
     with begin(store, STUDY, steps) as run:
         last = Submitted("8", "8", "s.record", RECORD, [], [])
@@ -335,6 +332,8 @@ def test_a_silent_scheduler_hides_no_error_and_is_asked_once_about_a_job(
     fate.reset_mock()
     why = study("why", tmp_path)
     assert "it broke" in why and "job 7 was to do it; squeue has not answered" in why and not fate.called
+    assert "ended" not in study("status", tmp_path)
+    assert ask(tmp_path, "cancel", STUDY) == 2
 
 
 # The report of a run

@@ -208,9 +208,7 @@ def test_a_write_within_the_tick_of_a_coarse_clock_is_noticed(store: Store, monk
     assert not store.done(Example())
 
 
-def test_a_start_opens_no_file_of_a_step_but_the_one_that_describes_it(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_opens_one_file_of_a_step(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of thousands of steps, each further call to a shared disk counts."""
     publish(store, step := Example())
     later, opened, real = Store(store.root), list[str](), Path.open

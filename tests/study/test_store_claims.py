@@ -18,7 +18,7 @@ import pytest
 from processes import until
 
 from moe_lab.study import claims as claiming
-from moe_lab.study.claims import Busy, Claims
+from moe_lab.study.claims import Busy, Claim, Claims
 
 HOUR = 3600
 SHORT = 0.6
@@ -122,6 +122,25 @@ def test_a_claim_outlives_one_that_was_half_released(folder: Path) -> None:
             Claims(folder).take("x")
         claim.check()
     assert not list(folder.iterdir())
+
+
+def test_a_gap_is_not_filled_before_a_claim_that_was_taken_anew(folder: Path) -> None:
+    """While a taker is between three claims, of which two are stale, these are released, and the first is taken."""
+    for _ in "12":
+        killed_owner(folder, "x")
+    third, taker, new, make = Claims(folder).take("x"), Claims(folder), list[Claim](), Claim.__init__
+
+    def late(claim: Claim, claims: Claims, name: str, generation: int) -> None:
+        if claims is taker and generation == 2:
+            for before in (1, 2):
+                claims.path("x", before).unlink()
+            new.append(Claims(folder).take("x"))
+        make(claim, claims, name, generation)
+
+    with patch.object(Claim, "__init__", late), pytest.raises(Busy):
+        taker.take("x")
+    third.path.unlink()
+    new[0].check()
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from rich.table import Table
 from moe_lab.config import JobConfig, LauncherConfig, ResourcesConfig
 from moe_lab.config.pruning import DEVICE_MAPS
 from moe_lab.errors import UserError
+from moe_lab.models.config_json import config_of
 from moe_lab.study.estimates import GIB, Memory, Seconds, gpus, memory_of
 from moe_lab.study.slurm.scheduler import LONGEST
 from moe_lab.study.step import KINDS, Step, canonical
@@ -145,17 +146,15 @@ def resources(
     about, kind = steps[0].about, settings.jobs.get(steps[0].kind)
     asked = configured([settings.every, kind, settings.of_model(about) if about else None])
     memories = [memory_of(step) or UNKNOWN for step in steps]
-    count, others = asked["gpus"], [name for name, value in asked["sbatch"].items() if is_for_gpus(name, value)]
+    count, given = asked["gpus"], options(asked["sbatch"], on_gpus=True)
+    others = [f"sbatch.{name}={value}" for name, value in given.items() if is_for_gpus(name, value)]
     if others and (count or asked["gpu_type"]):
-        name, ours = others[0], "gpus" if count else "gpu_type"
-        raise UserError(
-            f"resources: {steps[0].kind} jobs have {ours}={asked[ours]} and sbatch.{name}={asked['sbatch'][name]}, "
-            "which both say what GPUs they get: expected one of them"
-        )
+        ours = f"gpus={count}, gpu_type={asked['gpu_type']}"
+        raise UserError(f"resources: {steps[0].kind} jobs have {ours} and {others[0]}: expected one or the other")
     if count is None:
         count = max(gpus(memory, settings.gpu_memory) for memory in memories)
         too_large = [memory for memory in memories if not memory.fits(count, ROUGHLY * settings.gpu_memory)]
-        if about and too_large and not others:
+        if about and too_large and not others and config_of(about):
             raise UserError(
                 f"{steps[0].kind} of model={about.name} needs about {too_large[0].bytes / GIB:.0f} GiB, and is divided "
                 f"among at most {count} GPUs of resources.gpu_memory={settings.gpu_memory:g} GiB: expected "

@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -21,8 +21,9 @@ GONE = (
     *("COMPLETING", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE"),
     *("BOOT_FAIL", "PREEMPTED", "REVOKED"),
 )
-"""States of jobs that squeue may still show although they will do nothing more, but for one that is COMPLETING and has
-taken no time: it was put back into the queue, which forgets its time."""
+"""States of jobs that squeue may still show although they will do nothing more."""
+REQUEUED = ("COMPLETING", "None", "0:00")
+"""State, reason and time of a job that still ends, and was put back into the queue; one that failed has a reason."""
 ENDED = re.compile(r"Invalid job id|already completing")
 """What scancel says of jobs that have ended."""
 NEVER = "DependencyNeverSatisfied"
@@ -59,7 +60,7 @@ def queue(users: Iterable[int] = ()) -> dict[str, Queued]:
     command = ("squeue", "--noheader", "--array", "--format=%i|%T|%r|%M|%j")
     rows = [row for user in {os.getuid(), *users} for row in ROW.findall(ask(*command, f"--user={user}"))]
     jobs = [Queued(job, name, state, reason, elapsed) for job, state, reason, elapsed, name in rows]
-    alive = [job for job in jobs if job.state not in GONE or (job.state, job.elapsed) == ("COMPLETING", "0:00")]
+    alive = [job for job in jobs if job.state not in GONE or (job.state, job.reason, job.elapsed) == REQUEUED]
     return {job.id: job for job in alive if job.reason != NEVER}
 
 
@@ -68,11 +69,9 @@ ROW = re.compile(r"^(\d[\d_+]*)\|([A-Z_]+)\|([^|\n]*)\|([^|\n]*)\|(.*)", re.MULT
 
 
 def handed_in(folder: Path) -> set[str]:
-    """Jobs of this user, of an array its own id, whose scripts are in a folder; none when squeue does not answer."""
-    with suppress(UserError):
-        lines = ask("squeue", "--noheader", f"--user={os.getuid()}", "--format=%F|%o").splitlines()
-        return {job for job, _, script in (line.partition("|") for line in lines) if Path(script).parent == folder}
-    return set()
+    """Jobs of this user, of an array its own id, whose scripts are in a folder."""
+    lines = ask("squeue", "--noheader", f"--user={os.getuid()}", "--format=%F|%o").splitlines()
+    return {job for job, _, script in (line.partition("|") for line in lines) if Path(script).parent == folder}
 
 
 def longest_array() -> int:
@@ -106,12 +105,13 @@ def minutes(limit: str) -> float:
 def cancel(jobs: Iterable[str]) -> None:
     """Cancel jobs by id; jobs that have already ended are not an error. Raises UserError, with the scheduler's message,
     when others are not cancelled."""
-    ids = list(jobs)
+    ids, wrong = list(jobs), list[str]()
     for start in range(0, len(ids), AT_ONCE):
         done = _run("scancel", *ids[start : start + AT_ONCE])
         said = done.stderr.strip().splitlines() or ["nothing"]
-        if done.returncode and (wrong := [line for line in said if not ENDED.search(line)]):
-            raise UserError(f"launcher=slurm: jobs are not cancelled, scancel says: {wrong[0]}")
+        wrong += [line for line in said if done.returncode and not ENDED.search(line)]
+    if wrong:
+        raise UserError(f"launcher=slurm: some jobs are not cancelled, scancel says: {wrong[0]}")
 
 
 def fate(job: str, limit: float | None = None) -> dict[str, str]:
@@ -178,5 +178,4 @@ def advice(words: str, kind: str) -> str:
     if UNANSWERED.search(words):
         return "the scheduler has not answered, and may have taken them: see squeue before you start this again"
     of_kind = f"change resources.every, resources.jobs.{kind} or resources.models"
-    found = next((what for error, what in REFUSALS.items() if re.search(error, words, re.IGNORECASE)), of_kind)
-    return found
+    return next((what for error, what in REFUSALS.items() if re.search(error, words, re.IGNORECASE)), of_kind)

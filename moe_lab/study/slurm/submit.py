@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,8 +56,9 @@ def submit(schedule: Schedule, study: Study, run: Run) -> None:
     try:
         _submit_missing(schedule, submission)
     except BaseException as error:
-        try:  # sbatch may have handed one in, and then have got no answer
-            scheduler.cancel({job.array for job in run.jobs} | scheduler.handed_in(run.logs.absolute()))
+        try:
+            if run.logs.exists():  # sbatch may have handed one in, and then have got no answer
+                scheduler.cancel({job.array for job in run.jobs} | scheduler.handed_in(run.logs.absolute()))
         except UserError as left:
             raise UserError(f"{str(error) or 'interrupted'}; {left}") from None
         run.remove()
@@ -96,7 +99,10 @@ def _submit_missing(schedule: Schedule, submission: Submission) -> None:
                 f"resources: {array.kind} jobs ask for minutes={array.asks['minutes']}, too little to work in: "
                 f"Slurm warns them launcher.signal_seconds={signal_seconds} before, and may do so {EARLY} s early"
             )
+    begun = time.monotonic()
     _download(missing)
+    if time.monotonic() - begun > 60:  # jobs that were in the queue may have ended
+        return _submit_missing(schedule, submission)
     scheduler.cancel(covered.hopeless)
     for array in arrays:
         submission.add(array)
@@ -228,7 +234,7 @@ def under_way(jobs: Iterable[Submitted], queue: Mapping[str, Queued], missing: I
             covered.steps.update({step: job.id for step in left})
         elif left:
             lost |= {job.id, job.array}
-            covered.hopeless += [job.id] * alive
+            covered.hopeless += [job.id] * (alive and job.user == os.getuid())
     return covered
 
 

@@ -221,8 +221,8 @@ class Timing(AboutPruned, OnText):
 def wrong_timing(launcher: LauncherConfig, timed: TimingConfig, model: ModelConfig) -> Iterator[str]:
     """A sentence for each reason why the model cannot be timed. Timing must run alone. The name of its device must be
     known in advance, because it is part of the step's identity."""
-    if launcher.name == "local" and launcher.processes != 1:
-        yield "timing=true beside other work would measure that too: expected launcher=inline, or launcher.processes=1"
+    if launcher.name == "local":
+        yield "timing=true beside other work would measure that too: expected launcher=inline"
     if launcher.name == "slurm" and timed.device is None:
         yield "timing=true with launcher=slurm needs timed.device: expected the name of the nodes' GPU, as jobs see it"
     yield from user_errors(check_plain_weights, model, "timing=true")
