@@ -394,7 +394,7 @@ def test_what_a_step_held_on_gpus_is_noted(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_cannot_be_timed_is_said_before() -> None:
-    local, slurm = (list(wrong_timing(LauncherConfig(name=n), TimingConfig(), MODEL)) for n in ("local", "slurm"))
+    local, slurm = (list(wrong_timing(LauncherConfig(n, 1), TimingConfig(), MODEL)) for n in ("local", "slurm"))
     assert "timing=true beside other work" in local[0]
     assert "timing=true with launcher=slurm needs timed.device" in slurm[0]
     assert not list(wrong_timing(LauncherConfig(name="inline"), TimingConfig(), MODEL))

@@ -151,9 +151,7 @@ def test_the_page_on_slurm_shows_what_is_printed(tmp_path: Path, counting: Mappi
         ("accounting storage says no", "or resources.models"),
     ],
 )
-def test_a_refusal_takes_back_what_was_accepted(
-    words: str, says: str, tmp_path: Path, counting: Mapping[str, str]
-) -> None:
+def test_a_refusal_takes_back_accepted_jobs(words: str, says: str, tmp_path: Path, counting: Mapping[str, str]) -> None:
     """And what was accepted although sbatch has not said so: 4 here."""
     refusing = {**counting, "REFUSE_AT": "4", "REFUSE": f"Batch job submission failed: {words}"}
     shown = f'case "$*" in *%o*) printf "4|$(ls -d {tmp_path}/cache/moe_lab/jobs/0*)/x.sh\\n9|/x/jobs/x.sh\\n";; esac'

@@ -234,9 +234,7 @@ def test_a_listed_plan_is_read_before_anything_runs(
 
 
 @pytest.mark.parametrize("path", ["folder", "o/on-hub"])
-def test_a_quantised_checkpoint_is_not_taken_for_plain_weights(
-    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quantised_weights_are_not_taken_for_plain(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     stated = json.loads(Path(resolve("pocket:olmoe"), "config.json").read_text())
     quantised = {**stated, "quantization_config": {"quant_method": "gptq"}}
