@@ -244,7 +244,7 @@ def _measured(path: str, revision: str | None) -> dict[str, int]:
         numbers["parameters"] = sum(prod(entry.shape) for entry in tensors.values())
         numbers["moe_layers"] = len({match[1] for name in tensors if (match := EXPERTS.search(name))})
     elif "layers" in numbers and (stated := stated_files(path, revision, "model")):
-        size = sum(size for name, (size, _) in stated.items() if is_weights(name))
+        size = sum(size for name, (size, _) in stated.items() if is_weights(name) and "consolidated" not in name)
         each = 1 if quantization_method(config) else numbers["bytes"]
-        numbers |= {"parameters": size // each, "moe_layers": numbers["layers"]}
+        numbers |= {"parameters": size // each, "moe_layers": numbers["layers"]} if size else {}
     return numbers

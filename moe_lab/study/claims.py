@@ -250,9 +250,10 @@ class Claims:
     def clear(self) -> None:
         """Remove stale claims, by taking them over; also those after gaps, which no owner looks for."""
         for name in {path.stem for path in self.folder.glob("*")}:
-            with suppress(Busy), self.take(name):
-                for path in filter(self.is_stale, self.folder.glob(f"{name}.*")):
-                    path.unlink(missing_ok=True)
+            with suppress(Busy), self.take(name) as claim:
+                for path in self.folder.glob(f"{name}.*"):
+                    if int(path.suffix[1:]) > claim.generation and self.is_stale(path):  # those before it go with it
+                        path.unlink(missing_ok=True)
 
 
 def _is_gone(owner: dict[str, Any], inode: int) -> bool:

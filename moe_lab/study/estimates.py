@@ -51,11 +51,13 @@ def resolved(model: ModelConfig, config: Config) -> ModelConfig:
 
 
 def _auto_gpus(model: ModelConfig, config: Config) -> int:
-    """The most GPUs that a process with a model may have: those that are here; in jobs, what is set, or what the
-    largest step needs."""
-    if config.launcher.name != "slurm":
-        return (len(visible_gpus()) or 1) if has_gpu() else 0
+    """The most GPUs that a process with a model may have: those that are here, inline as many as hold the weights; in
+    jobs, what is set, or what the largest step needs."""
     of_model, size = config.resources.of_model(model), size_of(model)
+    if config.launcher.name != "slurm":
+        there = (len(visible_gpus()) or 1) if has_gpu() else 0
+        holding = gpus(Memory(ROOM * size.bytes, True), config.resources.gpu_memory) if size else there
+        return min(there, holding) if config.launcher.name == "inline" else there
     asked = config.resources.every.gpus if of_model is None or of_model.gpus is None else of_model.gpus
     estimated = GPU_COUNTS[-1] if size is None or on_gpu(model, size) else 0
     return estimated if asked is None else asked
@@ -137,9 +139,9 @@ def memory_of(step: Step) -> Memory | None:
 
 def _among(step: Step, model: ModelConfig) -> Sequence[int]:
     """Numbers of GPUs among which the engine of a step divides its model."""
-    if step.is_layered:
+    backend, timed = getattr(step, "backend", None), getattr(step, "timed", None)
+    if step.is_layered or (timed is not None and " x " not in str(timed.device)):  # as in 8 x NVIDIA H100
         return GPU_COUNTS[:1]
-    backend = getattr(step, "backend", None)
     if backend is None or backend.name != "vllm":  # transformers divides layers, by a device map alone
         return GPU_COUNTS if model.device in ("auto", *DEVICE_MAPS) else GPU_COUNTS[:1]
     asked = [size for name, size in backend.arguments.items() if name.endswith("parallel_size")]

@@ -135,11 +135,9 @@ def _wrong_settings(config: Config) -> Iterator[str]:
 
 def _check_device(cell: Cell, config: Config) -> None:
     """Raise UserError for a GPU by its number where each process is given GPUs of its own, which it counts from 0."""
-    if cell.model.device.startswith("cuda:") and config.launcher.name != "inline":
-        raise UserError(
-            f"model.device={cell.model.device} is a GPU of this machine, and each process of "
-            f"launcher={config.launcher.name} has its own: expected cuda, or launcher=inline"
-        )
+    device, launcher = cell.model.device, config.launcher.name
+    if int(device.partition(":")[2] or 0) and launcher != "inline":
+        raise UserError(f"model.device={device}: a process of launcher={launcher} has GPUs of its own: expected cuda")
 
 
 def _check_objective(config: Config, benchmarks: Sequence[BenchmarkConfig]) -> None:

@@ -54,9 +54,7 @@ def written(path: Path, content: str | bytes) -> Path:
         ("a.json", json.dumps([ONE, TWO], indent=2)),
     ],
 )
-def test_a_text_is_one_document_and_each_record_is_one(
-    tmp_path: Path, settings: Settings, name: str, content: str
-) -> None:
+def test_a_text_is_a_document_as_is_each_record(tmp_path: Path, settings: Settings, name: str, content: str) -> None:
     """Empty records are left out."""
     of_records, of_text = [Text(ONE["text"]), Text("two")], [Text("one\nmore\n\ntwo\n \t\n\n\nthree\n")]
     found = read(settings(written(tmp_path / name, content)))

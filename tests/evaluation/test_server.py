@@ -144,9 +144,7 @@ signal.pause()
 
 
 @pytest.mark.parametrize("watcher", ["alive", "killed", "orphaned"])
-def test_a_stubborn_server_dies_with_its_children(
-    watcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stubborn_server_and_its_children_die(watcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "GRACE", 0.3)
     with servers.started(shlex.split(script(tmp_path, STUBBORN).format(port=1, checkpoint="x"))) as process:
         until(lambda: len(process.log().split()) == 2)

@@ -190,9 +190,7 @@ def test_the_main_experiment_gives_the_numbers_of_one_process(played: Played) ->
     assert record and len(record["cells"]) == 9 and all(all(cell["evaluate"].values()) for cell in record["cells"])
 
 
-def test_parts_of_a_pass_are_jobs_and_give_the_plan_of_one_process(
-    cluster: Cluster, tmp_path: Path, played: Played
-) -> None:
+def test_parts_of_a_pass_are_jobs_and_give_the_same_plan(cluster: Cluster, tmp_path: Path, played: Played) -> None:
     store = tmp_path / "store"
     words = [*PASS, "calibration.parts=3"]
     done = moe_lab(store, *words, *SLURM, f"launcher.python={preloaded.python()}", "wait=true")

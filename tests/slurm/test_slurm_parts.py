@@ -33,6 +33,7 @@ from moe_lab.config import (
     LauncherConfig,
     ModelConfig,
     ResourcesConfig,
+    TimingConfig,
 )
 from moe_lab.config.base import valid
 from moe_lab.errors import UserError
@@ -207,8 +208,7 @@ def test_what_waits_for_a_lost_job_is_hopeless_and_so_is_what_waits_for_that() -
     queue = dict([queued("1_1", "RUNNING"), queued("2"), queued("3_0")])
     found = under_way(jobs, queue, "abcd")
     assert found.steps == {"b": "1_1"} and found.hopeless == ["2", "3_0"]
-    theirs = [replace(job, user=-1) for job in jobs]
-    assert under_way(theirs, queue, "abcd").hopeless == [], "only a colleague can cancel those"
+    assert under_way([replace(job, user=-1) for job in jobs], queue, "abcd").hopeless == [], "they are of a colleague"
     assert under_way(jobs, queue, "bcd").hopeless == [], "a is done, its job ended well"
 
 
@@ -416,6 +416,9 @@ def test_a_job_asks_for_gpus_of_a_node_and_a_layered_pass_for_one(monkeypatch: p
     assert resources([layered])["gpus"] == resources([layered], four)["gpus"] == 1
     with pytest.raises(UserError, match="among at most 1 GPUs"):
         resources([layered], "{gpu_memory: 8}")
+    for device, gpus in (("NVIDIA H100", 1), ("2 x NVIDIA H100", 2)):
+        timing = step_of("timing", cell_of(BIG, TEXT), Config(timed=TimingConfig(device=device)))
+        assert resources([timing], "{gpu_memory: 250}")["gpus"] == gpus
 
 
 def test_a_job_with_vllm_asks_for_gpus_that_divide_the_heads_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:

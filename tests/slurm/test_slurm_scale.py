@@ -185,8 +185,9 @@ def test_a_scheduler_that_falls_silent_may_have_taken_jobs(tmp_path: Path, count
     """Their files stay. It answers once about jobs."""
     silent = f"#!/bin/sh\n[ -e {tmp_path}/silent ] && echo timed out >&2 && exit 1\ntouch {tmp_path}/silent\n"
     (tmp_path / "bin" / "squeue").write_text(silent)
-    done = typed(tmp_path, {**counting, "REFUSE_AT": "1", "REFUSE": "Socket timed out"})
-    assert done.returncode == 2 and "no job of this submission" not in done.stderr and "see squeue" in done.stderr
+    done = typed(tmp_path, {**counting, "REFUSE_AT": "2", "REFUSE": "Socket timed out"})
+    assert done.returncode == 2 and "see squeue" in done.stderr and "jobs may be left in the queue" in done.stderr
+    assert calls(tmp_path, "scancel") == ["1"], "that one is known"
     assert len(list(tmp_path.glob("store/runs/*/0*"))) == len(list(tmp_path.glob("cache/moe_lab/jobs/0*"))) == 1
 
 

@@ -206,9 +206,7 @@ def test_the_sums_are_the_same(name: str, kind: str, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("ended_by_signal")
 @pytest.mark.parametrize("held", [0, 4, 1000])
 @pytest.mark.parametrize("kind", PASSES)
-def test_a_killed_pass_goes_on_from_its_last_layer(
-    kind: str, held: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_passes_go_on_at_a_layer(kind: str, held: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With none, some and all of the hidden states in memory; killed within layers after saves, and once at its end."""
     whole, layered = PASSES[kind]
     expected = resident(whole, "deepseek_v2")

@@ -114,9 +114,7 @@ def test_a_sweeper_finds_the_best_value_by_the_objective(finished: Path, launche
 
 
 @pytest.mark.parametrize(("wrong", "says"), [([], "objective"), (["objective=bolq"], "did you mean boolq")])
-def test_a_sweeper_without_an_objective_is_refused_before_anything_runs(
-    finished: Path, wrong: list[str], says: str
-) -> None:
+def test_a_sweeper_without_an_objective_is_refused(finished: Path, wrong: list[str], says: str) -> None:
     before = ran(finished)
     refused = on_boolq(finished, *SWEEPER, "criterion=man", "ratio=0.25,0.5", "calibration=pocket_code", *wrong)
     assert refused.returncode == 2 and says in refused.stderr and "Traceback" not in refused.stderr

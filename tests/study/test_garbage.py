@@ -229,9 +229,7 @@ def test_nothing_goes_while_needs_are_unclear(replaced: Path, file: str, capsys:
     assert finished(replaced) == before and damaged.read_text() == "{"
 
 
-def test_steps_of_jobs_in_the_queue_are_kept(
-    replaced: Path, one: Asked, other: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_queued_jobs_keep_steps(replaced: Path, one: Asked, other: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     first = runs(Store(replaced), STUDY)[0]
     first.add([Submitted("7", "7", "study.plan", "plan", (), ())])
     queue = {"7": Queued("7", "study.plan", "PENDING", "Dependency", "0:00")}

@@ -185,6 +185,11 @@ def test_a_login_node_names_the_device_that_its_jobs_ask_for(monkeypatch: pytest
     large = choices.choose(config.ModelConfig, "model", "olmoe_1b_7b")
     assert device(large) == device(small, every=config.JobConfig(gpus=2)) == "balanced"
     assert resolved(unknown, config.Config(launcher=slurm)).dtype == "auto", "the precision of the files"
+    monkeypatch.setattr(estimates, "has_gpu", lambda: True)
+    monkeypatch.setattr(estimates, "visible_gpus", lambda: list("01"))
+    for launcher, memory, found in (("inline", 80, "cuda"), ("inline", 12, "balanced"), ("local", 80, "balanced")):
+        resources, launches = config.ResourcesConfig(gpu_memory=memory), config.LauncherConfig(launcher)
+        assert resolved(large, config.Config(launcher=launches, resources=resources)).device == found
 
 
 RUNNING = [name for name, kind in KINDS.items() if kind.loads == "model"]

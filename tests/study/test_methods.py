@@ -167,9 +167,7 @@ def exported_as_evaluated(store: Path, cell: dict[str, Any], folder: Path, bits:
         (["recovery=pocket_router_kd", "recovery.epochs=0.2"], "its routers were trained"),
     ],
 )
-def test_a_recovered_model_is_exported_as_it_is_evaluated(
-    store: Path, tmp_path: Path, words: list[str], says: str
-) -> None:
+def test_a_recovered_model_is_exported_as_evaluated(store: Path, tmp_path: Path, words: list[str], says: str) -> None:
     (cell,) = cells(store, "criterion=man", "ratio=0.5", *words, "export=natural")
     assert content(store, cell["evaluate"]["pocket_boolq"], "result.json")["results"]
     assert says in exported_as_evaluated(store, cell, tmp_path)

@@ -90,9 +90,7 @@ def test_a_study_in_packs_is_the_study_in_folders(tmp_path: Path, monkeypatch: p
     assert all({*os.listdir(unpacked[name])} == {*os.listdir(plans[name])} for name in plans)
 
 
-def test_the_last_small_steps_of_a_run_join_the_packs_that_there_are(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_small_steps_of_a_run_join_packs(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     for number, left in ((0, 3), (10, 0)):
         monkeypatch.setattr(packing, "MANY", 1000)
         publish(store, range(number, number + 3))

@@ -298,7 +298,7 @@ REFUSED = [
     (["allocation=pocket_evolutionary", "allocation.multiple_of=8"], "max_transfer=4"),
     (["flops_text=pocket_exerpt"], "did you mean pocket_excerpt"),
     (["resources.jobs={evalute: {gpus: 1}}"], "did you mean evaluate"),
-    (["model.device=cuda:1"], "model.device=cuda:1 is a GPU of this machine"),
+    (["model.device=cuda:1"], "model.device=cuda:1: a process of launcher=local"),
     (["resources.models={big: {gpus: many}}"], "resources.models.big.gpus=many"),
 ]
 """Words -> what a sentence about them says; None: they are valid."""

@@ -143,6 +143,15 @@ def test_a_gap_is_not_filled_before_a_claim_that_was_taken_anew(folder: Path) ->
     new[0].check()
 
 
+def test_what_is_taken_while_stale_claims_are_cleared_stays(folder: Path) -> None:
+    for _ in "12":
+        killed_owner(folder, "x")
+    claims, new = Claims(folder), list[Claim]()
+    with unlinks_then(lambda: new or claims.path("x", 2).exists() or new.append(Claims(folder).take("x"))):
+        claims.clear()
+    new[0].check()
+
+
 @pytest.mark.slow
 def test_of_those_that_find_a_stale_claim_one_has_it(folder: Path, tmp_path: Path) -> None:
     """They hold it and give it up again and again; two at a time would find each other's mark."""

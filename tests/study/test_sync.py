@@ -398,9 +398,7 @@ def test_steps_in_packs_are_taken_together(
 
 
 @pytest.mark.parametrize("form", ["packs"], indirect=True)
-def test_a_damaged_pack_there_is_named(
-    tmp_path: Path, lent: str, one: Asked, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_pack_is_named(tmp_path: Path, lent: str, one: Asked, capsys: pytest.CaptureFixture[str]) -> None:
     for pack in tmp_path.glob("remote/packs/*"):
         pack.write_bytes(b"damaged")
     packs_in.cache_clear()  # another process finds it

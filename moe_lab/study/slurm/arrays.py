@@ -148,8 +148,8 @@ def resources(
     memories = [memory_of(step) or UNKNOWN for step in steps]
     count, given = asked["gpus"], options(asked["sbatch"], on_gpus=True)
     others = [f"sbatch.{name}={value}" for name, value in given.items() if is_for_gpus(name, value)]
-    if others and (count or asked["gpu_type"]):
-        ours = f"gpus={count}, gpu_type={asked['gpu_type']}"
+    if others and count != 0 and (count or asked["gpu_type"]):
+        ours = f"gpus={count}" if count else f"gpu_type={asked['gpu_type']}"
         raise UserError(f"resources: {steps[0].kind} jobs have {ours} and {others[0]}: expected one or the other")
     if count is None:
         count = max(gpus(memory, settings.gpu_memory) for memory in memories)
@@ -158,20 +158,20 @@ def resources(
             raise UserError(
                 f"{steps[0].kind} of model={about.name} needs about {too_large[0].bytes / GIB:.0f} GiB, and is divided "
                 f"among at most {count} GPUs of resources.gpu_memory={settings.gpu_memory:g} GiB: expected "
-                f"resources.models={{{about.name}: {{gpus: {count}}}}} where that is enough, "
-                f"{'' if about.device in DEVICE_MAPS else 'model.device=auto, '}or weights of fewer bits"
+                f"resources.jobs={{{steps[0].kind}: {{gpus: {count}}}}} where that is enough, "
+                f"{'' if about.device in DEVICE_MAPS or steps[0].is_layered else 'model.device=auto, '}"
+                "or weights of fewer bits"
             )
     elif count and all(step.is_layered for step in steps):
         asked["gpus"] = count = 1  # the model is read layer by layer, each on the same GPU
     largest = max(memory.bytes for memory in memories) / GIB
-    threads = (about.threads if about else None) or 1
     times = [seconds(step) for step in steps]
     minutes = float(settings.longest)
     if None not in times:
         minutes = min(minutes, ROUNDED * max(1, ceil(MARGIN * sum(filter(None, times)) / 60 / ROUNDED)))
     estimated = {
         "gpus": count,
-        "cpus": max(threads, count * CPUS_PER_GPU),
+        "cpus": max((about.threads if about else None) or 1, count * CPUS_PER_GPU),
         "memory": ceil(HOST + largest) if count else ceil(2 * largest),
         "minutes": int(min(minutes, _time_limit(asked, time_limits))),
     }

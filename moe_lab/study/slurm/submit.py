@@ -58,11 +58,11 @@ def submit(schedule: Schedule, study: Study, run: Run) -> None:
     except BaseException as error:
         try:
             if run.logs.exists():  # sbatch may have handed one in, and then have got no answer
-                scheduler.cancel({job.array for job in run.jobs} | scheduler.handed_in(run.logs.absolute()))
+                scheduler.cancel({job.array for job in run.jobs})
+                scheduler.cancel(scheduler.handed_in(run.logs.absolute()))
         except UserError as left:
-            raise UserError(f"{str(error) or 'interrupted'}; {left}") from None
+            raise UserError(f"{str(error) or 'interrupted'}; jobs may be left in the queue: {left}") from None
         run.remove()
-        say("no job of this submission is in the queue")
         raise
     _announce(submission)
 
@@ -79,7 +79,7 @@ def _download(steps: Iterable[Step]) -> None:
         download()
 
 
-def _submit_missing(schedule: Schedule, submission: Submission) -> None:
+def _submit_missing(schedule: Schedule, submission: Submission, *, again: bool = True) -> None:
     study = submission.study
     config, store = study.config, study.store
     earlier = [job for run in runs(store, config.study) for job in run.jobs]
@@ -101,8 +101,8 @@ def _submit_missing(schedule: Schedule, submission: Submission) -> None:
             )
     begun = time.monotonic()
     _download(missing)
-    if time.monotonic() - begun > 60:  # jobs that were in the queue may have ended
-        return _submit_missing(schedule, submission)
+    if again and time.monotonic() - begun > 60:  # jobs that were in the queue may have ended
+        return _submit_missing(schedule, submission, again=False)
     scheduler.cancel(covered.hopeless)
     for array in arrays:
         submission.add(array)
