@@ -53,11 +53,11 @@ def resolved(model: ModelConfig, config: Config) -> ModelConfig:
 def _auto_gpus(model: ModelConfig, config: Config) -> int:
     """The most GPUs that a process with a model may have: those that are here, inline as many as hold the weights; in
     jobs, what is set, or what the largest step needs."""
-    of_model, size = config.resources.of_model(model), size_of(model)
     if config.launcher.name != "slurm":
         there = (len(visible_gpus()) or 1) if has_gpu() else 0
-        holding = gpus(Memory(ROOM * size.bytes, True), config.resources.gpu_memory) if size else there
-        return min(there, holding) if config.launcher.name == "inline" else there
+        size = size_of(model) if config.launcher.name == "inline" and there > 1 else None
+        return min(there, gpus(Memory(ROOM * size.bytes, True), config.resources.gpu_memory)) if size else there
+    of_model, size = config.resources.of_model(model), size_of(model)
     asked = config.resources.every.gpus if of_model is None or of_model.gpus is None else of_model.gpus
     estimated = GPU_COUNTS[-1] if size is None or on_gpu(model, size) else 0
     return estimated if asked is None else asked
