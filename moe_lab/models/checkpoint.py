@@ -44,9 +44,7 @@ class Checkpoint:
     def slices(self, names: Iterable[str], files: ExitStack) -> dict[str, Any]:
         """Name -> slice of each tensor, for torch; its bytes are read when it is used, until `files` is closed."""
         shards = {name: self.tensors[name].shard for name in names}
-        opened: dict[str, Any] = {}
-        for shard in set(shards.values()):
-            opened[shard] = files.enter_context(safe_open(self.folder / shard, framework="pt"))
+        opened = {of: files.enter_context(safe_open(self.folder / of, framework="pt")) for of in set(shards.values())}
         return {name: opened[shard].get_slice(name) for name, shard in shards.items()}
 
 

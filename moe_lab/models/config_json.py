@@ -11,7 +11,7 @@ from typing import Any
 
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
-from moe_lab.models.checkpoint import open_checkpoint, read_json, stated_dtype
+from moe_lab.models.checkpoint import open_checkpoint, read_json, read_json_if_there, stated_dtype
 from moe_lab.models.families import COUNT_FIELDS, TOP_K_FIELDS, WIDTH_FIELDS
 from moe_lab.models.files import hub_config, in_cache, is_weights, stated_files
 from moe_lab.paths import local
@@ -119,7 +119,7 @@ def check_chat_template(settings: ModelConfig, user: str, tools: bool, other: st
     if file.is_file():
         template = file.read_text(encoding="utf-8")
     else:
-        template = str(read_json(described).get("chat_template") or "") if described.is_file() else ""
+        template = str(read_json_if_there(described).get("chat_template") or "")
     if not template:
         raise UserError(
             f"{user} needs a chat template, and model={settings.name} has none: expected an instruction-tuned "

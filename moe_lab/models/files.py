@@ -17,7 +17,7 @@ from moe_lab import json_files
 from moe_lab.config import ModelConfig
 from moe_lab.config.base import counting_fields, identity
 from moe_lab.errors import Unavailable, UserError
-from moe_lab.models.checkpoint import open_checkpoint, read_json
+from moe_lab.models.checkpoint import open_checkpoint, read_json, read_json_if_there
 from moe_lab.models.families import UNSUPPORTED
 from moe_lab.paths import cache, local
 
@@ -290,8 +290,7 @@ def _check_folder(folder: Path, settings: ModelConfig) -> None:
     if kind in UNSUPPORTED:
         raise UserError(f"model_type={kind} is not supported: it {UNSUPPORTED[kind]}")
     check_code(folder, settings.trust_remote_code)
-    if (folder / GENERATION).is_file():  # transformers would ignore a damaged one
-        read_json(folder / GENERATION)
+    read_json_if_there(folder / GENERATION)  # transformers would ignore a damaged one
     open_checkpoint(folder)
 
 

@@ -56,11 +56,16 @@ def _auto_gpus(model: ModelConfig, config: Config) -> int:
     if config.launcher.name != "slurm":
         there = (len(visible_gpus()) or 1) if has_gpu() else 0
         size = size_of(model) if config.launcher.name == "inline" and there > 1 else None
-        return min(there, gpus(Memory(ROOM * size.bytes, True), config.resources.gpu_memory)) if size else there
+        return min(there, _holding(size, config)) if size else there
     of_model, size = config.resources.of_model(model), size_of(model)
     asked = config.resources.every.gpus if of_model is None or of_model.gpus is None else of_model.gpus
     estimated = GPU_COUNTS[-1] if size is None or on_gpu(model, size) else 0
     return estimated if asked is None else asked
+
+
+def _holding(size: Size, config: Config) -> int:
+    """GPUs that hold the weights of a model of this size."""
+    return gpus(Memory(ROOM * size.bytes, on_gpu=True), config.resources.gpu_memory)
 
 
 def divided(text: CalibrationConfig, model: ModelConfig, config: Config) -> CalibrationConfig:
@@ -72,7 +77,7 @@ def divided(text: CalibrationConfig, model: ModelConfig, config: Config) -> Cali
     if text.engine != "auto":
         return replace(text, parts=text.parts or 1)
     size = size_of(model) if model.device != "cpu" else None
-    needed = gpus(Memory(ROOM * size.bytes, on_gpu=True), config.resources.gpu_memory) if size else 1
+    needed = _holding(size, config) if size else 1
     if needed <= 1 or not config_json.config_of(model) or quantization(model):
         return replace(text, engine="resident", parts=text.parts or 1)
     cards = {"slurm": needed, "local": len(visible_gpus())}.get(config.launcher.name, 1)

@@ -133,7 +133,7 @@ def _wrong_settings(config: Config) -> Iterator[str]:
         yield f"backend={backend} reads a folder, and export.format=gguf writes one file: expected backend=hf"
 
 
-def _check_device(cell: Cell, config: Config) -> None:
+def _check_gpu_number(cell: Cell, config: Config) -> None:
     """Raise UserError for a GPU by its number where each process is given GPUs of its own, which it counts from 0."""
     device, launcher = cell.model.device, config.launcher.name
     if int(device.partition(":")[2] or 0) and launcher != "inline":
@@ -237,7 +237,7 @@ def _wrong_plan(cell: Cell, _: Config) -> Iterator[str]:
 
 OF_CELLS: Sequence[tuple[tuple[str, ...], Callable[[Cell, Config], object]]] = (
     (("model",), lambda cell, _: files.check(cell.model)),
-    (("model",), _check_device),
+    (("model",), _check_gpu_number),
     (("criterion",), lambda cell, _: criteria.check(cell.criterion.name, cell.criterion.parameters)),
     (("criterion", "model"), lambda cell, _: check_weights(cell.criterion, cell.model)),
     (

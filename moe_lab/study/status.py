@@ -102,9 +102,8 @@ def study_state(store: Store, study: str) -> StudyState:
 def _unrecorded(store: Store, every: Sequence[Run]) -> str | None:
     """The job that should write the record of the last run that has such a job or a record; None if it is there, or if
     a later run is under way."""
-    held = held_runs(store)
     for run in reversed(every):
-        if (run.folder / RECORD_FILE).exists() or run.folder.name in held:
+        if (run.folder / RECORD_FILE).exists() or run.folder.name in held_runs(store):
             return None
         if writes := [job.id for job in run.jobs if job.kind == RECORD]:
             return writes[-1]

@@ -314,8 +314,7 @@ def code_state() -> dict[str, Any]:
         edited = git("diff", "HEAD", "--", ".")
         new = git("ls-files", "--others", "--exclude-standard", "-z").split("\0")[:-1]
         files = {file: path for file in new if (path := noted.parent / file).is_file() and os.access(path, os.R_OK)}
-        read = {file: sha256(path.read_bytes()) for file, path in files.items()}
-        edited += "".join(f"{file} {content.hexdigest()}" for file, content in read.items())
+        edited += "".join(f"{file} {sha256(path.read_bytes()).hexdigest()}" for file, path in files.items())
         state |= {"commit": git("rev-parse", "HEAD").strip(), "edits": digest(edited)[:12] if edited else None}
     return state
 
