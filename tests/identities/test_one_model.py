@@ -87,6 +87,30 @@ def test_an_export_in_half_precision_is_the_pruned_model(name: str, dtype: torch
         _check_loaded(loaded, pruned, answers(pruned))
 
 
+@pytest.mark.parametrize("way", [way for ways in KINDS.values() for way in ways])
+@pytest.mark.parametrize(
+    "types", [(torch.float16, torch.bfloat16), (torch.float32, torch.bfloat16), (torch.float64, torch.bfloat16)]
+)
+def test_experts_stored_in_several_precisions(types: tuple[torch.dtype, ...], way: str, tmp_path: Path) -> None:
+    """Copies are exact, and sums are rounded to the type that the file has for the expert that stays."""
+    tiny.save("olmoe", tmp_path / "model")
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if match := re.search(r"experts\.(\d+)\.(\w)", name):
+                tensors[name] = tensor.to(types[(int(match[1]) + (match[2] == "u")) % 2])
+
+    tiny.rewrite(tmp_path / "model", change)
+    model = tiny.load(tmp_path / "model", dtype=torch.float32)
+    plan = random_plan(model, way, seed=1)
+    out = export(tmp_path / "model", plan, tmp_path / "out")
+    loaded = tiny.load(out, trust_remote_code=True, dtype=torch.float32)
+    rounding = 2**-8 if way.startswith("merged") else 0
+    expected = prune(model, plan).state_dict()
+    for name, tensor in loaded.state_dict().items():
+        torch.testing.assert_close(tensor, expected[name], rtol=rounding, atol=rounding / 1000)
+
+
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 def test_experts_compute_what_the_model_computes(name: str) -> None:
     """To the bit: each expert alone, with a gate of 1."""

@@ -82,27 +82,25 @@ class Block:
                 elif part.whole is not None:
                     yield Span(entry.shard, start, size)
                 elif place.axes is not None:
-                    yield from (self._projection(part, role) for role in place.axes.roles)
+                    yield from (self._projection(part, role, entry.dtype) for role in place.axes.roles)
 
     def packed(self) -> Iterator[Piece]:
         """The packed tensors: gate_up_packed (sum of 2 I_e, H), down_packed (sum of I_e, H) and, in a layer with
         constants, constants (experts of width 0, H)."""
         parts, total = self.layer.parts, sum(self.layer.widths or ())
-        gate_up = tuple(self._projection(part, role) for part in parts for role in ("gate", "up"))
-        down = tuple(self._projection(part, "down", as_rows=True) for part in parts)
-        types = {matrix.dtype for matrix in self.matrices.values()}
-        if len(types) > 1:
-            raise UserError(f"{self.prefix}experts are of types {', '.join(sorted(types))}: expected one")
-        dtype, hidden = types.pop(), down[0].matrix.rows
+        dtype = _common_type({matrix.dtype for matrix in self.matrices.values()})
+        gate_up = tuple(self._projection(part, role, dtype) for part in parts for role in ("gate", "up"))
+        down = tuple(self._projection(part, "down", dtype, as_rows=True) for part in parts)
+        hidden = down[0].matrix.rows
         yield Piece(f"{self.prefix}experts.gate_up_packed", dtype, (2 * total, hidden), gate_up)
         yield Piece(f"{self.prefix}experts.down_packed", dtype, (total, hidden), down)
         if (values := self.layer.constants) is not None:
             content = Constant(values.astype("<f4").tobytes(), values.nbytes)
             yield Piece(f"{self.prefix}experts.constants", "F32", values.shape, (content,))
 
-    def _projection(self, part: Part, role: str, *, as_rows: bool = False) -> Projection:
+    def _projection(self, part: Part, role: str, dtype: str, *, as_rows: bool = False) -> Projection:
         matrices = {member.expert: self.matrices[role, member.expert] for member in part.members}
-        return Projection(part, matrices, down=role == "down", as_rows=as_rows)
+        return Projection(part, matrices, dtype, down=role == "down", as_rows=as_rows)
 
     def check_complete(self, folder: Path) -> None:
         """Raise UserError unless there are one router, which can do without dropped experts, and all experts."""
@@ -180,6 +178,13 @@ def _matrices(name: str, entry: Entry, place: Place, count: int, width: int) -> 
         for position, role in enumerate(roles):
             start = entry.start + (number * len(roles) + position) * size
             yield role, expert, Matrix(entry.shard, start, rows, columns, entry.dtype)
+
+
+def _common_type(types: set[str]) -> str:
+    """The narrowest type of `UNSIGNED` that holds all numbers of `types` exactly."""
+    if len(types) == 1:
+        return next(iter(types))
+    return "F64" if "F64" in types else "F32"
 
 
 def expert_type(checkpoint: Checkpoint) -> str:

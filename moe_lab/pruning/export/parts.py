@@ -71,7 +71,9 @@ class Projection:
 
     part: Part
     matrices: Mapping[int, Matrix]
-    """Member -> its projection in the file; all of one shape and type."""
+    """Member -> its projection in the file; all of one shape."""
+    dtype: str
+    """The type of the result."""
     down: bool
     """Whether channels are the columns in the file, as in a down projection."""
     as_rows: bool
@@ -102,20 +104,24 @@ class Projection:
     @property
     def _bytes_of_channel(self) -> int:
         other = self.matrix.rows if self.down else self.matrix.columns
-        return other * int(numpy.dtype(UNSIGNED[self.matrix.dtype]).itemsize)
+        return other * int(numpy.dtype(UNSIGNED[self.dtype]).itemsize)
 
     def read(self, folder: Path) -> Iterator[memoryview]:
-        """The bits of the result, row-major."""
+        """The bits of the result, row-major. Only sums, and numbers of another type than the result, are converted."""
+        is_sum = self.part.members[0].share is not None
+        converts = is_sum or self.matrix.dtype != self.dtype
 
         def channels_first(expert: int) -> NDArray[Any]:
-            bits = self.matrices[expert].read(folder)
-            return bits.T if self.down else bits
+            matrix = self.matrices[expert]
+            values = matrix.read(folder)
+            if converts:
+                values = _numbers(values, matrix.dtype)
+            return values.T if self.down else values
 
-        dtype = self.matrix.dtype
         if self._width:
-            result = rows(
-                self.part, channels_first, lambda bits: _numbers(bits, dtype), lambda total, _: _bits(total, dtype)
-            )
+            result = rows(self.part, channels_first, lambda numbers: numbers, lambda total, _: total)
+            if converts:
+                result = _bits(result, self.dtype)
             yield numpy.ascontiguousarray(result.T if self.down and not self.as_rows else result).data
 
 
@@ -132,7 +138,7 @@ def _bits(values: NDArray[Any], dtype: str) -> NDArray[Any]:
     """The bits of numbers in a type, rounded to nearest, ties to even."""
     if dtype != "BF16":
         return numpy.ascontiguousarray(values, FLOATS[dtype]).view(UNSIGNED[dtype])
-    wide = numpy.ascontiguousarray(values).view(numpy.uint32)
+    wide = numpy.ascontiguousarray(values, numpy.float32).view(numpy.uint32)
     bits: NDArray[Any] = ((wide + 0x7FFF + (wide >> 16 & 1)) >> 16).astype(numpy.uint16)
     return bits
 
