@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -21,6 +22,7 @@ from moe_lab.evaluation.engines import (
     Writing,
     Written,
     answer_in,
+    appended_tokens,
     check_finite,
     may_think,
 )
@@ -112,6 +114,14 @@ class _Encoder:
         self.first: int | None = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         """The token that stands before a text of which every token is predicted."""
         self._begun = None if self.first is None else tokenizer.decode(self.first)
+        self._appended = appended_tokens(tokenizer)
+        """Tokens that are dropped from the end of every text: the model goes on with it, or with an answer to it."""
+        if self._appended:
+            warnings.warn(
+                f"the model's tokenizer appends {tokenizer.decode(self._appended)!r} to every text: prompts, answers "
+                "and documents are evaluated without it",
+                stacklevel=2,
+            )
 
     def query(self, request: Request) -> _Query:
         """A request with its tokens and with the rows that are to be scored."""
@@ -128,9 +138,11 @@ class _Encoder:
         return query
 
     def _tokens(self, text: str) -> tuple[int, ...]:
-        """With the tokenizer's special tokens, unless the text begins with them or is a chat's."""
-        is_whole = self.benchmark.chat or (self._begun and text.startswith(self._begun))
-        return _encoded(self.engine.tokenizer, text, not is_whole)
+        """With the special tokens that the tokenizer adds before a text, unless it begins with them or is a chat's."""
+        if self.benchmark.chat or (self._begun and text.startswith(self._begun)):
+            return _encoded(self.engine.tokenizer, text, False)
+        tokens = _encoded(self.engine.tokenizer, text, True)
+        return tokens[: len(tokens) - len(self._appended)]
 
     def _add_reference(self, query: _Query, reference: str) -> None:
         """Add the row of a reference after its prompt, unless there is no prompt or no room for both. As in lm-eval,

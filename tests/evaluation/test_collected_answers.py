@@ -256,6 +256,29 @@ def test_a_chat_template_writes_the_special_tokens_itself(subject: LoadedModel) 
         write(model, [prompt.removeprefix(start) + " a"], 4, max_length=length + 4)
 
 
+@pytest.mark.parametrize("before", ["", "<|endoftext|> "])
+@pytest.mark.parametrize("after", [" <|endoftext|>", " <|im_end|> <|endoftext|>"])
+def test_tokens_that_a_tokenizer_appends_are_dropped(subject: LoadedModel, before: str, after: str) -> None:
+    """Texts, losses on answers and likelihoods are those of a tokenizer that appends nothing. A server appends them."""
+
+    def adding(single: str) -> LoadedModel:
+        model = chatting(subject, None)
+        model.tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+        ids = [(name, model.tokenizer.convert_tokens_to_ids(name)) for name in ("<|im_end|>", "<|endoftext|>")]
+        model.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single, special_tokens=ids)
+        return model
+
+    question = "A bird sleeps in a"
+    requests = [Text(question, 8, reference=" nest"), Pair(question, " nest"), Pair("", "A nest"), Document("A bird.")]
+    asked = [Item(str(number), (request,)) for number, request in enumerate(requests)]
+    expected = collect_answers(adding(f"{before}$A"), asked, BENCHMARK)
+    appending = adding(f"{before}$A{after}")
+    with pytest.warns(UserWarning, match=re.escape(after.split()[0])):
+        assert collect_answers(appending, asked, BENCHMARK) == expected
+    with pytest.raises(UserError, match=r"backend=server.*<\|endoftext\|>"):
+        ServedModel("http://127.0.0.1:9/v1", "m", appending.tokenizer, 512, {})
+
+
 def test_a_conversation_may_end_with_the_beginning_of_the_answer(subject: LoadedModel) -> None:
     turns = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
     model = chatting(subject, turns + "{% if add_generation_prompt %}<a>{% endif %}")

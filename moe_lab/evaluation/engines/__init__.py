@@ -145,6 +145,14 @@ def end_tokens(checkpoint: Path, tokenizer: Any) -> list[int]:
     return eos_tokens(second if first is None else first, tokenizer)
 
 
+def appended_tokens(tokenizer: Any) -> list[int]:
+    """The tokens, such as an end token, that a tokenizer adds after every text."""
+    text, whole = (
+        tokenizer(["a"], add_special_tokens=special, verbose=False).input_ids[0] for special in (False, True)
+    )
+    return list(whole[whole.index(text[0]) + len(text) :])
+
+
 def check_finite(number: float, name: str) -> None:
     """Raise FloatingPointError for a logit or log-likelihood that is no finite number, though it would give a text."""
     if not math.isfinite(number):

@@ -28,6 +28,7 @@ from moe_lab.evaluation.engines import (
     Prompt,
     Writing,
     Written,
+    appended_tokens,
     command_line,
     end_tokens,
     last_lines,
@@ -71,6 +72,14 @@ class ServedModel(Engine):
 
     batches = 16  # so that the server rarely waits for the last text of a batch
     scores = False
+
+    def __post_init__(self) -> None:
+        """Raise UserError for a tokenizer after whose tokens no text can go on."""
+        if appended := appended_tokens(self.tokenizer):
+            raise UserError(
+                f"backend=server: the model's tokenizer appends {self.tokenizer.decode(appended)!r} to every prompt, "
+                "and a server tokenizes prompts itself: expected backend=hf or backend=vllm"
+            )
 
     def generate(self, prompts: Sequence[Prompt], writing: Writing) -> list[Written]:
         """As `Engine.generate`, with `writing.batch_size` requests at a time.
