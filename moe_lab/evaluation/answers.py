@@ -15,6 +15,7 @@ from moe_lab.calibration.documents import Tools, from_template, render_whole
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation.engines import (
+    MARKS,
     Engine,
     Likelihood,
     Prompt,
@@ -25,6 +26,7 @@ from moe_lab.evaluation.engines import (
     appended_tokens,
     check_finite,
     may_think,
+    special_marks,
 )
 from moe_lab.evaluation.harness import Answer, Document, Item, Messages, Pair, Reply, Text, Window
 from moe_lab.json_files import Record
@@ -54,6 +56,8 @@ class _Query:
     """What is scored: the reference after the prompt, the continuation after the context, or the windows."""
     reference_bytes: int = 0
     """Bytes that the reference's row scores."""
+    marks: tuple[tuple[int, str], ...] = ()
+    """Special tokens that part the text into thought and answer, or may end it."""
 
 
 def collect_answers(
@@ -132,7 +136,7 @@ class _Encoder:
         text = prompt if isinstance(prompt, str) else render(self.engine, prompt, tools)
         if isinstance(request, Pair):
             return _Query(request, text, rows=[self._pair(text, request.continuation)])
-        query = _Query(request, text, self._tokens(text))
+        query = _Query(request, text, self._tokens(text), marks=special_marks(self.engine.tokenizer, request.stop))
         if request.reference and self.engine.scores:
             self._add_reference(query, request.reference)
         return query
@@ -249,9 +253,10 @@ def _generate(
     thinks = benchmark.chat and may_think(engine.tokenizer)
     groups: dict[Writing, dict[Prompt, list[int]]] = {}
     for number, prompt in prompts.items():
-        request = queries[number].request
+        request, marks = queries[number].request, queries[number].marks
         assert isinstance(request, Text)
-        writing = Writing(request.most, () if thinks else request.stop, benchmark.chat, benchmark.batch_size)
+        stop = () if thinks else request.stop
+        writing = Writing(request.most, stop, benchmark.chat, benchmark.batch_size, marks)
         groups.setdefault(writing, {}).setdefault(prompt, []).append(number)
     texts: dict[int, Written] = {}
     for writing, of_group in groups.items():
@@ -271,7 +276,7 @@ def _generated(engine: Engine, batch: Sequence[Prompt], writing: Writing, record
         return [[text.text, text.ended, text.likelihood] for text in texts]
 
     rows = [[prompt.tokens, prompt.answer and [prompt.answer.start, prompt.answer.tokens]] for prompt in batch]
-    results = record.result([writing.most, writing.stop, rows], compute)
+    results = record.result([writing.most, writing.stop, writing.marks, rows], compute)
     return [Written(text, ended, likelihood and tuple(likelihood)) for text, ended, likelihood in results]
 
 
@@ -321,9 +326,13 @@ def _reply(query: _Query, text: Written | None, likelihoods: Mapping[Row, Likeli
     if text is None:
         return Reply(ended="too_long", loss=loss)
     whole = cut(text.text, query.request.stop, query.prompt, chat=chat)
+    ended = "stop" if whole != text.text else text.ended
+    for _, mark in query.marks:  # what is left of stop texts: in a thought, or of one that is not complete
+        if mark not in MARKS:
+            whole = whole.replace(mark, "")
     answer = answer_in(whole, query.prompt, chat=chat)
     thought = whole[: len(whole) - len(answer or "")]
-    return Reply(answer, thought, "stop" if whole != text.text else text.ended, loss)
+    return Reply(answer, thought, ended, loss)
 
 
 def cut(text: str, stop: Sequence[str], prompt: str = "", *, chat: bool = True) -> str:

@@ -227,6 +227,32 @@ def test_marks_that_are_special_tokens_part_thoughts_unless_a_server_leaves_them
         assert write(served, ["Q"], 40), "a completion has no thoughts"
 
 
+@pytest.mark.parametrize("template", [None, PLAIN, PLAIN + "{# <think> #}"])
+@pytest.mark.parametrize(
+    ("whole", "thought", "answer"),
+    [
+        ("It is 72.<|im_end|> Or 24?", "", "It is 72."),
+        ("It is 72.<|im_end|>", "", "It is 72."),
+        ("It is 72.\n<|eot|>Question: 24?", "", "It is 72.\n"),
+        ("It <|eot|>is 72.", "", "It is 72."),
+        ("<think>24?<|im_end|>72!</think>It is 72.<|im_end|> Or 24?", "<think>24?72!</think>", "It is 72."),
+    ],
+)
+def test_an_answer_ends_at_a_stop_text_that_has_a_special_token(
+    subject: LoadedModel, template: str | None, whole: str, thought: str, answer: str
+) -> None:
+    """The engine has gone on after it."""
+    tokenizer = chatting(subject, template).tokenizer
+    names = ("<|im_end|>", "<|eot|>")
+    tokenizer.add_tokens([AddedToken(name, special=True) for name in names], special_tokens=True)
+    stop, tokens = ("<|im_end|>", "<|eot|>Question:"), tokenizer(whole, add_special_tokens=False).input_ids
+    (reply,) = ask(vllm_saying(tokenizer, [[0, tokens, -1.0]]), ["Q"], 60, stop=stop, chat=template is not None)
+    ended = "end" if whole.endswith(answer[-4:]) else "stop"
+    assert (reply.thought, reply.text, reply.ended) == (thought, answer, ended)
+    with pytest.raises(UserError, match=r"backend=server.*<\|im_end\|>.*<\|eot\|>.*expected backend=hf"):
+        ask(ServedModel("http://127.0.0.1:9/v1", "m", tokenizer, 512, {}), ["Q"], 60, stop=stop)
+
+
 @pytest.mark.parametrize("reason", ["stop", "length", "abort", "error"])
 def test_a_text_that_vllm_broke_off_is_an_error(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text = SimpleNamespace(token_ids=(5, 7), finish_reason=reason, cumulative_logprob=-1.0)

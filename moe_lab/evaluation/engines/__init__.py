@@ -85,6 +85,8 @@ class Writing:
     """Whether prompts are conversations, which a chat template has written with all special tokens."""
     batch_size: int = 64
     """Prompts in one forward pass, or requests under way at the same time."""
+    marks: tuple[tuple[int, str], ...] = ()
+    """Special tokens, id and text, that are retained in a text: the caller searches it for them."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class Written:
     """The text after a prompt."""
 
     text: str
-    """It has no special tokens but those that mark a thought, and no end token."""
+    """It has no special tokens but `Writing.marks`, and no end token."""
     ended: str = "end"
     """end (by an end token or a stop text) or limit (by `Writing.most`)."""
     likelihood: Likelihood | None = None
@@ -122,10 +124,12 @@ class Engine(ABC):
         raise UserError(f"{type(self).__name__} computes no likelihoods: expected backend=hf or backend=vllm")
 
 
-def written(tokenizer: Any, before: Sequence[int], after: Sequence[int], most: int, ends: Collection[int]) -> Written:
+def written(
+    tokenizer: Any, before: Sequence[int], after: Sequence[int], writing: Writing, ends: Collection[int]
+) -> Written:
     """The new tokens `after`, up to the first end token, as the text that continues the prompt tokens `before`."""
     length = next((index for index, token in enumerate(after) if token in ends), len(after))
-    marks = special_marks(tokenizer)
+    marks = dict(writing.marks)
     tokens, text, start = [*before[-_CONTEXT_TOKENS:], *after[:length]], "", len(before[-_CONTEXT_TOKENS:])
     for place in [*(number for number in range(start, len(tokens)) if tokens[number] in marks), len(tokens)]:
         context = max(0, start - _CONTEXT_TOKENS)
@@ -135,7 +139,7 @@ def written(tokenizer: Any, before: Sequence[int], after: Sequence[int], most: i
         )
         text += whole[len(prefix) :] + marks.get(tokens[place] if place < len(tokens) else -1, "")
         start = place + 1
-    return Written(text, "limit" if len(after) >= most and length == len(after) else "end")
+    return Written(text, "limit" if len(after) >= writing.most and length == len(after) else "end")
 
 
 def end_tokens(checkpoint: Path, tokenizer: Any) -> list[int]:
@@ -295,10 +299,11 @@ def may_think(tokenizer: Any) -> bool:
     return _HARMONY_THOUGHT in templates or any(mark in templates for mark in MARKS)
 
 
-def special_marks(tokenizer: Any) -> dict[int, str]:
-    """Special tokens that are marks of thoughts, which decoding would leave out."""
+def special_marks(tokenizer: Any, stop: Sequence[str]) -> tuple[tuple[int, str], ...]:
+    """Special tokens, id and text, that mark thoughts or occur in stop texts; decoding would leave them out."""
     added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
-    return {number: token.content for number, token in added.items() if token.special and token.content in MARKS}
+    special = [(number, token.content) for number, token in added.items() if token.special]
+    return tuple((number, mark) for number, mark in special if mark in MARKS or any(mark in text for text in stop))
 
 
 def _after_thoughts(text: str, opening: str, closing: str) -> str | None:

@@ -48,7 +48,7 @@ class LoadedModel(Engine):
         answers = [_after(prompt) for prompt in prompts]
         batch = Batch(tokens, answers, writing, frozenset(self.ends), padding, self.tokenizer)
         return [
-            replace(written(self.tokenizer, prompt, text.tokens, writing.most, self.ends), likelihood=text.likelihood)
+            replace(written(self.tokenizer, prompt, text.tokens, writing, self.ends), likelihood=text.likelihood)
             for prompt, text in zip(tokens, greedy(self.model, batch), strict=True)
         ]
 

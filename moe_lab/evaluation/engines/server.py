@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from moe_lab.child_process import Child
 from moe_lab.config import BackendConfig, ModelConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation.engines import (
+    MARKS,
     TOKEN_SECONDS,
     Engine,
     Prompt,
@@ -33,8 +34,8 @@ from moe_lab.evaluation.engines import (
     end_tokens,
     last_lines,
     search_path,
-    special_marks,
 )
+from moe_lab.models import eos_tokens
 from moe_lab.models.checkpoint import read_json, read_json_if_there
 from moe_lab.paths import caches
 from moe_lab.start import command
@@ -69,6 +70,8 @@ class ServedModel(Engine):
     """Seconds without any finished text, in addition to the time for one text, after which a server counts as hung."""
     last_words: Callable[[], str | None] = lambda: None
     """Returns the last output of a server that has ended; None while it runs."""
+    ends: list[int] = field(default_factory=list)
+    """Tokens besides the tokenizer's end token at which the server ends a text."""
 
     batches = 16  # so that the server rarely waits for the last text of a batch
     scores = False
@@ -85,12 +88,15 @@ class ServedModel(Engine):
         """As `Engine.generate`, with `writing.batch_size` requests at a time.
 
         Raises Unavailable when no text at all arrives for too long. A single late text is no error, because the server
-        may finish all others first. Raises UserError where a server would leave out the marks of thoughts.
+        may finish all others first. Raises UserError where a server would leave out the marks of thoughts, or a stop
+        text.
         """
-        if writing.chat and (marks := special_marks(self.tokenizer)):
+        ends = eos_tokens(self.ends, self.tokenizer)
+        marks = [mark for number, mark in writing.marks if number not in ends]
+        if lost := [mark for mark in marks if writing.chat or mark not in MARKS]:
             raise UserError(
-                f"a server leaves out special tokens, and {', '.join(marks.values())} part the model's thoughts from "
-                "its answers: expected backend=hf or backend=vllm"
+                f"backend=server: a server leaves out special tokens, and {', '.join(lost)} part the model's thoughts "
+                "from its answers, or end them: expected backend=hf or backend=vllm"
             )
         texts = [self._request_text(prompt) for prompt in prompts]
         pool = ThreadPoolExecutor(writing.batch_size)
@@ -187,12 +193,13 @@ def serving(checkpoint: Path, backend: BackendConfig, model: ModelConfig, name: 
     with tempfile.TemporaryDirectory(prefix="moe_lab-server-") as scratch:
         view = Path(scratch, "checkpoint")
         make_view(checkpoint, view, tokenizer)
+        ends = end_tokens(checkpoint, tokenizer)
         port = _free_port()
         unique = f"{name}-{secrets.token_hex(4)}"  # so that another server cannot be mistaken for this one
         url, arguments = f"http://127.0.0.1:{port}/v1", model.template_arguments
         with started(command_line(backend, view, port, unique)) as process:
             ended = partial(_last_words, process, _ENDING)
-            served = ServedModel(url, unique, tokenizer, max_length, arguments, backend.ready_seconds, ended)
+            served = ServedModel(url, unique, tokenizer, max_length, arguments, backend.ready_seconds, ended, ends)
             yield _ready(served, process, str(view))
 
 

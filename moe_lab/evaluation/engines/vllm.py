@@ -133,7 +133,7 @@ class VllmModel(Engine):
         replies = self.items("generate", TOKEN_SECONDS * writing.most, ends=self.ends, **request)
         for number, tokens, total in replies:
             check_finite(total, "log-likelihood")
-            texts[number] = written(self.tokenizer, prompts[number].tokens, tokens, writing.most, self.ends)
+            texts[number] = written(self.tokenizer, prompts[number].tokens, tokens, writing, self.ends)
         return [texts[number] for number in range(len(prompts))]
 
     def score(self, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
