@@ -40,6 +40,8 @@ POLL = 0.2
 """Seconds between two attempts to take a claim that another process holds."""
 SILENT = 50
 """Attempts after which the user is told who holds the claim."""
+RETRIES = 2
+"""Failed attempts to create a claim, without a claim being there, before the last one."""
 OWNER_SHAPE = {
     "token": str,
     "since": Number,
@@ -49,6 +51,7 @@ OWNER_SHAPE = {
     "started": str | None,
     "job": str | None,
     "restarts": int,
+    "device": int,
     "inode": int,
     "limit": Number,
 }
@@ -90,9 +93,11 @@ class Claim(AbstractContextManager["Claim"]):
         owner = {"token": self.token, "since": time.time(), "host": socket.gethostname(), "machine": machine()}
         owner |= {"pid": os.getpid(), "started": started(os.getpid()), "job": own_job(), "restarts": restarts()}
         owner |= {"limit": claims.limit}
-        self.file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o664)
+        self.file = _create(self.path)
         try:
-            os.write(self.file, json.dumps({**owner, "inode": os.fstat(self.file).st_ino}).encode())
+            status = os.fstat(self.file)
+            owner |= {"device": status.st_dev, "inode": status.st_ino}
+            os.write(self.file, json.dumps(owner).encode())
             os.fsync(self.file)  # other machines see it from here on
         except OSError:  # a full disk, say: nobody may wait for an empty claim
             self.abandon()
@@ -218,7 +223,7 @@ class Claims:
         except FileNotFoundError:
             return False
         changed = file.st_mtime_ns
-        if changed == 0 or (owner and _is_gone(owner, file.st_ino)):  # 0: given up
+        if changed == 0 or (owner and _is_gone(owner, file)):  # 0: given up
             return True
         is_own_job = owner is not None and owner["job"] is not None and owner["job"] == own_job()
         if owner and is_own_job and owner["restarts"] < restarts():
@@ -256,11 +261,28 @@ class Claims:
                         path.unlink(missing_ok=True)
 
 
-def _is_gone(owner: dict[str, Any], inode: int) -> bool:
-    """Whether the process of a claim of this machine has ended, or the claim is a copy: it works for another store."""
+def _create(path: Path) -> int:
+    """Create a file that does not exist yet, and open it. Raises FileExistsError where another process was faster.
+
+    A creation that loses such a race ends with EPERM on sshfs, whose protocol has no EEXIST. So whether the file exists
+    decides, not the number of the error; it is tried again since the file may have been removed in between."""
+    flags = os.O_CREAT | os.O_EXCL | os.O_RDWR
+    for _ in range(RETRIES):
+        with suppress(OSError):
+            return os.open(path, flags, 0o664)
+        if os.path.lexists(path):
+            raise FileExistsError(path)
+    return os.open(path, flags, 0o664)
+
+
+def _is_gone(owner: dict[str, Any], file: os.stat_result) -> bool:
+    """Whether the process of a claim of this machine has ended, or the claim file was copied from another store.
+
+    Inodes are compared on one device only: each mount of a network file system numbers files anew."""
     if owner["machine"] != machine():
         return False
-    return owner["inode"] != inode or started(owner["pid"]) not in (owner["started"], "?")
+    is_copy = owner["device"] == file.st_dev and owner["inode"] != file.st_ino
+    return is_copy or started(owner["pid"]) not in (owner["started"], "?")
 
 
 def own_job() -> str | None:

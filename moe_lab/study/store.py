@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
 import re
@@ -388,10 +387,11 @@ class Store:
         claim.check()
         try:
             scratch.rename(self.root / name)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-            return  # another owner was faster: what it has published stays
+        except OSError:
+            # Another owner was faster: ENOTEMPTY or EEXIST, and EPERM on sshfs. What it has published stays.
+            if scratch.exists() and (self.root / name / STEP).exists():
+                return
+            raise
         step_id = document["id"]
         self._hashed.add(step_id)
         shutil.rmtree(self.root / "partial" / step_id[:DIGITS], ignore_errors=True)

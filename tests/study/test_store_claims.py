@@ -105,6 +105,47 @@ def test_a_copy_of_a_claim_counts_for_nothing(folder: Path, tmp_path: Path) -> N
     assert not list(folder.iterdir()) and not list((tmp_path / "copy").iterdir())
 
 
+def test_another_mount_of_a_disk_numbers_files_anew(folder: Path) -> None:
+    """As sshfs does: the claim of a living process on this machine is no copy, one of an ended process is free."""
+    held = Claims(folder).take("x")
+    owner = json.loads(held.path.read_text())
+    other_mount = {**owner, "device": owner["device"] + 1, "inode": owner["inode"] + 1}
+    held.path.write_text(json.dumps(other_mount))
+    assert not Claims(folder).is_stale(held.path) and Claims(folder).living().keys() == {"x"}
+    held.path.write_text(json.dumps({**other_mount, "started": "1"}))
+    assert Claims(folder).is_stale(held.path)
+
+
+@pytest.mark.parametrize("released", [False, True])
+def test_a_creation_that_loses_a_race_may_fail_with_any_error(folder: Path, released: bool) -> None:
+    """sshfs says EPERM where other file systems say EEXIST. `released`: the winner gives its claim up at once."""
+    folder.mkdir()
+    create, winners = os.open, list[Claim]()
+
+    def lose(path: Any, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_EXCL and not winners:
+            winners.append(Mock())  # so that the winner's own creation succeeds
+            winners[0] = Claims(folder).take("x")
+            if released:
+                winners[0].release()
+            raise PermissionError(errno.EPERM, "Operation not permitted", path)
+        return create(path, flags, mode)
+
+    with patch.object(os, "open", lose):
+        if released:
+            Claims(folder).take("x").release()
+        else:
+            with pytest.raises(Busy):
+                Claims(folder).take("x")
+
+
+def test_a_folder_that_refuses_claims_is_reported(folder: Path) -> None:
+    folder.mkdir()
+    refusal = PermissionError(errno.EPERM, "Operation not permitted")
+    with patch.object(os, "open", Mock(side_effect=refusal)), pytest.raises(PermissionError):
+        Claims(folder).take("x")
+
+
 def test_a_claim_outlives_one_that_was_half_released(folder: Path) -> None:
     """The first of two claims was removed; who finds the second has all that it does, and the next one is the first."""
     killed_owner(folder, "x")
