@@ -4,6 +4,7 @@ Every step has PARTS parts, and saves after each. In the folder that INSTANT_WOR
 of that kind in their last part until it is removed, and `break-KIND` makes them fail; `parts` gets a line for every
 part that was done, `begun` one for every start of a step, with the process that does it. With `apart`, every step is a
 job. Each part takes INSTANT_PAUSE seconds, 0 by default. From INSTANT_MANY steps on they are packed, each second.
+INSTANT_BEAT is the number of seconds between two heartbeats of a claim.
 The clock is INSTANT_CLOCK seconds fast, and files get times that are as slow. While there is a file `fault`, with the
 number of an error, Python's calls that write to INSTANT_STORE fail with that.
 """
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.json_files import write_text
-from moe_lab.study import packing
+from moe_lab.study import claims, packing
 from moe_lab.study.step import Step
 from moe_lab.study.steps import KINDS
 from moe_lab.study.steps.files import Files
@@ -65,6 +66,8 @@ if Path(os.environ["INSTANT_WORK"], "apart").exists():
     from moe_lab.study.slurm import arrays
 
     arrays.STEPS_PER_JOB = 1
+if "INSTANT_BEAT" in os.environ:
+    claims.BEAT = float(os.environ["INSTANT_BEAT"])
 if "INSTANT_MANY" in os.environ:
     packing.MANY, packing.EVERY, packing.FEW = int(os.environ["INSTANT_MANY"]), 1.0, 3
 for kind in KINDS.values():
