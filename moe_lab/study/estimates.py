@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from pathlib import Path
 from statistics import median
@@ -54,7 +53,7 @@ def _auto_gpus(model: ModelConfig, config: Config) -> int:
     """The most GPUs that a process with a model may have: those that are here, inline as many as hold the weights; in
     jobs, what is set, or what the largest step needs."""
     if config.launcher.name != "slurm":
-        there = (len(visible_gpus()) or 1) if has_gpu() else 0
+        there = len(visible_gpus())
         size = size_of(model) if config.launcher.name == "inline" and there > 1 else None
         return min(there, _holding(size, config)) if size else there
     of_model, size = config.resources.of_model(model), size_of(model)
@@ -89,18 +88,8 @@ def on_gpu(model: ModelConfig, size: Size) -> bool:
     return size.bytes >= GPU_FROM if model.device == "auto" else model.device != "cpu"
 
 
-def has_gpu() -> bool:
-    """Whether torch finds a GPU in this process, without importing it, which takes seconds."""
-    try:
-        built_for_cpu = version("torch").endswith("+cpu")
-    except PackageNotFoundError:
-        return False
-    return not built_for_cpu and (bool(visible_gpus()) or Path("/dev/kfd").exists())
-
-
 def check_device(name: str) -> None:
-    """Raise UserError when the CUDA device of model.device, or for a device map any, is not on this machine. torch
-    takes seconds to import, so it is used only when the driver does not list the device."""
+    """Raise UserError when the CUDA device of model.device, or for a device map any, is not on this machine."""
     if name not in ("auto", "cpu") and int(name.partition(":")[2] or 0) >= len(visible_gpus()):
         device_here(name)
 

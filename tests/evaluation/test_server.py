@@ -374,7 +374,7 @@ def test_vllm_is_given_all_gpus_of_its_process(
     shutil.copytree(CHECKPOINT, model := tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "num_attention_heads": heads}))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", cards)
+    monkeypatch.setattr(vllm, "visible_gpus", lambda: cards.split(","))
     python = tmp_path / "python"
     python.write_text(
         '#!/bin/sh\nread request; echo $request > told; echo \'{"done": {"max_length": 9}}\'; read more\n'

@@ -162,7 +162,7 @@ def test_the_word_auto_is_in_no_id(monkeypatch: pytest.MonkeyPatch) -> None:
     """A login node in fp32 and a GPU in the precision of the files share nothing."""
     auto, ids = replace(MODEL, device="auto", dtype="auto"), []
     for gpu in (False, True):
-        monkeypatch.setattr(estimates, "has_gpu", lambda gpu=gpu: gpu)
+        monkeypatch.setattr(estimates, "visible_gpus", lambda gpu=gpu: ["0"] * gpu)
         one = StatisticsPass.of(cell_of(resolved(auto, config.Config()), TEXT))
         ids.append(one.id)
         assert "auto" not in str(one.settings)
@@ -171,7 +171,7 @@ def test_the_word_auto_is_in_no_id(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_login_node_names_the_device_that_its_jobs_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimates, "has_gpu", lambda: False)
+    monkeypatch.setattr(estimates, "visible_gpus", list)
     slurm = config.LauncherConfig(name="slurm")
     small, unknown = replace(MODEL, device="auto", dtype="auto"), config.ModelConfig(name="big", path="owner/big")
 
@@ -185,7 +185,6 @@ def test_a_login_node_names_the_device_that_its_jobs_ask_for(monkeypatch: pytest
     large = choices.choose(config.ModelConfig, "model", "olmoe_1b_7b")
     assert device(large) == device(small, every=config.JobConfig(gpus=2)) == "balanced"
     assert resolved(unknown, config.Config(launcher=slurm)).dtype == "auto", "the precision of the files"
-    monkeypatch.setattr(estimates, "has_gpu", lambda: True)
     monkeypatch.setattr(estimates, "visible_gpus", lambda: list("01"))
     for launcher, memory, found in (("inline", 80, "cuda"), ("inline", 12, "balanced"), ("local", 80, "balanced")):
         resources, launches = config.ResourcesConfig(gpu_memory=memory), config.LauncherConfig(launcher)

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from example_steps import Example
 from processes import until
 from studies import STUDY, Asked, ask, start
 
-from moe_lab import progress
+from moe_lab import models, progress
 from moe_lab.config import Config, LauncherConfig
 from moe_lab.errors import UserError
 from moe_lab.models import WORKERS
@@ -223,6 +224,9 @@ def test_local_workers_have_the_gpus_that_steps_need_of_those_that_the_command_m
     """By index, UUID or MIG name; more workers than GPUs share them in turn, but no sets; a step of unknown size
     gets one; on the CPU (a negative size), there is a worker for each core of three, for which there are 10 GiB."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    usable = takewhile(re.compile(r"\d|GPU-|MIG-").match, visible.split(","))  # CUDA reads no further than others
+    count = len(list(usable))
+    monkeypatch.setattr(models, "gpu_count", lambda: count)
     monkeypatch.setattr(launch, "work", lambda *_: None)
     monkeypatch.setattr(launch, "cores", lambda: 3)
     monkeypatch.setattr(launch, "main_memory", lambda: 10.0 * GIB)
@@ -242,7 +246,7 @@ def test_steps_on_few_gpus_run_before_those_on_many(tmp_path: Path, monkeypatch:
     ]
     graded = Example("grade", "0", needed={"evaluate": evaluated[0]})
     needs = {"statistics": 30.0, "evaluate": 200.0, "grade": 0.1}
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.setattr(launch, "visible_gpus", lambda: list("0123"))
     monkeypatch.setattr(launch, "memory_of", lambda step: Memory(needs[step.kind] * GIB, step.kind != "grade"))
     schedule = Schedule([*passes, *evaluated, graded], set())
     _, did = locally(schedule, tmp_path, monkeypatch)
