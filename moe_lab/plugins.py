@@ -12,6 +12,7 @@ from pathlib import Path
 from moe_lab.allocation import ALLOCATIONS
 from moe_lab.criteria import CRITERIA
 from moe_lab.errors import UserError
+from moe_lab.source_code import folder_of, module_digest, source_of
 
 ENTRY_POINTS = "moe_lab.plugins"
 """Group of entry points whose modules every command imports."""
@@ -52,16 +53,20 @@ def sources(modules: Iterable[str]) -> dict[Path, Path]:
 
 
 def place(function: Callable[..., object]) -> dict[str, str]:
-    """Name of a function's module and the folder it is imported from, so that another process can import it."""
-    module = sys.modules[function.__module__]
-    file = Path(module.__file__ or "").absolute()
-    depth = function.__module__.count(".") + (file.name == "__init__.py")
-    return {"module": function.__module__, "folder": str(file.parents[depth])}
+    """Name of a function's module, the folder it is imported from, so that another process can import it, and the
+    digest of its code."""
+    name = function.__module__
+    folder = folder_of(name, Path(sys.modules[name].__file__ or ""))
+    return {"module": name, "folder": str(folder), "source": source_of(function)}
 
 
 def bring(places: Iterable[Mapping[str, str]]) -> None:
-    """Import modules from places given by `place`. Their folders come last on sys.path, so that they shadow nothing."""
+    """Import modules from places given by `place`. Their folders come last on sys.path, so that they shadow nothing.
+    UserError for a module whose code is another one by now, as ids of steps count the code that `place` saw."""
     for where in places:
+        name = where["module"]
         if where["folder"] not in sys.path:
             sys.path.append(where["folder"])
-        import_module(where["module"])
+        import_module(name)
+        if module_digest(name) != where["source"]:
+            raise UserError(f"plugins: the code of {name} has changed since this study was started: start it again")

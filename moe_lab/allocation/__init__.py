@@ -31,9 +31,10 @@ from moe_lab.allocation.problem import (
 )
 from moe_lab.config import AllocationConfig
 from moe_lab.config.base import SETTINGS, Positive, counting_fields, identity, valid
-from moe_lab.criteria import Granularity, source_of
+from moe_lab.criteria import Granularity
 from moe_lab.errors import UserError, check_known
 from moe_lab.paths import check_name
+from moe_lab.source_code import source_of
 
 Step: TypeAlias = Literal["plan", "search", "reconstruction", "sequential"]
 Function: TypeAlias = Callable[..., dict[int, Any]]
@@ -62,8 +63,8 @@ class Allocation:
 
     @property
     def source(self) -> str:
-        """Digest of the modules that define it, which identifies its plans; "" for those of moe_lab."""
-        return source_of(*(function for function in self.functions.values() if function))
+        """Digests of the code that defines it, which identifies its plans; "" for those of moe_lab."""
+        return " ".join(sorted({source_of(function) for function in self.functions.values() if function}))
 
 
 BOTH: tuple[Granularity, ...] = ("expert", "channel")

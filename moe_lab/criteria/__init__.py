@@ -8,9 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from hashlib import sha256
 from importlib import import_module
-from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any, Literal
 
@@ -21,6 +19,7 @@ from moe_lab.config import GATES, CriterionConfig
 from moe_lab.config.base import identity
 from moe_lab.errors import UserError, check_known
 from moe_lab.paths import check_name
+from moe_lab.source_code import source_of
 
 Array = NDArray[numpy.float64]
 Granularity = Literal["expert", "channel"]
@@ -131,15 +130,6 @@ def criterion(
         return function
 
     return register
-
-
-def source_of(*functions: Callable[..., Any]) -> str:
-    """Digest of the modules of functions from outside moe_lab, as they are on disk; "" for those of moe_lab."""
-    digest = sha256()
-    for function in (one for one in functions if not one.__module__.startswith("moe_lab.")):
-        file = Path(function.__code__.co_filename)
-        digest.update(file.read_bytes() if file.is_file() else function.__code__.co_code)
-    return "" if digest.digest() == sha256().digest() else digest.hexdigest()
 
 
 @identity.register
