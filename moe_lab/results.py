@@ -8,12 +8,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict, get_args
 
 from moe_lab.json_files import Number, read_json
 
 SCHEMA = 1
 """Version of result.json, samples.parquet and record.json; a reader refuses a higher one."""
+
+
+Scale = Literal["score", "loss", "perplexity"]
+"""What a number is: a score, of which more is better; a mean loss; or a perplexity, the exponential of a mean loss. Of
+the last two, less is better."""
+SCALES: tuple[Scale, ...] = get_args(Scale)
 
 
 class Result(TypedDict):
@@ -24,18 +30,17 @@ class Result(TypedDict):
     metric: str
     """The harness's name for the number, such as acc_norm or base."""
     score: float
-    """The number: the mean outcome of the items, between 0 and 1, except for metrics of perplexity."""
+    """The number: the mean outcome of the items; of a perplexity, its exponential."""
+    scale: Scale
+    """What the number is. The harness decides this, and nobody infers it from the metric's name."""
+    unit: str
+    """Unit of a loss, such as nats per token; of a perplexity, that of its loss. "" if there is none."""
     stderr: float | None
     """Standard error of the score over items; None for fewer than two items."""
     n: int
     """Number of graded items."""
     expected: int | None
     """Number of items of the whole benchmark; larger than n only with a limit."""
-
-
-def is_lower_better(metric: str) -> bool:
-    """Whether less is better of a metric, which may have a filter of lm-eval after a comma."""
-    return metric.partition(",")[0].endswith(("perplexity", "bits_per_byte", "loss"))
 
 
 class Sample(TypedDict):
@@ -48,7 +53,7 @@ class Sample(TypedDict):
     replicate: int
     """Number of the answer among several to the same item; 0 for the first."""
     outcome: float
-    """1 if right, 0 if wrong, a share for partial credit; for windows of perplexity, nats per token."""
+    """1 if right, 0 if wrong, a share for partial credit; of a loss or a perplexity, the loss in the result's unit."""
     prompt_hash: str
     """sha256 of the prompt, first 16 hexadecimal digits."""
     thought: str

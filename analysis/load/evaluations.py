@@ -12,16 +12,14 @@ import pyarrow as pa
 
 from analysis import names
 from analysis.load.reader import Reader, groups, records
+from moe_lab.results import SCALES
 from moe_lab.results import SCHEMA as RESULT_SCHEMA
-from moe_lab.results import is_lower_better
 
 _SAMPLES = ("benchmark", "item", "outcome")
 _LOSS = "answer_loss"
 _UNITS = "units"
 """Optional columns of samples.parquet: missing without reference answers, and where all items count alike."""
-LOSS = "loss"
-"""Metric of a perplexity here: the loss in nats per token (or word, or byte) that it is the exponential of."""
-_RESULT = ("benchmark", "metric", "score", "stderr", "n", "expected")
+_RESULT = ("benchmark", "metric", "score", "scale", "unit", "stderr", "n", "expected")
 _OTHER_STEPS = ("cost", "profile")
 """Other steps of a cell whose errors are recorded."""
 _LEFT_OUT = {
@@ -54,14 +52,10 @@ def evaluations(
             result = reader.json(folder, "result.json")
             if folder is None or result is None:
                 continue
-            reported = result.get("results")
-            if not (isinstance(reported, list) and all(isinstance(found, dict) for found in reported)):
-                reader.gap("result.json is damaged", name)
+            if problem := _unreadable(result):
+                reader.gap(problem, name)
                 continue
-            if int(result.get("schema", RESULT_SCHEMA)) > RESULT_SCHEMA:
-                reader.gap("written by a newer moe_lab: upgrade to read it", name)
-                continue
-            rows += [{"cell": cell, "task": task, "folder": name, **found} for found in reported]
+            rows += [{"cell": cell, "task": task, "folder": name, **found} for found in result["results"]]
             if name not in origins:
                 origins[name] = _origin(name, result, reader.provenance(folder))
             table = reader.table(folder, "samples.parquet", _SAMPLES, optional=(_LOSS, _UNITS))
@@ -72,8 +66,20 @@ def evaluations(
     numbers = ["score", "stderr", "n", "expected"]
     results[numbers] = results[numbers].apply(pd.to_numeric, errors="coerce")
     _compare_reports(results, labels, reader)
-    results = _losses(_without_duplicates(_without_nan(results, reader), reader), samples)
+    results = _without_duplicates(_without_nan(results, reader), reader)
     return results, samples, pd.DataFrame(list(origins.values()), columns=["folder", "seconds", *_ORIGIN, "versions"])
+
+
+def _unreadable(result: Mapping[str, Any]) -> str:
+    """Why the results in a result.json cannot be read; "" if they can."""
+    reported = result.get("results")
+    if not (isinstance(reported, list) and all(isinstance(found, dict) for found in reported)):
+        return "result.json is damaged"
+    if int(result.get("schema", RESULT_SCHEMA)) > RESULT_SCHEMA:
+        return "written by a newer moe_lab: upgrade to read it"
+    if not all(found.get("scale") in SCALES for found in reported):
+        return "written by an older moe_lab, which does not tell losses from scores: run the study again"
+    return ""
 
 
 def _samples(tables: list[pa.Table]) -> pd.DataFrame:
@@ -131,23 +137,6 @@ def _without_duplicates(results: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     for row in records(results[twice]):
         reader.gap(f"{row['benchmark']} is reported twice, the first counts", row["folder"])
     return results[~twice].reset_index(drop=True)
-
-
-def _losses(results: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
-    """The results with perplexities as losses: a loss is a mean over items, so it can be averaged and tested.
-
-    Those without the numbers of tokens of their items are left as they are."""
-    weighted = samples.dropna(subset=[_UNITS]).drop_duplicates(["cell", "benchmark", "item"])
-    sums = weighted.assign(nats=weighted["outcome"] * weighted[_UNITS]).groupby(["cell", "benchmark"])
-    means = (sums["nats"].sum() / sums[_UNITS].sum()).reindex(pd.MultiIndex.from_frame(results[["cell", "benchmark"]]))
-    known = means.notna().to_numpy() & results["metric"].astype(str).map(is_lower_better).to_numpy(bool)
-    found = means.to_numpy(float)
-    scale = np.where(results["metric"].astype(str).str.contains("perplexity"), 1 / results["score"], np.nan)
-    return results.assign(
-        score=np.where(known, found, results["score"]),
-        stderr=np.where(known, results["stderr"] * scale, results["stderr"]),
-        metric=results["metric"].where(~known, LOSS),
-    )
 
 
 ROUNDING = 1e-3

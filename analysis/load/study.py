@@ -46,7 +46,7 @@ class Study:
     this study), protocol (how its benchmarks are run, None in older records) and `<artefact>_folder` for each of
     ARTEFACTS, None where there is none."""
     results: pd.DataFrame
-    """cell, task, benchmark, metric, score, stderr, n, expected, folder."""
+    """cell, task, benchmark, metric, score, scale, unit, stderr, n, expected, folder: see `moe_lab.results.Result`."""
     samples: pd.DataFrame
     """cell, benchmark, item, outcome (0..1), answer_loss (bits per byte of the right answer; NaN if not measured)."""
     family: pd.DataFrame

@@ -13,6 +13,7 @@ from analysis.load.passes import shown_passes
 from analysis.load.settings import protocols
 from analysis.load.study import Study
 from analysis.stats import uncertainty
+from analysis.stats.quantity import Quantity
 
 HEAPR = "some of HEAPr's seven benchmarks"
 SLIMMING = "some of MoE-Slimming's benchmarks"
@@ -34,12 +35,18 @@ def setting(study: Study) -> str:
     if not len(sizes):
         return f"No results; {reading(study)}"
     items = f"{sizes.min():g}" if sizes.nunique() == 1 else f"{sizes.min():g} to {sizes.max():g}"
-    metrics = names.listing(sorted(set(study.results["metric"].astype(str))))
+    metrics = names.listing(sorted(set(metrics_in_words(study.results))))
     level = f"{names.share(uncertainty.CONFIDENCE)} intervals"
     mixed = "".join(f" {remark}" for remark in mixed_metrics(study.results, study.cells))
     if protocol_words := protocols(study.cells):
         metrics = f"{metrics}, as asked of {protocol_words}"
     return f"n = {items} items a benchmark; metric {metrics}; {level}; {reading(study)}{mixed}"
+
+
+def metrics_in_words(results: pd.DataFrame) -> list[str]:
+    """The metric of each result, with unit and direction where less is better."""
+    columns = (results[name] for name in ("metric", "scale", "unit"))
+    return [Quantity(scale, unit).described(str(metric)) for metric, scale, unit in zip(*columns, strict=True)]
 
 
 @lru_cache(maxsize=8)

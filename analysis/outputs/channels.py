@@ -163,7 +163,7 @@ def ratio_figure(results: Results, comparison: Comparison, name: str) -> Figure 
     if not target:
         return None
     saved = 1 - results.study.costs.set_index("cell")["flops_ratio"].astype(float)
-    score, (low, high) = comparison.score(target), comparison.interval(target)
+    score, low, high = comparison.shown(target)
     drawing = style.drawing(style.PAGE, 2.7)
     left, right = drawing.subplots(1, 2)
     handles = [draw_unpruned(left, comparison, target)]
@@ -204,7 +204,7 @@ def loss_figure(results: Results, comparison: Comparison, name: str) -> Figure |
     handles: list[Artist] = []
     for axes, benchmark in zip(np.atleast_1d(drawing.subplots(1, len(benchmarks))), benchmarks, strict=True):
         target = (benchmark,)
-        score, (low, high) = comparison.score(target), comparison.interval(target)
+        quantity, (score, low, high) = comparison.quantity(target), comparison.shown(target)
         handles = [draw_unpruned(axes, comparison, target), *draw_chance(axes, comparison, target)]
         for at, (label, cells) in enumerate(lines.items()):
             shade, marker = style.colour(cells["method"].iloc[0]), style.MARKERS[at % 11]
@@ -212,12 +212,13 @@ def loss_figure(results: Results, comparison: Comparison, name: str) -> Figure |
             axes.vlines(cells["ratio"] * 100, low[cells.index], high[cells.index], color=shade, alpha=0.6)
             style.draw(axes, key, cells["ratio"] * 100, score[cells.index])
             handles.insert(at, key)
-        axes.set(xlabel="routed parameters removed (%)", ylabel="loss")
+        axes.set(xlabel="routed parameters removed (%)", ylabel=f"{quantity.name} ({quantity.direction})")
         axes.set_title(names.benchmark(benchmark))
         axes.grid(axis="y")
     style.legend(drawing, handles, most=2)
     caption = "Bars: 95 % intervals over seeds and windows of the text. Dashed: the unpruned model. Lower is better."
-    return Figure(name, f"Loss against the ratio: {comparison.model}", caption, drawing)
+    scales = names.listing(dict.fromkeys(comparison.quantity((each,)).scale for each in benchmarks))
+    return Figure(name, f"{names.capitalised(scales)} against the ratio: {comparison.model}", caption, drawing)
 
 
 USUAL = "coverage aligned 128"

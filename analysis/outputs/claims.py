@@ -22,7 +22,7 @@ from analysis.registry import Results, output
 from analysis.render.table import SCORE, Table, spelled
 from analysis.stats import overlap, uncertainty
 from analysis.stats.cell_scores import pooled_difference
-from analysis.stats.comparison import Comparison, group_targets, mean_name
+from analysis.stats.comparison import Comparison, group_targets, means, overall
 from analysis.stats.uncertainty import LEVEL, Estimate
 
 SEARCHED, CHANNELS, INVARIANT = "searched allocation", "channels", "invariant scores"
@@ -119,11 +119,12 @@ def _granularities(comparison: Comparison, claim: str, cells: pd.DataFrame) -> l
 
 def _row(comparison: Comparison, claim: str, ratio: float | str, ratios: Sequence[Pairs]) -> dict[str, object]:
     cells = sorted({cell for pairs in ratios for pair in pairs for cell in pair})
+    mean = overall(comparison, cells)
     targets = group_targets(comparison, cells)
-    overall = targets.pop(mean_name([comparison]), ())
-    sign = -1 if comparison.is_loss(overall) else 1  # of a loss, less is better
+    targets.pop(comparison.quantity(mean).mean, None)
+    sign = -1 if comparison.is_loss(mean) else 1  # of a loss, less is better
     parts = {name: pooled_difference(comparison, target, ratios)[1].value for name, target in targets.items()}
-    compared, found = pooled_difference(comparison, overall, ratios)
+    compared, found = pooled_difference(comparison, mean, ratios)
     several = all(len(comparison.seeds[cell]) > 1 for cell in cells)
     return {
         **{"claim": claim, "model": comparison.model, "ratio": ratio, "compared": compared, "parts": parts},
@@ -183,6 +184,13 @@ STATEMENTS = {
 }
 
 
+def _of_losses(results: Results) -> str:
+    """A sentence for the caption about differences of losses; "" without any."""
+    units = dict.fromkeys(q.unit for q in means(results.comparisons).values() if q.lower_is_better)
+    words = f" ({names.listing(filter(None, units))})" if any(units) else ""
+    return f"Differences of losses{words}, also those of perplexities, are falls of the loss. " if units else ""
+
+
 @output("claims", chapter="claims", needs="methods that a claim of a paper compares")
 def claim_table(results: Results, name: str) -> Table | None:
     """The papers' claims, tested on this study: paired differences, per ratio and over all ratios."""
@@ -209,7 +217,7 @@ def claim_table(results: Results, name: str) -> Table | None:
         f"differ by less than {EQUAL:g}. For calibration sets: of the share of the lowest-scored experts common to all "
         "sets, over layers. A claim is decided where the 95 % interval is on one side of 0 and p is below "
         f"{LEVEL} after Holm's correction over all rows. Detectable: the difference that this study would find in 80 % "
-        f"of cases. The last columns are differences of group averages. {setting(results.study)}",
+        f"of cases. The last columns are differences of group averages. {_of_losses(results)}{setting(results.study)}",
         frame=frame,
         formats={
             "Pairs": "{:.0f}",

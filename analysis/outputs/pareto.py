@@ -22,8 +22,8 @@ from analysis.registry import Item, Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import SCORE, Table, spelled
-from analysis.stats.cell_scores import MEAN, averaged, mean_target, not_averaged
-from analysis.stats.comparison import Comparison, mean_name
+from analysis.stats.cell_scores import MEAN, averaged, mean_target, means_in_words, not_averaged
+from analysis.stats.comparison import Comparison, means
 
 AXES = {
     "parameters_kept": "Parameters",
@@ -56,8 +56,7 @@ def against_cost(study: Study, comparison: Comparison) -> pd.DataFrame:
     the plan cannot be read.
     """
     target = comparison.averaged(comparison.parts)
-    low, high = comparison.interval(target)
-    scores = pd.DataFrame({"avg": comparison.score(target), "low": low, "high": high})
+    scores = pd.DataFrame(dict(zip(("avg", "low", "high"), comparison.shown(target), strict=True)))
     axes = comparison.cells[["criterion", "method", "calibration", "ratio", "recovery"]]
     axes = axes.assign(pruned=settings.pruned(comparison.cells), kind=_kinds(study, comparison.cells))
     costs = study.costs.set_index("cell")[["bits", "parameters_kept", "routed_kept", "flops_ratio", "storage_bytes"]]
@@ -111,7 +110,9 @@ def fronts(results: Results, comparison: Comparison, name: str) -> Figure | None
 def pareto_table(results: Results, name: str) -> Table:
     """All methods in one table: Avg with its interval, kept parameters, FLOPs and bytes; most parameters first."""
     frames = [
-        against_cost(results.study, comparison).assign(model=comparison.model) for comparison in results.comparisons
+        against_cost(results.study, comparison).assign(model=comparison.model, mean=name)
+        for comparison in results.comparisons
+        for name in means([comparison])
     ]
     rows = pd.concat(frames).sort_values(
         ["model", "parameters_kept", "avg"], ascending=[True, False, False], kind="stable", ignore_index=True
@@ -130,9 +131,13 @@ def pareto_table(results: Results, name: str) -> Table:
         "Pruned": "pruned",
         "Removes": "kind",
     }
-    mean = mean_name(results.comparisons)
+    averages = list(means(results.comparisons))
+    values, low, high = (
+        pd.DataFrame({name: rows[column].where(rows["mean"] == name) for name in averages})
+        for column in ("avg", "low", "high")
+    )
     numbers = {
-        mean: ("avg", SCORE),
+        **{name: (name, SCORE) for name in averages},
         "Parameters kept": ("parameters_kept", "{:.1%}"),
         "Routed kept": ("routed_kept", "{:.1%}"),
         "FLOPs": ("flops_ratio", "{:.1%}"),
@@ -142,14 +147,14 @@ def pareto_table(results: Results, name: str) -> Table:
     return Table(
         name=name,
         title="All methods: accuracy against what is kept",
-        caption=f"{mean} is the mean of all displayed columns. Parameters kept: share of all parameters; routed kept: "
+        caption=f"{means_in_words(results.comparisons)} Parameters kept: share of all parameters; routed kept: "
         "of those of routed experts; FLOPs: per token, with the routing of the pruned model, of the unpruned model's. "
         f"Front: no pruned model here is at least as good by it at a lower cost of that kind. {setting(results.study)}",
-        frame=spelled(rows, shown),
+        frame=spelled(rows.join(values), shown),
         formats={column: form for column, (_, form) in numbers.items()},
         blocks=("Model",),
-        low=rows[["low"]].set_axis([mean], axis=1),
-        high=rows[["high"]].set_axis([mean], axis=1),
+        low=low,
+        high=high,
         footnotes=not_averaged(results.comparisons),
     )
 
@@ -171,7 +176,7 @@ def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | N
     pruned = cells[(cells["method"] != "none") & cells["avg"].notna() & cells["kind"].notna()]
     if (pruned[list(AXES)].round(2).nunique() < 2).all():  # columns of marks without a front say nothing
         return None
-    mean = mean_name([comparison])
+    quantity = comparison.quantity(comparison.averaged(comparison.parts))
     pruned = pruned.assign(recovery=pruned["recovery"].map(_recovered))
     shades = {word: style.SHADES[at % len(style.SHADES)] for at, word in enumerate(_recoveries(pruned))}
     fronts = pruned[pruned[[f"front_{axis}" for axis in AXES]].any(axis=1)].sort_values("avg", kind="stable")
@@ -193,7 +198,7 @@ def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | N
         lack = max(0.0, NARROWEST - (high - low)) / 2
         axes.set_xlim(low - lack, high + lack)
         axes.grid(axis="both")
-    grid[0].set_ylabel(mean)
+    grid[0].set_ylabel(f"{quantity.mean} ({quantity.direction})")
     grid[len(AXES) // 2].set_xlabel("share of what the unpruned model has")
     kinds = [kind for kind in KINDS if kind in set(pruned["kind"])]
     keys = [style.key(KINDS[kind], **_mark(kind, style.MUTED)) for kind in kinds]

@@ -15,8 +15,7 @@ from analysis.registry import Item, Results, output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import PERCENT, SCORE, Table, spelled
-from analysis.stats.cell_scores import directions, not_averaged
-from analysis.stats.comparison import LOSS
+from analysis.stats.cell_scores import means_in_words, not_averaged
 from analysis.stats.ranking import ALL_MODELS, BEST, TIED, UNTESTED, Ranking, plan_name
 from analysis.stats.winners import CAPTION
 
@@ -41,15 +40,25 @@ def ranking_by_loss(results: Results, name: str) -> list[Item]:
 def ranking_table(results: Results, name: str) -> Table:
     """Every ranking as rows: the average, its share of the unpruned model's, the distance to the best and its p."""
     found = results.rankings
-    mean = found[0].mean
+    averages = list(dict.fromkeys(ranking.mean for ranking in found))
     places = [_places(ranking) for ranking in found]
     frame = pd.concat([_rows(ranking) for ranking in found], ignore_index=True)
     extra = pd.concat(places, ignore_index=True).fillna("")
     frame = pd.concat([frame, extra.loc[:, (extra != "").any()]], axis=1)
     rows = pd.concat([ranking.rows for ranking in found], ignore_index=True)
-    numbers = {mean: SCORE, "Of unpruned": PERCENT, "Spread": SCORE, "Behind": SCORE, "p": "{:.4f}", "p (Holm)": SCORE}
-    ends = {mean: ("low", "high"), "Behind": ("behind_low", "behind_high")}
-    low, high = (pd.DataFrame({shown: rows[pair[at]] for shown, pair in ends.items()}) for at in (0, 1))
+    numbers = {
+        **dict.fromkeys(averages, SCORE),
+        "Of unpruned": PERCENT,
+        "Spread": SCORE,
+        "Behind": SCORE,
+        "p": "{:.4f}",
+        "p (Holm)": SCORE,
+    }
+    mean = pd.Series([ranking.mean for ranking in found for _ in ranking.rows.index])
+    low, high = (
+        pd.DataFrame({name: rows[end].where(mean == name) for name in averages} | {"Behind": rows[f"behind_{end}"]})
+        for end in ("low", "high")
+    )
     several = "" if (rows["seeds"] > 1).all() else "Plans of one seed stand for themselves, not for their method. "
     chance = (
         "Chance: beside the interval in which a further random plan lies with 95 % probability, by what the plan "
@@ -60,12 +69,13 @@ def ranking_table(results: Results, name: str) -> Table:
     return Table(
         name=name,
         title="Plans by average",
-        caption=f"Intervals are over seeds and items together, of all models over models. Behind: the best minus this "
+        caption=f"{means_in_words(results.comparisons)} "
+        f"Intervals are over seeds and items together, of all models over models. Behind: the best minus this "
         "plan, paired by seed and item; p is Holm-corrected over the ranking. Spread: standard deviation between "
         f"seeds, or models. {several}{chance}{setting(results.study)}",
         frame=frame,
         formats={column: form for column, form in numbers.items() if column in frame},
-        best=directions(results.comparisons, [mean]),
+        best={each.mean: "min" if each.quantity.lower_is_better else "max" for each in found},
         blocks=("Model", "Pruned"),
         low=low,
         high=high,
@@ -120,7 +130,7 @@ def _figure(own: list[Ranking], name: str, note: str) -> Figure:
     grid = drawing.subplots(len(own), 1, squeeze=False, height_ratios=heights, sharex=True)[:, 0]
     for axes, ranking in zip(grid, own, strict=True):
         _axes(axes, ranking)
-    grid[-1].set_xlabel(f"{own[0].mean} ({'lower' if own[0].mean == LOSS else 'higher'} is better)")
+    grid[-1].set_xlabel(f"{own[0].mean} ({own[0].quantity.direction})")
     keys = [
         style.key("best, or not separated from it", marker="o", linestyle="none", color=style.INK, markersize=4.5),
         style.key(

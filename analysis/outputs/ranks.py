@@ -18,8 +18,8 @@ from analysis.render import style
 from analysis.render.style import LETTER, Figure
 from analysis.render.table import RANK, SCORE, Table
 from analysis.stats import ranks
-from analysis.stats.cell_scores import Numbers, directions, not_averaged, rank_block, scored_block
-from analysis.stats.comparison import LOSS, Comparison, mean_name
+from analysis.stats.cell_scores import means_in_words, not_averaged, rank_block
+from analysis.stats.comparison import Comparison, means
 from analysis.stats.rank_tests import BENCHMARKS, COLUMNS, RankTest, rank_tests
 from analysis.stats.uncertainty import LEVEL
 from analysis.stats.winners import CAPTION
@@ -35,17 +35,12 @@ def rank_table(results: Results, name: str, criteria: Sequence[str] | None = Non
     comparisons = results.comparisons
     if not comparisons:
         return None
-    mean = mean_name(comparisons)
-    blocks = [
-        rank_block(comparison, panel, criteria, mean) for comparison in comparisons for panel in comparison.panels
-    ]
     return _table(
-        blocks,
-        [mean, "Avg Rank"],
         comparisons,
+        criteria,
         name=name,
         title="Scores, average and average rank",
-        caption=f"{mean} is the mean of the displayed columns; ranks are taken on values rounded to three decimals, "
+        caption=f"{means_in_words(comparisons)} Ranks are taken on values rounded to three decimals, "
         f"ties share the mean of their ranks, the unpruned model is not ranked. {setting(results.study)}",
         footnotes=[*_partial_columns(comparisons), *not_averaged(comparisons)],
     )
@@ -57,31 +52,26 @@ def loss_table(results: Results, name: str) -> Table | None:
     study, comparisons = results.by_answer_loss.study, results.by_answer_loss.comparisons
     if not comparisons:
         return None
-    blocks = [
-        scored_block(comparison, panel, panel.cells, LOSS, panel.columns(comparison))
-        for comparison in comparisons
-        for panel in comparison.panels
-    ]
     return _table(
-        blocks,
-        [LOSS, "Avg Rank"],
         comparisons,
         name=name,
         title="Loss on right answers, mean and average rank",
-        caption=f"{CAPTION} {LOSS}: mean of the displayed columns; the lowest loss has rank 1, the unpruned model is "
-        f"not ranked. {setting(study)}",
+        caption=f"{CAPTION} {means_in_words(comparisons)} The lowest loss has rank 1, the unpruned model is not "
+        f"ranked. {setting(study)}",
     )
 
 
-def _table(blocks: Sequence[Numbers], last: Sequence[str], comparisons: Sequence[Comparison], **about: Any) -> Table:
-    """Make a table of blocks: displayed columns, then the columns `last`."""
+def _table(comparisons: Sequence[Comparison], criteria: Sequence[str] | None = None, **about: Any) -> Table:
+    """Make a table with a block for each panel: displayed columns, then their mean and average ranks."""
+    blocks = [rank_block(comparison, panel, criteria) for comparison in comparisons for panel in comparison.panels]
     rows, text = stacked(blocks), [*PANEL, "Criterion"]
+    last = [*(name for name in means(comparisons) if name in rows.frame), "Avg Rank"]
     shown = [str(column) for column in rows.frame if column not in (*text, *last)]
     numbers = [names.benchmark(column) for column in (*shown, *last)]
     return Table(
         frame=rows.frame[[*text, *shown, *last]].rename(columns=names.benchmark),
         formats={column: RANK if column == "Avg Rank" else SCORE for column in numbers},
-        best=directions(comparisons, numbers),
+        best=rows.best,
         blocks=PANEL,
         low=rows.low.rename(columns=names.benchmark),
         high=rows.high.rename(columns=names.benchmark),

@@ -31,11 +31,10 @@ from analysis.stats.cell_scores import (
     column_targets,
     cost,
     differences,
-    directions,
     mean_target,
     scores,
 )
-from analysis.stats.comparison import AVG, LOSS, RANDOM, Comparison, Target, chance_bands
+from analysis.stats.comparison import RANDOM, Comparison, Target, chance_bands, means
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,6 @@ COSTS = {**KEPT, "FLOPs saved": Cost("flops_ratio", "{:.1%}", scale=-1, offset=1
 STORAGE = "Storage (MiB)"
 STORED = {**KEPT, STORAGE: Cost("storage_bytes", "{:,.2f}", scale=1 / MEBIBYTE)}
 TEXT = ("Model", "Pruned")
-AVERAGES = (AVG, LOSS, MEAN)
-"""Averages, which come after all other scores."""
 DIFFERENCE, P = "Difference", "p (Holm)"
 UNPRUNED = names.CRITERIA["none"]
 _EMPTY = pd.DataFrame(columns=[*TEXT, "Criterion"])
@@ -124,11 +121,11 @@ def block_table(
     frame = rows.frame
     if P in frame:
         frame[P] = uncertainty.holm(frame[P].to_numpy(float))
-    last = [column for column in (*AVERAGES, DIFFERENCE, P, *costs) if column in frame]
+    averages = [*means(block.comparison for block in run), MEAN]
+    last = [column for column in (*averages, DIFFERENCE, P, *costs) if column in frame]
     shown = [str(column) for column in frame if column not in (*TEXT, "Criterion", *last)]
-    ranked = directions((block.comparison for block in run), (c for c in (*shown, *AVERAGES) if c in frame))
     formats = {
-        **dict.fromkeys((*shown, *AVERAGES, DIFFERENCE), SCORE),
+        **dict.fromkeys((*shown, *averages, DIFFERENCE), SCORE),
         P: "{:.4f}",
         **{column: about.form for column, about in costs.items()},
     }
@@ -138,7 +135,7 @@ def block_table(
         caption=f"{caption} {setting(study)}",
         frame=frame[[*TEXT, "Criterion", *shown, *last]],
         formats={column: formats[column] for column in (*shown, *last)},
-        best=ranked,
+        best=rows.best,
         blocks=TEXT,
         optional=(DIFFERENCE, P),
         low=rows.low,
@@ -149,8 +146,13 @@ def block_table(
 
 def stacked(parts: Sequence[Numbers]) -> Numbers:
     """Concatenate the rows of all parts, with a new index."""
-    frames = ([part.frame for part in parts], [part.low for part in parts], [part.high for part in parts])
-    return Numbers(*(pd.concat(same, ignore_index=True) for same in frames))
+    best = {column: end for part in parts for column, end in part.best.items()}
+    return Numbers(
+        frame=pd.concat([part.frame for part in parts], ignore_index=True),
+        low=pd.concat([part.low for part in parts], ignore_index=True),
+        high=pd.concat([part.high for part in parts], ignore_index=True),
+        best=best,
+    )
 
 
 def _not_run(blocks: Sequence[Block], columns: Sequence[str]) -> list[str]:
@@ -199,7 +201,7 @@ def _rows(study: Study, block: Block, columns: Sequence[str], costs: Mapping[str
             name: about.offset + about.scale * cost(study, list(labels), about.source) for name, about in costs.items()
         }
         frame = frame.assign(**values)
-    return Numbers(frame, low, high)
+    return Numbers(frame, low, high, numbers.best)
 
 
 _PATTERNS: tuple[Any, ...] = ("-", (0, (5, 1.2)), (0, (2, 1)), (0, (4, 1, 1, 1)))
@@ -231,9 +233,9 @@ def draw_unpruned(axes: Axes, comparison: Comparison, target: Target) -> Line2D:
     """Draw the unpruned model's score as a horizontal line with its 95 % interval; returns the line for the legend."""
     full = comparison.unpruned
     if full is not None:
-        low, high = comparison.interval(target)
+        score, low, high = comparison.shown(target)
         axes.axhspan(low[full], high[full], color=style.RULE, alpha=0.5, linewidth=0)
-        axes.axhline(comparison.score(target)[full], **style.DASHED)
+        axes.axhline(score[full], **style.DASHED)
     return style.key(UNPRUNED, **style.DASHED)
 
 
@@ -246,7 +248,7 @@ def draw_chance(axes: Axes, comparison: Comparison, target: Target) -> list[Patc
     for granularity in RANDOM:
         found = {ratio: of_ratio[granularity] for ratio, of_ratio in bands.items() if granularity in of_ratio}
         if len(found) > 1:
-            low, high = zip(*found.values(), strict=True)
+            low, high = zip(*map(comparison.quantity(target).shown, found.values()), strict=True)
             axes.fill_between(list(found), low, high, color=style.RULE, alpha=0.6, linewidth=0, zorder=0)
             patches = [Patch(facecolor=style.RULE, alpha=0.6, label="band of chance")]
     return patches
@@ -317,6 +319,6 @@ def storage_points(
     points = cells[["recovery", "ratio"]]
     if not target:
         return points[:0].reindex(columns=[*points, "storage", "score", "low", "high"])
-    low, high = comparison.interval(target)
+    score, low, high = comparison.shown(target)
     storage = cost(study, rows, "storage_bytes") / MEBIBYTE
-    return points.assign(storage=storage, score=comparison.score(target)[rows], low=low[rows], high=high[rows])
+    return points.assign(storage=storage, score=score[rows], low=low[rows], high=high[rows])

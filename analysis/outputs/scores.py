@@ -11,10 +11,9 @@ from matplotlib.lines import Line2D
 from matplotlib.projections.polar import PolarAxes
 
 from analysis import names
-from analysis.load.reader import records
 from analysis.load.settings import pruned
 from analysis.load.study import Study
-from analysis.outputs.captions import PANEL, setting
+from analysis.outputs.captions import PANEL, metrics_in_words, setting
 from analysis.outputs.score_rows import method_lines, stacked
 from analysis.registry import Results, output, per_model
 from analysis.render import style
@@ -140,12 +139,11 @@ def benchmark_table(results: Results, name: str) -> Table | None:
         cells = _sorted(comparison.cells.assign(pruned=pruned(comparison.cells)))
         text = {"Model": "model", "Pruned": "pruned", "Calibration": "calibration", "Criterion": "method"}
         own = scores(comparison, list(cells.index), {str(name): (str(name),) for name in comparison.benchmarks})
-        blocks.append(Numbers(pd.concat([spelled(cells, text), own.frame], axis=1), own.low, own.high))
+        blocks.append(Numbers(pd.concat([spelled(cells, text), own.frame], axis=1), own.low, own.high, own.best))
     if not blocks:
         return None
     rows = stacked(blocks)
     columns = names.in_order(map(str, rows.low), names.BENCHMARKS)
-    lower = {column for comparison in results.measured for column in comparison.lower_is_better}
     frame, low, high = (part.rename(columns=names.benchmark) for part in (rows.frame, rows.low, rows.high))
     return Table(
         name=name,
@@ -153,7 +151,7 @@ def benchmark_table(results: Results, name: str) -> Table | None:
         caption=f"{_metrics(results.study)} {setting(results.study)}",
         frame=frame[[*PANEL, "Criterion", *map(names.benchmark, columns)]],
         formats={names.benchmark(column): SCORE for column in columns},
-        best={names.benchmark(column): "min" if column in lower else "max" for column in columns},
+        best=rows.best,
         blocks=PANEL,
         low=low,
         high=high,
@@ -170,8 +168,9 @@ def _sorted(cells: pd.DataFrame) -> pd.DataFrame:
 
 def _metrics(study: Study) -> str:
     by_metric: dict[str, list[str]] = {}
-    for row in records(study.results.drop_duplicates("benchmark")):
-        by_metric.setdefault(str(row["metric"]), []).append(names.benchmark(row["benchmark"]))
+    results = study.results.drop_duplicates("benchmark")
+    for metric, benchmark in zip(metrics_in_words(results), results["benchmark"], strict=True):
+        by_metric.setdefault(metric, []).append(names.benchmark(benchmark))
     return " ".join(f"{metric}: {names.listing(found)}." for metric, found in sorted(by_metric.items()))
 
 

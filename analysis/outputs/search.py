@@ -30,7 +30,6 @@ from analysis.stats.cell_scores import (
     Numbers,
     column_targets,
     differences,
-    directions,
     scores,
 )
 from analysis.stats.comparison import Comparison
@@ -97,7 +96,7 @@ def allocation_table(
         f"{LEVEL} after Holm's correction over all differences of a model. {setting(results.study)}",
         frame=rows.frame[[*TEXT, *averages, *gains, BEYOND]],
         formats={**dict.fromkeys(averages, SCORE), **dict.fromkeys(gains, "{:+.3f}")},
-        best=directions(results.comparisons, averages),
+        best=rows.best,
         blocks=TEXT[:4],
         low=rows.low,
         high=rows.high,
@@ -126,7 +125,8 @@ def _rows(comparison: Comparison, pairs: dict[int, int], columns: Sequence[str])
     text = spelled(about, dict(zip(TEXT, ("model", "pruned", "calibration", "criterion", "allocation"), strict=True)))
     recovered = about["recovery"].map(lambda word: names.RECOVERIES.get(word, word))
     text["Allocation"] = list(map(joined, text["Allocation"], recovered))
-    return Numbers(pd.concat([text, frame], axis=1).assign(**{BEYOND: pd.Series(beyond)}), low, high)
+    frame = pd.concat([text, frame], axis=1).assign(**{BEYOND: pd.Series(beyond)})
+    return Numbers(frame, low, high, numbers.best)
 
 
 @output("evoesap.table7", needs=f"{SEARCHES}, calibrated on general text (evoesap_table7 of sweeps)")

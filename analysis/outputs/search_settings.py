@@ -18,7 +18,7 @@ from analysis.outputs.score_rows import stacked
 from analysis.published.numbers import numbers
 from analysis.registry import Results, output
 from analysis.render.table import SCORE, Table, spelled, tabulated
-from analysis.stats.cell_scores import GROUPS, Numbers, column_targets, directions, scores
+from analysis.stats.cell_scores import GROUPS, Numbers, column_targets, scores
 from analysis.stats.comparison import Comparison
 
 HOUR = 3600
@@ -167,7 +167,6 @@ def _table(
     parts = [_rows(results.study, comparison, chosen, columns) for comparison in results.comparisons]
     empty = pd.DataFrame(columns=list(TEXT))
     rows = stacked([part for part in parts if part is not None] or [Numbers(empty, empty[[]], empty[[]])])
-    averages = [column for column in columns if column in rows.frame]
     forms = {**{column: form for column, (_, form) in _SETTINGS.items()}, SECONDS: "{:,.1f}"}
     settings = {column: form for column, form in forms.items() if column in rows.frame}
     return Table(
@@ -177,8 +176,8 @@ def _table(
         "columns in which more is better; samples: rows "
         f"of the search set; search: seconds of the process that finished it. {setting(results.study)}",
         frame=rows.frame,
-        formats={**dict.fromkeys(averages, SCORE), **settings},
-        best=directions(results.comparisons, averages),
+        formats={**dict.fromkeys(rows.best, SCORE), **settings},
+        best=rows.best,
         blocks=list(TEXT),
         low=rows.low,
         high=rows.high,
@@ -202,7 +201,7 @@ def _rows(
     text = spelled(rows, {**TEXT, "Allocation": "allocation", "Fitness": "fitness"})
     frame = pd.concat([text.assign(**settings), measured.frame], axis=1)
     frame[SECONDS] = rows["seconds"].astype(float)
-    return Numbers(frame, measured.low, measured.high)
+    return Numbers(frame, measured.low, measured.high, measured.best)
 
 
 def _spelled(fitness: object) -> str:

@@ -38,7 +38,7 @@ from analysis.render.page import Section
 from analysis.render.table import SCORE, Table
 from analysis.stats import cell_scores
 from analysis.stats.cell_scores import Numbers
-from analysis.stats.comparison import AVG, Comparison
+from analysis.stats.comparison import Comparison
 
 Number = tuple[float, float, float]
 """A value and the ends of its interval."""
@@ -119,12 +119,11 @@ def _scores(facts: Facts, comparison: Comparison, of: str) -> Found:
             wanted = target(number, row)
             here = _run(comparison, wanted)
             if here:
-                low, high = (float(end[cell]) for end in comparison.interval(here))
-                value = (float(comparison.score(here)[cell]), low, high)
+                value, low, high = (float(each[cell]) for each in comparison.shown(here))
                 sources = dict.fromkeys(comparison.weights(here), cell)
                 several = len(comparison.seeds[cell])
                 lacking = [f"it is the mean of {several} seeds"] if several > 1 else []
-                yield number, facts.measured(value, sources, [*lacking, *_lacking(comparison, wanted)])
+                yield number, facts.measured((value, low, high), sources, [*lacking, *_lacking(comparison, wanted)])
 
 
 def _run(comparison: Comparison, wanted: Iterable[str]) -> tuple[str, ...]:
@@ -183,7 +182,7 @@ def _panel_ranks(comparison: Comparison, ranked: Sequence[str]) -> Iterator[Rank
     for panel in comparison.panels:
         cells = [cell for name, cell in panel.cells.items() if name in ranked]
         if cells:
-            block = cell_scores.rank_block(comparison, panel, ranked, AVG)
+            block = cell_scores.rank_block(comparison, panel, ranked)
             columns = panel.columns(comparison)
             yield [(dict.fromkeys(columns, cell), _rank(block, cell)) for cell in cells]
 

@@ -116,7 +116,13 @@ def footnotes(table: Table) -> list[str]:
         for row in rows
         for column in table.formats
     )
-    return [*table.footnotes, *([GAP_NOTE] if missing else [])]
+    return [*_directions(table), *table.footnotes, *([GAP_NOTE] if missing else [])]
+
+
+def _directions(table: Table) -> list[str]:
+    """A sentence about the columns whose best number is the lowest, if there are any."""
+    lowest = [column for column, direction in table.best.items() if direction == "min" and column in table.frame]
+    return [f"Less is better: {names.listing(lowest)}."] if lowest else []
 
 
 @lru_cache(maxsize=128)

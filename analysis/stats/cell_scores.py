@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
@@ -11,7 +11,8 @@ import pandas as pd
 from analysis import names
 from analysis.load.study import Study
 from analysis.stats import ranks
-from analysis.stats.comparison import AVG, LOSS, Comparison, Panel, Target, displayed_targets, group_targets
+from analysis.stats.comparison import Comparison, Panel, Target, displayed_targets, group_targets, means, overall
+from analysis.stats.quantity import AVG
 from analysis.stats.uncertainty import Estimate
 
 CODING = ("humaneval", "humaneval_plus", "mbpp", "mbpp_plus", "Eval+", "LiveCode", "Code")
@@ -32,12 +33,17 @@ class Numbers:
     frame: pd.DataFrame
     low: pd.DataFrame
     high: pd.DataFrame
+    best: dict[str, str] = field(default_factory=dict)
+    """Displayed name of a column of scores -> whether its best is its max or its min."""
 
 
-def directions(comparisons: Iterable[Comparison], columns: Iterable[str]) -> dict[str, str]:
-    """Displayed name of a column -> whether its best is its max or its min; Avg Rank and losses are best when low."""
-    lower = {names.benchmark(name) for comparison in comparisons for name in comparison.lower_is_better}
-    return {column: "min" if column in {*lower, LOSS, "Avg Rank"} else "max" for column in columns}
+def means_in_words(comparisons: Iterable[Comparison]) -> str:
+    """What the mean over displayed columns is: `Avg (more is better) is the mean of the displayed columns.`"""
+    sentences = []
+    for quantity in means(comparisons).values():
+        of = "exponential of the mean loss" if quantity.scale == "perplexity" else "mean"
+        sentences.append(f"{quantity.mean} ({quantity.direction}) is the {of} of the displayed columns.")
+    return " ".join(sentences)
 
 
 def not_averaged(comparisons: Iterable[Comparison]) -> list[str]:
@@ -74,29 +80,40 @@ def column_targets(comparison: Comparison, cells: Sequence[int], columns: Sequen
         **groups,
         **{name: target for name, target in means.items() if target},
     }
-    wanted = [LOSS if name == AVG and LOSS in groups else name for name in columns]
+    mean = comparison.quantity(overall(comparison, cells)).mean
+    wanted = [mean if name == AVG else name for name in columns]
     return {names.benchmark(name): every[name] for name in wanted if name in every}
 
 
 def scores(comparison: Comparison, cells: Sequence[int], targets: Mapping[str, Target]) -> Numbers:
     """Scores of `cells` (rows) on `targets` (columns) with their intervals; NaN where a cell lacks a benchmark."""
     index = list(cells)
-    values = {name: (comparison.score(target), *comparison.interval(target)) for name, target in targets.items()}
+    values = {name: comparison.shown(target) for name, target in targets.items()}
     score, low, high = (
         pd.DataFrame({name: parts[at][index].to_numpy() for name, parts in values.items()}, index=index)
         for at in range(3)
     )
-    return Numbers(score, low, high)
+    best = {names.benchmark(name): direction(comparison, target) for name, target in targets.items()}
+    return Numbers(score, low, high, best)
+
+
+def direction(comparison: Comparison, target: Target) -> str:
+    """Whether the best of a target is its max or its min."""
+    return "min" if comparison.is_loss(target) else "max"
 
 
 def differences(comparison: Comparison, target: Target, against: Mapping[int, int]) -> pd.DataFrame:
     """Score of each cell minus that of its reference cell, paired by seed and item.
 
     against: cell -> its reference cell. Columns: difference, low, high (95 %), p (two-sided, not corrected). NaN where
-    outcomes are missing.
+    outcomes are missing. Differences are in the unit in which scores are shown.
     """
-    found = [comparison.difference(target, cell, other) for cell, other in against.items()]
-    rows = [(estimate.value, *estimate.interval, estimate.p) for estimate in found]
+    quantity, score = comparison.quantity(target), comparison.score(target)
+    rows = []
+    for cell, other in against.items():
+        estimate = comparison.difference(target, cell, other)
+        ends = (estimate.value, *estimate.interval)
+        rows.append((*(quantity.shown_difference(score[other], end) for end in ends), estimate.p))
     return pd.DataFrame(rows, index=list(against), columns=["difference", "low", "high", "p"], dtype=float)
 
 
@@ -124,25 +141,20 @@ def cost(study: Study, cells: Sequence[int], column: str) -> pd.Series:
     return study.costs.set_index("cell")[column].astype(float).reindex(list(cells))
 
 
-def scored_block(
-    comparison: Comparison, panel: Panel, cells: Mapping[str, int], mean: str, averaged: Target
-) -> Numbers:
-    """Rows of a table of scores: the unpruned model and `cells` (method -> cell) on all displayed columns, their mean
-    over the columns `averaged` under the name `mean`, and average ranks."""
+def rank_block(comparison: Comparison, panel: Panel, criteria: Sequence[str] | None = None) -> Numbers:
+    """One block of Table 1: the unpruned model and these criteria on all displayed columns, their mean over the columns
+    of `Panel.averaged` under its name, and average ranks."""
+    cells = {name: cell for name, cell in panel.cells.items() if criteria is None or name in criteria}
     rows = {"none": comparison.unpruned, **cells} if comparison.unpruned is not None else cells
-    columns = panel.columns(comparison)
-    numbers = scores(comparison, list(rows.values()), {**{column: (column,) for column in columns}, mean: averaged})
+    columns, averaged = panel.columns(comparison), panel.averaged(comparison)
+    targets = {**{column: (column,) for column in columns}, comparison.quantity(averaged).mean: averaged}
+    numbers = scores(comparison, list(rows.values()), targets)
     frame, ranked = numbers.frame, numbers.frame.loc[list(cells.values()), list(columns)]
     frame["Avg Rank"] = ranks.average_rank(ranked, lower_is_better=comparison.lower_is_better)
+    numbers.best["Avg Rank"] = "min"
     frame["Model"], frame["Pruned"] = comparison.model, panel.pruned
     frame["Calibration"], frame["Criterion"] = names.calibration(panel.calibration), list(map(names.method, rows))
     return numbers
-
-
-def rank_block(comparison: Comparison, panel: Panel, criteria: Sequence[str] | None, mean: str) -> Numbers:
-    """One block of Table 1: `scored_block` of these criteria with the mean over the columns of `Panel.averaged`."""
-    cells = {name: cell for name, cell in panel.cells.items() if criteria is None or name in criteria}
-    return scored_block(comparison, panel, cells, mean, panel.averaged(comparison))
 
 
 def by_domain(comparison: Comparison) -> dict[tuple[float, str], dict[str, Panel]]:

@@ -15,16 +15,14 @@ import pandas as pd
 
 from analysis import names
 from analysis.load import evaluations, settings
-from analysis.load.reader import Reader
+from analysis.load.reader import Reader, records
 from analysis.stats import ranks, uncertainty
+from analysis.stats.quantity import Quantity, common
 from analysis.stats.uncertainty import Estimate, Stratum
-from moe_lab.results import is_lower_better
 
 Target = tuple[str, ...]
 """Displayed columns or benchmarks, often a single one, whose mean is the score."""
 
-AVG, LOSS = "Avg", "Loss"
-"""The mean over displayed columns in which more is better; if there are none, that of losses."""
 RANDOM = {"expert": "random", "channel": "channel_random"}
 """What a plan removes -> the criterion whose plans show what chance can do."""
 _NORMAL = 1.96
@@ -74,11 +72,11 @@ class Comparison:
     every: pd.DataFrame
     """All cells, also those that differ from others in the seed alone."""
     results: pd.DataFrame
-    """(every, benchmarks) scores; NaN is a gap."""
+    """(every, benchmarks) scores, of a perplexity its loss; NaN is a gap."""
     parts: dict[str, tuple[str, ...]]
     """Displayed column -> its benchmarks."""
-    lower_is_better: tuple[str, ...]
-    """Columns and benchmarks where less is better."""
+    quantities: Mapping[str, Quantity]
+    """Benchmark -> what its numbers are; scores if it is not in it."""
     outcomes: dict[str, np.ndarray]
     """Benchmark -> outcomes (every, items), NaN where a cell did not get an item; only if their mean is the score."""
     standard_errors: pd.DataFrame
@@ -137,9 +135,19 @@ class Comparison:
         better = tuple(name for name in every if not set(self.weights((name,))) & set(self.lower_is_better))
         return better or tuple(name for name in every if self.is_loss((name,)))
 
+    def quantity(self, target: Target) -> Quantity:
+        """What the numbers of a target are."""
+        return common(self.quantities.get(name, Quantity()) for name in self.weights(target))
+
     def is_loss(self, target: Target) -> bool:
         """Whether less is better of a target."""
-        return bool(target) and set(self.weights(target)) <= set(self.lower_is_better)
+        return self.quantity(target).lower_is_better
+
+    @cached_property
+    def lower_is_better(self) -> tuple[str, ...]:
+        """Columns and benchmarks where less is better."""
+        every = dict.fromkeys([*map(str, self.results), *self.parts])
+        return tuple(name for name in every if self.is_loss((name,)))
 
     def by_seed(self, target: Target) -> pd.Series:
         """Score of every cell of `every`: the mean of the target's columns; NaN when one is a gap or there is none."""
@@ -153,6 +161,11 @@ class Comparison:
     def score(self) -> Callable[[Target], pd.Series]:
         """Score of every cell of `cells`: the mean of `by_seed` over the seeds that have it."""
         return cache(lambda target: self._over_seeds(self.by_seed(target).to_frame("score"))["score"])
+
+    def shown(self, target: Target) -> tuple[pd.Series, pd.Series, pd.Series]:
+        """Score of every cell and the ends of its interval, as tables and figures show them."""
+        quantity, (low, high) = self.quantity(target), self.interval(target)
+        return quantity.shown(self.score(target)), quantity.shown(low), quantity.shown(high)
 
     @cached_property
     def interval(self) -> Callable[[Target], tuple[pd.Series, pd.Series]]:
@@ -292,6 +305,11 @@ def compare(cells: pd.DataFrame, results: pd.DataFrame, samples: pd.DataFrame, r
 def _comparison(
     model: str, cells: pd.DataFrame, results: pd.DataFrame, samples: pd.DataFrame, reader: Reader
 ) -> Comparison:
+    quantities = {
+        str(row["benchmark"]): Quantity(row["scale"], row["unit"])
+        for row in records(results.drop_duplicates("benchmark"))
+    }
+    results = _losses(results)
     order = names.in_order(results["benchmark"].astype(str), names.BENCHMARKS)
     scores = results.pivot(index="cell", columns="benchmark", values="score").reindex(index=cells.index, columns=order)
     errors = results.pivot(index="cell", columns="benchmark", values="stderr").reindex(index=cells.index, columns=order)
@@ -305,19 +323,18 @@ def _comparison(
         every=cells,
         results=scores.astype(float),
         parts=parts,
-        lower_is_better=_lower_is_better(results, parts),
+        quantities=quantities,
         outcomes=answers.matrices,
         standard_errors=errors.astype(float),
         units=answers.units,
     )
 
 
-def _lower_is_better(results: pd.DataFrame, parts: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """Benchmarks whose metric is better when lower, and the displayed columns that only consist of such benchmarks."""
-    first = results.drop_duplicates("benchmark")
-    pairs = zip(first["benchmark"].astype(str), first["metric"].astype(str), strict=True)
-    benchmarks = [name for name, metric in pairs if is_lower_better(metric)]
-    return tuple(dict.fromkeys([*benchmarks, *(column for column, of in parts.items() if set(of) <= set(benchmarks))]))
+def _losses(results: pd.DataFrame) -> pd.DataFrame:
+    """The results with perplexities as their losses, and standard errors of these."""
+    is_perplexity = results["scale"] == "perplexity"
+    scores = results["score"].astype(float).where(is_perplexity, 1.0)
+    return results.assign(score=results["score"].mask(is_perplexity, np.log(scores)), stderr=results["stderr"] / scores)
 
 
 def _panels(model: str, pruned: pd.DataFrame) -> Iterator[Panel]:
@@ -335,12 +352,12 @@ def _panels(model: str, pruned: pd.DataFrame) -> Iterator[Panel]:
 
 
 def group_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str, Target]:
-    """The papers' averages that these cells were evaluated on, by name: MC Avg, Code, Math, WildBench, Avg.
+    """The papers' averages that these cells were evaluated on, by name: MC Avg, Code, Math, WildBench, and last the
+    mean of `overall`.
 
-    Code and Math are means of their two displayed columns, Avg is the mean of all displayed columns in which more is
-    better. Where there are losses alone, their mean is called Loss.
+    Code and Math are means of their two displayed columns.
     """
-    displayed = comparison.averaged(displayed_targets(comparison, cells))
+    displayed = overall(comparison, cells)
     groups: dict[str, Target] = {
         "MC Avg": ("MC Avg",),
         "Code": names.CODE_COLUMNS,
@@ -348,12 +365,18 @@ def group_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str, Tar
         "WildBench": ("WildBench",),
     }
     targets = {name: target for name, target in groups.items() if set(target) <= set(displayed)}
-    return {**targets, mean_name([comparison]): displayed} if displayed else targets
+    return {**targets, comparison.quantity(displayed).mean: displayed} if displayed else targets
 
 
-def mean_name(comparisons: Iterable[Comparison]) -> str:
-    """What the mean over displayed columns is called: Avg, or Loss where less is better in all columns."""
-    return LOSS if all(comparison.is_loss(comparison.averaged(comparison.parts)) for comparison in comparisons) else AVG
+def overall(comparison: Comparison, cells: Sequence[int]) -> Target:
+    """The displayed columns of these cells in which more is better; where there are losses alone, these."""
+    return comparison.averaged(displayed_targets(comparison, cells))
+
+
+def means(comparisons: Iterable[Comparison]) -> dict[str, Quantity]:
+    """Name of the mean over displayed columns -> what it is; several if models were measured differently."""
+    quantities = [comparison.quantity(comparison.averaged(comparison.parts)) for comparison in comparisons]
+    return {quantity.mean: quantity for quantity in quantities}
 
 
 def displayed_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str, Target]:

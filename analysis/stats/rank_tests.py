@@ -15,7 +15,7 @@ from scipy.special import chdtrc, ndtr
 
 from analysis import names
 from analysis.stats import ranks
-from analysis.stats.comparison import Comparison, Panel
+from analysis.stats.comparison import Comparison, Panel, Target
 from analysis.stats.uncertainty import LEVEL
 
 COLUMNS, BENCHMARKS = "columns", "benchmarks"
@@ -134,15 +134,17 @@ def rank_test(comparison: Comparison, panel: Panel, over: str = COLUMNS) -> Rank
 
 
 def _blocks(comparison: Comparison, panel: Panel, over: str) -> pd.DataFrame:
-    """Scores (cells, blocks). Benchmarks that grade the same answers form one block with their mean."""
+    """Scores (cells, blocks) as shown. Benchmarks that grade the same answers form one block with their mean."""
     if over == COLUMNS:
-        return comparison.columns[list(panel.columns(comparison))]
-    benchmarks = comparison.benchmarks
-    run = benchmarks.reindex(list(panel.cells.values())).notna().any()
-    evaluated = [str(name) for name in run.index[run]]
-    stems = {name: names.SAME_ITEMS.get(name, name) for name in evaluated}
-    groups = {stem: [name for name in evaluated if stems[name] == stem] for stem in dict.fromkeys(stems.values())}
-    return pd.DataFrame({stem: benchmarks[members].mean(axis=1, skipna=False) for stem, members in groups.items()})
+        groups: dict[str, Target] = {column: (column,) for column in panel.columns(comparison)}
+    else:
+        run = comparison.benchmarks.reindex(list(panel.cells.values())).notna().any()
+        evaluated = [str(name) for name in run.index[run]]
+        stems = {name: names.SAME_ITEMS.get(name, name) for name in evaluated}
+        groups = {stem: tuple(name for name in evaluated if stems[name] == stem) for stem in stems.values()}
+    return pd.DataFrame(
+        {name: comparison.quantity(target).shown(comparison.score(target)) for name, target in groups.items()}
+    )
 
 
 def rank_tests(comparison: Comparison, over: str = COLUMNS) -> list[RankTest]:

@@ -17,7 +17,8 @@ from analysis import names
 from analysis.load import settings
 from analysis.load.reader import records
 from analysis.stats import uncertainty
-from analysis.stats.comparison import LOSS, RANDOM, Comparison, Target, chance_bands, group_targets, mean_name
+from analysis.stats.comparison import RANDOM, Comparison, Target, chance_bands, group_targets, overall
+from analysis.stats.quantity import Quantity
 from analysis.stats.uncertainty import LEVEL, Estimate
 
 ALL_MODELS = "all models"
@@ -38,8 +39,8 @@ class Ranking:
     model: str
     pruned: str
     """Ratio and gate in words."""
-    mean: str
-    """What is ranked by: Avg, or Loss, of which less is better."""
+    quantity: Quantity
+    """What is ranked by."""
     rows: pd.DataFrame
     """Index cell; columns COLUMNS. spread: standard deviation of the scores of its seeds; share: of the unpruned
     model's score; behind: how much worse than the best; p_holm: corrected over the ranking."""
@@ -48,6 +49,11 @@ class Ranking:
     """What a plan removes -> ends of the band of chance, if there are random plans of two seeds."""
     places: pd.DataFrame = field(default_factory=pd.DataFrame)
     """(plans, averages such as Code, and `mean`) where the plan lies beside the band of chance; "" where unknown."""
+
+    @property
+    def mean(self) -> str:
+        """Name of what is ranked by, such as Avg."""
+        return self.quantity.mean
 
     @property
     def scored(self) -> pd.DataFrame:
@@ -75,18 +81,16 @@ def _of_model(comparison: Comparison) -> Iterator[Ranking]:
     pruned = comparison.cells[(comparison.cells["criterion"] != "none") & (comparison.cells["ratio"] > 0)]
     words = settings.pruned(pruned)
     for _, cells in pruned.groupby(["ratio", "gate"], sort=True):
-        groups, mean = group_targets(comparison, list(cells.index)), mean_name([comparison])
-        if groups and comparison.score(groups[mean])[cells.index].notna().any():
-            yield _ranking(comparison, cells, words[cells.index[0]], groups, mean)
+        target = overall(comparison, list(cells.index))
+        if target and comparison.score(target)[cells.index].notna().any():
+            yield _ranking(comparison, cells, words[cells.index[0]], target)
 
 
-def _ranking(
-    comparison: Comparison, cells: pd.DataFrame, words: str, groups: Mapping[str, Target], mean: str
-) -> Ranking:
-    """groups: averages by name, with the one called `mean`, which is ranked by."""
-    target = groups[mean]
+def _ranking(comparison: Comparison, cells: pd.DataFrame, words: str, target: Target) -> Ranking:
+    """target: what is ranked by."""
+    groups, quantity = group_targets(comparison, list(cells.index)), comparison.quantity(target)
     score, (low, high), by_seed = comparison.score(target), comparison.interval(target), comparison.by_seed(target)
-    lower = comparison.is_loss(target)
+    lower = quantity.lower_is_better
     order = list(score[cells.index].sort_values(ascending=lower, na_position="last", kind="stable").index)
     full = np.nan if comparison.unpruned is None else float(score[comparison.unpruned])
     plans = [by_seed[list(comparison.seeds[cell].values())].dropna() for cell in order]
@@ -95,30 +99,35 @@ def _ranking(
         score=score[order],
         low=low[order],
         high=high[order],
-        spread=[own.std(ddof=1) for own in plans],
-        share=score[order] / full,
+        spread=[quantity.shown(own).std(ddof=1) for own in plans],
+        share=quantity.shown(score[order]) / quantity.shown(full),
     )
     leads = [comparison.difference(target, order[0], cell) for cell in order[1:]]
-    rows = _beside_the_best(rows, leads, lower)
+    rows = _beside_the_best(rows, leads, quantity)
     bands = {name: chance_bands(comparison, cells, each) for name, each in groups.items()}
     places = {name: _places(comparison, rows, each, bands[name]) for name, each in groups.items()}
-    return Ranking(comparison.model, words, mean, rows, full, bands[mean], pd.DataFrame(places, index=rows.index))
+    chance = {name: quantity.shown(np.array(band)) for name, band in bands[quantity.mean].items()}
+    chances = {name: (float(low), float(high)) for name, (low, high) in chance.items()}
+    unpruned = float(quantity.shown(full))
+    return Ranking(comparison.model, words, quantity, rows, unpruned, chances, pd.DataFrame(places, index=rows.index))
 
 
-def _beside_the_best(rows: pd.DataFrame, leads: Sequence[Estimate], lower: bool) -> pd.DataFrame:
-    """Add how far the others are behind the first, the best: its score minus theirs, or the other way round for losses,
-    where less is better (`lower`); and the verdicts."""
-    sign = -1 if lower else 1
+def _beside_the_best(rows: pd.DataFrame, leads: Sequence[Estimate], quantity: Quantity) -> pd.DataFrame:
+    """Add how far the others are behind the first, the best: its score minus theirs, or the other way round where less
+    is better; and the verdicts. Scores and differences, given as computed, become those that are shown."""
+    sign = -1 if quantity.lower_is_better else 1
     behind = [Estimate(0.0), *(replace(lead, value=sign * lead.value) for lead in leads)]
     p_values = np.array([lead.p for lead in behind])
     p_holm = np.append(np.nan, uncertainty.holm(p_values[1:]))
     verdicts = np.select([np.isnan(p_holm), p_holm < LEVEL], [UNTESTED, SEPARATED], TIED)
     verdicts[0] = BEST
-    low, high = np.transpose([lead.interval for lead in behind])
-    values = np.array([lead.value for lead in behind])
+    best = rows["score"].iloc[0]
+    ends = np.array([(lead.value, *lead.interval) for lead in behind])
+    values, low, high = np.transpose(quantity.shown_difference(best, ends))
     values[np.abs(values) < 1e-9] = 0.0  # sums of equal outcomes differ by less, and -0 is none
     about = {"behind": values, "behind_low": low, "behind_high": high, "p": p_values, "p_holm": p_holm}
-    return rows.assign(**about, verdict=verdicts)[list(COLUMNS)]
+    shown = {column: quantity.shown(rows[column]) for column in ("score", "low", "high")}
+    return rows.assign(**shown, **about, verdict=verdicts)[list(COLUMNS)]
 
 
 def _places(
@@ -142,18 +151,19 @@ def _over_models(found: Sequence[Ranking]) -> Iterator[Ranking]:
     for pruned in dict.fromkeys(ranking.pruned for ranking in found):
         own = [ranking for ranking in found if ranking.pruned == pruned]
         scores = [ranking.scored.set_index(["method", "calibration"])[["score", "granularity"]] for ranking in own]
-        if len(own) < 2 or len({ranking.mean for ranking in own}) > 1:
+        if len(own) < 2 or len({ranking.quantity for ranking in own}) > 1:
             continue
-        table = pd.concat([each["score"] for each in scores], axis=1, join="inner", keys=range(len(own)))
+        columns = [own[0].quantity.computed(each["score"]) for each in scores]
+        table = pd.concat(columns, axis=1, join="inner", keys=range(len(own)))
         if len(table) > 1:
             yield _of_models(own, table)
 
 
 def _of_models(own: Sequence[Ranking], table: pd.DataFrame) -> Ranking:
-    """table: (plans, models) scores."""
-    lower = own[0].mean == LOSS
-    table = table.loc[table.mean(axis=1).sort_values(ascending=lower, kind="stable").index]
-    full = float(np.mean([ranking.unpruned for ranking in own]))
+    """table: (plans, models) scores as computed."""
+    quantity = own[0].quantity
+    table = table.loc[table.mean(axis=1).sort_values(ascending=quantity.lower_is_better, kind="stable").index]
+    unpruned = quantity.shown(float(np.mean([quantity.computed(ranking.unpruned) for ranking in own])))
     scores = table.to_numpy(float)
     means = [uncertainty.mean_estimate(row) for row in scores]
     low, high = np.transpose([mean.interval for mean in means])
@@ -163,12 +173,12 @@ def _of_models(own: Sequence[Ranking], table: pd.DataFrame) -> Ranking:
         score=[mean.value for mean in means],
         low=low,
         high=high,
-        spread=scores.std(axis=1, ddof=1),
-        share=[mean.value / full for mean in means],
+        spread=quantity.shown(scores).std(axis=1, ddof=1),
+        share=[quantity.shown(mean.value) / unpruned for mean in means],
     )
     leads = [uncertainty.mean_estimate(scores[0] - other) for other in scores[1:]]
-    rows = _beside_the_best(rows, leads, lower).rename_axis("cell")
-    return Ranking(ALL_MODELS, own[0].pruned, own[0].mean, rows, full)
+    rows = _beside_the_best(rows, leads, quantity).rename_axis("cell")
+    return Ranking(ALL_MODELS, own[0].pruned, quantity, rows, float(unpruned))
 
 
 def plan_name(row: dict[str, object]) -> str:
@@ -191,7 +201,8 @@ def headline(ranking: Ranking) -> str:
     """What a ranking says, in three sentences at most."""
     scored, tied = ranking.scored, ranking.tied
     best = records(scored)[0]
-    extreme = "lowest loss" if ranking.mean == LOSS else "best average"
+    mean = names.uncapitalised(ranking.mean)
+    extreme = f"lowest {mean}" if ranking.quantity.lower_is_better else "best average"
     share = "" if np.isnan(best["share"]) else f", {names.share(best['share'])} of the unpruned model's"
     first = (
         f"{ranking.model}, {ranking.pruned} removed: of {names.count(len(scored), 'plan')}, {plan_name(best)} has the "
@@ -231,7 +242,8 @@ def ranking_text(found: Sequence[Ranking]) -> str:
     """The rankings as text for a terminal: the best plans of each, and those that no test separates from the best."""
     parts = []
     for ranking in found[:SHOWN]:
-        lines = [f"{ranking.model}, {ranking.pruned} removed (unpruned {ranking.unpruned:.3f})"]
+        what = f"{ranking.mean}, {ranking.quantity.direction}"
+        lines = [f"{ranking.model}, {ranking.pruned} removed: {what} (unpruned {ranking.unpruned:.3f})"]
         rows = records(ranking.scored.reset_index())
         width = max(len(plan_name(row)) for row in rows[:SHOWN])
         for row in rows[:SHOWN]:

@@ -59,11 +59,12 @@ def _settings(panel: Panel) -> dict[str, object]:
 
 def _best(comparison: Comparison, panel: Panel, column: str, criteria: Sequence[str] | None) -> dict[str, object]:
     cells = {name: cell for name, cell in panel.cells.items() if criteria is None or name in criteria}
-    scores = comparison.score((column,))
-    values = {name: float(scores[cell]) for name, cell in cells.items() if not np.isnan(scores[cell])}
+    quantity, scores = comparison.quantity((column,)), comparison.score((column,))
+    shown = quantity.shown(scores)
+    values = {name: float(shown[cell]) for name, cell in cells.items() if not np.isnan(shown[cell])}
     if not values:
         return {"winners": (), "score": np.nan, "runner_up": "", "p": np.nan}
-    sign = -1 if column in comparison.lower_is_better else 1
+    sign = -1 if quantity.lower_is_better else 1
     printed = {name: sign * round(value, PRINTED_DECIMALS) for name, value in values.items()}
     top = max(printed.values())
     winners = tuple(name for name, value in printed.items() if value == top)
@@ -74,8 +75,9 @@ def _best(comparison: Comparison, panel: Panel, column: str, criteria: Sequence[
     second = max(rest, key=lambda name: rest[name])
     best |= {"runner_up": second, "runner_up_score": values[second]}
     leads = {name: comparison.difference((column,), cells[winners[0]], cells[name]) for name in rest}
-    best["lead"] = leads[second].value
-    best["lead_low"], best["lead_high"] = leads[second].interval
+    ends = (leads[second].value, *leads[second].interval)
+    reference = scores[cells[second]]
+    best["lead"], best["lead_low"], best["lead_high"] = (quantity.shown_difference(reference, end) for end in ends)
     if len(winners) == 1:
         best["p"] = float(np.max([lead.p for lead in leads.values()]))  # NaN if one of them is
     return best
@@ -99,7 +101,9 @@ def study_of_losses(study: Study) -> Study:
     with_loss = study.samples.dropna(subset=[METRIC]).drop_duplicates(["cell", "benchmark", "item"])
     samples = with_loss.assign(outcome=with_loss[METRIC], units=np.nan)
     summary = samples.groupby(["cell", "benchmark"])["outcome"].agg(["mean", "sem", "size"]).reset_index()
-    described = study.results.drop(columns=["metric", "score", "stderr", "n"])
-    results = described.merge(summary, on=["cell", "benchmark"]).assign(metric=METRIC)
+    described = study.results.drop(columns=["metric", "score", "scale", "unit", "stderr", "n"])
+    results = described.merge(summary, on=["cell", "benchmark"]).assign(
+        metric=METRIC, scale="loss", unit="bits per byte"
+    )
     results = results.rename(columns={"mean": "score", "sem": "stderr", "size": "n"})[list(study.results.columns)]
     return replace(study, results=results, samples=samples)

@@ -228,7 +228,8 @@ class Config(Group):
     exports one pruned model."""
     objective: str | None = None
     """What a sweeper of Hydra is told of each job: Avg (the mean of all benchmarks in which more is better), or a
-    result such as arc_easy or perplexity. hydra/sweeper=basic, a plain grid, needs none."""
+    result such as arc_easy or perplexity (of a loss or perplexity, less is better). hydra/sweeper=basic, a plain grid,
+    needs none."""
     flops_text: str = "pocket_excerpt"
     """Name of the file in conf/calibration whose tokens are routed to count the FLOPs of each pruned model."""
     allow_code_execution: bool = False

@@ -19,7 +19,7 @@ from moe_lab.calibration.documents import Tools
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.paths import resolve
-from moe_lab.results import Result, Sample
+from moe_lab.results import Result, Sample, Scale
 
 
 @dataclass(frozen=True)
@@ -288,14 +288,25 @@ def check_count(benchmark: BenchmarkConfig, count: int) -> None:
         )
 
 
-def mean_result(name: str, metric: str, samples: Sequence[Sample], benchmark: BenchmarkConfig) -> Result:
+def mean_result(
+    name: str, metric: str, samples: Sequence[Sample], benchmark: BenchmarkConfig, scale: Scale = "score"
+) -> Result:
     """The mean outcome of the samples of one result, with its standard error s / sqrt(n)."""
     outcomes = [sample["outcome"] for sample in samples if sample["benchmark"] == name]
     n = len(outcomes)
     mean = math.fsum(outcomes) / n
     spread = math.fsum((outcome - mean) ** 2 for outcome in outcomes)
     stderr = math.sqrt(spread / (n - 1) / n) if n > 1 else None
-    return Result(benchmark=name, metric=metric, score=mean, stderr=stderr, n=n, expected=benchmark.expected)
+    return Result(
+        benchmark=name,
+        metric=metric,
+        score=mean,
+        scale=scale,
+        unit="",
+        stderr=stderr,
+        n=n,
+        expected=benchmark.expected,
+    )
 
 
 def graded_by_mean(
@@ -315,28 +326,31 @@ def graded_by_mean(
 def loss_result(
     name: str,
     metric: str,
+    scale: Scale,
+    unit: str,
     losses: Sequence[float],
     weights: Sequence[float],
     benchmark: BenchmarkConfig,
-    units_per_byte: float = 1.0,
 ) -> Result:
-    """A metric of the mean loss, with the standard error of the loss over items times the metric's slope.
+    """The mean loss or its perplexity exp(mean), with the standard error of the loss over items times the slope.
 
-    `losses` are in nats per unit (token, word or byte) of each item, `weights` are its numbers of units. The metric
-    loss is the mean, bits_per_byte is mean * units_per_byte / ln 2, and any other is a perplexity, exp(mean).
+    `losses` of the items are in `unit`, `weights` are their numbers of tokens, words or bytes.
     """
     total = math.fsum(weights)
     shares = [weight / total for weight in weights]
     mean = math.fsum(share * loss for share, loss in zip(shares, losses, strict=True))
     spread = math.fsum((share * (loss - mean)) ** 2 for share, loss in zip(shares, losses, strict=True))
-    if metric == "loss":
-        value, slope = mean, 1.0
-    elif metric == "bits_per_byte":
-        value, slope = mean * units_per_byte / math.log(2), units_per_byte / math.log(2)
-    else:
-        value = slope = math.exp(mean)
-    stderr = math.sqrt(spread) * slope if len(losses) > 1 else None
-    return Result(benchmark=name, metric=metric, score=value, stderr=stderr, n=len(losses), expected=benchmark.expected)
+    slope = math.exp(mean) if scale == "perplexity" else 1.0
+    return Result(
+        benchmark=name,
+        metric=metric,
+        score=slope if scale == "perplexity" else mean,
+        scale=scale,
+        unit=unit,
+        stderr=math.sqrt(spread) * slope if len(losses) > 1 else None,
+        n=len(losses),
+        expected=benchmark.expected,
+    )
 
 
 @cache

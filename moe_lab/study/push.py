@@ -91,7 +91,9 @@ def _results(study: Study, cell: CellSteps) -> Iterator[str]:
             name_and_metric = result["benchmark"], result["metric"]
             scores = _score(result), original.get(name_and_metric, "not evaluated")
             of = f" of {result['expected']:,}" if result["expected"] not in (None, result["n"]) else ""
-            columns = [*name_and_metric, step.benchmark.shots, *scores, f"{result['n']:,}{of}", harness]
+            direction = " (less is better)" if result["scale"] != "score" else ""
+            metric = f"{result['metric']}{direction}"
+            columns = [result["benchmark"], metric, step.benchmark.shots, *scores, f"{result['n']:,}{of}", harness]
             yield f"| {' | '.join(map(str, columns))} |"
 
 

@@ -14,7 +14,7 @@ from moe_lab.errors import Unavailable, UserError, check_known, user_errors
 from moe_lab.grid import Request
 from moe_lab.json_files import Number, parse
 from moe_lab.models import WORKERS, cores, main_memory, visible_gpus
-from moe_lab.results import DIGITS, is_lower_better
+from moe_lab.results import DIGITS
 from moe_lab.study.estimates import check_memory, disk_problems, forecast, gpus, learned, memory_of
 from moe_lab.study.graph import build, normalized, unresolved
 from moe_lab.study.preflight import AVERAGE, lacking, remarks, visible_difference
@@ -219,7 +219,7 @@ def _too_little(study: Study, undone: Sequence[Step]) -> list[str]:
     return disk_problems(study.store.root, undone) + list(dict.fromkeys(too_large))
 
 
-RESULTS = {"results": [{"benchmark": str, "metric": str, "score": Number}]}
+RESULTS = {"results": [{"benchmark": str, "metric": str, "score": Number, "scale": str}]}
 """Expected form of a result.json."""
 
 
@@ -249,7 +249,7 @@ def told(ended: Ended, requests: Iterable[Request]) -> float:
             )
         results = parse(study.store.content(name, "result.json"), RESULTS, name)["results"]
         scores |= {result["benchmark"]: result["score"] for result in results}
-        shares = [result["score"] for result in results if not is_lower_better(result["metric"])]
+        shares = [result["score"] for result in results if result["scale"] == "score"]
         averaged += [fmean(shares)] if shares else []
     if wanted == AVERAGE and averaged:
         return fmean(averaged)

@@ -17,6 +17,8 @@ from analysis.stats import overlap, ranks
 from analysis.stats.comparison import Comparison
 
 UNPRUNED = {"criterion": "none", "granularity": "none", "allocation": "none", "calibration": "none", "ratio": 0.0}
+SCORES = {"metric": "acc", "scale": "score", "unit": ""}
+"""What a result says of a number that is a share of right answers."""
 COSTS = ("routed_kept", "flops_ratio", "storage_bytes")
 
 
@@ -53,7 +55,7 @@ def comparison_of(axes: list[dict[str, Any]], outcomes: dict[str, list[Any]]) ->
         for name, rows in outcomes.items()
     }
     benchmarks = pd.DataFrame({name: matrix.mean(axis=1) for name, matrix in matrices.items()}, index=cells.index)
-    return Comparison("m", cells, benchmarks, ranks.displayed(list(outcomes)), (), matrices, benchmarks * 0)
+    return Comparison("m", cells, benchmarks, ranks.displayed(list(outcomes)), {}, matrices, benchmarks * 0)
 
 
 class HandmadeStudy(SimpleNamespace):
@@ -66,7 +68,7 @@ def study_of(comparison: Comparison, costs: list[dict[str, float]] | None = None
     """What tables read of a study besides its comparison; `costs`, one row per cell."""
     outcomes = comparison.outcomes
     items = [outcomes[name].shape[1] if name in outcomes else 1 for name in comparison.benchmarks]
-    results = pd.DataFrame({"n": items, "benchmark": comparison.benchmarks.columns, "metric": "acc"})
+    results = pd.DataFrame({"n": items, "benchmark": comparison.benchmarks.columns, **SCORES})
     return HandmadeStudy(
         cells=comparison.every,
         results=results.assign(cell=comparison.cells.index[0]),

@@ -95,12 +95,14 @@ def _evaluate(root: Path, cell: dict[str, Any], task: str, items: int) -> str:
             outcome = np.round(np.where(solved, 0.75, 0.25) + _rng(*words, "grade").uniform(-0.2, 0.2, items), 2)
         frames.append(asked.assign(benchmark=name, outcome=outcome))
         metric = "pass@1" if task in ("humaneval", "mbpp", "livecodebench") else "acc"
+        about = {"metric": metric, "scale": "score", "unit": ""}
         if name == "perplexity":  # nats per token of windows of different lengths
             outcome, units = 3.0 + difficulty - _quality(cell, task) - luck, 100.0 + np.arange(items)
             frames[-1] = asked.assign(benchmark=name, outcome=outcome, units=units, answer_loss=np.nan)
-            metric, outcome = "perplexity", np.exp(np.full(items, outcome @ units / units.sum()))
+            outcome = np.exp(np.full(items, outcome @ units / units.sum()))
+            about = {"metric": "perplexity", "scale": "perplexity", "unit": "nats per token"}
         stderr = float(outcome.std(ddof=1) / np.sqrt(items))
-        found = {"benchmark": name, "metric": metric, "score": float(outcome.mean()), "stderr": stderr}
+        found = {"benchmark": name, **about, "score": float(outcome.mean()), "stderr": stderr}
         results.append({**found, "n": items, "expected": items})
     write_frame(root / folder / "samples.parquet", pd.concat(frames))
     versions = {"lm_eval": "0.0-synthetic"}

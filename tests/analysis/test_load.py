@@ -1,6 +1,7 @@
 """What is read of a store: every number of a whole one, and gaps where something is missing, damaged or odd."""
 
 import json
+import math
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
@@ -221,15 +222,23 @@ def test_mixed_sizes_metrics_and_versions_are_told(store: Path) -> None:
     assert len(table_of(benchmark_table, results_of(study, [comparison])).frame) == len(study.cells)
 
 
-@pytest.mark.parametrize("metric", ["perplexity", "perplexity,none"])
-def test_scores_that_are_no_means_get_intervals_from_their_standard_error(store: Path, metric: str) -> None:
+@pytest.mark.parametrize("scale", ["loss", "perplexity"])
+def test_scores_that_are_no_means_get_intervals_from_their_standard_error(store: Path, scale: str) -> None:
     for cell in range(len(document(store)["cells"])):
-        change_result(store, cell, "gsm8k", score=10.0 + cell, stderr=0.5, metric=metric)
+        change_result(store, cell, "gsm8k", score=10.0 + cell, stderr=0.5, scale=scale, unit="nats per token")
     [comparison] = Results(load(store, "made_up")).measured
     assert "gsm8k" in comparison.lower_is_better
-    low, high = comparison.interval(("gsm8k",))
-    assert (low[3], high[3]) == pytest.approx((13 - 0.98, 13 + 0.98))
+    score, low, high = (float(each[3]) for each in comparison.shown(("gsm8k",)))
+    ratio = math.exp(0.98 / 13)
+    ends = (13 - 0.98, 13 + 0.98) if scale == "loss" else (13 / ratio, 13 * ratio)
+    assert (score, low, high) == pytest.approx((13, *ends))
     assert np.isnan([comparison.difference(("gsm8k",), 1, other).p for other in (2, 3)]).all()
+
+
+def test_results_that_do_not_tell_losses_from_scores_are_a_gap(store: Path) -> None:
+    change_result(store, 1, "gsm8k", scale=None)
+    [gap] = load(store, "made_up").gaps
+    assert "older" in gap.what and "gsm8k" in gap.where
 
 
 def test_records_that_cannot_be_read_are_named(store: Path) -> None:

@@ -24,13 +24,12 @@ from analysis.stats.winners import winner_map
 Answers = dict[int, float]
 """Item -> outcome."""
 CRITERIA = ("frequency", "reap", "man")
+PERPLEXITIES = {"metric": "word_perplexity", "scale": "perplexity", "unit": "nats per word"}
 
 
-def study_of(
-    answers: dict[str, list[Answers]], scores: dict[tuple[int, str], float] | None = None, metric: str = "acc"
-) -> Study:
+def study_of(answers: dict[str, list[Answers]], scores: dict[tuple[int, str], float] | None = None) -> Study:
     """A study of the unpruned model and CRITERIA from benchmark -> answers of each of these cells. `scores` stand in
-    place of the mean; benchmarks without answers have these alone, and `metric`."""
+    place of the mean; benchmarks without answers have these alone, and are perplexities."""
     rows: list[dict[str, Any]] = []
     samples = []
     for name, found in answers.items():
@@ -38,7 +37,7 @@ def study_of(
             values = list(outcomes.values())
             mean = float(np.mean(values)) if values else np.nan
             about = {"cell": cell, "task": name, "benchmark": name, "folder": f"{name}/{cell}", "expected": None}
-            n = {"n": len(values) or 10, "stderr": 0.01, "metric": "acc" if values else metric}
+            n = {"n": len(values) or 10, "stderr": 0.01, **(handmade.SCORES if values else PERPLEXITIES)}
             rows.append({**about, **n, "score": (scores or {}).get((cell, name), mean)})
             samples += [(cell, name, f"{item:03}", outcome) for item, outcome in outcomes.items()]
     parts: dict[str, Any] = {key: {} for key in ("calibrations", "contaminations", "models", "document")}
@@ -63,7 +62,7 @@ def perplexed() -> Study:
     """MAN is best in both columns, of which one is a perplexity: the lowest."""
     answers = {"gsm8k": [right(38), right(10), right(18), right(30)], "wikitext2": [{}] * 4}
     perplexity = {(cell, "wikitext2"): value for cell, value in enumerate((9.0, 14.0, 12.0, 10.0))}
-    return study_of(answers, perplexity, metric="word_perplexity")
+    return study_of(answers, perplexity)
 
 
 def test_where_less_is_better_an_average_leaves_it_out_and_the_lowest_leads_without_a_test(perplexed: Study) -> None:
@@ -71,7 +70,7 @@ def test_where_less_is_better_an_average_leaves_it_out_and_the_lowest_leads_with
     table = handmade.table_of(rank_table, results)
     rows = table.frame.set_index("Criterion")
     assert rows["Avg"].tolist() == rows["GSM8K"].tolist() == [0.95, 0.25, 0.45, 0.75]
-    assert rows["wikitext2"].tolist() == [9.0, 14.0, 12.0, 10.0]
+    assert rows["wikitext2"].tolist() == pytest.approx([9.0, 14.0, 12.0, 10.0])
     assert rows.loc[["Frequency", "REAP", "MAN"], "Avg Rank"].tolist() == [3, 2, 1]
     assert "Avg is without wikitext2: there, less is better." in table.footnotes
     [figure, ranked_table] = find("ranking").items(results)
@@ -81,7 +80,7 @@ def test_where_less_is_better_an_average_leaves_it_out_and_the_lowest_leads_with
     accuracy, perplexity = found.to_dict("records")
     assert accuracy["lead"] == pytest.approx(0.3) and accuracy["lead_low"] < 0.3 < accuracy["lead_high"]
     assert perplexity["winners"] == ("man",) and perplexity["runner_up"] == "reap"
-    assert perplexity["lead"] == -2 and winners.verdict(perplexity) == "not tested"
+    assert perplexity["lead"] == pytest.approx(-2) and winners.verdict(perplexity) == "not tested"
 
 
 def test_the_best_plan_is_on_the_front_in_spite_of_a_perplexity(perplexed: Study) -> None:
@@ -96,13 +95,19 @@ def test_the_best_plan_is_on_the_front_in_spite_of_a_perplexity(perplexed: Study
     assert pareto_table(Results(perplexed), "pareto").footnotes == ["Avg is without wikitext2: there, less is better."]
 
 
-def test_a_suite_of_perplexities_alone_is_ranked_by_loss() -> None:
-    alone = study_of({"wikitext2": [{}] * 4}, {(cell, "wikitext2"): 9.0 - cell for cell in range(4)}, "perplexity")
+def test_a_suite_of_perplexities_alone_is_ranked_by_their_mean_loss_and_shown_as_perplexities() -> None:
+    alone = study_of({"wikitext2": [{}] * 4}, {(cell, "wikitext2"): 9.0 - cell for cell in range(4)})
     rows = ranked(alone)
-    assert rows["Loss"].tolist() == [9, 8, 7, 6] and rows["Avg Rank"].tolist()[1:] == [3, 2, 1]
+    for column in ("wikitext2", "Mean perplexity"):
+        assert rows[column].tolist() == pytest.approx([9, 8, 7, 6])
+    assert rows["Avg Rank"].tolist()[1:] == [3, 2, 1]
     [figure, table] = find("ranking").items(Results(alone))
     assert figure.name == "ranking" and table.frame["Criterion"].tolist() == ["MAN", "REAP", "Frequency"]
-    assert table.frame["Behind"].tolist()[1:] == [1, 2] and set(table.frame["Beside the best"][1:]) == {"not tested"}
+    assert table.frame["Behind"].tolist()[1:] == pytest.approx([1, 2]) and table.best["Mean perplexity"] == "min"
+    assert table.frame["Of unpruned"].tolist() == pytest.approx([6 / 9, 7 / 9, 8 / 9])
+    assert set(table.frame["Beside the best"][1:]) == {"not tested"}
+    two = {(cell, name): value for cell in range(4) for name, value in (("a", 2.0 + cell), ("b", 8.0))}
+    assert ranked(study_of({"a": [{}] * 4, "b": [{}] * 4}, two))["Mean perplexity"].iloc[0] == pytest.approx(4)
 
 
 asked = st.lists(st.sets(st.integers(0, 29), min_size=2), min_size=4, max_size=4)

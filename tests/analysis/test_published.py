@@ -196,7 +196,7 @@ def comparison(printed: Iterable[Printed], *, columns: bool = False) -> Comparis
     frame = pd.DataFrame(list(rows.values()), index=cells.index)
     frame = frame[sorted(frame, key=[*names.BENCHMARKS, *names.COLUMNS].index)]
     parts = {name: (name,) for name in frame} if columns else displayed(list(frame))
-    return Comparison(str(cells["model"].iloc[0]), cells, frame, parts, (), {}, frame * float("nan"))
+    return Comparison(str(cells["model"].iloc[0]), cells, frame, parts, {}, {}, frame * float("nan"))
 
 
 def models(printed: Iterable[Printed]) -> dict[str, list[Printed]]:

@@ -52,7 +52,7 @@ def study_of(criteria: tuple[str, ...] = ("man", "reap"), *, off: int = 0, **cha
     study = handmade.study_of(comparison)
     about = [(cell, name, METRICS.get(name, "acc"), len(rows[name][0])) for cell in range(len(axes)) for name in RUN]
     results = pd.DataFrame(about, columns=["cell", "benchmark", "metric", "n"])
-    study.results = results.assign(folder=results["benchmark"], expected=results["n"])
+    study.results = results.assign(folder=results["benchmark"], expected=results["n"], scale="score", unit="")
     study.calibrations = {f"c4@{model}": {"rows": 128, "length": 4096}}
     study.searches, study.kept = pd.DataFrame(columns=["cell", "generations"]), pd.DataFrame(columns=["cell"])
     asked = {"shots": 0, "max_new_tokens": 2048}
@@ -203,7 +203,7 @@ def test_mone_that_replaces_is_compared_with_the_whole_method_alone(allocation: 
     own = handmade.comparison_of([{**one, "model": key[0]} for one in axes], outcomes)
     study.cells, study.calibrations = own.every, {f"c4@{key[0]}": {"rows": 100, "length": 4096}}
     study.results = pd.DataFrame({"cell": own.cells.index, "benchmark": "boolq", "metric": "acc", "folder": "f"})
-    study.results = study.results.assign(n=3270, expected=3270)
+    study.results = study.results.assign(n=3270, expected=3270, scale="score", unit="")
     study.reader.json = lambda *_: {"protocol": {"harness": "lm_eval", "shots": 0}}
     found = verdicts(study, own, "coverage.table3")
     found = found[(found["Criterion"] != "Unpruned") & (found["Benchmark"] == "BoolQ")]

@@ -66,7 +66,7 @@ def simulated(rng: np.random.Generator, criteria: int, seeds: int, items: int, l
         plans += [own + rng.normal(0, 0.015) for _ in range(seeds)]
     outcomes = (rng.random((len(plans), items)) < np.array(plans)).astype(float)
     scores = pd.DataFrame({"gsm8k": outcomes.mean(axis=1)}, index=cells.index)
-    return Comparison("m", cells, scores, ranks.displayed(["gsm8k"]), (), {"gsm8k": outcomes}, scores * 0)
+    return Comparison("m", cells, scores, ranks.displayed(["gsm8k"]), {}, {"gsm8k": outcomes}, scores * 0)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The report: what its files say and need, what happens when an output cannot be made, and how a browser shows it."""
 
 import html
+import math
 import re
 import shutil
 import subprocess
@@ -57,7 +58,7 @@ KINDS: dict[str, dict[str, Any]] = {
 """What a study may have little or much of."""
 HEADLINE = re.compile(
     r"(?P<model>\S+), (?P<pruned>\S+ %) removed: of (?P<plans>\S+) plans?, (?P<best>.*?) has the "
-    r"(?P<what>lowest loss|best average), (?P<score>\S+) \((?P<low>\S+) to (?P<high>\S+)\), "
+    r"(?P<what>lowest mean perplexity|best average), (?P<score>\S+) \((?P<low>\S+) to (?P<high>\S+)\), "
     r"(?P<share>\d+) % of the unpruned model's; (?P<rest>.*)"
 )
 
@@ -71,7 +72,7 @@ def test_every_sentence_of_a_page_follows_from_its_tables(tmp_path: Path, kind: 
     said, study = text(page), load(store, "made_up")
     assert ("cells" in kind) == (len(study.cells) > 1000) and not list((tmp_path / "out").glob("failed/*"))
     table = pd.read_csv(tmp_path / "out" / "tables" / "ranking.csv", keep_default_na=False)
-    mean = "Loss" if kind == "perplexity" else "Avg"
+    mean = "Mean perplexity" if kind == "perplexity" else "Avg"
     table[mean] = table[mean].astype(float)
     sentences = re.findall(r"<p>(.*?)</p>", said[said.index('<section id="ranking">') :].partition("</section>")[0])
     found = [match for match in map(HEADLINE.fullmatch, sentences) if match]
@@ -85,7 +86,7 @@ def test_every_sentence_of_a_page_follows_from_its_tables(tmp_path: Path, kind: 
         best, tied = rows.iloc[0], rows[rows["Beside the best"] == "not separated"]
         assert match["plans"] == names.count(len(rows), "plan").split()[0]
         assert match["best"].startswith(best["Criterion"]) and best["Beside the best"] == "best"
-        assert best[mean] == (rows[mean].min() if mean == "Loss" else rows[mean].max())
+        assert best[mean] == (rows[mean].min() if kind == "perplexity" else rows[mean].max())
         numbers = [float(match[key]) for key in ("score", "low", "high")]
         ends = [best[mean], float(best[f"{mean} low"]), float(best[f"{mean} high"])]
         assert numbers == pytest.approx(ends, abs=6e-4) and match["what"].endswith(
@@ -106,7 +107,14 @@ def test_every_sentence_of_a_page_follows_from_its_tables(tmp_path: Path, kind: 
     own = study.samples[study.samples["cell"] == cell]
     weights = own["units"].fillna(1)
     score = float((own["outcome"] * weights).sum() / weights.sum())
-    assert (table[mean] - score).abs().min() < 1e-5
+    shown = math.exp(score) if kind == "perplexity" else score
+    assert (table[mean] - shown).abs().min() < 1e-4
+    if kind == "perplexity":
+        every = pd.read_csv(tmp_path / "out" / "tables" / "unified.table5.csv")
+        assert (every["perplexity"] - shown).abs().min() < 1e-4 and every["perplexity"].between(10, 30).all()
+        latex = (tmp_path / "out" / "tables" / "unified.table5.tex").read_text(encoding="utf-8")
+        assert f"{shown:.3f}" in latex and "less is better" in latex
+        assert "Mean perplexity, less is better (unpruned " in (tmp_path / "out" / report.SUMMARY).read_text()
     pruned = study.cells[study.cells["criterion"] != "none"]
     assert (
         f"That gave {names.count(len(pruned), 'pruned model')}, each evaluated" in said and "Nothing is missing" in said

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from handmade import UNPRUNED, cell, cells_of, comparison_of, first, results_of, study_of
+from handmade import SCORES, UNPRUNED, cell, cells_of, comparison_of, first, results_of, study_of
 
 from analysis import names
 from analysis.load import settings as cell_settings
@@ -21,6 +21,7 @@ from analysis.render.table import Table
 from analysis.stats import uncertainty
 from analysis.stats.cell_scores import CODING, MEAN, column_targets
 from analysis.stats.comparison import Comparison
+from analysis.stats.quantity import Quantity
 
 AXES = [
     UNPRUNED,
@@ -62,7 +63,7 @@ def test_models_asked_by_protocols_of_their_own_have_the_columns_of_the_paper() 
     )
     study.results = pd.DataFrame(
         [
-            {"cell": cell, "n": 20, "benchmark": name, "metric": asked[model][0]}
+            {"cell": cell, "n": 20, "benchmark": name, **SCORES, "metric": asked[model][0]}
             for cell, model in study.cells["model"].items()
             for name in names.HEAPR
         ]
@@ -159,13 +160,16 @@ def test_layers_keep_the_mean_of_their_experts_and_equal_lines_are_one() -> None
 
 def test_perplexity_is_drawn_against_the_ratio() -> None:
     axes = [UNPRUNED, *(cell("heapr", "global", ratio=ratio) for ratio in (0.2, 0.6, 0.4))]
-    losses = [[9.0, 9.5], [10, 10.5], [14, 14.5], [12, 12.5]]
-    comparison = replace(comparison_of(axes, {"wikitext": losses}), lower_is_better=("wikitext",))
+    comparison = comparison_of(axes, {"wikitext": np.log([[10, 10], [16, 25], [9, 9], [9, 16]]).tolist()})
     study = study_of(comparison)
-    [figure] = channels.loss_figure(results_of(study, [comparison]), "loss_by_ratio")
-    [points] = [line for line in figure.drawing.axes[0].lines if len(line.get_xdata()) == 3]
-    assert np.asarray(points.get_xydata()).tolist() == [[20, 10.25], [40, 12.25], [60, 14.25]]
-    comparison = replace(comparison, lower_is_better=())
+    perplexities = np.array([10, 20, 9, 12])
+    for scale, shown in (("perplexity", perplexities), ("loss", np.log(perplexities))):
+        measured = replace(comparison, quantities={"wikitext": Quantity(scale, "nats per token")})
+        [figure] = channels.loss_figure(results_of(study, [measured]), "loss_by_ratio")
+        [panel] = figure.drawing.axes
+        [points] = [line for line in panel.lines if len(line.get_xdata()) == 3]
+        assert np.asarray(points.get_ydata()) == pytest.approx(shown[[1, 3, 2]]) and scale in panel.get_ylabel()
+        assert np.asarray(panel.lines[0].get_ydata()) == pytest.approx(shown[[0, 0]])
     assert channels.loss_figure(results_of(study, [comparison]), "loss_by_ratio") == []
     assert score_rows.ratio_lines(cells_of(axes[:3]).iloc[1:]) == {}, "two ratios are no line"
 

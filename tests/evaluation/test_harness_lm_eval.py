@@ -125,6 +125,16 @@ def test_perplexity_of_answers_is_that_of_their_mean_likelihood(subject: LoadedM
     losses = [sample["outcome"] for sample in graded.samples if sample["benchmark"] == "p"]
     assert losses == pytest.approx([-likelihood for likelihood in likelihoods], abs=1e-3)
     assert accuracy["score"] in (0.0, 0.5, 1.0)
+    scales = [(result["scale"], result["unit"]) for result in graded.results]
+    assert scales == [("perplexity", "nats per answer")] * 2 + [("score", "")]
+
+
+@pytest.mark.parametrize("higher", [True, False])
+def test_the_task_says_whether_less_is_better(subject: LoadedModel, tmp_path: Path, higher: bool) -> None:
+    metrics = [{"metric": "acc", "aggregation": "mean", "higher_is_better": higher}]
+    definition = {**MULTIPLE_CHOICE, "metric_list": metrics}
+    [result] = evaluate(subject, own_task(tmp_path, NUMBERED, definition, reports={"a": "acc"})).results
+    assert result["scale"] == ("score" if higher else "loss")
 
 
 def test_an_unknown_metric_or_filter_is_said(subject: LoadedModel, tmp_path: Path) -> None:
@@ -318,6 +328,11 @@ def test_perplexities_equal_independent_computations(reader: LoadedModel, shared
     assert word["score"] == pytest.approx(naive, rel=1e-4)
     assert np.log(byte["score"]) * size == pytest.approx(np.log(naive) * words, rel=1e-4)
     assert bits["score"] == pytest.approx(np.log2(byte["score"]), rel=1e-6)
+    units = ["nats per word", "nats per byte", "bits per byte"]
+    assert [result["unit"] for result in graded.results] == units and bits["scale"] == "loss"
+    of_bits = [sample for sample in graded.samples if sample["benchmark"] == "bits_per_byte"]
+    mean = np.average([sample["outcome"] for sample in of_bits], weights=[sample["units"] for sample in of_bits])
+    assert mean == pytest.approx(bits["score"]), "outcomes are in the unit of the result"
     assert word["stderr"] is not None and word["n"] == len(rows) > 1
     outcomes = [sample["outcome"] for sample in graded.samples if sample["benchmark"] == "word_perplexity"]
     assert min(outcomes) <= np.log(naive) <= max(outcomes)

@@ -271,6 +271,12 @@ def test_perplexity_equals_an_independent_computation_in_a_whole_folder(subject:
     assert perplexity["n"] == len(windows) > 3 and loss["stderr"] is not None
     assert perplexity["stderr"] == pytest.approx(loss["stderr"] * perplexity["score"])
     rows = samples(tmp_path / "out")
+    scales = [(result["scale"], result["unit"]) for result in (perplexity, bits, loss)]
+    assert scales == [("perplexity", "nats per token"), ("loss", "bits per byte"), ("loss", "nats per token")]
+    for result, mean_outcome in ((perplexity, mean), (bits, bits["score"]), (loss, mean)):
+        own = [row for row in rows if row["benchmark"] == result["benchmark"]]
+        total = sum(row["outcome"] * row["units"] for row in own)
+        assert total / sum(row["units"] for row in own) == pytest.approx(mean_outcome, rel=1e-4)
     expected = [float(window.mean()) for window in windows]
     assert [row["outcome"] for row in rows if row["benchmark"] == "loss"] == pytest.approx(expected, rel=1e-4)
 

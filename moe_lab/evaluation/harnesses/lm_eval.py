@@ -21,7 +21,7 @@ from moe_lab.errors import UserError, check_known
 from moe_lab.evaluation import Policy
 from moe_lab.evaluation.harness import Answer, Document, Graded, Item, Pair, Text, loss_result, mean_result
 from moe_lab.evaluation.harnesses.lm_eval_tasks import first_items, label_of, tasks
-from moe_lab.results import Result, Sample
+from moe_lab.results import Result, Sample, Scale
 
 Aggregation = Callable[[Any], Any]
 
@@ -71,22 +71,11 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
     rows = _rows(questions, {answer.item: answer for answer in answers})
     samples: list[Sample] = []
     scores: list[Result] = []
-    for result, metric in benchmark.reports.items():
-        of_metric = _rows_with(metric, rows, benchmark)
-        of_loss = _OF_LOSSES.get(_aggregation(metric, by_name, benchmark))
-        name = metric.partition(",")[0]
-        # A loss is nats per unit: an answer, a word or a byte.
-        sums = [value if isinstance(value := row.metrics[name], tuple) else (value, 1.0) for row in of_metric]
-        outcomes = [-value / units if of_loss else float(value) for value, units in sums]
-        own = [_sample(result, name, row, outcome) for row, outcome in zip(of_metric, outcomes, strict=True)]
-        if of_loss:
-            own = [Sample(**{**one, "units": units}) for one, (_, units) in zip(own, sums, strict=True)]
-        samples += own
-        if of_loss:
-            of_units = loss_result(result, of_loss, outcomes, [units for _, units in sums], benchmark)
-            scores.append({**of_units, "metric": metric})
-        else:
-            scores.append(mean_result(result, metric, own, benchmark))
+    for name, metric in benchmark.reports.items():
+        aggregation = _aggregation(metric, by_name, benchmark)
+        score, of_score = _result(name, metric, aggregation, _rows_with(metric, rows, benchmark), benchmark)
+        scores.append(score)
+        samples += of_score
     asked = [of_task[0].task for of_task in questions]
     protocol = {
         "task": benchmark.task if benchmark.data is not None else next(iter(by_name)),
@@ -176,12 +165,13 @@ def _rows_with(metric: str, rows: Sequence[_Row], benchmark: BenchmarkConfig) ->
     return [row for row in rows if row.filter == chosen]
 
 
-_OF_LOSSES: Mapping[Aggregation, str] = {
-    metrics.perplexity: "perplexity",
-    metrics.weighted_perplexity: "perplexity",
-    metrics.bits_per_byte: "bits_per_byte",
+_OF_LOSSES: Mapping[Aggregation, tuple[Scale, str, float]] = {
+    metrics.perplexity: ("perplexity", "nats per answer", 1.0),
+    metrics.weighted_perplexity: ("perplexity", "", 1.0),
+    metrics.bits_per_byte: ("loss", "bits per byte", 1 / math.log(2)),
 }
-"""lm-eval's aggregations of log-likelihoods -> the metric of `loss_result` that is the same number."""
+"""lm-eval's aggregations of log-likelihoods -> scale, unit, and the unit's number in a nat. A weighted perplexity is of
+words or bytes, by which lm-eval calls it: word_perplexity."""
 _BY_ITEM = (metrics.mean, metrics.nanmean, *_OF_LOSSES)
 
 
@@ -199,6 +189,24 @@ def _aggregation(metric: str, by_name: Mapping[str, Any], benchmark: BenchmarkCo
                 f"expected a mean over items or a perplexity (the task has {possible or 'none'})"
             )
     return aggregation
+
+
+def _result(
+    result: str, metric: str, aggregation: Aggregation, rows: Sequence[_Row], benchmark: BenchmarkConfig
+) -> tuple[Result, list[Sample]]:
+    name = metric.partition(",")[0]
+    if aggregation not in _OF_LOSSES:
+        samples = [_sample(result, name, row, float(row.metrics[name])) for row in rows]
+        higher = rows[0].question.task.higher_is_better().get(name, True)
+        return mean_result(result, metric, samples, benchmark, "score" if higher else "loss"), samples
+    scale, unit, per_nat = _OF_LOSSES[aggregation]
+    sums = [value if isinstance(value := row.metrics[name], tuple) else (value, 1.0) for row in rows]
+    weights = [units for _, units in sums]
+    losses = [-value / units * per_nat for value, units in sums]
+    samples = [_sample(result, name, row, loss) for row, loss in zip(rows, losses, strict=True)]
+    samples = [Sample(**{**one, "units": units}) for one, units in zip(samples, weights, strict=True)]
+    unit = unit or f"nats per {name.partition('_')[0]}"
+    return loss_result(result, metric, scale, unit, losses, weights, benchmark), samples
 
 
 def _sample(result: str, metric: str, row: _Row, outcome: float) -> Sample:

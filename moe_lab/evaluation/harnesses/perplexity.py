@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 from moe_lab.calibration.documents import BLANK_LINE
 from moe_lab.calibration.sources import whole_text
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import Policy, mirror
 from moe_lab.evaluation.harness import Answer, Document, Graded, Item, data_files, loss_result
-from moe_lab.results import Sample
+from moe_lab.results import Sample, Scale
 
 
 def items(benchmark: BenchmarkConfig) -> list[Item]:
@@ -33,17 +35,19 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
     (answer,) = answers
     windows, text = answer.reply.windows, answer.prompt
     counts = [window.tokens for window in windows]
-    losses = [-window.nats / window.tokens for window in windows]
+    nats = [-window.nats / window.tokens for window in windows]
+    bits_per_nat = answer.reply.tokens / len(text.encode("utf-8")) / math.log(2)
     sample = answer.sample("", 0.0, "", output="")
-    samples = [
-        Sample(**{**sample, "benchmark": name, "item": str(number), "outcome": loss, "units": count})
-        for name in benchmark.reports
-        for number, (loss, count) in enumerate(zip(losses, counts, strict=True))
-    ]
-    tokens_per_byte = answer.reply.tokens / len(text.encode("utf-8"))
-    results = [
-        loss_result(name, metric, losses, counts, benchmark, tokens_per_byte)
-        for name, metric in benchmark.reports.items()
-    ]
+    samples: list[Sample] = []
+    results = []
+    for name, metric in benchmark.reports.items():
+        losses, unit = nats, "nats per token"
+        if metric == "bits_per_byte":
+            losses, unit = [loss * bits_per_nat for loss in nats], "bits per byte"
+        for number, (loss, count) in enumerate(zip(losses, counts, strict=True)):
+            about: Any = {"benchmark": name, "item": str(number), "outcome": loss, "units": count}
+            samples.append(Sample(**{**sample, **about}))
+        scale: Scale = "perplexity" if metric == "perplexity" else "loss"
+        results.append(loss_result(name, metric, scale, unit, losses, counts, benchmark))
     protocol = {"length": counts[0] + 1, "predicted_tokens": sum(counts), "prompt": text[:200]}
     return Graded(results, samples, protocol)
