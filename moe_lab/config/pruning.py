@@ -71,7 +71,8 @@ class ModelConfig(Group):
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     dtype: Precision = "auto"
-    """Weight precision once loaded: auto (as stored on CUDA, float32 on CPU), float32, bfloat16 or float16."""
+    """Weight precision once loaded: auto (as stored on CUDA, float32 on CPU), float32, bfloat16 or float16. Routers
+    that the files hold in a higher precision than most weights, and their correction biases, are not rounded."""
     device: Device = "auto"
     """Where the model runs: auto, cpu, cuda, cuda:N, or a transformers device map such as balanced."""
     threads: Annotated[int, Strict(), Field(ge=1, le=4096)] | None = None

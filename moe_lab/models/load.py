@@ -27,6 +27,7 @@ from moe_lab.models.config_json import UNPACKED, experts_implementation, quantiz
 from moe_lab.models.discover import is_ragged, routed_layers
 from moe_lab.models.families import NOT_LOADED, TOP_K_FIELDS, Family, has_causal_model, prediction_prefixes
 from moe_lab.models.files import check_code, local_folder
+from moe_lab.models.routing import restore_routing
 from moe_lab.models.transformers_private import dequantised_by_stated_blocks, dequantising, unused_tensors
 
 
@@ -49,6 +50,8 @@ def load_model(settings: ModelConfig) -> tuple[Any, Any]:
         check_sizes(empty, folder)
         model = _weights(folder, settings, dtype, device)
         tokenizer = load_tokenizer(folder, trust_remote_code=settings.trust_remote_code)
+    checkpoint = open_checkpoint(folder)
+    restore_routing(model, routed_layers(model), checkpoint, checkpoint.tensors)
     model.eval().requires_grad_(False)
     check_finite(model)
     set_top_k(model, settings.top_k)

@@ -35,6 +35,7 @@ from moe_lab.models.load import (
     set_top_k,
     skeleton,
 )
+from moe_lab.models.routing import restore_routing
 from moe_lab.models.transformers_private import compute_buffers, load_tensors
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
@@ -164,6 +165,8 @@ class StreamedModel:
             # as from_pretrained does: weights that are both in the files are not tied, whatever the configuration says
             missing = {name for name, tensor in self.model.state_dict().items() if tensor.is_meta}
             self.model.tie_weights(missing_keys=missing, recompute_mapping=False)
+        if number in self.moe:
+            restore_routing(self.model, [self.moe[number]], self.checkpoint, self._names(number))
         module.requires_grad_(False)
         own = self.model.state_dict()
         beginning = f"{self.path}." if number == REST else f"{self.path}.{number}."

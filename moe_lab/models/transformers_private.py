@@ -9,7 +9,7 @@ source file of transformers as text; its tests compare the result with the class
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from math import ceil
 from types import SimpleNamespace
@@ -129,17 +129,28 @@ class _DequantizeStatedBlocks(Fp8Dequantize):
 def unused_tensors(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
     """Those of `names`, the tensors of a plain checkpoint, that from_pretrained leaves out of `model`, but for those
     that the model's class ignores on purpose."""
-    mapping, expected, prefix = get_model_conversion_mapping(model), model.state_dict(), model.base_model_prefix
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    unused = {}
-    for name in sorted(names, key=dot_natural_key):  # some renamings depend on the names before
-        renamed, _ = rename_source_key(name, renamings, converters, prefix, expected)
-        if renamed not in expected and name not in expected:
-            unused[renamed] = name
+    expected = model.state_dict()
+    unused = {
+        renamed: name for name, renamed, _ in _renamed(model, names) if renamed not in expected and name not in expected
+    }
     report: Any = SimpleNamespace(missing_keys=set(), unexpected_keys=set(unused))
     model._adjust_missing_and_unexpected_keys(report)
     return [unused[renamed] for renamed in report.unexpected_keys]
+
+
+def copied_tensors(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """Name in `model` -> name in the checkpoint, one of `names`, of each tensor that from_pretrained reads without
+    changing more than its precision."""
+    return {renamed: name for name, renamed, converter in _renamed(model, names) if converter is None}
+
+
+def _renamed(model: PreTrainedModel, names: Iterable[str]) -> Iterator[tuple[str, str, str | None]]:
+    """(name in a checkpoint, name in `model`, the pattern of what converts the tensor) of each of `names`."""
+    mapping, expected, prefix = get_model_conversion_mapping(model), model.state_dict(), model.base_model_prefix
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    for name in sorted(names, key=dot_natural_key):  # some renamings depend on the names before
+        yield name, *rename_source_key(name, renamings, converters, prefix, expected)
 
 
 def to_checkpoint(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -18,7 +18,9 @@ from safetensors.torch import load_file, save_file
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import open_checkpoint
 from moe_lab.models.discover import MoELayer, moe_layers
-from moe_lab.models.families import FAMILIES, Family, family_of, split
+from moe_lab.models.families import DISK_ROUTER_WEIGHTS, DISK_ROUTING_VECTORS, FAMILIES, Family, family_of, split
+from moe_lab.models.load import load_model
+from moe_lab.models.streamed import open_streamed
 from moe_lab.pruning.cost import size
 from moe_lab.pruning.export import export
 from moe_lab.pruning.mask import mask
@@ -109,6 +111,39 @@ def test_experts_stored_in_several_precisions(types: tuple[torch.dtype, ...], wa
     expected = prune(model, plan).state_dict()
     for name, tensor in loaded.state_dict().items():
         torch.testing.assert_close(tensor, expected[name], rtol=rounding, atol=rounding / 1000)
+
+
+ROUTING = tuple(f".{name}" for name in (*DISK_ROUTER_WEIGHTS, *DISK_ROUTING_VECTORS))
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_routing_keeps_the_precision_of_the_files(name: str, tmp_path: Path) -> None:
+    """In a model that is stored and loaded in bfloat16 otherwise, whole, by layers, masked, pruned and exported."""
+    folder, narrow = tmp_path / "model", {"dtype": "bfloat16", "trust_remote_code": True}
+    tiny.save(name, folder)
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for path, tensor in tensors.items():
+            tensors[path] = tensor + 7 if path.endswith(ROUTING) and "bias" in path else tensor
+            tensors[path] = tensors[path].to(torch.float32 if path.endswith(ROUTING) else torch.bfloat16)
+
+    tiny.rewrite(folder, change)
+    stored = {path: tensor for path, tensor in tiny.weights(folder).items() if path.endswith(ROUTING)}
+    model, by_layer = load_model(tiny.settings(folder, **narrow))[0], open_streamed(tiny.settings(folder, **narrow))[0]
+    for layer in moe_layers(model):
+        in_files = {tensor.numel(): tensor for path, tensor in stored.items() if f".{layer.index}." in path}
+        for _ in range(2):
+            with by_layer.layer(layer.index):
+                for part in (*layer.routing, *by_layer.moe[layer.index].routing):
+                    assert part.tensor.dtype == torch.float32
+                    assert torch.equal(part.tensor, in_files[part.tensor.numel()].view_as(part.tensor))
+    assert model.get_input_embeddings().weight.dtype == torch.bfloat16
+    plan = random_plan(model, "even")
+    expected = tiny.logits(prune(model, plan))
+    with mask(model, plan):
+        assert torch.equal(tiny.logits(model), expected)
+    exported, _ = load_model(tiny.settings(export(folder, plan, tmp_path / "out"), **narrow))
+    assert torch.equal(tiny.logits(exported), expected)
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)

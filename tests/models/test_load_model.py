@@ -25,7 +25,7 @@ from moe_lab.config import ModelConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.models import config_json, experts, files, load, streamed
 from moe_lab.models.config_json import size_of
-from moe_lab.models.discover import routed_layers
+from moe_lab.models.discover import moe_layers, routed_layers
 from moe_lab.models.facts import facts
 from moe_lab.models.files import check, fingerprint, fingerprint_of, local_folder
 from moe_lab.models.load import load_model
@@ -91,6 +91,14 @@ def test_layers_have_the_models_weights(name: str, stored: torch.dtype, dtype: t
             found = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
             for own, weight in (*expected.named_parameters(), *expected.named_buffers()):
                 assert torch.equal(found[own], weight) and found[own].dtype == weight.dtype, own
+
+
+def test_a_router_is_narrowed_with_the_model_and_its_biases_are_not(tmp_path: Path) -> None:
+    """Of a checkpoint that is stored in one precision."""
+    tiny.save("minimax_m2", tmp_path)
+    model, _ = load_model(settings(tmp_path, dtype="bfloat16"))
+    types = {part.name: part.tensor.dtype for part in moe_layers(model)[0].routing}
+    assert types == {"weight": torch.bfloat16, "e_score_correction_bias": torch.float32}
 
 
 @pytest.mark.parametrize("shape", [(24, 30), (24, 1), (12, 32)])
