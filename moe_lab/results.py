@@ -69,8 +69,8 @@ class Sample(TypedDict):
     """Loss on the right answer after the prompt, in bits per byte of the answer; lower is better. None or absent
     without a reference answer or its likelihood."""
     units: NotRequired[float | None]
-    """Weight of the item in a score that is a loss or a perplexity: its tokens, words or bytes; None or absent where
-    all items count alike."""
+    """Weight of the item in the score: the tokens, words or bytes of a loss or a perplexity, or what makes tasks of a
+    group count alike; None or absent where all items do."""
 
 
 class ResultFile(TypedDict):

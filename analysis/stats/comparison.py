@@ -278,13 +278,14 @@ class Comparison:
         }
 
     def _right_or_wrong(self, target: Target) -> np.ndarray | None:
-        """The target's outcomes if it is one benchmark whose items are right or wrong; None otherwise."""
+        """The target's outcomes if it is one benchmark whose items are right or wrong and count alike, else None."""
         benchmarks = list(self.weights(target))
         return self.outcomes[benchmarks[0]] if len(benchmarks) == 1 and benchmarks[0] in self._binary else None
 
     @cached_property
     def _binary(self) -> set[str]:
-        return {name for name, answers in self.outcomes.items() if evaluations.binary(answers)}
+        alike = self.outcomes.keys() - self.units.keys()
+        return {name for name in alike if evaluations.binary(self.outcomes[name])}
 
     @cached_property
     def panels(self) -> list[Panel]:

@@ -54,6 +54,15 @@ def test_intervals_over_seeds_and_items_cover_what_they_promise(kind: str, of: t
         assert np.mean([estimate.p < 0.05 for estimate in found]) <= (0.12 if seeds == 2 else 0.08)
 
 
+def test_right_or_wrong_items_that_do_not_count_alike_have_no_exact_test() -> None:
+    """As those of a group whose tasks count alike and have different numbers of items."""
+    alike = comparison_of([UNPRUNED, cell("reap"), cell("ean")], {"gsm8k": [first(20), first(15), first(10)]})
+    weighted = replace(alike, units={"gsm8k": np.repeat([1.5, 0.5], 20)})
+    estimates = [comparison.difference(("gsm8k",), 1, 2) for comparison in (alike, weighted)]
+    assert [estimate.value for estimate in estimates] == pytest.approx([5 / 40, 1.5 * 5 / 40])
+    assert np.isnan([estimate.exact for estimate in estimates]).tolist() == [False, True]
+
+
 def simulated(rng: np.random.Generator, criteria: int, seeds: int, items: int, lead: float) -> Comparison:
     """Methods with right-or-wrong answers, of which the first is better by `lead`. Standard deviations: 0.2 between
     items, 0.05 of item x method, 0.015 between seeds."""

@@ -28,11 +28,13 @@ from harness_files import (
     subject_rows,
     write_lines,
 )
+from lm_eval import evaluator
+from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 from transformers import AutoTokenizer
 
 from benchmarks import choices
-from benchmarks.data_sets import mirror_files
+from benchmarks.data_sets import mirror_files, write_data_set
 from benchmarks.models import random_model
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
@@ -245,6 +247,45 @@ def test_an_empty_stop_text_ends_nothing(subject: LoadedModel, tmp_path: Path, u
     assert sample["output"] == write(subject, [str(items[0]["q"])], 4)[0] != ""
 
 
+@pytest.mark.parametrize("name", ["max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"])
+def test_generation_settings_are_followed(subject: LoadedModel, tmp_path: Path, name: str) -> None:
+    """As by lm-eval, which is greedy where nothing is sampled, and takes max_gen_toks before other names."""
+    greedy = {"do_sample": False, "temperature": 0.7, "top_p": 0.9, "num_beams": 1, "repetition_penalty": 1.0}
+    settings = {"max_completion_tokens": 7, name: 3, "until": "<none>", **greedy}
+    items = [{"id": "1", "q": "A bird sleeps in a", "label": "nest"}]
+    benchmark = own_task(tmp_path, items, {**GENERATED, "generation_kwargs": settings})
+    equals_lm_eval(subject, benchmark)
+    (sample,) = evaluate(subject, benchmark).samples
+    assert sample["output"] == write(subject, ["A bird sleeps in a"], 3)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_beams", 4),
+        ("repetition_penalty", 3.0),
+        ("no_repeat_ngram_size", 2),
+        ("min_new_tokens", 20),
+        ("max_length", 20),
+        ("max_gen_tok", 20),
+        ("max_tokens", 0),
+        ("max_tokens", "many"),
+        ("until", 5),
+        ("until", [5]),
+        ("temperature", 0.7),
+    ],
+)
+def test_generation_settings_that_are_not_followed_are_refused(
+    subject: LoadedModel, tmp_path: Path, name: str, value: Any
+) -> None:
+    definition = {**GENERATED, "generation_kwargs": {name: value}}
+    items = [{"q": "A bird sleeps in a", "label": "nest"}]
+    with pytest.raises(
+        UserError, match=rf"own.*generation_kwargs.*{re.escape(str(value if name == 'max_tokens' else name))}"
+    ):
+        evaluate(Unasked(subject.model, subject.tokenizer), own_task(tmp_path, items, definition))
+
+
 REAL = ("arc_challenge", "arc_easy", "openbookqa", "winogrande", "piqa", "mmlu")
 
 
@@ -302,6 +343,57 @@ def test_every_question_of_a_group_counts_the_same(reader: LoadedModel, tmp_path
     limited = evaluate(reader, replace(benchmark, limit=59))
     assert len({str(sample["item"]).partition("/")[0] for sample in limited.samples}) == 57, "each before any twice"
     assert limited.results[0]["n"] == 59
+
+
+def mirrored_group(folder: Path, task: str, of_lm_eval: str, parts: dict[str, Rows]) -> BenchmarkConfig:
+    """A group of lm-eval in the folder `of_lm_eval`, with a mirror of the rows of each subset."""
+    benchmark = BenchmarkConfig(
+        name=task,
+        harness="lm_eval",
+        task=task,
+        data="owner/data",
+        split="test",
+        root=str(folder / "data"),
+        parameters={"folder": of_lm_eval},
+    )
+    mirror.make(benchmark, write_data_set(folder / "source", {(name, "test"): rows for name, rows in parts.items()}))
+    return benchmark
+
+
+def test_tasks_of_a_group_count_as_in_lm_eval(reader: LoadedModel, tmp_path: Path) -> None:
+    """A group with weight_by_size=false, whose tasks have different numbers of items."""
+    subsets = sorted(file.stem for file in (Path(lm_eval.__file__).parent / "tasks/bhs").glob("basque-*.yaml"))
+    good, bad = {"ending_good": "nest.", "ending_bad": "kennel."}, {"ending_good": "kennel.", "ending_bad": "nest."}
+    parts: dict[str, Rows] = {}
+    for number, subset in enumerate(subsets):
+        endings = [good] * (8 if number else 20) + [bad] * 2
+        parts[subset] = [{"context": f"Bird {n} sleeps in a", **row} for n, row in enumerate(endings)]
+    benchmark = mirrored_group(tmp_path, "bhs_basque", "bhs", parts)
+    benchmark = replace(benchmark, reports={"bhs": "acc", "bhs,none": "acc,none"})
+    loaded = lm_eval_tasks.tasks_and_groups(benchmark)
+    lm = HFLM(reader.model, tokenizer=reader.tokenizer)
+    expected = evaluator.evaluate(lm=lm, task_dict=loaded, bootstrap_iters=1)["groups"]["bhs_basque"]
+    graded = evaluate(reader, benchmark)
+    for result in graded.results:
+        samples = [sample for sample in graded.samples if sample["benchmark"] == result["benchmark"]]
+        outcomes, units = ([float(str(sample[key])) for sample in samples] for key in ("outcome", "units"))
+        assert result["score"] == pytest.approx(expected["acc,none"])
+        assert result["stderr"] == pytest.approx(expected["acc_stderr,none"])
+        assert result["n"] == len(samples) == 92
+        assert np.average(outcomes, weights=units) == pytest.approx(result["score"])
+        assert abs(np.mean(outcomes) - result["score"]) > 1e-3, "items do not count alike"
+    with pytest.raises(UserError, match=r"metric=acc_norm.*bhs_basque.*acc"):
+        evaluate(Unasked(reader.model, reader.tokenizer), replace(benchmark, reports={"bhs": "acc_norm"}))
+
+
+def test_a_perplexity_of_several_tasks_is_refused(reader: LoadedModel, tmp_path: Path) -> None:
+    """lm-eval takes the mean of their perplexities, which is no perplexity."""
+    folder = Path(lm_eval.__file__).parent / "tasks/uncheatable_eval"
+    names = [file.stem.removeprefix("uncheatable_eval_") for file in folder.glob("uncheatable_eval_*.yaml")]
+    rows: Rows = [{"category": name, "content": "A bird sleeps in a nest."} for name in names]
+    benchmark = mirrored_group(tmp_path, "uncheatable_eval", "uncheatable_eval", {"default": rows})
+    with pytest.raises(UserError, match=r"metric=bits_per_byte.*expected one task"):
+        evaluate(Unasked(reader.model, reader.tokenizer), replace(benchmark, reports={"bits": "bits_per_byte"}))
 
 
 def test_perplexities_equal_independent_computations(reader: LoadedModel, shared_data: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, check_known
 from moe_lab.evaluation import Policy
 from moe_lab.evaluation.harness import Answer, Document, Graded, Item, Pair, Text, loss_result, mean_result
-from moe_lab.evaluation.harnesses.lm_eval_tasks import first_items, label_of, tasks
+from moe_lab.evaluation.harnesses.lm_eval_tasks import first_items, label_of, tasks, weights_tasks_equally
 from moe_lab.results import Result, Sample, Scale
 
 Aggregation = Callable[[Any], Any]
@@ -49,7 +49,7 @@ class _Row:
 
 
 def items(benchmark: BenchmarkConfig) -> list[Item]:
-    """What a task asks about its items, or a group of tasks whose items have equal weight.
+    """What a task, or a group of tasks, asks about its items.
 
     Raises UserError for a metric that the task lacks or that has no outcome of an item, and a task that samples, runs
     programs or shows images.
@@ -57,6 +57,7 @@ def items(benchmark: BenchmarkConfig) -> list[Item]:
     by_name = tasks(benchmark)
     for metric in benchmark.reports.values():
         _aggregation(metric, by_name, benchmark)
+        weights_tasks_equally(benchmark, metric)
     return [
         Item(question.name, tuple(_request(request, question, benchmark) for request in question.requests))
         for of_task in _questions(by_name, benchmark)
@@ -116,16 +117,46 @@ def _request(request: Instance, question: _Question, benchmark: BenchmarkConfig)
         context = json.loads(context)
     if request.request_type != "generate_until":
         return Pair(context, other)
-    if other.get("do_sample") or float(other.get("temperature") or 0) > 0:
-        raise UserError(f"the task's generation_kwargs {dict(other)} ask for sampling: only greedy generation is done")
-    until = other.get("until") or []
-    # As in lm-eval, an empty stop text ends nothing.
-    stop = tuple(text for text in ([until] if isinstance(until, str) else until) if text)
+    most, stop = _limit_and_stop(other, question.task.config.task, benchmark)
     target = question.task.doc_to_target(question.doc)
     reference = None
     if isinstance(target, str) and not benchmark.chat:  # the right answer as it follows the prompt
         reference = f"{question.task.config.target_delimiter}{target}"
-    return Text(context, int(other.get("max_gen_toks", 256)), stop, reference)
+    return Text(context, most, stop, reference)
+
+
+_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""Names of the largest number of tokens, by lm-eval's priority."""
+_OF_SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p")
+_NEUTRAL = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "repetition_penalty": 1,
+    "no_repeat_ngram_size": 0,
+    "min_new_tokens": 0,
+}
+"""Settings that greedy generation follows at one value alone."""
+
+
+def _limit_and_stop(settings: Mapping[str, Any], task: str, benchmark: BenchmarkConfig) -> tuple[int, tuple[str, ...]]:
+    """The largest number of tokens and the stop texts of a task's generation_kwargs, read as by lm-eval. UserError for
+    settings that greedy generation does not follow."""
+    settings = {name: value for name, value in settings.items() if value is not None}
+    field = f"benchmark {benchmark.name}: {task}: generation_kwargs"
+    if settings.get("do_sample", float(settings.get("temperature", 0)) > 0):
+        raise UserError(f"{field} {settings} ask for sampling: expected do_sample=false, as generation is greedy")
+    for name, value in settings.items():
+        check_known(field, name, ("until", *_LIMITS, *_OF_SAMPLING, *_NEUTRAL))
+        if value != _NEUTRAL.get(name, value):
+            raise UserError(f"{field}.{name}={value}: only greedy generation is done, expected {_NEUTRAL[name]}")
+    most = next((settings[name] for name in _LIMITS if name in settings), 256)
+    if not str(most).isdigit() or int(most) < 1:
+        raise UserError(f"{field}.max_gen_toks={most}: expected a number of tokens, 1 or more")
+    until = settings.get("until", [])
+    texts = [until] if isinstance(until, str) else until
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise UserError(f"{field}.until={until}: expected a text, or a list of texts")
+    return int(most), tuple(text for text in texts if text)  # as in lm-eval, an empty stop text ends nothing
 
 
 def _rows(questions: Sequence[Sequence[_Question]], answers: Mapping[str, Answer]) -> list[_Row]:
@@ -188,6 +219,11 @@ def _aggregation(metric: str, by_name: Mapping[str, Any], benchmark: BenchmarkCo
                 f"benchmark {benchmark.name}: metric={metric} of {task} is computed from all items together, by {how}: "
                 f"expected a mean over items or a perplexity (the task has {possible or 'none'})"
             )
+    if aggregation in _OF_LOSSES and len(by_name) > 1:
+        raise UserError(
+            f"benchmark {benchmark.name}: metric={metric} of {len(by_name)} tasks together: lm-eval takes the mean of "
+            f"their perplexities, which has no outcome of an item, expected one task, such as {next(iter(by_name))}"
+        )
     return aggregation
 
 
@@ -197,8 +233,12 @@ def _result(
     name = metric.partition(",")[0]
     if aggregation not in _OF_LOSSES:
         samples = [_sample(result, name, row, float(row.metrics[name])) for row in rows]
-        higher = rows[0].question.task.higher_is_better().get(name, True)
-        return mean_result(result, metric, samples, benchmark, "score" if higher else "loss"), samples
+        scale: Scale = "score" if rows[0].question.task.higher_is_better().get(name, True) else "loss"
+        if not weights_tasks_equally(benchmark, metric):
+            return mean_result(result, metric, samples, benchmark, scale), samples
+        of_tasks = _by_task(rows, samples)
+        means = [mean_result(result, metric, of_task, benchmark, scale) for of_task in of_tasks]
+        return _mean_of_tasks(means), [sample for of_task in of_tasks for sample in of_task]
     scale, unit, per_nat = _OF_LOSSES[aggregation]
     sums = [value if isinstance(value := row.metrics[name], tuple) else (value, 1.0) for row in rows]
     weights = [units for _, units in sums]
@@ -207,6 +247,23 @@ def _result(
     samples = [Sample(**{**one, "units": units}) for one, units in zip(samples, weights, strict=True)]
     unit = unit or f"nats per {name.partition('_')[0]}"
     return loss_result(result, metric, scale, unit, losses, weights, benchmark), samples
+
+
+def _by_task(rows: Sequence[_Row], samples: Sequence[Sample]) -> list[list[Sample]]:
+    """The samples of each task, weighted so that tasks count alike and the weights sum to the number of samples."""
+    of_tasks: dict[str, list[Sample]] = {}
+    for row, sample in zip(rows, samples, strict=True):
+        of_tasks.setdefault(row.question.task.config.task, []).append(sample)
+    share = len(samples) / len(of_tasks)
+    return [[Sample(**{**sample, "units": share / len(own)}) for sample in own] for own in of_tasks.values()]
+
+
+def _mean_of_tasks(results: Sequence[Result]) -> Result:
+    """The mean of the scores of several tasks, with its standard error, as in lm-eval's `unweighted_mean_stderr`."""
+    errors = [result["stderr"] for result in results if result["stderr"] is not None]
+    stderr = math.hypot(*errors) / len(results) if len(errors) == len(results) else None
+    score = math.fsum(result["score"] for result in results) / len(results)
+    return {**results[0], "score": score, "stderr": stderr, "n": sum(result["n"] for result in results)}
 
 
 def _sample(result: str, metric: str, row: _Row, outcome: float) -> Sample:

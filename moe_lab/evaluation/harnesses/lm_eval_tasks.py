@@ -26,14 +26,19 @@ from moe_lab.evaluation.suite import question_identity, task_folder
 
 SEED = 1234
 """The default of lm-eval's own command line."""
-_built: dict[str, dict[str, Any]] = {}
+_built: dict[str, Mapping[str, Any]] = {}
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
 datasets.disable_progress_bars()
 
 
 def tasks(benchmark: BenchmarkConfig) -> dict[str, Any]:
-    """Name -> task with its requests; several for a group such as mmlu. Built once per process for the same data and
-    settings.
+    """Name -> task with its requests; several for a group such as mmlu. UserError as for `tasks_and_groups`."""
+    by_name: dict[str, Any] = tasks_and_groups(benchmark)["tasks"]
+    return by_name
+
+
+def tasks_and_groups(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
+    """`tasks` with their requests, and `groups`, by name. Built once per process for the same data and settings.
 
     Raises UserError when the task's split is not the benchmark's, when the task lacks examples to show, or when an item
     to evaluate has no right answer.
@@ -45,8 +50,27 @@ def tasks(benchmark: BenchmarkConfig) -> dict[str, Any]:
     return _built[key]
 
 
-def _with_requests(benchmark: BenchmarkConfig) -> dict[str, Any]:
-    by_name = _stock(benchmark) if benchmark.data is not None else _own(benchmark)
+def weights_tasks_equally(benchmark: BenchmarkConfig, metric: str) -> bool:
+    """Whether the tasks of a group count alike in a metric, whatever their numbers of items: lm-eval's
+    weight_by_size=false. A group without rules weights its items equally. UserError for a metric without a rule in a
+    group that has rules for others."""
+    groups = list(tasks_and_groups(benchmark)["groups"].values())
+    if not groups or not groups[0].aggregate_metric_list:  # the others are its subgroups, which have no say
+        return False
+    rules = groups[0].aggregate_metric_list
+    name, _, chosen = metric.partition(",")
+    for rule in reversed(rules):  # of several, the last one counts
+        if rule.metric == name and (not chosen or chosen in (rule.filter_list or [chosen])):
+            return not rule.weight_by_size
+    raise UserError(
+        f"benchmark {benchmark.name}: metric={metric} is none that lm-eval computes for the group {groups[0].name}: "
+        f"expected {', '.join(sorted({rule.metric for rule in rules}))}, or one of its tasks"
+    )
+
+
+def _with_requests(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
+    loaded = _stock(benchmark) if benchmark.data is not None else _own(benchmark)
+    by_name = loaded["tasks"]
     for name, task in by_name.items():
         _set(task, name, benchmark)
     for name, numbers in first_items(by_name, benchmark.limit).items():
@@ -60,10 +84,10 @@ def _with_requests(benchmark: BenchmarkConfig) -> dict[str, Any]:
             # lm-eval wants a conversation as a text, which `lm_eval._request` reads
             chat_template=(lambda messages, **_: json.dumps(messages)) if benchmark.chat else None,
         )
-    return by_name
+    return loaded
 
 
-def _stock(benchmark: BenchmarkConfig) -> dict[str, Any]:
+def _stock(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
     """A task or group of lm-eval that reads the benchmark's mirror; only its folder is indexed."""
     manager = TaskManager(include_path=str(task_folder(benchmark)), include_defaults=False)
     subsets = mirror.subsets(benchmark)
@@ -80,32 +104,33 @@ def _stock(benchmark: BenchmarkConfig) -> dict[str, Any]:
     return _load(manager, benchmark.task, from_mirror)
 
 
-def _own(benchmark: BenchmarkConfig) -> dict[str, Any]:
+def _own(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
     """The task in a file of lm-eval's format, whose items are the JSON lines file with the same name; or the one that
     the benchmark defines, whose items are benchmark.task. All its splits are those items."""
     *files, items = data_files(benchmark)
     manager, defined = TaskManager(include_defaults=False), {"task": benchmark.name, "test_split": "test"}
     definition = str(files[0]) if files else {**defined, **benchmark.parameters["definition"]}
-    by_name = _load(manager, definition, lambda *_, **__: _Splits(defaultdict(lambda: [items])))
-    for task in by_name.values():
+    loaded = _load(manager, definition, lambda *_, **__: _Splits(defaultdict(lambda: [items])))
+    for task in loaded["tasks"].values():
         if _source_of_examples(task) is not None:
             # lm-eval leaves an item out of its own examples only where both are of the same, named test split.
             task.config.test_split = task.config.fewshot_config.split = _evaluated_split(task)
-    return by_name
+    return loaded
 
 
 def _load(
     manager: TaskManager, task: str | dict[str, Any], load_dataset: Callable[..., Mapping[str, Any]]
-) -> dict[str, Any]:
+) -> Mapping[str, Any]:
+    """The tasks and groups by name, the one that is asked for first."""
     with patch.object(datasets, "load_dataset", load_dataset):
         try:
-            by_name: dict[str, Any] = manager.load([task])["tasks"]
+            loaded: Mapping[str, Any] = manager.load([task])
         except IndexError as error:  # lm-eval tries the first item
             raise UserError(
                 f"task={task}: the first item cannot be read: expected one or more items, a label that is one of the "
                 f"choices, and no empty choice"
             ) from error
-    return by_name
+    return loaded
 
 
 class _Splits(dict[str, Any]):
