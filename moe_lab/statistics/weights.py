@@ -1,17 +1,21 @@
-"""Sums over the weights of experts, channels and pairs of experts, from a checkpoint's shards: no model is loaded."""
+"""Sums over the weights of experts, channels and pairs of experts: from a checkpoint's shards, for which no model is
+loaded, or from a model in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from safetensors import safe_open
+from torch import nn
 from torch.linalg import vector_norm
 
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import Checkpoint, open_checkpoint, read_json
+from moe_lab.models.discover import check_in_memory, moe_layers
 from moe_lab.models.experts import wide
 from moe_lab.models.families import Place, family_of, split
 from moe_lab.statistics import Layers, Statistics
@@ -20,22 +24,24 @@ BLOCK = 1 << 23
 """Number of weights of all experts of a layer together that are compared at once: 64 MiB in fp64."""
 PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Unquantised dtypes, by their names in safetensors."""
+Source: TypeAlias = Path | str | nn.Module
+"""A folder with a checkpoint in safetensors, or a model in memory, whose weights count as they are now."""
 
 
-def weigh_experts(folder: Path | str, *, device: str = "cpu") -> Statistics:
-    """Sum |w| and w^2 over each expert's weights, and count them: abs_sum (E,), square_sum (E,), count () by layer.
-    `folder` is a checkpoint in safetensors. An expert's gate, up and down weights count; biases, routers and shared
-    experts do not. Sums are taken on `device`, cpu or cuda[:N], in fp32 within a row and fp64 across. UserError for a
-    folder without experts, quantised experts, damaged shards, and weights that are not finite (naming them)."""
+def weigh_experts(source: Source, *, device: str = "cpu") -> Statistics:
+    """Sum |w| and w^2 over each expert's weights, and count them: abs_sum (E,), square_sum (E,), count () by layer. An
+    expert's gate, up and down weights count; biases, routers and shared experts do not. Sums are taken in fp32 within a
+    row and fp64 across: of files on `device`, cpu or cuda[:N]; of a model in memory where its weights are. UserError
+    for a source without experts, quantised experts, damaged shards, and weights that are not finite (naming them)."""
 
     def measure(name: str, place: Place, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         (absolute,), (square,) = rows_absolute_and_square(weights[None])
         return {"abs_sum": absolute, "square_sum": square, "count": torch.tensor(weights.numel())}
 
-    layers = _measured(Path(folder), device, measure)
+    layers = _measured(source, device, measure)
     for layer, sums in layers.items():
         if len(set(sums["count"].tolist())) > 1:
-            raise _incomplete(Path(folder), layer)
+            raise _incomplete(source, layer)
         sums["count"] = sums["count"][0]
     return Statistics(layers, {"kind": "weights"})
 
@@ -44,12 +50,14 @@ Measure = Callable[[str, Place, torch.Tensor], dict[str, torch.Tensor]]
 """Name, place and weights of a matrix of one expert -> statistics to add to those of the expert."""
 
 
-def _measured(folder: Path, device: str, measure: Measure) -> Layers:
+def _measured(source: Source, device: str, measure: Measure) -> Layers:
     """layer -> statistic (E, ...) fp64: sums of `measure` over the matrices of each expert, in the order of the bytes.
-    UserError for a folder without experts, sums that are NaN or infinite, and experts with other sums than the
+    UserError for a source without experts, sums that are NaN or infinite, and experts with other sums than the
     others."""
     sums: dict[int, dict[str, dict[int, torch.Tensor]]] = {}
-    for name, place, expert, weights in expert_weights(open_checkpoint(folder), device):
+    opened = _open(source)
+    matrices = opened.matrices() if isinstance(opened, Stacks) else expert_weights(opened, device)
+    for name, place, expert, weights in matrices:
         for statistic, values in measure(name, place, weights).items():
             values = values.double().cpu()
             if not bool(values.isfinite().all()):
@@ -60,15 +68,15 @@ def _measured(folder: Path, device: str, measure: Measure) -> Layers:
     for layer, named in sorted(sums.items()):
         experts = range(1 + max(expert for rows in named.values() for expert in rows))
         if any(len(rows) != len(experts) for rows in named.values()):
-            raise _incomplete(folder, layer)
+            raise _incomplete(source, layer)
         if len({row.shape for rows in named.values() for row in rows.values()}) > 1:
-            raise UserError(f"model.path={folder}: experts of layer {layer} have unequal widths, expected one width")
+            raise UserError(f"model.path={source}: experts of layer {layer} have unequal widths, expected one width")
         layers[layer] = {name: torch.stack([rows[expert] for expert in experts]) for name, rows in named.items()}
     return layers
 
 
-def _incomplete(folder: Path, layer: int) -> UserError:
-    return UserError(f"model.path={folder} lacks weights of some experts of layer {layer}: a shard is missing")
+def _incomplete(source: Source, layer: int) -> UserError:
+    return UserError(f"model.path={source} lacks weights of some experts of layer {layer}: a shard is missing")
 
 
 def rows_absolute_and_square(experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,6 +85,36 @@ def rows_absolute_and_square(experts: torch.Tensor) -> tuple[torch.Tensor, torch
     dtype = torch.promote_types(experts.dtype, torch.float32)
     absolute, length = (vector_norm(experts, order, dim=-1, dtype=dtype).double() for order in (1, 2))
     return absolute.sum(-1), length.square().sum(-1)
+
+
+class Stacks:
+    """The stacked matrices of the routed experts of a model in memory, which are read like those of a checkpoint."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """UserError for a model that cannot be scored, and for offloaded weights."""
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.places: dict[str, Place] = {}
+        for layer in moe_layers(model):
+            check_in_memory(layer)
+            for stack, axes in layer.family.stacks.items():
+                if not axes.is_bias:
+                    name = f"{layer.name}.{stack}"
+                    self.tensors[name] = getattr(layer.experts, stack).detach()
+                    self.places[name] = Place(layer.name, layer.index, "stack", axes=axes)
+
+    def matrices(self) -> Iterator[tuple[str, Place, int, torch.Tensor]]:
+        """(name, place, expert, weights) of every matrix, as by `expert_weights`."""
+        for name, stack in self.tensors.items():
+            for expert, weights in enumerate(stack):
+                yield name, self.places[name], expert, weights
+
+    def slices(self, names: Iterable[str], files: ExitStack) -> dict[str, torch.Tensor]:
+        """Name -> tensor; as `Checkpoint.slices`, without files."""
+        return {name: self.tensors[name] for name in names}
+
+
+def _open(source: Source) -> Checkpoint | Stacks:
+    return Stacks(source) if isinstance(source, nn.Module) else open_checkpoint(Path(source))
 
 
 def expert_weights(checkpoint: Checkpoint, device: str = "cpu") -> Iterator[tuple[str, Place, int, torch.Tensor]]:
@@ -113,38 +151,38 @@ def projections(checkpoint: Checkpoint) -> dict[str, Place]:
     return places
 
 
-def compare_experts(folder: Path | str, *, device: str = "cpu") -> Statistics:
+def compare_experts(source: Source, *, device: str = "cpu") -> Statistics:
     """Sum the squared differences of the weights of each two experts of a layer: weight_distance_square (E, E), fp64.
     Weights of gate_proj and up_proj count, as in MergeMoE (arXiv 2510.14436). They are compared in fp64, because small
-    distances are differences of large sums. Arguments and errors are those of `weigh_channels`."""
-    folder = Path(folder)
-    checkpoint = open_checkpoint(folder)
+    distances are differences of large sums, on `device`. Arguments and errors are those of `weigh_experts`."""
+    opened = _open(source)
+    places = opened.places if isinstance(opened, Stacks) else projections(opened)
     parts: dict[int, dict[tuple[str, ...], dict[int, str]]] = {}
-    for name, place in projections(checkpoint).items():
+    for name, place in places.items():
         if place.axes is not None and place.axes.roles != ("down",):
             parts.setdefault(place.layer, {}).setdefault(place.axes.roles, {})[place.expert or 0] = name
     layers: Layers = {}
     for layer, matrices in sorted(parts.items()):
         experts = range(max(map(len, matrices.values())))
         if any(sorted(names) != list(experts) for names in matrices.values()):
-            raise _incomplete(folder, layer)
+            raise _incomplete(source, layer)
         products = torch.zeros((), dtype=torch.float64)
         for names in matrices.values():
-            for block in _blocks(checkpoint, layer, [names[expert] for expert in experts], device):
+            for block in _blocks(opened, layer, [names[expert] for expert in experts], device):
                 products = products + (block @ block.T).cpu()
         squares = products.diag()
         layers[layer] = {"weight_distance_square": (squares[:, None] + squares - products - products.T).clamp(min=0)}
     return Statistics(layers, {"kind": "weight_distances"})
 
 
-def _blocks(checkpoint: Checkpoint, layer: int, names: Sequence[str], device: str) -> Iterator[torch.Tensor]:
+def _blocks(opened: Checkpoint | Stacks, layer: int, names: Sequence[str], device: str) -> Iterator[torch.Tensor]:
     """(E, weights) fp64 of one projection of a layer, block by block of its rows. `names`: the tensors of all experts
     in their order, or the one that has them all (E, rows, columns)."""
-    *stacked, rows, columns = checkpoint.tensors[names[0]].shape
+    *stacked, rows, columns = opened.tensors[names[0]].shape
     experts = stacked[0] if stacked else len(names)
     step = max(1, BLOCK // (experts * columns))
     with ExitStack() as files:
-        slices = list(checkpoint.slices(names, files).values())
+        slices = list(opened.slices(names, files).values())
         for first in range(0, rows, step):
             part = slice(first, first + step)
             read = slices[0][:, part] if stacked else torch.stack([one[part] for one in slices])
@@ -155,7 +193,7 @@ def _blocks(checkpoint: Checkpoint, layer: int, names: Sequence[str], device: st
             yield block
 
 
-def weigh_channels(folder: Path | str, *, device: str = "cpu") -> Statistics:
+def weigh_channels(source: Source, *, device: str = "cpu") -> Statistics:
     """Sum w^2 (and |w| in down_proj) over the weights of every channel, as inputs of criteria that score channels.
     channel_down_square, channel_down_abs, channel_up_square and, for gated experts, channel_gate_square, (E, I) each,
     per layer: sums over the weights of channel c in a projection, a column of down_proj or a row of gate_proj or
@@ -170,8 +208,8 @@ def weigh_channels(folder: Path | str, *, device: str = "cpu") -> Statistics:
                 sums["channel_down_abs"] = matrix.abs().sum(1)
         return sums
 
-    layers = _measured(Path(folder), device, measure)
+    layers = _measured(source, device, measure)
     for layer, named in layers.items():
         if not {"channel_down_square", "channel_up_square"} <= named.keys():
-            raise _incomplete(Path(folder), layer)
+            raise _incomplete(source, layer)
     return Statistics(layers, {"kind": "channel_weights"})

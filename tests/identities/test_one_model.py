@@ -185,16 +185,18 @@ def test_files_hold_what_the_memory_holds(name: str, tmp_path: Path, monkeypatch
             for role, view in layer.projections(expert).items():
                 assert torch.equal(found.pop((index, expert, role)), view), (index, expert, role)
     assert not found
-    _check_sums(tmp_path, list(layers.values()), monkeypatch)
+    for source in (tmp_path, model):
+        with monkeypatch.context() as patches:
+            _check_sums(source, list(layers.values()), patches)
 
 
-def _check_sums(folder: Path, layers: list[MoELayer], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums over the weights in `folder` are those of the weights in memory, in fp64, also block by block."""
-    by_expert = weights.weigh_experts(folder)
-    by_channel = weights.weigh_channels(folder)
-    compared = [weights.compare_experts(folder)]
+def _check_sums(source: weights.Source, layers: list[MoELayer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums over the weights of `source` are those of the weights in memory, in fp64, also block by block."""
+    by_expert = weights.weigh_experts(source)
+    by_channel = weights.weigh_channels(source)
+    compared = [weights.compare_experts(source)]
     monkeypatch.setattr(weights, "BLOCK", 100)
-    compared.append(weights.compare_experts(folder))
+    compared.append(weights.compare_experts(source))
     for sums in (by_expert, by_channel, *compared):
         assert list(sums.layers) == [layer.index for layer in layers]
     for layer in layers:
