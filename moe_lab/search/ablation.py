@@ -45,7 +45,7 @@ def loss_rises(model: PreTrainedModel, kind: str, batches: Sequence[Batch], *, o
     """
     check_loss(batches)
     rows = _few_rows(model, batches)
-    about = {**description(batches, kind), "pieces": len(rows)}
+    about = {**description(model, batches, kind), "pieces": len(rows)}
     predicted = sum(int(_predicting(valid).sum()) for _, valid in rows)
     layers = moe_layers(model)
     done, sums = resume(out, about)

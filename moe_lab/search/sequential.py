@@ -34,7 +34,7 @@ def prune_sequentially(
     number and the sums of a layer and returns a plan of that layer alone; the same sums must give the same plan. Each
     MoE layer runs twice over `batches`: once to collect the sums, and once pruned, for the input of the next layer.
     `out` and resuming are as in `stream`."""
-    rows = LayerPass(streamed, batches, description(batches, "sequential"), len(streamed.layers), out)
+    rows = LayerPass(streamed, batches, description(streamed.model, batches, "sequential"), len(streamed.layers), out)
     with rows.running():
         for number in range(rows.done, len(streamed.layers)):
             sums: Layers = {}

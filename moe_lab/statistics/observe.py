@@ -203,7 +203,7 @@ def gather(
     be observed.
     """
     out = out if tap.resumes else None
-    about = description(batches, tap.kind)
+    about = description(model, batches, tap.kind)
     done, layers = resume(out, about)
     with Saves(out) as saves, Observer(model, tap, layers) as observer:
         for number, (ids, valid) in enumerate(batches[done:], done + 1):
@@ -218,10 +218,18 @@ def gather(
     return Statistics(layers, about)
 
 
-def description(batches: Sequence[Batch], kind: str) -> dict[str, Any]:
-    """Header of sums of a `kind` over `batches`, equal to one read from a file. UserError when there are no batches."""
+def description(model: PreTrainedModel, batches: Sequence[Batch], kind: str) -> dict[str, Any]:
+    """Header of sums of a `kind` over `batches`, equal to one read from a file. UserError when there are no batches,
+    and for a token that `model` has no embedding for."""
     if not batches:
         raise UserError("calibration gives no batches, expected at least one")
+    embeddings: Any = model.get_input_embeddings()
+    highest, rows = max(int(ids.max()) for ids, _ in batches), len(embeddings.weight)
+    if highest >= rows:
+        raise UserError(
+            f"tokenizer: the text has token {highest}, and the model's embedding has {rows} rows: expected a tokenizer "
+            f"with ids below {rows}"
+        )
     return {"kind": kind, "batches": digest(tensor for batch in batches for tensor in batch)}
 
 

@@ -104,7 +104,7 @@ def stream(
     Hidden states of all batches are kept in memory, up to SHARE of it, and in the folder `out` beyond that. An
     interrupted pass resumes after the layer that was finished when it was last saved there, as by `Saves`. `under`: a
     context in which a layer is run, such as a mask."""
-    rows = LayerPass(streamed, batches, description(batches, tap.kind), len(streamed.layers), out)
+    rows = LayerPass(streamed, batches, description(streamed.model, batches, tap.kind), len(streamed.layers), out)
     with rows.running():
         for number in range(rows.done, len(streamed.layers)):
             changed = under(streamed.moe[number]) if number in streamed.moe else nullcontext()
@@ -121,7 +121,7 @@ def stream_back(streamed: StreamedModel, tap: type[Tap], batches: Sequence[Batch
     more."""
     check_loss(batches)
     first, last = min(streamed.moe), len(streamed.layers)
-    rows = LayerPass(streamed, batches, description(batches, tap.kind), 2 * last + 1 - first, out)
+    rows = LayerPass(streamed, batches, description(streamed.model, batches, tap.kind), 2 * last + 1 - first, out)
     with rows.running():
         for number in range(rows.done, last):
             with streamed.layer(number, then=number + 1), torch.no_grad():
