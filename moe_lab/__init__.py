@@ -15,7 +15,6 @@ cheap: torch is imported by the function that needs it.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,9 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import pandas as pd
 
-    from moe_lab.pruning.mask import mask
     from moe_lab.pruning.plan import Plan
-    from moe_lab.pruning.prune import prune
     from moe_lab.statistics import Statistics
 
 __version__ = "0.1.0"
@@ -45,14 +42,14 @@ __all__ = [
     "prune",
     "score",
 ]
-_LAZY = {"Plan": "moe_lab.pruning.plan", "mask": "moe_lab.pruning.mask", "prune": "moe_lab.pruning.prune"}
-"""Public names from modules that import torch -> these modules."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    if name != "Plan":  # imported late, as it imports numpy
         raise AttributeError(f"module moe_lab has no attribute {name}")
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    from moe_lab.pruning.plan import Plan
+
+    return Plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +64,8 @@ class ModelStatistics:
     """Parameters of the model, and for each layer its numbers of experts, channels and groups; see `models.facts`."""
     text: Mapping[str, Any]
     """The text that was read: tokens of each source, rows, their length."""
+    identity: Mapping[str, str]
+    """What tells the model from others of its shape, which plans carry in their provenance; see `models.identity`."""
 
     def __deepcopy__(self, memory: Any) -> ModelStatistics:
         return self  # pandas copies the attributes of a data frame with it, and arrays are large
@@ -98,6 +97,7 @@ def calibrate(
     criteria: Sequence[str] = ("reap",),
     replacement: str = "none",
     seed: int = 42,
+    any_tokenizer: bool = False,
     **settings: Any,
 ) -> ModelStatistics:
     """Gather the statistics that `criteria` need: sums over the tokens of a text, and sums over weights if needed.
@@ -105,24 +105,30 @@ def calibrate(
     One forward pass serves most criteria of whole experts; heapr and others add a backward pass. `text`: a file, a hub
     id, or a list of documents. `settings`: fields of `moe_lab.config.CalibrationConfig`; the defaults are
     tokens=32_768 in rows of length=512 (less if the tokenizer's limit is lower), packing="chunk" (one stream).
-    Weights are read from the checkpoint that the model was loaded from. `replacement`: what `plan` will replace dropped
-    experts by, which may need a pass of its own. The model is not changed. Raises UserError for a criterion that does
-    not exist, settings that cannot work, a text that is too short, and a model without routed
-    experts.
+    `replacement`: what `plan` will replace dropped experts by, which may need a pass of its own. The model is not
+    changed; its weights count as they are in memory. Raises UserError for a criterion that does not exist, settings
+    that cannot work, a text that is too short or has tokens without an embedding, and a model without routed experts.
+    Also for a tokenizer with another vocabulary or other added tokens than that of the checkpoint that the model was
+    loaded from, if there is one; `any_tokenizer=True` takes it nevertheless.
     """
     from moe_lab import criteria as registry
     from moe_lab.allocation import grouping
     from moe_lab.models.facts import model_facts
+    from moe_lab.models.identity import check_tokenizer, identity
     from moe_lab.statistics import by_layer
 
     needs = dict.fromkeys(need for criterion in criteria for need in registry.get(criterion).needs)
     needs |= dict.fromkeys(grouping.needs(replacement))
     facts = model_facts(model)
+    if not any_tokenizer:
+        check_tokenizer(model, tokenizer)
     calibration = _calibration(tokenizer, text, seed, settings, "calibrate")
     with _evaluated(model):
         sums = {str(need): _gather(need, model, calibration.rows) for need in needs}
     nothing: Mapping[int, Mapping[str, Any]] = {layer: {} for layer in facts["layers"]}
-    return ModelStatistics(by_layer([nothing, *sums.values()]), sums, facts, calibration.report)
+    layers = by_layer([nothing, *sums.values()])
+    values = {name: compute() for name, compute in identity(model)}
+    return ModelStatistics(layers, sums, facts, calibration.report, values)
 
 
 def _calibration(tokenizer: Any, text: Any, seed: int, settings: Mapping[str, Any], caller: str) -> Any:
@@ -177,21 +183,12 @@ def _gather(need: str, model: Any, rows: Any) -> dict[int, dict[str, Any]]:
         "similarity": lambda: gather(model, SimilarityTap, rows),
         "gradients": lambda: gather_gradients(model, GradientTap, rows),
         "weight_gradients": lambda: gather_gradients(model, WeightGradientTap, rows),
-        "weights": lambda: weigh_experts(_checkpoint(model)),
-        "channel_weights": lambda: weigh_channels(_checkpoint(model)),
-        "weight_distances": lambda: compare_experts(_checkpoint(model)),
+        "weights": lambda: weigh_experts(model),
+        "channel_weights": lambda: weigh_channels(model),
+        "weight_distances": lambda: compare_experts(model, device=str(model.device)),
     }
     sums = passes[need]()
     return {layer: {name: part.numpy() for name, part in arrays.items()} for layer, arrays in sums.layers.items()}
-
-
-def _checkpoint(model: Any) -> Path:
-    """The folder that a model was loaded from, which criteria of weights read."""
-    from moe_lab.errors import UserError
-
-    if not model.name_or_path or not Path(model.name_or_path).is_dir():
-        raise UserError(f"model.name_or_path={model.name_or_path!r} is no folder: expected moe_lab.load(FOLDER)")
-    return Path(model.name_or_path)
 
 
 def score(
@@ -308,7 +305,7 @@ def plan(
             "criteria that read the rest"
         )
     facts = protection.with_protected(chosen, statistics.facts, statistics.sums.get("statistics", {}))
-    provenance = {"allocation": chosen, **protection.provenance(facts)}
+    provenance = {"allocation": chosen, **statistics.identity, **protection.provenance(facts)}
     values = _scores_table(scores, facts["layers"])
     return plan_from_scores(chosen, values, granularity, facts["layers"], statistics.sums, provenance=provenance)
 
@@ -320,17 +317,20 @@ def align(
     text: str | os.PathLike[str] | Sequence[str] | None = None,
     *,
     seed: int = 42,
+    any_model: bool = False,
+    any_tokenizer: bool = False,
     **settings: Any,
 ) -> Plan:
     """`plan`, which merges experts, with their channels matched before weights are summed.
 
     Without a text by the weights of the channels, as in M-SMoE (arXiv 2310.01334); with one also by their activations
-    on it, as in REAM (arXiv 2604.04356). `text` and `settings`: as in `calibrate`. The model is not changed. Raises
-    UserError when the plan does not fit the model or merges nothing, for a text without a tokenizer, and for settings
-    without a text.
+    on it, as in REAM (arXiv 2604.04356). `text`, `any_tokenizer` and `settings`: as in `calibrate`; `any_model`: as in
+    `mask`. The model is not changed. Raises UserError when the plan does not fit the model or merges nothing, for a
+    text without a tokenizer, and for settings without a text.
     """
     from moe_lab.errors import UserError
     from moe_lab.models.discover import moe_layers
+    from moe_lab.models.identity import check_tokenizer
     from moe_lab.pruning.alignment import align_by_activations, align_by_weights, alignment_tap
     from moe_lab.pruning.prune import check_fit
     from moe_lab.statistics.observe import gather
@@ -343,21 +343,60 @@ def align(
         raise UserError("align: a text is read with the model's tokenizer: give tokenizer=")
     layers = moe_layers(model)
     check_fit(plan, layers)
+    _check_origin(plan, model, any_model)
     if text is None:
         return align_by_weights(plan, layers)
+    if not any_tokenizer:
+        check_tokenizer(model, tokenizer)
     calibration = _calibration(tokenizer, text, seed, settings, "align")
     with _evaluated(model):
         return align_by_activations(plan, gather(model, alignment_tap(plan), calibration.rows).layers)
 
 
-def export(source: str, plan: Plan, out: str | os.PathLike[str], *, shape: str = "natural") -> Path:
+@contextmanager
+def mask(model: Any, plan: Plan, *, any_model: bool = False) -> Iterator[None]:
+    """A context in which `model` computes what `prune(model, plan)` would compute; its weights are not changed.
+
+    A plan states the model that it was made for by a digest of its weights in memory, and by the fingerprint of its
+    checkpoint, if it has one. Raises UserError for a plan of another model, or of weights that were changed since;
+    `any_model=True` takes it if it has the layers and counts of this one. That alone is compared, with a warning, if
+    the plan states no model. See `moe_lab.pruning.mask.mask` for what is equal, and further errors.
+    """
+    from moe_lab.pruning.mask import mask as masked
+
+    _check_origin(plan, model, any_model)
+    with masked(model, plan):
+        yield
+
+
+def prune(model: Any, plan: Plan, *, any_model: bool = False) -> Any:
+    """A smaller copy of `model` that has only the experts and channels `plan` keeps; see `moe_lab.pruning.prune.prune`.
+    `any_model`: as in `mask`."""
+    from moe_lab.pruning.prune import prune as pruned
+
+    _check_origin(plan, model, any_model)
+    return pruned(model, plan)
+
+
+def _check_origin(plan: Plan, model: Any, any_model: bool) -> None:
+    from moe_lab.models.identity import identity
+
+    if not any_model:
+        plan.check_origin(identity(model), "this model")
+
+
+def export(
+    source: str, plan: Plan, out: str | os.PathLike[str], *, shape: str = "natural", any_model: bool = False
+) -> Path:
     """Write the checkpoint of `source`, pruned by `plan`, into the new folder `out`; returns it.
 
     `source`: as `path` of `load`. `shape`: natural (only what is kept), masked (the shape of the original, with zeros)
-    or padded; see `moe_lab.pruning.export`. Needs at most about 50 MB of memory.
+    or padded; see `moe_lab.pruning.export`. Needs at most about 50 MB of memory. `any_model`: as in `mask`; here the
+    fingerprint of the checkpoint is compared.
     """
     from moe_lab.config import ModelConfig
     from moe_lab.models.files import local_folder
     from moe_lab.pruning.export import export as write
 
-    return write(local_folder(ModelConfig(name="source", path=source)), plan, out, shape=shape)
+    folder = local_folder(ModelConfig(name="source", path=source))
+    return write(folder, plan, out, shape=shape, any_model=any_model)

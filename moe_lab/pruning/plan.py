@@ -9,8 +9,9 @@ import hashlib
 import io
 import json
 import os
+import warnings
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -160,15 +161,34 @@ class Plan:
                     "allocation.protect keeps it as it is: expected a plan that does none of that, or a smaller ratio"
                 )
 
-    def check_origin(self, sha256: str, where: object) -> None:
-        """Raise UserError if the plan states that it was made for another model than the one in the folder `where`,
-        whose fingerprint is `sha256`."""
-        made_for = self.provenance.get("model_sha256") or sha256
-        if made_for != sha256:
-            raise UserError(
-                f"plan is for another model: it was made for the one of fingerprint {str(made_for)[:12]}, and {where} "
-                f"has {sha256[:12]}: give that model, or take model_sha256 out of the plan to try it on another"
-            )
+    def check_origin(self, identity: Iterable[tuple[str, Callable[[], str]]], where: object) -> None:
+        """Raise UserError if the plan was made for another model than the one at `where`. `identity`: (name, function
+        that computes it) of what tells that model from others, as by `models.identity`; the first name that the
+        provenance has, too, decides. Warns if it has none of them, so that only layers and counts are compared."""
+        for name, compute in identity:
+            stated = self.provenance.get(name)
+            if not stated:
+                continue
+            if (value := compute()) != stated:
+                raise self._of_another(name, f"{where} has {value[:12]}")
+            return
+        if self.has_fingerprint:
+            raise self._of_another("model_sha256", f"{where} has the weights of no checkpoint")
+        warnings.warn(
+            f"plan {self.digest[:12]} states no model_sha256, so only its layers and counts are compared with {where}",
+            stacklevel=2,
+        )
+
+    @property
+    def has_fingerprint(self) -> bool:
+        """Whether the plan states the checkpoint that it was made for."""
+        return bool(self.provenance.get("model_sha256"))
+
+    def _of_another(self, name: str, given: str) -> UserError:
+        return UserError(
+            f"plan is for another model: it was made for the one of {name}={str(self.provenance[name])[:12]}, and "
+            f"{given}: give that model, or try the plan on another with any_model=True, or without {name} in the plan"
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, and its arrays beside it (.npz), each to a temporary file that is then renamed."""

@@ -66,6 +66,11 @@ def remarks(config: Config, requests: Iterable[Request]) -> Iterator[str]:
     unused = [name for name, job in config.resources.models.items() if job not in used]
     if others := [name for name in unused if not (conf() / "model" / f"{name}.yaml").is_file()]:
         yield f"resources.models: no model of this study is called {', '.join(others)}"
+    for cell in _each(every, "allocation"):
+        plan = plan_in(cell.allocation)
+        if plan is not None and not plan.has_fingerprint:
+            path = cell.allocation.path
+            yield f"allocation.path={path} states no model_sha256, so only its layers and counts are compared"
     rounded: dict[str, None] = {}
     for cell in _each(every, "model", "criterion", "allocation", "ratio"):
         removed = removed_share(cell)

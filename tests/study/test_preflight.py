@@ -233,6 +233,13 @@ def test_a_listed_plan_is_read_before_anything_runs(
         assert not any("no place" in sentence or "matches" in sentence for sentence in found), found
 
 
+@pytest.mark.parametrize(("made", "count"), [({}, 1), ({"model_sha256": None}, 1), ({"model_sha256": "0" * 64}, 0)])
+def test_a_listed_plan_that_states_no_model_is_named(made: dict[str, Any], count: int, tmp_path: Path) -> None:
+    Plan({0: (0,)}, {0: 2}, made).save(tmp_path / "plan.json")
+    notices = remarks(*asked("allocation.name=list", f"allocation.path={tmp_path}/plan.json"))
+    assert [str(tmp_path) in notice for notice in notices if "model_sha256" in notice] == [True] * count
+
+
 @pytest.mark.parametrize("path", ["folder", "o/on-hub"])
 def test_quantised_weights_are_not_taken_for_plain(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

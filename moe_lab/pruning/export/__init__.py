@@ -8,6 +8,7 @@ channels, their tensors are read, cut and written one at a time.
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 from moe_lab.errors import UserError
@@ -25,14 +26,22 @@ from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.replace import check_aligned
 
 
-def export(source: str | os.PathLike[str], plan: Plan, out: str | os.PathLike[str], *, shape: str = "natural") -> Path:
+def export(
+    source: str | os.PathLike[str],
+    plan: Plan,
+    out: str | os.PathLike[str],
+    *,
+    shape: str = "natural",
+    any_model: bool = False,
+) -> Path:
     """Write the checkpoint in folder `source`, pruned by `plan`, into the new folder `out`; returns that folder.
 
     `shape`, one of `SHAPES`, as in moe_lab/pruning; natural equals `prune` to the bit. Layers that the family's
     configuration cannot describe get a model type of their own, with its code beside them. The result has the shards,
     config.json (edited), tokenizer and other files of the original, plan.json, and a model card, and is complete as
-    soon as it exists. UserError when the plan does not fit or still has to be aligned, when the shape cannot express
-    it, or when the checkpoint is damaged or has an unknown tensor in a MoE block.
+    soon as it exists. UserError when the plan does not fit, was made for another model (unless `any_model`) or still
+    has to be aligned, when the shape cannot express it, or when the checkpoint is damaged or has an unknown tensor in a
+    MoE block.
     """
     folder, target = Path(source), Path(out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -41,8 +50,8 @@ def export(source: str | os.PathLike[str], plan: Plan, out: str | os.PathLike[st
     check_routing(config, plan)
     check_aligned(plan)
     checkpoint = open_checkpoint(folder)
-    if plan.provenance.get("model_sha256"):
-        plan.check_origin(fingerprint(folder), folder)
+    if not any_model:
+        plan.check_origin([("model_sha256", partial(fingerprint, folder))], folder)
     check_quantised(quantization_method(config), shape, channels=bool(plan.channels))
     form = make_form(plan, shape, max(1, bits_of(expert_type(checkpoint)) // 8))
     left_out = predicting_experts(checkpoint.tensors)

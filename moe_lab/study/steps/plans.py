@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -99,8 +100,8 @@ def check_plan_file(cell: Cell) -> None:
         return
     if cell.allocation.replacement == "none":  # otherwise, a step of its own aligns it
         check_aligned(plan)
-    if plan.provenance.get("model_sha256") and folder.is_dir():
-        plan.check_origin(fingerprint(folder), cell.model.path)
+    if plan.has_fingerprint and folder.is_dir():
+        plan.check_origin([("model_sha256", partial(fingerprint, folder))], cell.model.path)
 
 
 def plan_in(settings: AllocationConfig) -> Any:
@@ -250,7 +251,7 @@ class FromScores(MakesPlan):
         plan = plan_from_scores(settings, scored, granularity, model["layers"], evidence, provenance=about)
         if given := plan_in(self.asked.allocation):  # it passed as an allocation: use it unchanged
             plan = given
-            plan.check_origin(model["sha256"], "this model")
+            plan.check_origin([("model_sha256", lambda: str(model["sha256"]))], "this model")
         self.save(plan, model, files)
         if granularity == "channel" and plan.channels:
             files.table("budgets.parquet", results.BUDGETS, tables.budgets(scored, plan.channels))

@@ -1,0 +1,113 @@
+"""Which checkpoint a model in memory is: its folder, what tells it from other models of its shape, its tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_lab.errors import UserError
+from moe_lab.models.checkpoint import open_checkpoint, read_json
+from moe_lab.models.config_json import quantization_method
+from moe_lab.models.files import fingerprint, in_cache
+from moe_lab.models.load import load_tokenizer, quiet
+
+SAMPLE = 1 << 24
+"""About how many weights of a model are hashed, at equal distances: all of a small one, and of a large one as many as
+take a tenth of a second."""
+
+
+def identity(model: Any) -> Iterator[tuple[str, Callable[[], str]]]:
+    """(name, function that computes it) of what tells `model` from others of its shape, in the order in which they
+    count. Hashing a large checkpoint for the first time takes minutes.
+
+    weights_DTYPE: sha256 of a sample of its weights as they are now, in the precision in which they are; not of a model
+    with offloaded weights. model_sha256: the `fingerprint` of the checkpoint it was loaded from, as studies write it
+    into plans; not of a model that was built in memory, or that has other weights than its checkpoint.
+    """
+    weights = list(model.state_dict().values())
+    if not any(tensor.is_meta for tensor in weights):
+        dtype = next(tensor.dtype for tensor in weights if tensor.is_floating_point())
+        yield f"weights_{str(dtype).removeprefix('torch.')}", partial(_digest, weights)
+    folder = checkpoint_folder(model)
+    if folder is not None and _has_weights_of(model, folder):
+        yield "model_sha256", partial(fingerprint, folder)
+
+
+def checkpoint_folder(model: Any) -> Path | None:
+    """The folder of the checkpoint that `model` was loaded from; None if there is none. Of a model that was loaded by
+    its name on the hub, that of the default revision in the cache, as a model does not know its revision."""
+    path = getattr(model, "name_or_path", None)
+    if not path:
+        return None
+    return Path(path) if Path(path).is_dir() else in_cache(path, None)
+
+
+def _digest(tensors: list[torch.Tensor]) -> str:
+    step = 1 + sum(tensor.numel() for tensor in tensors) // SAMPLE
+    content = hashlib.sha256()
+    for tensor in tensors:
+        sample = tensor.detach().reshape(-1)[::step].cpu()
+        content.update(str(tuple(tensor.shape)).encode())
+        content.update(sample.contiguous().view(torch.uint8).numpy().tobytes())
+    return content.hexdigest()
+
+
+def _has_weights_of(model: Any, folder: Path) -> bool:
+    """Whether tensors that are called alike in memory and in the files of a folder have one shape and first row. Those
+    of quantised checkpoints are not compared."""
+    try:
+        checkpoint = open_checkpoint(folder)
+    except UserError:  # such as for weights in another format, which have no fingerprint
+        return False
+    if quantization_method(read_json(folder / "config.json")) is not None:
+        return True
+    state = {name: tensor for name, tensor in model.state_dict().items() if tensor.dim() and not tensor.is_meta}
+    with ExitStack() as files:
+        for name, stored in checkpoint.slices(state.keys() & checkpoint.tensors.keys(), files).items():
+            weights = state[name]
+            if checkpoint.tensors[name].shape != tuple(weights.shape):
+                return False
+            if not torch.equal(stored[:1].to(weights.dtype), weights[:1].cpu()):
+                return False
+    return True
+
+
+def check_tokenizer(model: Any, tokenizer: Any) -> None:
+    """Raise UserError unless `tokenizer` has the vocabulary and added tokens of the model's own one. Does nothing where
+    that is not to be had, such as for a model that was built in memory."""
+    folder = checkpoint_folder(model)
+    if folder is None:
+        return
+    try:
+        with quiet():
+            expected = _vocabulary(load_tokenizer(folder, trust_remote_code=False))
+    except UserError:
+        return
+    given = _vocabulary(tokenizer)
+    different = [token for token in expected.keys() | given.keys() if expected.get(token) != given.get(token)]
+    if different:
+        token = min(different)
+        raise UserError(
+            f"tokenizer={tokenizer.name_or_path!r} is of another model: {len(different)} tokens differ from those of "
+            f"{folder}, such as {token!r}, which is {_described(given, token)} and expected to be "
+            f"{_described(expected, token)}: give the model's own tokenizer, or any_tokenizer=True"
+        )
+
+
+def _vocabulary(tokenizer: Any) -> dict[str, tuple[int, bool]]:
+    """Token -> its id, and whether it was added, so that it is looked for before a text is split."""
+    added = tokenizer.added_tokens_decoder
+    return {token: (number, number in added) for token, number in tokenizer.get_vocab().items()}
+
+
+def _described(vocabulary: dict[str, tuple[int, bool]], token: str) -> str:
+    if token not in vocabulary:
+        return "missing"
+    number, is_added = vocabulary[token]
+    return f"id {number}, added" if is_added else f"id {number}"
