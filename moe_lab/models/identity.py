@@ -26,14 +26,14 @@ def identity(model: Any) -> Iterator[tuple[str, Callable[[], str]]]:
     """(name, function that computes it) of what tells `model` from others of its shape, in the order in which they
     count. Hashing a large checkpoint for the first time takes minutes.
 
-    weights_DTYPE: sha256 of a sample of its weights as they are now, in the precision in which they are; not of a model
-    with offloaded weights. model_sha256: the `fingerprint` of the checkpoint it was loaded from, as studies write it
+    weights_DTYPES: sha256 of a sample of its weights as they are now, in the types that they have; not of a model with
+    offloaded weights. model_sha256: the `fingerprint` of the checkpoint it was loaded from, as studies write it
     into plans; not of a model that was built in memory, or that has other weights than its checkpoint.
     """
     weights = list(model.state_dict().values())
     if not any(tensor.is_meta for tensor in weights):
-        dtype = next(tensor.dtype for tensor in weights if tensor.is_floating_point())
-        yield f"weights_{str(dtype).removeprefix('torch.')}", partial(_digest, weights)
+        dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in weights})
+        yield f"weights_{'_'.join(dtypes)}", partial(_digest, weights)
     folder = checkpoint_folder(model)
     if folder is not None and _has_weights_of(model, folder):
         yield "model_sha256", partial(fingerprint, folder)
