@@ -214,14 +214,14 @@ def _provenance(study: Study, made: Made) -> Section:
 
 
 RANKING = (
-    "Plans of a method that differ in the seed alone are one row. Intervals and tests are over seeds and items "
-    "together, paired by both. A plan that no test separates from the best may be as good."
+    "Plans of a method that differ in the seed alone are one row, with an interval over seeds and items together. A "
+    "method that is not separated from the best may be as good."
 )
 MAP = (
-    "Rows are benchmarks or groups of them, columns are calibration sets. Each cell names the criterion with the best "
-    "score. It is hatched where the lead over some other criterion is not significant: tests are paired by question, "
-    "at the 5 % level, with Holm's correction over the cells of a map. The map by the loss on right answers (lower is "
-    "better) separates more criteria with the same questions, because a loss is finer than right or wrong."
+    "Rows are benchmarks or groups of them, columns are calibration sets. Each cell names the criterion that leads. It "
+    "is hatched unless its lead over every other criterion is significant over seeds and items, at the 5 % "
+    "level, with Holm's correction over the cells of a map; with one seed nothing is tested. The map by the loss on "
+    "right answers (lower is better) sees smaller differences, because a loss is finer than right or wrong."
 )
 CLAIMS = (
     "Each claim is a difference between pairs of plans that answered the same questions. It is undecided where the "
@@ -229,7 +229,7 @@ CLAIMS = (
 )
 CHAPTERS = (
     Chapter("ranking", "Ranking", "Ranking by average", RANKING),
-    Chapter("winners", "Winners", "Best criterion by task and calibration set", MAP),
+    Chapter("winners", "Winners", "Leading criterion by task and calibration set", MAP),
     Chapter("cost", "Cost", "Accuracy versus parameters, FLOPs, storage and time"),
     Chapter("claims", "Claims", "The papers' claims, tested on this study", CLAIMS),
     Chapter("channels", "Channels", "Channel criteria and channel budgets"),

@@ -1,8 +1,10 @@
-"""The ranking of all plans by average, with those that no test separates from the best and the band of chance."""
+"""The ranking of all plans by average, with their status beside chance and beside the best of the methods."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,7 +18,7 @@ from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import PERCENT, SCORE, Table, spelled
 from analysis.stats.cell_scores import means_in_words, not_averaged
-from analysis.stats.ranking import ALL_MODELS, BEST, TIED, UNTESTED, Ranking, plan_name
+from analysis.stats.ranking import ABOVE, BEST, TIED, Ranking, overview, plan_name
 from analysis.stats.winners import CAPTION
 
 DRAWN, PANELS = 40, 6
@@ -25,7 +27,7 @@ DRAWN, PANELS = 40, 6
 
 @output("ranking", chapter="ranking", filters="*Model|Pruned")
 def ranking(results: Results, name: str) -> list[Item]:
-    """All plans of a model and ratio by average, with intervals, tests against the best and the band of chance."""
+    """All plans of a model and ratio by average, with intervals and their status beside chance and the best method."""
     if not results.rankings:
         return []
     return [*_figures(results, name), ranking_table(results, name)]
@@ -38,77 +40,57 @@ def ranking_by_loss(results: Results, name: str) -> list[Item]:
 
 
 def ranking_table(results: Results, name: str) -> Table:
-    """Every ranking as rows: the average, its share of the unpruned model's, the distance to the best and its p."""
+    """Every ranking as rows: place, average, its share of the unpruned model's, distance to the best method, status."""
     found = results.rankings
     averages = list(dict.fromkeys(ranking.mean for ranking in found))
-    places = [_places(ranking) for ranking in found]
-    frame = pd.concat([_rows(ranking) for ranking in found], ignore_index=True)
-    extra = pd.concat(places, ignore_index=True).fillna("")
-    frame = pd.concat([frame, extra.loc[:, (extra != "").any()]], axis=1)
+    frame = pd.concat([_rows(ranking) for ranking in found], ignore_index=True).dropna(axis="columns", how="all")
     rows = pd.concat([ranking.rows for ranking in found], ignore_index=True)
-    numbers = {
-        **dict.fromkeys(averages, SCORE),
-        "Of unpruned": PERCENT,
-        "Spread": SCORE,
-        "Behind": SCORE,
-        "p": "{:.4f}",
-        "p (Holm)": SCORE,
-    }
+    formats = {"Place": "{:.0f}", **dict.fromkeys(averages, SCORE), "Of unpruned": PERCENT, "Spread": SCORE}
+    formats |= {"Behind": SCORE, "p": "{:.4f}"}
     mean = pd.Series([ranking.mean for ranking in found for _ in ranking.rows.index])
     low, high = (
         pd.DataFrame({name: rows[end].where(mean == name) for name in averages} | {"Behind": rows[f"behind_{end}"]})
         for end in ("low", "high")
     )
-    several = "" if (rows["seeds"] > 1).all() else "Plans of one seed stand for themselves, not for their method. "
-    chance = (
-        "Chance: beside the interval in which a further random plan lies with 95 % probability, by what the plan "
-        "removes. "
-        if len(extra.columns)
-        else ""
-    )
     return Table(
         name=name,
         title="Plans by average",
-        caption=f"{means_in_words(results.comparisons)} "
-        f"Intervals are over seeds and items together, of all models over models. Behind: the best minus this "
-        "plan, paired by seed and item; p is Holm-corrected over the ranking. Spread: standard deviation between "
-        f"seeds, or models. {several}{chance}{setting(results.study)}",
+        caption=f"{means_in_words(results.comparisons)} {_caption(found)} {setting(results.study)}",
         frame=frame,
-        formats={column: form for column, form in numbers.items() if column in frame},
+        formats={column: form for column, form in formats.items() if column in frame},
         best={each.mean: "min" if each.quantity.lower_is_better else "max" for each in found},
         blocks=("Model", "Pruned"),
-        low=low,
-        high=high,
-        optional=("Of unpruned", "Spread", "Behind", "p", "p (Holm)"),
+        low=low[low.columns.intersection(frame.columns)],
+        high=high[high.columns.intersection(frame.columns)],
+        optional=("Of unpruned", "Spread", "Behind", "p"),
         footnotes=not_averaged(results.comparisons),
     )
 
 
+def _caption(found: Sequence[Ranking]) -> str:
+    """What the columns mean, as far as the rankings have something in them."""
+    sentences = [
+        "Scores that are equal when printed share a place. Spread: standard deviation between seeds, or models."
+    ]
+    if any(ranking.chance for ranking in found):
+        sentences.append(
+            "Above chance: beyond where all of as many random plans would be with 95 % probability, below chance: "
+            "on the other side; a mean of seeds is taken as one plan."
+        )
+    if any(ranking.rows["verdict"].any() for ranking in found):
+        sentences.append(
+            "Best, separated: of the methods with several seeds, without random plans. Behind: the best of these minus "
+            "this one; intervals and p are simultaneous for all pairs of them (studentised range)."
+        )
+    return " ".join([*sentences, *overview(found)])
+
+
 def _rows(ranking: Ranking) -> pd.DataFrame:
-    noun = "model" if ranking.model == ALL_MODELS else "seed"
-    rows = ranking.rows.assign(
-        model=ranking.model,
-        pruned=ranking.pruned,
-        of=[f"{count} {noun}{'s' if count != 1 else ''}" for count in ranking.rows["seeds"]],
-    )
-    rows.loc[rows.index[0], "behind"] = np.nan
-    text = {"Model": "model", "Pruned": "pruned", "Criterion": "method", "Calibration": "calibration", "Of": "of"}
-    numbers = {
-        ranking.mean: "score",
-        "Of unpruned": "share",
-        "Spread": "spread",
-        "Behind": "behind",
-        "p": "p",
-        "p (Holm)": "p_holm",
-    }
-    return spelled(rows, {**text, **numbers, "Beside the best": "verdict"})
-
-
-def _places(ranking: Ranking) -> pd.DataFrame:
-    """A column `Chance: Code` for each average, without an index; no columns where there is no band."""
-    places = ranking.places if ranking.chance else pd.DataFrame(index=ranking.rows.index)
-    named = {column: "Chance" if column == ranking.mean else f"Chance: {column}" for column in places}
-    return places.rename(columns=named).reset_index(drop=True).reindex(range(len(ranking.rows)))
+    rows = ranking.rows.assign(model=ranking.model, pruned=ranking.pruned)
+    text = {"Model": "model", "Pruned": "pruned", "Criterion": "method", "Calibration": "calibration"}
+    numbers = {"Of unpruned": "share", "Spread": "spread", "Behind": "behind", "p": "p"}
+    score = {ranking.mean: "score", "Interval over": "over"}
+    return spelled(rows, {**text, "Place": "place", **score, **numbers, "Status": "status"})
 
 
 def _figures(results: Results, name: str) -> list[Figure]:
@@ -131,34 +113,37 @@ def _figure(own: list[Ranking], name: str, note: str) -> Figure:
     for axes, ranking in zip(grid, own, strict=True):
         _axes(axes, ranking)
     grid[-1].set_xlabel(f"{own[0].mean} ({own[0].quantity.direction})")
-    keys = [
-        style.key("best, or not separated from it", marker="o", linestyle="none", color=style.INK, markersize=4.5),
-        style.key(
-            "separated", marker="o", linestyle="none", color=style.INK, markersize=4.5, markerfacecolor=style.SURFACE
-        ),
-        style.key(f"unpruned {own[0].unpruned:.3f}", **style.DASHED),
-    ]
+    look: dict[str, Any] = {"marker": "o", "linestyle": "none", "color": style.INK, "markersize": 4.5}
+    filled = any(_filled(row) for ranking in own for row in records(ranking.scored))
     chance = any(ranking.chance for ranking in own)
-    bands = [Patch(facecolor=style.RULE, alpha=0.6, label="band of chance")] if chance else []
+    meaning = "above chance" if chance else "the best method, or not separated from it"
+    keys = [style.key(f"unpruned {own[0].unpruned:.3f}", **style.DASHED)]
+    if filled:
+        keys += [style.key(meaning, **look), style.key("others", **look, markerfacecolor=style.SURFACE)]
+    bands = [Patch(facecolor=style.RULE, alpha=0.6, label="chance")] if chance else []
     drawing.legend(handles=[*keys, *bands], loc="outside lower center", ncols=4, handlelength=1.8)
-    caption = (
-        f"{own[0].mean} of every plan with its 95 % interval, best first. Filled: no paired test separates it from the "
-        "best, after Holm's correction."
-        + (" Grey: where a further random plan lies with 95 % probability." if chance else "")
+    caption = f"{own[0].mean} of every plan with its 95 % interval, in order. {_caption(own)}" + (
+        " Grey: within chance." if chance else ""
     )
     return Figure(name, f"Ranking: {own[0].model}", " ".join(filter(None, (caption, note))), drawing)
 
 
+def _filled(row: Mapping[str, Any]) -> bool:
+    """Whether a plan's mark is filled: it is above chance, or without random plans at the top of the methods."""
+    return str(row["status"]).startswith((ABOVE, BEST, TIED))
+
+
 def _axes(axes: Axes, ranking: Ranking) -> None:
     scored = ranking.scored
-    for low, high in ranking.chance.values():
+    for chance in ranking.chance.values():
+        low, high = chance.limits(ranking.compared)
         axes.axvspan(low, high, color=style.RULE, alpha=0.6, linewidth=0)
     if not np.isnan(ranking.unpruned):
         axes.axvline(ranking.unpruned, **style.DASHED)
     shown = records(scored.iloc[:DRAWN])
     for y, row in enumerate(shown):
         shade = style.colour(str(row["method"]))
-        filled = row["verdict"] in (BEST, TIED, UNTESTED)
+        filled = _filled(row)
         axes.plot([row["low"], row["high"]], [y, y], color=shade, linewidth=1.5, alpha=0.7, solid_capstyle="butt")
         axes.plot(
             row["score"], y, marker="o", markersize=4, color=shade, markerfacecolor=shade if filled else style.SURFACE

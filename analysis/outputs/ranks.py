@@ -116,9 +116,9 @@ def rank_figure(comparison: Comparison, over: str, name: str) -> Figure | None:
         _diagram(drawing.add_subplot(down, across, at + 1), test, style.PAGE / across)
     blocks = "displayed columns" if over == COLUMNS else "benchmarks"
     caption = (
-        f"Average ranks over the {blocks}, 1 is best. Methods joined by a bar are not told from each other: they are "
-        f"closer than the critical difference (CD, Nemenyi, {LEVEL:.0%}). Where Friedman's test finds no difference, "
-        "nothing is drawn. Methods with a gap have no average rank and are left out."
+        f"Average ranks of methods with several seeds over the {blocks} and seeds, 1 is best. Methods joined by a bar "
+        f"are not told from each other: they are closer than the critical difference (CD, {LEVEL:.0%}; seeds and "
+        f"{blocks} are random effects). Where none differ, nothing is drawn. Methods with a gap have no average rank."
     )
     return Figure(name, f"Critical differences of ranks, over {blocks}: {comparison.model}", caption, drawing)
 
@@ -156,8 +156,7 @@ def _diagram(axes: Axes, test: RankTest, inches: float) -> None:
         words = (names.method(str(key)), f"{rank:.2f}")
         text = "  ".join(words if left else words[::-1])
         axes.text(x + (-reach if left else reach) / 2, y, text, ha="right" if left else "left", va="center", fontsize=7)
-    p = "all tie" if pd.isna(test.p) else f"Friedman p {'< 0.001' if test.p < 0.001 else f'= {test.p:.3f}'}"
-    axes.set_title(f"{names.calibration(test.panel.calibration)}, {test.panel.pruned} pruned: {p}", fontsize=7.5)
+    axes.set_title(f"{names.calibration(test.panel.calibration)}, {test.panel.pruned} pruned", fontsize=7.5)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_visible(False)
     style.bare(axes)
@@ -170,31 +169,32 @@ def rank_test_table(results: Results, name: str) -> Table:
         for over in (COLUMNS, BENCHMARKS):
             for test in rank_tests(comparison, over):
                 calibration, removed = names.calibration(test.panel.calibration), test.panel.pruned
-                for (key, rank), p in zip(test.ranks.items(), test.p_to_best(), strict=True):
-                    told = "best" if pd.isna(p) else "yes" if test.significant and p < LEVEL else "no"
+                for (key, rank), p in zip(test.ranks.items(), test.p_to_best, strict=True):
+                    told = "best" if pd.isna(p) else "yes" if p < LEVEL else "no"
                     text = (
                         comparison.model,
                         removed,
                         calibration,
-                        f"{test.blocks} {test.over}",
+                        f"{test.blocks} {test.over}, {test.seeds} seeds",
                         names.method(str(key)),
                     )
-                    rows.append((*text, told, rank, p, test.difference, test.statistic, test.p))
+                    rows.append((*text, told, rank, p, test.difference))
                 if over == BENCHMARKS:
                     incomplete += [f"{names.method(key)} ({calibration}, {removed})" for key in test.incomplete]
     text_columns = ["Model", "Pruned", "Calibration", "Over", "Criterion", "Told from the best"]
-    numbers = {"Avg Rank": RANK, "p to the best": "{:.4f}", "CD": RANK, "Friedman χ²": RANK, "Friedman p": "{:.4f}"}
+    numbers = {"Avg Rank": RANK, "p to the best": "{:.4f}", "CD": RANK}
     return Table(
         name=name,
         title="Critical differences of average ranks",
-        caption="Friedman's test over columns or benchmarks (those that grade the same answers twice count once), then "
-        f"Nemenyi's: average ranks further apart than CD differ at the {LEVEL:.0%} level. p to the best: Nemenyi's, "
-        f"which corrects for looking at all pairs of one block. {setting(results.study)}",
+        caption="Average ranks over columns or benchmarks (those that grade the same answers twice count once) and "
+        f"seeds. Those further apart than CD differ at the {LEVEL:.0%} level. Seeds and columns are random effects; CD "
+        "and p to the best are simultaneous for all pairs of one block (studentised range). "
+        f"{setting(results.study)}",
         frame=pd.DataFrame(rows, columns=[*text_columns, *numbers]),
         formats=numbers,
         best={"Avg Rank": "min"},
         blocks=("Model", "Pruned", "Calibration", "Over"),
-        optional=("p to the best", "Friedman χ²", "Friedman p"),
+        optional=("p to the best",),
         footnotes=[f"Left out for a gap: {names.listing(dict.fromkeys(incomplete))}."] if incomplete else [],
     )
 
@@ -218,7 +218,12 @@ def rank_figure_of_benchmarks(results: Results, comparison: Comparison, name: st
     return rank_figure(comparison, BENCHMARKS, name)
 
 
-@output("ranks.cd", chapter="ranks", filters="*Model|Pruned|Calibration|Over", needs="three criteria and three columns")
+@output(
+    "ranks.cd",
+    chapter="ranks",
+    filters="*Model|Pruned|Calibration|Over",
+    needs="three criteria with several seeds, three columns",
+)
 def rank_differences(results: Results, name: str) -> list[Item]:
     """Average ranks with their critical difference: diagrams over columns and over benchmarks, and a table."""
     figures = [*rank_figure_of_columns(results, name), *rank_figure_of_benchmarks(results, f"{name}.benchmarks")]

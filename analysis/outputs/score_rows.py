@@ -34,7 +34,8 @@ from analysis.stats.cell_scores import (
     mean_target,
     scores,
 )
-from analysis.stats.comparison import RANDOM, Comparison, Target, chance_bands, means
+from analysis.stats.chance import chance_of
+from analysis.stats.comparison import Comparison, Kind, Target, means, random_scores
 
 
 @dataclass(frozen=True)
@@ -240,16 +241,18 @@ def draw_unpruned(axes: Axes, comparison: Comparison, target: Target) -> Line2D:
 
 
 def draw_chance(axes: Axes, comparison: Comparison, target: Target) -> list[Patch]:
-    """Draw the bands of chance over ratios, in per cent, behind lines: one for experts and one for channels.
+    """Draw the bands of chance over ratios, in per cent, behind lines: one for each kind of random plans.
 
     Returns the legend's patch; none where no band has two ratios, as there is nothing to see then."""
-    bands = {100 * ratio: chance_bands(comparison, cells, target) for ratio, cells in by_ratio(comparison.cells)}
+    bands: dict[Kind, dict[float, tuple[float, float]]] = {}
+    for ratio, cells in by_ratio(comparison.cells):
+        for kind, plans in random_scores(comparison, cells, target).items():
+            bands.setdefault(kind, {})[100 * ratio] = chance_of(plans).limits(2)
     patches: list[Patch] = []
-    for granularity in RANDOM:
-        found = {ratio: of_ratio[granularity] for ratio, of_ratio in bands.items() if granularity in of_ratio}
-        if len(found) > 1:
-            low, high = zip(*map(comparison.quantity(target).shown, found.values()), strict=True)
-            axes.fill_between(list(found), low, high, color=style.RULE, alpha=0.6, linewidth=0, zorder=0)
+    for band in bands.values():
+        if len(band) > 1:
+            low, high = zip(*map(comparison.quantity(target).shown, band.values()), strict=True)
+            axes.fill_between(list(band), low, high, color=style.RULE, alpha=0.6, linewidth=0, zorder=0)
             patches = [Patch(facecolor=style.RULE, alpha=0.6, label="band of chance")]
     return patches
 

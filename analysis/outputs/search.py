@@ -93,7 +93,8 @@ def allocation_table(
         caption="Code and Math are means of their two columns, Avg is the mean of the displayed "
         "columns in which more is better. Δ: searched "
         "minus uniform on the same items; beyond noise: the columns whose difference has a paired p-value below "
-        f"{LEVEL} after Holm's correction over all differences of a model. {setting(results.study)}",
+        f"{LEVEL} after Holm's correction over all differences of a model; with one seed, of these plans and not of "
+        f"methods. {setting(results.study)}",
         frame=rows.frame[[*TEXT, *averages, *gains, BEYOND]],
         formats={**dict.fromkeys(averages, SCORE), **dict.fromkeys(gains, "{:+.3f}")},
         best=rows.best,

@@ -36,7 +36,7 @@ def _map_and_table(results: Results, win_rows: pd.DataFrame, name: str, title: s
 @output("winners", chapter="winners", filters="*Model|Pruned|Calibration", needs="several benchmarks or groups of them")
 def all_winners(results: Results, name: str) -> list[Item]:
     """The winner map of all criteria."""
-    return _map_and_table(results, results.winners, name, "Best criterion by task and calibration set")
+    return _map_and_table(results, results.winners, name, "Leading criterion by task and calibration set")
 
 
 @output("winners.loss", chapter="winners", filters="*Model|Pruned|Calibration", needs=LOSSES)
@@ -51,13 +51,11 @@ def winners_by_loss(results: Results, name: str) -> list[Item]:
 @output("unified.fig2", needs="some of its five criteria, and several benchmarks or groups of them")
 def baseline_winners(results: Results, name: str) -> list[Item]:
     """The winner map of the five baselines of Unified Expert Pruning."""
-    return _map_and_table(
-        results, results.baseline_winners, name, "Best of the five baselines by task and calibration set"
-    )
+    return _map_and_table(results, results.baseline_winners, name, "Leading baseline by task and calibration set")
 
 
 def winner_table(study: Study, win_rows: pd.DataFrame, name: str, title: str) -> Table:
-    """A winner map as a table: the best method in each column, its lead, and whether the lead is beyond noise."""
+    """A winner map as a table: the best method in each column, its lead, and whether it is a proved win."""
     rows = win_rows.assign(
         winner=[_winner(w, s) for w, s in zip(win_rows["winners"], win_rows["score"], strict=True)],
         runner_up=win_rows["runner_up"].map(names.method),
@@ -76,9 +74,9 @@ def winner_table(study: Study, win_rows: pd.DataFrame, name: str, title: str) ->
     return Table(
         name=name,
         title=title,
-        caption="p: paired test of the winner against every other criterion, the largest of them (McNemar for a "
-        "benchmark of right-or-wrong items and plans of one seed, otherwise t-tests over seeds and items); Holm: "
-        f"corrected for all columns of one model and ratio; beyond noise below {LEVEL}. {setting(study)}",
+        caption=f"{proved_wins(win_rows)} p: test of the winner against every other criterion over seeds and items "
+        "together, the largest of them; Holm: corrected for all columns of one model and ratio; a win is proved below "
+        f"{LEVEL}. With one seed nothing is tested, and intervals are over items. {setting(study)}",
         frame=spelled(rows, text | numbers),
         formats={"Score": SCORE, "Lead": SCORE, "p": "{:.4f}", "p (Holm)": SCORE},
         blocks=("Model", "Pruned", "Calibration"),
@@ -95,20 +93,39 @@ def _winner(winners: Sequence[str], score: float) -> str:
     return f"{label(winners[:3], score)} and {len(winners) - 3} others"
 
 
+NO_RESULT, TIE, PROVED, NOT_PROVED, UNTESTED = "gap", "tie", "proved win", "not proved", "not tested"
+"""Verdicts on a cell of the winner map."""
+
+
 def verdict(win: Mapping[str, Any]) -> str:
-    """Verdict on a cell of the winner map: gap, tie, not tested, beyond noise or within noise."""
+    """Verdict on a cell of the winner map; not tested where a criterion has one seed."""
     winners = win["winners"]
     if not winners:
-        return "gap"
+        return NO_RESULT
     if len(winners) > 1:
-        return "tie"
+        return TIE
     if pd.isna(win["p"]):
-        return "not tested"
-    return "beyond noise" if win["beyond_noise"] else "within noise"
+        return UNTESTED
+    return PROVED if win["beyond_noise"] else NOT_PROVED
+
+
+def proved_wins(win_rows: pd.DataFrame) -> str:
+    """How many cells of a winner map are proved wins, how many are tied and how many are not tested."""
+    counts = pd.Series([verdict(row) for row in records(win_rows)]).value_counts()
+    others = [f"{counts[word]} {about}" for word, about in _OTHERS.items() if word in counts]
+    more = f" ({names.listing(others)})" if others else ""
+    return f"Proved wins: {counts.get(PROVED, 0)} of {len(win_rows)} cells{more}."
+
+
+_OTHERS = {
+    TIE: "tied",
+    UNTESTED: "not tested",
+    NO_RESULT: "without a result",
+}
 
 
 def winner_figure(win_rows: pd.DataFrame, name: str, title: str) -> Figure:
-    """Draw the rows of `winner_map`: a map of columns x calibration sets per model and ratio, hatched within noise."""
+    """Draw the rows of `winner_map`, columns x calibration sets per model and ratio; hatched unless a win is proved."""
     maps = list(groups(win_rows, SETTINGS))
     rows = max(len(group["column"].unique()) for _, group in maps)
     drawing, grid = style.panels(len(maps), 2, max(0.36 * rows, 1.1) + 0.75, below=0)
@@ -116,14 +133,16 @@ def winner_figure(win_rows: pd.DataFrame, name: str, title: str) -> Figure:
         _winner_axes(axes, group, drawing.get_figwidth() / min(2, len(maps)) - _LABELS)
         axes.set_title(f"{key['model']}, {group['pruned'].iloc[0]} pruned")
     handles = [
-        Patch(facecolor=style.RULE, label="beyond noise"),
-        Patch(facecolor=style.RULE, edgecolor=style.MUTED, hatch=style.HATCH, label="within noise"),
+        Patch(facecolor=style.RULE, label="proved win"),
+        Patch(facecolor=style.RULE, edgecolor=style.MUTED, hatch=style.HATCH, label="win that is not proved"),
         Patch(facecolor="none", edgecolor=style.RULE, label="tie"),
     ]
     drawing.legend(handles=handles, loc="outside lower center", ncols=3, handlelength=2.2)
     caption = (
-        "Each cell names the criterion with the best score in a column under a calibration set. Hatched wins are "
-        "within noise (paired test against every other criterion, Holm-corrected over the map, 5 %); ties name all."
+        f"{proved_wins(win_rows)} Each cell names the criterion that leads in a column under a calibration set. "
+        "A win is proved, and not hatched, if it holds against every other criterion over seeds and items "
+        "(Holm-corrected over the map, 5 %); criteria with equal scores are all named and share the place. With one "
+        "seed nothing is tested."
     )
     return Figure(name, title, caption, drawing)
 

@@ -23,8 +23,10 @@ from analysis.stats.uncertainty import Estimate, Stratum
 Target = tuple[str, ...]
 """Displayed columns or benchmarks, often a single one, whose mean is the score."""
 
-RANDOM = {"expert": "random", "channel": "channel_random"}
-"""What a plan removes -> the criterion whose plans show what chance can do."""
+RANDOM = ("random", "channel_random")
+"""Criteria whose plans show what chance can do: of experts, of channels."""
+Kind = tuple[str, str]
+"""Granularity and recovery of a plan, in which random plans are like it."""
 _NORMAL = 1.96
 _ALIKE = [axis for axis in settings.AXES if axis not in ("model", "seed")]
 """Cells of one model that are equal in these are replicates."""
@@ -270,6 +272,20 @@ class Comparison:
         first, second = pair[:, np.isfinite(pair).all(axis=0)]
         return replace(estimate, exact=float(uncertainty.mcnemar(first, second)))
 
+    def scored_plans(self, target: Target, cell: int) -> list[int]:
+        """The replicates of a cell that have a score."""
+        scored = self._scored(target)
+        return [plan for plan in self.seeds[cell].values() if scored[self._place[plan]]]
+
+    def leads(self, target: Target, cells: Sequence[int]) -> list[Estimate]:
+        """Score of the first of `cells` minus that of each other, where the first is the best of them by these scores:
+        see `uncertainty.best_of_many`. Scores are on the items that all of them got."""
+        plans = [self.scored_plans(target, cell) for cell in cells]
+        rows = [self._place[plan] for of_cell in plans for plan in of_cell]
+        strata = self._strata(target, np.array(rows)[:, None], np.ones(1))
+        pairs = [self.estimate(target, {cells[0]: 1.0, other: -1.0}) for other in cells[1:]]
+        return uncertainty.best_of_many(pairs, strata, np.repeat(np.arange(len(cells)), list(map(len, plans))))
+
     def weights(self, target: Target) -> dict[str, float]:
         """Benchmark -> its weight in the target; columns have equal weights, and so have the benchmarks of a column."""
         parts = {name: self.parts.get(name, (name,)) for name in target}
@@ -386,15 +402,15 @@ def displayed_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str,
     return {str(name): (str(name),) for name in run.index[run]}
 
 
-def chance_bands(comparison: Comparison, cells: pd.DataFrame, target: Target) -> dict[str, tuple[float, float]]:
-    """What a plan removes -> the band of chance of a target: where a further random plan lies with 95 % probability.
-
-    Of those of `cells` that are random plans, the one with most seeds counts; without two seeds there is no band."""
-    by_seed, found = comparison.by_seed(target), {}
-    for granularity, criterion in RANDOM.items():
-        random = cells.index[(cells["criterion"] == criterion) & (cells["recovery"] == "none")]
-        scores = [by_seed[list(comparison.seeds[cell].values())].dropna().to_numpy(float) for cell in random]
-        band = uncertainty.prediction(max(scores, key=len, default=np.array([])))
-        if not np.isnan(band[0]):
-            found[granularity] = band
-    return found
+def random_scores(comparison: Comparison, cells: pd.DataFrame, target: Target) -> dict[Kind, np.ndarray]:
+    """Scores of the random plans among `cells`, where there are at least two of a kind. Of several cells of a kind, the
+    one with most seeds counts."""
+    by_seed = comparison.by_seed(target)
+    scores: dict[Kind, np.ndarray] = {}
+    random = cells[cells["criterion"].isin(RANDOM)]
+    for (granularity, recovery), of_kind in random.groupby(["granularity", "recovery"]):
+        plans = [by_seed[comparison.scored_plans(target, cell)].to_numpy(float) for cell in of_kind.index]
+        most = max(plans, key=len)
+        if len(most) > 1:
+            scores[str(granularity), str(recovery)] = most
+    return scores

@@ -1,22 +1,22 @@
-"""Critical differences of average ranks: Friedman's test, then Nemenyi's critical difference (Demšar 2006, JMLR 7).
+"""Critical differences of average ranks: how far two methods must be apart for their ranks to differ.
 
-Methods are ranked in blocks: displayed columns, or benchmarks. Two methods differ at the 5 % level when Friedman's test
-is significant and their average ranks are further apart than the critical difference.
+Methods with several seeds are ranked in blocks, displayed columns or benchmarks, once for each seed. A seed moves the
+ranks of a method in all blocks together, so Friedman's test and Nemenyi's critical difference (Demšar 2006, JMLR 7),
+which take blocks for independent, would find plans to differ, not methods. Here seeds and blocks are crossed random
+effects (`uncertainty.best_of_many`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import pandas as pd
-from scipy.special import chdtrc, ndtr
 
 from analysis import names
-from analysis.stats import ranks
-from analysis.stats.comparison import Comparison, Panel, Target
-from analysis.stats.uncertainty import LEVEL
+from analysis.stats import ranks, uncertainty
+from analysis.stats.comparison import RANDOM, Comparison, Panel, Target
+from analysis.stats.uncertainty import LEVEL, Estimate, Stratum
 
 COLUMNS, BENCHMARKS = "columns", "benchmarks"
 """Blocks in which methods are ranked: columns give the papers' Avg Rank; benchmarks are more blocks, so more power."""
@@ -26,115 +26,84 @@ FEWEST = 3
 
 @dataclass(frozen=True, eq=False)
 class RankTest:
-    """Average ranks of the methods of one panel, with Friedman's test and Nemenyi's critical difference."""
+    """Average ranks of the methods of one panel, and their critical difference."""
 
     panel: Panel
     over: str
     """COLUMNS or BENCHMARKS."""
     blocks: int
+    seeds: int
+    """Number of seeds of each method that are ranked."""
     ranks: pd.Series
-    """Method's key -> average rank, best first."""
+    """Method's key -> average rank over blocks and seeds, best first."""
+    p_to_best: pd.Series
+    """Method's key -> p of its difference to the first; NaN for the first itself."""
+    difference: float
+    """Average ranks that are further apart differ at the 5 % level, for all pairs of methods together."""
     incomplete: tuple[str, ...]
     """Methods that lack a result in some block, and so have no average rank."""
-    statistic: float
-    p: float
-    """p-value of Friedman's chi-squared `statistic`; both are NaN when all methods tie in every block."""
-
-    @property
-    def difference(self) -> float:
-        """Nemenyi's critical difference at the 5 % level."""
-        return critical_difference(len(self.ranks), self.blocks)
 
     @property
     def significant(self) -> bool:
-        """Whether Friedman's test finds any difference at the 5 % level."""
-        return bool(self.p < LEVEL)
-
-    def p_to_best(self) -> pd.Series:
-        """Nemenyi's p-value of each method against the first; NaN for the first itself."""
-        p_values = pd.Series(nemenyi(self.ranks.to_numpy() - self.ranks.iloc[0], len(self.ranks), self.blocks))
-        return p_values.set_axis(self.ranks.index).where(np.arange(len(self.ranks)) > 0)
+        """Whether some methods differ."""
+        return bool((self.p_to_best < LEVEL).any())
 
     def cliques(self) -> list[tuple[int, int]]:
         """First and last position of each maximal run of methods that do not differ significantly."""
         values = self.ranks.to_numpy()
-        reach = self.difference if self.significant else np.inf
-        ends = [int(np.flatnonzero(values < value + reach).max()) for value in values]
+        ends = [int(np.flatnonzero(values <= value + self.difference).max()) for value in values]
         return [
             (first, last) for first, last in enumerate(ends) if last > first and (first == 0 or ends[first - 1] < last)
         ]
 
 
-@cache
-def critical_difference(methods: int, blocks: int) -> float:
-    """Nemenyi's critical difference q sqrt(k (k + 1) / 6 N) of average ranks, for k methods in N blocks.
-
-    q is the quantile of the studentized range of k methods with infinite degrees of freedom, divided by sqrt(2)."""
-    low, high = 0.0, 20.0
-    while high - low > 1e-12:
-        middle = (low + high) / 2
-        low, high = (middle, high) if studentized_range(np.array(middle), methods) > LEVEL else (low, middle)
-    return float(low / np.sqrt(2) * _spread(methods, blocks))
-
-
-def nemenyi(differences: np.ndarray, methods: int, blocks: int) -> np.ndarray:
-    """Nemenyi's p-values of differences between average ranks of `methods` ranked in `blocks`."""
-    scaled = np.abs(differences) / _spread(methods, blocks) * np.sqrt(2)
-    return studentized_range(scaled, methods)
-
-
-_DEVIATES, _STEP = np.linspace(-9, 9, 241, retstep=True)
-_WEIGHTS = np.exp(-(_DEVIATES**2) / 2) / np.sqrt(2 * np.pi) * _STEP
-
-
-def studentized_range(values: np.ndarray, methods: int) -> np.ndarray:
-    """P-value of each of `values` as a range of `methods` standard normal deviates.
-
-    Equal to scipy's `studentized_range.sf(values, methods, np.inf)`; scipy.stats takes half a second to import. The sum
-    over equal steps is exact to 14 decimals, as what is integrated and its derivatives vanish at both ends."""
-    others = ndtr(_DEVIATES) - ndtr(_DEVIATES - np.asarray(values, float)[..., None])
-    return np.asarray(1 - methods * (_WEIGHTS * others ** (methods - 1)).sum(axis=-1))
-
-
-def friedman(scores: np.ndarray) -> tuple[float, float]:
-    """Friedman's chi-squared of scores (methods, blocks), and its p-value; NaN when all methods tie in every block.
-
-    Equal to scipy's `friedmanchisquare(*scores)`."""
-    deviations = pd.DataFrame(scores).rank().to_numpy() - (len(scores) + 1) / 2
-    squares = (deviations**2).sum()
-    statistic = (len(scores) - 1) * (deviations.sum(axis=1) ** 2).sum() / squares if squares else np.nan
-    return float(statistic), float(chdtrc(len(scores) - 1, statistic))
-
-
-def _spread(methods: int, blocks: int) -> float:
-    return float(np.sqrt(methods * (methods + 1) / (6 * blocks)))
-
-
 def rank_test(comparison: Comparison, panel: Panel, over: str = COLUMNS) -> RankTest | None:
-    """Test the average ranks of one panel; None with fewer than three complete methods or three blocks.
+    """Test the average ranks of one panel; None with fewer than three complete methods with several seeds or three
+    blocks. Random plans do not compete.
 
     Values are ranked as for Avg Rank: rounded to three decimals, ties sharing the mean of their ranks.
     """
-    values = _blocks(comparison, panel, over).reindex(list(panel.cells.values())).set_axis(list(panel.cells), axis=0)
-    complete = values.notna().all(axis=1)
-    kept = values[complete].round(ranks.PRINTED_DECIMALS)
-    if min(kept.shape) < FEWEST:
+    criteria = comparison.cells["criterion"]
+    plans = {
+        key: list(comparison.seeds[cell].values()) for key, cell in panel.cells.items() if criteria[cell] not in RANDOM
+    }
+    plans = {key: of_method for key, of_method in plans.items() if len(of_method) > 1}
+    seeds = min(map(len, plans.values()), default=0)
+    values = _blocks(comparison, panel, over)
+    complete = [key for key, of_method in plans.items() if values.loc[of_method[:seeds]].notna().all(axis=None)]
+    if min(len(complete), values.shape[1]) < FEWEST:
         return None
-    average = ranks.average_rank(kept, lower_is_better=comparison.lower_is_better)
-    statistic, p = friedman(kept.to_numpy())
+    ranked = []
+    for seed in range(seeds):
+        scores = values.loc[[plans[key][seed] for key in complete]]
+        ranked.append(ranks.column_ranks(scores, lower_is_better=comparison.lower_is_better).to_numpy(float))
+    table = np.array(ranked)
+    average = pd.Series(table.mean(axis=(0, 2)), complete).sort_values(kind="stable")
+    order = [complete.index(key) for key in average.index]
+    leads = _leads(table[:, order])
     return RankTest(
         panel=panel,
         over=over,
-        blocks=kept.shape[1],
-        ranks=average.sort_values(kind="stable"),
-        incomplete=tuple(str(key) for key in values.index[~complete]),
-        statistic=statistic,
-        p=p,
+        blocks=table.shape[2],
+        seeds=seeds,
+        ranks=average,
+        p_to_best=pd.Series([np.nan, *(lead.p for lead in leads)], average.index),
+        difference=leads[0].interval[1] - leads[0].value,
+        incomplete=tuple(str(key) for key in plans if key not in complete),
     )
 
 
+def _leads(table: np.ndarray) -> list[Estimate]:
+    """Differences between the first method and the others; table: (seeds, methods, blocks) ranks."""
+    seeds, methods, blocks = table.shape
+    by_method = table.swapaxes(0, 1).reshape(methods * seeds, blocks)
+    stratum = Stratum(by_method / blocks, np.full(blocks, 1 / blocks))
+    pooled = [Estimate(0.0, 0.0)] * (methods - 1)  # one error for all pairs, as one length is drawn
+    return uncertainty.best_of_many(pooled, [stratum], np.repeat(np.arange(methods), seeds))
+
+
 def _blocks(comparison: Comparison, panel: Panel, over: str) -> pd.DataFrame:
-    """Scores (cells, blocks) as shown. Benchmarks that grade the same answers form one block with their mean."""
+    """Scores (plans, blocks) as shown. Benchmarks that grade the same answers form one block with their mean."""
     if over == COLUMNS:
         groups: dict[str, Target] = {column: (column,) for column in panel.columns(comparison)}
     else:
@@ -143,7 +112,7 @@ def _blocks(comparison: Comparison, panel: Panel, over: str) -> pd.DataFrame:
         stems = {name: names.SAME_ITEMS.get(name, name) for name in evaluated}
         groups = {stem: tuple(name for name in evaluated if stems[name] == stem) for stem in stems.values()}
     return pd.DataFrame(
-        {name: comparison.quantity(target).shown(comparison.score(target)) for name, target in groups.items()}
+        {name: comparison.quantity(target).shown(comparison.by_seed(target)) for name, target in groups.items()}
     )
 
 

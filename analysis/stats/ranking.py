@@ -1,8 +1,9 @@
-"""Rank the plans of each model, ratio and gate by their average: intervals, the group that no test separates from the
-best, and the band of chance.
+"""Rank the plans of each model, ratio and gate by their average: intervals, their status beside chance, and verdicts on
+methods that have several seeds.
 
-A plan counts once, however many calibration sets it is compared under. Random plans of several seeds give the band of
-chance: the interval in which the score of a further random plan lies with 95 % probability.
+A plan counts once, however many calibration sets it is compared under. A plan is above chance if the best of as many
+random plans is hardly ever that good (`analysis.stats.chance`). The best of the methods is compared with all others at
+once (`uncertainty.best_of_many`). A method with one seed gets no verdict: its plan says nothing about the next seed.
 """
 
 from __future__ import annotations
@@ -17,19 +18,21 @@ from analysis import names
 from analysis.load import settings
 from analysis.load.reader import records
 from analysis.stats import uncertainty
-from analysis.stats.comparison import RANDOM, Comparison, Target, chance_bands, group_targets, overall
+from analysis.stats.chance import Chance, chances
+from analysis.stats.comparison import RANDOM, Comparison, Kind, Target, overall, random_scores
 from analysis.stats.quantity import Quantity
-from analysis.stats.uncertainty import LEVEL, Estimate
+from analysis.stats.ranks import PRINTED_DECIMALS
+from analysis.stats.uncertainty import LEVEL, Estimate, Stratum
 
 ALL_MODELS = "all models"
 COLUMNS = (
-    "method", "calibration", "granularity", "seeds", "score", "low", "high", "spread", "share",
-    "behind", "behind_low", "behind_high", "p", "p_holm", "verdict",
+    "criterion", "method", "calibration", "granularity", "recovery", "seeds", "over", "place", "score", "low", "high",
+    "spread", "share", "behind", "behind_low", "behind_high", "p", "chance", "verdict", "status",
 )  # fmt: skip
 BEST, TIED, SEPARATED, UNTESTED = "best", "not separated", "separated", "not tested"
-"""Verdicts on a plan beside the best one."""
-ABOVE, WITHIN, BELOW = "above", "within", "below"
-"""Where a plan lies beside the band of chance; above is better, also of a loss."""
+"""Verdicts on a method with several seeds beside the best such method."""
+ABOVE, WITHIN, BELOW = "above chance", "within chance", "below chance"
+"""Where a plan lies beside random plans; above is better, also of a loss."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,13 +45,15 @@ class Ranking:
     quantity: Quantity
     """What is ranked by."""
     rows: pd.DataFrame
-    """Index cell; columns COLUMNS. spread: standard deviation of the scores of its seeds; share: of the unpruned
-    model's score; behind: how much worse than the best; p_holm: corrected over the ranking."""
+    """Index cell; columns COLUMNS. over: what the interval is over; place: equal for scores that are printed equal;
+    spread: standard deviation of the scores of its seeds; share: of the unpruned model's score; behind: how much worse
+    than the best method; chance: ABOVE, WITHIN or BELOW, "" if unknown; verdict: "" with one seed; status: chance, then
+    the verdict unless the plan is within or below chance."""
     unpruned: float
-    chance: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """What a plan removes -> ends of the band of chance, if there are random plans of two seeds."""
-    places: pd.DataFrame = field(default_factory=pd.DataFrame)
-    """(plans, averages such as Code, and `mean`) where the plan lies beside the band of chance; "" where unknown."""
+    compared: int = 0
+    """Number of plans of the model that are compared with chance."""
+    chance: dict[Kind, Chance] = field(default_factory=dict)
+    """Kind of plan -> chance, if there are random plans of two seeds."""
 
     @property
     def mean(self) -> str:
@@ -60,107 +65,159 @@ class Ranking:
         """The plans that have a score."""
         return self.rows[self.rows["score"].notna()]
 
-    @property
-    def tied(self) -> pd.DataFrame:
-        """The plans that no test separates from the best."""
-        return self.scored[self.scored["verdict"].isin((TIED, UNTESTED))]
 
-    @property
-    def of_methods(self) -> bool:
-        """Whether the plans have several seeds, so that verdicts are about methods."""
-        return bool((self.scored["seeds"] > 1).all())
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Pruned cells of one model, ratio and gate."""
+
+    comparison: Comparison
+    cells: pd.DataFrame
+    pruned: str
+    target: Target
+    """What is ranked by."""
 
 
 def rankings(comparisons: Sequence[Comparison]) -> list[Ranking]:
     """The rankings of all models by ratio and gate, then those of all models together."""
-    found = [ranking for comparison in comparisons for ranking in _of_model(comparison)]
+    groups = [group for comparison in comparisons for group in _groups(comparison)]
+    found = [_ranking(group, groups) for group in groups]
     return [*found, *_over_models(found)]
 
 
-def _of_model(comparison: Comparison) -> Iterator[Ranking]:
+def _groups(comparison: Comparison) -> Iterator[_Group]:
     pruned = comparison.cells[(comparison.cells["criterion"] != "none") & (comparison.cells["ratio"] > 0)]
     words = settings.pruned(pruned)
     for _, cells in pruned.groupby(["ratio", "gate"], sort=True):
         target = overall(comparison, list(cells.index))
         if target and comparison.score(target)[cells.index].notna().any():
-            yield _ranking(comparison, cells, words[cells.index[0]], target)
+            yield _Group(comparison, cells, words[cells.index[0]], target)
 
 
-def _ranking(comparison: Comparison, cells: pd.DataFrame, words: str, target: Target) -> Ranking:
-    """target: what is ranked by."""
-    groups, quantity = group_targets(comparison, list(cells.index)), comparison.quantity(target)
+def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
+    """groups: of all models; those with the same ratio and gate tell how much random plans differ."""
+    comparison, target, quantity = group.comparison, group.target, group.comparison.quantity(group.target)
     score, (low, high), by_seed = comparison.score(target), comparison.interval(target), comparison.by_seed(target)
     lower = quantity.lower_is_better
-    order = list(score[cells.index].sort_values(ascending=lower, na_position="last", kind="stable").index)
+    order = list(score[group.cells.index].sort_values(ascending=lower, na_position="last", kind="stable").index)
     full = np.nan if comparison.unpruned is None else float(score[comparison.unpruned])
-    plans = [by_seed[list(comparison.seeds[cell].values())].dropna() for cell in order]
-    rows = cells.loc[order, ["method", "calibration", "granularity"]].assign(
+    plans = [by_seed[comparison.scored_plans(target, cell)] for cell in order]
+    rows = group.cells.loc[order, ["criterion", "method", "calibration", "granularity", "recovery"]].assign(
         seeds=list(map(len, plans)),
+        over=[_interval_over(len(scores)) for scores in plans],
         score=score[order],
         low=low[order],
         high=high[order],
-        spread=[quantity.shown(own).std(ddof=1) for own in plans],
+        spread=[quantity.shown(scores).std(ddof=1) for scores in plans],
         share=quantity.shown(score[order]) / quantity.shown(full),
     )
-    leads = [comparison.difference(target, order[0], cell) for cell in order[1:]]
-    rows = _beside_the_best(rows, leads, quantity)
-    bands = {name: chance_bands(comparison, cells, each) for name, each in groups.items()}
-    places = {name: _places(comparison, rows, each, bands[name]) for name, each in groups.items()}
-    chance = {name: quantity.shown(np.array(band)) for name, band in bands[quantity.mean].items()}
-    chances = {name: (float(low), float(high)) for name, (low, high) in chance.items()}
-    unpruned = float(quantity.shown(full))
-    return Ranking(comparison.model, words, quantity, rows, unpruned, chances, pd.DataFrame(places, index=rows.index))
+    compared = sum(_compared(each) for each in groups if each.comparison is comparison)
+    chance = _chance(group, groups)
+    rows = rows.assign(chance=_beside_chance(rows, chance, compared, lower))
+    methods = _with_seeds(rows)
+    leads = comparison.leads(target, methods) if len(methods) > 1 else []
+    rows = _with_status(_with_verdicts(rows, methods, leads, quantity))
+    return Ranking(comparison.model, group.pruned, quantity, rows, float(quantity.shown(full)), compared, chance)
 
 
-def _beside_the_best(rows: pd.DataFrame, leads: Sequence[Estimate], quantity: Quantity) -> pd.DataFrame:
-    """Add how far the others are behind the first, the best: its score minus theirs, or the other way round where less
-    is better; and the verdicts. Scores and differences, given as computed, become those that are shown."""
+def _interval_over(seeds: int) -> str:
+    return f"{seeds} seeds and items" if seeds > 1 else "items"
+
+
+def _compared(group: _Group) -> int:
+    """Number of plans that have a score and are not random."""
+    plans = group.cells.index[~group.cells["criterion"].isin(RANDOM)]
+    return int(group.comparison.score(group.target)[plans].notna().sum())
+
+
+def _with_seeds(rows: pd.DataFrame) -> list[int]:
+    """The methods that can be compared, best first: those with several seeds, without random plans."""
+    return list(rows.index[(rows["seeds"] > 1) & rows["score"].notna() & ~rows["criterion"].isin(RANDOM)])
+
+
+def _with_verdicts(
+    rows: pd.DataFrame, methods: Sequence[int], leads: Sequence[Estimate], quantity: Quantity
+) -> pd.DataFrame:
+    """Add places, how far `methods` are behind the first of them, the best, and verdicts. Scores and leads, given as
+    computed, become those that are shown.
+
+    leads: the score of the best minus theirs; where less is better, they are turned round."""
     sign = -1 if quantity.lower_is_better else 1
-    behind = [Estimate(0.0), *(replace(lead, value=sign * lead.value) for lead in leads)]
-    p_values = np.array([lead.p for lead in behind])
-    p_holm = np.append(np.nan, uncertainty.holm(p_values[1:]))
-    verdicts = np.select([np.isnan(p_holm), p_holm < LEVEL], [UNTESTED, SEPARATED], TIED)
-    verdicts[0] = BEST
-    best = rows["score"].iloc[0]
-    ends = np.array([(lead.value, *lead.interval) for lead in behind])
-    values, low, high = np.transpose(quantity.shown_difference(best, ends))
-    values[np.abs(values) < 1e-9] = 0.0  # sums of equal outcomes differ by less, and -0 is none
-    about = {"behind": values, "behind_low": low, "behind_high": high, "p": p_values, "p_holm": p_holm}
     shown = {column: quantity.shown(rows[column]) for column in ("score", "low", "high")}
-    return rows.assign(**shown, **about, verdict=verdicts)[list(COLUMNS)]
+    printed = shown["score"].round(PRINTED_DECIMALS)
+    verdicts, tests = {}, {}
+    for method, lead in zip(methods[1:], leads, strict=True):
+        behind = replace(lead, value=0.0 if abs(lead.value) < 1e-9 else sign * lead.value)
+        ends = quantity.shown_difference(rows.loc[methods[0], "score"], np.array([behind.value, *behind.interval]))
+        tests[method] = [*ends, behind.p]
+        verdicts[methods[0]] = BEST
+        verdicts[method] = _verdict(behind, printed[method] == printed[methods[0]])
+    columns = ["behind", "behind_low", "behind_high", "p"]
+    return rows.assign(
+        **shown,
+        place=(-sign * printed).rank(method="min"),
+        verdict=[verdicts.get(plan, "") for plan in rows.index],
+        **pd.DataFrame.from_dict(tests, "index", float, columns).reindex(rows.index),
+    )
 
 
-def _places(
-    comparison: Comparison, rows: pd.DataFrame, target: Target, bands: Mapping[str, tuple[float, float]]
-) -> list[str]:
-    """Where each plan lies beside the band of chance of what it removes; "" for random plans and without a band."""
-    score, better = comparison.score(target), -1 if comparison.is_loss(target) else 1
-    found = []
-    for row in records(rows.reset_index()):
-        value, band = score[row["cell"]], bands.get(row["granularity"])
-        if band is None or np.isnan(value) or names.parts(row["method"])[0] in RANDOM.values():
-            found.append("")
-        else:
-            outside = better * (int(value > band[1]) - int(value < band[0]))
-            found.append((WITHIN, ABOVE, BELOW)[outside])
+def _verdict(behind: Estimate, equal: bool) -> str:
+    if equal:
+        return BEST
+    if np.isnan(behind.p):
+        return UNTESTED
+    return SEPARATED if behind.p < LEVEL else TIED
+
+
+def _with_status(rows: pd.DataFrame) -> pd.DataFrame:
+    """Add one status a row: where it lies beside chance, and the verdict where that does not rule one out."""
+    ruled_out = rows["chance"].isin((WITHIN, BELOW))
+    both = rows["chance"].where(rows["verdict"] == "", rows["chance"] + ", " + rows["verdict"]).str.removeprefix(", ")
+    status = rows["chance"].where(ruled_out, both).mask(rows["criterion"].isin(RANDOM), "random plans")
+    return rows.assign(status=status)[list(COLUMNS)]
+
+
+def _chance(group: _Group, groups: Sequence[_Group]) -> dict[Kind, Chance]:
+    """Kind of plan -> chance, with the spread of random plans of all models that have this ratio and average."""
+    alike = [each for each in groups if (each.pruned, each.target) == (group.pruned, group.target)]
+    random = {each.comparison.model: random_scores(each.comparison, each.cells, each.target) for each in alike}
+    found = {}
+    for kind in random[group.comparison.model]:
+        samples = {model: scores[kind] for model, scores in random.items() if kind in scores}
+        found[kind] = chances(samples)[group.comparison.model]
     return found
+
+
+def _beside_chance(rows: pd.DataFrame, chance: Mapping[Kind, Chance], compared: int, lower: bool) -> list[str]:
+    """Where each plan lies beside the random plans of its kind; "" for random plans and where there are none."""
+    places = []
+    for row in records(rows):
+        kind = chance.get((row["granularity"], row["recovery"]))
+        if kind is None or np.isnan(row["score"]) or row["criterion"] in RANDOM:
+            places.append("")
+            continue
+        low, high = kind.limits(compared)
+        side = int(row["score"] > high) - int(row["score"] < low)
+        places.append((WITHIN, ABOVE, BELOW)[-side if lower else side])
+    return places
 
 
 def _over_models(found: Sequence[Ranking]) -> Iterator[Ranking]:
     """Rankings of the plans that all models have, by the mean over models, with models as random effects."""
     for pruned in dict.fromkeys(ranking.pruned for ranking in found):
         own = [ranking for ranking in found if ranking.pruned == pruned]
-        scores = [ranking.scored.set_index(["method", "calibration"])[["score", "granularity"]] for ranking in own]
         if len(own) < 2 or len({ranking.quantity for ranking in own}) > 1:
             continue
-        columns = [own[0].quantity.computed(each["score"]) for each in scores]
-        table = pd.concat(columns, axis=1, join="inner", keys=range(len(own)))
-        if len(table) > 1:
-            yield _of_models(own, table)
+        plans = [ranking.scored.set_index(["criterion", "method", "calibration"]) for ranking in own]
+        scores, seeds = (
+            pd.concat([each[column] for each in plans], axis=1, join="inner", keys=range(len(own)))
+            for column in ("score", "seeds")
+        )
+        if len(scores) > 1:
+            yield _of_models(own, own[0].quantity.computed(scores), seeds.min(axis=1))
 
 
-def _of_models(own: Sequence[Ranking], table: pd.DataFrame) -> Ranking:
-    """table: (plans, models) scores as computed."""
+def _of_models(own: Sequence[Ranking], table: pd.DataFrame, seeds: pd.Series) -> Ranking:
+    """table: (plans, models) scores as computed; seeds: of each plan, in the model where it has the fewest."""
     quantity = own[0].quantity
     table = table.loc[table.mean(axis=1).sort_values(ascending=quantity.lower_is_better, kind="stable").index]
     unpruned = quantity.shown(float(np.mean([quantity.computed(ranking.unpruned) for ranking in own])))
@@ -169,16 +226,28 @@ def _of_models(own: Sequence[Ranking], table: pd.DataFrame) -> Ranking:
     low, high = np.transpose([mean.interval for mean in means])
     rows = table.index.to_frame(index=False).assign(
         granularity="",
-        seeds=len(own),
+        recovery="",
+        seeds=seeds[table.index].to_numpy(),
+        over=names.count(len(own), "model"),
         score=[mean.value for mean in means],
         low=low,
         high=high,
         spread=quantity.shown(scores).std(axis=1, ddof=1),
         share=[quantity.shown(mean.value) / unpruned for mean in means],
+        chance="",
     )
-    leads = [uncertainty.mean_estimate(scores[0] - other) for other in scores[1:]]
-    rows = _beside_the_best(rows, leads, quantity).rename_axis("cell")
+    methods = _with_seeds(rows)
+    leads = _leads(scores[methods]) if len(methods) > 1 else []
+    rows = _with_status(_with_verdicts(rows, methods, leads, quantity)).rename_axis("cell")
     return Ranking(ALL_MODELS, own[0].pruned, quantity, rows, float(unpruned))
+
+
+def _leads(scores: np.ndarray) -> list[Estimate]:
+    """Leads of the first method, the best, over the others; scores: (methods, models)."""
+    methods, models = scores.shape
+    pairs = [uncertainty.mean_estimate(scores[0] - other) for other in scores[1:]]
+    stratum = Stratum(scores / models, np.full(models, 1 / models))
+    return uncertainty.best_of_many(pairs, [stratum], np.arange(methods))
 
 
 def plan_name(row: dict[str, object]) -> str:
@@ -192,68 +261,117 @@ NAMED, SHOWN = 4, 8
 
 
 def headlines(found: Sequence[Ranking]) -> list[str]:
-    """What the first SHOWN rankings say, and how many more there are."""
-    more = f"The table has {len(found) - SHOWN} more rankings." if len(found) > SHOWN else ""
-    return [*map(headline, found[:SHOWN]), *filter(None, [more])]
+    """What all rankings say together, what each of the first SHOWN says, and how many more there are."""
+    more = [f"The table has {len(found) - SHOWN} more rankings."] if len(found) > SHOWN else []
+    return [*overview(found), *map(headline, found[:SHOWN]), *more]
+
+
+def overview(found: Sequence[Ranking]) -> list[str]:
+    """On how many models some plan is above chance, and that plans of one seed get no verdict; as far as it applies."""
+    models = {ranking.model for ranking in found if ranking.chance}
+    above = {ranking.model for ranking in found if (ranking.rows["chance"] == ABOVE).any()}
+    noun = "model" if len(models) == 1 else "models"
+    sentences = []
+    if models:
+        sentences.append(
+            f"On {len(above)} of {len(models)} {noun} some plan is above chance, corrected for the number of plans."
+        )
+    if any(map(_one_seed, found)):
+        sentences.append(
+            "Plans of one seed have an interval over items and get no verdict on their method: another seed may give "
+            "another plan."
+        )
+    return sentences
 
 
 def headline(ranking: Ranking) -> str:
-    """What a ranking says, in three sentences at most."""
-    scored, tied = ranking.scored, ranking.tied
-    best = records(scored)[0]
+    """What a ranking says in a few sentences."""
+    scored = ranking.scored
     mean = names.uncapitalised(ranking.mean)
-    extreme = f"lowest {mean}" if ranking.quantity.lower_is_better else "best average"
+    extreme = f"lowest {mean}" if ranking.quantity.lower_is_better else "highest average"
+    first = records(scored[scored["place"] == 1])
+    best, verb = first[0], "have" if len(first) > 1 else "has"
     share = "" if np.isnan(best["share"]) else f", {names.share(best['share'])} of the unpruned model's"
-    first = (
-        f"{ranking.model}, {ranking.pruned} removed: of {names.count(len(scored), 'plan')}, {plan_name(best)} has the "
-        f"{extreme}, {best['score']:.3f} ({best['low']:.3f} to {best['high']:.3f}){share}"
+    sentence = (
+        f"{ranking.model}, {ranking.pruned} removed: of {names.count(len(scored), 'plan')}, {_named(first)} {verb} "
+        f"the {extreme}, {best['score']:.3f} ({best['low']:.3f} to {best['high']:.3f} over {best['over']}){share}."
     )
-    return " ".join(filter(None, (f"{first}; {_group(ranking, tied)}.", _about(ranking), _chance(ranking))))
+    return " ".join([sentence, *remarks(ranking)])
 
 
-def _group(ranking: Ranking, tied: pd.DataFrame) -> str:
-    if len(ranking.scored) == 1:
-        return "it is the only one"
-    if tied.empty:
-        return "paired tests separate all others from it"
-    words = [plan_name(row) for row in records(tied)[:NAMED]]
-    more = [f"{len(tied) - NAMED} more"] if len(tied) > NAMED else []
-    return f"no paired test separates from it {names.listing([*words, *more])}"
+def _named(plans: Sequence[dict[str, object]]) -> str:
+    """The names of at most NAMED plans, and how many more there are."""
+    more = [f"{len(plans) - NAMED} more"] if len(plans) > NAMED else []
+    return names.listing([*map(plan_name, plans[:NAMED]), *more])
 
 
-def _about(ranking: Ranking) -> str:
-    if ranking.model == ALL_MODELS:
-        fewest = 2.0 ** (1 - int(ranking.rows["seeds"].iloc[0]))
-        models = names.count(int(ranking.rows["seeds"].iloc[0]), "model")
-        return f"A sign test over {models} cannot give p < {LEVEL}." if fewest > LEVEL else ""
-    return "" if ranking.of_methods else "Plans of one seed stand for themselves, not for their method."
+def remarks(ranking: Ranking) -> list[str]:
+    """Sentences on how the plans of a ranking lie beside chance, and on the methods that have several seeds."""
+    sentences = [_on_chance(ranking, kind, chance) for kind, chance in ranking.chance.items()]
+    return [sentence for sentence in (*sentences, _verdicts(ranking)) if sentence]
 
 
-def _chance(ranking: Ranking) -> str:
-    if not ranking.chance:
+def _on_chance(ranking: Ranking, kind: Kind, chance: Chance) -> str:
+    """How many plans of a kind are above chance, or how many random plans it would take for the first one to be."""
+    rows = ranking.scored[~ranking.scored["criterion"].isin(RANDOM)]
+    rows = rows[(rows["granularity"] == kind[0]) & (rows["recovery"] == kind[1])]
+    if rows.empty:
         return ""
-    places = ranking.places[ranking.mean]
-    counts = [f"{int((places == place).sum())} {place}" for place in (ABOVE, WITHIN, BELOW)]
-    ends = [f"{low:.3f} to {high:.3f}" for low, high in ranking.chance.values()]
-    return f"Random plans reach {names.listing(ends)}: {names.listing(counts)} that band of chance."
+    quantity, lower = ranking.quantity, ranking.quantity.lower_is_better
+    limit = quantity.shown(chance.limits(ranking.compared)[0 if lower else 1])
+    counts = [f"{count} {place}" for place, count in rows["chance"].value_counts().items() if place != WITHIN]
+    spread = f"pooled over {names.count(chance.models, 'model')}" if chance.models > 1 else "of this model alone"
+    if chance.differs:
+        spread += ", as spreads differ between models"
+    of = "of the loss " if quantity.scale == "perplexity" else ""
+    first = (
+        f"Of {names.count(len(rows), 'plan')}, {names.listing(counts) or f'none {ABOVE}'} "
+        f"({'below' if lower else 'above'} {limit:.3f}; {names.count(chance.plans, 'random plan')} with mean "
+        f"{quantity.shown(chance.mean):.3f}, standard deviation {of}{chance.spread:.3f} {spread})."
+    )
+    best = float(quantity.computed(rows["score"].iloc[0]))
+    if (rows["chance"] == ABOVE).any() or (best > chance.mean) == lower:
+        return first
+    plans = chance.needed(best, ranking.compared)
+    if plans is None:
+        return f"{first} More random plans would not show the first one to be."
+    return f"{first} With {names.count(plans, 'random plan')} of each model like these, the first one would be."
+
+
+def _verdicts(ranking: Ranking) -> str:
+    """What is said of the methods with several seeds; "" if there are not two."""
+    if len(_with_seeds(ranking.rows)) < 2:
+        return ""
+    stated = ranking.scored[~ranking.scored["chance"].isin((WITHIN, BELOW))]
+    groups = {verdict: records(rows) for verdict, rows in stated.groupby("verdict")}
+    if BEST not in groups:
+        return "The best of the methods with several seeds is not above chance."
+    verb = "are" if len(groups[BEST]) > 1 else "is"
+    sentence = f"Of the methods with several seeds, {_named(groups[BEST])} {verb} best"
+    if TIED in groups:
+        return f"{sentence}, not separated from {_named(groups[TIED])}."
+    return f"{sentence}, separated from all others." if SEPARATED in groups else f"{sentence}."
+
+
+def _one_seed(ranking: Ranking) -> bool:
+    """Whether a plan that is not random has one seed."""
+    return bool((ranking.scored.loc[~ranking.scored["criterion"].isin(RANDOM), "seeds"] == 1).any())
 
 
 def ranking_text(found: Sequence[Ranking]) -> str:
-    """The rankings as text for a terminal: the best plans of each, and those that no test separates from the best."""
-    parts = []
+    """The rankings as text for a terminal: what all say of chance, the first plans of each, and remarks."""
+    parts = ["\n".join(overview(found))] if overview(found) else []
     for ranking in found[:SHOWN]:
         what = f"{ranking.mean}, {ranking.quantity.direction}"
         lines = [f"{ranking.model}, {ranking.pruned} removed: {what} (unpruned {ranking.unpruned:.3f})"]
         rows = records(ranking.scored.reset_index())
         width = max(len(plan_name(row)) for row in rows[:SHOWN])
         for row in rows[:SHOWN]:
-            place = ranking.places[ranking.mean][row["cell"]] if ranking.chance else ""
-            words = [row["verdict"], f"{place} chance" if place in (ABOVE, BELOW) else f"{place} the band of chance"]
-            numbers = f"{row['score']:.3f}  {row['low']:.3f} to {row['high']:.3f}"
-            lines.append(f"  {plan_name(row):{width}}  {numbers}  {', '.join(words if place else words[:1])}")
+            numbers = f"{row['score']:.3f}  {row['low']:.3f} to {row['high']:.3f} over {row['over']}"
+            lines.append(f"  {row['place']:2.0f}  {plan_name(row):{width}}  {numbers}  {row['status']}".rstrip())
         if len(rows) > SHOWN:
             lines.append(f"  and {len(rows) - SHOWN} more")
-        parts.append("\n".join(lines))
+        parts.append("\n".join([*lines, *(f"  {remark}" for remark in remarks(ranking))]))
     if len(found) > SHOWN:
         parts.append(f"and {len(found) - SHOWN} more rankings in the report")
     return "\n\n".join(parts)

@@ -1,4 +1,4 @@
-"""Confidence intervals, paired tests and Holm's correction.
+"""Confidence intervals, paired tests, the best of many methods, and Holm's correction.
 
 Scores are means over items. What a seed changes is in them, too: plans of one method that differ in the seed are
 replicates, and all of them answer the same items, so seeds and items are crossed random effects.
@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
-from scipy.special import bdtr, ndtri, stdtr, stdtrit
+from scipy.special import bdtr, gammaincinv, ndtr, ndtri, stdtr, stdtrit
 
 CONFIDENCE = 0.95
 POWER = 0.8
 """Share of studies in which a difference of the size `Estimate.detectable` is found."""
 LEVEL = 0.05
-"""What has a smaller p-value, after Holm's correction, is beyond noise."""
+"""What has a smaller p-value, after correction, is beyond noise."""
 
 
 @dataclass(frozen=True)
@@ -28,21 +29,30 @@ class Estimate:
     freedom: float = np.nan
     exact: float = np.nan
     """An exact p-value, in place of that of the t-test."""
+    methods: int = 2
+    """Number of methods, of which the data chose the two that differ by `value`; 2 for any other estimate, and then the
+    studentised range is Student's t."""
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Ends of the 95 % interval of Student's t."""
-        reach = float(stdtrit(self.freedom, (1 + CONFIDENCE) / 2)) * self.error
+        """Ends of the 95 % interval, simultaneous for all pairs of the methods."""
+        if self.methods > 2:
+            reach = range_quantile(self.methods, self.freedom) / np.sqrt(2) * self.error
+        else:
+            reach = float(stdtrit(self.freedom, (1 + CONFIDENCE) / 2)) * self.error
         return self.value - reach, self.value + reach
 
     @property
     def p(self) -> float:
-        """Two-sided p-value of the hypothesis that the true value is 0."""
+        """Two-sided p-value of the hypothesis that the true value is 0, or that all methods are equal."""
         if not np.isnan(self.exact):
             return self.exact
         if self.error <= 1e-9:  # all replicates and items agree
             return float(abs(self.value) <= 1e-9)
-        return float(2 * stdtr(self.freedom, -abs(self.value) / self.error))
+        ratio = abs(self.value) / self.error
+        if self.methods > 2:
+            return float(studentized_range(np.array(ratio * np.sqrt(2)), self.methods, self.freedom))
+        return float(2 * stdtr(self.freedom, -ratio))
 
     @property
     def detectable(self) -> float:
@@ -99,15 +109,82 @@ def mean_estimate(values: Sequence[float] | np.ndarray) -> Estimate:
     return Estimate(float(numbers.mean()), float(numbers.std(ddof=1) / np.sqrt(len(numbers))), len(numbers) - 1)
 
 
-def prediction(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """Ends of the interval in which a further value lies with 95 % probability, from values of a normal distribution.
+def best_of_many(pairs: Sequence[Estimate], strata: Sequence[Stratum], methods: np.ndarray) -> list[Estimate]:
+    """Lead of the first method, the best of many by the same data, over each other one.
 
-    NaN for fewer than two values."""
-    numbers = np.asarray(values, float)
-    if len(numbers) < 2:
-        return np.nan, np.nan
-    reach = stdtrit(len(numbers) - 1, (1 + CONFIDENCE) / 2) * numbers.std(ddof=1) * np.sqrt(1 + 1 / len(numbers))
-    return float(numbers.mean() - reach), float(numbers.mean() + reach)
+    pairs: its difference to each other one from their own plans. strata: outcomes of the plans of all methods, one
+    replicate each. methods (replicates,): the number of the method of each plan; the best has 0.
+    The error of a lead is the larger of its own and one whose variances are pooled over all methods, as the range of
+    many means needs more degrees of freedom than two methods have. Its p is that of the studentised range (Tukey's
+    procedure for all pairs), so that the best may be picked from the data. Only values are known without strata.
+    """
+    if not strata or any(len(stratum.shares) < 2 for stratum in strata):
+        return [Estimate(pair.value) for pair in pairs]
+    counts = np.bincount(methods)
+    average = (methods == np.arange(len(counts))[:, None]) / counts[:, None]
+    means = average @ np.sum([stratum.contributions.sum(axis=1) for stratum in strata], axis=0)
+    variances, freedom = _pooled(strata, methods, average)
+    errors = np.sqrt(variances[0] + variances[1:])
+    return [
+        Estimate(float(means[0] - mean), max(pair.error, float(error)), freedom, methods=len(counts))
+        for pair, mean, error in zip(pairs, means[1:], errors, strict=True)
+    ]
+
+
+def _pooled(strata: Sequence[Stratum], methods: np.ndarray, average: np.ndarray) -> tuple[np.ndarray, float]:
+    """Variance of each method's mean score beside those of the others, and its degrees of freedom.
+
+    As in `crossed` it is V(seeds) + V(method x item) - V(rest), but each term is of all methods together.
+    average: (methods, plans), the weights of plans in the mean of their method."""
+    others, repeats = len(average) - 1, len(methods) - len(average)
+    shares = (average**2).sum(axis=1)  # 1 / number of seeds
+    of_plan = np.sum([stratum.contributions.sum(axis=1) for stratum in strata], axis=0)
+    of_seed = ((of_plan - (average @ of_plan)[methods]) ** 2).sum() / max(repeats, 1)
+    by_item = rest = squares = 0.0
+    for stratum in strata:
+        items = len(stratum.shares)
+        centred = stratum.contributions - stratum.contributions.sum(axis=1)[:, None] * stratum.shares
+        means = average @ centred
+        part = items / (items - 1) * ((means - means.mean(axis=0)) ** 2).sum() / others
+        by_item, squares = by_item + part, squares + part**2 / others / (items - 1)
+        rest += items / (items - 1) * ((centred - means[methods]) ** 2).sum() / max(repeats, 1)
+    by_seed, interaction = of_seed * shares, max(0.0, by_item - rest * shares.mean())
+    variances = np.maximum(by_seed + interaction, by_item)
+    squares += by_seed.mean() ** 2 / repeats if repeats else 0.0
+    freedom = variances.mean() ** 2 / squares if squares > 0 else 1.0
+    return variances, max(1.0, float(freedom))
+
+
+@cache
+def range_quantile(methods: int, freedom: float = np.inf) -> float:
+    """What the studentised range of `methods` equal means exceeds with probability LEVEL."""
+    low, high = 0.0, 1e3
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if studentized_range(np.array(middle), methods, freedom) > LEVEL else (low, middle)
+    return low
+
+
+_DEVIATES, _STEP = np.linspace(-9, 9, 91, retstep=True)
+_WEIGHTS = np.exp(-(_DEVIATES**2) / 2) / np.sqrt(2 * np.pi) * _STEP
+
+
+def studentized_range(values: np.ndarray, methods: int, freedom: float = np.inf) -> np.ndarray:
+    """P-value of each of `values` as the range of `methods` normal deviates, divided by a standard deviation that was
+    estimated with `freedom` degrees of freedom, of which there should be at least two.
+
+    Equal to scipy's `studentized_range.sf(values, methods, freedom)`; scipy.stats takes half a second to import. Sums
+    over equal steps are exact to many decimals, as what is integrated and its derivatives vanish at both ends."""
+    if np.isinf(freedom):
+        others = ndtr(_DEVIATES) - ndtr(_DEVIATES - np.asarray(values, float)[..., None])
+        return np.asarray(1 - methods * (_WEIGHTS * others ** (methods - 1)).sum(axis=-1))
+    half = freedom / 2
+    low, high = np.log(gammaincinv(half, [1e-10, 1 - 1e-13]) / half) / 2
+    logs = np.linspace(low, high, 81)  # logarithms of the estimated standard deviation
+    density = np.exp(freedom * logs + half * (1 - np.exp(2 * logs)))
+    scaled = np.asarray(values, float)[..., None] * np.exp(logs)
+    p_values = (studentized_range(scaled, methods) * density).sum(axis=-1) / density.sum()
+    return np.asarray(np.maximum(p_values, 0))
 
 
 def wilson(successes: np.ndarray, items: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

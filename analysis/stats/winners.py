@@ -2,9 +2,10 @@
 
 Figure 2 of Unified Expert Pruning.
 
-The winner is tested against all other methods: its p-value is the largest of the paired tests, and Holm's correction
-covers all cells of one map. Methods whose scores are equal when printed (three decimals) share the first place, and
-none of them wins.
+The winner is tested against all other methods if all have several seeds: its p-value is the largest of the tests, and
+Holm's correction covers all cells of one map. That the winner is picked from the data needs no further correction, as
+it must be ahead of each other method. Methods whose scores are equal when printed (three decimals) share the first
+place, and none of them wins.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from analysis import names
 from analysis.load.reader import groups
 from analysis.load.study import Study
 from analysis.stats import uncertainty
-from analysis.stats.comparison import Comparison, Panel
+from analysis.stats.comparison import RANDOM, Comparison, Panel
 from analysis.stats.ranks import PRINTED_DECIMALS
 from analysis.stats.uncertainty import LEVEL
 
@@ -35,7 +36,7 @@ def winner_map(comparisons: Iterable[Comparison], criteria: Sequence[str] | None
 
     criteria: methods' keys that compete, by default all. Returned columns: SETTINGS, pruned (the ratio, in words),
     calibration, column, winners (tuple of methods' keys, several when tied), score, runner_up, runner_up_score,
-    lead, lead_low, lead_high (95 % interval), p, p_holm, beyond_noise.
+    lead, lead_low, lead_high (95 % interval), p, p_holm, beyond_noise. Without a p where a method has one seed.
     """
     rows = [
         {**_settings(panel), "column": column, **_best(comparison, panel, column, criteria)}
@@ -74,13 +75,25 @@ def _best(comparison: Comparison, panel: Panel, column: str, criteria: Sequence[
         return best
     second = max(rest, key=lambda name: rest[name])
     best |= {"runner_up": second, "runner_up_score": values[second]}
-    leads = {name: comparison.difference((column,), cells[winners[0]], cells[name]) for name in rest}
-    ends = (leads[second].value, *leads[second].interval)
+    lead = comparison.difference((column,), cells[winners[0]], cells[second])
+    ends = (lead.value, *lead.interval)
     reference = scores[cells[second]]
     best["lead"], best["lead_low"], best["lead_high"] = (quantity.shown_difference(reference, end) for end in ends)
     if len(winners) == 1:
-        best["p"] = float(np.max([lead.p for lead in leads.values()]))  # NaN if one of them is
+        best["p"] = _p_of_winner(comparison, column, [cells[name] for name in (*winners, *rest)])
     return best
+
+
+def _p_of_winner(comparison: Comparison, column: str, cells: Sequence[int]) -> float:
+    """The largest p of the first of `cells`, the winner, against each other method; NaN if it is random, or if a method
+    has one seed. Random plans do not compete."""
+    criteria = comparison.cells["criterion"]
+    methods = [cell for cell in cells if criteria[cell] not in RANDOM]
+    seeds = [len(comparison.scored_plans((column,), cell)) for cell in methods]
+    if methods[:1] != [cells[0]] or len(methods) < 2 or min(seeds) < 2:
+        return np.nan
+    leads = comparison.leads((column,), methods)
+    return float(np.max([replace(lead, methods=2).p for lead in leads]))  # NaN if one of them is
 
 
 def label(winners: Sequence[str], score: float) -> str:

@@ -6,11 +6,13 @@ import numpy as np
 import pandas as pd
 import pytest
 from handmade import UNPRUNED, cell, comparison_of, family, first
+from scipy.stats import t
 from synthetic import write_store
 
 from analysis import names
 from analysis.load.study import load
 from analysis.outputs import claims
+from analysis.outputs.winners import proved_wins, verdict
 from analysis.registry import Results, find
 from analysis.stats import overlap
 from analysis.stats.cell_scores import pooled_difference
@@ -157,10 +159,11 @@ def test_proxy_against_exact_damage_by_hand() -> None:
 
 
 def comparison(outcomes: dict[str, dict[str, np.ndarray]]) -> Comparison:
-    """Cells of one panel from criterion -> benchmark -> outcomes; a benchmark that a criterion lacks is a gap."""
+    """Cells of one panel, with two equal seeds, from criterion -> benchmark -> outcomes; a benchmark that a criterion
+    lacks is a gap."""
     benchmarks = dict.fromkeys(name for by_name in outcomes.values() for name in by_name)
-    rows = {name: [by_name.get(name) for by_name in outcomes.values()] for name in benchmarks}
-    return comparison_of([cell(criterion) for criterion in outcomes], rows)
+    rows = {name: [by_name.get(name) for by_name in outcomes.values() for _ in range(2)] for name in benchmarks}
+    return comparison_of([cell(criterion, seed=seed) for criterion in outcomes for seed in (1, 2)], rows)
 
 
 def right(count: int) -> np.ndarray:
@@ -179,31 +182,51 @@ def test_a_clear_win_is_beyond_noise_and_a_narrow_one_is_not() -> None:
     assert found["winners"].to_dict() == {"GSM8K": ("reap",), "MATH-500": ("reap",)}
     assert found["runner_up"].to_dict() == {"GSM8K": "ean", "MATH-500": "ean"}
     assert found["beyond_noise"].to_dict() == {"GSM8K": True, "MATH-500": False}
-    assert found.loc["MATH-500", "p"] == pytest.approx(0.5)  # two discordant items, both for the winner
     assert found.loc["MATH-500", "lead"] == pytest.approx(0.01)
     assert found.loc["GSM8K", "lead_low"] > 0.3
 
 
 def test_a_win_must_hold_against_every_other_criterion() -> None:
-    """Far ahead of the runner-up on the same items, yet not surely ahead of a third that errs elsewhere."""
+    """Far ahead of the runners-up on the same items, yet not surely ahead of another that errs elsewhere."""
     rng = np.random.default_rng(0)
-    first, third = rng.permutation(right(100)), rng.permutation(right(90))
-    second = first.copy()
-    second[np.flatnonzero(first)[:8]] = 0
-    made = comparison({"man": {"gsm8k": first}, "ean": {"gsm8k": second}, "seer": {"gsm8k": third}})
+    best = rng.permutation(right(100))
+    others = {}
+    for name in ("ean", "seer", "frequency", "reap", "msan"):
+        others[name] = best.copy()
+        others[name][rng.permutation(np.flatnonzero(best))[:16]] = 0
+    last = {"gate_ean": rng.permutation(right(83))}
+    made = comparison({name: {"gsm8k": answers} for name, answers in ({"man": best} | others | last).items()})
     found = winner_map([made]).iloc[0]
-    alone = [made.difference(("GSM8K",), 0, other).p for other in (1, 2)]
-    assert alone[0] < 0.05 < alone[1], "ahead of the runner-up beyond noise, but not of the third"
-    assert found["runner_up"] == "ean" and found["p"] == alone[1]
+    leads = made.leads(("GSM8K",), range(0, 14, 2))
+    alone = [2 * t.sf(lead.value / lead.error, lead.freedom) for lead in leads]
+    assert max(alone[:5]) < 0.05 < alone[5], "ahead of the runners-up beyond noise, but not of the last"
+    assert found["runner_up"] in others and found["p"] == pytest.approx(alone[5])
 
 
 def test_holm_covers_the_whole_map() -> None:
     columns = {name: right(100) for name in ("gsm8k", "math500", "livecodebench", "wildbench")}
-    behind = {name: right(93) for name in columns}
+    behind = {name: right(95) for name in columns}
     found = winner_map([comparison({"man": columns, "ean": behind})])
-    assert found["p"].tolist() == pytest.approx([2 * 0.5**7] * 4)
-    assert found["p_holm"].tolist() == pytest.approx([8 * 0.5**7] * 4)
+    assert found["p"].between(0.0125, 0.05).all() and found["p"].nunique() == 1
+    assert found["p_holm"].tolist() == pytest.approx((4 * found["p"]).tolist())
     assert not found["beyond_noise"].any()
+
+
+def test_a_winner_map_counts_proved_wins_and_has_none_with_one_seed() -> None:
+    outcomes = {"man": {"gsm8k": right(190), "rte": right(50)}, "ean": {"gsm8k": right(10), "rte": right(50)}}
+    found = winner_map([comparison(outcomes)])
+    assert [verdict(row) for row in found.to_dict("records")] == ["proved win", "tie"]
+    assert proved_wins(found).startswith("Proved wins: 1 of 2 cells (1 tied")
+    rows = {name: [by_name[name] for by_name in outcomes.values()] for name in ("gsm8k", "rte")}
+    single = winner_map([comparison_of([cell(criterion) for criterion in outcomes], rows)])
+    assert [verdict(row) for row in single.to_dict("records")] == ["not tested", "tie"]
+    assert proved_wins(single).startswith("Proved wins: 0 of 2 cells")
+
+
+def test_random_plans_can_be_ahead_in_a_map_but_prove_nothing() -> None:
+    made = comparison({"random": {"gsm8k": right(190)}, "man": {"gsm8k": right(50)}, "ean": {"gsm8k": right(10)}})
+    found = winner_map([made]).iloc[0]
+    assert found["winners"] == ("random",) and np.isnan(found["p"])
 
 
 def test_ties_zeros_and_gaps_are_nobodys_win() -> None:

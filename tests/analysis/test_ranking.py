@@ -1,20 +1,27 @@
 """Seeds as replicates: coverage of intervals and errors of verdicts in simulated studies whose truth is known; also
-rankings, the band of chance, and the sentences made of them."""
+rankings, their status beside chance, and the sentences made of them."""
 
+import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 from handmade import UNPRUNED, cell, cells_of, comparison_of, first, results_of, study_of
 from matplotlib.figure import Figure
-from scipy.stats import t, ttest_1samp
+from scipy.stats import bartlett, studentized_range, t, ttest_1samp
 
 from analysis.outputs.score_rows import by_ratio, draw_chance
 from analysis.registry import find
 from analysis.stats import ranking, ranks
-from analysis.stats.comparison import Comparison, chance_bands
-from analysis.stats.uncertainty import Stratum, crossed
+from analysis.stats.chance import chance_of
+from analysis.stats.comparison import Comparison, random_scores
+from analysis.stats.rank_tests import rank_tests
+from analysis.stats.uncertainty import Estimate, Stratum, crossed
+from analysis.stats.uncertainty import best_of_many as best_of_many_leads
+from analysis.stats.winners import winner_map
+from benchmarks import best_of_many
 
 STUDIES, ITEMS = 2000, 150
 SETTINGS = {
@@ -79,12 +86,64 @@ def simulated(rng: np.random.Generator, criteria: int, seeds: int, items: int, l
 
 
 @pytest.mark.slow
-def test_a_winner_is_named_where_there_is_one_and_hardly_ever_where_there_is_none() -> None:
+def test_a_better_method_is_named() -> None:
     rng = np.random.default_rng(2)
-    none = [ranking.rankings([simulated(rng, 4, 3, 100, 0.0)])[0].tied.empty for _ in range(400)]
-    assert np.mean(none) <= 0.05
-    found = [ranking.rankings([simulated(rng, 2, 5, 2000, 0.05)])[0] for _ in range(150)]
-    assert np.mean([each.tied.empty and each.rows["method"].iloc[0] == "reap" for each in found]) >= 0.8
+    found = [ranking.rankings([simulated(rng, 2, 5, 2000, 0.05)])[0].rows for _ in range(150)]
+    named = [rows["verdict"].tolist() == ["best", "separated"] and rows["method"].iloc[0] == "reap" for rows in found]
+    assert np.mean(named) >= 0.8
+
+
+@pytest.mark.slow
+def test_among_14_equal_methods_hardly_any_is_separated_from_the_best() -> None:
+    found = [ranking.rankings([study])[0] for study in best_of_many.simulated(best_of_many.Setting(14, "3", 0.4), 200)]
+    assert np.mean([(each.rows["verdict"] == "separated").any() for each in found]) <= 0.10
+
+
+def test_with_one_seed_no_method_is_separated_however_different_plans_are() -> None:
+    """Also over models, in the winner map and by ranks."""
+    setting = best_of_many.Setting(14, "1", 1.0)
+    models = [replace(study, model=f"m{at}") for at, study in enumerate(best_of_many.simulated(setting, 3))]
+    found = ranking.rankings(models)
+    assert len(found) == 4 and all(each.rows["verdict"].eq("").all() for each in found)
+    text = f"{ranking.ranking_text(found)} {' '.join(ranking.headlines(found))}"
+    assert not re.search("best|separated|beyond", text) and "one seed" in text
+    assert not winner_map(models)["beyond_noise"].any() and winner_map(models)["p"].isna().all()
+    assert [rank_tests(study, over) for study in models for over in ("columns", "benchmarks")] == [[]] * 6
+
+
+def analysis_of_variance(outcomes: np.ndarray) -> tuple[float, float]:
+    """Error of a difference of two methods and its freedom, from (methods, seeds, benchmarks, items) outcomes.
+
+    Variances of seeds and of method x item are of all methods together, each from its mean square."""
+    methods, seeds, benchmarks, items = outcomes.shape
+    by_seed = outcomes.mean((2, 3)).var(1, ddof=1).mean() / seeds
+    by_item, rest, squares = 0.0, 0.0, by_seed**2 / methods / (seeds - 1)
+    for at in range(benchmarks):
+        own = outcomes[:, :, at]
+        means = own.mean(1) - own.mean((1, 2))[:, None]
+        crossing = means - means.mean(0)
+        left = own - own.mean(2)[..., None] - own.mean(1)[:, None] + own.mean((1, 2))[:, None, None]
+        part = (crossing**2).sum() / (methods - 1) / (items - 1) / items / benchmarks**2
+        by_item, squares = by_item + part, squares + part**2 / (methods - 1) / (items - 1)
+        rest += (left**2).sum() / methods / (seeds - 1) / (items - 1) / items / benchmarks**2 / seeds
+    variance = max(by_seed + by_item - rest, by_seed, by_item)
+    return float(np.sqrt(2 * variance)), float(variance**2 / squares)
+
+
+def test_the_best_of_many_is_compared_by_the_studentised_range_of_an_analysis_of_variance() -> None:
+    rng = np.random.default_rng(5)
+    outcomes = rng.normal(0, 0.3, (5, 3, 1, 1)) + rng.normal(0, 1, (5, 1, 2, 20)) + rng.normal(size=(5, 3, 2, 20))
+    strata = [Stratum(outcomes[:, :, at].reshape(15, 20) / 40, np.full(20, 1 / 20)) for at in range(2)]
+    error, freedom = analysis_of_variance(outcomes)
+    pairs = [Estimate(0.0, 0.0), Estimate(0.0, 2 * error), Estimate(0.0, 0.0), Estimate(0.0, 0.0)]
+    leads = best_of_many_leads(pairs, strata, np.repeat(np.arange(5), 3))
+    means = outcomes.mean((1, 2, 3))
+    for lead, wider, mean in zip(leads, (1, 2, 1, 1), means[1:], strict=True):
+        assert lead.error == pytest.approx(wider * error) and lead.freedom == pytest.approx(freedom)
+        ratio = abs(means[0] - mean) / lead.error * np.sqrt(2)
+        assert lead.p == pytest.approx(studentized_range.sf(ratio, 5, freedom), abs=1e-6)
+        reach = studentized_range.ppf(0.95, 5, freedom) / np.sqrt(2) * lead.error
+        assert lead.interval == pytest.approx((lead.value - reach, lead.value + reach), abs=1e-6)
 
 
 def test_one_seed_is_a_paired_t_test_over_items_and_equal_items_one_over_seeds() -> None:
@@ -131,19 +190,69 @@ def several() -> Comparison:
     return comparison_of(axes, {"gsm8k": [first(count, 60) for count in (60, 50, 48, 47, 51, 24, *CHANCE)]})
 
 
-def test_seeds_are_one_row_and_the_band_of_chance_is_where_another_random_plan_would_be(several: Comparison) -> None:
+def test_seeds_are_one_row_and_a_status_is_beside_chance_first(several: Comparison) -> None:
     [found] = ranking.rankings([several])
     rows = found.rows.set_index("method")
     assert rows["seeds"].to_dict() == {"reap": 2, "ean": 2, "man": 1, "random": 5}
     assert rows["score"].to_dict() == pytest.approx({"reap": 49 / 60, "ean": 49 / 60, "man": 0.4, "random": 16 / 60})
     assert rows.loc["reap", "spread"] == pytest.approx(np.std([50, 48], ddof=1) / 60)
-    assert rows["verdict"].tolist() == ["best", "not separated", "separated", "separated"]
-    assert rows.loc["reap", "share"] == pytest.approx(49 / 60) and not found.of_methods
+    assert rows["status"].tolist() == ["above chance, best"] * 2 + ["within chance", "random plans"]
+    assert rows["place"].tolist() == [1, 1, 3, 4]
+    assert rows["over"].tolist() == ["2 seeds and items", "2 seeds and items", "items", "5 seeds and items"]
+    assert rows.loc["reap", "share"] == pytest.approx(49 / 60)
     assert [len(panel.cells) for panel in several.panels] == [4], "one panel, whatever the seeds"
     scores = np.array(CHANCE) / 60
-    reach = t.ppf(0.975, 4) * scores.std(ddof=1) * np.sqrt(1.2)
-    assert found.chance["expert"] == pytest.approx((scores.mean() - reach, scores.mean() + reach))
-    assert found.places["Avg"].tolist() == ["above", "above", "within", ""], "of REAP, EAN, MAN and Random"
+    reach = t.ppf(1 - 0.05 / 3, 4) * scores.std(ddof=1) * np.sqrt(1.2)
+    limits = found.chance["expert", "none"].limits(found.compared)
+    assert limits == pytest.approx((scores.mean() - reach, scores.mean() + reach)), "of three plans"
+
+
+def of_models(scores: dict[str, tuple[int, ...]], **more: Any) -> list[ranking.Ranking]:
+    """Rankings of models with random plans that solve so many of 100 items, and MAN, which solves 60."""
+    made = []
+    for model, counts in scores.items():
+        axes = [UNPRUNED, cell("man", **more), *(cell("random", seed=seed) for seed in range(len(counts)))]
+        outcomes = [first(count, 100) for count in (90, 60, *counts)]
+        made.append(replace(comparison_of(axes, {"gsm8k": outcomes}), model=model))
+    return ranking.rankings(made)
+
+
+def test_the_spread_of_random_plans_is_pooled_over_models_where_it_agrees() -> None:
+    alike = {"a": (20, 30, 40), "b": (42, 48, 60), "c": (20, 28, 42)}
+    found = of_models(alike)[:3]
+    samples = [np.array(counts) / 100 for counts in alike.values()]
+    pooled = np.sqrt(np.mean([scores.var(ddof=1) for scores in samples]))
+    assert bartlett(*samples).pvalue > 0.05
+    for each, scores in zip(found, samples, strict=True):
+        reach = t.ppf(0.95, 6) * pooled * np.sqrt(1 + 1 / 3)
+        assert each.chance["expert", "none"].limits(1)[1] == pytest.approx(scores.mean() + reach)
+    assert [each.rows["chance"].iloc[0] for each in found] == ["above chance", "within chance", "above chance"]
+    assert ranking.headlines(found)[0].startswith("On 2 of 3 models")
+    apart = {"a": (30, 30, 31), "b": (20, 48, 80)}
+    assert bartlett(*(np.array(counts) / 100 for counts in apart.values())).pvalue < 0.05
+    for each, scores in zip(of_models(apart), apart.values(), strict=False):
+        [chance] = each.chance.values()
+        assert chance.differs and chance.freedom == 2 and chance.spread == pytest.approx(np.std(scores, ddof=1) / 100)
+        assert "differ between models" in ranking.headline(each)
+
+
+def test_a_recovered_plan_is_not_compared_with_random_plans_that_are_not() -> None:
+    [found] = of_models({"a": (20, 30, 40)}, recovery="router_kd")
+    assert found.rows["chance"].eq("").all()
+
+
+def test_the_number_of_random_plans_that_would_show_the_best_plan_is_the_smallest_that_does() -> None:
+    scores = np.array([0.2, 0.3, 0.4])
+    plans = chance_of(scores).needed(0.65, 10)
+    assert plans is not None
+    limits = [0.3 + t.ppf(1 - 0.05 / 10, count - 1) * 0.1 * np.sqrt(1 + 1 / count) for count in (plans - 1, plans)]
+    assert limits[0] >= 0.65 > limits[1]
+    assert chance_of(scores).needed(0.31, 10) is None
+
+
+def band(scores: np.ndarray) -> tuple[float, float]:
+    reach = t.ppf(0.975, len(scores) - 1) * scores.std(ddof=1) * np.sqrt(1 + 1 / len(scores))
+    return scores.mean() - reach, scores.mean() + reach
 
 
 def test_the_band_of_chance_is_drawn_over_ratios_that_have_one(several: Comparison) -> None:
@@ -152,7 +261,8 @@ def test_the_band_of_chance_is_drawn_over_ratios_that_have_one(several: Comparis
     axes, of_ratio = Figure().subplots(), list(by_ratio(found.cells))[1:]
     [patch] = draw_chance(axes, found, ("gsm8k",))
     [path] = axes.collections[0].get_paths()
-    bands = [(100 * ratio, end) for ratio, of in of_ratio for end in chance_bands(found, of, ("gsm8k",))["expert"]]
+    scores = [random_scores(found, of, ("gsm8k",))["expert", "none"] for _, of in of_ratio]
+    bands = [(100 * ratio, end) for (ratio, _), own in zip(of_ratio, scores, strict=True) for end in band(own)]
     assert set(bands) == set(map(tuple, path.vertices)) and patch.get_label()
     assert draw_chance(axes, several, ("gsm8k",)) == [], "one ratio"
 
@@ -168,24 +278,28 @@ def test_plans_are_matched_by_their_seed_and_a_single_one_goes_with_all(several:
     assert other.difference(("gsm8k",), 1, 3).value == pytest.approx(10 / 60), "without common seeds, in their order"
 
 
-def test_models_are_random_effects(several: Comparison) -> None:
+def test_models_are_random_effects() -> None:
+    """Two methods: the studentised range is a t-test of differences, with the freedom of models."""
     scores = {"a": (30, 20), "b": (40, 31), "c": (36, 20)}
-    axes = [UNPRUNED, cell("reap"), cell("ean")]
-    outcomes = {model: {"gsm8k": [first(count, 60) for count in (60, *counts)]} for model, counts in scores.items()}
-    made = [replace(comparison_of(axes, each), model=model) for model, each in outcomes.items()]
+    axes = [UNPRUNED, *(cell(name, seed=seed) for name in ("reap", "ean") for seed in (1, 2))]
+    made = []
+    for model, (reap, ean) in scores.items():
+        outcomes = [first(count, 60) for count in (60, reap, reap, ean, ean)]
+        made.append(replace(comparison_of(axes, {"gsm8k": outcomes}), model=model))
     *_, together = ranking.rankings(made)
     assert together.model == ranking.ALL_MODELS
     differences = np.array([10, 9, 16]) / 60
     row = together.rows.iloc[1]
-    assert row["p"] == pytest.approx(ttest_1samp(differences, 0).pvalue) and row["behind"] == differences.mean()
-    assert "three models cannot give p < 0.05" in ranking.headline(together)
+    assert row["p"] == pytest.approx(ttest_1samp(differences, 0).pvalue)
+    assert row["behind"] == pytest.approx(differences.mean()) and row["verdict"] == "separated"
 
 
 def test_a_ranking_lists_and_draws_all_plans_with_the_best_at_the_top(several: Comparison) -> None:
     results = results_of(study_of(several), [several])
     [figure, table] = find("ranking").items(results)
     text = ranking.ranking_text(results.rankings)
-    assert [line.split()[0] for line in text.splitlines()[1:]] == [name.split()[0] for name in table.frame["Criterion"]]
+    listed = re.findall(r"^ +\d+  (\S+)", text, re.MULTILINE)
+    assert listed == [name.split()[0] for name in table.frame["Criterion"]]
     labels = [label.get_text() for label in figure.drawing.axes[0].get_yticklabels()]
     assert labels[-1] == "Random" and len(labels) == 4
-    assert "stand for themselves" in ranking.headline(results.rankings[0]), "MAN has one seed"
+    assert "one seed" in text and "one seed" in table.caption, "MAN has one"

@@ -6,17 +6,17 @@ import pytest
 from handmade import UNPRUNED, cell, comparison_of, results_of, study_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import binomtest, friedmanchisquare, studentized_range
+from scipy.stats import binomtest, studentized_range
 from statsmodels.stats.contingency_tables import mcnemar as reference_mcnemar
 from statsmodels.stats.multitest import multipletests
 
 from analysis import names
 from analysis.outputs.ranks import rank_figure, rank_test_table
-from analysis.registry import Results
+from analysis.registry import find
 from analysis.stats import rank_tests, ranks, uncertainty
+from analysis.stats.comparison import Comparison
+from benchmarks import best_of_many
 
-DEMSAR = {2: 1.960, 3: 2.343, 4: 2.569, 5: 2.728, 6: 2.850, 7: 2.949, 8: 3.031, 9: 3.102, 10: 3.164}
-"""Demšar 2006, Table 5a: critical values of the Nemenyi test at 0.05."""
 SIX = ("humaneval", "gsm8k", "math500", "livecodebench", "wildbench", "mmlu")
 
 
@@ -48,56 +48,70 @@ def test_methods_stand_in_their_usual_order() -> None:
 
 
 def ordered(criteria: tuple[str, ...], items: int = 40, benchmarks: tuple[str, ...] = SIX):
-    """A comparison in which every criterion is worse than the one before it on every benchmark."""
-    axes = [UNPRUNED, *(cell(name) for name in criteria)]
-    right = [items, *(items - 5 * (place + 1) for place in range(len(criteria)))]
+    """A comparison in which every criterion, with two seeds, is worse than the one before it on every benchmark."""
+    axes = [UNPRUNED, *(cell(name, seed=seed) for name in criteria for seed in (1, 2))]
+    right = [items, *(items - 5 * (place + 1) for place in range(len(criteria)) for _ in range(2))]
     rows = [[1.0] * count + [0.0] * (items - count) for count in right]
     return comparison_of(axes, dict.fromkeys(benchmarks, rows))
 
 
-def test_critical_differences_are_the_published_ones_and_tests_of_ranks_are_scipys() -> None:
-    for methods, value in DEMSAR.items():
-        spread = np.sqrt(methods * (methods + 1) / (6 * 14))
-        assert rank_tests.critical_difference(methods, 14) == pytest.approx(value * spread, abs=1e-3)
-    # Demšar's example: four classifiers, 14 data sets, CD = 1.25 at 0.05: a difference of exactly CD has that p
-    assert rank_tests.critical_difference(4, 14) == pytest.approx(1.25, abs=0.005)
-    assert rank_tests.nemenyi(np.array([1.25]), 4, 14)[0] == pytest.approx(0.05, abs=2e-3)
-    scores = np.random.default_rng(0).integers(0, 6, (5, 9))  # with ties
-    assert rank_tests.friedman(scores) == pytest.approx(tuple(friedmanchisquare(*scores)))
+@pytest.mark.parametrize("methods", [3, 8, 40])
+def test_the_studentised_range_is_scipys(methods: int) -> None:
     ranges = np.array([0.0, 0.3, 1.0, 2.5, 4.0, 7.0])
-    for methods in (2, 3, 8, 40):
-        expected = studentized_range.sf(ranges, methods, np.inf)
-        assert rank_tests.studentized_range(ranges, methods) == pytest.approx(expected, abs=1e-12)
+    for freedom, precision in ((np.inf, 1e-12), (3.5, 1e-6), (20, 1e-6)):
+        expected = studentized_range.sf(ranges, methods, freedom)
+        assert uncertainty.studentized_range(ranges, methods, freedom) == pytest.approx(expected, abs=precision)
+        quantile = studentized_range.ppf(0.95, methods, freedom)
+        assert uncertainty.range_quantile(methods, freedom) == pytest.approx(quantile, rel=1e-5)
 
 
-def test_ranks_are_those_of_the_table_and_friedman_is_scipys() -> None:
-    comparison = ordered(("man", "reap", "ean", "random"))
-    [panel] = comparison.panels
-    found = rank_tests.rank_test(comparison, panel)
-    assert list(found.ranks.index) == ["man", "reap", "ean", "random"] and list(found.ranks) == [1, 2, 3, 4]
-    scores = comparison.columns.loc[list(panel.cells.values())].to_numpy()
-    assert (found.statistic, found.p) == pytest.approx(tuple(friedmanchisquare(*scores)))
-    assert found.significant and found.blocks == 6
-    assert found.difference == pytest.approx(2.569 * np.sqrt(20 / 36), abs=1e-3)
-    # CD = 1.91: 1-2, 2-3 and 3-4 are not told apart, 1-3 are
-    assert found.cliques() == [(0, 1), (1, 2), (2, 3)]
-    assert list(found.p_to_best()[1:] < 0.05) == [False, True, True]
+def seeded(rng: np.random.Generator, methods: tuple[str, ...], of_seed: float) -> Comparison:
+    """Methods with three seeds, of which each is better than the one before it, on six benchmarks."""
+    axes = [UNPRUNED, *(cell(name, seed=seed) for name in methods for seed in range(3))]
+    scores = [10.0, *(place + rng.normal(0, of_seed) for place in range(len(methods)) for _ in range(3))]
+    rows = {name: [[score + rng.normal(0, 0.3)] for score in scores] for name in SIX}
+    return comparison_of(axes, rows)
 
 
-def test_nothing_is_told_where_friedman_finds_nothing() -> None:
-    rows = [[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]
-    tied = comparison_of([UNPRUNED, cell("man"), cell("reap"), cell("ean")], dict.fromkeys(SIX, rows))
+def test_ranks_are_means_over_seeds_and_blocks_and_differ_where_seeds_and_blocks_agree() -> None:
+    methods = ("ean", "man", "reap", "seer")
+    made = seeded(np.random.default_rng(1), methods, 0.1)
+    [found] = rank_tests.rank_tests(made)
+    every = made.results.assign(method=made.every["criterion"], seed=made.every["seed"]).query("method != 'none'")
+    of_seed = [plans.set_index("method")[list(SIX)].rank(ascending=False) for _, plans in every.groupby("seed")]
+    mean = pd.concat(of_seed).groupby(level=0).mean().mean(axis=1)
+    assert found.ranks.to_dict() == pytest.approx(mean.to_dict()) and list(found.ranks.index) == list(methods[::-1])
+    assert found.significant and (found.blocks, found.seeds) == (6, 3)
+    for place, (key, p) in enumerate(found.p_to_best.iloc[1:].items(), 1):
+        assert (p < 0.05) == (found.ranks[key] - found.ranks.iloc[0] > found.difference), place
+    *figures, table = find("ranks.cd").items(results_of(study_of(made), [made]))
+    assert len(figures) == 2 and table.frame["Over"].unique().tolist() == [
+        "6 columns, 3 seeds",
+        "6 benchmarks, 3 seeds",
+    ]
+
+
+def test_equal_methods_whose_seeds_differ_on_all_blocks_together_are_not_told_apart() -> None:
+    """Ranks of one plan each would be far apart on every block."""
+    studies = best_of_many.simulated(best_of_many.Setting(14, "3", 0.4), 20)
+    assert sum(found.significant for study in studies for found in rank_tests.rank_tests(study)) <= 2
+
+
+def test_nothing_is_told_where_all_tie() -> None:
+    rows = [[1.0, 0.0], *([1.0, 0.0], [0.0, 1.0], [1.0, 0.0]) * 2]
+    axes = [UNPRUNED, *(cell(name, seed=seed) for seed in (1, 2) for name in ("man", "reap", "ean"))]
+    tied = comparison_of(axes, dict.fromkeys(SIX, rows))
     [found] = rank_tests.rank_tests(tied)
-    assert np.isnan(found.p) and not found.significant and found.cliques() == [(0, 2)]
+    assert not found.significant and found.cliques() == [(0, 2)]
     told = rank_test_table(results_of(study_of(tied), [tied]), "t").frame["Told from the best"]
     assert told.tolist() == ["best", "no", "no"] * 2
 
 
 def test_gaps_leave_a_method_out_and_say_so() -> None:
-    comparison = ordered(("man", "reap", "ean", "random"))
-    comparison.results.loc[2, "gsm8k"] = np.nan
+    comparison = ordered(("man", "reap", "ean", "seer"))
+    comparison.results.loc[[3, 4], "gsm8k"] = np.nan
     [found] = rank_tests.rank_tests(comparison)
-    assert found.incomplete == ("reap",) and list(found.ranks.index) == ["man", "ean", "random"]
+    assert found.incomplete == ("reap",) and list(found.ranks.index) == ["man", "ean", "seer"]
     table = rank_test_table(results_of(study_of(comparison), [comparison]), "t")
     assert table.footnotes == ["Left out for a gap: REAP (Code, 50 %)."]
     few = ordered(("man", "reap"))
@@ -105,10 +119,10 @@ def test_gaps_leave_a_method_out_and_say_so() -> None:
     assert rank_test_table(results_of(study_of(few), [few]), "t").frame.empty
 
 
-def test_benchmarks_that_grade_the_same_answers_count_once(results: Results) -> None:
-    [comparison] = results.comparisons
-    tests = rank_tests.rank_tests(comparison, rank_tests.BENCHMARKS)
-    assert {test.blocks for test in tests} == {14} and len(tests) == 6
+def test_benchmarks_that_grade_the_same_answers_count_once() -> None:
+    made = ordered(("man", "reap", "ean"), benchmarks=("humaneval", "humaneval_plus", "mbpp", "mbpp_plus", "gsm8k"))
+    [found] = rank_tests.rank_tests(made, rank_tests.BENCHMARKS)
+    assert found.blocks == 3
 
 
 # ---- uncertainty
