@@ -28,7 +28,7 @@ from benchmarks.measure import GIB, in_own_process, misses, parser, peak, timed
 from moe_lab.compose import compose, started
 from moe_lab.config import Config
 from moe_lab.grid import Request
-from moe_lab.json_files import write_json
+from moe_lab.json_files import sealed, write_sealed
 from moe_lab.packs import Packed
 from moe_lab.results import DIGITS, RECORD
 from moe_lab.study import garbage
@@ -38,7 +38,7 @@ from moe_lab.study.graph import Graph, build
 from moe_lab.study.record import Study, described
 from moe_lab.study.runs import begin
 from moe_lab.study.status import COMMANDS
-from moe_lab.study.step import Step, digest, provenance
+from moe_lab.study.step import Step, provenance
 from moe_lab.study.store import STEP, Store
 
 TEN, ALL = "ten_thousand", "all_cells"
@@ -148,9 +148,8 @@ def _content(step: Step, about: dict[str, Any], noise: bytes) -> Packed:
     files = _files(step, noise)
     hashes = {name: {"bytes": len(text), "sha256": sha256(text).hexdigest()} for name, text in files.items()}
     document = {"provenance": about, **step.document(), "files": hashes, "time": int(time.time()) // 2 * 2}
-    sealed = json.dumps({**document, "digest": digest(document)})
     inputs = [needed.id[:DIGITS] for needed in step.inputs.values()]
-    return step.id[:DIGITS], step.folder, inputs, {**files, STEP: sealed.encode()}
+    return step.id[:DIGITS], step.folder, inputs, {**files, STEP: sealed(json.dumps(document)).encode()}
 
 
 def _publish(store: Store, step: Step, noise: bytes) -> None:
@@ -165,7 +164,7 @@ def record(words: argparse.Namespace, study: str) -> dict[str, float]:
     config, requests = _study(words, study)
     graph, store = build(config, requests), Store(words.store).create()
     with begin(store, study, graph.steps) as begun:
-        write_json(begun.folder / RECORD, described(Study(config, graph, store), begun, {}))
+        write_sealed(begun.folder / RECORD, described(Study(config, graph, store), begun, {}))
     return {}
 
 

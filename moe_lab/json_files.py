@@ -1,4 +1,8 @@
-"""Write JSON files atomically, read them with a check of their shape, and record results in them one by one."""
+"""Write JSON files atomically, read them with a check of their shape, and record results in them one by one.
+
+The documents of a store are sealed: the sha256 of their text is their last key, so that a changed byte is noticed by
+whoever reads them.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +39,13 @@ def write_text(path: Path, text: str) -> None:
 
 def read_json(path: Path, shape: Any) -> Any:
     """The document in a file. Raises FileNotFoundError without the file, and Damaged unless it fits `shape`."""
+    return parse(_content(path), shape, str(path))
+
+
+def _content(path: Path) -> bytes:
     try:
         with path.open("rb", buffering=0) as file:  # takes fewer calls of the system
-            return parse(file.read(), shape, str(path))
+            return file.read()
     except NotADirectoryError:
         raise FileNotFoundError(path) from None
     except IsADirectoryError:
@@ -53,6 +61,35 @@ def parse(content: bytes, shape: Any, name: str) -> Any:
     if not fits(document, shape):
         raise Damaged(f"{name} is damaged")
     return document
+
+
+DIGEST = ',"digest":"'
+"""What comes before the sha256 in a sealed document; the text before it, closed by a brace, is what was hashed."""
+
+
+def sealed(text: str) -> str:
+    """The JSON text of an object that is not empty, with the sha256 of this text as the last key, `digest`."""
+    return f'{text[:-1]}{DIGEST}{sha256(text.encode()).hexdigest()}"}}'
+
+
+def write_sealed(path: Path, document: Mapping[str, Any], indent: int | None = None) -> None:
+    """Write a sealed document, as `write_text` does."""
+    text = json.dumps(document, indent=indent, separators=(",", ": "), sort_keys=True, allow_nan=False)
+    write_text(path, sealed(text))
+
+
+def read_sealed(path: Path, shape: Any) -> Any:
+    """As `read_json`, of a sealed document without its digest. Raises Damaged also when any byte has changed."""
+    return parse_sealed(_content(path), shape, str(path))
+
+
+def parse_sealed(content: bytes, shape: Any, name: str) -> Any:
+    """As `read_sealed`, of the content of the file `name`."""
+    text, _, ending = content.rpartition(DIGEST.encode())
+    text += b"}"
+    if ending != f'{sha256(text).hexdigest()}"}}'.encode():
+        raise Damaged(f"{name} is damaged")
+    return parse(text, shape, name)
 
 
 def fits(document: Any, shape: Any) -> bool:
@@ -88,9 +125,10 @@ class Record:
         self._results: dict[str, list[Any]] = {}
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file and file.exists() else []
         for line in lines:
-            with suppress(ValueError):  # a line that a killed process left incomplete
-                key, result = json.loads(line)
-                self._results[key] = result
+            with suppress(ValueError):  # a line that a killed process left incomplete, or that was changed since
+                key, result, digest = json.loads(line)
+                if digest == _digest(key, result):
+                    self._results[key] = result
 
     def result(self, asked: Any, compute: Callable[[], list[Any]]) -> list[Any]:
         """What `compute` returns for `asked`, or returned in an earlier process. Both are JSON."""
@@ -100,5 +138,10 @@ class Record:
             if self.file:
                 self.file.parent.mkdir(parents=True, exist_ok=True)
                 with self.file.open("a", encoding="utf-8") as lines:  # the first newline ends an incomplete line
-                    lines.write(f"\n{json.dumps([key, self._results[key]])}\n")
+                    result = self._results[key]
+                    lines.write(f"\n{json.dumps([key, result, _digest(key, result)])}\n")
         return self._results[key]
+
+
+def _digest(key: str, result: Any) -> str:
+    return sha256(json.dumps([key, result]).encode()).hexdigest()

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict, get_args
 
-from moe_lab.json_files import Number, read_json
+from moe_lab.json_files import Number, read_sealed
 
 SCHEMA = 1
 """Version of result.json, samples.parquet and record.json; a reader refuses a higher one."""
@@ -119,7 +119,7 @@ def current_records(root: Path, study: str) -> dict[str, dict[str, Any]]:
     replaced: set[str] = set()
     for path in sorted(root.glob(f"runs/{study}/*/{RECORD}"), reverse=True):
         if path.parent.name not in replaced:
-            records[path.parent.name] = record = read_json(path, RECORD_SHAPE)
+            records[path.parent.name] = record = read_sealed(path, RECORD_SHAPE)
             replaced.update(record["replaces"])
     return dict(reversed(records.items()))
 

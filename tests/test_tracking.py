@@ -15,7 +15,7 @@ from studies import Worker, asked, start
 
 from moe_lab.config import Config, TrackerConfig
 from moe_lab.errors import UserError
-from moe_lab.results import STEPS
+from moe_lab.results import DIGITS, STEPS
 from moe_lab.study import run as launch
 from moe_lab.study import tracker
 from moe_lab.study.preflight import preflight
@@ -48,10 +48,11 @@ def store(tmp_path: Path) -> Store:
         documents[place] = {"results": [{"benchmark": "arc", "metric": "acc", "score": score}]}
     samples = pandas.DataFrame({"benchmark": "arc", "answer_loss": [1.0, 2.0, None]})
     for place, document in documents.items():
-        (made.root / place).mkdir(parents=True)
         name = "result" if place in EVALUATE else place.partition("/")[0]
-        (made.root / place / f"{name}.json").write_text(json.dumps(document))
-        samples.to_parquet(made.root / place / "samples.parquet")
+        with made.receive(place, {"id": place[-DIGITS:]}) as scratch:
+            assert scratch
+            (scratch / f"{name}.json").write_text(json.dumps(document))
+            samples.to_parquet(scratch / "samples.parquet")
     return made
 
 

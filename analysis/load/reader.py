@@ -17,7 +17,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from moe_lab.json_files import parse
+from moe_lab.json_files import parse_sealed
 from moe_lab.packs import packs_in
 
 SCHEMA = 1
@@ -145,7 +145,7 @@ class Reader:
         if folder not in self._published:
             files: dict[str, dict[str, str]] = {}
             with contextlib.suppress(FileNotFoundError):
-                files = parse(self._stored(folder, "step.json"), FILES, "step.json")["files"]
+                files = parse_sealed(self._stored(folder, "step.json"), FILES, "step.json")["files"]
             self._published[folder] = {name: entry["sha256"] for name, entry in files.items()}
         return self._published[folder]
 

@@ -46,12 +46,12 @@ def sha256_of(file: Path) -> str:
     about = {"size": status.st_size, "changed": status.st_mtime_ns, "inode": status.st_ino}
     note = cache("hashes") / f"{hashlib.sha256(os.fsencode(real)).hexdigest()[:32]}.json"
     with suppress(OSError, json_files.Damaged):
-        known: dict[str, Any] = json_files.read_json(note, SHAPE)
+        known: dict[str, Any] = json_files.read_sealed(note, SHAPE)
         if known.items() >= about.items():
             return str(known["sha256"])
     sha256 = _read(real)
     note.parent.mkdir(parents=True, exist_ok=True)
-    json_files.write_json(note, {"path": str(real), **about, "sha256": sha256})
+    json_files.write_sealed(note, {"path": str(real), **about, "sha256": sha256})
     return sha256
 
 

@@ -26,7 +26,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from moe_lab.json_files import Damaged, Number, read_json
+from moe_lab.json_files import Damaged, Number, read_sealed, sealed
 
 BEAT = 60.0
 """Seconds between two heartbeats of a claim."""
@@ -97,7 +97,7 @@ class Claim(AbstractContextManager["Claim"]):
         try:
             status = os.fstat(self.file)
             owner |= {"device": status.st_dev, "inode": status.st_ino}
-            os.write(self.file, json.dumps(owner).encode())
+            os.write(self.file, sealed(json.dumps(owner)).encode())
             os.fsync(self.file)  # other machines see it from here on
         except OSError:  # a full disk, say: nobody may wait for an empty claim
             self.abandon()
@@ -299,6 +299,6 @@ def restarts() -> int:
 def _owner(path: Path) -> dict[str, Any] | None:
     """Who made a claim; None while it is being written, and when it is damaged: then heartbeats decide."""
     with suppress(Damaged, FileNotFoundError):
-        owner: dict[str, Any] = read_json(path, OWNER_SHAPE)
+        owner: dict[str, Any] = read_sealed(path, OWNER_SHAPE)
         return owner
     return None

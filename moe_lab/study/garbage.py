@@ -133,10 +133,9 @@ def _wanted(store: Store) -> tuple[set[str], str]:
             raise _unclear(store, str(error)) from None
         wanted.update(place[-DIGITS:] for place in places(record))
         for run in of_study:
-            if (about := run.about) is None:  # killed before it was written, so it had done nothing
-                continue
             queued = any(job.id in queue or silence for job in jobs_of[run.folder])
-            if run is of_study[-1] or run.folder.name > record["run"] or queued:
+            counts = run is of_study[-1] or run.folder.name > record["run"] or queued
+            if counts and (about := run.about):  # without it, the run was killed before it did anything
                 wanted.update(folder[-DIGITS:] for folder in about["steps"])
     return wanted, silence
 

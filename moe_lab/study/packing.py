@@ -6,7 +6,6 @@ them, they are copied into a pack, and then their folders are removed.
 
 from __future__ import annotations
 
-import json
 import shutil
 import sqlite3
 import time
@@ -115,7 +114,7 @@ def _sound(other: Store, names: Iterable[str]) -> Iterator[Packed]:
         if not other.damage(name, hash_all=True):
             start = name[-DIGITS:]
             files = {file: other.packs.read(start, file) for file in other.packs.files(start)}
-            yield start, name, _inputs(json.loads(files[STEP])), files
+            yield start, name, _inputs(other.document(name)), files
 
 
 def _inputs(document: Mapping[str, Any]) -> list[str]:

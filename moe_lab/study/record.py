@@ -21,13 +21,13 @@ from moe_lab import criteria, plugins, progress
 from moe_lab.allocation.protection import SUPER
 from moe_lab.config import AllocationConfig, Config
 from moe_lab.errors import UserError
-from moe_lab.json_files import Damaged, Number, read_json, write_text
+from moe_lab.json_files import Damaged, Number, read_json, write_sealed
 from moe_lab.results import DIGITS, KEY, RECORD, SCHEMA, current_records, joined, read_record
 from moe_lab.start import command
 from moe_lab.study.graph import CellSteps, Graph
 from moe_lab.study.runs import Run, runs
 from moe_lab.study.schedule import Schedule, say, say_notices, shown
-from moe_lab.study.step import NO_ROOM, Step, canonical, once, uncollected
+from moe_lab.study.step import NO_ROOM, Step, once, uncollected
 from moe_lab.study.store import Store
 from moe_lab.study.sync import shared
 
@@ -60,7 +60,7 @@ def finish(study: Study, schedule: Schedule, run: Run) -> int:
         run.remove()
     else:
         run.folder.mkdir(parents=True, exist_ok=True)  # the store may have been made anew meanwhile
-        write_text(run.folder / RECORD, canonical(document))
+        write_sealed(run.folder / RECORD, document)
     whole = shared(store, name)
     say_notices(store)
     _complain(study, schedule)

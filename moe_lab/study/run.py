@@ -141,6 +141,8 @@ def _run(study: Study) -> int:
         for place in config.also:
             _pull(store, source(place), every)
         steps, done = _in_store(study)
+        if config.tracker.name != "none" or config.objective or config.push:
+            done -= _damaged_results(study, done)
         if store.notices:
             outdate_reports(store)
         say_notices(store)
@@ -190,6 +192,12 @@ def _in_store(study: Study, elsewhere: Set[str] = frozenset()) -> tuple[list[Ste
     place = ", ".join([study.config.store, *(study.config.also if elsewhere else [])])
     say(f"{study.config.study}: {len(study.graph.cells)} cells, {len(steps)} steps, {len(done)} of them in {place}")
     return steps, done
+
+
+def _damaged_results(study: Study, done: Set[str]) -> set[str]:
+    """Ids of those of the finished steps whose results are told at the end and are damaged, found by hashing."""
+    results = {step.id: step for cell in study.graph.cells for step in (*cell.evaluate.values(), cell.cost)}
+    return {name for name, step in results.items() if name in done and not study.store.readable(step)}
 
 
 def _forecast(study: Study) -> list[str]:
@@ -247,7 +255,8 @@ def told(ended: Ended, requests: Iterable[Request]) -> float:
                 f"objective={wanted}: {benchmark} has no result: `python -m moe_lab.study why {study.config.study} "
                 f"store={study.config.store}` says why"
             )
-        results = parse(study.store.content(name, "result.json"), RESULTS, name)["results"]
+        with study.store.errors_as_sentences():
+            results = parse(study.store.content(name, "result.json"), RESULTS, name)["results"]
         scores |= {result["benchmark"]: result["score"] for result in results}
         shares = [result["score"] for result in results if result["scale"] == "score"]
         averaged += [fmean(shares)] if shares else []

@@ -21,17 +21,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moe_lab.json_files import Number, write_json, write_text
+from moe_lab.json_files import Number, write_sealed
 from moe_lab.paths import cache
 from moe_lab.results import DIGITS
 from moe_lab.results import RECORD as RECORD_FILE
 from moe_lab.study.claims import Claim
-from moe_lab.study.step import Step, canonical, code_state, uncollected
+from moe_lab.study.step import Step, code_state, uncollected
 from moe_lab.study.store import Store
 
 RUN_SHAPE = {"time": Number, "steps": [str], "inputs": [[int]]}
 TEXTS = dict.fromkeys(("id", "array", "name", "kind"), str)
-JOBS_SHAPE = [{"path": str, "inode": int, "job": {**TEXTS, "steps": [str], "after": [str], "user": int}}]
+JOB_SHAPE = {**TEXTS, "steps": [str], "after": [str], "user": int}
+JOBS_SHAPE = {"jobs": [{"path": str, "inode": int, "job": JOB_SHAPE}]}
 RECORD = "record"
 """Kind of job that ends a submission: it writes the record and the report."""
 
@@ -67,7 +68,8 @@ class Run:
     def jobs(self) -> list[Submitted]:
         """The submitted jobs, in order of submission; jobs come after those they need. None in a copy of the store,
         for which they do nothing."""
-        rows = self.store.read(self.folder / "jobs.json", JOBS_SHAPE, "its jobs are forgotten: see squeue") or []
+        about = self.store.read(self.folder / "jobs.json", JOBS_SHAPE, "its jobs are forgotten: see squeue")
+        rows = about["jobs"] if about else []
         path, inode = self._place()
         return [Submitted(**row["job"]) for row in rows if row["path"] == path or row["inode"] == inode != 0]
 
@@ -75,7 +77,7 @@ class Run:
         """Record further jobs."""
         path, inode = self._place()
         rows = [{"path": path, "inode": inode, "job": asdict(job)} for job in (*self.jobs, *jobs)]
-        write_json(self.folder / "jobs.json", rows)
+        write_sealed(self.folder / "jobs.json", {"jobs": rows})
 
     def _place(self) -> tuple[str, int]:
         """Path and inode of the store: other mounts of it have another path, and copies have neither. 0 in place of the
@@ -106,7 +108,7 @@ class Run:
         inputs = [[places[needed.id] for needed in step.needs if needed.id in places] for step in steps]
         about = {"study": self.folder.parent.name, "time": time.time(), "code": code_state()}
         about |= {"steps": [step.folder for step in steps], "inputs": inputs}
-        write_text(self.folder / "run.json", canonical(about))
+        write_sealed(self.folder / "run.json", about)
 
     def remove(self) -> None:
         """Remove the folder of the run, and that of its study when it has no other."""
@@ -128,7 +130,9 @@ def begin(store: Store, study: str, steps: Sequence[Step]) -> Iterator[Run]:
     folder = store.root / "runs" / study
     with ExitStack() as held:
         with store.claims.wait_for(CHOOSING):
-            before = [run.folder for run in runs(store, study)]
+            earlier = runs(store, study)
+            _set_damaged_aside(earlier)
+            before = [run.folder for run in earlier]
             number = 1 + max((int(path.name.partition("-")[0]) for path in before), default=0)
             recorded = tuple(path.name for path in before if (path / RECORD_FILE).exists())
             run = Run(store, folder / f"{number:06}-{uuid.uuid4().hex[:8]}", recorded)
@@ -142,6 +146,15 @@ def begin(store: Store, study: str, steps: Sequence[Step]) -> Iterator[Run]:
                     # not of record.json, which a pull from another store may be writing
                     unfinished.unlink(missing_ok=True)
         yield run
+
+
+def _set_damaged_aside(earlier: Sequence[Run]) -> None:
+    """Read what `gc` and `status` read of the earlier runs of a study, which sets aside what is damaged. Of run.json
+    that is the last one, as each can have millions of steps."""
+    for run in earlier:
+        _ = run.jobs
+    for run in earlier[-1:]:
+        _ = run.about
 
 
 def runs(store: Store, study: str) -> list[Run]:

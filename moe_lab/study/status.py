@@ -16,14 +16,14 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_lab.errors import UserError
-from moe_lab.json_files import Damaged, Number, parse
-from moe_lab.results import DIGITS
+from moe_lab.json_files import Damaged, Number, fits
+from moe_lab.results import DIGITS, current_records
 from moe_lab.results import RECORD as RECORD_FILE
 from moe_lab.study.packing import drop
 from moe_lab.study.runs import RECORD, Run, Submitted, held_runs, runs, steps_at_work
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.scheduler import Queued
-from moe_lab.study.store import STEP, Store
+from moe_lab.study.store import Store
 
 STATES = ("done", "running", "pending", "failed", "blocked", "missing")
 """pending: a running command or a Slurm job will do it. blocked: needs a failed step. missing: none of these; the
@@ -67,7 +67,8 @@ class StudyState:
 
 
 def study_state(store: Store, study: str) -> StudyState:
-    """The state of a study that was run at least once."""
+    """The state of a study that was run at least once. A damaged document of it becomes a notice of the store."""
+    _check_records(store, study)
     every = runs(store, study)
     jobs = {job.id: job for run in every for job in run.jobs}
     queue, silence = alive(jobs) if jobs else ({}, "")
@@ -75,7 +76,8 @@ def study_state(store: Store, study: str) -> StudyState:
     for job in jobs.values():
         last_job |= {step[:DIGITS]: job.id for step in job.steps if last_job.get(step[:DIGITS]) not in queue}
     if (about := next((about for run in reversed(every) if (about := run.about)), None)) is None:
-        raise UserError(f"study={study}: no run says what its steps are: start it again, and it is written down anew")
+        missing = f"study={study}: no run says what its steps are: start it again, and it is written down anew"
+        raise UserError("; ".join([*store.notices, missing]))
     steps: list[StepState] = []
     finished, claimed, at_work = store.present(), store.claims.living(), steps_at_work(store)
     for name, needs in zip(about["steps"], about["inputs"], strict=True):
@@ -97,6 +99,13 @@ def study_state(store: Store, study: str) -> StudyState:
     if (last := _unrecorded(store, every)) and last not in queue and not silence:
         steps.append(StepState(RECORD, "missing", job=last))
     return StudyState(store, study, about["time"], steps, jobs, queue, silence)
+
+
+def _check_records(store: Store, study: str) -> None:
+    try:
+        current_records(store.root, study)
+    except Damaged as error:
+        store.notices.append(f"{error}: remove it, and start the study again")
 
 
 def _unrecorded(store: Store, every: Sequence[Run]) -> str | None:
@@ -204,7 +213,8 @@ def _show_end(study: StudyState, step: StepState, lines: int) -> None:
 
 
 def verify(study: StudyState, steps: Sequence[StepState]) -> int:
-    """Hash every file of the finished steps, and print each that is missing or damaged. Returns 1 if any is."""
+    """Hash every file of the finished steps, and print each that is missing or damaged. Returns 1 if any is, or another
+    document of the study, of which the store has a notice."""
     store, names = study.store, [step.name for step in steps if step.state == "done"]
     bad = {name: files for name in names if (files := store.damage(name, hash_all=True))}
     for name, files in bad.items():
@@ -217,7 +227,7 @@ def verify(study: StudyState, steps: Sequence[StepState]) -> int:
         print("start the study again: they are set aside and made anew; what was made from them is kept")
         return 1
     print(f"{study.study}: all {len(names)} finished steps are as they were published")
-    return 0
+    return 1 if store.notices else 0
 
 
 def unpack(study: StudyState, steps: Sequence[StepState]) -> None:
@@ -274,5 +284,7 @@ def _mean_seconds(store: Store, steps: Sequence[StepState]) -> float | None:
     seconds: list[float] = []
     for step in [step for step in steps if step.state == "done"][:SAMPLE]:
         with suppress(FileNotFoundError, Damaged):  # the next run, or verify, reports it
-            seconds.append(parse(store.content(step.name, STEP), TIMED, step.name)["provenance"]["seconds"])
+            document = store.document(step.name)
+            if fits(document, TIMED):
+                seconds.append(document["provenance"]["seconds"])
     return fmean(seconds) if seconds else None

@@ -18,18 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.errors import DISK_FULL, Unavailable, UserError
-from moe_lab.json_files import Damaged, parse, read_json, write_json
+from moe_lab.json_files import Damaged, parse_sealed, read_json, read_sealed, write_sealed
 from moe_lab.packs import Packs, packs_in
 from moe_lab.paths import store_folder, url_of
 from moe_lab.results import DIGITS
 from moe_lab.study.claims import LIMIT, Claim, Claims
-from moe_lab.study.step import NO_ROOM, Step, digest
+from moe_lab.study.step import NO_ROOM, Step
 
 SCHEMA = 1
 MARKER = "store.json"
 STEP = "step.json"
 """The one file beside a step's results: what it is (its identity in full), how it came about (provenance), size and
-sha256 of each file with the modification time that all were given, and a digest of all this.
+sha256 of each file with the modification time that all were given; sealed, as all documents of the store are.
 
 Hashing takes most of a second per GiB, so a start compares only sizes and times. The time is a whole, even number of
 seconds, which all file systems keep, before the publication of the step: any later write to a file changes it."""
@@ -93,7 +93,7 @@ class Store:
                 os.umask(0o002)  # of a group, of which everybody goes on with what others have begun
             self._check_marker()
             if not (self.root / MARKER).exists():
-                write_json(self.root / MARKER, {"schema": SCHEMA})
+                write_sealed(self.root / MARKER, {"schema": SCHEMA})
             os.utime(self.root)  # fails where one may not write
         except OSError as error:
             if error.errno in DISK_FULL:
@@ -107,7 +107,7 @@ class Store:
     def _check_marker(self) -> None:
         marker = self.root / MARKER
         try:
-            schema = read_json(marker, {"schema": int})["schema"]
+            schema = read_sealed(marker, {"schema": int})["schema"]
         except FileNotFoundError:
             return
         except Damaged:
@@ -135,9 +135,13 @@ class Store:
 
     @contextlib.contextmanager
     def errors_as_sentences(self) -> Iterator[None]:
-        """Turn an OSError that the store's disk causes into a UserError, and into Gone when the store is gone."""
+        """Turn an OSError that the store's disk causes, and Damaged, into a UserError, and into Gone when the store is
+        gone."""
         try:
             yield
+        except Damaged as error:
+            how = f"`python -m moe_lab.study verify NAME store={self.root}` and a new start have it made anew"
+            raise UserError(f"store={self.root}: {error}: {how}") from None
         except OSError as error:
             self.check_there()
             elsewhere = error.filename and not str(error.filename).startswith(str(self.root))
@@ -148,12 +152,10 @@ class Store:
             raise UserError(f"store={self.root}: {error.strerror}: {error.filename}") from None
 
     def read(self, path: Path, shape: Any, instead: str) -> Any:
-        """The JSON document in a file of the store; None when it is missing or damaged.
-
-        A document without the `shape` (see `json_files.fits`) is damaged: it is set aside, with a notice that says what
-        happens `instead`."""
+        """The document in a file of the store, as by `read_sealed`; None when it is missing or damaged. A damaged one
+        is set aside, with a notice that says what happens `instead`."""
         try:
-            return read_json(path, shape)
+            return read_sealed(path, shape)
         except FileNotFoundError:
             return None
         except Damaged:
@@ -176,22 +178,35 @@ class Store:
         return self.packs.find(start)
 
     def content(self, name: str, file: str) -> bytes:
-        """A file of the finished step KIND/NAME. Raises FileNotFoundError without it."""
+        """A file of the finished step KIND/NAME. Raises FileNotFoundError without it, and Damaged unless it is as it
+        was published."""
+        content, published = self.stored(name, file), self.document(name)["files"].get(file, {})
+        if file != STEP and hashlib.sha256(content).hexdigest() != published.get("sha256"):
+            raise Damaged(f"{name}: {file} is damaged")
+        return content
+
+    def stored(self, name: str, file: str) -> bytes:
+        """As `content`, of a file that may be damaged."""
         try:
             return (self.place(name) / file).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             return self.packs.read(name[-DIGITS:], file)
 
+    def document(self, name: str) -> dict[str, Any]:
+        """STEP of the finished step KIND/NAME. Raises FileNotFoundError without it, and Damaged."""
+        content: dict[str, Any] = parse_sealed(self.stored(name, STEP), {}, f"{name}/{STEP}")
+        return content
+
     def documents(self, kind: str) -> Iterator[Any]:
         """STEP of finished steps of a kind, of those in packs at most SAMPLE; what cannot be read is left out."""
         for folder in self.folders(kind).values():
             with contextlib.suppress(OSError, Damaged):
-                yield read_json(folder / STEP, {})
+                yield read_step(folder)
         self.packs.refresh()
         packed = [start for start, name in self.packs.steps().items() if name.startswith(f"{kind}/")]
         for start in packed[:SAMPLE]:
             with contextlib.suppress(FileNotFoundError, Damaged):
-                yield parse(self.packs.read(start, STEP), {}, start)
+                yield parse_sealed(self.packs.read(start, STEP), {}, start)
 
     def present(self) -> dict[str, str]:
         """Start of the id -> KIND/NAME of all finished steps, undamaged or not."""
@@ -276,17 +291,21 @@ class Store:
 
     def _damage_in_pack(self, name: str) -> dict[str, str]:
         found: dict[str, str] = {}
-        with contextlib.suppress(FileNotFoundError):
+        files: Iterable[str] = ()
+        try:
+            files = self.document(name)["files"]
+        except FileNotFoundError:
+            found[STEP] = "missing"
+        except Damaged:
+            found[STEP] = "damaged"
+        for file in files:
             try:
-                files = whole(parse(self.content(name, STEP), {"digest": str}, name), name)["files"]
+                self.content(name, file)
+            except FileNotFoundError:
+                found[file] = "missing"
             except Damaged:
-                return {STEP: "damaged"}
-            for file, expected in files.items():
-                with contextlib.suppress(Damaged):
-                    if hashlib.sha256(self.content(name, file)).hexdigest() == expected["sha256"]:
-                        continue
                 found[file] = "damaged"
-        return found
+        return found if self.packs.find(name[-DIGITS:]) else {}  # else it was taken out meanwhile
 
     def _is_sound(self, name: str, *, hash_all: bool = False) -> bool:
         """Whether a step is there without damage; a damaged one is set aside."""
@@ -327,7 +346,8 @@ class Store:
         folder = self.root / "failed"
         with contextlib.suppress(OSError):  # on a full disk, say; without a stored error the next run tries again
             folder.mkdir(exist_ok=True)
-            write_json(folder / f"{step.id[:DIGITS]}.json", {"step": step.folder, "time": time.time(), **error})
+            document = {"step": step.folder, "time": time.time(), **error}
+            write_sealed(folder / f"{step.id[:DIGITS]}.json", document)
 
     def forget(self, step_id: str) -> None:
         """Remove the error of a failed step, so that it runs again."""
@@ -430,14 +450,8 @@ def _queue(user: int, _: int) -> Collection[str]:
 
 def read_step(folder: Path) -> dict[str, Any]:
     """STEP of a finished step. Raises FileNotFoundError without it, and Damaged when it is not as it was written."""
-    return whole(read_json(folder / STEP, {"digest": str}), str(folder / STEP))
-
-
-def whole(document: dict[str, Any], name: str) -> dict[str, Any]:
-    """The content of STEP; raises Damaged when it has not the digest that it was written with."""
-    if document["digest"] != digest({name: value for name, value in document.items() if name != "digest"}):
-        raise Damaged(f"{name} is damaged")
-    return document
+    content: dict[str, Any] = read_sealed(folder / STEP, {})
+    return content
 
 
 def damage(folder: Path, *, hash_all: bool = False) -> dict[str, str]:
@@ -508,4 +522,4 @@ def _seal(folder: Path, document: Mapping[str, Any]) -> None:
     for path in (path for path in paths if not path.is_symlink()):
         os.chmod(path, mode)  # safetensors makes files that only their owner may read
         os.utime(path, ns=(content["time"] * NANO, content["time"] * NANO))
-    write_json(folder / STEP, {**content, "digest": digest(content)})
+    write_sealed(folder / STEP, content, indent=1)

@@ -25,7 +25,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from moe_lab.errors import DISK_FULL, Unavailable, UserError, nearest, unknown
-from moe_lab.json_files import Damaged, fits, write_json
+from moe_lab.json_files import Damaged, fits, parse_sealed, sealed, write_sealed
 from moe_lab.paths import url_of
 from moe_lab.results import DIGITS, RECORD, RECORD_SHAPE, current_records, places, read_record
 from moe_lab.study.claims import Busy
@@ -33,7 +33,7 @@ from moe_lab.study.packing import MANY, Packing, take
 from moe_lab.study.runs import studies
 from moe_lab.study.schedule import beside
 from moe_lab.study.step import NO_ROOM, digest
-from moe_lab.study.store import FOLDER, STEP, Gone, Store, damage, entry, read_step, whole
+from moe_lab.study.store import FOLDER, STEP, Gone, Store, damage, entry, read_step
 
 LARGE = 64 << 20
 """Bytes from which a file of a folder in `also` is not copied: a link to it is made."""
@@ -79,7 +79,7 @@ class Remote:
         return self.path(f"{place}/{digest(marker['files'])[:DIGITS]}")
 
     def listed(self, pattern: str) -> list[str]:
-        """Places of the JSON documents there that match a pattern such as runs/*/*, without their .json."""
+        """Places of the documents there that match a pattern such as runs/*/*, without their .json."""
         found: list[str] = []
         with self.asked(), suppress(FileNotFoundError):
             self.files.invalidate_cache()  # other machines write too
@@ -91,9 +91,9 @@ class Remote:
         return {match[1]: place for place in self.listed("*/*") if (match := FOLDER.fullmatch(place))}
 
     def read(self, place: str) -> Any:
-        """A JSON document there; None when it is missing or damaged."""
-        with suppress(FileNotFoundError, ValueError):
-            return json.loads(self.files.cat_file(self.path(f"{place}.json")))
+        """A document there; None when it is missing or damaged."""
+        with suppress(FileNotFoundError, Damaged):
+            return parse_sealed(self.files.cat_file(self.path(f"{place}.json")), {}, place)
         return None
 
     def get(self, place: str, marker: Mapping[str, Any], file: str, target: Path) -> None:
@@ -101,11 +101,11 @@ class Remote:
         self.files.get_file(f"{self.folder_of(place, marker)}/{file}", str(target))
 
     def write(self, place: str, document: Any) -> None:
-        """Write a JSON document there. Not every file system writes a file at once, but they rename at once."""
+        """Write a document there. Not every file system writes a file at once, but they rename at once."""
         path = self.path(f"{place}.json")
         beside = f"{path}.{uuid.uuid4().hex[:8]}"  # of this process: others may write the same document
         self.files.makedirs(path.rpartition("/")[0], exist_ok=True)
-        self.files.pipe_file(beside, json.dumps(document, indent=1).encode())
+        self.files.pipe_file(beside, sealed(json.dumps(document, indent=1)).encode())
         self.files.mv(beside, path)
 
     def remove(self, places: Iterable[str]) -> None:
@@ -136,8 +136,8 @@ class Folder:
 
     def read(self, place: str) -> Any:
         """STEP of a step; None when it is missing or damaged."""
-        with suppress(FileNotFoundError, PermissionError, ValueError):
-            return json.loads(self.store.content(place, STEP))
+        with suppress(FileNotFoundError, PermissionError, Damaged):
+            return self.store.document(place)
         return None
 
     def get(self, place: str, marker: Mapping[str, Any], file: str, target: Path) -> None:
@@ -147,7 +147,7 @@ class Folder:
             if marker["files"][file]["bytes"] >= LARGE and os.access(path, os.R_OK):
                 target.symlink_to(os.path.realpath(path))
             else:
-                target.write_bytes(self.store.content(place, file))
+                target.write_bytes(self.store.stored(place, file))
         except PermissionError:
             raise FileNotFoundError(path) from None
 
@@ -185,10 +185,9 @@ def _pull(store: Store, there: Remote | Folder, place: str) -> str | None:
     """Copy a step. Returns its place when it is damaged there."""
     marker = there.read(place)
     try:
-        if not fits(marker, {"id": str, "digest": str}):
+        if marker is None:
             raise Damaged(f"its {STEP} is damaged")
-        document = {name: value for name, value in whole(marker, f"its {STEP}").items() if name != "digest"}
-        with store.receive(place, document) as scratch:
+        with store.receive(place, marker) as scratch:
             if scratch is None:
                 return None
             for name, expected in marker["files"].items():
@@ -257,7 +256,9 @@ def pull_records(store: Store, remote: Remote, study: str) -> None:
                 record = remote.read(place)
             if fits(record, RECORD_SHAPE):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                write_json(path, record)
+                write_sealed(path, record)
+            else:
+                store.notices.append(f"{remote.name}: {place} is damaged: it is left out")
 
 
 def exchange(store: Store, remote: Remote, names: Collection[str]) -> None:

@@ -18,6 +18,8 @@ import synthetic_plans
 from synthetic_plans import EXPERTS, LAYERS
 from synthetic_plans import rng as _rng
 
+from moe_lab.json_files import sealed
+
 DATA_FREE = ("aimer", "magnitude", "random", "channel_weight", "channel_random")
 CALIBRATIONS = ("pocket_general", "pocket_code", "pocket_math")
 TASKS = {"humaneval": ("humaneval", "humaneval_plus"), "mbpp": ("mbpp", "mbpp_plus")}
@@ -50,15 +52,22 @@ def _quality(cell: dict[str, Any], task: str) -> float:
     return float(np.clip(1.05 - 1.6 * ratio * (1.25 - strength) + drawn, 0.0, 0.97))
 
 
+SEALED = ("record.json", "step.json")
+"""Files with a digest in them; others are files of steps, whose hashes are in step.json."""
+
+
 def write_json(path: Path, document: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document))
+    text = json.dumps(document)
+    path.write_text(sealed(text) if path.name in SEALED else text)
 
 
 @contextmanager
 def edited(path: Path) -> Iterator[Any]:
     """The document in a JSON file, which is written again with all that is changed in it."""
     document = json.loads(path.read_text())
+    if path.name in SEALED:
+        del document["digest"]
     yield document
     write_json(path, document)
 

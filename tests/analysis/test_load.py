@@ -12,7 +12,7 @@ import pytest
 import synthetic_plans
 import tiny
 from handmade import results_of, table_of
-from synthetic import edited, record_path, write_store
+from synthetic import edited, record_path, write_json, write_store
 
 from analysis.load import plans
 from analysis.load.study import Study, load
@@ -22,6 +22,7 @@ from analysis.outputs.scores import benchmark_table
 from analysis.outputs.weights import weight_scores
 from analysis.registry import Results
 from moe_lab.errors import UserError
+from moe_lab.json_files import sealed
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.facts import model_facts
 from moe_lab.pruning.cost import size
@@ -176,7 +177,7 @@ def test_damage_is_a_gap_with_its_place(store: Path, what: str) -> None:
 def test_a_number_that_was_not_published_is_not_read(store: Path) -> None:
     file = folder(store, 3, "rte") / "result.json"
     published = {"bytes": file.stat().st_size, "sha256": sha256(file.read_bytes()).hexdigest()}
-    (file.parent / "step.json").write_text(json.dumps({"files": {file.name: published}}))
+    write_json(file.parent / "step.json", {"files": {file.name: published}})
     assert not load(store, "made_up").gaps
     change_result(store, 3, "rte", score=0.5)
     study = load(store, "made_up")
@@ -200,7 +201,7 @@ def test_mixed_sizes_metrics_and_versions_are_told(store: Path) -> None:
     change_result(store, 2, "arc_easy", metric="acc_norm")
     for name, edits in (("rte", "e1"), ("wildbench", "e2")):
         about = {"versions": {"torch": "9.9"}, "code": {"commit": "c1", "edits": edits}}
-        (folder(store, 2, name) / "step.json").write_text(json.dumps({"files": {}, "provenance": about}))
+        write_json(folder(store, 2, name) / "step.json", {"files": {}, "provenance": about})
     change_result(store, 3, "humaneval", protocol={"sandbox": "limited subprocess"})
     change_result(store, 3, "wildbench", protocol={"too_long": ["a", "b"]})
     change_result(store, 3, "mbpp", protocol={"unfinished_thoughts": ["a"]})
@@ -242,7 +243,7 @@ def test_results_that_do_not_tell_losses_from_scores_are_a_gap(store: Path) -> N
 
 
 def test_records_that_cannot_be_read_are_named(store: Path) -> None:
-    for text, word in ((json.dumps({**document(store), "schema": 2}), "newer"), ("{", "damaged")):
+    for text, word in ((sealed(json.dumps({**document(store), "schema": 2})), "newer"), ("{", "damaged")):
         record_path(store).write_text(text)
         with pytest.raises(UserError, match=word):
             load(store, "made_up")

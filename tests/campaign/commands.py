@@ -20,8 +20,9 @@ from unittest import mock
 
 from synthetic import write_store
 
+from moe_lab.json_files import write_sealed
 from moe_lab.paths import conf
-from moe_lab.study.store import Store, write_json
+from moe_lab.study.store import Store
 
 
 @dataclass(frozen=True)
@@ -279,7 +280,7 @@ def wrong(rows: Sequence[Command]) -> list[str]:
         write_store(folder / "store", name="sweep", criteria=("reap", "man"), calibrations=("pocket_code",), items=8)
         run = folder / "store" / "runs" / "sweep" / "20260101-000000-000000000-0000"
         run.mkdir(parents=True)
-        write_json(run / "run.json", {"study": "sweep", "time": 0.0, "code": {}, "steps": [], "inputs": []})
+        write_sealed(run / "run.json", {"study": "sweep", "time": 0.0, "code": {}, "steps": [], "inputs": []})
         Store(folder / "store").create()
         (folder / "README.md").write_text("words\n")
         (folder / "moe_lab").mkdir()

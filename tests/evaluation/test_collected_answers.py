@@ -93,8 +93,11 @@ def test_what_was_recorded_for_another_question_is_not_taken(tmp_path: Path) -> 
     for prompt, most, settings in (("a", 1, {}), ("a", 2, {}), ("a", 1, {"stop": ("x",)}), ("b", 1, {}), ("a", 1, {})):
         write(engine, [prompt], most, record=record, **settings)
     assert len(engine.batches_done) == 4
-    write(engine, ["a"], 1, record=Record(tmp_path / "computed.jsonl"))
+    write(engine, ["a"], 1, record=Record(file := tmp_path / "computed.jsonl"))
     assert len(engine.batches_done) == 4
+    file.write_text(file.read_text().replace('"end"', '"enD"'))
+    write(engine, ["a"], 1, record=Record(file))
+    assert len(engine.batches_done) == 5, "its record was changed on the disk"
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])

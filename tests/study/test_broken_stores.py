@@ -2,6 +2,8 @@
 
 import errno
 import json
+import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,7 +20,7 @@ from studies import SMALL, STUDY, Asked, Worker, ask, asked, start
 
 from analysis.load.reader import Reader
 from analysis.load.studies import document
-from moe_lab.config import LauncherConfig
+from moe_lab.config import LauncherConfig, TrackerConfig
 from moe_lab.errors import UserError
 from moe_lab.study import record, run
 from moe_lab.study.runs import Submitted, runs
@@ -106,7 +108,7 @@ def test_whatever_is_damaged_is_set_aside_and_the_same_command_goes_on(
     capsys.readouterr()
     assert start(store, one) == 0
     said = " ".join(capsys.readouterr().err.split())
-    for kind in ("store.json", "failed"):
+    for kind in ("store.json", "failed", "run.json", "jobs.json"):
         assert f"{damaged[kind].relative_to(store)}: " in said
     for kind in STEPS:
         folder = damaged[kind].parent.relative_to(store)
@@ -114,9 +116,69 @@ def test_whatever_is_damaged_is_set_aside_and_the_same_command_goes_on(
     assert len(list((store / "damaged").iterdir())) == said.count("moved to")
     assert start(store, one) == 0 and "moved to" not in capsys.readouterr().err
     assert ask(store, "status", STUDY) == ask(store, "verify", STUDY) == 0
-    there = Store(store).create()
-    assert runs(there, STUDY)[0].jobs == [] and runs(there, STUDY)[0].about is None
-    assert ("jobs.json" in str(there.notices)) == (way != "[]") and "run.json" in str(there.notices)
+    first = runs(Store(store).create(), STUDY)[0]
+    assert first.jobs == [] and first.about is None
+
+
+NAMED_BY = {
+    **dict.fromkeys(("store.json", "run.json", "jobs.json", "record.json"), ("status", "verify", "gc")),
+    "failed": ("status", "verify"),
+    "step": ("verify", "gc"),
+    "result": ("verify",),
+}
+"""Kind of a file -> the commands that read files of this kind."""
+
+
+def change_a_byte(file: Path) -> None:
+    """Change a digit or a letter of the first value, as a failing disk may: form, size and time stay."""
+    content, status = bytearray(file.read_bytes()), file.stat()
+    value = re.search(rb'": ?"?([0-9a-zA-Z])', content)
+    assert value
+    content[value.start(1)] = ord("2" if value[1] == b"1" else "1")
+    json.loads(content)
+    file.write_bytes(content)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize("kind", NAMED_BY)
+def test_a_changed_byte_is_damage_for_every_reader(
+    finished: Path, one: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """Gc frees nothing then. After a new start everything is as it should be."""
+    store = tmp_path / "store"
+    shutil.copytree(finished, store)
+    file = sorted(store.glob(KINDS.get(kind, "runs/study/*/record.json")))[0]
+    change_a_byte(file)
+    for word in NAMED_BY[kind]:
+        code, printed = ask(store, word, *[STUDY] * (word != "gc")), capsys.readouterr()
+        assert str(file.relative_to(store)) in "".join("".join(printed).split()), word
+        assert code != 0 or word == "status"
+    if kind == "record.json":
+        with pytest.raises(UserError, match="damaged"):
+            document(store, [STUDY])
+    assert start(store, one) == 0 and ask(store, "verify", STUDY) == ask(store, "gc") == 0
+
+
+def test_a_changed_result_is_computed_again_before_it_is_told(
+    one: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the tracker, a sweeper or the hub. One that changes after that is refused when it is read."""
+    store, told = tmp_path / "store", set[bytes]()
+    logged = (replace(one[0], tracker=TrackerConfig(name="wandb")), one[1])
+
+    def log(_: object, of: Store, study: dict[str, Any]) -> str:
+        told.update(of.content(name, "result.json") for cell in study["cells"] for name in cell["evaluate"].values())
+        return ""
+
+    monkeypatch.setattr("moe_lab.study.tracker.log", log)
+    assert start(store, logged) == 0
+    change_a_byte(changed := next(store.glob("evaluate/*/result.json")))
+    Worker.did.clear()
+    assert start(store, logged) == 0 and Worker.did == [str(changed.parent.relative_to(store))] and len(told) == 1
+    monkeypatch.setattr(run, "_damaged_results", lambda *_: set())
+    change_a_byte(changed)
+    with pytest.raises(UserError, match=f"{changed.parent.name}: result.json is damaged"):
+        start(store, logged)
 
 
 @pytest.mark.parametrize("lost", ["deleted", "unmounted", "made again", "an input"])
@@ -277,7 +339,7 @@ def test_no_report_is_begun_when_the_disk_is_full(one: Asked, tmp_path: Path, mo
     monkeypatch.setattr(record, "_report", lambda *_: pytest.fail("it was begun"))
     store = tmp_path / "store"
     assert start(store, one, report=True) == 2 and not list(store.glob("failed/*"))
-    monkeypatch.setattr(record, "write_text", lambda *_: harm(Example(name="x"), store))
+    monkeypatch.setattr(record, "write_sealed", lambda *_: harm(Example(name="x"), store))
     with pytest.raises(UserError, match="disk of the store is full"):
         start(store, one)
 

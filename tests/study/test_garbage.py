@@ -14,7 +14,7 @@ from studies import STUDY, Asked, Worker, ask, killed, start
 
 from moe_lab.config import LauncherConfig
 from moe_lab.errors import UserError
-from moe_lab.json_files import read_json, write_json
+from moe_lab.json_files import read_sealed, write_sealed
 from moe_lab.results import FIGURES
 from moe_lab.study import garbage
 from moe_lab.study import run as running
@@ -256,10 +256,10 @@ def test_a_job_keeps_what_it_reads_and_makes(place: Path, one: Asked, monkeypatc
     store, needed = Store(place).create(), list(steps(one).values())
     with begin(store, STUDY, needed) as run, begin(store, STUDY, []) as later:
         name = str(run.folder.relative_to(place / "runs"))
-    write_json(later.folder / "record.json", {"schema": 1, "created": 0, "replaces": [], "cells": [], **NO_FIGURES})
+    write_sealed(later.folder / "record.json", {"schema": 1, "created": 0, "replaces": [], "cells": [], **NO_FIGURES})
 
     def harm(step: Step, scratch: Path) -> None:
-        assert {read_json(path, {})["limit"] for path in place.glob("claims/*")} == {30.0}
+        assert {read_sealed(path, {})["limit"] for path in place.glob("claims/*")} == {30.0}
         gc(Store(place), apply=True)
 
     monkeypatch.setenv("SLURM_JOB_ID", "7")
@@ -284,7 +284,7 @@ def test_folders_that_are_no_steps_stay(replaced: Path) -> None:
     wrong = copied.with_name("x-0123456789ab")
     shutil.copytree(copied, wrong)
     os.rename(wrong / "step.json", wrong / "other.json")
-    write_json(wrong / "step.json", {**read_json(wrong / "other.json", dict), "id": "f" * 64})
+    write_sealed(wrong / "step.json", {**read_sealed(wrong / "other.json", {}), "id": "f" * 64})
     gc(Store(replaced), apply=True)
     assert not copied.exists() and notes.is_dir() and wrong.is_dir() and (replaced / "mine" / copied.name).is_dir()
 

@@ -16,7 +16,7 @@ from moe_lab.evaluation import LIMITED
 from moe_lab.evaluation import suite as suites
 from moe_lab.evaluation.sandbox import client
 from moe_lab.grid import benchmarks
-from moe_lab.json_files import write_json
+from moe_lab.json_files import write_sealed
 from moe_lab.results import STEPS
 from moe_lab.study import record
 from moe_lab.study.graph import Graph, build, unresolved
@@ -211,7 +211,7 @@ def test_a_model_is_called_after_its_protocol_in_each_but_the_first(tmp_path: Pa
     study, run = record.Study(Config(study="two"), build(Config(), asked), store), Run(store, tmp_path / "runs/two/1")
     run.folder.mkdir(parents=True)
     with ask as named:
-        write_json(run.folder / "record.json", record.described(study, run, {}))
+        write_sealed(run.folder / "record.json", record.described(study, run, {}))
     assert len({call.args[0].id for call in named.call_args_list}) == named.call_count, "once for each step"
     written = record.read(store, "two")["cells"]
     assert {entry["cell"]["model"] for entry in written} == {"pocket_olmoe", "pocket_olmoe (b)"} and len(written) == 6

@@ -5,6 +5,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,6 +18,7 @@ from studies import BEGINNING, STUDY, Worker, ask, asked, killed, start
 from analysis.load.reader import Reader
 from moe_lab import packs
 from moe_lab.errors import UserError
+from moe_lab.json_files import Damaged
 from moe_lab.packs import packs_in
 from moe_lab.results import DIGITS
 from moe_lab.study import packing, record
@@ -166,6 +168,25 @@ def test_a_step_that_is_damaged_in_a_pack_is_made_anew(store: Store) -> None:
     assert len(again.packs.sizes()) == 2, "the pack without it, and the new one"
     assert again.content(steps[7].folder, "result.json") == b"anew"
     assert all(again.readable(step) for step in steps)
+
+
+@pytest.mark.parametrize("file", ["result.json", "step.json"])
+@pytest.mark.parametrize("change", ["content = :new", "name = 'other'"])
+def test_a_row_that_was_changed_is_read_by_nobody(store: Store, file: str, change: str) -> None:
+    """Though it is compressed rightly. `verify` takes the step out of the pack."""
+    steps = packed(store, range(3))
+    new = zlib.compress(b'{"text": "result 7", "files": {}}')
+    os.chmod(pack_of(store), 0o644)
+    with sqlite3.connect(pack_of(store)) as pack:
+        update = f"update file set {change} where name = :file and start = :start"
+        pack.execute(update, {"new": new, "file": file, "start": steps[1].id[:12]})
+    packs_in.cache_clear()
+    with pytest.raises((Damaged, FileNotFoundError), match=file):
+        Store(store.root).content(steps[1].folder, "result.json")
+    with begin(store, STUDY, steps):
+        pass
+    assert ask(store.root, "verify", STUDY) == 1 and ask(store.root, "verify", STUDY) == 0
+    assert Store(store.root).done_of(steps) == {steps[0].id, steps[2].id}
 
 
 @pytest.mark.parametrize("harm", ["torn", "empty", "words"])

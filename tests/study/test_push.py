@@ -22,6 +22,7 @@ from moe_lab import __main__ as command_line
 from moe_lab.config import CalibrationConfig, ExportConfig, ModelConfig, ProtocolConfig, RecoveryConfig
 from moe_lab.errors import UserError
 from moe_lab.grid import Cell
+from moe_lab.json_files import write_sealed
 from moe_lab.paths import resolve
 from moe_lab.results import DIGITS
 from moe_lab.study.push import hub_card, reads_export
@@ -179,7 +180,7 @@ def test_nothing_is_uploaded_when_a_benchmark_has_failed(store: Path, run: Run, 
     shutil.rmtree(evaluation)
     (copy / "failed").mkdir(exist_ok=True)
     error = {"message": "no answers", "code": code_state(), "user": True}
-    (copy / f"failed/{step[:DIGITS]}.json").write_text(json.dumps(error))
+    write_sealed(copy / f"failed/{step[:DIGITS]}.json", error)
     code, printed = run(*EXPORT, "push=me/failed", f"store={copy}")
     assert code == 2 and "push=me/failed" in printed and "is not finished" in printed and not hub.repositories
 

@@ -17,6 +17,7 @@ from unittest.mock import Mock, patch
 import pytest
 from processes import until
 
+from moe_lab.json_files import read_sealed, sealed
 from moe_lab.study import claims as claiming
 from moe_lab.study.claims import Busy, Claim, Claims
 
@@ -70,7 +71,7 @@ def foreign(folder: Path, age: float = 0.0, limit: float = SHORT, **changes: Any
     claims = Claims(folder, limit=limit)
     path = claims.take("x").path
     claims.owned.clear()  # it has no heartbeat
-    path.write_text(json.dumps({**json.loads(path.read_text()), "machine": ["elsewhere", "1"], **changes}))
+    path.write_text(sealed(json.dumps({**read_sealed(path, {}), "machine": ["elsewhere", "1"], **changes})))
     os.utime(path, (time.time() - age,) * 2)
     return path
 
@@ -299,10 +300,12 @@ class TestAnotherMachine:
         monkeypatch.setenv("SLURM_JOB_ID", "8")
         assert not claims.is_stale(path)
 
-    @pytest.mark.parametrize("text", ["", "{", "[]"])
+    @pytest.mark.parametrize("text", ["", "{", "[]", "another process"])
     def test_a_claim_that_says_nothing_is_free_without_heartbeats(self, folder: Path, text: str) -> None:
-        path = foreign(folder)
-        path.write_text(text)
+        """One with a changed byte, too: it may name a process of this machine that never was."""
+        path = foreign(folder, machine=claiming.machine())
+        pid = f'"pid": {os.getpid()}'
+        path.write_text(path.read_text().replace(pid, f"{pid[:-1]}{9 - int(pid[-1])}") if " " in text else text)
         claims = Claims(folder)
         assert not claims.is_stale(path)
         time.sleep(4 * claiming.BEAT)

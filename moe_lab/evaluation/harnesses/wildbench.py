@@ -25,7 +25,7 @@ from moe_lab.errors import Unavailable, UserError, unknown, user_errors
 from moe_lab.evaluation import Policy, mirror
 from moe_lab.evaluation.engines import answer_in
 from moe_lab.evaluation.harness import Answer, Graded, Item, Text, graded_by_mean, replace_surrogates
-from moe_lab.json_files import read_json, write_json
+from moe_lab.json_files import read_sealed, write_sealed
 from moe_lab.paths import cache
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def _verdict(judge: JudgeConfig, cache: Path, client: openai.OpenAI, prompt: str
     key = hashlib.sha256(json.dumps([asked, prompt], sort_keys=True).encode()).hexdigest()
     file = cache / key[:2] / f"{key}.json"
     with suppress(OSError, ValueError):  # not in the cache, or damaged: request it
-        reply = read_json(file, {"reply": str})["reply"]
+        reply = read_sealed(file, {"reply": str})["reply"]
         return Verdict(score(reply), reply)
     reason = "canceled"
     for _ in range(0 if refused.is_set() else UNPARSABLE_ATTEMPTS):
@@ -239,7 +239,7 @@ def _verdict(judge: JudgeConfig, cache: Path, client: openai.OpenAI, prompt: str
             ) from None
         else:
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_json(file, {"judge": asked, "reply": reply})
+            write_sealed(file, {"judge": asked, "reply": reply})
             return verdict
     return Verdict(None, reason)
 
