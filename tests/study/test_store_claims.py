@@ -109,11 +109,11 @@ def test_a_copy_of_a_claim_counts_for_nothing(folder: Path, tmp_path: Path) -> N
 def test_another_mount_of_a_disk_numbers_files_anew(folder: Path) -> None:
     """As sshfs does: the claim of a living process on this machine is no copy, one of an ended process is free."""
     held = Claims(folder).take("x")
-    owner = json.loads(held.path.read_text())
+    owner = read_sealed(held.path, {})
     other_mount = {**owner, "device": owner["device"] + 1, "inode": owner["inode"] + 1}
-    held.path.write_text(json.dumps(other_mount))
+    held.path.write_text(sealed(json.dumps(other_mount)))
     assert not Claims(folder).is_stale(held.path) and Claims(folder).living().keys() == {"x"}
-    held.path.write_text(json.dumps({**other_mount, "started": "1"}))
+    held.path.write_text(sealed(json.dumps({**other_mount, "started": "1"})))
     assert Claims(folder).is_stale(held.path)
 
 
