@@ -213,10 +213,7 @@ def _provenance(study: Study, made: Made) -> Section:
     )
 
 
-RANKING = (
-    "Plans of a method that differ in the seed alone are one row, with an interval over seeds and items together. A "
-    "method that is not separated from the best may be as good."
-)
+RANKING = "Plans of a method that differ in the seed alone are one row, with an interval over seeds and items together."
 MAP = (
     "Rows are benchmarks or groups of them, columns are calibration sets. Each cell names the criterion that leads. It "
     "is hatched unless its lead over every other criterion is significant over seeds and items, at the 5 % "

@@ -16,6 +16,8 @@ SCHEMA = 1
 """Version of result.json, samples.parquet and record.json; a reader refuses a higher one."""
 
 
+RANDOM = ("random", "channel_random")
+"""Criteria whose plans show what chance can do: of experts, of channels."""
 Scale = Literal["score", "loss", "perplexity"]
 """What a number is: a score, of which more is better; a mean loss; or a perplexity, the exponential of a mean loss. Of
 the last two, less is better."""

@@ -24,12 +24,12 @@ from analysis.stats import overlap, uncertainty
 from analysis.stats.cell_scores import pooled_difference
 from analysis.stats.comparison import Comparison, group_targets, means, overall
 from analysis.stats.uncertainty import LEVEL, Estimate
+from moe_lab.results import RANDOM
 
 SEARCHED, CHANNELS, INVARIANT = "searched allocation", "channels", "invariant scores"
 """The three claims, named by what is claimed to be better."""
 BY_CHANCE = "channels by chance"
 """Control of the second claim, without any criterion: random channels against random experts."""
-CHANCE = ("random", "channel_random")
 METHODS, PLANS = "methods", "these plans"
 """What a verdict is about: with one seed of a plan, not about its method."""
 ALL = "all"
@@ -90,7 +90,7 @@ def _channels(comparison: Comparison, costs: pd.DataFrame) -> list[dict[str, obj
     kept = costs.set_index("cell")["routed_kept"].astype(float).reindex(comparison.cells.index)
     cells = comparison.cells.assign(kept=kept)
     cells = cells[(cells["recovery"] == "none") & (cells["ratio"] > 0)]
-    chance = cells["criterion"].isin(CHANCE)
+    chance = cells["criterion"].isin(RANDOM)
     return [
         *_granularities(comparison, CHANNELS, cells[~chance]),
         *_granularities(comparison, BY_CHANCE, cells[chance]),

@@ -82,7 +82,7 @@ SEQUENTIAL = "YlGnBu"
 DARK = 0.55
 """Share above which a shade of SEQUENTIAL is too dark for black letters."""
 HATCH = "/////"
-"""Hatching of wins within noise."""
+"""Hatching of wins that are not proved."""
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,11 @@ from analysis.load.reader import Reader, records
 from analysis.stats import ranks, uncertainty
 from analysis.stats.quantity import Quantity, common
 from analysis.stats.uncertainty import Estimate, Stratum
+from moe_lab.results import RANDOM
 
 Target = tuple[str, ...]
 """Displayed columns or benchmarks, often a single one, whose mean is the score."""
 
-RANDOM = ("random", "channel_random")
-"""Criteria whose plans show what chance can do: of experts, of channels."""
 Kind = tuple[str, str]
 """Granularity and recovery of a plan, in which random plans are like it."""
 _NORMAL = 1.96

@@ -15,8 +15,9 @@ import pandas as pd
 
 from analysis import names
 from analysis.stats import ranks, uncertainty
-from analysis.stats.comparison import RANDOM, Comparison, Panel, Target
+from analysis.stats.comparison import Comparison, Panel, Target
 from analysis.stats.uncertainty import LEVEL, Estimate, Stratum
+from moe_lab.results import RANDOM
 
 COLUMNS, BENCHMARKS = "columns", "benchmarks"
 """Blocks in which methods are ranked: columns give the papers' Avg Rank; benchmarks are more blocks, so more power."""

@@ -19,10 +19,11 @@ from analysis.load import settings
 from analysis.load.reader import records
 from analysis.stats import uncertainty
 from analysis.stats.chance import Chance, chances
-from analysis.stats.comparison import RANDOM, Comparison, Kind, Target, overall, random_scores
+from analysis.stats.comparison import Comparison, Kind, Target, overall, random_scores
 from analysis.stats.quantity import Quantity
 from analysis.stats.ranks import PRINTED_DECIMALS
 from analysis.stats.uncertainty import LEVEL, Estimate, Stratum
+from moe_lab.results import RANDOM
 
 ALL_MODELS = "all models"
 COLUMNS = (

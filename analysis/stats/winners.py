@@ -20,9 +20,10 @@ from analysis import names
 from analysis.load.reader import groups
 from analysis.load.study import Study
 from analysis.stats import uncertainty
-from analysis.stats.comparison import RANDOM, Comparison, Panel
+from analysis.stats.comparison import Comparison, Panel
 from analysis.stats.ranks import PRINTED_DECIMALS
 from analysis.stats.uncertainty import LEVEL
+from moe_lab.results import RANDOM
 
 SETTINGS = ["model", "ratio", "gate"]
 """One map per combination of these; its rows and columns are displayed columns and calibration sets."""

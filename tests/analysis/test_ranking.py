@@ -207,6 +207,17 @@ def test_seeds_are_one_row_and_a_status_is_beside_chance_first(several: Comparis
     assert limits == pytest.approx((scores.mean() - reach, scores.mean() + reach)), "of three plans"
 
 
+def test_methods_within_chance_get_no_verdict_in_status_or_words() -> None:
+    """Although each of EAN's items is lost by one of the seeds of SEER."""
+    plans = [cell(name, seed=seed) for name in ("ean", "seer") for seed in (1, 2)]
+    axes = [UNPRUNED, *plans, *(cell("random", calibration="none", seed=seed) for seed in range(5))]
+    made = comparison_of(axes, {"gsm8k": [first(count, 60) for count in (60, 20, 20, 12, 12, *CHANCE)]})
+    [found] = ranking.rankings([made])
+    assert found.rows["verdict"].tolist()[0] == "best" and "separated" in found.rows["verdict"].tolist()
+    assert found.rows.set_index("method")["status"].drop("random").eq("within chance").all()
+    assert not re.search(r"\bbest\b.*EAN|EAN.*\bbest\b|separated", ranking.ranking_text([found]))
+
+
 def of_models(scores: dict[str, tuple[int, ...]], **more: Any) -> list[ranking.Ranking]:
     """Rankings of models with random plans that solve so many of 100 items, and MAN, which solves 60."""
     made = []
