@@ -336,7 +336,8 @@ def _on_chance(ranking: Ranking, kind: Kind, chance: Chance) -> str:
     plans = chance.needed(best, ranking.compared)
     if plans is None:
         return f"{first} More random plans would not show the first one to be."
-    return f"{first} With {names.count(plans, 'random plan')} of each model like these, the first one would be."
+    of_each = " of each model" if chance.models > 1 else ""
+    return f"{first} With {names.count(plans, 'random plan')}{of_each} like these, the first one would be."
 
 
 def _verdicts(ranking: Ranking) -> str:
