@@ -86,8 +86,8 @@ def signals(word: str) -> dict[str, bool]:
 def _score(name: str, parameters: Mapping[str, Any], inputs: Mapping[str, Array]) -> Array:
     from moe_lab.criteria import Layer, get
 
-    layer = Layer(name, 0, EXPERTS, CHANNELS, inputs, "model", np.random.default_rng(0))
-    return get(name).function(layer, **parameters)
+    layer = Layer(get(name), 0, EXPERTS, CHANNELS, inputs, "model", np.random.default_rng(0))
+    return layer.criterion.function(layer, **parameters)
 
 
 def _inputs(changed: str | None = None) -> dict[str, Array]:

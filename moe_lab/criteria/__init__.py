@@ -5,7 +5,9 @@ Here: what they see of a layer, and how scores come from it. Every module in thi
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -40,19 +42,35 @@ LACKING = {
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of `n_experts` (E) experts with `width` (I) channels each, as `criterion` sees it. Arrays are fp64;
-    names and shapes are those of moe_lab/statistics."""
+    """One layer of `n_experts` (E) experts with `width` (I) channels each, as `criterion` sees it. Arrays are fp64
+    copies that cannot be written; names and shapes are those of moe_lab/statistics."""
 
-    criterion: str
-    """Name of the criterion, for messages."""
+    criterion: Criterion
     index: int
     n_experts: int
     width: int
     """0 when a criterion of experts is not told."""
-    arrays: Mapping[str, Any]
-    gate: str
-    random: numpy.random.Generator
-    """Shared by the layers of one scoring, which are visited in layer order."""
+    _arrays: Mapping[str, Any]
+    _gate: str
+    _random: numpy.random.Generator
+
+    @property
+    def gate(self) -> str:
+        """The gate that the user chose. UserError unless the criterion declares uses_gate."""
+        self._check_declared("uses_gate", "the gate, as layer.gate or in sums with alpha > 0")
+        return self._gate
+
+    @property
+    def random(self) -> numpy.random.Generator:
+        """Shared by the layers of one scoring, which are visited in layer order. UserError unless the criterion
+        declares uses_seed."""
+        self._check_declared("uses_seed", "layer.random")
+        return self._random
+
+    def _check_declared(self, declaration: str, what: str) -> None:
+        if not getattr(self.criterion, declaration):
+            name = self.criterion.name
+            raise UserError(f"criterion={name} reads {what}: expected @criterion({name!r}, ..., {declaration}=True)")
 
     @property
     def tokens(self) -> Array:
@@ -69,12 +87,14 @@ class Layer:
         return self.sum(alpha, beta) / numpy.maximum(self.tokens, 1)
 
     def __getitem__(self, name: str) -> Array:
-        """The statistic called `name`. UserError when this layer has none."""
-        if name not in self.arrays:
-            there = ", ".join(sorted(self.arrays)) or "nothing"
-            lacking = f"layer {self.index} has no {name} for criterion={self.criterion}: it has {there}"
+        """The statistic called `name`, read-only. UserError when this layer has none."""
+        if name not in self._arrays:
+            there = ", ".join(sorted(self._arrays)) or "nothing"
+            lacking = f"layer {self.index} has no {name} for criterion={self.criterion.name}: it has {there}"
             raise UserError(lacking + LACKING.get(name, ""))
-        return numpy.asarray(self.arrays[name], dtype=numpy.float64)
+        array = numpy.array(self._arrays[name], dtype=numpy.float64)  # a copy: torch writes into read-only arrays, too
+        array.flags.writeable = False
+        return array
 
 
 @dataclass(frozen=True)
@@ -150,15 +170,27 @@ def reads_text(name: str) -> bool:
 
 
 def check(name: str, parameters: Mapping[str, Any]) -> None:
-    """UserError unless the criterion exists and `parameters` are its own, none of the required ones left out, with
-    values that it takes when it is tried on a layer of one expert with one channel."""
+    """UserError unless the criterion exists and `parameters` are its own, none of the required ones left out, and it
+    scores a trial layer, twice alike."""
     accepted = dict(list(inspect.signature(get(name).function).parameters.items())[1:])
     for given in parameters:
         check_known(f"criterion.parameters of {name}", given, accepted)
     for word, parameter in accepted.items():
         if parameter.default is parameter.empty and word not in parameters:
             raise UserError(f"criterion={name} needs the parameter {word}: set criterion.parameters.{word}")
-    get(name).function(Layer(name, 0, 1, 1, _Ones(), "model", numpy.random.default_rng(0)), **parameters)
+    chosen = get(name)
+
+    def trial() -> Array:
+        random = numpy.random.default_rng(0)
+        layer = Layer(chosen, 0, EXPERTS, WIDTH, _TrialArrays(), "model", random)
+        return _scores(chosen, layer, parameters, "on a trial layer", "return one number for each")
+
+    with contextlib.suppress(_UnknownStatistic), numpy.errstate(all="ignore"):
+        if not numpy.array_equal(trial(), trial(), equal_nan=True):
+            raise UserError(
+                f"criterion={name} gives other scores when it is called again with the same layer: expected that "
+                "chance comes from layer.random alone, with @criterion(..., uses_seed=True)"
+            )
 
 
 def score(
@@ -190,38 +222,70 @@ def score(
     scores = {}
     for index in sorted(experts):
         width = (widths or {}).get(index, 0)
-        layer = Layer(name, index, experts[index], width, inputs.get(index, {}), gate, random)
-        scores[index] = chosen.function(layer, **parameters)
-        _check_scores(chosen, layer, scores[index])
+        layer = Layer(chosen, index, experts[index], width, inputs.get(index, {}), gate, random)
+        where = f"in layer {index}"
+        scores[index] = _scores(chosen, layer, parameters, where, "the statistics are of another model")
+        if len(bad := numpy.argwhere(~numpy.isfinite(scores[index]))):
+            place = ", channel ".join(map(str, bad[0]))
+            raise UserError(f"criterion={name} gives NaN or Inf {where}, expert {place}")
     return scores
 
 
-def _check_scores(criterion: Criterion, layer: Layer, scores: Array) -> None:
+def _scores(criterion: Criterion, layer: Layer, parameters: Mapping[str, Any], where: str, expected: str) -> Array:
+    """The scores that a criterion gives a layer, (E,) or (E, I). UserError that names it, and `where`, when it fails
+    or gives something of another shape, for which `expected` is the remedy."""
+    try:
+        scores: Array = numpy.array(criterion.function(layer, **parameters), dtype=numpy.float64)
+    except (UserError, MemoryError, _UnknownStatistic):
+        raise
+    except Exception as error:
+        line = traceback.extract_tb(error.__traceback__)[:2][-1]
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(
+            f"criterion={criterion.name} fails {where} of {layer.n_experts} experts with {layer.width} channels each: "
+            f"{reason} ({line.filename}, line {line.lineno})"
+        ) from error
     one_each = criterion.granularity == "expert"
-    expected = (layer.n_experts,) if one_each else (layer.n_experts, layer.width)
-    if scores.shape != expected:
+    shape = (layer.n_experts,) if one_each else (layer.n_experts, layer.width)
+    if scores.shape != shape:
         what = "experts" if one_each else f"experts' {layer.width} channels"
         raise UserError(
-            f"criterion={criterion.name} gives {scores.shape} scores in layer {layer.index}, expected one for each of "
-            f"its {layer.n_experts} {what}: the statistics are of another model"
+            f"criterion={criterion.name} gives {scores.shape} scores {where}, expected one for each of its "
+            f"{layer.n_experts} {what}: {expected}"
         )
-    if len(bad := numpy.argwhere(~numpy.isfinite(scores))):
-        place = ", channel ".join(map(str, bad[0]))
-        raise UserError(f"criterion={criterion.name} gives NaN or Inf in layer {layer.index}, expert {place}")
+    return scores
 
 
-class _Ones(dict[str, Any]):
-    """The statistics of one expert with one channel, all one: enough to call any criterion."""
+EXPERTS, WIDTH, HIDDEN = 16, 12, 10
+"""E, I and H of the layer on which criteria are tried; they differ, so that a result of another shape is noticed."""
+_SHAPES: Mapping[str, tuple[int, ...]] = {
+    **dict.fromkeys(("tokens", "output_abs_max", "shift_weighted", "damage", "ablation"), (EXPERTS,)),
+    **dict.fromkeys(("ala_first", "ala_second", "abs_sum", "square_sum"), (EXPERTS,)),
+    **dict.fromkeys((f"sums_{gate}" for gate in GATES), (EXPERTS, 3, 3)),
+    **dict.fromkeys(("output_sum", "dense_output_sum", "dense_gated_output_sum"), (EXPERTS, HIDDEN)),
+    **dict.fromkeys(("router_gram", "weight_distance_square"), (EXPERTS, EXPERTS)),
+    **dict.fromkeys(("layer_loss", "scaling", "count"), ()),
+    "router_entropy": (HIDDEN,),
+}
+"""Statistic -> its shape in that layer, of those that are not about channels."""
+
+
+class _UnknownStatistic(Exception):
+    """A trial reads a statistic of a step from elsewhere, whose shape is not known."""
+
+
+class _TrialArrays(dict[str, Array]):
+    """The statistics of the trial layer: numbers between .5 and 1.5, other ones for each name."""
 
     def __contains__(self, name: object) -> bool:
         return True
 
     def __missing__(self, name: str) -> Array:
-        if name.startswith("sums_"):
-            return numpy.ones((1, 3, 3))
-        if name in ("layer_loss", "count"):
-            return numpy.ones(())
-        return numpy.ones((1, 1) if name == "output_sum" or "channel" in name or "snip" in name else 1)
+        is_of_channels = "channel_" in name or name.startswith("snip_")
+        if not is_of_channels and name not in _SHAPES:
+            raise _UnknownStatistic
+        shape = (EXPERTS, WIDTH) if is_of_channels else _SHAPES[name]
+        return numpy.random.default_rng(list(name.encode())).uniform(0.5, 1.5, shape)
 
 
 for _module in iter_modules(__path__):

@@ -202,6 +202,153 @@ def test_what_a_criterion_says_it_uses_is_what_it_uses() -> None:
     assert seeded == {"random", "channel_random"}
 
 
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Registers a function as the criterion `mine` of experts, which reads forward statistics, until the test ends."""
+    known = dict(criteria.CRITERIA)
+
+    def register(function: Callable[..., Any], **declared: Any) -> None:
+        monkeypatch.setattr(criteria, "CRITERIA", dict(known))
+        criteria.criterion("mine", **{"needs": ("statistics",), "reference": "mine", **declared})(function)
+
+    return register
+
+
+def score_mine(**settings: Any) -> Any:
+    return criteria.score(
+        "mine", {0: {**edge()[0], "sums_renormalized": numpy.ones((3, 3, 3))}}, experts={0: 3}, **settings
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "declaration"),
+    [
+        (lambda layer: layer.mean(1, 1), "uses_gate"),
+        (lambda layer: layer.sum(2, 0), "uses_gate"),
+        (lambda layer: layer[f"sums_{layer.gate}"][:, 0, 1], "uses_gate"),
+        (lambda layer: layer.random.random(layer.n_experts), "uses_seed"),
+    ],
+)
+def test_what_a_criterion_reads_has_to_be_declared(
+    function: Callable[..., Any], declaration: str, registered: Callable[..., None]
+) -> None:
+    """Gate and seed are in the identity of scores only then."""
+    registered(function)
+    for attempt in (lambda: criteria.check("mine", {}), lambda: score_mine(gate="renormalized", seed=1)):
+        with pytest.raises(UserError, match=f"criterion=mine .*{declaration}=True"):
+            attempt()
+    registered(function, **{declaration: True})
+    assert len(score_mine(gate="renormalized", seed=1)[0]) == 3
+    registered(lambda layer: layer.sum(0, 1) + layer["sums_renormalized"][:, 1, 1])  # neither reads the chosen gate
+    assert numpy.array_equal(score_mine(gate="model")[0], score_mine(gate="renormalized")[0])
+
+
+def in_place(layer: criteria.Layer) -> Any:
+    tokens = layer["tokens"]
+    tokens *= 0
+    return tokens
+
+
+def in_a_view(layer: criteria.Layer) -> Any:
+    norms = layer.sum(0, 1)[1:]
+    norms[:] = 0
+    return layer.tokens
+
+
+def through_torch(layer: criteria.Layer) -> Any:
+    return torch.from_numpy(layer["tokens"]).mul_(0)
+
+
+def made_writeable(layer: criteria.Layer) -> Any:
+    tokens = layer.tokens
+    tokens.flags.writeable = True
+    tokens *= 0
+    return tokens
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@pytest.mark.parametrize("as_tensors", [False, True])
+@pytest.mark.parametrize("function", [in_place, in_a_view, through_torch, made_writeable])
+def test_statistics_stay_as_they_are(
+    function: Callable[..., Any], as_tensors: bool, registered: Callable[..., None]
+) -> None:
+    """And scores are arrays of their own, also where they are a statistic."""
+    registered(function)
+    inputs: Any = {name: torch.from_numpy(part.copy()) if as_tensors else part for name, part in edge()[0].items()}
+    before = {name: numpy.array(part) for name, part in inputs.items()}
+    if function in (in_place, in_a_view):
+        with pytest.raises(UserError, match=r"criterion=mine .*read-only.*test_criteria.py"):
+            criteria.score("mine", {0: inputs}, experts={0: 3})
+    else:
+        criteria.score("mine", {0: inputs}, experts={0: 3})
+    criteria.score("frequency", {0: inputs}, experts={0: 3})[0][:] = -1
+    assert all(numpy.array_equal(numpy.array(part), before[name]) for name, part in inputs.items())
+
+
+COUNTER = iter(range(10**6))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda layer: numpy.random.random(layer.n_experts),
+        lambda layer: layer.tokens + next(COUNTER),
+        lambda layer: None,
+        lambda layer: 1.0,
+        lambda layer: layer.tokens[None],
+        lambda layer: layer["channel_square"],
+        lambda layer: layer["channel_square"].sum(axis=0),
+        lambda layer: layer.tokens[:-1],
+        lambda layer: [layer.tokens, [1.0]],
+        lambda layer: ["high"] * layer.n_experts,
+        lambda layer: layer.tokens[layer.n_experts],
+        lambda layer: layer.nothing,
+        lambda layer: layer["tokens"][0].item().keys(),
+        lambda layer: {}["a\nb"],
+        lambda: 1,
+    ],
+)
+def test_a_criterion_that_cannot_be_right_is_refused_before_a_model_is_read(
+    function: Callable[..., Any], registered: Callable[..., None]
+) -> None:
+    registered(function)
+    for attempt in (lambda: criteria.check("mine", {}), score_mine):
+        with pytest.raises(UserError, match="criterion=mine ") as error:
+            attempt()
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda layer: list(layer.tokens),
+        lambda layer: torch.from_numpy(numpy.array(layer.tokens)),
+        lambda layer: layer.tokens > 1,
+        lambda layer: numpy.log(layer.sum(0, 2) - layer.sum(0, 2)) * 0 + 1 if layer.n_experts > 3 else layer.tokens,
+        lambda layer: layer["of_a_step_from_elsewhere"].sum(axis=1) if layer.n_experts > 3 else layer.tokens,
+    ],
+)
+def test_criteria_may_give_what_is_read_as_numbers_and_may_fail_on_the_trial_alone(
+    function: Callable[..., Any], registered: Callable[..., None]
+) -> None:
+    """As with NaN, which trial values may lead to, and statistics whose shape only their own step knows."""
+    registered(function)
+    scores = score_mine()[0]
+    assert scores.dtype == numpy.float64 and scores.shape == (3,)
+
+
+def test_a_failure_in_one_layer_names_it(registered: Callable[..., None]) -> None:
+    inputs = {layer: edge()[0] for layer in (0, 5)}
+    for function in (
+        lambda layer: layer.tokens / (0 if layer.index == 5 else 1),
+        lambda layer: layer.tokens[: 2 if layer.index == 5 else None],
+        lambda layer: {}[5] if layer.index == 5 else layer.tokens,
+    ):
+        registered(function)
+        with numpy.errstate(all="ignore"), pytest.raises(UserError, match=r"criterion=mine .*in layer 5"):
+            criteria.score("mine", inputs, experts={0: 3, 5: 3})
+
+
 GENERATOR = numpy.random.default_rng(0)
 TOKENS = 7
 PHI = GENERATOR.normal(size=(TOKENS, 3))
