@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -279,14 +280,16 @@ def plan(
     and experts; those that search need a study. `statistics`: those of the model, if they are not attached to the
     scores. `parameters`: parameters of the allocation. For `multiple_of`, `replacement` and `protect` see
     `moe_lab.config.AllocationConfig`. Where the replacement is m_smoe or ream, `mask`, `prune` and `export`
-    take what `align` makes of the plan. Raises UserError for a ratio that is not feasible, naming the nearest one, and
-    for scores that are not one for each expert or channel of the model.
+    take what `align` makes of the plan. Warns, with the numbers, when another share is removed, as whole experts or
+    channels are, and when scores are equal at the cut. Raises UserError for a ratio that is not feasible, naming the
+    nearest one, and for scores that are not one for each expert or channel of the model.
     """
     from moe_lab import allocation as allocations
     from moe_lab.allocation import protection
     from moe_lab.config import AllocationConfig
     from moe_lab.config.base import identity, valid
     from moe_lab.errors import UserError
+    from moe_lab.pruning.plan import ROUNDED, ties
     from moe_lab.pruning.replace import plan_from_scores
 
     statistics = statistics or scores.attrs.get("statistics")
@@ -307,7 +310,13 @@ def plan(
     facts = protection.with_protected(chosen, statistics.facts, statistics.sums.get("statistics", {}))
     provenance = {"allocation": chosen, **statistics.identity, **protection.provenance(facts)}
     values = _scores_table(scores, facts["layers"])
-    return plan_from_scores(chosen, values, granularity, facts["layers"], statistics.sums, provenance=provenance)
+    plan = plan_from_scores(chosen, values, granularity, facts["layers"], statistics.sums, provenance=provenance)
+    if abs(plan.removed - ratio) > ROUNDED:
+        warnings.warn(f"plan: ratio={ratio:g} is rounded: {plan.removed:.3g} is removed", stacklevel=2)
+    if tied := ties(plan, values, facts["layers"]):
+        count = f"{sum(tied.values())} {granularity}s in {len(tied)} layers"
+        warnings.warn(f"plan: {count} have equal scores at the cut, where the lowest ids are dropped", stacklevel=2)
+    return plan
 
 
 def align(

@@ -74,6 +74,20 @@ def test_a_study_with_a_criterion_and_an_allocation_of_a_folder(folder: Path) ->
     assert all(step["settings"]["allocation"]["source"] for step in steps if step["kind"] == "plan")
 
 
+def test_equal_scores_are_named_when_a_study_ends(folder: Path) -> None:
+    """Each time, as the plan is of ids; and of plans without any nothing is said."""
+    (folder / "my_methods" / "scores.py").write_text(
+        MODULE.replace("return mean_square.max(axis=1) ** power", "return layer.tokens * 0")
+    )
+    words = ["plugins=[my_methods.scores]", "criterion=crest,man", "suite.benchmarks=[]", *TINY.split()[:2]]
+    for _ in range(2):
+        done = moe_lab(folder, *words, "store=store", "launcher.processes=1")
+        [sentence] = [line for line in done.stderr.splitlines() if "equal scores" in line]
+        assert (
+            done.returncode == 0 and "128 in 4 layers" in sentence and "crest" in sentence and "-man-" not in sentence
+        )
+
+
 def test_an_installed_plugin_needs_no_word(folder: Path) -> None:
     about = folder / "my_methods-1.0.dist-info"
     about.mkdir()

@@ -33,6 +33,8 @@ Alignments = NDArray[numpy.int32]
 Routers = Mapping[int, Mapping[str, Any]]
 """Layer -> its facts. Its top_k, n_group and topk_group set how many experts its router needs; see `fewest_experts`.
 `protected`, if it is there, are ids of experts that a plan must keep with all their channels."""
+ROUNDED = 5e-4
+"""Largest difference between a ratio and the share that is removed of which nothing is said."""
 ARRAYS = ("constants", "alignments")
 """Fields of a plan that are in plan.npz."""
 
@@ -129,6 +131,14 @@ class Plan:
     def widths(self, layer: int) -> tuple[int, ...]:
         """Kept channels of each kept expert of `layer`, in the order of `experts`; only for plans with channels."""
         return tuple(int(width) for width in self.channels[layer][list(self.experts[layer])].sum(1))
+
+    @property
+    def removed(self) -> float:
+        """Share of the experts, or of the channels of all experts, that it removes or replaces."""
+        if self.channels:
+            masks = self.channels.values()
+            return 1 - sum(int(mask.sum()) for mask in masks) / sum(mask.size for mask in masks)
+        return 1 - sum(map(len, self.experts.values())) / sum(self.n_experts.values())
 
     @property
     def digest(self) -> str:
@@ -309,6 +319,29 @@ def _survivors(scores: NDArray[numpy.float64], remove: int, n_group: int) -> tup
     order = scores.reshape(n_group, -1).argsort(axis=1, kind="stable")
     kept = numpy.take_along_axis(ids, order, axis=1)[:, remove // n_group :]
     return tuple(numpy.sort(kept, axis=None).tolist())
+
+
+def ties(plan: Plan, scores: Mapping[int, ArrayLike], routers: Routers) -> dict[int, int]:
+    """Layer -> how many experts, or channels, have a score that others have of which the plan decides otherwise, so
+    that ids decided. Layers without such scores are left out; arguments are as for `make_plan` and `make_channel_plan`.
+    """
+    tied = {}
+    for layer, given in scores.items():
+        values, router = finite(layer, given).copy(), routers[layer]
+        values[list(router.get("protected", ()))] = numpy.inf
+        if not plan.channels:
+            retained = numpy.isin(numpy.arange(len(values)), plan.experts[layer])
+        elif values.ndim == 1:  # what is replaced has no channels
+            retained = plan.channels[layer].sum(axis=1) > 0
+        else:
+            retained = plan.channels[layer]
+        groups = router["n_group"] if values.ndim == 1 else 1  # experts compete within a group
+        count = 0
+        for row, flags in zip(values.reshape(groups, -1), retained.reshape(groups, -1), strict=True):
+            count += int(numpy.isin(row, numpy.intersect1d(row[flags], row[~flags])).sum())
+        if count:
+            tied[layer] = count
+    return tied
 
 
 def finite(layer: int, scores: ArrayLike) -> NDArray[numpy.float64]:

@@ -26,6 +26,7 @@ from moe_lab.grid import Cell, Request, is_shipped
 from moe_lab.models import config_json, files
 from moe_lab.paths import conf
 from moe_lab.pruning import no_replacements
+from moe_lab.pruning.plan import ROUNDED
 from moe_lab.results import RANDOM
 from moe_lab.study import sync
 from moe_lab.study.estimates import check_device
@@ -75,7 +76,7 @@ def remarks(config: Config, requests: Iterable[Request]) -> Iterator[str]:
     rounded: dict[str, None] = {}
     for cell in _each(every, "model", "criterion", "allocation", "ratio"):
         removed = removed_share(cell)
-        if abs(removed - cell.ratio) > 5e-4:
+        if abs(removed - cell.ratio) > ROUNDED:
             rounded[f"{cell.model.name} {cell.ratio:g} -> {removed:.3g}"] = None
     if rounded:
         yield f"ratio is rounded, as whole experts are removed (model asked -> removed): {', '.join(rounded)}"

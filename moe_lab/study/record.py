@@ -21,13 +21,14 @@ from moe_lab import criteria, plugins, progress
 from moe_lab.allocation.protection import SUPER
 from moe_lab.config import AllocationConfig, Config
 from moe_lab.errors import UserError
-from moe_lab.json_files import Damaged, Number, read_json, write_sealed
+from moe_lab.json_files import Damaged, Number, parse_sealed, read_json, write_sealed
 from moe_lab.results import DIGITS, KEY, RECORD, SCHEMA, current_records, joined, read_record
 from moe_lab.start import command
 from moe_lab.study.graph import CellSteps, Graph
 from moe_lab.study.runs import Run, runs
 from moe_lab.study.schedule import Schedule, say, say_notices, shown
 from moe_lab.study.step import NO_ROOM, Step, once, uncollected
+from moe_lab.study.steps.plans import TIES
 from moe_lab.study.store import Store
 from moe_lab.study.sync import shared
 
@@ -35,6 +36,8 @@ PREPARATION = ("model", "statistics", "scores", "plan", "finetune", "export")
 """Steps of a cell that are not results themselves, so that their errors are not listed in the record."""
 MADE_FROM = ".made_from"
 """File in the folder of a report with the `fingerprint` of the study that it shows."""
+SHOWN = 3
+"""Plans that are named in a sentence, at most."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ def finish(study: Study, schedule: Schedule, run: Run) -> int:
     whole = shared(store, name)
     say_notices(store)
     _complain(study, schedule)
+    _name_ties(study, schedule)
     _name_exports(study, schedule)
     full = any(error["message"] == NO_ROOM for error in errors.values())
     complete = _report(study) if study.config.report and not full else True
@@ -107,6 +111,23 @@ def _complain(study: Study, schedule: Schedule) -> None:
         say(f"moe_lab: {len(schedule.skipped)} steps were not run because they need those")
     if any(not error.document.get("user") for error in schedule.failed.values()):
         say(f"moe_lab: traces are in {store.root / 'logs'} and {store.root / 'failed'}")
+
+
+def _name_ties(study: Study, schedule: Schedule) -> None:
+    """Print in which plans ids decided between equal scores."""
+    plans = {cell.plan.id: cell.plan for cell in study.graph.cells if cell.plan}
+    tied = []
+    for step in (step for name, step in plans.items() if name in schedule.finished):
+        with suppress(FileNotFoundError, Damaged):  # it has none
+            content = study.store.content(step.folder, TIES)
+            numbers = parse_sealed(content, {str: int}, step.folder).values()
+            tied.append(f"{sum(numbers)} in {len(numbers)} layers of {step.label()}")
+    if tied:
+        more = f", and {len(tied) - SHOWN} more plans" if len(tied) > SHOWN else ""
+        say(
+            "moe_lab: experts or channels have equal scores at the cut, where the lowest ids are dropped: "
+            f"{', '.join(tied[:SHOWN])}{more}"
+        )
 
 
 def _name_exports(study: Study, schedule: Schedule) -> None:

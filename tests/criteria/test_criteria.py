@@ -304,7 +304,7 @@ COUNTER = iter(range(10**6))
         lambda layer: layer.tokens[layer.n_experts],
         lambda layer: layer.nothing,
         lambda layer: layer["tokens"][0].item().keys(),
-        lambda layer: {}["a\nb"],
+        lambda layer: vars(layer)["a\nb"],
         lambda: 1,
     ],
 )
@@ -342,7 +342,7 @@ def test_a_failure_in_one_layer_names_it(registered: Callable[..., None]) -> Non
     for function in (
         lambda layer: layer.tokens / (0 if layer.index == 5 else 1),
         lambda layer: layer.tokens[: 2 if layer.index == 5 else None],
-        lambda layer: {}[5] if layer.index == 5 else layer.tokens,
+        lambda layer: vars(layer)["x"] if layer.index == 5 else layer.tokens,
     ):
         registered(function)
         with numpy.errstate(all="ignore"), pytest.raises(UserError, match=r"criterion=mine .*in layer 5"):

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import warnings
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import naive
 import numpy
+import pandas
 import pytest
 import tiny
 import torch
@@ -29,7 +31,7 @@ from moe_lab.pruning.cost import even_routing
 from moe_lab.pruning.export import export
 from moe_lab.pruning.export.verify import verify
 from moe_lab.pruning.mask import mask
-from moe_lab.pruning.plan import Plan, make_channel_plan, make_plan
+from moe_lab.pruning.plan import Plan, make_channel_plan, make_plan, ties
 from moe_lab.pruning.prune import prune
 from moe_lab.pruning.replace import merge_experts
 from moe_lab.statistics.observe import gather
@@ -54,6 +56,78 @@ def test_lowest_scores_go_ties_fall_by_index_and_plans_come_back(
     made.save(path)
     assert Plan.load(path) == made and Plan.load(path).provenance == made.provenance
     assert [file.name for file in path.parent.iterdir()] == ["plan.json"]
+
+
+def warned(
+    values: dict[int, Any], ratio: float, allocation: str = "uniform", **settings: Any
+) -> tuple[Plan, list[str]]:
+    """The plan of scores of 32 experts in each layer, and what is warned of it."""
+    layer = {"n_experts": 32, "width": 10, "top_k": 4, "n_group": 1, "topk_group": 1}
+    statistics = moe_lab.ModelStatistics({}, {}, {"layers": dict.fromkeys(values, layer)}, {}, {})
+    frames = []
+    for number, scores in values.items():
+        ids = numpy.indices(scores.shape).reshape(scores.ndim, -1)
+        columns = dict(zip(("expert", "channel"), ids, strict=False))
+        frames.append(pandas.DataFrame({"layer": number, **columns, "score": scores.ravel()}))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plan = moe_lab.plan(pandas.concat(frames), ratio, allocation, statistics=statistics, **settings)
+    assert {warning.filename for warning in caught} <= {__file__}, "where the user calls it"
+    return plan, [str(warning.message) for warning in caught]
+
+
+DISTINCT = {layer: numpy.random.default_rng(layer).permutation(320).astype(float).reshape(32, 10) for layer in range(2)}
+EXPERTS = {layer: scores[:, 0] for layer, scores in DISTINCT.items()}
+
+
+@pytest.mark.parametrize(
+    ("values", "ratio", "settings", "numbers"),
+    [
+        (EXPERTS, 0.25, {}, ()),
+        (EXPERTS, 0, {}, ()),
+        (EXPERTS, 0.02, {}, ("0.02", "0")),
+        (EXPERTS, 0.3, {}, ("0.3", "0.281")),
+        (EXPERTS, 0.3, {"allocation": "global"}, ("0.3", "0.281")),
+        (EXPERTS, 0.25, {"multiple_of": 10}, ("0.25", "0.0625")),
+        (DISTINCT, 0.1, {}, ()),
+        (DISTINCT, 0.25, {}, ("0.25", "0.3")),
+        (DISTINCT, 0.25, {"allocation": "layerwise"}, ()),
+    ],
+)
+def test_a_share_that_is_rounded_is_warned_of(values: Any, ratio: float, settings: Any, numbers: Any) -> None:
+    plan, messages = warned(values, ratio, **settings)
+    assert [re.findall(r"\d[\d.]*\b", message) for message in messages] == ([list(numbers)] if numbers else [])
+    assert f"{plan.removed:.3g}" == (numbers[1] if numbers else f"{ratio:g}")
+
+
+def test_equal_scores_at_the_cut_are_warned_of_with_their_number() -> None:
+    """Of two layers of 32 experts each, 8 of which go."""
+    few = {0: numpy.arange(32.0), 1: numpy.arange(32.0)}
+    few[1][6:11] = 7
+    for values, settings, counts in (
+        (few, {}, ["5", "1"]),
+        ({layer: numpy.ones(32) for layer in few}, {}, ["64", "2"]),
+        ({0: few[0], 1: numpy.where(few[0] < 8, 0, few[0])}, {}, []),  # the cut is beside them
+        ({0: numpy.ones((32, 10)), 1: DISTINCT[1]}, {"allocation": "layerwise"}, ["320", "1"]),
+    ):
+        _, messages = warned(values, 0.25, **settings)
+        assert [re.findall(r"\d+", message) for message in messages] == ([counts] if counts else [])
+
+
+def test_ties_are_those_of_experts_that_compete() -> None:
+    """Within groups of a router, and without protected ones."""
+    scores = {0: numpy.array([1.0, 2, 3, 4, 2, 5, 6, 7])}
+    router = {"n_group": 2, "top_k": 1, "topk_group": 1}
+    made = make_plan(scores, {0: 4}, {0: router}, provenance={})
+    assert ties(made, scores, {0: router}) == {}, "2 goes in one group, and goes in the other"
+    made = make_plan(scores, {0: 2}, {0: router}, provenance={})
+    assert ties(made, scores, {0: router}) == {}, "2 stays in one group, and goes in the other"
+    equal, protected = {0: numpy.ones(4)}, {**tiny.routers([0], 1)[0], "protected": [0]}
+    made = make_plan(equal, {0: 1}, {0: protected}, provenance={})
+    assert made.experts == {0: (0, 2, 3)} and ties(made, equal, {0: protected}) == {0: 3}
+    constants = Plan({0: (0, 1, 2, 3)}, {0: 4}, {}, {0: numpy.arange(4)[:, None] > [[0, 0]]})
+    assert ties(constants, equal, tiny.routers([0], 1)) == {0: 4}, "what is replaced is not retained"
+    assert constants.removed == 0.25
 
 
 @given(st.integers(1, 4), st.integers(2, 6), st.data())

@@ -14,6 +14,7 @@ from moe_lab.allocation.problem import limits
 from moe_lab.config import AllocationConfig, CriterionConfig
 from moe_lab.errors import UserError
 from moe_lab.grid import Cell
+from moe_lab.json_files import write_sealed
 from moe_lab.models.config_json import config_of, expert_shape
 from moe_lab.models.families import family_of
 from moe_lab.models.files import fingerprint
@@ -31,6 +32,9 @@ from moe_lab.study.steps.scores import (
     plugged,
     score,
 )
+
+TIES = "ties.json"
+"""File of a plan with the scores that were equal at the cut: layer -> number of experts, or channels."""
 
 
 def _known_layer(cell: Cell) -> dict[str, int] | None:
@@ -211,10 +215,12 @@ class MakesPlan(Step):
         """Provenance of the plan. `model`: the facts of the model."""
         return {"allocation": self.allocated, "model_sha256": model["sha256"], **protection.provenance(model)}
 
-    def save(self, plan: Any, model: Mapping[str, Any], files: Files) -> None:
-        """Write the plan, if it fits the model with these facts."""
+    def save(self, plan: Any, model: Mapping[str, Any], files: Files, ties: Mapping[int, int] | None = None) -> None:
+        """Write the plan, if it fits the model with these facts. `ties`: as `pruning.plan.ties`, if there are any."""
         plan.check(model["layers"])
         plan.save(files.out / "plan.json")
+        if ties:
+            write_sealed(files.out / TIES, {str(layer): count for layer, count in ties.items()})
 
 
 class FromScores(MakesPlan):
@@ -234,6 +240,7 @@ class FromScores(MakesPlan):
     def work(self, files: Files) -> None:
         from safetensors.numpy import load
 
+        from moe_lab.pruning.plan import ties
         from moe_lab.pruning.replace import plan_from_scores
 
         model = self.facts_of(self.facts, files)
@@ -249,10 +256,11 @@ class FromScores(MakesPlan):
         else:
             scored = files.expert_scores(self.scores)
         plan = plan_from_scores(settings, scored, granularity, model["layers"], evidence, provenance=about)
+        tied = ties(plan, scored, model["layers"])
         if given := plan_in(self.asked.allocation):  # it passed as an allocation: use it unchanged
-            plan = given
+            plan, tied = given, {}
             plan.check_origin([("model_sha256", lambda: str(model["sha256"]))], "this model")
-        self.save(plan, model, files)
+        self.save(plan, model, files, tied)
         if granularity == "channel" and plan.channels:
             files.table("budgets.parquet", results.BUDGETS, tables.budgets(scored, plan.channels))
 
@@ -354,6 +362,7 @@ class Sequential(MakesPlan, OnText):
 
     def work(self, files: Files) -> None:
         from moe_lab.models.streamed import open_streamed
+        from moe_lab.pruning.plan import ties
         from moe_lab.pruning.replace import plan_from_scores
         from moe_lab.search.sequential import prune_sequentially
         from moe_lab.statistics import by_layer
@@ -365,10 +374,14 @@ class Sequential(MakesPlan, OnText):
         granularity = criteria.get(self.criterion.name).granularity
         settings = {**self.allocated, "name": "uniform" if granularity == "expert" else "layerwise"}
 
+        tied: dict[int, int] = {}
+
         def choose(layer: int, sums: Any) -> Any:
             here = {layer: model["layers"][layer]}
             scored = score(self, {layer: {**weights.get(layer, {}), **sums}}, here)
-            return plan_from_scores(settings, scored, granularity, here, {}, provenance={})
+            plan = plan_from_scores(settings, scored, granularity, here, {}, provenance={})
+            tied.update(ties(plan, scored, here))
+            return plan
 
         plan = prune_sequentially(
             streamed,
@@ -377,4 +390,4 @@ class Sequential(MakesPlan, OnText):
             out=files.partial,
             provenance={"criterion": self.settings["criterion"], "text": self.settings["text"], **self.origin(model)},
         )
-        self.save(plan, model, files)
+        self.save(plan, model, files, tied)
