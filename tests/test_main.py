@@ -60,7 +60,7 @@ def test_a_mistake_gets_one_sentence_before_anything_heavy(mistake: str, tmp_pat
 def test_a_text_keeps_what_was_typed(typed: str) -> None:
     with started():
         assert compose([f"study={typed}"])[0].study == typed.strip("'")
-        assert compose(["push=me/1234e56"])[0].push == "me/1234e56"
+        assert compose(["objective=1234e56"])[0].objective == "1234e56"
         (cells, _), *_ = compose(["model.revision=1234e56", "calibration.subset=007"])[1]
     assert (cells[0].model.revision, cells[0].calibration.subset) == ("1234e56", "007")
 

@@ -50,7 +50,6 @@ FILES = {
     "path=notes.txt": "path=README.md",
     "allocation.search=NAME": "allocation.search=evol_search",
     "model=NAME": "model=pocket_function_calls",
-    "push=OWNER/NAME": "push=me/name",
 }
 """What a page leaves to its reader -> something that is there."""
 UNKNOWN = {

@@ -28,15 +28,6 @@ Project = Annotated[str, matching(r"[^/\\#?%:]{1,128}", "expected 1 to 128 chara
 Study = Annotated[Name, matching("(?!all$).*", "all means every study: expected another name, such as all_1")]
 
 
-def _repository(name: str) -> str:
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # late, as it takes time
-
-    validate_repo_id(name)
-    if "/" not in name:
-        raise ValueError("expected OWNER/NAME")
-    return name
-
-
 OWNED = {
     **{"time": "minutes", "mem": "memory", "cpus-per-task": "cpus", "gpus-per-node": "gpus and gpu_type"},
     **{"partition": "partition", "signal": "launcher.signal_seconds", "array": "launcher.parallel"},
@@ -175,7 +166,6 @@ class Config(Group):
             "retry",
             "wait",
             "verify",
-            "push",
             "allow_code_execution",
             "allow_judge",
             "data_root",
@@ -223,9 +213,6 @@ class Config(Group):
     """Print the graph of steps and stop."""
     verify: bool = False
     """Run some tokens through each exported checkpoint and the masked model, and refuse a checkpoint that differs."""
-    push: Annotated[str, AfterValidator(_repository)] | None = None
-    """OWNER/NAME on the hub: upload the exported model there when the study has ended, with its results. The study
-    exports one pruned model."""
     objective: str | None = None
     """What a sweeper of Hydra is told of each job: Avg (the mean of all benchmarks in which more is better), or a
     result such as arc_easy or perplexity (of a loss or perplexity, less is better). hydra/sweeper=basic, a plain grid,

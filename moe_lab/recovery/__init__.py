@@ -31,11 +31,6 @@ def text_role(settings: RecoveryConfig) -> str | None:
     return next((role for role in TEXTS if getattr(settings, role) is not None), None)
 
 
-def is_trained(settings: RecoveryConfig) -> bool:
-    """Whether the recovery trains weights."""
-    return text_role(settings) is not None and settings.fit is None
-
-
 def check_model(settings: RecoveryConfig, model: ModelConfig) -> None:
     """Raise UserError when there is a recovery and the weights of the model are quantised."""
     if settings.name != "none":

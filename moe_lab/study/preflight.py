@@ -138,8 +138,6 @@ def _wrong_settings(config: Config) -> Iterator[str]:
         from moe_lab.study import tracker
 
         yield from user_errors(tracker.check, config.tracker)
-    if config.push is not None and config.export.shape is None:
-        yield f"push={config.push} uploads an export, and this study writes none: add export=natural"
     for kind in config.resources.jobs:
         yield from user_errors(check_known, "resources.jobs", kind, KINDS)
     if config.export.format == "gguf" and config.backend.name != "hf":

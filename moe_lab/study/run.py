@@ -84,8 +84,6 @@ def slurm(schedule: Schedule, study: Study, run: Run) -> bool:
     submit(schedule, study, run)
     if study.config.wait:
         follow(schedule, study)
-    elif study.config.push is not None:  # not by a job: nodes may have no network, and an upload may take hours
-        say(f"push={study.config.push}: start the same command again when the jobs have ended: it uploads the model")
     return study.config.wait
 
 
@@ -110,10 +108,6 @@ def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> En
         say(remark)
     graph = build(config, requests)
     study = Study(config, graph, Store(config.store, 60 * config.launcher.stale_minutes), add)
-    if config.push is not None:
-        from moe_lab.study import push
-
-        push.exported(config, graph)
     absent = unresolved(graph.steps)
     missing = lacking(graph.steps, config.launcher)
     with study.store.errors_as_sentences():
@@ -141,7 +135,7 @@ def _run(study: Study) -> int:
         for place in config.also:
             _pull(store, source(place), every)
         steps, done = _in_store(study)
-        if config.tracker.name != "none" or config.objective or config.push:
+        if config.tracker.name != "none" or config.objective:
             done -= _damaged_results(study, done)
         if store.notices:
             outdate_reports(store)
@@ -160,12 +154,7 @@ def _run(study: Study) -> int:
         with pushed_regularly(store):
             if schedule.waiting and not LAUNCHERS[config.launcher.name](schedule, study, begun):
                 return 0
-        code = finish(study, schedule, begun)
-        if config.push is None:
-            return code
-        from moe_lab.study.push import push
-
-        return max(code, push(study, config.push, schedule))
+        return finish(study, schedule, begun)
 
 
 def _pull(store: Store, other: Remote | Folder, steps: Sequence[Step]) -> list[str]:
