@@ -309,7 +309,8 @@ LISTED = 6
 
 def _how_much(pruned: pd.DataFrame) -> str:
     """Ratios, whether of each layer or in all, and the calibration sets."""
-    found = [names.ratio(ratio) for ratio in sorted(set(pruned["ratio"]) - {0.0})]
+    ordered = pruned[pruned["ratio"] > 0].sort_values("ratio", kind="stable")
+    found = list(dict.fromkeys(ordered["removed_words"]))
     few = names.listing(found) or "none"
     ratios = few if len(found) <= LISTED else f"{len(found)} ratios from {found[0]} to {found[-1]}"
     return f"{ratios}{' of each layer' if set(pruned['allocation']) == {'uniform'} else ' in all'}{_by_data(pruned)}"

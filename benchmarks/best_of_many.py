@@ -118,7 +118,7 @@ def comparison(methods: np.ndarray, outcomes: dict[str, np.ndarray], losses: boo
     cells = pd.DataFrame({"criterion": labels, "method": labels}).rename_axis("cell")
     cells["seed"] = cells.groupby("criterion").cumcount()
     axes = {"model": "m", "granularity": "expert", "allocation": "uniform", "gate": "model", "calibration": "text"}
-    cells = cells.assign(**axes, ratio=0.25, recovery="none", protocol=None)
+    cells = cells.assign(**axes, ratio=0.25, removed=0.25, removed_words="25 %", recovery="none", protocol=None)
     scores = pd.DataFrame({name: values.mean(axis=1) for name, values in outcomes.items()})
     quantities = dict.fromkeys(outcomes, Quantity("loss")) if losses else {}
     parts: dict[str, tuple[str, ...]] = {name: (name,) for name in outcomes}

@@ -64,6 +64,29 @@ def kept(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     return _by_cell(frames, columns)
 
 
+def removed(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
+    """What plans remove, indexed like `cells`: `removed`, the share of the experts, of channels in plans of channels;
+    and `plan`, a text that is equal for equal plans. NaN and None for a cell without a plan that can be read."""
+    rows = {}
+    for cell, document in _documents(cells, "plan_folder", "plan.json", reader).items():
+        try:
+            rows[cell] = {"removed": _removed(document["layers"]), "plan": json.dumps(document["layers"])}
+        except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError):
+            reader.gap("plan.json is damaged", str(cells.loc[cell, "plan_folder"]))
+    return pd.DataFrame.from_dict(rows, "index", columns=["removed", "plan"]).reindex(cells.index)
+
+
+def _removed(layers: Mapping[str, Any]) -> float:
+    retained, every = 0.0, 0
+    for about in layers.values():
+        every += about["experts"]
+        if "channels" in about:
+            retained += sum(int(mask, 16).bit_count() for mask in about["channels"]) / about["width"]
+        else:
+            retained += len(about["keep"])
+    return 1 - retained / every
+
+
 def profiles(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """Hidden states and routing of every pruned model by layer: cell and PROFILES."""
     return _tables(cells["profile_folder"].dropna(), "profile.parquet", PROFILES, reader)
@@ -259,7 +282,7 @@ def loading_memory(cells: pd.DataFrame, kept: pd.DataFrame, models: Mapping[str,
         constants = {str(layer): int(count) for layer, count in by_layer["constant"].sum().items()}
         before = int(facts["parameters"])
         after = before - removed_parameters(facts["layers"], removed, dropped, constants)
-        named = {name: axes[name] for name in ("model", "ratio", "granularity", "allocation")}
+        named = {name: axes[name] for name in ("model", "ratio", "removed_words", "granularity", "allocation")}
         found = {"parameters": before, "parameters_after": after, "bytes": before * BYTES, "bytes_after": after * BYTES}
         rows.append({**named, **found, "saved": 1 - after / before})
     return pd.DataFrame(rows).drop_duplicates(ignore_index=True) if rows else pd.DataFrame()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -55,10 +55,23 @@ def gate_and_seed(cells: pd.DataFrame) -> pd.Series:
 
 
 def pruned(cells: pd.DataFrame) -> pd.Series:
-    """Ratio of each cell in words, with its gate and seed when there are several: `50 %, seed 43`."""
-    return pd.Series(
-        list(map(joined, cells["ratio"].map(names.ratio), gate_and_seed(cells))), cells.index, dtype=object
-    )
+    """What is removed from each cell in words, with its gate and seed when there are several: `50 %, seed 43`."""
+    return pd.Series(list(map(joined, cells["removed_words"], gate_and_seed(cells))), cells.index, dtype=object)
+
+
+ROUNDING = 5e-4
+"""A share that differs from the requested ratio by less than this is called by the ratio."""
+
+
+def removed_words(shares: pd.Series, requested: Sequence[float]) -> str:
+    """Removed shares in words, with the requested ratios where these differ: `28.1 % (30 % requested)`.
+
+    Plans of one ratio can remove different shares, since allocations round in their own ways."""
+    known, ratios = shares.dropna(), names.listing(map(names.ratio, requested))
+    if len(requested) == 1 and (known.sub(requested[0]).abs() < ROUNDING).all():
+        return ratios
+    ends = dict.fromkeys(f"{100 * share:.3g}" for share in (known.min(), known.max()))
+    return f"{' to '.join(ends)} % ({ratios} requested)"
 
 
 def joined(first: str, second: str) -> str:

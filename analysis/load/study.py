@@ -13,8 +13,8 @@ import pandas as pd
 from analysis import names
 from analysis.load import passes, plans, studies
 from analysis.load.evaluations import evaluations, remarks
-from analysis.load.reader import Gap, Reader, records
-from analysis.load.settings import AXES, labels, replaces
+from analysis.load.reader import Gap, Reader, groups, records
+from analysis.load.settings import AXES, labels, removed_words, replaces
 from moe_lab.results import STEPS
 
 ARTEFACTS = STEPS
@@ -42,9 +42,10 @@ class Study:
     document: Mapping[str, Any]
     """The study's record as the run wrote it, including provenance."""
     cells: pd.DataFrame
-    """Index cell; columns AXES, method (a key of `names`, with the allocation and recovery only where they differ in
-    this study), protocol (how its benchmarks are run, None in older records) and `<artefact>_folder` for each of
-    ARTEFACTS, None where there is none."""
+    """Index cell; columns AXES (ratio: as requested), removed (share of experts or channels that the plan removes),
+    removed_words (that of all cells of a model and ratio, in words), method (a key of `names`, with the allocation and
+    recovery only where they differ in this study), protocol (how its benchmarks are run, None in older records) and
+    `<artefact>_folder` for each of ARTEFACTS, None where there is none."""
     results: pd.DataFrame
     """cell, task, benchmark, metric, score, scale, unit, stderr, n, expected, folder: see `moe_lab.results.Result`."""
     samples: pd.DataFrame
@@ -87,7 +88,7 @@ class Study:
 
     @cached_property
     def memory(self) -> pd.DataFrame:
-        """model, ratio, granularity, allocation, parameters, bytes, ...: see `plans.loading_memory`."""
+        """model, ratio, removed_words, granularity, allocation, parameters, bytes, ...: see `plans.loading_memory`."""
         return plans.loading_memory(self.cells, self.kept, self.models)
 
 
@@ -163,7 +164,30 @@ def _cells(document: Mapping[str, Any], reader: Reader) -> pd.DataFrame:
             reader.gap("runs at the same time have it with different settings: the later run counts", words[cell])
     for cell in cells.index[twice]:
         reader.gap("listed twice, counted once", words[cell])
-    return cells[~twice]
+    return _one_per_plan(cells[~twice], document, reader)
+
+
+def _one_per_plan(cells: pd.DataFrame, document: Mapping[str, Any], reader: Reader) -> pd.DataFrame:
+    """The cells with columns removed and removed_words; those that differ in ratio alone and have one plan are one.
+
+    It is the one of the lowest ratio, with the results that only another one has."""
+    cells = cells.join(plans.removed(cells, reader))
+    alike = ["plan", *(axis for axis in AXES if axis != "ratio")]
+    requests: dict[tuple[str, float], set[float]] = {}
+    repeated: list[int] = []
+    for _, same in cells.sort_values("ratio", kind="stable").groupby(alike, sort=False):
+        first, *others = same.index
+        requests.setdefault((same["model"].iloc[0], same["ratio"].iloc[0]), set()).update(same["ratio"])
+        repeated += others
+        evaluated = document["cells"][first]["evaluate"]
+        for other in others:
+            finished = {task: name for task, name in document["cells"][other]["evaluate"].items() if name}
+            evaluated |= {task: name for task, name in finished.items() if not evaluated.get(task)}
+    cells = cells.drop(index=repeated)
+    for key, group in groups(cells, ["model", "ratio"]):
+        requested = requests.get((key["model"], key["ratio"]), {key["ratio"]})
+        cells.loc[group.index, "removed_words"] = removed_words(group["removed"], sorted(requested))
+    return cells.assign(removed=cells["removed"].fillna(cells["ratio"])).drop(columns="plan")
 
 
 def _allocation(cell: Mapping[str, Any]) -> str | None:

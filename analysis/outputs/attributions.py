@@ -137,7 +137,7 @@ def prior_table(results: Results, comparison: Comparison) -> Iterator[Block]:
         rows = part.sort_values("prior", key=lambda prior: prior.map(list(PRIOR_LABELS).index), kind="stable")
         labels = dict(zip(rows["cell"].map(int), rows["prior"].map(PRIOR_LABELS), strict=True))
         usual = part.loc[part["prior"] == plans.FIRST_ORDER]
-        words = [names.ratio(key["ratio"]), names.RECOVERIES.get(key["recovery"], key["recovery"])]
+        words = [comparison.removed(key["ratio"]), names.RECOVERIES.get(key["recovery"], key["recovery"])]
         if len(usual):
             words.append(names.allocated(str(usual["allocation"].iloc[0])))
         pruned = ", ".join(word for word in words if word)

@@ -77,7 +77,7 @@ def calibration_table(results: Results, comparison: Comparison) -> Iterator[Bloc
             for cell, word in ordered["calibration"].items():
                 count = f", {read[word]:,} tokens" if word in read else ""
                 labels[int(str(cell))] = f"{names.calibration(word)}{count}"
-            pruned = f"{names.ratio(key['ratio'])}, {names.method(str(key['method']))}"
+            pruned = f"{comparison.removed(key['ratio'])}, {names.method(str(key['method']))}"
             yield Block(comparison, pruned, labels, list(labels)[-1])
 
 
@@ -126,7 +126,7 @@ def size_figure(results: Results, comparison: Comparison, name: str) -> Figure |
         axes.set_xscale("log", base=2)
         read = sorted({int(tokens) for line in lines.values() for tokens in line["read"]})
         style.ticks(axes.xaxis, read, map(style.tokens, read))
-        axes.set(xlabel="calibration tokens read", title=f"{names.ratio(ratio)} pruned")
+        axes.set(xlabel="calibration tokens read", title=f"{comparison.removed(ratio)} pruned")
         axes.grid()
     grid[0].set_ylabel("mean of HEAPr's benchmarks")
     style.legend(drawing, keys.values(), most=3)
@@ -181,7 +181,7 @@ def change_figure(results: Results, comparison: Comparison, name: str) -> Figure
     keys: dict[str, Line2D] = {}
     for axes, (key, changed) in zip(grid, lines, strict=True):
         keys |= _draw_changes(axes, changed)
-        axes.set_title(f"{key['label']}, {names.ratio(key['ratio'])} pruned", fontsize=7.5)
+        axes.set_title(f"{key['label']}, {comparison.removed(key['ratio'])} pruned", fontsize=7.5)
     for axes in grid[::2]:
         axes.set_ylabel("change of the score (points)")
     style.legend(drawing, [keys[benchmark] for benchmark in names.in_order(keys, names.BENCHMARKS)])

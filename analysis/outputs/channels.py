@@ -169,10 +169,10 @@ def ratio_figure(results: Results, comparison: Comparison, name: str) -> Figure 
     handles = [draw_unpruned(left, comparison, target)]
     for at, (label, line) in enumerate(lines.items()):
         key = style.key(label, color=style.colour(line["method"].iloc[0]), marker=style.MARKERS[at % 11], markersize=4)
-        aside = line["ratio"] * 100 + 0.6 * (at - (len(lines) - 1) / 2)
+        aside = line["removed"] * 100 + 0.6 * (at - (len(lines) - 1) / 2)
         left.vlines(aside, low[line.index], high[line.index], color=key.get_color(), linewidth=1.4, alpha=0.6)
         style.draw(left, key, aside, score[line.index])
-        style.draw(right, key, line["ratio"] * 100, saved.reindex(line.index) * 100)
+        style.draw(right, key, line["removed"] * 100, saved.reindex(line.index) * 100)
         handles.insert(at, key)
     left.set(ylabel="mean of HEAPr's benchmarks", ylim=(0, None))
     right.set(ylabel="FLOPs saved per token (%)", ylim=(0, None))
@@ -209,8 +209,8 @@ def loss_figure(results: Results, comparison: Comparison, name: str) -> Figure |
         for at, (label, cells) in enumerate(lines.items()):
             shade, marker = style.colour(cells["method"].iloc[0]), style.MARKERS[at % 11]
             key = style.key(label, color=shade, marker=marker, markersize=4, linewidth=1.2)
-            axes.vlines(cells["ratio"] * 100, low[cells.index], high[cells.index], color=shade, alpha=0.6)
-            style.draw(axes, key, cells["ratio"] * 100, score[cells.index])
+            axes.vlines(cells["removed"] * 100, low[cells.index], high[cells.index], color=shade, alpha=0.6)
+            style.draw(axes, key, cells["removed"] * 100, score[cells.index])
             handles.insert(at, key)
         axes.set(xlabel="routed parameters removed (%)", ylabel=f"{quantity.name} ({quantity.direction})")
         axes.set_title(names.benchmark(benchmark))

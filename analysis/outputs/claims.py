@@ -206,7 +206,10 @@ def claim_table(results: Results, name: str) -> Table | None:
         "p": "p",
         "p (Holm)": "p_holm",
     }
-    pruned = [ratio if ratio == ALL else names.ratio(ratio) for ratio in rows["ratio"]]
+    cells = results.study.cells
+    removed = dict(zip(zip(cells["model"], cells["ratio"], strict=True), cells["removed_words"], strict=True))
+    keys = zip(rows["model"], rows["ratio"], strict=True)
+    pruned = [ratio if ratio == ALL else removed.get((model, ratio), names.ratio(ratio)) for model, ratio in keys]
     worded = rows.assign(statement=rows["claim"].map(STATEMENTS), pruned=pruned)
     frame = pd.concat([spelled(worded, {**text, **numbers, "Verdict": "verdict", "Of": "about"}), parts], axis=1)
     return Table(

@@ -71,7 +71,7 @@ def layer_figure(comparison: Comparison, kept: pd.DataFrame, name: str) -> Figur
         shown = range(0, shares.shape[1], -(-shares.shape[1] // LAYERS))
         style.ticks(axes.xaxis, shown, [f"layer {shares.columns[at]}" for at in shown])
         axes.set(ylabel="channels kept (%)", ylim=(0, 104))
-        axes.set_title(f"{comparison.model}, {names.ratio(ratio)} pruned")
+        axes.set_title(f"{comparison.model}, {comparison.removed(ratio)} pruned")
         axes.grid(axis="y")
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=6.5, labelspacing=0.9)
     caption = "Share of its channels that each layer keeps. Allocations that keep the same shares are one line."
@@ -104,7 +104,7 @@ def expert_figure(comparison: Comparison, kept: pd.DataFrame, name: str) -> Figu
         handles.append(Patch(facecolor=colormaps[style.SEQUENTIAL](_level(share)), label=names.share(share)))
     style.legend(drawing, handles, title="channels kept")
     caption = (
-        f"{names.ratio(ratio)} of all channels are pruned. Each square is an expert, its shade the share of its "
+        f"{comparison.removed(ratio)} of all channels are pruned. Each square is an expert, its shade the share of its "
         "channels that is kept; experts of a layer go from the least to the most kept. Crossed ones keep none. "
         "Allocations that keep the same share of every expert of a layer are left out."
     )

@@ -110,7 +110,7 @@ def storage_figure(results: Results, comparison: Comparison, name: str) -> Figur
                 continue
             named.add(place)
             where: Any = {"xytext": (5, -9), "textcoords": "offset points", "fontsize": 6.5, "color": style.MUTED}
-            axes.annotate(names.ratio(point["ratio"]), (point["storage"], point["score"]), **where)
+            axes.annotate(comparison.removed(point["ratio"]), (point["storage"], point["score"]), **where)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))

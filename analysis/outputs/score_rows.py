@@ -245,9 +245,9 @@ def draw_chance(axes: Axes, comparison: Comparison, target: Target) -> list[Patc
 
     Returns the legend's patch; none where no band has two ratios, as there is nothing to see then."""
     bands: dict[Kind, dict[float, tuple[float, float]]] = {}
-    for ratio, cells in by_ratio(comparison.cells):
+    for _, cells in by_ratio(comparison.cells):
         for kind, plans in random_scores(comparison, cells, target).items():
-            bands.setdefault(kind, {})[100 * ratio] = chance_of(plans).limits(2)
+            bands.setdefault(kind, {})[100 * cells["removed"].mean()] = chance_of(plans).limits(2)
     patches: list[Patch] = []
     for band in bands.values():
         if len(band) > 1:
@@ -291,7 +291,8 @@ def only_cell(cells: pd.DataFrame | pd.Series) -> int | None:
 
 def ratio_block(comparison: Comparison, ratio: float, labels: pd.Series, base: int | None = None) -> Block:
     """A block of the cells in `labels` (cell -> label), all pruned by `ratio`."""
-    return Block(comparison, names.ratio(ratio), {int(str(cell)): str(word) for cell, word in labels.items()}, base)
+    words = {int(str(cell)): str(word) for cell, word in labels.items()}
+    return Block(comparison, comparison.removed(ratio), words, base)
 
 
 def ratio_lines(cells: pd.DataFrame) -> dict[str, pd.DataFrame]:

@@ -159,7 +159,7 @@ def densities(study: Study, comparison: Comparison) -> pd.DataFrame:
     cells = comparison.cells[comparison.cells["granularity"] == "expert"]
     kept = study.kept[study.kept["cell"].isin(cells.index)]
     shares = kept.groupby(["cell", "layer"], as_index=False)["share"].mean()
-    axes = ["criterion", "allocation", "ratio", "calibration", "recovery"]
+    axes = ["criterion", "allocation", "ratio", "removed_words", "calibration", "recovery"]
     return pd.DataFrame(shares.join(cells[axes], on="cell"))
 
 
@@ -229,7 +229,7 @@ def _density_panels(shares: pd.DataFrame, by: str, keys: Mapping[str, Line2D]) -
             for _, cell in groups(cells[cells[by] == value].sort_values("layer"), ["cell"]):
                 style.draw(axes, key, cell["layer"], cell["share"])
         data = f", {names.calibration(about['calibration'])}" if several else ""
-        axes.set_title(f"{names.ratio(about['ratio'])} pruned{data}", fontsize=8)
+        axes.set_title(f"{cells['removed_words'].iloc[0]} pruned{data}", fontsize=8)
         style.layer_axis(axes)
         style.percent(axes.yaxis)
         axes.grid(axis="y")
@@ -263,7 +263,7 @@ def history_figure(results: Results, comparison: Comparison, name: str) -> Figur
                 style.draw(axes, mean, fitness.index, fitness["mean"])
                 for uniform in study.searches.loc[study.searches["cell"] == cell, "uniform_fitness"].dropna():
                     axes.axhline(uniform, **style.DASHED)
-            axes.set_title(f"{names.criterion(criterion)}, {names.ratio(key['ratio'])}", fontsize=7.5)
+            axes.set_title(f"{names.criterion(criterion)}, {comparison.removed(key['ratio'])}", fontsize=7.5)
             axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
             axes.grid(axis="y")
         row[0].set_ylabel("fitness")

@@ -30,7 +30,7 @@ FITNESSES = ("esap", "spec_dec")
 """The fitnesses that EvoESAP's Table 6 compares."""
 COMPETITOR = "DiEP"
 NOT_BUILT = "published; not built: EvoESAP gives its settings, but neither its objective nor code"
-TEXT = {"Model": "model", "Pruned": "ratio", "Calibration": "calibration", "Criterion": "criterion"}
+TEXT = {"Model": "model", "Pruned": "removed_words", "Calibration": "calibration", "Criterion": "criterion"}
 """Displayed column -> axis of a cell."""
 SECONDS = "Search (s)"
 _SETTINGS = {

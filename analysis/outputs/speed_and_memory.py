@@ -60,14 +60,14 @@ def _speeds(timings: pd.DataFrame) -> pd.DataFrame:
 def speed_table(results: Results, name: str) -> Table:
     """MoE-Slimming's Table 2: throughput, latency and memory of every timed model."""
     study = results.study
-    frames = [pd.DataFrame(columns=["model", "ratio", "label"])]
+    frames = [pd.DataFrame(columns=["model", "removed_words", "label"])]
     for comparison in results.pruned:
-        about = comparison.cells[["model", "ratio"]].assign(label=settings.method_labels(comparison.cells))
+        about = comparison.cells[["model", "removed_words"]].assign(label=settings.method_labels(comparison.cells))
         frames.append(requests(study).merge(about, left_on="cell", right_index=True))
     rows = pd.concat([frame for frame in frames if len(frame)] or frames, ignore_index=True)
     text = {
         "Model": "model",
-        "Pruned": "ratio",
+        "Pruned": "removed_words",
         "Criterion": "label",
         "Device": "device",
         "Prompts": "batch_size",
@@ -161,7 +161,7 @@ def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure
     grid = drawing.subplots(len(panels), len(BLOCK_MAPS), squeeze=False, height_ratios=heights)
     for row, (key, part) in zip(grid, panels, strict=True):
         recovery = names.RECOVERIES.get(key["recovery"], key["recovery"])
-        pruned = settings.joined(f"{names.ratio(key['ratio'])} pruned", recovery)
+        pruned = settings.joined(f"{comparison.removed(key['ratio'])} pruned", recovery)
         for axes, (column, what) in zip(row, BLOCK_MAPS.items(), strict=True):
             _heat(axes, part, column)
             unpruned = f"; unpruned {full[column].iloc[0]:,.0f}" if full[column].notna().any() else ""
@@ -180,7 +180,7 @@ def _largest(study: Study, comparison: Comparison) -> pd.DataFrame:
     timings = timings[timings["device"] == timings["device"].iloc[0]] if len(timings) else timings
     tokens = timings["batch_size"] * timings["prompt_length"]
     timings = timings.loc[tokens.groupby(timings["cell"]).idxmax()].reset_index(drop=True)
-    ratios = comparison.cells["ratio"].map(lambda ratio: names.ratio(ratio) if ratio else "")
+    ratios = comparison.cells["removed_words"].where(comparison.cells["ratio"] > 0, "")
     words = settings.method_labels(comparison.cells)
     return timings.assign(label=[settings.joined(words[cell], ratios[cell]) for cell in timings["cell"]])
 
@@ -214,7 +214,7 @@ def memory_table(results: Results, name: str) -> Table:
         name=name,
         title="Loading memory",
         caption="Parameters of the whole model in bfloat16, exact from its configuration and the plans.",
-        **tabulated(memory, {"Model": "model", "Pruned": "ratio"}, numbers),
+        **tabulated(memory, {"Model": "model", "Pruned": "removed_words"}, numbers),
     )
 
 

@@ -272,7 +272,7 @@ def _row(number: Printed, measured: Measured) -> dict[str, Any]:
     cell, found = measured.cell, verdict(number, measured)
     return {
         "Model": cell["model"],
-        "Pruned": names.ratio(float(cell["ratio"])),
+        "Pruned": cell["removed_words"],
         "Calibration": names.calibration(str(cell["calibration"])),
         "Criterion": names.method(str(cell["method"])),
         **{word: str(cell.get(axis, "any")) for axis, word in _VARYING.items()},

@@ -43,13 +43,8 @@ class Panel:
     gate: str
     calibration: str
     cells: dict[str, int]
-    setting: str = ""
-    """The gate in words, when the model's cells have several."""
-
-    @property
-    def pruned(self) -> str:
-        """Ratio and gate in words, as panels of one calibration set differ in these: `50 %, gate other`."""
-        return settings.joined(names.ratio(self.ratio), self.setting)
+    pruned: str = ""
+    """What is removed, and the gate when the model's cells have several, in words: `50 %, gate other`."""
 
     @property
     def settings(self) -> tuple[float, str]:
@@ -117,6 +112,10 @@ class Comparison:
     def columns(self) -> pd.DataFrame:
         """(cells, displayed columns) scores, the mean over seeds."""
         return self._over_seeds(ranks.component_columns(self.results, self.parts))
+
+    def removed(self, ratio: float) -> str:
+        """What the cells of a requested ratio remove, in words."""
+        return str(self.cells.loc[self.cells["ratio"] == ratio, "removed_words"].iloc[0])
 
     def evaluated(self, cells: Iterable[int]) -> Target:
         """Displayed columns on which at least one of these cells was evaluated; all of them when every cell failed."""
@@ -355,7 +354,7 @@ def _losses(results: pd.DataFrame) -> pd.DataFrame:
 
 def _panels(model: str, pruned: pd.DataFrame) -> Iterator[Panel]:
     axes = ["ratio", "gate"]
-    setting_words = settings.gate_and_seed(pruned)
+    words = settings.pruned(pruned)
     for _, cells in pruned.groupby(axes, sort=True):
         ratio, gate = cells[axes].iloc[0]
         sets = names.calibrations_in_order(set(cells["calibration"]) - {"none"}) or ["none"]
@@ -364,7 +363,7 @@ def _panels(model: str, pruned: pd.DataFrame) -> Iterator[Panel]:
             by_key = dict(zip(competing["method"].astype(str), competing.index.astype(int), strict=True))
             order = names.methods_in_order(by_key)
             competitors = {key: by_key[key] for key in order}
-            yield Panel(model, ratio, gate, calibration, competitors, setting_words[cells.index[0]])
+            yield Panel(model, ratio, gate, calibration, competitors, words[cells.index[0]])
 
 
 def group_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str, Target]:

@@ -41,8 +41,10 @@ class Ranking:
     """The plans of one model, ratio and gate, best first, then those without a score."""
 
     model: str
+    request: tuple[float, str]
+    """Requested ratio, and gate."""
     pruned: str
-    """Ratio and gate in words."""
+    """What is removed, and the gate if there are several, in words."""
     quantity: Quantity
     """What is ranked by."""
     rows: pd.DataFrame
@@ -76,6 +78,12 @@ class _Group:
     pruned: str
     target: Target
     """What is ranked by."""
+
+    @property
+    def request(self) -> tuple[float, str]:
+        """Requested ratio, and gate, by which groups of different models are matched."""
+        ratio, gate = self.cells[["ratio", "gate"]].iloc[0]
+        return ratio, gate
 
 
 def rankings(comparisons: Sequence[Comparison]) -> list[Ranking]:
@@ -117,7 +125,8 @@ def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
     methods = _with_seeds(rows)
     leads = comparison.leads(target, methods) if len(methods) > 1 else []
     rows = _with_status(_with_verdicts(rows, methods, leads, quantity))
-    return Ranking(comparison.model, group.pruned, quantity, rows, float(quantity.shown(full)), compared, chance)
+    unpruned = float(quantity.shown(full))
+    return Ranking(comparison.model, group.request, group.pruned, quantity, rows, unpruned, compared, chance)
 
 
 def _interval_over(seeds: int) -> str:
@@ -179,7 +188,7 @@ def _with_status(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _chance(group: _Group, groups: Sequence[_Group]) -> dict[Kind, Chance]:
     """Kind of plan -> chance, with the spread of random plans of all models that have this ratio and average."""
-    alike = [each for each in groups if (each.pruned, each.target) == (group.pruned, group.target)]
+    alike = [each for each in groups if (each.request, each.target) == (group.request, group.target)]
     random = {each.comparison.model: random_scores(each.comparison, each.cells, each.target) for each in alike}
     found = {}
     for kind in random[group.comparison.model]:
@@ -204,8 +213,8 @@ def _beside_chance(rows: pd.DataFrame, chance: Mapping[Kind, Chance], compared: 
 
 def _over_models(found: Sequence[Ranking]) -> Iterator[Ranking]:
     """Rankings of the plans that all models have, by the mean over models, with models as random effects."""
-    for pruned in dict.fromkeys(ranking.pruned for ranking in found):
-        own = [ranking for ranking in found if ranking.pruned == pruned]
+    for request in dict.fromkeys(ranking.request for ranking in found):
+        own = [ranking for ranking in found if ranking.request == request]
         if len(own) < 2 or len({ranking.quantity for ranking in own}) > 1:
             continue
         plans = [ranking.scored.set_index(["criterion", "method", "calibration"]) for ranking in own]
@@ -240,7 +249,8 @@ def _of_models(own: Sequence[Ranking], table: pd.DataFrame, seeds: pd.Series) ->
     methods = _with_seeds(rows)
     leads = _leads(scores[methods]) if len(methods) > 1 else []
     rows = _with_status(_with_verdicts(rows, methods, leads, quantity)).rename_axis("cell")
-    return Ranking(ALL_MODELS, own[0].pruned, quantity, rows, float(unpruned))
+    pruned = " / ".join(dict.fromkeys(ranking.pruned for ranking in own))
+    return Ranking(ALL_MODELS, own[0].request, pruned, quantity, rows, float(unpruned))
 
 
 def _leads(scores: np.ndarray) -> list[Estimate]:

@@ -42,6 +42,7 @@ def cells_of(axes: list[dict[str, Any]]) -> pd.DataFrame:
     unusual = (frame["allocation"] != "uniform") | (frame["granularity"] == "channel")
     varied = frame.loc[pruned, "allocation"].nunique() > 1
     told = (varied & pruned & unusual) | frame["allocation"].map(replaces)
+    frame = frame.assign(removed=frame["ratio"], removed_words=frame["ratio"].map(names.ratio))
     keys = zip(frame["criterion"], frame["allocation"].where(told, ""), strict=True)
     return frame.assign(method=[names.key(name, place) for name, place in keys])
 

@@ -15,6 +15,7 @@ from handmade import results_of, table_of
 from synthetic import edited, record_path, write_json, write_store
 
 from analysis.load import plans
+from analysis.load import settings as cell_settings
 from analysis.load.study import Study, load
 from analysis.outputs.coverage import coverage_table
 from analysis.outputs.pareto import pareto_table
@@ -125,7 +126,9 @@ def test_loading_memory_counts_constants_and_leaves_out_merged_experts() -> None
     for plan in (replace_by_constants(dropping, outputs, widths), merge_experts(groups, widths, provenance={})):
         reader = SimpleNamespace(folder=str, json=lambda *_, plan=plan: {"layers": plan._layers()})
         kept = plans.kept(pd.DataFrame({"plan_folder": ["plan"]}), reader)
-        cells = pd.DataFrame([{"model": "m", "ratio": 0.5, "granularity": "expert", "allocation": "a"}])
+        cells = pd.DataFrame(
+            [{"model": "m", "ratio": 0.5, "removed_words": "50 %", "granularity": "expert", "allocation": "a"}]
+        )
         [row] = plans.loading_memory(cells, kept, {"m": about}).to_dict("records")
         assert row["parameters_after"] == size(model, prune(model, plan))["parameters"]
 
@@ -240,6 +243,47 @@ def test_results_that_do_not_tell_losses_from_scores_are_a_gap(store: Path) -> N
     change_result(store, 1, "gsm8k", scale=None)
     [gap] = load(store, "made_up").gaps
     assert "older" in gap.what and "gsm8k" in gap.where
+
+
+def test_pruned_is_what_was_removed_and_one_plan_of_two_ratios_is_one_row(tmp_path: Path) -> None:
+    """Of 32 experts a quarter goes at 25 and at 27 %, and 45 % are no whole number of experts."""
+    one = {"calibrations": ("pocket_code",), "tasks": ("rte",), "items": 5, "overlap": False}
+    store = write_store(tmp_path, criteria=("reap", "man"), ratios=(0.25, 0.27, 0.45, 0.5), **one)
+    with edited(record_path(store)) as record:
+        [lost] = [entry for entry in record["cells"] if entry["cell"]["ratio"] == 0.25 and "man" in entry["plan"]]
+        lost["evaluate"] = {"rte": None}
+    study = load(store, "made_up")
+    assert not study.gaps and set(study.results["cell"]) == set(study.cells.index), "the other cell has a result"
+    found = study.cells[["ratio", "removed", "removed_words"]].drop_duplicates().to_dict("list")
+    assert found["ratio"] == [0, 0.25, 0.45, 0.5] and found["removed"] == [0, 0.25, 7 / 16, 0.5]
+    words = ["0 %", "25 % (25 % and 27 % requested)", "43.8 % (45 % requested)", "50 %"]
+    assert found["removed_words"] == words and len(study.cells) == 1 + 2 * 3
+    rows = table_of(benchmark_table, Results(study)).frame
+    assert rows.groupby("Criterion")["Pruned"].agg(list)["REAP"] == words[1:]
+
+
+@pytest.mark.parametrize(
+    ("shares", "requested", "words"),
+    [
+        ([0.5, 0.49996], [0.5], "50 %"),
+        ([1 / 3], [0.33333], "33.333 %"),
+        ([0.125], [0.179195], "12.5 % (17.9195 % requested)"),
+        ([0.25, 0.28125, math.nan], [0.3], "25 to 28.1 % (30 % requested)"),
+        ([0.0], [0.02], "0 % (2 % requested)"),
+        ([math.nan], [0.3], "30 %"),
+    ],
+)
+def test_a_removed_share_is_followed_by_the_request_where_they_differ(
+    shares: list[float], requested: list[float], words: str
+) -> None:
+    assert cell_settings.removed_words(pd.Series(shares), requested) == words
+
+
+def test_channels_count_by_their_share(tmp_path: Path) -> None:
+    store = write_store(tmp_path, criteria=("channel_activation",), ratios=(0.3,), tasks=("rte",), overlap=False)
+    study = load(store, "made_up")
+    for cell, kept in study.kept.groupby("cell"):
+        assert study.cells["removed"][cell] == pytest.approx(1 - kept["share"].mean())
 
 
 def test_records_that_cannot_be_read_are_named(store: Path) -> None:
