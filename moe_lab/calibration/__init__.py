@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from moe_lab.calibration.documents import Chat, Text
+from moe_lab.calibration.documents import Chat, Text, written
 from moe_lab.calibration.sources import file_format, first_record, hub_file, is_hub_file, locate, read
 from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.config.base import counting_fields, identity
@@ -30,13 +30,18 @@ def parts(settings: CalibrationConfig) -> list[tuple[float, CalibrationConfig]]:
 
 
 def check_chat_template(settings: CalibrationConfig, model: ModelConfig) -> None:
-    """Raise UserError when a set begins with chat messages and the model, on this machine, has no template for them."""
+    """Raise UserError when a set begins with chat messages and the model, on this machine, has no template that reads
+    all of them."""
     other = ", or a set of plain texts, or of instructions and outputs"
     for _, part in parts(settings):
         for document in first_record(part):
             if isinstance(document, Chat) and document.plain is None:
                 user = f"calibration={settings.name}"
-                config_json.check_chat_template(model, user, bool(document.tools), other)
+                config_json.check_chat_template(model, user, bool(document.arguments.get("tools")), other)
+                if (local(model.path) / "tokenizer.json").is_file():
+                    from moe_lab.models.load import load_tokenizer
+
+                    written(document, load_tokenizer(local(model.path), model), part.special_tokens)
 
 
 def check_length(settings: CalibrationConfig, model: ModelConfig) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, takewhile
@@ -13,7 +13,16 @@ from typing import Any
 import torch
 
 from moe_lab.calibration import order_seed, parts
-from moe_lab.calibration.documents import BLANK_LINE, Chat, Document, Tools, from_template, rendering, tokenize, written
+from moe_lab.calibration.documents import (
+    BLANK_LINE,
+    Chat,
+    Document,
+    from_template,
+    is_content,
+    rendering,
+    tokenize,
+    written,
+)
 from moe_lab.calibration.sources import locate, read, read_answered
 from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError
@@ -322,17 +331,17 @@ def _spans(document: Document, text: str, tokenizer: Any, header: bool) -> Itera
 def _turns(document: Chat, text: str, tokenizer: Any, header: bool) -> Iterator[tuple[int, int]]:
     """As `_spans`, for a conversation that was rendered with a chat template. A turn begins where the rendered messages
     before it stop being a prefix of `text`, whatever a template writes last."""
-    turns, tools = document.messages, document.tools
+    turns = document.messages
     for number, message in enumerate(turns):
         if message["role"] != "assistant":
             continue
-        start = _shared(turns[:number], text, tokenizer, tools)
+        start = _shared(document, number, text, tokenizer)
         if header:
-            yield start, len(text) if number + 1 == len(turns) else _shared(turns[: number + 1], text, tokenizer, tools)
-        elif "tool_calls" in message:
+            yield start, len(text) if number + 1 == len(turns) else _shared(document, number + 1, text, tokenizer)
+        elif others := [key for key in message if key != "content" and is_content(message[key])]:
             raise UserError(
-                "calibration.path: the chat template writes the calls of functions, so their tokens cannot be told: "
-                "expected a set without tool_calls, or header=true to take the whole turn"
+                f"calibration.path: the chat template writes {others[0]} of the assistant, so its tokens cannot be "
+                f"told: expected a set without {others[0]}, or header=true to take the whole turn"
             )
         elif content := message["content"].strip():
             begin = text.find(content, start)
@@ -344,7 +353,7 @@ def _turns(document: Chat, text: str, tokenizer: Any, header: bool) -> Iterator[
             yield begin, begin + len(content)
 
 
-def _shared(before: Sequence[Any], text: str, tokenizer: Any, tools: Tools) -> int:
-    """Length in characters of the longest common prefix of `text` and the rendered messages `before`."""
-    so_far = from_template(before, tools, tokenizer) if before else ""
+def _shared(document: Chat, count: int, text: str, tokenizer: Any) -> int:
+    """Length in characters of the longest common prefix of `text` and the first `count` messages, rendered."""
+    so_far = from_template(document.messages[:count], document.arguments, tokenizer) if count else ""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(so_far, text, strict=False)))

@@ -5,28 +5,27 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as data_field
+from datetime import datetime
 from functools import partial
 from typing import Any
 
+from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError, nearest
 from moe_lab.json_files import fits
 
 TASKS = (("instruction", "output"), ("question", "answer"))
 """Field names under which sets publish a task and its solution."""
-UNREAD = (
-    *("system", "system_prompt", "system_message", "history", "conversation", "conversations", "chosen", "rejected"),
-    *("input", "context", "passage", "choices", "options", "tools", "functions", "function_call"),
-    *("reasoning_content", "reasoning", "thinking", "image", "images", "audio", "audios", "video", "videos"),
-)
-"""Names under which sets publish further parts of a conversation. A record or a message with one that is not read is
-refused; other fields, such as id or source, are taken for remarks about it."""
+TEMPLATE_ARGUMENTS = "chat_template_kwargs"
+"""Field of a record with arguments of the chat template, as documented by TRL."""
 BLANK_LINE = "\n\n"
 """Separates the two halves of a pair for a model without a chat template, and the rows of a joined set."""
 _MESSAGES = re.compile(r'\s*\[\s*\{\s*"role"\s*:')
 """How the JSON text of messages begins, as columns of them are after a way through CSV."""
+_ONE_WORD = re.compile(r"[!-~]*")
+"""A text in ASCII without white space, such as an id, a source or an empty list in JSON."""
 
 
 Tools = Sequence[Mapping[str, Any]]
@@ -49,11 +48,12 @@ class Text:
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation, and the functions that the assistant may call in it."""
+    """A conversation, and what else of its record a chat template may read."""
 
     messages: tuple[Mapping[str, Any], ...]
-    """A role and a content each; with calls of functions also `tool_calls`, whose arguments are objects."""
-    tools: Tools = ()
+    """A role, a content and all other keys; the arguments of `tool_calls` are objects."""
+    arguments: Mapping[str, Any] = data_field(default_factory=dict)
+    """The other fields of the record, such as `tools`: the functions that the assistant may call."""
     plain: Text | None = None
     """What a model without a chat template reads; None where only such a template can write it."""
     where: str = data_field(default="calibration.path", compare=False, repr=False)
@@ -62,76 +62,124 @@ class Chat:
 Document = Text | Chat
 
 
-def pair(instruction: str, output: str, where: str = "calibration.path") -> Chat:
+def pair(
+    instruction: str, output: str, arguments: Mapping[str, Any] | None = None, where: str = "calibration.path"
+) -> Chat:
     """An instruction and its answer: a conversation of two messages, or two paragraphs of plain text."""
     begun = instruction + BLANK_LINE
     messages = ({"role": "user", "content": instruction}, {"role": "assistant", "content": output})
-    return Chat(messages, (), Text(begun + output, len(begun)), where)
+    return Chat(messages, arguments or {}, Text(begun + output, len(begun)), where)
 
 
-def document(record: Any, field: str | None, where: str, template: str | None = None) -> Document:
+def document(
+    record: Any, field: str | None, where: str, template: str | None = None, ignored: Collection[str] = ()
+) -> Document:
     """The document in one JSON record, which is at `where`.
 
     `field` names the field to read; None takes `text`, `messages`, `instruction` and `output` (with the optional
     `input` of instruction sets), `question` and `answer`, `prompt` and `completion`, or `query`, `answers` and `tools`
-    (a request and the calls that answer it), whichever is there first. `tools` beside messages are read with them.
-    UserError for further parts of a conversation beside them (`UNREAD`), but not beside `text`, which is whole.
-    `template` is a text with fields in braces; with these filled in, it is read as plain text.
+    (a request and the calls that answer it), whichever is there first. A chat template may read the other fields.
+    UserError for other fields with content beside pairs, but not beside `text`, which is whole. `template` is a text
+    with fields in braces; with these filled in, it is read as plain text. `ignored`: keys of the record and of its
+    messages that are not read. A key whose value is null counts as missing.
     """
     if not isinstance(record, Mapping):
         raise UserError(f"{where}: expected an object with fields such as text, found {record!r:.40}")
+    record = _without(_without_null(record), ignored)
     if template is not None:
         return Text(re.sub(r"\{(\w+)\}", lambda name: _field(record, name[1], where, "calibration.template"), template))
     if field is not None:
-        return _named(record, field, where)
-    return _standard(record, where)
+        return _named(record, field, where, ignored)
+    return _standard(record, where, ignored)
 
 
-def _standard(record: Mapping[str, Any], where: str) -> Document:
+def _without_null(value: Any) -> Any:
+    """The value without keys whose value is null: Arrow gives every object of a column the keys of all of them."""
+    if isinstance(value, Mapping):
+        return {key: _without_null(inner) for key, inner in value.items() if inner is not None}
+    return [_without_null(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _without(record: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key not in keys}
+
+
+def _standard(record: Mapping[str, Any], where: str, ignored: Collection[str]) -> Document:
     """The document in the fields under which sets usually publish it."""
     if "text" in record:
-        return _named(record, "text", where)
+        return _named(record, "text", where, ignored)
     if "messages" in record:
-        _check_all_read(record, ("tools",), where, "calibration.field=messages, which reads the messages alone")
-        return _named(record, "messages", where)
-    alone = "calibration.template with the fields to read"
+        messages = _messages(record["messages"], f"{where}, field messages", ignored)
+        return Chat(messages, _arguments(record, ["messages"], where), where=where)
     for task, solution in TASKS:
         if task in record and solution in record:
-            _check_all_read(record, ("input",), where, alone)
             parts = [task, "input"] if record.get("input") else [task]
             instruction = BLANK_LINE.join(_field(record, part, where) for part in parts)
-            return pair(instruction, _field(record, solution, where), where)
+            answer = _field(record, solution, where)
+            rest = _arguments(record, [task, "input", solution], where)
+            _check_rest(_without(rest, [TEMPLATE_ARGUMENTS]), f"{instruction} {answer}", f"{where} holds")
+            return pair(instruction, answer, rest, where)
     if "prompt" in record and "completion" in record:
-        _check_all_read(record, (), where, alone)
         prompt = _field(record, "prompt", where)
-        return Text(prompt + _field(record, "completion", where), len(prompt))
+        text = prompt + _field(record, "completion", where)
+        _check_rest(_without(record, ["prompt", "completion"]), text, f"{where} holds")
+        return Text(text, len(prompt))
     if all(name in record for name in ("query", "answers", "tools")):
-        _check_all_read(record, ("tools",), where, alone)
         request = {"role": "user", "content": _field(record, "query", where)}
         calls = {"role": "assistant", "content": "", "tool_calls": record["answers"]}
-        return Chat((request, _message(calls, f"{where}, field answers")), _tools(record, where), where=where)
+        messages = (request, _message(calls, f"{where}, field answers", ()))
+        return Chat(messages, _arguments(record, ["query", "answers"], where), where=where)
     raise UserError(
         f"{where}: none of the fields text, messages, instruction and output, question and answer, prompt and "
-        f"completion, or query, answers and tools is there (found: {_names(record)}): name it with calibration.field"
+        f"completion, or query, answers and tools has a value (found: {_names(record)}): name it with calibration.field"
     )
 
 
-def _check_all_read(part: Mapping[str, Any], read: Collection[str], where: str, remedy: str) -> None:
-    """Raise UserError for a further part of a conversation, in a record or message, that is not among those `read`."""
-    for name in UNREAD:
-        if part.get(name) and part[name] not in ("[]", "{}") and name not in read:
-            raise UserError(f"{where}: {name}={part[name]!r:.40} is not read: expected none, or {remedy}")
+def is_content(value: Any) -> bool:
+    """Whether a value must be part of what a model reads. Numbers, flags, and texts of one word in ASCII, such as ids,
+    are remarks."""
+    if isinstance(value, str):
+        return not _ONE_WORD.fullmatch(value)
+    return bool(value) and not isinstance(value, int | float)
 
 
-def _named(record: Mapping[str, Any], field: str, where: str) -> Document:
+def _check_rest(rest: Mapping[str, Any], text: str, what: str) -> None:
+    """Raise UserError, which begins with `what`, for content in `rest` that is not a part of `text`."""
+    for key, value in rest.items():
+        if is_content(value) and not (isinstance(value, str) and not _missing([value], text)):
+            raise _unread(what, key, value)
+
+
+def _unread(what: str, key: str, value: Any) -> UserError:
+    return UserError(
+        f"{what} {key}={value!r:.60}, which is not read: expected a model whose chat template reads it, or, for a "
+        f"calibration set, calibration.template with the fields to read, or calibration.ignored=[{key}]"
+    )
+
+
+def _named(record: Mapping[str, Any], field: str, where: str, ignored: Collection[str]) -> Document:
     """The document in one field: a string, or a list of chat messages. The messages may be JSON text."""
     value = record.get(field)
-    if (field == "messages" and field in record) or (isinstance(value, str) and _MESSAGES.match(value)):
-        value = _decoded(value, f"{where}: {field}", list)
-    if isinstance(value, list):
-        messages = tuple(_message(entry, f"{where}, field {field}") for entry in value)
-        return Chat(messages, _tools(record, where), where=where)
+    is_json = isinstance(value, str) and _MESSAGES.match(value)
+    if is_json or isinstance(value, list) or (field == "messages" and field in record):
+        messages = _messages(value, f"{where}, field {field}", ignored)
+        read = {key: record[key] for key in ("tools", TEMPLATE_ARGUMENTS) if key in record}
+        return Chat(messages, _arguments(read, [], where), where=where)
     return Text(_field(record, field, where, "calibration.field"))
+
+
+def _messages(value: Any, where: str, ignored: Collection[str]) -> tuple[Mapping[str, Any], ...]:
+    return tuple(_message(entry, where, ignored) for entry in _decoded(value, where, list))
+
+
+def _arguments(record: Mapping[str, Any], read: Collection[str], where: str) -> dict[str, Any]:
+    """The fields of a record beside those that were `read`, in the form of chat templates."""
+    arguments = _without(record, read)
+    if "tools" in record:
+        arguments["tools"] = _tools(record["tools"], where)
+    if named := arguments.get(TEMPLATE_ARGUMENTS):
+        arguments[TEMPLATE_ARGUMENTS] = _decoded(named, f"{where}: {TEMPLATE_ARGUMENTS}", dict)
+    return arguments
 
 
 def _field(record: Mapping[str, Any], field: str, where: str, setting: str = "") -> str:
@@ -146,18 +194,16 @@ def _field(record: Mapping[str, Any], field: str, where: str, setting: str = "")
     return value
 
 
-def _message(entry: Any, where: str) -> Mapping[str, Any]:
-    """A message with what chat templates read of it; without content if it only calls functions."""
-    calls = _decoded(entry.get("tool_calls") or [], f"{where}: tool_calls", list) if isinstance(entry, Mapping) else []
-    if calls and entry.get("content") is None:
-        entry = {**entry, "content": ""}
-    if not fits(entry, {"role": str, "content": str}):
+def _message(entry: Any, where: str, ignored: Collection[str]) -> Mapping[str, Any]:
+    """A message with all its keys; without content if it only calls functions."""
+    if not isinstance(entry, Mapping):
         raise UserError(f"{where}: expected messages with a role and a content that are strings, found {entry!r:.80}")
-    _check_all_read(entry, (), where, "its words in the content of the message")
-    # some templates name the function that returned the content of a role=tool, or its call
-    names = ("role", "content", *(("name", "tool_call_id") if entry["role"] == "tool" else ()))
-    message: dict[str, Any] = {key: entry[key] for key in names if isinstance(entry.get(key), str)}
-    return {**message, "tool_calls": [_tool_call(call, where) for call in calls]} if calls else message
+    message = _without(entry, ignored)
+    if calls := _decoded(message.pop("tool_calls", None) or [], f"{where}: tool_calls", list):
+        message = {"content": "", **message, "tool_calls": [_tool_call(call, where) for call in calls]}
+    if not fits(message, {"role": str, "content": str}):
+        raise UserError(f"{where}: expected messages with a role and a content that are strings, found {entry!r:.80}")
+    return message
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
@@ -166,19 +212,20 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     if not fits(function, {"name": str}):
         raise UserError(f"{where}: expected tool_calls with a name and arguments, found {call!r:.80}")
     arguments = _decoded(function.get("arguments", {}), f"{where}: arguments of {function['name']}", dict)
-    identified = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-    return {"type": "function", **identified, "function": {"name": function["name"], "arguments": arguments}}
+    around = call if "function" in call else {key: call[key] for key in ("type", "id") if key in call}
+    inside = {**_without(function, around if function is call else ()), "arguments": arguments}
+    return {"type": "function", **around, "function": inside}
 
 
-def _tools(record: Mapping[str, Any], where: str) -> Tools:
-    """The functions in the field `tools`, a list or its JSON text; empty without the field."""
+def _tools(value: Any, where: str) -> Tools:
+    """The functions in the field `tools`, a list or its JSON text."""
     tools = []
-    for tool in _decoded(record.get("tools") or [], f"{where}: tools", list):
+    for tool in _decoded(value or [], f"{where}: tools", list):
         wrapped = tool if isinstance(tool, Mapping) and "function" in tool else {"type": "function", "function": tool}
         if not fits(wrapped, {"function": {"name": str}}):
             raise UserError(f"{where}: tools holds {tool!r:.80}, expected functions with a name")
         tools.append(wrapped)
-    return tuple(tools)
+    return tools
 
 
 def _decoded(value: Any, where: str, kind: type) -> Any:
@@ -214,9 +261,10 @@ def rendering(document: Document, tokenizer: Any) -> str:
     """How `tokenize` will turn this document into text, in words for the report."""
     if isinstance(document, Text):
         return "as it stands"
-    if document.tools:
-        return "chat template with tools"
-    return "chat template" if tokenizer.chat_template else "pair parted by a blank line"
+    if not tokenizer.chat_template:
+        return "pair parted by a blank line"
+    how = "chat template with tools" if document.arguments.get("tools") else "chat template"
+    return f"{how}, dated {_date(tokenizer)}" if "strftime_now" in _template(document.arguments, tokenizer) else how
 
 
 def tokenize(document: Document, tokenizer: Any, special_tokens: bool) -> list[int]:
@@ -230,9 +278,8 @@ def written(document: Document, tokenizer: Any, special_tokens: bool) -> tuple[s
     """The text of a document as the model reads it, and whether the tokenizer adds its special tokens to it. Chat
     templates write their own: adding the tokenizer's would double the first one."""
     if isinstance(document, Chat) and tokenizer.chat_template:
-        render = partial(from_template, tokenizer=tokenizer)
         what = f"{document.where} holds conversations with"
-        return render_whole(document.messages, document.tools, render, what), False
+        return render_whole(document.messages, document.arguments, tokenizer, what), False
     text = document.plain
     if text is None:
         raise UserError(
@@ -242,70 +289,115 @@ def written(document: Document, tokenizer: Any, special_tokens: bool) -> tuple[s
     return text.text, special_tokens
 
 
-def from_template(messages: Sequence[Mapping[str, Any]], tools: Tools, tokenizer: Any, **arguments: Any) -> str:
-    """Render messages, and the tools they may call, with the tokenizer's chat template, which may get further
-    `arguments`; UserError when it refuses."""
+def from_template(
+    messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], tokenizer: Any, **options: Any
+) -> str:
+    """Render messages with the tokenizer's chat template, which gets those of `arguments` that it reads, and `options`.
+    Today is the tokenizer's date. UserError when it refuses."""
     from jinja2 import TemplateError
 
-    with_tools = {"tools": list(tools)} if tools else {}
+    from moe_lab.models.transformers_private import rendered_on, template_variables
+
+    template = _template(arguments, tokenizer)
+    read = template_variables(template)
+    passed = {name: value for name, value in _flat(arguments).items() if name in read}
     try:
-        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **with_tools, **arguments)
+        with rendered_on(datetime.fromisoformat(_date(tokenizer)), template):
+            text: str = tokenizer.apply_chat_template(list(messages), **{**passed, **options, "tokenize": False})
     except (TemplateError, TypeError) as error:  # TypeError: a template that joins arguments, an object, to a text
         roles = ", ".join(message["role"] for message in messages)
         raise UserError(f"the model's chat template refuses messages with roles {roles}: {error}") from error
     return text
 
 
+def _date(tokenizer: Any) -> str:
+    """The date that a chat template writes as today's; a tokenizer that `load_tokenizer` did not load has the usual."""
+    date: str = getattr(tokenizer, "date", ModelConfig.date)
+    return date
+
+
+def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a record, and the arguments in one of them, by name."""
+    return {**_without(arguments, [TEMPLATE_ARGUMENTS]), **arguments.get(TEMPLATE_ARGUMENTS, {})}
+
+
+def _template(arguments: Mapping[str, Any], tokenizer: Any) -> str:
+    """The chat template that is used with these arguments: a tokenizer may have another one for tools."""
+    template: str = tokenizer.get_chat_template(tools=_flat(arguments).get("tools") or None)
+    return template
+
+
 def render_whole(
-    messages: Sequence[Mapping[str, Any]],
-    tools: Tools,
-    render: Callable[[Sequence[Mapping[str, Any]], Tools], str],
-    what: str,
+    messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], tokenizer: Any, what: str, **options: Any
 ) -> str:
-    """The text of a conversation, if the chat template behind `render` reads all of it. Templates that know no tools,
-    or not the role of a message, ignore them, and some leave out the thoughts in earlier answers: UserError, which
-    begins with `what`, for a text that is the same without tools or calls, or lacks words."""
-    text = render(messages, tools)
+    """The text of a conversation, if the chat template reads all of it. Templates ignore what they do not know, such as
+    tools, documents or the role of a message, and some leave out the thoughts in earlier answers: UserError, which
+    begins with `what`, for content that the text lacks, or without which it is the same."""
+    from moe_lab.models.transformers_private import template_variables
+
+    render = partial(from_template, tokenizer=tokenizer, **options)
+    text, flat = render(messages, arguments), _flat(arguments)
     _check_words(messages, text, what)
-    without: dict[str, tuple[Sequence[Mapping[str, Any]], Tools]] = {}
-    if tools:
-        without["tools"] = messages, ()
-    if any("tool_calls" in message for message in messages):
-        silent = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
-        without["tool_calls"] = silent, tools
-    for name, conversation in without.items():
+    for key in arguments.get(TEMPLATE_ARGUMENTS, {}):
+        if key not in template_variables(_template(arguments, tokenizer)):
+            raise _unread(what, TEMPLATE_ARGUMENTS, {key: flat[key]})
+    _check_rest({key: value for key, value in flat.items() if isinstance(value, str)}, text, what)
+    for key, value, others, rest in _omissions(messages, flat):
         try:
-            ignored = render(*conversation) == text
+            ignored = render(others, rest) == text
         except UserError:  # such as of a template that refuses an empty message: so it reads the calls
             continue
         if ignored:
-            raise UserError(
-                f"{what} {name}, and the model's chat template ignores them: expected a model that was trained to call "
-                "functions"
-            )
+            raise _unread(what, key, value)
     return text
+
+
+def _omissions(
+    messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
+) -> Iterator[tuple[str, Any, Sequence[Mapping[str, Any]], Mapping[str, Any]]]:
+    """Key and value of each list and object, and the conversation without it."""
+    for key, value in arguments.items():
+        if is_content(value) and not isinstance(value, str):
+            yield key, value, messages, _without(arguments, [key])
+    of_messages = {key: value for message in messages for key, value in message.items()}
+    for key, value in of_messages.items():
+        if is_content(value) and not isinstance(value, str):
+            yield key, value, [_without(message, [key]) for message in messages], arguments
 
 
 def _check_words(messages: Sequence[Mapping[str, Any]], text: str, what: str) -> None:
     """Raise UserError unless `text` has all words of the messages."""
-    contents, end = [message["content"].strip() for message in messages], 0
+    parts = [
+        (message, key)
+        for message in messages
+        for key, value in message.items()
+        if key == "content" or (isinstance(value, str) and is_content(value))
+    ]
+    missing = _missing([message[key] for message, key in parts], text)
+    if missing:
+        losing = [(message, key) for message, key in parts if missing.keys() & _words(message[key]).keys()]
+        message, key = min(
+            losing, key=lambda part: part[0][part[1]].strip() in text
+        )  # first one that is not there whole
+        word = next(word for word in _words(message[key]) if word in missing)
+        raise UserError(
+            f"{what} role={message['role']} {key}={message[key]!r:.60}, of which the model's chat template leaves out "
+            f"{word!r}: expected a set without it, or a model whose template reads it"
+        )
+
+
+def _missing(contents: Sequence[str], text: str) -> Counter[str]:
+    """The words of the contents that `text` lacks."""
+    end = 0
     for content in contents:
-        start = text.find(content, end)
+        start = text.find(content.strip(), end)
         if start < 0:
             break
-        end = start + len(content)
+        end = start + len(content.strip())
     else:
-        return  # all are there, one after another
+        return Counter()  # all are there, one after another
     # Templates may move a message to another place, or write it as JSON, so that its words are there but not its text.
-    lost = _words(" ".join(contents)) - (_words(text) | _words(re.sub(r'\\[ntr"\\/]', " ", text)))
-    if lost:
-        losing = [message for message in messages if lost.keys() & _words(message["content"]).keys()]
-        about = min(losing, key=lambda message: message["content"].strip() in text)  # first one that is not there whole
-        word = next(word for word in _words(about["content"]) if word in lost)
-        raise UserError(
-            f"{what} role={about['role']} content={about['content']!r:.60}, of which the model's chat template leaves "
-            f"out {word!r}: expected a set without it, or a model whose template reads it"
-        )
+    return _words(" ".join(contents)) - (_words(text) | _words(re.sub(r'\\[ntr"\\/]', " ", text)))
 
 
 def _words(text: str) -> Counter[str]:

@@ -130,7 +130,7 @@ def _read_file(file: Path, settings: CalibrationConfig) -> list[Document]:
 
 def _documents(records: Iterable[tuple[str, Any]], settings: CalibrationConfig) -> list[Document]:
     """The documents of (place, record) pairs."""
-    return [document(record, settings.field, where, settings.template) for where, record in records]
+    return [document(record, settings.field, where, settings.template, settings.ignored) for where, record in records]
 
 
 def lines(text: str) -> list[str]:

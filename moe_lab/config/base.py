@@ -161,6 +161,7 @@ _EXPECTED = {
     "bool_parsing": "true or false",
     "string_type": "a text; put a number that is meant as text in quotes",
     "list_type": "a list, such as [a,b]",
+    "tuple_type": "a list, such as [a,b]",
     "dict_type": "settings and their values, such as {{name: value}}",
     "dataclass_type": "settings and their values, such as {{name: value}}",
     "greater_than": "a number above {gt}",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import field, fields
+from datetime import date as calendar_date
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import Field, Strict, model_validator
+from pydantic import AfterValidator, Field, Strict, model_validator
 from pydantic.dataclasses import dataclass
 
 from moe_lab.config.base import SETTINGS, Above0, Count, From2, Group, Name, Positive, Share, Text, matching
@@ -21,6 +22,17 @@ DEVICE_MAPS = ("balanced", "balanced_low_0", "sequential")
 """Names of transformers' device maps, which spread a model over the devices of a machine."""
 DEVICES = ("auto", "cpu", "cuda", "cuda:N", *DEVICE_MAPS)
 Device = Annotated[str, matching("|".join(DEVICES).replace("N", r"\d+"), f"expected one of {', '.join(DEVICES)}")]
+
+
+def _iso_date(text: str) -> str:
+    """The date in the form YYYY-MM-DD."""
+    try:
+        return calendar_date.fromisoformat(text).isoformat()
+    except ValueError:
+        raise ValueError("expected a date such as 2026-01-01") from None
+
+
+Date = Annotated[str, AfterValidator(_iso_date)]
 
 
 @dataclass(config=SETTINGS, frozen=True)
@@ -85,6 +97,8 @@ class ModelConfig(Group):
     """The architecture: costs are estimated from it without the model, and a checkpoint that differs is refused."""
     template_arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments of the chat template besides the messages, such as enable_thinking: false."""
+    date: Date = "2026-01-01"
+    """What the chat template writes as today's date, in calibration, recovery and evaluation."""
     search: dict[str, Any] = field(default_factory=dict)
     """Parameters of allocation=evolutionary published for this model; those of the allocation take precedence."""
 
@@ -122,7 +136,7 @@ class SourceConfig(Group):
     """The settings of the set; filled in from `calibration` and `path`."""
 
 
-OF_DOCUMENTS = ("path", "subset", "split", "field", "template", "joined", "order", "special_tokens")
+OF_DOCUMENTS = ("path", "subset", "split", "field", "template", "ignored", "joined", "order", "special_tokens")
 """Settings of where documents come from and how each is read. In a mixture, every set has its own."""
 
 
@@ -148,6 +162,8 @@ class CalibrationConfig(Group):
     """Field of a JSON line to read; null takes text, messages, instruction and output, or question and answer."""
     template: str | None = None
     """Text made of a JSON line's fields, such as "Question: {question}", instead of one field."""
+    ignored: tuple[str, ...] = ()
+    """Keys of records and of their messages that are remarks, such as [license], and are not read."""
     joined: bool = False
     """Join all records by blank lines, empty ones included, into one document, as papers read WikiText."""
     packing: Literal["reap", "chunk", "none"] = "reap"

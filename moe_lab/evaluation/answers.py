@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 from moe_lab import progress
-from moe_lab.calibration.documents import Tools, from_template, render_whole
+from moe_lab.calibration.documents import Tools, render_whole
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation.engines import (
@@ -98,12 +98,11 @@ def render(engine: Engine, messages: Messages, tools: Tools = ()) -> str:
     if not engine.tokenizer.chat_template:
         raise UserError("chat=true, but the model's tokenizer has no chat template: expected an instruction model")
 
-    def rendered(messages: Messages, tools: Tools) -> str:
-        begun = messages[-1]["role"] == "assistant"
-        ends = {"add_generation_prompt": not begun, "continue_final_message": begun}
-        return from_template(messages, tools, engine.tokenizer, **ends, **engine.template_arguments)
-
-    return render_whole(messages, tools, rendered, "the questions come with")
+    begun = messages[-1]["role"] == "assistant"
+    ends = {"add_generation_prompt": not begun, "continue_final_message": begun}
+    arguments = {"tools": list(tools)} if tools else {}
+    what = "the questions come with"
+    return render_whole(messages, arguments, engine.tokenizer, what, **ends, **engine.template_arguments)
 
 
 class _Encoder:

@@ -49,7 +49,7 @@ def load_model(settings: ModelConfig) -> tuple[Any, Any]:
         routed_layers(empty)
         check_sizes(empty, folder)
         model = _weights(folder, settings, dtype, device)
-        tokenizer = load_tokenizer(folder, trust_remote_code=settings.trust_remote_code)
+        tokenizer = load_tokenizer(folder, settings)
     checkpoint = open_checkpoint(folder)
     restore_routing(model, routed_layers(model), checkpoint, checkpoint.tensors)
     model.eval().requires_grad_(False)
@@ -218,10 +218,11 @@ def check_shapes(where: Path | str, mismatched: Iterable[tuple[str, Any, Any]]) 
         )
 
 
-def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
-    """The tokenizer of a folder, with a pad token; UserError when there is none."""
+def load_tokenizer(folder: Path, settings: ModelConfig) -> Any:
+    """The tokenizer of a folder, with a pad token, and `date`: what its chat template writes as today's. UserError when
+    there is none."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
         if not tokenizer.encode("a", add_special_tokens=False):
             raise ValueError("transformers made one up")
     except Exception as error:  # noqa: BLE001 - the tokenizers library raises plain ones
@@ -231,6 +232,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
         if tokenizer.eos_token is None:
             raise UserError(f"{folder}: the tokenizer has neither a pad nor an end-of-text token: expected one of them")
         tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.date = settings.date
     return tokenizer
 
 

@@ -59,7 +59,7 @@ def open_streamed(settings: ModelConfig) -> tuple[StreamedModel, Any]:
     trust = settings.trust_remote_code
     streamed = StreamedModel(folder, dtype=dtype, device=device, trust_remote_code=trust, top_k=settings.top_k)
     moe_layers(streamed.model)  # raises for models that cannot be scored
-    return streamed, load_tokenizer(folder, trust_remote_code=trust)
+    return streamed, load_tokenizer(folder, settings)
 
 
 def stored_dtype(folder: Path) -> torch.dtype:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from datetime import datetime
 from math import ceil
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+from transformers.utils.chat_template_utils import _compile_jinja_template, _get_template_variables
 
 EIGHT_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -69,6 +71,18 @@ def next_inputs(model: Any, output: Any, inputs: dict[str, Any]) -> dict[str, An
     """Arguments of the forward pass for one more token, from those of the last pass and its `output`."""
     extended: dict[str, Any] = model._update_model_kwargs_for_generation(output, inputs)
     return extended
+
+
+def template_variables(template: str) -> frozenset[str]:
+    """The variables that a chat template reads and does not set, in the dialect of jinja that transformers renders."""
+    variables: frozenset[str] = _get_template_variables(template)
+    return variables
+
+
+def rendered_on(day: datetime, template: str) -> AbstractContextManager[Any]:
+    """While open, a chat template that writes today's date writes that of `day`."""
+    # arguments of a template are reduced to plain data, so the function it calls cannot be one of them
+    return patch.dict(_compile_jinja_template(template).environment.globals, strftime_now=day.strftime)
 
 
 def compute_buffers(model: PreTrainedModel, root: nn.Module, device: str) -> None:

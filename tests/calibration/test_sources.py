@@ -6,6 +6,7 @@ import pickle
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -15,18 +16,22 @@ import pytest
 from pydantic import ValidationError
 
 from moe_lab.calibration.batches import answer_batches, batches
-from moe_lab.calibration.documents import Chat, Text, pair, tokenize
+from moe_lab.calibration.documents import Chat, Text, from_template, pair, tokenize
 from moe_lab.calibration.sources import first_record, locate, read, whole_text
-from moe_lab.config import BenchmarkConfig, CalibrationConfig
+from moe_lab.config import BenchmarkConfig, CalibrationConfig, ModelConfig
+from moe_lab.config.base import identity
 from moe_lab.errors import UserError
 from moe_lab.evaluation import suite
 from moe_lab.evaluation.harness import Document
 from moe_lab.evaluation.harnesses import perplexity
+from moe_lab.models.load import load_tokenizer
 
 Settings = Callable[..., CalibrationConfig]
 
 MESSAGES = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
 NOTED = [{**MESSAGES[0], "timestamp": 3}, {**MESSAGES[1], "reasoning_content": None, "images": []}]
+NOTED_READ = (NOTED[0], {**MESSAGES[1], "images": []})
+REMARKS = {"history": "[]", "id": 3, "source": "w3/w4", "is_new": True, "prompt": "w1"}
 CHAT = Chat(tuple(MESSAGES))
 PAIR = {"instruction": "w1", "output": "w2"}
 CALLED = {"query": "w1", "answers": [{"name": "w2", "arguments": {}}], "tools": [{"name": "w2"}]}
@@ -68,9 +73,10 @@ def test_a_text_is_a_document_as_is_each_record(tmp_path: Path, settings: Settin
         ({"messages": MESSAGES}, {}, CHAT),
         ({"messages": json.dumps(MESSAGES)}, {}, CHAT),
         ({"messages": json.dumps(MESSAGES), "system": "w3"}, {"field": "messages"}, CHAT),
-        ({"messages": NOTED, "system": "", "history": [], "images": None, "id": 3, "prompt": "w1"}, {}, CHAT),
+        ({"messages": NOTED, "system": None, **REMARKS}, {}, Chat(NOTED_READ, REMARKS)),
+        ({"messages": NOTED, "license": "w3 w4"}, {"ignored": ("license", "timestamp", "images")}, CHAT),
         ({"instruction": "add", "input": "1 2", "output": "3"}, {}, pair("add\n\n1 2", "3")),
-        ({**PAIR, "input": "", "system": "", "history": "[]", "id": 3}, {}, pair("w1", "w2")),
+        ({**PAIR, "input": "", **REMARKS}, {}, pair("w1", "w2", REMARKS)),
         ({"question": "why", "answer": "so"}, {}, pair("why", "so")),
         ({"text": "no", "story": "yes"}, {"field": "story"}, Text("yes")),
         ({"text": "no", "story": MESSAGES}, {"field": "story"}, CHAT),
@@ -88,20 +94,104 @@ def test_fields_are_known_or_named(record: Any, changes: dict[str, str], expecte
 @pytest.mark.parametrize(
     ("record", "key", "value"),
     [
-        ({"messages": [MESSAGES[0], {**MESSAGES[1], "reasoning_content": "w3"}]}, "reasoning_content", "w3"),
+        ({"messages": [MESSAGES[0], {**MESSAGES[1], "reasoning_content": "w3 w4"}]}, "reasoning_content", "w3"),
         ({"messages": [{**MESSAGES[0], "images": ["w3.png"]}, MESSAGES[1]]}, "images", "w3.png"),
-        ({"messages": MESSAGES, "system": "w3"}, "system", "w3"),
+        ({"messages": [MESSAGES[0], {**MESSAGES[1], "plan_of_next_year": "w3 w4"}]}, "plan_of_next_year", "w3"),
+        ({"messages": MESSAGES, "system": "w3 w4"}, "system", "w3"),
+        ({"messages": MESSAGES, "system": "\u7b80\u77ed"}, "system", "\u7b80"),
+        ({"messages": MESSAGES, "documents": [{"title": "w3", "text": "w4"}]}, "documents", "w3"),
+        ({"messages": MESSAGES, "chat_template_kwargs": {"thinking": False}}, "chat_template_kwargs", "False"),
+        ({**CALLED, "system": "w3 w4"}, "system", "w3"),
         ({**PAIR, "input": "", "history": [["w3", "w4"]]}, "history", "w3"),
         ({**PAIR, "conversations": [{"from": "human", "value": "w3"}]}, "conversations", "human"),
-        ({"question": "w1", "answer": "w2", "context": "w3"}, "context", "w3"),
+        ({"question": "w1", "answer": "w2", "context": "w3 w4"}, "context", "w3"),
         ({"prompt": "w1", "completion": "w2", "tools": [{"name": "w3"}]}, "tools", "w3"),
-        ({**CALLED, "system": "w3"}, "system", "w3"),
         *(({"messages": wrong}, "messages", "") for wrong in ("w1 w2", '{"role": "user"}', '["w1"]', None)),
     ],
 )
-def test_records_with_unread_parts_are_refused(record: dict[str, Any], key: str, value: str, source: Settings) -> None:
+def test_records_with_unread_parts_are_refused(
+    record: dict[str, Any], key: str, value: str, tokenizer_with: Callable[..., Any], source: Settings
+) -> None:
+    """Ids, numbers, flags and texts that are part of the conversation are no such parts."""
     with pytest.raises(UserError, match=rf"set\.jsonl line 2.*\b{re.escape(key)}\b.*{re.escape(value)}"):
-        read(source({"messages": MESSAGES}, record))
+        batches(source(*9 * [{"messages": MESSAGES}, record]), tokenizer_with(READS_TOOLS))
+
+
+@pytest.mark.parametrize(
+    ("record", "reads", "text"),
+    [
+        ({"tool_plan": "w3 w4"}, "{{ m.tool_plan }}", "w3 w4"),
+        ({"name": "w3"}, "{{ m['name'] }}", "w3"),
+        ({"weight": 0}, "{{ 'w3' if m.get('weight') == 0 }}", "w3"),
+        ({"thoughts": [{"step": "w3 w4"}]}, "{% for thought in m.thoughts %}{{ thought.step }}{% endfor %}", "w3 w4"),
+        ({"ids": {"a": "w3"}}, "{{ (m.ids or {}).values() | join }}", "w3"),
+    ],
+)
+def test_a_template_gets_every_key_of_a_message(
+    record: dict[str, Any], reads: str, text: str, tokenizer_with: Callable[..., Any], source: Settings
+) -> None:
+    chosen = source(*9 * [{"messages": [MESSAGES[0], {**MESSAGES[1], **record}]}], length=6, tokens=6)
+    template = "{% for m in messages %}{{ m.role }} {{ m.content }} " + reads + " {% endfor %}"
+    assert batches(chosen, tokenizer_with(template)).report["first_row"].startswith(f"user w1 assistant w2 {text}")
+
+
+@pytest.mark.parametrize(
+    ("record", "reads"),
+    [
+        ({"documents": [{"text": "w3"}]}, "{% for document in documents %}{{ document.text }}{% endfor %}"),
+        ({"chat_template_kwargs": {"documents": [{"text": "w3"}]}}, "{{ documents[0].text }}"),
+        ({"chat_template_kwargs": '{"mode": "w3"}'}, "{{ mode }}"),
+        ({"chat_template_kwargs": {"thinking": False}}, "{% if thinking is false %}w3{% endif %}"),
+        ({"chat_template_kwargs": {"thinking": False}}, "w3{% if add_generation_prompt %}{{ thinking }}{% endif %}"),
+        ({"thinking": False}, "{{ 'w3' if thinking is defined and not thinking }}"),
+        ({"system": "w3"}, "{%- macro first() %}{{ system }}{% endmacro %}{{ first() }}"),
+    ],
+)
+@pytest.mark.parametrize("conversation", [{"messages": MESSAGES}, {"instruction": "w1", "output": "w2"}])
+def test_a_template_gets_the_fields_of_a_record_that_it_reads(
+    conversation: dict[str, Any],
+    record: dict[str, Any],
+    reads: str,
+    tokenizer_with: Callable[..., Any],
+    source: Settings,
+) -> None:
+    """Those of a pair only where they are no content."""
+    tokenizer = tokenizer_with(reads + " {% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}")
+    chosen = source(*9 * [{**conversation, **record, "tokenize": True, "chat_template": "w9"}], length=5, tokens=5)
+    if "documents" in record and "messages" not in conversation:
+        with pytest.raises(UserError, match="documents"):
+            batches(chosen, tokenizer)
+    else:
+        assert batches(chosen, tokenizer).report["first_row"] == "w3 user w1 assistant w2"
+        ((ids, _, answers),) = answer_batches(chosen, tokenizer)
+        assert tokenizer.decode(ids[answers]) == "w2"
+
+
+def test_rows_of_the_hub_are_read_as_those_of_a_file(
+    monkeypatch: pytest.MonkeyPatch, tokenizer_with: Callable[..., Any], settings: Settings, source: Settings
+) -> None:
+    """Arrow gives each record the keys of all, with null; an object without keys stays one."""
+    import datasets
+
+    def record(name: str, arguments: dict[str, Any], **others: Any) -> dict[str, Any]:
+        tool = {"name": name, "parameters": {"properties": {key: {"type": "w9"} for key in arguments}}}
+        calling = {"role": "assistant", "tool_calls": [{"function": {"name": name, "arguments": arguments}}]}
+        return {"messages": [QUESTION, calling, {"role": "tool", "content": "w3"}], "tools": [tool], **others}
+
+    rows = [
+        record("w4", {"w5": "w6"}, text=None, chat_template_kwargs=None),
+        record("w7", {"w8": 1, "w9": ["a", None]}, chat_template_kwargs={"mode": "w3"}),
+        record("w4", {}),
+        {"text": "w1 w2"},
+    ]
+    template = "{{ mode }}{{ tools | tojson }}{{ messages | tojson }}"
+    tokenizer = tokenizer_with(template)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(rows))
+    of_hub, of_file = (read(chosen) for chosen in (settings("owner/set"), source(*rows)))
+    assert of_hub == of_file and of_hub[-1] == Text("w1 w2")
+    texts = [tokenize(document, tokenizer, special_tokens=False) for document in of_hub]
+    assert texts == [tokenize(document, tokenizer, special_tokens=False) for document in of_file]
+    assert isinstance(of_hub[2], Chat) and of_hub[2].messages[1]["tool_calls"][0]["function"]["arguments"] == {}
 
 
 def test_settings_that_do_not_fit_the_records_are_refused(source: Settings) -> None:
@@ -219,8 +309,8 @@ WRAPPED = {"type": "function", "function": TOOL}
 CALL = {"type": "function", "function": {"name": "w10", "arguments": {"w12": "w13"}}}
 QUESTION = {"role": "user", "content": "w1"}
 CALLING = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
-CALLING_CHAT = Chat(tuple(CALLING), (WRAPPED,))
-NAMED_TOOLS = "{% for tool in tools %}{{ tool.function.name }} {{ tool.function.description }} {% endfor %}"
+CALLING_CHAT = Chat(tuple(CALLING), {"tools": [WRAPPED]})
+NAMED_TOOLS = "{% for tool in tools or [] %}{{ tool.function.name }} {{ tool.function.description }} {% endfor %}"
 WRITES_CALLS = (
     "{% for call in m.tool_calls or [] %}{{ call.function.name }}"
     "{% for k, v in call.function.arguments.items() %} {{ k }} {{ v }} {% endfor %}{% endfor %}"
@@ -251,13 +341,14 @@ def test_tools_and_calls_are_read_in_the_form_of_chat_templates(record: dict[str
     assert read(source(record)) == [CALLING_CHAT]
 
 
-def test_what_a_tool_returned_keeps_the_name_of_the_function(source: Settings) -> None:
+def test_calls_and_results_keep_their_further_keys(source: Settings) -> None:
     returned = {"role": "tool", "content": "w14", "name": "w10", "tool_call_id": "7", "extra": 1}
-    identified = [*CALLING[:1], {**CALLING[1], "tool_calls": [{**CALL, "id": "7"}]}, returned]
+    call = {"id": "7", "index": 0, "function": {**CALL["function"], "thought": "w15"}}
+    identified = [*CALLING[:1], {**CALLING[1], "tool_calls": [call]}, returned]
     (chat,) = read(source({"messages": identified, "tools": [WRAPPED]}))
     assert isinstance(chat, Chat)
-    assert chat.messages[1]["tool_calls"] == [{**CALL, "id": "7"}]
-    assert chat.messages[2] == {key: value for key, value in returned.items() if key != "extra"}
+    assert chat.messages[1]["tool_calls"] == [{"type": "function", **call}]
+    assert chat.messages[2] == returned
 
 
 def test_templates_get_tools_and_arguments_as_objects(tokenizer_with: Callable[..., Any], source: Settings) -> None:
@@ -269,7 +360,7 @@ def test_templates_get_tools_and_arguments_as_objects(tokenizer_with: Callable[.
     assert report["rendered"] == ["chat template with tools"] and expected.startswith(report["first_row"])
     only_calls, only_tools = TURNS.replace("{calls}", WRITES_CALLS), NAMED_TOOLS + TURNS.replace("{calls}", "")
     for template, name in ((only_calls, "tools"), (only_tools, "tool_calls")):
-        with pytest.raises(UserError, match=f"conversations with {name}, .* ignores them"):
+        with pytest.raises(UserError, match=rf"set\.jsonl line 1 .*\b{name}="):
             batches(chosen, tokenizer_with(template))
 
 
@@ -278,7 +369,7 @@ def test_calls_are_answers_as_whole_turns(tokenizer_with: Callable[..., Any], so
     one = source({"messages": CALLING, "tools": [TOOL]}, length=9, tokens=9, packing="none")
     ((ids, _, answers),) = answer_batches(one, tokenizer, header=True)
     assert tokenizer.decode(ids[answers]) == "assistant w10 w12 w13 </s>"
-    with pytest.raises(UserError, match="the chat template writes the calls"):
+    with pytest.raises(UserError, match=r"tool_calls.*header=true"):
         answer_batches(one, tokenizer)
 
 
@@ -291,8 +382,8 @@ def test_calls_are_answers_as_whole_turns(tokenizer_with: Callable[..., Any], so
         ("a.json", '[{"text": "one"},\n', "a.json line 2"),
         ("a.jsonl", lines({"body": "one", "id": 1}), r"line 1: none of .*text.*body, id.*calibration.field"),
         ("a.json", '[{"text": "one"}, 7]', "record 2: expected an object .* found 7"),
-        ("a.jsonl", lines({"instruction": None, "output": "x"}), "field instruction holds None"),
-        ("a.jsonl", lines({"text": None}), "line 1: field text holds None"),
+        ("a.jsonl", lines({"instruction": None, "output": "x"}), r"line 1: none of .*instruction.*found: output\b"),
+        ("a.jsonl", lines({"text": None}), r"line 1: none of .*\btext\b"),
         ("a.jsonl", lines({"messages": [{"role": "user"}]}), "line 1, field messages: .* role"),
         ("a.jsonl", lines({"messages": CALLING, "tools": "[{"}), "line 1: tools is damaged JSON"),
         ("a.jsonl", lines({"messages": CALLING, "tools": {"w10": TOOL}}), "line 1: tools: found .*, expected a list"),
@@ -358,3 +449,30 @@ THOUGHTS = "{% for m in messages %}{{ m.role }} {{ m.content | replace('</think>
 def test_a_template_may_write_all_words_in_another_way(template: str, tokenizer_with: Callable[..., Any]) -> None:
     said = {"role": "assistant", "content": ' w2\n"w3" \\w4\t</think>w5 \u00fc '}
     assert tokenize(Chat((SYSTEM, QUESTION, said, QUESTION)), tokenizer_with(template), special_tokens=False)
+
+
+DATED = (
+    "{{ strftime_now('w%m w%d') }}",
+    "{% macro today(form) %}{{ strftime_now(form) }}{% endmacro %}{{ today('w%m w%d') }}",
+    "{% if not date_string is defined %}{% set date_string = strftime_now(format='w%m w%d') %}{% endif %}"
+    "{{ date_string if strftime_now is defined and strftime_now('%H:%M') == '00:00' }}",
+)
+
+
+@pytest.mark.parametrize("dated", DATED)
+def test_a_template_writes_the_date_of_the_model_and_not_todays(
+    dated: str, tokenizer_with: Callable[..., Any], source: Settings, tmp_path: Path
+) -> None:
+    model = ModelConfig("m", str(tmp_path / "model"), date="2024-12-31")
+    tokenizer_with(dated + " " + TURNS.replace("{calls}", "")).save_pretrained(model.path)
+    chosen = source(*9 * [{"messages": MESSAGES}], length=7, tokens=7)
+    report = batches(chosen, load_tokenizer(tmp_path / "model", model)).report
+    assert report["first_row"] == "w12 w31 user w1 assistant w2 </s>" and "2024-12-31" in report["rendered"][0]
+    usual = load_tokenizer(tmp_path / "model", replace(model, date="2024-11-30"))
+    assert batches(chosen, usual).report["first_row"].startswith("w11 w30")
+    assert identity(model) != identity(replace(model, date="2024-11-30"))
+    tokenizer = tokenizer_with("{{ strftime_now('%Y-%m-%d') }}")
+    assert from_template(MESSAGES, {}, tokenizer) == ModelConfig.date, "also where the tokenizer is the user's"
+    assert tokenizer.apply_chat_template(MESSAGES, tokenize=False) == f"{datetime.now():%Y-%m-%d}"
+    with pytest.raises(ValidationError, match="such as 2026-01-01"):
+        replace(model, date="today")

@@ -163,6 +163,9 @@ class Words:
             input_ids=[[self._words.setdefault(word, len(self._words)) for word in text.split()] for text in texts]
         )
 
+    def get_chat_template(self, **_: Any) -> str:
+        return self.chat_template
+
     def apply_chat_template(self, messages: Any, *, tools: Any = (), **_: Any) -> str:
         prompt = Environment().from_string(self.chat_template).render(messages=messages, tools=tools)
         self.rendered.setdefault(prompt, messages)

@@ -316,6 +316,13 @@ def test_a_conversation_may_end_with_the_beginning_of_the_answer(subject: Loaded
     assert render(model, begun) == "<user>How many?</><assistant>It is"
 
 
+def test_prompts_have_the_date_of_the_model(subject: LoadedModel) -> None:
+    model = chatting(subject, "{{ strftime_now('%d.%m.%Y') }} " + PLAIN)
+    assert render(model, [{"role": "user", "content": "Today"}]) == "01.01.2026 Today"
+    model.tokenizer.date = "2024-12-31"
+    assert render(model, [{"role": "user", "content": "Today"}]) == "31.12.2024 Today"
+
+
 @pytest.mark.parametrize("template", [None, "{{ raise_exception('System role not supported') }}"])
 def test_a_template_that_is_missing_or_refuses_is_a_sentence(template: str | None, subject: LoadedModel) -> None:
     with pytest.raises(UserError, match=r"no chat template|System role not supported"):

@@ -407,5 +407,5 @@ def test_a_template_that_ignores_tools_is_refused(subject: LoadedModel) -> None:
     tools, messages = [tool(function(x=described("integer")))], [{"role": "user", "content": "Hi"}]
     model = chatting(subject, TEMPLATE)
     assert render(model, messages, tools) == "f |Hi" and render(model, messages) == "|Hi"
-    with pytest.raises(UserError, match="the model's chat template ignores them"):
+    with pytest.raises(UserError, match=r"\btools=.*f"):
         render(chatting(subject, "{{ messages[0].content }}{% if tools and false %}{% endif %}"), messages, tools)

@@ -68,6 +68,8 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 """Field -> what else is set where the field can be."""
 OTHER: dict[str, Any] = {
+    "model.date": "2025-06-30",
+    "calibration.ignored": ("license",),
     "benchmark.limit": 3,
     "model.path": "pocket:qwen3_moe",
     "model.device": "cuda",

@@ -185,9 +185,9 @@ def serving(checkpoint: Path, backend: BackendConfig, model: ModelConfig, name: 
     settings of the checkpoint's author. Raises UserError for a folder that is no checkpoint, Unavailable for a server
     that ends, serves another model or does not answer within backend.ready_seconds.
     """
-    from transformers import AutoTokenizer
+    from moe_lab.models.load import load_tokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=model.trust_remote_code)
+    tokenizer = load_tokenizer(checkpoint, model)
     config = read_json(checkpoint / "config.json")
     max_length = (config.get("text_config") or config).get("max_position_embeddings")
     with tempfile.TemporaryDirectory(prefix="moe_lab-server-") as scratch:

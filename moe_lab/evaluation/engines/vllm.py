@@ -60,7 +60,7 @@ class VllmModel(Engine):
 
         print(f"vLLM starts with {checkpoint}", file=sys.stderr, flush=True)
         with quiet():
-            self.tokenizer = load_tokenizer(checkpoint, trust_remote_code=model.trust_remote_code)
+            self.tokenizer = load_tokenizer(checkpoint, model)
         self.ends = end_tokens(checkpoint, self.tokenizer)
         self.template_arguments = model.template_arguments
         self.patience = backend.ready_seconds
@@ -158,7 +158,7 @@ def opened(checkpoint: Path, backend: BackendConfig, model: ModelConfig, plan: P
         except Unavailable as error:
             _REFUSED[key] = str(error)
             raise
-    _OPEN[key].template_arguments = model.template_arguments
+    _OPEN[key].template_arguments, _OPEN[key].tokenizer.date = model.template_arguments, model.date
     _OPEN[key].set_plan(plan)
     return _OPEN[key]
 

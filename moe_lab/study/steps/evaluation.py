@@ -292,7 +292,7 @@ class Contamination(Step):
         from moe_lab.models.load import load_tokenizer
 
         model = self.facts.model
-        tokenizer = load_tokenizer(local_folder(model), trust_remote_code=model.trust_remote_code)
+        tokenizer = load_tokenizer(local_folder(model), model)
         for ids, valid in batches(self.text, tokenizer).rows:
             row = zip(ids[0].tolist(), valid[0].tolist(), strict=True)
             for is_text, tokens in groupby(row, key=lambda token: token[1]):
