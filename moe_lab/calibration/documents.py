@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as data_field
 from datetime import datetime
-from functools import partial
 from typing import Any
 
 from moe_lab.config import ModelConfig
@@ -335,8 +334,7 @@ def render_whole(
     begins with `what`, for content that the text lacks, or without which it is the same."""
     from moe_lab.models.transformers_private import template_variables
 
-    render = partial(from_template, tokenizer=tokenizer, **options)
-    text, flat = render(messages, arguments), _flat(arguments)
+    text, flat = from_template(messages, arguments, tokenizer, **options), _flat(arguments)
     _check_words(messages, text, what)
     for key in arguments.get(TEMPLATE_ARGUMENTS, {}):
         if key not in template_variables(_template(arguments, tokenizer)):
@@ -344,7 +342,7 @@ def render_whole(
     _check_rest({key: value for key, value in flat.items() if isinstance(value, str)}, text, what)
     for key, value, others, rest in _omissions(messages, flat):
         try:
-            ignored = render(others, rest) == text
+            ignored = from_template(others, rest, tokenizer, **options) == text
         except UserError:  # such as of a template that refuses an empty message: so it reads the calls
             continue
         if ignored:

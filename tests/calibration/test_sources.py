@@ -29,7 +29,10 @@ from moe_lab.models.load import load_tokenizer
 Settings = Callable[..., CalibrationConfig]
 
 MESSAGES = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
-NOTED = [{**MESSAGES[0], "timestamp": 3}, {**MESSAGES[1], "reasoning_content": None, "images": []}]
+NOTED: list[dict[str, Any]] = [
+    {**MESSAGES[0], "timestamp": 3},
+    {**MESSAGES[1], "reasoning_content": None, "images": []},
+]
 NOTED_READ = (NOTED[0], {**MESSAGES[1], "images": []})
 REMARKS = {"history": "[]", "id": 3, "source": "w3/w4", "is_new": True, "prompt": "w1"}
 CHAT = Chat(tuple(MESSAGES))
@@ -306,9 +309,9 @@ def test_a_text_for_perplexity_is_read_as_one_for_calibration_is(tmp_path: Path)
 
 TOOL = {"name": "w10", "description": "w11", "parameters": {"type": "object", "properties": {}}}
 WRAPPED = {"type": "function", "function": TOOL}
-CALL = {"type": "function", "function": {"name": "w10", "arguments": {"w12": "w13"}}}
-QUESTION = {"role": "user", "content": "w1"}
-CALLING = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+CALL: dict[str, Any] = {"type": "function", "function": {"name": "w10", "arguments": {"w12": "w13"}}}
+QUESTION: dict[str, Any] = {"role": "user", "content": "w1"}
+CALLING: list[dict[str, Any]] = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
 CALLING_CHAT = Chat(tuple(CALLING), {"tools": [WRAPPED]})
 NAMED_TOOLS = "{% for tool in tools or [] %}{{ tool.function.name }} {{ tool.function.description }} {% endfor %}"
 WRITES_CALLS = (
