@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import open_checkpoint, read_json
 from moe_lab.models.config_json import quantization_method
@@ -86,7 +87,7 @@ def check_tokenizer(model: Any, tokenizer: Any) -> None:
         return
     try:
         with quiet():
-            expected = _vocabulary(load_tokenizer(folder, trust_remote_code=False))
+            expected = _vocabulary(load_tokenizer(folder, ModelConfig("model", str(folder))))
     except UserError:
         return
     given = _vocabulary(tokenizer)
