@@ -1,6 +1,6 @@
 """Everything that moe_lab uses of transformers beyond its public interface.
 
-Tested with transformers 5.21 to 5.23, which pyproject.toml allows. A version that renames one of the private names that
+Tested with transformers 5.23, which pyproject.toml allows. A version that renames one of the private names that
 are imported or called here fails in tests/test_repository.py.
 
 Files that are written beside the weights of an export cannot import this module (exported_code). families.py reads a

@@ -198,8 +198,8 @@ def gather(
     """Sum what `tap` collects over `batches`, each read by `reading`.
 
     Every few minutes the sums are saved in the folder `out`, unless it is None; it is of this pass of one model alone.
-    A pass that finds sums of the same batches there continues from them, and gives exactly the numbers of an
-    uninterrupted one. UserError for no batches, NaN or infinite sums (naming layer and expert), and models that cannot
+    A pass that finds sums of the same batches there continues from them, and on the CPU gives exactly the numbers of
+    an uninterrupted one. UserError for no batches, NaN or infinite sums (naming layer and expert), and models that cannot
     be observed.
     """
     out = out if tap.resumes else None
