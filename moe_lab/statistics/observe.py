@@ -199,8 +199,8 @@ def gather(
 
     Every few minutes the sums are saved in the folder `out`, unless it is None; it is of this pass of one model alone.
     A pass that finds sums of the same batches there continues from them, and on the CPU gives exactly the numbers of
-    an uninterrupted one. UserError for no batches, NaN or infinite sums (naming layer and expert), and models that cannot
-    be observed.
+    an uninterrupted one. UserError for no batches, NaN or infinite sums (naming layer and expert), and models that
+    cannot be observed.
     """
     out = out if tap.resumes else None
     about = description(model, batches, tap.kind)
