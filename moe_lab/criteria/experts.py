@@ -83,9 +83,9 @@ def mone(layer: Layer) -> Array:
     return layer.mean(1, 0) * _spread(layer)
 
 
-@criterion("mone_freq", needs=("statistics",), reference="MoNE as printed by arXiv 2606.15716", uses_gate=True)
+@criterion("mone_freq", needs=("statistics",), reference="MoNE in the prose of arXiv 2606.15716", uses_gate=True)
 def mone_freq(layer: Layer) -> Array:
-    """(sum_t g) * V: MoNE with the routing frequency left in, which is what printed numbers look like."""
+    """(sum_t g) * V: MoNE with the routing frequency left in, as the paper's prose has it (its Table 6 has not)."""
     return layer.sum(1, 0) * _spread(layer)
 
 
