@@ -40,8 +40,8 @@ POLL = 0.2
 """Seconds between two attempts to take a claim that another process holds."""
 SILENT = 50
 """Attempts after which the user is told who holds the claim."""
-RETRIES = 2
-"""Failed attempts to create a claim, without a claim being there, before the last one."""
+ATTEMPTS = 3
+"""How often the creation of a claim is tried while it fails and no claim is there."""
 OWNER_SHAPE = {
     "token": str,
     "since": Number,
@@ -266,13 +266,15 @@ def _create(path: Path) -> int:
 
     A creation that loses such a race ends with EPERM on sshfs, whose protocol has no EEXIST. So whether the file exists
     decides, not the number of the error; it is tried again since the file may have been removed in between."""
-    flags = os.O_CREAT | os.O_EXCL | os.O_RDWR
-    for _ in range(RETRIES):
-        with suppress(OSError):
-            return os.open(path, flags, 0o664)
-        if os.path.lexists(path):
-            raise FileExistsError(path)
-    return os.open(path, flags, 0o664)
+    refusal = OSError()
+    for _ in range(ATTEMPTS):
+        try:
+            return os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o664)
+        except OSError as error:
+            if os.path.lexists(path):
+                raise FileExistsError(path) from None
+            refusal = error
+    raise refusal
 
 
 def _is_gone(owner: dict[str, Any], file: os.stat_result) -> bool:
