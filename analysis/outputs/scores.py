@@ -48,8 +48,8 @@ def radar_figure(results: Results, comparison: Comparison, name: str) -> Figure 
     style.legend(drawing, [lines[method] for method in ("none", *names.methods_in_order(drawn))])
     most = names.count(RADAR_LINES, "method")
     caption = (
-        "Scores on each benchmark from 0 (centre) to 1 (rim); dashed: the unpruned model. Each panel has the best "
-        f"two methods by Avg, those of AIMER's tables, then the best of the others, {most} at most."
+        "Scores on each benchmark from 0 (centre) to 1 (rim); dashed: the unpruned model. Each panel has the first "
+        f"two methods by Avg, those of AIMER's tables, then the first of the others, {most} at most."
     )
     left = [names.benchmark(str(each)) for each in comparison.benchmarks if each in comparison.lower_is_better]
     if left:
