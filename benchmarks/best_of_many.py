@@ -2,7 +2,7 @@
 
 Methods have the same true score, and several seeds; some are called separated from the best by mistake. Bars: at most
 7 % of studies with such a method where all methods vary alike between seeds, and 10 % where a quarter of them varies
-twice as much, or not at all. The share of studies that separate a truly better method from all others is printed too.
+twice as much, or not at all. The share of studies in which one truly better method is named is printed too.
 
 `--plans STORE STUDY` asks the same of real answers: random plans of one model are given out anew as plans of methods,
 as often as there are studies.
@@ -83,8 +83,8 @@ def main() -> int:
         failed |= misses(str(setting), share, "<=", setting.bar)
     for setting in POWER:
         studies = simulated(setting, arguments.studies)
-        named = [separated(study) == setting.methods - 1 for study in studies]
-        print(f"{setting}: a method is separated from all others in {np.mean(named):.2f}", flush=True)
+        named = [separated(study) > 0 for study in studies]
+        print(f"{setting}: some method is separated from the best in {np.mean(named):.2f}", flush=True)
     return int(failed)
 
 
