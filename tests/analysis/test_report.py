@@ -57,7 +57,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 """What a study may have little or much of."""
 HEADLINE = re.compile(
-    r"(?P<model>\S+), (?P<pruned>\S+ %) removed: of (?P<plans>\S+) plans?, (?P<best>.*?) (has|have) the "
+    r"(?P<model>\S+), (?P<pruned>\S+ %.*?) removed: of (?P<plans>\S+) plans?, (?P<best>.*?) (has|have) the "
     r"(?P<what>lowest mean perplexity|highest average), "
     r"(?P<score>\S+) \((?P<low>\S+) to (?P<high>\S+) over (?P<over>.*?)\), "
     r"(?P<share>\d+) % of the unpruned model's\.(?P<rest>.*)"
@@ -71,7 +71,8 @@ def test_every_sentence_of_a_page_follows_from_its_tables(tmp_path: Path, kind: 
     store = write_store(tmp_path / "store", **{**usual, **KINDS[kind]})
     page = report.write(store, "made_up", tmp_path / "out")
     said, study = text(page), load(store, "made_up")
-    assert ("cells" in kind) == (len(study.cells) > 1000) and not list((tmp_path / "out").glob("failed/*"))
+    # several of a thousand cells remove the same experts
+    assert ("cells" in kind) == (len(study.document["cells"]) > 1000) and not list((tmp_path / "out").glob("failed/*"))
     table = pd.read_csv(tmp_path / "out" / "tables" / "ranking.csv", keep_default_na=False)
     mean = "Mean perplexity" if kind == "perplexity" else "Avg"
     table[mean] = table[mean].astype(float)
