@@ -281,12 +281,10 @@ def overview(found: Sequence[Ranking]) -> list[str]:
     """On how many models some plan is above chance, and that plans of one seed get no verdict; as far as it applies."""
     models = {ranking.model for ranking in found if ranking.chance}
     above = {ranking.model for ranking in found if (ranking.rows["chance"] == ABOVE).any()}
-    noun = "model" if len(models) == 1 else "models"
     sentences = []
     if models:
-        sentences.append(
-            f"On {len(above)} of {len(models)} {noun} some plan is above chance, corrected for the number of plans."
-        )
+        which = f"On {len(above)} of {len(models)} models some" if len(models) > 1 else "Some" if above else "No"
+        sentences.append(f"{which} plan is above chance, corrected for the number of plans.")
     if any(map(_one_seed, found)):
         sentences.append(
             "Plans of one seed have an interval over items and get no verdict on their method: another seed may give "
@@ -345,9 +343,10 @@ def _on_chance(ranking: Ranking, kind: Kind, chance: Chance) -> str:
         return first
     plans = chance.needed(best, ranking.compared)
     if plans is None:
-        return f"{first} More random plans would not show the first one to be."
+        return f"{first} No number of random plans would put the first one above chance."
     of_each = " of each model" if chance.models > 1 else ""
-    return f"{first} With {names.count(plans, 'random plan')}{of_each} like these, the first one would be."
+    needed = f"{names.count(plans, 'random plan')}{of_each}"
+    return f"{first} With {needed} like these, the first one would be above chance."
 
 
 def _verdicts(ranking: Ranking) -> str:
