@@ -85,8 +85,7 @@ def test_every_sentence_of_a_page_follows_from_its_tables(tmp_path: Path, kind: 
     assert len(others) == 2 + chance + (len(blocks) > 8), "of one seed, how to read a row, chance, more rankings"
     assert chance == (kind == "perplexity") and any("one seed" in sentence for sentence in others)
     above = {model for model, status in zip(table["Model"], table["Status"], strict=True) if status == "above chance"}
-    some = "Some" if above else "No"
-    assert any(sentence.startswith(f"{some} plan is above chance") for sentence in others) == chance
+    assert any(sentence.startswith(f"{'Some' if above else 'No'} plan is above ") for sentence in others) == chance
     assert (f"The table has {len(blocks) - 8} more rankings" in said) == (len(blocks) > 8)
     for match in found:
         rows = blocks[match["pruned"]].reset_index(drop=True)
