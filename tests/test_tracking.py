@@ -1,6 +1,7 @@
 """What the tracker is told, read back from what it wrote offline."""
 
 import json
+import os
 import subprocess
 import sys
 from collections import ChainMap, defaultdict
@@ -109,6 +110,24 @@ def test_each_cell_is_one_run_however_often_it_is_logged_and_no_key_is(
     written = [file for file in alone.rglob("*") if file.is_file()]
     assert not [file for file in written if KEY.encode() in file.read_bytes()]
     assert not any(sys.executable.encode() in file.read_bytes() for file in alone.rglob("*.wandb")), "a command line"
+
+
+def test_runs_in_the_shell_of_an_agent_are_those_of_the_cells(
+    alone: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What wandb is told to do with all runs, such as their project, counts."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_PROJECT", "of_the_shell")
+    for name in ("RUN_ID", "NAME", "RUN_GROUP", "SWEEP_ID"):
+        monkeypatch.setenv(f"WANDB_{name}", "abcd1234")
+    monkeypatch.setenv("WANDB_RESUME", "must")
+    tracker.log(SETTINGS, store, STUDY)
+    runs = [records(run)["run"][0] for run in alone.glob("told/wandb/offline-run-*")]
+    assert len({run["run_id"] for run in runs}) == 2 and os.environ["WANDB_RUN_ID"] == "abcd1234"
+    assert {(run["project"], run["run_group"], run["display_name"]) for run in runs} == {
+        ("of_the_shell", "demo", "tiny")
+    }
+    assert not any(run.get("sweep_id") for run in runs)
 
 
 def test_a_continued_run_gets_the_steps_that_it_lacks_and_is_of_one_study(

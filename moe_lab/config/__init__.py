@@ -146,8 +146,8 @@ class TrackerConfig(Group):
 
     name: Literal["none", "wandb"] = "none"
     """none or wandb."""
-    project: Project = "moe_lab"
-    """Project of the tracker. WANDB_MODE=offline keeps runs on this machine, as they are without a key."""
+    project: Project | None = None
+    """Project of the tracker; null: that of its own settings, such as WANDB_PROJECT."""
     plans: bool = False
     """Whether each cell's plan.json is logged as an artefact."""
 

@@ -7,6 +7,7 @@ import os
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from moe_lab.config import TrackerConfig
 from moe_lab.errors import UserError, unknown
@@ -22,11 +23,22 @@ def check(settings: TrackerConfig) -> None:
         raise unknown("WANDB_MODE", mode, modes)
 
 
+SET_FOR_RUNS = (
+    *("RUN_ID", "NAME", "RUN_NAME", "RUN_GROUP", "RESUME", "RESUME_FROM", "FORK_FROM"),
+    *("SWEEP_ID", "SWEEP_PARAM_PATH", "LAUNCH", "LAUNCH_CONFIG_PATH"),
+)
+"""WANDB_ variables, as of the shell of a `wandb agent`, of what `log` decides for each run. To wandb they count more
+than the arguments of `init`."""
+
+
+@patch.dict(os.environ)  # restores the variables
 def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
     """Log the cells of a study's record whose benchmarks all have results, unless they are; a sentence that says where.
 
     WANDB_MODE or `wandb offline` says how; without a key it is offline. Raises UserError when wandb refuses.
     """
+    for name in SET_FOR_RUNS:
+        os.environ.pop(f"WANDB_{name}", None)
     import wandb
 
     # No output, and no upload of anything but logged values: no console, code or command line.
