@@ -25,7 +25,7 @@ from moe_lab.json_files import Damaged, Number, parse_sealed, read_json, write_s
 from moe_lab.results import DIGITS, KEY, RECORD, SCHEMA, current_records, joined, read_record
 from moe_lab.start import command
 from moe_lab.study.graph import CellSteps, Graph
-from moe_lab.study.runs import Run, runs
+from moe_lab.study.runs import ENDED, Run, runs
 from moe_lab.study.schedule import Schedule, say, say_notices, shown
 from moe_lab.study.step import NO_ROOM, Step, once, uncollected
 from moe_lab.study.steps.plans import TIES
@@ -75,9 +75,18 @@ def finish(study: Study, schedule: Schedule, run: Run) -> int:
         from moe_lab.study import tracker
 
         say(tracker.log(study.config.tracker, store, read(store, name)))
+    if whole and complete:
+        _note_end(store, name)
     if errors:
         return 2 if all(error.get("user") for error in errors.values()) else 1
     return 0 if whole and complete else 1
+
+
+def _note_end(store: Store, study: str) -> None:
+    """Note, for readers, that nothing is left to do for the last record of a study, if its run has jobs."""
+    recorded = [run for run in runs(store, study) if (run.folder / RECORD).exists()]
+    if recorded and recorded[-1].jobs:
+        write_sealed(recorded[-1].folder / ENDED, {"time": time.time()})
 
 
 def _is_recorded(store: Store, study: str, run: Run, document: dict[str, Any]) -> bool:

@@ -3,6 +3,7 @@
 run.json      what it set out to do: all steps of the study
 jobs.json     the Slurm jobs that were submitted for them
 record.json   what came out (`moe_lab/study/record.py`)
+ended.json    of a run with jobs: that all that comes after the record, such as the report and the tracker, went well
 
 The command and its jobs hold claims, run-RUN-WORD, while they work. What jobs execute is not in the store, which others
 may write, but in the cache of who submitted them (`paths.private`): jobs/RUN, and copies of the code in jobs/code.
@@ -33,6 +34,7 @@ RUN_SHAPE = {"time": Number, "steps": [str], "inputs": [[int]]}
 TEXTS = dict.fromkeys(("id", "array", "name", "kind"), str)
 JOB_SHAPE = {**TEXTS, "steps": [str], "after": [str], "user": int}
 JOBS_SHAPE = {"jobs": [{"path": str, "inode": int, "job": JOB_SHAPE}]}
+ENDED = "ended.json"
 RECORD = "record"
 """Kind of job that ends a submission: it writes the record and the report."""
 

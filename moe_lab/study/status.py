@@ -20,7 +20,7 @@ from moe_lab.json_files import Damaged, Number, fits
 from moe_lab.results import DIGITS, current_records
 from moe_lab.results import RECORD as RECORD_FILE
 from moe_lab.study.packing import drop
-from moe_lab.study.runs import RECORD, Run, Submitted, held_runs, runs, steps_at_work
+from moe_lab.study.runs import ENDED, RECORD, Run, Submitted, held_runs, runs, steps_at_work
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.scheduler import Queued
 from moe_lab.study.store import Store
@@ -109,13 +109,14 @@ def _check_records(store: Store, study: str) -> None:
 
 
 def _unrecorded(store: Store, every: Sequence[Run]) -> str | None:
-    """The job that should write the record of the last run that has such a job or a record; None if it is there, or if
-    a later run is under way."""
+    """The job of the last run with such a job or a record that should have written the record, the report and the
+    tracker's runs; None if all that is done, or if a later run is under way."""
     for run in reversed(every):
-        if (run.folder / RECORD_FILE).exists() or run.folder.name in held_runs(store):
+        if run.folder.name in held_runs(store) or (run.folder / ENDED).exists():
             return None
-        if writes := [job.id for job in run.jobs if job.kind == RECORD]:
-            return writes[-1]
+        writes = [job.id for job in run.jobs if job.kind == RECORD]
+        if writes or (run.folder / RECORD_FILE).exists():
+            return writes[-1] if writes else None
     return None
 
 

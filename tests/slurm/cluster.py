@@ -141,7 +141,8 @@ class Cluster:
 
     def arrays(self, store: Path) -> set[str]:
         """All jobs that were ever submitted for the studies in a store; of an array, its own id."""
-        return {row["job"]["array"] for run in store.glob("runs/*/*/jobs.json") for row in json.loads(run.read_text())}
+        documents = [json.loads(run.read_text()) for run in store.glob("runs/*/*/jobs.json")]
+        return {row["job"]["array"] for document in documents for row in document["jobs"]}
 
     def is_idle(self) -> bool:
         """Whether the node is there and nothing runs on it."""

@@ -184,7 +184,7 @@ def test_the_main_experiment_gives_the_numbers_of_one_process(played: Played) ->
     assert ran(store) == Counter(steps), "every step was given to a worker once"
     (last,) = [run for run in (store / "runs" / "task_agnostic").iterdir()]
     assert steps == set(json.loads((last / "run.json").read_text())["steps"])
-    submitted = Counter(row["job"]["kind"] for row in json.loads((last / "jobs.json").read_text()))
+    submitted = Counter(row["job"]["kind"] for row in json.loads((last / "jobs.json").read_text())["jobs"])
     assert submitted["evaluate"] == 3, "nine models in jobs of three at most"
     record = read_record(store, "task_agnostic")
     assert record and len(record["cells"]) == 9 and all(all(cell["evaluate"].values()) for cell in record["cells"])

@@ -50,7 +50,7 @@ from moe_lab.study.slurm.pack import _absent as absent
 from moe_lab.study.slurm.scheduler import Queued, longest_array, queue, time_limits
 from moe_lab.study.slurm.submit import _download as download
 from moe_lab.study.slurm.submit import _submit_missing as submit_missing
-from moe_lab.study.slurm.submit import copy_code, under_way
+from moe_lab.study.slurm.submit import copy_code, setup_lines, under_way
 from moe_lab.study.status import StepState, alive, left
 from moe_lab.study.step import Step, code_state
 from moe_lab.study.steps.evaluation import Generate, Grade
@@ -431,6 +431,20 @@ def test_a_job_with_vllm_asks_for_gpus_that_divide_the_heads_of_its_model(monkey
     assert resources([asking()], "{gpu_memory: 24}")["gpus"] == 8, "in transformers, layers are divided"
     two = replace(asked, backend=BackendConfig("vllm", arguments={"tensor_parallel_size": 2}))
     assert resources([two], "{gpu_memory: 96}")["gpus"] == 2
+
+
+@pytest.mark.parametrize(
+    "sourced", ["[ -f none ] && . none", "exit 3", "f() { false; }; f", "set -u; echo $none", "(exit 4)", ": fine"]
+)
+def test_a_line_of_setup_that_ends_a_job_is_named(tmp_path: Path, sourced: str) -> None:
+    """Whatever ends it in a file that the line sources."""
+    (tmp_path / "rc").write_text(f"{sourced}\n")
+    script = "\n".join([*setup_lines(["echo before", f"source {tmp_path}/rc"]), "echo Python", "exit 5"])
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    if sourced == ": fine":
+        assert (done.stdout, done.stderr, done.returncode) == ("before\nPython\n", "", 5)
+    else:
+        assert done.stdout == "before\n" and f"source {tmp_path}/rc" in done.stderr and done.returncode != 0
 
 
 def test_where_nothing_is_set_all_is_estimated() -> None:

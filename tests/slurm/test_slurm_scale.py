@@ -25,8 +25,16 @@ SBATCH = """\
 echo "$@" >> {folder}/sbatch.calls
 env >> {folder}/sbatch.env
 cp "$1" {folder}/$(wc -l < {folder}/sbatch.calls).sh
-[ "$(wc -l < {folder}/sbatch.calls)" = "${{REFUSE_AT:-0}}" ] && echo "sbatch: error: $REFUSE" >&2 && exit 1
+number=$(wc -l < {folder}/sbatch.calls)
+[ $number -ge "${{REFUSE_AT:-999}}" ] && [ $number -lt "${{REFUSE_UNTIL:-999}}" ] &&
+echo "sbatch: error: $REFUSE" >&2 && exit 1
 echo Submitted batch job $(wc -l < {folder}/sbatch.calls)
+"""
+IMPATIENT = """
+import runpy
+from moe_lab.study.slurm import submit
+submit.PAUSES = (0.0, 0.0)
+runpy.run_module("moe_lab", run_name="__main__")
 """
 OTHERS = '#!/bin/sh\necho "$@" >> {folder}/{name}.calls\nenv >> {folder}/{name}.env\n'
 
@@ -50,8 +58,10 @@ def calls(folder: Path, name: str) -> list[str]:
 
 def typed(folder: Path, environment: Mapping[str, str], *words: str) -> Done:
     """What comes of a command that submits jobs, on a store of its own."""
-    typed = command(folder / "store", "suite.benchmarks=[pocket_boolq]", "launcher=slurm", *words)
-    return subprocess.run(typed, capture_output=True, text=True, cwd=folder, env=dict(environment))
+    python, _, _, *typed = command(folder / "store", "suite.benchmarks=[pocket_boolq]", "launcher=slurm", *words)
+    return subprocess.run(
+        [python, "-c", IMPATIENT, *typed], capture_output=True, text=True, cwd=folder, env=dict(environment)
+    )
 
 
 def scripts(folder: Path, done: Done) -> dict[str, str]:
@@ -87,10 +97,10 @@ def test_arrays_wait_for_what_they_need(tmp_path: Path, counting: Mapping[str, s
     condition, *all_jobs = after["record"].split(":")
     assert condition == "afterany" and set(all_jobs) == set(ids.values()) - {ids["record"]}
     assert all("--kill-on-invalid-dep=yes" in script for script in written.values())
-    for word in ("--array=0-2%3", "--partition=gpu", "--nodelist=n7", "--time=7", "module load cuda"):
+    for word in ("--array=0-2%3", "--partition=gpu", "--nodelist=n7", "--time=7", "\nmodule load cuda\n"):
         assert written["evaluate"].count(word) == 1
     assert "--partition" not in written["plan"] and re.findall(r"--mem[^=]*", written["plan"]) == ["--mem"]
-    assert "--mem-per-gpu=9G" in written["evaluate"] and "\nset -e\nmodule load cuda\n" in written["evaluate"]
+    assert "--mem-per-gpu=9G" in written["evaluate"]
     assert "--mem=" not in written["evaluate"] + written["statistics"]
     asked = {kind: re.findall(r"--gp\S+|--gres\S+", script) for kind, script in written.items()}
     assert sorted(asked["evaluate"]) == ["--gpus-per-node=a100:1", "--gres=nvme:1"]
@@ -164,13 +174,28 @@ def test_a_refusal_takes_back_accepted_jobs(words: str, says: str, tmp_path: Pat
     assert not list((tmp_path / "store" / "runs").glob("*/*"))
 
 
+def test_a_controller_that_is_away_for_a_moment_gets_each_array_once(
+    tmp_path: Path, counting: Mapping[str, str]
+) -> None:
+    """It has taken 4 without saying so, and 5 when sbatch was tried again."""
+    script = f"$(ls -d {tmp_path}/cache/moe_lab/jobs/0*)/x.sh"
+    shown = f'case "$*" in *%o*) for job in 1 4 5; do echo "$job|{script}"; done;; esac'
+    (tmp_path / "bin" / "squeue").write_text(f"#!/bin/sh\n{shown}\n")
+    away = {"REFUSE_AT": "4", "REFUSE_UNTIL": "5", "REFUSE": "Unable to contact slurm controller (connect failure)"}
+    done = typed(tmp_path, {**counting, **away})
+    assert done.returncode == 0, done.stderr
+    arrays = jobs(done.stdout).values()
+    assert "4" not in arrays and len(arrays) == len(calls(tmp_path, "sbatch")) - 1
+    assert calls(tmp_path, "scancel") == ["4"]
+
+
 def test_jobs_that_stay_are_noted(tmp_path: Path, counting: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     scancel, says = tmp_path / "bin" / "scancel", "echo scancel: error: Kill job error on job id"
     scancel.write_text(f"#!/bin/sh\n({says} 1: Invalid job id specified; {says} 2: Access denied) >&2\nexit 1\n")
     done = typed(tmp_path, {**counting, "REFUSE_AT": "4", "REFUSE": "it is full"})
     assert done.returncode == 2 and re.search(r"moe_lab: .*it is full.*on job id 2: Access denied", done.stderr)
     [noted] = (tmp_path / "store" / "runs").glob("*/*/jobs.json")
-    assert len({row["job"]["array"] for row in json.loads(noted.read_text())}) == 3
+    assert len({row["job"]["array"] for row in json.loads(noted.read_text())["jobs"]}) == 3
     monkeypatch.setenv("PATH", counting["PATH"])
     monkeypatch.setattr(scheduler, "AT_ONCE", 1)
     scancel.write_text(f"#!/bin/sh\necho $1 >> {tmp_path}/asked\n[ $1 = 2 ] && {says} 2: Access denied >&2\nexit 1\n")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from example_steps import Example
@@ -328,6 +329,32 @@ def test_a_file_for_which_there_is_no_room_leaves_nothing(tmp_path: Path) -> Non
     command_ = [sys.executable, "-c", script, str(tmp_path / "run.json")]
     answer = mounted("-t tmpfs -o size=1m tmpfs", tmp_path, "sh", "-c", '"$@"; ls -A $0', str(tmp_path), *command_)
     assert "No space left" in answer.stderr and answer.stdout == ""
+
+
+def test_what_the_last_job_left_undone_is_said_until_a_command_does_it(
+    one: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was killed, or had no network, after it had written the record."""
+    monkeypatch.setattr("moe_lab.study.slurm.scheduler.queue", lambda _: {})
+    monkeypatch.setattr("moe_lab.study.slurm.scheduler.fate", lambda _: {"JobState": "FAILED"})
+    log = Mock(side_effect=UserError("no network"))
+    monkeypatch.setattr("moe_lab.study.tracker.log", log)
+    logged, store = (replace(one[0], tracker=TrackerConfig(name="wandb")), one[1]), tmp_path / "store"
+    with pytest.raises(UserError):
+        start(store, logged)
+    runs(Store(store).create(), STUDY)[0].add([Submitted("8", "8", "study.record", "record", (), ())])
+
+    def shown() -> list[bool]:
+        assert ask(store, "status", STUDY) == ask(store, "why", STUDY) == 0
+        printed = capsys.readouterr().out
+        return ["jobs that ended without their steps: 1" in printed, "record: missing: job 8 is failed" in printed]
+
+    assert shown() == [True, True]
+    with pytest.raises(UserError):
+        start(store, logged)
+    assert shown() == [True, True]
+    log.side_effect, log.return_value = None, ""
+    assert start(store, logged) == 0 and shown() == [False, False]
 
 
 def test_no_report_is_begun_when_the_disk_is_full(one: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,8 @@ from moe_lab.study.step import NOTED, Step, code_state, digest, unmerged
 
 EARLY = 60
 """Seconds by which Slurm may send its warning signal earlier than asked for."""
+PAUSES = (10.0, 60.0)
+"""Seconds before sbatch is tried again."""
 RECORD_ASKS, RECORD_MEMORY = {"gpus": 0, "cpus": 1, "minutes": 60}, 4
 """Resources of the last job, and GiB; it has all other settings in common with every job."""
 
@@ -167,7 +169,7 @@ class Submission:
             job_name=name,
             time=asks["minutes"],
             cpus_per_task=asks["cpus"],
-            setup=["set -e", *asks["setup"], "set +e"],  # a line that fails ends the job
+            setup=setup_lines(asks["setup"]),
             signal_delay_s=settings.signal_seconds,
             array_parallelism=settings.parallel,
             additional_parameters=more,
@@ -175,7 +177,7 @@ class Submission:
         )
         try:
             with scheduler.submitting([*optional, *own]):
-                ids = [job.job_id for job in executor.submit_array(what)]
+                ids = self._ids(executor, what)
         except (FailedJobError, FailedSubmissionError) as error:
             every, words = {**asks, **own, "sbatch": None}, " ".join(str(error).split())
             asked = " ".join(f"{name}={value}" for name, value in every.items() if value not in (None, []))
@@ -188,6 +190,37 @@ class Submission:
             for job, own in zip(ids, steps, strict=True)
         )
         return array
+
+    def _ids(self, executor: SlurmExecutor, what: Sequence[Callable[[], Any]]) -> list[str]:
+        """Submit jobs as one array; their ids. While the controller is away, sbatch is tried again; what it had taken
+        without saying so is then cancelled."""
+        tries = 0
+        while True:
+            try:
+                ids = [job.job_id for job in executor.submit_array(what)]
+                break
+            except (FailedJobError, FailedSubmissionError) as error:
+                if tries == len(PAUSES) or not scheduler.UNANSWERED.search(str(error)):
+                    raise
+            time.sleep(PAUSES[tries])
+            tries += 1
+        if tries:
+            known = {ids[0].partition("_")[0], *(job.array for job in self.run.jobs)}
+            scheduler.cancel(scheduler.handed_in(self.run.logs.absolute()) - known)
+        return ids
+
+
+SETUP_TRAP = """trap 'code=$?; [ -z "$MOE_LAB_SETUP" ] ||\
+echo "moe_lab: setup ended the job with code $code, in the line: $MOE_LAB_SETUP" >&2' EXIT"""
+"""On EXIT and not on ERR, as a file that a line sources may also say `exit`."""
+
+
+def setup_lines(setup: Iterable[str]) -> list[str]:
+    """Shell lines of a job before Python starts: the first one that fails ends the job, and its log names it."""
+    lines = [SETUP_TRAP, "set -e"]
+    for line in setup:
+        lines += [f"MOE_LAB_SETUP={shlex.quote(line)}", line]
+    return [*lines, "set +e", "MOE_LAB_SETUP="]
 
 
 def _announce(submission: Submission) -> None:
