@@ -59,7 +59,8 @@ def check_known(field: str, value: str, known: Collection[str]) -> None:
 def need(package: str, extra: str, reason: str) -> None:
     """Raise UserError with the command that installs `package` when it is not installed."""
     if find_spec(package.replace("-", "_")) is None:
-        raise UserError(f"{reason} needs the package {package}: pip install 'moe-lab[{extra}]'")
+        missing = UserError(f"{reason} needs the package {package}: pip install 'moe-lab[{extra}]'")
+        raise missing from ModuleNotFoundError(package)
 
 
 def user_errors(check: Callable[..., object], *arguments: object) -> Iterator[str]:

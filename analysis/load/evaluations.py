@@ -11,8 +11,8 @@ import pandas as pd
 import pyarrow as pa
 
 from analysis import names
-from analysis.load.reader import Reader, groups, records
-from moe_lab.results import SCALES
+from analysis.load.reader import Reader, groups, records, steps_behind
+from moe_lab.results import SCALES, STEPS
 from moe_lab.results import SCHEMA as RESULT_SCHEMA
 
 _SAMPLES = ("benchmark", "item", "outcome")
@@ -195,13 +195,9 @@ NAMESPACES = "namespaces"
 """The sandbox that isolates programs fully; results made with it need no remark."""
 
 
-def remarks(results: pd.DataFrame, origins: pd.DataFrame, cells: pd.DataFrame) -> list[str]:
+def remarks(results: pd.DataFrame, origins: pd.DataFrame, cells: pd.DataFrame, reader: Reader) -> list[str]:
     """Sentences about differences between results, and about programs that ran without a sandbox."""
-    notes = [
-        f"Results were made with different versions of {library}: {', '.join(found)}."
-        for library, found in versions(origins).items()
-        if len(found) > 1
-    ]
+    notes = mixed_versions(origins, cells, reader)
     commits = [str(commit) for commit in origins["commit"].dropna().unique()]
     if len(commits) > 1:
         notes.append(f"Results were made with different commits of moe_lab: {', '.join(sorted(commits))}.")
@@ -227,6 +223,31 @@ def remarks(results: pd.DataFrame, origins: pd.DataFrame, cells: pd.DataFrame) -
     for sandbox in sorted(set(origins["sandbox"].dropna()) - {NAMESPACES}):
         notes.append(f"Programs the model wrote ran without namespaces around them (sandbox: {sandbox}).")
     return notes
+
+
+def mixed_versions(origins: pd.DataFrame, cells: pd.DataFrame, reader: Reader) -> list[str]:
+    """A sentence for every library of which the steps of the cells, with all their inputs, had different versions."""
+    steps = list(origins["folder"])
+    for kind in STEPS:
+        steps.extend(cells[f"{kind}_folder"].dropna())
+    evaluated = dict(zip(origins["folder"], origins["versions"], strict=True))
+    libraries: dict[str, dict[str, list[str]]] = {}
+    for name, folder in steps_behind(steps, reader).items():
+        versions_of_step = evaluated.get(name) or reader.provenance(folder).get("versions") or {}
+        for library, version in versions_of_step.items():
+            if version:
+                libraries.setdefault(library, {}).setdefault(str(version), []).append(name)
+    sentences = []
+    for library, by_version in sorted(libraries.items()):
+        if len(by_version) > 1:
+            listed = ", ".join(f"{version} ({_some(names)})" for version, names in sorted(by_version.items()))
+            sentences.append(f"Steps were made with different versions of {library}: {listed}.")
+    return sentences
+
+
+def _some(steps: list[str]) -> str:
+    first, *others = sorted(steps)
+    return f"{first} and {len(others)} more" if others else first
 
 
 def mixed_metrics(results: pd.DataFrame, cells: pd.DataFrame) -> list[str]:

@@ -273,7 +273,7 @@ _BEHIND = {"ablation": ABLATIONS, "gradients": GRADIENTS, "weights": WEIGHTS}
 def _behind(cells: pd.DataFrame, kind: str, reader: Reader) -> pd.DataFrame:
     """The table of the first step of this kind among the inputs of the cells' plans; empty when there is none."""
     for row in records(cells[cells["plan_folder"].notna()]):
-        for name, folder in steps_behind(row["plan_folder"], reader).items():
+        for name, folder in steps_behind([row["plan_folder"]], reader).items():
             table = read(folder, f"{kind}.parquet", reader) if step_kind(name) == kind else None
             if table is not None:
                 return table

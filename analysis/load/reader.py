@@ -158,13 +158,13 @@ TIMELESS = ("model",)
 """Steps that only read a configuration, which every study has: their time is not shown."""
 
 
-def steps_behind(name: str | None, reader: Reader) -> dict[str, Path]:
-    """The step called `name` and all its direct and indirect inputs: folder name as recorded -> its path.
+def steps_behind(steps: Iterable[str | None], reader: Reader) -> dict[str, Path]:
+    """These steps and all their direct and indirect inputs: folder name as recorded -> its path.
 
     A step without step.json is taken to have no inputs. Steps that are gone from the store are left out.
     """
     folders: dict[str, Path] = {}
-    open_names = [name] if name else []
+    open_names = [name for name in steps if name]
     while open_names:
         current = open_names.pop()
         folder = reader.find(current)

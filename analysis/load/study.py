@@ -119,7 +119,7 @@ def load(store: Path, name: str) -> Study:
         models=models,
         origins=origins,
         reader=reader,
-        notes=[*remarks(results, origins, cells), *_contaminated(contaminations)],
+        notes=[*remarks(results, origins, cells, reader), *_contaminated(contaminations)],
     )
 
 

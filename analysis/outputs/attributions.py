@@ -113,7 +113,7 @@ def measure_seconds(study: Study, cells: pd.DataFrame) -> tuple[dict[str, float]
     ablations = [
         step
         for folder in cells["plan_folder"].dropna()
-        for step in steps_behind(folder, study.reader)
+        for step in steps_behind([folder], study.reader)
         if step_kind(step) == ABLATION
     ]
     measured = {"pass": passes[:1], "ablation": ablations[:1]}

@@ -263,7 +263,7 @@ def _timed(study: Study, cells: pd.DataFrame, folder: str) -> Iterator[tuple[dic
 
     Cells are left out when these are not known for every step."""
     for cell in records(by_criterion(cells, "model")):
-        behind = [name for name in steps_behind(cell[folder], study.reader) if step_kind(name) not in TIMELESS]
+        behind = [name for name in steps_behind([cell[folder]], study.reader) if step_kind(name) not in TIMELESS]
         steps = time_and_memory(behind, study.reader)
         if behind and set(steps["folder"]) == set(behind):
             yield cell, steps

@@ -125,11 +125,12 @@ class Schedule:
 
 
 def recall_failures(schedule: Schedule, store: Store, *, retry: str | None) -> None:
-    """Mark steps that failed in an earlier run as failed, unless retry=failed or the code has changed since."""
+    """Mark steps that failed in an earlier run as failed, unless retry=failed or the code has changed since, or what is
+    installed was to blame, which may have."""
     for step in list(schedule.waiting.values()):
         if step.id not in schedule.waiting or (document := store.error(step.id)) is None:
             continue
-        if retry == "failed" or document.get("code") != code_state():
+        if retry == "failed" or document.get("environment") or document.get("code") != code_state():
             store.forget(step.id)
         else:
             again = {**document, "message": f"{document['message']} (failed before; retry=failed tries again)"}

@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import platform
+import re
 import resource
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache, cached_property, wraps
 from hashlib import sha256
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, dataclass_transform
 
 import moe_lab
@@ -286,9 +288,23 @@ def error_document(error: BaseException) -> dict[str, Any]:
         "type": type(error).__name__,
         "user": isinstance(error, UserError) or transient,
         "transient": transient,
+        "environment": _is_of_environment(error),
         "trace": "" if isinstance(error, UserError) else mask("".join(traceback.format_exception(error))),
         "code": code_state(),
     }
+
+
+MISSING_SYMBOL = re.compile("undefined symbol|cannot open shared object file|symbol not found")
+
+
+def _is_of_environment(error: BaseException | None) -> bool:
+    """Whether an exception, or its cause, is about what is installed: a package, a name in one, or a library."""
+    while error is not None:
+        of_module = isinstance(error, AttributeError) and isinstance(error.obj, ModuleType)
+        if isinstance(error, ImportError) or of_module or MISSING_SYMBOL.search(str(error)):
+            return True
+        error = error.__cause__
+    return False
 
 
 NOTED = "code_state.json"

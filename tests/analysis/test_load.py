@@ -226,6 +226,18 @@ def test_mixed_sizes_metrics_and_versions_are_told(store: Path) -> None:
     assert len(table_of(benchmark_table, results_of(study, [comparison])).frame) == len(study.cells)
 
 
+def test_versions_of_all_steps_behind_a_result_are_compared(store: Path) -> None:
+    """Of inputs of inputs too, and of steps that are no evaluations."""
+    plan, scores, cost = (f"{kind}/x-0123456789ab" for kind in ("plan", "scores", "cost"))
+    for step, version, inputs in ((plan, "1", {"scores": scores}), (scores, "2", {}), (cost, "1", {})):
+        about = {"versions": {"numpy": version, "evalplus": None}}
+        write_json(store / step / "step.json", {"files": {}, "inputs": inputs, "provenance": about})
+    with edited(record_path(store)) as changed:
+        changed["cells"][1]["plan"], changed["cells"][1]["cost"] = plan, cost
+    [note] = [note for note in load(store, "made_up").notes if "numpy" in note]
+    assert f"1 ({cost} and 1 more), 2 ({scores})" in note
+
+
 @pytest.mark.parametrize("scale", ["loss", "perplexity"])
 def test_scores_that_are_no_means_get_intervals_from_their_standard_error(store: Path, scale: str) -> None:
     for cell in range(len(document(store)["cells"])):

@@ -27,7 +27,7 @@ from studies import STUDY, Asked, ask, start
 
 from moe_lab import models, progress
 from moe_lab.config import Config, LauncherConfig
-from moe_lab.errors import UserError
+from moe_lab.errors import UserError, need
 from moe_lab.models import WORKERS
 from moe_lab.results import FIGURES
 from moe_lab.study import record
@@ -35,10 +35,10 @@ from moe_lab.study import run as launch
 from moe_lab.study.estimates import GIB, Memory
 from moe_lab.study.graph import Graph
 from moe_lab.study.runs import RECORD, Submitted, begin
-from moe_lab.study.schedule import Schedule, StepError, Worker, overview, work
+from moe_lab.study.schedule import Schedule, StepError, Worker, overview, recall_failures, work
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.pack import Pack
-from moe_lab.study.step import Step
+from moe_lab.study.step import Step, error_document
 from moe_lab.study.store import Store
 
 TESTS = f"{Path(__file__).parents[1]}{os.pathsep}{Path(__file__).parents[2]}"
@@ -336,6 +336,46 @@ def test_a_silent_scheduler_hides_no_error(tmp_path: Path, study: Study, monkeyp
     assert "it broke" in why and "job 7 was to do it; squeue has not answered" in why and not fate.called
     assert "ended" not in study("status", tmp_path)
     assert ask(tmp_path, "cancel", STUDY) == 2
+
+
+class Vanished(RuntimeError):
+    """As transformers raises it when the import of a family fails."""
+
+    __cause__ = ImportError("cannot import name 'Cache'")
+
+
+def missing_name() -> AttributeError:
+    with pytest.raises(AttributeError) as raised:
+        _ = json.nothing  # type: ignore[attr-defined]
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        (ModuleNotFoundError("No module named 'x'"), True),
+        (missing_name(), True),
+        (OSError("libcudart.so.12: cannot open shared object file: No such file or directory"), True),
+        (Vanished("Failed to import"), True),
+        (AttributeError("'Plan' object has no attribute 'x'"), False),
+        (ValueError("it broke"), False),
+    ],
+)
+def test_a_failure_of_what_is_installed_is_no_failure_of_the_step(
+    tmp_path: Path, error: Exception, again: bool
+) -> None:
+    """Its message stays until the next start, which tries the step again."""
+    store, step = Store(tmp_path).create(), Example()
+    store.fail(step, error_document(error))
+    assert str(error) in (store.error(step.id) or {})["message"]
+    recall_failures(schedule := Schedule([step]), store, retry=None)
+    assert (step.id in schedule.waiting) == again and (store.error(step.id) is None) == again
+
+
+def test_a_package_that_a_step_needs_may_be_installed_later(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as raised:
+        need("no_such_package", "extra", "a step")
+    assert error_document(raised.value)["environment"]
 
 
 # The report of a run
