@@ -41,24 +41,31 @@ def module_digest(name: str) -> str:
 
 
 def digest_of(name: str, file: Path) -> str:
-    """sha256 over the code of the module `name` in `file` and of all that it imports, directly or not.
+    """sha256 over the code of the module `name` in `file` and of all that it imports, as by `code_of`."""
+    files, versions = code_of(name, file)
+    local = {module: sha256(path.read_bytes()).hexdigest() for module, path in files.items()}
+    return sha256(json.dumps([local, versions], sort_keys=True).encode()).hexdigest()
 
-    Local modules count by content, wherever they are: those in the same folder or package, and packages that are
-    installed as editable. Other installed packages count by version. Nothing is run: imports are found in the text,
-    inside functions too, as statements or calls of `import_module` with a literal name. Data files do not count.
+
+def code_of(name: str, file: Path) -> tuple[dict[str, Path], dict[str, str]]:
+    """Name -> file of the module `name` in `file` and of all local modules that it imports, directly or not; and
+    name -> version of the installed packages.
+
+    Local modules are those in the same folder or package, and packages that are installed as editable. Nothing is run:
+    imports are found in the text, inside functions too, as statements or calls of `import_module` with a literal name.
+    Data files do not count.
     """
     own, root = name.partition(".")[0], folder_of(name, file)
-    local: dict[str, str] = {}
+    local: dict[str, Path] = {}
     versions: dict[str, str] = {}
     pending = [(name, file)]
     while pending:
         module, path = pending.pop()
         if module in local:
             continue
-        content = path.read_bytes()
-        local[module] = sha256(content).hexdigest()
+        local[module] = path
         package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-        for imported in (module, *_imports(content, package)):
+        for imported in (module, *_imports(path.read_bytes(), package)):
             top = imported.partition(".")[0]
             if top in IGNORED:
                 continue
@@ -67,7 +74,16 @@ def digest_of(name: str, file: Path) -> str:
                 versions |= installed
             else:
                 pending += _files(imported, folder)
-    return sha256(json.dumps([local, versions], sort_keys=True).encode()).hexdigest()
+    return local, versions
+
+
+def file_of(name: str, folder: Path) -> Path | None:
+    """The file of a module below `folder`, or else where Python finds it. Nothing is imported."""
+    for place in (folder, _folder_on_path(name.partition(".")[0])):
+        files = dict(_files(name, place)) if place else {}
+        if name in files:
+            return files[name]
+    return None
 
 
 def folder_of(name: str, file: Path) -> Path:

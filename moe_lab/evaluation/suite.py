@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import json
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from moe_lab.config.base import identity as settings_identity
 from moe_lab.errors import Unavailable, UserError, check_known, unknown, user_errors
 from moe_lab.evaluation import LIMITED, Policy
 from moe_lab.evaluation.harness import HARNESSES, Harness, check_count, data_files, installed
+from moe_lab.evaluation.harnesses.lm_eval_files import definition_files
 from moe_lab.paths import PREFIX
 
 _TASK = re.compile(r"^[\"']?(?:task|group)[\"']?: *[\"']?([\w-]+)[\"']? *$", re.MULTILINE)
@@ -32,7 +34,7 @@ def adapter(benchmark: BenchmarkConfig) -> Any:
 
 
 def data_digest(benchmark: BenchmarkConfig) -> str:
-    """sha256 over the benchmark's files, or over their digests in its mirror.
+    """sha256 over the benchmark's files, all that define a task included, or over their digests in its mirror.
 
     If the mirror is missing, a text with the name of the data is returned, so that costs can be estimated without it.
     """
@@ -43,11 +45,21 @@ def data_digest(benchmark: BenchmarkConfig) -> str:
             return mirror.digest(benchmark)
         except UserError:  # which `lacking` reports
             return f"no mirror of {benchmark.data}"
-    digest = hashlib.sha256()
-    for file in data_files(benchmark):
+    files, versions = _files_and_versions(benchmark)
+    digest = hashlib.sha256(json.dumps(versions, sort_keys=True).encode() if versions else b"")
+    for file in files:
         content = file.read_bytes()
         digest.update(f"{len(content)}\n".encode() + content)
     return digest.hexdigest()
+
+
+def _files_and_versions(benchmark: BenchmarkConfig) -> tuple[list[Path], dict[str, str]]:
+    """The files of a benchmark without a mirror, that of its items last, and versions of what code in them imports."""
+    *definition, items = data_files(benchmark)
+    versions: dict[str, str] = {}
+    if benchmark.harness == "lm_eval" and definition:
+        definition, versions = definition_files(*definition)
+    return [*definition, items], versions
 
 
 @dataclass(frozen=True)
@@ -167,7 +179,8 @@ def _mistakes(benchmark: BenchmarkConfig, harness: Harness) -> Iterator[str]:
 
 
 def _check_items(benchmark: BenchmarkConfig) -> None:
-    items, definition = data_files(benchmark)[-1], benchmark.parameters.get("definition", {})
+    files, _ = _files_and_versions(benchmark)
+    items, definition = files[-1], benchmark.parameters.get("definition", {})
     if not isinstance(definition, dict):
         raise UserError(
             f"benchmark {benchmark.name}: parameters.definition={definition}: expected a task in lm-eval's format, "

@@ -508,3 +508,91 @@ def test_mistakes_are_said_before_a_model_is_loaded(tmp_path: Path, changes: dic
     assert suite.preflight([benchmark], Policy()) == []
     said = suite.preflight([replace(benchmark, **changes)], Policy())
     assert len(said) == 1 and says in said[0], said
+
+
+PROMPT = "def prompt(doc):\n    return doc['q'] + answer(doc)\n"
+HELPER = "def answer(doc):\n    return ' at night in a'\n"
+EMPTY = "def answer(doc):\n    return ''\n"
+READS = "from pathlib import Path\n\ndef answer(doc):\n    return {}.read_text()\n\n"
+
+
+def task_of_files(folder: Path, files: dict[str, str]) -> BenchmarkConfig:
+    """A task whose prompt is `tools.utils.prompt`, through two included files; `files` are others, or other ones."""
+    definition = {name: value for name, value in MULTIPLE_CHOICE.items() if name != "doc_to_text"}
+    benchmark: BenchmarkConfig = own_task(folder, [{**BIRD, "label": 1}], {**definition, "include": "base.yaml"})
+    contents = {
+        "base.yaml": "include: [more/prompt.yaml]\n",
+        "more/prompt.yaml": "doc_to_text: !function tools.utils.prompt\n",
+        "more/tools/utils.py": f"from helper import answer\n\n{PROMPT}",
+        "more/tools/helper.py": EMPTY,
+        "more/tools/unrelated.py": "",
+        **files,
+    }
+    for name, content in contents.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+    return benchmark
+
+
+@pytest.mark.parametrize(
+    ("changed", "content", "files"),
+    [
+        ("more/prompt.yaml", "doc_to_text: '{{q}} '\n", {}),
+        ("more/tools/utils.py", f"{HELPER}\n{PROMPT}", {}),
+        ("more/tools/helper.py", HELPER, {}),
+        ("more/tools/hint.txt", " at night", {"more/tools/utils.py": READS + PROMPT, "more/tools/hint.txt": ""}),
+    ],
+)
+def test_every_file_that_makes_an_item_identifies_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str, content: str, files: dict[str, str]
+) -> None:
+    """Definitions that are included, code that they name, and what this imports or names; and nothing else."""
+    monkeypatch.syspath_prepend(tmp_path / "more/tools")
+    hint = "(Path(__file__).parent / 'hint.txt')"
+    benchmark = task_of_files(tmp_path, {name: text.format(hint) for name, text in files.items()})
+    identity, items = suite.question_identity(benchmark), suite.adapter(benchmark).items(benchmark)
+    (tmp_path / "more/tools/unrelated.py").write_text("A = 1\n")
+    assert suite.question_identity(benchmark) == identity
+    (tmp_path / changed).write_text(content)
+    assert suite.question_identity(benchmark) != identity
+    assert suite.adapter(benchmark).items(benchmark) != items
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        READS.format("next(Path(__file__).parent.glob('*.txt'))"),
+        READS.format("Path('..', 'hint' + '.txt')"),
+        "import sys\nsys.path[:0] = [__file__.rpartition('/')[0] + '/other']\n"
+        "answer = __import__('hidden_' + 'helper').answer\n\n",
+        "import importlib\nanswer = importlib.import_module('other.hidden_' + 'helper').answer\n\n",
+    ],
+)
+def test_a_task_that_reads_what_does_not_identify_its_items_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    """In one process again and again, as code that is imported is not read twice."""
+    files = {"more/tools/utils.py": code + PROMPT, "more/tools/other/hidden_helper.py": HELPER}
+    benchmark = task_of_files(tmp_path, {**files, "more/tools/hint.txt": "", "more/hint.txt": ""})
+    monkeypatch.syspath_prepend(tmp_path / "more/tools")
+    monkeypatch.chdir(tmp_path / "more/tools")
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"benchmark own.*(hint\.txt|hidden_helper\.py)"):
+            suite.adapter(benchmark).items(benchmark)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("base.yaml", "include: missing.yaml\n", "missing.yaml"),
+        ("base.yaml", "a: [\n", r"base\.yaml"),
+        ("base.yaml", "a\n", r"base\.yaml"),
+        ("more/prompt.yaml", "doc_to_text: !function missing_tools.prompt\n", "missing_tools"),
+        ("more/tools/utils.py", "def prompt(:\n", r"utils\.py"),
+    ],
+)
+def test_a_definition_that_cannot_be_read_is_said_before_anything_is_loaded(
+    tmp_path: Path, file: str, content: str, says: str
+) -> None:
+    (sentence,) = suite.preflight([task_of_files(tmp_path, {file: content})], Policy())
+    assert re.search(says, sentence)
