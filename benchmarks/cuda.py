@@ -87,7 +87,6 @@ ROWS = [
     ),
     Row("masks", "-m benchmarks.masks --device cuda --model olmoe_7b", f"{SMALL_MODEL} --pairs 1", 2),
     Row("distillation", "-m benchmarks.distillation --device cuda --model olmoe_7b", f"{SMALL_MODEL} --pairs 1", 4),
-    Row("quantised exports", "-m benchmarks.compressed --device cuda", "--device cpu --prompts 2", 4),
     Row("tests", "-m pytest -m cuda tests/models tests/identities", "", 3),
 ]
 

@@ -174,7 +174,7 @@ CANNOT_BE: list[tuple[str, dict[str, Any], str]] = [
     ("recovery", {"distill": "c4", "train": "routers", "fit": "c4"}, "distill=c4 .*expected one of"),
     ("recovery", {"fit": "c4", "epochs": 1.0}, "epochs=1.0 .*expected.* 2.0"),
     ("recovery", {"fit": "c4", "train": "routers"}, "train=routers .*expected.* adapters"),
-    ("export", {"shape": None, "format": "fp8"}, "format=fp8 .*add export=natural"),
+    ("export", {"shape": None, "format": "gguf"}, "format=gguf .*add export=natural"),
     ("backend", {"name": "hf", "arguments": {"max_num_seqs": 8}}, "arguments=.*expected backend=vllm"),
     ("backend", {"name": "vllm", "arguments": {"dtype": "float16"}}, "arguments.dtype"),
     ("backend", {"name": "vllm", "arguments": {"tensor_parallel_size": "two"}}, "arguments.tensor_parallel_size=two"),

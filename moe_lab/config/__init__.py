@@ -11,7 +11,6 @@ from pydantic.dataclasses import dataclass
 from moe_lab.config.base import SETTINGS, Above0, Count, Group, Name, Positive, Ratio, Text, matching
 from moe_lab.config.evaluation import BackendConfig, BenchmarkConfig, JudgeConfig, ProtocolConfig, SuiteConfig
 from moe_lab.config.pruning import (
-    COMPRESSED,
     GATES,
     AllocationConfig,
     CalibrationConfig,

@@ -15,7 +15,6 @@ from moe_lab.config.base import SETTINGS, Above0, Count, From2, Group, Name, Pos
 Gate = Literal["model", "renormalized", "full_softmax", "double_softmax"]
 GATES: tuple[str, ...] = get_args(Gate)
 Shape = Literal["natural", "masked", "padded"]
-COMPRESSED = ("fp8", "w4a16")
 """Values of export.format in which weights are rounded, after the model was evaluated."""
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 DEVICE_MAPS = ("balanced", "balanced_low_0", "sequential")
@@ -373,9 +372,8 @@ class ExportConfig(Group):
 
     shape: Shape | None = None
     """natural (what the plan keeps), masked or padded, as in docs/export.md; null writes none."""
-    format: Literal["safetensors", "fp8", "w4a16", "gguf"] = "safetensors"
-    """How the tensors are stored: safetensors (as in the original), fp8 or w4a16 (4-bit weights) as compressed-tensors,
-    or gguf (by llama.cpp's converter)."""
+    format: Literal["safetensors", "gguf"] = "safetensors"
+    """How the tensors are stored: safetensors (as in the original), or gguf (by llama.cpp's converter)."""
     converter: str | None = None
     """llama.cpp's convert_hf_to_gguf.py, for format=gguf; null takes the one that `make llama` fetches."""
 

@@ -1,10 +1,9 @@
-"""Quantised originals lose whole experts with their scales; exports are quantised by compressed-tensors."""
+"""Quantised originals lose whole experts with their scales."""
 
 import json
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import preloaded
 import pytest
@@ -12,17 +11,13 @@ import quantised
 import tiny
 import torch
 from identities.plans import random_plan
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tiny import logits, weights
-from transformers import CompressedTensorsConfig
 
-from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
+from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models.load import load_model
 from moe_lab.pruning.export import export
-from moe_lab.pruning.export.compressed import compression_changes
-from moe_lab.pruning.export.rewrite import Changes, rewrite
-from moe_lab.pruning.export.settings import wrong
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from tests.campaign.models import reconfigure
@@ -192,145 +187,3 @@ def test_what_quantised_weights_do_not_allow_is_refused_first(tmp_path: Path) ->
     lines = [line for line in done.stderr.splitlines() if "stored as fp8" in line]
     assert done.returncode == 2 and not (tmp_path / "store").exists()
     assert all(any(field in line for line in lines) for field in fields), done.stderr
-
-
-# ---- export.format
-
-COMPRESSED = [(name, scheme) for name in ("even", "uneven") for scheme in ("fp8", "w4a16")]
-SIZES = {"hidden_size": 64, "moe_intermediate_size": 64}
-
-
-def scheme_of(folder: Path) -> tuple[Any, Any]:
-    """The library's scheme, and the class that stores weights, as config.json names them."""
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationConfig
-
-    stated = QuantizationConfig(**json.loads((folder / "config.json").read_text())["quantization_config"])
-    return stated.config_groups["group_0"], BaseCompressor.get_value_from_registry(stated.format)
-
-
-def decompressed(folder: Path) -> dict[str, torch.Tensor]:
-    """Name of each quantised matrix -> the numbers that are stored, by the library."""
-    scheme, compressor = scheme_of(folder)
-    stored, matrices = weights(folder), {}
-    for name in stored:
-        if name.endswith(".weight_scale"):
-            module = name.removesuffix("weight_scale")
-            parts = {key.removeprefix(module): value for key, value in stored.items() if key.startswith(module)}
-            matrices[f"{module}weight"] = compressor.decompress(parts, scheme)["weight"]
-    return matrices
-
-
-def compress(folder: Path, case: str, scheme: str, dtype: torch.dtype = torch.float32) -> None:
-    """An export as it is evaluated, and compressed, each in a folder of its own."""
-    pytest.importorskip("compressed_tensors")
-    model = tiny.save("qwen2_moe" if case == "even" else "qwen3_moe", folder / "model", dtype=dtype, **SIZES)
-    evaluated = export(folder / "model", random_plan(model, case), folder / "evaluated")
-    rewrite(evaluated, compression_changes(evaluated, scheme), folder / "compressed")
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every case, also with the stored numbers as plain weights; and the logits of all of them."""
-    root = tmp_path_factory.mktemp("compressed")
-    for case, scheme in COMPRESSED:
-        folder = root / f"{case}-{scheme}"
-        compress(folder, case, scheme)
-        stored = decompressed(folder / "compressed")
-        changes = Changes(lambda name, tensor, stored=stored: {name: stored.get(name, tensor)}, "")
-        rewrite(folder / "evaluated", changes, folder / "decompressed")
-        found = {name: loaded(folder / name) for name in ("evaluated", "decompressed")}
-        dequantised = CompressedTensorsConfig(dequantize=True)
-        found["dequantised"] = loaded(folder / "compressed", quantization_config=dequantised)
-        save_file({**found, "loaded": loaded(folder / "compressed")}, folder / "found.safetensors")
-    return root
-
-
-def loaded(folder: Path, **named: Any) -> torch.Tensor:
-    """The logits of the model in a folder, all of whose weights are there."""
-    return logits(tiny.load(folder, trust_remote_code=True, **named)).contiguous()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scheme", ["fp8", "w4a16"])
-def test_weights_are_rounded_to_the_nearest(scheme: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
-
-    compress(tmp_path, "even", scheme, dtype)
-    stored, found = weights(tmp_path / "compressed"), decompressed(tmp_path / "compressed")
-    originals, arguments = weights(tmp_path / "evaluated"), scheme_of(tmp_path / "compressed")[0].weights
-    assert any("shared_expert." in name for name in found) and any("self_attn" in name for name in found)
-    for name, matrix in found.items():
-        original, scales = originals[name], stored[f"{name}_scale"]
-        assert scales.dtype == dtype and matrix.dtype == dtype
-        largest = original.unflatten(1, (scales.shape[1], -1)).abs().amax(2).double()
-        torch.testing.assert_close(scales.double() * {"fp8": 448, "w4a16": 7.5}[scheme], largest, rtol=2**-7, atol=0)
-        assert torch.equal(matrix, fake_quantize(original, scales, torch.zeros_like(scales), arguments))
-
-
-@pytest.mark.parametrize("scheme", ["fp8", "w4a16"])
-def test_routers_embeddings_norms_and_lm_head_stay(folders: Path, scheme: str) -> None:
-    before, after = (weights(folders / f"even-{scheme}" / name) for name in ("evaluated", "compressed"))
-    kept = {name for name in before if name in after and torch.equal(before[name].float(), after[name].float())}
-    ends = ("mlp.gate.weight", "shared_expert_gate.weight", "norm.weight", "embed_tokens.weight", "bias")
-    expected = {name for name in before if name.endswith((*ends, "lm_head.weight"))}
-    if scheme == "w4a16":  # its rows of 40 numbers are no multiple of the group of 64
-        expected |= {name for name in before if name.endswith("shared_expert.down_proj.weight")}
-    assert kept == expected
-    stated = json.loads((folders / f"even-{scheme}" / "compressed" / "config.json").read_text())["quantization_config"]
-    assert {"lm_head", "model.layers.0.mlp.gate", "model.layers.0.mlp.shared_expert_gate"} <= set(stated["ignore"])
-    assert "rounded to the nearest" in (folders / f"even-{scheme}" / "compressed" / "README.md").read_text()
-
-
-@pytest.mark.parametrize(("case", "scheme"), COMPRESSED)
-def test_transformers_computes_with_the_stored_numbers(folders: Path, case: str, scheme: str) -> None:
-    """When an FP8 folder is loaded as config.json says, activations are rounded too."""
-    found = load_file(folders / f"{case}-{scheme}" / "found.safetensors")
-    torch.testing.assert_close(found["dequantised"], found["decompressed"], rtol=0, atol=1e-5)
-    if scheme == "w4a16":
-        torch.testing.assert_close(found["loaded"], found["decompressed"], rtol=0, atol=1e-5)
-    else:
-        rounding, both = (float((found[name] - found["evaluated"]).norm()) for name in ("decompressed", "loaded"))
-        assert 0 < both <= 3 * rounding
-
-
-@pytest.mark.parametrize(("hidden", "width", "group"), [(256, 128, 128), (128, 192, 64), (64, 96, 32)])
-def test_the_largest_group_that_divides_is_taken(hidden: int, width: int, group: int, tmp_path: Path) -> None:
-    pytest.importorskip("compressed_tensors")
-    sizes = {"hidden_size": hidden, "moe_intermediate_size": width}
-    model = tiny.save("qwen3_moe", tmp_path / "model", num_hidden_layers=1, **sizes)
-    export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "pruned")
-    stated = compression_changes(tmp_path / "pruned", "w4a16").config["quantization_config"]
-    assert stated["config_groups"]["group_0"]["weights"]["group_size"] == group
-
-
-def test_what_the_format_cannot_store_is_refused(tmp_path: Path) -> None:
-    pytest.importorskip("compressed_tensors")
-    model = tiny.save("qwen3_moe", tmp_path / "model", **SIZES)
-    ragged = random_plan(model, "ragged")
-    narrow = export(tmp_path / "model", random_plan(model, "one width", width=24), tmp_path / "narrow")
-    packed = export(tmp_path / "model", ragged, tmp_path / "ragged")
-    stacked = tiny.plan(tiny.save("gpt_oss", tmp_path / "gpt_oss"), 0.5)
-    for folder, scheme, said in (
-        (narrow, "w4a16", r"rows of 24 and 64: expected export\.format=fp8"),
-        (packed, "fp8", "expected export=padded"),
-        (export(tmp_path / "gpt_oss", stacked, tmp_path / "stacked"), "fp8", r"expected export\.format=safetensors"),
-    ):
-        with pytest.raises(UserError, match=said):
-            compression_changes(folder, scheme)
-    assert compression_changes(export(tmp_path / "model", ragged, tmp_path / "padded", shape="padded"), "fp8").config
-
-
-def test_wrong_settings_are_named_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("compressed_tensors")
-    tiny.save("gpt_oss", tmp_path / "gpt_oss")
-    model = ModelConfig("tiny", "pocket:olmoe")
-
-    def said(model: ModelConfig = model, verify: bool = False) -> str:
-        return " ".join(wrong(ExportConfig("natural", "fp8"), model, RecoveryConfig(), "expert", verify=verify))
-
-    assert said() == ""
-    assert "expected verify=false" in said(verify=True)
-    assert "in one tensor: expected export.format=safetensors" in said(ModelConfig("tiny", str(tmp_path / "gpt_oss")))
-    monkeypatch.setattr("moe_lab.errors.find_spec", lambda name: None)
-    assert "pip install 'moe-lab[compression]'" in said()

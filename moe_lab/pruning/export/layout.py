@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from moe_lab.config import COMPRESSED
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import Checkpoint, Entry
 from moe_lab.models.families import DISK_ROUTER_WEIGHTS, DISK_ROUTING_VECTORS, Family, Place, predicting_experts
@@ -193,15 +192,6 @@ def expert_type(checkpoint: Checkpoint) -> str:
         if place.kind in ("expert", "stack"):
             return checkpoint.tensors[name].dtype
     raise UserError(f"{checkpoint.folder} has no routed experts that moe_lab knows")
-
-
-def check_stored_apart(names: Iterable[str], where: Path) -> None:
-    """Raise UserError unless the tensors `names` have each expert's matrices apart, as compressed-tensors needs."""
-    if not any(place.kind == "expert" for place in Family().places(names).values()):
-        raise UserError(
-            f"export.format={' and '.join(COMPRESSED)} store each expert's matrices apart, and {where} has those of a "
-            "layer in one tensor: expected export.format=safetensors"
-        )
 
 
 def can_bar(names: Iterable[str]) -> bool:

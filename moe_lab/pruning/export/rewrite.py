@@ -49,17 +49,6 @@ class Changes:
     config: Mapping[str, Any] = field(default_factory=dict)
     """Fields that are set in config.json."""
 
-    def then(self, further: Changes) -> Changes:
-        """These changes, followed by further ones to the tensors that they write."""
-
-        def both(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-            changed: dict[str, torch.Tensor] = {}
-            for new, value in self.tensors(name, tensor).items():
-                changed |= further.tensors(new, value)
-            return changed
-
-        return Changes(both, f"{self.words} {further.words}".strip(), {**self.config, **further.config})
-
 
 def rewrite(folder: Path, changes: Changes, out: Path) -> Path:
     """Write the exported checkpoint in `folder` into the new folder `out` with `changes`; returns `out`. The division

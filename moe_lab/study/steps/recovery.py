@@ -6,14 +6,14 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache, reduce
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from moe_lab import allocation
 from moe_lab import recovery as recoveries
 from moe_lab.allocation.grouping import GROUPINGS
-from moe_lab.config import COMPRESSED, ExportConfig, LauncherConfig, ModelConfig, RecoveryConfig
+from moe_lab.config import ExportConfig, LauncherConfig, ModelConfig, RecoveryConfig
 from moe_lab.config.pruning import Shape
 from moe_lab.grid import Cell
 from moe_lab.json_files import write_json
@@ -298,8 +298,9 @@ class Export(AboutPruned, Step):
 
         source, plan, shape = local_folder(self.about), files.plan(self.plan), str(self.shape.shape)
         out = files.out / "checkpoint"
-        is_rewritten, is_converted = self.pruned.is_recovered or self._is_compressed, self.shape.format == "gguf"
-        if self.pruned.is_recovered:
+        is_rewritten = self.pruned.is_recovered
+        is_converted = self.shape.format == "gguf"
+        if is_rewritten:
             from moe_lab.recovery.export import check_widths
 
             check_widths(source, plan, self._evaluated_dtype(source))
@@ -325,10 +326,6 @@ class Export(AboutPruned, Step):
             shutil.rmtree(files.partial, ignore_errors=True)
             raise
 
-    @property
-    def _is_compressed(self) -> bool:
-        return self.shape.format in COMPRESSED
-
     def _compare(self, source: Path, natural: Path, files: Files) -> None:
         """Compare the checkpoint with the masked model, on the CPU: only there are both equal bit for bit."""
         from moe_lab.pruning.export.verify import verify
@@ -338,20 +335,14 @@ class Export(AboutPruned, Step):
         write_json(files.out / "verified.json", {"difference": difference})
 
     def _write_changed(self, natural: Path, out: Path, files: Files) -> None:
-        """Write the pruned checkpoint again, with the weights of the recovered model, and quantised."""
+        """Write the pruned checkpoint again, with the weights of the recovered model."""
         from moe_lab.pruning.export.rewrite import rewrite
         from moe_lab.recovery.export import recovery_changes
 
-        changes = []
-        if self.pruned.is_recovered:
-            dtype, text = self._evaluated_dtype(natural), self.finetune.text.name if self.finetune else None
-            words = recoveries.finetune_words(self.pruned.recovery, text)
-            changes.append(recovery_changes(natural, dtype=dtype, words=words, **self.pruned.changes(files)))
-        if self._is_compressed:
-            from moe_lab.pruning.export.compressed import compression_changes
-
-            changes.append(compression_changes(natural, self.shape.format))
-        rewrite(natural, reduce(lambda first, then: first.then(then), changes), out)
+        dtype = self._evaluated_dtype(natural)
+        text = self.finetune.text.name if self.finetune else None
+        words = recoveries.finetune_words(self.pruned.recovery, text)
+        rewrite(natural, recovery_changes(natural, dtype=dtype, words=words, **self.pruned.changes(files)), out)
 
     def _evaluated_dtype(self, folder: Path) -> Any:
         """The precision in which the model is evaluated. This step itself runs on the CPU, maybe on another machine."""
@@ -368,8 +359,7 @@ class Export(AboutPruned, Step):
     def disk(self, size: Size) -> float:
         """The checkpoint, with those that it is made from: one whose weights are changed is written first without the
         changes, and one in GGUF is converted from another."""
-        changed = self.pruned.is_changed or self._is_compressed
-        return float(size.bytes) * (1 + changed + (self.shape.format == "gguf"))
+        return float(size.bytes) * (1 + self.pruned.is_changed + (self.shape.format == "gguf"))
 
     def pace(self) -> list[Any]:
         return [self.facts.id, self.shape.format]
