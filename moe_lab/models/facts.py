@@ -8,6 +8,7 @@ from typing import Any
 
 from moe_lab.config import ExpectedConfig, ModelConfig
 from moe_lab.config.base import valid
+from moe_lab.models.checkpoint import open_checkpoint
 from moe_lab.models.config_json import compare
 from moe_lab.models.discover import MoELayer, is_ragged, linears, part_of, routed_layers
 from moe_lab.models.files import local_folder
@@ -30,7 +31,7 @@ def _built(folder: Path, settings: ModelConfig) -> Any:
     """The model of a folder on the meta device, with model.top_k, compared with `model.expected`."""
     model = skeleton(folder, trust_remote_code=settings.trust_remote_code)
     if any(folder.glob("*.safetensors")):
-        check_sizes(model, folder)
+        check_sizes(model, open_checkpoint(folder))
     compare(asdict(architecture(model)), settings)
     set_top_k(model, settings.top_k)
     return model

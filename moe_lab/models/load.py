@@ -22,13 +22,18 @@ from moe_lab.config import ModelConfig
 from moe_lab.config.pruning import DEVICE_MAPS
 from moe_lab.errors import UserError
 from moe_lab.models import experts, processor
-from moe_lab.models.checkpoint import open_checkpoint, read_json
+from moe_lab.models.checkpoint import Checkpoint, open_checkpoint, read_json
 from moe_lab.models.config_json import UNPACKED, experts_implementation, quantization_method
 from moe_lab.models.discover import is_ragged, routed_layers
 from moe_lab.models.families import NOT_LOADED, TOP_K_FIELDS, Family, has_causal_model, prediction_prefixes
 from moe_lab.models.files import check_code, local_folder
 from moe_lab.models.routing import restore_routing
-from moe_lab.models.transformers_private import dequantised_by_stated_blocks, dequantising, unused_tensors
+from moe_lab.models.transformers_private import (
+    copied_tensors,
+    dequantised_by_stated_blocks,
+    dequantising,
+    unused_tensors,
+)
 
 
 def load_model(settings: ModelConfig) -> tuple[Any, Any]:
@@ -47,10 +52,10 @@ def load_model(settings: ModelConfig) -> tuple[Any, Any]:
         empty = skeleton(folder, trust_remote_code=settings.trust_remote_code)
         set_top_k(empty, settings.top_k)
         routed_layers(empty)
-        check_sizes(empty, folder)
+        checkpoint = open_checkpoint(folder)
+        check_sizes(empty, checkpoint)
         model = _weights(folder, settings, dtype, device)
         tokenizer = load_tokenizer(folder, settings)
-    checkpoint = open_checkpoint(folder)
     restore_routing(model, routed_layers(model), checkpoint, checkpoint.tensors)
     model.eval().requires_grad_(False)
     check_finite(model)
@@ -69,7 +74,7 @@ def skeleton(folder: Path, *, trust_remote_code: bool = False, dtype: torch.dtyp
     try:
         with quiet(), torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, dtype=dtype)
-    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:  # from its sizes and names
+    except Exception as error:  # noqa: BLE001 - whatever a family raises for wrong sizes and names
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise UserError(f"{folder / 'config.json'} describes no model that can be built ({reason})") from None
 
@@ -183,16 +188,18 @@ def check_used(where: Path | str, unused: Iterable[str]) -> None:
         )
 
 
-def check_sizes(skeleton: Any, folder: Path) -> None:
+def check_sizes(skeleton: Any, checkpoint: Checkpoint) -> None:
     """Raise UserError when an unquantised tensor has another number of elements than config.json asks for, or is none
     that it asks for, or when experts of a layer are missing or of another size.
 
     Shapes are not compared, because some experts are stored transposed.
     """
+    folder, stored = checkpoint.folder, checkpoint.tensors
     if quantization_method(read_json(folder / "config.json")) is not None:
         return
-    stored, expected = open_checkpoint(folder).tensors, skeleton.state_dict()
-    shapes = ((name, stored[name].shape, tensor.shape) for name, tensor in expected.items() if name in stored)
+    expected = skeleton.state_dict()
+    names = {**copied_tensors(skeleton, stored), **{name: name for name in stored}}
+    shapes = ((names[name], stored[names[name]].shape, expected[name].shape) for name in expected if name in names)
     check_shapes(folder, [entry for entry in shapes if prod(entry[1]) != prod(entry[2])])
     check_used(folder, unused_tensors(skeleton, stored))
     counts: Counter[int] = Counter()

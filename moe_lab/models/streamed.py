@@ -87,7 +87,7 @@ class StreamedModel:
         self.device, self.dtype = device, dtype
         self.model = skeleton(folder, trust_remote_code=trust_remote_code, dtype=dtype).eval().requires_grad_(False)
         set_top_k(self.model, top_k)
-        check_sizes(self.model, folder)
+        check_sizes(self.model, self.checkpoint)
         self.moe = {layer.index: layer for layer in routed_layers(self.model)}
         self.path = next(iter(self.moe.values())).stack
         """Module path of the decoder layers, such as model.layers."""

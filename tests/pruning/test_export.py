@@ -19,10 +19,16 @@ from identities.plans import random_plan
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny import rewrite
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+)
 
 from moe_lab.config import ExportConfig
 from moe_lab.errors import UserError
+from moe_lab.models.discover import moe_layers
 from moe_lab.models.files import fingerprint
 from moe_lab.pruning.export import export, write
 from moe_lab.pruning.export.card import model_card
@@ -30,6 +36,7 @@ from moe_lab.pruning.export.rewrite import Changes
 from moe_lab.pruning.export.rewrite import rewrite as rewrite_export
 from moe_lab.pruning.export.verify import TOLERANCE, verify
 from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.prune import prune
 from tests.campaign.models import reconfigure
 
 
@@ -66,10 +73,10 @@ def test_files_beside_the_weights(tmp_path: Path) -> None:
 def test_every_count_is_written_as_it_was(tmp_path: Path) -> None:
     """Configurations of Hunyuan list numbers by layer."""
     model = tiny.save("hunyuan_v1_moe", tmp_path / "model")
-    reconfigure(tmp_path / "model", num_experts=[16] * 3, moe_topk=[4] * 3)
+    reconfigure(tmp_path / "model", moe_topk=[4] * 3)
     before = json.loads((tmp_path / "model" / "config.json").read_text())
     out = export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "out")
-    assert json.loads((out / "config.json").read_text()) == {**before, "num_experts": [8] * 3}
+    assert json.loads((out / "config.json").read_text()) == {**before, "num_experts": 8}
     three = Plan(dict.fromkeys(range(3), (0, 1, 2)), dict.fromkeys(range(3), 16))
     with pytest.raises(UserError, match=r"3 of 16 experts.*top_k=4"):
         export(tmp_path / "model", three, tmp_path / "no")
@@ -197,6 +204,51 @@ def test_plans_that_do_not_fit(tmp_path: Path) -> None:
     reconfigure(tmp_path / "model", num_hidden_layers=2)  # its third layer is not one that predicts further tokens
     with pytest.raises(UserError, match=r"layers \[1, 2\]"):
         export(tmp_path / "model", Plan({1: tuple(range(0, 16, 2))}, {1: 16}), tmp_path / "out")
+
+
+GROUPS = {"n_routed_experts": 32, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8}
+
+
+@pytest.mark.parametrize(
+    ("name", "made", "missing", "kept", "message"),
+    [
+        ("mixtral", {}, ("num_local_experts",), range(6), r"layers\.0\."),
+        ("mixtral", {}, ("num_experts_per_tok",), range(1), "top_k=2"),
+        ("deepseek_v3", GROUPS, ("n_group", "topk_group", "num_experts_per_tok"), range(24), "of the 8 groups"),
+    ],
+)
+def test_fields_that_config_json_leaves_to_their_defaults(
+    name: str, made: dict[str, int], missing: tuple[str, ...], kept: range, message: str, tmp_path: Path
+) -> None:
+    """What prune would refuse, or nothing could load, is not written."""
+    model = tiny.save(name, tmp_path / "model", **made)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    shortened = {field: value for field, value in config.items() if field not in missing}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(shortened))
+    counts = {layer.index: layer.n_experts for layer in moe_layers(model)}
+    with pytest.raises(UserError, match=message):
+        export(tmp_path / "model", Plan(dict.fromkeys(counts, tuple(kept)), counts), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("way", ["even", "uneven", "ragged"])
+def test_a_composite_is_exported_right_or_not_at_all(way: str, tmp_path: Path) -> None:
+    """The fields of its experts are below text_config."""
+    text = {**tiny.COMMON, **tiny.ARCHITECTURES["qwen3_next"]}
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32}
+    whole = Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(text_config=text, vision_config=vision))
+    tiny.randomize(whole)
+    whole.save_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", experts_implementation="eager")
+    plan = random_plan(model, way)
+    if way != "even":
+        with pytest.raises(UserError, match="export"):
+            export(tmp_path / "model", plan, tmp_path / "out")
+        assert [path.name for path in tmp_path.iterdir()] == ["model"]
+        return
+    out = export(tmp_path / "model", plan, tmp_path / "out")
+    exported = AutoModelForCausalLM.from_pretrained(out, experts_implementation="eager")
+    assert torch.equal(tiny.logits(exported), tiny.logits(prune(model, plan)))
 
 
 def test_a_full_target_is_refused_and_a_full_disk_left_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

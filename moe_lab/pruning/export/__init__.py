@@ -1,4 +1,5 @@
-"""Write a pruned checkpoint from the files of the original one. No torch unless all experts get one new width.
+"""Write a pruned checkpoint from the files of the original one. No torch in a process that does not have it already,
+unless all experts get one new width: another one builds the model that the export describes, without weights.
 
 Dropping whole experts removes entries along the expert axis, and these are contiguous in a file: tensors of a single
 expert are copied or left out, and of tensors that hold all experts the kept entries are copied. Where experts lose
@@ -8,9 +9,13 @@ channels, their tensors are read, cut and written one at a time.
 from __future__ import annotations
 
 import os
+import sys
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
+from moe_lab.child_process import Child, Refused
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import INDEX, bits_of, open_checkpoint, read_json
 from moe_lab.models.config_json import LAYERS_FIELD, quantization_method
@@ -24,6 +29,10 @@ from moe_lab.pruning.export.settings import check_quantised
 from moe_lab.pruning.export.write import CARD, copy_others, new_folder, write_index, write_json, write_weights
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.replace import check_aligned
+from moe_lab.start import command
+
+CHECK = "moe_lab.pruning.export.check"
+"""The module that needs torch."""
 
 
 def export(
@@ -40,8 +49,8 @@ def export(
     configuration cannot describe get a model type of their own, with its code beside them. The result has the shards,
     config.json (edited), tokenizer and other files of the original, plan.json, and a model card, and is complete as
     soon as it exists. UserError when the plan does not fit, was made for another model (unless `any_model`) or still
-    has to be aligned, when the shape cannot express it, or when the checkpoint is damaged or has an unknown tensor in a
-    MoE block.
+    has to be aligned, when the shape cannot express it, when the checkpoint is damaged or has an unknown tensor in a
+    MoE block, or when transformers could not load what would be written.
     """
     folder, target = Path(source), Path(out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -60,11 +69,6 @@ def export(
     described_beside = renumbered_files(folder, {index: layer.experts for index, layer in form.items()})
     content = pieces(checkpoint, family_of(config.get("text_config", config).get("model_type")), plan, form)
     with new_folder(target) as work:
-        write_weights(checkpoint, content, work)
-        written = [piece for tensors in content.values() for piece in tensors]
-        size = sum(piece.size for piece in written)
-        if (folder / INDEX).exists():
-            write_index(work, {piece.name: shard for shard, tensors in content.items() for piece in tensors}, size)
         copy_others(folder, work)
         (work / "plan.npz").unlink(missing_ok=True)  # of the plan of an export, if that is exported
         for name, document in {**described_beside, "config.json": described}.items():
@@ -72,6 +76,12 @@ def export(
         for name, text in code.items():
             (work / name).write_text(text, encoding="utf-8")
         plan.save(work / "plan.json")
+        written = [piece for tensors in content.values() for piece in tensors]
+        _check(folder, work, shape, {piece.name: (piece.dtype, piece.shape) for piece in written})
+        write_weights(checkpoint, content, work)
+        size = sum(piece.size for piece in written)
+        if (folder / INDEX).exists():
+            write_index(work, {piece.name: shard for shard, tensors in content.items() for piece in tensors}, size)
         card = model_card(
             plan,
             _name(folder),
@@ -85,6 +95,19 @@ def export(
         )
         (work / CARD).write_text(card, encoding="utf-8")
     return target
+
+
+def _check(source: Path, written: Path, shape: str, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+    """As `check.check`, in another process unless this one has torch already, so that it stays small."""
+    arguments: dict[str, Any] = {"source": str(source), "written": str(written), "shape": shape, "tensors": tensors}
+    if "torch" in sys.modules:
+        import_module(CHECK).check(**arguments)
+        return
+    with Child(command("moe_lab.child_process", CHECK), os.environ) as child:
+        try:
+            child.call("check", **arguments)
+        except Refused as error:
+            raise (UserError if error.kind == "UserError" else RuntimeError)(str(error)) from None
 
 
 def _name(folder: Path) -> str:

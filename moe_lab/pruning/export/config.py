@@ -77,8 +77,7 @@ def describe_export(config: dict[str, Any], form: Form, names: Iterable[str]) ->
     counts, widths = {len(layer.experts) for layer in form.values()}, {layer.width for layer in form.values()}
     if len(counts) == 1:
         (count,) = counts
-        for field in (field for field in COUNT_FIELDS if field in text):
-            text[field] = [count] * len(text[field]) if isinstance(text[field], list) else count
+        text.update(dict.fromkeys((field for field in COUNT_FIELDS if field in text), count))
         text.update(dict.fromkeys(ALSO_COUNTS.get(text.get("model_type", ""), ()), count))
     elif edited.get("output_router_logits"):
         edited["output_router_logits"] = False  # the balancing loss needs layers with equal numbers of experts
@@ -138,7 +137,9 @@ def narrowed(config: dict[str, Any], width: int) -> dict[str, Any] | None:
     """`config` with experts of `width` channels; None if a stock model cannot have them, because the same field also
     sets the size of something else, such as shared experts."""
     check_known(config.get("model_type", ""))
-    field = next(field for field in WIDTH_FIELDS if isinstance(config.get(field), int))
+    field = next((field for field in WIDTH_FIELDS if isinstance(config.get(field), int)), None)
+    if field is None:  # left to the default of its class
+        return None
     edited = {**config, field: width}
     return edited if _shapes(config) == _shapes(edited) else None
 
