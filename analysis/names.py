@@ -21,10 +21,6 @@ def capitalised(sentence: str) -> str:
     return sentence[:1].upper() + sentence[1:]
 
 
-def uncapitalised(sentence: str) -> str:
-    return sentence[:1].lower() + sentence[1:]
-
-
 CRITERIA = {
     "none": "Unpruned",
     "frequency": "Frequency",

@@ -85,7 +85,9 @@ def read_sealed(path: Path, shape: Any) -> Any:
 
 def parse_sealed(content: bytes, shape: Any, name: str) -> Any:
     """As `read_sealed`, of the content of the file `name`."""
-    text, _, ending = content.rpartition(DIGEST.encode())
+    text, mark, ending = content.rpartition(DIGEST.encode())
+    if not mark:
+        raise Damaged(f"{name} is damaged, or of an older moe_lab: it has no digest")
     text += b"}"
     if ending != f'{sha256(text).hexdigest()}"}}'.encode():
         raise Damaged(f"{name} is damaged")

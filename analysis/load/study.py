@@ -154,7 +154,6 @@ def _cells(document: Mapping[str, Any], reader: Reader) -> pd.DataFrame:
     ]
     cells = pd.DataFrame(rows, columns=[*AXES, "protocol", *(f"{kind}_folder" for kind in ARTEFACTS)])
     cells.index.name = "cell"
-    cells = _whole(cells, reader)
     cells["method"] = _methods(cells)
     twice = cells.duplicated(list(AXES))
     words = labels(cells)
@@ -196,17 +195,6 @@ def _allocation(cell: Mapping[str, Any]) -> str | None:
     more = [f"replacement={replacement}" if replacement != "none" else "", f"protect={protect}" if protect else ""]
     name = cell.get("allocation")
     return ", ".join([name, *filter(None, more)]) if name else name
-
-
-def _whole(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """The cells whose record has all axes; every other cell is recorded as a gap."""
-    lacking = cells[list(AXES)].isna()
-    for row, missing in zip(records(cells), lacking.to_numpy(), strict=True):
-        if missing.any():
-            unsaid = names.listing(axis for axis, gone in zip(AXES, missing, strict=True) if gone)
-            words = (row[axis] for axis in ("model", "criterion", "calibration", "ratio") if pd.notna(row[axis]))
-            reader.gap(f"the record does not say its {unsaid}: left out", " ".join(map(str, words)))
-    return cells[~lacking.any(axis=1)].copy()
 
 
 def _methods(cells: pd.DataFrame) -> list[str]:

@@ -30,8 +30,6 @@ SEARCHED, CHANNELS, INVARIANT = "searched allocation", "channels", "invariant sc
 """The three claims, named by what is claimed to be better."""
 BY_CHANCE = "channels by chance"
 """Control of the second claim, without any criterion: random channels against random experts."""
-METHODS, PLANS = "methods", "these plans"
-"""What a verdict is about: with one seed of a plan, not about its method."""
 ALL = "all"
 """In place of a ratio: the mean over all ratios."""
 EQUAL = 0.035
@@ -40,7 +38,7 @@ PAIR = ["criterion", "calibration", "recovery", "gate"]
 """Columns in which a searched cell and its uniform partner agree, besides the ratio."""
 
 TESTED = ["difference", "low", "high", "detectable", "p"]
-COLUMNS = ["claim", "model", "ratio", "compared", *TESTED, "p_holm", "verdict", "about", "parts"]
+COLUMNS = ["claim", "model", "ratio", "compared", *TESTED, "p_holm", "verdict", "parts"]
 
 Pairs = Sequence[tuple[int, int]]
 """Pairs of compared cells: first the one that the claim says is better, then the other."""
@@ -52,8 +50,7 @@ def claims(comparisons: Sequence[Comparison], costs: pd.DataFrame, family: pd.Da
     Empty when no claim can be tested. costs: cell, routed_kept; family: scores of the S family, as in a study.
     `difference` is of Avg; for the third claim, of the share of experts that all calibration sets agree on. p_holm is
     corrected by Holm's method over all rows. `detectable`: the difference that this study would find in 80 % of cases.
-    `parts` maps each group average to its difference. verdict: see `verdict`; about: what it is about, methods or these
-    plans.
+    `parts` maps each group average to its difference. verdict: see `verdict`; p is NaN for methods with one seed.
     """
     rows = [row for comparison in comparisons for row in (*_searched(comparison), *_channels(comparison, costs))]
     ratios = {
@@ -125,12 +122,10 @@ def _row(comparison: Comparison, claim: str, ratio: float | str, ratios: Sequenc
     sign = -1 if comparison.is_loss(mean) else 1  # of a loss, less is better
     parts = {name: pooled_difference(comparison, target, ratios)[1].value for name, target in targets.items()}
     compared, found = pooled_difference(comparison, mean, ratios)
-    several = all(len(comparison.seeds[cell]) > 1 for cell in cells)
-    return {
-        **{"claim": claim, "model": comparison.model, "ratio": ratio, "compared": compared, "parts": parts},
-        **_tested(replace(found, value=sign * found.value)),
-        "about": METHODS if several else PLANS,
-    }
+    tested = _tested(replace(found, value=sign * found.value))
+    if any(len(comparison.seeds[cell]) < 2 for cell in cells):
+        tested["p"] = np.nan
+    return {"claim": claim, "model": comparison.model, "ratio": ratio, "compared": compared, "parts": parts, **tested}
 
 
 def _tested(found: Estimate) -> dict[str, float]:
@@ -151,7 +146,7 @@ def _invariant(family: pd.DataFrame, ratios: Mapping[str, Sequence[float]]) -> l
         mean = np.mean(list(differences.values()), axis=0)
         for ratio, shares in (*differences.items(), *([(ALL, mean)] if len(differences) > 1 else [])):
             found = uncertainty.mean_estimate(shares) if np.ptp(shares) > 0 else Estimate(float(np.mean(shares)))
-            about = {"claim": INVARIANT, **key, "ratio": ratio, "parts": {}, "about": PLANS}
+            about = {"claim": INVARIANT, **key, "ratio": ratio, "parts": {}}
             rows.append({**about, **_tested(found), "compared": len(_PARTNERS)})
     return rows
 
@@ -211,7 +206,7 @@ def claim_table(results: Results, name: str) -> Table | None:
     keys = zip(rows["model"], rows["ratio"], strict=True)
     pruned = [ratio if ratio == ALL else removed.get((model, ratio), names.ratio(ratio)) for model, ratio in keys]
     worded = rows.assign(statement=rows["claim"].map(STATEMENTS), pruned=pruned)
-    frame = pd.concat([spelled(worded, {**text, **numbers, "Verdict": "verdict", "Of": "about"}), parts], axis=1)
+    frame = pd.concat([spelled(worded, {**text, **numbers, "Verdict": "verdict"}), parts], axis=1)
     return Table(
         name=name,
         title="What the papers claim",
@@ -219,7 +214,8 @@ def claim_table(results: Results, name: str) -> Table | None:
         "item; channels and whole experts are paired when the shares of routed parameters kept "
         f"differ by less than {EQUAL:g}. For calibration sets: of the share of the lowest-scored experts common to all "
         "sets, over layers. A claim is decided where the 95 % interval is on one side of 0 and p is below "
-        f"{LEVEL} after Holm's correction over all rows. Detectable: the difference that this study would find in 80 % "
+        f"{LEVEL} after Holm's correction over all rows; methods with one seed are not tested. Detectable: the "
+        "difference that this study would find in 80 % "
         f"of cases. The last columns are differences of group averages. {_of_losses(results)}{setting(results.study)}",
         frame=frame,
         formats={

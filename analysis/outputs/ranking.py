@@ -55,7 +55,8 @@ def ranking_table(results: Results, name: str) -> Table:
     return Table(
         name=name,
         title="Plans by average",
-        caption=f"{means_in_words(results.comparisons)} {_caption(found)} {setting(results.study)}",
+        caption=f"{means_in_words(results.comparisons)} Scores that are equal when printed share a place. Spread: "
+        f"standard deviation between seeds, or models. {_caption(found)} {setting(results.study)}",
         frame=frame,
         formats={column: form for column, form in formats.items() if column in frame},
         best={each.mean: "min" if each.quantity.lower_is_better else "max" for each in found},
@@ -68,14 +69,12 @@ def ranking_table(results: Results, name: str) -> Table:
 
 
 def _caption(found: Sequence[Ranking]) -> str:
-    """What the columns mean, as far as the rankings have something in them."""
-    sentences = [
-        "Scores that are equal when printed share a place. Spread: standard deviation between seeds, or models."
-    ]
+    """What a status means, as far as the rankings have one, and what they say together."""
+    sentences = []
     if any(ranking.chance for ranking in found):
         sentences.append(
-            "Above chance: beyond where all of as many random plans would be with 95 % probability, below chance: "
-            "on the other side; a mean of seeds is taken as one plan."
+            "Above chance: better than the best of as many random plans as the model has other plans would be with "
+            "95 % probability; below chance: worse than the worst. A mean of seeds is taken as one plan."
         )
     if any(ranking.rows["verdict"].any() for ranking in found):
         sentences.append(

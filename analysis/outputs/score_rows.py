@@ -36,6 +36,7 @@ from analysis.stats.cell_scores import (
 )
 from analysis.stats.chance import chance_of
 from analysis.stats.comparison import Comparison, Kind, Target, means, random_scores
+from moe_lab.results import RANDOM
 
 
 @dataclass(frozen=True)
@@ -114,14 +115,16 @@ def block_table(
     """Make a table with one row per cell of each block.
 
     Columns: those of `columns` (benchmarks and averages) that were run; for blocks with a base, the difference of the
-    last one to the base with a Holm-corrected p-value; and `costs`. The unpruned model comes first in every block.
-    Scores and differences have intervals.
+    last one to the base, with a Holm-corrected p-value where both have several seeds; and `costs`. The unpruned model
+    comes first in every block. Scores and differences have intervals.
     """
     run = [block for block in blocks if column_targets(block.comparison, list(block.labels), columns)]
     rows = stacked([_rows(study, block, columns, costs) for block in run] or [Numbers(_EMPTY, _EMPTY, _EMPTY)])
     frame = rows.frame
     if P in frame:
         frame[P] = uncertainty.holm(frame[P].to_numpy(float))
+        if frame[P].isna().all():
+            del frame[P]
     averages = [*means(block.comparison for block in run), MEAN]
     last = [column for column in (*averages, DIFFERENCE, P, *costs) if column in frame]
     shown = [str(column) for column in frame if column not in (*TEXT, "Criterion", *last)]
@@ -195,7 +198,8 @@ def _rows(study: Study, block: Block, columns: Sequence[str], costs: Mapping[str
     if block.base is not None and targets:
         against = {cell: block.base for cell in pruned if cell != block.base}
         paired = differences(comparison, list(targets.values())[-1], against).reindex(list(labels))
-        frame = frame.assign(**{DIFFERENCE: paired["difference"], P: paired["p"]})
+        tested = [cell for cell in against if min(len(comparison.seeds[each]) for each in (cell, block.base)) > 1]
+        frame = frame.assign(**{DIFFERENCE: paired["difference"], P: paired.loc[tested, "p"]})
         low, high = low.assign(**{DIFFERENCE: paired["low"]}), high.assign(**{DIFFERENCE: paired["high"]})
     if len(study.costs):
         values = {
@@ -247,7 +251,8 @@ def draw_chance(axes: Axes, comparison: Comparison, target: Target) -> list[Patc
     bands: dict[Kind, dict[float, tuple[float, float]]] = {}
     for _, cells in by_ratio(comparison.cells):
         for kind, plans in random_scores(comparison, cells, target).items():
-            bands.setdefault(kind, {})[100 * cells["removed"].mean()] = chance_of(plans).limits(2)
+            removed = cells.loc[cells["criterion"].isin(RANDOM), "removed"].mean()
+            bands.setdefault(kind, {})[100 * removed] = chance_of(plans).limits(2)
     patches: list[Patch] = []
     for band in bands.values():
         if len(band) > 1:

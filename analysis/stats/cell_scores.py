@@ -93,13 +93,8 @@ def scores(comparison: Comparison, cells: Sequence[int], targets: Mapping[str, T
         pd.DataFrame({name: parts[at][index].to_numpy() for name, parts in values.items()}, index=index)
         for at in range(3)
     )
-    best = {names.benchmark(name): direction(comparison, target) for name, target in targets.items()}
+    best = {names.benchmark(name): "min" if comparison.is_loss(target) else "max" for name, target in targets.items()}
     return Numbers(score, low, high, best)
-
-
-def direction(comparison: Comparison, target: Target) -> str:
-    """Whether the best of a target is its max or its min."""
-    return "min" if comparison.is_loss(target) else "max"
 
 
 def differences(comparison: Comparison, target: Target, against: Mapping[int, int]) -> pd.DataFrame:

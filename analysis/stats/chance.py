@@ -69,8 +69,6 @@ def chances(samples: Mapping[str, np.ndarray]) -> dict[str, Chance]:
 
 def _equal(variances: np.ndarray, freedoms: np.ndarray, pooled: float) -> bool:
     """Whether Bartlett's test finds no difference between variances. Equal to scipy's `bartlett`."""
-    if not variances.all():
-        return False
     ratio = freedoms.sum() * np.log(pooled) - freedoms @ np.log(variances)
     correction = 1 + ((1 / freedoms).sum() - 1 / freedoms.sum()) / 3 / (len(variances) - 1)
     return bool(chdtrc(len(variances) - 1, ratio / correction) >= LEVEL)

@@ -409,6 +409,6 @@ def random_scores(comparison: Comparison, cells: pd.DataFrame, target: Target) -
     for (granularity, recovery), of_kind in random.groupby(["granularity", "recovery"]):
         plans = [by_seed[comparison.scored_plans(target, cell)].to_numpy(float) for cell in of_kind.index]
         most = max(plans, key=len)
-        if len(most) > 1:
+        if len(most) > 1 and np.ptp(most) > 0:  # equal scores do not say how much plans differ
             scores[str(granularity), str(recovery)] = most
     return scores

@@ -14,7 +14,6 @@ from moe_lab.results import Scale
 
 AVG = "Avg"
 """Name of a mean of scores."""
-DIRECTIONS = {False: "more is better", True: "less is better"}
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Quantity:
     @property
     def direction(self) -> str:
         """`less is better` or `more is better`."""
-        return DIRECTIONS[self.lower_is_better]
+        return "less is better" if self.lower_is_better else "more is better"
 
     @property
     def name(self) -> str:

@@ -26,10 +26,6 @@ from analysis.stats.uncertainty import LEVEL, Estimate, Stratum
 from moe_lab.results import RANDOM
 
 ALL_MODELS = "all models"
-COLUMNS = (
-    "criterion", "method", "calibration", "granularity", "recovery", "seeds", "over", "place", "score", "low", "high",
-    "spread", "share", "behind", "behind_low", "behind_high", "p", "chance", "verdict", "status",
-)  # fmt: skip
 BEST, TIED, SEPARATED, UNTESTED = "best", "not separated", "separated", "not tested"
 """Verdicts on a method with several seeds beside the best such method."""
 ABOVE, WITHIN, BELOW = "above chance", "within chance", "below chance"
@@ -48,10 +44,11 @@ class Ranking:
     quantity: Quantity
     """What is ranked by."""
     rows: pd.DataFrame
-    """Index cell; columns COLUMNS. over: what the interval is over; place: equal for scores that are printed equal;
-    spread: standard deviation of the scores of its seeds; share: of the unpruned model's score; behind: how much worse
-    than the best method; chance: ABOVE, WITHIN or BELOW, "" if unknown; verdict: "" with one seed; status: chance, then
-    the verdict unless the plan is within or below chance."""
+    """Index cell; columns criterion, method, calibration, seeds, score, low, high, and over: what the interval is over;
+    place: equal for scores that are printed equal; spread: standard deviation of the scores of its seeds; share: of the
+    unpruned model's score; behind, behind_low, behind_high, p: how much worse than the best method; chance: ABOVE,
+    WITHIN or BELOW, "" if unknown; verdict: "" with one seed; status: chance, then the verdict unless the plan is
+    within or below chance. Of one model also granularity and recovery."""
     unpruned: float
     compared: int = 0
     """Number of plans of the model that are compared with chance."""
@@ -85,6 +82,11 @@ class _Group:
         ratio, gate = self.cells[["ratio", "gate"]].iloc[0]
         return ratio, gate
 
+    @property
+    def alike(self) -> tuple[tuple[float, str], Target, Quantity]:
+        """What groups have in common whose random plans differ equally much."""
+        return self.request, self.target, self.comparison.quantity(self.target)
+
 
 def rankings(comparisons: Sequence[Comparison]) -> list[Ranking]:
     """The rankings of all models by ratio and gate, then those of all models together."""
@@ -112,7 +114,7 @@ def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
     plans = [by_seed[comparison.scored_plans(target, cell)] for cell in order]
     rows = group.cells.loc[order, ["criterion", "method", "calibration", "granularity", "recovery"]].assign(
         seeds=list(map(len, plans)),
-        over=[_interval_over(len(scores)) for scores in plans],
+        over=[f"{len(scores)} seeds and items" if len(scores) > 1 else "items" for scores in plans],
         score=score[order],
         low=low[order],
         high=high[order],
@@ -127,10 +129,6 @@ def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
     rows = _with_status(_with_verdicts(rows, methods, leads, quantity))
     unpruned = float(quantity.shown(full))
     return Ranking(comparison.model, group.request, group.pruned, quantity, rows, unpruned, compared, chance)
-
-
-def _interval_over(seeds: int) -> str:
-    return f"{seeds} seeds and items" if seeds > 1 else "items"
 
 
 def _compared(group: _Group) -> int:
@@ -183,12 +181,12 @@ def _with_status(rows: pd.DataFrame) -> pd.DataFrame:
     ruled_out = rows["chance"].isin((WITHIN, BELOW))
     both = rows["chance"].where(rows["verdict"] == "", rows["chance"] + ", " + rows["verdict"]).str.removeprefix(", ")
     status = rows["chance"].where(ruled_out, both).mask(rows["criterion"].isin(RANDOM), "random plans")
-    return rows.assign(status=status)[list(COLUMNS)]
+    return rows.assign(status=status)
 
 
 def _chance(group: _Group, groups: Sequence[_Group]) -> dict[Kind, Chance]:
     """Kind of plan -> chance, with the spread of random plans of all models that have this ratio and average."""
-    alike = [each for each in groups if (each.request, each.target) == (group.request, group.target)]
+    alike = [each for each in groups if each.alike == group.alike]
     random = {each.comparison.model: random_scores(each.comparison, each.cells, each.target) for each in alike}
     found = {}
     for kind in random[group.comparison.model]:
@@ -213,6 +211,7 @@ def _beside_chance(rows: pd.DataFrame, chance: Mapping[Kind, Chance], compared: 
 
 def _over_models(found: Sequence[Ranking]) -> Iterator[Ranking]:
     """Rankings of the plans that all models have, by the mean over models, with models as random effects."""
+    models = {ranking.model for ranking in found}
     for request in dict.fromkeys(ranking.request for ranking in found):
         own = [ranking for ranking in found if ranking.request == request]
         if len(own) < 2 or len({ranking.quantity for ranking in own}) > 1:
@@ -223,7 +222,9 @@ def _over_models(found: Sequence[Ranking]) -> Iterator[Ranking]:
             for column in ("score", "seeds")
         )
         if len(scores) > 1:
-            yield _of_models(own, own[0].quantity.computed(scores), seeds.min(axis=1))
+            together = _of_models(own, own[0].quantity.computed(scores), seeds.min(axis=1))
+            is_all = len(own) == len(models)
+            yield together if is_all else replace(together, model=names.listing(ranking.model for ranking in own))
 
 
 def _of_models(own: Sequence[Ranking], table: pd.DataFrame, seeds: pd.Series) -> Ranking:
@@ -235,8 +236,6 @@ def _of_models(own: Sequence[Ranking], table: pd.DataFrame, seeds: pd.Series) ->
     means = [uncertainty.mean_estimate(row) for row in scores]
     low, high = np.transpose([mean.interval for mean in means])
     rows = table.index.to_frame(index=False).assign(
-        granularity="",
-        recovery="",
         seeds=seeds[table.index].to_numpy(),
         over=names.count(len(own), "model"),
         score=[mean.value for mean in means],
@@ -247,7 +246,7 @@ def _of_models(own: Sequence[Ranking], table: pd.DataFrame, seeds: pd.Series) ->
         chance="",
     )
     methods = _with_seeds(rows)
-    leads = _leads(scores[methods]) if len(methods) > 1 else []
+    leads = _leads(scores[methods])
     rows = _with_status(_with_verdicts(rows, methods, leads, quantity)).rename_axis("cell")
     pruned = " / ".join(dict.fromkeys(ranking.pruned for ranking in own))
     return Ranking(ALL_MODELS, own[0].request, pruned, quantity, rows, float(unpruned))
@@ -256,6 +255,8 @@ def _of_models(own: Sequence[Ranking], table: pd.DataFrame, seeds: pd.Series) ->
 def _leads(scores: np.ndarray) -> list[Estimate]:
     """Leads of the first method, the best, over the others; scores: (methods, models)."""
     methods, models = scores.shape
+    if methods < 2:
+        return []
     pairs = [uncertainty.mean_estimate(scores[0] - other) for other in scores[1:]]
     stratum = Stratum(scores / models, np.full(models, 1 / models))
     return uncertainty.best_of_many(pairs, [stratum], np.arange(methods))
@@ -283,8 +284,10 @@ def overview(found: Sequence[Ranking]) -> list[str]:
     above = {ranking.model for ranking in found if (ranking.rows["chance"] == ABOVE).any()}
     sentences = []
     if models:
-        which = f"On {len(above)} of {len(models)} models some" if len(models) > 1 else "Some" if above else "No"
-        sentences.append(f"{which} plan is above chance, corrected for the number of plans.")
+        which = f"On {len(above)} of {len(models)} models some" if len(models) > 1 else "Some"
+        sentences.append(
+            f"{which if above else 'No'} plan is above chance, corrected for the number of plans of each model."
+        )
     if any(map(_one_seed, found)):
         sentences.append(
             "Plans of one seed have an interval over items and get no verdict on their method: another seed may give "
@@ -296,13 +299,12 @@ def overview(found: Sequence[Ranking]) -> list[str]:
 def headline(ranking: Ranking) -> str:
     """What a ranking says in a few sentences."""
     scored = ranking.scored
-    mean = names.uncapitalised(ranking.mean)
-    extreme = f"lowest {mean}" if ranking.quantity.lower_is_better else "highest average"
+    extreme = f"lowest mean {ranking.quantity.name}" if ranking.quantity.lower_is_better else "highest average"
     first = records(scored[scored["place"] == 1])
     best, verb = first[0], "have" if len(first) > 1 else "has"
     share = "" if np.isnan(best["share"]) else f", {names.share(best['share'])} of the unpruned model's"
     sentence = (
-        f"{ranking.model}, {ranking.pruned} removed: of {names.count(len(scored), 'plan')}, {_named(first)} {verb} "
+        f"{ranking.model}, {ranking.pruned} removed: {_named(first)} {verb} "
         f"the {extreme}, {best['score']:.3f} ({best['low']:.3f} to {best['high']:.3f} over {best['over']}){share}."
     )
     return " ".join([sentence, *remarks(ranking)])

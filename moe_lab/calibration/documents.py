@@ -173,9 +173,9 @@ def _messages(value: Any, where: str, ignored: Collection[str]) -> tuple[Mapping
 
 def _arguments(record: Mapping[str, Any], read: Collection[str], where: str) -> dict[str, Any]:
     """The fields of a record beside those that were `read`, in the form of chat templates."""
-    arguments = _without(record, read)
-    if "tools" in record:
-        arguments["tools"] = _tools(record["tools"], where)
+    arguments = _without(record, [*read, "tools"])
+    if tools := _tools(record.get("tools"), where):  # some templates write a frame around an empty list
+        arguments["tools"] = tools
     if named := arguments.get(TEMPLATE_ARGUMENTS):
         arguments[TEMPLATE_ARGUMENTS] = _decoded(named, f"{where}: {TEMPLATE_ARGUMENTS}", dict)
     return arguments
@@ -341,6 +341,8 @@ def render_whole(
             raise _unread(what, TEMPLATE_ARGUMENTS, {key: flat[key]})
     _check_rest({key: value for key, value in flat.items() if isinstance(value, str)}, text, what)
     for key, value, others, rest in _omissions(messages, flat):
+        if key != "tools" and _missing(list(filter(is_content, _texts(value))), text):
+            raise _unread(what, key, value)
         try:
             ignored = from_template(others, rest, tokenizer, **options) == text
         except UserError:  # such as of a template that refuses an empty message: so it reads the calls
@@ -357,10 +359,20 @@ def _omissions(
     for key, value in arguments.items():
         if is_content(value) and not isinstance(value, str):
             yield key, value, messages, _without(arguments, [key])
-    of_messages = {key: value for message in messages for key, value in message.items()}
-    for key, value in of_messages.items():
-        if is_content(value) and not isinstance(value, str):
-            yield key, value, [_without(message, [key]) for message in messages], arguments
+    for number, message in enumerate(messages):
+        for key, value in message.items():
+            if is_content(value) and not isinstance(value, str):
+                without = _without(message, [key])
+                yield key, value, [*messages[:number], without, *messages[number + 1 :]], arguments
+
+
+def _texts(value: Any) -> list[str]:
+    """The texts in a value, such as those of documents or of the arguments of a call."""
+    if isinstance(value, Mapping):
+        return _texts(list(value.values()))
+    if isinstance(value, list | tuple):
+        return [text for inner in value for text in _texts(inner)]
+    return [value] if isinstance(value, str) else []
 
 
 def _check_words(messages: Sequence[Mapping[str, Any]], text: str, what: str) -> None:
@@ -369,19 +381,18 @@ def _check_words(messages: Sequence[Mapping[str, Any]], text: str, what: str) ->
         (message, key)
         for message in messages
         for key, value in message.items()
-        if key == "content" or (isinstance(value, str) and is_content(value))
+        if key == "content" or (isinstance(value, str) and (key == "name" or is_content(value)))
     ]
     missing = _missing([message[key] for message, key in parts], text)
-    if missing:
-        losing = [(message, key) for message, key in parts if missing.keys() & _words(message[key]).keys()]
-        message, key = min(
-            losing, key=lambda part: part[0][part[1]].strip() in text
-        )  # first one that is not there whole
-        word = next(word for word in _words(message[key]) if word in missing)
-        raise UserError(
-            f"{what} role={message['role']} {key}={message[key]!r:.60}, of which the model's chat template leaves out "
-            f"{word!r}: expected a set without it, or a model whose template reads it"
-        )
+    for message, key in sorted(
+        parts, key=lambda part: part[0][part[1]].strip() in text
+    ):  # first what is not there whole
+        for word in _words(message[key]):
+            if word in missing:
+                raise UserError(
+                    f"{what} role={message['role']} {key}={message[key]!r:.60}, of which the model's chat template "
+                    f"leaves out {word!r}: expected a set without it, or a model whose template reads it"
+                )
 
 
 def _missing(contents: Sequence[str], text: str) -> Counter[str]:

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 from moe_lab import progress
-from moe_lab.calibration.documents import Tools, render_whole
+from moe_lab.calibration.documents import TEMPLATE_ARGUMENTS, Tools, render_whole
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation.engines import (
@@ -100,9 +100,10 @@ def render(engine: Engine, messages: Messages, tools: Tools = ()) -> str:
 
     begun = messages[-1]["role"] == "assistant"
     ends = {"add_generation_prompt": not begun, "continue_final_message": begun}
-    arguments = {"tools": list(tools)} if tools else {}
-    what = "the questions come with"
-    return render_whole(messages, arguments, engine.tokenizer, what, **ends, **engine.template_arguments)
+    arguments: dict[str, Any] = {TEMPLATE_ARGUMENTS: engine.template_arguments}
+    if tools:
+        arguments["tools"] = list(tools)
+    return render_whole(messages, arguments, engine.tokenizer, "the questions come with", **ends)
 
 
 class _Encoder:

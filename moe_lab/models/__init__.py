@@ -13,21 +13,16 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-from moe_lab.json_files import Damaged, read_json, write_json
-from moe_lab.paths import cache
 
 CPUINFO = Path("/proc/cpuinfo")
 GROUPS = Path("/proc/self/cgroup")
 LIMITS = Path("/sys/fs/cgroup")
 WORKERS = "MOE_LAB_WORKERS"
 """Environment variable with the number of processes that share the memory of this one."""
-VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-"""Environment variables that hide GPUs from torch."""
 COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
 
 
@@ -77,32 +72,18 @@ def visible_gpus() -> list[str]:
     return named.split(",")[:count] if named else [str(number) for number in range(count)]
 
 
+@lru_cache(maxsize=1)
 def gpu_count() -> int:
-    """Number of GPUs that torch finds in this process.
-
-    torch takes seconds to import, so another process asks it, and its answer is kept in the user's cache until devices
-    of this machine come or go (a new time of /dev), or other ones are made visible."""
+    """Number of GPUs that torch finds with the environment of this process. Another process asks it, as torch takes
+    seconds to import, and only if it is built for GPUs."""
     try:
         build = version("torch")
     except PackageNotFoundError:
         return 0
     if build.endswith("+cpu"):
         return 0
-    visible = [os.environ.get(name) for name in VISIBLE_DEVICES]
-    circumstances = [build, sys.executable, platform.node(), os.stat("/dev").st_mtime_ns, *visible]
-    file = cache("gpus.json")
-    with suppress(FileNotFoundError, Damaged):
-        answer = read_json(file, {"circumstances": list, "count": int})
-        if answer["circumstances"] == circumstances:
-            return int(answer["count"])
     asked = subprocess.run([sys.executable, "-P", "-c", COUNT_GPUS], capture_output=True, text=True)
-    if asked.returncode:
-        return 0  # torch cannot be imported, which a step that needs it reports
-    count = int(asked.stdout)
-    with suppress(OSError):  # without a cache it is asked again
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, {"circumstances": circumstances, "count": count})
-    return count
+    return int(asked.stdout) if asked.returncode == 0 else 0  # a step that needs torch reports that it is broken
 
 
 def _stated(controller: str, in_2: str, in_1: str) -> Iterator[str]:

@@ -152,6 +152,14 @@ def unused_tensors(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
     return [unused[renamed] for renamed in report.unexpected_keys]
 
 
+def missing_tensors(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """Tensors of `model` to which none of `names`, the tensors of a plain checkpoint, gives a value."""
+    given = {name for stored, renamed, _ in _renamed(model, names) for name in (stored, renamed)}
+    report: Any = SimpleNamespace(missing_keys=model.state_dict().keys() - given, unexpected_keys=set())
+    model._adjust_missing_and_unexpected_keys(report)
+    return sorted(report.missing_keys - model.all_tied_weights_keys.keys())
+
+
 def copied_tensors(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     """Name in `model` -> name in the checkpoint, one of `names`, of each tensor that from_pretrained reads without
     changing more than its precision."""

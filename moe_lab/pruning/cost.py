@@ -211,7 +211,7 @@ def layered_routing(
 
     if plan is not None:
         check_fit(plan, moe_layers(streamed.model))
-        passing["under"] = lambda layer: mask_layers(streamed.model, [layer], plan)
+        passing["under"] = lambda layer: mask_layers([layer], plan)
     return _routing(plan, pruned, stream(streamed, LoadTap, batches, **passing).layers, batches)
 
 

@@ -34,12 +34,12 @@ def mask(model: PreTrainedModel, plan: Plan) -> Iterator[None]:
     layers = moe_layers(model)
     check_fit(plan, layers)
     check_aligned(plan)
-    with mask_layers(model, layers, plan):
+    with mask_layers(layers, plan):
         yield
 
 
 @contextmanager
-def mask_layers(model: PreTrainedModel, layers: Sequence[MoELayer], plan: Plan) -> Iterator[None]:
+def mask_layers(layers: Sequence[MoELayer], plan: Plan) -> Iterator[None]:
     """Mask `layers` only, for models whose other layers are not in memory. Does not check that the plan fits."""
     with ExitStack() as undo:
         for layer in layers:

@@ -182,17 +182,12 @@ class Plan:
             if (value := compute()) != stated:
                 raise self._of_another(name, f"{where} has {value[:12]}")
             return
-        if self.has_fingerprint:
+        if "model_sha256" in self.provenance:
             raise self._of_another("model_sha256", f"{where} has the weights of no checkpoint")
         warnings.warn(
             f"plan {self.digest[:12]} states no model_sha256, so only its layers and counts are compared with {where}",
             stacklevel=2,
         )
-
-    @property
-    def has_fingerprint(self) -> bool:
-        """Whether the plan states the checkpoint that it was made for."""
-        return bool(self.provenance.get("model_sha256"))
 
     def _of_another(self, name: str, given: str) -> UserError:
         return UserError(

@@ -81,7 +81,7 @@ class _Loss:
     def after_block(self, module: nn.Module, inputs: Any, named: Any, output: Any) -> None:
         """Run the block again on the same input under the mask, and compare."""
         whole = self.routed
-        with mask_layers(self.model, [self.layer], self.plan):
+        with mask_layers([self.layer], self.plan):
             module.forward(*inputs, **named)  # not by a call, which would come back here
         self.off = (whole.double() - self.routed.double()).square().sum(-1)
 

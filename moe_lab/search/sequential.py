@@ -42,7 +42,7 @@ def prune_sequentially(
                 if number in streamed.moe:
                     sums = rows.run(number, ForwardTap, keep=False)
                     plan = choose(number, sums[number])
-                    masked.enter_context(mask_layers(streamed.model, [streamed.moe[number]], plan))
+                    masked.enter_context(mask_layers([streamed.moe[number]], plan))
                 if number + 1 < len(streamed.layers):
                     rows.run(number, None, keep=True)
             rows.finish(sums, [number + 1])

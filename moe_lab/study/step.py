@@ -294,7 +294,10 @@ def error_document(error: BaseException) -> dict[str, Any]:
     }
 
 
-MISSING_SYMBOL = re.compile("undefined symbol|cannot open shared object file|symbol not found")
+MISSING_SYMBOL = re.compile(
+    "undefined symbol|cannot open shared object file|symbol not found|No module named|cannot import name"
+)
+"""In messages of exceptions; also in those of other processes, which arrive as texts."""
 
 
 def _is_of_environment(error: BaseException | None) -> bool:
@@ -303,7 +306,7 @@ def _is_of_environment(error: BaseException | None) -> bool:
         of_module = isinstance(error, AttributeError) and isinstance(error.obj, ModuleType)
         if isinstance(error, ImportError) or of_module or MISSING_SYMBOL.search(str(error)):
             return True
-        error = error.__cause__
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return False
 
 

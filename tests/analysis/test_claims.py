@@ -1,6 +1,7 @@
 """Claims of papers on pairs of plans, the overlap of experts, the winner map, and criteria that are told apart."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -24,12 +25,17 @@ NO_COSTS = pd.DataFrame(columns=["cell", "routed_kept"])
 NO_FAMILY = pd.DataFrame()
 
 
+def two_seeds(plans: list[dict[str, Any]], solved: list[Any]) -> Comparison:
+    """The unpruned model and each plan with two seeds, which solve the same items."""
+    axes = [UNPRUNED, *({**plan, "seed": seed} for seed in (1, 2) for plan in plans)]
+    return comparison_of(axes, {"gsm8k": [*solved, *solved[1:]]})
+
+
 def searched(last: list[int] | None) -> pd.DataFrame:
     words = [("reap",), ("reap", "evolutionary"), ("ean",), ("ean", "evolutionary"), ("seer",)]
     words += [("reap", "uniform", 0.25), ("reap", "evolutionary", 0.25)]
-    axes = [UNPRUNED, *(cell(*each) for each in words)]
     solved = [first(40), first(10), first(20), first(8), last, first(30), first(20), first(19)]
-    return claims.claims([comparison_of(axes, {"gsm8k": solved})], NO_COSTS, NO_FAMILY)
+    return claims.claims([two_seeds([cell(*each) for each in words], solved)], NO_COSTS, NO_FAMILY)
 
 
 def test_searched_allocations_are_paired_with_uniform_ones_of_the_same_criterion() -> None:
@@ -38,6 +44,12 @@ def test_searched_allocations_are_paired_with_uniform_ones_of_the_same_criterion
     assert found["difference"].to_dict() == pytest.approx({0.25: -1 / 40, 0.5: 11 / 40})
     assert found["compared"].to_dict() == {0.25: 1, 0.5: 2}
     assert found.loc[0.5, "verdict"] == "holds" and found.loc[0.25, "verdict"] == "undecided"
+
+
+def test_plans_of_one_seed_prove_no_claim() -> None:
+    axes = [UNPRUNED, cell("reap"), cell("reap", "evolutionary")]
+    found = claims.claims([comparison_of(axes, {"gsm8k": [first(40), first(10), first(30)]})], NO_COSTS, NO_FAMILY)
+    assert found["verdict"].tolist() == ["not tested"] and found["difference"].tolist() == [20 / 40]
 
 
 def test_a_missing_result_takes_its_pair_away_and_nothing_else() -> None:
@@ -58,7 +70,7 @@ def test_channels_meet_experts_that_keep_as_much_and_chance_meets_chance() -> No
     """HEAPr +20 and CAMERA +10 over REAP; MAN keeps a tenth more and is left out, and so is what was quantised."""
     solved = [first(40), first(30), first(20), first(10), first(40), first(16), first(20), first(2)]
     costs = pd.DataFrame({"cell": range(8), "routed_kept": [1, 0.5, 0.5, 0.52, 0.6, 0.5, 0.5, 0.5]})
-    found = claims.claims([comparison_of(CHANNELS, {"gsm8k": solved})], costs, NO_FAMILY)
+    found = claims.claims([two_seeds(CHANNELS[1:], solved)], costs, NO_FAMILY)
     rows = found.set_index(["claim", "ratio"])
     row = rows.loc[(claims.CHANNELS, 0.5)]
     assert row["compared"] == 2 and row["difference"] == pytest.approx(15 / 40) and row["verdict"] == "holds"

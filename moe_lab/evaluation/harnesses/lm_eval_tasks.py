@@ -111,8 +111,8 @@ _OF_PYTHON = (sys.prefix, sys.base_prefix, "/dev", "/etc", "/proc", "/sys", "/us
 def _note(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "open" and (opened := _opened.get()) is not None:
         path, _, flags = arguments
-        if isinstance(path, str) and not flags & (os.O_WRONLY | os.O_RDWR):
-            opened.add(os.path.abspath(path))
+        if isinstance(path, str | bytes) and not flags & (os.O_WRONLY | os.O_RDWR):
+            opened.add(os.path.abspath(os.fsdecode(path)))
 
 
 sys.addaudithook(_note)

@@ -50,7 +50,7 @@ def verify(source: Path, plan: Plan, exported: Path, *, device: str = "cpu", tru
             moe, written = masked.moe.get(number), pruned.moe.get(number)
             with ExitStack() as stack:
                 _align(*(stack.enter_context(model.layer(number, then=number + 1)) for model in (masked, pruned)))
-                with mask_layers(masked.model, [] if moe is None else [moe], plan):
+                with mask_layers([] if moe is None else [moe], plan):
                     first = masked.through(number, ids, valid, state)
                 compared = [("outputs", first, pruned.through(number, ids, valid, state))]
                 if moe is not None and written is not None:
