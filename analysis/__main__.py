@@ -73,10 +73,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     request.names = request.names or ["report"]
     folder = store_folder(request.store)
     if (url := url_of(request.store)) and not any(folder.glob(f"runs/*/*/{RECORD}")):
-        raise UserError(
-            f"store={url}: no study of it is on this machine: copy one with "
-            f"python -m moe_lab.study sync NAME store={url}"
-        )
+        raise UserError(f"store={url}: no study of it is on this machine: run the study here with the same store")
     request.store = folder
     return request
 

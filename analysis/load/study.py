@@ -17,9 +17,6 @@ from analysis.load.reader import Gap, Reader, groups, records
 from analysis.load.settings import AXES, labels, removed_words, replaces
 from moe_lab.results import STEPS
 
-ARTEFACTS = STEPS
-"""Steps of a cell besides its evaluations; their columns end in `_folder`."""
-
 
 def _of_cells(read: Callable[[pd.DataFrame, Reader], pd.DataFrame]) -> cached_property[pd.DataFrame]:
     """A frame of a study that is read from its cells when it is first accessed."""
@@ -45,7 +42,7 @@ class Study:
     """Index cell; columns AXES (ratio: as requested), removed (share of experts or channels that the plan removes),
     removed_words (that of all cells of a model and ratio, in words), method (a key of `names`, with the allocation and
     recovery only where they differ in this study), protocol (how its benchmarks are run, None in older records) and
-    `<artefact>_folder` for each of ARTEFACTS, None where there is none."""
+    `<artefact>_folder` for each of STEPS, None where there is none."""
     results: pd.DataFrame
     """cell, task, benchmark, metric, score, scale, unit, stderr, n, expected, folder: see `moe_lab.results.Result`."""
     samples: pd.DataFrame
@@ -148,12 +145,16 @@ def _cells(document: Mapping[str, Any], reader: Reader) -> pd.DataFrame:
             **entry["cell"],
             "allocation": _allocation(entry["cell"]),
             "protocol": entry.get("protocol"),
-            **{f"{kind}_folder": entry.get(kind) for kind in ARTEFACTS},
+            **{f"{kind}_folder": entry.get(kind) for kind in STEPS},
         }
         for entry in document["cells"]
     ]
-    cells = pd.DataFrame(rows, columns=[*AXES, "protocol", *(f"{kind}_folder" for kind in ARTEFACTS)])
+    cells = pd.DataFrame(rows, columns=[*AXES, "protocol", *(f"{kind}_folder" for kind in STEPS)])
     cells.index.name = "cell"
+    has_all = cells[list(AXES)].notna().all(axis=1)
+    for criterion in cells.loc[~has_all, "criterion"]:
+        reader.gap("the record lacks an axis of it: left out", str(criterion))
+    cells = cells[has_all].copy()
     cells["method"] = _methods(cells)
     twice = cells.duplicated(list(AXES))
     words = labels(cells)

@@ -57,7 +57,7 @@ def baseline_winners(results: Results, name: str) -> list[Item]:
 def winner_table(study: Study, win_rows: pd.DataFrame, name: str, title: str) -> Table:
     """A winner map as a table: the best method in each column, its lead, and whether it is a proved win."""
     rows = win_rows.assign(
-        winner=[_winner(w, s) for w, s in zip(win_rows["winners"], win_rows["score"], strict=True)],
+        winner=[label(tied, score) for tied, score in zip(win_rows["winners"], win_rows["score"], strict=True)],
         runner_up=win_rows["runner_up"].map(names.method),
         verdict=[verdict(row) for row in records(win_rows)],
     )
@@ -84,13 +84,6 @@ def winner_table(study: Study, win_rows: pd.DataFrame, name: str, title: str) ->
         low=win_rows[["lead_low"]].set_axis(["Lead"], axis=1),
         high=win_rows[["lead_high"]].set_axis(["Lead"], axis=1),
     )
-
-
-def _winner(winners: Sequence[str], score: float) -> str:
-    """The winner, or all that share the first place; of more than four only three are named."""
-    if len(winners) <= 4 or score == 0:
-        return label(winners, score)
-    return f"{label(winners[:3], score)} and {len(winners) - 3} others"
 
 
 NO_RESULT, TIE, PROVED, NOT_PROVED, UNTESTED = "gap", "tie", "proved win", "not proved", "not tested"

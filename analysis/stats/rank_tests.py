@@ -16,7 +16,7 @@ import pandas as pd
 from analysis import names
 from analysis.stats import ranks, uncertainty
 from analysis.stats.comparison import Comparison, Panel, Target
-from analysis.stats.uncertainty import LEVEL, Estimate, Stratum
+from analysis.stats.uncertainty import LEVEL, Estimate
 from moe_lab.results import RANDOM
 
 COLUMNS, BENCHMARKS = "columns", "benchmarks"
@@ -81,7 +81,8 @@ def rank_test(comparison: Comparison, panel: Panel, over: str = COLUMNS) -> Rank
     table = np.array(ranked)
     average = pd.Series(table.mean(axis=(0, 2)), complete).sort_values(kind="stable")
     order = [complete.index(key) for key in average.index]
-    leads = _leads(table[:, order])
+    # One error for all pairs, as one length is drawn.
+    leads = uncertainty.leads(table[:, order], [Estimate(0.0, 0.0)] * (len(order) - 1))
     return RankTest(
         panel=panel,
         over=over,
@@ -92,15 +93,6 @@ def rank_test(comparison: Comparison, panel: Panel, over: str = COLUMNS) -> Rank
         difference=leads[0].interval[1] - leads[0].value,
         incomplete=tuple(str(key) for key in plans if key not in complete),
     )
-
-
-def _leads(table: np.ndarray) -> list[Estimate]:
-    """Differences between the first method and the others; table: (seeds, methods, blocks) ranks."""
-    seeds, methods, blocks = table.shape
-    by_method = table.swapaxes(0, 1).reshape(methods * seeds, blocks)
-    stratum = Stratum(by_method / blocks, np.full(blocks, 1 / blocks))
-    pooled = [Estimate(0.0, 0.0)] * (methods - 1)  # one error for all pairs, as one length is drawn
-    return uncertainty.best_of_many(pooled, [stratum], np.repeat(np.arange(methods), seeds))
 
 
 def _blocks(comparison: Comparison, panel: Panel, over: str) -> pd.DataFrame:

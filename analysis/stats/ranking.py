@@ -22,7 +22,7 @@ from analysis.stats.chance import Chance, chances
 from analysis.stats.comparison import Comparison, Kind, Target, overall, random_scores
 from analysis.stats.quantity import Quantity
 from analysis.stats.ranks import PRINTED_DECIMALS
-from analysis.stats.uncertainty import LEVEL, Estimate, Stratum
+from analysis.stats.uncertainty import LEVEL, Estimate
 from moe_lab.results import RANDOM
 
 ALL_MODELS = "all models"
@@ -222,9 +222,8 @@ def _over_models(found: Sequence[Ranking]) -> Iterator[Ranking]:
             for column in ("score", "seeds")
         )
         if len(scores) > 1:
-            together = _of_models(own, own[0].quantity.computed(scores), seeds.min(axis=1))
-            is_all = len(own) == len(models)
-            yield together if is_all else replace(together, model=names.listing(ranking.model for ranking in own))
+            label = ALL_MODELS if len(own) == len(models) else names.listing(ranking.model for ranking in own)
+            yield replace(_of_models(own, own[0].quantity.computed(scores), seeds.min(axis=1)), model=label)
 
 
 def _of_models(own: Sequence[Ranking], table: pd.DataFrame, seeds: pd.Series) -> Ranking:
@@ -246,20 +245,12 @@ def _of_models(own: Sequence[Ranking], table: pd.DataFrame, seeds: pd.Series) ->
         chance="",
     )
     methods = _with_seeds(rows)
-    leads = _leads(scores[methods])
+    chosen = scores[methods]
+    pairs = [uncertainty.mean_estimate(chosen[0] - other) for other in chosen[1:]]
+    leads = uncertainty.leads(chosen[None], pairs) if pairs else []
     rows = _with_status(_with_verdicts(rows, methods, leads, quantity)).rename_axis("cell")
     pruned = " / ".join(dict.fromkeys(ranking.pruned for ranking in own))
     return Ranking(ALL_MODELS, own[0].request, pruned, quantity, rows, float(unpruned))
-
-
-def _leads(scores: np.ndarray) -> list[Estimate]:
-    """Leads of the first method, the best, over the others; scores: (methods, models)."""
-    methods, models = scores.shape
-    if methods < 2:
-        return []
-    pairs = [uncertainty.mean_estimate(scores[0] - other) for other in scores[1:]]
-    stratum = Stratum(scores / models, np.full(models, 1 / models))
-    return uncertainty.best_of_many(pairs, [stratum], np.arange(methods))
 
 
 def plan_name(row: dict[str, object]) -> str:
@@ -288,7 +279,8 @@ def overview(found: Sequence[Ranking]) -> list[str]:
         sentences.append(
             f"{which if above else 'No'} plan is above chance, corrected for the number of plans of each model."
         )
-    if any(map(_one_seed, found)):
+    plans = [ranking.scored[~ranking.scored["criterion"].isin(RANDOM)] for ranking in found]
+    if any((of_model["seeds"] == 1).any() for of_model in plans):
         sentences.append(
             "Plans of one seed have an interval over items and get no verdict on their method: another seed may give "
             "another plan."
@@ -364,11 +356,6 @@ def _verdicts(ranking: Ranking) -> str:
     if TIED in groups:
         return f"{sentence}, not separated from {_named(groups[TIED])}."
     return f"{sentence}, separated from all others." if SEPARATED in groups else f"{sentence}."
-
-
-def _one_seed(ranking: Ranking) -> bool:
-    """Whether a plan that is not random has one seed."""
-    return bool((ranking.scored.loc[~ranking.scored["criterion"].isin(RANDOM), "seeds"] == 1).any())
 
 
 def ranking_text(found: Sequence[Ranking]) -> str:

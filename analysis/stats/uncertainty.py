@@ -131,6 +131,14 @@ def best_of_many(pairs: Sequence[Estimate], strata: Sequence[Stratum], methods: 
     ]
 
 
+def leads(table: np.ndarray, pairs: Sequence[Estimate]) -> list[Estimate]:
+    """As `best_of_many`, from numbers (seeds, methods, blocks) of blocks that count alike; the first is the best."""
+    seeds, methods, blocks = table.shape
+    by_method = table.swapaxes(0, 1).reshape(methods * seeds, blocks)
+    stratum = Stratum(by_method / blocks, np.full(blocks, 1 / blocks))
+    return best_of_many(pairs, [stratum], np.repeat(np.arange(methods), seeds))
+
+
 def _pooled(strata: Sequence[Stratum], methods: np.ndarray, average: np.ndarray) -> tuple[np.ndarray, float]:
     """Variance of each method's mean score beside those of the others, and its degrees of freedom.
 

@@ -370,7 +370,7 @@ def _texts(value: Any) -> list[str]:
     """The texts in a value, such as those of documents or of the arguments of a call."""
     if isinstance(value, Mapping):
         return _texts(list(value.values()))
-    if isinstance(value, list | tuple):
+    if isinstance(value, list):
         return [text for inner in value for text in _texts(inner)]
     return [value] if isinstance(value, str) else []
 

@@ -23,7 +23,6 @@ GROUPS = Path("/proc/self/cgroup")
 LIMITS = Path("/sys/fs/cgroup")
 WORKERS = "MOE_LAB_WORKERS"
 """Environment variable with the number of processes that share the memory of this one."""
-COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
 
 
 def processor() -> str:
@@ -82,8 +81,9 @@ def gpu_count() -> int:
         return 0
     if build.endswith("+cpu"):
         return 0
-    asked = subprocess.run([sys.executable, "-P", "-c", COUNT_GPUS], capture_output=True, text=True)
-    return int(asked.stdout) if asked.returncode == 0 else 0  # a step that needs torch reports that it is broken
+    count = "import torch; print(torch.cuda.device_count())"
+    asked = subprocess.run([sys.executable, "-P", "-c", count], capture_output=True)
+    return int(asked.stdout or 0)  # a step that needs torch reports that it is broken
 
 
 def _stated(controller: str, in_2: str, in_1: str) -> Iterator[str]:

@@ -1,5 +1,4 @@
-"""`python -m moe_lab.study status|cancel|why|verify|unpack NAME`: a study that was started; `gc`: free space;
-`sync [NAME]`: exchange a study, or all, with the URL of a store."""
+"""`python -m moe_lab.study status|cancel|why|verify|unpack NAME`: a study that was started; `gc`: free space."""
 
 from __future__ import annotations
 
@@ -26,10 +25,9 @@ def main() -> int:
     from moe_lab.study.schedule import say_notices
     from moe_lab.study.status import COMMANDS  # imported here so that Ctrl-C during the import prints no trace
     from moe_lab.study.store import Store
-    from moe_lab.study.sync import sync
 
     parser = argparse.ArgumentParser(prog="python -m moe_lab.study", description=__doc__)
-    parser.add_argument("command", choices=[*COMMANDS, "gc", "sync"])
+    parser.add_argument("command", choices=[*COMMANDS, "gc"])
     parser.add_argument(
         "words",
         nargs="*",
@@ -40,21 +38,19 @@ def main() -> int:
     asked = parser.parse_args()
     try:
         names, settings = split(asked.words, ["store", "apply"] if asked.command == "gc" else ["store"])
-        numbers = {"gc": [0], "sync": [0, 1]}.get(asked.command, [1])
-        if len(names) not in numbers:
+        number = 0 if asked.command == "gc" else 1
+        if len(names) != number:
             raise UserError(
-                f"{asked.command} {' '.join(names)}: expected {' or '.join(map(str, numbers))} names of a study or a "
-                "step, and the store as store=FOLDER"
+                f"{asked.command} {' '.join(names)}: expected {number} names of a study or a step, and the store as "
+                "store=FOLDER"
             )
         store = Store(settings.get("store", "store"))
-        if asked.command != "sync" and not store.is_there():
-            how = f"python -m moe_lab.study sync NAME store={store.url}" if store.url else "name the folder of one"
+        if not store.is_there():
+            how = f"run the study here with store={store.url}" if store.url else "name the folder of one"
             raise UserError(f"store={store.url or store.root} is no store on this machine: {how}")
         with store.errors_as_sentences():
             if asked.command == "gc":
                 code = gc(store, apply=settings.get("apply") == "true")
-            elif asked.command == "sync":
-                code = sync(store, *names)
             else:
                 code = COMMANDS[asked.command](*find(store, names[0])) or 0
         say_notices(store)

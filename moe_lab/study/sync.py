@@ -17,14 +17,14 @@ import json
 import os
 import threading
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from moe_lab.errors import DISK_FULL, Unavailable, UserError, nearest, unknown
+from moe_lab.errors import DISK_FULL, Unavailable, UserError, nearest
 from moe_lab.json_files import Damaged, fits, parse_sealed, sealed, write_sealed
 from moe_lab.paths import url_of
 from moe_lab.results import DIGITS, RECORD, RECORD_SHAPE, current_records, places, read_record
@@ -261,12 +261,11 @@ def pull_records(store: Store, remote: Remote, study: str) -> None:
                 store.notices.append(f"{remote.name}: {place} is damaged: it is left out")
 
 
-def exchange(store: Store, remote: Remote, names: Collection[str]) -> None:
-    """Pull the records of these studies with the steps that they name, and push whatever is not there."""
-    for study in names:
-        pull_records(store, remote, study)
-        with suppress(Damaged):  # whoever reads it says so
-            remote.remove(pull(store, remote, places(read_record(store.root, study) or {})))
+def exchange(store: Store, remote: Remote, study: str) -> None:
+    """Pull the records of a study with the steps that they name, and push whatever is not there."""
+    pull_records(store, remote, study)
+    with suppress(Damaged):  # whoever reads it says so
+        remote.remove(pull(store, remote, places(read_record(store.root, study) or {})))
     push(store, remote)
 
 
@@ -274,7 +273,7 @@ def shared(store: Store, study: str) -> bool:
     """`exchange`, if the store has a URL. A failure becomes a notice: False, and the next run goes on from there."""
     try:
         if store.url:
-            exchange(store, Remote(store.url), [study])
+            exchange(store, Remote(store.url), study)
         return True
     except Gone:
         raise
@@ -292,31 +291,6 @@ def pushed_regularly(store: Store) -> AbstractContextManager[None]:
                 push(store, Remote(store.url))
 
     return beside(push_until_ended)
-
-
-def sync(store: Store, study: str | None = None) -> int:
-    """`python -m moe_lab.study sync [NAME] store=URL`: exchange a study, or all that are there or here.
-
-    Returns 1 when some of the steps that it names are nowhere. Raises UserError for a store without a URL, and when the
-    study is nowhere.
-    """
-    if store.url is None:
-        raise UserError(f"store={store.root} is a folder, and sync copies from and to a URL: expected store=URL")
-    remote = Remote(store.url)
-    known = sorted({*(place.split("/")[1] for place in remote.listed("runs/*/*")), *studies(store)})
-    if study is not None and study not in known:
-        raise unknown("study", study, known)
-    store.create()
-    absent = 0
-    wanted = [study] if study else known
-    exchange(store, remote, wanted)
-    here = store.present()
-    for name in wanted:
-        named = places(read_record(store.root, name) or {})
-        there = sum(place[-DIGITS:] in here for place in named)
-        absent += len(named) - there
-        print(f"{name}: {there} of the {len(named)} steps that it names are in {store.root}")
-    return 1 if absent else 0
 
 
 def _at_once(work: Callable[[str], Any], names: Iterable[str]) -> list[Any]:

@@ -24,8 +24,17 @@ def check(settings: TrackerConfig) -> None:
 
 
 SET_FOR_RUNS = (
-    *("RUN_ID", "NAME", "RUN_NAME", "RUN_GROUP", "RESUME", "RESUME_FROM", "FORK_FROM"),
-    *("SWEEP_ID", "SWEEP_PARAM_PATH", "LAUNCH", "LAUNCH_CONFIG_PATH"),
+    "RUN_ID",
+    "NAME",
+    "RUN_NAME",
+    "RUN_GROUP",
+    "RESUME",
+    "RESUME_FROM",
+    "FORK_FROM",
+    "SWEEP_ID",
+    "SWEEP_PARAM_PATH",
+    "LAUNCH",
+    "LAUNCH_CONFIG_PATH",
 )
 """WANDB_ variables, as of the shell of a `wandb agent`, of what `log` decides for each run. To wandb they count more
 than the arguments of `init`."""

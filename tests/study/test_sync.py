@@ -278,25 +278,22 @@ def test_runs_on_two_machines_count(tmp_path: Path, machine: Machine, one: Asked
     Refusing.refuses = frozenset()
     for name in ("first", "second"):
         machine(name)
-        assert sync.sync(Store(url), STUDY) == 0 and recorded(store_folder(url)) == wanted
+        sync.exchange(Store(url).create(), Remote(url), STUDY)
+        assert recorded(store_folder(url)) == wanted
         assert all((store_folder(url) / place).is_dir() for place in wanted)
     assert start(url, one) == 0 and recorded(store_folder(url)) < wanted, "the last run's cells"
 
 
-def test_a_study_is_synchronised_and_analysed_there(tmp_path: Path, pushed: str, machine: Machine, one: Asked) -> None:
+def test_a_study_is_analysed_where_it_was_exchanged(tmp_path: Path, pushed: str, machine: Machine, one: Asked) -> None:
     machine("second")
-    with pytest.raises(UserError, match="sync"):
+    with pytest.raises(UserError, match="run the study"):
         parse([f"store={pushed}"])
-    assert ask(pushed, "sync", "unknown") == 2 and not store_folder(pushed).exists()
-    assert ask(tmp_path / "alone", "sync", STUDY) == 2 and not Path(tmp_path, "alone").exists()
-    assert ask(pushed, "sync") == ask(pushed, "sync", STUDY) == 0
+    assert ask(pushed, "status", STUDY) == 2 and not store_folder(pushed).exists()
+    sync.exchange(Store(pushed).create(), Remote(pushed), STUDY)
     place = parse([f"store={pushed}"]).store
     assert recorded(place) and all((place / name / "step.json").exists() for name in recorded(place))
     assert ask(pushed, "gc", "apply=true") == 0
     assert all((place / name).is_dir() for name in recorded(place))
-    machine("third")
-    next(Path(tmp_path, "remote", "plan").glob("*.json")).unlink()
-    assert ask(pushed, "sync", STUDY) == 1, "a step is nowhere"
 
 
 def test_urls_that_cannot_work_are_refused_and_slashes_at_their_end_make_no_other_store(
@@ -316,7 +313,7 @@ def test_urls_that_cannot_work_are_refused_and_slashes_at_their_end_make_no_othe
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("fsspec.core.url_to_fs", lambda _: pytest.fail("it was opened"))
     for store in ("ftp://user:hidden@host/x", "file:///", "://x"):
-        assert ask(store, "sync", STUDY) == ask(store, "status", STUDY) == 2
+        assert ask(store, "status", STUDY) == 2
         with pytest.raises(UserError) as refused:
             parse([f"store={store}"])
         assert "hidden" not in str(refused.value) + capsys.readouterr().err and not list(tmp_path.iterdir())
