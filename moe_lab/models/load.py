@@ -32,8 +32,7 @@ from moe_lab.models.transformers_private import (
     copied_tensors,
     dequantised_by_stated_blocks,
     dequantising,
-    missing_tensors,
-    unused_tensors,
+    unmatched_tensors,
 )
 
 
@@ -202,8 +201,9 @@ def check_sizes(skeleton: Any, checkpoint: Checkpoint) -> None:
     names = {**copied_tensors(skeleton, stored), **{name: name for name in stored}}
     shapes = ((names[name], stored[names[name]].shape, expected[name].shape) for name in expected if name in names)
     check_shapes(folder, [entry for entry in shapes if prod(entry[1]) != prod(entry[2])])
-    check_used(folder, unused_tensors(skeleton, stored))
-    if missing := missing_tensors(skeleton, stored):
+    unused, missing = unmatched_tensors(skeleton, stored)
+    check_used(folder, unused)
+    if missing:
         raise UserError(f"{folder}: {len(missing)} weights that config.json asks for are missing, first {missing[0]}")
     counts: Counter[int] = Counter()
     for name, part in Family().places(stored).items():

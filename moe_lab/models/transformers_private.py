@@ -9,7 +9,7 @@ source file of transformers as text; its tests compare the result with the class
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import datetime
 from math import ceil
@@ -140,24 +140,19 @@ class _DequantizeStatedBlocks(Fp8Dequantize):
         return super()._dequantize_one(whole, scales, output_dtype)[..., :rows, :columns].contiguous()
 
 
-def unused_tensors(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
-    """Those of `names`, the tensors of a plain checkpoint, that from_pretrained leaves out of `model`, but for those
-    that the model's class ignores on purpose."""
-    expected = model.state_dict()
-    unused = {
-        renamed: name for name, renamed, _ in _renamed(model, names) if renamed not in expected and name not in expected
-    }
-    report: Any = SimpleNamespace(missing_keys=set(), unexpected_keys=set(unused))
+def unmatched_tensors(model: PreTrainedModel, names: Collection[str]) -> tuple[list[str], list[str]]:
+    """(unused, missing): those of `names`, the tensors of a plain checkpoint, that from_pretrained leaves out of
+    `model`, and the tensors of `model` to which none of `names` gives a value. Without those that the model's class
+    ignores on purpose, and those that are tied."""
+    expected, unused, given = model.state_dict(), {}, set(names)
+    for name, renamed, _ in _renamed(model, names):
+        given.add(renamed)
+        if renamed not in expected and name not in expected:
+            unused[renamed] = name
+    report: Any = SimpleNamespace(missing_keys=expected.keys() - given, unexpected_keys=set(unused))
     model._adjust_missing_and_unexpected_keys(report)
-    return [unused[renamed] for renamed in report.unexpected_keys]
-
-
-def missing_tensors(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
-    """Tensors of `model` to which none of `names`, the tensors of a plain checkpoint, gives a value."""
-    given = {name for stored, renamed, _ in _renamed(model, names) for name in (stored, renamed)}
-    report: Any = SimpleNamespace(missing_keys=model.state_dict().keys() - given, unexpected_keys=set())
-    model._adjust_missing_and_unexpected_keys(report)
-    return sorted(report.missing_keys - model.all_tied_weights_keys.keys())
+    missing = report.missing_keys - model.all_tied_weights_keys.keys()
+    return [unused[renamed] for renamed in report.unexpected_keys], sorted(missing)
 
 
 def copied_tensors(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:

@@ -231,6 +231,17 @@ def test_fields_that_config_json_leaves_to_their_defaults(
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+@pytest.mark.parametrize("lost", ["model.norm.weight", "model.layers.0.self_attn.q_proj.weight"])
+def test_a_checkpoint_that_lacks_a_weight_is_not_exported(lost: str, tmp_path: Path) -> None:
+    """Nothing could load the export."""
+    model = tiny.save("olmoe", tmp_path / "model")
+    rewrite(tmp_path / "model", lambda weights: weights.pop(lost))
+    counts = {layer.index: layer.n_experts for layer in moe_layers(model)}
+    with pytest.raises(UserError, match=lost):
+        export(tmp_path / "model", Plan(dict.fromkeys(counts, tuple(range(8))), counts), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 @pytest.mark.parametrize("way", ["even", "uneven", "ragged"])
 def test_a_composite_is_exported_right_or_not_at_all(way: str, tmp_path: Path) -> None:
     """The fields of its experts are below text_config."""
