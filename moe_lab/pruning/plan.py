@@ -182,7 +182,7 @@ class Plan:
             if (value := compute()) != stated:
                 raise self._of_another(name, f"{where} has {value[:12]}")
             return
-        if "model_sha256" in self.provenance:
+        if self.provenance.get("model_sha256"):
             raise self._of_another("model_sha256", f"{where} has the weights of no checkpoint")
         warnings.warn(
             f"plan {self.digest[:12]} states no model_sha256, so only its layers and counts are compared with {where}",

@@ -70,7 +70,7 @@ def remarks(config: Config, requests: Iterable[Request]) -> Iterator[str]:
         yield f"resources.models: no model of this study is called {', '.join(others)}"
     for cell in _each(every, "allocation"):
         plan = plan_in(cell.allocation)
-        if plan is not None and "model_sha256" not in plan.provenance:
+        if plan is not None and not plan.provenance.get("model_sha256"):
             path = cell.allocation.path
             yield f"allocation.path={path} states no model_sha256, so only its layers and counts are compared"
     rounded: dict[str, None] = {}

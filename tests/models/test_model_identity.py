@@ -136,9 +136,12 @@ def test_the_plan_of_a_study_is_compared_with_the_checkpoint(name: str, folder: 
             use(ANOTHER[name](folder, tmp_path / f"{use.__name__}-other"), plan)
 
 
-def test_a_plan_that_states_no_model_is_taken_with_a_warning(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("provenance", [{}, {"model_sha256": None}])
+def test_a_plan_that_states_no_model_is_taken_with_a_warning(
+    provenance: dict[str, None], folder: Path, tmp_path: Path
+) -> None:
     model = tiny.load(folder)
-    plan = Plan(planned(model).experts, dict.fromkeys(range(3), 16))
+    plan = Plan(planned(model).experts, dict.fromkeys(range(3), 16), provenance)
     for use in (*USES, lambda model, plan: moe_lab.export(str(folder), plan, tmp_path / "out")):
         with pytest.warns(UserWarning, match="model_sha256"):
             use(model, plan)

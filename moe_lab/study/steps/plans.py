@@ -104,7 +104,7 @@ def check_plan_file(cell: Cell) -> None:
         return
     if cell.allocation.replacement == "none":  # otherwise, a step of its own aligns it
         check_aligned(plan)
-    if "model_sha256" in plan.provenance and folder.is_dir():
+    if plan.provenance.get("model_sha256") and folder.is_dir():
         plan.check_origin([("model_sha256", partial(fingerprint, folder))], cell.model.path)
 
 
