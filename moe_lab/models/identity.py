@@ -13,10 +13,13 @@ import torch
 
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
-from moe_lab.models.checkpoint import open_checkpoint, read_json
+from moe_lab.models.checkpoint import Checkpoint, open_checkpoint, read_json
 from moe_lab.models.config_json import quantization_method
+from moe_lab.models.discover import routed_layers
+from moe_lab.models.families import Family
 from moe_lab.models.files import fingerprint, in_cache
 from moe_lab.models.load import load_tokenizer, quiet
+from moe_lab.models.transformers_private import copied_tensors
 
 SAMPLE = 1 << 24
 """About how many weights of a model are hashed, at equal distances: all of a small one, and of a large one as many as
@@ -60,23 +63,46 @@ def _digest(tensors: list[torch.Tensor]) -> str:
 
 
 def _has_weights_of(model: Any, folder: Path) -> bool:
-    """Whether tensors that are called alike in memory and in the files of a folder have one shape and first row. Those
-    of quantised checkpoints are not compared."""
+    """Whether each weight matrix of `model`, those of each expert included, has the shape and the first row that it
+    has in the files of a folder. Those of quantised checkpoints are not compared."""
     try:
         checkpoint = open_checkpoint(folder)
     except UserError:  # such as for weights in another format, which have no fingerprint
         return False
     if quantization_method(read_json(folder / "config.json")) is not None:
         return True
-    state = {name: tensor for name, tensor in model.state_dict().items() if tensor.dim() and not tensor.is_meta}
     with ExitStack() as files:
-        for name, stored in checkpoint.slices(state.keys() & checkpoint.tensors.keys(), files).items():
-            weights = state[name]
+        slices = checkpoint.slices(checkpoint.tensors, files)
+        for name, weights in _as_stored(model, checkpoint):
+            if weights is None:
+                return False
+            if weights.is_meta or not weights.dim():
+                continue
             if checkpoint.tensors[name].shape != tuple(weights.shape):
                 return False
-            if not torch.equal(stored[:1].to(weights.dtype), weights[:1].cpu()):
+            row = (*[slice(None)] * (weights.dim() - 2), slice(1))
+            if not torch.equal(slices[name][row].to(weights.dtype), weights[row].cpu()):
                 return False
     return True
+
+
+def _as_stored(model: Any, checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """(name of a tensor of a checkpoint, the tensor of `model` that it is read into, as a view in its layout). None for
+    a tensor of an expert that `model` does not have."""
+    state = model.state_dict()
+    for name, stored_name in copied_tensors(model, checkpoint.tensors).items():
+        if name in state:
+            yield stored_name, state[name]
+    layers = {layer.index: layer for layer in routed_layers(model)}
+    for stored_name, part in Family().places(checkpoint.tensors).items():
+        if part.expert is None or part.axes is None:
+            continue
+        layer = layers.get(part.layer)
+        if layer is None or part.expert >= layer.n_experts:
+            yield stored_name, None
+            continue
+        weights = layer.projections(part.expert)[part.axes.roles[0]]
+        yield stored_name, weights if part.axes.channels == -2 else weights.t()
 
 
 def check_tokenizer(model: Any, tokenizer: Any) -> None:

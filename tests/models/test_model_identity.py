@@ -174,6 +174,46 @@ def test_models_of_all_families_are_told_by_their_files(name: str, tmp_path: Pat
     assert digests[0] == digests[1] != digests[2]
 
 
+def zero(weights: torch.Tensor) -> None:
+    weights[3] = 0
+
+
+def exchange(weights: torch.Tensor) -> None:
+    weights[[2, 3]] = weights[[3, 2]]
+
+
+@pytest.mark.parametrize("change", [zero, exchange])
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_a_model_whose_experts_alone_were_changed_is_not_its_checkpoint(
+    name: str, change: Callable[[torch.Tensor], None], tmp_path: Path
+) -> None:
+    tiny.save(name, tmp_path)
+    model = tiny.load(tmp_path)
+    with torch.no_grad():
+        for weights in moe_layers(model)[-1].experts.parameters():
+            change(weights)
+    assert [name for name, _ in identity(model)] == ["weights_float32"]
+
+
+def test_a_model_without_some_layers_of_its_checkpoint_is_not_that(folder: Path) -> None:
+    model = tiny.load(folder)
+    del model.model.layers[2]
+    assert [name for name, _ in identity(model)] == ["weights_float32"]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_the_checkpoint_is_not_exported_by_a_plan_of_experts_changed_in_memory(name: str, tmp_path: Path) -> None:
+    tiny.save(name, tmp_path / "model")
+    model = tiny.load(tmp_path / "model")
+    with torch.no_grad():
+        for weights in moe_layers(model)[0].experts.parameters():
+            zero(weights)
+    plan = planned(model)
+    masked(model, plan)
+    with pytest.warns(UserWarning, match="model_sha256"):
+        moe_lab.export(str(tmp_path / "model"), plan, tmp_path / "out")
+
+
 def test_merged_experts_are_aligned_by_their_own_model(folder: Path) -> None:
     model = tiny.load(folder)
     plan = planned(model, replacement="m_smoe")
