@@ -31,18 +31,18 @@ _ORIGIN = ("host", "machine", "python", "moe_lab", "commit", "sandbox", *_LEFT_O
 
 
 def evaluations(
-    document: Mapping[str, Any], labels: Mapping[int, str], reader: Reader
+    entries: Mapping[int, Mapping[str, Any]], labels: Mapping[int, str], reader: Reader
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
     """Read results, samples and origins (see `Study`) of every evaluation that can be read, each result once.
 
-    labels: cell -> its label in gaps.
+    entries: cell -> its entry in the record; labels: cell -> its label in gaps.
     """
     rows: list[dict[str, Any]] = []
     tables: list[pa.Table] = []
     origins: dict[str, dict[str, Any]] = {}
-    _compare_suites(document, labels, reader)
+    _compare_suites(entries, labels, reader)
     for cell, words in labels.items():
-        entry = document["cells"][cell]
+        entry = entries[cell]
         errors = entry.get("errors") or {}
         for kind in _OTHER_STEPS:
             if kind in errors and not entry.get(kind):
@@ -106,10 +106,10 @@ def _origin(folder: str, result: Mapping[str, Any], provenance: Mapping[str, Any
     }
 
 
-def _compare_suites(document: Mapping[str, Any], labels: Mapping[int, str], reader: Reader) -> None:
+def _compare_suites(entries: Mapping[int, Mapping[str, Any]], labels: Mapping[int, str], reader: Reader) -> None:
     """Record a gap for every cell that lacks a task which other cells of its model and study have."""
     for cell, words in labels.items():
-        entry = document["cells"][cell]
+        entry = entries[cell]
         lacking = [task for task in entry["suite"] if task not in (entry.get("evaluate") or {})]
         if lacking:
             reader.gap(f"never asked for {names.listing(lacking)}, unlike other cells of the study", words)

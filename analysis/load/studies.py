@@ -18,7 +18,8 @@ EVERY = "all"
 
 ID_DIGITS = 6
 """Digits of the id of a model's step that are added to its name when another model has the same name."""
-_BY_NAME = ("evaluate", "errors")
+_BY_TASK = ("evaluate", "errors")
+"""Fields of an entry that map benchmarks and other steps to results and errors."""
 
 
 def studies(store: Path) -> list[str]:
@@ -136,17 +137,24 @@ def _with_suites(record: dict[str, Any]) -> dict[str, Any]:
 
 def _joined_cells(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The cells of all records, each once."""
-    cells: dict[str, dict[str, Any]] = {}
-    for entry in (entry for record in records for entry in record["cells"]):
-        key = json.dumps(entry["cell"], sort_keys=True)
-        if key in cells:
-            parts = {kind: _joined([cells[key].get(kind) or {}, entry.get(kind) or {}]) for kind in _BY_NAME}
-            entry = {**_joined([cells[key], entry]), **parts}
-        cells[key] = entry
-    return list(cells.values())
+    entries: dict[str, list[Mapping[str, Any]]] = {}
+    for record in records:
+        for entry in record["cells"]:
+            entries.setdefault(json.dumps(entry["cell"], sort_keys=True), []).append(entry)
+    return [joined_entry(of_cell) for of_cell in entries.values()]
 
 
-def _joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge mappings: key -> its first value that is not empty."""
-    keys = dict.fromkeys(key for part in parts for key in part)
-    return {key: next((part[key] for part in parts if part.get(key)), None) for key in keys}
+def joined_entry(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge entries of one cell: of every step, and of every benchmark, the first result that one of them has."""
+    by_task = {name: _first_values([entry.get(name) or {} for entry in entries]) for name in _BY_TASK}
+    return {**_first_values(entries), **by_task}
+
+
+def _first_values(mappings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Key -> its first value that is not empty; the value of the first mapping where all are."""
+    merged: dict[str, Any] = {}
+    for mapping in mappings:
+        for key, value in mapping.items():
+            if not merged.get(key):
+                merged[key] = value
+    return merged

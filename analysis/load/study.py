@@ -96,8 +96,8 @@ def load(store: Path, name: str) -> Study:
     """
     document = studies.document(store, studies.chosen(store, name))
     reader = Reader(store)
-    cells = _cells(document, reader)
-    results, samples, origins = evaluations(document, labels(cells), reader)
+    cells, entries = _cells(document, reader)
+    results, samples, origins = evaluations(entries, labels(cells), reader)
     coverage, calibrations = passes.coverage(cells, reader)
     contaminations = passes.contaminations(document, cells, reader)
     models = _models(cells, reader)
@@ -138,56 +138,67 @@ def _contaminated(contaminations: passes.Reports) -> list[str]:
     ]
 
 
-def _cells(document: Mapping[str, Any], reader: Reader) -> pd.DataFrame:
-    """One row per cell; a cell that is listed twice counts once."""
-    rows = [
-        {
-            **entry["cell"],
-            "allocation": _allocation(entry["cell"]),
-            "protocol": entry.get("protocol"),
-            **{f"{kind}_folder": entry.get(kind) for kind in STEPS},
-        }
-        for entry in document["cells"]
-    ]
-    cells = pd.DataFrame(rows, columns=[*AXES, "protocol", *(f"{kind}_folder" for kind in STEPS)])
-    cells.index.name = "cell"
-    has_all = cells[list(AXES)].notna().all(axis=1)
+Entries = dict[int, Mapping[str, Any]]
+"""Cell -> its entry in the record."""
+
+
+def _cells(document: Mapping[str, Any], reader: Reader) -> tuple[pd.DataFrame, Entries]:
+    """One row per cell, and the entries; a cell that is listed twice counts once."""
+    entries = dict(enumerate(document["cells"]))
+    cells = pd.DataFrame([entry["cell"] for entry in entries.values()], columns=list(AXES)).rename_axis("cell")
+    cells["allocation"] = [_allocation(entry["cell"]) for entry in entries.values()]
+    has_all = cells.notna().all(axis=1)
     for criterion in cells.loc[~has_all, "criterion"]:
         reader.gap("the record lacks an axis of it: left out", str(criterion))
     cells = cells[has_all].copy()
     cells["method"] = _methods(cells)
+    texts = labels(cells)
     twice = cells.duplicated(list(AXES))
-    words = labels(cells)
     differing = document.get("differing", [])
-    for cell, entry in zip(cells.index, (document["cells"][row] for row in cells.index), strict=True):
-        if entry["cell"] in differing:
-            reader.gap("runs at the same time have it with different settings: the later run counts", words[cell])
-    for cell in cells.index[twice]:
-        reader.gap("listed twice, counted once", words[cell])
-    return _one_per_plan(cells[~twice], document, reader)
+    for cell in cells.index:
+        if entries[cell]["cell"] in differing:
+            reader.gap("runs at the same time have it with different settings: the later run counts", texts[cell])
+        if twice[cell]:
+            reader.gap("listed twice, counted once", texts[cell])
+    return _one_row_per_plan(cells[~twice], entries, reader)
 
 
-def _one_per_plan(cells: pd.DataFrame, document: Mapping[str, Any], reader: Reader) -> pd.DataFrame:
-    """The cells with columns removed and removed_words; those that differ in ratio alone and have one plan are one.
+def _one_row_per_plan(cells: pd.DataFrame, entries: Entries, reader: Reader) -> tuple[pd.DataFrame, Entries]:
+    """Merge the ratios of a model at which all of its cells have the same plans, and add the columns of results.
 
-    It is the one of the lowest ratio, with the results that only another one has."""
-    cells = cells.join(plans.removed(cells, reader))
-    alike = ["plan", *(axis for axis in AXES if axis != "ratio")]
-    requests: dict[tuple[str, float], set[float]] = {}
-    repeated: list[int] = []
-    for _, same in cells.sort_values("ratio", kind="stable").groupby(alike, sort=False):
-        first, *others = same.index
-        requests.setdefault((same["model"].iloc[0], same["ratio"].iloc[0]), set()).update(same["ratio"])
-        repeated += others
-        evaluated = document["cells"][first]["evaluate"]
-        for other in others:
-            finished = {task: name for task, name in document["cells"][other]["evaluate"].items() if name}
-            evaluated |= {task: name for task, name in finished.items() if not evaluated.get(task)}
-    cells = cells.drop(index=repeated)
-    for key, group in groups(cells, ["model", "ratio"]):
-        requested = requests.get((key["model"], key["ratio"]), {key["ratio"]})
-        cells.loc[group.index, "removed_words"] = removed_words(group["removed"], sorted(requested))
-    return cells.assign(removed=cells["removed"].fillna(cells["ratio"])).drop(columns="plan")
+    Rounding to whole experts can make the same plans of two ratios. They are one row then, of the lower ratio, with
+    the results of both. Both stay where the plans of any cell differ or cannot be read, or where a cell has one of the
+    ratios alone. The entries are those of the rows; the ones that were given are not changed.
+    """
+    cells = cells.join(plans.removed(_with_folders(cells, entries), reader))
+    cells["requested"] = cells["ratio"]
+    cells["ratio"] = _lowest_equal_ratio(cells)
+    for _, same_ratio in groups(cells, ["model", "ratio"]):
+        requested = sorted(set(same_ratio["requested"]))
+        cells.loc[same_ratio.index, "removed_words"] = removed_words(same_ratio["removed"], requested)
+    merged: Entries = {}
+    for members in cells.sort_values("requested", kind="stable").groupby(list(AXES), sort=False).groups.values():
+        merged[int(members[0])] = studies.joined_entry([entries[member] for member in members])
+    rows = _with_folders(cells.loc[sorted(merged)], merged)
+    return rows.assign(removed=rows["removed"].fillna(rows["ratio"])).drop(columns=["plan", "requested"]), merged
+
+
+def _lowest_equal_ratio(cells: pd.DataFrame) -> pd.Series:
+    """Cell -> the lowest ratio at which all cells of its model have the plans that they have at its ratio."""
+    other_axes = [axis for axis in AXES if axis != "ratio"]
+    lowest = cells["ratio"].copy()
+    ratio_of: dict[frozenset[Any], float] = {}
+    for key, same_ratio in groups(cells.sort_values("ratio"), ["model", "ratio"]):
+        if same_ratio["plan"].notna().all():
+            plans_of_cells = same_ratio[[*other_axes, "plan"]].itertuples(index=False, name=None)
+            lowest[same_ratio.index] = ratio_of.setdefault(frozenset(plans_of_cells), key["ratio"])
+    return lowest
+
+
+def _with_folders(cells: pd.DataFrame, entries: Entries) -> pd.DataFrame:
+    """Add the columns protocol and `<artefact>_folder`."""
+    columns = {f"{kind}_folder": [entries[cell].get(kind) for cell in cells.index] for kind in STEPS}
+    return cells.assign(protocol=[entries[cell].get("protocol") for cell in cells.index], **columns)
 
 
 def _allocation(cell: Mapping[str, Any]) -> str | None:

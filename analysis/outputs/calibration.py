@@ -155,7 +155,8 @@ def changes(study: Study, comparison: Comparison) -> pd.DataFrame:
     rows = []
     for (label, ratio), line in sizes(study, comparison).items():
         first, *more = (int(str(cell)) for cell in line.index)
-        ordered = names.in_order(map(str, comparison.benchmarks), names.BENCHMARKS)
+        more_is_better = [str(name) for name in comparison.benchmarks if name not in comparison.lower_is_better]
+        ordered = names.in_order(more_is_better, names.BENCHMARKS)
         for benchmark in mean_target(comparison, [first, *more], ordered):
             points = POINTS * differences(comparison, (benchmark,), dict.fromkeys(more, first))
             about = {"label": label, "ratio": ratio, "benchmark": benchmark}

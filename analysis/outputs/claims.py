@@ -119,7 +119,7 @@ def _row(comparison: Comparison, claim: str, ratio: float | str, ratios: Sequenc
     mean = overall(comparison, cells)
     targets = group_targets(comparison, cells)
     targets.pop(comparison.quantity(mean).mean, None)
-    sign = -1 if comparison.is_loss(mean) else 1  # of a loss, less is better
+    sign = comparison.quantity(mean).sign
     parts = {name: pooled_difference(comparison, target, ratios)[1].value for name, target in targets.items()}
     compared, found = pooled_difference(comparison, mean, ratios)
     tested = _tested(replace(found, value=sign * found.value))

@@ -48,12 +48,12 @@ SHAPES = {"expert": "o", "constant": "D", "merged": "s", "channel": "^", "none":
 def against_cost(study: Study, comparison: Comparison) -> pd.DataFrame:
     """Avg and costs of each cell of a model whose cost was counted, including the unpruned model.
 
-    Columns: cell, method, kind, calibration, ratio, recovery, pruned (in words), bits, avg, low, high (95 %),
-    parameters_kept, routed_kept, flops_ratio, storage_bytes, storage_share (of the unpruned model's bytes), and
-    `front_<axis>` for each of AXES: whether no other pruned cell has at least its Avg at a lower cost, or a higher Avg
-    at its cost or less. Avg is over all displayed columns in which more is better; a cell that lacks one has NaN and is
-    on no front. `kind` is a key of KINDS: what the plan removes, and what it puts in the place of experts; NaN where
-    the plan cannot be read.
+    Columns: cell, method, kind, calibration, ratio, recovery, pruned (in words), bits, avg, low, high (95 %), merit
+    (avg, negative where less is better), parameters_kept, routed_kept, flops_ratio, storage_bytes, storage_share (of
+    the unpruned model's bytes), and `front_<axis>` for each of AXES: whether no other pruned cell is at least as good
+    at a lower cost, or better at its cost or less. Avg is over all displayed columns in which more is better, or else
+    over losses; a cell that lacks one has NaN and is on no front. `kind` is a key of KINDS: what the plan removes, and
+    what it puts in the place of experts; NaN where the plan cannot be read.
     """
     target = comparison.averaged(comparison.parts)
     scores = pd.DataFrame(dict(zip(("avg", "low", "high"), comparison.shown(target), strict=True)))
@@ -63,11 +63,11 @@ def against_cost(study: Study, comparison: Comparison) -> pd.DataFrame:
     rows = axes.join(scores).join(costs, how="inner").rename_axis("cell").reset_index()
     full = study.costs.set_index("cell")["parameters_unpruned"].reindex(rows["cell"]).to_numpy(float) * BYTES
     rows["storage_share"] = rows["storage_bytes"] / full
+    rows["merit"] = comparison.quantity(target).sign * rows["avg"]
     pruned = rows["criterion"] != "none"
     for axis in AXES:
         rows[f"front_{axis}"] = False
-        better = -rows["avg"] if comparison.is_loss(target) else rows["avg"]
-        rows.loc[pruned, f"front_{axis}"] = front(rows.loc[pruned, axis], better[pruned])
+        rows.loc[pruned, f"front_{axis}"] = front(rows.loc[pruned, axis], rows.loc[pruned, "merit"])
     return rows.drop(columns="criterion")
 
 
@@ -81,15 +81,17 @@ def _kinds(study: Study, cells: pd.DataFrame) -> pd.Series:
     return kinds
 
 
-def front(costs: Sequence[float] | pd.Series, scores: Sequence[float] | pd.Series) -> np.ndarray:
-    """Pareto front as booleans: the entries that no other beats.
+def front(costs: Sequence[float] | pd.Series, merits: Sequence[float] | pd.Series) -> np.ndarray:
+    """Pareto front as booleans: the entries that no other beats. More is better of `merits`.
 
-    One entry beats another by a lower cost and at least its score, or by a higher score at its cost or less. Entries
+    One entry beats another by a lower cost and at least its merit, or by a higher merit at its cost or less. Entries
     with NaN are not on the front."""
-    cost, score = np.asarray(costs, float), np.asarray(scores, float)
-    cheaper, better = cost[None, :] <= cost[:, None], score[None, :] >= score[:, None]
-    strictly = (cost[None, :] < cost[:, None]) | (score[None, :] > score[:, None])
-    return np.asarray(~(cheaper & better & strictly).any(axis=1) & ~np.isnan(cost + score))
+    cost = np.asarray(costs, float)
+    merit = np.asarray(merits, float)
+    as_cheap = cost[None, :] <= cost[:, None]
+    as_good = merit[None, :] >= merit[:, None]
+    strictly = (cost[None, :] < cost[:, None]) | (merit[None, :] > merit[:, None])
+    return np.asarray(~(as_cheap & as_good & strictly).any(axis=1) & ~np.isnan(cost + merit))
 
 
 @output("pareto", chapter="cost", filters="Model|Pruned|Removes")
@@ -115,7 +117,7 @@ def pareto_table(results: Results, name: str) -> Table:
         for name in means([comparison])
     ]
     rows = pd.concat(frames).sort_values(
-        ["model", "parameters_kept", "avg"], ascending=[True, False, False], kind="stable", ignore_index=True
+        ["model", "parameters_kept", "merit"], ascending=[True, False, False], kind="stable", ignore_index=True
     )
     rows["storage_bytes"] /= MEBIBYTE
     rows["kind"] = rows["kind"].replace(KINDS)
@@ -179,7 +181,7 @@ def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | N
     quantity = comparison.quantity(comparison.averaged(comparison.parts))
     pruned = pruned.assign(recovery=pruned["recovery"].map(_recovered))
     shades = {word: style.SHADES[at % len(style.SHADES)] for at, word in enumerate(_recoveries(pruned))}
-    fronts = pruned[pruned[[f"front_{axis}" for axis in AXES]].any(axis=1)].sort_values("avg", kind="stable")
+    fronts = pruned[pruned[[f"front_{axis}" for axis in AXES]].any(axis=1)].sort_values("merit", kind="stable")
     numbers = {cell: number for number, cell in enumerate(fronts["cell"], start=1)}
     drawing = style.drawing(style.PAGE, 3.2)
     grid = drawing.subplots(1, len(AXES), sharey=True, gridspec_kw={"wspace": 0.09})
@@ -286,7 +288,7 @@ def storage_frontier(study: Study, comparison: Comparison) -> pd.DataFrame:
     cells = both_granularities(comparison)
     points = storage_points(study, comparison, cells, names.COMMON_SENSE)
     points = points.assign(label=settings.method_labels(cells), granularity=cells["granularity"])
-    return points.assign(front=front(points["storage"], points["score"]))
+    return points.assign(front=front(points["storage"], points["merit"]))
 
 
 @output("coverage.fig9", chapter="cost", needs=BOTH)

@@ -59,7 +59,7 @@ def ranking_table(results: Results, name: str) -> Table:
         f"standard deviation between seeds, or models. {_caption(found)} {setting(results.study)}",
         frame=frame,
         formats={column: form for column, form in formats.items() if column in frame},
-        best={each.mean: "min" if each.quantity.lower_is_better else "max" for each in found},
+        best={each.mean: each.quantity.best for each in found},
         blocks=("Model", "Pruned"),
         low=low[low.columns.intersection(frame.columns)],
         high=high[high.columns.intersection(frame.columns)],

@@ -320,14 +320,16 @@ def coverage_cells(comparison: Comparison) -> pd.DataFrame:
 def storage_points(
     study: Study, comparison: Comparison, cells: pd.DataFrame, benchmarks: Sequence[str]
 ) -> pd.DataFrame:
-    """Storage and score of each cell: recovery, ratio, storage (MiB), score, low, high.
+    """Storage and score of each cell: recovery, ratio, storage (MiB), score, low, high, merit.
 
-    The score is the mean of those of `benchmarks` that were run; empty when none was run."""
+    The score is the mean of those of `benchmarks` that were run, and merit the same, negative where less is better;
+    empty when none was run."""
     rows = [int(str(cell)) for cell in cells.index]
     target = mean_target(comparison, rows, benchmarks)
     points = cells[["recovery", "ratio"]]
     if not target:
-        return points[:0].reindex(columns=[*points, "storage", "score", "low", "high"])
+        return points[:0].reindex(columns=[*points, "storage", "score", "low", "high", "merit"])
     score, low, high = comparison.shown(target)
     storage = cost(study, rows, "storage_bytes") / MEBIBYTE
-    return points.assign(storage=storage, score=score[rows], low=low[rows], high=high[rows])
+    merit = comparison.quantity(target).sign * score[rows]
+    return points.assign(storage=storage, score=score[rows], low=low[rows], high=high[rows], merit=merit)

@@ -60,8 +60,8 @@ def radar_figure(results: Results, comparison: Comparison, name: str) -> Figure 
 def radar_benchmarks(comparison: Comparison, panel: Panel) -> Target:
     """Benchmarks on which the cells of a panel were evaluated and in which more is better, in the order of the papers'
     tables."""
-    ordered = names.in_order(map(str, comparison.benchmarks), names.BENCHMARKS)
-    return mean_target(comparison, list(panel.cells.values()), ordered)
+    more_is_better = [str(name) for name in comparison.benchmarks if name not in comparison.lower_is_better]
+    return mean_target(comparison, list(panel.cells.values()), names.in_order(more_is_better, names.BENCHMARKS))
 
 
 def radar_methods(comparison: Comparison, panel: Panel) -> list[str]:

@@ -93,7 +93,7 @@ def scores(comparison: Comparison, cells: Sequence[int], targets: Mapping[str, T
         pd.DataFrame({name: parts[at][index].to_numpy() for name, parts in values.items()}, index=index)
         for at in range(3)
     )
-    best = {names.benchmark(name): "min" if comparison.is_loss(target) else "max" for name, target in targets.items()}
+    best = {names.benchmark(name): comparison.quantity(target).best for name, target in targets.items()}
     return Numbers(score, low, high, best)
 
 

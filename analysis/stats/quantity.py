@@ -31,6 +31,16 @@ class Quantity:
         return self.scale != "score"
 
     @property
+    def sign(self) -> int:
+        """1 where more is better, -1 where less is: times a number, it is higher for a better one."""
+        return -1 if self.lower_is_better else 1
+
+    @property
+    def best(self) -> str:
+        """Whether the best of several numbers is their smallest or their largest."""
+        return "min" if self.lower_is_better else "max"
+
+    @property
     def direction(self) -> str:
         """`less is better` or `more is better`."""
         return "less is better" if self.lower_is_better else "more is better"

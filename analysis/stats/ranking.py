@@ -149,12 +149,11 @@ def _with_verdicts(
     computed, become those that are shown.
 
     leads: the score of the best minus theirs; where less is better, they are turned round."""
-    sign = -1 if quantity.lower_is_better else 1
     shown = {column: quantity.shown(rows[column]) for column in ("score", "low", "high")}
     printed = shown["score"].round(PRINTED_DECIMALS)
     verdicts, tests = {}, {}
     for method, lead in zip(methods[1:], leads, strict=True):
-        behind = replace(lead, value=0.0 if abs(lead.value) < 1e-9 else sign * lead.value)
+        behind = replace(lead, value=0.0 if abs(lead.value) < 1e-9 else quantity.sign * lead.value)
         ends = quantity.shown_difference(rows.loc[methods[0], "score"], np.array([behind.value, *behind.interval]))
         tests[method] = [*ends, behind.p]
         verdicts[methods[0]] = BEST
@@ -162,7 +161,7 @@ def _with_verdicts(
     columns = ["behind", "behind_low", "behind_high", "p"]
     return rows.assign(
         **shown,
-        place=(-sign * printed).rank(method="min"),
+        place=(-quantity.sign * printed).rank(method="min"),
         verdict=[verdicts.get(plan, "") for plan in rows.index],
         **pd.DataFrame.from_dict(tests, "index", float, columns).reindex(rows.index),
     )

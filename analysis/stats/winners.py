@@ -66,8 +66,7 @@ def _best(comparison: Comparison, panel: Panel, column: str, criteria: Sequence[
     values = {name: float(shown[cell]) for name, cell in cells.items() if not np.isnan(shown[cell])}
     if not values:
         return {"winners": (), "score": np.nan, "runner_up": "", "p": np.nan}
-    sign = -1 if quantity.lower_is_better else 1
-    printed = {name: sign * round(value, PRINTED_DECIMALS) for name, value in values.items()}
+    printed = {name: quantity.sign * round(value, PRINTED_DECIMALS) for name, value in values.items()}
     top = max(printed.values())
     winners = tuple(name for name, value in printed.items() if value == top)
     rest = {name: value for name, value in printed.items() if value != top}

@@ -14,7 +14,7 @@ import tiny
 from handmade import results_of, table_of
 from synthetic import edited, record_path, write_json, write_store
 
-from analysis.load import plans
+from analysis.load import plans, studies
 from analysis.load import settings as cell_settings
 from analysis.load.study import Study, load
 from analysis.outputs.coverage import coverage_table
@@ -257,21 +257,36 @@ def test_results_that_do_not_tell_losses_from_scores_are_a_gap(store: Path) -> N
     assert "older" in gap.what and "gsm8k" in gap.where
 
 
-def test_pruned_is_what_was_removed_and_one_plan_of_two_ratios_is_one_row(tmp_path: Path) -> None:
-    """Of 32 experts a quarter goes at 25 and at 27 %, and 45 % are no whole number of experts."""
-    one = {"calibrations": ("pocket_code",), "tasks": ("rte",), "items": 5, "overlap": False}
-    store = write_store(tmp_path, criteria=("reap", "man"), ratios=(0.25, 0.27, 0.45, 0.5), **one)
-    with edited(record_path(store)) as record:
-        [lost] = [entry for entry in record["cells"] if entry["cell"]["ratio"] == 0.25 and "man" in entry["plan"]]
-        lost["evaluate"] = {"rte": None}
+EQUAL_RATIOS = {"calibrations": ("pocket_code",), "tasks": ("rte",), "items": 5, "overlap": False}
+"""Of 32 experts a quarter goes at 25 and at 27 %, and 45 % are no whole number of experts; of channels they are."""
+
+
+def test_pruned_is_what_was_removed_and_ratios_with_equal_plans_are_one_row(tmp_path: Path) -> None:
+    store = write_store(tmp_path, criteria=("reap", "man"), ratios=(0.25, 0.27, 0.45, 0.5), **EQUAL_RATIOS)
     study = load(store, "made_up")
-    assert not study.gaps and set(study.results["cell"]) == set(study.cells.index), "the other cell has a result"
     found = study.cells[["ratio", "removed", "removed_words"]].drop_duplicates().to_dict("list")
     assert found["ratio"] == [0, 0.25, 0.45, 0.5] and found["removed"] == [0, 0.25, 7 / 16, 0.5]
     words = ["0 %", "25 % (25 % and 27 % requested)", "43.8 % (45 % requested)", "50 %"]
     assert found["removed_words"] == words and len(study.cells) == 1 + 2 * 3
     rows = table_of(benchmark_table, Results(study)).frame
     assert rows.groupby("Criterion")["Pruned"].agg(list)["REAP"] == words[1:]
+
+
+def test_ratios_are_two_rows_where_the_plans_of_another_method_differ(tmp_path: Path) -> None:
+    store = write_store(tmp_path, criteria=("reap", "channel_activation"), ratios=(0.25, 0.27), **EQUAL_RATIOS)
+    ratios = load(store, "made_up").cells.groupby("method")["ratio"].agg(list)
+    assert ratios["reap"] == ratios["channel_activation"] == [0.25, 0.27]
+
+
+def test_a_row_of_equal_ratios_has_the_results_of_both_and_the_record_stays_as_it_was(tmp_path: Path) -> None:
+    store = write_store(tmp_path, criteria=("reap", "man"), ratios=(0.25, 0.27), **EQUAL_RATIOS)
+    with edited(record_path(store)) as record:
+        _, lower, _, higher, _ = record["cells"]
+        lower |= {"evaluate": {"rte": None}, "cost": None, "errors": {"rte": "out of memory"}}
+    study = load(store, "made_up")
+    assert not study.gaps and set(study.results["cell"]) == set(study.costs["cell"]) == set(study.cells.index)
+    assert study.cells.loc[1, "cost_folder"] == higher["cost"]
+    assert study.document == studies.document(store, ["made_up"])
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from scipy.stats import binomtest
 from analysis.load.reader import Reader
 from analysis.load.study import Study
 from analysis.outputs import winners
-from analysis.outputs.pareto import against_cost, pareto_table
+from analysis.outputs.pareto import against_cost, pareto_figure, pareto_table
 from analysis.outputs.ranks import rank_table
 from analysis.registry import Results, find
 from analysis.stats import uncertainty
@@ -83,11 +83,17 @@ def test_where_less_is_better_an_average_leaves_it_out_and_the_lowest_leads_with
     assert perplexity["lead"] == pytest.approx(-2) and winners.verdict(perplexity) == "not tested"
 
 
+def with_costs(study: Study, shares: list[float]) -> Study:
+    """The study, with all costs of each cell at this share of the unpruned model's."""
+    columns = ("parameters_kept", "routed_kept", "flops_ratio", "storage_bytes")
+    costs = pd.DataFrame({column: shares for column in columns})
+    study.__dict__["costs"] = costs.assign(cell=range(4), bits=16, parameters_unpruned=1.0)
+    study.__dict__["kept"] = pd.DataFrame({"cell": range(4), "constant": False, "merged": False})
+    return study
+
+
 def test_the_best_plan_is_on_the_front_in_spite_of_a_perplexity(perplexed: Study) -> None:
-    shares = ("parameters_kept", "routed_kept", "flops_ratio", "storage_bytes")
-    costs = pd.DataFrame([[1.0] * 4, [0.5] * 4, [0.5] * 4, [0.5] * 4], columns=shares)
-    perplexed.__dict__["costs"] = costs.assign(cell=range(4), bits=16, parameters_unpruned=1.0)
-    perplexed.__dict__["kept"] = pd.DataFrame(columns=["cell", "constant", "merged"])
+    with_costs(perplexed, [1.0, 0.5, 0.5, 0.5])
     [comparison] = Results(perplexed).measured
     found = against_cost(perplexed, comparison).set_index("method")
     assert found["front_parameters_kept"].to_dict() == {"none": False, "frequency": False, "reap": False, "man": True}
@@ -108,6 +114,24 @@ def test_a_suite_of_perplexities_alone_is_ranked_by_their_mean_loss_and_shown_as
     assert table.frame["Status"].eq("").all(), "of one seed"
     two = {(cell, name): value for cell in range(4) for name, value in (("a", 2.0 + cell), ("b", 8.0))}
     assert ranked(study_of({"a": [{}] * 4, "b": [{}] * 4}, two))["Mean perplexity"].iloc[0] == pytest.approx(4)
+
+
+def test_the_lowest_perplexity_comes_first_where_plans_cost_the_same_and_is_the_last_number_of_a_front() -> None:
+    alone = study_of({"wikitext2": [{}] * 4}, {(cell, "wikitext2"): 9.0 - cell for cell in range(4)})
+    table = pareto_table(Results(with_costs(alone, [1.0, 0.5, 0.5, 0.5])), "pareto")
+    assert table.frame["Criterion"].tolist() == ["Unpruned", "MAN", "REAP", "Frequency"]
+    assert table.frame["Front"].tolist() == ["", "all", "", ""]
+    results = Results(with_costs(alone, [1.0, 0.3, 0.4, 0.5]))
+    figure = pareto_figure(results.study, results.comparisons[0], "front")
+    assert figure is not None
+    labels = [text.get_text() for text in figure.drawing.legends[0].get_texts()]
+    assert [label.split(",")[0] for label in labels if "50 %" in label] == ["Frequency", "REAP", "MAN"]
+
+
+def test_a_radar_of_losses_alone_is_not_drawn() -> None:
+    losses = {(cell, name): 9.0 - cell for cell in range(4) for name in ("a", "b", "c")}
+    results = Results(study_of({name: [{}] * 4 for name in ("a", "b", "c")}, losses))
+    assert find("aimer.fig3").items(results) == []
 
 
 asked = st.lists(st.sets(st.integers(0, 29), min_size=2), min_size=4, max_size=4)
