@@ -9,7 +9,8 @@ import contextlib
 import inspect
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any, Literal
@@ -170,27 +171,17 @@ def reads_text(name: str) -> bool:
 
 
 def check(name: str, parameters: Mapping[str, Any]) -> None:
-    """UserError unless the criterion exists and `parameters` are its own, none of the required ones left out, and it
-    scores a trial layer, twice alike."""
+    """UserError unless the criterion exists, `parameters` are some of its own and all that it requires, and it can
+    score a trial layer."""
     accepted = dict(list(inspect.signature(get(name).function).parameters.items())[1:])
-    for given in parameters:
-        check_known(f"criterion.parameters of {name}", given, accepted)
-    for word, parameter in accepted.items():
-        if parameter.default is parameter.empty and word not in parameters:
-            raise UserError(f"criterion={name} needs the parameter {word}: set criterion.parameters.{word}")
-    chosen = get(name)
-
-    def trial() -> Array:
-        random = numpy.random.default_rng(0)
-        layer = Layer(chosen, 0, EXPERTS, WIDTH, _TrialArrays(), "model", random)
-        return _scores(chosen, layer, parameters, "on a trial layer", "return one number for each")
-
+    for key in parameters:
+        check_known(f"criterion.parameters of {name}", key, accepted)
+    for key, parameter in accepted.items():
+        if parameter.default is parameter.empty and key not in parameters:
+            raise UserError(f"criterion={name} needs the parameter {key}: set criterion.parameters.{key}")
+    layer = Layer(get(name), 0, EXPERTS, WIDTH, _TrialArrays(), "model", numpy.random.default_rng(0))
     with contextlib.suppress(_UnknownStatistic), numpy.errstate(all="ignore"):
-        if not numpy.array_equal(trial(), trial(), equal_nan=True):
-            raise UserError(
-                f"criterion={name} gives other scores when it is called again with the same layer: expected that "
-                "chance comes from layer.random alone, with @criterion(..., uses_seed=True)"
-            )
+        _scores(layer, parameters, "on a trial layer", "return one number for each")
 
 
 def score(
@@ -224,34 +215,52 @@ def score(
         width = (widths or {}).get(index, 0)
         layer = Layer(chosen, index, experts[index], width, inputs.get(index, {}), gate, random)
         where = f"in layer {index}"
-        scores[index] = _scores(chosen, layer, parameters, where, "the statistics are of another model")
+        scores[index] = _scores(layer, parameters, where, "the statistics are of another model")
         if len(bad := numpy.argwhere(~numpy.isfinite(scores[index]))):
-            place = ", channel ".join(map(str, bad[0]))
-            raise UserError(f"criterion={name} gives NaN or Inf {where}, expert {place}")
+            position = ", channel ".join(map(str, bad[0]))
+            raise UserError(f"criterion={name} gives NaN or Inf {where}, expert {position}")
     return scores
 
 
-def _scores(criterion: Criterion, layer: Layer, parameters: Mapping[str, Any], where: str, expected: str) -> Array:
-    """The scores that a criterion gives a layer, (E,) or (E, I). UserError that names it, and `where`, when it fails
-    or gives something of another shape, for which `expected` is the remedy."""
+def _scores(layer: Layer, parameters: Mapping[str, Any], where: str, remedy: str) -> Array:
+    """The scores of a layer, (E,) or (E, I), computed twice from equal states of layer.random. UserError that names the
+    criterion and `where` when both differ, when it fails, and when it gives anything but one real number for each
+    expert or channel; `remedy` is for a wrong number of them."""
+    again = replace(layer, _random=deepcopy(layer._random))
+    scores, repeated = (_called(each, parameters, where, remedy) for each in (layer, again))
+    if not numpy.array_equal(scores, repeated, equal_nan=True):
+        raise UserError(
+            f"criterion={layer.criterion.name} gives other scores when it is called again {where}: expected that "
+            "chance comes from layer.random alone, with @criterion(..., uses_seed=True)"
+        )
+    return scores
+
+
+def _called(layer: Layer, parameters: Mapping[str, Any], where: str, remedy: str) -> Array:
+    """As `_scores`, computed once."""
+    name = layer.criterion.name
     try:
-        scores: Array = numpy.array(criterion.function(layer, **parameters), dtype=numpy.float64)
+        result = numpy.asarray(layer.criterion.function(layer, **parameters))
+        if numpy.iscomplexobj(result):
+            raise UserError(f"criterion={name} gives complex scores {where}: expected real numbers")
+        scores: Array = numpy.array(result, dtype=numpy.float64)
     except (UserError, MemoryError, _UnknownStatistic):
         raise
     except Exception as error:
         line = traceback.extract_tb(error.__traceback__)[:2][-1]
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(
-            f"criterion={criterion.name} fails {where} of {layer.n_experts} experts with {layer.width} channels each: "
+            f"criterion={name} fails {where} of {layer.n_experts} experts with {layer.width} channels each: "
             f"{reason} ({line.filename}, line {line.lineno})"
         ) from error
-    one_each = criterion.granularity == "expert"
-    shape = (layer.n_experts,) if one_each else (layer.n_experts, layer.width)
+    if layer.criterion.granularity == "expert":
+        shape, scored = (layer.n_experts,), "experts"
+    else:
+        shape, scored = (layer.n_experts, layer.width), f"experts' {layer.width} channels"
     if scores.shape != shape:
-        what = "experts" if one_each else f"experts' {layer.width} channels"
         raise UserError(
-            f"criterion={criterion.name} gives {scores.shape} scores {where}, expected one for each of its "
-            f"{layer.n_experts} {what}: {expected}"
+            f"criterion={name} gives {scores.shape} scores {where}, expected one for each of its {layer.n_experts} "
+            f"{scored}: {remedy}"
         )
     return scores
 

@@ -301,6 +301,9 @@ COUNTER = iter(range(10**6))
         lambda layer: layer.tokens[:-1],
         lambda layer: [layer.tokens, [1.0]],
         lambda layer: ["high"] * layer.n_experts,
+        lambda layer: layer.tokens * 1j,
+        lambda layer: layer.tokens + 0j,
+        lambda layer: torch.complex(torch.tensor(layer.tokens), torch.ones(layer.n_experts).double()),
         lambda layer: layer.tokens[layer.n_experts],
         lambda layer: layer.nothing,
         lambda layer: layer["tokens"][0].item().keys(),
@@ -335,6 +338,33 @@ def test_criteria_may_give_what_is_read_as_numbers_and_may_fail_on_the_trial_alo
     registered(function)
     scores = score_mine()[0]
     assert scores.dtype == numpy.float64 and scores.shape == (3,)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda layer: layer.tokens + (numpy.random.random(3) if layer.index == 5 else 0),
+        lambda layer: layer.tokens + (numpy.random.random(3) if layer.n_experts < 16 else 0),
+        lambda layer: layer["of_a_step_from_elsewhere"] + numpy.random.random(3),
+        lambda layer: layer["of_a_step_from_elsewhere"] * next(COUNTER),
+        lambda layer: layer["of_a_step_from_elsewhere"] + 0j,
+    ],
+)
+def test_scores_of_a_real_layer_are_real_numbers_and_repeat(
+    function: Callable[..., Any], registered: Callable[..., None]
+) -> None:
+    """Also where the trial layer shows nothing: in another branch, or by statistics of a step from elsewhere."""
+    registered(function)
+    criteria.check("mine", {})
+    layer = {**edge()[0], "of_a_step_from_elsewhere": numpy.ones(3)}
+    with pytest.raises(UserError, match=r"criterion=mine .*in layer"):
+        criteria.score("mine", {0: layer, 5: layer}, experts={0: 3, 5: 3})
+
+
+def test_a_declared_seed_may_be_used_in_every_layer(registered: Callable[..., None]) -> None:
+    registered(lambda layer: layer.random.random(layer.n_experts), uses_seed=True, needs=())
+    scores = criteria.score("mine", {}, experts={0: 3, 5: 3}, seed=1)
+    assert numpy.array_equal(numpy.concatenate(list(scores.values())), numpy.random.default_rng(1).random(6))
 
 
 def test_a_failure_in_one_layer_names_it(registered: Callable[..., None]) -> None:
