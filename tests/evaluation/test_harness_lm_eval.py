@@ -5,6 +5,10 @@ import json
 import math
 import random
 import re
+import sqlite3
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ import datasets
 import lm_eval
 import numpy as np
 import pytest
+import yaml
 from asking import PLAIN, chatting, equals_lm_eval, evaluate, log_likelihood, write
 from choices import choose
 from harness_files import (
@@ -40,7 +45,7 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import Policy, mirror, run, suite
 from moe_lab.evaluation.engines.hf import LoadedModel
-from moe_lab.evaluation.harnesses import lm_eval_tasks
+from moe_lab.evaluation.harnesses import lm_eval_files, lm_eval_tasks
 from moe_lab.evaluation.mirror import benchmarks
 from moe_lab.paths import resolve
 
@@ -558,27 +563,89 @@ def test_every_file_that_makes_an_item_identifies_it(
     assert suite.adapter(benchmark).items(benchmark) != items
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        READS.format("next(Path(__file__).parent.glob('*.txt'))"),
-        READS.format("Path('..', 'hint' + '.txt')"),
-        "import sys\nsys.path[:0] = [__file__.rpartition('/')[0] + '/other']\n"
-        "answer = __import__('hidden_' + 'helper').answer\n\n",
-        "import importlib\nanswer = importlib.import_module('other.hidden_' + 'helper').answer\n\n",
-    ],
-)
+HINT = "Path('..', 'hint' + '.txt')"
+UNIDENTIFIED_READS = {
+    "glob": READS.format("next(Path(__file__).parent.glob('*.txt'))"),
+    "computed_path": READS.format(HINT),
+    "opened_for_update": READS.format(f"open({HINT}, 'r+')").replace("read_text", "read"),
+    "sys_path": "import sys\nsys.path[:0] = [__file__.rpartition('/')[0] + '/other']\n"
+    "answer = __import__('hidden_' + 'helper').answer\n\n",
+    "computed_import": "import importlib\nanswer = importlib.import_module('other.hidden_' + 'helper').answer\n\n",
+    "thread": "from concurrent.futures import ThreadPoolExecutor\n"
+    + READS.format(f"ThreadPoolExecutor(1).submit({HINT}.read_text)").replace("read_text()\n", "result()\n"),
+    "sqlite": "import sqlite3\n"
+    + READS.format(
+        "sqlite3.connect(Path('..', 'hint' + '.db')).execute('select text from hints').fetchone()[0]"
+    ).replace(".read_text()", ""),
+    "sqlite_uri": "import sqlite3\n"
+    + READS.format(
+        "sqlite3.connect('file:../hint' + '.db?mode=ro', uri=True).execute('select text from hints')"
+    ).replace(".read_text()", ".fetchone()[0]"),
+}
+
+
+@pytest.mark.parametrize("code", UNIDENTIFIED_READS.values(), ids=UNIDENTIFIED_READS)
 def test_a_task_that_reads_what_does_not_identify_its_items_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
     """In one process again and again, as code that is imported is not read twice."""
     files = {"more/tools/utils.py": code + PROMPT, "more/tools/other/hidden_helper.py": HELPER}
     benchmark = task_of_files(tmp_path, {**files, "more/tools/hint.txt": "", "more/hint.txt": ""})
+    with closing(sqlite3.connect(tmp_path / "more/hint.db")) as database:
+        database.executescript("create table hints (text); insert into hints values (' at night in a')")
     monkeypatch.syspath_prepend(tmp_path / "more/tools")
     monkeypatch.chdir(tmp_path / "more/tools")
     for _ in range(2):
-        with pytest.raises(UserError, match=r"benchmark own.*(hint\.txt|hidden_helper\.py)"):
+        with pytest.raises(UserError, match=r"benchmark own.*(hint\.txt|hint\.db|hidden_helper\.py)"):
             suite.adapter(benchmark).items(benchmark)
+
+
+STARTED_PROGRAMS = {
+    "subprocess.Popen": "import subprocess\nsubprocess.run(['cat', 'hint.txt'])\n",
+    "os.system": "import os\nos.system('cat hint.txt')\n",
+    "os.posix_spawn": "import os\nos.posix_spawn('/bin/cat', ['cat', 'hint.txt'], {})\n",
+    "os.fork": "import multiprocessing\nmultiprocessing.get_context('fork').Pool(1)\n",
+    "os.exec": "import os\nos.execv('/bin/false', ['false'])\n",
+    "socket.connect": "import socket\nsocket.create_connection(('127.0.0.1', 9))\n",
+}
+
+
+@pytest.mark.parametrize("event", STARTED_PROGRAMS)
+def test_a_task_that_starts_a_program_for_its_items_is_refused(tmp_path: Path, event: str) -> None:
+    """When its code is imported, and when a prompt is made, with errors ignored."""
+    code = STARTED_PROGRAMS[event]
+    body = "".join(f"        {line}\n" for line in code.splitlines())
+    caught = f"def answer(doc):\n    try:\n{body}    except Exception:\n        pass\n    return ''\n\n"
+    for number, text in enumerate((f"{code}\n{EMPTY}\n", caught)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        benchmark = task_of_files(folder, {"more/tools/utils.py": text + PROMPT, "hint.txt": ""})
+        with pytest.raises(UserError, match=rf"benchmark own.*{re.escape(event)}"):
+            suite.adapter(benchmark).items(benchmark)
+
+
+def test_reads_of_threads_that_ran_before_a_task_are_not_its_own(tmp_path: Path) -> None:
+    (tmp_path / "status.txt").write_text("")
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+        with lm_eval_files.reading_only([], "benchmark own"):
+            pool.submit((tmp_path / "status.txt").read_text).result()
+
+
+@pytest.mark.parametrize(
+    ("file", "library"),
+    [
+        (yaml.__file__, True),
+        (json.__file__, True),
+        ("/usr/share/zoneinfo/UTC", True),
+        ("/usr/local/share/mytasks/hint.txt", False),
+        ("/usr/libfoo/hint.txt", False),
+        (f"{sys.prefix}/mytasks/hint.txt", False),
+        ("/dev/shm/hint.txt", False),
+    ],
+)
+def test_folders_of_libraries(file: str, library: bool) -> None:
+    assert lm_eval_files._is_of_library(Path(file)) is library
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,24 @@
-"""The files that a task in lm-eval's format is made of, without lm-eval. No torch."""
+"""The files that define a task in lm-eval's format, and a guard against inputs besides them. No lm-eval, no torch."""
 
 from __future__ import annotations
 
 import ast
-import contextlib
-from collections.abc import Iterator
+import os
+import sys
+import sysconfig
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from importlib.util import source_from_cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import yaml
 
 from moe_lab.errors import UserError
-from moe_lab.source_code import code_of, file_of
+from moe_lab.source_code import SITE, code_of, file_of
 
 
 def definition_files(task: Path) -> tuple[list[Path], dict[str, str]]:
@@ -70,6 +77,112 @@ def _data_files(code: Path) -> Iterator[Path]:
         raise UserError(f"{code} is not Python: {error}") from None
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            with contextlib.suppress(OSError, ValueError):  # a text that is no path
+            with suppress(OSError, ValueError):  # a text that is no path
                 if (file := code.parent.joinpath(node.value).resolve()).is_file():
                     yield file
+
+
+_PROGRAM_EVENTS = {
+    *("os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "pty.spawn", "subprocess.Popen"),
+    "socket.connect",
+}
+"""Audit events of what may read files that this process does not see: other programs, and servers."""
+_LIBRARIES = [
+    *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    *(Path(folder).resolve() for folder in ("/etc", "/proc", "/sys", "/usr/lib", "/usr/share")),
+]
+_observers: list[_Observer] = []
+
+
+class _Observer:
+    """The files that are read, in the current thread and in those that start later; programs are refused."""
+
+    def __init__(self, reader: str) -> None:
+        self.reader = reader
+        self.files: set[str] = set()
+        self.refusal: UserError | None = None
+        earlier = {thread.native_id for thread in threading.enumerate()}
+        self.ignored_threads = earlier - {threading.get_native_id()}
+
+    def notice(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Take note of one audit event. UserError for one of _PROGRAM_EVENTS, which thereby does not take place."""
+        if threading.get_native_id() in self.ignored_threads:
+            return
+        if event == "open":
+            path, _, flags = arguments
+            writes_only = flags & os.O_ACCMODE == os.O_WRONLY or flags & (os.O_TRUNC | os.O_EXCL)
+            if isinstance(path, str | bytes) and not writes_only:
+                self.files.add(os.path.abspath(os.fsdecode(path)))
+        elif event == "sqlite3.connect":
+            database = os.fsdecode(arguments[0])
+            if database.startswith("file:"):
+                database = unquote(urlsplit(database).path)
+            self.files.add(os.path.abspath(database))
+        elif event in _PROGRAM_EVENTS:
+            self.refusal = UserError(
+                f"{self.reader} calls {event}{arguments[:2]} while its items are made, and what that reads does not "
+                "identify them: expected code that reads files itself"
+            )
+            raise self.refusal
+
+
+@cache
+def _install_hook() -> None:
+    """Pass audit events to observers. Once, as Python cannot remove a hook."""
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        for observer in _observers:
+            observer.notice(event, arguments)
+
+    sys.addaudithook(hook)
+
+
+@contextmanager
+def reading_only(files: Collection[Path], reader: str) -> Iterator[None]:
+    """A context in which the code of a task may read `files`, which identify its items, and what belongs to Python and
+    to packages. The next task imports its code anew.
+
+    Raises UserError, in the name of `reader`, for another file, and for starting a program or a connection. Only what
+    Python audits is seen: not what native code opens.
+    """
+    identified = {str(file.resolve()) for file in files}
+    before = _module_files()
+    observer = _Observer(reader)
+    _install_hook()
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+        modules = _module_files()
+        # those of packages that were imported before
+        late = {file for name, file in modules.items() if name.partition(".")[0] in before}
+        read = {_source(name) for name in observer.files}
+        other = {str(file) for file in read if file.is_file() and not _is_of_library(file)} - identified - late
+        for name, file in modules.items():
+            if file in identified | other:
+                del sys.modules[name]
+    if observer.refusal:
+        raise observer.refusal
+    if other:
+        raise UserError(
+            f"{reader} reads {', '.join(sorted(other))}, which does not identify the items: "
+            "expected files that its code imports, or names by a literal path relative to its folder"
+        )
+
+
+def _module_files() -> dict[str, str]:
+    """Name -> file of the modules that have been imported; namespaces have none."""
+    files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
+    return {name: file for name, file in files.items() if file}
+
+
+def _source(name: str) -> Path:
+    """The source of a file in __pycache__; otherwise the file itself."""
+    with suppress(ValueError):
+        name = source_from_cache(name)
+    return Path(name).resolve()
+
+
+def _is_of_library(file: Path) -> bool:
+    return bool(SITE.intersection(file.parts)) or any(file.is_relative_to(folder) for folder in _LIBRARIES)

@@ -8,13 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from importlib.util import source_from_cache
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,9 +22,8 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import mirror
 from moe_lab.evaluation.harness import data_files
-from moe_lab.evaluation.harnesses.lm_eval_files import definition_files
+from moe_lab.evaluation.harnesses.lm_eval_files import definition_files, reading_only
 from moe_lab.evaluation.suite import question_identity, task_folder
-from moe_lab.source_code import SITE
 
 SEED = 1234
 """The default of lm-eval's own command line."""
@@ -80,7 +74,7 @@ def _with_requests(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
         return _asked(_stock(benchmark), benchmark)
     *definition, items = data_files(benchmark)
     files = definition_files(*definition)[0] if definition else []
-    with _reading_only([*files, items], benchmark):
+    with reading_only([*files, items], f"benchmark {benchmark.name}"):
         return _asked(_own(benchmark), benchmark)
 
 
@@ -101,57 +95,6 @@ def _asked(loaded: Mapping[str, Any], benchmark: BenchmarkConfig) -> Mapping[str
             chat_template=(lambda messages, **_: json.dumps(messages)) if benchmark.chat else None,
         )
     return loaded
-
-
-_opened: ContextVar[set[str] | None] = ContextVar("opened", default=None)
-"""The files that have been opened to be read, while they are noted; of each thread its own."""
-_OF_PYTHON = (sys.prefix, sys.base_prefix, "/dev", "/etc", "/proc", "/sys", "/usr")
-
-
-def _note(event: str, arguments: tuple[Any, ...]) -> None:
-    if event == "open" and (opened := _opened.get()) is not None:
-        path, _, flags = arguments
-        if isinstance(path, str | bytes) and not flags & (os.O_WRONLY | os.O_RDWR):
-            opened.add(os.path.abspath(os.fsdecode(path)))
-
-
-sys.addaudithook(_note)
-
-
-@contextmanager
-def _reading_only(files: Collection[Path], benchmark: BenchmarkConfig) -> Iterator[None]:
-    """A context in which the code of a task may read `files` alone, as these identify the items, and what belongs to
-    Python and to packages. At its end, UserError for another file; the next task imports its code anew."""
-    own = {str(file.resolve()) for file in files}
-    before = _module_files()
-    opened: set[str] = set()
-    token = _opened.set(opened)
-    try:
-        yield
-    finally:
-        _opened.reset(token)
-    modules = _module_files()
-    late = {file for name, file in modules.items() if name.partition(".")[0] in before}  # of packages that were there
-    read = {Path(source_from_cache(name) if name.endswith(".pyc") else name).resolve() for name in opened}
-    other = {str(file) for file in read if file.is_file() and not _is_of_library(file)} - own - late
-    for name, file in modules.items():
-        if file in own | other:
-            del sys.modules[name]
-    if other:
-        raise UserError(
-            f"benchmark {benchmark.name} reads {', '.join(sorted(other))}, which does not identify the items: "
-            "expected files that its code imports, or names by a literal path relative to its folder"
-        )
-
-
-def _module_files() -> dict[str, str]:
-    """Name -> file of the modules that have been imported; namespaces have none."""
-    files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
-    return {name: file for name, file in files.items() if file}
-
-
-def _is_of_library(file: Path) -> bool:
-    return bool(SITE.intersection(file.parts)) or str(file).startswith(_OF_PYTHON)
 
 
 def _stock(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
