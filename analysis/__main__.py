@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from analysis.names import FIGURE_FORMATS
 from moe_lab.errors import DISK_FULL, UserError, end_with, unknown
-from moe_lab.paths import shortened, store_folder, url_of
-from moe_lab.results import RECORD
+from moe_lab.paths import shortened, store_folder
 
 if TYPE_CHECKING:
     from analysis.render.table import Table
@@ -51,7 +50,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("names", nargs="*", help="what to make, by default report", metavar="NAME")
-    parser.add_argument("--store", default="store", help="the folder a run wrote to, or its URL")
+    parser.add_argument("--store", default="store", help="the folder a run wrote to")
     parser.add_argument("--study", help="which study in it, several with commas between, or all; by default the newest")
     parser.add_argument("--out", type=Path, help="where to write; by default STORE/reports/STUDY")
     parser.add_argument(
@@ -71,10 +70,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         raise unknown("format", request.format, FIGURE_FORMATS)
     request.compare = request.compare == "true"
     request.names = request.names or ["report"]
-    folder = store_folder(request.store)
-    if (url := url_of(request.store)) and not any(folder.glob(f"runs/*/*/{RECORD}")):
-        raise UserError(f"store={url}: no study of it is on this machine: run the study here with the same store")
-    request.store = folder
+    request.store = store_folder(request.store)
     return request
 
 

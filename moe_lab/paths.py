@@ -90,29 +90,15 @@ def caches() -> Path:
     return _own(Path(tempfile.gettempdir(), f"moe_lab-{os.getuid()}"), 0o700)
 
 
-def url_of(store: str, field: str = "store") -> str | None:
-    """The URL that a store is named by, such as s3://bucket/path, without slashes at its end; None for a folder. Raises
-    UserError, with the name of the `field`, for a URL that has no protocol, no path or a password in it."""
-    protocol, is_url, path = store.partition("://")
-    if not is_url:
-        return None
-    for problem in secrets_in(field, store):
-        raise UserError(problem)
-    path = path.rstrip("/")
-    if not protocol or not path:
-        raise UserError(
-            f"{field}={store} has no {'path' if protocol else 'protocol'}: expected a URL as s3://bucket/path"
-        )
-    return f"{protocol}://{path}"
-
-
-def store_folder(store: str) -> Path:
-    """The folder on this machine of a store: `store` itself, or the one in the user's cache for a URL; see `url_of`."""
-    url = url_of(store)
-    if url is None:
-        return Path(store)
-    name = re.sub(r"\W+", "-", url)[:60].strip("-")
-    return cache("stores") / f"{name}-{sha256(url.encode()).hexdigest()[:8]}"
+def store_folder(store: str, field: str = "store") -> Path:
+    """The folder of the store that a field names. Raises UserError for an empty path and for a URL."""
+    if not store:
+        raise UserError(f"{field}= names no folder: write {field}=FOLDER")
+    if "://" in store:
+        for problem in secrets_in(field, store):
+            raise UserError(problem)
+        raise UserError(f"{field}={store} is a URL: expected a folder, which `rclone copy FOLDER REMOTE:PATH` shares")
+    return Path(store)
 
 
 LONGEST_NAME = 100

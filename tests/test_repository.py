@@ -59,7 +59,6 @@ UNKNOWN = {
     "schedule.json": "the reader's schedule",
     "...": "part of a command",
     "suite=bfcl": "a folder of BFCL's files",
-    "s3://": "a package of another person's choice, which a sentence names: tests/study/test_sync.py",
     "interval(": "a sweeper makes the values: tests/study/test_end_to_end.py",
 }
 """Words of commands that cannot be composed here, and why."""

@@ -191,11 +191,9 @@ class Config(Group):
     """Modules with criteria or allocations of your own, such as my_package.my_module. Set them on the command line, so
     that their criteria and allocations can be chosen there."""
     store: Text = "store"
-    """Folder of all steps and results; or the URL of a folder that machines share, such as s3://bucket/path, whose copy
-    on this machine is in the user's cache."""
+    """Folder of all steps and results."""
     also: list[Text] = field(default_factory=list)
-    """Stores of others, folders or URLs, that are only read: what they have finished is taken over before anything is
-    computed."""
+    """Stores of others, which are only read: what they have finished is taken over before anything is computed."""
     overlap: bool = False
     """Also score every S(b, alpha, beta) and the exact damage on each text that is read, for the overlap figures."""
     profile: bool = False

@@ -33,7 +33,7 @@ def main() -> int:
         nargs="*",
         metavar="NAME|KEY=VALUE",
         help="NAME (not for gc): a study (by default called as its experiment), or a step: kind/label, or its id; "
-        "store=FOLDER or URL, as for python -m moe_lab; for gc: apply=true",
+        "store=FOLDER, as for python -m moe_lab; for gc: apply=true",
     )
     asked = parser.parse_args()
     try:
@@ -46,8 +46,7 @@ def main() -> int:
             )
         store = Store(settings.get("store", "store"))
         if not store.is_there():
-            how = f"run the study here with store={store.url}" if store.url else "name the folder of one"
-            raise UserError(f"store={store.url or store.root} is no store on this machine: {how}")
+            raise UserError(f"store={store.root} is no store: name the folder of one")
         with store.errors_as_sentences():
             if asked.command == "gc":
                 code = gc(store, apply=settings.get("apply") == "true")

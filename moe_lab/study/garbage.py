@@ -175,7 +175,5 @@ def _print(store: Store, garbage: list[Garbage], silence: str) -> None:
     for kind, of_kind in {**sizes, "all": [item.bytes for item in garbage]}.items():
         table.add_row(kind, str(len(of_kind)), decimal(sum(of_kind)))
     console.print(table)
-    if store.url and garbage:
-        print(f"{store.url} keeps what is freed here")
     if silence:
         print(f"{silence}; so the steps of all studies that were submitted are kept")

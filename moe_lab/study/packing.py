@@ -38,7 +38,7 @@ FEW, FULL = 32, 1 << 26
 
 
 class Packing:
-    """What one process packs of a store, from time to time. A store with a URL has no packs."""
+    """What one process packs of a store, from time to time."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -65,7 +65,7 @@ class Packing:
         store = self.store
         if store.packs.bad:
             drop(store, store.packs.bad)
-        known = [store.folders(name) for name, kind in KINDS.items() if kind.small and not store.url]
+        known = [store.folders(name) for name, kind in KINDS.items() if kind.small]
         loose = {start: path for folders in known for start, path in folders.items() if start not in self.large}
         if not loose or (len(loose) < MANY and not (last and store.packs.starts())):
             return
@@ -102,7 +102,7 @@ def take(store: Store, other: Store, names: Sequence[str]) -> None:
     """Copy undamaged steps, KIND/NAME, from packs of another store into packs of this one, if they are at least MANY.
     None where that fails, as on a full disk: whoever copies them singly says so."""
     packed = [name for name in names if name[-DIGITS:] in other.packs]
-    if len(packed) < MANY or store.url:
+    if len(packed) < MANY:
         return
     with suppress(Busy, OSError, sqlite3.Error), store.claims.take(PACKS) as claim:
         for at in range(0, len(packed), AT_ONCE):

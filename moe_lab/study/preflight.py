@@ -24,12 +24,12 @@ from moe_lab.evaluation import engines, suite
 from moe_lab.evaluation.harness import HARNESSES
 from moe_lab.grid import Cell, Request, is_shipped
 from moe_lab.models import config_json, files
-from moe_lab.paths import conf
+from moe_lab.paths import conf, store_folder
 from moe_lab.pruning import no_replacements
 from moe_lab.pruning.plan import ROUNDED
 from moe_lab.results import RANDOM
-from moe_lab.study import sync
 from moe_lab.study.estimates import check_device
+from moe_lab.study.other_stores import open_other
 from moe_lab.study.step import KINDS, Step
 from moe_lab.study.steps.costs import wrong_timing
 from moe_lab.study.steps.plans import check_engine, check_plan_file, plan_in, removed_share
@@ -130,10 +130,9 @@ def _each(cells: Iterable[Cell], *groups: str) -> list[Cell]:
 
 
 def _wrong_settings(config: Config) -> Iterator[str]:
-    if "://" in config.store:
-        yield from user_errors(sync.source, config.store, "store")
-    for place in config.also:
-        yield from user_errors(sync.source, place)
+    yield from user_errors(store_folder, config.store)
+    for path in config.also:
+        yield from user_errors(open_other, path)
     if config.tracker.name != "none":
         from moe_lab.study import tracker
 

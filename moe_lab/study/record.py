@@ -30,7 +30,6 @@ from moe_lab.study.schedule import Schedule, say, say_notices, shown
 from moe_lab.study.step import NO_ROOM, Step, once, uncollected
 from moe_lab.study.steps.plans import TIES
 from moe_lab.study.store import Store
-from moe_lab.study.sync import shared
 
 PREPARATION = ("model", "statistics", "scores", "plan", "finetune", "export")
 """Steps of a cell that are not results themselves, so that their errors are not listed in the record."""
@@ -64,7 +63,6 @@ def finish(study: Study, schedule: Schedule, run: Run) -> int:
     else:
         run.folder.mkdir(parents=True, exist_ok=True)  # the store may have been made anew meanwhile
         write_sealed(run.folder / RECORD, document)
-    whole = shared(store, name)
     say_notices(store)
     _complain(study, schedule)
     _name_ties(study, schedule)
@@ -75,11 +73,11 @@ def finish(study: Study, schedule: Schedule, run: Run) -> int:
         from moe_lab.study import tracker
 
         say(tracker.log(study.config.tracker, store, read(store, name)))
-    if whole and complete:
+    if complete:
         _note_end(store, name)
     if errors:
         return 2 if all(error.get("user") for error in errors.values()) else 1
-    return 0 if whole and complete else 1
+    return 0 if complete else 1
 
 
 def _note_end(store: Store, study: str) -> None:

@@ -14,16 +14,15 @@ from moe_lab.errors import Unavailable, UserError, check_known, user_errors
 from moe_lab.grid import Request
 from moe_lab.json_files import Number, parse
 from moe_lab.models import WORKERS, cores, main_memory, visible_gpus
-from moe_lab.results import DIGITS
 from moe_lab.study.estimates import check_memory, disk_problems, forecast, gpus, learned, memory_of
 from moe_lab.study.graph import build, normalized, unresolved
+from moe_lab.study.other_stores import copy_steps, finished_in, open_other
 from moe_lab.study.preflight import AVERAGE, lacking, remarks, visible_difference
 from moe_lab.study.record import Study, finish, outdate_reports
 from moe_lab.study.runs import Run, begin
 from moe_lab.study.schedule import Here, Schedule, Worker, console, recall_failures, say, say_notices, watch, work
 from moe_lab.study.step import Step, unmerged
 from moe_lab.study.store import Store
-from moe_lab.study.sync import Folder, Remote, pull, pull_records, pushed_regularly, source
 
 
 def inline(schedule: Schedule, study: Study, run: Run) -> bool:
@@ -127,13 +126,9 @@ def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> En
 def _run(study: Study) -> int:
     """Run the missing steps, or submit them, and finish; the exit code."""
     config, store, every = study.config, study.store.create(), study.graph.steps
-    if store.url:
-        pull_records(store, Remote(store.url), config.study)
     with begin(store, config.study, every) as begun:
-        if store.url:
-            (remote := Remote(store.url)).remove(_pull(store, remote, every))
-        for place in config.also:
-            _pull(store, source(place), every)
+        for path in config.also:
+            _take_over(store, open_other(path), every)
         steps, done = _in_store(study)
         if config.tracker.name != "none" or config.objective:
             done -= _damaged_results(study, done)
@@ -151,25 +146,19 @@ def _run(study: Study) -> int:
         schedule = Schedule(steps, done)
         recall_failures(schedule, store, retry=config.retry)
         say_notices(store)
-        with pushed_regularly(store):
-            if schedule.waiting and not LAUNCHERS[config.launcher.name](schedule, study, begun):
-                return 0
+        if schedule.waiting and not LAUNCHERS[config.launcher.name](schedule, study, begun):
+            return 0
         return finish(study, schedule, begun)
 
 
-def _pull(store: Store, other: Remote | Folder, steps: Sequence[Step]) -> list[str]:
-    """Copy those of the steps into the store that are finished only there. Returns those that are damaged there."""
+def _take_over(store: Store, other: Store, steps: Sequence[Step]) -> None:
+    """Copy those of the steps into the store that are finished in the other one alone."""
     done = store.done_of(steps)
-    there = _finished_there(other, steps) - done
-    wanted = [step for step in unmerged(steps, done | there) if step.id in there]
+    available = finished_in(other, steps) - done
+    wanted = [step for step in unmerged(steps, done | available) if step.id in available]
     if wanted:
-        say(f"taking {len(wanted)} finished steps from {other.name}")
-    return pull(store, other, [step.folder for step in wanted])
-
-
-def _finished_there(other: Remote | Folder, steps: Sequence[Step]) -> set[str]:
-    there = other.finished()
-    return {step.id for step in steps if step.id[:DIGITS] in there}
+        say(f"taking {len(wanted)} finished steps from also={other.root}")
+        copy_steps(store, other, wanted)
 
 
 def _in_store(study: Study, elsewhere: Set[str] = frozenset()) -> tuple[list[Step], set[str]]:
@@ -193,8 +182,8 @@ def _forecast(study: Study) -> list[str]:
     """Print what a run would do: a table of its steps, and with launcher=slurm one of the jobs' resources. Returns a
     sentence for resources that are too small for it."""
     config, store, every = study.config, study.store, study.graph.steps
-    others = [*([Remote(store.url)] if store.url else []), *map(source, config.also)]
-    steps, done = _in_store(study, {name for other in others for name in _finished_there(other, every)})
+    available = [finished_in(open_other(path), every) for path in config.also]
+    steps, done = _in_store(study, set().union(*available))
     say_notices(store)
     seconds, undone = learned(store), [step for step in steps if step.id not in done]
     console.print(forecast(steps, done, config.resources.gpu_memory, seconds))

@@ -20,7 +20,7 @@ from typing import Any
 from moe_lab.errors import DISK_FULL, Unavailable, UserError
 from moe_lab.json_files import Damaged, parse_sealed, read_json, read_sealed, write_sealed
 from moe_lab.packs import Packs, packs_in
-from moe_lab.paths import store_folder, url_of
+from moe_lab.paths import store_folder
 from moe_lab.results import DIGITS
 from moe_lab.study.claims import LIMIT, Claim, Claims
 from moe_lab.study.step import NO_ROOM, Step
@@ -58,16 +58,13 @@ class Gone(Unavailable):
 class Store:
     """A folder of finished steps, errors of failed ones, claims, and files from which unfinished ones resume.
 
-    `root`: the folder, or a URL, whose folder is in the user's cache (`moe_lab/study/sync.py`). `limit`: of `Claims`.
-    Nothing is written, made or set aside before `create` is called: the folder may be missing or read-only. UserError
-    for an empty path, a wrong URL, a file, a folder that is no store, and a store of a newer moe_lab.
+    `root`: the folder. `limit`: of `Claims`. Nothing is written, made or set aside before `create` is called: the
+    folder may be missing or read-only. UserError for an empty path, a URL, a file, a folder that is no store, and a
+    store of a newer moe_lab.
     """
 
     def __init__(self, root: str | Path, limit: float = LIMIT) -> None:
-        if not str(root):
-            raise UserError("store= names no folder: write store=FOLDER")
         self.root = store_folder(str(root))
-        self.url = url_of(str(root))
         if self.root.exists() and not self.root.is_dir():
             raise UserError(f"store={root} is a file: expected a folder, or a new name")
         self.claims = Claims(self.root / "claims", _in_queue, limit)
@@ -313,9 +310,8 @@ class Store:
         if not found:
             return True
         folder, what = self.place(name), ", ".join(f"{file} is {state}" for file, state in found.items())
-        instead = "pulled or computed again" if self.url else "computed again"
         if folder.exists():
-            self.set_aside(folder, what, instead)
+            self.set_aside(folder, what, "computed again")
         elif name[-DIGITS:] in self.packs.bad:
             self.notices.append(f"{name}: {what}, in a pack: computed again")
         return False

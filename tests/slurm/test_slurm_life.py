@@ -3,15 +3,12 @@
 import os
 import random
 import signal
-from pathlib import Path
 
 import pytest
 from cluster import LONG, STEPS, TWO, WORDS, InstantStudies, until
 from studies import told
 
-from moe_lab.paths import store_folder
 from moe_lab.results import read_record
-from moe_lab.study.store import Store
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -31,23 +28,6 @@ def test_the_same_command_survives_what_clusters_do(instant: InstantStudies, mon
     assert run.returncode == 0, errors
     assert instant.done_once() == STEPS
     assert told(instant.store, "why", "instant") == "instant: all 7 steps are done\n", "nor is a record missing"
-
-
-def test_the_last_job_pushes_when_the_command_has_returned(
-    instant: InstantStudies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    url = f"file://{tmp_path}/remote"
-    instant.store = store_folder(url)
-    instant.hold("cost")
-    errors = (run := instant.start("study=instant", f"store={url}")).communicate(timeout=LONG)[1]
-    assert run.returncode == 0, errors
-    assert not list(tmp_path.glob("remote/*")), "that job has yet to run"
-    instant.release()
-    instant.wait_for_the_end()
-    there = {str(path.relative_to(tmp_path / "remote").with_suffix("")) for path in tmp_path.glob("remote/*/*.json")}
-    assert there == {str(path.relative_to(instant.store)) for [path] in Store(url).finished().values()}
-    assert len(list(tmp_path.glob("remote/runs/instant/*.json"))) == 1 and len(there) > 3
 
 
 def one_job_or_step_is_cancelled(instant: InstantStudies) -> None:

@@ -39,11 +39,16 @@ COMMANDS = {
     if (found := re.findall(COMMAND, page.read_text("utf-8"), re.MULTILINE))
 }
 """Page -> program and words of each of its commands that read results, models or data."""
-READERS = {"/shared/me/store": "store", "model=NAME": "model=pocket_olmoe", "NAME": "study", "task_agnostic": "study"}
+READERS = {
+    "/shared/me/store": "store",
+    "store=copy": "store=store",
+    "model=NAME": "model=pocket_olmoe",
+    "NAME": "study",
+    "task_agnostic": "study",
+}
 """What a page leaves to its reader, or says of the main job -> what the finished study has."""
 ELSEWHERE = {
     "from=": "is no such file or folder",
-    "s3://": "s3://",
     "data_root=": "could not be",
     "": "study=study does",
 }

@@ -16,7 +16,7 @@ from studies import ask, killed
 
 from moe_lab.errors import UserError
 from moe_lab.paths import private
-from moe_lab.study import packing, sync
+from moe_lab.study import other_stores, packing
 from moe_lab.study import store as storing
 from moe_lab.study.claims import Busy, Claim
 from moe_lab.study.runs import begin
@@ -354,15 +354,15 @@ def test_a_store_that_only_its_owner_may_write_is_read_and_named(of_the_group: P
 def taken(root: Path, other: Path, *steps: Step) -> tuple[list[bool], list[str]]:
     """Which steps of another store are done in this one when they are taken over, and what is said."""
     store = Store(root).create()
-    sync.pull(store, sync.Folder(str(other)), [step.folder for step in steps])
+    other_stores.copy_steps(store, other_stores.open_other(str(other)), steps)
     return [store.done(step) for step in steps], store.notices
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("large", [1, sync.LARGE])
+@pytest.mark.parametrize("large", [1, other_stores.LARGE])
 def test_steps_of_a_colleague_are_taken_over(of_the_group: Path, monkeypatch: pytest.MonkeyPatch, large: int) -> None:
     """But one that may not be read. Nothing changes there."""
-    monkeypatch.setattr(sync, "LARGE", large)
+    monkeypatch.setattr(other_stores, "LARGE", large)
     steps, theirs = [Example(number=number) for number in range(2)], of_the_group / "store"
     assert as_user(OWNER, 0o022, count_done, theirs, *steps) == 2
     (Store(theirs).path(steps[1]) / "result.txt").chmod(0o600)

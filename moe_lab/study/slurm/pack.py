@@ -34,8 +34,8 @@ SAVING = 20.0
 class Pack:
     """The steps of one job, called by submitit on the node.
 
-    `store`: the store's folder, also of one with a URL, as the node may have another cache.
-    `run`: STUDY/RUN that it belongs to. `launcher`: its `max_requeues` says how often the job may still be requeued.
+    `store`: the store's folder. `run`: STUDY/RUN that it belongs to. `launcher`: its `max_requeues` says how often the
+    job may still be requeued.
     """
 
     store: str

@@ -1,0 +1,103 @@
+"""Take finished steps over from the stores in `also`: folders of others, which are only read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from moe_lab.errors import UserError
+from moe_lab.json_files import Damaged
+from moe_lab.results import DIGITS
+from moe_lab.study.claims import Busy
+from moe_lab.study.packing import MANY, Packing, take
+from moe_lab.study.step import Step
+from moe_lab.study.store import STEP, Store, entry
+
+LARGE = 64 << 20
+"""Bytes from which a file is not copied: a link to it is made."""
+THREADS = 8
+"""Steps that are copied at the same time, since on a network disk most of the time is waiting."""
+
+
+def open_other(path: str) -> Store:
+    """One of the stores in `also`. Raises UserError when there is none."""
+    try:
+        other = Store(path)
+        problem = "" if other.is_there() else "no store is there"
+    except (OSError, UserError) as error:
+        problem = str(error)
+    if problem:
+        raise UserError(f"also={path}: {problem}: expected the folder of a store")
+    return other
+
+
+def finished_in(other: Store, steps: Iterable[Step]) -> set[str]:
+    """Ids of those of the steps that are finished in another store."""
+    with other.errors_as_sentences():
+        present = other.present()
+    return {step.id for step in steps if step.id[:DIGITS] in present}
+
+
+def copy_steps(store: Store, other: Store, steps: Iterable[Step]) -> None:
+    """Copy steps that are finished in another store, which are found by their ids.
+
+    Steps that another process is working on are left out; so are, with a notice, those that are damaged there.
+    """
+    with other.errors_as_sentences():
+        present = other.present()
+        names = [present[step.id[:DIGITS]] for step in steps if step.id[:DIGITS] in present]
+        for pack in other.packs.damaged:
+            store.notices.append(f"also={other.root}: {pack} is damaged: its steps are computed again")
+        take(store, other, names)
+        loose = [name for name in names if name[-DIGITS:] not in store.packs]
+        packing = Packing(store)
+        with ThreadPoolExecutor(THREADS) as threads:
+            for start in range(0, len(loose), MANY):
+                list(threads.map(partial(_copy, store, other), loose[start : start + MANY]))
+                packing.pack()
+
+
+def _copy(store: Store, other: Store, name: str) -> None:
+    """Copy a step; a notice says why when it is damaged."""
+    try:
+        document = _document(other, name)
+        with store.receive(name, document) as scratch:
+            if scratch is None:  # it is finished here
+                return
+            for file, expected in document["files"].items():
+                target = scratch / file
+                if not target.resolve().is_relative_to(scratch.resolve()):
+                    raise Damaged(f"its {STEP} is damaged")
+                target.parent.mkdir(parents=True, exist_ok=True)
+                _copy_file(other, name, file, expected, target)
+    except Damaged as error:
+        store.notices.append(f"also={other.root}: {name}: {error}: computed again where it is needed")
+    except Busy:
+        pass
+
+
+def _document(other: Store, name: str) -> dict[str, Any]:
+    try:
+        return other.document(name)
+    except (FileNotFoundError, PermissionError):
+        raise Damaged(f"its {STEP} is missing") from None
+
+
+def _copy_file(other: Store, name: str, file: str, expected: Mapping[str, Any], target: Path) -> None:
+    """Copy a file of a step, or make a link to a large one. `expected`: its size and sha256. Raises Damaged when it is
+    missing, may not be read or has changed."""
+    path = other.place(name) / file
+    try:
+        if expected["bytes"] >= LARGE and os.access(path, os.R_OK):
+            target.symlink_to(os.path.realpath(path))
+        else:
+            target.write_bytes(other.stored(name, file))
+        copied = entry(target)
+    except (FileNotFoundError, PermissionError):
+        raise Damaged(f"{file} is missing") from None
+    if copied != expected:
+        raise Damaged(f"{file} is damaged")
