@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from hashlib import sha256
 from importlib import metadata
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ IGNORED = {
     *("moe_lab", "analysis", "numpy", "pandas", "pydantic", "safetensors", "scipy", "torch", "transformers"),
 }
 """Python, moe_lab, and libraries that moe_lab requires: their versions are in the provenance of steps, and in no id."""
+MODULE_NAME = re.compile(r"\.*[^\W\d]\w*(\.[^\W\d]\w*)*")
 _distributions = cache(metadata.packages_distributions)
 
 
@@ -51,9 +54,10 @@ def code_of(name: str, file: Path) -> tuple[dict[str, Path], dict[str, str]]:
     """Name -> file of the module `name` in `file` and of all local modules that it imports, directly or not; and
     name -> version of the installed packages.
 
-    Local modules are those in the same folder or package, and packages that are installed as editable. Nothing is run:
-    imports are found in the text, inside functions too, as statements or calls of `import_module` with a literal name.
-    Data files do not count.
+    Local modules are those in the same folder or package, all parts of a namespace package included, and packages that
+    are installed as editable. Nothing is run: imports are found in the text, inside functions too, as statements; and
+    in code that has the name `import_module` or `__import__`, every literal text may be the name of a module. Data
+    files do not count.
     """
     own, root = name.partition(".")[0], folder_of(name, file)
     local: dict[str, Path] = {}
@@ -69,21 +73,21 @@ def code_of(name: str, file: Path) -> tuple[dict[str, Path], dict[str, str]]:
             top = imported.partition(".")[0]
             if top in IGNORED:
                 continue
-            folder = root if top == own else _folder_on_path(top) or root
-            if top != own and (installed := SITE.intersection(folder.parts) and _versions(top)):
+            folders = _folders_on_path(top)
+            if top == own or not folders:
+                folders = [root, *folders]
+            files = dict(_files(imported, folders))
+            is_installed = any(SITE.intersection(path.parts) for path in [*files.values()] or folders)
+            if top != own and is_installed and (installed := _versions(top)):
                 versions |= installed
             else:
-                pending += _files(imported, folder)
+                pending += files.items()
     return local, versions
 
 
 def file_of(name: str, folder: Path) -> Path | None:
     """The file of a module below `folder`, or else where Python finds it. Nothing is imported."""
-    for place in (folder, _folder_on_path(name.partition(".")[0])):
-        files = dict(_files(name, place)) if place else {}
-        if name in files:
-            return files[name]
-    return None
+    return dict(_files(name, [folder, *_folders_on_path(name.partition(".")[0])])).get(name)
 
 
 def folder_of(name: str, file: Path) -> Path:
@@ -98,6 +102,7 @@ def _imports(content: bytes, package: str) -> Iterator[str]:
         tree = ast.parse(content)
     except (SyntaxError, ValueError):  # whoever imports it fails
         return
+    texts = set[str]()
     for node in ast.walk(tree):
         match node:
             case ast.Import():
@@ -106,11 +111,11 @@ def _imports(content: bytes, package: str) -> Iterator[str]:
                 module = f"{node.module}." if node.module else ""
                 for alias in node.names:
                     yield _absolute("." * node.level + module + alias.name, package)
-            case ast.Call(
-                ast.Name("import_module" | "__import__") | ast.Attribute(attr="import_module"),
-                [ast.Constant(str(name)), *_],
-            ):
-                yield _absolute(name, package)
+            case ast.Constant(str(text)) if MODULE_NAME.fullmatch(text):
+                texts.add(text)
+    if b"import_module" in content or b"__import__" in content:
+        # a relative name may be one in a package that another text names
+        yield from {_absolute(name, parent) for name, parent in product(texts, (package, *texts))}
 
 
 def _absolute(name: str, package: str) -> str:
@@ -122,24 +127,22 @@ def _absolute(name: str, package: str) -> str:
     return f"{parent}.{name[level:]}".strip(".")
 
 
-def _files(name: str, folder: Path) -> Iterator[tuple[str, Path]]:
-    """The module `name` below `folder` and the packages around it, each with its file, as far as there is one."""
+def _files(name: str, folders: Sequence[Path]) -> Iterator[tuple[str, Path]]:
+    """The module `name` and the packages around it, each with its file in the first of `folders` that has one."""
     parts = name.split(".")
     for count in range(1, len(parts) + 1):
-        path = folder.joinpath(*parts[:count])
-        for file in (path / "__init__.py", path.with_name(f"{path.name}.py")):
-            if file.is_file():
-                yield ".".join(parts[:count]), file
-                break
+        paths = [folder.joinpath(*parts[:count]) for folder in folders]
+        files = [file for path in paths for file in (path / "__init__.py", path.with_name(f"{path.name}.py"))]
+        if file := next(filter(Path.is_file, files), None):
+            yield ".".join(parts[:count]), file
 
 
-def _folder_on_path(top: str) -> Path | None:
-    """The folder that a package or a module is imported from, if it is known."""
+def _folders_on_path(top: str) -> list[Path]:
+    """The folders that a package or a module is imported from, as far as known: several for a namespace package."""
     with contextlib.suppress(ValueError):  # an imported module without a specification
         if spec := find_spec(top):
-            places = [*(spec.submodule_search_locations or ()), spec.origin or ""]
-            return Path(places[0]).parent
-    return None
+            return [Path(path).parent for path in spec.submodule_search_locations or [spec.origin or ""]]
+    return []
 
 
 def _versions(package: str) -> dict[str, str]:

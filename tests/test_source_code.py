@@ -36,6 +36,21 @@ IMPORTS = {
         "package/plugin.py": "import importlib\nimportlib.import_module('.helper', __package__)",
         "package/helper.py": "",
     },
+    "by name with an alias": {
+        "plugin.py": "from importlib import import_module as load\nload('helper')",
+        "helper.py": "",
+    },
+    "by name through a variable": {"plugin.py": "load = __import__\nload('helper')", "helper.py": ""},
+    "by name through an attribute": {"plugin.py": "import builtins\nbuiltins.__import__('helper')", "helper.py": ""},
+    "by name as a keyword": {"plugin.py": "import importlib\nimportlib.import_module(name='helper')", "helper.py": ""},
+    "by name in a loop": {
+        "plugin.py": "import importlib\nfor name in ['helper']:\n    importlib.import_module(name)",
+        "helper.py": "",
+    },
+    "by a name relative to another package": {
+        "package/plugin.py": "from importlib import import_module\nimport_module('.helper', package='package.deep')",
+        "package/deep/helper.py": "",
+    },
     "through another module": {"plugin.py": "import between", "between.py": "import helper", "helper.py": ""},
     "through a package": {
         "package/plugin.py": "from package.deep import sign",
@@ -65,6 +80,38 @@ def test_a_module_that_a_plugin_imports_counts(
     assert source_code.digest_of(name, tmp_path / plugin) == before
     write(tmp_path, {helper: files[helper] + "\nsign = -1"})
     assert source_code.digest_of(name, tmp_path / plugin) != before
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import namespace.helper",
+        "from .helper import sign",
+        "from namespace import helper",
+        "from .deep import other_helper",
+        "__import__('importlib').import_module('.helper', __package__)",
+    ],
+)
+def test_all_parts_of_a_namespace_package_count(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    helper = "second/namespace/deep/other_helper.py" if "other" in code else "second/namespace/helper.py"
+    write(tmp_path, {"first/namespace/plugin.py": code, "first/namespace/deep/x.py": "", helper: ""})
+    for folder in ("second", "first"):
+        monkeypatch.syspath_prepend(tmp_path / folder)
+    plugin = tmp_path / "first/namespace/plugin.py"
+    before = source_code.digest_of("namespace.plugin", plugin)
+    write(tmp_path, {helper: "sign = -1"})
+    assert source_code.digest_of("namespace.plugin", plugin) != before
+
+
+def test_installed_and_local_parts_of_a_namespace_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path), str(tmp_path / "site-packages")])
+    monkeypatch.setattr(source_code, "_distributions", lambda: {"namespace": ["installed"]})
+    write(tmp_path, {"plugin.py": "import namespace.local, namespace.installed", "namespace/local.py": ""})
+    write(tmp_path / "site-packages", {"namespace/installed.py": ""})
+    write(tmp_path / "site-packages/installed-1.dist-info", {"METADATA": "Name: installed\nVersion: 1.0\n"})
+    files, versions = source_code.code_of("plugin", tmp_path / "plugin.py")
+    assert set(files) == {"plugin", "namespace.local"}
+    assert versions == {"installed": "1.0"}
 
 
 def test_where_the_code_lies_does_not_count(tmp_path: Path) -> None:
