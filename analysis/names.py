@@ -17,6 +17,12 @@ def count(number: int, noun: str, plural: str | None = None) -> str:
     return f"{word} {noun if number == 1 else plural or noun + 's'}"
 
 
+def not_run(benchmarks: Iterable[str]) -> str:
+    """`PIQA was not run`, `PIQA and BoolQ were not run`."""
+    displayed = [benchmark(name) for name in benchmarks]
+    return f"{listing(displayed)} {'was' if len(displayed) == 1 else 'were'} not run"
+
+
 def capitalised(sentence: str) -> str:
     return sentence[:1].upper() + sentence[1:]
 
@@ -173,7 +179,7 @@ CODE_COLUMNS = ("Eval+", "LiveCode")
 MATH_COLUMNS = ("GSM8K", "MATH-500")
 
 SAME_ITEMS = {"humaneval_plus": "humaneval", "mbpp_plus": "mbpp"}
-"""Benchmark -> the benchmark whose answers it grades again; their items are resampled together."""
+"""Benchmark -> the benchmark whose answers it grades again; they have the same items."""
 
 _FAMILY = re.compile(r"s_family\((.*)\)")
 _REPLACEMENT = re.compile(r", replacement=([^,]+)")

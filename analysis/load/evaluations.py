@@ -23,10 +23,10 @@ _RESULT = ("benchmark", "metric", "score", "scale", "unit", "stderr", "n", "expe
 _OTHER_STEPS = ("cost", "profile")
 """Other steps of a cell whose errors are recorded."""
 _LEFT_OUT = {
-    "too_long": "were not asked, because prompt and answer do not fit its limit; they count as empty answers",
-    "unfinished_thoughts": "have no answer, because a thought does not end within the limit; they count as wrong",
+    "too_long": "whose prompt and answer exceed its limit (counted as empty answers)",
+    "unfinished_thoughts": "whose reasoning does not end within the limit (counted as wrong)",
 }
-"""Items without an answer, by their name in a protocol -> what the report says of them."""
+"""Items without an answer, by their name in a protocol -> the reason."""
 _ORIGIN = ("host", "machine", "python", "moe_lab", "commit", "sandbox", *_LEFT_OUT)
 
 
@@ -205,17 +205,17 @@ def remarks(results: pd.DataFrame, origins: pd.DataFrame, cells: pd.DataFrame, r
     for name, sizes in by_benchmark["n"].unique().items():
         if len(sizes) > 1:
             counts = ", ".join(f"{n:g}" for n in sorted(sizes))
-            notes.append(f"{name} was counted on different numbers of items ({counts}); tests use the common ones.")
+            notes.append(f"{name} was evaluated on different numbers of items ({counts}); tests use those in common.")
     notes += mixed_metrics(results, cells)
     short = results[results["expected"].notna() & (results["n"] < results["expected"])]
     if len(short):
         few = short["benchmark"].nunique()
         noun = "benchmark" if few == 1 else "benchmarks"
         notes.append(f"A limit was set: {few} {noun} ran on part of the items only.")
-    for key, sentence in _LEFT_OUT.items():
+    for key, reason in _LEFT_OUT.items():
         of_benchmark = results.merge(origins[["folder", key]], on="folder").groupby("benchmark", sort=True)[key].max()
         for name, count in of_benchmark[of_benchmark > 0].items():
-            notes.append(f"{name}: up to {count} items of a model {sentence}.")
+            notes.append(f"{name}: items of a model {reason}: up to {count}.")
     if results.groupby("cell")["task"].agg(frozenset).nunique() > 1:
         notes.append(
             "Cells were evaluated on different sets of benchmarks; averages are over those a group has in common."

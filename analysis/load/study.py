@@ -133,7 +133,7 @@ def _contaminated(contaminations: passes.Reports) -> list[str]:
                 words = f"{count['found']} of {count['comparable']} items of {names.benchmark(benchmark)}"
                 of_sets.setdefault(key.partition("@")[0], {})[words] = None
     return [
-        f"Calibration set {text} has 13 words in a row of {names.listing(words)}: scores there may be too good."
+        f"Calibration set {text} contains 13 consecutive words of {names.listing(words)}: these scores may be too good."
         for text, words in of_sets.items()
     ]
 

@@ -72,14 +72,14 @@ def agreement_table(results: Results, name: str) -> Table:
     text = ["Model", "Calibration", "Estimate"]
     return Table(
         name=name,
-        title="How attributions agree with what losing an expert changes",
+        title="Agreement of attributions with the effect of removing an expert",
         caption="Correlations over experts: Pearson's and Spearman's over all layers, Spearman's inside a layer (mean "
-        "over layers). Layer loss: what the routed output, relative to the residual stream, changes when one expert is "
-        "silent; it is quadratic in that expert's factor, so the second order is the true value and agrees by "
-        "construction. Model loss: the rise of the language model's loss, where a plan read the ablation. Channels "
-        "kept: by each expert, in two plans of allocation=coverage that differ in nothing but what they divide a layer "
-        "by, this estimate and the true value (mean over such pairs). Time: of the step that measures it. One forward "
-        "pass gives all estimates but the ablation, so first and second order take the same time here. "
+        "over layers). Layer loss: change of the routed output relative to the residual stream without one expert; it "
+        "is quadratic in that expert's factor, so the second order is the true value and agrees by construction. Model "
+        "loss: rise of the language model's loss without the expert, where a plan read the ablation. Channels kept: "
+        "correlation of each expert's kept share in two plans of allocation=coverage, one with this estimate as prior "
+        "and one with the true value (mean over such pairs). Time: of the step that measures it. One forward pass "
+        "gives all estimates but the ablation, so first and second order take the same time. "
         f"{MEASURED}{measured_on(machines)}Based on {of_pass(study)}",
         frame=pd.DataFrame(rows, columns=[*text, *columns, SECONDS]),
         formats={**dict.fromkeys(columns, SCORE), SECONDS: "{:,.1f}"},
@@ -123,9 +123,9 @@ def measure_seconds(study: Study, cells: pd.DataFrame) -> tuple[dict[str, float]
 
 
 @score_table(
-    "Channel budgets by what a layer is divided by",
+    "Channel budgets by the prior that divides a layer among its experts",
     (*names.COMMON_SENSE, "gsm8k", "mmlu", MEAN),
-    "Rows name what allocation=coverage divides a layer among its experts by; all else is the same in a block. "
+    "Rows name the prior by which allocation=coverage divides a layer among its experts. "
     "Difference: Mean minus that of the first order, paired.",
 )
 def prior_table(results: Results, comparison: Comparison) -> Iterator[Block]:
@@ -171,16 +171,18 @@ def ablation_figure(results: Results, comparison: Comparison, name: str) -> Figu
         for axes, measure in zip(row, AGAINST, strict=True):
             _points(axes, ablated[ablated["calibration"] == calibration], measure)
         _title(row[0], f"{names.calibration(calibration)}\n{row[0].get_title('left')}")
-        row[0].set_ylabel("rise of the loss (nats a token)")
+        row[0].set_ylabel("rise of the loss (nats per token)")
     for axes, measure in zip(grid[-1], AGAINST, strict=True):
         axes.set_xlabel(MEASURES[measure])
     style.legend(drawing, style.depth_keys(sorted(ablated["layer"].unique())))
     caption = (
-        "Each point is an expert, its shade the depth of its layer. Up: what the model's loss gains when that expert "
-        "alone is silent, gates as they are. ρ: rank correlation over all experts, and its mean over layers. Experts "
-        f"without a token have no router weight and are left out there. Based on {of_pass(results.study)}"
+        "Each point is an expert, its shade the depth of its layer. Vertical: rise of the model's loss without that "
+        "expert's output, with unchanged gates. ρ: rank correlation over all experts, and its mean over layers. "
+        f"Experts without tokens have no router weight and are left out there. Based on {of_pass(results.study)}"
     )
-    return Figure(name, f"What losing an expert costs, and what foretells it: {comparison.model}", caption, drawing)
+    return Figure(
+        name, f"Loss without an expert, against routing and attribution: {comparison.model}", caption, drawing
+    )
 
 
 def _points(axes: Axes, experts: pd.DataFrame, measure: str) -> None:
@@ -236,7 +238,7 @@ def depth_figure(
 @per_model("pruned")
 def attributions_by_depth(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Statistics of experts by depth."""
-    title, caption = "Routing and attribution by depth", "Statistics of experts by depth, as gathered."
+    title, caption = "Routing and attribution by depth", "Statistics of experts by depth."
     return depth_figure(results, comparison, name, MEASURES, title, caption)
 
 
@@ -244,7 +246,7 @@ def attributions_by_depth(results: Results, comparison: Comparison, name: str) -
 @per_model("pruned")
 def activations_by_depth(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Sizes of activations by depth."""
-    caption = "Activations: the inputs of an expert's down projection over the tokens that it got."
+    caption = "Activations: the inputs of an expert's down projection over its tokens."
     return depth_figure(results, comparison, name, MAGNITUDES, "Size of activations", caption)
 
 
@@ -276,7 +278,7 @@ def smoothing_figure(results: Results, comparison: Comparison, name: str) -> Fig
     grid[0].set_ylabel("target, mean 1")
     style.legend(drawing, grid[0].get_lines())
     caption = (
-        "How much of its score each layer is to keep, relative to the others, after its loss is smoothed; none: as the "
-        f"loss is. Based on {of_pass(results.study)}"
+        "Relative share of its score that each layer is to keep, by the smoothing of layer losses; none: in proportion "
+        f"to the loss. Based on {of_pass(results.study)}"
     )
-    return Figure(name, f"What smoothing makes of layer losses: {comparison.model}", caption, drawing)
+    return Figure(name, f"Smoothed layer losses: {comparison.model}", caption, drawing)

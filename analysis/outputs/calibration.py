@@ -131,8 +131,8 @@ def size_figure(results: Results, comparison: Comparison, name: str) -> Figure |
     grid[0].set_ylabel("mean of HEAPr's benchmarks")
     style.legend(drawing, keys.values(), most=3)
     caption = (
-        f"{averaged(target, names.HEAPR)} after calibration on more and more of the same text, with 95 % intervals "
-        "(items resampled). Lines are texts and methods; points of one line answered the same items."
+        f"{averaged(target, names.HEAPR)} after calibration on more and more of the same text, with 95 % intervals. "
+        "Lines are texts and methods; points of one line answered the same items."
     )
     return Figure(name, f"How much calibration text is enough: {comparison.model}", caption, drawing)
 
@@ -192,9 +192,9 @@ def change_figure(results: Results, comparison: Comparison, name: str) -> Figure
     beyond = more.groupby(["label", "ratio", "benchmark"])["beyond"].any()
     caption = (
         f"Change of each benchmark's score, in points, against calibration on the least tokens ({least}) of the same "
-        "text. Filled markers: the 95 % interval of the paired difference (items resampled, not corrected for the "
-        f"number of benchmarks) is beyond zero; that is so at some number of tokens in {beyond.sum()} of {len(beyond)} "
-        "lines."
+        "text. Filled markers: the 95 % interval of the paired difference, not corrected for the number of benchmarks, "
+        f"excludes zero; with one seed it is over items, for these plans. {beyond.sum()} of {len(beyond)} lines have a "
+        "filled marker."
     )
     return Figure(name, f"Effect of more calibration text: {comparison.model}", caption, drawing)
 

@@ -24,7 +24,7 @@ TIMED = "a run with timing=true"
 LOSSES = "samples with answer_loss: benchmarks with reference answers, evaluated with likelihoods"
 """HEAPR to LOSSES: data that several outputs need, shown when a study lacks it."""
 GPU_PEAK = "Peak GPU memory (MiB)"
-MEASURED = "Seconds are of the process that finished a step: what an interrupted one had done before is not in them. "
+MEASURED = "Seconds are those of the process that finished a step, without the work of interrupted ones before it. "
 MEBIBYTE = 2**20
 
 
@@ -34,13 +34,13 @@ def setting(study: Study) -> str:
     sizes = study.results["n"]
     if not len(sizes):
         return f"No results; {reading(study)}"
-    items = f"{sizes.min():g}" if sizes.nunique() == 1 else f"{sizes.min():g} to {sizes.max():g}"
-    metrics = names.listing(sorted(set(metrics_in_words(study.results))))
+    items = " to ".join(dict.fromkeys(f"{size:g}" for size in (sizes.min(), sizes.max())))
+    metrics = sorted(set(metrics_in_words(study.results)))
+    noun = "metric" if len(metrics) == 1 else "metrics"
+    protocol = f" ({protocols(study.cells)})" if protocols(study.cells) else ""
     level = f"{names.share(uncertainty.CONFIDENCE)} intervals"
-    mixed = "".join(f" {remark}" for remark in mixed_metrics(study.results, study.cells))
-    if protocol_words := protocols(study.cells):
-        metrics = f"{metrics}, as asked of {protocol_words}"
-    return f"n = {items} items a benchmark; metric {metrics}; {level}; {reading(study)}{mixed}"
+    measured = f"{items} items per benchmark; {noun} {names.listing(metrics)}{protocol}; {level}; {reading(study)}"
+    return " ".join([measured, *mixed_metrics(study.results, study.cells)])
 
 
 def metrics_in_words(results: pd.DataFrame) -> list[str]:
@@ -51,39 +51,61 @@ def metrics_in_words(results: pd.DataFrame) -> list[str]:
 
 @lru_cache(maxsize=8)
 def reading(study: Study) -> str:
-    """Text for captions of numbers from calibration passes: seeds, gates, calibration tokens, library versions."""
+    """Text for captions of numbers of cells: seeds, gates, calibration tokens, library versions."""
     cells = study.cells[study.cells["criterion"] != "none"]
-    parts = [f"seed {_several(cells['seed'])}", f"gate {_several(cells['gate'])}"]
-    return "; ".join([*parts, *_texts(study)]) + "."
-
-
-def _texts(study: Study) -> list[str]:
-    """Calibration tokens and library versions, as far as they are known."""
-    tokens = sorted({sum(report.get("valid_tokens", {}).values()) for report in study.calibrations.values()})
-    parts = [
-        f"{' / '.join(f'{count:,}' for count in tokens)} calibration tokens" if tokens else "",
-        ", ".join(f"{name} {'/'.join(found)}" for name, found in versions(study.origins).items()),
-    ]
-    return [part for part in parts if part]
+    return _joined([_seeds(cells), _gates(cells), *_texts(study)])
 
 
 @lru_cache(maxsize=8)
 def of_pass(study: Study) -> str:
     """The text of `reading` for numbers that are shown for one gate and seed of several."""
-    cells = study.cells[study.cells["criterion"] != "none"]
-    one = shown_passes(cells) if cells["statistics_folder"].notna().any() else cells
-    parts = [_chosen("seed", one["seed"], cells["seed"]), _chosen("gate", one["gate"], cells["gate"])]
-    return "; ".join([*parts, *_texts(study)]) + "."
+    cells = study.cells[(study.cells["criterion"] != "none") & study.cells["statistics_folder"].notna()]
+    passes = shown_passes(cells)
+    parts = []
+    for describe, axis in ((_seeds, "seed"), (_gates, "gate")):
+        left_out = set(cells[axis]) - set(passes[axis])
+        parts.append(f"{describe(passes)}{f' (of {_values(cells[axis])})' if left_out else ''}")
+    return _joined([*parts, *_texts(study)])
 
 
-def _chosen(axis: str, shown: pd.Series, run: pd.Series) -> str:
-    """`seed 42`, or `seed 42 (of 42, 43)`."""
-    values, every = _several(shown), _several(run)
-    return f"{axis} {values}" if values == every else f"{axis} {values} (of {every})"
+def _joined(parts: Iterable[str]) -> str:
+    return "; ".join(filter(None, parts)) + "."
 
 
-def _several(values: pd.Series) -> str:
-    return ", ".join(str(value) for value in values.drop_duplicates()) or "none"
+MOST_NAMED = 3
+"""Most methods that are named beside their seeds."""
+
+
+def _seeds(cells: pd.DataFrame) -> str:
+    """`seed 42`; `seeds 1 and 2`; `seed 42 (Random: seeds 1, 2 and 3)` where methods have different seeds."""
+    methods_by_seeds: dict[str, list[str]] = {}
+    for method, seeds in cells.groupby("method", sort=False)["seed"]:
+        noun = "seeds" if seeds.nunique() > 1 else "seed"
+        methods_by_seeds.setdefault(f"{noun} {_values(seeds)}", []).append(names.method(str(method)))
+    usual = max(methods_by_seeds, key=lambda seeds: len(methods_by_seeds[seeds]), default="")
+    others = []
+    for seeds, methods in methods_by_seeds.items():
+        if seeds != usual:
+            few = len(methods) <= MOST_NAMED
+            others.append(f"{names.listing(methods) if few else names.count(len(methods), 'method')}: {seeds}")
+    return f"{usual} ({'; '.join(others)})" if others else usual
+
+
+def _gates(cells: pd.DataFrame) -> str:
+    return f"gate={_values(cells['gate'])}" if len(cells) else ""
+
+
+def _values(values: pd.Series) -> str:
+    return names.listing(map(str, values.drop_duplicates()))
+
+
+def _texts(study: Study) -> list[str]:
+    """Calibration tokens and library versions, as far as they are known."""
+    tokens = sorted({sum(report.get("valid_tokens", {}).values()) for report in study.calibrations.values()})
+    return [
+        f"{' / '.join(f'{count:,}' for count in tokens)} calibration tokens" if tokens else "",
+        ", ".join(f"{library} {'/'.join(versions_of)}" for library, versions_of in versions(study.origins).items()),
+    ]
 
 
 def measured_on(machines: Iterable[str]) -> str:

@@ -83,9 +83,9 @@ def concentration_figure(study: Study, comparison: Comparison, name: str) -> Fig
     grid[0].set_ylabel("share of the expert's score")
     style.legend(drawing, style.depth_keys(layers))
     caption = (
-        "(a) Each line is an expert, its shade the depth of its layer: how much of the sum of its channel scores its "
-        "highest channels hold. Dashed: all channels alike. The further a line is above it, the more channels can go "
-        f"with little of the score. Based on {of_pass(study)}"
+        "(a) Each line is an expert, its shade the depth of its layer: share of the sum of its channel scores that its "
+        "highest channels hold. Dashed: equal channels. The further a line is above it, the less of the score pruning "
+        f"removes. Based on {of_pass(study)}"
     )
     return Figure(name, f"How concentrated channel scores are: {comparison.model}", caption, drawing)
 
@@ -124,7 +124,7 @@ def output_loss_figure(study: Study, comparison: Comparison, name: str) -> Figur
     grid[0].set_ylabel("loss of the output")
     style.legend(drawing, style.depth_keys(layers))
     caption = (
-        "(b) Each line is a layer: how far its routed output is off when this layer alone is pruned, ‖m − m′‖² / "
+        "(b) Each line is a layer: error of its routed output when this layer alone is pruned, ‖m − m′‖² / "
         "(‖y‖² + ε), the mean over the tokens of a text; m: routed output, y: residual stream after the layer. With "
         f"everything kept it is 0. Based on {of_pass(study)}"
     )
@@ -197,9 +197,9 @@ def bars_figure(study: Study, panels: Sequence[tuple[str, pd.DataFrame]], name: 
     ]
     style.legend(drawing, handles)
     caption = (
-        "Each bar is an expert: the sum of its channel scores, divided among tenths of its channels, from those of the "
-        "highest scores (top, dark) to those of the lowest (bottom, light). Red: the share of its channels that the "
-        "plan keeps. Diamonds: its attribution of first order over the highest of the layer, negative ones at 0. "
+        "Each bar is an expert: the sum of its channel scores in tenths of its channels, from the highest scores (top, "
+        "dark) to the lowest (bottom, light). Red: the share of its channels that the "
+        "plan keeps. Diamonds: its first-order attribution, relative to the highest of the layer, negative ones at 0. "
         f"{plans} Based on {of_pass(study)}"
     )
     return Figure(name, title, caption, drawing)

@@ -52,7 +52,7 @@ def of_heapr(cells: pd.DataFrame) -> pd.DataFrame:
 @score_table(
     "Channels and whole experts",
     (*names.HEAPR, MEAN),
-    "Kept: share of the parameters of routed experts. FLOPs saved: per token, with the routing the pruned model has.",
+    "Kept: share of the parameters of routed experts. FLOPs saved: per token, with the pruned model's routing.",
 )
 def method_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """HEAPr's Table 1: every method at every ratio, its seven benchmarks and their mean."""
@@ -68,10 +68,10 @@ def method_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     needs=f"CAMERA with allocation=sequential or layerwise, HEAPr with layerwise or global, and {HEAPR}",
 )
 @score_table(
-    "Which channels: CAMERA and HEAPr inside layers, HEAPr over all",
+    "Choice of channels: CAMERA and HEAPr within layers, HEAPr over all layers",
     (*names.HEAPR, MEAN),
-    "CAMERA-P scores each layer on what the pruned layers below it give, as its code does; one-shot scores all layers "
-    "of the unpruned model. Difference: Mean minus that of CAMERA-P (one-shot where only that was run), paired.",
+    "CAMERA-P scores each layer on the outputs of the pruned layers below it, as its code does; one-shot scores all "
+    "layers of the unpruned model. Difference: Mean minus that of CAMERA-P (one-shot where only that was run), paired.",
 )
 def channel_choice_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """HEAPr's Table 2: CAMERA-P, HEAPr-L and HEAPr-G.
@@ -179,12 +179,13 @@ def ratio_figure(results: Results, comparison: Comparison, name: str) -> Figure 
     for axes in (left, right):
         axes.set(xlabel="routed parameters removed (%)")
         axes.grid(axis="y")
-    style.legend(drawing, [*handles, *draw_chance(left, comparison, target)])
+    bands = draw_chance(left, comparison, target)
+    style.legend(drawing, [*handles, *bands])
+    grey = "; grey: where a further random plan lies with 95 % probability" if bands else ""
     caption = (
-        f"Left: {averaged(target, names.HEAPR)}, with 95 % intervals, points of one ratio set side "
-        "by side; dashed: the unpruned model; grey, with random plans of several seeds: where a further one lies "
-        "with 95 % probability. Right: FLOPs of a token saved, with the routing that the pruned model "
-        "has; whole experts save only rows of routers, since as many experts as before answer each token."
+        f"Left: {averaged(target, names.HEAPR)}, with 95 % intervals, points of one ratio side by side; dashed: the "
+        f"unpruned model{grey}. Right: FLOPs saved per token. Removing whole experts saves only rows of routers, since "
+        "a token is still given to as many experts."
     )
     return Figure(name, f"Accuracy and FLOPs against the ratio: {comparison.model}", caption, drawing)
 
@@ -216,7 +217,7 @@ def loss_figure(results: Results, comparison: Comparison, name: str) -> Figure |
         axes.set_title(names.benchmark(benchmark))
         axes.grid(axis="y")
     style.legend(drawing, handles, most=2)
-    caption = "Bars: 95 % intervals over seeds and windows of the text. Dashed: the unpruned model. Lower is better."
+    caption = "Bars: 95 % intervals over seeds and texts. Dashed: the unpruned model. Lower is better."
     scales = names.listing(dict.fromkeys(comparison.quantity((each,)).scale for each in benchmarks))
     return Figure(name, f"{names.capitalised(scales)} against the ratio: {comparison.model}", caption, drawing)
 
@@ -236,8 +237,8 @@ def block_sizes(comparison: Comparison, allocations: str) -> Iterator[Block]:
 
 
 _BLOCKS = (
-    "Aligned: kept channels of an expert are a multiple of so many; min: experts below so many lose all; scores: "
-    f"blocks left over go by score. Difference: {MEAN} minus that of {USUAL}, paired."
+    "Aligned: an expert keeps a multiple of so many channels; min: experts below so many lose all; scores: channels "
+    f"left over by rounding go to the blocks of the highest scores. Difference: {MEAN} minus that of {USUAL}, paired."
 )
 
 
@@ -247,7 +248,7 @@ _BLOCKS = (
     also=("coverage.table17",),
 )
 @score_table(
-    "Channel budgets in blocks: who gets what rounding leaves over",
+    "Channel budgets in blocks: channels left over by rounding",
     (*names.COMMON_SENSE, COMMON, "gsm8k", "humaneval", MEAN),
     _BLOCKS,
 )
@@ -261,7 +262,7 @@ def aligned_blocks(results: Results, comparison: Comparison) -> Iterator[Block]:
     chapter="channels",
     needs=f"coverage_aligned_128 and coverage_min_* of sweeps (coverage_table16), and {SLIMMING}",
 )
-@score_table("Channel budgets in blocks: with how few channels an expert loses all", (*names.ABLATION, MEAN), _BLOCKS)
+@score_table("Channel budgets in blocks: the smallest expert that is kept", (*names.ABLATION, MEAN), _BLOCKS)
 def smallest_experts(results: Results, comparison: Comparison) -> Iterator[Block]:
     """Smallest number of channels with which an expert is kept."""
     return block_sizes(comparison, r"coverage (aligned 128|min \d+)")

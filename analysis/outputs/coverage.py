@@ -84,8 +84,8 @@ def coverage_table(study: Study, name: str) -> Table:
     return Table(
         name=name,
         title="Tokens per expert",
-        caption="Unseen: experts that no calibration token reached; they are scored 0 and pruned first. "
-        f"Rare: fewer than a tenth of the tokens an even load would give. {_looked_up(study)}Based on {of_pass(study)}",
+        caption="Unseen: experts without calibration tokens; they are scored 0 and pruned first. "
+        f"Rare: less than a tenth of an even load. {_looked_up(study)}Based on {of_pass(study)}",
         frame=spelled(summary, text | numbers | {"Items in the text": "items"}),
         formats=dict.fromkeys(numbers, "{:,.0f}"),
     )
@@ -108,14 +108,14 @@ def _looked_up(study: Study) -> str:
     if not shown:
         return ""
     known = {name: one for counts in shown for name, one in counts.items()}
-    lacking = {
+    missing = {
         "Not looked up": [task for task in study.results["task"].unique() if task not in known],
-        "All items have fewer words": [name for name, one in known.items() if not one["comparable"]],
+        "All items are shorter": [name for name, one in known.items() if not one["comparable"]],
     }
-    said = [f"{what}: {names.listing(map(names.benchmark, tasks))}. " for what, tasks in lacking.items() if tasks]
+    sentences = [f"{what}: {names.listing(map(names.benchmark, tasks))}. " for what, tasks in missing.items() if tasks]
     return (
-        "Items in the text: items of benchmarks of which 13 words in a row are in what was read for calibration, of "
-        f"those that have 13 words (words that more than ten items share do not count). {''.join(said)}"
+        "Items in the text: items of benchmarks of which 13 consecutive words are in the calibration text, out of the "
+        f"items with 13 words (words that more than ten items share do not count). {''.join(sentences)}"
     )
 
 
@@ -137,7 +137,7 @@ def coverage_figure(study: Study, name: str) -> Figure:
     ]
     style.legend(drawing, [Patch(**style.GONE, label="no token"), *handles])
     caption = (
-        "Each square is an expert; its shade is its share of tokens on a logarithmic scale. Crossed ones saw no token. "
+        "Each square is an expert; its shade is its share of tokens on a logarithmic scale. Crossed: no tokens. "
         f"Based on {of_pass(study)}"
     )
     return Figure(name, "Tokens per expert", caption, drawing)

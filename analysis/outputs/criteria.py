@@ -45,7 +45,7 @@ def formula_table(results: Results, name: str) -> Table:
         name=name,
         title="Formulas of the criteria",
         caption="Sums run over the N tokens that the router sent to an expert; g: the gate, f: the expert's output "
-        "before the gate, phi: the input of down_proj, w: weights. What scores lowest goes first.",
+        "before the gate, phi: the input of down_proj, w: weights. The lowest scores are pruned first.",
         frame=pd.DataFrame(rows, columns=["Criterion", "Scores", "Formula", "From"]),
         formats={},
     )
@@ -59,11 +59,11 @@ def signal_table(results: Results, name: str) -> Table:
     rows = [(names.criterion(word), *(MARKS[found] for found in signals(word).values())) for word in words]
     return Table(
         name=name,
-        title="What criteria read",
-        caption="Text: a calibration set. The others were found by changing each kind of input of the registered "
-        "criterion and looking whether scores change. Activations: outputs or channels of experts; routing: how many "
-        "tokens an expert got, and their gates. Sums over the tokens that an expert got count as routing only where "
-        "counts or gates stand in the formula.",
+        title="Inputs of the criteria",
+        caption="Text: a calibration set. For the others, each kind of input of the registered criterion was changed, "
+        "and yes means that its scores changed. Activations: outputs or channels of experts; routing: an expert's "
+        "number of tokens, and their gates. Sums over an expert's tokens count as routing only where counts or gates "
+        "are in the formula.",
         frame=pd.DataFrame(rows, columns=["Criterion", *SIGNALS]),
         formats={},
     )
@@ -206,12 +206,11 @@ def scoring_table(results: Results, name: str) -> Table:
     formats = {**numbers, **on_gpu, "Loading memory (MiB)": "{:,.2f}"}
     return Table(
         name=name,
-        title="What scoring takes",
+        title="Time and memory of scoring",
         caption="Scoring time: of the passes over text or weights that the criterion reads, and of the scores. "
-        "Criteria that read one pass share it, so a study takes less than the sum. Peak memory: main memory of the "
-        "process at most, which may have done other steps before, and beside it that on GPUs, where some were used; "
-        "loading memory: the model in bfloat16. "
-        f"{MEASURED}{measured_on(machines)}{reading(study)}",
+        "Criteria that read one pass share it, so a study takes less than the sum. Peak memory: of the process, which "
+        "may have done other steps before, in main memory and, where some were used, on GPUs; loading memory: the "
+        f"model in bfloat16. {MEASURED}{measured_on(machines)}{reading(study)}",
         frame=spelled(pd.DataFrame(rows), {**TEXT, "Reads": "reads", **{column: column for column in formats}}),
         formats=formats,
         best=dict.fromkeys(list(numbers)[:1], "min"),
@@ -245,9 +244,9 @@ def allocation_table(results: Results, name: str) -> Table:
     formats = dict.fromkeys([*columns, "Total (s)"], TIME)
     return Table(
         name=name,
-        title="What sharing out a budget of channels takes",
-        caption="Seconds of each step behind a plan; – where a plan reads no such step. The forward pass has the "
-        "attributions of all experts at once, ablation runs the layers above again for every expert. "
+        title="Time of channel allocations",
+        caption="Seconds of each step behind a plan; – where a plan reads no such step. The forward pass gives the "
+        "attributions of all experts at once; ablation runs the layers above again for every expert. "
         f"{MEASURED}{measured_on(machines)}{reading(study)}",
         frame=spelled(
             pd.DataFrame(rows), {**TEXT, "Allocation": "allocation", **{column: column for column in formats}}

@@ -75,7 +75,7 @@ def layer_figure(comparison: Comparison, kept: pd.DataFrame, name: str) -> Figur
         axes.grid(axis="y")
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=6.5, labelspacing=0.9)
     caption = "Share of its channels that each layer keeps. Allocations that keep the same shares are one line."
-    return Figure(name, "Which layers keep their channels", caption, drawing)
+    return Figure(name, "Channels kept by layer", caption, drawing)
 
 
 _DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)))
@@ -105,10 +105,10 @@ def expert_figure(comparison: Comparison, kept: pd.DataFrame, name: str) -> Figu
     style.legend(drawing, handles, title="channels kept")
     caption = (
         f"{comparison.removed(ratio)} of all channels are pruned. Each square is an expert, its shade the share of its "
-        "channels that is kept; experts of a layer go from the least to the most kept. Crossed ones keep none. "
+        "channels that is kept; experts of a layer are sorted by it. Crossed: no channels kept. "
         "Allocations that keep the same share of every expert of a layer are left out."
     )
-    return Figure(name, f"Which experts keep their channels: {comparison.model}", caption, drawing)
+    return Figure(name, f"Channels kept by expert: {comparison.model}", caption, drawing)
 
 
 def _level(share: Any) -> Any:
@@ -195,7 +195,7 @@ def budget_strips(budgets: pd.DataFrame, losses: pd.DataFrame) -> pd.DataFrame:
 
 
 _MEANING = (
-    "Layer loss: what the routed output of a layer weighs against the residual stream after it, the mean over "
+    "Layer loss: size of a layer's routed output relative to the residual stream after it, the mean over "
     "calibration tokens of ‖m‖² / (‖y‖² + ε), divided by its mean over layers. Score coverage: share of the sum of the "
     "layer's channel scores that the plan keeps. Squares of a row are shaded between its least and its greatest value."
 )
@@ -205,7 +205,7 @@ _MEANING = (
 @per_model("pruned")
 def coverage_budgets(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Loss, score coverage and kept share of each layer."""
-    title = "Losses of layers and what their budgets keep"
+    title = "Losses of layers and their budgets"
     return strip_figure(results, comparison, name, ("loss", "coverage", "kept"), title, _MEANING)
 
 

@@ -31,7 +31,7 @@ def overlap_table(results: Results, name: str) -> Table:
         name=name,
         title="Overlap of the experts to prune across calibration sets",
         caption="Triple: share of the lowest experts that is the same under all calibration sets; pairwise: mean over "
-        "pairs of sets; Jaccard: intersection over union. (1,0,0) is the same for all. Based on "
+        "pairs of sets; Jaccard: intersection over union. (1,0,0) scores all experts alike. Based on "
         f"{of_pass(results.study)}",
         frame=spelled(overlaps.assign(variant=variants), text | shown),
         formats=dict.fromkeys(("b", "α", "β"), "{:.0f}") | dict.fromkeys(shown, SCORE),
@@ -47,8 +47,8 @@ def proxy_table(results: Results, name: str) -> Table:
     return Table(
         name=name,
         title="Overlap of proxy and exact damage",
-        caption="Share of the experts with the lowest exact damage that have the lowest proxy S(0,1,1) too: mean over "
-        f"layers, the lowest layer, and what random sets would share. Based on {of_pass(results.study)}",
+        caption="Share of the experts with the lowest exact damage that also have the lowest proxy S(0,1,1): mean over "
+        f"layers, the lowest layer, and expectation for random sets. Based on {of_pass(results.study)}",
         frame=spelled(results.proxy, text | shares),
         formats=dict.fromkeys(shares, SCORE),
     )
@@ -80,10 +80,11 @@ def proxy_figure(results: Results, name: str) -> Figure:
     axes.grid(axis="x")
     style.legend(drawing, axes.get_legend_handles_labels()[0], most=4)
     caption = (
-        "How many of the experts with the lowest exact damage the proxy S(0,1,1) also finds: mean over layers (point), "
-        f"the worst layer (end of the line), and what random sets would share (tick). Based on {of_pass(results.study)}"
+        "Share of the experts with the lowest exact damage that also have the lowest proxy S(0,1,1): mean over layers "
+        "(point), the lowest layer (end of the line), and expectation for random sets (tick). Based on "
+        f"{of_pass(results.study)}"
     )
-    return Figure(name, "Proxy and exact damage agree on what to prune", caption, drawing)
+    return Figure(name, "Overlap of proxy and exact damage", caption, drawing)
 
 
 def pooled_figure(results: Results, name: str) -> Figure:

@@ -149,9 +149,9 @@ def pareto_table(results: Results, name: str) -> Table:
     return Table(
         name=name,
         title="All methods: accuracy against what is kept",
-        caption=f"{means_in_words(results.comparisons)} Parameters kept: share of all parameters; routed kept: "
-        "of those of routed experts; FLOPs: per token, with the routing of the pruned model, of the unpruned model's. "
-        f"Front: no pruned model here is at least as good by it at a lower cost of that kind. {setting(results.study)}",
+        caption=f"{means_in_words(results.comparisons)} Parameters kept, routed kept, FLOPs: shares of all "
+        "parameters, of those of routed experts, and of the unpruned model's FLOPs per token. Front: the costs by "
+        f"which no cheaper pruned model is as good. {setting(results.study)}",
         frame=spelled(rows.join(values), shown),
         formats={column: form for column, (_, form) in numbers.items()},
         blocks=("Model",),
@@ -214,9 +214,9 @@ def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | N
     style.legend(drawing, keys, most=3)
     caption = (
         "Each mark is a pruned model. Its shape says what was removed and what takes its place"
-        f"{', its colour how the model was recovered' if len(shades) > 1 else ''}; a thin line joins the ratios of one "
-        "method, bars are 95 % intervals. The steps join the models that no other beats at their cost or less, which "
-        "are numbered; dashed: the unpruned model."
+        f"{', its colour how the model was recovered' if len(shades) > 1 else ''}; thin lines join the ratios of a "
+        "method; bars are 95 % intervals. Steps and numbers: the Pareto front, models that no other beats at their "
+        "cost or less. Dashed: the unpruned model."
     )
     return Figure(name, f"Accuracy against cost: {comparison.model}", caption, drawing)
 
@@ -317,8 +317,8 @@ def frontier_figure(results: Results, comparison: Comparison, name: str) -> Figu
     style.legend(drawing, axes.get_legend_handles_labels()[0], most=3)
     target = mean_target(comparison, list(points.index), names.COMMON_SENSE)
     caption = (
-        f"{averaged(target, names.COMMON_SENSE)}, with 95 % intervals, against what the weights take on disk: a line "
-        "per method over its ratios, hollow marks where whole experts were removed. The steps join the models that no "
-        "other beats with as few bytes."
+        f"{averaged(target, names.COMMON_SENSE)}, with 95 % intervals, against the size of the weights on disk: a line "
+        "per method over its ratios, hollow marks where whole experts were removed. Steps: the Pareto front, models "
+        "that no other beats with as few bytes."
     )
     return Figure(name, f"Channels and whole experts, accuracy against storage: {comparison.model}", caption, drawing)

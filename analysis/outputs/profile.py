@@ -40,13 +40,13 @@ def router_entropy_figure(results: Results, comparison: Comparison, name: str) -
 
 
 VARIANCE, ENTROPY = "variance", "router_entropy"
-_TITLES = {VARIANCE: "How much hidden states differ between tokens", ENTROPY: "How undecided routers are"}
+_TITLES = {VARIANCE: "Variance of hidden states between tokens", ENTROPY: "Entropy of routers"}
 _AXES = {VARIANCE: "token variance", ENTROPY: "router entropy (nats)"}
 _CAPTIONS = {
     VARIANCE: "Variance of the residual stream after each layer over the tokens of a text, the mean over its "
     "coordinates; dashed: the unpruned model.",
     ENTROPY: "Entropy of the router's softmax over the experts it chooses from, the mean over the tokens of a text; "
-    "dashed: the unpruned model. With fewer experts to choose from the highest possible entropy is lower.",
+    "dashed: the unpruned model. With fewer experts, the highest possible entropy is lower.",
 }
 
 
@@ -115,8 +115,8 @@ def profile_table(results: Results, name: str) -> Table:
         title="Layer by layer: hidden states and routing",
         caption="Token variance: of the residual stream after the layer over the tokens of a text, the mean over its "
         "coordinates. Entropies in nats, means over tokens: of the router's softmax over the experts it chooses from, "
-        "and of the gates of the chosen ones; load: of the shares of tokens that experts are given. A layer without "
-        f"experts has none. Based on {reading(study)}",
+        "and of the gates of the chosen ones; load: of the distribution of tokens over experts. Layers without "
+        f"experts have none. Based on {reading(study)}",
         frame=frame.assign(Layer=frame["Layer"].astype(str), Experts=frame["Experts"].where(frame["Experts"] > 0)),
         formats={shown: form for shown, (_, form) in numbers.items()},
         blocks=("Model", "Pruned", "Calibration", "Criterion"),

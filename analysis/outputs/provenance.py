@@ -31,8 +31,8 @@ def artefact_table(results: Results, name: str) -> Table:
     return Table(
         name=name,
         title="Files behind each row",
-        caption=f"Folders inside {study.store}, or steps in its packs. Each holds its identity, how it came about and "
-        "checksums (step.json); evaluations also hold every item (samples.parquet).",
+        caption=f"Folders of steps in {study.store} or its packs. step.json has the step's identity, provenance and "
+        "checksums; evaluations also have every item (samples.parquet).",
         frame=spelled(cells, text),
         formats={},
     )
@@ -49,7 +49,7 @@ def gap_table(results: Results, name: str) -> Table:
     return Table(
         name=name,
         title="Gaps",
-        caption="Missing results stand as – in every table and are left out of averages, ranks and tests.",
+        caption="Missing results are shown as – in every table and left out of averages, ranks and tests.",
         frame=pd.DataFrame(rows, columns=["What", "Times", "Where"]),
         formats={"Times": "{:.0f}"},
     )

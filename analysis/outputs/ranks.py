@@ -40,8 +40,8 @@ def rank_table(results: Results, name: str, criteria: Sequence[str] | None = Non
         criteria,
         name=name,
         title="Scores, average and average rank",
-        caption=f"{means_in_words(comparisons)} Ranks are taken on values rounded to three decimals, "
-        f"ties share the mean of their ranks, the unpruned model is not ranked. {setting(results.study)}",
+        caption=f"{means_in_words(comparisons)} Pruned models are ranked by values rounded to three decimals; ties "
+        f"share the mean of their ranks. {setting(results.study)}",
         footnotes=[*_partial_columns(comparisons), *not_averaged(comparisons)],
     )
 
@@ -56,8 +56,8 @@ def loss_table(results: Results, name: str) -> Table | None:
         comparisons,
         name=name,
         title="Loss on right answers, mean and average rank",
-        caption=f"{CAPTION} {means_in_words(comparisons)} The lowest loss has rank 1, the unpruned model is not "
-        f"ranked. {setting(study)}",
+        caption=f"{CAPTION} {means_in_words(comparisons)} The lowest loss of the pruned models has "
+        f"rank 1. {setting(study)}",
     )
 
 
@@ -86,14 +86,15 @@ def _partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
         for column in comparison.parts:
             run = comparison.parts[column] if column in ranks.partial(comparison.parts) else ()
             models_by_run.setdefault(column, {}).setdefault(run, []).append(comparison.model)
-    return [
-        f"{column} is the mean of {len(run)} of its {len(names.COLUMNS[column])} benchmarks"
-        f"{f' for {names.listing(models)} ({names.listing(map(names.benchmark, run))})' if len(by_run) > 1 else ''}, "
-        "the others were not run."
-        for column, by_run in models_by_run.items()
-        for run, models in by_run.items()
-        if run
-    ]
+    sentences = []
+    for column, by_run in models_by_run.items():
+        every = names.COLUMNS.get(column, ())
+        for run, models in by_run.items():
+            if run:
+                of = f" for {names.listing(models)}" if len(by_run) > 1 else ""
+                missing = names.not_run(name for name in every if name not in run)
+                sentences.append(f"{column} is the mean of {len(run)} of its {len(every)} benchmarks{of}: {missing}.")
+    return sentences
 
 
 _ROW = 0.165
@@ -117,8 +118,8 @@ def rank_figure(comparison: Comparison, over: str, name: str) -> Figure | None:
     blocks = "displayed columns" if over == COLUMNS else "benchmarks"
     caption = (
         f"Average ranks of methods with several seeds over the {blocks} and seeds, 1 is best. Methods joined by a bar "
-        f"are not told from each other: they are closer than the critical difference (CD, {LEVEL:.0%}; seeds and "
-        f"{blocks} are random effects). Where none differ, nothing is drawn. Methods with a gap have no average rank."
+        f"do not differ significantly: they are closer than the critical difference (CD, {LEVEL:.0%}; seeds and "
+        f"{blocks} are random effects). Only panels with a difference are drawn. Methods with a gap are left out."
     )
     return Figure(name, f"Critical differences of ranks, over {blocks}: {comparison.model}", caption, drawing)
 
@@ -170,7 +171,9 @@ def rank_test_table(results: Results, name: str) -> Table:
             for test in rank_tests(comparison, over):
                 calibration, removed = names.calibration(test.panel.calibration), test.panel.pruned
                 for (key, rank), p in zip(test.ranks.items(), test.p_to_best, strict=True):
-                    told = "best" if pd.isna(p) else "yes" if p < LEVEL else "no"
+                    differs = "best"
+                    if pd.notna(p):
+                        differs = "yes" if p < LEVEL else "no"
                     text = (
                         comparison.model,
                         removed,
@@ -178,17 +181,17 @@ def rank_test_table(results: Results, name: str) -> Table:
                         f"{test.blocks} {test.over}, {test.seeds} seeds",
                         names.method(str(key)),
                     )
-                    rows.append((*text, told, rank, p, test.difference))
+                    rows.append((*text, differs, rank, p, test.difference))
                 if over == BENCHMARKS:
                     incomplete += [f"{names.method(key)} ({calibration}, {removed})" for key in test.incomplete]
-    text_columns = ["Model", "Pruned", "Calibration", "Over", "Criterion", "Told from the best"]
+    text_columns = ["Model", "Pruned", "Calibration", "Over", "Criterion", "Differs from the best"]
     numbers = {"Avg Rank": RANK, "p to the best": "{:.4f}", "CD": RANK}
     return Table(
         name=name,
         title="Critical differences of average ranks",
         caption="Average ranks over columns or benchmarks (those that grade the same answers twice count once) and "
-        f"seeds. Those further apart than CD differ at the {LEVEL:.0%} level. Seeds and columns are random effects; CD "
-        "and p to the best are simultaneous for all pairs of one block (studentised range). "
+        f"seeds. Methods whose ranks are further apart than CD differ at the {LEVEL:.0%} level. Seeds and columns are "
+        "random effects; CD and p to the best are simultaneous for all pairs of one block (studentised range). "
         f"{setting(results.study)}",
         frame=pd.DataFrame(rows, columns=[*text_columns, *numbers]),
         formats=numbers,

@@ -29,7 +29,7 @@ TOP = 50
 """Number of experts in Fig. 2."""
 GAIN, HARM = "#2277bb", "#ee7733"
 """Colours of bars for experts whose removal raises, and lowers, the loss."""
-LOSS = "rise of the loss (nats a token)"
+LOSS = "rise of the loss (nats per token)"
 SOURCES = {
     "weight": "a criterion that reads weights of experts, such as magnitude",
     "activation": "statistics of this moe_lab",
@@ -72,12 +72,11 @@ def router_figure(results: Results, comparison: Comparison, name: str) -> Figure
     axes.set_xlabel("layer.expert")
     style.legend(drawing, _keys("router weight, tokens"))
     caption = (
-        f"The {len(top)} experts with the highest mean router weight (a) and with the most tokens (b), highest "
-        "first. Bars: what the model's loss gains when that expert alone is silent; orange: the loss falls. Router "
-        "weight: the gate, the mean over the tokens that the expert was given. Based on "
-        f"{of_pass(results.study)}"
+        f"The {len(top)} experts with the highest mean router weight (a) and with the most tokens (b), highest first. "
+        "Bars: rise of the model's loss without that expert's output; orange: the loss falls. Router weight: the gate, "
+        f"the mean over the expert's tokens. Based on {of_pass(results.study)}"
     )
-    title = f"What routers rank highest, and what its loss costs: {comparison.model}, {_texts(experts)}"
+    title = f"Experts that routers rank highest, and the loss without them: {comparison.model}, {_texts(experts)}"
     return Figure(name, title, caption, drawing)
 
 
@@ -154,8 +153,8 @@ def statistics_figure(results: Results, comparison: Comparison, name: str) -> Fi
     caption = (
         "Weights: |w| of an expert. Activations and gradients: the root mean square over its tokens of each channel, "
         "the input of its down projection, and of the gradient of the loss at it. (a) Mean and standard deviation over "
-        "all weights or channels of a layer; dots: what the loss gains without one expert, the mean over the layer. "
-        f"(b) Experts of layer {middle} in the order of what the loss gains without them (bars).{absent} "
+        "all weights or channels of a layer; dots: rise of the loss without one expert, the mean over the layer. (b) "
+        f"Experts of layer {middle} by the rise of the loss without them (bars).{absent} "
         f"Based on {of_pass(results.study)}"
     )
     title = f"Raw statistics across layers and experts: {comparison.model}, {_texts(experts)}"
@@ -201,8 +200,8 @@ def activation_figure(results: Results, comparison: Comparison, name: str) -> Fi
         axes.grid(axis="y")
     drawing.axes[0].set_ylabel("root mean square of channels", fontsize=7)
     caption = (
-        "Each point is an expert: the root mean square of its channels, the inputs of its down projection, over the "
-        "tokens of the calibration set that it was given. Boxes: quartiles and median of the layer. Based on "
+        "Each point is an expert: the root mean square of its channels, the inputs of its down projection, over its "
+        "tokens of the calibration set. Boxes: quartiles and median of the layer. Based on "
         f"{of_pass(results.study)}"
     )
     title = f"Activation magnitudes of experts by calibration set: {comparison.model}"

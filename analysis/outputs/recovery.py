@@ -120,8 +120,8 @@ def storage_figure(results: Results, comparison: Comparison, name: str) -> Figur
     style.legend(drawing, axes.get_legend_handles_labels()[0], most=3)
     target = mean_target(comparison, points.index.tolist(), names.ABLATION)
     caption = (
-        f"{averaged(target, names.ABLATION)}, with 95 % intervals (items resampled), against what the weights take on "
-        "disk, on a logarithmic axis; each point is named by the share of channels or experts removed."
+        f"{averaged(target, names.ABLATION)}, with 95 % intervals, against the size of the weights on disk "
+        "(logarithmic axis). Labels: the share of channels or experts that was removed."
     )
     return Figure(name, f"Accuracy against storage: {comparison.model}", caption, drawing)
 
@@ -175,9 +175,9 @@ def top_k_table(results: Results, name: str) -> Table:
         blocks,
         columns=(*names.ABLATION, MEAN),
         name=name,
-        title="Fewer experts a token",
-        caption="top-k: experts a token is given to, while the model is calibrated and while it is evaluated; a model "
-        "named without it routes as it was trained. Mean: of the benchmarks before it.",
+        title="Fewer experts per token",
+        caption="Top-k: experts per token, in calibration and in evaluation; models without it in their name use the "
+        "number that they were trained with. Mean: of the benchmarks before it.",
     )
 
 

@@ -55,6 +55,7 @@ STORAGE = "Storage (MiB)"
 STORED = {**KEPT, STORAGE: Cost("storage_bytes", "{:,.2f}", scale=1 / MEBIBYTE)}
 TEXT = ("Model", "Pruned")
 DIFFERENCE, P = "Difference", "p (Holm)"
+_P_MEANS = f"{P}: two-sided, where both methods have several seeds, corrected over the table."
 UNPRUNED = names.CRITERIA["none"]
 _EMPTY = pd.DataFrame(columns=[*TEXT, "Criterion"])
 
@@ -136,7 +137,7 @@ def block_table(
     return Table(
         name=name,
         title=title,
-        caption=f"{caption} {setting(study)}",
+        caption=" ".join([caption, *([_P_MEANS] if P in frame else []), setting(study)]),
         frame=frame[[*TEXT, "Criterion", *shown, *last]],
         formats={column: formats[column] for column in (*shown, *last)},
         best=rows.best,
@@ -163,12 +164,11 @@ def _not_run(blocks: Sequence[Block], columns: Sequence[str]) -> list[str]:
     """A note on the benchmarks of `columns` that MEAN lacks because no model was evaluated on them."""
     listed = [name for name in columns if name not in (*GROUPS, *names.COLUMNS, COMMON, MEAN)]
     run = {name for block in blocks for name in block.comparison.benchmarks}
-    lacking = [names.benchmark(name) for name in listed if name not in run]
-    if MEAN not in columns or not lacking:
+    missing = [name for name in listed if name not in run]
+    if MEAN not in columns or not missing:
         return []
-    return [
-        f"{MEAN}: of {len(listed) - len(lacking)} of the paper's {len(listed)}; {names.listing(lacking)} were not run."
-    ]
+    over = f"{len(listed) - len(missing)} of the paper's {len(listed)} benchmarks"
+    return [f"{MEAN} is over {over}: {names.not_run(missing)}."]
 
 
 def _pruned_and_labels(block: Block) -> tuple[str, dict[int, str]]:
@@ -252,7 +252,7 @@ def draw_chance(axes: Axes, comparison: Comparison, target: Target) -> list[Patc
     for _, cells in by_ratio(comparison.cells):
         for kind, plans in random_scores(comparison, cells, target).items():
             removed = cells.loc[cells["criterion"].isin(RANDOM), "removed"].mean()
-            bands.setdefault(kind, {})[100 * removed] = chance_of(plans).limits(2)
+            bands.setdefault(kind, {})[100 * removed] = chance_of(plans).band
     patches: list[Patch] = []
     for band in bands.values():
         if len(band) > 1:

@@ -30,6 +30,7 @@ from analysis.stats.cell_scores import (
     Numbers,
     column_targets,
     differences,
+    means_in_words,
     scores,
 )
 from analysis.stats.comparison import Comparison
@@ -37,7 +38,7 @@ from analysis.stats.uncertainty import LEVEL
 
 TEXT = ["Model", "Pruned", "Calibration", "Criterion", "Allocation"]
 GAIN = "Δ {}"
-BEYOND = "Beyond noise"
+SIGNIFICANT = "Significant"
 _PAIRED = ["ratio", "criterion", "calibration", "recovery", "gate"]
 """Cells with equal values in these columns differ only in their allocation."""
 
@@ -62,6 +63,14 @@ def general_pairs(comparison: Comparison) -> dict[int, int]:
     return {cell: uniform for cell, uniform in searched_pairs(comparison).items() if sets[cell] == "general"}
 
 
+_CODE_AND_MATH = "Code and Math are means of their two columns."
+_SIGNIFICANT = (
+    f"{SIGNIFICANT}: the columns whose paired difference has a p-value below {LEVEL} after Holm's correction over all "
+    "differences of a model, where both methods have several seeds."
+)
+_UNTESTED = "Methods with one seed are not tested."
+
+
 @output(
     "evoesap.table1",
     chapter="search",
@@ -82,20 +91,19 @@ def allocation_table(
     differences, with intervals. Holm's correction covers all differences of one model.
     """
     parts = [_rows(comparison, pairs(comparison), columns) for comparison in results.comparisons]
-    empty = pd.DataFrame(columns=[*TEXT, BEYOND])
+    empty = pd.DataFrame(columns=[*TEXT, SIGNIFICANT])
     rows = stacked([part for part in parts if part is not None] or [Numbers(empty, empty[[]], empty[[]])])
-    numbers = [str(column) for column in rows.frame if column not in (*TEXT, BEYOND)]
+    numbers = [str(column) for column in rows.frame if column not in (*TEXT, SIGNIFICANT)]
     gains = [column for column in numbers if column.startswith(GAIN.format(""))]
     averages = [column for column in numbers if column not in gains]
+    tested = (rows.frame[SIGNIFICANT] != "").any()
+    significant = [SIGNIFICANT] if tested else []
     return Table(
         name=name,
         title=f"Searched allocation against uniform: {what}",
-        caption="Code and Math are means of their two columns, Avg is the mean of the displayed "
-        "columns in which more is better. Δ: searched "
-        "minus uniform on the same items; beyond noise: the columns whose difference has a paired p-value below "
-        f"{LEVEL} after Holm's correction over all differences of a model; with one seed, of these plans and not of "
-        f"methods. {setting(results.study)}",
-        frame=rows.frame[[*TEXT, *averages, *gains, BEYOND]],
+        caption=f"{means_in_words(results.comparisons)} {_CODE_AND_MATH} Δ: searched minus uniform on the same items. "
+        f"{_SIGNIFICANT if tested else _UNTESTED} {setting(results.study)}",
+        frame=rows.frame[[*TEXT, *averages, *gains, *significant]],
         formats={**dict.fromkeys(averages, SCORE), **dict.fromkeys(gains, "{:+.3f}")},
         best=rows.best,
         blocks=TEXT[:4],
@@ -113,21 +121,31 @@ def _rows(comparison: Comparison, pairs: dict[int, int], columns: Sequence[str])
         return None
     about = comparison.cells.assign(pruned=pruned(comparison.cells)).loc[cells]
     numbers = scores(comparison, cells, targets)
-    gains = {GAIN.format(column): differences(comparison, target, pairs) for column, target in targets.items()}
+    gains = {column: differences(comparison, target, pairs) for column, target in targets.items()}
     frame, low, high = (
-        part.assign(**{column: gain[end] for column, gain in gains.items()})
+        part.assign(**{GAIN.format(column): gain[end] for column, gain in gains.items()})
         for part, end in ((numbers.frame, "difference"), (numbers.low, "low"), (numbers.high, "high"))
     )
-    p_values = np.array([gain["p"].to_numpy(float) for gain in gains.values()])
-    sure = uncertainty.holm(p_values.ravel()).reshape(p_values.shape) < LEVEL
-    beyond = dict.fromkeys(cells, "")
-    for cell, marks in zip(pairs, sure.T, strict=True):
-        beyond[cell] = names.listing(word for word, mark in zip(targets, marks, strict=True) if mark) or "none"
+    significant = dict.fromkeys(cells, "") | _significant(comparison, pairs, gains)
     text = spelled(about, dict(zip(TEXT, ("model", "pruned", "calibration", "criterion", "allocation"), strict=True)))
     recovered = about["recovery"].map(lambda word: names.RECOVERIES.get(word, word))
     text["Allocation"] = list(map(joined, text["Allocation"], recovered))
-    frame = pd.concat([text, frame], axis=1).assign(**{BEYOND: pd.Series(beyond)})
+    frame = pd.concat([text, frame], axis=1).assign(**{SIGNIFICANT: pd.Series(significant)})
     return Numbers(frame, low, high, numbers.best)
+
+
+def _significant(comparison: Comparison, pairs: Mapping[int, int], gains: Mapping[str, pd.DataFrame]) -> dict[int, str]:
+    """Searched cell -> the columns whose difference is significant; only where both cells have several seeds.
+
+    gains: column -> its `differences`. Holm's correction covers all columns and pairs."""
+    tested = [cell for cell, other in pairs.items() if min(len(comparison.seeds[each]) for each in (cell, other)) > 1]
+    p_values = np.array([gain["p"][tested].to_numpy(float) for gain in gains.values()])
+    below = uncertainty.holm(p_values.ravel()).reshape(p_values.shape) < LEVEL
+    significant = {}
+    for cell, of_cell in zip(tested, below.T, strict=True):
+        columns = [column for column, is_below in zip(gains, of_cell, strict=True) if is_below]
+        significant[cell] = names.listing(columns) or "none"
+    return significant
 
 
 @output("evoesap.table7", needs=f"{SEARCHES}, calibrated on general text (evoesap_table7 of sweeps)")
@@ -271,8 +289,8 @@ def history_figure(results: Results, comparison: Comparison, name: str) -> Figur
         axes.set_xlabel("generation")
     style.legend(drawing, [best, mean, style.key("uniform", **style.DASHED)])
     caption = (
-        "Fitness, higher is better: the best schedule found until a generation, the mean of the schedules evaluated in "
-        "it, and the uniform schedule."
+        "Fitness, higher is better: of the best schedule up to each generation, the mean of the schedules evaluated "
+        "in it, and of the uniform schedule."
     )
     return Figure(name, f"Searches by generation: {comparison.model}", caption, drawing)
 
@@ -308,8 +326,8 @@ def search_table(results: Results, name: str) -> Table:
         name=name,
         title="Results and cost of the searches",
         caption="Fitness of the uniform allocation and of the best one found, higher is better. Evaluated: schedules "
-        "whose fitness was measured; full forwards: what they cost, counted in passes "
-        "over the search set; layers run: share of the layers a schedule needed on average, the others were reused. "
+        "whose fitness was measured; full forwards: their cost in passes over the search set; layers run: share of the "
+        "layers that were computed for a schedule, on average; the others were reused. "
         f"Based on {reading(study)}",
         **tabulated(rows, text, numbers),
     )

@@ -18,7 +18,7 @@ from analysis.outputs.score_rows import stacked
 from analysis.published.numbers import numbers
 from analysis.registry import Results, output
 from analysis.render.table import SCORE, Table, spelled, tabulated
-from analysis.stats.cell_scores import GROUPS, Numbers, column_targets, scores
+from analysis.stats.cell_scores import GROUPS, Numbers, column_targets, means_in_words, scores
 from analysis.stats.comparison import Comparison
 
 HOUR = 3600
@@ -29,7 +29,7 @@ COMPARED = ("Code", "WildBench", "MC Avg")
 FITNESSES = ("esap", "spec_dec")
 """The fitnesses that EvoESAP's Table 6 compares."""
 COMPETITOR = "DiEP"
-NOT_BUILT = "published; not built: EvoESAP gives its settings, but neither its objective nor code"
+NOT_BUILT = "published; not implemented: EvoESAP gives its settings, but neither its objective nor code"
 TEXT = {"Model": "model", "Pruned": "removed_words", "Calibration": "calibration", "Criterion": "criterion"}
 """Displayed column -> axis of a cell."""
 SECONDS = "Search (s)"
@@ -68,8 +68,8 @@ def cost_table(results: Results, name: str) -> Table:
     return Table(
         name=name,
         title="What searches cost, and what memory pruning saves",
-        caption="Search: seconds of the process that finished it; peak memory: main memory of that process at most, "
-        "beside it that on GPUs, where some were used; loading memory: the model in bfloat16. Based on "
+        caption="Search: seconds of the process that finished it; peak memory: of that process, in main memory and, "
+        "where some were used, on GPUs; loading memory: the model in bfloat16. Based on "
         f"{reading(study)}",
         **tabulated(rows, {**TEXT, "Fitness": "fitness"}, numbers),
         blocks=("Model",),
@@ -124,7 +124,7 @@ def competitor_table(results: Results, name: str) -> Table:
     rows = pd.concat([frame, pd.DataFrame([_printed()]).reindex(columns=frame.columns)], ignore_index=True)
     return replace(
         measured,
-        caption=f"DiEP: {NOT_BUILT}; its row is of two L40S. {measured.caption}",
+        caption=f"DiEP: {NOT_BUILT}; its row was measured on two L40S. {measured.caption}",
         frame=rows[[*TEXT, "Allocation", "Source", *shown]],
         formats={column: measured.formats[column] for column in shown},
         best={},
@@ -172,9 +172,8 @@ def _table(
     return Table(
         name=name,
         title=title,
-        caption="Code and Math are means of their two columns, Avg is the mean of the displayed "
-        "columns in which more is better; samples: rows "
-        f"of the search set; search: seconds of the process that finished it. {setting(results.study)}",
+        caption=f"{means_in_words(results.comparisons)} Code and Math are means of their two columns. Samples: rows of "
+        f"the search set; search: seconds of the process that finished it. {setting(results.study)}",
         frame=rows.frame,
         formats={**dict.fromkeys(rows.best, SCORE), **settings},
         best=rows.best,

@@ -79,8 +79,8 @@ def speed_table(results: Results, name: str) -> Table:
     low, high = (end.set_axis(list(SPEEDS), axis=1) for end in ends)
     return Table(
         name=name,
-        title="How fast models read and write, and what memory they take",
-        caption=f"Medians, with the quartiles as ends. {conditions(study)} {reading(study)}",
+        title="Throughput, latency and memory of requests",
+        caption=f"Medians, with quartiles. {conditions(study)} {reading(study)}",
         frame=frame.astype({"Prompts": str, "Tokens each": str}),
         formats={**SPEEDS, **sizes},
         best={PREFILL: "max", DECODE: "max", FIRST: "min", EACH: "min"},
@@ -102,10 +102,9 @@ def conditions(study: Study) -> str:
     threads = " / ".join(f"{count:g}" for count in timings["threads"].dropna().unique())
     repeats, written = timings["repeat"].max() + 1, " / ".join(map(str, timings["new_tokens"].unique()))
     return (
-        f"{repeats} requests each, {written} tokens written after the first one, {several['dtype']} on "
-        f"{several['device']}, {threads} threads, load of the machine up to {timings['load'].max():.1f}; by "
-        "transformers, the pruned model alone, prompts from a text. Peak memory: the weights, and what a request takes "
-        "beyond them."
+        f"{repeats} requests each, {written} new tokens after the first one, {several['dtype']} on "
+        f"{several['device']}, {threads} threads, load of the machine up to {timings['load'].max():.1f}; run by "
+        "transformers on prompts from a text. Peak memory: the weights and the working memory of a request."
     )
 
 
@@ -124,7 +123,7 @@ def memory_figure(results: Results, comparison: Comparison, name: str) -> Figure
     places = range(len(largest))
     weights = axes.barh(places, largest[WEIGHTS], color=style.CRITERIA["reap"], label="weights")
     working = (largest[PEAK] - largest[WEIGHTS]).fillna(0)
-    look: Any = {"color": style.CRITERIA["man"], "label": "a request beyond them"}
+    look: Any = {"color": style.CRITERIA["man"], "label": "working memory"}
     beyond = axes.barh(places, working, left=largest[WEIGHTS], **look)
     style.ticks(axes.yaxis, places, largest["label"], labelsize=7)
     axes.invert_yaxis()
@@ -136,7 +135,7 @@ def memory_figure(results: Results, comparison: Comparison, name: str) -> Figure
     return Figure(name, f"Memory of a served model: {comparison.model}", caption, drawing)
 
 
-BLOCK_MAPS = {DECODE: "tokens written a second", PEAK: "peak memory (MiB)"}
+BLOCK_MAPS = {DECODE: "tokens per second", PEAK: "peak memory (MiB)"}
 """Quantities in the maps of the published figure, by block size and smallest expert."""
 
 
@@ -167,8 +166,8 @@ def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure
             unpruned = f"; unpruned {full[column].iloc[0]:,.0f}" if full[column].notna().any() else ""
             axes.set_title(f"{pruned}\n{what}{unpruned}", fontsize=7.5)
     caption = (
-        "By the block a that kept channels of an expert are a multiple of, and by m: experts with fewer channels lose "
-        f"all. Tokens written a second are medians. The unpruned model is in 16 bits. {conditions(study)}"
+        "a: block size, of which an expert's number of channels is a multiple; m: experts with fewer channels lose "
+        f"all. Tokens per second are medians. The unpruned model is in 16 bits. {conditions(study)}"
     )
     return Figure(name, f"Throughput and memory by blocks of channels: {comparison.model}", caption, drawing)
 
@@ -213,7 +212,7 @@ def memory_table(results: Results, name: str) -> Table:
     return Table(
         name=name,
         title="Loading memory",
-        caption="Parameters of the whole model in bfloat16, exact from its configuration and the plans.",
+        caption="Parameters of the whole model in bfloat16, computed from its configuration and the plans.",
         **tabulated(memory, {"Model": "model", "Pruned": "removed_words"}, numbers),
     )
 
@@ -248,8 +247,8 @@ def architecture_table(results: Results, name: str) -> Table:
         name=name,
         title="Architectures",
         caption="From configurations alone. Parameters: of the whole model; active: without the routed experts that a "
-        "token does not go to. Experts, top-k and channels (the width of an expert): of a layer, the most where layers "
-        "differ. Shared experts: in experts of that width.",
+        "token is not given to. Experts, top-k and channels (the width of an expert): of a layer, the largest where "
+        "layers differ. Shared experts: in experts of that width.",
         frame=pd.DataFrame(rows, columns=columns),
         formats={column: formats[column] for column in columns if column in formats},
         optional=("Shared experts", "Dense layers"),

@@ -74,9 +74,7 @@ def winner_table(study: Study, win_rows: pd.DataFrame, name: str, title: str) ->
     return Table(
         name=name,
         title=title,
-        caption=f"{proved_wins(win_rows)} p: test of the winner against every other criterion over seeds and items "
-        "together, the largest of them; Holm: corrected for all columns of one model and ratio; a win is proved below "
-        f"{LEVEL}. With one seed nothing is tested, and intervals are over items. {setting(study)}",
+        caption=f"{proved_wins(win_rows)} {_P_MEANS if _tested(win_rows) else _UNTESTED} {setting(study)}",
         frame=spelled(rows, text | numbers),
         formats={"Score": SCORE, "Lead": SCORE, "p": "{:.4f}", "p (Holm)": SCORE},
         blocks=("Model", "Pruned", "Calibration"),
@@ -99,7 +97,18 @@ def verdict(win: Mapping[str, Any]) -> str:
         return TIE
     if pd.isna(win["p"]):
         return UNTESTED
-    return PROVED if win["beyond_noise"] else NOT_PROVED
+    return PROVED if win["proved"] else NOT_PROVED
+
+
+_UNTESTED = "Wins are tested where every criterion has several seeds; none is here, and intervals are over items."
+_P_MEANS = (
+    "p: the largest of the tests of the winner against every other criterion, over seeds and items; Holm: corrected "
+    f"over all columns of one model and ratio. A win is proved below {LEVEL}. Criteria with one seed are not tested."
+)
+
+
+def _tested(win_rows: pd.DataFrame) -> bool:
+    return bool(win_rows["p"].notna().any())
 
 
 def proved_wins(win_rows: pd.DataFrame) -> str:
@@ -131,11 +140,13 @@ def winner_figure(win_rows: pd.DataFrame, name: str, title: str) -> Figure:
         Patch(facecolor="none", edgecolor=style.RULE, label="tie"),
     ]
     drawing.legend(handles=handles, loc="outside lower center", ncols=3, handlelength=2.2)
-    caption = (
-        f"{proved_wins(win_rows)} Each cell names the criterion that leads in a column under a calibration set. "
+    proved = (
         "A win is proved, and not hatched, if it holds against every other criterion over seeds and items "
-        "(Holm-corrected over the map, 5 %); criteria with equal scores are all named and share the place. With one "
-        "seed nothing is tested."
+        f"(Holm-corrected over the map, {LEVEL:.0%}); criteria with one seed are not tested."
+    )
+    caption = (
+        f"{proved_wins(win_rows)} Each cell names the leading criterion of a column and calibration set, or all "
+        f"criteria with the highest score. {proved if _tested(win_rows) else _UNTESTED}"
     )
     return Figure(name, title, caption, drawing)
 
@@ -151,7 +162,7 @@ def _winner_axes(axes: Axes, win_rows: pd.DataFrame, inches: float) -> None:
         x, y = sets.index(win["calibration"]), columns.index(win["column"])
         winners: tuple[str, ...] = win["winners"]
         if len(winners) == 1:
-            noise = not win["beyond_noise"]
+            noise = not win["proved"]
             square = Rectangle((x, y), 1, 1, facecolor=style.colour(winners[0]), edgecolor=style.MUTED, linewidth=0)
             square.set(alpha=0.3, hatch=style.HATCH if noise else None)
             axes.add_patch(square)

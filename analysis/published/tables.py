@@ -247,11 +247,10 @@ def published_table(facts: Facts, comparisons: Sequence[Comparison], *, of: str)
     verdicts = [row["Verdict"] for row in rows]
     return Table(
         name=f"{of}.published",
-        title=f"Measured beside published: {of}",
-        caption="Agrees: the printed number, as far as its rounding leaves it open, lies in the 95 % interval of the "
-        "measured one. Intervals cover which items were asked; sizes in GiB may differ by "
-        f"{MEMORY_TOLERANCE}. Deviation: measured minus printed, where the two are comparable. "
-        f"{setting(study)}",
+        title=f"Measured and published: {of}",
+        caption="Agrees: the printed number, within its rounding, is in the 95 % interval of the measured one. "
+        f"Intervals are over items; sizes in GiB may differ by {MEMORY_TOLERANCE}. Deviation: measured minus printed, "
+        f"where the two are comparable. {setting(study)}",
         frame=pd.DataFrame(rows, columns=_columns(study)),
         formats={"Measured": SCORE, "Published": SCORE, "Deviation": "{:+.3f}"},
         blocks=("Model", "Pruned", "Calibration"),

@@ -38,11 +38,11 @@ class Numbers:
 
 
 def means_in_words(comparisons: Iterable[Comparison]) -> str:
-    """What the mean over displayed columns is: `Avg (more is better) is the mean of the displayed columns.`"""
+    """What the mean over displayed columns is: `Avg: mean of the displayed columns (more is better).`"""
     sentences = []
     for quantity in means(comparisons).values():
         of = "exponential of the mean loss" if quantity.scale == "perplexity" else "mean"
-        sentences.append(f"{quantity.mean} ({quantity.direction}) is the {of} of the displayed columns.")
+        sentences.append(f"{quantity.mean}: {of} of the displayed columns ({quantity.direction}).")
     return " ".join(sentences)
 
 

@@ -10,8 +10,8 @@ from scipy.special import chdtrc, stdtrit
 
 from analysis.stats.uncertainty import LEVEL
 
-MOST = 1000
-"""Largest number of random plans that `Chance.needed` considers."""
+MOST_PLANS = 1000
+"""Largest number of random plans that `Chance.plans_needed` considers."""
 
 
 @dataclass(frozen=True)
@@ -23,29 +23,43 @@ class Chance:
     """Standard deviation: of the random plans of this model, or pooled over `models`."""
     plans: int
     """Number of this model's random plans."""
-    freedom: float
-    """Degrees of freedom of `spread`."""
+    degrees_of_freedom: float
+    """Of `spread`."""
     models: int = 1
     """Number of models over which `spread` is pooled."""
-    differs: bool = False
-    """Whether it is not pooled because the spreads of models differ."""
+    spreads_differ: bool = False
+    """Whether it is not pooled because Bartlett's test finds that the spreads of models differ."""
 
-    def limits(self, compared: int) -> tuple[float, float]:
-        """The lower end and the upper end, beyond each of which some of `compared` further random plans lies with at
-        most 5 % probability (Bonferroni). With 2, one plan lies between both with 95 % probability."""
-        reach = self._reach(LEVEL / compared, self.plans, self.freedom)
-        return self.mean - reach, self.mean + reach
+    def margin(self, plans: int) -> float:
+        """Distance from the mean that the best of `plans` further random plans exceeds with at most 5 % probability.
 
-    def needed(self, score: float, compared: int) -> int | None:
-        """Number of random plans of each model with which `score` would be beyond the limits, if mean and spread stay
-        as they are; None if more than MOST."""
-        for plans in range(2, MOST + 1):
-            if self._reach(LEVEL / compared, plans, self.models * (plans - 1)) < abs(score - self.mean):
-                return plans
+        The same holds for the worst of them. t(1 - .05 / plans) sd sqrt(1 + 1/n) for n random plans (Bonferroni)."""
+        return _margin(self.spread, self.plans, self.degrees_of_freedom, LEVEL / plans)
+
+    def limits(self, plans: int) -> tuple[float, float]:
+        """The mean minus and plus `margin(plans)`."""
+        return self.mean - self.margin(plans), self.mean + self.margin(plans)
+
+    @property
+    def band(self) -> tuple[float, float]:
+        """The interval in which one further random plan lies with 95 % probability."""
+        margin = _margin(self.spread, self.plans, self.degrees_of_freedom, LEVEL / 2)
+        return self.mean - margin, self.mean + margin
+
+    def plans_needed(self, score: float, plans: int) -> int | None:
+        """Number of random plans of each model with which `score` would be beyond the limits of `plans` plans.
+
+        Mean and spread are taken as they are; None if it would take more than MOST_PLANS."""
+        for random_plans in range(2, MOST_PLANS + 1):
+            degrees_of_freedom = self.models * (random_plans - 1)
+            if _margin(self.spread, random_plans, degrees_of_freedom, LEVEL / plans) < abs(score - self.mean):
+                return random_plans
         return None
 
-    def _reach(self, tail: float, plans: int, freedom: float) -> float:
-        return float(stdtrit(freedom, 1 - tail) * self.spread * np.sqrt(1 + 1 / plans))
+
+def _margin(spread: float, plans: int, degrees_of_freedom: float, tail: float) -> float:
+    """Distance from the mean of `plans` normal values that another one exceeds on one side with probability `tail`."""
+    return float(stdtrit(degrees_of_freedom, 1 - tail) * spread * np.sqrt(1 + 1 / plans))
 
 
 def chance_of(scores: np.ndarray) -> Chance:
@@ -53,18 +67,21 @@ def chance_of(scores: np.ndarray) -> Chance:
     return Chance(float(scores.mean()), float(scores.std(ddof=1)), len(scores), len(scores) - 1)
 
 
-def chances(samples: Mapping[str, np.ndarray]) -> dict[str, Chance]:
-    """The chance of each model, with a spread that is pooled over models if Bartlett's test finds no difference."""
-    found = {model: chance_of(scores) for model, scores in samples.items()}
-    if len(found) < 2:
-        return found
-    variances = np.array([chance.spread**2 for chance in found.values()])
-    freedoms = np.array([chance.freedom for chance in found.values()])
+def chances(scores: Mapping[str, np.ndarray]) -> dict[str, Chance]:
+    """The chance of each model, with a spread that is pooled over models if Bartlett's test finds no difference.
+
+    scores: model -> the scores of its random plans."""
+    by_model = {model: chance_of(of_model) for model, of_model in scores.items()}
+    if len(by_model) < 2:
+        return by_model
+    variances = np.array([chance.spread**2 for chance in by_model.values()])
+    freedoms = np.array([chance.degrees_of_freedom for chance in by_model.values()])
     pooled = float(freedoms @ variances / freedoms.sum())
-    if not _equal(variances, freedoms, pooled):
-        return {model: replace(chance, differs=True) for model, chance in found.items()}
-    together = {"spread": pooled**0.5, "freedom": float(freedoms.sum()), "models": len(found)}
-    return {model: replace(chance, **together) for model, chance in found.items()}
+    if _equal(variances, freedoms, pooled):
+        spread = {"spread": pooled**0.5, "degrees_of_freedom": float(freedoms.sum()), "models": len(by_model)}
+    else:
+        spread = {"spreads_differ": True}
+    return {model: replace(chance, **spread) for model, chance in by_model.items()}
 
 
 def _equal(variances: np.ndarray, freedoms: np.ndarray, pooled: float) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from analysis import names
 from moe_lab.results import Scale
@@ -39,6 +40,10 @@ class Quantity:
     def best(self) -> str:
         """Whether the best of several numbers is their smallest or their largest."""
         return "min" if self.lower_is_better else "max"
+
+    def best_first(self, numbers: pd.Series) -> pd.Series:
+        """The numbers from the best to the worst; equal ones stay in their order, NaN is last."""
+        return numbers.sort_values(ascending=self.lower_is_better, na_position="last", kind="stable")
 
     @property
     def direction(self) -> str:

@@ -1,5 +1,5 @@
-"""Rank the plans of each model, ratio and gate by their average: intervals, their status beside chance, and verdicts on
-methods that have several seeds.
+"""Rank the plans of each model, ratio and gate by their average, with intervals, a comparison with random plans, and
+verdicts on methods that have several seeds.
 
 A plan counts once, however many calibration sets it is compared under. A plan is above chance if the best of as many
 random plans is hardly ever that good (`analysis.stats.chance`). The best of the methods is compared with all others at
@@ -27,9 +27,9 @@ from moe_lab.results import RANDOM
 
 ALL_MODELS = "all models"
 BEST, TIED, SEPARATED, UNTESTED = "best", "not separated", "separated", "not tested"
-"""Verdicts on a method with several seeds beside the best such method."""
+"""Verdicts on methods with several seeds, by comparison with the best of them."""
 ABOVE, WITHIN, BELOW = "above chance", "within chance", "below chance"
-"""Where a plan lies beside random plans; above is better, also of a loss."""
+"""A plan compared with random plans; above is better, also of a loss."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,13 +44,13 @@ class Ranking:
     quantity: Quantity
     """What is ranked by."""
     rows: pd.DataFrame
-    """Index cell; columns criterion, method, calibration, seeds, score, low, high, and over: what the interval is over;
-    place: equal for scores that are printed equal; spread: standard deviation of the scores of its seeds; share: of the
-    unpruned model's score; behind, behind_low, behind_high, p: how much worse than the best method; chance: ABOVE,
-    WITHIN or BELOW, "" if unknown; verdict: "" with one seed; status: chance, then the verdict unless the plan is
-    within or below chance. Of one model also granularity and recovery."""
+    """Index cell; columns criterion, method, calibration, seeds (their number), score, low, high, over (what the
+    interval is over), rank (equal for scores that are printed equal), spread (standard deviation of the scores of the
+    seeds), share (of the unpruned model's score), behind, behind_low, behind_high, p (how much worse than the best
+    method), chance (ABOVE, WITHIN or BELOW, "" if unknown), verdict ("" with one seed) and status (chance, then the
+    verdict unless the plan is within or below chance). Of one model also granularity and recovery."""
     unpruned: float
-    compared: int = 0
+    plans_tested: int = 0
     """Number of plans of the model that are compared with chance."""
     chance: dict[Kind, Chance] = field(default_factory=dict)
     """Kind of plan -> chance, if there are random plans of two seeds."""
@@ -65,6 +65,11 @@ class Ranking:
         """The plans that have a score."""
         return self.rows[self.rows["score"].notna()]
 
+    @property
+    def competing(self) -> pd.DataFrame:
+        """The plans that have a score and are not random."""
+        return self.scored[~self.scored["criterion"].isin(RANDOM)]
+
 
 @dataclass(frozen=True, eq=False)
 class _Group:
@@ -77,22 +82,27 @@ class _Group:
     """What is ranked by."""
 
     @property
+    def quantity(self) -> Quantity:
+        return self.comparison.quantity(self.target)
+
+    @property
     def request(self) -> tuple[float, str]:
         """Requested ratio, and gate, by which groups of different models are matched."""
         ratio, gate = self.cells[["ratio", "gate"]].iloc[0]
         return ratio, gate
 
     @property
-    def alike(self) -> tuple[tuple[float, str], Target, Quantity]:
-        """What groups have in common whose random plans differ equally much."""
-        return self.request, self.target, self.comparison.quantity(self.target)
+    def plans_tested(self) -> int:
+        """Number of plans that have a score and are not random."""
+        plans = self.cells.index[~self.cells["criterion"].isin(RANDOM)]
+        return int(self.comparison.score(self.target)[plans].notna().sum())
 
 
 def rankings(comparisons: Sequence[Comparison]) -> list[Ranking]:
     """The rankings of all models by ratio and gate, then those of all models together."""
     groups = [group for comparison in comparisons for group in _groups(comparison)]
-    found = [_ranking(group, groups) for group in groups]
-    return [*found, *_over_models(found)]
+    of_models = [_ranking(group, groups) for group in groups]
+    return [*of_models, *_over_models(of_models)]
 
 
 def _groups(comparison: Comparison) -> Iterator[_Group]:
@@ -105,36 +115,32 @@ def _groups(comparison: Comparison) -> Iterator[_Group]:
 
 
 def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
-    """groups: of all models; those with the same ratio and gate tell how much random plans differ."""
-    comparison, target, quantity = group.comparison, group.target, group.comparison.quantity(group.target)
-    score, (low, high), by_seed = comparison.score(target), comparison.interval(target), comparison.by_seed(target)
-    lower = quantity.lower_is_better
-    order = list(score[group.cells.index].sort_values(ascending=lower, na_position="last", kind="stable").index)
-    full = np.nan if comparison.unpruned is None else float(score[comparison.unpruned])
-    plans = [by_seed[comparison.scored_plans(target, cell)] for cell in order]
+    """groups: of all models; random plans of those with the same ratio and gate can share their spread."""
+    comparison, target, quantity = group.comparison, group.target, group.quantity
+    score = comparison.score(target)
+    low, high = comparison.interval(target)
+    by_seed = comparison.by_seed(target)
+    order = quantity.best_first(score[group.cells.index]).index
+    scores_of_seeds = [by_seed[comparison.scored_plans(target, cell)] for cell in order]
+    unpruned = np.nan
+    if comparison.unpruned is not None:
+        unpruned = float(quantity.shown(score[comparison.unpruned]))
     rows = group.cells.loc[order, ["criterion", "method", "calibration", "granularity", "recovery"]].assign(
-        seeds=list(map(len, plans)),
-        over=[f"{len(scores)} seeds and items" if len(scores) > 1 else "items" for scores in plans],
+        seeds=list(map(len, scores_of_seeds)),
+        over=[f"{len(scores)} seeds and items" if len(scores) > 1 else "items" for scores in scores_of_seeds],
         score=score[order],
         low=low[order],
         high=high[order],
-        spread=[quantity.shown(scores).std(ddof=1) for scores in plans],
-        share=quantity.shown(score[order]) / quantity.shown(full),
+        spread=[quantity.shown(scores).std(ddof=1) for scores in scores_of_seeds],
+        share=quantity.shown(score[order]) / unpruned,
     )
-    compared = sum(_compared(each) for each in groups if each.comparison is comparison)
+    plans_tested = sum(each.plans_tested for each in groups if each.comparison is comparison)
     chance = _chance(group, groups)
-    rows = rows.assign(chance=_beside_chance(rows, chance, compared, lower))
+    rows["chance"] = [_compared_with_chance(row, chance, plans_tested, quantity) for row in records(rows)]
     methods = _with_seeds(rows)
     leads = comparison.leads(target, methods) if len(methods) > 1 else []
     rows = _with_status(_with_verdicts(rows, methods, leads, quantity))
-    unpruned = float(quantity.shown(full))
-    return Ranking(comparison.model, group.request, group.pruned, quantity, rows, unpruned, compared, chance)
-
-
-def _compared(group: _Group) -> int:
-    """Number of plans that have a score and are not random."""
-    plans = group.cells.index[~group.cells["criterion"].isin(RANDOM)]
-    return int(group.comparison.score(group.target)[plans].notna().sum())
+    return Ranking(comparison.model, group.request, group.pruned, quantity, rows, unpruned, plans_tested, chance)
 
 
 def _with_seeds(rows: pd.DataFrame) -> list[int]:
@@ -145,10 +151,10 @@ def _with_seeds(rows: pd.DataFrame) -> list[int]:
 def _with_verdicts(
     rows: pd.DataFrame, methods: Sequence[int], leads: Sequence[Estimate], quantity: Quantity
 ) -> pd.DataFrame:
-    """Add places, how far `methods` are behind the first of them, the best, and verdicts. Scores and leads, given as
+    """Add ranks, how far `methods` are behind the first of them, the best, and verdicts. Scores and leads, given as
     computed, become those that are shown.
 
-    leads: the score of the best minus theirs; where less is better, they are turned round."""
+    leads: the score of the best minus theirs; where less is better, their sign is changed."""
     shown = {column: quantity.shown(rows[column]) for column in ("score", "low", "high")}
     printed = shown["score"].round(PRINTED_DECIMALS)
     verdicts, tests = {}, {}
@@ -161,7 +167,7 @@ def _with_verdicts(
     columns = ["behind", "behind_low", "behind_high", "p"]
     return rows.assign(
         **shown,
-        place=(-quantity.sign * printed).rank(method="min"),
+        rank=(-quantity.sign * printed).rank(method="min"),
         verdict=[verdicts.get(plan, "") for plan in rows.index],
         **pd.DataFrame.from_dict(tests, "index", float, columns).reindex(rows.index),
     )
@@ -176,66 +182,71 @@ def _verdict(behind: Estimate, equal: bool) -> str:
 
 
 def _with_status(rows: pd.DataFrame) -> pd.DataFrame:
-    """Add one status a row: where it lies beside chance, and the verdict where that does not rule one out."""
-    ruled_out = rows["chance"].isin((WITHIN, BELOW))
-    both = rows["chance"].where(rows["verdict"] == "", rows["chance"] + ", " + rows["verdict"]).str.removeprefix(", ")
-    status = rows["chance"].where(ruled_out, both).mask(rows["criterion"].isin(RANDOM), "random plans")
-    return rows.assign(status=status)
+    """Add one status a row: the comparison with chance, and the verdict where that does not rule one out."""
+    statuses = []
+    for row in records(rows):
+        parts = [row["chance"]]
+        if row["criterion"] in RANDOM:
+            parts = ["random plans"]
+        elif row["chance"] not in (WITHIN, BELOW):
+            parts.append(row["verdict"])
+        statuses.append(", ".join(filter(None, parts)))
+    return rows.assign(status=statuses)
 
 
 def _chance(group: _Group, groups: Sequence[_Group]) -> dict[Kind, Chance]:
     """Kind of plan -> chance, with the spread of random plans of all models that have this ratio and average."""
-    alike = [each for each in groups if each.alike == group.alike]
-    random = {each.comparison.model: random_scores(each.comparison, each.cells, each.target) for each in alike}
-    found = {}
-    for kind in random[group.comparison.model]:
-        samples = {model: scores[kind] for model, scores in random.items() if kind in scores}
-        found[kind] = chances(samples)[group.comparison.model]
-    return found
+    scores_by_kind: dict[Kind, dict[str, np.ndarray]] = {}
+    for each in groups:
+        if (each.request, each.target, each.quantity) == (group.request, group.target, group.quantity):
+            for kind, scores in random_scores(each.comparison, each.cells, each.target).items():
+                scores_by_kind.setdefault(kind, {})[each.comparison.model] = scores
+    model = group.comparison.model
+    return {kind: chances(scores)[model] for kind, scores in scores_by_kind.items() if model in scores}
 
 
-def _beside_chance(rows: pd.DataFrame, chance: Mapping[Kind, Chance], compared: int, lower: bool) -> list[str]:
-    """Where each plan lies beside the random plans of its kind; "" for random plans and where there are none."""
-    places = []
-    for row in records(rows):
-        kind = chance.get((row["granularity"], row["recovery"]))
-        if kind is None or np.isnan(row["score"]) or row["criterion"] in RANDOM:
-            places.append("")
+def _compared_with_chance(
+    row: Mapping[str, object], chance: Mapping[Kind, Chance], plans_tested: int, quantity: Quantity
+) -> str:
+    """ABOVE, WITHIN or BELOW, by the random plans of a plan's kind; "" for random plans and where there are none."""
+    of_kind = chance.get((str(row["granularity"]), str(row["recovery"])))
+    score = float(str(row["score"]))
+    if of_kind is None or np.isnan(score) or row["criterion"] in RANDOM:
+        return ""
+    lead, margin = quantity.sign * (score - of_kind.mean), of_kind.margin(plans_tested)
+    if lead > margin:
+        return ABOVE
+    return BELOW if lead < -margin else WITHIN
+
+
+def _over_models(of_models: Sequence[Ranking]) -> Iterator[Ranking]:
+    """Rankings of the plans that all models have, by the mean over models, with models as random effects.
+
+    Models with this ratio and gate are taken together if they are ranked by the same quantity."""
+    models = {ranking.model for ranking in of_models}
+    for request in dict.fromkeys(ranking.request for ranking in of_models):
+        pooled = [ranking for ranking in of_models if ranking.request == request]
+        if len(pooled) < 2 or len({ranking.quantity for ranking in pooled}) > 1:
             continue
-        low, high = kind.limits(compared)
-        side = int(row["score"] > high) - int(row["score"] < low)
-        places.append((WITHIN, ABOVE, BELOW)[-side if lower else side])
-    return places
-
-
-def _over_models(found: Sequence[Ranking]) -> Iterator[Ranking]:
-    """Rankings of the plans that all models have, by the mean over models, with models as random effects."""
-    models = {ranking.model for ranking in found}
-    for request in dict.fromkeys(ranking.request for ranking in found):
-        own = [ranking for ranking in found if ranking.request == request]
-        if len(own) < 2 or len({ranking.quantity for ranking in own}) > 1:
-            continue
-        plans = [ranking.scored.set_index(["criterion", "method", "calibration"]) for ranking in own]
-        scores, seeds = (
-            pd.concat([each[column] for each in plans], axis=1, join="inner", keys=range(len(own)))
-            for column in ("score", "seeds")
-        )
+        plans = [ranking.scored.set_index(["criterion", "method", "calibration"]) for ranking in pooled]
+        scores = pd.concat([of_model["score"] for of_model in plans], axis=1, join="inner")
+        seeds = pd.concat([of_model["seeds"] for of_model in plans], axis=1, join="inner").min(axis=1)
         if len(scores) > 1:
-            label = ALL_MODELS if len(own) == len(models) else names.listing(ranking.model for ranking in own)
-            yield replace(_of_models(own, own[0].quantity.computed(scores), seeds.min(axis=1)), model=label)
+            label = ALL_MODELS if len(pooled) == len(models) else names.listing(ranking.model for ranking in pooled)
+            yield _of_models(pooled, pooled[0].quantity.computed(scores), seeds, label)
 
 
-def _of_models(own: Sequence[Ranking], table: pd.DataFrame, seeds: pd.Series) -> Ranking:
+def _of_models(pooled: Sequence[Ranking], table: pd.DataFrame, seeds: pd.Series, label: str) -> Ranking:
     """table: (plans, models) scores as computed; seeds: of each plan, in the model where it has the fewest."""
-    quantity = own[0].quantity
-    table = table.loc[table.mean(axis=1).sort_values(ascending=quantity.lower_is_better, kind="stable").index]
-    unpruned = quantity.shown(float(np.mean([quantity.computed(ranking.unpruned) for ranking in own])))
+    quantity = pooled[0].quantity
+    table = table.loc[quantity.best_first(table.mean(axis=1)).index]
+    unpruned = float(quantity.shown(np.mean([quantity.computed(ranking.unpruned) for ranking in pooled])))
     scores = table.to_numpy(float)
     means = [uncertainty.mean_estimate(row) for row in scores]
     low, high = np.transpose([mean.interval for mean in means])
     rows = table.index.to_frame(index=False).assign(
         seeds=seeds[table.index].to_numpy(),
-        over=names.count(len(own), "model"),
+        over=names.count(len(pooled), "model"),
         score=[mean.value for mean in means],
         low=low,
         high=high,
@@ -244,106 +255,103 @@ def _of_models(own: Sequence[Ranking], table: pd.DataFrame, seeds: pd.Series) ->
         chance="",
     )
     methods = _with_seeds(rows)
-    chosen = scores[methods]
-    pairs = [uncertainty.mean_estimate(chosen[0] - other) for other in chosen[1:]]
-    leads = uncertainty.leads(chosen[None], pairs) if pairs else []
+    scores_of_methods = scores[methods]
+    pairs = [uncertainty.mean_estimate(scores_of_methods[0] - other) for other in scores_of_methods[1:]]
+    leads = uncertainty.leads(scores_of_methods[None], pairs) if pairs else []
     rows = _with_status(_with_verdicts(rows, methods, leads, quantity)).rename_axis("cell")
-    pruned = " / ".join(dict.fromkeys(ranking.pruned for ranking in own))
-    return Ranking(ALL_MODELS, own[0].request, pruned, quantity, rows, float(unpruned))
+    pruned = " / ".join(dict.fromkeys(ranking.pruned for ranking in pooled))
+    return Ranking(label, pooled[0].request, pruned, quantity, rows, unpruned)
 
 
-def plan_name(row: dict[str, object]) -> str:
+def plan_name(row: Mapping[str, object]) -> str:
     """`REAP on Code`; the name alone of a method that reads no text."""
-    text = names.calibration(str(row["calibration"]))
-    return names.method(str(row["method"])) + ("" if row["calibration"] == "none" else f" on {text}")
+    method = names.method(str(row["method"]))
+    return method if row["calibration"] == "none" else f"{method} on {names.calibration(str(row['calibration']))}"
 
 
 NAMED, SHOWN = 4, 8
 """Most plans that a sentence names; most plans of a ranking in a terminal, and most rankings there and in sentences."""
 
 
-def headlines(found: Sequence[Ranking]) -> list[str]:
+def headlines(every: Sequence[Ranking]) -> list[str]:
     """What all rankings say together, what each of the first SHOWN says, and how many more there are."""
-    more = [f"The table has {len(found) - SHOWN} more rankings."] if len(found) > SHOWN else []
-    return [*overview(found), *map(headline, found[:SHOWN]), *more]
+    more = [f"The table has {len(every) - SHOWN} more rankings."] if len(every) > SHOWN else []
+    return [*overview(every), *map(headline, every[:SHOWN]), *more]
 
 
-def overview(found: Sequence[Ranking]) -> list[str]:
+def overview(every: Sequence[Ranking]) -> list[str]:
     """On how many models some plan is above chance, and that plans of one seed get no verdict; as far as it applies."""
-    models = {ranking.model for ranking in found if ranking.chance}
-    above = {ranking.model for ranking in found if (ranking.rows["chance"] == ABOVE).any()}
+    models = {ranking.model for ranking in every if ranking.chance}
+    above = {ranking.model for ranking in every if (ranking.rows["chance"] == ABOVE).any()}
     sentences = []
     if models:
-        which = f"On {len(above)} of {len(models)} models some" if len(models) > 1 else "Some"
+        subject = "No plan is"
+        if above:
+            subject = f"On {len(above)} of {len(models)} models some plan is" if len(models) > 1 else "Some plan is"
+        sentences.append(f"{subject} above chance, corrected for the number of plans of each model.")
+    if any((ranking.competing["seeds"] == 1).any() for ranking in every):
         sentences.append(
-            f"{which if above else 'No'} plan is above chance, corrected for the number of plans of each model."
-        )
-    plans = [ranking.scored[~ranking.scored["criterion"].isin(RANDOM)] for ranking in found]
-    if any((of_model["seeds"] == 1).any() for of_model in plans):
-        sentences.append(
-            "Plans of one seed have an interval over items and get no verdict on their method: another seed may give "
-            "another plan."
+            "Methods with one seed have an interval over items and no verdict, as another seed may give another plan."
         )
     return sentences
 
 
 def headline(ranking: Ranking) -> str:
     """What a ranking says in a few sentences."""
-    scored = ranking.scored
     extreme = f"lowest mean {ranking.quantity.name}" if ranking.quantity.lower_is_better else "highest average"
-    first = records(scored[scored["place"] == 1])
+    first = records(ranking.scored[ranking.scored["rank"] == 1])
     best, verb = first[0], "have" if len(first) > 1 else "has"
     share = "" if np.isnan(best["share"]) else f", {names.share(best['share'])} of the unpruned model's"
     sentence = (
-        f"{ranking.model}, {ranking.pruned} removed: {_named(first)} {verb} "
+        f"{ranking.model}, {ranking.pruned} removed: {_plan_names(first)} {verb} "
         f"the {extreme}, {best['score']:.3f} ({best['low']:.3f} to {best['high']:.3f} over {best['over']}){share}."
     )
     return " ".join([sentence, *remarks(ranking)])
 
 
-def _named(plans: Sequence[dict[str, object]]) -> str:
+def _plan_names(plans: Sequence[dict[str, object]]) -> str:
     """The names of at most NAMED plans, and how many more there are."""
     more = [f"{len(plans) - NAMED} more"] if len(plans) > NAMED else []
     return names.listing([*map(plan_name, plans[:NAMED]), *more])
 
 
 def remarks(ranking: Ranking) -> list[str]:
-    """Sentences on how the plans of a ranking lie beside chance, and on the methods that have several seeds."""
-    sentences = [_on_chance(ranking, kind, chance) for kind, chance in ranking.chance.items()]
-    return [sentence for sentence in (*sentences, _verdicts(ranking)) if sentence]
+    """Sentences that compare the plans of a ranking with chance, and the methods that have several seeds."""
+    sentences = [_chance_sentence(ranking, kind, chance) for kind, chance in ranking.chance.items()]
+    return [sentence for sentence in (*sentences, _verdict_sentence(ranking)) if sentence]
 
 
-def _on_chance(ranking: Ranking, kind: Kind, chance: Chance) -> str:
+def _chance_sentence(ranking: Ranking, kind: Kind, chance: Chance) -> str:
     """How many plans of a kind are above chance, or how many random plans it would take for the first one to be."""
-    rows = ranking.scored[~ranking.scored["criterion"].isin(RANDOM)]
+    rows = ranking.competing
     rows = rows[(rows["granularity"] == kind[0]) & (rows["recovery"] == kind[1])]
     if rows.empty:
         return ""
-    quantity, lower = ranking.quantity, ranking.quantity.lower_is_better
-    limit = quantity.shown(chance.limits(ranking.compared)[0 if lower else 1])
-    counts = [f"{count} {place}" for place, count in rows["chance"].value_counts().items() if place != WITHIN]
+    quantity = ranking.quantity
+    limit = chance.mean + quantity.sign * chance.margin(ranking.plans_tested)
+    counts = [f"{count} {word}" for word, count in rows["chance"].value_counts().items() if word != WITHIN]
     spread = f"pooled over {names.count(chance.models, 'model')}" if chance.models > 1 else "of this model alone"
-    if chance.differs:
+    if chance.spreads_differ:
         spread += ", as spreads differ between models"
     of = "of the loss " if quantity.scale == "perplexity" else ""
-    first = (
+    sentence = (
         f"Of {names.count(len(rows), 'plan')}, {names.listing(counts) or f'none {ABOVE}'} "
-        f"({'below' if lower else 'above'} {limit:.3f}; {names.count(chance.plans, 'random plan')} with mean "
-        f"{quantity.shown(chance.mean):.3f}, standard deviation {of}{chance.spread:.3f} {spread})."
+        f"({'below' if quantity.lower_is_better else 'above'} {quantity.shown(limit):.3f}; "
+        f"{names.count(chance.plans, 'random plan')} with mean {quantity.shown(chance.mean):.3f}, standard deviation "
+        f"{of}{chance.spread:.3f} {spread})."
     )
     best = float(quantity.computed(rows["score"].iloc[0]))
-    if (rows["chance"] == ABOVE).any() or (best > chance.mean) == lower:
-        return first
-    plans = chance.needed(best, ranking.compared)
-    if plans is None:
-        return f"{first} No number of random plans would put the first one above chance."
-    of_each = " of each model" if chance.models > 1 else ""
-    needed = f"{names.count(plans, 'random plan')}{of_each}"
-    return f"{first} With {needed} like these, the first one would be above chance."
+    if (rows["chance"] == ABOVE).any() or quantity.sign * (best - chance.mean) <= 0:
+        return sentence
+    needed = chance.plans_needed(best, ranking.plans_tested)
+    if needed is None:
+        return f"{sentence} No number of random plans would put the first one above chance."
+    plans = names.count(needed, "random plan") + (" of each model" if chance.models > 1 else "")
+    return f"{sentence} With {plans} like these, the first one would be above chance."
 
 
-def _verdicts(ranking: Ranking) -> str:
-    """What is said of the methods with several seeds; "" if there are not two."""
+def _verdict_sentence(ranking: Ranking) -> str:
+    """The verdicts on the methods with several seeds; "" if there are not two."""
     if len(_with_seeds(ranking.rows)) < 2:
         return ""
     stated = ranking.scored[~ranking.scored["chance"].isin((WITHIN, BELOW))]
@@ -351,26 +359,26 @@ def _verdicts(ranking: Ranking) -> str:
     if BEST not in groups:
         return "The best of the methods with several seeds is not above chance."
     verb = "are" if len(groups[BEST]) > 1 else "is"
-    sentence = f"Of the methods with several seeds, {_named(groups[BEST])} {verb} best"
+    sentence = f"Of the methods with several seeds, {_plan_names(groups[BEST])} {verb} best"
     if TIED in groups:
-        return f"{sentence}, not separated from {_named(groups[TIED])}."
+        return f"{sentence}, not separated from {_plan_names(groups[TIED])}."
     return f"{sentence}, separated from all others." if SEPARATED in groups else f"{sentence}."
 
 
-def ranking_text(found: Sequence[Ranking]) -> str:
-    """The rankings as text for a terminal: what all say of chance, the first plans of each, and remarks."""
-    parts = ["\n".join(overview(found))] if overview(found) else []
-    for ranking in found[:SHOWN]:
-        what = f"{ranking.mean}, {ranking.quantity.direction}"
-        lines = [f"{ranking.model}, {ranking.pruned} removed: {what} (unpruned {ranking.unpruned:.3f})"]
-        rows = records(ranking.scored.reset_index())
+def ranking_text(every: Sequence[Ranking]) -> str:
+    """The rankings as text for a terminal: the overview, the first plans of each, and remarks."""
+    parts = ["\n".join(overview(every))] if overview(every) else []
+    for ranking in every[:SHOWN]:
+        quantity = f"{ranking.mean}, {ranking.quantity.direction}"
+        lines = [f"{ranking.model}, {ranking.pruned} removed: {quantity} (unpruned {ranking.unpruned:.3f})"]
+        rows = records(ranking.scored)
         width = max(len(plan_name(row)) for row in rows[:SHOWN])
         for row in rows[:SHOWN]:
             numbers = f"{row['score']:.3f}  {row['low']:.3f} to {row['high']:.3f} over {row['over']}"
-            lines.append(f"  {row['place']:2.0f}  {plan_name(row):{width}}  {numbers}  {row['status']}".rstrip())
+            lines.append(f"  {row['rank']:2.0f}  {plan_name(row):{width}}  {numbers}  {row['status']}".rstrip())
         if len(rows) > SHOWN:
             lines.append(f"  and {len(rows) - SHOWN} more")
         parts.append("\n".join([*lines, *(f"  {remark}" for remark in remarks(ranking))]))
-    if len(found) > SHOWN:
-        parts.append(f"and {len(found) - SHOWN} more rankings in the report")
+    if len(every) > SHOWN:
+        parts.append(f"and {len(every) - SHOWN} more rankings in the report")
     return "\n\n".join(parts)

@@ -37,7 +37,7 @@ def winner_map(comparisons: Iterable[Comparison], criteria: Sequence[str] | None
 
     criteria: methods' keys that compete, by default all. Returned columns: SETTINGS, pruned (the ratio, in words),
     calibration, column, winners (tuple of methods' keys, several when tied), score, runner_up, runner_up_score,
-    lead, lead_low, lead_high (95 % interval), p, p_holm, beyond_noise. Without a p where a method has one seed.
+    lead, lead_low, lead_high (95 % interval), p, p_holm, proved. Without a p where a method has one seed.
     """
     rows = [
         {**_settings(panel), "column": column, **_best(comparison, panel, column, criteria)}
@@ -51,7 +51,7 @@ def winner_map(comparisons: Iterable[Comparison], criteria: Sequence[str] | None
     winners["p_holm"] = np.nan
     for _, group in groups(winners, SETTINGS):
         winners.loc[group.index, "p_holm"] = uncertainty.holm(group["p"].to_numpy(float))
-    winners["beyond_noise"] = winners["p_holm"] < LEVEL
+    winners["proved"] = winners["p_holm"] < LEVEL
     return winners
 
 

@@ -193,7 +193,7 @@ def test_a_clear_win_is_beyond_noise_and_a_narrow_one_is_not() -> None:
     found = winner_map([made]).set_index("column")
     assert found["winners"].to_dict() == {"GSM8K": ("reap",), "MATH-500": ("reap",)}
     assert found["runner_up"].to_dict() == {"GSM8K": "ean", "MATH-500": "ean"}
-    assert found["beyond_noise"].to_dict() == {"GSM8K": True, "MATH-500": False}
+    assert found["proved"].to_dict() == {"GSM8K": True, "MATH-500": False}
     assert found.loc["MATH-500", "lead"] == pytest.approx(0.01)
     assert found.loc["GSM8K", "lead_low"] > 0.3
 
@@ -221,7 +221,7 @@ def test_holm_covers_the_whole_map() -> None:
     found = winner_map([comparison({"man": columns, "ean": behind})])
     assert found["p"].between(0.0125, 0.05).all() and found["p"].nunique() == 1
     assert found["p_holm"].tolist() == pytest.approx((4 * found["p"]).tolist())
-    assert not found["beyond_noise"].any()
+    assert not found["proved"].any()
 
 
 def test_a_winner_map_counts_proved_wins_and_has_none_with_one_seed() -> None:
@@ -250,7 +250,7 @@ def test_ties_zeros_and_gaps_are_nobodys_win() -> None:
     made = comparison({"reap": {"gsm8k": right(50)}, "man": {"math500": right(50)}, "ean": {"gsm8k": right(20)}})
     found = winner_map([made]).set_index("column")
     assert found.loc["MATH-500", "winners"] == ("man",) and found.loc["MATH-500", "runner_up"] == ""
-    assert np.isnan(found.loc["MATH-500", "p"]) and not found.loc["MATH-500", "beyond_noise"]
+    assert np.isnan(found.loc["MATH-500", "p"]) and not found.loc["MATH-500", "proved"]
     assert found.loc["GSM8K", "winners"] == ("reap",) and found.loc["GSM8K", "runner_up"] == "ean"
 
 

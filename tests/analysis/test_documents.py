@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from handmade import UNPRUNED, cell, comparison_of, study_of
 from synthetic import edited, record_path, write_json, write_store
 
 from analysis import names, report
@@ -15,6 +16,7 @@ from analysis.__main__ import main
 from analysis.load.settings import labels
 from analysis.load.studies import chosen, document
 from analysis.load.study import load
+from analysis.outputs import captions
 from analysis.registry import Results, find
 from analysis.render.style import Figure
 from analysis.render.table import Table
@@ -133,7 +135,26 @@ def test_rows_blocks_and_maps_say_which_gate(tmp_path: Path) -> None:
     # passes are shown for the first gate, and say so; the other's folders are never asked for
     assert study.gaps == [] and set(study.family["calibration"]) == {"pocket_code", "pocket_math"}
     for output in (*made["tokens_per_expert"], *made["unified.fig3"]):
-        assert "gate model (of model, softmax)" in output.caption, output.name
+        assert "gate=model (of model and softmax)" in output.caption, output.name
+
+
+@pytest.mark.parametrize(
+    ("seeds", "text"),
+    [
+        ({"reap": (42,), "man": (42,)}, "seed 42;"),
+        ({"reap": (1, 2), "man": (1, 2)}, "seeds 1 and 2;"),
+        ({"reap": (42,), "man": (42,), "random": (1, 2, 3)}, "seed 42 (Random: seeds 1, 2 and 3);"),
+    ],
+)
+def test_a_caption_says_which_methods_have_which_seeds(seeds: dict[str, tuple[int, ...]], text: str) -> None:
+    plans = [cell(name, seed=seed) for name, of_name in seeds.items() for seed in of_name]
+    study = study_of(comparison_of([UNPRUNED, *plans], {"gsm8k": [[1]] * (1 + len(plans))}))
+    assert captions.reading(study).startswith(text)
+
+
+@pytest.mark.parametrize(("benchmarks", "verb"), [(["piqa"], "PIQA was"), (["piqa", "rte"], "PIQA and RTE were")])
+def test_benchmarks_that_were_not_run_agree_in_number(benchmarks: list[str], verb: str) -> None:
+    assert names.not_run(benchmarks) == f"{verb} not run"
 
 
 def test_models_stand_together_and_the_lead_says_whose_calibration_sets_they_are(tmp_path: Path) -> None:

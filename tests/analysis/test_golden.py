@@ -107,11 +107,12 @@ def test_every_caption_says_what_it_rests_on(made: Made) -> None:
     scored = [table for name, table in tables.items() if table.low is not None and name not in others]
     assert {"ranks", "winners", "unified.table5", "pareto", "heapr.table1"} <= {table.name for table in scored}
     for table in scored:
-        metric = "metric answer_loss" if table.name.endswith(".loss") else "metric acc and pass@1"
-        for words in ("n = 12 items", metric, "seed 42", "gate model", "lm_eval 0.0-synthetic", "torch 0.0-synthetic"):
+        metric = "metric answer_loss" if table.name.endswith(".loss") else "metrics acc and pass@1"
+        seeds = "seed 42 (Random: seeds 1, 2 and 3)"
+        for words in ("12 items", metric, seeds, "gate=model", "lm_eval 0.0-synthetic", "torch 0.0-synthetic"):
             assert words in table.caption, (table.name, words)
     for table in (tables["unified.fig4"], tables["unified.fig3"], tables["tokens_per_expert"]):
-        assert "seed 42 (of 42, 1, 2, 3); gate model" in table.caption and "65,000" in table.caption, table.name
+        assert "seed 42; gate=model" in table.caption and "65,000" in table.caption, table.name
 
 
 def test_every_figure_fits_a_paper_no_text_is_cut_off_and_none_covers_another(made: Made, tmp_path: Path) -> None:

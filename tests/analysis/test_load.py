@@ -81,7 +81,7 @@ def test_items_of_benchmarks_in_calibration_sets_are_shown_and_told(results: Res
     table = coverage_table(results.study, "tokens")
     shown = dict(zip(table.frame["Calibration"], table.frame["Items in the text"], strict=True))
     assert shown == {"General": "0 / 155", "Code": "3 / 155: GSM8K 3 / 75", "Math": "0 / 155"}
-    assert "Not looked up: HumanEval" in table.caption and "fewer words: WinoGrande." in table.caption
+    assert "Not looked up: HumanEval" in table.caption and "shorter: WinoGrande." in table.caption
 
 
 def test_what_plans_keep_is_counted_from_their_masks(golden: Study) -> None:
@@ -211,9 +211,9 @@ def test_mixed_sizes_metrics_and_versions_are_told(store: Path) -> None:
     study = load(store, "made_up")
     notes = " ".join(study.notes)
     for words in (
-        "wildbench: up to 2 items of a model were not asked",
-        "mbpp: up to 1 items of a model have no answer, because a thought does not end",
-        "hellaswag was counted on different numbers",
+        "wildbench: items of a model whose prompt and answer exceed its limit (counted as empty answers): up to 2.",
+        "mbpp: items of a model whose reasoning does not end within the limit (counted as wrong): up to 1.",
+        "hellaswag was evaluated on different numbers",
         "arc_easy was measured by different metrics",
         "torch",
         "c1 (edits e1), c1 (edits e2)",

@@ -109,7 +109,7 @@ def test_a_suite_of_perplexities_alone_is_ranked_by_their_mean_loss_and_shown_as
     assert rows["Avg Rank"].tolist()[1:] == [3, 2, 1]
     [figure, table] = find("ranking").items(Results(alone))
     assert figure.name == "ranking" and table.frame["Criterion"].tolist() == ["MAN", "REAP", "Frequency"]
-    assert table.frame["Place"].tolist() == [1, 2, 3] and table.best["Mean perplexity"] == "min"
+    assert table.frame["Rank"].tolist() == [1, 2, 3] and table.best["Mean perplexity"] == "min"
     assert table.frame["Of unpruned"].tolist() == pytest.approx([6 / 9, 7 / 9, 8 / 9])
     assert table.frame["Status"].eq("").all(), "of one seed"
     two = {(cell, name): value for cell in range(4) for name, value in (("a", 2.0 + cell), ("b", 8.0))}

@@ -17,6 +17,7 @@ from analysis.registry import find
 from analysis.stats import ranking, ranks
 from analysis.stats.chance import chance_of
 from analysis.stats.comparison import Comparison, random_scores
+from analysis.stats.quantity import Quantity
 from analysis.stats.rank_tests import rank_tests
 from analysis.stats.uncertainty import Estimate, Stratum, crossed
 from analysis.stats.uncertainty import best_of_many as best_of_many_leads
@@ -107,7 +108,7 @@ def test_with_one_seed_no_method_is_separated_however_different_plans_are() -> N
     assert len(found) == 4 and all(each.rows["verdict"].eq("").all() for each in found)
     text = f"{ranking.ranking_text(found)} {' '.join(ranking.headlines(found))}"
     assert not re.search("best|separated|beyond", text) and "one seed" in text
-    assert not winner_map(models)["beyond_noise"].any() and winner_map(models)["p"].isna().all()
+    assert not winner_map(models)["proved"].any() and winner_map(models)["p"].isna().all()
     assert [rank_tests(study, over) for study in models for over in ("columns", "benchmarks")] == [[]] * 6
 
 
@@ -197,13 +198,13 @@ def test_seeds_are_one_row_and_a_status_is_beside_chance_first(several: Comparis
     assert rows["score"].to_dict() == pytest.approx({"reap": 49 / 60, "ean": 49 / 60, "man": 0.4, "random": 16 / 60})
     assert rows.loc["reap", "spread"] == pytest.approx(np.std([50, 48], ddof=1) / 60)
     assert rows["status"].tolist() == ["above chance, best"] * 2 + ["within chance", "random plans"]
-    assert rows["place"].tolist() == [1, 1, 3, 4]
+    assert rows["rank"].tolist() == [1, 1, 3, 4]
     assert rows["over"].tolist() == ["2 seeds and items", "2 seeds and items", "items", "5 seeds and items"]
     assert rows.loc["reap", "share"] == pytest.approx(49 / 60)
     assert [len(panel.cells) for panel in several.panels] == [4], "one panel, whatever the seeds"
     scores = np.array(CHANCE) / 60
     reach = t.ppf(1 - 0.05 / 3, 4) * scores.std(ddof=1) * np.sqrt(1.2)
-    limits = found.chance["expert", "none"].limits(found.compared)
+    limits = found.chance["expert", "none"].limits(found.plans_tested)
     assert limits == pytest.approx((scores.mean() - reach, scores.mean() + reach)), "of three plans"
 
 
@@ -218,14 +219,45 @@ def test_methods_within_chance_get_no_verdict_in_status_or_words() -> None:
     assert not re.search(r"\bbest\b.*EAN|EAN.*\bbest\b|separated", ranking.ranking_text([found]))
 
 
-def of_models(scores: dict[str, tuple[int, ...]], **more: Any) -> list[ranking.Ranking]:
-    """Rankings of models with random plans that solve so many of 100 items, and MAN, which solves 60."""
-    made = []
-    for model, counts in scores.items():
-        axes = [UNPRUNED, cell("man", **more), *(cell("random", seed=seed) for seed in range(len(counts)))]
-        outcomes = [first(count, 100) for count in (90, 60, *counts)]
-        made.append(replace(comparison_of(axes, {"gsm8k": outcomes}), model=model))
-    return ranking.rankings(made)
+def with_random_plans(model: str, counts: tuple[int, ...], ratio: float = 0.5, **axes: Any) -> Comparison:
+    """A model with random plans that solve so many of 100 items, and MAN, which solves 60."""
+    random = [cell("random", ratio=ratio, seed=seed) for seed in range(len(counts))]
+    outcomes = [first(count, 100) for count in (90, 60, *counts)]
+    made = comparison_of([UNPRUNED, cell("man", ratio=ratio, **axes), *random], {"gsm8k": outcomes})
+    return replace(made, model=model)
+
+
+def of_models(scores: dict[str, tuple[int, ...]], **axes: Any) -> list[ranking.Ranking]:
+    """Rankings of `with_random_plans`."""
+    return ranking.rankings([with_random_plans(model, counts, **axes) for model, counts in scores.items()])
+
+
+def test_random_plans_of_equal_scores_give_no_chance() -> None:
+    [found] = of_models({"a": (30, 30, 30)})
+    assert found.chance == {} and found.rows["chance"].eq("").all()
+
+
+def test_models_whose_units_differ_are_not_pooled() -> None:
+    units = {"a": "nats per token", "b": "bits per byte"}
+    models = [
+        replace(with_random_plans(model, (20, 30, 40)), quantities={"gsm8k": Quantity("loss", unit)})
+        for model, unit in units.items()
+    ]
+    found = ranking.rankings(models)
+    assert [each.model for each in found] == ["a", "b"], "there is none over both"
+    assert [each.chance["expert", "none"].models for each in found] == [1, 1]
+
+
+def test_a_ranking_over_exactly_two_models() -> None:
+    *_, both = of_models({"a": (20, 30, 40), "b": (20, 32, 44)})
+    assert both.model == ranking.ALL_MODELS and both.rows["over"].eq("two models").all()
+    assert both.rows.set_index("method")["score"].to_dict() == pytest.approx({"man": 0.6, "random": 0.31})
+
+
+def test_a_ranking_over_some_of_the_models_names_them() -> None:
+    ratios = {"a": 0.5, "b": 0.5, "c": 0.25}
+    found = ranking.rankings([with_random_plans(model, (20, 30, 40), ratio) for model, ratio in ratios.items()])
+    assert [each.model for each in found] == ["a", "b", "c", "a and b"]
 
 
 def test_the_spread_of_random_plans_is_pooled_over_models_where_it_agrees() -> None:
@@ -243,7 +275,11 @@ def test_the_spread_of_random_plans_is_pooled_over_models_where_it_agrees() -> N
     assert bartlett(*(np.array(counts) / 100 for counts in apart.values())).pvalue < 0.05
     for each, scores in zip(of_models(apart), apart.values(), strict=False):
         [chance] = each.chance.values()
-        assert chance.differs and chance.freedom == 2 and chance.spread == pytest.approx(np.std(scores, ddof=1) / 100)
+        assert (
+            chance.spreads_differ
+            and chance.degrees_of_freedom == 2
+            and chance.spread == pytest.approx(np.std(scores, ddof=1) / 100)
+        )
         assert "differ between models" in ranking.headline(each)
 
 
@@ -254,11 +290,11 @@ def test_a_recovered_plan_is_not_compared_with_random_plans_that_are_not() -> No
 
 def test_the_number_of_random_plans_that_would_show_the_best_plan_is_the_smallest_that_does() -> None:
     scores = np.array([0.2, 0.3, 0.4])
-    plans = chance_of(scores).needed(0.65, 10)
+    plans = chance_of(scores).plans_needed(0.65, 10)
     assert plans is not None
     limits = [0.3 + t.ppf(1 - 0.05 / 10, count - 1) * 0.1 * np.sqrt(1 + 1 / count) for count in (plans - 1, plans)]
     assert limits[0] >= 0.65 > limits[1]
-    assert chance_of(scores).needed(0.31, 10) is None
+    assert chance_of(scores).plans_needed(0.31, 10) is None
 
 
 def band(scores: np.ndarray) -> tuple[float, float]:

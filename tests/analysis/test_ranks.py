@@ -97,14 +97,14 @@ def test_equal_methods_whose_seeds_differ_on_all_blocks_together_are_not_told_ap
     assert sum(found.significant for study in studies for found in rank_tests.rank_tests(study)) <= 2
 
 
-def test_nothing_is_told_where_all_tie() -> None:
+def test_no_method_differs_where_all_tie() -> None:
     rows = [[1.0, 0.0], *([1.0, 0.0], [0.0, 1.0], [1.0, 0.0]) * 2]
     axes = [UNPRUNED, *(cell(name, seed=seed) for seed in (1, 2) for name in ("man", "reap", "ean"))]
     tied = comparison_of(axes, dict.fromkeys(SIX, rows))
     [found] = rank_tests.rank_tests(tied)
     assert not found.significant and found.cliques() == [(0, 2)]
-    told = rank_test_table(results_of(study_of(tied), [tied]), "t").frame["Told from the best"]
-    assert told.tolist() == ["best", "no", "no"] * 2
+    differs = rank_test_table(results_of(study_of(tied), [tied]), "t").frame["Differs from the best"]
+    assert differs.tolist() == ["best", "no", "no"] * 2
 
 
 def test_gaps_leave_a_method_out_and_say_so() -> None:

@@ -39,7 +39,7 @@ def test_the_page_says_what_was_run_and_where(small_report: Path) -> None:
     for words in (
         "Four criteria chose which experts of pocket_olmoe to remove",
         "Nothing is missing",
-        "n = 30 items a benchmark",
+        "30 items per benchmark",
         "plan/pocket_olmoe-pocket_code-man-0.25",
         "lm_eval 0.0-synthetic",
         "made-up text",

@@ -90,7 +90,7 @@ def test_differences_are_paired_with_the_base() -> None:
     corrected = [min(1, 2 * raw[0]), min(1, max(2 * raw[0], raw[1]))]
     assert raw[0] < raw[1] and found.loc[["HEAPr-G", "HEAPr-L"], "p (Holm)"].tolist() == pytest.approx(corrected)
     assert rendering.GAP_NOTE not in rendering.markdown(table), "the base has no difference to itself"
-    lacking = "Mean: of 2 of the paper's 7; OBQA, WinoGrande, HellaSwag, ARC-C and MathQA were not run."
+    lacking = "Mean is over 2 of the paper's 7 benchmarks: OBQA, WinoGrande, HellaSwag, ARC-C and MathQA were not run."
     assert lacking in table.footnotes
 
 
@@ -221,30 +221,45 @@ def test_columns_are_those_of_the_view_and_the_mean_is_of_the_benchmarks_in_it()
     assert found[MEAN] == ("humaneval", "wildbench") and list(found) == ["HumanEval", "WildBench", MEAN]
 
 
+def searched(seeds: tuple[int, ...]) -> Comparison:
+    """EAN and REAP with three allocations each, all with these seeds, of 60 items."""
+    allocations = ("global by frequency", "uniform", "evolutionary")
+    plans = [(name, allocation, seed) for name in ("ean", "reap") for allocation in allocations for seed in seeds]
+    solved = {"gsm8k": (9, 30, 38, 9, 20, 40), "math500": (9, 30, 20, 9, 20, 22), "rte": (9, 9, 9, 9, 9, 13)}
+    outcomes = {
+        name: [first(count, 60) for count in (60, *np.repeat(counts, len(seeds)))] for name, counts in solved.items()
+    }
+    axes = [UNPRUNED, *(cell(name, allocation, seed=seed) for name, allocation, seed in plans)]
+    return comparison_of(axes, outcomes)
+
+
 def test_gains_of_searches_are_paired_and_corrected_together() -> None:
     """All differences of a model are one family; a search is paired with the uniform cell that differs in nothing."""
-    places = ("global by frequency", "uniform", "evolutionary")
-    axes = [UNPRUNED, *(cell(name, place) for name in ("ean", "reap") for place in places)]
-    solved = {"gsm8k": (60, 9, 30, 38, 9, 20, 40), "math500": (60, 9, 30, 20, 9, 20, 22)}
-    solved["rte"] = (60, 9, 9, 9, 9, 9, 16)
-    comparison = comparison_of(axes, {name: [first(count, 60) for count in counts] for name, counts in solved.items()})
-    assert search.searched_pairs(comparison) == {3: 2, 6: 5}
+    comparison = searched(seeds=(1, 2))
+    pairs = {5: 3, 11: 9}
+    assert search.searched_pairs(comparison) == pairs
     table = search.allocation_table(results_of(study_of(comparison), [comparison]), "t")
     assert table.frame["Allocation"].tolist() == ["uniform", "evolutionary"] * 2 and table.low is not None
     targets = {"MC Avg": ("MC Avg",), "Math": ("GSM8K", "MATH-500"), "Avg": tuple(comparison.parts)}
-    p_values = [
-        [comparison.difference(target, searched, searched - 1).p for target in targets.values()] for searched in (3, 6)
-    ]
-    sure = uncertainty.holm(np.ravel(p_values)).reshape(2, -1) < 0.05
-    assert 0 < sure.sum() < (np.array(p_values) < 0.05).sum(), "some differences are sure by themselves alone"
-    for row, searched in enumerate((3, 6)):
+    p_values = [[comparison.difference(target, *pair).p for target in targets.values()] for pair in pairs.items()]
+    below = uncertainty.holm(np.ravel(p_values)).reshape(2, -1) < 0.05
+    assert 0 < below.sum() < (np.array(p_values) < 0.05).sum(), "some are below the level without correction"
+    for row, pair in enumerate(pairs.items()):
         for name, target in targets.items():
-            low, _ = comparison.difference(target, searched, searched - 1).interval
-            gain = comparison.score(target)[searched] - comparison.score(target)[searched - 1]
+            low, _ = comparison.difference(target, *pair).interval
+            gain = comparison.score(target)[pair[0]] - comparison.score(target)[pair[1]]
             assert table.frame[f"Δ {name}"].iloc[2 * row + 1] == pytest.approx(gain)
             assert table.low[f"Δ {name}"].iloc[2 * row + 1] == low and np.isnan(table.frame[f"Δ {name}"].iloc[2 * row])
-        beyond = {name for name, marked in zip(targets, sure[row], strict=True) if marked} or {"none"}
-        assert set(table.frame[search.BEYOND].iloc[2 * row + 1].replace(" and ", ", ").split(", ")) == beyond
+        significant = {name for name, is_below in zip(targets, below[row], strict=True) if is_below} or {"none"}
+        shown = table.frame[search.SIGNIFICANT].iloc[2 * row + 1]
+        assert set(shown.replace(" and ", ", ").split(", ")) == significant
+
+
+def test_gains_of_searches_with_one_seed_are_not_tested() -> None:
+    comparison = searched(seeds=(1,))
+    table = search.allocation_table(results_of(study_of(comparison), [comparison]), "t")
+    assert table.frame["Δ Avg"].notna().sum() == 2
+    assert search.SIGNIFICANT not in table.frame and "p-value" not in table.caption
 
 
 def test_a_layer_without_differences_has_no_profile() -> None:
