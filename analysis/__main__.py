@@ -1,4 +1,5 @@
-"""`python -m analysis [NAME ...|all|report] [store=store] [study=NAME] [out=FOLDER] [format=svg] [--compare]`."""
+"""`python -m analysis [NAME ...|all|report] [store=store] [study=NAME] [out=FOLDER] [format=svg]
+[--compare]`."""
 
 from __future__ import annotations
 
@@ -21,12 +22,16 @@ if TYPE_CHECKING:
     from analysis.render.table import Table
     from analysis.report import Publisher
 
-USAGE = "python -m analysis [NAME ...] [store=store] [study=NAME] [out=FOLDER] [format=svg] [--compare]"
+USAGE = (
+    "python -m analysis [NAME ...] [store=store] [study=NAME] [out=FOLDER] [format=svg] [--compare]"
+)
 EXIT_CODES = (
-    "Ends with 0, with 1 when something is missing from the results (what is there is written), with 2 for a mistake."
+    "Ends with 0, with 1 when something is missing from the results (what is there is "
+    "written), with 2 for a mistake."
 )
 GARBAGE = 100_000
-"""New objects after which garbage is collected: with Python's 700, a tenth of the time of a report goes there."""
+"""New objects after which garbage is collected: with Python's 700, a tenth of the time of a report
+goes there."""
 OPTIONS = ("store", "study", "out", "format", "compare")
 
 
@@ -36,9 +41,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line into names, store, study, out, format and compare; options are key=value or --key=value.
+    """Parse the command line into names, store, study, out, format and compare; options are
+    key=value or --key=value.
 
-    Raises UserError for an unknown option or format. Prints the help and exits when the words include help.
+    Raises UserError for an unknown option or format. Prints the help and exits when the words
+    include help.
     """
     help_wanted = {"-h", "--help", "help"} & set(words)
     parser = _Parser(
@@ -51,17 +58,25 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("names", nargs="*", help="what to make, by default report", metavar="NAME")
     parser.add_argument("--store", default="store", help="the folder a run wrote to")
-    parser.add_argument("--study", help="which study in it, several with commas between, or all; by default the newest")
+    parser.add_argument(
+        "--study",
+        help="which study in it, several with commas between, or all; by default the newest",
+    )
     parser.add_argument("--out", type=Path, help="where to write; by default STORE/reports/STUDY")
     parser.add_argument(
-        "--format", default=FIGURE_FORMATS[0], help="file format of figures: svg (the default), pdf or png"
+        "--format",
+        default=FIGURE_FORMATS[0],
+        help="file format of figures: svg (the default), pdf or png",
     )
     parser.add_argument(
         "--compare",
         nargs="?",
         const="true",
         default="false",
-        help="beside each table NAME.published: the papers' numbers, deviations, and whether the two agree",
+        help=(
+            "beside each table NAME.published: the papers' numbers, deviations, and whether the "
+            "two agree"
+        ),
     )
     request = parser.parse_args(["--help"] if help_wanted else [_dashed(word) for word in words])
     if request.compare not in ("true", "false"):
@@ -91,7 +106,14 @@ def _dashed(word: str) -> str:
 def _names() -> str:
     from analysis.registry import outputs
 
-    lines = ["NAME is report (the page with everything; the default), all (every table and figure), or one of:", ""]
+    lines = [
+        (
+            "NAME is report (the page with everything; the default), all (every table and "
+            "figure), or "
+            "one of:"
+        ),
+        "",
+    ]
     for output in outputs().values():
         others = f" ({', '.join(output.also)} too)" if output.also else ""
         lines.append(f"  {output.name:25} {output.title}{others}")
@@ -110,26 +132,35 @@ def main(words: Sequence[str]) -> int:
 def _unwritable(out: Path, error: OSError) -> Exception:
     if isinstance(error, BrokenPipeError):  # the reader of stdout went away; `out` is not to blame
         return error
-    way = "make room, or name another folder" if error.errno in DISK_FULL else "name a folder you own"
+    way = (
+        "make room, or name another folder" if error.errno in DISK_FULL else "name a folder you own"
+    )
     return UserError(f"out={out} cannot be written ({error.strerror}): {way}")
 
 
 def _compare(request: argparse.Namespace, publisher: Publisher) -> bool:
-    """Write tables of published and measured numbers; returns whether every named table has published numbers."""
+    """Write tables of published and measured numbers; returns whether every named table has
+    published numbers."""
     from analysis.published.tables import published_tables
     from analysis.render.page import write_files
 
-    study, comparisons = publisher.results.study, publisher.results.comparisons
+    study = publisher.results.study
+    comparisons = publisher.results.comparisons
     tables: dict[str, Table] = {}
     for name in _comparable(request.names):
         compare = partial(published_tables, study, comparisons, [name])
         tables |= publisher.attempt(f"{name}.published", compare) or {}
     publisher.log_failures()
-    for path in write_files((table for table in tables.values() if len(table.frame)), publisher.out):
+    for path in write_files(
+        (table for table in tables.values() if len(table.frame)), publisher.out
+    ):
         print(path)
     lacking = [name for name in request.names if name in tables and tables[name].frame.empty]
     for name in lacking:
-        print(f"analysis: {name}: no cell of study={study.name} has published numbers", file=sys.stderr)
+        print(
+            f"analysis: {name}: no cell of study={study.name} has published numbers",
+            file=sys.stderr,
+        )
     return not lacking
 
 
@@ -137,9 +168,13 @@ def _comparable(wanted: Sequence[str]) -> list[str]:
     """The requested tables that have published numbers. Raises UserError when none has."""
     from analysis.published.numbers import TABLES
 
-    printed = [name for name in (TABLES if {"all", "report"} & set(wanted) else wanted) if name in TABLES]
+    printed = [
+        name for name in (TABLES if {"all", "report"} & set(wanted) else wanted) if name in TABLES
+    ]
     if not printed:
-        raise UserError(f"--compare: {', '.join(wanted)}: no published numbers, expected {', '.join(TABLES)}")
+        raise UserError(
+            f"--compare: {', '.join(wanted)}: no published numbers, expected {', '.join(TABLES)}"
+        )
     return printed
 
 
@@ -172,7 +207,10 @@ def _run(request: argparse.Namespace) -> int:
     for gap in study.gaps:
         print(f"analysis: {gap.where}: {gap.what}", file=sys.stderr)
     if study.results.empty:
-        print(f"analysis: study={study.name} has no results yet: what there is was written", file=sys.stderr)
+        print(
+            f"analysis: study={study.name} has no results yet: what there is was written",
+            file=sys.stderr,
+        )
     return 0 if complete and not study.gaps and not study.results.empty else 1
 
 
@@ -189,10 +227,15 @@ def _write(wanted: Sequence[str], publisher: Publisher) -> bool:
     publisher.log_failures()
     for path in written:
         print(path)
-    without = [name for name, items in items_by_name.items() if not items and name not in publisher.failed]
+    without = [
+        name for name, items in items_by_name.items() if not items and name not in publisher.failed
+    ]
     lacking = [name for name in wanted if name != "all" and find(name).name in without]
     for name in lacking:
-        print(f"analysis: {name} needs {find(name).needs}, which study={study.name} does not have", file=sys.stderr)
+        print(
+            f"analysis: {name} needs {find(name).needs}, which study={study.name} does not have",
+            file=sys.stderr,
+        )
     rest = [name for name in without if name != GAPS]
     if "all" in wanted and rest:
         words = "no data for these (name one to see what it needs)"

@@ -8,7 +8,21 @@ from collections.abc import Iterable
 FIGURE_FORMATS = ("svg", "pdf", "png")
 """File formats of figures. SVG is always drawn as well, because the page shows it."""
 
-NUMERALS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+NUMERALS = (
+    "no",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+)
 
 
 def count(number: int, noun: str, plural: str | None = None) -> str:
@@ -69,7 +83,8 @@ ALLOCATIONS = {
     "evolutionary": "evolutionary",
     "uniform, protect=super": "super experts protected",
 }
-"""Allocation in a study's record -> display name, in the order of every table; others are shown as they are."""
+"""Allocation in a study's record -> display name, in the order of every table; others are shown as
+they are."""
 
 REPLACEMENTS = {
     "": "",
@@ -81,7 +96,8 @@ REPLACEMENTS = {
     "merge_moe": "MergeMoE groups",
     "ream": "REAM",
 }
-"""What dropped experts are replaced by in a study's record -> display name, in the order of every table."""
+"""What dropped experts are replaced by in a study's record -> display name, in the order of every
+table."""
 
 RECOVERIES = {
     "none": "",
@@ -153,7 +169,16 @@ COLUMNS = {
     "WildBench": ("wildbench",),
     "GSM8K": ("gsm8k",),
     "MATH-500": ("math500",),
-    "MC Avg": ("arc_challenge", "arc_easy", "boolq", "hellaswag", "mmlu", "openbookqa", "rte", "winogrande"),
+    "MC Avg": (
+        "arc_challenge",
+        "arc_easy",
+        "boolq",
+        "hellaswag",
+        "mmlu",
+        "openbookqa",
+        "rte",
+        "winogrande",
+    ),
 }
 """The six displayed columns of the papers, each the unweighted mean of its benchmarks."""
 
@@ -198,13 +223,15 @@ def criterion(name: str) -> str:
 
 
 def routed(model: str) -> tuple[str, int | None]:
-    """Split off a changed number of experts per token: qwen_top2 becomes (qwen, 2), qwen becomes (qwen, None)."""
+    """Split off a changed number of experts per token: qwen_top2 becomes (qwen, 2), qwen becomes
+    (qwen, None)."""
     named = _ROUTED.fullmatch(model)
     return (named["trained"], int(named["top_k"])) if named else (model, None)
 
 
 def key(criterion_name: str, allocation: str = "", recovery: str = "") -> str:
-    """The key of a method: the criterion's name, with the allocation and recovery where these distinguish methods.
+    """The key of a method: the criterion's name, with the allocation and recovery where these
+    distinguish methods.
 
     Tables compare methods. `method` gives the display name of a key.
     """
@@ -212,13 +239,15 @@ def key(criterion_name: str, allocation: str = "", recovery: str = "") -> str:
 
 
 def parts(method_key: str) -> tuple[str, str, str]:
-    """Criterion, allocation and recovery of a method's key; "" for those that are not part of it."""
+    """Criterion, allocation and recovery of a method's key; "" for those that are not part of
+    it."""
     criterion_name, allocation, recovery = (method_key + 2 * _BETWEEN).split(_BETWEEN)[:3]
     return criterion_name, allocation, recovery
 
 
 def method(method_key: str) -> str:
-    """Display name of a method: REAP; HEAPr-G; REAP, evolutionary; Channel activation, coverage, NF4."""
+    """Display name of a method: REAP; HEAPr-G; REAP, evolutionary; Channel activation, coverage,
+    NF4."""
     criterion_name, allocation, recovery = parts(method_key)
     published = METHODS.get((criterion_name, allocation))
     chosen = (published,) if published else (criterion(criterion_name), allocated(allocation))
@@ -226,21 +255,27 @@ def method(method_key: str) -> str:
 
 
 def allocated(allocation: str) -> str:
-    """Display name of an allocation: U-shaped; M-SMoE, global by frequency; novices for uniform ones."""
+    """Display name of an allocation: U-shaped; M-SMoE, global by frequency; novices for uniform
+    ones."""
     kind, replacement = _replaced(allocation)
     shown = ALLOCATIONS.get(kind, kind.replace("_", " "))
-    words = (REPLACEMENTS.get(replacement, replacement), "" if replacement and kind == "uniform" else shown)
+    words = (
+        REPLACEMENTS.get(replacement, replacement),
+        "" if replacement and kind == "uniform" else shown,
+    )
     return ", ".join(filter(None, words))
 
 
 def _replaced(allocation: str) -> tuple[str, str]:
-    """An allocation of a study's record without what dropped experts are replaced by, and that; "" for nothing."""
+    """An allocation of a study's record without what dropped experts are replaced by, and that; ""
+    for nothing."""
     named = _REPLACEMENT.search(allocation)
     return (allocation.replace(named[0], ""), named[1]) if named else (allocation, "")
 
 
 def methods_in_order(keys: Iterable[str]) -> list[str]:
-    """Sort methods by criterion, allocation and recovery in the order of tables; unknown ones last."""
+    """Sort methods by criterion, allocation and recovery in the order of tables; unknown ones
+    last."""
     groups = [list(CRITERIA), list(REPLACEMENTS), ["", *ALLOCATIONS], ["", *RECOVERIES]]
 
     def place(method_key: str) -> list[tuple[int, str]]:
@@ -266,7 +301,8 @@ def calibration(name: str) -> str:
 
 
 def domain(calibration_set: str) -> str | None:
-    """Domain of a calibration set (code, math or general), read from its name; None when the name has none."""
+    """Domain of a calibration set (code, math or general), read from its name; None when the name
+    has none."""
     lowered = calibration_set.lower()
     if "code" in lowered:
         return "code"
@@ -286,7 +322,8 @@ def ratio(value: float) -> str:
 
 
 def in_order(values: Iterable[str], order: Iterable[str]) -> list[str]:
-    """`values` without repetition: those in `order` first and in that order, then the others alphabetically."""
+    """`values` without repetition: those in `order` first and in that order, then the others
+    alphabetically."""
     rank = {name: position for position, name in enumerate(order)}
     return sorted(set(values), key=lambda value: (rank.get(value, len(rank)), value))
 

@@ -1,7 +1,8 @@
 """Registry of tables and figures by name, and the results that several of them share.
 
-`@output(NAME, ...)` above a function in `analysis.outputs` registers it as the maker of NAME. The help, what an output
-needs, the chapters of the report and what `all` makes derive from this. Names follow the papers (unified.fig2).
+`@output(NAME, ...)` above a function in `analysis.outputs` registers it as the maker of NAME. The
+help, what an output needs, the chapters of the report and what `all` makes derive from this. Names
+follow the papers (unified.fig2).
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Results:
 
     @cached_property
     def pruned(self) -> list[Comparison]:
-        """Models with at least one pruned cell, evaluated or not: for outputs that do not need scores."""
+        """Models with at least one pruned cell, evaluated or not: for outputs that do not need
+        scores."""
         return [comparison for comparison in self._models if comparison.panels]
 
     @cached_property
@@ -87,7 +89,8 @@ class Results:
 
 Item = Table | Figure
 Make = Callable[[Results, str], Item | Iterable[Item | None] | None]
-"""Makes the tables and figures of a study, given the name of the output; nothing, or None, when there is no data."""
+"""Makes the tables and figures of a study, given the name of the output; nothing, or None, when
+there is no data."""
 Builder = TypeVar("Builder", bound=Make)
 MakeOfModel = Callable[[Results, Comparison, str], Item | Iterable[Item | None] | None]
 """The same for one model."""
@@ -113,16 +116,19 @@ class Output:
     name: str
     make: Make
     needs: str
-    """What a run must include for this output to have data; shown to the user when there is none."""
+    """What a run must include for this output to have data; shown to the user when there is
+    none."""
     chapter: str
-    """The chapter of the report that shows it (see `analysis.report`); "" when only its files are written."""
+    """The chapter of the report that shows it (see `analysis.report`); "" when only its files are
+    written."""
     shown: Shown
     """Which of its tables and figures the chapter shows."""
     filters: str
-    """Columns by which the page filters its tables, separated by |. With a leading star, the page shows only the first
-    block at first."""
+    """Columns by which the page filters its tables, separated by |. With a leading star, the page
+    shows only the first block at first."""
     also: tuple[str, ...]
-    """Names of other published tables and figures that this output contains, as it has all models of a study."""
+    """Names of other published tables and figures that this output contains, as it has all models
+    of a study."""
 
     @property
     def title(self) -> str:
@@ -137,7 +143,9 @@ class Output:
 
 def with_content(items: Iterable[Item | None]) -> list[Item]:
     """Leave out tables without rows, and None."""
-    return [item for item in items if isinstance(item, Figure) or (item is not None and len(item.frame))]
+    return [
+        item for item in items if isinstance(item, Figure) or (item is not None and len(item.frame))
+    ]
 
 
 def _listed(items: Item | Iterable[Item | None] | None) -> Iterable[Item | None]:
@@ -149,7 +157,8 @@ def per_model(
 ) -> Callable[[MakeOfModel], Callable[[Results, str], list[Item]]]:
     """Call the decorated function once for each model in `Results.comparisons` or `Results.pruned`.
 
-    It gets the model's comparison and the name of its item: NAME, or NAME.MODEL when there are several models.
+    It gets the model's comparison and the name of its item: NAME, or NAME.MODEL when there are
+    several models.
     """
 
     def of_each(make: MakeOfModel) -> Callable[[Results, str], list[Item]]:
@@ -190,14 +199,16 @@ def output(
 
 
 def outputs() -> Mapping[str, Output]:
-    """All outputs by name, ordered by module name. `gaps` is last, because making the others can add gaps."""
+    """All outputs by name, ordered by module name. `gaps` is last, because making the others can
+    add gaps."""
     _import_modules()
     return dict(sorted(REGISTERED.items(), key=_place))
 
 
 @cache
 def _import_modules() -> None:
-    """Import all modules of analysis.outputs, which register their outputs; cached, as every look-up calls this."""
+    """Import all modules of analysis.outputs, which register their outputs; cached, as every
+    look-up calls this."""
     package = importlib.import_module("analysis.outputs")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"analysis.outputs.{module.name}")
@@ -215,7 +226,8 @@ def also() -> dict[str, str]:
 
 def find(name: str) -> Output:
     """The output that contains the table or figure `name`. Raises UserError for an unknown name."""
-    known, others = outputs(), also()
+    known = outputs()
+    others = also()
     found = known.get(others.get(name, name))
     if found is None:
         close = nearest(name, [*known, *others, "all", "report"])

@@ -31,13 +31,17 @@ T = TypeVar("T")
 UNWRITABLE = (*DISK_FULL, errno.EROFS, errno.EACCES)
 """Error numbers raised when the output folder cannot be written."""
 FAILED = "failed"
-"""Folder beside the tables and figures with a traceback, NAME.log, for each output that could not be made."""
+"""Folder beside the tables and figures with a traceback, NAME.log, for each output that could not
+be made."""
 
 
 class Publisher:
-    """Writer of a study's outputs into `out`, with figures in `figure_format`; keeps a list of what failed."""
+    """Writer of a study's outputs into `out`, with figures in `figure_format`; keeps a list of what
+    failed."""
 
-    def __init__(self, results: Results, out: Path, figure_format: str = names.FIGURE_FORMATS[0]) -> None:
+    def __init__(
+        self, results: Results, out: Path, figure_format: str = names.FIGURE_FORMATS[0]
+    ) -> None:
         self.results = results
         self.out = out
         self.figure_format = figure_format
@@ -45,8 +49,8 @@ class Publisher:
         """Name -> the traceback of its error, or None when it succeeded."""
 
     def attempt(self, name: str, make: Callable[[], T]) -> T | None:
-        """Call `make` and return its result; None, with a gap, when it raises. A full or read-only disk is raised,
-        because it concerns all outputs."""
+        """Call `make` and return its result; None, with a gap, when it raises. A full or read-only
+        disk is raised, because it concerns all outputs."""
         self.attempted.setdefault(name, None)
         try:
             return make()
@@ -55,7 +59,9 @@ class Publisher:
                 raise
             self.attempted[name] = traceback.format_exc()
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            self.results.study.reader.gap(f"could not be made ({reason}), traceback in {FAILED}/{name}.log", name)
+            self.results.study.reader.gap(
+                f"could not be made ({reason}), traceback in {FAILED}/{name}.log", name
+            )
             return None
 
     @property
@@ -66,15 +72,20 @@ class Publisher:
     def publish(self, wanted: Iterable[str]) -> tuple[dict[str, list[Item]], list[Path]]:
         """Make the named outputs and write their files.
 
-        The list of gaps is made last, because making the others can add gaps. Returns name -> the written tables and
-        figures, and all files."""
+        The list of gaps is made last, because making the others can add gaps. Returns name -> the
+        written tables and figures, and all files."""
         made: dict[str, list[Item]] = {}
         written: list[Path] = []
         names = dict.fromkeys(find(name).name for name in wanted)
         for name in sorted(names, key=lambda name: name == GAPS):
             made[name] = []
             for item in self.attempt(name, partial(find(name).items, self.results)) or []:
-                files = self.attempt(item.name, partial(write_files, [item], self.out, self.figure_format)) or []
+                files = (
+                    self.attempt(
+                        item.name, partial(write_files, [item], self.out, self.figure_format)
+                    )
+                    or []
+                )
                 made[name] += [item] if files else []
                 written += files
             if len(names) > 1:  # not only the gaps
@@ -82,7 +93,8 @@ class Publisher:
         return made, written
 
     def log_failures(self) -> None:
-        """Write OUT/failed/NAME.log for every failed output, and remove old logs of those that succeeded this time."""
+        """Write OUT/failed/NAME.log for every failed output, and remove old logs of those that
+        succeeded this time."""
         for name, error in self.attempted.items():
             log = self.out / FAILED / f"{name}.log"
             if error is None:
@@ -104,12 +116,14 @@ Made = Mapping[str, Sequence[Item]]
 
 
 def write(store: Path | str, study: str, out: Path | str) -> Path:
-    """Write the report of `study`, its tables and its figures into `out`; returns the page's path."""
+    """Write the report of `study`, its tables and its figures into `out`; returns the page's
+    path."""
     return write_report(Publisher(Results(load(Path(store), study)), Path(out)))
 
 
 def write_report(publisher: Publisher) -> Path:
-    """Write all tables and figures of a study, and the page that shows them; returns the page's path.
+    """Write all tables and figures of a study, and the page that shows them; returns the page's
+    path.
 
     An output that cannot be made is a gap on the page, with its traceback in OUT/failed.
     """
@@ -134,13 +148,17 @@ def _page(publisher: Publisher, made: Made) -> Page:
         lead=what_was_run(study),
         tiles=_tiles(study),
         chapters=chapters,
-        footer=f"Made by moe_lab {study.document.get('moe_lab', '')} from {study.name} in {study.store.resolve()}.",
+        footer=(
+            f"Made by moe_lab {study.document.get('moe_lab', '')} from {study.name} in "
+            f"{study.store.resolve()}."
+        ),
         figure_format=publisher.figure_format,
     )
 
 
 def _sections(publisher: Publisher, made: Made) -> list[Section]:
-    """All sections of the page: chapters, comparison with the papers, missing results, provenance."""
+    """All sections of the page: chapters, comparison with the papers, missing results,
+    provenance."""
     results = publisher.results
     study = results.study
     sections = [_section(chapter, results, made) for chapter in CHAPTERS]
@@ -152,9 +170,13 @@ def _sections(publisher: Publisher, made: Made) -> list[Section]:
 
 
 def _nothing(made: Made) -> list[str]:
-    """A sentence that names the outputs of the page that this study has nothing for; none if there is no such."""
+    """A sentence that names the outputs of the page that this study has nothing for; none if there
+    is no such."""
     silent = [name for name, items in made.items() if not items and find(name).chapter]
-    words = f"This study has nothing for {names.listing(silent)} (`python -m analysis NAME` says what each needs)."
+    words = (
+        f"This study has nothing for {names.listing(silent)} (`python -m analysis NAME` says "
+        "what each needs)."
+    )
     return [words] if silent else []
 
 
@@ -209,19 +231,31 @@ def _shown(anchor: str, study: Study, made: Made) -> Section:
 def _provenance(study: Study, made: Made) -> Section:
     section = _shown("provenance", study, made)
     return replace(
-        section, short="Provenance", title="Provenance and files", facts=_facts(study), details=_details(study)
+        section,
+        short="Provenance",
+        title="Provenance and files",
+        facts=_facts(study),
+        details=_details(study),
     )
 
 
-RANKING = "Plans of a method that differ in the seed alone are one row, with an interval over seeds and items together."
+RANKING = (
+    "Plans of a method that differ in the seed alone are one row, with an interval over "
+    "seeds and items together."
+)
 MAP = (
-    "Rows are benchmarks or groups of them, columns are calibration sets. Each cell names the criterion that leads. It "
-    "is hatched unless its lead over every other criterion is significant over seeds and items, at the 5 % "
-    "level, with Holm's correction over the cells of a map; with one seed nothing is tested. The map by the loss on "
-    "right answers (lower is better) sees smaller differences, because a loss is finer than right or wrong."
+    "Rows are benchmarks or groups of them, columns are calibration sets. Each cell names the "
+    "criterion that leads. It "
+    "is hatched unless its lead over every other criterion is significant over seeds and items, "
+    "at the 5 % "
+    "level, with Holm's correction over the cells of a map; with one seed nothing is tested. The "
+    "map by the loss on "
+    "right answers (lower is better) sees smaller differences, because a loss is finer than right "
+    "or wrong."
 )
 CLAIMS = (
-    "Each claim is a difference between pairs of plans that answered the same questions. It is undecided where the "
+    "Each claim is a difference between pairs of plans that answered the same questions. It is "
+    "undecided where the "
     "95 % interval contains 0, or p is not below 0.05 after Holm's correction over all rows."
 )
 CHAPTERS = (
@@ -253,10 +287,23 @@ def _facts(study: Study) -> list[tuple[str, str]]:
         ("Store", str(study.store.resolve())),
         ("moe_lab", _several(study, "moe_lab") or str(study.document.get("moe_lab", ""))),
         ("Commit", _several(study, "commit")),
-        ("Computed on", "; ".join(part for part in (_several(study, "host"), _several(study, "machine")) if part)),
+        (
+            "Computed on",
+            "; ".join(
+                part for part in (_several(study, "host"), _several(study, "machine")) if part
+            ),
+        ),
         ("Python", _several(study, "python")),
-        ("Libraries", ", ".join(f"{name} {' / '.join(found)}" for name, found in versions(study.origins).items())),
-        ("Time of all evaluations", f"{seconds / 60:,.1f} minutes of one process" if seconds else ""),
+        (
+            "Libraries",
+            ", ".join(
+                f"{name} {' / '.join(found)}" for name, found in versions(study.origins).items()
+            ),
+        ),
+        (
+            "Time of all evaluations",
+            f"{seconds / 60:,.1f} minutes of one process" if seconds else "",
+        ),
         *(
             (f"Calibration {key.replace('@', ' of ')}", _calibration(report))
             for key, report in study.calibrations.items()
@@ -270,8 +317,15 @@ def _several(study: Study, column: str) -> str:
 
 
 def _calibration(report: Mapping[str, Any]) -> str:
-    tokens = ", ".join(f"{count:,} tokens of {source}" for source, count in (report.get("valid_tokens") or {}).items())
-    rows = f"{report['rows']:,} rows of {report['length']:,}" if "rows" in report and "length" in report else ""
+    tokens = ", ".join(
+        f"{count:,} tokens of {source}"
+        for source, count in (report.get("valid_tokens") or {}).items()
+    )
+    rows = (
+        f"{report['rows']:,} rows of {report['length']:,}"
+        if "rows" in report and "length" in report
+        else ""
+    )
     start = str(report.get("first_row", ""))[:160]
     return "; ".join(part for part in (tokens, rows, f"begins “{start}…”" if start else "") if part)
 
@@ -282,17 +336,21 @@ def _details(study: Study) -> list[tuple[str, str]]:
 
 
 def what_was_run(study: Study) -> str:
-    """Describe the models, criteria, allocations, calibration sets, ratios, recoveries, benchmarks and items in two or
-    three sentences."""
+    """Describe the models, criteria, allocations, calibration sets, ratios, recoveries, benchmarks
+    and items in two or three sentences."""
     pruned = study.cells[study.cells["criterion"] != "none"]
     sizes = sorted(study.results["n"].unique())
-    items = f"{sizes[0]:g}" if len(sizes) == 1 else f"{sizes[0]:g} to {sizes[-1]:g}" if sizes else "no"
+    items = (
+        f"{sizes[0]:g}" if len(sizes) == 1 else f"{sizes[0]:g} to {sizes[-1]:g}" if sizes else "no"
+    )
     kind = "pruned model" if (pruned["ratio"] > 0).all() else "model"
     models = names.listing(dict.fromkeys(study.cells["model"]))
     benchmarks = count(study.results["benchmark"].nunique(), "benchmark")
     return capitalised(
-        f"{_who_chose(pruned)} chose which {removed(pruned)} of {models} to remove ({_how_much(pruned)})."
-        f"{_stored(pruned)} That gave {count(len(pruned), kind)}, each evaluated like the unpruned one on "
+        f"{_who_chose(pruned)} chose which {removed(pruned)} of {models} to remove "
+        f"({_how_much(pruned)})."
+        f"{_stored(pruned)} That gave {count(len(pruned), kind)}, each evaluated like the "
+        "unpruned one on "
         f"{benchmarks} of {items} items."
     )
 
@@ -321,19 +379,25 @@ def _by_data(pruned: pd.DataFrame) -> str:
     models: dict[str, list[str]] = {}
     for key, cells in groups(pruned[pruned["calibration"] != "none"], ["model"]):
         sets = names.calibrations_in_order(cells["calibration"])
-        models.setdefault(names.listing(names.calibration(s).lower() for s in sets), []).append(key["model"])
+        models.setdefault(names.listing(names.calibration(s).lower() for s in sets), []).append(
+            key["model"]
+        )
     sets_of_models = (
-        f"{sets} calibration{f' of {names.listing(of)}' if len(models) > 1 else ''}" for sets, of in models.items()
+        f"{sets} calibration{f' of {names.listing(of)}' if len(models) > 1 else ''}"
+        for sets, of in models.items()
     )
     return f", with {names.listing(sets_of_models)}" if models else ""
 
 
 def _stored(pruned: pd.DataFrame) -> str:
-    """A sentence on recoveries (quantisation, fine-tuning) of the pruned models; "" when there are none."""
+    """A sentence on recoveries (quantisation, fine-tuning) of the pruned models; "" when there are
+    none."""
     recoveries = names.in_order(pruned["recovery"], names.RECOVERIES)
     spelled = (names.RECOVERIES.get(word, word).replace(", ", " + ") for word in recoveries)
     words = [f"with {word}" if word else "as they are" for word in spelled]
-    return "" if recoveries == ["none"] else f" Pruned models were evaluated {names.listing(words)}."
+    return (
+        "" if recoveries == ["none"] else f" Pruned models were evaluated {names.listing(words)}."
+    )
 
 
 def completeness(study: Study) -> str:
@@ -341,5 +405,6 @@ def completeness(study: Study) -> str:
     if not study.gaps:
         return "Nothing is missing: every result that was asked for is here."
     return capitalised(
-        f"{count(len(study.gaps), 'gap')}: some results are missing and are shown as gaps, never as zero."
+        f"{count(len(study.gaps), 'gap')}: some results are missing and are shown as gaps, never "
+        "as zero."
     )

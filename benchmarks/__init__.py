@@ -1,1 +1,2 @@
-"""Benchmarks of speed and memory, as ratios to reference implementations measured in the same run."""
+"""Benchmarks of speed and memory, as ratios to reference implementations measured in the same
+run."""

@@ -1,8 +1,10 @@
-"""Time of the analysis: all tables, figures and the page of a study of 200 cells, and loading 10,000 results.
+"""Time of the analysis: all tables, figures and the page of a study of 200 cells, and loading
+10,000 results.
 
     python -m benchmarks.analysis
 
-Both stores are synthetic, in the layout of a real run. Times are wall-clock and CPU seconds of one process.
+Both stores are synthetic, in the layout of a real run. Times are wall-clock and CPU seconds of one
+process.
 """
 
 from __future__ import annotations
@@ -24,9 +26,12 @@ FEW = ("frequency", "reap", "man", "ean")
 
 
 def report_seconds(store: Path, study: str, out: Path) -> tuple[float, float]:
-    """Wall-clock and CPU seconds of `python -m analysis report` on a finished study, its start included."""
+    """Wall-clock and CPU seconds of `python -m analysis report` on a finished study, its start
+    included."""
     about = [f"store={store}", f"study={study}", f"out={out}"]
-    code, clock, processor = timed(lambda: subprocess.call(command("analysis", "report", *about), stdout=DEVNULL))
+    code, clock, processor = timed(
+        lambda: subprocess.call(command("analysis", "report", *about), stdout=DEVNULL)
+    )
     if code == 2 or not (out / report.PAGE).exists():
         raise RuntimeError(f"no report of study={study} in {store}")
     return clock, processor

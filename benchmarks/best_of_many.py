@@ -1,11 +1,13 @@
-"""How often equal methods are told apart, in simulated studies: `python -m benchmarks.best_of_many [--studies 1000]`.
+"""How often equal methods are told apart, in simulated studies:
+`python -m benchmarks.best_of_many [--studies 1000]`.
 
-Methods have the same true score, and several seeds; some are called separated from the best by mistake. Bars: at most
-7 % of studies with such a method where all methods vary alike between seeds, and 10 % where a quarter of them varies
-twice as much, or not at all. The share of studies in which one truly better method is named is printed too.
+Methods have the same true score, and several seeds; some are called separated from the best by
+mistake. Bars: at most 7 % of studies with such a method where all methods vary alike between seeds,
+and 10 % where a quarter of them varies twice as much, or not at all. The share of studies in which
+one truly better method is named is printed too.
 
-`--plans STORE STUDY` asks the same of real answers: random plans of one model are given out anew as plans of methods,
-as often as there are studies.
+`--plans STORE STUDY` asks the same of real answers: random plans of one model are given out anew as
+plans of methods, as often as there are studies.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from analysis.stats.quantity import Quantity
 from analysis.stats.uncertainty import LEVEL
 from benchmarks.measure import misses, parser
 
-BAR_EQUAL, BAR_UNEQUAL = 0.07, 0.10
+BAR_EQUAL = 0.07
+BAR_UNEQUAL = 0.10
 ITEMS = {"equal": [40] * 11, "unequal": [10, 10, 20, 20, 20, 40, 40, 80, 80, 160, 160]}
 """Items of the benchmarks."""
 SEEDS = {"1": [1], "2": [2], "3": [3], "5": [5], "2 to 5": [2, 3, 5]}
@@ -84,14 +87,18 @@ def main() -> int:
     for setting in POWER:
         studies = simulated(setting, arguments.studies)
         named = [separated(study) > 0 for study in studies]
-        print(f"{setting}: some method is separated from the best in {np.mean(named):.2f}", flush=True)
+        print(
+            f"{setting}: some method is separated from the best in {np.mean(named):.2f}", flush=True
+        )
     return int(failed)
 
 
 def _arguments() -> argparse.Namespace:
     options = parser("best_of_many", __doc__)
     options.add_argument("--studies", type=int, default=1000, help="studies of a setting")
-    options.add_argument("--plans", nargs=2, metavar=("STORE", "STUDY"), help="random plans of one model")
+    options.add_argument(
+        "--plans", nargs=2, metavar=("STORE", "STUDY"), help="random plans of one model"
+    )
     return options.parse_args()
 
 
@@ -106,19 +113,33 @@ def simulated(setting: Setting, studies: int, seed: int = 1) -> Iterator[Compari
         effects = of_seed + setting.better * (methods == 0)
         outcomes = {}
         for number, items in enumerate(ITEMS[setting.benchmarks]):
-            of_item = rng.normal(0, 1, items) + rng.normal(0, OF_ITEM, (setting.methods, items))[methods]
+            of_item = (
+                rng.normal(0, 1, items) + rng.normal(0, OF_ITEM, (setting.methods, items))[methods]
+            )
             latent = of_item + effects[:, None] + rng.normal(0, 1, (len(methods), items))
-            outcomes[f"b{number}"] = (latent > 0).astype(float) if setting.kind == "answers" else np.exp(-latent / 2)
+            outcomes[f"b{number}"] = (
+                (latent > 0).astype(float) if setting.kind == "answers" else np.exp(-latent / 2)
+            )
         yield comparison(methods, outcomes, losses=setting.kind == "losses")
 
 
-def comparison(methods: np.ndarray, outcomes: dict[str, np.ndarray], losses: bool = False) -> Comparison:
+def comparison(
+    methods: np.ndarray, outcomes: dict[str, np.ndarray], losses: bool = False
+) -> Comparison:
     """Plans with these outcomes (plans, items) by benchmark as plans of numbered methods."""
     labels = [f"method {number}" for number in methods]
     cells = pd.DataFrame({"criterion": labels, "method": labels}).rename_axis("cell")
     cells["seed"] = cells.groupby("criterion").cumcount()
-    axes = {"model": "m", "granularity": "expert", "allocation": "uniform", "gate": "model", "calibration": "text"}
-    cells = cells.assign(**axes, ratio=0.25, removed=0.25, removed_words="25 %", recovery="none", protocol=None)
+    axes = {
+        "model": "m",
+        "granularity": "expert",
+        "allocation": "uniform",
+        "gate": "model",
+        "calibration": "text",
+    }
+    cells = cells.assign(
+        **axes, ratio=0.25, removed=0.25, removed_words="25 %", recovery="none", protocol=None
+    )
     scores = pd.DataFrame({name: values.mean(axis=1) for name, values in outcomes.items()})
     quantities = dict.fromkeys(outcomes, Quantity("loss")) if losses else {}
     parts: dict[str, tuple[str, ...]] = {name: (name,) for name in outcomes}
@@ -126,17 +147,20 @@ def comparison(methods: np.ndarray, outcomes: dict[str, np.ndarray], losses: boo
 
 
 def separated(study: Comparison) -> int:
-    """How many methods are separated from the best one of a study by their mean over all benchmarks."""
+    """How many methods are separated from the best one of a study by their mean over all
+    benchmarks."""
     target = tuple(study.parts)
     order = study.score(target).sort_values(ascending=study.is_loss(target), kind="stable").index
     return sum(lead.p < LEVEL for lead in study.leads(target, [int(cell) for cell in order]))
 
 
 def _relabelled(store: Path, name: str, studies: int) -> bool:
-    """Print how often random plans are told apart when they are given out as plans of methods; whether a bar fails."""
+    """Print how often random plans are told apart when they are given out as plans of methods;
+    whether a bar fails."""
     [plans] = Results(load(store, name)).comparisons
     rows = np.flatnonzero(plans.every["criterion"] == "random")
-    rng, failed = np.random.default_rng(1), False
+    rng = np.random.default_rng(1)
+    failed = False
     for seeds in (2, 3, 5):
         methods = np.repeat(np.arange(len(rows) // seeds), seeds)
         found = []
@@ -144,7 +168,10 @@ def _relabelled(store: Path, name: str, studies: int) -> bool:
             drawn = rng.permutation(rows)[: len(methods)]
             outcomes = {benchmark: values[drawn] for benchmark, values in plans.outcomes.items()}
             found.append(separated(comparison(methods, outcomes)) > 0)
-        about = f"{len(rows)} random plans of {plans.model} as {methods[-1] + 1} methods of {seeds} seeds"
+        about = (
+            f"{len(rows)} random plans of {plans.model} as {methods[-1] + 1} methods of "
+            f"{seeds} seeds"
+        )
         failed |= misses(about, float(np.mean(found)), "<=", BAR_EQUAL)
     return failed
 

@@ -1,4 +1,5 @@
-"""Reference implementation of multiple choice and perplexity: explicit prompts, one unpadded forward pass per answer.
+"""Reference implementation of multiple choice and perplexity: explicit prompts, one unpadded
+forward pass per answer.
 
 Adapters are compared with it. It imports neither lm-eval nor moe_lab.
 """
@@ -31,7 +32,9 @@ class Choice:
 
 def _after(context: str, answers: list[str], label: int) -> Choice:
     """A choice whose answers all follow `context` and a space."""
-    return Choice([context] * len(answers), [f" {a}" for a in answers], label, [len(a) for a in answers])
+    return Choice(
+        [context] * len(answers), [f" {a}" for a in answers], label, [len(a) for a in answers]
+    )
 
 
 def _arc(row: Row) -> Choice:
@@ -43,7 +46,9 @@ def _arc(row: Row) -> Choice:
 
 
 def _boolq(row: Row) -> Choice:
-    return _after(f"{row['passage']}\nQuestion: {row['question']}?\nAnswer:", ["no", "yes"], row["label"])
+    return _after(
+        f"{row['passage']}\nQuestion: {row['question']}?\nAnswer:", ["no", "yes"], row["label"]
+    )
 
 
 def _hellaswag(row: Row) -> Choice:
@@ -51,7 +56,9 @@ def _hellaswag(row: Row) -> Choice:
         return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
     context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
-    return _after(cleaned(context), [cleaned(ending) for ending in row["endings"]], int(row["label"]))
+    return _after(
+        cleaned(context), [cleaned(ending) for ending in row["endings"]], int(row["label"])
+    )
 
 
 def _mathqa(row: Row) -> Choice:
@@ -61,9 +68,14 @@ def _mathqa(row: Row) -> Choice:
 
 
 def _mmlu(row: Row) -> Choice:
-    head = f"The following are multiple choice questions (with answers) about {row['subject'].replace('_', ' ')}.\n\n"
+    head = (
+        "The following are multiple choice questions (with answers) about "
+        f"{row['subject'].replace('_', ' ')}.\n\n"
+    )
     lines = [f"{letter}. {text}" for letter, text in zip("ABCD", row["choices"], strict=True)]
-    return _after("\n".join([head + row["question"].strip(), *lines, "Answer:"]), list("ABCD"), row["answer"])
+    return _after(
+        "\n".join([head + row["question"].strip(), *lines, "Answer:"]), list("ABCD"), row["answer"]
+    )
 
 
 def _openbookqa(row: Row) -> Choice:
@@ -85,7 +97,12 @@ def _winogrande(row: Row) -> Choice:
     before, _, end = row["sentence"].partition("_")
     names = [row["option1"], row["option2"]]
     ending = f" {end.strip()}"
-    return Choice([before + name for name in names], [ending] * 2, int(row["answer"]) - 1, [len(n) for n in names])
+    return Choice(
+        [before + name for name in names],
+        [ending] * 2,
+        int(row["answer"]) - 1,
+        [len(n) for n in names],
+    )
 
 
 CHOICES: Mapping[str, Callable[[Row], Choice]] = {
@@ -104,50 +121,65 @@ CHOICES: Mapping[str, Callable[[Row], Choice]] = {
 
 
 def likelihoods(model: Any, tokenizer: Any, choice: Choice) -> list[float]:
-    """Log-likelihood of each answer; answers of one token after the same text share a forward pass."""
+    """Log-likelihood of each answer; answers of one token after the same text share a forward
+    pass."""
     found: list[float] = []
     seen: list[int] = []
     logits = torch.empty(0)
     for context, ending in zip(choice.contexts, choice.endings, strict=True):
         kept = context.rstrip()  # a space at the end belongs to the answer
-        start, whole = len(tokenizer(kept).input_ids), tokenizer(context + ending).input_ids
+        start = len(tokenizer(kept).input_ids)
+        whole = tokenizer(context + ending).input_ids
         if whole[:-1] != seen:
             seen = whole[:-1]
             with torch.inference_mode():
                 logits = model(torch.tensor([seen])).logits[0]
         ending_logits = logits[start - 1 :].double().log_softmax(-1)
-        found.append(sum(float(ending_logits[place - start, whole[place]]) for place in range(start, len(whole))))
+        found.append(
+            sum(
+                float(ending_logits[place - start, whole[place]])
+                for place in range(start, len(whole))
+            )
+        )
     return found
 
 
 def outcome(scores: list[float], choice: Choice, metric: str) -> float:
-    """1 if the right answer is the most likely (acc) or most likely per character (acc_norm); ties go to the first."""
+    """1 if the right answer is the most likely (acc) or most likely per character (acc_norm); ties
+    go to the first."""
     lengths = choice.lengths if metric == "acc_norm" else [1] * len(scores)
     shares = [score / length for score, length in zip(scores, lengths, strict=True)]
     return float(shares.index(max(shares)) == choice.label)
 
 
-def perplexity(model: Any, tokenizer: Any, text: str, length: int, windows: int | None = None) -> float:
-    """exp of the mean loss of all tokens except the first of each window of `length` tokens, in the first `windows`."""
+def perplexity(
+    model: Any, tokenizer: Any, text: str, length: int, windows: int | None = None
+) -> float:
+    """exp of the mean loss of all tokens except the first of each window of `length` tokens, in the
+    first `windows`."""
     tokens = tokenizer(text, verbose=False).input_ids
     starts = list(range(0, len(tokens), length))[:windows]
-    total, count = 0.0, 0
+    total = 0.0
+    count = 0
     for window in (tokens[start : start + length] for start in starts):
         with torch.inference_mode():
             logits = model(torch.tensor([window])).logits[0].double().log_softmax(-1)
         losses = [-float(logits[place - 1, window[place]]) for place in range(1, len(window))]
-        total, count = total + math.fsum(losses), count + len(losses)
+        total = total + math.fsum(losses)
+        count = count + len(losses)
     return math.exp(total / count)
 
 
 def word_perplexity(model: Any, tokenizer: Any, pages: list[tuple[str, str]], length: int) -> float:
     """exp of the loss per word of whole documents.
 
-    pages: pairs of the text that is scored and the text whose words are counted. A document begins with the
-    end-of-text token and is read in windows of `length` tokens, each of which predicts `length` tokens. The last
-    window starts earlier, so that it is full, and predicts only the remaining tokens.
+    pages: pairs of the text that is scored and the text whose words are counted. A document begins
+    with the end-of-text token and is read in windows of `length` tokens, each of which predicts
+    `length` tokens. The last window starts earlier, so that it is full, and predicts only the
+    remaining tokens.
     """
-    total, words = 0.0, 0
+    total = 0.0
+    words = 0
     for text, counted in pages:
         tokens = [tokenizer.eos_token_id, *tokenizer(text, verbose=False).input_ids]
         done = 1
@@ -155,8 +187,15 @@ def word_perplexity(model: Any, tokenizer: Any, pages: list[tuple[str, str]], le
             end = min(done + length, len(tokens))
             start = max(0, end - 1 - length)
             with torch.inference_mode():
-                logits = model(torch.tensor([tokens[start : end - 1]])).logits[0].double().log_softmax(-1)
-            total -= math.fsum(float(logits[place - 1 - start, tokens[place]]) for place in range(done, end))
+                logits = (
+                    model(torch.tensor([tokens[start : end - 1]]))
+                    .logits[0]
+                    .double()
+                    .log_softmax(-1)
+                )
+            total -= math.fsum(
+                float(logits[place - 1 - start, tokens[place]]) for place in range(done, end)
+            )
             done = end
         words += len(re.split(r"\s+", counted))
     return math.exp(total / words)

@@ -1,6 +1,7 @@
 """Contest programs, judged by EvalScope's own function and by moe_lab's replacement.
 
-benchmarks/evaluation_evalscope.py runs it in the interpreter that has EvalScope. Bar: the same tests pass in both.
+benchmarks/evaluation_evalscope.py runs it in the interpreter that has EvalScope. Bar: the same
+tests pass in both.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-SUMS = {"inputs": [f"2\n1 {n}\n{n} 5\n" for n in range(6)], "outputs": [f"{1 + n}\n{n + 5}.0\n" for n in range(6)]}
+SUMS = {
+    "inputs": [f"2\n1 {n}\n{n} 5\n" for n in range(6)],
+    "outputs": [f"{1 + n}\n{n + 5}.0\n" for n in range(6)],
+}
 SORTED = {
     "inputs": [f"[3, 1, {n}]\n2" for n in range(6)],
     "outputs": [json.dumps(sorted([3, 1, n], reverse=True)[:2]) for n in range(6)],
@@ -24,7 +28,11 @@ PROGRAMS: dict[str, tuple[dict[str, Any], str]] = {
     "reads lines": (SUMS, LINES),
     "reads all of its input": (
         SUMS,
-        "import sys\nfor line in sys.stdin.read().split('\\n')[1:3]: print(eval(line.replace(' ', '+')))",
+        (
+            "import sys\nfor line in sys.stdin.read().split('\\n')[1:3]: "
+            "print(eval(line.replace(' ', "
+            "'+')))"
+        ),
     ),
     "reads by readline": (SUMS, f"import sys\ninput = sys.stdin.readline\n{LINES}"),
     "reads by readlines": (
@@ -32,42 +40,67 @@ PROGRAMS: dict[str, tuple[dict[str, Any], str]] = {
         "import sys\nfor line in sys.stdin.readlines()[1:3]: print(sum(map(int, line.split())))",
     ),
     "reads the file of its input": (SUMS, "rows = open(0).read().split('\\n')\nprint(len(rows))"),
-    "has a main block": (SUMS, f"def main():\n    {INDENTED}\nif __name__ == '__main__':\n    main()"),
-    "has a global": (SUMS, f"count = 0\ndef main():\n    global count\n    count += 1\n    {INDENTED}\nmain()"),
+    "has a main block": (
+        SUMS,
+        f"def main():\n    {INDENTED}\nif __name__ == '__main__':\n    main()",
+    ),
+    "has a global": (
+        SUMS,
+        f"count = 0\ndef main():\n    global count\n    count += 1\n    {INDENTED}\nmain()",
+    ),
     "ends by exit": (SUMS, f"import sys\n{LINES}\nsys.exit(0)"),
     "recurses deeply": (SUMS, f"def down(n): return n and down(n - 1)\ndown(20000)\n{LINES}"),
     "uses a thread": (
         SUMS,
-        f"import threading\ndef main():\n    {INDENTED}\none = threading.Thread(target=main)\none.start()\none.join()",
+        (
+            f"import threading\ndef main():\n    {INDENTED}\none = threading.Thread(target=main)\n"
+            "one.start()\none.join()"
+        ),
     ),
     "uses numpy": (
         SUMS,
-        "import numpy as np\nfor _ in range(int(input())):\n    print(np.sum(np.array(input().split(), dtype=int)))",
+        (
+            "import numpy as np\nfor _ in range(int(input())):\n    "
+            "print(np.sum(np.array(input().split(), dtype=int)))"
+        ),
     ),
     "prints more": (SUMS, f"{LINES}\nprint('done')"),
     "prints no number": (SUMS, "print('a')\nprint('b')"),
     "rounds": (SUMS, LINES.replace("print(", "print(1e-9 + ")),
     "fails in the fifth test": (
         SUMS,
-        "for _ in range(int(input())):\n    a, b = map(int, input().split())\n    print(a + b + (b == 4))",
+        (
+            "for _ in range(int(input())):\n    a, b = map(int, input().split())\n    print(a + b "
+            "+ "
+            "(b == 4))"
+        ),
     ),
     "divides by zero": (SUMS, "1 // 0"),
     "is no Python": (SUMS, "for"),
     "is empty": (SUMS, ""),
-    "imports nothing that it uses": (SORTED, f"{METHOD}heapify(numbers); return nlargest(times, numbers)"),
+    "imports nothing that it uses": (
+        SORTED,
+        f"{METHOD}heapify(numbers); return nlargest(times, numbers)",
+    ),
     "returns a list": (SORTED, f"{METHOD}return {RESULT}"),
     "returns a tuple": (SORTED, f"{METHOD}return tuple({RESULT})"),
     "returns floats": (SORTED, f"{METHOD}return [float(n) for n in {RESULT}]"),
     "returns a generator": (SORTED, f"{METHOD}return (n for n in {RESULT})"),
     "returns a deque": (SORTED, f"{METHOD}return deque({RESULT})"),
-    "returns numpy's numbers": (SORTED, f"import numpy as np\n{METHOD}return [np.int64(n) for n in {RESULT}]"),
+    "returns numpy's numbers": (
+        SORTED,
+        f"import numpy as np\n{METHOD}return [np.int64(n) for n in {RESULT}]",
+    ),
     "changes its input": (SORTED, f"{METHOD}numbers.sort(); return numbers[::-1][:times]"),
     "remembers what it saw": (
         SORTED,
         f"{METHOD}self.seen = getattr(self, 'seen', 0) + 1; return {RESULT}[: 5 - self.seen]",
     ),
     "is a function": (SORTED, f"def largest(numbers, times):\n    return {RESULT}"),
-    "has another name": (SORTED, f"class Solution:\n    def smallest(self, numbers, times):\n        return {RESULT}"),
+    "has another name": (
+        SORTED,
+        f"class Solution:\n    def smallest(self, numbers, times):\n        return {RESULT}",
+    ),
     "exits": (SORTED, f"{METHOD}exit()"),
     "kills itself": (SUMS, "import os\nos._exit(1)"),
 }

@@ -1,10 +1,12 @@
-"""Measure all rows about CUDA in docs/performance.md, most important first: `python -m benchmarks.cuda --out FOLDER`.
+"""Measure all rows about CUDA in docs/performance.md, most important first:
+`python -m benchmarks.cuda --out FOLDER`.
 
-Each row is a separate program, whose output is kept in FOLDER. FOLDER/table.md has all results so far, with the device
-and the versions. A row starts only if its estimated minutes are left of `--minutes`; running the same command again
-continues with the missing rows. It needs torch, transformers, pytest and this repository; the last row also needs what
-tests/ imports. `--dry-run` runs every row at a small size on the CPU, which takes minutes: its figures have their bars,
-but none counts. Exit code 1 when a bar failed, 2 when rows are missing.
+Each row is a separate program, whose output is kept in FOLDER. FOLDER/table.md has all results so
+far, with the device and the versions. A row starts only if its estimated minutes are left of
+`--minutes`; running the same command again continues with the missing rows. It needs torch,
+transformers, pytest and this repository; the last row also needs what tests/ imports. `--dry-run`
+runs every row at a small size on the CPU, which takes minutes: its figures have their bars, but
+none counts. Exit code 1 when a bar failed, 2 when rows are missing.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from benchmarks.measure import describe, parser
 
 ROOT = Path(__file__).parents[1]
 FIGURE = re.compile(r": (ok|FAILED|absent)$|\d (passed|failed|skipped)\b.* in ")
-"""Matches output lines with a figure and its verdict, what could not be measured, or the number of passed tests."""
+"""Matches output lines with a figure and its verdict, what could not be measured, or the number of
+passed tests."""
 
 UNCOUNTED = re.compile(r": FAILED$")
 """Matches the verdict on a bar that a dry run misses: bars are those of a GPU at full size."""
@@ -75,7 +78,10 @@ ROWS = [
     ),
     Row(
         "streaming",
-        "-m benchmarks.streaming --device cuda --model olmoe_7b --folder {scratch}/olmoe_7b --rows 8 --length 2048",
+        (
+            "-m benchmarks.streaming --device cuda --model olmoe_7b --folder {scratch}/olmoe_7b "
+            "--rows 8 --length 2048"
+        ),
         "--layers 1 --batches 1 --rows 1 --length 8 --pairs 1 --device cpu",
         6,
     ),
@@ -85,8 +91,15 @@ ROWS = [
         f"{SMALL_MODEL} --every-rows 1 --every-pairs 1",
         2,
     ),
-    Row("masks", "-m benchmarks.masks --device cuda --model olmoe_7b", f"{SMALL_MODEL} --pairs 1", 2),
-    Row("distillation", "-m benchmarks.distillation --device cuda --model olmoe_7b", f"{SMALL_MODEL} --pairs 1", 4),
+    Row(
+        "masks", "-m benchmarks.masks --device cuda --model olmoe_7b", f"{SMALL_MODEL} --pairs 1", 2
+    ),
+    Row(
+        "distillation",
+        "-m benchmarks.distillation --device cuda --model olmoe_7b",
+        f"{SMALL_MODEL} --pairs 1",
+        4,
+    ),
     Row("tests", "-m pytest -m cuda tests/models tests/identities", "", 3),
 ]
 
@@ -114,9 +127,15 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     options = parser("cuda", __doc__)
-    options.add_argument("--minutes", type=float, default=9, help="after which no row runs any more")
-    options.add_argument("--out", type=Path, required=True, help="folder of the outputs and of table.md")
-    options.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()) / "moe_lab-cuda")
+    options.add_argument(
+        "--minutes", type=float, default=9, help="after which no row runs any more"
+    )
+    options.add_argument(
+        "--out", type=Path, required=True, help="folder of the outputs and of table.md"
+    )
+    options.add_argument(
+        "--scratch", type=Path, default=Path(tempfile.gettempdir()) / "moe_lab-cuda"
+    )
     options.add_argument("--dry-run", action="store_true", help="every row small and on the CPU")
     return options.parse_args()
 
@@ -128,7 +147,8 @@ def command(row: Row, arguments: argparse.Namespace) -> list[str]:
 
 
 def result(row: Row, arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """Figures, exit code, seconds and conditions of a row that was measured with this command; else None."""
+    """Figures, exit code, seconds and conditions of a row that was measured with this command; else
+    None."""
     file = arguments.out / f"{row.file}.json"
     if not file.exists():
         return None
@@ -137,10 +157,12 @@ def result(row: Row, arguments: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def run(row: Row, arguments: argparse.Namespace, limit: float) -> None:
-    """Run a row for at most `limit` seconds. When it is stopped or crashes, its output is kept without a result."""
+    """Run a row for at most `limit` seconds. When it is stopped or crashes, its output is kept
+    without a result."""
     words = command(row, arguments)
     print(f"{row.name}: python {' '.join(words)}", flush=True)
-    log, start = arguments.out / f"{row.file}.txt", time.monotonic()
+    log = arguments.out / f"{row.file}.txt"
+    start = time.monotonic()
     with log.open("wb") as file:
         process = subprocess.Popen(
             [sys.executable, *words],
@@ -159,9 +181,13 @@ def run(row: Row, arguments: argparse.Namespace, limit: float) -> None:
             print(f"    stopped after {limit:.0f} seconds: {log} has what it printed", flush=True)
             return
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    shown = [UNCOUNTED.sub(": does not count", line) for line in lines] if arguments.dry_run else lines
+    shown = (
+        [UNCOUNTED.sub(": does not count", line) for line in lines] if arguments.dry_run else lines
+    )
     print(textwrap.indent("\n".join(shown), "    "), flush=True)
-    figures = [to_show.strip() for line, to_show in zip(lines, shown, strict=True) if FIGURE.search(line)]
+    figures = [
+        to_show.strip() for line, to_show in zip(lines, shown, strict=True) if FIGURE.search(line)
+    ]
     if not figures:
         print(f"    broke with exit code {code}: {log} has what it printed", flush=True)
         return
@@ -172,7 +198,9 @@ def run(row: Row, arguments: argparse.Namespace, limit: float) -> None:
         "seconds": round(time.monotonic() - start),
         "conditions": describe("cpu" if arguments.dry_run else "cuda"),
     }
-    (arguments.out / f"{row.file}.json").write_text(json.dumps(measured, indent=1), encoding="utf-8")
+    (arguments.out / f"{row.file}.json").write_text(
+        json.dumps(measured, indent=1), encoding="utf-8"
+    )
 
 
 def table(arguments: argparse.Namespace) -> str:
@@ -181,7 +209,11 @@ def table(arguments: argparse.Namespace) -> str:
     conditions = sorted({measured["conditions"] for measured in results.values() if measured})
     lines = [*conditions, "", "| what | command | measured |", "|---|---|---|"]
     for row, measured in results.items():
-        figures = "; ".join(measured["figures"]) + f" ({measured['seconds']} s)" if measured else "missing"
+        figures = (
+            "; ".join(measured["figures"]) + f" ({measured['seconds']} s)"
+            if measured
+            else "missing"
+        )
         lines.append(f"| {row.name} | `python {row.command}` | {figures} |")
     return "\n".join(lines) + "\n"
 

@@ -23,7 +23,8 @@ FILES = {
 
 
 def write_data_set(folder: Path, parts: Mapping[tuple[str, str], Rows]) -> Path:
-    """Write the rows of each subset and split as JSON lines, with the card that lists the files. Returns `folder`."""
+    """Write the rows of each subset and split as JSON lines, with the card that lists the files.
+    Returns `folder`."""
     configs: dict[str, str] = {}
     for (subset, split), rows in parts.items():
         file = folder / subset / f"{split}.jsonl"
@@ -36,14 +37,22 @@ def write_data_set(folder: Path, parts: Mapping[tuple[str, str], Rows]) -> Path:
 
 
 def mirror_files(benchmark: BenchmarkConfig, data: Path, scratch: Path) -> None:
-    """Make the mirror of a benchmark's evaluated split from its file in `data`, such as arc_easy_test.jsonl."""
+    """Make the mirror of a benchmark's evaluated split from its file in `data`, such as
+    arc_easy_test.jsonl."""
     split = str(benchmark.split)
     stem = data / FILES.get(benchmark.name, f"{benchmark.name}_{split}")
     text = stem.with_suffix(".txt")
-    rows = list(_text_rows(benchmark, text)) if text.is_file() else read_rows(stem.with_suffix(".jsonl"))
+    rows = (
+        list(_text_rows(benchmark, text))
+        if text.is_file()
+        else read_rows(stem.with_suffix(".jsonl"))
+    )
     labels = stem.with_name(f"{stem.name}_labels.lst")
     if labels.is_file():
-        rows = [{**row, "label": int(n)} for row, n in zip(rows, labels.read_text().split(), strict=True)]
+        rows = [
+            {**row, "label": int(n)}
+            for row, n in zip(rows, labels.read_text().split(), strict=True)
+        ]
     parts: dict[tuple[str, str], list[Any]] = {}
     for row in rows:
         subset = benchmark.subset or (row["subject"] if benchmark.name == "mmlu" else "default")
@@ -52,7 +61,8 @@ def mirror_files(benchmark: BenchmarkConfig, data: Path, scratch: Path) -> None:
 
 
 def _text_rows(benchmark: BenchmarkConfig, file: Path) -> Iterator[dict[str, Any]]:
-    """Rows of WikiText as on the hub: its lines, those that are not blank with their end; or its documents."""
+    """Rows of WikiText as on the hub: its lines, those that are not blank with their end; or its
+    documents."""
     text = file.read_text(encoding="utf-8")
     if benchmark.name == "wikitext2":
         yield from ({"text": line} for line in lines(text))

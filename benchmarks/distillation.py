@@ -1,11 +1,13 @@
-"""Cost of a step of distillation: `python -m benchmarks.distillation [--model olmoe_7b --layers 1]`.
+"""Cost of a step of distillation: `python -m benchmarks.distillation [--model olmoe_7b --layers
+1]`.
 
-Half of the experts of each layer, chosen at random, are removed. Ratios, each the median over pairs that ran one after
-the other in this process, are those of a forward and backward pass with the unpruned model as the teacher to a forward
-and backward pass of the pruned model with frozen weights, whose gradients go to the embeddings:
+Half of the experts of each layer, chosen at random, are removed. Ratios, each the median over pairs
+that ran one after the other in this process, are those of a forward and backward pass with the
+unpruned model as the teacher to a forward and backward pass of the pruned model with frozen
+weights, whose gradients go to the embeddings:
 - routers: of the routers' weights (recovery=router_kd);
-- adapters: of DoRA adapters on all experts and routers (recovery=distill). Experts with adapters run one after the
-  other, so their bar is higher.
+- adapters: of DoRA adapters on all experts and routers (recovery=distill). Experts with adapters
+  run one after the other, so their bar is higher.
 Exit code 1 when a bar fails.
 """
 
@@ -34,8 +36,11 @@ def main() -> int:
     arguments = _arguments()
     torch.set_num_threads(arguments.threads)
     print(describe(arguments.device), flush=True)
-    model = published_model(arguments.model, arguments.layers, arguments.device, vocabulary=arguments.vocabulary)
-    plan, text = random_half(model), batch(arguments.rows, arguments.length)
+    model = published_model(
+        arguments.model, arguments.layers, arguments.device, vocabulary=arguments.vocabulary
+    )
+    plan = random_half(model)
+    text = batch(arguments.rows, arguments.length)
     took = functools.partial(device_seconds, model.device.type)
     plain = functools.partial(plain_gradients, prune(model, plan), text)
     failed = False
@@ -55,10 +60,14 @@ def _arguments() -> argparse.Namespace:
     options = parser("distillation", __doc__)
     options.add_argument("--model", choices=CONFIGURATIONS, default="olmoe_7b")
     options.add_argument("--layers", type=int, help="all if not given")
-    options.add_argument("--vocabulary", type=int, help="words of the published model, all if not given")
+    options.add_argument(
+        "--vocabulary", type=int, help="words of the published model, all if not given"
+    )
     options.add_argument("--device", default="cpu", help="cpu or cuda")
     options.add_argument("--threads", type=int, default=1)
-    options.add_argument("--parts", nargs="+", choices=BARS, default=list(BARS), help="what is trained")
+    options.add_argument(
+        "--parts", nargs="+", choices=BARS, default=list(BARS), help="what is trained"
+    )
     options.add_argument("--rows", type=int, default=2)
     options.add_argument("--length", type=int, default=512, help="tokens in a row")
     options.add_argument("--pairs", type=int, default=3)

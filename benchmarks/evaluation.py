@@ -1,14 +1,16 @@
 """Real benchmarks through the adapters: `python -m benchmarks.evaluation --data FOLDER`.
 
-FOLDER holds ARC, OpenBookQA, WinoGrande, PIQA, MMLU and WikiText-2 as files (`benchmarks.data_sets`). A mirror is made
-from them, and lm-eval's own tasks run from it on a random model of OLMoE's architecture with a context of 4,096
-tokens.
+FOLDER holds ARC, OpenBookQA, WinoGrande, PIQA, MMLU and WikiText-2 as files
+(`benchmarks.data_sets`). A mirror is made from them, and lm-eval's own tasks run from it on a
+random model of OLMoE's architecture with a context of 4,096 tokens.
 
-1. equal: every item of the six benchmarks, acc and acc_norm, against one unpadded forward pass per answer
-   (benchmarks/choices.py). Bar: no item differs. Perplexities of WikiText-2: within 1e-4 of an independent computation.
-2. speed: CPU seconds of the same tasks through the adapter and through lm-eval's own evaluate() on the same loaded
-   model, one after the other in each round; the ratio is the median over rounds. Bar: 1.05. The second line includes
-   building the tasks, which lm-eval does from the same mirror by its `dataset_path`.
+1. equal: every item of the six benchmarks, acc and acc_norm, against one unpadded forward pass per
+   answer (benchmarks/choices.py). Bar: no item differs. Perplexities of WikiText-2: within 1e-4 of
+   an independent computation.
+2. speed: CPU seconds of the same tasks through the adapter and through lm-eval's own evaluate() on
+   the same loaded model, one after the other in each round; the ratio is the median over rounds.
+   Bar: 1.05. The second line includes building the tasks, which lm-eval does from the same mirror
+   by its `dataset_path`.
 
 Exit code 1 when a bar fails.
 """
@@ -44,7 +46,8 @@ from moe_lab.paths import resolve
 
 CHOICES = ("arc_challenge", "arc_easy", "openbookqa", "winogrande", "piqa", "mmlu")
 TEXTS = ("wikitext2", "wikitext2_word")
-BAR_SPEED, BAR_PERPLEXITY = 1.05, 1e-4
+BAR_SPEED = 1.05
+BAR_PERPLEXITY = 1e-4
 
 
 def main() -> int:
@@ -52,7 +55,9 @@ def main() -> int:
     arguments = _arguments()
     torch.set_num_threads(1)
     shape = argparse.Namespace(hidden=64, width=32, layers=2, top_k=2)
-    subject = LoadedModel(random_model(8, shape), AutoTokenizer.from_pretrained(resolve("pocket:olmoe")))
+    subject = LoadedModel(
+        random_model(8, shape), AutoTokenizer.from_pretrained(resolve("pocket:olmoe"))
+    )
     failed = False
     with tempfile.TemporaryDirectory() as root:
         wanted = benchmarks([*CHOICES, *TEXTS], root)
@@ -64,18 +69,28 @@ def main() -> int:
                 compare = _same_text if benchmark.name in TEXTS else _same_items
                 failed |= compare(subject, benchmark)
         if "speed" in arguments.parts:
-            few = [replace(benchmark, limit=arguments.items) for benchmark in chosen if benchmark.name in CHOICES]
+            few = [
+                replace(benchmark, limit=arguments.items)
+                for benchmark in chosen
+                if benchmark.name in CHOICES
+            ]
             failed |= _speed(subject, few, arguments.rounds)
     return int(failed)
 
 
 def _arguments() -> argparse.Namespace:
     options = parser("evaluation", __doc__)
-    options.add_argument("--data", type=Path, required=True, help="a folder with the benchmarks' files")
-    options.add_argument("--parts", nargs="+", choices=("equal", "speed"), default=["equal", "speed"])
+    options.add_argument(
+        "--data", type=Path, required=True, help="a folder with the benchmarks' files"
+    )
+    options.add_argument(
+        "--parts", nargs="+", choices=("equal", "speed"), default=["equal", "speed"]
+    )
     options.add_argument("--limit", type=int, help="part 1: the first items of each benchmark only")
     options.add_argument("--items", type=int, default=200, help="part 2: items of each benchmark")
-    options.add_argument("--rounds", type=int, default=7, help="part 2: rounds measured, after one that is not")
+    options.add_argument(
+        "--rounds", type=int, default=7, help="part 2: rounds measured, after one that is not"
+    )
     return options.parse_args()
 
 
@@ -85,20 +100,32 @@ def _arguments() -> argparse.Namespace:
 def _same_items(subject: LoadedModel, benchmark: BenchmarkConfig) -> bool:
     metrics = ["acc"] if benchmark.name in ("mmlu", "winogrande") else ["acc", "acc_norm"]
     graded = _graded(subject, replace(benchmark, reports={metric: metric for metric in metrics}))
-    found = [{s["item"]: s["outcome"] for s in graded.samples if s["benchmark"] == metric} for metric in metrics]
+    found = [
+        {s["item"]: s["outcome"] for s in graded.samples if s["benchmark"] == metric}
+        for metric in metrics
+    ]
     asked = [choices.CHOICES[benchmark.name](row) for row in _rows(benchmark)]
     scores = [choices.likelihoods(subject.model, subject.tokenizer, choice) for choice in asked]
     differing = 0
     for metric, outcomes, result in zip(metrics, found, graded.results, strict=True):
-        naive = [choices.outcome(score, choice, metric) for score, choice in zip(scores, asked, strict=True)]
+        naive = [
+            choices.outcome(score, choice, metric)
+            for score, choice in zip(scores, asked, strict=True)
+        ]
         different = sum(own != other for own, other in zip(outcomes.values(), naive, strict=True))
         differing += different
-        print(f"{benchmark.name} {metric}: {len(naive)} items, {result['score']:.4f}, {different} differ", flush=True)
+        print(
+            f"{benchmark.name} {metric}: {len(naive)} items, {result['score']:.4f}, {different} "
+            "differ",
+            flush=True,
+        )
     return differing > 0
 
 
 def _graded(subject: LoadedModel, benchmark: BenchmarkConfig) -> Graded:
-    graded: Graded = suite.adapter(benchmark).grade(run.answer(subject, benchmark), benchmark, Policy())
+    graded: Graded = suite.adapter(benchmark).grade(
+        run.answer(subject, benchmark), benchmark, Policy()
+    )
     return graded
 
 
@@ -108,8 +135,14 @@ def _rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
     by_subset = mirror.subsets(benchmark)
     rows = []
     for task, count in counts.items():
-        subset = benchmark.subset or (task.removeprefix("mmlu_") if len(by_subset) > 1 else "default")
-        rows += [row for file in by_subset[subset][str(benchmark.split)] for row in mirror.read_rows(file)][:count]
+        subset = benchmark.subset or (
+            task.removeprefix("mmlu_") if len(by_subset) > 1 else "default"
+        )
+        rows += [
+            row
+            for file in by_subset[subset][str(benchmark.split)]
+            for row in mirror.read_rows(file)
+        ][:count]
     return rows
 
 
@@ -120,18 +153,27 @@ def _numbers(benchmark: BenchmarkConfig) -> dict[str, list[int]]:
 
 
 def _same_text(subject: LoadedModel, benchmark: BenchmarkConfig) -> bool:
-    model, tokenizer = subject.model, subject.tokenizer
+    model = subject.model
+    tokenizer = subject.tokenizer
     if benchmark.harness == "perplexity":
         text = "\n\n".join(row["text"] for row in mirror.rows(benchmark))
-        naive = choices.perplexity(model, tokenizer, text, benchmark.parameters["length"], benchmark.limit)
+        naive = choices.perplexity(
+            model, tokenizer, text, benchmark.parameters["length"], benchmark.limit
+        )
     else:
         from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
-        pages = [(wikitext_detokenizer(row), row["page"]) for row in mirror.rows(benchmark)[: benchmark.limit]]
+        pages = [
+            (wikitext_detokenizer(row), row["page"])
+            for row in mirror.rows(benchmark)[: benchmark.limit]
+        ]
         naive = choices.word_perplexity(model, tokenizer, pages, subject.max_length or 0)
     (result,) = _graded(subject, benchmark).results
     apart = abs(result["score"] / naive - 1)
-    print(f"{benchmark.name}: {result['score']:.6f}, independently {naive:.6f}, {apart:.1e} apart", flush=True)
+    print(
+        f"{benchmark.name}: {result['score']:.6f}, independently {naive:.6f}, {apart:.1e} apart",
+        flush=True,
+    )
     return apart > BAR_PERPLEXITY
 
 
@@ -141,7 +183,11 @@ def _same_text(subject: LoadedModel, benchmark: BenchmarkConfig) -> bool:
 def _speed(subject: LoadedModel, few: Sequence[BenchmarkConfig], count: int) -> bool:
     ways: list[tuple[str, Callable[[], None], Callable[[], None]]] = [
         ("evaluating", lambda: _adapter(subject, few), lambda: _plain(subject, few)),
-        ("building the tasks and evaluating", lambda: _fresh(subject, few), lambda: _plain_fresh(subject, few)),
+        (
+            "building the tasks and evaluating",
+            lambda: _fresh(subject, few),
+            lambda: _plain_fresh(subject, few),
+        ),
     ]
     failed = False
     for name, own, other in ways:
@@ -151,7 +197,10 @@ def _speed(subject: LoadedModel, few: Sequence[BenchmarkConfig], count: int) -> 
             seconds = rounds(pair, count)
         ratio = statistics.median(ratios(seconds["adapter"], seconds["lm-eval"]))
         first, second = (statistics.median(times) for times in seconds.values())
-        print(f"{name}: adapter {first:.2f} s, lm-eval's own {second:.2f} s, ratio {ratio:.3f} (bar {BAR_SPEED})")
+        print(
+            f"{name}: adapter {first:.2f} s, lm-eval's own {second:.2f} s, ratio {ratio:.3f} (bar "
+            f"{BAR_SPEED})"
+        )
         failed |= ratio > BAR_SPEED
     return failed
 
@@ -174,8 +223,13 @@ def _evaluate(subject: LoadedModel, tasks: dict[str, Any], benchmark: BenchmarkC
     from moe_lab.evaluation.harnesses.lm_eval_tasks import first_items
 
     evaluator.evaluate(
-        lm=HFLM(pretrained=subject.model, tokenizer=subject.tokenizer, batch_size=benchmark.batch_size),
-        task_dict={"tasks": {name: tasks[name] for name in first_items(tasks, benchmark.limit)}, "groups": {}},
+        lm=HFLM(
+            pretrained=subject.model, tokenizer=subject.tokenizer, batch_size=benchmark.batch_size
+        ),
+        task_dict={
+            "tasks": {name: tasks[name] for name in first_items(tasks, benchmark.limit)},
+            "groups": {},
+        },
         samples=first_items(tasks, benchmark.limit),
         bootstrap_iters=0,
     )
@@ -187,15 +241,22 @@ def _fresh(subject: LoadedModel, few: Sequence[BenchmarkConfig]) -> None:
 
 
 def _plain_fresh(subject: LoadedModel, few: Sequence[BenchmarkConfig]) -> None:
-    """lm-eval's evaluate() with tasks that it builds from the mirror, without an index of all its task definitions."""
+    """lm-eval's evaluate() with tasks that it builds from the mirror, without an index of all its
+    task definitions."""
     from lm_eval.tasks import TaskManager
 
     for benchmark in few:
         manager = TaskManager(include_path=str(task_folder(benchmark)), include_defaults=False)
-        place = {"dataset_path": str(mirror.folder(benchmark)), "training_split": None, "fewshot_split": None}
+        place = {
+            "dataset_path": str(mirror.folder(benchmark)),
+            "training_split": None,
+            "fewshot_split": None,
+        }
         split = {"test_split": benchmark.split, "validation_split": None, "num_fewshot": 0}
         built = manager._factory.build(
-            manager.task_index[benchmark.task], overrides={**place, **split}, registry=manager.task_index
+            manager.task_index[benchmark.task],
+            overrides={**place, **split},
+            registry=manager.task_index,
         )
         _evaluate(subject, manager.load([built])["tasks"], benchmark)
 

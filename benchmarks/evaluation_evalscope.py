@@ -1,13 +1,16 @@
-"""EvalScope's grading, through the adapter: `python -m benchmarks.evaluation_evalscope --data FOLDER`.
+"""EvalScope's grading, through the adapter: `python -m benchmarks.evaluation_evalscope --data
+FOLDER`.
 
-answers: FOLDER holds GSM8K and MATH-500 as files (`benchmarks.data_sets`), from which a mirror is made.
-EvalScope's own process asks all 1,319 and 500 questions and then grades three sets of answers, each in \\boxed{} as the
-prompt demands: the data's own answer, the answer plus one, and the answer to another question. Bars: own answers all
-right, answers plus one all wrong. Another question's answer may mean the same (x=5 and 5); all that are judged right
-are listed.
+answers: FOLDER holds GSM8K and MATH-500 as files (`benchmarks.data_sets`), from which a mirror is
+made.
+EvalScope's own process asks all 1,319 and 500 questions and then grades three sets of answers, each
+in \\boxed{} as the prompt demands: the data's own answer, the answer plus one, and the answer to
+another question. Bars: own answers all right, answers plus one all wrong. Another question's answer
+may mean the same (x=5 and 5); all that are judged right are listed.
 
-programs: benchmarks/contest_programs.py in EvalScope's interpreter: programs judged by EvalScope's own function, which
-runs them in the process that holds the expected outputs, and by moe_lab's sandbox. Bar: the same tests pass.
+programs: benchmarks/contest_programs.py in EvalScope's interpreter: programs judged by EvalScope's
+own function, which runs them in the process that holds the expected outputs, and by moe_lab's
+sandbox. Bar: the same tests pass.
 
 Exit code 1 when a bar fails.
 """
@@ -63,7 +66,9 @@ def _check_answers(arguments: argparse.Namespace) -> bool:
 
 def _arguments() -> argparse.Namespace:
     options = parser("evaluation_evalscope", __doc__)
-    options.add_argument("--data", type=Path, required=True, help="folder with gsm8k_test.jsonl, math500_test.jsonl")
+    options.add_argument(
+        "--data", type=Path, required=True, help="folder with gsm8k_test.jsonl, math500_test.jsonl"
+    )
     options.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     options.add_argument("--benchmarks", nargs="+", default=NAMES, choices=NAMES)
     options.add_argument("--limit", type=int, help="only so many items")
@@ -72,12 +77,23 @@ def _arguments() -> argparse.Namespace:
 
 def _check(benchmark: BenchmarkConfig) -> bool:
     questions, wall, used = timed(lambda: evalscope.items(benchmark))
-    print(f"{benchmark.name}: {len(questions)} questions, {wall:.0f} s, {used:.0f} s of processor time", flush=True)
+    print(
+        f"{benchmark.name}: {len(questions)} questions, {wall:.0f} s, {used:.0f} s of processor "
+        "time",
+        flush=True,
+    )
     own = own_answers(benchmark, questions)
     failed = False
-    for kind, change, right in (("own answers", _own, 1.0), ("plus one", _plus_one, 0.0), ("others'", _others, 0.0)):
+    for kind, change, right in (
+        ("own answers", _own, 1.0),
+        ("plus one", _plus_one, 0.0),
+        ("others'", _others, 0.0),
+    ):
         given = [change(own, number) for number in range(len(own))]
-        answers = [Answer(q.name, "", (Reply(boxed(text)),)) for q, text in zip(questions, given, strict=True)]
+        answers = [
+            Answer(q.name, "", (Reply(boxed(text)),))
+            for q, text in zip(questions, given, strict=True)
+        ]
         graded, wall, used = timed(partial(evalscope.grade, answers, benchmark, Policy()))
         score = round(sum(sample["outcome"] for sample in graded.samples))
         seconds = f"{wall:.0f} s, {used:.0f} s of processor time"
@@ -86,14 +102,19 @@ def _check(benchmark: BenchmarkConfig) -> bool:
             if sample["outcome"] != right:
                 failed |= change is not _others
                 print(
-                    f"  {sample['item']}: answer {wanted!r}, given {text!r}, read {sample['extracted']!r}", flush=True
+                    f"  {sample['item']}: answer {wanted!r}, given {text!r}, read "
+                    f"{sample['extracted']!r}",
+                    flush=True,
                 )
     return failed
 
 
 def own_answers(benchmark: BenchmarkConfig, questions: Sequence[Item]) -> list[str]:
-    """The data's answer to each question, looked up by the question's text in EvalScope's prompt."""
-    of_text = {_question(row): row["answer"].split("####")[-1].strip() for row in mirror.rows(benchmark)}
+    """The data's answer to each question, looked up by the question's text in EvalScope's
+    prompt."""
+    of_text = {
+        _question(row): row["answer"].split("####")[-1].strip() for row in mirror.rows(benchmark)
+    }
     conversations: list[Any] = [question.requests[0].prompt for question in questions]  # type: ignore[union-attr]
     texts = [messages[-1]["content"] for messages in conversations]
     return [of_text[text.rsplit("\nPlease reason step by step", 1)[0]] for text in texts]

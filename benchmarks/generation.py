@@ -1,11 +1,12 @@
 """Speed of the CPU experts of loaded models in fp32: `python -m benchmarks.generation`.
 
-Compares the loaded model, whose experts run by moe_lab/models/experts.py, with the same model with transformers' eager
-experts: for the work of an evaluation (generation; scoring of answers, in batches of short rows), and for one layer
-with an increasing number of tokens, from which the constant FEW was chosen. Each ratio is the median over rounds in
-which all ways ran one after the other in this process; results are also compared bit by bit. Bar for generation and
-scoring: below 1. Seconds are CPU seconds of one thread, which other work on the machine disturbs little. Exit code 1
-when a bar fails or bits differ.
+Compares the loaded model, whose experts run by moe_lab/models/experts.py, with the same model with
+transformers' eager experts: for the work of an evaluation (generation; scoring of answers, in
+batches of short rows), and for one layer with an increasing number of tokens, from which the
+constant FEW was chosen. Each ratio is the median over rounds in which all ways ran one after the
+other in this process; results are also compared bit by bit. Bar for generation and scoring: below
+1. Seconds are CPU seconds of one thread, which other work on the machine disturbs little. Exit code
+   1 when a bar fails or bits differ.
 """
 
 from __future__ import annotations
@@ -32,13 +33,16 @@ BAR = 1.0
 def main() -> int:
     """Measure, print, compare with the bar."""
     arguments = _arguments()
-    model, _ = load_model(ModelConfig(name="model", path=arguments.model, threads=1, device="cpu", dtype="float32"))
+    model, _ = load_model(
+        ModelConfig(name="model", path=arguments.model, threads=1, device="cpu", dtype="float32")
+    )
     if model.get_experts_implementation()[""] != experts.CPU_EXPERTS:
         print(f"{arguments.model}: its experts stay eager, there is nothing to compare")
         return 1
     layers = moe_layers(model)
     print(
-        f"{arguments.model}: {len(layers)} layers of {layers[0].n_experts} experts, top-{layers[0].top_k}, "
+        f"{arguments.model}: {len(layers)} layers of {layers[0].n_experts} experts, "
+        f"top-{layers[0].top_k}, "
         f"hidden {layers[0].hidden}, width {layers[0].width}",
         flush=True,
     )
@@ -50,9 +54,13 @@ def main() -> int:
             failed |= _compare(name, work, arguments.rounds, BAR)
         for rows, length in arguments.score:
             work = _both(model, _scoring(model, rows, length))
-            failed |= _compare(f"scoring, {rows} rows of {length} tokens", work, arguments.rounds, BAR)
+            failed |= _compare(
+                f"scoring, {rows} rows of {length} tokens", work, arguments.rounds, BAR
+            )
         for tokens in arguments.tokens:
-            failed |= _compare(f"one layer, {tokens} tokens", _ways(layers[0], tokens), arguments.rounds, None)
+            failed |= _compare(
+                f"one layer, {tokens} tokens", _ways(layers[0], tokens), arguments.rounds, None
+            )
     return int(failed)
 
 
@@ -64,17 +72,29 @@ def _arguments() -> argparse.Namespace:
     options = parser("generation", __doc__)
     options.add_argument("--model", default="pocket:olmoe", help="a folder or pocket:NAME")
     options.add_argument("--batch", type=int, default=64, help="rows that generate together")
-    options.add_argument("--generate", type=pair, nargs="+", default=[(40, 48)], help="prompt x new tokens")
-    options.add_argument("--score", type=pair, nargs="+", default=[(8, 40), (32, 40), (64, 64)], help="rows x tokens")
+    options.add_argument(
+        "--generate", type=pair, nargs="+", default=[(40, 48)], help="prompt x new tokens"
+    )
+    options.add_argument(
+        "--score", type=pair, nargs="+", default=[(8, 40), (32, 40), (64, 64)], help="rows x tokens"
+    )
     options.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 64, 256, 512, 1024, 4096])
-    options.add_argument("--rounds", type=int, default=7, help="rounds measured, after one that is not")
+    options.add_argument(
+        "--rounds", type=int, default=7, help="rounds measured, after one that is not"
+    )
     return options.parse_args()
 
 
 def _generation(model: Any, rows: int, length: int, new: int) -> Work:
-    """Greedy generation of exactly `new` tokens, so that all ways do the same work; returns the logits of all steps."""
+    """Greedy generation of exactly `new` tokens, so that all ways do the same work; returns the
+    logits of all steps."""
     ids = torch.randint(5, model.config.vocab_size, (rows, length))
-    settings = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "eos_token_id": None}
+    settings = {
+        "max_new_tokens": new,
+        "min_new_tokens": new,
+        "do_sample": False,
+        "eos_token_id": None,
+    }
 
     def work() -> torch.Tensor:
         out = model.generate(ids, **settings, return_dict_in_generate=True, output_logits=True)
@@ -108,15 +128,19 @@ def _both(model: Any, work: Work) -> dict[str, Work]:
 
 
 def _ways(layer: MoELayer, tokens: int) -> dict[str, Work]:
-    """The experts of one layer: eager, and both code paths of the CPU experts, forced for any number of tokens."""
+    """The experts of one layer: eager, and both code paths of the CPU experts, forced for any
+    number of tokens."""
     module: Any = layer.experts
     hidden = torch.randn(tokens, layer.hidden)
     weights, index = torch.rand(tokens, layer.n_experts).topk(layer.top_k)
     repeat = range(max(1, 512 // tokens))
 
     def run(few: int | None) -> torch.Tensor:
-        module.config._experts_implementation_internal = EAGER if few is None else experts.CPU_EXPERTS
-        usual, experts.FEW = experts.FEW, few or 0
+        module.config._experts_implementation_internal = (
+            EAGER if few is None else experts.CPU_EXPERTS
+        )
+        usual = experts.FEW
+        experts.FEW = few or 0
         try:
             results: list[torch.Tensor] = [module(hidden, index, weights) for _ in repeat]
             return results[-1]

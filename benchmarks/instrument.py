@@ -1,13 +1,16 @@
-"""Check that the shipped models distinguish criteria from random plans: `python -m benchmarks.instrument`.
+"""Check that the shipped models distinguish criteria from random plans:
+`python -m benchmarks.instrument`.
 
-Experts are ranked on the calibration set of a skill (code, mathematics), a quarter of them is removed from every
-layer, and the loss on right answers to the benchmarks of that skill is compared with that of random plans. Two
-conditions must hold for every model and skill:
+Experts are ranked on the calibration set of a skill (code, mathematics), a quarter of them is
+removed from every layer, and the loss on right answers to the benchmarks of that skill is compared
+with that of random plans. Two conditions must hold for every model and skill:
 
-1. The loss with the ranking by exact ablation (rise of the loss without one expert) is below the mean of random plans.
+1. The loss with the ranking by exact ablation (rise of the loss without one expert) is below the
+   mean of random plans.
 2. So is the loss with every criterion that reads the text.
 
-No settings were chosen by these results. Exit code 1 when one fails; docs/analysis.md explains the known failures.
+No settings were chosen by these results. Exit code 1 when one fails; docs/analysis.md explains the
+known failures.
 """
 
 from __future__ import annotations
@@ -66,18 +69,29 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     options = parser("instrument", __doc__)
     options.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
-    options.add_argument("--ratio", type=float, default=0.25, help="experts removed from every layer")
+    options.add_argument(
+        "--ratio", type=float, default=0.25, help="experts removed from every layer"
+    )
     options.add_argument("--seeds", type=int, default=5, help="random plans")
-    options.add_argument("--items", type=int, default=None, help="items of each benchmark; all by default")
+    options.add_argument(
+        "--items", type=int, default=None, help="items of each benchmark; all by default"
+    )
     options.add_argument("--tokens", type=int, default=32768, help="calibration tokens")
-    options.add_argument("--ablation-tokens", type=int, default=8192, help="calibration tokens of the exact ablation")
+    options.add_argument(
+        "--ablation-tokens", type=int, default=8192, help="calibration tokens of the exact ablation"
+    )
     return options.parse_args()
 
 
 def _skill(
-    subject: LoadedModel, name: str, skill: str, chance: Sequence[Scores], arguments: argparse.Namespace
+    subject: LoadedModel,
+    name: str,
+    skill: str,
+    chance: Sequence[Scores],
+    arguments: argparse.Namespace,
 ) -> list[str]:
-    """Print the losses of one model on one skill; returns the criteria that are not below the random plans."""
+    """Print the losses of one model on one skill; returns the criteria that are not below the
+    random plans."""
     items = [item for benchmark in SKILLS[skill] for item in items_of(benchmark)[: arguments.items]]
     whole = mean_loss(subject, items)
     by_chance = [pruned_loss(subject, scores, items, arguments.ratio) for scores in chance]
@@ -92,7 +106,9 @@ def _skill(
         loss = pruned_loss(subject, scores, items, arguments.ratio)
         better = sum(other < loss for other in by_chance)
         verdict = "ok" if loss < mean else "FAILED"
-        print(f"  {criterion:13} {loss:.3f}, {better} random plans are better: {verdict}", flush=True)
+        print(
+            f"  {criterion:13} {loss:.3f}, {better} random plans are better: {verdict}", flush=True
+        )
         if loss >= mean:
             failures.append(f"{name} {skill} {criterion}")
     return failures
@@ -100,22 +116,33 @@ def _skill(
 
 def items_of(benchmark: str) -> list[tuple[str, str]]:
     """Prompts and right answers of a shipped benchmark, as its harness builds them."""
-    lines = Path(resolve(f"pocket:benchmarks/{benchmark}.jsonl")).read_text(encoding="utf-8").splitlines()
+    lines = (
+        Path(resolve(f"pocket:benchmarks/{benchmark}.jsonl"))
+        .read_text(encoding="utf-8")
+        .splitlines()
+    )
     rows = [json.loads(line) for line in lines]
     return [(row["prompt"], row.get("canonical_solution") or f" {row['target']}") for row in rows]
 
 
 def mean_loss(subject: LoadedModel, items: Sequence[tuple[str, str]]) -> float:
     """Mean loss on the right answers in bits per byte."""
-    asked = [Item(str(number), (Text(prompt, 1, reference=answer),)) for number, (prompt, answer) in enumerate(items)]
+    asked = [
+        Item(str(number), (Text(prompt, 1, reference=answer),))
+        for number, (prompt, answer) in enumerate(items)
+    ]
     losses = [
-        answer.reply.loss for answer in collect_answers(subject, asked, BenchmarkConfig("losses", "lm_eval", "none"))
+        answer.reply.loss
+        for answer in collect_answers(subject, asked, BenchmarkConfig("losses", "lm_eval", "none"))
     ]
     return statistics.mean(loss for loss in losses if loss is not None)
 
 
-def pruned_loss(subject: LoadedModel, scores: Scores, items: Sequence[tuple[str, str]], ratio: float) -> float:
-    """The same when the share `ratio` of experts with the lowest scores is masked in every layer."""
+def pruned_loss(
+    subject: LoadedModel, scores: Scores, items: Sequence[tuple[str, str]], ratio: float
+) -> float:
+    """The same when the share `ratio` of experts with the lowest scores is masked in every
+    layer."""
     with mask(subject.model, _plan(subject.model, scores, ratio)):
         return mean_loss(subject, items)
 
@@ -130,15 +157,21 @@ def random_scores(model: Any, seed: int) -> Scores:
     return _score("random", {}, model, seed)
 
 
-def _score(name: str, inputs: Mapping[int, Mapping[str, Any]], model: Any, seed: int = 42) -> Scores:
+def _score(
+    name: str, inputs: Mapping[int, Mapping[str, Any]], model: Any, seed: int = 42
+) -> Scores:
     experts = {layer.index: layer.n_experts for layer in moe_layers(model)}
     found = criteria.score(name, inputs, experts=experts, gate="model", seed=seed)
     return {layer: [float(value) for value in values] for layer, values in found.items()}
 
 
-def rankings(subject: LoadedModel, skill: str, tokens: int, ablation_tokens: int) -> Iterable[tuple[str, Scores]]:
-    """Yield names and scores: exact ablation, then every criterion of whole experts that reads the calibration set."""
-    model, tokenizer = subject.model, subject.tokenizer
+def rankings(
+    subject: LoadedModel, skill: str, tokens: int, ablation_tokens: int
+) -> Iterable[tuple[str, Scores]]:
+    """Yield names and scores: exact ablation, then every criterion of whole experts that reads the
+    calibration set."""
+    model = subject.model
+    tokenizer = subject.tokenizer
     few = _rows(skill, ablation_tokens, tokenizer)
     silent = loss_rises(model, "ablation", few).layers
     yield ABLATION, {layer: sums["ablation"].tolist() for layer, sums in silent.items()}
@@ -155,7 +188,9 @@ def rankings(subject: LoadedModel, skill: str, tokens: int, ablation_tokens: int
 
 def _rows(skill: str, tokens: int, tokenizer: Any) -> Any:
     path = f"pocket:calibration/{skill}.jsonl"
-    text = CalibrationConfig(skill, path, packing="chunk", length=512, tokens=tokens, gap="eos", batch_size=8, seed=42)
+    text = CalibrationConfig(
+        skill, path, packing="chunk", length=512, tokens=tokens, gap="eos", batch_size=8, seed=42
+    )
     return batches(text, tokenizer).rows
 
 

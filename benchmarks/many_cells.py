@@ -1,10 +1,12 @@
-"""A store of 100,000 cells: its inodes, the start of a study with nothing left to do, `gc` and `status`.
+"""A store of 100,000 cells: its inodes, the start of a study with nothing left to do, `gc` and
+`status`.
 
     python -m benchmarks.many_cells --store FOLDER
 
-Fills the folder, unless it is a store, with steps under their real ids and sizes, and with content that is made up:
-12 GB for 100,000 cells, 1.2 GB with --seeds 10. The bars are seconds of the processor of the machine that
-docs/performance.md is of: where a fixed piece of Python takes longer, so may they. Exit code 1 when one is missed.
+Fills the folder, unless it is a store, with steps under their real ids and sizes, and with content
+that is made up: 12 GB for 100,000 cells, 1.2 GB with --seeds 10. The bars are seconds of the
+processor of the machine that docs/performance.md is of: where a fixed piece of Python takes longer,
+so may they. Exit code 1 when one is missed.
 """
 
 from __future__ import annotations
@@ -41,10 +43,13 @@ from moe_lab.study.status import COMMANDS
 from moe_lab.study.step import Step, provenance
 from moe_lab.study.store import STEP, Store
 
-TEN, ALL = "ten_thousand", "all_cells"
+TEN = "ten_thousand"
+ALL = "all_cells"
 SEEDS = {TEN: 10}
 """Studies of the store, and how many of its seeds they have; each seed is 1,020 cells."""
-BENCHMARKS = sorted(file.stem for file in (Path(__file__).parents[1] / "conf/benchmark").glob("pocket_*.yaml"))
+BENCHMARKS = sorted(
+    file.stem for file in (Path(__file__).parents[1] / "conf/benchmark").glob("pocket_*.yaml")
+)
 WORDS = [
     *("launcher=inline", "report=false", "allow_code_execution=true", "model=pocket_olmoe"),
     f"suite.benchmarks=[{','.join(BENCHMARKS)}]",
@@ -55,7 +60,11 @@ WORDS = [
 ]
 SIZES = {
     "model": {"facts.json": 620},
-    "statistics": {"statistics.safetensors": 137_312, "calibration.json": 1948, "experts.parquet": 9588},
+    "statistics": {
+        "statistics.safetensors": 137_312,
+        "calibration.json": 1948,
+        "experts.parquet": 9588,
+    },
     "scores": {"scores.parquet": 1443},
     "plan": {"plan.json": 1435},
     "cost": {"cost.json": 492},
@@ -67,7 +76,9 @@ SIZES = {
 """Kind -> bytes of its files in the shipped study."""
 PIECE = 1000
 """Bytes of noise that are repeated in a file."""
-INODES_BAR, OPERATIONS_BAR, MEMORY_BAR = 1.0, 1000.0, 2.0
+INODES_BAR = 1.0
+OPERATIONS_BAR = 1000.0
+MEMORY_BAR = 2.0
 SECONDS_BARS = {f"start {TEN}": 15.0, f"start {ALL}": 60.0, "gc": 60.0, f"status {ALL}": 60.0}
 """Part -> its most seconds."""
 
@@ -88,13 +99,17 @@ def main() -> int:
             in_own_process("many_cells", "--part", f"fill {first}")
         for study in (TEN, ALL):
             in_own_process("many_cells", "--part", f"record {study}")
-    inodes, cells = sum(1 for _ in words.store.rglob("*")), 1020 * words.seeds
-    failed = misses("inodes a cell", inodes / cells, "<=", INODES_BAR, f" ({inodes} of {cells:,} cells)")
+    inodes = sum(1 for _ in words.store.rglob("*"))
+    cells = 1020 * words.seeds
+    failed = misses(
+        "inodes a cell", inodes / cells, "<=", INODES_BAR, f" ({inodes} of {cells:,} cells)"
+    )
     before = _slowness()
     for part, bar in SECONDS_BARS.items():
         took = in_own_process("many_cells", "--part", part)
         after = _slowness()
-        slowness, before = min(before, after), after
+        slowness = min(before, after)
+        before = after
         note = "".join(f", {key} {value:.2f}" for key, value in took.items() if key != "seconds")
         failed |= misses(f"{part}, seconds", took["seconds"], "<=", bar * slowness, note)
         if not part.startswith("start"):
@@ -104,8 +119,8 @@ def main() -> int:
 
 
 def _slowness() -> float:
-    """How much slower this machine is now than that of the bars. Machines that are shared change: a part may take as
-    much longer as the lesser of what is measured before it and after it."""
+    """How much slower this machine is now than that of the bars. Machines that are shared change: a
+    part may take as much longer as the lesser of what is measured before it and after it."""
     sys.path.append(str(Path(__file__).parents[1] / "tests"))
     from processes import YARDSTICK_SECONDS, yardstick
 
@@ -114,7 +129,9 @@ def _slowness() -> float:
     return slowness
 
 
-def _asked(words: argparse.Namespace, study: str, seeds: Iterable[int]) -> tuple[Config, list[Request]]:
+def _asked(
+    words: argparse.Namespace, study: str, seeds: Iterable[int]
+) -> tuple[Config, list[Request]]:
     with started():
         config, requests = compose([*WORDS, f"seed={','.join(map(str, seeds))}", f"study={study}"])
     return replace(config, store=str(words.store)), requests
@@ -126,7 +143,8 @@ def _study(words: argparse.Namespace, study: str) -> tuple[Config, list[Request]
 
 def fill(words: argparse.Namespace, first: str) -> dict[str, float]:
     """Put the steps of ten seeds into the store: small ones into a pack, others into folders."""
-    store, noise = Store(words.store).create(), Random(0).randbytes(1 << 20)
+    store = Store(words.store).create()
+    noise = Random(0).randbytes(1 << 20)
     seeds = range(int(first), min(int(first) + 10, words.seeds))
     steps = build(*_asked(words, ALL, seeds)).steps
     about = provenance(time.time())
@@ -146,10 +164,23 @@ def _files(step: Step, noise: bytes) -> dict[str, bytes]:
 
 def _content(step: Step, about: dict[str, Any], noise: bytes) -> Packed:
     files = _files(step, noise)
-    hashes = {name: {"bytes": len(text), "sha256": sha256(text).hexdigest()} for name, text in files.items()}
-    document = {"provenance": about, **step.document(), "files": hashes, "time": int(time.time()) // 2 * 2}
+    hashes = {
+        name: {"bytes": len(text), "sha256": sha256(text).hexdigest()}
+        for name, text in files.items()
+    }
+    document = {
+        "provenance": about,
+        **step.document(),
+        "files": hashes,
+        "time": int(time.time()) // 2 * 2,
+    }
     inputs = [needed.id[:DIGITS] for needed in step.inputs.values()]
-    return step.id[:DIGITS], step.folder, inputs, {**files, STEP: sealed(json.dumps(document)).encode()}
+    return (
+        step.id[:DIGITS],
+        step.folder,
+        inputs,
+        {**files, STEP: sealed(json.dumps(document)).encode()},
+    )
 
 
 def _publish(store: Store, step: Step, noise: bytes) -> None:
@@ -162,7 +193,8 @@ def _publish(store: Store, step: Step, noise: bytes) -> None:
 def record(words: argparse.Namespace, study: str) -> dict[str, float]:
     """Write run.json and record.json of a study."""
     config, requests = _study(words, study)
-    graph, store = build(config, requests), Store(words.store).create()
+    graph = build(config, requests)
+    store = Store(words.store).create()
     with begin(store, study, graph.steps) as begun:
         write_sealed(begun.folder / RECORD, described(Study(config, graph, store), begun, {}))
     return {}
@@ -202,13 +234,22 @@ def _measured(work: Callable[[], object]) -> dict[str, float]:
 
 
 def _operations(store: Path) -> int:
-    """System calls on files of the store at the start of a study with nothing left to do; 0 without strace."""
+    """System calls on files of the store at the start of a study with nothing left to do; 0 without
+    strace."""
     if not shutil.which("strace"):
         return 0
     trace = store.with_name(f"{store.name}.trace")
     traced = ["strace", "-f", "-y", "-e", "trace=file,desc", "-o", str(trace)]
     subprocess.run(
-        [*traced, sys.executable, "-m", "benchmarks.many_cells", *sys.argv[1:], "--part", f"start {TEN}"],
+        [
+            *traced,
+            sys.executable,
+            "-m",
+            "benchmarks.many_cells",
+            *sys.argv[1:],
+            "--part",
+            f"start {TEN}",
+        ],
         check=True,
         stdout=subprocess.DEVNULL,
     )
@@ -218,7 +259,9 @@ def _operations(store: Path) -> int:
     return count
 
 
-PARTS: dict[str, Callable[..., dict[str, float]]] = {part.__name__: part for part in (fill, record, start, gc, status)}
+PARTS: dict[str, Callable[..., dict[str, float]]] = {
+    part.__name__: part for part in (fill, record, start, gc, status)
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,9 +1,10 @@
 """Cost of masks: `python -m benchmarks.masks [--model olmoe_7b --layers 1]`.
 
-Half of the experts of each layer, chosen at random, are dropped, or replaced by constants, or merged into the others,
-two and two. Ratios, each the median over pairs that ran one after the other in this process, are those of the forward
-pass under the mask to the plain forward pass. Merged experts are computed one after the other, also where the model
-computes all experts at once (grouped_mm), so their bar is higher. Exit code 1 when a bar fails.
+Half of the experts of each layer, chosen at random, are dropped, or replaced by constants, or
+merged into the others, two and two. Ratios, each the median over pairs that ran one after the other
+in this process, are those of the forward pass under the mask to the plain forward pass. Merged
+experts are computed one after the other, also where the model computes all experts at once
+(grouped_mm), so their bar is higher. Exit code 1 when a bar fails.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def main() -> int:
     arguments = _arguments()
     torch.set_num_threads(arguments.threads)
     print(describe(arguments.device), flush=True)
-    model = published_model(arguments.model, arguments.layers, arguments.device, vocabulary=arguments.vocabulary)
+    model = published_model(
+        arguments.model, arguments.layers, arguments.device, vocabulary=arguments.vocabulary
+    )
     text = batch(arguments.rows, arguments.length)
     forward = functools.partial(plain, model, text)
     took = functools.partial(device_seconds, model.device.type, forward)
@@ -54,7 +57,9 @@ def _arguments() -> argparse.Namespace:
     options = parser("masks", __doc__)
     options.add_argument("--model", choices=CONFIGURATIONS, default="olmoe_7b")
     options.add_argument("--layers", type=int, help="all if not given")
-    options.add_argument("--vocabulary", type=int, help="words of the published model, all if not given")
+    options.add_argument(
+        "--vocabulary", type=int, help="words of the published model, all if not given"
+    )
     options.add_argument("--device", default="cpu", help="cpu or cuda")
     options.add_argument("--threads", type=int, default=1)
     options.add_argument("--rows", type=int, default=8)
@@ -64,15 +69,19 @@ def _arguments() -> argparse.Namespace:
 
 
 def plans(model: PreTrainedModel) -> dict[str, Plan]:
-    """Plans that drop half of the experts, replace them by constants, and merge each into one of the others."""
-    dropping, layers = random_half(model), moe_layers(model)
+    """Plans that drop half of the experts, replace them by constants, and merge each into one of
+    the others."""
+    dropping = random_half(model)
+    layers = moe_layers(model)
     widths = {layer.index: layer.width for layer in layers}
     random = numpy.random.default_rng(0)
     outputs = {layer.index: random.normal(size=(layer.n_experts, layer.hidden)) for layer in layers}
     groups = {}
     for layer, kept in dropping.experts.items():
         dropped = sorted(set(range(dropping.n_experts[layer])) - set(kept))
-        groups[layer] = {one: {one: 0.5, other: 0.5} for one, other in zip(kept, dropped, strict=True)}
+        groups[layer] = {
+            one: {one: 0.5, other: 0.5} for one, other in zip(kept, dropped, strict=True)
+        }
     return {
         "dropped": dropping,
         "constants": replace_by_constants(dropping, outputs, widths),

@@ -1,4 +1,5 @@
-"""Helpers of the benchmark programs: command line, timing, memory, and comparison of figures with their bars.
+"""Helpers of the benchmark programs: command line, timing, memory, and comparison of figures with
+their bars.
 
 torch is imported late, so that programs that do not need it are measured without it.
 """
@@ -23,8 +24,11 @@ GIB = 2**30
 
 
 def parser(program: str, doc: str) -> argparse.ArgumentParser:
-    """The command line of `python -m benchmarks.PROGRAM`, described by the first line of its docstring."""
-    return argparse.ArgumentParser(prog=f"python -m benchmarks.{program}", description=doc.splitlines()[0])
+    """The command line of `python -m benchmarks.PROGRAM`, described by the first line of its
+    docstring."""
+    return argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{program}", description=doc.splitlines()[0]
+    )
 
 
 def namespaces_missing() -> str | None:
@@ -49,7 +53,9 @@ def describe(device: str) -> str:
         where = f"{_processor()}, {torch.get_num_threads()} threads"
     else:
         properties = torch.cuda.get_device_properties(device)
-        where = f"{properties.name}, {properties.total_memory / GIB:.0f} GiB, CUDA {torch.version.cuda}"
+        where = (
+            f"{properties.name}, {properties.total_memory / GIB:.0f} GiB, CUDA {torch.version.cuda}"
+        )
     return f"{where}, torch {torch.__version__}, Python {platform.python_version()}"
 
 
@@ -61,7 +67,8 @@ def _processor() -> str:
 
 
 def cpu_seconds(run: Callable[[], object]) -> float:
-    """CPU seconds of all threads of this process, which other work on the machine disturbs little."""
+    """CPU seconds of all threads of this process, which other work on the machine disturbs
+    little."""
     start = time.process_time()
     run()
     return time.process_time() - start
@@ -75,14 +82,19 @@ def wall_seconds(run: Callable[[], object]) -> float:
 
 
 def timed(run: Callable[[], Made]) -> tuple[Made, float, float]:
-    """The result of `run`, its wall-clock seconds, and its CPU seconds including those of ended child processes."""
-    wall, used = time.perf_counter(), _used_seconds()
+    """The result of `run`, its wall-clock seconds, and its CPU seconds including those of ended
+    child processes."""
+    wall = time.perf_counter()
+    used = _used_seconds()
     made = run()
     return made, time.perf_counter() - wall, _used_seconds() - used
 
 
 def _used_seconds() -> float:
-    usages = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
+    usages = (
+        resource.getrusage(resource.RUSAGE_SELF),
+        resource.getrusage(resource.RUSAGE_CHILDREN),
+    )
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
@@ -127,9 +139,12 @@ def peak(device: str) -> int:
 
 
 def in_own_process(program: str, option: str, value: str) -> dict[str, float]:
-    """Run this program in a new process with its arguments and one more option; returns the JSON that it prints."""
+    """Run this program in a new process with its arguments and one more option; returns the JSON
+    that it prints."""
     command = [sys.executable, "-m", f"benchmarks.{program}", *sys.argv[1:], option, value]
-    document: dict[str, float] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    document: dict[str, float] = json.loads(
+        subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
+    )
     return document
 
 
@@ -171,7 +186,10 @@ def reading_seconds(folder: Path) -> float:
 def misses(what: str, value: float, relation: str, bar: float, note: str = "") -> bool:
     """Print a figure with its bar, "<=" or ">="; True when it misses the bar."""
     good = value <= bar if relation == "<=" else value >= bar
-    print(f"  {what}: {value:.2f}{note}, bar {relation} {bar:.2f}: {'ok' if good else 'FAILED'}", flush=True)
+    print(
+        f"  {what}: {value:.2f}{note}, bar {relation} {bar:.2f}: {'ok' if good else 'FAILED'}",
+        flush=True,
+    )
     return not good
 
 

@@ -1,10 +1,11 @@
 """Memory of gradient statistics: `python -m benchmarks.memory --model olmoe_7b --layers 2`.
 
-Compares peak memory, weights included, of a forward and backward pass with all gradient statistics and of a plain one
-(bar: at most 1.10 times as much). Each runs in its own process. On the CPU it is the memory of the process without that
-of Python and torch before a model is made; on CUDA that of the device. There are two plain passes: one with the loss
-over all logits at once, as one would usually write it, and, because the logits of a large vocabulary could hide
-everything else, one with the loss in parts like the statistics' pass. Exit code 1 when a bar fails.
+Compares peak memory, weights included, of a forward and backward pass with all gradient statistics
+and of a plain one (bar: at most 1.10 times as much). Each runs in its own process. On the CPU it is
+the memory of the process without that of Python and torch before a model is made; on CUDA that of
+the device. There are two plain passes: one with the loss over all logits at once, as one would
+usually write it, and, because the logits of a large vocabulary could hide everything else, one with
+the loss in parts like the statistics' pass. Exit code 1 when a bar fails.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def _arguments() -> argparse.Namespace:
     options = parser("memory", __doc__)
     options.add_argument("--model", choices=CONFIGURATIONS, default="olmoe_7b")
     options.add_argument("--layers", type=int, help="all if not given")
-    options.add_argument("--vocabulary", type=int, help="words of the published model, all if not given")
+    options.add_argument(
+        "--vocabulary", type=int, help="words of the published model, all if not given"
+    )
     options.add_argument("--device", default="cpu", help="cpu or cuda")
     options.add_argument("--rows", type=int, default=4)
     options.add_argument("--length", type=int, default=512, help="tokens in a row")
@@ -54,7 +57,9 @@ def _arguments() -> argparse.Namespace:
 
 def _bytes(arguments: argparse.Namespace) -> dict[str, int]:
     before = peak(arguments.device)
-    model = published_model(arguments.model, arguments.layers, arguments.device, vocabulary=arguments.vocabulary)
+    model = published_model(
+        arguments.model, arguments.layers, arguments.device, vocabulary=arguments.vocabulary
+    )
     WAYS[arguments.way](model, batch(arguments.rows, arguments.length))
     weights = sum(weight.nbytes for weight in model.parameters())
     return {"peak": peak(arguments.device) - before, "weights": weights}
@@ -65,7 +70,11 @@ def _plain_in_parts(model: PreTrainedModel, batch: Batch) -> None:
         forward_and_backward(model, *batch)
 
 
-WAYS = {"plain": plain_gradients, "plain_in_parts": _plain_in_parts, "statistics": observe_gradients}
+WAYS = {
+    "plain": plain_gradients,
+    "plain_in_parts": _plain_in_parts,
+    "statistics": observe_gradients,
+}
 
 
 if __name__ == "__main__":

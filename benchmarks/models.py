@@ -1,4 +1,5 @@
-"""Models with random weights: of any size, of published configurations, and as checkpoints in the layout of the hub.
+"""Models with random weights: of any size, of published configurations, and as checkpoints in the
+layout of the hub.
 
 torch is imported late, so that programs that do not need it are measured without it.
 """
@@ -62,7 +63,8 @@ ON_DISK = {"architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu", "dtyp
 
 
 def random_model(n_experts: int, arguments: argparse.Namespace) -> PreTrainedModel:
-    """A frozen model of OLMoE's architecture, with eager experts and routers that use experts unevenly.
+    """A frozen model of OLMoE's architecture, with eager experts and routers that use experts
+    unevenly.
 
     `arguments`: hidden, width (channels per expert), layers and top_k.
     """
@@ -86,8 +88,8 @@ def random_model(n_experts: int, arguments: argparse.Namespace) -> PreTrainedMod
 
 
 def _uneven(config: Any, experts: str, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """A frozen model of a configuration, with a large spread of router weights: the usual initialisation uses all
-    experts about equally.
+    """A frozen model of a configuration, with a large spread of router weights: the usual
+    initialisation uses all experts about equally.
 
     experts: the name of transformers' experts function.
     """
@@ -98,7 +100,9 @@ def _uneven(config: Any, experts: str, dtype: torch.dtype, device: str) -> PreTr
 
     torch.manual_seed(0)
     with torch.device(device):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation=experts)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, experts_implementation=experts
+        )
     for layer in moe_layers(model):
         for part in layer.routing:
             torch.nn.init.normal_(part.tensor, std=layer.hidden**-0.5)
@@ -106,11 +110,15 @@ def _uneven(config: Any, experts: str, dtype: torch.dtype, device: str) -> PreTr
     return model
 
 
-def published_model(name: str, layers: int | None, device: str, *, vocabulary: int | None = None) -> PreTrainedModel:
-    """The model `name` of CONFIGURATIONS with its first `layers` layers, all if None: frozen, in eval mode.
+def published_model(
+    name: str, layers: int | None, device: str, *, vocabulary: int | None = None
+) -> PreTrainedModel:
+    """The model `name` of CONFIGURATIONS with its first `layers` layers, all if None: frozen, in
+    eval mode.
 
-    `vocabulary` reduces the vocabulary, whose cost would otherwise hide that of few layers. On the CPU the model is in
-    fp32 with eager experts; on another device it is created there in bf16, with the experts function of loaded models.
+    `vocabulary` reduces the vocabulary, whose cost would otherwise hide that of few layers. On the
+    CPU the model is in fp32 with eager experts; on another device it is created there in bf16, with
+    the experts function of loaded models.
     """
     import torch
     from transformers import AutoConfig
@@ -128,13 +136,21 @@ def published_model(name: str, layers: int | None, device: str, *, vocabulary: i
 
 
 def write_checkpoint(folder: Path, layers: int) -> None:
-    """Write a checkpoint of Qwen3-30B-A3B's configuration with `layers` layers: a file per layer, one for the rest."""
+    """Write a checkpoint of Qwen3-30B-A3B's configuration with `layers` layers: a file per layer,
+    one for the rest."""
     import torch
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({**QWEN3_30B, **ON_DISK, "num_hidden_layers": layers}))
-    random = torch.randn(1 << 26, generator=torch.Generator().manual_seed(0), dtype=torch.float32).bfloat16() / 45
+    (folder / "config.json").write_text(
+        json.dumps({**QWEN3_30B, **ON_DISK, "num_hidden_layers": layers})
+    )
+    random = (
+        torch.randn(
+            1 << 26, generator=torch.Generator().manual_seed(0), dtype=torch.float32
+        ).bfloat16()
+        / 45
+    )
     index: dict[str, str] = {}
     for number in range(layers + 1):
         tensors = _rest(random) if number == layers else _layer(number, random)
@@ -145,9 +161,13 @@ def write_checkpoint(folder: Path, layers: int) -> None:
 
 
 def _layer(number: int, random: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Tensors of a decoder layer as on the hub. Experts are different, differently scaled parts of `random`."""
-    hidden, width = int(QWEN3_30B["hidden_size"]), int(QWEN3_30B["moe_intermediate_size"])
-    heads, keys, size = (int(QWEN3_30B[name]) for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    """Tensors of a decoder layer as on the hub. Experts are different, differently scaled parts of
+    `random`."""
+    hidden = int(QWEN3_30B["hidden_size"])
+    width = int(QWEN3_30B["moe_intermediate_size"])
+    heads, keys, size = (
+        int(QWEN3_30B[name]) for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
+    )
     shapes = {
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
@@ -165,7 +185,9 @@ def _layer(number: int, random: torch.Tensor) -> dict[str, torch.Tensor]:
         shapes[f"mlp.experts.{expert}.down_proj.weight"] = (hidden, width)
     tensors = {}
     for place, (name, shape) in enumerate(shapes.items()):
-        tensors[f"model.layers.{number}.{name}"] = _stretch(random, 1009 * (number + 1) * (place + 1), shape)
+        tensors[f"model.layers.{number}.{name}"] = _stretch(
+            random, 1009 * (number + 1) * (place + 1), shape
+        )
     return tensors
 
 
@@ -186,9 +208,11 @@ def _stretch(random: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.
         return torch.ones(shape, dtype=torch.bfloat16)
     count = shape[0] * shape[1]
     numbers = torch.empty(count, dtype=torch.bfloat16)
-    filled, start = 0, start % len(random)
+    filled = 0
+    start = start % len(random)
     while filled < count:
         part = random[start : start + count - filled]
         numbers[filled : filled + len(part)] = part
-        filled, start = filled + len(part), 0
+        filled = filled + len(part)
+        start = 0
     return numbers.view(shape) * (1 + start % 7 / 7)

@@ -6,9 +6,10 @@ masks         one engine of vLLM, a plan is a mask on its routers (backend=vllm)
 exports       an export of each plan, and an engine of vLLM that is started for it
 transformers  the loaded model, a plan is a mask (backend=hf)
 
-A plan's work is a greedy text and a log-likelihood for each prompt of GSM8K. Printed are the seconds of a start and the
-medians over plans of a plan's seconds, what the plans would take together, and its ratio to masks. The texts of the
-three ways must be equal; exit code 1 if they are not.
+A plan's work is a greedy text and a log-likelihood for each prompt of GSM8K. Printed are the
+seconds of a start and the medians over plans of a plan's seconds, what the plans would take
+together, and its ratio to masks. The texts of the three ways must be equal; exit code 1 if they are
+not.
 """
 
 from __future__ import annotations
@@ -45,9 +46,13 @@ BACKEND = BackendConfig("vllm")
 def main() -> int:
     """Measure, print, compare the texts."""
     arguments = _arguments()
-    model = ModelConfig(name="model", path=arguments.model, threads=1, device="cpu", dtype="float32")
+    model = ModelConfig(
+        name="model", path=arguments.model, threads=1, device="cpu", dtype="float32"
+    )
     folder = local_folder(model)
-    items = Path(resolve("pocket:benchmarks/gsm8k.jsonl")).read_text().splitlines()[: arguments.prompts]
+    items = (
+        Path(resolve("pocket:benchmarks/gsm8k.jsonl")).read_text().splitlines()[: arguments.prompts]
+    )
     prompts = [json.loads(item)["prompt"] for item in items]
     (network, tokenizer), loading, _ = timed(lambda: load_model(model))
     served, starting, _ = timed(lambda: VllmModel(folder, BACKEND, model))
@@ -84,13 +89,17 @@ def main() -> int:
     _show(seconds, {"masks": starting, "exports": 0.0, "transformers": loading})
     print(f"{arguments.plans} plans, {len(prompts)} prompts, {arguments.tokens} new tokens")
     same = "" if equal else "NOT "
-    print(f"{describe('cpu')}, vLLM {served.about['vllm']}; texts of the three ways are {same}equal")
+    print(
+        f"{describe('cpu')}, vLLM {served.about['vllm']}; texts of the three ways are {same}equal"
+    )
     return int(not equal)
 
 
 def _arguments() -> argparse.Namespace:
     options = parser("plans", __doc__)
-    options.add_argument("--model", default="pocket:olmoe", help="a model whose head size vLLM's CPU build has")
+    options.add_argument(
+        "--model", default="pocket:olmoe", help="a model whose head size vLLM's CPU build has"
+    )
     options.add_argument("--plans", type=int, default=20)
     options.add_argument("--prompts", type=int, default=64)
     options.add_argument("--tokens", type=int, default=48, help="new tokens of a text, at most")
@@ -109,7 +118,8 @@ def _plans(network: torch.nn.Module, count: int) -> Iterator[Plan]:
 
 
 def _work(engine: Engine, prompts: list[str], tokens: int) -> list[str]:
-    """The texts that follow the prompts; also asks for a likelihood of each prompt's second half."""
+    """The texts that follow the prompts; also asks for a likelihood of each prompt's second
+    half."""
     items = []
     for number, prompt in enumerate(prompts):
         half = len(prompt) // 2
@@ -124,7 +134,8 @@ def _show(seconds: dict[str, list[float]], starts: dict[str, float]) -> None:
     together = {way: starts[way] + sum(times) for way, times in seconds.items()}
     for way, times in seconds.items():
         print(
-            f"{way:12} start {starts[way]:6.2f} s, a plan {statistics.median(times):6.2f} s, together "
+            f"{way:12} start {starts[way]:6.2f} s, a plan {statistics.median(times):6.2f} s, "
+            "together "
             f"{together[way]:7.1f} s, {together[way] / together['masks']:5.1f} times masks"
         )
 

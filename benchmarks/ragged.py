@@ -1,12 +1,14 @@
 """Speed of experts of unequal width: `python -m benchmarks.ragged`.
 
-A plan keeps half of all channels, between none and all of them in each expert. Each ratio is the median over rounds in
-which all ways ran one after the other in this process:
-- the packed experts of one layer against the dense experts they replace, as transformers computes them (eager) and as
-  fast as we can (one loop over rows sorted once); bar for many tokens: at most 0.65;
+A plan keeps half of all channels, between none and all of them in each expert. Each ratio is the
+median over rounds in which all ways ran one after the other in this process:
+- the packed experts of one layer against the dense experts they replace, as transformers computes
+  them (eager) and as fast as we can (one loop over rows sorted once); bar for many tokens: at most
+  0.65;
 - the whole model: attention, router and embedding cost the same as before, so there is no bar;
 - the masked model against the plain one: the cost of evaluating a plan without cutting weights.
-Seconds are CPU seconds of one thread, which other work on the machine disturbs little. Exit code 1 when a bar fails.
+Seconds are CPU seconds of one thread, which other work on the machine disturbs little. Exit code 1
+when a bar fails.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
 
 BAR = 0.65
-PACKED, MASKED = "packed", "masked"
+PACKED = "packed"
+MASKED = "masked"
 
 
 def main() -> int:
@@ -41,7 +44,8 @@ def main() -> int:
     plan = half(model)
     pruned = prune(model, plan)
     print(
-        f"{arguments.experts} experts of 0 to {arguments.width} channels, mean {arguments.width / 2:.0f} of "
+        f"{arguments.experts} experts of 0 to {arguments.width} channels, mean "
+        f"{arguments.width / 2:.0f} of "
         f"{arguments.width}, top-{arguments.top_k}, hidden {arguments.hidden}",
         flush=True,
     )
@@ -56,7 +60,11 @@ def main() -> int:
         ways = _model_ways(model, pruned, plan, arguments)
         rounds(ways, 1)
         seconds = rounds(ways, arguments.rounds)
-    _report(f"{arguments.layers} layers with attention, {arguments.rows * arguments.length} tokens", seconds, None)
+    _report(
+        f"{arguments.layers} layers with attention, {arguments.rows * arguments.length} tokens",
+        seconds,
+        None,
+    )
     return int(failed)
 
 
@@ -66,18 +74,29 @@ def _arguments() -> argparse.Namespace:
     options.add_argument("--top-k", type=int, default=8, help="experts per token")
     options.add_argument("--layers", type=int, default=4)
     options.add_argument("--hidden", type=int, default=512)
-    options.add_argument("--width", type=int, default=256, help="channels per expert before pruning")
     options.add_argument(
-        "--tokens", type=int, nargs="+", default=[4096, 64], help="tokens of one layer; the bar is for the first"
+        "--width", type=int, default=256, help="channels per expert before pruning"
     )
-    options.add_argument("--rows", type=int, default=8, help="rows of the batch for the whole model")
+    options.add_argument(
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=[4096, 64],
+        help="tokens of one layer; the bar is for the first",
+    )
+    options.add_argument(
+        "--rows", type=int, default=8, help="rows of the batch for the whole model"
+    )
     options.add_argument("--length", type=int, default=512, help="tokens in a row")
-    options.add_argument("--rounds", type=int, default=7, help="rounds measured, after one that is not")
+    options.add_argument(
+        "--rounds", type=int, default=7, help="rounds measured, after one that is not"
+    )
     return options.parse_args()
 
 
 def half(model: PreTrainedModel) -> Plan:
-    """A plan that keeps half of the channels of each layer: where an expert keeps w of I, another one keeps I - w."""
+    """A plan that keeps half of the channels of each layer: where an expert keeps w of I, another
+    one keeps I - w."""
     random = numpy.random.default_rng(0)
     layers = moe_layers(model)
     channels = {}
@@ -87,7 +106,9 @@ def half(model: PreTrainedModel) -> Plan:
         order = random.permuted(numpy.tile(numpy.arange(layer.width), (layer.n_experts, 1)), axis=1)
         channels[layer.index] = order < widths[:, None]
     counts = {layer.index: layer.n_experts for layer in layers}
-    return Plan({layer: tuple(range(count)) for layer, count in counts.items()}, counts, channels=channels)
+    return Plan(
+        {layer: tuple(range(count)) for layer, count in counts.items()}, counts, channels=channels
+    )
 
 
 def _layer_ways(
@@ -98,7 +119,8 @@ def _layer_ways(
     hidden = torch.randn(tokens, layer.hidden, generator=torch.Generator().manual_seed(0))
     _, gates, index = layer.router(hidden)
     everything = {index: numpy.ones_like(channels) for index, channels in plan.channels.items()}
-    dense, masked = planned(layer, replace(plan, channels=everything)), planned(layer, plan)
+    dense = planned(layer, replace(plan, channels=everything))
+    masked = planned(layer, plan)
     return {
         "dense eager": lambda: layer.experts(hidden, index, gates),
         "dense sorted loop": lambda: dense(hidden, index, gates),
@@ -125,8 +147,14 @@ def _model_ways(
 
 
 def _report(what: str, seconds: Mapping[str, list[float]], bar: float | None) -> bool:
-    """Print the medians and their ratios, with the bar for packed experts; True when the bar fails."""
-    print(f"{what}: " + ", ".join(f"{name} {1e3 * statistics.median(times):.1f} ms" for name, times in seconds.items()))
+    """Print the medians and their ratios, with the bar for packed experts; True when the bar
+    fails."""
+    print(
+        f"{what}: "
+        + ", ".join(
+            f"{name} {1e3 * statistics.median(times):.1f} ms" for name, times in seconds.items()
+        )
+    )
     failed = False
     for fast in (PACKED, MASKED):
         for slow in (name for name in seconds if name.startswith("dense")):
@@ -134,8 +162,15 @@ def _report(what: str, seconds: Mapping[str, list[float]], bar: float | None) ->
             median = statistics.median(pairs)
             good = bar is None or fast != PACKED or median <= bar
             failed |= not good
-            verdict = f", bar <= {bar:.2f}: {'ok' if good else 'FAILED'}" if bar and fast == PACKED else ""
-            print(f"  {fast} / {slow}: {median:.2f} ({min(pairs):.2f} to {max(pairs):.2f}){verdict}", flush=True)
+            verdict = (
+                f", bar <= {bar:.2f}: {'ok' if good else 'FAILED'}"
+                if bar and fast == PACKED
+                else ""
+            )
+            print(
+                f"  {fast} / {slow}: {median:.2f} ({min(pairs):.2f} to {max(pairs):.2f}){verdict}",
+                flush=True,
+            )
     return failed
 
 

@@ -1,7 +1,8 @@
 """CPU seconds by kind of step of a study without benchmarks, with twelve criteria and one ratio.
 
 python -m benchmarks.scores_alone                                     # the shipped model
-python -m benchmarks.scores_alone --hidden 512 --layers 8             # random weights, 211M parameters
+python -m benchmarks.scores_alone --hidden 512 --layers 8             # random weights, 211M
+parameters
 python -m benchmarks.scores_alone calibration.tokens=65536            # further words go to moe_lab
 """
 
@@ -38,7 +39,8 @@ def timed(kind: type[Step]) -> None:
 
 
 def write_model(folder: Path, hidden: int, layers: int) -> list[str]:
-    """Write a model with random weights and the shipped model's tokenizer: top-4 of 32 experts of width `hidden`.
+    """Write a model with random weights and the shipped model's tokenizer: top-4 of 32 experts of
+    width `hidden`.
 
     Returns the command line words that choose it.
     """
@@ -64,7 +66,9 @@ def main() -> None:
     for kind in KINDS.values():
         timed(kind)
     with tempfile.TemporaryDirectory() as place:
-        model = write_model(Path(place, "model"), words.hidden, words.layers) if words.hidden else []
+        model = (
+            write_model(Path(place, "model"), words.hidden, words.layers) if words.hidden else []
+        )
         study = [f"criterion={CRITERIA}", "suite.benchmarks=[]", "launcher=inline", "report=false"]
         sys.argv[1:] = [f"store={place}/store", *study, *model, *more]
         try:

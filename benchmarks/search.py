@@ -1,8 +1,9 @@
 """Cost of searching an allocation: `python -m benchmarks.search`.
 
-Children of the paper's mutation (P = 32, m = 4, at most 3 transfers of at most 4 experts) on a random model of 16
-layers and 64 experts. Layers run per child, and CPU seconds per child, against the plain way: the masked model on the
-whole search set with logits at all positions. Bar: 0.75 of the layers, counted by the code that decides which ones run.
+Children of the paper's mutation (P = 32, m = 4, at most 3 transfers of at most 4 experts) on a
+random model of 16 layers and 64 experts. Layers run per child, and CPU seconds per child, against
+the plain way: the masked model on the whole search set with logits at all positions. Bar: 0.75 of
+the layers, counted by the code that decides which ones run.
 
 Exit code 1 when a bar fails.
 """
@@ -38,17 +39,23 @@ def main() -> int:
     torch.set_num_threads(1)
     model = _model()
     rows = _random_rows()
-    scores = {layer: torch.rand(64, generator=torch.Generator().manual_seed(layer)).tolist() for layer in range(16)}
+    scores = {
+        layer: torch.rand(64, generator=torch.Generator().manual_seed(layer)).tolist()
+        for layer in range(16)
+    }
     plans = Plans(model, scores)
     candidates = Candidates(model, plans, rows, SearchSettings(seed=0))
     spent: list[tuple[int, float, float]] = []
     generations: list[Sequence[Schedule]] = []
 
     def evaluate(schedules: Sequence[Schedule]) -> list[float]:
-        start, before = time.process_time(), candidates.cost.forwards
+        start = time.process_time()
+        before = candidates.cost.forwards
         values = candidates.evaluate(schedules)
         generations.append(schedules)
-        spent.append((len(schedules), candidates.cost.forwards - before, time.process_time() - start))
+        spent.append(
+            (len(schedules), candidates.cost.forwards - before, time.process_time() - start)
+        )
         return values
 
     settings = SearchSettings(generations=arguments.generations)
@@ -56,15 +63,22 @@ def main() -> int:
     evolve(space_of(layers, 16 * 32, settings.granularity), settings, evaluate)
     children, forwards, seconds = map(sum, zip(*spent[1:], strict=True))
     plain = statistics.median(_plain_seconds(candidates, rows) for _ in range(3))
-    print(f"exact: {children} children of {len(spent) - 1} generations, 16 layers of 64 experts, 50 % removed")
+    print(
+        f"exact: {children} children of {len(spent) - 1} generations, 16 layers of 64 experts, 50 "
+        "% removed"
+    )
     print(f"  CPU seconds of a child / the plain way: {seconds / children / plain:.2f}")
     forgetful = sum(_layers_run(Relatives(1, 0), some) for some in generations[1:]) / 16 / children
-    print(f"  layers run for a child / all layers, if no elite's states fit memory_budget: {forgetful:.2f}")
+    print(
+        "  layers run for a child / all layers, if no elite's states fit memory_budget: "
+        f"{forgetful:.2f}"
+    )
     return int(misses("layers run for a child / all layers", forwards / children, "<=", BAR_CHILD))
 
 
 def _model() -> Any:
-    """A narrow random model of OLMoE's shape; router and expert weights have a large spread, so that experts differ."""
+    """A narrow random model of OLMoE's shape; router and expert weights have a large spread, so
+    that experts differ."""
     config = AutoConfig.for_model(
         "olmoe",
         vocab_size=1024,
@@ -79,7 +93,9 @@ def _model() -> Any:
         eos_token_id=1,
     )
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager")
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, experts_implementation="eager"
+    )
     for name, weight in model.named_parameters():
         if name.endswith("mlp.gate.weight"):
             torch.nn.init.normal_(weight, std=128**-0.5)
@@ -97,7 +113,8 @@ def _random_rows() -> list[AnswerBatch]:
 
 
 def _plain_seconds(candidates: Candidates, rows: Sequence[AnswerBatch]) -> float:
-    """CPU seconds of one candidate without reuse. In both ways the full model's log-probabilities are precomputed."""
+    """CPU seconds of one candidate without reuse. In both ways the full model's log-probabilities
+    are precomputed."""
 
     def evaluate() -> None:
         plan = candidates.plans.plan((32,) * 16)
@@ -112,7 +129,8 @@ def _plain_seconds(candidates: Candidates, rows: Sequence[AnswerBatch]) -> float
 
 
 def _layers_run(relatives: Relatives, schedules: Iterable[Schedule], batch: int = 0) -> int:
-    """Number of layers that `Candidates` runs for these schedules on one batch, when all layers are MoE layers."""
+    """Number of layers that `Candidates` runs for these schedules on one batch, when all layers are
+    MoE layers."""
     run = 0
     for schedule, states in relatives.walk(batch, schedules):
         start = max((k for k in range(len(schedule)) if schedule[:k] in states), default=0)

@@ -1,8 +1,9 @@
 """How large the code is, and how much of it one cell loads: `python -m benchmarks.shape`.
 
-Counts tokens, settings, lines of the longest function, circles of imports, and the modules of moe_lab that one cell
-loads (`criterion=reap ratio=.25`, one benchmark; in the command and in its worker). Exit code 1 when a ceiling is
-exceeded. Size is counted in tokens, because a ceiling of lines is met by writing more on each line.
+Counts tokens, settings, lines of the longest function, circles of imports, and the modules of
+moe_lab that one cell loads (`criterion=reap ratio=.25`, one benchmark; in the command and in its
+worker). Exit code 1 when a ceiling is exceeded. Size is counted in tokens, because a ceiling of
+lines is met by writing more on each line.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ ROOT = Path(__file__).parents[1]
 TOKENS = {("moe_lab", "analysis"): 320_000, ("tests",): 340_000}
 """Folders -> most tokens in all of them together."""
 FUNCTION, MODULES, SETTINGS = 60, 90, 175
-"""Most lines of a function, modules of moe_lab that one cell loads, and settings that a user can type."""
+"""Most lines of a function, modules of moe_lab that one cell loads, and settings that a user can
+type."""
 LAYOUT = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -39,7 +41,10 @@ LAYOUT = {
     tokenize.ENDMARKER,
 }
 """Tokens of Python that are not counted."""
-CELL = "model=pocket_olmoe criterion=reap ratio=.25 suite=pocket_quick suite.benchmarks=[pocket_arc_easy]"
+CELL = (
+    "model=pocket_olmoe criterion=reap ratio=.25 suite=pocket_quick "
+    "suite.benchmarks=[pocket_arc_easy]"
+)
 NOTES_IMPORTS = """
 import os, sys
 def note(event, arguments):
@@ -48,8 +53,8 @@ def note(event, arguments):
             print(arguments[0], file=file)
 sys.addaudithook(note)
 """
-"""sitecustomize of the command and of all that it starts. An audit hook also sees what a process that is killed has
-imported."""
+"""sitecustomize of the command and of all that it starts. An audit hook also sees what a process
+that is killed has imported."""
 
 
 def main() -> int:
@@ -88,7 +93,9 @@ def python_tokens(file: Path) -> int:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             docstrings |= {(line.lineno, line.col_offset) for line in node.body if is_text(line)}
     with file.open() as opened:
-        counted = [token for token in tokenize.generate_tokens(opened.readline) if token.type not in LAYOUT]
+        counted = [
+            token for token in tokenize.generate_tokens(opened.readline) if token.type not in LAYOUT
+        ]
     return sum(token.start not in docstrings for token in counted)
 
 
@@ -114,14 +121,21 @@ def circles() -> list[list[str]]:
     """Modules of moe_lab that import each other, inside functions too, but not for types alone."""
     graph = grimp.build_graph("moe_lab", exclude_type_checking_imports=True)
     modules = sorted(graph.modules)
-    imports = [[name in graph.find_modules_directly_imported_by(module) for name in modules] for module in modules]
+    imports = [
+        [name in graph.find_modules_directly_imported_by(module) for name in modules]
+        for module in modules
+    ]
     _, labels = connected_components(csr_array(imports), connection="strong")
-    groups = [[name for name, own in zip(modules, labels, strict=True) if own == label] for label in set(labels)]
+    groups = [
+        [name for name, own in zip(modules, labels, strict=True) if own == label]
+        for label in set(labels)
+    ]
     return [group for group in groups if len(group) > 1]
 
 
 def modules_of_a_cell() -> set[str]:
-    """Names of the modules of moe_lab that the command and its workers import for `CELL`, in a new store."""
+    """Names of the modules of moe_lab that the command and its workers import for `CELL`, in a new
+    store."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "sitecustomize.py").write_text(NOTES_IMPORTS)
         names = Path(folder) / "names"
@@ -131,14 +145,18 @@ def modules_of_a_cell() -> set[str]:
             "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
         }
         words = [*command("moe_lab"), *CELL.split(), "report=false", f"store={folder}/store"]
-        subprocess.run(words, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        subprocess.run(
+            words, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         return set(names.read_text().split())
 
 
 def source(module: str) -> Path | None:
     """The file of a module; None when it is none of ours, such as an attribute."""
     path = ROOT.joinpath(*module.split("."))
-    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.exists()), None)
+    return next(
+        (file for file in (path.with_suffix(".py"), path / "__init__.py") if file.exists()), None
+    )
 
 
 if __name__ == "__main__":

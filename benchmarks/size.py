@@ -1,10 +1,11 @@
-"""A checkpoint of published size on a small machine: written, scored from its weights, pruned, and verified.
+"""A checkpoint of published size on a small machine: written, scored from its weights, pruned, and
+verified.
 
-`python -m benchmarks.size --folder FOLDER [--layers 16]` writes a checkpoint with random weights in the layout of the
-hub, with the configuration of Qwen3-30B-A3B cut to this number of layers (1.16 GiB each). It scores the checkpoint by
-AIMER, exports half of the experts and compares the export with the masked model. Each part runs in its own process,
-whose peak memory is measured. FOLDER needs twice the size of the checkpoint and is not deleted. Exit code 1 when a bar
-fails.
+`python -m benchmarks.size --folder FOLDER [--layers 16]` writes a checkpoint with random weights in
+the layout of the hub, with the configuration of Qwen3-30B-A3B cut to this number of layers (1.16
+GiB each). It scores the checkpoint by AIMER, exports half of the experts and compares the export
+with the masked model. Each part runs in its own process, whose peak memory is measured. FOLDER
+needs twice the size of the checkpoint and is not deleted. Exit code 1 when a bar fails.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ SHARE = 0.8
 
 
 def main() -> int:
-    """Run all parts, each in its own process, print their time and memory, compare with the bars."""
+    """Run all parts, each in its own process, print their time and memory, compare with the
+    bars."""
     options = parser("size", __doc__)
     options.add_argument("--folder", type=Path, required=True)
     options.add_argument("--layers", type=int, default=16)
@@ -43,11 +45,16 @@ def main() -> int:
     failed = False
     for name, part in PARTS.items():
         took = in_own_process("size", "--part", name)
-        rest = ", ".join(f"{key} {value:.3g}" for key, value in took.items() if key not in ("seconds", "peak"))
+        rest = ", ".join(
+            f"{key} {value:.3g}" for key, value in took.items() if key not in ("seconds", "peak")
+        )
         bar = PEAKS.get(name, 8.0)
-        good = took["peak"] <= bar and all(value >= SHARE for key, value in took.items() if key.startswith("share"))
+        good = took["peak"] <= bar and all(
+            value >= SHARE for key, value in took.items() if key.startswith("share")
+        )
         print(
-            f"{part.__doc__} {took['seconds']:.0f} s, at most {took['peak']:.3f} GiB of memory; {rest}; "
+            f"{part.__doc__} {took['seconds']:.0f} s, at most {took['peak']:.3f} GiB of memory; "
+            f"{rest}; "
             f"bars: {bar:.3g} GiB, shares {SHARE}: {'ok' if good else 'FAILED'}",
             flush=True,
         )
@@ -56,9 +63,13 @@ def main() -> int:
 
 
 def _peak() -> float:
-    """Peak memory of this process in GiB. Not from ru_maxrss, which starts at the parent's memory."""
+    """Peak memory of this process in GiB. Not from ru_maxrss, which starts at the parent's
+    memory."""
     status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) / 2**20
+    return (
+        next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+        / 2**20
+    )
 
 
 def write(arguments: argparse.Namespace) -> dict[str, float]:
@@ -75,7 +86,8 @@ def score(arguments: argparse.Namespace) -> dict[str, float]:
     from moe_lab.statistics.weights import weigh_experts
 
     folder = arguments.folder / "model"
-    reading_seconds(folder)  # warms a cache below the system's, if there is one, for both measured reads alike
+    # warms a cache below the system's, if there is one, for both measured reads alike
+    reading_seconds(folder)
     raw = reading_seconds(folder)
     drop_cache(folder)
     start = time.monotonic()
@@ -107,7 +119,10 @@ def write_export(arguments: argparse.Namespace) -> dict[str, float]:
     os.sync()
     copying = time.monotonic() - start
     (arguments.folder / "copy").unlink()
-    return {"GiB": bytes_of(arguments.folder / "export") / GIB, "share of the speed of cp": copying / seconds}
+    return {
+        "GiB": bytes_of(arguments.folder / "export") / GIB,
+        "share of the speed of cp": copying / seconds,
+    }
 
 
 def compare(arguments: argparse.Namespace) -> dict[str, float]:

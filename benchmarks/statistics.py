@@ -2,13 +2,16 @@
 
 Ratios, each the median over pairs that ran one after the other in this process:
 - forward: the pass with all forward statistics against the plain forward (bar: at most 1.10);
-- gradients: the pass with gradient statistics against a plain forward and backward, weights frozen (bar: at most 1.10);
-- every: every expert run on every token, as the REAP observer does, against the pass (bar: at least 5 up to 64 experts,
-  else 9);
-- similarity: the pass for groupings of similar experts against every expert run on every token (bar: at most 1.10).
-On the CPU, seconds are CPU seconds, which other work on the machine disturbs little, and the plain model is eager; on
-CUDA it computes its experts by grouped_mm. Exit code 1 when a bar fails. `--model` takes a published configuration
-instead of the small one. benchmarks.memory measures the memory.
+- gradients: the pass with gradient statistics against a plain forward and backward, weights frozen
+  (bar: at most 1.10);
+- every: every expert run on every token, as the REAP observer does, against the pass (bar: at least
+  5 up to 64 experts, else 9);
+- similarity: the pass for groupings of similar experts against every expert run on every token
+  (bar: at most 1.10).
+On the CPU, seconds are CPU seconds, which other work on the machine disturbs little, and the plain
+model is eager; on CUDA it computes its experts by grouped_mm. Exit code 1 when a bar fails.
+`--model` takes a published configuration instead of the small one. benchmarks.memory measures the
+memory.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ from moe_lab.statistics.observe import Observer
 Batch = tuple[torch.Tensor, torch.Tensor]
 Way = Callable[[PreTrainedModel, Batch], None]
 BAR_OBSERVE = 1.10
-FEW_EXPERTS, BAR_FEW, BAR_MANY = 64, 5.0, 9.0
+FEW_EXPERTS = 64
+BAR_FEW = 5.0
+BAR_MANY = 9.0
 
 
 def main() -> int:
@@ -49,7 +54,8 @@ def main() -> int:
         layers = moe_layers(model)
         first = layers[0]
         print(
-            f"{arguments.model or 'small'}: {len(layers)} layers, {first.n_experts} experts, top-{first.top_k}, "
+            f"{arguments.model or 'small'}: {len(layers)} layers, {first.n_experts} experts, "
+            f"top-{first.top_k}, "
             f"hidden {first.hidden}, width {first.width}, {model.dtype}",
             flush=True,
         )
@@ -60,27 +66,51 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     options = parser("statistics", __doc__)
-    options.add_argument("--model", choices=CONFIGURATIONS, help="a published configuration instead of the small one")
-    options.add_argument("--layers", type=int, help="of the published model all if not given, of the small one 4")
-    options.add_argument("--vocabulary", type=int, help="words of the published model, all if not given")
+    options.add_argument(
+        "--model", choices=CONFIGURATIONS, help="a published configuration instead of the small one"
+    )
+    options.add_argument(
+        "--layers", type=int, help="of the published model all if not given, of the small one 4"
+    )
+    options.add_argument(
+        "--vocabulary", type=int, help="words of the published model, all if not given"
+    )
     options.add_argument("--device", default="cpu", help="cpu or cuda")
     options.add_argument("--threads", type=int, default=1)
-    options.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="which ratios")
-    options.add_argument("--experts", type=int, nargs="+", default=[64], help="small: experts per layer, one run each")
+    options.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="which ratios"
+    )
+    options.add_argument(
+        "--experts",
+        type=int,
+        nargs="+",
+        default=[64],
+        help="small: experts per layer, one run each",
+    )
     options.add_argument("--top-k", type=int, default=8, help="small: experts per token")
     options.add_argument("--hidden", type=int, default=512, help="small: hidden size")
     options.add_argument("--width", type=int, default=256, help="small: channels per expert")
-    options.add_argument("--rows", type=int, default=8, help="rows of the batch for the first two ratios")
-    options.add_argument("--every-rows", type=int, default=4, help="rows of the batch for every and similarity")
+    options.add_argument(
+        "--rows", type=int, default=8, help="rows of the batch for the first two ratios"
+    )
+    options.add_argument(
+        "--every-rows", type=int, default=4, help="rows of the batch for every and similarity"
+    )
     options.add_argument("--length", type=int, default=512, help="tokens in a row")
-    options.add_argument("--pairs", type=int, default=3, help="pairs measured for the first two ratios")
-    options.add_argument("--every-pairs", type=int, default=3, help="pairs measured for every and similarity")
+    options.add_argument(
+        "--pairs", type=int, default=3, help="pairs measured for the first two ratios"
+    )
+    options.add_argument(
+        "--every-pairs", type=int, default=3, help="pairs measured for every and similarity"
+    )
     return options.parse_args()
 
 
 def _models(arguments: argparse.Namespace) -> Iterator[PreTrainedModel]:
     if arguments.model:
-        yield published_model(arguments.model, arguments.layers, arguments.device, vocabulary=arguments.vocabulary)
+        yield published_model(
+            arguments.model, arguments.layers, arguments.device, vocabulary=arguments.vocabulary
+        )
         return
     arguments.layers = arguments.layers or 4
     for n_experts in arguments.experts:
@@ -90,13 +120,20 @@ def _models(arguments: argparse.Namespace) -> Iterator[PreTrainedModel]:
 def _forward(model: PreTrainedModel, arguments: argparse.Namespace) -> bool:
     whole = batch(arguments.rows, arguments.length)
     cost = _ratio(model, _observe, plain, whole, arguments.pairs)
-    return median_misses(f"all forward statistics / plain forward, {whole[0].numel()} tokens", cost, "<=", BAR_OBSERVE)
+    return median_misses(
+        f"all forward statistics / plain forward, {whole[0].numel()} tokens",
+        cost,
+        "<=",
+        BAR_OBSERVE,
+    )
 
 
 def _gradients(model: PreTrainedModel, arguments: argparse.Namespace) -> bool:
     whole = batch(arguments.rows, arguments.length)
     cost = _ratio(model, observe_gradients, plain_gradients, whole, arguments.pairs)
-    what = f"forward and backward statistics / plain forward and backward, {whole[0].numel()} tokens"
+    what = (
+        f"forward and backward statistics / plain forward and backward, {whole[0].numel()} tokens"
+    )
     return median_misses(what, cost, "<=", BAR_OBSERVE)
 
 
@@ -141,12 +178,15 @@ def _observe_similarity(model: PreTrainedModel, batch: Batch) -> None:
 
 
 def plain_gradients(model: PreTrainedModel, batch: Batch) -> None:
-    """Forward and backward with frozen weights: the loss over all logits at once, gradients to the embeddings."""
+    """Forward and backward with frozen weights: the loss over all logits at once, gradients to the
+    embeddings."""
     ids, _ = batch
     with differentiable(model):
         logits = model(input_ids=ids.to(model.device), use_cache=False).logits
         targets = ids[:, 1:].to(logits.device)
-        cross_entropy(logits[:, :-1].float().flatten(0, 1), targets.flatten(), reduction="sum").backward()
+        cross_entropy(
+            logits[:, :-1].float().flatten(0, 1), targets.flatten(), reduction="sum"
+        ).backward()
 
 
 def observe_gradients(model: PreTrainedModel, batch: Batch) -> None:
@@ -156,7 +196,8 @@ def observe_gradients(model: PreTrainedModel, batch: Batch) -> None:
 
 
 def _every_expert(model: PreTrainedModel, batch: Batch) -> None:
-    """Statistics as in the REAP observer: the unchanged forward, and after each block all experts on all tokens."""
+    """Statistics as in the REAP observer: the unchanged forward, and after each block all experts
+    on all tokens."""
     with ExitStack() as stack, torch.no_grad():
         for layer in moe_layers(model):
             hook = functools.partial(_observe_every_expert, layer)
@@ -164,8 +205,11 @@ def _every_expert(model: PreTrainedModel, batch: Batch) -> None:
         run(model, *batch)
 
 
-def _observe_every_expert(layer: MoELayer, module: torch.nn.Module, given: Any, mixed: torch.Tensor) -> None:
-    """Gate and norm sums of the routed tokens, from the outputs (E, T, H) of all experts on all tokens."""
+def _observe_every_expert(
+    layer: MoELayer, module: torch.nn.Module, given: Any, mixed: torch.Tensor
+) -> None:
+    """Gate and norm sums of the routed tokens, from the outputs (E, T, H) of all experts on all
+    tokens."""
     hidden, index, weights = given
     outputs = hidden.new_empty(layer.n_experts, *hidden.shape)
     for expert in range(layer.n_experts):
@@ -176,8 +220,11 @@ def _observe_every_expert(layer: MoELayer, module: torch.nn.Module, given: Any, 
         (norms * weights[index == expert]).sum()
 
 
-def _ratio(model: PreTrainedModel, first: Way, second: Way, given: Batch, pairs: int) -> list[float]:
-    """Seconds of `first` over those of `second`, pair by pair, after one unmeasured run of `second`."""
+def _ratio(
+    model: PreTrainedModel, first: Way, second: Way, given: Batch, pairs: int
+) -> list[float]:
+    """Seconds of `first` over those of `second`, pair by pair, after one unmeasured run of
+    `second`."""
     device = model.device.type
 
     def took(way: Way) -> float:

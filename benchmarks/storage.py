@@ -1,4 +1,5 @@
-"""Time to check finished steps when a run starts: comparing sizes and times, against hashing every byte.
+"""Time to check finished steps when a run starts: comparing sizes and times, against hashing every
+byte.
 
 python -m benchmarks.storage --gib 2
 """
@@ -57,7 +58,10 @@ def main() -> None:
         pairs = [(wall_seconds(compare), wall_seconds(hash_all)) for _ in range(words.pairs)]
     ratio = median(quick / slow for quick, slow in pairs)
     quick, slow = (median(times) for times in zip(*pairs, strict=True))
-    print(f"{words.gib:g} GiB in {words.steps} steps: compared in {quick:.3f} s, hashed in {slow:.2f} s, {ratio:.3f}")
+    print(
+        f"{words.gib:g} GiB in {words.steps} steps: compared in {quick:.3f} s, hashed in "
+        f"{slow:.2f} s, {ratio:.3f}"
+    )
 
 
 if __name__ == "__main__":

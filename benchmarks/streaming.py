@@ -1,15 +1,18 @@
-"""Cost of keeping only one decoder layer in memory: `python -m benchmarks.streaming --folder FOLDER --model olmoe_7b`.
+"""Cost of keeping only one decoder layer in memory: `python -m benchmarks.streaming --folder FOLDER
+--model olmoe_7b`.
 
-Writes a checkpoint with random weights in the layout of the hub into FOLDER, if it does not exist, and makes
-calibration passes with all forward statistics, each in its own process:
+Writes a checkpoint with random weights in the layout of the hub into FOLDER, if it does not exist,
+and makes calibration passes with all forward statistics, each in its own process:
 - resident: the whole model is loaded, then reads the batches;
-- streamed: the same batches layer by layer (bar: at most 1.5 times the seconds of the resident pass without loading,
-  or, when the disk is the limit, at least 0.8 of the speed at which the files can be read);
+- streamed: the same batches layer by layer (bar: at most 1.5 times the seconds of the resident pass
+  without loading, or, when the disk is the limit, at least 0.8 of the speed at which the files can
+  be read);
 - short: streamed in the stored precision, with so few tokens that almost all time is reading.
-On CUDA the streamed pass may take as much memory as one layer, the memory of the resident pass without its weights, and
-1 GiB for everything else (also a bar).
-Files are dropped from the system's cache before each pass. On the CPU, passes are compared by CPU seconds, which other
-work on the machine disturbs less; reading, and everything on CUDA, by wall-clock seconds. Exit code 1 when a bar fails.
+On CUDA the streamed pass may take as much memory as one layer, the memory of the resident pass
+without its weights, and 1 GiB for everything else (also a bar).
+Files are dropped from the system's cache before each pass. On the CPU, passes are compared by CPU
+seconds, which other work on the machine disturbs less; reading, and everything on CUDA, by
+wall-clock seconds. Exit code 1 when a bar fails.
 """
 
 from __future__ import annotations
@@ -26,7 +29,17 @@ from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.measure import GIB, bytes_of, describe, drop_cache, in_own_process, parser, peak, reading_seconds, timed
+from benchmarks.measure import (
+    GIB,
+    bytes_of,
+    describe,
+    drop_cache,
+    in_own_process,
+    parser,
+    peak,
+    reading_seconds,
+    timed,
+)
 from benchmarks.models import CONFIGURATIONS, published_model
 from benchmarks.statistics import batch
 from moe_lab.models.discover import moe_layers
@@ -37,7 +50,8 @@ from moe_lab.statistics.observe import gather
 from moe_lab.statistics.streaming import stream
 
 Made = TypeVar("Made")
-BAR_SLOWER, BAR_READING = 1.5, 0.8
+BAR_SLOWER = 1.5
+BAR_READING = 0.8
 SHORT = 8
 """Number of tokens of the pass that measures reading."""
 
@@ -51,7 +65,10 @@ def main() -> int:
         return 0
     print(describe(arguments.device), flush=True)
     took = {name: _apart(name) for name in PARTS}
-    pairs = [(took["read"], took["short"]), *((_apart("read"), _apart("short")) for _ in range(arguments.pairs - 1))]
+    pairs = [
+        (took["read"], took["short"]),
+        *((_apart("read"), _apart("short")) for _ in range(arguments.pairs - 1)),
+    ]
     reading = sorted(read["seconds"] / short["seconds"] for read, short in pairs)
     spread = f"{reading[0]:.2f} to {reading[-1]:.2f} in {len(pairs)} pairs"
     print(f"  short, share of the raw read speed: {median(reading):.2f} ({spread})")
@@ -60,19 +77,33 @@ def main() -> int:
     share = took["read"]["seconds"] / took["streamed"]["seconds"]
     good = slower <= BAR_SLOWER or share >= BAR_READING
     bars = f"bar <= {BAR_SLOWER} or >= {BAR_READING}"
-    print(f"  streamed / resident, {measure}: {slower:.2f}; {share:.2f} of the raw read speed, {bars}: {_says(good)}")
-    if arguments.device == "cpu":  # no bar for memory: pages of mapped files count as memory of the process
+    print(
+        f"  streamed / resident, {measure}: {slower:.2f}; {share:.2f} of the raw read speed, "
+        f"{bars}: {_says(good)}"
+    )
+    # no bar for memory: pages of mapped files count as memory of the process
+    if arguments.device == "cpu":
         return int(not good)
-    room = took["streamed"]["layer GiB"] + 1 + took["resident"]["peak GiB"] - took["resident"]["weights GiB"]
+    room = (
+        took["streamed"]["layer GiB"]
+        + 1
+        + took["resident"]["peak GiB"]
+        - took["resident"]["weights GiB"]
+    )
     fits = took["streamed"]["peak GiB"] <= room
-    print(f"  streamed, peak: {took['streamed']['peak GiB']:.2f} GiB, bar <= {room:.2f}: {_says(fits)}")
+    print(
+        f"  streamed, peak: {took['streamed']['peak GiB']:.2f} GiB, bar <= {room:.2f}: "
+        f"{_says(fits)}"
+    )
     return int(not (good and fits))
 
 
 def _apart(name: str) -> dict[str, float]:
     """Run a part in its own process and print its figures."""
     took = in_own_process("streaming", "--part", name)
-    print(f"  {name}: " + ", ".join(f"{key} {value:.3g}" for key, value in took.items()), flush=True)
+    print(
+        f"  {name}: " + ", ".join(f"{key} {value:.3g}" for key, value in took.items()), flush=True
+    )
     return took
 
 
@@ -82,7 +113,9 @@ def _says(good: bool) -> str:
 
 def _arguments() -> argparse.Namespace:
     options = parser("streaming", __doc__)
-    options.add_argument("--folder", type=Path, required=True, help="where the checkpoint is or will be, and is left")
+    options.add_argument(
+        "--folder", type=Path, required=True, help="where the checkpoint is or will be, and is left"
+    )
     options.add_argument("--model", choices=CONFIGURATIONS, default="olmoe_7b")
     options.add_argument("--layers", type=int, help="all if not given")
     options.add_argument("--device", default="cpu", help="cpu or cuda")
@@ -101,7 +134,8 @@ def _write(arguments: argparse.Namespace) -> dict[str, float]:
         model = model.to(torch.bfloat16)
         unfinished = arguments.folder.with_name(f"{arguments.folder.name}.unfinished")
         model.save_pretrained(unfinished, max_shard_size="5GB")
-        unfinished.rename(arguments.folder)  # renamed last, so that an interrupted write starts again
+        # renamed last, so that an interrupted write starts again
+        unfinished.rename(arguments.folder)
     return {"GiB": bytes_of(arguments.folder) / GIB}
 
 
@@ -164,7 +198,13 @@ def _timed(device: str, run: Callable[[], Made]) -> tuple[Made, dict[str, float]
     return made, {"seconds": wall, "CPU seconds": used, "peak GiB": peak(device) / GIB}
 
 
-PARTS = {"write": _write, "read": _read, "resident": _resident, "streamed": _streamed, "short": _short}
+PARTS = {
+    "write": _write,
+    "read": _read,
+    "resident": _resident,
+    "streamed": _streamed,
+    "short": _short,
+}
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Cost of scoring by weights alone: `python -m benchmarks.weights [--device cuda]`.
 
-- Streamed: a checkpoint with random weights and Qwen3-30B-A3B's configuration, cut to `--layers` layers (1.16 GiB
-  each), is scored from its files, which are dropped from the system's cache before, in pairs with plain reading of them
-  (bar: at least 0.8 of the bytes per second), by the CPU or a CUDA device.
-- Resident, with `--device cuda`: the sums of all experts of OLMoE-1B-7B and Qwen3-30B-A3B in bfloat16 in the device's
-  memory (bars: 20 and 60 ms).
+- Streamed: a checkpoint with random weights and Qwen3-30B-A3B's configuration, cut to `--layers`
+  layers (1.16 GiB each), is scored from its files, which are dropped from the system's cache
+  before, in pairs with plain reading of them (bar: at least 0.8 of the bytes per second), by the
+  CPU or a CUDA device.
+- Resident, with `--device cuda`: the sums of all experts of OLMoE-1B-7B and Qwen3-30B-A3B in
+  bfloat16 in the device's memory (bars: 20 and 60 ms).
 
 Exit code 1 when a bar fails.
 """
@@ -29,15 +30,20 @@ RESIDENT = {
     "OLMoE-1B-7B": (16, (64, 2 * 1024, 2048), (64, 2048, 1024), 20.0),
     "Qwen3-30B-A3B": (48, (128, 2 * 768, 2048), (128, 2048, 768), 60.0),
 }
-"""Model -> MoE layers, shapes of gate_up_proj and down_proj of a layer, limit in milliseconds for the sums."""
+"""Model -> MoE layers, shapes of gate_up_proj and down_proj of a layer, limit in milliseconds for
+the sums."""
 
 
 def main() -> int:
     """Measure, print, compare with the bars."""
     options = parser("weights", __doc__)
     options.add_argument("--device", default="cpu", help="cpu or cuda")
-    options.add_argument("--layers", type=int, default=2, help="layers of the checkpoint that is streamed")
-    options.add_argument("--folder", type=Path, help="where it is, or is written and left; else it is temporary")
+    options.add_argument(
+        "--layers", type=int, default=2, help="layers of the checkpoint that is streamed"
+    )
+    options.add_argument(
+        "--folder", type=Path, help="where it is, or is written and left; else it is temporary"
+    )
     options.add_argument("--pairs", type=int, default=3)
     arguments = options.parse_args()
     print(describe(arguments.device), flush=True)
@@ -53,23 +59,32 @@ def main() -> int:
 
 
 def _streamed(folder: Path, device: str, pairs: int) -> bool:
-    """Print the speed of scoring as a share of that of reading, in pairs; True when the bar fails."""
+    """Print the speed of scoring as a share of that of reading, in pairs; True when the bar
+    fails."""
     if device != "cpu":  # the first use of a device is slow, so it is not measured
         rows_absolute_and_square(torch.ones(1, 1, 8, device=device))
     sizes = {name: entry.size for name, entry in open_checkpoint(folder).tensors.items()}
     scored = sum(size for name, size in sizes.items() if ".experts." in name)
-    reading_seconds(folder)  # warms a cache below the system's, if there is one, for both measured reads alike
+    # warms a cache below the system's, if there is one, for both measured reads alike
+    reading_seconds(folder)
     found = []
     for _ in range(pairs):
         speed = sum(sizes.values()) / reading_seconds(folder)
         drop_cache(folder)
-        wall, processor = time.monotonic(), time.process_time()
+        wall = time.monotonic()
+        processor = time.process_time()
         weigh_experts(folder, device=device)
-        found.append((scored / (time.monotonic() - wall) / speed, scored / (time.process_time() - processor) / GIB))
+        found.append(
+            (
+                scored / (time.monotonic() - wall) / speed,
+                scored / (time.process_time() - processor) / GIB,
+            )
+        )
     share, rate = (statistics.median(values) for values in zip(*found, strict=True))
     good = share >= SHARE
     print(
-        f"streamed, {device}, {scored / GIB:.1f} GiB of experts: {share:.2f} of the speed of reading, {rate:.1f} GiB "
+        f"streamed, {device}, {scored / GIB:.1f} GiB of experts: {share:.2f} of the speed of "
+        f"reading, {rate:.1f} GiB "
         f"in a second of processor time; bar >= {SHARE}: {'ok' if good else 'FAILED'}",
         flush=True,
     )
@@ -82,14 +97,20 @@ def _resident(name: str, layers: int, shapes: tuple[tuple[int, ...], ...], bar: 
     needed = 2 * layers * sum(torch.Size(shape).numel() for shape in shapes)
     free = torch.cuda.mem_get_info()[0]
     if needed + GIB > free:
-        print(f"resident, {name}: its experts take {needed / GIB:.0f} GiB, {free / GIB:.0f} are free: not measured")
+        print(
+            f"resident, {name}: its experts take {needed / GIB:.0f} GiB, {free / GIB:.0f} are "
+            "free: not measured"
+        )
         return False
     weights = [
-        torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(layers) for shape in shapes
+        torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
+        for _ in range(layers)
+        for shape in shapes
     ]
     times = []
     for _ in range(12):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         start.record()
         sums = [torch.stack(rows_absolute_and_square(tensor)) for tensor in weights]
         found = torch.stack(sums).cpu()
@@ -99,7 +120,8 @@ def _resident(name: str, layers: int, shapes: tuple[tuple[int, ...], ...], bar: 
     assert bool(found.isfinite().all())
     median: float = statistics.median(times[2:])
     print(
-        f"resident, {name}, {needed / GIB:.1f} GiB: {median:.1f} ms, {2 * needed / 1e9 / median:.2f} TB/s; "
+        f"resident, {name}, {needed / GIB:.1f} GiB: {median:.1f} ms, "
+        f"{2 * needed / 1e9 / median:.2f} TB/s; "
         f"bar <= {bar:.0f} ms: {'ok' if median <= bar else 'FAILED'}",
         flush=True,
     )

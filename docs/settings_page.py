@@ -18,12 +18,18 @@ def page() -> str:
     every = settings()
     parts = [HEAD, "## Basic settings\n", _rows(setting for setting in every if setting.basic)]
     for group in dict.fromkeys(setting.group for setting in every):
-        parts += [f"## {group or 'Study'}\n", _rows(one for one in every if one.group == group and not one.basic)]
+        parts += [
+            f"## {group or 'Study'}\n",
+            _rows(one for one in every if one.group == group and not one.basic),
+        ]
     return "\n".join(parts)
 
 
 def _rows(listed: Iterable[Setting]) -> str:
-    rows = [f"| `{one.key}` | {f'`{one.default}`' if one.default else ''} | {one.meaning} |\n" for one in listed]
+    rows = [
+        f"| `{one.key}` | {f'`{one.default}`' if one.default else ''} | {one.meaning} |\n"
+        for one in listed
+    ]
     return "".join(["| setting | default | meaning |\n|---|---|---|\n", *rows])
 
 

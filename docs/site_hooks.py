@@ -1,7 +1,9 @@
-"""What `make docs` adds to the pages of this folder: README.md, files that pages link to, and a reference of the code.
+"""What `make docs` adds to the pages of this folder: README.md, files that pages link to, and a
+reference of the code.
 
-MkDocs calls these functions (`hooks` in mkdocs.yml). The reference has a page for every package, and a file outside
-docs/ becomes a page because a page links to it, so that nothing here needs a change when either changes.
+MkDocs calls these functions (`hooks` in mkdocs.yml). The reference has a page for every package,
+and a file outside docs/ becomes a page because a page links to it, so that nothing here needs a
+change when either changes.
 """
 
 from __future__ import annotations
@@ -19,12 +21,17 @@ PACKAGES = ("moe_lab", "analysis")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """The order of pages: README.md, guides in the order in which it names them, then the reference."""
+    """The order of pages: README.md, guides in the order in which it names them, then the
+    reference."""
     readme = (ROOT / "README.md").read_text("utf-8")
     linked = re.findall(r"\]\(docs/([^)\s#/]+\.md)", readme)
     others = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
     guides = list(dict.fromkeys([*linked, *others]))
-    config.nav = ["index.md", {"Guides": guides}, {"Reference": [f"reference/{name}.md" for name in reference()]}]
+    config.nav = [
+        "index.md",
+        {"Guides": guides},
+        {"Reference": [f"reference/{name}.md" for name in reference()]},
+    ]
     return config
 
 
@@ -63,7 +70,9 @@ def shown(path: Path) -> str:
     if path.suffix == ".md":
         return path.read_text("utf-8")
     programs = sorted(path.glob("*.py")) if path.is_dir() else [path]
-    texts = [f"## {program.name}\n\n```python\n{program.read_text('utf-8')}```\n" for program in programs]
+    texts = [
+        f"## {program.name}\n\n```python\n{program.read_text('utf-8')}```\n" for program in programs
+    ]
     return f"# {path.relative_to(ROOT).as_posix()}\n\n" + "\n".join(texts)
 
 
@@ -74,6 +83,10 @@ def reference() -> dict[str, str]:
         for init in sorted((ROOT / package).rglob("__init__.py")):
             name = ".".join(init.parent.relative_to(ROOT).parts)
             modules = [name, *(f"{name}.{path.stem}" for path in sorted(init.parent.glob("*.py")))]
-            described = [f"::: {module}" for module in modules if not module.endswith(("__init__", "__main__"))]
+            described = [
+                f"::: {module}"
+                for module in modules
+                if not module.endswith(("__init__", "__main__"))
+            ]
             pages[name] = f"# {name}\n\n" + "\n\n".join(described) + "\n"
     return pages

@@ -14,15 +14,21 @@ def loudest(layer: Layer) -> Array:
 
 model, tokenizer = moe_lab.load("pocket:olmoe", threads=1)
 text = "pocket:calibration/general.jsonl"
-statistics = moe_lab.calibrate(model, tokenizer, text, criteria=["loudest", "reap"], tokens=16_384, length=512)
-SOLUTION = "Problem: Find term 6 of 7, 9, 11, ...\nSolution: 9-7=2. 2*5=10. 7+10=17. The answer is 17."
+statistics = moe_lab.calibrate(
+    model, tokenizer, text, criteria=["loudest", "reap"], tokens=16_384, length=512
+)
+SOLUTION = (
+    "Problem: Find term 6 of 7, 9, 11, ...\nSolution: 9-7=2. 2*5=10. 7+10=17. The answer is 17."
+)
 prompt = tokenizer(SOLUTION, return_tensors="pt").input_ids
 
 dropped = {}
 for name in ("loudest", "reap"):
     plan = moe_lab.plan(moe_lab.score(name, statistics), ratio=0.25)
     every = {(layer, expert) for layer, count in plan.n_experts.items() for expert in range(count)}
-    dropped[name] = every - {(layer, expert) for layer, kept in plan.experts.items() for expert in kept}
+    dropped[name] = every - {
+        (layer, expert) for layer, kept in plan.experts.items() for expert in kept
+    }
     with moe_lab.mask(model, plan), torch.no_grad():
         print(f"{name:8} loss of the prompt {model(prompt, labels=prompt).loss:.3f}")
 shared = len(dropped["loudest"] & dropped["reap"])

@@ -1,6 +1,7 @@
 """Run a small sweep and read its results into pandas.
 
-The sweep is the command line `python -m moe_lab criterion=reap,man ...`; a finished one is not run again.
+The sweep is the command line `python -m moe_lab criterion=reap,man ...`; a finished one is not run
+again.
 """
 
 import subprocess

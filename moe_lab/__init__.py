@@ -8,9 +8,9 @@
         ...
     moe_lab.export("pocket:olmoe", plan, "pruned")
 
-These functions need neither a configuration nor a store, and take any model of transformers with routed experts. They
-use the same code as the steps of a study, so the same settings give the same scores and plans. Importing moe_lab is
-cheap: torch is imported by the function that needs it.
+These functions need neither a configuration nor a store, and take any model of transformers with
+routed experts. They use the same code as the steps of a study, so the same settings give the same
+scores and plans. Importing moe_lab is cheap: torch is imported by the function that needs it.
 """
 
 from __future__ import annotations
@@ -62,11 +62,13 @@ class ModelStatistics:
     sums: Mapping[str, Mapping[int, Mapping[str, Any]]]
     """The same sums, grouped by the pass that gathered them, such as statistics or gradients."""
     facts: Mapping[str, Any]
-    """Parameters of the model, and for each layer its numbers of experts, channels and groups; see `models.facts`."""
+    """Parameters of the model, and for each layer its numbers of experts, channels and groups; see
+    `models.facts`."""
     text: Mapping[str, Any]
     """The text that was read: tokens of each source, rows, their length."""
     identity: Mapping[str, str]
-    """What tells the model from others of its shape, which plans carry in their provenance; see `models.identity`."""
+    """What tells the model from others of its shape, which plans carry in their provenance; see
+    `models.identity`."""
 
     def __deepcopy__(self, memory: Any) -> ModelStatistics:
         return self  # pandas copies the attributes of a data frame with it, and arrays are large
@@ -75,9 +77,9 @@ class ModelStatistics:
 def load(path: str, **settings: Any) -> tuple[Any, Any]:
     """Load a model for scoring and evaluation, in eval mode with frozen weights, and its tokenizer.
 
-    `path`: a folder with a transformers checkpoint, a hub id, or `pocket:NAME` for a shipped model. `settings`: fields
-    of `moe_lab.config.ModelConfig`, such as dtype="bfloat16", device="cuda" or revision. Raises UserError, with one
-    sentence, when the model cannot be loaded.
+    `path`: a folder with a transformers checkpoint, a hub id, or `pocket:NAME` for a shipped model.
+    `settings`: fields of `moe_lab.config.ModelConfig`, such as dtype="bfloat16", device="cuda" or
+    revision. Raises UserError, with one sentence, when the model cannot be loaded.
     """
     from moe_lab.config import ModelConfig
     from moe_lab.config.base import valid
@@ -85,7 +87,8 @@ def load(path: str, **settings: Any) -> tuple[Any, Any]:
     from moe_lab.paths import PREFIX, as_name
 
     name = as_name(path.rstrip("/").rpartition("/")[2].rpartition(":")[2])
-    threads = 1 if path.startswith(PREFIX) else None  # the shipped models are so small that one thread is fastest
+    # the shipped models are so small that one thread is fastest
+    threads = 1 if path.startswith(PREFIX) else None
     usual = {"name": name, "path": path, "threads": threads}
     return load_model(valid(ModelConfig, {**usual, **settings}, "", "load"))
 
@@ -101,16 +104,19 @@ def calibrate(
     any_tokenizer: bool = False,
     **settings: Any,
 ) -> ModelStatistics:
-    """Gather the statistics that `criteria` need: sums over the tokens of a text, and sums over weights if needed.
+    """Gather the statistics that `criteria` need: sums over the tokens of a text, and sums over
+    weights if needed.
 
-    One forward pass serves most criteria of whole experts; heapr and others add a backward pass. `text`: a file, a hub
-    id, or a list of documents. `settings`: fields of `moe_lab.config.CalibrationConfig`; the defaults are
-    tokens=32_768 in rows of length=512 (less if the tokenizer's limit is lower), packing="chunk" (one stream).
-    `replacement`: what `plan` will replace dropped experts by, which may need a pass of its own. The model is not
-    changed; its weights count as they are in memory. Raises UserError for a criterion that does not exist, settings
-    that cannot work, a text that is too short or has tokens without an embedding, and a model without routed experts.
-    Also for a tokenizer with another vocabulary or other added tokens than that of the checkpoint that the model was
-    loaded from, if there is one; `any_tokenizer=True` takes it nevertheless.
+    One forward pass serves most criteria of whole experts; heapr and others add a backward pass.
+    `text`: a file, a hub id, or a list of documents. `settings`: fields of
+    `moe_lab.config.CalibrationConfig`; the defaults are tokens=32_768 in rows of length=512 (less
+    if the tokenizer's limit is lower), packing="chunk" (one stream). `replacement`: what `plan`
+    will replace dropped experts by, which may need a pass of its own. The model is not changed; its
+    weights count as they are in memory. Raises UserError for a criterion that does not exist,
+    settings that cannot work, a text that is too short or has tokens without an embedding, and a
+    model without routed experts. Also for a tokenizer with another vocabulary or other added tokens
+    than that of the checkpoint that the model was loaded from, if there is one;
+    `any_tokenizer=True` takes it nevertheless.
     """
     from moe_lab import criteria as registry
     from moe_lab.allocation import grouping
@@ -132,7 +138,9 @@ def calibrate(
     return ModelStatistics(layers, sums, facts, calibration.report, values)
 
 
-def _calibration(tokenizer: Any, text: Any, seed: int, settings: Mapping[str, Any], caller: str) -> Any:
+def _calibration(
+    tokenizer: Any, text: Any, seed: int, settings: Mapping[str, Any], caller: str
+) -> Any:
     """The batches of a text as `calibrate` reads it."""
     from moe_lab.calibration.batches import batches
     from moe_lab.config import CalibrationConfig
@@ -140,7 +148,13 @@ def _calibration(tokenizer: Any, text: Any, seed: int, settings: Mapping[str, An
     from moe_lab.paths import as_name
 
     with _text_file(text) as path:
-        usual = {"name": as_name(Path(path).stem), "path": path, "packing": "chunk", "tokens": 32_768, "seed": seed}
+        usual = {
+            "name": as_name(Path(path).stem),
+            "path": path,
+            "packing": "chunk",
+            "tokens": 32_768,
+            "seed": seed,
+        }
         usual["length"] = min(512, tokenizer.model_max_length)
         return batches(valid(CalibrationConfig, {**usual, **settings}, "", caller), tokenizer)
 
@@ -162,11 +176,14 @@ def _text_file(text: str | os.PathLike[str] | Sequence[str]) -> Iterator[str]:
     if isinstance(text, (str, os.PathLike)):
         yield os.fspath(text)
         return
-    import tempfile  # late, as processes that run a program of a model import moe_lab and should be small
+    # late, as processes that run a program of a model import moe_lab and should be small
+    import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "documents.jsonl"
-        file.write_text("".join(json.dumps({"text": document}) + "\n" for document in text), encoding="utf-8")
+        file.write_text(
+            "".join(json.dumps({"text": document}) + "\n" for document in text), encoding="utf-8"
+        )
         yield str(file)
 
 
@@ -189,18 +206,27 @@ def _gather(need: str, model: Any, rows: Any) -> dict[int, dict[str, Any]]:
         "weight_distances": lambda: compare_experts(model, device=str(model.device)),
     }
     sums = passes[need]()
-    return {layer: {name: part.numpy() for name, part in arrays.items()} for layer, arrays in sums.layers.items()}
+    return {
+        layer: {name: part.numpy() for name, part in arrays.items()}
+        for layer, arrays in sums.layers.items()
+    }
 
 
 def score(
-    criterion: str, statistics: ModelStatistics, *, gate: str = "model", seed: int = 42, **parameters: Any
+    criterion: str,
+    statistics: ModelStatistics,
+    *,
+    gate: str = "model",
+    seed: int = 42,
+    **parameters: Any,
 ) -> pd.DataFrame:
     """Score the experts or channels of a model by a criterion; higher means keep.
 
-    Returns a data frame with the columns layer, expert and score (fp64), a row per expert; for criteria of channels
-    also a column channel, and a row per channel. `gate`: the weight that multiplies expert outputs; `seed`: seed of
-    random criteria; `parameters`: parameters of the criterion. The statistics are attached in `attrs`, where `plan`
-    finds them. Raises UserError for an unknown criterion or parameter, and for statistics that lack what it needs.
+    Returns a data frame with the columns layer, expert and score (fp64), a row per expert; for
+    criteria of channels also a column channel, and a row per channel. `gate`: the weight that
+    multiplies expert outputs; `seed`: seed of random criteria; `parameters`: parameters of the
+    criterion. The statistics are attached in `attrs`, where `plan` finds them. Raises UserError for
+    an unknown criterion or parameter, and for statistics that lack what it needs.
     """
     import numpy as np
     import pandas as pd
@@ -212,7 +238,8 @@ def score(
     lacking = [need for need in criteria.get(criterion).needs if need not in statistics.sums]
     if lacking:
         raise UserError(
-            f"criterion={criterion} reads {', '.join(lacking)}, which these statistics lack: calibrate with "
+            f"criterion={criterion} reads {', '.join(lacking)}, which these statistics lack: "
+            "calibrate with "
             f"criteria=[..., {criterion!r}]"
         )
     table = criteria.score(
@@ -235,8 +262,9 @@ def score(
 
 
 def _scores_table(scores: pd.DataFrame, layers: Mapping[int, Mapping[str, Any]]) -> dict[int, Any]:
-    """Layer -> its scores, (E,) or (E, I), from a data frame with its rows in any order. Numbers may be texts, as the
-    keys of JSON are. Raises UserError unless each expert of these `layers`, or each of its channels, has one row."""
+    """Layer -> its scores, (E,) or (E, I), from a data frame with its rows in any order. Numbers
+    may be texts, as the keys of JSON are. Raises UserError unless each expert of these `layers`, or
+    each of its channels, has one row."""
     import numpy as np
     import pandas as pd
 
@@ -246,17 +274,30 @@ def _scores_table(scores: pd.DataFrame, layers: Mapping[int, Mapping[str, Any]])
     for name in ("layer", *ids, "score"):
         if name not in scores:
             raise unknown("plan: column of the scores", name, map(str, scores))
-    numbers = scores[["layer", *ids, "score"]].astype(object).apply(pd.to_numeric, errors="coerce").astype(float)
+    numbers = (
+        scores[["layer", *ids, "score"]]
+        .astype(object)
+        .apply(pd.to_numeric, errors="coerce")
+        .astype(float)
+    )
     if set(numbers["layer"]) != set(layers):
         found = sorted(scores["layer"].astype(str).unique())
-        raise UserError(f"plan: the scores are of another model: layers {', '.join(found)}, expected {[*layers]}")
+        raise UserError(
+            f"plan: the scores are of another model: layers {', '.join(found)}, expected "
+            f"{[*layers]}"
+        )
     table = {}
     for layer, facts in layers.items():
         shape = [int(facts[size]) for size in ("n_experts", "width")[: len(ids)]]
         rows = numbers[numbers["layer"] == layer].sort_values(ids)
         if not np.array_equal(rows[ids].to_numpy().T, np.indices(shape).reshape(len(shape), -1)):
-            ranges = " and each ".join(f"{name} from 0 to {count - 1}" for name, count in zip(ids, shape, strict=True))
-            raise UserError(f"plan: the scores of layer {layer} have {len(rows)} rows: expected one for each {ranges}")
+            ranges = " and each ".join(
+                f"{name} from 0 to {count - 1}" for name, count in zip(ids, shape, strict=True)
+            )
+            raise UserError(
+                f"plan: the scores of layer {layer} have {len(rows)} rows: expected one for each "
+                f"{ranges}"
+            )
         table[layer] = rows["score"].to_numpy().reshape(shape)
     return table
 
@@ -272,17 +313,20 @@ def plan(
     protect: str | None = None,
     **parameters: Any,
 ) -> Plan:
-    """Decide which experts, or which of their channels, are kept when `ratio` of the routed experts' parameters is
-    removed.
+    """Decide which experts, or which of their channels, are kept when `ratio` of the routed
+    experts' parameters is removed.
 
-    `scores`: from `score`, or your own with the columns layer, expert, (channel,) score, one row each; experts and
-    channels are numbered from 0, and higher means keep. `allocation`: how the budget is shared among layers
-    and experts; those that search need a study. `statistics`: those of the model, if they are not attached to the
-    scores. `parameters`: parameters of the allocation. For `multiple_of`, `replacement` and `protect` see
-    `moe_lab.config.AllocationConfig`. Where the replacement is m_smoe or ream, `mask`, `prune` and `export`
-    take what `align` makes of the plan. Warns, with the numbers, when another share is removed, as whole experts or
-    channels are, and when scores are equal at the cut. Raises UserError for a ratio that is not feasible, naming the
-    nearest one, and for scores that are not one for each expert or channel of the model.
+    `scores`: from `score`, or your own with the columns layer, expert, (channel,) score, one row
+    each; experts and channels are numbered from 0, and higher means keep. `allocation`: how the
+    budget is shared among layers
+    and experts; those that search need a study. `statistics`: those of the model, if they are not
+    attached to the scores. `parameters`: parameters of the allocation. For `multiple_of`,
+    `replacement` and `protect` see `moe_lab.config.AllocationConfig`. Where the replacement is
+    m_smoe or ream, `mask`, `prune` and `export`
+    take what `align` makes of the plan. Warns, with the numbers, when another share is removed, as
+    whole experts or channels are, and when scores are equal at the cut. Raises UserError for a
+    ratio that is not feasible, naming the nearest one, and for scores that are not one for each
+    expert or channel of the model.
     """
     from moe_lab import allocation as allocations
     from moe_lab.allocation import protection
@@ -297,25 +341,37 @@ def plan(
         raise UserError("plan: these scores say nothing of their model: give its statistics=")
     given = {"multiple_of": multiple_of, "replacement": replacement, "protect": protect}
     given |= {"name": allocation, "parameters": parameters}
-    settings: AllocationConfig = valid(AllocationConfig, given, "allocation", f"allocation={allocation}")
+    settings: AllocationConfig = valid(
+        AllocationConfig, given, "allocation", f"allocation={allocation}"
+    )
     granularity: Literal["expert", "channel"] = "channel" if "channel" in scores else "expert"
     allocations.check(settings, granularity)
     chosen = {**identity(settings), "ratio": ratio}
     if lacking := [need for need in allocations.needs(chosen) if need not in statistics.sums]:
         raise UserError(
             f"plan: allocation={allocation}, replacement={replacement} and protect={protect} read "
-            f"{', '.join(lacking)}, which these statistics lack: give calibrate the same replacement, and "
+            f"{', '.join(lacking)}, which these statistics lack: give calibrate the same "
+            "replacement, and "
             "criteria that read the rest"
         )
-    facts = protection.with_protected(chosen, statistics.facts, statistics.sums.get("statistics", {}))
+    facts = protection.with_protected(
+        chosen, statistics.facts, statistics.sums.get("statistics", {})
+    )
     provenance = {"allocation": chosen, **statistics.identity, **protection.provenance(facts)}
     values = _scores_table(scores, facts["layers"])
-    plan = plan_from_scores(chosen, values, granularity, facts["layers"], statistics.sums, provenance=provenance)
+    plan = plan_from_scores(
+        chosen, values, granularity, facts["layers"], statistics.sums, provenance=provenance
+    )
     if abs(plan.removed - ratio) > ROUNDED:
-        warnings.warn(f"plan: ratio={ratio:g} is rounded: {plan.removed:.3g} is removed", stacklevel=2)
+        warnings.warn(
+            f"plan: ratio={ratio:g} is rounded: {plan.removed:.3g} is removed", stacklevel=2
+        )
     if tied := ties(plan, values, facts["layers"]):
         count = f"{sum(tied.values())} {granularity}s in {len(tied)} layers"
-        warnings.warn(f"plan: {count} have equal scores at the cut, where the lowest ids are dropped", stacklevel=2)
+        warnings.warn(
+            f"plan: {count} have equal scores at the cut, where the lowest ids are dropped",
+            stacklevel=2,
+        )
     return plan
 
 
@@ -332,10 +388,11 @@ def align(
 ) -> Plan:
     """`plan`, which merges experts, with their channels matched before weights are summed.
 
-    Without a text by the weights of the channels, as in M-SMoE (arXiv 2310.01334); with one also by their activations
-    on it, as in REAM (arXiv 2604.04356). `text`, `any_tokenizer` and `settings`: as in `calibrate`; `any_model`: as in
-    `mask`. The model is not changed. Raises UserError when the plan does not fit the model or merges nothing, for a
-    text without a tokenizer, and for settings without a text.
+    Without a text by the weights of the channels, as in M-SMoE (arXiv 2310.01334); with one also by
+    their activations on it, as in REAM (arXiv 2604.04356). `text`, `any_tokenizer` and `settings`:
+    as in `calibrate`; `any_model`: as in `mask`. The model is not changed. Raises UserError when
+    the plan does not fit the model or merges nothing, for a text without a tokenizer, and for
+    settings without a text.
     """
     from moe_lab.errors import UserError
     from moe_lab.models.discover import moe_layers
@@ -345,9 +402,14 @@ def align(
     from moe_lab.statistics.observe import gather
 
     if not plan.merged:
-        raise UserError("align: the plan merges no experts, expected one that does, such as by replacement=m_smoe")
+        raise UserError(
+            "align: the plan merges no experts, expected one that does, such as by "
+            "replacement=m_smoe"
+        )
     if text is None and settings:
-        raise UserError(f"align: {', '.join(settings)} are settings of a text, and there is none: give text=")
+        raise UserError(
+            f"align: {', '.join(settings)} are settings of a text, and there is none: give text="
+        )
     if text is not None and tokenizer is None:
         raise UserError("align: a text is read with the model's tokenizer: give tokenizer=")
     layers = moe_layers(model)
@@ -359,17 +421,21 @@ def align(
         check_tokenizer(model, tokenizer)
     calibration = _calibration(tokenizer, text, seed, settings, "align")
     with _evaluated(model):
-        return align_by_activations(plan, gather(model, alignment_tap(plan), calibration.rows).layers)
+        return align_by_activations(
+            plan, gather(model, alignment_tap(plan), calibration.rows).layers
+        )
 
 
 @contextmanager
 def mask(model: Any, plan: Plan, *, any_model: bool = False) -> Iterator[None]:
-    """A context in which `model` computes what `prune(model, plan)` would compute; its weights are not changed.
+    """A context in which `model` computes what `prune(model, plan)` would compute; its weights are
+    not changed.
 
-    A plan states the model that it was made for by a digest of its weights in memory, and by the fingerprint of its
-    checkpoint, if it has one. Raises UserError for a plan of another model, or of weights that were changed since;
-    `any_model=True` takes it if it has the layers and counts of this one. That alone is compared, with a warning, if
-    the plan states no model. See `moe_lab.pruning.mask.mask` for what is equal, and further errors.
+    A plan states the model that it was made for by a digest of its weights in memory, and by the
+    fingerprint of its checkpoint, if it has one. Raises UserError for a plan of another model, or
+    of weights that were changed since; `any_model=True` takes it if it has the layers and counts of
+    this one. That alone is compared, with a warning, if the plan states no model. See
+    `moe_lab.pruning.mask.mask` for what is equal, and further errors.
     """
     from moe_lab.pruning.mask import mask as masked
 
@@ -379,8 +445,8 @@ def mask(model: Any, plan: Plan, *, any_model: bool = False) -> Iterator[None]:
 
 
 def prune(model: Any, plan: Plan, *, any_model: bool = False) -> Any:
-    """A smaller copy of `model` that has only the experts and channels `plan` keeps; see `moe_lab.pruning.prune.prune`.
-    `any_model`: as in `mask`."""
+    """A smaller copy of `model` that has only the experts and channels `plan` keeps; see
+    `moe_lab.pruning.prune.prune`. `any_model`: as in `mask`."""
     from moe_lab.pruning.prune import prune as pruned
 
     _check_origin(plan, model, any_model)
@@ -395,13 +461,18 @@ def _check_origin(plan: Plan, model: Any, any_model: bool) -> None:
 
 
 def export(
-    source: str, plan: Plan, out: str | os.PathLike[str], *, shape: str = "natural", any_model: bool = False
+    source: str,
+    plan: Plan,
+    out: str | os.PathLike[str],
+    *,
+    shape: str = "natural",
+    any_model: bool = False,
 ) -> Path:
     """Write the checkpoint of `source`, pruned by `plan`, into the new folder `out`; returns it.
 
-    `source`: as `path` of `load`. `shape`: natural (only what is kept), masked (the shape of the original, with zeros)
-    or padded; see `moe_lab.pruning.export`. Needs at most about 50 MB of memory. `any_model`: as in `mask`; here the
-    fingerprint of the checkpoint is compared.
+    `source`: as `path` of `load`. `shape`: natural (only what is kept), masked (the shape of the
+    original, with zeros) or padded; see `moe_lab.pruning.export`. Needs at most about 50 MB of
+    memory. `any_model`: as in `mask`; here the fingerprint of the checkpoint is compared.
     """
     from moe_lab.config import ModelConfig
     from moe_lab.models.files import local_folder

@@ -34,8 +34,8 @@ def give_up(sentence: str, code: int = UserError.code) -> NoReturn:
 
 @contextmanager
 def _sentences() -> Iterator[None]:
-    """Turn a user's mistake, and what is not available, into a sentence and an exit code, where Hydra or a study would
-    print a stack trace."""
+    """Turn a user's mistake, and what is not available, into a sentence and an exit code, where
+    Hydra or a study would print a stack trace."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -48,22 +48,32 @@ def _sentences() -> Iterator[None]:
     except (HydraException, OmegaConfBaseException) as error:
         give_up(explain(error))
     except OSError as error:
-        if isinstance(error, BrokenPipeError) or not any(word.startswith("hydra.") for word in sys.argv):
+        if isinstance(error, BrokenPipeError) or not any(
+            word.startswith("hydra.") for word in sys.argv
+        ):
             raise
-        give_up(f"{error.filename} cannot be written ({error.strerror}): is hydra.run.dir or hydra.sweep.dir right?")
+        give_up(
+            f"{error.filename} cannot be written ({error.strerror}): is hydra.run.dir or "
+            "hydra.sweep.dir right?"
+        )
     except KeyboardInterrupt:
         print("\nmoe_lab: stopped; the same command goes on from here", file=sys.stderr)
         sys.exit(130)
 
 
 def main() -> None:
-    """Run the study of the command line. Exit code 2 for a user's mistake, 3 for models and texts that are missing."""
+    """Run the study of the command line. Exit code 2 for a user's mistake, 3 for models and texts
+    that are missing."""
     words = sys.argv[1:]
     if not words:
         print(START)
         return
     # -m, --cfg, --help, completion, or a setting of Hydra itself: Hydra does what they ask for.
-    flags = [word for word in words if word.startswith("-") and not word.startswith(("--config-", "-cd", "-cn"))]
+    flags = [
+        word
+        for word in words
+        if word.startswith("-") and not word.startswith(("--config-", "-cd", "-cn"))
+    ]
     hydras = [word.lstrip("+~") for word in words if word.lstrip("+~").startswith("hydra")]
     asks_hydra = flags or any(not word.startswith("hydra.searchpath=") for word in hydras)
     with _sentences():
@@ -85,7 +95,8 @@ def _study(words: Sequence[str]) -> int:
 
 
 def _by_hydra(words: Sequence[str]) -> int:
-    """Let hydra.main do what the words ask for; each job of a multirun is composed from its words as if alone."""
+    """Let hydra.main do what the words ask for; each job of a multirun is composed from its words
+    as if alone."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
@@ -103,9 +114,14 @@ def _by_hydra(words: Sequence[str]) -> int:
         nonlocal code
         with _sentences():
             own = HydraConfig.get()
-            os.chdir(own.runtime.cwd)  # hydra.job.chdir=true leaves it, and paths of settings are of here
-            settings = [*(word for word in own.overrides.hydra if "searchpath" in word), *own.overrides.task]
-            alone = own.mode == RunMode.MULTIRUN  # with a launcher of Hydra's, each job is a study of its own
+            # hydra.job.chdir=true leaves it, and paths of settings are of here
+            os.chdir(own.runtime.cwd)
+            settings = [
+                *(word for word in own.overrides.hydra if "searchpath" in word),
+                *own.overrides.task,
+            ]
+            # with a launcher of Hydra's, each job is a study of its own
+            alone = own.mode == RunMode.MULTIRUN
             config, requests = compose(settings, own.job.config_name or CONFIG)
             if alone:
                 check_sweeper(own.runtime.choices, config)

@@ -1,9 +1,10 @@
 """Processes that are started, asked by lines of JSON, watched and ended.
 
-`Child` is the side of the process that asks, `serve` that of the one that is asked; `python -m moe_lab.child_process
-MODULE` serves the functions of a module. A request is the name of a method and its arguments; the replies are any
-number of {"item": ...}, then {"done": result}, or {"error": ..., "kind": ...}. A process ends when its standard input
-does, so also when the one that started it was killed.
+`Child` is the side of the process that asks, `serve` that of the one that is asked;
+`python -m moe_lab.child_process MODULE` serves the functions of a module. A request is the name of
+a method and its arguments; the replies are any number of {"item": ...}, then {"done": result}, or
+{"error": ..., "kind": ...}. A process ends when its standard input does, so also when the one that
+started it was killed.
 
 Standard library only: the other side may run in another interpreter.
 """
@@ -43,7 +44,9 @@ class Refused(RuntimeError):
 class Child(AbstractContextManager["Child"]):
     """A process that runs `serve`, in a session of its own. What it prints goes to a log."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], folder: Path | None = None) -> None:
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], folder: Path | None = None
+    ) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
         self.process = subprocess.Popen(
             command,
@@ -67,27 +70,38 @@ class Child(AbstractContextManager["Child"]):
         """The result of a method, as for `replies`."""
         return next(self.replies(method, seconds, **arguments))["done"]
 
-    def replies(self, method: str, seconds: float | None = None, **arguments: Any) -> Iterator[dict[str, Any]]:
-        """The replies to a request, the last one with `done`; each takes at most `seconds` (None: for ever).
+    def replies(
+        self, method: str, seconds: float | None = None, **arguments: Any
+    ) -> Iterator[dict[str, Any]]:
+        """The replies to a request, the last one with `done`; each takes at most `seconds` (None:
+        for ever).
 
-        Raises Refused; and Ended and TimeoutError, after which the process is gone. It is ended too if the caller does
-        not take the last reply, since those that are left would be taken for replies to the next request.
+        Raises Refused; and Ended and TimeoutError, after which the process is gone. It is ended too
+        if the caller does not take the last reply, since those that are left would be taken for
+        replies to the next request.
         """
         assert self.process.stdin is not None
         finished = False
         try:
-            with suppress(OSError, ValueError):  # it has ended or was closed, which the end of its replies reports
+            # it has ended or was closed, which the end of its replies reports
+            with suppress(OSError, ValueError):
                 self.process.stdin.write(json.dumps([method, arguments]) + "\n")
                 self.process.stdin.flush()
             while not finished:
                 try:
                     line = self._replies.get(timeout=seconds)
                 except queue.Empty:
-                    raise TimeoutError(f"no reply within {seconds:g} s: {_last_line(self.log())}") from None
+                    raise TimeoutError(
+                        f"no reply within {seconds:g} s: {_last_line(self.log())}"
+                    ) from None
                 if not line:
                     self._replies.put("")  # for the next request
                     code = self.process.wait()
-                    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                    how = (
+                        f"killed by {signal.Signals(-code).name}"
+                        if code < 0
+                        else f"exit code {code}"
+                    )
                     raise Ended(f"{how}: {_last_line(self.log())}")
                 reply = json.loads(line)
                 finished = "item" not in reply
@@ -100,7 +114,8 @@ class Child(AbstractContextManager["Child"]):
 
     def log(self) -> str:
         """What the process has printed."""
-        if not self._log.closed:  # read by position, as the process writes at the place where this file is
+        # read by position, as the process writes at the place where this file is
+        if not self._log.closed:
             self._said = os.pread(self._log.fileno(), os.fstat(self._log.fileno()).st_size, 0)
         return self._said.decode(errors="replace")
 
@@ -131,9 +146,11 @@ def _last_line(log: str) -> str:
 
 
 def serve(worker: object, at_end: Callable[[], object] = lambda: None) -> None:
-    """Call the methods of `worker` that standard input names, until it ends. Ends the process and its group.
+    """Call the methods of `worker` that standard input names, until it ends. Ends the process and
+    its group.
 
-    A method that yields replies with several items. What is printed to standard output goes to standard error.
+    A method that yields replies with several items. What is printed to standard output goes to
+    standard error.
     """
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")

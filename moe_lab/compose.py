@@ -1,7 +1,8 @@
-"""From the words of a command to valid settings: Hydra composes files, pydantic checks what they hold, once.
+"""From the words of a command to valid settings: Hydra composes files, pydantic checks what they
+hold, once.
 
-Beyond this module nothing knows Hydra, and there are no settings that are not valid. All mistakes of a command are
-reported together.
+Beyond this module nothing knows Hydra, and there are no settings that are not valid. All mistakes
+of a command are reported together.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from moe_lab.paths import conf, store_folder
 
 Choice = grid.Choice
 CONFIG = "config"
-"""Name of the file in conf/ from which everything is composed, unless --config-name names another."""
+"""Name of the file in conf/ from which everything is composed, unless --config-name names
+another."""
 
 
 # ---- Hydra
@@ -61,8 +63,8 @@ def started(folder: Path | None = None) -> Iterator[None]:
 
 
 def prepare_multirun(words: Sequence[str]) -> None:
-    """What hydra.main needs before it reads conf/config.yaml and `words`. Raises SettingsError for secrets in the
-    words, which Hydra would write into the store."""
+    """What hydra.main needs before it reads conf/config.yaml and `words`. Raises SettingsError for
+    secrets in the words, which Hydra would write into the store."""
     from moe_lab.config.table import basic_lines
 
     OmegaConf.register_new_resolver("sweeps", _sweeps, replace=True)
@@ -71,7 +73,9 @@ def prepare_multirun(words: Sequence[str]) -> None:
     with Mistakes() as mistakes:
         for _, override in read:
             values = [] if override.value_type is ValueType.GLOB_CHOICE_SWEEP else _values(override)
-            mistakes += [problem for value in values for problem in unfit(value, override.key_or_group)]
+            mistakes += [
+                problem for value in values for problem in unfit(value, override.key_or_group)
+            ]
     offer(_texts("plugins", read))
 
 
@@ -79,23 +83,29 @@ _temporary = cache(lambda: tempfile.TemporaryDirectory(prefix="moe_lab_"))
 
 
 def _sweeps(store: str, dry_run: bool) -> str:
-    """Folder in which Hydra records a multirun: in the store; for a dry run, one that ends with the process."""
+    """Folder in which Hydra records a multirun: in the store; for a dry run, one that ends with the
+    process."""
     return _temporary().name if dry_run or not store else f"{store_folder(store)}/hydra"
 
 
 def offer(modules: Sequence[str]) -> None:
-    """Load plugins, and make every registered criterion and allocation without a file a choice of its group."""
+    """Load plugins, and make every registered criterion and allocation without a file a choice of
+    its group."""
     plugins.load(modules)
-    # Hydra copies all registered choices for every group that it looks into, which would take most of its time.
+    # Hydra copies all registered choices for every group that it looks into, which would take most
+    # of its time.
     ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
     for group, names in (("criterion", CRITERIA), ("allocation", ALLOCATIONS)):
         for name in names:
             if not (conf() / group / f"{name}.yaml").exists():
-                ConfigStore.instance().store(name=name, node={"name": name}, group=group, provider="moe_lab")
+                ConfigStore.instance().store(
+                    name=name, node={"name": name}, group=group, provider="moe_lab"
+                )
 
 
 class Groups:
-    """The configuration groups as Hydra composes them, hydra.searchpath included. Each choice is composed once."""
+    """The configuration groups as Hydra composes them, hydra.searchpath included. Each choice is
+    composed once."""
 
     def __init__(self, searchpath: Sequence[str] = ()) -> None:
         self._words = [f"hydra.searchpath={json.dumps(list(searchpath))}"] if searchpath else []
@@ -103,17 +113,23 @@ class Groups:
         self._composed: dict[Choice, dict[str, Any]] = {}
 
     def names(self, group: str) -> list[str]:
-        """The choices of a group, none for what is no group; those in subgroups are called subgroup/name."""
+        """The choices of a group, none for what is no group; those in subgroups are called
+        subgroup/name."""
         if group not in self._names:
             options = GlobalHydra.instance().config_loader().get_group_options
             folders = options(group, ObjectType.GROUP, overrides=self._words)
-            nested = [f"{folder}/{name}" for folder in folders for name in self.names(f"{group}/{folder}")]
-            self._names[group] = sorted([*options(group, ObjectType.CONFIG, overrides=self._words), *nested])
+            nested = [
+                f"{folder}/{name}" for folder in folders for name in self.names(f"{group}/{folder}")
+            ]
+            self._names[group] = sorted(
+                [*options(group, ObjectType.CONFIG, overrides=self._words), *nested]
+            )
         return self._names[group]
 
     def load(self, choices: Iterable[Choice]) -> dict[Choice, dict[str, Any]]:
-        """The content of choices, all composed in one call: Hydra takes 50 ms for one, and no longer for fifty. Raises
-        SettingsError with a sentence for each that cannot be composed, or that sets anything outside its group."""
+        """The content of choices, all composed in one call: Hydra takes 50 ms for one, and no
+        longer for fifty. Raises SettingsError with a sentence for each that cannot be composed, or
+        that sets anything outside its group."""
         choices = list(dict.fromkeys(choices))
         new = [choice for choice in choices if choice not in self._composed]
         try:
@@ -138,15 +154,16 @@ class Groups:
             raise UserError(f"{group}={name}: {explain(error)}") from None
         if outside := [key for key in composed if key not in keys.values()]:
             raise UserError(
-                f"{group}={name} sets {outside[0]}, expected nothing outside {group}: a file that sets several groups "
+                f"{group}={name} sets {outside[0]}, expected nothing outside {group}: a file that "
+                "sets several groups "
                 "is an experiment"
             )
         self._composed.update({choice: composed.get(key) or {} for choice, key in keys.items()})
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:
-    """A configuration as plain dictionaries, without Hydra's settings, without values that are to be given (???), and
-    with interpolations unresolved."""
+    """A configuration as plain dictionaries, without Hydra's settings, without values that are to
+    be given (???), and with interpolations unresolved."""
 
     def given(content: Any) -> Any:
         if isinstance(content, dict):
@@ -169,13 +186,16 @@ def forced(word: str) -> str:
     ++study='2026_11_25', as what is typed for a text is no number. Other words stay."""
     match = _WORD.fullmatch(word)
     key = match["key"] if match else ""
-    is_setting = "." in key or (_type(key) and not fields_of(_type(key)))  # and neither a group nor an experiment
+    # and neither a group nor an experiment
+    is_setting = "." in key or (_type(key) and not fields_of(_type(key)))
     if match is None or key.startswith("hydra.") or not is_setting:
         return quoted(word)
     value = match["value"]
     if is_text(_type(key)):
         texts = value.split(",")
-        value = ",".join(f"'{text}'" if _TYPED.fullmatch(text) and text != "null" else text for text in texts)
+        value = ",".join(
+            f"'{text}'" if _TYPED.fullmatch(text) and text != "null" else text for text in texts
+        )
     return quoted(f"++{key}={value}")
 
 
@@ -184,8 +204,8 @@ _PLAIN = r"""(?:[^,\[\]{}()'":]|:(?! ))+"""
 
 
 def quoted(word: str) -> str:
-    """The word `key=value`, with quotes around those of its values that have a letter outside ASCII. Hydra's grammar
-    reads such letters in quotes alone, and folders of users have them."""
+    """The word `key=value`, with quotes around those of its values that have a letter outside
+    ASCII. Hydra's grammar reads such letters in quotes alone, and folders of users have them."""
 
     def quote(match: re.Match[str]) -> str:
         text = match[0]
@@ -213,16 +233,24 @@ def parsed(words: Iterable[str]) -> list[tuple[str, Override]]:
             found += [(word, override) for override in parser.parse_overrides([forced(word)])]
         except HydraException:
             raise UserError(
-                f"{word} cannot be read: expected SETTING=VALUE or GROUP=NAME; a value with special characters is put "
+                f"{word} cannot be read: expected SETTING=VALUE or GROUP=NAME; a value with "
+                "special characters is put "
                 f"in quotes, as in {_quoted(word)}"
             ) from None
     return found
 
 
 def _texts(key: str, words: Iterable[tuple[str, Override]]) -> list[str]:
-    """What words set a list of texts to, which is needed before the others can be checked; [] for what is no list."""
+    """What words set a list of texts to, which is needed before the others can be checked; [] for
+    what is no list."""
     values = [override.value() for _, override in words if override.key_or_group == key]
-    return [text for value in values if isinstance(value, list) for text in value if isinstance(text, str)]
+    return [
+        text
+        for value in values
+        if isinstance(value, list)
+        for text in value
+        if isinstance(text, str)
+    ]
 
 
 def _quoted(word: str) -> str:
@@ -233,9 +261,10 @@ def _quoted(word: str) -> str:
 
 
 def _sort(override: Override, word: str, groups: Groups, draft: grid.Draft) -> list[str]:
-    """Note in `draft` what a word says of the cells; returns the word if Hydra composes with it. Raises UserError for a
-    word that nobody can mean."""
-    key, values = override.key_or_group, _values(override)
+    """Note in `draft` what a word says of the cells; returns the word if Hydra composes with it.
+    Raises UserError for a word that nobody can mean."""
+    key = override.key_or_group
+    values = _values(override)
     above = key.partition(".")[0]
     several = len(values) > 1 or override.is_sweep_override()
     if key.startswith("hydra") or override.package is not None:
@@ -254,7 +283,8 @@ def _sort(override: Override, word: str, groups: Groups, draft: grid.Draft) -> l
         draft.typed[key] = values
     elif several:
         raise UserError(
-            f"{word} names several values, and {key} has one in a study: expected one (a text with a comma as "
+            f"{word} names several values, and {key} has one in a study: expected one (a text "
+            "with a comma as "
             f"{_quoted(word)}), or -m in front for several studies"
         )
     elif above in grid.GROUPS:
@@ -264,7 +294,9 @@ def _sort(override: Override, word: str, groups: Groups, draft: grid.Draft) -> l
     return []
 
 
-def _sort_choice(group: str, values: list[Any], word: str, groups: Groups, draft: grid.Draft) -> list[str]:
+def _sort_choice(
+    group: str, values: list[Any], word: str, groups: Groups, draft: grid.Draft
+) -> list[str]:
     """`_sort` for a word that names files of a group."""
     known = groups.names(group)
     listed = [name for value in values for name in (value if isinstance(value, list) else [value])]
@@ -272,7 +304,9 @@ def _sort_choice(group: str, values: list[Any], word: str, groups: Groups, draft
     if group in grid.GROUPS:
         draft.typed[group] = names
     elif len(names) != 1:
-        raise UserError(f"{word} names several files, and {group} has one in a study: expected one of them")
+        raise UserError(
+            f"{word} names several files, and {group} has one in a study: expected one of them"
+        )
     elif names[0] not in known:
         raise unknown(group, names[0], known)
     return [word] if len(names) == 1 and names[0] in known else []
@@ -282,20 +316,26 @@ def _values(override: Override) -> list[Any]:
     """The values of a word: several where it has commas or one of Hydra's functions for sweeps."""
     if not override.is_discrete_sweep():
         return [override.value()]
-    return [value.text if isinstance(value, QuotedString) else value for value in override.sweep_iterator()]
+    return [
+        value.text if isinstance(value, QuotedString) else value
+        for value in override.sweep_iterator()
+    ]
 
 
 # ---- settings
 
 
 def compose(words: Sequence[str], config_name: str = CONFIG) -> tuple[Config, list[grid.Request]]:
-    """The study that a command line asks for, once Hydra is `started`: its settings, and its cells with their
-    benchmarks. SettingsError with all mistakes in words and settings, or else with all in their combinations."""
+    """The study that a command line asks for, once Hydra is `started`: its settings, and its cells
+    with their benchmarks. SettingsError with all mistakes in words and settings, or else with all
+    in their combinations."""
     with Mistakes() as mistakes:
         read = parsed(words)
         with mistakes.caught():
             offer(_texts("plugins", read))
-        groups, draft, composing = Groups(_texts("hydra.searchpath", read)), grid.Draft(), []
+        groups = Groups(_texts("hydra.searchpath", read))
+        draft = grid.Draft()
+        composing = []
         for word, override in read:
             with mistakes.caught():
                 composing += _sort(override, word, groups, draft)
@@ -311,8 +351,11 @@ def compose(words: Sequence[str], config_name: str = CONFIG) -> tuple[Config, li
     return config, grid.requests(config, points, groups)
 
 
-def _composed(words: Sequence[str], config_name: str) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """What Hydra composes: plain settings, the file that it took for each group, and the folders it searched."""
+def _composed(
+    words: Sequence[str], config_name: str
+) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    """What Hydra composes: plain settings, the file that it took for each group, and the folders it
+    searched."""
     try:
         composed = hydra_compose(config_name, overrides=list(words), return_hydra_config=True)
         choices = {str(group): str(name) for group, name in composed.hydra.runtime.choices.items()}
@@ -323,17 +366,24 @@ def _composed(words: Sequence[str], config_name: str) -> tuple[dict[str, Any], d
 
 def explain(error: BaseException) -> str:
     """Hydra's and OmegaConf's errors as one sentence with the nearest valid choice."""
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
+    if (
+        isinstance(error, MissingConfigException)
+        and error.missing_cfg_file
+        and error.options is not None
+    ):
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         return str(unknown(group.lstrip("/") or "config", name, error.options))
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        return f"--config-name={error.missing_cfg_file}: there is no such file, in conf/ or in --config-dir"
+        return (
+            f"--config-name={error.missing_cfg_file}: there is no such file, in conf/ or in "
+            "--config-dir"
+        )
     return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
 
 
 def ask(config: Config, requests: Sequence[grid.Request], *, add: bool = False) -> Any:
-    """Check the settings of a study, and run it; returns how it ended. `add`: add its cells to those recorded under its
-    name."""
+    """Check the settings of a study, and run it; returns how it ended. `add`: add its cells to
+    those recorded under its name."""
     from moe_lab.study.preflight import preflight
     from moe_lab.study.run import run
 
@@ -343,9 +393,11 @@ def ask(config: Config, requests: Sequence[grid.Request], *, add: bool = False) 
 
 
 def check_sweeper(choices: Mapping[str, str], config: Config) -> None:
-    """Raise UserError when the sweeper that Hydra's `choices` name wants a number of each job, and there is none."""
+    """Raise UserError when the sweeper that Hydra's `choices` name wants a number of each job, and
+    there is none."""
     sweeper = choices.get("hydra/sweeper", "basic")
     if sweeper != "basic" and not config.objective:
         raise UserError(
-            f"hydra/sweeper={sweeper} wants a number of each job: expected objective=Avg, or a result's name"
+            f"hydra/sweeper={sweeper} wants a number of each job: expected objective=Avg, or a "
+            "result's name"
         )

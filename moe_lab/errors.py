@@ -1,6 +1,7 @@
 """Errors for users: one sentence without a stack trace, and without secrets.
 
-Secrets, such as keys and passwords, are no part of settings, which results show: programs read their environment.
+Secrets, such as keys and passwords, are no part of settings, which results show: programs read
+their environment.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class UserError(ValueError):
-    """A mistake that the user can correct. The message is one sentence: field, value, expectation, nearest choice.
-    Secrets of the environment are masked in it."""
+    """A mistake that the user can correct. The message is one sentence: field, value, expectation,
+    nearest choice. Secrets of the environment are masked in it."""
 
     code = 2
     """Exit code of a command that it ends."""
@@ -31,7 +32,8 @@ class UserError(ValueError):
 
 
 class Unavailable(UserError):
-    """Something outside moe_lab, such as the hub or an endpoint, is not available now. Another run tries again."""
+    """Something outside moe_lab, such as the hub or an endpoint, is not available now. Another run
+    tries again."""
 
     code = 3
 
@@ -64,8 +66,8 @@ def need(package: str, extra: str, reason: str) -> None:
 
 
 def user_errors(check: Callable[..., object], *arguments: object) -> Iterator[str]:
-    """Call `check` with `arguments`; yield the sentences of its iterator, if it returns one, and the sentence of the
-    UserError that it raises, if any."""
+    """Call `check` with `arguments`; yield the sentences of its iterator, if it returns one, and
+    the sentence of the UserError that it raises, if any."""
     try:
         said = check(*arguments)
         if isinstance(said, Iterator):
@@ -75,8 +77,8 @@ def user_errors(check: Callable[..., object], *arguments: object) -> Iterator[st
 
 
 def end_with(main: Callable[[], int | None]) -> NoReturn:
-    """Run a command and end the process with its exit code. The code is 130 after Ctrl-C, and 141 when the reader of
-    the output has closed it, as `head` does. Neither prints a stack trace."""
+    """Run a command and end the process with its exit code. The code is 130 after Ctrl-C, and 141
+    when the reader of the output has closed it, as `head` does. Neither prints a stack trace."""
     try:
         try:
             os.getcwd()
@@ -90,7 +92,8 @@ def end_with(main: Callable[[], int | None]) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
     except BrokenPipeError:
-        for stream in (sys.stdout, sys.stderr):  # Python flushes both again at exit, which would raise again
+        # Python flushes both again at exit, which would raise again
+        for stream in (sys.stdout, sys.stderr):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         code = 141
     except BaseException as error:
@@ -102,8 +105,11 @@ def end_with(main: Callable[[], int | None]) -> NoReturn:
 
 
 def _is_interrupt(error: BaseException | None) -> bool:
-    """Whether it is Ctrl-C, or an error that a library, such as OmegaConf, had when it was interrupted."""
-    return error is not None and (isinstance(error, KeyboardInterrupt) or _is_interrupt(error.__context__))
+    """Whether it is Ctrl-C, or an error that a library, such as OmegaConf, had when it was
+    interrupted."""
+    return error is not None and (
+        isinstance(error, KeyboardInterrupt) or _is_interrupt(error.__context__)
+    )
 
 
 MASK = "***"
@@ -127,19 +133,29 @@ _VARIABLE = re.compile(r"(.*_)?(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)",
 
 
 def secrets_in(setting: str, value: Any) -> Iterator[str]:
-    """A sentence if the value of the setting with this dotted name is a text that looks like a secret, or that has one
-    of the environment in it."""
+    """A sentence if the value of the setting with this dotted name is a text that looks like a
+    secret, or that has one of the environment in it."""
     name = setting.rpartition(".")[2]
-    if isinstance(value, str) and value and (_TEXT.search(value) or _NAME.fullmatch(name) or mask(value) != value):
+    if (
+        isinstance(value, str)
+        and value
+        and (_TEXT.search(value) or _NAME.fullmatch(name) or mask(value) != value)
+    ):
         yield (
-            f"{setting} has a secret in it, which would be shown with the results: expected none, as servers and jobs "
+            f"{setting} has a secret in it, which would be shown with the results: expected none, "
+            "as servers and jobs "
             "read their own environment, and judge.key_variable names the variable that holds a key"
         )
 
 
 def mask(text: str) -> str:
     """Replace the values of environment variables that are called like secrets by ***."""
-    values = {value for name, value in os.environ.items() if len(value) >= SHORTEST and _VARIABLE.fullmatch(name)}
-    for value in sorted(values, key=len, reverse=True):  # the longest first, as one may begin with another
+    values = {
+        value
+        for name, value in os.environ.items()
+        if len(value) >= SHORTEST and _VARIABLE.fullmatch(name)
+    }
+    # the longest first, as one may begin with another
+    for value in sorted(values, key=len, reverse=True):
         text = text.replace(value, MASK)
     return text

@@ -1,4 +1,5 @@
-"""The grid of a study: its cells are the product of its axes, each with its benchmarks. Each choice is made once."""
+"""The grid of a study: its cells are the product of its axes, each with its benchmarks. Each choice
+is made once."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ from moe_lab.paths import PREFIX, as_name
 
 @dataclass(frozen=True)
 class Cell:
-    """One point of the grid: model, criterion, calibration set, ratio, allocation, recovery, gate, seed, protocol."""
+    """One point of the grid: model, criterion, calibration set, ratio, allocation, recovery, gate,
+    seed, protocol."""
 
     model: ModelConfig
     criterion: CriterionConfig
@@ -46,12 +48,20 @@ class Cell:
     gate: str
     seed: int
     texts: Mapping[str, CalibrationConfig] = field(default_factory=dict)
-    """Other texts by their use: search (by the allocation), instructions, distill or fit (by the recovery), flops."""
+    """Other texts by their use: search (by the allocation), instructions, distill or fit (by the
+    recovery), flops."""
     protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
     """How its benchmarks are asked."""
 
     def __hash__(self) -> int:
-        names = (self.model, self.criterion, self.calibration, self.allocation, self.recovery, self.protocol)
+        names = (
+            self.model,
+            self.criterion,
+            self.calibration,
+            self.allocation,
+            self.recovery,
+            self.protocol,
+        )
         return hash((*[group.name for group in names], self.ratio, self.gate, self.seed))
 
 
@@ -91,7 +101,8 @@ class Draft:
     """What a command line and the files that it names say of cells, before anything is checked."""
 
     own: Mapping[str, Any] = field(default_factory=dict)
-    """Axis -> its content in the composed configuration: the only value of an axis without a list."""
+    """Axis -> its content in the composed configuration: the only value of an axis without a
+    list."""
     taken: Mapping[str, str] = field(default_factory=dict)
     """Group -> the file that its content is from."""
     typed: dict[str, Sequence[Any]] = field(default_factory=dict)
@@ -99,29 +110,42 @@ class Draft:
     words: list[tuple[str, Any]] = field(default_factory=list)
     """Setting -> its value, from the command line; it holds for every choice of its group."""
     lists: Sequence[Mapping[str, Any]] = ()
-    """Lists by axis of the grid, and of further grids, which take the lists of the first where they have none."""
+    """Lists by axis of the grid, and of further grids, which take the lists of the first where they
+    have none."""
 
 
 # ---- points
 
 
 def points(draft: Draft, files: Files) -> list[Point]:
-    """The distinct points of all grids. Raises SettingsError with all mistakes in values, names and files."""
+    """The distinct points of all grids. Raises SettingsError with all mistakes in values, names and
+    files."""
     found: list[Point] = []
     with Mistakes() as mistakes:
-        lists = [_checked(each, "more" if number else "grid", mistakes) for number, each in enumerate(draft.lists)]
+        lists = [
+            _checked(each, "more" if number else "grid", mistakes)
+            for number, each in enumerate(draft.lists)
+        ]
         axes = _Axes(draft, files)
-        grids = [axes.lists(lists[0]), *(grid for each in lists[1:] for grid in axes.further(lists[0], each))]
+        grids = [
+            axes.lists(lists[0]),
+            *(grid for each in lists[1:] for grid in axes.further(lists[0], each)),
+        ]
         with mistakes.caught():
             files.load(axes.named(grids))
         for each in grids:
             values = []
             for axis in AXES:
                 with mistakes.caught():
-                    values.append(axes.numbers(axis, each) if axis in VALUES else axes.choices(axis, each))
+                    values.append(
+                        axes.numbers(axis, each) if axis in VALUES else axes.choices(axis, each)
+                    )
             found += itertools.product(*values) if len(values) == len(AXES) else []
     # Numbers are told apart by value, and choices, each of which is made once, as objects.
-    keys = [tuple(value if axis in VALUES else id(value) for axis, value in zip(AXES, p, strict=True)) for p in found]
+    keys = [
+        tuple(value if axis in VALUES else id(value) for axis, value in zip(AXES, p, strict=True))
+        for p in found
+    ]
     return list(dict(zip(keys, found, strict=True)).values())
 
 
@@ -130,13 +154,16 @@ Lists = Mapping[str, Sequence[Any]]
 
 
 def _checked(lists: Any, place: str, mistakes: list[str]) -> Lists:
-    """The lists of a grid that are lists of an axis; a sentence is added to `mistakes` for anything else."""
+    """The lists of a grid that are lists of an axis; a sentence is added to `mistakes` for anything
+    else."""
     if not isinstance(lists, Mapping):
         mistakes.append(f"{place}={lists}: expected lists by axis, such as {{ratio: [0.25, 0.5]}}")
         return {}
     found = {}
     for key, values in ((str(key), values) for key, values in lists.items()):
-        if key not in AXES and not (key.partition(".")[0] in GROUPS and type_at(CellConfig, key.split("."))):
+        if key not in AXES and not (
+            key.partition(".")[0] in GROUPS and type_at(CellConfig, key.split("."))
+        ):
             mistakes.append(str(unknown(place, key, AXES)))
         elif not isinstance(values, list):
             mistakes.append(f"{place}.{key}={values}: expected a list, such as [{values}]")
@@ -154,18 +181,27 @@ class _Axes:
     """The values of the axes of a study's grids. Each choice of a group is made once."""
 
     def __init__(self, draft: Draft, files: Files) -> None:
-        self.draft, self.files = draft, files
+        self.draft = draft
+        self.files = files
         self._made: dict[tuple[str, str | None, str], Any] = {}
 
     def lists(self, lists: Lists) -> Lists:
         """The lists of one grid; what is typed stands above them."""
         words = [key for key, _ in self.draft.words]
-        return {**{key: values for key, values in lists.items() if key not in words}, **self.draft.typed}
+        return {
+            **{key: values for key, values in lists.items() if key not in words},
+            **self.draft.typed,
+        }
 
     def further(self, first: Lists, own: Lists) -> Iterator[Lists]:
-        """The lists of a further grid, none where nothing is typed of the choices that it lists itself."""
+        """The lists of a further grid, none where nothing is typed of the choices that it lists
+        itself."""
         kept = {
-            axis: [name for name in own[axis] if any(fnmatchcase(str(name), _pattern(each)) for each in typed)]
+            axis: [
+                name
+                for name in own[axis]
+                if any(fnmatchcase(str(name), _pattern(each)) for each in typed)
+            ]
             for axis, typed in self.draft.typed.items()
             if axis in GROUPS and axis in own
         }
@@ -176,7 +212,8 @@ class _Axes:
         return axis if axis in self.draft.typed else f"grid.{axis}"
 
     def numbers(self, axis: str, lists: Lists) -> list[Any]:
-        """The valid values of an axis that is no group. Raises SettingsError for all mistakes in them."""
+        """The valid values of an axis that is no group. Raises SettingsError for all mistakes in
+        them."""
         own = self.draft.own.get(axis)
         default = CellConfig.__dataclass_fields__[axis].default if own is None else own
         with Mistakes() as mistakes:
@@ -187,7 +224,8 @@ class _Axes:
         return list(dict.fromkeys(found))
 
     def names(self, axis: str, lists: Lists) -> list[str | None]:
-        """The files that are listed for a group; None stands for the one that the configuration has chosen itself."""
+        """The files that are listed for a group; None stands for the one that the configuration has
+        chosen itself."""
         known = self.files.names(axis)
         found: list[str | None] = []
         with Mistakes() as mistakes:
@@ -205,8 +243,13 @@ class _Axes:
                 yield from ((axis, name) for name in self.names(axis, lists) if name is not None)
 
     def choices(self, axis: str, lists: Lists) -> list[Any]:
-        """The valid choices of a group, each once. Raises SettingsError for all mistakes in them."""
-        varied = {key.partition(".")[2]: values for key, values in lists.items() if key.startswith(f"{axis}.")}
+        """The valid choices of a group, each once. Raises SettingsError for all mistakes in
+        them."""
+        varied = {
+            key.partition(".")[2]: values
+            for key, values in lists.items()
+            if key.startswith(f"{axis}.")
+        }
         found = []
         with Mistakes() as mistakes:
             for name, *settings in itertools.product(self.names(axis, lists), *varied.values()):
@@ -215,38 +258,52 @@ class _Axes:
         return list({id(each): each for each in found}.values())
 
     def _make(self, axis: str, name: str | None, varied: Mapping[str, Any]) -> Any:
-        """The choice `name` of a group (None: the configuration's own) with everything that is set besides. `varied`:
-        setting -> value, of settings that have lists; the name of a choice with such a setting ends in it."""
+        """The choice `name` of a group (None: the configuration's own) with everything that is set
+        besides. `varied`: setting -> value, of settings that have lists; the name of a choice with
+        such a setting ends in it."""
         key = (axis, name, json.dumps(varied, sort_keys=True, default=str))
         if key not in self._made:
             content = deepcopy(self._content(axis, name))
             words = [
-                (key.removeprefix(f"{axis}."), value) for key, value in self.draft.words if key.startswith(f"{axis}.")
+                (key.removeprefix(f"{axis}."), value)
+                for key, value in self.draft.words
+                if key.startswith(f"{axis}.")
             ]
             for setting, value in [*words, *varied.items()]:
                 assign(content, setting, value)
             made = valid(KINDS[axis], content, axis, f"{axis}={name}" if name else "")
             if axis == "calibration" and made.name == "none":  # as the unpruned model has it
-                raise UserError("calibration.name=none means no calibration: expected another name, such as none_1")
-            ending = "".join(f"_{setting.rpartition('.')[2]}{value}" for setting, value in varied.items())
+                raise UserError(
+                    "calibration.name=none means no calibration: expected another name, such as "
+                    "none_1"
+                )
+            ending = "".join(
+                f"_{setting.rpartition('.')[2]}{value}" for setting, value in varied.items()
+            )
             if ending and axis not in REGISTERED and "top_k" not in varied:
                 made = replace(made, name=as_name(made.name + ending))
             if axis == "calibration" and name is None and made.path.startswith(PREFIX):
                 made = replace(made, is_default="name" not in (self.draft.own.get(axis) or {}))
-            self._made[key] = mixed(made, self.files) if isinstance(made, CalibrationConfig) else made
+            self._made[key] = (
+                mixed(made, self.files) if isinstance(made, CalibrationConfig) else made
+            )
         return self._made[key]
 
     def _content(self, axis: str, name: str | None) -> dict[str, Any]:
-        """The content of a choice; what a file such as an experiment sets in the group holds for every choice."""
+        """The content of a choice; what a file such as an experiment sets in the group holds for
+        every choice."""
         own = self.draft.own.get(axis) or {}
         if not isinstance(own, dict):
-            raise UserError(f"{axis}={own}: expected settings and their values, such as {{name: value}}")
+            raise UserError(
+                f"{axis}={own}: expected settings and their values, such as {{name: value}}"
+            )
         if name is None and (axis != "calibration" or "name" in own):
             return own
         taken = (axis, self.draft.taken.get(axis, ""))
         usual = self.files.load([taken])[taken] if taken[1] in self.files.names(axis) else own
         if name is None:  # no text is named
-            name, usual = SHIPPED_TEXT, {}
+            name = SHIPPED_TEXT
+            usual = {}
         content = deepcopy(self.files.load([(axis, name)])[axis, name])
         for setting, value in _differing(usual, own):
             assign(content, setting, value)
@@ -257,13 +314,17 @@ def _differing(usual: Mapping[Any, Any], own: Mapping[Any, Any]) -> Iterator[tup
     """(dotted key, value) of each value in `own` that differs from `usual` or is missing there."""
     for key, value in own.items():
         if isinstance(value, dict) and isinstance(usual.get(key), dict):
-            yield from ((f"{key}.{inner}", inner_value) for inner, inner_value in _differing(usual[key], value))
+            yield from (
+                (f"{key}.{inner}", inner_value)
+                for inner, inner_value in _differing(usual[key], value)
+            )
         elif key not in usual or usual[key] != value:
             yield str(key), value
 
 
 def assign(content: dict[str, Any], key: str, value: Any) -> None:
-    """Set the value under a dotted key; a value that is a mapping is added to what is there, and REMOVED removes it."""
+    """Set the value under a dotted key; a value that is a mapping is added to what is there, and
+    REMOVED removes it."""
     *above, last = key.split(".")
     for part in above:
         if not isinstance(content.get(part), dict):
@@ -294,13 +355,14 @@ def suite_of(config: Config, model: ModelConfig, files: Files) -> SuiteConfig:
 
 
 def requests(config: Config, found: Iterable[Point], files: Files) -> list[Request]:
-    """The cells of a study with their benchmarks; cells of one protocol are grouped together. Raises SettingsError for
-    texts and benchmarks that are unknown or wrong."""
+    """The cells of a study with their benchmarks; cells of one protocol are grouped together.
+    Raises SettingsError for texts and benchmarks that are unknown or wrong."""
     searches: dict[tuple[int, int], AllocationConfig] = {}
 
     @cache
     def text(setting: str, name: str, engine: Any = None) -> CalibrationConfig:
-        """The text that a setting names, one object for all cells; settings such as calibration.X=... do not apply."""
+        """The text that a setting names, one object for all cells; settings such as
+        calibration.X=... do not apply."""
         found = mixed(_text(setting, name, files), files)
         return replace(found, engine=engine) if engine else found
 
@@ -308,7 +370,9 @@ def requests(config: Config, found: Iterable[Point], files: Files) -> list[Reque
         cell = Cell(**dict(zip(AXES, point, strict=True)))
         named = {"search": ("allocation.search", cell.allocation.search)}
         named |= {role: (f"recovery.{role}", getattr(cell.recovery, role)) for role in TEXTS}
-        texts = {role: text(setting, name) for role, (setting, name) in named.items() if name is not None}
+        texts = {
+            role: text(setting, name) for role, (setting, name) in named.items() if name is not None
+        }
         # A model that is too large for memory is so for every text.
         texts["flops"] = text("flops_text", config.flops_text, cell.calibration.engine)
         if cell.allocation.search is None or not cell.model.search:
@@ -329,12 +393,17 @@ def requests(config: Config, found: Iterable[Point], files: Files) -> list[Reque
         for cells in asked_alike.values():
             with mistakes.caught():
                 suite = suite_of(config, cells[0].model, files)
-                asked.append((cells, benchmarks(replace(config, suite=suite), cells[0].protocol, files)))
+                asked.append(
+                    (cells, benchmarks(replace(config, suite=suite), cells[0].protocol, files))
+                )
     return asked
 
 
-def _text(setting: str, name: str, files: Files, changes: Mapping[str, Any] | None = None) -> CalibrationConfig:
-    """The text of conf/calibration that a setting names, with other values for some of its settings."""
+def _text(
+    setting: str, name: str, files: Files, changes: Mapping[str, Any] | None = None
+) -> CalibrationConfig:
+    """The text of conf/calibration that a setting names, with other values for some of its
+    settings."""
     check_known(setting, name, files.names("calibration"))
     content = {**files.load([("calibration", name)])["calibration", name], **(changes or {})}
     found: CalibrationConfig = valid(CalibrationConfig, content, "", f"calibration={name}")
@@ -342,21 +411,29 @@ def _text(setting: str, name: str, files: Files, changes: Mapping[str, Any] | No
 
 
 def mixed(text: CalibrationConfig, files: Files) -> CalibrationConfig:
-    """A calibration set; if it is a mixture, with the settings of its sets as they are in files: calibration.X=... does
-    not apply to them. UserError for an unknown name, one that is there twice, and a mixture in a mixture."""
+    """A calibration set; if it is a mixture, with the settings of its sets as they are in files:
+    calibration.X=... does not apply to them. UserError for an unknown name, one that is there
+    twice, and a mixture in a mixture."""
     if not text.sources:
         return text
     sources: list[SourceConfig] = []
     for source in text.sources:  # one that is read from another path is named after that file
-        own = {} if source.path is None else {"name": as_name(Path(source.path).stem), "path": source.path}
+        own = (
+            {}
+            if source.path is None
+            else {"name": as_name(Path(source.path).stem), "path": source.path}
+        )
         settings = _text(f"calibration={text.name}: source", source.calibration, files, own)
         if settings.sources:
             raise UserError(
-                f"calibration={text.name}: source {source.calibration} is a mixture itself, and a mixture takes none: "
+                f"calibration={text.name}: source {source.calibration} is a mixture itself, and a "
+                "mixture takes none: "
                 "expected its sets, each with its share of the whole"
             )
         if settings.name in [other.settings.name for other in sources if other.settings]:
-            raise UserError(f"calibration.sources names {settings.name} twice: expected each set once")
+            raise UserError(
+                f"calibration.sources names {settings.name} twice: expected each set once"
+            )
         sources.append(replace(source, settings=settings))
     return replace(text, sources=sources)
 
@@ -366,13 +443,16 @@ EVERY = "every"
 
 
 def benchmarks(config: Config, protocol: ProtocolConfig, files: Files) -> list[BenchmarkConfig]:
-    """The benchmarks of the suite, with the protocol's changes and with settings from the rest of the configuration.
-    Raises SettingsError for unknown benchmarks, and for unknown or wrong fields in the protocol."""
+    """The benchmarks of the suite, with the protocol's changes and with settings from the rest of
+    the configuration. Raises SettingsError for unknown benchmarks, and for unknown or wrong fields
+    in the protocol."""
     names = config.suite.benchmarks or []
     known = files.names("benchmark")
     with Mistakes() as mistakes:
         for name in (name for name in protocol.benchmarks if name not in (EVERY, *known)):
-            mistakes.append(str(unknown(f"protocol={protocol.name}: benchmark", name, [EVERY, *known])))
+            mistakes.append(
+                str(unknown(f"protocol={protocol.name}: benchmark", name, [EVERY, *known]))
+            )
         mistakes += [str(unknown("benchmark", name, known)) for name in names if name not in known]
     contents = files.load(("benchmark", name) for name in names)
     with Mistakes() as mistakes:
@@ -383,9 +463,14 @@ def benchmarks(config: Config, protocol: ProtocolConfig, files: Files) -> list[B
     return found
 
 
-def _benchmark(name: str, content: Mapping[str, Any], config: Config, protocol: ProtocolConfig) -> BenchmarkConfig:
+def _benchmark(
+    name: str, content: Mapping[str, Any], config: Config, protocol: ProtocolConfig
+) -> BenchmarkConfig:
     differing = protocol.benchmarks
-    changes = {**(differing.get(EVERY, {}) if content.get("data") else {}), **differing.get(name, {})}
+    changes = {
+        **(differing.get(EVERY, {}) if content.get("data") else {}),
+        **differing.get(name, {}),
+    }
     if "parameters" in changes:
         changes["parameters"] = {**content.get("parameters", {}), **changes["parameters"]}
     origin = f"protocol={protocol.name}: benchmark {name}" if changes else f"benchmark={name}"
@@ -393,10 +478,12 @@ def _benchmark(name: str, content: Mapping[str, Any], config: Config, protocol: 
     harness = HARNESSES[benchmark.harness]
     if config.suite.path is not None and not harness.reads_path:
         raise UserError(
-            f"suite.path={config.suite.path} is the text of suite=perplexity or the folder of suite=bfcl, expected "
+            f"suite.path={config.suite.path} is the text of suite=perplexity or the folder of "
+            "suite=bfcl, expected "
             f"null with benchmark {name}, which has its own data"
         )
-    path, task = config.suite.path, benchmark.task
+    path = config.suite.path
+    task = benchmark.task
     return replace(
         benchmark,
         limit=config.suite.limit,

@@ -1,4 +1,5 @@
-"""`python -m moe_lab.inspect model=NAME`: whether a model is supported, and what applies to it, without its weights."""
+"""`python -m moe_lab.inspect model=NAME`: whether a model is supported, and what applies to it,
+without its weights."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ Row = tuple[str, str]
 
 
 def main(words: list[str]) -> int:
-    """Print the facts on a model. Exit code 0 if it is supported, 1 if it is not, 2 for a user's mistake."""
+    """Print the facts on a model. Exit code 0 if it is supported, 1 if it is not, 2 for a user's
+    mistake."""
     if not words or {"-h", "--help"} & set(words):
         print(USAGE)
         return 0
@@ -55,9 +57,16 @@ def describe(model: ModelConfig) -> tuple[str, list[Row], bool]:
     title = f"{model.name}: {model.path}"
     folder = configuration_folder(model)
     if folder is None and model.expected is None:
-        return title, [("configuration", f"{_ABSENT}; give a folder, or a hub id that can be reached")], False
+        return (
+            title,
+            [("configuration", f"{_ABSENT}; give a folder, or a hub id that can be reached")],
+            False,
+        )
     if folder is None:
-        sentence = f"{_ABSENT}: this is what is expected of it; routers and exports are told once config.json is there"
+        sentence = (
+            f"{_ABSENT}: this is what is expected of it; routers and exports are told once "
+            "config.json is there"
+        )
         return title, [("configuration", sentence), *_expected(model)], True
     try:
         from moe_lab.models import facts  # loads torch
@@ -75,7 +84,13 @@ def _expected(model: ModelConfig) -> Iterator[Row]:
     """Rows on a model that is not on this machine, as its settings expect it."""
     shape = model.expected
     assert shape is not None
-    yield "layers", f"{shape.moe_layers} of {shape.experts} experts, top-{shape.top_k}, {shape.width:,} channels each"
+    yield (
+        "layers",
+        (
+            f"{shape.moe_layers} of {shape.experts} experts, top-{shape.top_k}, {shape.width:,} "
+            "channels each"
+        ),
+    )
     yield from _parameters(shape.parameters)
 
 
@@ -87,12 +102,21 @@ def _parameters(count: int) -> Iterator[Row]:
 def _architecture(about: Mapping[str, Any]) -> Iterator[Row]:
     parameters = about["parameters"]
     total = sum(parameters.values())
-    yield "architecture", f"{about['model_type']}, {about['layers']} decoder layers, {len(about['moe'])} with experts"
+    yield (
+        "architecture",
+        (
+            f"{about['model_type']}, {about['layers']} decoder layers, {len(about['moe'])} with "
+            "experts"
+        ),
+    )
     for words in dict.fromkeys(about["moe"].values()):
         layers = [layer for layer, other in about["moe"].items() if other == words]
         starts = [layer for layer in layers if layer - 1 not in layers]
         ends = [layer for layer in layers if layer + 1 not in layers]
-        spans = [f"{start}-{end}" if end > start else str(start) for start, end in zip(starts, ends, strict=True)]
+        spans = [
+            f"{start}-{end}" if end > start else str(start)
+            for start, end in zip(starts, ends, strict=True)
+        ]
         yield f"layers {', '.join(spans)}", words
     for part, count in parameters.items():
         yield f"parameters, {part}", f"{count:,} ({count / total:.1%})"
@@ -114,13 +138,16 @@ def _uses(model: ModelConfig, about: Mapping[str, Any]) -> Iterator[Row]:
         names = [
             name
             for name, criterion in sorted(criteria.CRITERIA.items())
-            if criterion.granularity == granularity and not (method and criterion.needs_plain_weights) and not reason
+            if criterion.granularity == granularity
+            and not (method and criterion.needs_plain_weights)
+            and not reason
         ]
         yield f"criteria of {granularity}s", ", ".join(names) or f"none, for {reason or stored}"
     shapes = [
         shape
         for shape in SHAPES
-        if (shape != "masked" or can_bar(about["routing"])) and not [*user_errors(check_quantised, method, shape)]
+        if (shape != "masked" or can_bar(about["routing"]))
+        and not [*user_errors(check_quantised, method, shape)]
     ]
     yield "exports", ", ".join(shapes)
 

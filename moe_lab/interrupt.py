@@ -1,6 +1,8 @@
-"""Ctrl-C while a command still imports is one sentence and exit code 130, as it is later (`errors.end_with`).
+"""Ctrl-C while a command still imports is one sentence and exit code 130, as it is later
+(`errors.end_with`).
 
-The first import of every command. It imports next to nothing, so that the time in which Python itself answers is short.
+The first import of every command. It imports next to nothing, so that the time in which Python
+itself answers is short.
 """
 
 import os

@@ -1,7 +1,8 @@
-"""Write JSON files atomically, read them with a check of their shape, and record results in them one by one.
+"""Write JSON files atomically, read them with a check of their shape, and record results in them
+one by one.
 
-The documents of a store are sealed: the sha256 of their text is their last key, so that a changed byte is noticed by
-whoever reads them.
+The documents of a store are sealed: the sha256 of their text is their last key, so that a changed
+byte is noticed by whoever reads them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def write_json(path: Path, document: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically: a reader sees the old file or the whole new one. Without room nothing is left."""
+    """Write a file atomically: a reader sees the old file or the whole new one. Without room
+    nothing is left."""
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         beside.write_text(text)
@@ -38,7 +40,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_json(path: Path, shape: Any) -> Any:
-    """The document in a file. Raises FileNotFoundError without the file, and Damaged unless it fits `shape`."""
+    """The document in a file. Raises FileNotFoundError without the file, and Damaged unless it fits
+    `shape`."""
     return parse(_content(path), shape, str(path))
 
 
@@ -64,22 +67,27 @@ def parse(content: bytes, shape: Any, name: str) -> Any:
 
 
 DIGEST = ',"digest":"'
-"""What comes before the sha256 in a sealed document; the text before it, closed by a brace, is what was hashed."""
+"""What comes before the sha256 in a sealed document; the text before it, closed by a brace, is what
+was hashed."""
 
 
 def sealed(text: str) -> str:
-    """The JSON text of an object that is not empty, with the sha256 of this text as the last key, `digest`."""
+    """The JSON text of an object that is not empty, with the sha256 of this text as the last key,
+    `digest`."""
     return f'{text[:-1]}{DIGEST}{sha256(text.encode()).hexdigest()}"}}'
 
 
 def write_sealed(path: Path, document: Mapping[str, Any], indent: int | None = None) -> None:
     """Write a sealed document, as `write_text` does."""
-    text = json.dumps(document, indent=indent, separators=(",", ": "), sort_keys=True, allow_nan=False)
+    text = json.dumps(
+        document, indent=indent, separators=(",", ": "), sort_keys=True, allow_nan=False
+    )
     write_text(path, sealed(text))
 
 
 def read_sealed(path: Path, shape: Any) -> Any:
-    """As `read_json`, of a sealed document without its digest. Raises Damaged also when any byte has changed."""
+    """As `read_json`, of a sealed document without its digest. Raises Damaged also when any byte
+    has changed."""
     return parse_sealed(_content(path), shape, str(path))
 
 
@@ -97,8 +105,9 @@ def parse_sealed(content: bytes, shape: Any, name: str) -> Any:
 def fits(document: Any, shape: Any) -> bool:
     """Whether a JSON document has a shape.
 
-    {"a": int, "b": str | None}: an object with at least the key a, and b a string, null or missing; {str: int}: an
-    object with any keys; [int]: a list of any length; (int, str): a list of two. True and False are not numbers.
+    {"a": int, "b": str | None}: an object with at least the key a, and b a string, null or missing;
+    {str: int}: an object with any keys; [int]: a list of any length; (int, str): a list of two.
+    True and False are not numbers.
     """
     if isinstance(shape, Mapping):
         if not isinstance(document, dict):
@@ -117,17 +126,22 @@ def fits(document: Any, shape: Any) -> bool:
 class Record:
     """Results of batches, each appended to a file as soon as it is computed.
 
-    A killed process repeats the batch that it was in. What is in a batch does not depend on what is recorded, so that
-    results have the same bits whether a process was killed or not.
+    A killed process repeats the batch that it was in. What is in a batch does not depend on what is
+    recorded, so that results have the same bits whether a process was killed or not.
     """
 
     def __init__(self, file: Path | None = None) -> None:
         """Read the results in `file`, if it exists; None keeps results in memory alone."""
         self.file = file
         self._results: dict[str, list[Any]] = {}
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file and file.exists() else []
+        lines = (
+            file.read_text(encoding="utf-8", errors="replace").splitlines()
+            if file and file.exists()
+            else []
+        )
         for line in lines:
-            with suppress(ValueError):  # a line that a killed process left incomplete, or that was changed since
+            # a line that a killed process left incomplete, or that was changed since
+            with suppress(ValueError):
                 key, result, digest = json.loads(line)
                 if digest == _digest(key, result):
                     self._results[key] = result
@@ -139,7 +153,8 @@ class Record:
             self._results[key] = compute()
             if self.file:
                 self.file.parent.mkdir(parents=True, exist_ok=True)
-                with self.file.open("a", encoding="utf-8") as lines:  # the first newline ends an incomplete line
+                # the first newline ends an incomplete line
+                with self.file.open("a", encoding="utf-8") as lines:
                     result = self._results[key]
                     lines.write(f"\n{json.dumps([key, result, _digest(key, result)])}\n")
         return self._results[key]

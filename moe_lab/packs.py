@@ -1,8 +1,10 @@
-"""Packs: files of a store that each hold the results of many small steps, since clusters limit the number of files.
+"""Packs: files of a store that each hold the results of many small steps, since clusters limit the
+number of files.
 
-A step is finished as a folder. Where a store has many, those that are small are copied into a pack, and their folders
-are removed. A pack, packs/NAME.sqlite, is a database that is written once, under another name, and never changed, so
-that it needs no locks. Another pack can replace it; then it is read no more, and removed some time later.
+A step is finished as a folder. Where a store has many, those that are small are copied into a pack,
+and their folders are removed. A pack, packs/NAME.sqlite, is a database that is written once, under
+another name, and never changed, so that it needs no locks. Another pack can replace it; then it is
+read no more, and removed some time later.
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ pragma page_size = 65536;
 create table file (start text, name text, content blob, primary key (start, name));
 create table about (what text primary key, content blob);
 """
-"""The files of steps, by the start of a step's id, with step.json, compressed. And what is read of all at once, as
-JSON: `names`, start -> KIND/LABEL of its folder, whose name ends in the start; `inputs`, start -> starts of the ids of
-its inputs, with spaces; `replaces`, the packs that this one replaces. Large pages take fewer reads."""
+"""The files of steps, by the start of a step's id, with step.json, compressed. And what is read of
+all at once, as JSON: `names`, start -> KIND/LABEL of its folder, whose name ends in the start;
+`inputs`, start -> starts of the ids of its inputs, with spaces; `replaces`, the packs that this one
+replaces. Large pages take fewer reads."""
 ENDING = ".sqlite"
 UNFINISHED = ".part"
 GRACE = 600.0
@@ -39,14 +42,16 @@ Packed = tuple[str, str, Iterable[str], Mapping[str, bytes]]
 
 
 class Packs:
-    """The packs in a folder, and where each step is. The folder may be missing. Safe for threads."""
+    """The packs in a folder, and where each step is. The folder may be missing. Safe for
+    threads."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.damaged: list[Path] = []
         """Packs that cannot be read."""
         self.bad: set[str] = set()
-        """Steps that were found damaged, and count as absent; they are taken out of their packs later."""
+        """Steps that were found damaged, and count as absent; they are taken out of their packs
+        later."""
         self._open: dict[str, sqlite3.Connection] = {}
         self._steps: dict[str, dict[str, str]] = {}
         """Pack -> start of the id -> KIND/LABEL."""
@@ -60,7 +65,9 @@ class Packs:
     def refresh(self) -> None:
         """Look which packs there are."""
         with self._lock:
-            names = {path.stem for path in self.folder.glob(f"[!.]*{ENDING}")} - {path.stem for path in self.damaged}
+            names = {path.stem for path in self.folder.glob(f"[!.]*{ENDING}")} - {
+                path.stem for path in self.damaged
+            }
             if names == self._open.keys():
                 return
             for name in self._open.keys() - names:
@@ -73,7 +80,8 @@ class Packs:
     def _look(self, name: str) -> None:
         path = self.path(name)
         try:
-            address = f"{path.absolute().as_uri()}?mode=ro&immutable=1"  # nobody writes it, so that no locks are needed
+            # nobody writes it, so that no locks are needed
+            address = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
             opened = sqlite3.connect(address, uri=True, check_same_thread=False)
             self._steps[name] = _about(opened, "names")
             self._replaces[name] = _about(opened, "replaces")
@@ -95,7 +103,8 @@ class Packs:
             return next((pack for pack in self._current if start in self._steps[pack]), None)
 
     def find(self, start: str) -> str | None:
-        """KIND/NAME of a step by the start of its id; None when it is in no pack. Looks for new packs first."""
+        """KIND/NAME of a step by the start of its id; None when it is in no pack. Looks for new
+        packs first."""
         with self._lock:
             if self._pack_of(start) is None:
                 self.refresh()
@@ -103,8 +112,11 @@ class Packs:
             return f"{self._steps[pack][start]}-{start}" if pack and start not in self.bad else None
 
     def read(self, start: str, file: str) -> bytes:
-        """A file of a step. Raises FileNotFoundError without it, and Damaged when the pack cannot be read."""
-        rows = self._rows(start, "select content from file where start = ? and name = ?", start, file)
+        """A file of a step. Raises FileNotFoundError without it, and Damaged when the pack cannot
+        be read."""
+        rows = self._rows(
+            start, "select content from file where start = ? and name = ?", start, file
+        )
         if not rows:
             raise FileNotFoundError(f"{self.folder}: {start} has no {file}")
         try:
@@ -114,14 +126,22 @@ class Packs:
 
     def files(self, start: str) -> list[str]:
         """Names of the files of a step, with step.json."""
-        return [name for (name,) in self._rows(start, "select name from file where start = ?", start)]
+        return [
+            name for (name,) in self._rows(start, "select name from file where start = ?", start)
+        ]
 
     def size(self, start: str) -> int:
         """Bytes that a step takes in its pack. Raises Damaged when the pack cannot be read."""
-        return sum(size for (size,) in self._rows(start, "select length(content) from file where start = ?", start))
+        return sum(
+            size
+            for (size,) in self._rows(
+                start, "select length(content) from file where start = ?", start
+            )
+        )
 
     def _rows(self, start: str, query: str, *values: str) -> list[tuple[Any, ...]]:
-        """Answer of the pack that has a step; none without it. Packs are looked for again before that is said."""
+        """Answer of the pack that has a step; none without it. Packs are looked for again before
+        that is said."""
         with self._lock:
             for _ in range(2):
                 if self._pack_of(start) is None:
@@ -144,26 +164,40 @@ class Packs:
     def steps(self) -> dict[str, str]:
         """Start of the id -> KIND/NAME of all steps in packs, as of the last look."""
         with self._lock:
-            places = {start: place for pack in self._current for start, place in self._steps[pack].items()}
-        return {start: f"{place}-{start}" for start, place in places.items() if start not in self.bad}
+            places = {
+                start: place for pack in self._current for start, place in self._steps[pack].items()
+            }
+        return {
+            start: f"{place}-{start}" for start, place in places.items() if start not in self.bad
+        }
 
     def inputs(self) -> dict[str, str]:
-        """Start of the id -> starts of the ids of its inputs, with a space between, of all steps in packs, as of the
-        last look. Raises Damaged when a pack cannot be read."""
+        """Start of the id -> starts of the ids of its inputs, with a space between, of all steps in
+        packs, as of the last look. Raises Damaged when a pack cannot be read."""
         with self._lock:
-            return {start: of for pack in self._current for start, of in _about(self._open[pack], "inputs").items()}
+            return {
+                start: of
+                for pack in self._current
+                for start, of in _about(self._open[pack], "inputs").items()
+            }
 
     # Writing: by one process at a time, which holds a claim.
 
     def add(self, steps: Iterable[Packed]) -> Path:
         """Write steps as a pack under the name of one that is not finished."""
         return self._write(
-            (start, name, inputs, {file: zlib.compress(content, 1) for file, content in files.items()})
+            (
+                start,
+                name,
+                inputs,
+                {file: zlib.compress(content, 1) for file, content in files.items()},
+            )
             for start, name, inputs, files in steps
         )
 
     def rewrite(self, names: Collection[str], without: Collection[str] = ()) -> Path:
-        """Write a pack that replaces packs, without some of their steps, under the name of a pack that is not finished.
+        """Write a pack that replaces packs, without some of their steps, under the name of a pack
+        that is not finished.
 
         Raises Damaged, with the name of the pack that cannot be read."""
         return self._write(self._left(names, without), names)
@@ -185,14 +219,21 @@ class Packs:
         self.folder.mkdir(exist_ok=True)
         path = self.folder / f".{uuid.uuid4().hex}{UNFINISHED}"
         path.touch()  # else sqlite makes it, and one that no group can write
-        names, inputs = {}, {}
+        names = {}
+        inputs = {}
         # nobody else knows its name
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?nolock=1", uri=True)) as database:
             database.executescript(f"pragma journal_mode = off; pragma synchronous = off; {TABLES}")
             for start, name, needed, files in steps:
                 names[start], inputs[start] = name.removesuffix(f"-{start}"), " ".join(needed)
-                database.executemany("insert into file values (?, ?, ?)", [(start, *file) for file in files.items()])
-            for what, content in (("names", names), ("inputs", inputs), ("replaces", list(replaces))):
+                database.executemany(
+                    "insert into file values (?, ?, ?)", [(start, *file) for file in files.items()]
+                )
+            for what, content in (
+                ("names", names),
+                ("inputs", inputs),
+                ("replaces", list(replaces)),
+            ):
                 packed = zlib.compress(json.dumps(content).encode())
                 database.execute("insert into about values (?, ?)", (what, packed))
             database.commit()

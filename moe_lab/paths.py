@@ -1,4 +1,5 @@
-"""Paths of files that ship with moe_lab and of caches, and checks of names that become part of a path. No torch."""
+"""Paths of files that ship with moe_lab and of caches, and checks of names that become part of a
+path. No torch."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ DATA = Path(__file__).parent / "pocket" / "data"
 
 
 def conf() -> Path:
-    """The folder of configuration groups: inside the package in a wheel, at the top in a checkout."""
+    """The folder of configuration groups: inside the package in a wheel, at the top in a
+    checkout."""
     packed = Path(__file__).parent / "conf"
     return packed if packed.is_dir() else Path(__file__).parents[1] / "conf"
 
@@ -34,7 +36,9 @@ def resolve(path: str) -> str:
     name = path.removeprefix(PREFIX)
     if name not in names:
         folder = name.split("/")[0]
-        similar = [other for other in names if other.split("/")[0] == folder or "/" not in name + other]
+        similar = [
+            other for other in names if other.split("/")[0] == folder or "/" not in name + other
+        ]
         raise unknown("path", path, [PREFIX + other for other in similar or names])
     return str(names[name])
 
@@ -46,13 +50,20 @@ def local(path: str) -> Path:
 
 @lru_cache
 def shipped() -> Mapping[str, Path]:
-    """Name -> path of everything that ships: model folders, and the files of data folders as folder/file."""
+    """Name -> path of everything that ships: model folders, and the files of data folders as
+    folder/file."""
     paths: dict[str, Path] = {}
     for folder in sorted(path for path in DATA.iterdir() if path.is_dir()):
         if (folder / "config.json").exists():
             paths[folder.name] = folder
         else:
-            paths.update({f"{folder.name}/{file.name}": file for file in sorted(folder.iterdir()) if file.is_file()})
+            paths.update(
+                {
+                    f"{folder.name}/{file.name}": file
+                    for file in sorted(folder.iterdir())
+                    if file.is_file()
+                }
+            )
     return paths
 
 
@@ -62,10 +73,13 @@ def cache(name: str) -> Path:
 
 
 def private(name: str) -> Path:
-    """The folder `name` in the user's cache of moe_lab, for what is executed: nobody else may enter it, or replace it.
-    Raises UserError when it, or the folder around it, belongs to somebody else, and without a home folder."""
+    """The folder `name` in the user's cache of moe_lab, for what is executed: nobody else may enter
+    it, or replace it. Raises UserError when it, or the folder around it, belongs to somebody else,
+    and without a home folder."""
     if caches().name == f"moe_lab-{os.getuid()}":
-        raise UserError("the home folder cannot be written: expected XDG_CACHE_HOME=FOLDER that all nodes see")
+        raise UserError(
+            "the home folder cannot be written: expected XDG_CACHE_HOME=FOLDER that all nodes see"
+        )
     _own(cache(name).parent, 0o755)
     return _own(cache(name), 0o700)
 
@@ -73,46 +87,60 @@ def private(name: str) -> Path:
 def _own(folder: Path, mode: int) -> Path:
     """Make a folder, whatever the umask, with at most the permissions in `mode`."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if {folder.lstat().st_uid, folder.stat().st_uid} != {os.getuid()}:  # a link of somebody else's is refused, too
-        raise UserError(f"{folder} is somebody else's: expected XDG_CACHE_HOME=FOLDER, where you may write")
+    # a link of somebody else's is refused, too
+    if {folder.lstat().st_uid, folder.stat().st_uid} != {os.getuid()}:
+        raise UserError(
+            f"{folder} is somebody else's: expected XDG_CACHE_HOME=FOLDER, where you may write"
+        )
     folder.chmod(folder.stat().st_mode & mode)
     return folder
 
 
 def caches() -> Path:
-    """The folder of the user's caches: $XDG_CACHE_HOME, or ~/.cache, or a folder of the user among temporary files
-    where the home folder cannot be written. Raises UserError when that folder belongs to somebody else."""
+    """The folder of the user's caches: $XDG_CACHE_HOME, or ~/.cache, or a folder of the user among
+    temporary files where the home folder cannot be written. Raises UserError when that folder
+    belongs to somebody else."""
     usual = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    # os.path.exists is false for what is in a folder that may not be entered, where Path.exists raises.
+    # os.path.exists is false for what is in a folder that may not be entered, where Path.exists
+    # raises.
     there = next(filter(os.path.exists, (usual, *usual.parents)))
-    if usual.parts[0] != "~" and os.access(there, os.W_OK | os.X_OK):  # "~" stays where there is no home
+    # "~" stays where there is no home
+    if usual.parts[0] != "~" and os.access(there, os.W_OK | os.X_OK):
         return usual
     return _own(Path(tempfile.gettempdir(), f"moe_lab-{os.getuid()}"), 0o700)
 
 
 def store_folder(store: str, field: str = "store") -> Path:
-    """The folder of the store that a field names. Raises UserError for an empty path and for a URL."""
+    """The folder of the store that a field names. Raises UserError for an empty path and for a
+    URL."""
     if not store:
         raise UserError(f"{field}= names no folder: write {field}=FOLDER")
     if "://" in store:
         for problem in secrets_in(field, store):
             raise UserError(problem)
-        raise UserError(f"{field}={store} is a URL: expected a folder, which `rclone copy FOLDER REMOTE:PATH` shares")
+        raise UserError(
+            f"{field}={store} is a URL: expected a folder, which `rclone copy FOLDER REMOTE:PATH` "
+            "shares"
+        )
     return Path(store)
 
 
 LONGEST_NAME = 100
-"""Most bytes of a name. Names of folders contain several names, and file systems allow 255 bytes."""
+"""Most bytes of a name. Names of folders contain several names, and file systems allow 255
+bytes."""
 NAME = re.compile(r"\w[\w.+-]*")
 
 
 def checked_name(text: str) -> str:
-    """The text, if it can be part of a folder's name; ValueError that says what is expected otherwise."""
+    """The text, if it can be part of a folder's name; ValueError that says what is expected
+    otherwise."""
     if len(text.encode("utf-8", "replace")) > LONGEST_NAME:
         raise ValueError(f"expected at most {LONGEST_NAME} bytes, since folders are named by it")
     if not NAME.fullmatch(text):
         hint = f", such as {close}" if (close := as_name(text, "")) else ""
-        raise ValueError(f"expected a valid folder name: letters, digits and _, after the first also . + -{hint}")
+        raise ValueError(
+            f"expected a valid folder name: letters, digits and _, after the first also . + -{hint}"
+        )
     return text
 
 
@@ -123,9 +151,12 @@ def as_name(text: str, other: str = "unnamed") -> str:
 
 
 def check_name(field: str, name: str) -> None:
-    """Raise UserError unless `name` can be part of a path, and is not none; see `moe_lab.config.base.Name`."""
+    """Raise UserError unless `name` can be part of a path, and is not none; see
+    `moe_lab.config.base.Name`."""
     if name == "none":
-        raise UserError(f"{field}={name} means something else: expected another name, such as {name}_1")
+        raise UserError(
+            f"{field}={name} means something else: expected another name, such as {name}_1"
+        )
     try:
         checked_name(name)
     except ValueError as error:
@@ -133,7 +164,8 @@ def check_name(field: str, name: str) -> None:
 
 
 def shortened(name: str, longest: int = LONGEST_NAME) -> str:
-    """`name` in at most `longest` bytes: a longer name is cut, and ends in a digest of the whole name."""
+    """`name` in at most `longest` bytes: a longer name is cut, and ends in a digest of the whole
+    name."""
     encoded = name.encode()
     if len(encoded) <= longest:
         return name

@@ -1,5 +1,5 @@
-"""Load plugins: modules outside this repository with criteria or allocations, named by `plugins=[...]` or an entry
-point."""
+"""Load plugins: modules outside this repository with criteria or allocations, named by
+`plugins=[...]` or an entry point."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ ENTRY_POINTS = "moe_lab.plugins"
 
 
 def load(modules: Iterable[str] = ()) -> list[str]:
-    """Import the modules of all entry points, and `modules`; the names of all. Raises UserError for one that cannot be
-    imported, registers nothing, or registers a name that is taken."""
-    names = list(dict.fromkeys([*(point.module for point in entry_points(group=ENTRY_POINTS)), *modules]))
+    """Import the modules of all entry points, and `modules`; the names of all. Raises UserError for
+    one that cannot be imported, registers nothing, or registers a name that is taken."""
+    names = list(
+        dict.fromkeys([*(point.module for point in entry_points(group=ENTRY_POINTS)), *modules])
+    )
     for module in names:
         try:
             import_module(module)
@@ -30,20 +32,32 @@ def load(modules: Iterable[str] = ()) -> list[str]:
         except Exception as error:  # noqa: BLE001 - a foreign module may raise anything
             reason = f"{type(error).__name__}: {error}"
             raise UserError(
-                f"plugins: {module} cannot be imported ({reason}), expected a module on Python's path"
+                f"plugins: {module} cannot be imported ({reason}), expected a module on Python's "
+                "path"
             ) from None
-        functions: list[Callable[..., object]] = [criterion.function for criterion in CRITERIA.values()]
-        functions += [function for one in ALLOCATIONS.values() for function in one.functions.values() if function]
-        if not any(function.__module__.split(".")[0] == module.split(".")[0] for function in functions):
+        functions: list[Callable[..., object]] = [
+            criterion.function for criterion in CRITERIA.values()
+        ]
+        functions += [
+            function
+            for one in ALLOCATIONS.values()
+            for function in one.functions.values()
+            if function
+        ]
+        if not any(
+            function.__module__.split(".")[0] == module.split(".")[0] for function in functions
+        ):
             raise UserError(
-                f"plugins: {module} registers nothing, expected a function under @criterion(...) or a call of "
+                f"plugins: {module} registers nothing, expected a function under @criterion(...) "
+                "or a call of "
                 "moe_lab.allocation.register(...): docs/new_criterion.md"
             )
     return names
 
 
 def sources(modules: Iterable[str]) -> dict[Path, Path]:
-    """All files of the packages that plugins are in, or their own: path below a folder of sys.path -> file."""
+    """All files of the packages that plugins are in, or their own: path below a folder of sys.path
+    -> file."""
     found: dict[Path, Path] = {}
     for module in load(modules):
         top = sys.modules[module.partition(".")[0]]
@@ -53,20 +67,24 @@ def sources(modules: Iterable[str]) -> dict[Path, Path]:
 
 
 def place(function: Callable[..., object]) -> dict[str, str]:
-    """Name of a function's module, the folder it is imported from, so that another process can import it, and the
-    digest of its code."""
+    """Name of a function's module, the folder it is imported from, so that another process can
+    import it, and the digest of its code."""
     name = function.__module__
     folder = folder_of(name, Path(sys.modules[name].__file__ or ""))
     return {"module": name, "folder": str(folder), "source": source_of(function)}
 
 
 def bring(places: Iterable[Mapping[str, str]]) -> None:
-    """Import modules from places given by `place`. Their folders come last on sys.path, so that they shadow nothing.
-    UserError for a module whose code is another one by now, as ids of steps count the code that `place` saw."""
+    """Import modules from places given by `place`. Their folders come last on sys.path, so that
+    they shadow nothing. UserError for a module whose code is another one by now, as ids of steps
+    count the code that `place` saw."""
     for where in places:
         name = where["module"]
         if where["folder"] not in sys.path:
             sys.path.append(where["folder"])
         import_module(name)
         if module_digest(name) != where["source"]:
-            raise UserError(f"plugins: the code of {name} has changed since this study was started: start it again")
+            raise UserError(
+                f"plugins: the code of {name} has changed since this study was started: start it "
+                "again"
+            )

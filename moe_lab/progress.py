@@ -1,4 +1,5 @@
-"""How far the work of this process is, in a small file for those who wait for it. No result depends on it."""
+"""How far the work of this process is, in a small file for those who wait for it. No result depends
+on it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ FILE = "MOE_LAB_PROGRESS"
 NAME = "progress.json"
 EVERY = 2.0
 """Least seconds between two writings, so that they take no time."""
-_told, _last = (0.0, 0.0, ""), 0.0
+_told = (0.0, 0.0, "")
+_last = 0.0
 
 
 def tell(done: float, total: float, what: str) -> None:

@@ -1,4 +1,5 @@
-"""Formats of the files that steps write and the analysis reads: evaluations, records of runs, columns of tables.
+"""Formats of the files that steps write and the analysis reads: evaluations, records of runs,
+columns of tables.
 
 Evaluations write `result.json` and `samples.parquet`.
 """
@@ -19,8 +20,8 @@ SCHEMA = 1
 RANDOM = ("random", "channel_random")
 """Criteria whose plans show what chance can do: of experts, of channels."""
 Scale = Literal["score", "loss", "perplexity"]
-"""What a number is: a score, of which more is better; a mean loss; or a perplexity, the exponential of a mean loss. Of
-the last two, less is better."""
+"""What a number is: a score, of which more is better; a mean loss; or a perplexity, the exponential
+of a mean loss. Of the last two, less is better."""
 SCALES: tuple[Scale, ...] = get_args(Scale)
 
 
@@ -36,7 +37,8 @@ class Result(TypedDict):
     scale: Scale
     """What the number is. The harness decides this, and nobody infers it from the metric's name."""
     unit: str
-    """Unit of a loss, such as nats per token; of a perplexity, that of its loss. "" if there is none."""
+    """Unit of a loss, such as nats per token; of a perplexity, that of its loss. "" if there is
+    none."""
     stderr: float | None
     """Standard error of the score over items; None for fewer than two items."""
     n: int
@@ -55,24 +57,27 @@ class Sample(TypedDict):
     replicate: int
     """Number of the answer among several to the same item; 0 for the first."""
     outcome: float
-    """1 if right, 0 if wrong, a share for partial credit; of a loss or a perplexity, the loss in the result's unit."""
+    """1 if right, 0 if wrong, a share for partial credit; of a loss or a perplexity, the loss in
+    the result's unit."""
     prompt_hash: str
     """sha256 of the prompt, first 16 hexadecimal digits."""
     thought: str
     """What the model wrote before its answer, with its marks; empty where it did not think."""
     output: str | None
-    """The answer that it wrote, or the log-likelihoods of the choices as JSON; None where a thought does not end."""
+    """The answer that it wrote, or the log-likelihoods of the choices as JSON; None where a thought
+    does not end."""
     ended: str | None
-    """Why the text ended: end (an end token), stop (a stop text), limit (too many tokens), too_long (nothing was
-    written, because prompt and limit together are too long); None where nothing was to be written."""
+    """Why the text ended: end (an end token), stop (a stop text), limit (too many tokens), too_long
+    (nothing was written, because prompt and limit together are too long); None where nothing was to
+    be written."""
     extracted: str
     """The graded answer."""
     answer_loss: NotRequired[float | None]
-    """Loss on the right answer after the prompt, in bits per byte of the answer; lower is better. None or absent
-    without a reference answer or its likelihood."""
+    """Loss on the right answer after the prompt, in bits per byte of the answer; lower is better.
+    None or absent without a reference answer or its likelihood."""
     units: NotRequired[float | None]
-    """Weight of the item in the score: the tokens, words or bytes of a loss or a perplexity, or what makes tasks of a
-    group count alike; None or absent where all items do."""
+    """Weight of the item in the score: the tokens, words or bytes of a loss or a perplexity, or
+    what makes tasks of a group count alike; None or absent where all items do."""
 
 
 class ResultFile(TypedDict):
@@ -91,7 +96,8 @@ class ResultFile(TypedDict):
 CONTAMINATION = "contamination.json"
 """File with how many items of each benchmark occur in a text: comparable, found."""
 RECORD = "record.json"
-"""File in the folder of a run, runs/STUDY/RUN, with the cells of the run and the folders of their results."""
+"""File in the folder of a run, runs/STUDY/RUN, with the cells of the run and the folders of their
+results."""
 FIGURES = ("families", "damages", "contaminations")
 """Entries of a record with the steps that are for figures, and for remarks."""
 KEY = ("calibration", "model", "gate", "seed")
@@ -104,19 +110,26 @@ RECORD_SHAPE = {
     "replaces": [str],
     "cells": [
         {
-            "cell": {"model": _NAME, "criterion": _NAME, "calibration": _NAME, "ratio": Number | None},
+            "cell": {
+                "model": _NAME,
+                "criterion": _NAME,
+                "calibration": _NAME,
+                "ratio": Number | None,
+            },
             "evaluate": {str: _NAME},
             "errors": dict,
         }
     ],
     **dict.fromkeys(FIGURES, _FIGURE),
 }
-"""Shape of record.json for `json_files.fits`. `replaces`: names of the earlier runs whose records no longer count."""
+"""Shape of record.json for `json_files.fits`. `replaces`: names of the earlier runs whose records
+no longer count."""
 
 
 def current_records(root: Path, study: str) -> dict[str, dict[str, Any]]:
-    """Name of a run -> its record, for the records of a study that no other one replaces, the oldest first. A record
-    replaces only runs of lower numbers, so that replaced ones need not be read. Raises Damaged for a damaged record."""
+    """Name of a run -> its record, for the records of a study that no other one replaces, the
+    oldest first. A record replaces only runs of lower numbers, so that replaced ones need not be
+    read. Raises Damaged for a damaged record."""
     records: dict[str, dict[str, Any]] = {}
     replaced: set[str] = set()
     for path in sorted(root.glob(f"runs/{study}/*/{RECORD}"), reverse=True):
@@ -127,23 +140,26 @@ def current_records(root: Path, study: str) -> dict[str, dict[str, Any]]:
 
 
 def read_record(root: Path, study: str) -> dict[str, Any] | None:
-    """What a study is: its records, `joined`; None without any. Raises Damaged for a damaged record."""
+    """What a study is: its records, `joined`; None without any. Raises Damaged for a damaged
+    record."""
     current = current_records(root, study)
     return joined(current) if current else None
 
 
 def joined(current: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """The record of a study's last run (`run`), and of the runs at the same time: those of `current_records`.
+    """The record of a study's last run (`run`), and of the runs at the same time: those of
+    `current_records`.
 
-    Of a cell that several records have, the benchmarks of all count. Where its steps differ, as their settings do, the
-    record of the later run counts, and the cell is in `differing`.
+    Of a cell that several records have, the benchmarks of all count. Where its steps differ, as
+    their settings do, the record of the later run counts, and the cell is in `differing`.
     """
     cells: dict[str, dict[str, Any]] = {}
     figures: dict[str, dict[str, Any]] = {figure: {} for figure in FIGURES}
     differing = {}
     for record in current.values():
         for entry in record["cells"]:
-            name = _key({**entry["cell"], "id": (entry.get("model") or "")[-DIGITS:]})  # models may share a name
+            # models may share a name
+            name = _key({**entry["cell"], "id": (entry.get("model") or "")[-DIGITS:]})
             whole = _joined(cells[name], entry) if name in cells else entry
             if whole is None:
                 differing[name] = entry["cell"]
@@ -153,7 +169,10 @@ def joined(current: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
                 key = _key({name: row[name] for name in KEY})
                 rows[key] = row if row["step"] or key not in rows else rows[key]
     last = list(current)[-1]
-    parts = {"cells": list(cells.values()), **{figure: list(rows.values()) for figure, rows in figures.items()}}
+    parts = {
+        "cells": list(cells.values()),
+        **{figure: list(rows.values()) for figure, rows in figures.items()},
+    }
     return {**current[last], "run": last, **parts, "differing": list(differing.values())}
 
 
@@ -162,21 +181,24 @@ def _key(document: Mapping[str, Any]) -> str:
 
 
 STEPS = ("model", "statistics", "scores", "plan", "finetune", "export", "cost", "profile", "timing")
-"""Fields of a cell in a record with the folder of a step, or None; those of its evaluations are in `evaluate`."""
+"""Fields of a cell in a record with the folder of a step, or None; those of its evaluations are in
+`evaluate`."""
 DIGITS = 12
 """Digits of a step's id at the end of the name of its folder."""
 
 
 def _joined(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The new entry of a cell, extended by results that only the old entry has; None where they name different steps.
-    Labels of one step may differ, its id does not."""
+    """The new entry of a cell, extended by results that only the old entry has; None where they
+    name different steps. Labels of one step may differ, its id does not."""
     steps = {name: (old.get(name), new.get(name)) for name in STEPS}
     names = [*old["evaluate"], *new["evaluate"]]
     evaluated = {name: (old["evaluate"].get(name), new["evaluate"].get(name)) for name in names}
     both = [*steps.values(), *evaluated.values()]
     if any(one and other and one[-DIGITS:] != other[-DIGITS:] for one, other in both):
         return None
-    places, evaluate = ({name: other or one for name, (one, other) in of.items()} for of in (steps, evaluated))
+    places, evaluate = (
+        {name: other or one for name, (one, other) in of.items()} for of in (steps, evaluated)
+    )
     errors = {**old["errors"], **new["errors"]}
     still = {name: error for name, error in errors.items() if not {**places, **evaluate}.get(name)}
     return {**new, **places, "evaluate": evaluate, "errors": still}
@@ -198,22 +220,43 @@ SCORES = ("layer", "expert", "score")
 """scores.parquet of a criterion; higher means keep."""
 FAMILY = ("layer", "expert", "b", "alpha", "beta", "score")
 """family.parquet: every S(b, alpha, beta)."""
-PROFILES = ("layer", "variance", "router_entropy", "gate_entropy", "load_entropy", "experts", "output_loss")
+PROFILES = (
+    "layer",
+    "variance",
+    "router_entropy",
+    "gate_entropy",
+    "load_entropy",
+    "experts",
+    "output_loss",
+)
 """profile.parquet:
 variance         of the residual stream after the layer over tokens, the mean over its coordinates
-router_entropy   of the softmax of the router's logits over the experts it chooses from, mean over tokens
+router_entropy   of the softmax of the router's logits over the experts it chooses from, mean over
+tokens
 gate_entropy     of the gates of the chosen experts divided by their sum, mean over tokens
 load_entropy     of the shares of tokens that experts are given
 experts          that the router chooses from, or 0
-output_loss      of pruning this layer alone: ||m - m'||^2 / (||y||^2 + eps), mean over tokens, m the routed output, m'
-                 that of the pruned layer on the same input, y the residual stream after the unpruned layer
+output_loss      of pruning this layer alone: ||m - m'||^2 / (||y||^2 + eps), mean over tokens, m
+                 the routed output, m' that of the pruned layer on the same input, y the residual
+                 stream after the unpruned layer
 
-Entropies are in nats. Both entropies and losses are NaN in layers without a router, losses also without a plan."""
-TIMINGS = ("batch_size", "prompt_length", "new_tokens", "repeat", "prefill_seconds", "decode_seconds", "working_bytes")
+Entropies are in nats. Both entropies and losses are NaN in layers without a router, losses also
+without a plan."""
+TIMINGS = (
+    "batch_size",
+    "prompt_length",
+    "new_tokens",
+    "repeat",
+    "prefill_seconds",
+    "decode_seconds",
+    "working_bytes",
+)
 """timing.parquet, one row per request:
-prefill_seconds   from the prompts (batch_size x prompt_length tokens) to the first new token of each
+prefill_seconds   from the prompts (batch_size x prompt_length tokens) to the first new token of
+each
 decode_seconds    for new_tokens further tokens of each, one after the other
-working_bytes     of memory beyond the weights at the peak of a request; NaN where the system does not report it"""
+working_bytes     of memory beyond the weights at the peak of a request; NaN where the system does
+not report it"""
 EXPERTS = (
     "layer",
     "expert",
@@ -227,24 +270,28 @@ EXPERTS = (
     "channels",
     "channel_root_sum",
 )
-"""experts.parquet of a pass over a text: for each expert its tokens; over them, the sums of the gate, of the output's
-norm and of its attributions of first and second order; the sum of its squared channels, and the maximum over its
-channels; number of channels; the sum over channels of their root mean squares."""
+"""experts.parquet of a pass over a text: for each expert its tokens; over them, the sums of the
+gate, of the output's norm and of its attributions of first and second order; the sum of its squared
+channels, and the maximum over its channels; number of channels; the sum over channels of their root
+mean squares."""
 LOSSES = ("layer", "layer_loss")
-"""layers.parquet of a pass over a text: the sum over tokens of ||m||^2 / (||y||^2 + eps), m the routed output of the
-layer, y the residual stream after it."""
+"""layers.parquet of a pass over a text: the sum over tokens of ||m||^2 / (||y||^2 + eps), m the
+routed output of the layer, y the residual stream after it."""
 ABLATIONS = ("layer", "expert", "ablation")
 """ablation.parquet: the rise of the model's loss without the expert, in nats per token."""
 ENTROPIES = ("layer", "entropy", "tokens")
-"""entropy.parquet of a pass over a text: number of tokens by the entropy of the layer's router, in equal bins.
-`entropy` is the upper end of a bin, as a share of the logarithm of the number of experts."""
+"""entropy.parquet of a pass over a text: number of tokens by the entropy of the layer's router, in
+equal bins. `entropy` is the upper end of a bin, as a share of the logarithm of the number of
+experts."""
 GRADIENTS = ("layer", "expert", "tokens", "gradient_square", "gradient_root_sum", "channels")
-"""gradients.parquet of a forward and backward pass: tokens; over them and all channels, the sum of the squared gradient
-of the loss at a channel; the sum over channels of the root mean squares of that gradient; number of channels."""
+"""gradients.parquet of a forward and backward pass: tokens; over them and all channels, the sum of
+the squared gradient of the loss at a channel; the sum over channels of the root mean squares of
+that gradient; number of channels."""
 WEIGHTS = ("layer", "expert", "abs_sum", "square_sum", "count")
 """weights.parquet: sum |w| and sum w^2 over the weights of each expert, and their number."""
 CONCENTRATION = ("layer", "expert", "channels", "score")
-"""expert_concentration.parquet of scores of channels: the share of the expert's score (`score`) that its highest
-channels hold, by the share of its channels (`channels`)."""
+"""expert_concentration.parquet of scores of channels: the share of the expert's score (`score`)
+that its highest channels hold, by the share of its channels (`channels`)."""
 BUDGETS = ("layer", "coverage", "kept")
-"""budgets.parquet of a plan of channels: the shares of the layer's score and of its channels that are kept."""
+"""budgets.parquet of a plan of channels: the shares of the layer's score and of its channels that
+are kept."""

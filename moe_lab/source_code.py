@@ -20,9 +20,20 @@ SITE = {"site-packages", "dist-packages"}
 """Names of the folders into which packages are installed."""
 IGNORED = {
     *sys.stdlib_module_names,
-    *("moe_lab", "analysis", "numpy", "pandas", "pydantic", "safetensors", "scipy", "torch", "transformers"),
+    *(
+        "moe_lab",
+        "analysis",
+        "numpy",
+        "pandas",
+        "pydantic",
+        "safetensors",
+        "scipy",
+        "torch",
+        "transformers",
+    ),
 }
-"""Python, moe_lab, and libraries that moe_lab requires: their versions are in the provenance of steps, and in no id."""
+"""Python, moe_lab, and libraries that moe_lab requires: their versions are in the provenance of
+steps, and in no id."""
 MODULE_NAME = re.compile(r"\.*[^\W\d]\w*(\.[^\W\d]\w*)*")
 _distributions = cache(metadata.packages_distributions)
 
@@ -44,22 +55,24 @@ def module_digest(name: str) -> str:
 
 
 def digest_of(name: str, file: Path) -> str:
-    """sha256 over the code of the module `name` in `file` and of all that it imports, as by `code_of`."""
+    """sha256 over the code of the module `name` in `file` and of all that it imports, as by
+    `code_of`."""
     files, versions = code_of(name, file)
     local = {module: sha256(path.read_bytes()).hexdigest() for module, path in files.items()}
     return sha256(json.dumps([local, versions], sort_keys=True).encode()).hexdigest()
 
 
 def code_of(name: str, file: Path) -> tuple[dict[str, Path], dict[str, str]]:
-    """Name -> file of the module `name` in `file` and of all local modules that it imports, directly or not; and
-    name -> version of the installed packages.
+    """Name -> file of the module `name` in `file` and of all local modules that it imports,
+    directly or not; and name -> version of the installed packages.
 
-    Local modules are those in the same folder or package, all parts of a namespace package included, and packages that
-    are installed as editable. Nothing is run: imports are found in the text, inside functions too, as statements; and
-    in code that has the name `import_module` or `__import__`, every literal text may be the name of a module. Data
-    files do not count.
+    Local modules are those in the same folder or package, all parts of a namespace package
+    included, and packages that are installed as editable. Nothing is run: imports are found in the
+    text, inside functions too, as statements; and in code that has the name `import_module` or
+    `__import__`, every literal text may be the name of a module. Data files do not count.
     """
-    own, root = name.partition(".")[0], folder_of(name, file)
+    own = name.partition(".")[0]
+    root = folder_of(name, file)
     local: dict[str, Path] = {}
     versions: dict[str, str] = {}
     pending = [(name, file)]
@@ -77,7 +90,9 @@ def code_of(name: str, file: Path) -> tuple[dict[str, Path], dict[str, str]]:
             if top == own or not folders:
                 folders = [root, *folders]
             files = dict(_files(imported, folders))
-            is_installed = any(SITE.intersection(path.parts) for path in [*files.values()] or folders)
+            is_installed = any(
+                SITE.intersection(path.parts) for path in [*files.values()] or folders
+            )
             if top != own and is_installed and (installed := _versions(top)):
                 versions |= installed
             else:
@@ -97,7 +112,8 @@ def folder_of(name: str, file: Path) -> Path:
 
 
 def _imports(content: bytes, package: str) -> Iterator[str]:
-    """Absolute names that a module in `package` imports. `from a import b` is a.b, a module or a value in one."""
+    """Absolute names that a module in `package` imports. `from a import b` is a.b, a module or a
+    value in one."""
     try:
         tree = ast.parse(content)
     except (SyntaxError, ValueError):  # whoever imports it fails
@@ -128,25 +144,34 @@ def _absolute(name: str, package: str) -> str:
 
 
 def _files(name: str, folders: Sequence[Path]) -> Iterator[tuple[str, Path]]:
-    """The module `name` and the packages around it, each with its file in the first of `folders` that has one."""
+    """The module `name` and the packages around it, each with its file in the first of `folders`
+    that has one."""
     parts = name.split(".")
     for count in range(1, len(parts) + 1):
         paths = [folder.joinpath(*parts[:count]) for folder in folders]
-        files = [file for path in paths for file in (path / "__init__.py", path.with_name(f"{path.name}.py"))]
+        files = [
+            file
+            for path in paths
+            for file in (path / "__init__.py", path.with_name(f"{path.name}.py"))
+        ]
         if file := next(filter(Path.is_file, files), None):
             yield ".".join(parts[:count]), file
 
 
 def _folders_on_path(top: str) -> list[Path]:
-    """The folders that a package or a module is imported from, as far as known: several for a namespace package."""
+    """The folders that a package or a module is imported from, as far as known: several for a
+    namespace package."""
     with contextlib.suppress(ValueError):  # an imported module without a specification
         if spec := find_spec(top):
-            return [Path(path).parent for path in spec.submodule_search_locations or [spec.origin or ""]]
+            return [
+                Path(path).parent for path in spec.submodule_search_locations or [spec.origin or ""]
+            ]
     return []
 
 
 def _versions(package: str) -> dict[str, str]:
     """Distribution -> version, of those that installed a package."""
-    with contextlib.suppress(metadata.PackageNotFoundError):  # most are called like their package; a search takes long
+    # most are called like their package; a search takes long
+    with contextlib.suppress(metadata.PackageNotFoundError):
         return {package: metadata.version(package)}
     return {name: metadata.version(name) for name in _distributions().get(package, ())}

@@ -2,9 +2,10 @@
 
     python start.py [OPTIONS] -m MODULE ARGUMENTS
 
-does what `python OPTIONS -m MODULE ARGUMENTS` does, except that the current folder is not searched, and that `moe_lab`
-and `analysis` are those beside this file, and so are plugins of which a copy lies there, in the folder PLUGINS. All
-other packages are found as usual, so that another interpreter uses its own. Standard library only.
+does what `python OPTIONS -m MODULE ARGUMENTS` does, except that the current folder is not searched,
+and that `moe_lab` and `analysis` are those beside this file, and so are plugins of which a copy
+lies there, in the folder PLUGINS. All other packages are found as usual, so that another
+interpreter uses its own. Standard library only.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def _run() -> None:
     sys.path.insert(0, _ROOT)
     for package in ("moe_lab", "analysis"):
         __import__(package)  # once imported, a package finds its modules by its own path
-    sys.path[0] = os.path.join(_ROOT, PLUGINS)  # all other packages are found as usual, or in another interpreter's own
+    # all other packages are found as usual, or in another interpreter's own
+    sys.path[0] = os.path.join(_ROOT, PLUGINS)
     while sys.argv[1] != "-m":
         del sys.argv[1]
     module = sys.argv[2]

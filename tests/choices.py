@@ -1,4 +1,5 @@
-"""The choices of configuration groups as Hydra has them, read without Hydra: files, and criteria, which need none."""
+"""The choices of configuration groups as Hydra has them, read without Hydra: files, and criteria,
+which need none."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

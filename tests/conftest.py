@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Examples are not timed, as a loaded machine is slow for seconds at a time, and are the same in every run;
-# --hypothesis-profile=other draws others.
+# Examples are not timed, as a loaded machine is slow for seconds at a time, and are the same in
+# every run; --hypothesis-profile=other draws others.
 settings.register_profile("other", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("same", settings.get_profile("other"), derandomize=True)
 settings.load_profile("same")
@@ -26,12 +26,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-if "HF_MODULES_CACHE" not in os.environ:  # transformers copies the code of a checkpoint there before it runs it
+# transformers copies the code of a checkpoint there before it runs it
+if "HF_MODULES_CACHE" not in os.environ:
     modules = tempfile.TemporaryDirectory(prefix="modules-")
     os.environ["HF_MODULES_CACHE"] = modules.name
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it runs in the background
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # processes that tests interrupt inherit it
-# Or else each of hundreds of short processes compiles the package, and pytest rewrites all tests at each start.
+# as a shell starts what it runs in the background
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # processes that tests interrupt inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+# Or else each of hundreds of short processes compiles the package, and pytest rewrites all tests at
+# each start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
@@ -41,16 +45,34 @@ TOGETHER = {
     **dict.fromkeys(("test_engine.py", "test_vllm.py"), "vllm"),
 }
 """Files that share what takes long to start."""
-FIRST = ("cluster", "vllm", "test_experiments.py", "test_report.py", "test_end_to_end.py", "test_methods.py")
-"""What takes longest begins first, and Slurm's jobs, which are waited for, run beside the others."""
+FIRST = (
+    "cluster",
+    "vllm",
+    "test_experiments.py",
+    "test_report.py",
+    "test_end_to_end.py",
+    "test_methods.py",
+)
+"""What takes longest begins first, and Slurm's jobs, which are waited for, run beside the
+others."""
 SLOW = ("slow", "root", "cuda", "walls")
-"""Marks of tests that are not run with `-m quick`, which is for before each commit: two minutes, no network."""
-QUICK_FAMILIES = ("olmoe", "gpt_oss", "deepseek", "deepseek_v3:grouped", "ernie4_5_moe", "granitemoe")
-"""Architectures whose experts are stored, routed and computed in six different ways; quick runs are of no others."""
+"""Marks of tests that are not run with `-m quick`, which is for before each commit: two minutes, no
+network."""
+QUICK_FAMILIES = (
+    "olmoe",
+    "gpt_oss",
+    "deepseek",
+    "deepseek_v3:grouped",
+    "ernie4_5_moe",
+    "granitemoe",
+)
+"""Architectures whose experts are stored, routed and computed in six different ways; quick runs are
+of no others."""
 
 
 def group(test: str) -> str:
-    """What one worker does together, by the id of a test: a file, for its tests share what is costly."""
+    """What one worker does together, by the id of a test: a file, for its tests share what is
+    costly."""
     file = test.partition("::")[0].rpartition("/")[2]
     return TOGETHER.get(file, file)
 
@@ -107,7 +129,8 @@ def _refuse_network(event: str, arguments: tuple[Any, ...]) -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Give each worker whole groups, in the order above.
 
-    Marks of the kind xdist_group do nothing: xdist 3.8 writes groups into `_nodeid`, which pytest 9.2 does not read.
+    Marks of the kind xdist_group do nothing: xdist 3.8 writes groups into `_nodeid`, which pytest
+    9.2 does not read.
     """
     if config.getvalue("dist") != "loadgroup":
         return None
@@ -123,7 +146,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Published data sets, as people have them, in the folder ../shared/data beside the repository."""
+    """Published data sets, as people have them, in the folder ../shared/data beside the
+    repository."""
     folder = Path(__file__).resolve().parents[2] / "shared" / "data"
     if not folder.is_dir():
         pytest.skip(f"there is no {folder}")

@@ -26,7 +26,16 @@ from moe_lab.study.steps.evaluation import Contamination, Evaluate, task_of
 from moe_lab.study.steps.files import Files
 from moe_lab.study.steps.passes import Facts, loaded_as
 from moe_lab.study.steps.plans import drops_whole_experts
-from moe_lab.study.steps.recovery import Export, Finetune, Pruned, export_of, plan_of, pruned_of, storage_of, unpruned
+from moe_lab.study.steps.recovery import (
+    Export,
+    Finetune,
+    Pruned,
+    export_of,
+    plan_of,
+    pruned_of,
+    storage_of,
+    unpruned,
+)
 from moe_lab.study.store import Store
 
 
@@ -54,7 +63,8 @@ class Example(Step):
 
 
 def done(store: Store, step: Step) -> Path:
-    """Do a step, and before it those it needs that are missing in the store; the folder of its result."""
+    """Do a step, and before it those it needs that are missing in the store; the folder of its
+    result."""
     for needed in step.needs:
         done(store, needed)
     with store.claim(step) as scratch:
@@ -66,10 +76,11 @@ def done(store: Store, step: Step) -> Path:
 def exported(
     model: Path, folder: Path, export: ExportConfig, recovery: RecoveryConfig | None = None
 ) -> tuple[Export, Files]:
-    """The step that exports a model under the plan in `folder`/plan, fine-tuned as in `folder`/finetune if there is a
-    recovery; and its files."""
+    """The step that exports a model under the plan in `folder`/plan, fine-tuned as in
+    `folder`/finetune if there is a recovery; and its files."""
     (folder / "scratch").mkdir(exist_ok=True)
-    text, plan = CalibrationConfig(name="x", path="owner/x", seed=1), Example()
+    text = CalibrationConfig(name="x", path="owner/x", seed=1)
+    plan = Example()
     loaded = loaded_as(ModelConfig(name="m", path=str(model), device="cpu"))
     finetune = Finetune(loaded, text, plan, recovery, 1) if recovery else None
     pruned = Pruned(loaded, plan, finetune, None, recovery or RecoveryConfig(), True)
@@ -95,7 +106,9 @@ def cell_of(model: ModelConfig, text: CalibrationConfig, **changes: Any) -> Cell
     return Cell(model, **given)
 
 
-def step_of(kind: str, cell: Cell, config: Config | None = None, benchmark: BenchmarkConfig | None = None) -> Step:
+def step_of(
+    kind: str, cell: Cell, config: Config | None = None, benchmark: BenchmarkConfig | None = None
+) -> Step:
     """A step of a kind, about a cell."""
     config = config or Config(timed=TimingConfig(device="a GPU"))
     if kind in ("alignment", "activation_alignment"):
@@ -112,13 +125,26 @@ def step_of(kind: str, cell: Cell, config: Config | None = None, benchmark: Benc
         "cost": lambda: Cost.of(pruned, text, Cost.of(unpruned(cell.model), text)),
         "profile": lambda: Profile(pruned.loaded, text, pruned.plan),
         "timing": lambda: Timing.of(pruned, text, config.timed),
-        **dict.fromkeys(("evaluate", "generate", "grade"), lambda: task_of(benchmark, config)(pruned)),
+        **dict.fromkeys(
+            ("evaluate", "generate", "grade"), lambda: task_of(benchmark, config)(pruned)
+        ),
     }
     step: Any = made[kind]() if kind in made else KINDS[kind].of(cell)  # type: ignore[attr-defined]
     return step.generate if kind == "generate" else step  # type: ignore[no-any-return]
 
 
-def evaluated(model: ModelConfig, benchmark: BenchmarkConfig, plan: Step | None = None, **changes: Any) -> Evaluate:
+def evaluated(
+    model: ModelConfig, benchmark: BenchmarkConfig, plan: Step | None = None, **changes: Any
+) -> Evaluate:
     """The step that evaluates a model under a plan on a benchmark."""
     pruned = Pruned(loaded_as(model), plan, None, None, RecoveryConfig(), True)
-    return Evaluate(benchmark, Policy(), None, pruned, changes.pop("backend", BackendConfig()), None, None, **changes)
+    return Evaluate(
+        benchmark,
+        Policy(),
+        None,
+        pruned,
+        changes.pop("backend", BackendConfig()),
+        None,
+        None,
+        **changes,
+    )

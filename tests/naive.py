@@ -1,8 +1,10 @@
-"""The slow and obvious way, in fp64: each expert alone on its own tokens, by transformers' own eager code.
+"""The slow and obvious way, in fp64: each expert alone on its own tokens, by transformers' own
+eager code.
 
-`routed(name)` gives what happened in one batch of a tiny model: per layer and expert the tokens it served with their
-gates and outputs; `backward(name)` what happened on the way back, the loss over all logits and gradients as autograd
-gives them. Whatever moe_lab sums on the way is compared with what these lists give.
+`routed(name)` gives what happened in one batch of a tiny model: per layer and expert the tokens it
+served with their gates and outputs; `backward(name)` what happened on the way back, the loss over
+all logits and gradients as autograd gives them. Whatever moe_lab sums on the way is compared with
+what these lists give.
 """
 
 import copy
@@ -36,7 +38,8 @@ class Served:
     f: torch.Tensor
     phi: torch.Tensor
     shift: torch.Tensor
-    """1 - cos between the residual stream before the block, and that plus all gated outputs of the token."""
+    """1 - cos between the residual stream before the block, and that plus all gated outputs of the
+    token."""
 
     def by(self, gate: str) -> torch.Tensor:
         """The gate (N,) of that name."""
@@ -88,16 +91,21 @@ def model(name: str, dtype: torch.dtype = torch.float32) -> Any:
 
 @cache
 def routed(name: str, dtype: torch.dtype = torch.float32) -> dict[int, Seen]:
-    """Layer -> what its experts did on `batch()`: in fp64, of inputs and gates that the model computed in `dtype`."""
+    """Layer -> what its experts did on `batch()`: in fp64, of inputs and gates that the model
+    computed in `dtype`."""
     network = model(name, dtype)
     ids, valid = batch()
     calls: dict[int, dict[str, Any]] = {}
     hooks = []
     for layer in moe_layers(network):
         kept = calls.setdefault(layer.index, {})
-        around = network.get_submodule(layer.name[: layer.name.index(f".{layer.index}.") + len(f".{layer.index}")])
+        around = network.get_submodule(
+            layer.name[: layer.name.index(f".{layer.index}.") + len(f".{layer.index}")]
+        )
 
-        def note(name: str, pick: Callable[..., Any], kept: dict[str, Any] = kept) -> Callable[..., None]:
+        def note(
+            name: str, pick: Callable[..., Any], kept: dict[str, Any] = kept
+        ) -> Callable[..., None]:
             def hook(_: Any, inputs: Any, *result: Any) -> None:
                 kept[name] = pick(inputs, *result)
 
@@ -105,22 +113,30 @@ def routed(name: str, dtype: torch.dtype = torch.float32) -> dict[int, Seen]:
 
         norms = [getattr(around, name) for name in NORMS if hasattr(around, name)]
         hooks += [
-            norms[0].register_forward_pre_hook(note("before", lambda inputs: inputs[0].flatten(0, -2))),
+            norms[0].register_forward_pre_hook(
+                note("before", lambda inputs: inputs[0].flatten(0, -2))
+            ),
             layer.experts.register_forward_pre_hook(note("experts", lambda inputs: inputs)),
             layer.block.register_forward_pre_hook(note("block", lambda inputs: inputs[0])),
             layer.router.register_forward_hook(note("logits", lambda _, result: result[0])),
-            around.register_forward_hook(note("stream", lambda _, out: out[0] if isinstance(out, tuple) else out)),
+            around.register_forward_hook(
+                note("stream", lambda _, out: out[0] if isinstance(out, tuple) else out)
+            ),
         ]
     with torch.no_grad():
         network(input_ids=ids, attention_mask=valid.long(), use_cache=False)
         for hook in hooks:
             hook.remove()
-        return {layer.index: _seen(layer, calls[layer.index], valid.flatten()) for layer in moe_layers(network)}
+        return {
+            layer.index: _seen(layer, calls[layer.index], valid.flatten())
+            for layer in moe_layers(network)
+        }
 
 
 @torch.no_grad()
 def observed(network: Any, tap: type[Tap]) -> Layers:
-    """The sums of a tap over `batch()`; to the bit, the model computes the same while it is observed and afterwards."""
+    """The sums of a tap over `batch()`; to the bit, the model computes the same while it is
+    observed and afterwards."""
     ids, valid = batch()
     inputs: Any = {"input_ids": ids, "attention_mask": valid.long()}
     plain = network(**inputs).logits
@@ -133,7 +149,8 @@ def observed(network: Any, tap: type[Tap]) -> Layers:
 
 def _seen(layer: MoELayer, call: dict[str, Any], valid: torch.Tensor) -> Seen:
     hidden, index, weights = (part.clone() for part in call["experts"])
-    hidden, weights = hidden.double(), weights.double()
+    hidden = hidden.double()
+    weights = weights.double()
     logits = call["logits"].double().reshape(-1, layer.n_experts)
     full = logits.softmax(-1)
     module = copy.deepcopy(layer.experts).double()
@@ -141,7 +158,9 @@ def _seen(layer: MoELayer, call: dict[str, Any], valid: torch.Tensor) -> Seen:
     mixed = torch.zeros_like(hidden)
     for expert in range(layer.n_experts):
         token, column = (index == expert).nonzero(as_tuple=True)
-        f = module(hidden[token], torch.full((len(token), 1), expert), torch.ones(len(token), 1).double())
+        f = module(
+            hidden[token], torch.full((len(token), 1), expert), torch.ones(len(token), 1).double()
+        )
         mixed.index_add_(0, token, f * weights[token, column, None])
         keep = valid[token]
         served = Served(
@@ -155,9 +174,11 @@ def _seen(layer: MoELayer, call: dict[str, Any], valid: torch.Tensor) -> Seen:
             torch.empty(0),
         )
         experts.append(served)
-    stream, before = call["stream"].double().flatten(0, -2), call["before"].double()
+    stream = call["stream"].double().flatten(0, -2)
+    before = call["before"].double()
     for served in experts:
-        x, y = before[served.token], (before + mixed)[served.token]
+        x = before[served.token]
+        y = (before + mixed)[served.token]
         served.shift = 1 - (x * y).sum(-1) / (x.norm(dim=-1) * y.norm(dim=-1))
     return Seen(experts, mixed, stream, valid, call["block"].clone(), index, hidden, logits)
 
@@ -169,14 +190,16 @@ def _channels(module: Any, hidden: torch.Tensor, expert: int) -> torch.Tensor:
     if module.has_bias:
         gate_up = gate_up + module.gate_up_proj_bias[expert]
     if not module.is_concatenated:  # gpt_oss: interleaved, clamped
-        gate, up = gate_up[:, 0::2].clamp(max=module.limit), gate_up[:, 1::2].clamp(-module.limit, module.limit)
+        gate = gate_up[:, 0::2].clamp(max=module.limit)
+        up = gate_up[:, 1::2].clamp(-module.limit, module.limit)
         return (up + 1) * gate * torch.sigmoid(module.alpha * gate)
     gate, up = gate_up.chunk(2, -1)
     return module.act_fn(gate) * up
 
 
 class Backward(NamedTuple):
-    """On the valid tokens that one expert served: phi (N, I), dL/dphi (N, I), dL/df (N, H) and the gate (N,)."""
+    """On the valid tokens that one expert served: phi (N, I), dL/dphi (N, I), dL/df (N, H) and the
+    gate (N,)."""
 
     phi: torch.Tensor
     phi_gradient: torch.Tensor
@@ -212,7 +235,8 @@ def loss(network: Any, ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
 
 @cache
 def backward(name: str) -> dict[int, list[Backward]]:
-    """Layer -> what its experts did on `batch()`, there and back: autograd ends at their gated outputs."""
+    """Layer -> what its experts did on `batch()`, there and back: autograd ends at their gated
+    outputs."""
     network = tiny.build(name, dtype=torch.float64)
     network.enable_input_require_grads()
     mixed: dict[int, torch.Tensor] = {}
@@ -226,7 +250,8 @@ def backward(name: str) -> dict[int, list[Backward]]:
     loss(network, *batch()).backward()
     found = {}
     for layer in moe_layers(network):
-        gradient, seen = mixed[layer.index].grad, routed(name, torch.float64)[layer.index]
+        gradient = mixed[layer.index].grad
+        seen = routed(name, torch.float64)[layer.index]
         assert gradient is not None
         of_f = [expert.gate[:, None] * gradient[expert.token] for expert in seen.experts]
         found[layer.index] = [
@@ -238,7 +263,8 @@ def backward(name: str) -> dict[int, list[Backward]]:
 
 def relative(measured: torch.Tensor, expected: torch.Tensor) -> float:
     """Largest |measured - expected| / |expected|; 0 where both are 0."""
-    measured, expected = torch.as_tensor(measured).double(), torch.as_tensor(expected).double()
+    measured = torch.as_tensor(measured).double()
+    expected = torch.as_tensor(expected).double()
     assert measured.shape == expected.shape
     error = (measured - expected).abs() / expected.abs()
     return float(torch.where(measured == expected, 0, error).max())
@@ -250,4 +276,7 @@ def assert_alike(found: Layers, expected: Layers, tolerance: float = 0.0) -> Non
     for layer, sums in expected.items():
         assert found[layer].keys() == sums.keys()
         for name, values in sums.items():
-            assert (found[layer][name] - values).abs().max() <= tolerance * values.abs().max(), (layer, name)
+            assert (found[layer][name] - values).abs().max() <= tolerance * values.abs().max(), (
+                layer,
+                name,
+            )

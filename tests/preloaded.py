@@ -1,10 +1,12 @@
-"""A Python that has imported the heavy libraries already: importing them takes ten times as long as a small study does.
+"""A Python that has imported the heavy libraries already: importing them takes ten times as long as
+a small study does.
 
-`run(folder, "moe_lab", ...)` does what `[sys.executable, "-m", "moe_lab", ...]` does there, and `python()` is what
-starts Python in it, for `launcher.python`. What it starts is a process of its own with its own arguments, folder,
-environment and streams, in which nothing of moe_lab is imported yet. It is forked from a server that has torch,
-transformers and the harnesses in memory, and workers and reports that it starts are forked from there as well.
-`python(interpreter, libraries)` is the same for another interpreter, such as that of vLLM.
+`run(folder, "moe_lab", ...)` does what `[sys.executable, "-m", "moe_lab", ...]` does there, and
+`python()` is what starts Python in it, for `launcher.python`. What it starts is a process of its
+own with its own arguments, folder, environment and streams, in which nothing of moe_lab is imported
+yet. It is forked from a server that has torch, transformers and the harnesses in memory, and
+workers and reports that it starts are forked from there as well. `python(interpreter, libraries)`
+is the same for another interpreter, such as that of vLLM.
 
 Not for tests of what a start imports or costs. All share one seed of hashes: of two processes that
 are compared bit by bit, one should be started as usual.
@@ -35,7 +37,8 @@ MODULES = (
     "analysis",
     "submitit.core._submit",
 )
-"""What a study starts that is forked too; programs that a model wrote keep an interpreter of their own."""
+"""What a study starts that is forked too; programs that a model wrote keep an interpreter of their
+own."""
 LIBRARIES = (
     "hydra._internal.hydra",
     "hydra.main",
@@ -85,22 +88,30 @@ _STARTING = threading.Lock()
 
 
 def run(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a module with its words in a folder to its end, with more variables in its environment."""
+    """Run a module with its words in a folder to its end, with more variables in its
+    environment."""
     variables = {**os.environ, **environment}
-    return subprocess.run([python(), "-m", *words], capture_output=True, text=True, cwd=folder, env=variables)
+    return subprocess.run(
+        [python(), "-m", *words], capture_output=True, text=True, cwd=folder, env=variables
+    )
 
 
-def python(interpreter: str = sys.executable, libraries: tuple[str, ...] = LIBRARIES, **environment: str) -> Path:
+def python(
+    interpreter: str = sys.executable, libraries: tuple[str, ...] = LIBRARIES, **environment: str
+) -> Path:
     """The program that stands for an interpreter.
 
-    Libraries that read variables when they are imported find those of `environment`, not those of the forked process.
+    Libraries that read variables when they are imported find those of `environment`, not those of
+    the forked process.
     """
     with _STARTING:
         return _client(interpreter, libraries, tuple(environment.items()))
 
 
 @lru_cache
-def _client(interpreter: str, libraries: tuple[str, ...], environment: tuple[tuple[str, str], ...]) -> Path:
+def _client(
+    interpreter: str, libraries: tuple[str, ...], environment: tuple[tuple[str, str], ...]
+) -> Path:
     """The same; the server behind it ends with this process."""
     folder = Path(tempfile.mkdtemp(prefix="preloaded-"))
     client = folder / "python"
@@ -114,7 +125,9 @@ def _client(interpreter: str, libraries: tuple[str, ...], environment: tuple[tup
     words = [interpreter, __file__, str(listening.fileno()), str(client), *libraries]
     variables = {**os.environ, **dict(environment)}
     with listening:
-        server = subprocess.Popen(words, stdin=subprocess.PIPE, pass_fds=[listening.fileno()], cwd="/", env=variables)
+        server = subprocess.Popen(
+            words, stdin=subprocess.PIPE, pass_fds=[listening.fileno()], cwd="/", env=variables
+        )
 
     @atexit.register
     def end() -> None:
@@ -130,7 +143,8 @@ Asked = tuple[dict[str, Any], list[int]]
 
 
 def serve(listening: socket.socket) -> Asked | None:
-    """In each forked process: what was asked for. None in the server itself, when standard input ends."""
+    """In each forked process: what was asked for. None in the server itself, when standard input
+    ends."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who watch
     while True:
         ready, _, _ = select.select([listening, sys.stdin], [], [])
@@ -144,7 +158,8 @@ def serve(listening: socket.socket) -> Asked | None:
 
 
 def watch(client: socket.socket) -> Asked:
-    """Fork a process, in which this returns, and tell the client how it ends; if the client is killed, so is it."""
+    """Fork a process, in which this returns, and tell the client how it ends; if the client is
+    killed, so is it."""
     _, streams, _, _ = socket.recv_fds(client, 1, 3)
     with client.makefile("r") as asking:
         asked = json.loads(asking.readline())
@@ -177,8 +192,12 @@ def become(asked: dict[str, Any], streams: list[int], client: str) -> None:
     words = asked["words"]
     is_module = words[0] == "-m"
     named = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    sys.path[:1] = [os.getcwd() if is_module else os.path.dirname(os.path.dirname(words[0])), *named]
-    import moe_lab.start  # for a start.py, the one that it is, whatever another interpreter has installed
+    sys.path[:1] = [
+        os.getcwd() if is_module else os.path.dirname(os.path.dirname(words[0])),
+        *named,
+    ]
+    # for a start.py, the one that it is, whatever another interpreter has installed
+    import moe_lab.start
 
     moe_lab.start.command.__kwdefaults__["python"] = client
     if not is_module:

@@ -1,8 +1,11 @@
-"""How tests start processes, ask about them and time them, wherever this repository and its Python lie.
+"""How tests start processes, ask about them and time them, wherever this repository and its Python
+lie.
 
-A bar is in seconds of one thread's processor time on the machine that the figures in docs/performance.md come
-from, at rest. Neighbours slow even processor time (shared caches, two threads of one core), so a fixed piece of work
-is timed just before and just after: as much longer as it takes, so much longer may the thing itself take.
+A bar is in seconds of one thread's processor time on the machine that the figures in
+docs/performance.md come
+from, at rest. Neighbours slow even processor time (shared caches, two threads of one core), so a
+fixed piece of work is timed just before and just after: as much longer as it takes, so much longer
+may the thing itself take.
 """
 
 import gc
@@ -18,15 +21,16 @@ from pathlib import Path
 
 
 def quoted(*words: object) -> str:
-    """A command line of this Python that a shell, or a setting that is read like one, takes apart into `words`."""
+    """A command line of this Python that a shell, or a setting that is read like one, takes apart
+    into `words`."""
     return shlex.join([sys.executable, *map(str, words)])
 
 
 def executable(file: Path, text: str, *options: str) -> Path:
     """Write a program that this Python runs, with `options` before it.
 
-    `#!` cannot name a Python whose path has a space or is long, so that a shell starts it: Python takes the shell's
-    first command for a text.
+    `#!` cannot name a Python whose path has a space or is long, so that a shell starts it: Python
+    takes the shell's first command for a text.
     """
     file.write_text(f"""#!/bin/sh\n'''exec' {quoted(*options)} "$0" "$@"\n' '''\n{text}""")
     file.chmod(0o755)
@@ -36,7 +40,8 @@ def executable(file: Path, text: str, *options: str) -> Path:
 WITHOUT_LOCKS = "errno = ENOSYS; return -1;"
 """What locks of files do where there are none."""
 OWN_LOCKS = "return 0;"
-"""And where each machine sees its own alone, as on Lustre with localflock or NFS with nolock: whoever asks gets one."""
+"""And where each machine sees its own alone, as on Lustre with localflock or NFS with nolock:
+whoever asks gets one."""
 LOCKS = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -57,11 +62,14 @@ OTHER(fcntl64)
 
 
 def locks(body: str, folder: Path) -> dict[str, str]:
-    """An environment in which locks of files do this, by a library in `folder`; none for "" and without a compiler."""
+    """An environment in which locks of files do this, by a library in `folder`; none for "" and
+    without a compiler."""
     if not (body and shutil.which("cc")):
         return {}
     (folder / "locks.c").write_text(LOCKS % (body, body))
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", "locks.so", "locks.c", "-ldl"], cwd=folder, check=True)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-o", "locks.so", "locks.c", "-ldl"], cwd=folder, check=True
+    )
     return {"LD_PRELOAD": str(folder / "locks.so")}
 
 
@@ -105,8 +113,15 @@ def load(folder, trust=True, **named):
 
 
 def read_alone(script: str, root: Path, *words: str, **environment: str) -> str:
-    """Run Python code about the exports in `root`, and its `tokens`, in a process of its own; what it printed."""
-    alone = {"PATH": "", "HOME": str(root), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment}
+    """Run Python code about the exports in `root`, and its `tokens`, in a process of its own; what
+    it printed."""
+    alone = {
+        "PATH": "",
+        "HOME": str(root),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        **environment,
+    }
     command = [sys.executable, "-c", READS_EXPORTS + script, str(root), *words]
     done = subprocess.run(command, cwd=root, env=alone, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -121,7 +136,8 @@ _last = (-1.0, 0.0)
 
 
 def yardstick() -> float:
-    """Processor seconds of a fixed piece of plain Python: numbers, texts, a dictionary, a sort; least of three."""
+    """Processor seconds of a fixed piece of plain Python: numbers, texts, a dictionary, a sort;
+    least of three."""
 
     def once() -> float:
         start = time.process_time()
@@ -143,7 +159,8 @@ def of_children() -> float:
 
 @contextmanager
 def within(seconds: float, clock: Callable[[], float] = time.process_time) -> Iterator[None]:
-    """Fail when the body takes more than `seconds` of processor time, on a machine as fast as the yardstick's.
+    """Fail when the body takes more than `seconds` of processor time, on a machine as fast as the
+    yardstick's.
 
     What earlier tests left in memory is kept out of the collector's sight, for no user has it.
     """
@@ -160,4 +177,6 @@ def within(seconds: float, clock: Callable[[], float] = time.process_time) -> It
     after = yardstick()
     _last = (time.monotonic(), after)
     slowness = max(1.0, (before + after) / 2 / YARDSTICK_SECONDS)
-    assert took <= seconds * slowness, f"{took:.2f} s, on a machine {slowness:.2f} times as slow as the one of the bar"
+    assert took <= seconds * slowness, (
+        f"{took:.2f} s, on a machine {slowness:.2f} times as slow as the one of the bar"
+    )

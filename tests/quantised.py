@@ -1,7 +1,9 @@
-"""Tiny checkpoints in quantised formats, and the plain checkpoints of the numbers that they stand for.
+"""Tiny checkpoints in quantised formats, and the plain checkpoints of the numbers that they stand
+for.
 
-`save(name, kind, folder)` writes both. `dequantised(tensors, kind)` is the naive reference: whole matrices in torch,
-one after the other. Where only the layout matters, the codes are random, and nobody asks for what they stand for.
+`save(name, kind, folder)` writes both. `dequantised(tensors, kind)` is the naive reference: whole
+matrices in torch, one after the other. Where only the layout matters, the codes are random, and
+nobody asks for what they stand for.
 """
 
 import re
@@ -44,7 +46,8 @@ def draws(shape: tuple[int, ...], least: int, end: int) -> torch.Tensor:
 
 
 def packed(codes: torch.Tensor) -> torch.Tensor:
-    """Four-bit codes (N, K), eight to a number: (N, K / 8) int32, the first code in the lowest bits."""
+    """Four-bit codes (N, K), eight to a number: (N, K / 8) int32, the first code in the lowest
+    bits."""
     eight = codes.view(len(codes), -1, 8) << torch.arange(0, 32, 4)
     return eight.sum(-1).to(torch.int32)
 
@@ -71,7 +74,11 @@ def from_fp8_blocks(parts: Parts) -> torch.Tensor:
 def fp8_matrix(weight: torch.Tensor) -> Parts:
     """One scale for all numbers, and one for the inputs."""
     scale = weight.abs().max() / 448
-    return {"weight": (weight / scale).to(torch.float8_e4m3fn), "weight_scale": scale, "input_scale": torch.rand(())}
+    return {
+        "weight": (weight / scale).to(torch.float8_e4m3fn),
+        "weight_scale": scale,
+        "input_scale": torch.rand(()),
+    }
 
 
 def fp8_rows(weight: torch.Tensor) -> Parts:
@@ -119,14 +126,24 @@ def gptq(weight: torch.Tensor) -> Parts:
 
 def nf4(weight: torch.Tensor) -> Parts:
     """Of bitsandbytes: two codes to a byte, a scale for 64 of them."""
-    parts = {"": draws((weight.numel() // 2, 1), 0, 256).to(torch.uint8), ".absmax": torch.rand(weight.numel() // 64)}
-    parts |= {".quant_map": torch.rand(16), ".quant_state.bitsandbytes__nf4": draws((90,), 0, 256).to(torch.uint8)}
+    parts = {
+        "": draws((weight.numel() // 2, 1), 0, 256).to(torch.uint8),
+        ".absmax": torch.rand(weight.numel() // 64),
+    }
+    parts |= {
+        ".quant_map": torch.rand(16),
+        ".quant_state.bitsandbytes__nf4": draws((90,), 0, 256).to(torch.uint8),
+    }
     return {f"weight{suffix}": part for suffix, part in parts.items()}
 
 
 def compressed(layout: str, weights: dict[str, Any], **inputs: Any) -> dict[str, Any]:
     """quantization_config of compressed-tensors, for projections of the format `layout`."""
-    about = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "format": layout}
+    about = {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": layout,
+    }
     ignored = ["lm_head", r"re:.*mlp\.gate$", r"re:.*shared_expert_gate$"]
     group = {"targets": ["Linear"], "weights": weights, **inputs}
     return {**about, "ignore": ignored, "config_groups": {"group_0": group}}
@@ -138,19 +155,31 @@ INPUTS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token"
 INTEGERS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
 UNEVEN = {**INTEGERS, "symmetric": False, "actorder": "group"}
 FORMATS = {
-    "fp8": Format({**FP8, "weight_block_size": [8, 8], "activation_scheme": "dynamic"}, fp8_blocks, from_fp8_blocks),
+    "fp8": Format(
+        {**FP8, "weight_block_size": [8, 8], "activation_scheme": "dynamic"},
+        fp8_blocks,
+        from_fp8_blocks,
+    ),
     "fp8_matrix": Format({**FP8, "activation_scheme": "static"}, fp8_matrix, from_fp8),
-    "compressed_fp8": Format(compressed("float-quantized", EIGHT_BITS, input_activations=INPUTS), fp8_rows, from_fp8),
-    "w4a16": Format(compressed("pack-quantized", {**INTEGERS, "symmetric": True}), w4a16, from_w4a16),
+    "compressed_fp8": Format(
+        compressed("float-quantized", EIGHT_BITS, input_activations=INPUTS), fp8_rows, from_fp8
+    ),
+    "w4a16": Format(
+        compressed("pack-quantized", {**INTEGERS, "symmetric": True}), w4a16, from_w4a16
+    ),
     "w4a16_asymmetric": Format(compressed("pack-quantized", UNEVEN), w4a16_asymmetric),
     "gptq": Format({"quant_method": "gptq", "bits": 4}, gptq),
     "nf4": Format({"quant_method": "bitsandbytes", "load_in_4bit": True}, nf4),
 }
-MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.mlp.router", "lm_head"]}
+MXFP4 = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": ["model.layers.*.mlp.router", "lm_head"],
+}
 
 
 def dequantised(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
-    """The numbers that the tensors of a checkpoint stand for, under the names of a plain checkpoint."""
+    """The numbers that the tensors of a checkpoint stand for, under the names of a plain
+    checkpoint."""
     if kind == "mxfp4":
         return from_mxfp4(tensors)
     decode = FORMATS[kind].decode
@@ -168,20 +197,28 @@ def dequantised(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.
 
 
 def to_mxfp4(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Random codes for the packed experts of gpt-oss: pairs of four-bit numbers, the low half first, 32 to a scale."""
+    """Random codes for the packed experts of gpt-oss: pairs of four-bit numbers, the low half
+    first, 32 to a scale."""
     stored = dict(tensors)
     for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
         experts, inputs, outputs = stored.pop(name).shape
-        stored[f"{name}_blocks"] = draws((experts, outputs, inputs // 32, 16), 0, 256).to(torch.uint8)
+        stored[f"{name}_blocks"] = draws((experts, outputs, inputs // 32, 16), 0, 256).to(
+            torch.uint8
+        )
         stored[f"{name}_scales"] = draws((experts, outputs, inputs // 32), 121, 125).to(torch.uint8)
     return stored
 
 
 def from_mxfp4(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Experts lie transposed in a plain checkpoint; a scale is a power of two."""
-    plain = {name: tensor for name, tensor in tensors.items() if not name.endswith(("_blocks", "_scales"))}
+    plain = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not name.endswith(("_blocks", "_scales"))
+    }
     for name in (name for name in tensors if name.endswith("_blocks")):
-        blocks, stem = tensors[name], name.removesuffix("_blocks")
+        blocks = tensors[name]
+        stem = name.removesuffix("_blocks")
         codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).long()
         scales = 2.0 ** (tensors[f"{stem}_scales"].double() - 127)
         numbers = FOUR_BITS[codes % 8] * (1 - 2 * (codes // 8)) * scales[..., None]
@@ -190,10 +227,12 @@ def from_mxfp4(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def save(name: str, kind: str, folder: Path, **changes: Any) -> tuple[Path, Path]:
-    """Write a tiny model in a quantised format, and as the plain numbers it stands for; returns the two folders."""
+    """Write a tiny model in a quantised format, and as the plain numbers it stands for; returns the
+    two folders."""
     if kind == "mxfp4":
         changes = {"hidden_size": 64, "intermediate_size": 32, "dtype": torch.bfloat16, **changes}
-    plain, stored = folder / "plain", folder / kind
+    plain = folder / "plain"
+    stored = folder / kind
     tiny.save(name, plain, **changes)
     shutil.copytree(plain, stored)
     file = "model.safetensors"
@@ -216,7 +255,9 @@ def encoded(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tens
     for name, weight in tensors.items():
         if (match := PART.fullmatch(name)) and match[2] == "weight":
             parts = FORMATS[kind].encode(weight)
-            stored.update({f"{match[1]}.{suffix}": part.contiguous() for suffix, part in parts.items()})
+            stored.update(
+                {f"{match[1]}.{suffix}": part.contiguous() for suffix, part in parts.items()}
+            )
         else:
             stored[name] = weight
     return stored

@@ -1,4 +1,5 @@
-"""Small studies: of the shipped model, from the command line; and of a few steps that take no time, on real stores."""
+"""Small studies: of the shipped model, from the command line; and of a few steps that take no time,
+on real stores."""
 
 import os
 import re
@@ -37,7 +38,9 @@ def command(store: Path, *words: str) -> list[str]:
     return [sys.executable, "-m", "moe_lab", *options, *FEW, *settings, f"store={store}"]
 
 
-def moe_lab(store: Path, *words: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def moe_lab(
+    store: Path, *words: str, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run it to its end."""
     store.parent.mkdir(exist_ok=True)
     done = command(store, *words)
@@ -45,7 +48,8 @@ def moe_lab(store: Path, *words: str, environment: Mapping[str, str] | None = No
 
 
 def on_boolq(store: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run a study of one benchmark, unless it names others, in a Python that has imported what takes long."""
+    """Run a study of one benchmark, unless it names others, in a Python that has imported what
+    takes long."""
     _, _, *started = command(store, "suite.benchmarks=[pocket_boolq]", *words)
     return preloaded.run(store.parent, *started)
 
@@ -60,30 +64,52 @@ def told(store: Path, *words: str) -> str:
 
 def results(store: Path) -> dict[str, bytes]:
     """All files of all steps, by path, but for what says when and where they were made."""
-    folders = [path.parent for path in sorted(store.glob("*/[!.]*/step.json")) if path.parts[-3] != "damaged"]
+    folders = [
+        path.parent
+        for path in sorted(store.glob("*/[!.]*/step.json"))
+        if path.parts[-3] != "damaged"
+    ]
     files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
-    found = {str(path.relative_to(store)): path.read_bytes() for path in files if path.name not in WHEN_AND_WHERE}
+    found = {
+        str(path.relative_to(store)): path.read_bytes()
+        for path in files
+        if path.name not in WHEN_AND_WHERE
+    }
     packs = Packs(store / "packs")
     packs.refresh()
     for start, name in packs.steps().items():
-        found |= {f"{name}/{file}": packs.read(start, file) for file in {*packs.files(start)} - WHEN_AND_WHERE}
+        found |= {
+            f"{name}/{file}": packs.read(start, file)
+            for file in {*packs.files(start)} - WHEN_AND_WHERE
+        }
     return found
 
 
 def ran(store: Path) -> Counter[str]:
     """Which steps workers were given, and how often."""
-    lines = [line for log in (store / "logs").glob("*.log") for line in log.read_text().splitlines()]
+    lines = [
+        line for log in (store / "logs").glob("*.log") for line in log.read_text().splitlines()
+    ]
     return Counter(found[1] for line in lines if (found := ANNOUNCED.fullmatch(line)))
 
 
 def jobs(printed: str) -> dict[str, str]:
     """Kind -> id of the array, as a submission prints them."""
-    return {line.split()[1].rstrip(":"): line.split()[0] for line in printed.splitlines() if line[:1].isdigit()}
+    return {
+        line.split()[1].rstrip(":"): line.split()[0]
+        for line in printed.splitlines()
+        if line[:1].isdigit()
+    }
 
 
 # ---- of a few steps that take no time, run by the real command
 
-SMALL = ["suite.benchmarks=[pocket_boolq]", "calibration=pocket_code", "launcher=inline", "report=false"]
+SMALL = [
+    "suite.benchmarks=[pocket_boolq]",
+    "calibration=pocket_code",
+    "launcher=inline",
+    "report=false",
+]
 STUDY = "study"
 Asked = tuple[Config, list[Request]]
 """Settings and cells of a study."""

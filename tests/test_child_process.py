@@ -55,7 +55,12 @@ def child(tmp_path: Path) -> Iterator[Child]:
 def test_results_items_and_errors_come_back_in_their_order(child: Child, tmp_path: Path) -> None:
     value = {"text": "\u2028\ud83c" + "x" * 200_000, "list": [1, None, 2.5]}
     assert child.call("echo", value=value) == value
-    assert list(child.replies("count", most=3)) == [{"item": 0}, {"item": 1}, {"item": 2}, {"done": None}]
+    assert list(child.replies("count", most=3)) == [
+        {"item": 0},
+        {"item": 1},
+        {"item": 2},
+        {"done": None},
+    ]
     for method in ("fail", "nothing_like_it"):  # an error does not end it
         with pytest.raises(Refused) as refused:
             child.call(method)
@@ -64,15 +69,22 @@ def test_results_items_and_errors_come_back_in_their_order(child: Child, tmp_pat
     replies = child.replies("count", most=3)
     next(replies)
     replies.close()  # type: ignore[attr-defined]
-    assert child.process.returncode is not None and (tmp_path / "ended").exists(), "replies that nobody takes end it"
+    assert child.process.returncode is not None and (tmp_path / "ended").exists(), (
+        "replies that nobody takes end it"
+    )
     assert "said on standard output" in child.log() and "Traceback" in child.log()
 
 
 @pytest.mark.parametrize(
     ("method", "seconds", "says"),
-    [("die", None, "killed by SIGKILL: last words"), ("hang", 0.5, "no reply within 0.5 s: thinking")],
+    [
+        ("die", None, "killed by SIGKILL: last words"),
+        ("hang", 0.5, "no reply within 0.5 s: thinking"),
+    ],
 )
-def test_the_last_words_of_a_process_that_ends_or_hangs(child: Child, method: str, seconds: Any, says: str) -> None:
+def test_the_last_words_of_a_process_that_ends_or_hangs(
+    child: Child, method: str, seconds: Any, says: str
+) -> None:
     sleeper = child.call("sleeper")
     with pytest.raises(TimeoutError if method == "hang" else Ended) as ended:
         child.call(method, seconds)
@@ -86,7 +98,8 @@ def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     """Also when that is killed, and with all that it has started."""
     program = (
         "import os, sys; from moe_lab.child_process import Child\n"
-        f"child = Child([sys.executable, '-c', {WORKER!r}, {str(tmp_path / 'ended')!r}], os.environ)\n"
+        f"child = Child([sys.executable, '-c', {WORKER!r}, {str(tmp_path / 'ended')!r}], "
+        "os.environ)\n"
         "print(child.process.pid, child.call('sleeper'), flush=True)\n"
         "sys.stdin.read()\n"
     )

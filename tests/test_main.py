@@ -1,5 +1,6 @@
-"""The command line as a stranger meets it: what it prints, how fast, what a mistake gets, and that a choice means the
-same in every form: `GROUP=x`, a list in a file, `-m GROUP=x,y`, however its file is made."""
+"""The command line as a stranger meets it: what it prints, how fast, what a mistake gets, and that
+a choice means the same in every form: `GROUP=x`, a list in a file, `-m GROUP=x,y`, however its file
+is made."""
 
 import os
 import re
@@ -28,8 +29,8 @@ from tests.campaign.commands import NEAREST as MISTAKES
 pytestmark = pytest.mark.slow
 
 LIMIT = 1.5
-"""Seconds of processor time, as tests/processes.py counts them, for --help and for any mistake in the configuration.
-Importing torch alone takes longer."""
+"""Seconds of processor time, as tests/processes.py counts them, for --help and for any mistake in
+the configuration. Importing torch alone takes longer."""
 
 
 def moe_lab(*words: str, store: Path) -> subprocess.CompletedProcess[str]:
@@ -42,12 +43,16 @@ def moe_lab(*words: str, store: Path) -> subprocess.CompletedProcess[str]:
 def test_help_lists_every_group_quickly_and_alone_it_says_how_to_start(tmp_path: Path) -> None:
     with within(LIMIT, of_children):
         done = moe_lab("--help", store=tmp_path / "store")
-    assert all(group in done.stdout for group in ("criterion:", "calibration:", "model:", "suite:", "experiment:"))
+    assert all(
+        group in done.stdout
+        for group in ("criterion:", "calibration:", "model:", "suite:", "experiment:")
+    )
     done = moe_lab(store=tmp_path / "store")
     assert done.returncode == 0 and done.stdout.count("python -m moe_lab ") >= 3
 
 
-@pytest.mark.parametrize("mistake", [*MISTAKES][::5])  # a process takes seconds: tests/campaign makes the others in one
+# a process takes seconds: tests/campaign makes the others in one
+@pytest.mark.parametrize("mistake", [*MISTAKES][::5])
 def test_a_mistake_gets_one_sentence_before_anything_heavy(mistake: str, tmp_path: Path) -> None:
     words, sentence = MISTAKES[mistake]
     with within(LIMIT, of_children):
@@ -67,8 +72,12 @@ def test_a_text_keeps_what_was_typed(typed: str) -> None:
 
 def test_a_comma_list_is_a_grid_and_a_range_has_decimals() -> None:
     with started():
-        listed = compose(["ratio=.1,.2,.3", "criterion=glob(m*)", "calibration.tokens=1024,2048"])[1]
-        ranged = compose(["ratio=range(0.1,0.35,0.1)", "criterion=m*", "calibration.tokens=choice(1024,2048)"])[1]
+        listed = compose(["ratio=.1,.2,.3", "criterion=glob(m*)", "calibration.tokens=1024,2048"])[
+            1
+        ]
+        ranged = compose(
+            ["ratio=range(0.1,0.35,0.1)", "criterion=m*", "calibration.tokens=choice(1024,2048)"]
+        )[1]
         with pytest.raises(SettingsError) as error:
             compose(["store=a,b"])
         assert compose([str(error.value).split('"')[1]])[0].store == "a,b", "what is advised works"
@@ -81,11 +90,15 @@ def test_a_comma_list_is_a_grid_and_a_range_has_decimals() -> None:
 def test_an_interrupt_during_the_imports_is_one_sentence(module: str, tmp_path: Path) -> None:
     (tmp_path / "difflib.py").write_text("raise KeyboardInterrupt\n")  # which our errors import
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-m", module, "x"], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", module, "x"], env=environment, capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr.strip()) == (130, "stopped")
 
 
-def test_an_interrupt_of_which_a_library_makes_an_error_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_of_which_a_library_makes_an_error_is_one_sentence(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def interrupted() -> None:
         try:
             raise KeyboardInterrupt
@@ -113,15 +126,31 @@ def test_a_value_may_have_letters_outside_ascii(word: str, value: object) -> Non
 FILES: dict[str, dict[str, Any]] = {
     "model/first": {"defaults": ["pocket_olmoe"], "dtype": "float32"},
     "model/second": {"defaults": ["pocket_qwen3_moe", "_self_"], "name": "second"},
-    "criterion/first": {"defaults": ["s_family", "/mine/exponents@parameters", "_self_"], "parameters": {"b": 1}},
+    "criterion/first": {
+        "defaults": ["s_family", "/mine/exponents@parameters", "_self_"],
+        "parameters": {"b": 1},
+    },
     "criterion/second": {"defaults": ["first"], "parameters": {"alpha": 0, "beta": 2}},
     "mine/exponents": {"alpha": 1, "beta": 2},
-    "calibration/first": {"defaults": ["pocket_code"], "tokens": 8192, "length": 512, "batch_size": 2},
+    "calibration/first": {
+        "defaults": ["pocket_code"],
+        "tokens": 8192,
+        "length": 512,
+        "batch_size": 2,
+    },
     "calibration/second": {"defaults": ["/mine/rows@_here_", "pocket_math"], "name": "second"},
     "mine/rows": {"length": 128, "gap": "eos"},
-    "calibration/answered": {"defaults": ["pocket_math_search"], "name": "answered", "tokens": 4096},
+    "calibration/answered": {
+        "defaults": ["pocket_math_search"],
+        "name": "answered",
+        "tokens": 4096,
+    },
     "allocation/first": {"defaults": ["global"], "by": "frequency"},
-    "allocation/second": {"defaults": ["pocket_evolutionary"], "label": "second", "search": "answered"},
+    "allocation/second": {
+        "defaults": ["pocket_evolutionary"],
+        "label": "second",
+        "search": "answered",
+    },
     "recovery/first": {"defaults": ["nf4"], "modules": ["experts"]},
     "recovery/second": {"defaults": ["pocket_dora"], "rank": 4, "instructions": "answered"},
     "protocol/first": {"defaults": ["coverage"], "name": "first"},
@@ -152,7 +181,9 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
 
     def ids(*words: str, found_by: Sequence[str] = ("--config-dir", str(folder))) -> set[str]:
         steps.clear()
-        monkeypatch.setattr(sys, "argv", ["moe_lab", *found_by, *words, *ALWAYS, f"store={tmp_path / 'store'}"])
+        monkeypatch.setattr(
+            sys, "argv", ["moe_lab", *found_by, *words, *ALWAYS, f"store={tmp_path / 'store'}"]
+        )
         with pytest.raises(SystemExit) as ended:
             command_line.main()
         assert ended.value.code == 0
@@ -170,7 +201,9 @@ def test_a_choice_is_the_same_steps_in_every_form(asked: Asked, name: str, tmp_p
     assert asked(*alone) == asked("+experiment=listed") == asked("-m", *alone)
 
 
-def test_choices_in_a_list_are_those_of_a_multirun_and_of_hydras_search_path(asked: Asked, tmp_path: Path) -> None:
+def test_choices_in_a_list_are_those_of_a_multirun_and_of_hydras_search_path(
+    asked: Asked, tmp_path: Path
+) -> None:
     words = ("protocol=first,second", "allocation=first,second")
     path = f"hydra.searchpath=[file://{tmp_path / 'configs'}]"
     assert asked(*words) == asked("-m", *words) == asked(path, *words, found_by=())
@@ -179,12 +212,16 @@ def test_choices_in_a_list_are_those_of_a_multirun_and_of_hydras_search_path(ask
 def test_what_is_set_beyond_a_file_holds_for_every_choice(asked: Asked, tmp_path: Path) -> None:
     (tmp_path / "configs" / "experiment").mkdir()
     body = {"calibration": {"tokens": 4096}, "criterion": {"parameters": {"b": 0}}}
-    text = "# @package _global_\n" + yaml.safe_dump({"defaults": [{"override /criterion": "first"}], **body})
+    text = "# @package _global_\n" + yaml.safe_dump(
+        {"defaults": [{"override /criterion": "first"}], **body}
+    )
     (tmp_path / "configs" / "experiment" / "mine.yaml").write_text(text)
     words = ("+experiment=mine", "calibration.gap=zero")
     chosen = ("calibration=second", "criterion=second")
     assert asked(*words, *chosen) != asked(*chosen)
-    assert asked(*words, "calibration=second", "calibration.tokens=8192") != asked(*words, "calibration=second")
+    assert asked(*words, "calibration=second", "calibration.tokens=8192") != asked(
+        *words, "calibration=second"
+    )
 
 
 @pytest.mark.parametrize(
@@ -192,8 +229,14 @@ def test_what_is_set_beyond_a_file_holds_for_every_choice(asked: Asked, tmp_path
     [
         ({"defaults": ["nobody"]}, "criterion=wrong: .*nobody"),
         ({"defaults": ["/calibration@_global_.calibration: pocket_code"]}, "criterion=wrong"),
-        ({"name": "man", "parameters": {"b": "${ratio}"}}, "criterion=wrong: criterion.parameters.b=.*ratio"),
-        ({"name": "man", "parameters": {"b": "${oc.env:HOME}"}}, "criterion=wrong: criterion.parameters.b=.*oc.env"),
+        (
+            {"name": "man", "parameters": {"b": "${ratio}"}},
+            "criterion=wrong: criterion.parameters.b=.*ratio",
+        ),
+        (
+            {"name": "man", "parameters": {"b": "${oc.env:HOME}"}},
+            "criterion=wrong: criterion.parameters.b=.*oc.env",
+        ),
         ({"name": 7}, "criterion=wrong: criterion.name=7"),
         ({"nam": "man"}, r"criterion=wrong: criterion.nam .*criterion.name\?"),
     ],
@@ -209,19 +252,44 @@ def test_a_file_that_cannot_be_a_choice_is_one_sentence(
 
 def test_choices_are_composed_together_and_alone_alike() -> None:
     with started():
-        together, alone = Groups(), Groups()
-        choices = [("criterion", "man"), ("criterion", "reap"), ("benchmark", "rte"), ("calibration", "pocket_code")]
+        together = Groups()
+        alone = Groups()
+        choices = [
+            ("criterion", "man"),
+            ("criterion", "reap"),
+            ("benchmark", "rte"),
+            ("calibration", "pocket_code"),
+        ]
         with pytest.raises(UserError, match="criterion=nobody"):
             together.load([*choices, ("criterion", "nobody")])
-        assert together.load(choices) == {choice: alone.load([choice])[choice] for choice in choices}
+        assert together.load(choices) == {
+            choice: alone.load([choice])[choice] for choice in choices
+        }
 
 
 def test_paths_are_of_the_folder_in_which_a_command_is_typed(tmp_path: Path) -> None:
     """Also where Hydra changes into another one; and a folder that was removed is named."""
     (tmp_path / "notes.txt").write_text("A dog sleeps. " * 2000)
-    words = ["calibration=text", "calibration.path=notes.txt", "hydra.job.chdir=true", "hydra.run.dir=other/${now:%M}"]
-    done = moe_lab(*words, "suite.benchmarks=[]", "calibration.tokens=512", "dry_run=true", store=tmp_path / "store")
+    words = [
+        "calibration=text",
+        "calibration.path=notes.txt",
+        "hydra.job.chdir=true",
+        "hydra.run.dir=other/${now:%M}",
+    ]
+    done = moe_lab(
+        *words,
+        "suite.benchmarks=[]",
+        "calibration.tokens=512",
+        "dry_run=true",
+        store=tmp_path / "store",
+    )
     assert done.returncode == 0, done.stderr
     script = 'mkdir gone && cd gone && rmdir ../gone && exec "$0" -m moe_lab dry_run=true'
-    done = subprocess.run(["sh", "-c", script, sys.executable], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2 and "folder was removed" in done.stderr and "Traceback" not in done.stderr
+    done = subprocess.run(
+        ["sh", "-c", script, sys.executable], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert (
+        done.returncode == 2
+        and "folder was removed" in done.stderr
+        and "Traceback" not in done.stderr
+    )

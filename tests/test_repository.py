@@ -1,5 +1,5 @@
-"""What the repository says of itself: what its pages name exists, the lowest versions are its lower bounds, and what is
-used of transformers beyond its public interface is in one module."""
+"""What the repository says of itself: what its pages name exists, the lowest versions are its lower
+bounds, and what is used of transformers beyond its public interface is in one module."""
 
 import ast
 import re
@@ -37,7 +37,9 @@ def test_links_lead_somewhere(page: Path) -> None:
     for link in LINK.findall(FENCE.sub("", page.read_text("utf-8"))):
         path, _, anchor = link.partition("#")
         target = page if not path else (page.parent / path)
-        assert "://" in link or (target.exists() and (not anchor or anchor in anchors(target))), link
+        assert "://" in link or (target.exists() and (not anchor or anchor in anchors(target))), (
+            link
+        )
 
 
 FILES = {
@@ -53,7 +55,9 @@ FILES = {
 }
 """What a page leaves to its reader -> something that is there."""
 UNKNOWN = {
-    "plugins=[my_package.my_module]": "a package of the reader's: tests/test_installation.py has one",
+    "plugins=[my_package.my_module]": (
+        "a package of the reader's: tests/test_installation.py has one"
+    ),
     "peak": "the criterion that the page adds: tests/criteria/test_criteria.py",
     "colours": "the benchmark that the page adds: tests/evaluation/test_suite.py",
     "schedule.json": "the reader's schedule",
@@ -74,7 +78,11 @@ def test_commands_ask_for_studies_that_there_are(page: Path) -> None:
             written = written.replace(placeholder, value)
         if any(word in written for word in UNKNOWN):
             continue
-        words = [word for word in shlex.split(written.replace("\\\n", " "), comments=True) if word != "-m"]
+        words = [
+            word
+            for word in shlex.split(written.replace("\\\n", " "), comments=True)
+            if word != "-m"
+        ]
         try:
             with composition.started():
                 settings, requests = composition.compose(words)
@@ -109,7 +117,9 @@ def test_imports_inside_the_analysis_are_no_deeper_than_the_architecture_says() 
 
     @cache
     def depth(module: str) -> int:
-        return 1 + max((depth(other) for other in graph.find_modules_directly_imported_by(module)), default=0)
+        return 1 + max(
+            (depth(other) for other in graph.find_modules_directly_imported_by(module)), default=0
+        )
 
     deepest = max(graph.modules, key=depth)
     text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
@@ -121,8 +131,12 @@ def test_the_lowest_versions_are_all_lower_bounds() -> None:
     """`make elsewhere RUNS=lowest` would otherwise try newer ones, and pass."""
     about = tomllib.loads((ROOT / "pyproject.toml").read_text())
     lists = [about["project"]["dependencies"], *about["project"]["optional-dependencies"].values()]
-    rows = [Requirement(row) for rows in [*lists, about["dependency-groups"]["dev"]] for row in rows]
-    bounds = {row.name: bound.version for row in rows for bound in row.specifier if bound.operator == ">="}
+    rows = [
+        Requirement(row) for rows in [*lists, about["dependency-groups"]["dev"]] for row in rows
+    ]
+    bounds = {
+        row.name: bound.version for row in rows for bound in row.specifier if bound.operator == ">="
+    }
     lowest = dict(line.split("==") for line in elsewhere.lowest(ROOT / "pyproject.toml"))
     assert bounds.keys() == {row.name for row in rows} and lowest == bounds
 
@@ -130,13 +144,18 @@ def test_the_lowest_versions_are_all_lower_bounds() -> None:
 CODE = ROOT / "moe_lab"
 ONE_PLACE = Path("models/transformers_private.py")
 SHIPPED = {Path("exported_code") / f"{name}.py" for name in ("deepseek_moe", "pruned", "ragged")}
-"""Written beside the weights of exports, so they cannot import moe_lab; the exports' tests run them."""
+"""Written beside the weights of exports, so they cannot import moe_lab; the exports' tests run
+them."""
 PUBLIC = {
     "transformers": None,
     "transformers.cache_utils": {"DynamicLayer"},
     "transformers.integrations.moe": {"ALL_EXPERTS_FUNCTIONS", "ExpertsInterface"},
     "transformers.utils": {"logging"},
-    "transformers.utils.quantization_config": {"CompressedTensorsConfig", "FineGrainedFP8Config", "Mxfp4Config"},
+    "transformers.utils.quantization_config": {
+        "CompressedTensorsConfig",
+        "FineGrainedFP8Config",
+        "Mxfp4Config",
+    },
 }
 """Module -> documented names; None for all that the package offers at the top."""
 ATTRIBUTES = {
@@ -158,14 +177,20 @@ ATTRIBUTES = {
 def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
     """(module, name) of everything that is imported from transformers, in functions too."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "transformers":
+        if (
+            isinstance(node, ast.ImportFrom)
+            and (node.module or "").partition(".")[0] == "transformers"
+        ):
             yield from ((node.module or "", alias.name) for alias in node.names)
         elif isinstance(node, ast.Import):
-            yield from ((alias.name, "") for alias in node.names if alias.name.startswith("transformers."))
+            yield from (
+                (alias.name, "") for alias in node.names if alias.name.startswith("transformers.")
+            )
 
 
 def private(tree: ast.AST) -> set[str]:
-    """Names that are not public: imported from transformers, or attributes (as text too) of its models."""
+    """Names that are not public: imported from transformers, or attributes (as text too) of its
+    models."""
     found = {
         f"{module}.{name}"
         for module, name in imported(tree)
@@ -180,7 +205,10 @@ def private(tree: ast.AST) -> set[str]:
 
 
 def test_no_other_module_uses_what_is_not_public() -> None:
-    used = {file.relative_to(CODE): private(ast.parse(file.read_text())) for file in sorted(CODE.rglob("*.py"))}
+    used = {
+        file.relative_to(CODE): private(ast.parse(file.read_text()))
+        for file in sorted(CODE.rglob("*.py"))
+    }
     assert len(used[ONE_PLACE]) > 10
     assert {file for file, names in used.items() if names} == {ONE_PLACE, *SHIPPED}
 
@@ -190,5 +218,7 @@ def test_versions_that_were_not_tested_are_refused_when_moe_lab_is_installed() -
     allowed = [Requirement(text).specifier for text in stated]
     assert len(allowed) == 3 and len(set(allowed)) == 1
     assert {clause.operator for clause in allowed[0]} == {"<", ">="}
-    pinned = re.search(r"^transformers==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    pinned = re.search(
+        r"^transformers==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE
+    )
     assert pinned is not None and pinned[1] in allowed[0] and version("transformers") in allowed[0]

@@ -1,4 +1,5 @@
-"""Secrets: refused in settings, and those of the environment looked for in everything that a study writes."""
+"""Secrets: refused in settings, and those of the environment looked for in everything that a study
+writes."""
 
 import re
 import subprocess
@@ -35,14 +36,25 @@ def served(program: object, rest: str) -> str:
 
 
 def moe_lab(folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
-    told = {"WANDB_MODE": "offline", "WANDB_DIR": folder, "WANDB_CACHE_DIR": folder / "cache", "HOME": folder}
+    told = {
+        "WANDB_MODE": "offline",
+        "WANDB_DIR": folder,
+        "WANDB_CACHE_DIR": folder / "cache",
+        "HOME": folder,
+    }
     environment = {name: str(value) for name, value in told.items()} | PLANTED
-    return preloaded.run(folder, "moe_lab", *settings, *SMALL.split(), f"store={folder / 'store'}", **environment)
+    return preloaded.run(
+        folder, "moe_lab", *settings, *SMALL.split(), f"store={folder / 'store'}", **environment
+    )
 
 
 def leaks(folder: Path, done: subprocess.CompletedProcess[str]) -> list[str]:
     """Where planted secrets are to be read."""
-    texts = {str(file): file.read_bytes() for file in folder.rglob("*") if file.is_file() and not file.is_symlink()}
+    texts = {
+        str(file): file.read_bytes()
+        for file in folder.rglob("*")
+        if file.is_file() and not file.is_symlink()
+    }
     texts |= {"printed": (done.stdout + done.stderr).encode()}
     return [name for name, text in texts.items() if b"PLANTED" in text]
 
@@ -56,19 +68,29 @@ def test_no_file_of_a_study_has_a_secret_of_its_environment(tmp_path: Path) -> N
 
 
 def test_a_server_that_prints_its_secrets_and_ends_is_quoted_without_them(tmp_path: Path) -> None:
-    (tmp_path / "server.py").write_text("import os, sys\nsys.exit(f'started with {sorted(os.environ.items())}')\n")
+    (tmp_path / "server.py").write_text(
+        "import os, sys\nsys.exit(f'started with {sorted(os.environ.items())}')\n"
+    )
     command = served("server.py", "{port} {checkpoint}")
     done = moe_lab(tmp_path, "criterion=random", "report=false", command)
-    assert done.returncode == 2 and "started with" in done.stderr and f"('HF_TOKEN', '{MASK}')" in done.stderr
+    assert (
+        done.returncode == 2
+        and "started with" in done.stderr
+        and f"('HF_TOKEN', '{MASK}')" in done.stderr
+    )
     assert leaks(tmp_path, done) == []
 
 
-def test_errors_and_settings_do_not_show_secrets_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_and_settings_do_not_show_secrets_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("HF_TOKEN", "PLANTED-token")
     monkeypatch.setenv("SOME_KEY", "1")  # too short to be told from other text
     assert str(UserError("11 refused PLANTED-token")) == f"11 refused {MASK}"
     document = error_document(OSError("GET https://host?token=PLANTED-token"))
-    assert "PLANTED" not in str(document) and MASK in document["message"] and MASK in document["trace"]
+    assert (
+        "PLANTED" not in str(document) and MASK in document["message"] and MASK in document["trace"]
+    )
     (sentence,) = unfit({"setup": ["export OTHER=PLANTED-token"]}, "resources.every")
     assert sentence.startswith("resources.every.setup ") and "PLANTED" not in sentence
 
@@ -83,11 +105,17 @@ TYPED = [
 
 
 @pytest.mark.parametrize("words", TYPED, ids=" ".join)
-def test_a_secret_in_a_setting_is_refused_and_neither_printed_nor_stored(words: list[str], tmp_path: Path) -> None:
+def test_a_secret_in_a_setting_is_refused_and_neither_printed_nor_stored(
+    words: list[str], tmp_path: Path
+) -> None:
     done = moe_lab(tmp_path, *words)
     named = [re.sub(r"\W*([\w.]+)=.*", r"\1", word) for word in words if "TYPED" in word]
-    assert done.returncode == 2 and "Traceback" not in done.stderr and "TYPED" not in done.stderr, done.stderr
-    assert all((name if len(named) > 1 else name.partition(".")[0]) in done.stderr for name in named)
+    assert done.returncode == 2 and "Traceback" not in done.stderr and "TYPED" not in done.stderr, (
+        done.stderr
+    )
+    assert all(
+        (name if len(named) > 1 else name.partition(".")[0]) in done.stderr for name in named
+    )
     assert not any(tmp_path.iterdir())
 
 

@@ -1,4 +1,5 @@
-"""What counts as the code of a plugin: all local modules that it imports, and versions of installed packages."""
+"""What counts as the code of a plugin: all local modules that it imports, and versions of installed
+packages."""
 
 import importlib
 import sys
@@ -26,12 +27,27 @@ def write(folder: Path, files: dict[str, str]) -> None:
 IMPORTS = {
     "of a module in the same folder": {"plugin.py": "import helper", "helper.py": ""},
     "of a value": {"plugin.py": "from helper import sign", "helper.py": ""},
-    "of a neighbour in the package": {"package/plugin.py": "from . import helper", "package/helper.py": ""},
-    "of a value of a neighbour": {"package/plugin.py": "from .helper import sign", "package/helper.py": ""},
-    "by the full name": {"package/plugin.py": "import package.deep.helper", "package/deep/helper.py": ""},
-    "of a folder above": {"package/deep/plugin.py": "from .. import helper", "package/helper.py": ""},
+    "of a neighbour in the package": {
+        "package/plugin.py": "from . import helper",
+        "package/helper.py": "",
+    },
+    "of a value of a neighbour": {
+        "package/plugin.py": "from .helper import sign",
+        "package/helper.py": "",
+    },
+    "by the full name": {
+        "package/plugin.py": "import package.deep.helper",
+        "package/deep/helper.py": "",
+    },
+    "of a folder above": {
+        "package/deep/plugin.py": "from .. import helper",
+        "package/helper.py": "",
+    },
     "inside a function": {"plugin.py": "def f():\n    import helper", "helper.py": ""},
-    "by name": {"plugin.py": "from importlib import import_module\nimport_module('helper')", "helper.py": ""},
+    "by name": {
+        "plugin.py": "from importlib import import_module\nimport_module('helper')",
+        "helper.py": "",
+    },
     "by a relative name": {
         "package/plugin.py": "import importlib\nimportlib.import_module('.helper', __package__)",
         "package/helper.py": "",
@@ -40,18 +56,33 @@ IMPORTS = {
         "plugin.py": "from importlib import import_module as load\nload('helper')",
         "helper.py": "",
     },
-    "by name through a variable": {"plugin.py": "load = __import__\nload('helper')", "helper.py": ""},
-    "by name through an attribute": {"plugin.py": "import builtins\nbuiltins.__import__('helper')", "helper.py": ""},
-    "by name as a keyword": {"plugin.py": "import importlib\nimportlib.import_module(name='helper')", "helper.py": ""},
+    "by name through a variable": {
+        "plugin.py": "load = __import__\nload('helper')",
+        "helper.py": "",
+    },
+    "by name through an attribute": {
+        "plugin.py": "import builtins\nbuiltins.__import__('helper')",
+        "helper.py": "",
+    },
+    "by name as a keyword": {
+        "plugin.py": "import importlib\nimportlib.import_module(name='helper')",
+        "helper.py": "",
+    },
     "by name in a loop": {
         "plugin.py": "import importlib\nfor name in ['helper']:\n    importlib.import_module(name)",
         "helper.py": "",
     },
     "by a name relative to another package": {
-        "package/plugin.py": "from importlib import import_module\nimport_module('.helper', package='package.deep')",
+        "package/plugin.py": (
+            "from importlib import import_module\nimport_module('.helper', package='package.deep')"
+        ),
         "package/deep/helper.py": "",
     },
-    "through another module": {"plugin.py": "import between", "between.py": "import helper", "helper.py": ""},
+    "through another module": {
+        "plugin.py": "import between",
+        "between.py": "import helper",
+        "helper.py": "",
+    },
     "through a package": {
         "package/plugin.py": "from package.deep import sign",
         "package/deep/__init__.py": "from .helper import sign",
@@ -73,7 +104,9 @@ def test_a_module_that_a_plugin_imports_counts(
     monkeypatch.syspath_prepend(tmp_path)
     write(tmp_path, {**files, "other.py": "", "package/other.py": ""})
     [plugin] = [name for name in files if name.endswith("plugin.py")]
-    [helper] = [name for name in files if name.startswith("helper") or name.endswith("helper.py")][-1:]
+    [helper] = [name for name in files if name.startswith("helper") or name.endswith("helper.py")][
+        -1:
+    ]
     name = plugin.removesuffix(".py").replace("/", ".")
     before = source_code.digest_of(name, tmp_path / plugin)
     write(tmp_path, {"other.py": "x = 1", "package/other.py": "x = 1"})
@@ -92,9 +125,15 @@ def test_a_module_that_a_plugin_imports_counts(
         "__import__('importlib').import_module('.helper', __package__)",
     ],
 )
-def test_all_parts_of_a_namespace_package_count(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    helper = "second/namespace/deep/other_helper.py" if "other" in code else "second/namespace/helper.py"
-    write(tmp_path, {"first/namespace/plugin.py": code, "first/namespace/deep/x.py": "", helper: ""})
+def test_all_parts_of_a_namespace_package_count(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    helper = (
+        "second/namespace/deep/other_helper.py" if "other" in code else "second/namespace/helper.py"
+    )
+    write(
+        tmp_path, {"first/namespace/plugin.py": code, "first/namespace/deep/x.py": "", helper: ""}
+    )
     for folder in ("second", "first"):
         monkeypatch.syspath_prepend(tmp_path / folder)
     plugin = tmp_path / "first/namespace/plugin.py"
@@ -103,12 +142,20 @@ def test_all_parts_of_a_namespace_package_count(code: str, tmp_path: Path, monke
     assert source_code.digest_of("namespace.plugin", plugin) != before
 
 
-def test_installed_and_local_parts_of_a_namespace_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_and_local_parts_of_a_namespace_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path), str(tmp_path / "site-packages")])
     monkeypatch.setattr(source_code, "_distributions", lambda: {"namespace": ["installed"]})
-    write(tmp_path, {"plugin.py": "import namespace.local, namespace.installed", "namespace/local.py": ""})
+    write(
+        tmp_path,
+        {"plugin.py": "import namespace.local, namespace.installed", "namespace/local.py": ""},
+    )
     write(tmp_path / "site-packages", {"namespace/installed.py": ""})
-    write(tmp_path / "site-packages/installed-1.dist-info", {"METADATA": "Name: installed\nVersion: 1.0\n"})
+    write(
+        tmp_path / "site-packages/installed-1.dist-info",
+        {"METADATA": "Name: installed\nVersion: 1.0\n"},
+    )
     files, versions = source_code.code_of("plugin", tmp_path / "plugin.py")
     assert set(files) == {"plugin", "namespace.local"}
     assert versions == {"installed": "1.0"}
@@ -117,7 +164,9 @@ def test_installed_and_local_parts_of_a_namespace_package(tmp_path: Path, monkey
 def test_where_the_code_lies_does_not_count(tmp_path: Path) -> None:
     digests = set()
     for folder in (tmp_path / "one", tmp_path / "two"):
-        write(folder, {"package/plugin.py": "from . import helper", "package/helper.py": "sign = 1"})
+        write(
+            folder, {"package/plugin.py": "from . import helper", "package/helper.py": "sign = 1"}
+        )
         digests.add(source_code.digest_of("package.plugin", folder / "package/plugin.py"))
     assert len(digests) == 1
 
@@ -126,9 +175,13 @@ def test_where_the_code_lies_does_not_count(tmp_path: Path) -> None:
 def test_an_installed_package_counts_by_its_version(
     plugin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of an editable install, which lies elsewhere, the code counts; and of the package that the plugin is in."""
-    site, digests = tmp_path / "site-packages", []
-    monkeypatch.setattr(sys, "path", [str(folder) for folder in (tmp_path, tmp_path / "project", site)])
+    """Of an editable install, which lies elsewhere, the code counts; and of the package that the
+    plugin is in."""
+    site = tmp_path / "site-packages"
+    digests = []
+    monkeypatch.setattr(
+        sys, "path", [str(folder) for folder in (tmp_path, tmp_path / "project", site)]
+    )
     monkeypatch.setattr(source_code, "_distributions", importlib.metadata.packages_distributions)
     write(tmp_path, {plugin: "import json, numpy, editable, installed", "project/editable.py": ""})
     write(site, {"installed/__init__.py": "", "mine/__init__.py": ""})
@@ -199,17 +252,29 @@ def test_steps_of_a_plugin_are_named_by_its_code_and_refuse_another(
             sys.modules.pop(name, None)
         source_code.module_digest.cache_clear()
         plugins.load(modules)
-        chosen = {"signed": "uniform", "signed_too": "uniform", "random": "as_uniform", "frequency": "uniform"}
+        chosen = {
+            "signed": "uniform",
+            "signed_too": "uniform",
+            "random": "as_uniform",
+            "frequency": "uniform",
+        }
         return {
             name: FromScores.of(
-                cell_of(MODEL, TEXT, criterion=CriterionConfig(name=name), allocation=AllocationConfig(name=shape))
+                cell_of(
+                    MODEL,
+                    TEXT,
+                    criterion=CriterionConfig(name=name),
+                    allocation=AllocationConfig(name=shape),
+                )
             )
             for name, shape in chosen.items()
         }
 
-    known, allocations = criteria.CRITERIA, allocation.ALLOCATIONS
+    known = criteria.CRITERIA
+    allocations = allocation.ALLOCATIONS
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    before, after = steps(1), steps(-1)
+    before = steps(1)
+    after = steps(-1)
     same = {name for name in before if before[name].id == after[name].id}
     assert same == {"frequency"} and before["random"].scores.id == after["random"].scores.id
     assert all(before[name].scores.id != after[name].scores.id for name in ("signed", "signed_too"))

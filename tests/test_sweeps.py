@@ -1,6 +1,7 @@
 """Every file under sweeps/ composes, can start, and asks for the cells of its table.
 
-python tests/test_sweeps.py     writes step_ids.json anew, where an id must change: see what `git diff` says of it
+python tests/test_sweeps.py     writes step_ids.json anew, where an id must change: see what
+`git diff` says of it
 """
 
 import hashlib
@@ -29,7 +30,8 @@ SWEEPS = ROOT / "sweeps"
 NAMES = sorted(file.stem for file in SWEEPS.glob("*.yaml"))
 EXPERIMENTS = sorted(file.stem for file in (ROOT / "conf" / "experiment").glob("*.yaml"))
 IDS = Path(__file__).with_name("step_ids.json")
-"""Sweep or experiment -> kind of step -> how many there are, and the beginning of a digest of their ids."""
+"""Sweep or experiment -> kind of step -> how many there are, and the beginning of a digest of their
+ids."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,8 +43,9 @@ def hydra() -> Iterator[None]:
 
 @contextmanager
 def started() -> Iterator[None]:
-    """Hydra as `python -m moe_lab --config-dir sweeps` starts it. Harnesses are of no version, wherever they are
-    installed, since versions are part of ids, and so is what the hub says, which is not asked."""
+    """Hydra as `python -m moe_lab --config-dir sweeps` starts it. Harnesses are of no version,
+    wherever they are installed, since versions are part of ids, and so is what the hub says, which
+    is not asked."""
     with pytest.MonkeyPatch.context() as patch, composition.started(SWEEPS):
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         patch.setattr(suite, "installed", lambda package: "any")
@@ -66,7 +69,9 @@ def cells_of(name: str) -> list[grid.Cell]:
 def graph(name: str) -> Graph:
     settings, requests = composed(name)
     # the device would be looked up in another process
-    return build(replace(settings, timed=replace(settings.timed, device="NVIDIA H100 80GB HBM3")), requests)
+    return build(
+        replace(settings, timed=replace(settings.timed, device="NVIDIA H100 80GB HBM3")), requests
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -75,24 +80,41 @@ def test_a_sweep_can_start(name: str) -> None:
     assert settings.study == name and preflight(settings, requests) == []
 
 
-def test_a_dry_run_for_slurm_prints_what_jobs_ask_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_for_slurm_prints_what_jobs_ask_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     settings, [(cells, benchmarks)] = composed("evoesap_table1")
     job = config.JobConfig(gpus=2, partition="long", minutes=77)
     cluster = config.ResourcesConfig(models={"ernie_21b_a3b": job})
     slurm = config.LauncherConfig(name="slurm")
-    dry = replace(settings, dry_run=True, store=str(tmp_path / "store"), launcher=slurm, resources=cluster)
+    dry = replace(
+        settings, dry_run=True, store=str(tmp_path / "store"), launcher=slurm, resources=cluster
+    )
     with pytest.raises(UserError, match=r"allow_judge=false(.|\n)*has no mirror of it"):
-        run.run(dry, [(cells, [replace(benchmark, root=str(tmp_path)) for benchmark in benchmarks])])
-    rows = [line.replace("│", " ").split() for line in capsys.readouterr().err.splitlines() if "│" in line]
+        run.run(
+            dry, [(cells, [replace(benchmark, root=str(tmp_path)) for benchmark in benchmarks])]
+        )
+    rows = [
+        line.replace("│", " ").split()
+        for line in capsys.readouterr().err.splitlines()
+        if "│" in line
+    ]
     asks = {(row[0], row[1]): row[2:] for row in rows if len(row) == 8}
-    assert asks["search", "8"][:3] == ["8", "2", "16"] and asks["search", "8"][-2:] == ["77", "long"]
-    assert asks["search", "4"][:2] == ["4", "1"] and asks["search", "4"][-2:] == ["1440?", "default"]
+    assert asks["search", "8"][:3] == ["8", "2", "16"] and asks["search", "8"][-2:] == [
+        "77",
+        "long",
+    ]
+    assert asks["search", "4"][:2] == ["4", "1"] and asks["search", "4"][-2:] == [
+        "1440?",
+        "default",
+    ]
     assert asks["scores", "1"][:2] == ["8", "0"]
     assert not (tmp_path / "store" / "runs").exists(), "nothing is submitted"
 
 
 @pytest.mark.parametrize(
-    ("name", "says"), [("aimer_fig2", "baidu/ERNIE-4.5-21B-A3B-PT"), ("coverage_table2", "model.device=balanced")]
+    ("name", "says"),
+    [("aimer_fig2", "baidu/ERNIE-4.5-21B-A3B-PT"), ("coverage_table2", "model.device=balanced")],
 )
 @pytest.mark.parametrize("dry_run", [True, False])
 def test_what_cannot_be_had_here_is_said_after_the_table_and_before_any_step(
@@ -104,7 +126,9 @@ def test_what_cannot_be_had_here_is_said_after_the_table_and_before_any_step(
         run.run(here, requests)
     models = {cell.model.path for cells, _ in requests for cell in cells}
     said = str(raised.value)
-    assert raised.value.code == 3 and all(path in said for path in {"missing here: ", *models, says})
+    assert raised.value.code == 3 and all(
+        path in said for path in {"missing here: ", *models, says}
+    )
     table = capsys.readouterr().err
     assert all(kind in table for kind in {step.kind for step in graph(name).steps})
     assert not (tmp_path / "store").exists()
@@ -118,16 +142,23 @@ def test_cells_are_those_of_the_published_protocols(name: str) -> None:
         published = numbers.protocol(Printed(paper, table, key, "gsm8k", "0", ""))
         assert cell.gate == (published.gate or "model"), (cell.model.name, cell.criterion.name)
         if "_table" in name and published.tokens:
-            assert cell.calibration.tokens == published.tokens, (cell.model.name, cell.criterion.name)
+            assert cell.calibration.tokens == published.tokens, (
+                cell.model.name,
+                cell.criterion.name,
+            )
         if cell.allocation.name == "evolutionary" and published.generations:
-            assert cell.allocation.parameters["generations"] == published.generations, cell.model.name
+            assert cell.allocation.parameters["generations"] == published.generations, (
+                cell.model.name
+            )
 
 
 def test_each_model_of_heapr_table_2_is_asked_as_the_paper_asks_it() -> None:
     """acc for Qwen, acc_norm where lm-eval has it for DeepSeekMoE."""
     asked: dict[str, set[str]] = {}
     for cell in graph("heapr_table2").cells:
-        metrics = {step.settings["benchmark"]["reports"][name] for name, step in cell.evaluate.items()}
+        metrics = {
+            step.settings["benchmark"]["reports"][name] for name, step in cell.evaluate.items()
+        }
         asked.setdefault(cell.cell.model.name, set()).update(metrics)
     assert asked == {"qwen1_5_moe_chat": {"acc"}, "deepseek_moe_16b": {"acc", "acc_norm"}}
     protocols = {(cell.model.name, cell.protocol.name) for cell in cells_of("heapr_table2")}
@@ -153,4 +184,6 @@ def test_steps_have_the_ids_they_had(name: str) -> None:
 
 if __name__ == "__main__":
     with started():
-        IDS.write_text(json.dumps({name: step_ids(name) for name in [*EXPERIMENTS, *NAMES]}, indent=1) + "\n")
+        IDS.write_text(
+            json.dumps({name: step_ids(name) for name in [*EXPERIMENTS, *NAMES]}, indent=1) + "\n"
+        )

@@ -26,7 +26,9 @@ SETTINGS = TrackerConfig(name="wandb", plans=True)
 KEY = "0123456789abcdef0123456789abcdef01234567"
 UNPRUNED = {"model": "tiny", "criterion": "none", "ratio": 0.0, "seed": 0}
 PRUNED = {"model": "tiny", "criterion": "man", "ratio": 0.25, "seed": 42}
-COST, PLAN, FINETUNE, *EVALUATE = (f"{kind}/tiny-{kind * 12:.12}" for kind in ("cost", "plan", "finetune", "a", "b"))
+COST, PLAN, FINETUNE, *EVALUATE = (
+    f"{kind}/tiny-{kind * 12:.12}" for kind in ("cost", "plan", "finetune", "a", "b")
+)
 LOSSES = [2.5, 2.0, 1.75]
 
 
@@ -36,8 +38,12 @@ def cell(axes: dict[str, Any], evaluate: str | None, **steps: str) -> dict[str, 
     return {"cell": axes, "protocol": "unified", "evaluate": {"arc": evaluate}, **places}
 
 
-WHOLE, TUNED = cell(UNPRUNED, EVALUATE[0]), cell(PRUNED, EVALUATE[1], plan=PLAN, finetune=FINETUNE)
-STUDY: dict[str, Any] = {"study": "demo", "cells": [WHOLE, TUNED, cell({**PRUNED, "seed": 1}, None)]}
+WHOLE = cell(UNPRUNED, EVALUATE[0])
+TUNED = cell(PRUNED, EVALUATE[1], plan=PLAN, finetune=FINETUNE)
+STUDY: dict[str, Any] = {
+    "study": "demo",
+    "cells": [WHOLE, TUNED, cell({**PRUNED, "seed": 1}, None)],
+}
 
 
 @pytest.fixture
@@ -61,7 +67,9 @@ def records(run: Path) -> dict[str, list[Any]]:
     """What wandb's own reader finds in an offline run, by type."""
     read = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(run)]
     found: dict[str, list[Any]] = defaultdict(list)
-    for line in subprocess.run(read, capture_output=True, text=True, check=True).stdout.splitlines():
+    for line in subprocess.run(
+        read, capture_output=True, text=True, check=True
+    ).stdout.splitlines():
         record = json.loads(line)
         found[record["type"]].append(record.get(record["type"]))
     return found
@@ -73,7 +81,13 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    for name in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR", "WANDB_ARTIFACT_DIR"):
+    for name in (
+        "WANDB_DIR",
+        "WANDB_CACHE_DIR",
+        "WANDB_CONFIG_DIR",
+        "WANDB_DATA_DIR",
+        "WANDB_ARTIFACT_DIR",
+    ):
         monkeypatch.setenv(name, str(tmp_path / "told"))
     (tmp_path / "told").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -102,14 +116,24 @@ def test_each_cell_is_one_run_however_often_it_is_logged_and_no_key_is(
     unpruned, tuned = (second, first) if first["history"] else (first, second)
     for run, axes, score in ((unpruned, UNPRUNED, 0.75), (tuned, PRUNED, 0.5)):
         (about,), summary = run["run"], ChainMap(*(changes["update"] for changes in run["summary"]))
-        assert (about["run_group"], about["display_name"], about["resume"]) == ("demo", "tiny", True)
+        assert (about["run_group"], about["display_name"], about["resume"]) == (
+            "demo",
+            "tiny",
+            True,
+        )
         assert axes.items() <= about["config"]["update"].items()
-        assert {"scores/arc/acc": score, "answer_loss/arc": 1.5, "cost/parameters": 100}.items() <= summary.items()
+        assert {
+            "scores/arc/acc": score,
+            "answer_loss/arc": 1.5,
+            "cost/parameters": 100,
+        }.items() <= summary.items()
     assert [item["item"]["recovery/loss"] for item in tuned["history"]] == LOSSES
     assert len(tuned["artifact"]) == 1 and not unpruned["artifact"]
     written = [file for file in alone.rglob("*") if file.is_file()]
     assert not [file for file in written if KEY.encode() in file.read_bytes()]
-    assert not any(sys.executable.encode() in file.read_bytes() for file in alone.rglob("*.wandb")), "a command line"
+    assert not any(
+        sys.executable.encode() in file.read_bytes() for file in alone.rglob("*.wandb")
+    ), "a command line"
 
 
 def test_runs_in_the_shell_of_an_agent_are_those_of_the_cells(
@@ -142,7 +166,9 @@ def test_a_continued_run_gets_the_steps_that_it_lacks_and_is_of_one_study(
     assert len({call.kwargs["id"] for call in init.call_args_list}) == 2
 
 
-def test_a_mode_is_checked_and_obeyed(alone: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mode_is_checked_and_obeyed(
+    alone: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = Config(tracker=SETTINGS)
     monkeypatch.setenv("WANDB_MODE", "ofline")
     (sentence,) = preflight(config, [])
@@ -160,13 +186,19 @@ def test_a_finished_study_is_logged_too(tmp_path: Path, monkeypatch: pytest.Monk
     log = MagicMock(return_value="")
     monkeypatch.setattr(tracker, "log", log)
     for _ in range(2):
-        assert start(tmp_path / "store", asked("criterion=aimer", "ratio=0.5", "tracker=wandb")) == 0
+        assert (
+            start(tmp_path / "store", asked("criterion=aimer", "ratio=0.5", "tracker=wandb")) == 0
+        )
     assert [len(call.args[2]["cells"]) for call in log.call_args_list] == [2, 2]
 
 
 @pytest.mark.parametrize("place", ["environment", "netrc", "nowhere"])
 def test_a_key_is_found_without_a_question_or_a_word(
-    place: str, alone: Path, store: Store, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    place: str,
+    alone: Path,
+    store: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     if place == "environment":
         monkeypatch.setenv("WANDB_API_KEY", KEY)
@@ -176,12 +208,20 @@ def test_a_key_is_found_without_a_question_or_a_word(
     tracker.log(SETTINGS, store, {**STUDY, "cells": [WHOLE]})
     assert init.call_args.kwargs["mode"] == ("offline" if place == "nowhere" else "online")
     assert "".join(capfd.readouterr()) == ""
-    assert not [file for file in (alone / "told").rglob("*") if file.is_file() and KEY in file.read_text()]
+    assert not [
+        file for file in (alone / "told").rglob("*") if file.is_file() and KEY in file.read_text()
+    ]
 
 
-def test_a_refusal_of_the_tracker_is_one_sentence(alone: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_of_the_tracker_is_one_sentence(
+    alone: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import wandb
 
-    monkeypatch.setattr(wandb, "init", MagicMock(side_effect=wandb.Error("the server said no\nand more")))
-    with pytest.raises(UserError, match=r"^tracker=wandb was not told \(the server said no\): .*needs no server$"):
+    monkeypatch.setattr(
+        wandb, "init", MagicMock(side_effect=wandb.Error("the server said no\nand more"))
+    )
+    with pytest.raises(
+        UserError, match=r"^tracker=wandb was not told \(the server said no\): .*needs no server$"
+    ):
         tracker.log(SETTINGS, store, STUDY)

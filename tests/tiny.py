@@ -1,9 +1,10 @@
 """Tiny models with random weights, one of every architecture the tests cover.
 
-`ARCHITECTURES` lists the names; `build(name)` gives a model in eval mode on the CPU with eager experts, `tokens()`
-something to feed it, `plan(model, ratio)` a random plan, `save(name, folder)` a checkpoint with tokenizer. Weights
-are random but not degenerate: the initialisation of transformers leaves routers near zero and correction biases at
-zero, so that every expert would be as good as any other.
+`ARCHITECTURES` lists the names; `build(name)` gives a model in eval mode on the CPU with eager
+experts, `tokens()` something to feed it, `plan(model, ratio)` a random plan, `save(name, folder)` a
+checkpoint with tokenizer. Weights are random but not degenerate: the initialisation of transformers
+leaves routers near zero and correction biases at zero, so that every expert would be as good as any
+other.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,7 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import logging
 
 import moe_lab.exported_code  # noqa: F401  # makes more architectures known to transformers
@@ -41,17 +48,38 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 2,
 }
 NARROW = {"moe_intermediate_size": 24, "intermediate_size": 40}
-LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
-DENSE_FIRST = {**NARROW, "first_k_dense_replace": 1, "n_routed_experts": 16, "num_experts_per_tok": 4}
+LATENT = {
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
+DENSE_FIRST = {
+    **NARROW,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+}
 ONE_GROUP = {"n_group": 1, "topk_group": 1}
 FOUR_GROUPS = {"n_group": 4, "topk_group": 2}
 NAMED = {"num_experts": 16, "num_experts_per_tok": 4}
 LOCAL = {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 24}
 ATTENTION = {"layer_types": ["full_attention"] * 3}
-DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 ERNIE = {"moe_num_experts": 16, "moe_k": 4, "moe_num_shared_experts": 2, "moe_layer_start_index": 1}
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
-EVERY = {"attn_layer_period": 1, "attn_layer_offset": 0, "expert_layer_period": 1, "expert_layer_offset": 0}
+EVERY = {
+    "attn_layer_period": 1,
+    "attn_layer_offset": 0,
+    "expert_layer_period": 1,
+    "expert_layer_offset": 0,
+}
 V2 = {**DENSE_FIRST, **LATENT, "q_lora_rank": None, "n_shared_experts": 2}
 V3 = {**DENSE_FIRST, **LATENT, "q_lora_rank": 16, "n_shared_experts": 1, "norm_topk_prob": True}
 
@@ -70,46 +98,91 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "deepseek": {**DENSE_FIRST, "n_shared_experts": 2},
     "deepseek_v2": {**V2, **ONE_GROUP, "topk_method": "greedy"},
-    "deepseek_v2:grouped": {**V2, **FOUR_GROUPS, "topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0},
+    "deepseek_v2:grouped": {
+        **V2,
+        **FOUR_GROUPS,
+        "topk_method": "group_limited_greedy",
+        "routed_scaling_factor": 16.0,
+    },
     "deepseek_v3": {**V3, **ONE_GROUP, "routed_scaling_factor": 2.5},
     "deepseek_v3:grouped": {**V3, **FOUR_GROUPS, "routed_scaling_factor": 2.5},
     "ernie4_5_moe": {**NARROW, **ERNIE, "tie_word_embeddings": False},
     "glm4_moe": {**DENSE_FIRST, **ONE_GROUP, "n_shared_experts": 1, "head_dim": 8},
     "gpt_oss": {**LOCAL, **ATTENTION, "head_dim": 8},
     "granitemoe": LOCAL,
-    "minimax": {**ATTENTION, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 24, "head_dim": 8},
+    "minimax": {
+        **ATTENTION,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 24,
+        "head_dim": 8,
+    },
     "minimax_m2": {**LOCAL, "head_dim": 8},
-    "hunyuan_v1_moe": {"num_experts": 16, "moe_topk": 4, "intermediate_size": 24, "head_dim": 8, **ROPE},
+    "hunyuan_v1_moe": {
+        "num_experts": 16,
+        "moe_topk": 4,
+        "intermediate_size": 24,
+        "head_dim": 8,
+        **ROPE,
+    },
     "phimoe": {"num_local_experts": 16, "num_experts_per_tok": 2, "intermediate_size": 24},
-    "jamba": {**EVERY, "num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 24, "use_mamba_kernels": False},
+    "jamba": {
+        **EVERY,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 24,
+        "use_mamba_kernels": False,
+    },
     "dots1": {**DENSE_FIRST, **ONE_GROUP, "n_shared_experts": 1, "head_dim": 8},
     "lfm2_moe": {**NAMED, **NARROW, **ATTENTION, "num_dense_layers": 1},
-    "afmoe": {**NAMED, **NARROW, **ATTENTION, "num_shared_experts": 1, "num_dense_layers": 1, "head_dim": 8},
+    "afmoe": {
+        **NAMED,
+        **NARROW,
+        **ATTENTION,
+        "num_shared_experts": 1,
+        "num_dense_layers": 1,
+        "head_dim": 8,
+    },
 }
 
 
 def config(name: str, **changes: Any) -> PreTrainedConfig:
     """The configuration of one architecture; `changes` go over the fields listed above."""
-    return AutoConfig.for_model(name.partition(":")[0], **{**COMMON, **ARCHITECTURES[name], **changes})
+    return AutoConfig.for_model(
+        name.partition(":")[0], **{**COMMON, **ARCHITECTURES[name], **changes}
+    )
 
 
-def build(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
-    """A model of one architecture in eval mode, eager experts, frozen random weights that depend on `seed` alone."""
-    model = AutoModelForCausalLM.from_config(config(name, **changes), dtype=dtype, experts_implementation="eager")
+def build(
+    name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+) -> PreTrainedModel:
+    """A model of one architecture in eval mode, eager experts, frozen random weights that depend on
+    `seed` alone."""
+    model = AutoModelForCausalLM.from_config(
+        config(name, **changes), dtype=dtype, experts_implementation="eager"
+    )
     randomize(model, seed)
     return model.eval().requires_grad_(False)
 
 
 def few_experts(name: str) -> dict[str, int]:
-    """Changes that leave an architecture few choices of experts: 6, or 12 in groups, of which a token goes to 2."""
+    """Changes that leave an architecture few choices of experts: 6, or 12 in groups, of which a
+    token goes to 2."""
     counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     fields = ARCHITECTURES[name]
-    changes = {field: 12 if "n_group" in fields and fields["n_group"] > 1 else 6 for field in counts if field in fields}
-    return changes | {field: 2 for field in ("num_experts_per_tok", "moe_topk", "moe_k") if field in fields}
+    changes = {
+        field: 12 if "n_group" in fields and fields["n_group"] > 1 else 6
+        for field in counts
+        if field in fields
+    }
+    return changes | {
+        field: 2 for field in ("num_experts_per_tok", "moe_topk", "moe_k") if field in fields
+    }
 
 
 def randomize(model: PreTrainedModel, seed: int = 0) -> None:
-    """Fill all weights and correction biases, in place, with random numbers that keep activations of order one."""
+    """Fill all weights and correction biases, in place, with random numbers that keep activations
+    of order one."""
     generator = torch.Generator().manual_seed(seed)
 
     def noise(tensor: torch.Tensor) -> torch.Tensor:
@@ -128,13 +201,17 @@ def randomize(model: PreTrainedModel, seed: int = 0) -> None:
 
 def tokens(rows: int = 4, length: int = 24, seed: int = 1) -> torch.Tensor:
     """Random token ids (rows, length) without the special ones."""
-    return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 @torch.no_grad()
 def logits(model: Any, ids: torch.Tensor | None = None) -> torch.Tensor:
     """The logits of a model for `ids`, or for `tokens()`."""
-    result: torch.Tensor = model(input_ids=(tokens() if ids is None else ids).to(model.device)).logits
+    result: torch.Tensor = model(
+        input_ids=(tokens() if ids is None else ids).to(model.device)
+    ).logits
     return result
 
 
@@ -154,12 +231,18 @@ def plan(model: PreTrainedModel, ratio: float, *, seed: int = 0) -> Plan:
     """A plan for `model` that drops `ratio` of the experts of each layer by random scores."""
     layers = moe_layers(model)
     generator = torch.Generator().manual_seed(seed)
-    scores = {layer.index: torch.rand(layer.n_experts, generator=generator).tolist() for layer in layers}
+    scores = {
+        layer.index: torch.rand(layer.n_experts, generator=generator).tolist() for layer in layers
+    }
     facts = {layer.index: vars(layer) for layer in layers}
-    return make_plan(scores, same_share(limits(facts), ratio), facts, provenance={"ratio": ratio, "seed": seed})
+    return make_plan(
+        scores, same_share(limits(facts), ratio), facts, provenance={"ratio": ratio, "seed": seed}
+    )
 
 
-def routers(layers: Iterable[int], top_k: int, n_group: int = 1, topk_group: int | None = None) -> Any:
+def routers(
+    layers: Iterable[int], top_k: int, n_group: int = 1, topk_group: int | None = None
+) -> Any:
     """Layer -> what its router needs, the same in all layers."""
     router = {"top_k": top_k, "n_group": n_group, "topk_group": topk_group}
     return {layer: router for layer in layers}
@@ -173,7 +256,8 @@ def tokenizer(**named: Any) -> PreTrainedTokenizerFast:
 
 
 def save(name: str, folder: Path, *, shard: str = "50GB", **changes: Any) -> PreTrainedModel:
-    """Write a model of one architecture, with a tokenizer, as a checkpoint in files of at most `shard`; returns it."""
+    """Write a model of one architecture, with a tokenizer, as a checkpoint in files of at most
+    `shard`; returns it."""
     model = build(name, **changes)
     model.save_pretrained(folder, max_shard_size=shard)
     tokenizer().save_pretrained(folder)
@@ -191,10 +275,16 @@ def load(folder: Path, **named: Any) -> Any:
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, by name."""
-    return {key: value for file in folder.glob("model*.safetensors") for key, value in load_file(file).items()}
+    return {
+        key: value
+        for file in folder.glob("model*.safetensors")
+        for key, value in load_file(file).items()
+    }
 
 
-def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], moved_by: int = 0) -> None:
+def rewrite(
+    folder: Path, change: Callable[[dict[str, torch.Tensor]], object], moved_by: int = 0
+) -> None:
     """Change the tensors of a checkpoint of one file, and where they begin."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
@@ -214,8 +304,11 @@ class Killed(BaseException):
     """Not an error anybody handles: as abrupt as an exception can be."""
 
 
-def count_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, kill_at: int | None = None) -> list[int]:
-    """The numbers of the calls of a method from now on, from 1; the call `kill_at` raises Killed instead of running."""
+def count_calls(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, kill_at: int | None = None
+) -> list[int]:
+    """The numbers of the calls of a method from now on, from 1; the call `kill_at` raises Killed
+    instead of running."""
     calls: list[int] = []
     original = getattr(owner, name)
 

@@ -1,11 +1,12 @@
-"""Run the tests on machines unlike the one they were written on: other users, Pythons, versions and folders.
+"""Run the tests on machines unlike the one they were written on: other users, Pythons, versions and
+folders.
 
     python3 tools/elsewhere.py [NAME ...] [--folder FOLDER] [--list]
 
-Each run clones the last commit of this checkout into FOLDER/NAME, installs it there and runs the tests; its output is
-in FOLDER/NAME/log.txt, and it ends in a row of the table in docs/robustness.md. As root, runs are done by an ordinary
-user without a name; otherwise by the user who starts them, and what only root can prepare is left out and named.
-Standard library only.
+Each run clones the last commit of this checkout into FOLDER/NAME, installs it there and runs the
+tests; its output is in FOLDER/NAME/log.txt, and it ends in a row of the table in
+docs/robustness.md. As root, runs are done by an ordinary user without a name; otherwise by the user
+who starts them, and what only root can prepare is left out and named. Standard library only.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ PYTEST = ".venv/bin/python -m pytest --dist loadgroup -n"
 LACKS = "no {}: its tests are skipped"
 LOOPBACK = (
     "import fcntl, os, socket, struct, sys\n"
-    "fcntl.ioctl(socket.socket(), 0x8914, struct.pack('16sh22x', b'lo', 0x41))\n"  # SIOCSIFFLAGS: up and running
+    # SIOCSIFFLAGS: up and running
+    "fcntl.ioctl(socket.socket(), 0x8914, struct.pack('16sh22x', b'lo', 0x41))\n"
     "os.execvp(sys.argv[1], sys.argv[1:])"
 )
 
@@ -66,10 +68,14 @@ class Run:
     commands: tuple[str, ...] = ("make test",)
     """What is run in the clone, after the installation."""
     root_tests: bool = False
-    """Whether tests that need root, or that root does in another way, are run afterwards, as root."""
+    """Whether tests that need root, or that root does in another way, are run afterwards, as
+    root."""
 
 
-MAIN_JOB = "make run STORE={store} ARGS=suite=pocket_quick && test -s {store}/reports/task_agnostic/report.html"
+MAIN_JOB = (
+    "make run STORE={store} ARGS=suite=pocket_quick && test -s "
+    "{store}/reports/task_agnostic/report.html"
+)
 STRICT = {"LC_ALL": "POSIX", "TZ": "Asia/Kolkata"}
 CI = Run(
     "ci",
@@ -105,11 +111,16 @@ RUNS = (
         python="3.12",
         versions="lowest",
         as_root=True,
-        commands=(f"{PYTEST} 2",),  # types are checked with the pinned versions alone, whose stubs they are
+        # types are checked with the pinned versions alone, whose stubs they are
+        commands=(f"{PYTEST} 2",),
     ),
     Run(
         "newest",
-        "newest versions of dependencies, random order, four processes, read-only home, /tmp on another file system",
+        (
+            "newest versions of dependencies, random order, four processes, read-only home, /tmp "
+            "on "
+            "another file system"
+        ),
         versions="newest",
         readonly_home=True,
         unreadable_path=True,
@@ -128,7 +139,9 @@ RUNS = (
 
 def main() -> int:
     """Do the runs that are named, or all; exit code 1 when one failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     known = {run.name: run for run in (*RUNS, CI)}
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(known))
     parser.add_argument("--folder", type=Path, default=FOLDER)
@@ -151,8 +164,13 @@ class Place:
 
     def __init__(self, run: Run, folder: Path) -> None:
         self.run, self.folder = run, folder / run.name
-        self.clone, self.home, self.cache = self.folder / run.clone, self.folder / "home", folder / "pip"
-        self.shared = (self.folder if run is CI else folder) / "shared"  # CI uses nothing that was left from before
+        self.clone, self.home, self.cache = (
+            self.folder / run.clone,
+            self.folder / "home",
+            folder / "pip",
+        )
+        # CI uses nothing that was left from before
+        self.shared = (self.folder if run is CI else folder) / "shared"
         self.log = self.folder / "log.txt"
 
     def result(self) -> tuple[str, bool]:
@@ -165,11 +183,18 @@ class Place:
             self.restrict()
             passed = self.do(self.run.commands, self.run.network, not self.run.proc)
             if self.run.root_tests and IS_ROOT:
-                passed &= self.do([f"{PYTEST} 2 -m 'root or walls'"], network=True, hide_proc=False, as_root=True)
-        tests = re.findall(r"^=*\s*((?:\d+ \w+,? ?)+) in [\d.]+s.*$", self.log.read_text(errors="replace"), re.M)
+                passed &= self.do(
+                    [f"{PYTEST} 2 -m 'root or walls'"], network=True, hide_proc=False, as_root=True
+                )
+        tests = re.findall(
+            r"^=*\s*((?:\d+ \w+,? ?)+) in [\d.]+s.*$", self.log.read_text(errors="replace"), re.M
+        )
         said = "; ".join(tests) or ("passed" if passed else f"failed: {self.log}")
         minutes = (time.monotonic() - start) / 60
-        return f"| {self.run.name} | {self.run.about} | {version(python)} | {said} | {minutes:.0f} |", passed
+        return (
+            f"| {self.run.name} | {self.run.about} | {version(python)} | {said} | {minutes:.0f} |",
+            passed,
+        )
 
     def make(self) -> None:
         """Clone, and make what the run's environment names, all of them the user's."""
@@ -180,8 +205,11 @@ class Place:
             folder.mkdir(parents=True, exist_ok=True)
         subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", ROOT, self.clone], check=True)
         data = ROOT.parent / "shared" / "data"
-        if data.is_dir():  # published data sets, which some tests read, in a folder that the user may enter
-            shutil.copytree(data, self.clone.parent / "shared" / "data", copy_function=shutil.copyfile)
+        # published data sets, which some tests read, in a folder that the user may enter
+        if data.is_dir():
+            shutil.copytree(
+                data, self.clone.parent / "shared" / "data", copy_function=shutil.copyfile
+            )
         if IS_ROOT and not self.run.as_root:
             for folder in (self.folder, *folders):
                 subprocess.run(["chown", "-R", f"{USER}:{USER}", folder], check=True)
@@ -190,7 +218,9 @@ class Place:
 
     def installation(self, python: Path) -> Iterator[str]:
         """The commands that install what the run needs, into .venv and beside it."""
-        constraints = {"pinned": "constraints.txt", "lowest": "lowest.txt", "newest": "newest.txt"}[self.run.versions]
+        constraints = {"pinned": "constraints.txt", "lowest": "lowest.txt", "newest": "newest.txt"}[
+            self.run.versions
+        ]
         if self.run.versions == "lowest":
             (self.clone / constraints).write_text("\n".join(lowest(self.clone / "pyproject.toml")))
         elif self.run.versions == "newest":
@@ -199,10 +229,17 @@ class Place:
         docs = " .venv/.installed-docs" if "make docs" in self.run.commands else ""
         yield f"{make} .venv/.installed-dev{docs}"
         for name in SHARED:
-            kept, own = self.shared / f"venv-{name}", interpreter("3.11", self.shared)
-            command = f"make {name} {name.upper()}={kept} PYTHON={own} && ln -sfn {kept} .venv-{name}"
-            yield f"test -e {kept}/.installed && ln -sfn {kept} .venv-{name} || {command} || echo {LACKS.format(name)}"
-        yield ".venv-vllm/bin/python -m pip install -q --no-deps -e . || true"  # the plugin of this clone
+            kept = self.shared / f"venv-{name}"
+            own = interpreter("3.11", self.shared)
+            command = (
+                f"make {name} {name.upper()}={kept} PYTHON={own} && ln -sfn {kept} .venv-{name}"
+            )
+            yield (
+                f"test -e {kept}/.installed && ln -sfn {kept} .venv-{name} || {command} || echo "
+                f"{LACKS.format(name)}"
+            )
+        # the plugin of this clone
+        yield ".venv-vllm/bin/python -m pip install -q --no-deps -e . || true"
         for name in OWN:
             yield f"{make} {name} || echo {LACKS.format(name)}"
 
@@ -212,8 +249,13 @@ class Place:
             self.home.chmod(0o555)
 
     def environment(self, as_root: bool = False) -> dict[str, str]:
-        """The environment of a command; root's own, where root tests in the clone of another user."""
-        usual = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "XDG_", "MAKE"))}
+        """The environment of a command; root's own, where root tests in the clone of another
+        user."""
+        usual = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("PYTHON", "XDG_", "MAKE"))
+        }
         if as_root:
             return {**usual, "OMP_NUM_THREADS": "1"}
         path = os.environ["PATH"]
@@ -229,11 +271,18 @@ class Place:
             **self.run.environment,
         }
 
-    def do(self, commands: Sequence[str], network: bool, hide_proc: bool, as_root: bool = False) -> bool:
-        """Whether all commands succeed, one after another; their output goes to the log, and CI's also to the
-        terminal."""
+    def do(
+        self, commands: Sequence[str], network: bool, hide_proc: bool, as_root: bool = False
+    ) -> bool:
+        """Whether all commands succeed, one after another; their output goes to the log, and CI's
+        also to the terminal."""
         for command in commands:
-            words = [*self.prefix(network, hide_proc, as_root or self.run.as_root), "bash", "-c", command]
+            words = [
+                *self.prefix(network, hide_proc, as_root or self.run.as_root),
+                "bash",
+                "-c",
+                command,
+            ]
             with self.log.open("ab") as log:
                 process = subprocess.Popen(
                     words,
@@ -252,7 +301,10 @@ class Place:
                         sys.stdout.buffer.write(line)
                         sys.stdout.flush()
             if process.wait():
-                print(f"{self.run.name}: {command}: exit code {process.returncode}; see {self.log}", flush=True)
+                print(
+                    f"{self.run.name}: {command}: exit code {process.returncode}; see {self.log}",
+                    flush=True,
+                )
                 return False
         return True
 
@@ -260,15 +312,26 @@ class Place:
         """The words before a command that give it its namespaces and its user."""
         if not IS_ROOT:
             if not network or hide_proc:
-                print(f"{self.run.name}: only root can take away the network or /proc: they stay", flush=True)
+                print(
+                    f"{self.run.name}: only root can take away the network or /proc: they stay",
+                    flush=True,
+                )
             return []
-        words = ["unshare", *(["--net"] if not network else []), *(["--mount"] if hide_proc else [])]
+        words = [
+            "unshare",
+            *(["--net"] if not network else []),
+            *(["--mount"] if hide_proc else []),
+        ]
         words = [*words, "--"] if len(words) > 1 else []
         if not network:
             words += [sys.executable, "-c", LOOPBACK]
         if hide_proc:
             words += ["sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh"]
-        return words if as_root else [*words, "setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "--"]
+        return (
+            words
+            if as_root
+            else [*words, "setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "--"]
+        )
 
 
 def interpreter(wanted: str, shared: Path) -> Path:
@@ -291,21 +354,27 @@ def interpreter(wanted: str, shared: Path) -> Path:
         if not copy.exists():
             shutil.copytree(real.parents[1], copy, symlinks=True)
             # One with a library of its own looks for it where it was installed.
-            subprocess.run(["patchelf", "--set-rpath", "$ORIGIN/../lib", copy / "bin" / real.name], check=True)
+            subprocess.run(
+                ["patchelf", "--set-rpath", "$ORIGIN/../lib", copy / "bin" / real.name], check=True
+            )
         return copy / "bin" / real.name
     raise SystemExit(f"there is no Python {wanted} here")
 
 
 def version(python: Path) -> str:
     """Its version in full."""
-    return subprocess.run([python, "-V"], capture_output=True, text=True, check=True).stdout.split()[1]
+    return subprocess.run(
+        [python, "-V"], capture_output=True, text=True, check=True
+    ).stdout.split()[1]
 
 
 def lowest(pyproject: Path) -> Iterator[str]:
     """A constraint for each dependency in pyproject.toml, at its lower bound."""
     about = tomllib.loads(pyproject.read_text())
     lists = [about["project"]["dependencies"], *about["project"]["optional-dependencies"].values()]
-    for requirement in (row for rows in [*lists, about["dependency-groups"]["dev"]] for row in rows):
+    for requirement in (
+        row for rows in [*lists, about["dependency-groups"]["dev"]] for row in rows
+    ):
         if match := re.match(r"([\w-]+)(?:\[.*\])?>=([\w.]+)", requirement):
             yield f"{match[1]}=={match[2]}"
 

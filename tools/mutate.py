@@ -1,12 +1,15 @@
 """How many broken lines the tests notice.
 
-    python -m tools.mutate record [PYTEST WORDS]       which test runs which line, from one run of the tests
-    python -m tools.mutate break --seed 1 --lines 100  break lines one by one, and run the tests that run them
+    python -m tools.mutate record [PYTEST WORDS]       which test runs which line, from one run of
+    the tests
+    python -m tools.mutate break --seed 1 --lines 100  break lines one by one, and run the tests
+    that run them
 
-`break` draws lines of moe_lab and analysis by the seed, changes one expression of each in a copy of the last commit,
-and runs the tests that run the line, the quickest first, as many as take five minutes. It prints each line that no test
-noticed, for a person to say whether the change is equivalent, and writes all to FOLDER/SEED.jsonl. A run that was
-interrupted goes on where it stopped.
+`break` draws lines of moe_lab and analysis by the seed, changes one expression of each in a copy of
+the last commit, and runs the tests that run the line, the quickest first, as many as take five
+minutes. It prints each line that no test noticed, for a person to say whether the change is
+equivalent, and writes all to FOLDER/SEED.jsonl. A run that was interrupted goes on where it
+stopped.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ import coverage
 ROOT = Path(__file__).parents[1]
 FOLDER = Path("/var/tmp/moe_lab-mutations")
 SECONDS = 300
-"""What the tests of one line take together, at most; a change that makes them run three times as long is noticed."""
+"""What the tests of one line take together, at most; a change that makes them run three times as
+long is noticed."""
 TIMES = "tests.xml"
 """File of the folder with the time that each test took."""
 TEST = "MOE_LAB_TEST"
@@ -44,15 +48,31 @@ parallel = true
 patch = subprocess
 context = ${{{{{TEST}-}}}}
 """
-COMPARISONS = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not"}
+COMPARISONS = {
+    ast.Lt: "<=",
+    ast.LtE: "<",
+    ast.Gt: ">=",
+    ast.GtE: ">",
+    ast.Eq: "!=",
+    ast.NotEq: "==",
+    ast.Is: "is not",
+}
 COMPARISONS |= {ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in"}
-OPERATIONS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}
+OPERATIONS = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+}
 OPERATIONS |= {ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr}
 
 
 def main() -> int:
     """Record or break; see above."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("act", choices=("record", "break"))
     parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--seed", type=int, default=1)
@@ -69,14 +89,16 @@ def main() -> int:
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
-    """Name the test whose lines are recorded from now on, in this process and in those that it starts."""
+    """Name the test whose lines are recorded from now on, in this process and in those that it
+    starts."""
     os.environ[TEST] = nodeid
     if running := coverage.Coverage.current():
         running.switch_context(nodeid)
 
 
 def record(folder: Path, words: Sequence[str]) -> int:
-    """Run the tests, and note in FOLDER/coverage which of them runs which line; pytest's exit code."""
+    """Run the tests, and note in FOLDER/coverage which of them runs which line; pytest's exit
+    code."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in folder.glob("coverage*"):
         file.unlink()
@@ -98,11 +120,14 @@ def break_lines(folder: Path, seed: int, count: int) -> int:
     data = coverage.CoverageData(str(folder / "coverage"))
     data.read()
     results = folder / f"{seed}.jsonl"
-    done = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    done = (
+        [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    )
     copy = folder / "copy"
     shutil.rmtree(copy, ignore_errors=True)  # a run that was killed leaves a broken line in it
     subprocess.run(["git", "clone", "--quiet", ROOT, copy], check=True)
-    draw, seconds = random.Random(seed), seconds_of_tests(folder / TIMES)
+    draw = random.Random(seed)
+    seconds = seconds_of_tests(folder / TIMES)
     lines = sorted(tested_lines(data))
     draw.shuffle(lines)
     for file, number, tests in lines:
@@ -125,7 +150,8 @@ def break_lines(folder: Path, seed: int, count: int) -> int:
 
 def tested_lines(data: coverage.CoverageData) -> Iterator[tuple[str, int, list[str]]]:
     """(file, line, tests that run it) of each line that a test runs, not only an import."""
-    for measured in (file for file in data.measured_files() if file.endswith(".py")):  # templates are measured too
+    # templates are measured too
+    for measured in (file for file in data.measured_files() if file.endswith(".py")):
         for number, contexts in data.contexts_by_lineno(measured).items():
             if tests := sorted(name for name in contexts if "::" in name):
                 yield str(Path(measured).relative_to(ROOT)), number, tests
@@ -134,7 +160,10 @@ def tested_lines(data: coverage.CoverageData) -> Iterator[tuple[str, int, list[s
 def seconds_of_tests(file: Path) -> Mapping[str, float]:
     """`key_of_test` -> the time that the test took."""
     cases = ElementTree.parse(file).getroot().iter("testcase")
-    return {key_of_test(case.attrib["classname"], case.attrib["name"]): float(case.attrib["time"]) for case in cases}
+    return {
+        key_of_test(case.attrib["classname"], case.attrib["name"]): float(case.attrib["time"])
+        for case in cases
+    }
 
 
 def quickest(tests: Sequence[str], seconds: Mapping[str, float]) -> list[str]:
@@ -146,9 +175,12 @@ def quickest(tests: Sequence[str], seconds: Mapping[str, float]) -> list[str]:
 
 
 def key_of_test(place: str, name: str) -> str:
-    """What names a test in reports of both forms: `place` is a path or a module; classes are left out."""
+    """What names a test in reports of both forms: `place` is a path or a module; classes are left
+    out."""
     parts = place.removesuffix(".py").replace("/", ".").split(".")
-    return ".".join([part for part in parts if not part.startswith("Test")] + [name.rpartition("::")[2]])
+    return ".".join(
+        [part for part in parts if not part.startswith("Test")] + [name.rpartition("::")[2]]
+    )
 
 
 def changes_of(file: Path, number: int) -> Iterator[tuple[str, str]]:
@@ -160,7 +192,9 @@ def changes_of(file: Path, number: int) -> Iterator[tuple[str, str]]:
             continue
         for new in replacements(node):
             line = lines[number - 1].encode()  # ast counts bytes
-            changed = (line[: node.col_offset] + new.encode() + line[node.end_col_offset :]).decode()  # type: ignore[attr-defined]
+            changed = (
+                line[: node.col_offset] + new.encode() + line[node.end_col_offset :]
+            ).decode()  # type: ignore[attr-defined]
             try:
                 ast.parse("".join([*lines[: number - 1], changed, *lines[number:]]))
             except SyntaxError:  # inside an f-string, say
@@ -202,7 +236,9 @@ def is_noticed(copy: Path, file: str, text: str, tests: Sequence[str]) -> bool:
     environment = {**os.environ, "PYTHONPATH": str(copy)}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     try:
-        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=3 * SECONDS)
+        done = subprocess.run(
+            command, cwd=copy, env=environment, capture_output=True, timeout=3 * SECONDS
+        )
     except subprocess.TimeoutExpired:
         return True
     finally:

@@ -18,7 +18,8 @@ from moe_lab.results import SCHEMA as RESULT_SCHEMA
 _SAMPLES = ("benchmark", "item", "outcome")
 _LOSS = "answer_loss"
 _UNITS = "units"
-"""Optional columns of samples.parquet: missing without reference answers, and where all items count alike."""
+"""Optional columns of samples.parquet: missing without reference answers, and where all items count
+alike."""
 _RESULT = ("benchmark", "metric", "score", "scale", "unit", "stderr", "n", "expected")
 _OTHER_STEPS = ("cost", "profile")
 """Other steps of a cell whose errors are recorded."""
@@ -33,7 +34,8 @@ _ORIGIN = ("host", "machine", "python", "moe_lab", "commit", "sandbox", *_LEFT_O
 def evaluations(
     entries: Mapping[int, Mapping[str, Any]], labels: Mapping[int, str], reader: Reader
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """Read results, samples and origins (see `Study`) of every evaluation that can be read, each result once.
+    """Read results, samples and origins (see `Study`) of every evaluation that can be read, each
+    result once.
 
     entries: cell -> its entry in the record; labels: cell -> its label in gaps.
     """
@@ -55,19 +57,27 @@ def evaluations(
             if problem := _unreadable(result):
                 reader.gap(problem, name)
                 continue
-            rows += [{"cell": cell, "task": task, "folder": name, **found} for found in result["results"]]
+            rows += [
+                {"cell": cell, "task": task, "folder": name, **found} for found in result["results"]
+            ]
             if name not in origins:
                 origins[name] = _origin(name, result, reader.provenance(folder))
             table = reader.table(folder, "samples.parquet", _SAMPLES, optional=(_LOSS, _UNITS))
             if table is not None:
-                tables.append(table.append_column("cell", pa.array(np.full(len(table), cell, np.int64))))
+                tables.append(
+                    table.append_column("cell", pa.array(np.full(len(table), cell, np.int64)))
+                )
     samples = _samples(tables)
     results = pd.DataFrame(rows, columns=["cell", "task", *_RESULT, "folder"])
     numbers = ["score", "stderr", "n", "expected"]
     results[numbers] = results[numbers].apply(pd.to_numeric, errors="coerce")
     _compare_reports(results, labels, reader)
     results = _without_duplicates(_without_nan(results, reader), reader)
-    return results, samples, pd.DataFrame(list(origins.values()), columns=["folder", "seconds", *_ORIGIN, "versions"])
+    return (
+        results,
+        samples,
+        pd.DataFrame(list(origins.values()), columns=["folder", "seconds", *_ORIGIN, "versions"]),
+    )
 
 
 def _unreadable(result: Mapping[str, Any]) -> str:
@@ -78,41 +88,58 @@ def _unreadable(result: Mapping[str, Any]) -> str:
     if int(result.get("schema", RESULT_SCHEMA)) > RESULT_SCHEMA:
         return "written by a newer moe_lab: upgrade to read it"
     if not all(found.get("scale") in SCALES for found in reported):
-        return "written by an older moe_lab, which does not tell losses from scores: run the study again"
+        return (
+            "written by an older moe_lab, which does not tell losses from scores: run the "
+            "study again"
+        )
     return ""
 
 
 def _samples(tables: list[pa.Table]) -> pd.DataFrame:
     empty = pd.DataFrame(columns=["cell", *_SAMPLES])
-    samples = pa.concat_tables(tables, promote_options="permissive").to_pandas() if tables else empty
+    samples = (
+        pa.concat_tables(tables, promote_options="permissive").to_pandas() if tables else empty
+    )
     for column in (_LOSS, _UNITS):
         samples[column] = pd.to_numeric(samples[column]) if column in samples else np.nan
     return samples
 
 
-def _origin(folder: str, result: Mapping[str, Any], provenance: Mapping[str, Any]) -> dict[str, Any]:
+def _origin(
+    folder: str, result: Mapping[str, Any], provenance: Mapping[str, Any]
+) -> dict[str, Any]:
     versions = {**(provenance.get("versions") or {}), **(result.get("versions") or {})}
-    code, protocol = provenance.get("code") or {}, result.get("protocol") or {}
+    code = provenance.get("code") or {}
+    protocol = result.get("protocol") or {}
     edits = str(code.get("edits") or "")
     return {
         "folder": folder,
         "seconds": provenance.get("seconds"),
         **{key: provenance.get(key) for key in ("host", "machine", "python")},
         "moe_lab": code.get("version"),
-        "commit": f"{code['commit']}{f' (edits {edits[:7]})' if edits else ''}" if code.get("commit") else None,
+        "commit": f"{code['commit']}{f' (edits {edits[:7]})' if edits else ''}"
+        if code.get("commit")
+        else None,
         "sandbox": protocol.get("sandbox"),
         **{key: len(protocol.get(key) or ()) for key in _LEFT_OUT},
-        "versions": {str(library): str(version) for library, version in versions.items() if version},
+        "versions": {
+            str(library): str(version) for library, version in versions.items() if version
+        },
     }
 
 
-def _compare_suites(entries: Mapping[int, Mapping[str, Any]], labels: Mapping[int, str], reader: Reader) -> None:
-    """Record a gap for every cell that lacks a task which other cells of its model and study have."""
+def _compare_suites(
+    entries: Mapping[int, Mapping[str, Any]], labels: Mapping[int, str], reader: Reader
+) -> None:
+    """Record a gap for every cell that lacks a task which other cells of its model and study
+    have."""
     for cell, words in labels.items():
         entry = entries[cell]
         lacking = [task for task in entry["suite"] if task not in (entry.get("evaluate") or {})]
         if lacking:
-            reader.gap(f"never asked for {names.listing(lacking)}, unlike other cells of the study", words)
+            reader.gap(
+                f"never asked for {names.listing(lacking)}, unlike other cells of the study", words
+            )
 
 
 def _compare_reports(results: pd.DataFrame, labels: Mapping[int, str], reader: Reader) -> None:
@@ -122,7 +149,9 @@ def _compare_reports(results: pd.DataFrame, labels: Mapping[int, str], reader: R
         every = set(found["benchmark"])
         for cell, benchmarks in reported.items():
             for benchmark in sorted(every - benchmarks):
-                reader.gap(f"{benchmark} is not among the results of {key['task']}", labels[int(str(cell))])
+                reader.gap(
+                    f"{benchmark} is not among the results of {key['task']}", labels[int(str(cell))]
+                )
 
 
 def _without_nan(results: pd.DataFrame, reader: Reader) -> pd.DataFrame:
@@ -145,14 +174,17 @@ ROUNDING = 1e-3
 
 @dataclass(frozen=True)
 class Outcomes:
-    """Outcomes of one model's cells, one row per cell; the row is NaN when a cell's score is not their mean."""
+    """Outcomes of one model's cells, one row per cell; the row is NaN when a cell's score is not
+    their mean."""
 
     matrices: dict[str, np.ndarray] = field(default_factory=dict)
     """Benchmark -> outcomes (cells, items), NaN where a cell did not get an item."""
     units: dict[str, np.ndarray] = field(default_factory=dict)
-    """Benchmark -> weights (items,) of its items; benchmarks whose items count alike are not in it."""
+    """Benchmark -> weights (items,) of its items; benchmarks whose items count alike are not in
+    it."""
     odd: list[tuple[int, str]] = field(default_factory=list)
-    """(cell, benchmark) whose score is not the mean of its outcomes although other cells' scores are."""
+    """(cell, benchmark) whose score is not the mean of its outcomes although other cells' scores
+    are."""
 
 
 def outcome_matrices(samples: pd.DataFrame, scores: pd.DataFrame) -> Outcomes:
@@ -171,9 +203,12 @@ def outcome_matrices(samples: pd.DataFrame, scores: pd.DataFrame) -> Outcomes:
         matrix[scores.index.get_indexer(pd.Index(rows["cell"])), places] = rows["outcome"]
         units = np.ones(len(items))
         units[places] = rows["units"].fillna(1.0)
-        counts, score = np.isfinite(matrix).sum(axis=1), scores[name].to_numpy()
+        counts = np.isfinite(matrix).sum(axis=1)
+        score = scores[name].to_numpy()
         totals = np.isfinite(matrix) @ units
-        explained = np.abs(np.nansum(matrix * units, axis=1) / np.maximum(totals, 1) - score) < ROUNDING
+        explained = (
+            np.abs(np.nansum(matrix * units, axis=1) / np.maximum(totals, 1) - score) < ROUNDING
+        )
         explained &= counts > 0
         if not explained.any() or 2 * explained.sum() < (counts[~np.isnan(score)] > 0).sum():
             continue
@@ -195,17 +230,25 @@ NAMESPACES = "namespaces"
 """The sandbox that isolates programs fully; results made with it need no remark."""
 
 
-def remarks(results: pd.DataFrame, origins: pd.DataFrame, cells: pd.DataFrame, reader: Reader) -> list[str]:
-    """Sentences about differences between results, and about programs that ran without a sandbox."""
+def remarks(
+    results: pd.DataFrame, origins: pd.DataFrame, cells: pd.DataFrame, reader: Reader
+) -> list[str]:
+    """Sentences about differences between results, and about programs that ran without a
+    sandbox."""
     notes = mixed_versions(origins, cells, reader)
     commits = [str(commit) for commit in origins["commit"].dropna().unique()]
     if len(commits) > 1:
-        notes.append(f"Results were made with different commits of moe_lab: {', '.join(sorted(commits))}.")
+        notes.append(
+            f"Results were made with different commits of moe_lab: {', '.join(sorted(commits))}."
+        )
     by_benchmark = results.groupby("benchmark", sort=True)
     for name, sizes in by_benchmark["n"].unique().items():
         if len(sizes) > 1:
             counts = ", ".join(f"{n:g}" for n in sorted(sizes))
-            notes.append(f"{name} was evaluated on different numbers of items ({counts}); tests use those in common.")
+            notes.append(
+                f"{name} was evaluated on different numbers of items ({counts}); tests use those "
+                "in common."
+            )
     notes += mixed_metrics(results, cells)
     short = results[results["expected"].notna() & (results["n"] < results["expected"])]
     if len(short):
@@ -213,20 +256,28 @@ def remarks(results: pd.DataFrame, origins: pd.DataFrame, cells: pd.DataFrame, r
         noun = "benchmark" if few == 1 else "benchmarks"
         notes.append(f"A limit was set: {few} {noun} ran on part of the items only.")
     for key, reason in _LEFT_OUT.items():
-        of_benchmark = results.merge(origins[["folder", key]], on="folder").groupby("benchmark", sort=True)[key].max()
+        of_benchmark = (
+            results.merge(origins[["folder", key]], on="folder")
+            .groupby("benchmark", sort=True)[key]
+            .max()
+        )
         for name, count in of_benchmark[of_benchmark > 0].items():
             notes.append(f"{name}: items of a model {reason}: up to {count}.")
     if results.groupby("cell")["task"].agg(frozenset).nunique() > 1:
         notes.append(
-            "Cells were evaluated on different sets of benchmarks; averages are over those a group has in common."
+            "Cells were evaluated on different sets of benchmarks; averages are over those a "
+            "group has in common."
         )
     for sandbox in sorted(set(origins["sandbox"].dropna()) - {NAMESPACES}):
-        notes.append(f"Programs the model wrote ran without namespaces around them (sandbox: {sandbox}).")
+        notes.append(
+            f"Programs the model wrote ran without namespaces around them (sandbox: {sandbox})."
+        )
     return notes
 
 
 def mixed_versions(origins: pd.DataFrame, cells: pd.DataFrame, reader: Reader) -> list[str]:
-    """A sentence for every library of which the steps of the cells, with all their inputs, had different versions."""
+    """A sentence for every library of which the steps of the cells, with all their inputs, had
+    different versions."""
     steps = list(origins["folder"])
     for kind in STEPS:
         steps.extend(cells[f"{kind}_folder"].dropna())
@@ -240,7 +291,9 @@ def mixed_versions(origins: pd.DataFrame, cells: pd.DataFrame, reader: Reader) -
     sentences = []
     for library, by_version in sorted(libraries.items()):
         if len(by_version) > 1:
-            listed = ", ".join(f"{version} ({_some(names)})" for version, names in sorted(by_version.items()))
+            listed = ", ".join(
+                f"{version} ({_some(names)})" for version, names in sorted(by_version.items())
+            )
             sentences.append(f"Steps were made with different versions of {library}: {listed}.")
     return sentences
 
@@ -251,14 +304,18 @@ def _some(steps: list[str]) -> str:
 
 
 def mixed_metrics(results: pd.DataFrame, cells: pd.DataFrame) -> list[str]:
-    """A sentence for every benchmark whose metric differs between cells of one model, so that scores do not compare."""
+    """A sentence for every benchmark whose metric differs between cells of one model, so that
+    scores do not compare."""
     models = results["cell"].map(cells["model"])
     by_model = results.groupby([results["benchmark"], models], sort=True)["metric"]
     mixed = by_model.transform("nunique") > 1
     return [
         f"{name} was measured by different metrics ({', '.join(sorted(map(str, metrics)))}): "
         "its scores are not comparable."
-        for name, metrics in results[mixed].groupby("benchmark", sort=True)["metric"].unique().items()
+        for name, metrics in results[mixed]
+        .groupby("benchmark", sort=True)["metric"]
+        .unique()
+        .items()
     ]
 
 

@@ -1,7 +1,7 @@
 """Results of calibration passes: statistics of experts, the S family, exact damage and coverage.
 
-When a study has several gates and seeds, those of the model's first pruned cell are shown where a pass was made with
-them, and another pass otherwise."""
+When a study has several gates and seeds, those of the model's first pruned cell are shown where a
+pass was made with them, and another pass otherwise."""
 
 from __future__ import annotations
 
@@ -14,25 +14,41 @@ import pandas as pd
 
 from analysis.load.reader import Reader, records, stacked, step_kind, steps_behind
 from moe_lab import results
-from moe_lab.results import ABLATIONS, BUDGETS, CONCENTRATION, ENTROPIES, EXPERTS, GRADIENTS, LOSSES, WEIGHTS
+from moe_lab.results import (
+    ABLATIONS,
+    BUDGETS,
+    CONCENTRATION,
+    ENTROPIES,
+    EXPERTS,
+    GRADIENTS,
+    LOSSES,
+    WEIGHTS,
+)
 
 Reports = Mapping[str, Mapping[str, Any]]
 """"calibration@model" -> the report of the calibration pass."""
 
 
 def shown_passes(cells: pd.DataFrame) -> pd.DataFrame:
-    """One cell with a calibration pass for each model and calibration set, preferably of the shown gate and seed."""
+    """One cell with a calibration pass for each model and calibration set, preferably of the shown
+    gate and seed."""
     with_pass = cells[cells["statistics_folder"].notna()]
     usual = shown_settings(cells)
     pairs = zip(with_pass["model"], with_pass["gate"], with_pass["seed"], strict=True)
-    other = pd.Series([usual.get(model) != (gate, seed) for model, gate, seed in pairs], with_pass.index, dtype=bool)
+    other = pd.Series(
+        [usual.get(model) != (gate, seed) for model, gate, seed in pairs],
+        with_pass.index,
+        dtype=bool,
+    )
     first = other.sort_values(kind="stable").index
     return with_pass.loc[first].drop_duplicates(["model", "calibration"]).sort_index()
 
 
 def shown_settings(cells: pd.DataFrame) -> dict[str, tuple[Any, Any]]:
     """Model -> the gate and seed of its first pruned cell with a pass."""
-    pruned = cells[(cells["criterion"] != "none") & cells["statistics_folder"].notna()].drop_duplicates("model")
+    pruned = cells[
+        (cells["criterion"] != "none") & cells["statistics_folder"].notna()
+    ].drop_duplicates("model")
     return {str(row.model): (row.gate, row.seed) for row in pruned.itertuples()}
 
 
@@ -41,7 +57,8 @@ def steps_by_pass(
 ) -> dict[tuple[str, str], str | None]:
     """(Calibration, model) -> its step, from a record's steps for a figure.
 
-    When there are several gates and seeds, those in `usual` (model -> gate and seed) are preferred, then the first.
+    When there are several gates and seeds, those in `usual` (model -> gate and seed) are preferred,
+    then the first.
     """
     steps: dict[tuple[str, str], str | None] = {}
     for row in sorted(rows, key=lambda row: usual.get(row["model"]) != (row["gate"], row["seed"])):
@@ -50,7 +67,8 @@ def steps_by_pass(
 
 
 def coverage(cells: pd.DataFrame, reader: Reader) -> tuple[pd.DataFrame, dict[str, dict[str, Any]]]:
-    """Read the tokens per expert (model, calibration, layer, expert, tokens) and the reports of the passes."""
+    """Read the tokens per expert (model, calibration, layer, expert, tokens) and the reports of the
+    passes."""
     frames: list[pd.DataFrame] = []
     reports: dict[str, dict[str, Any]] = {}
     for row in records(shown_passes(cells)):
@@ -77,20 +95,30 @@ def damage(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> 
 
 
 def contaminations(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> Reports:
-    """Read how many items of each benchmark occur in a text: "calibration@model" -> benchmark -> comparable, found."""
+    """Read how many items of each benchmark occur in a text: "calibration@model" -> benchmark ->
+    comparable, found."""
     counts = {}
-    for (calibration, model), name in steps_by_pass(document["contaminations"], shown_settings(cells)).items():
+    for (calibration, model), name in steps_by_pass(
+        document["contaminations"], shown_settings(cells)
+    ).items():
         found = f"{calibration}@{model}"
-        report = reader.json(reader.step(name, f"items of benchmarks in {found}"), results.CONTAMINATION)
+        report = reader.json(
+            reader.step(name, f"items of benchmarks in {found}"), results.CONTAMINATION
+        )
         if report is not None:
             counts[found] = report
     return counts
 
 
 def _per_calibration(
-    rows: Sequence[Mapping[str, Any]], file: str, columns: Sequence[str], cells: pd.DataFrame, reader: Reader
+    rows: Sequence[Mapping[str, Any]],
+    file: str,
+    columns: Sequence[str],
+    cells: pd.DataFrame,
+    reader: Reader,
 ) -> pd.DataFrame:
-    """Read `file` from the step of every calibration set and model (of one gate and seed) into one frame."""
+    """Read `file` from the step of every calibration set and model (of one gate and seed) into one
+    frame."""
     frames: list[pd.DataFrame] = []
     for (calibration, model), name in steps_by_pass(rows, shown_settings(cells)).items():
         folder = reader.step(name, f"{file.removesuffix('.parquet')} of {calibration}@{model}")
@@ -114,7 +142,8 @@ TABLES = {
 
 
 def read(folder: Path | None, file: str, reader: Reader) -> pd.DataFrame | None:
-    """Read the table `file` of a step; None, without a gap, where a store that is reduced to results has none."""
+    """Read the table `file` of a step; None, without a gap, where a store that is reduced to
+    results has none."""
     if folder is None or not reader.has(folder, file):
         return None
     return reader.frame(folder, file, TABLES[file])
@@ -133,43 +162,52 @@ MEASURES = {
 STATISTICS = {"weight": "weights", "activation": "activations", "gradient": "gradients"}
 """Raw statistic of an expert -> its display name."""
 MAGNITUDES = {"size": "root mean square of channels", "largest": "largest channel"}
-"""Measures of an expert's channels (the inputs of its down projection) over the tokens routed to it."""
+"""Measures of an expert's channels (the inputs of its down projection) over the tokens routed to
+it."""
 ABLATION = "ablation"
 """Kind of step that measures how much the loss rises when one expert is removed."""
 
 
 def experts(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.DataFrame:
-    """Measures of experts, one row per model, calibration set, layer and expert: KEYS, MEASURES and MAGNITUDES.
+    """Measures of experts, one row per model, calibration set, layer and expert: KEYS, MEASURES and
+    MAGNITUDES.
 
     tokens       N, tokens that the router sent to the expert
     gate, norm   1/N sum_t g and 1/N sum_t ||f||, NaN for N = 0
-    first        sum_t g <f, m> / (||y||^2 + eps), m the routed output, y the residual stream, per calibration token
-    second       sum_t g^2 ||f||^2 / (||y||^2 + eps), per calibration token: the exact change of the loss
+    first        sum_t g <f, m> / (||y||^2 + eps), m the routed output, y the residual stream, per
+    calibration token second       sum_t g^2 ||f||^2 / (||y||^2 + eps), per calibration token: the
+    exact change of the loss
                  ||m||^2 / (||y||^2 + eps) when the output of this expert alone becomes 0
-    ablation     rise of the model's loss without the expert, nats per token; NaN where no plan uses an ablation
+    ablation     rise of the model's loss without the expert, nats per token; NaN where no plan uses
+    an ablation
     size         sqrt(sum_t,c phi^2 / (N I)), NaN for N = 0; `largest`: max_t,c |phi|
     """
     frames = [
         _measures(sums, _tokens(report))
         .merge(_behind(own, ABLATION, reader), on=["layer", "expert"], how="left")
         .assign(model=model, calibration=calibration)
-        for model, calibration, own, sums, report in _passes("experts.parquet", cells, calibrations, reader)
+        for model, calibration, own, sums, report in _passes(
+            "experts.parquet", cells, calibrations, reader
+        )
     ]
     return stacked(frames, [*KEYS, *MEASURES, *MAGNITUDES])
 
 
 def raw_statistics(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.DataFrame:
-    """One row per model, calibration set, layer, expert and statistic: KEYS, ablation, statistic, mean, std, count.
+    """One row per model, calibration set, layer, expert and statistic: KEYS, ablation, statistic,
+    mean, std, count.
 
-    weight       |w| over the expert's weights, where some criterion of the study reads weights of whole experts
-    activation   sqrt(1/N sum_t phi^2) over its channels
+    weight       |w| over the expert's weights, where some criterion of the study reads weights of
+    whole experts activation   sqrt(1/N sum_t phi^2) over its channels
     gradient     sqrt(1/N sum_t (dL/dphi)^2) over its channels, where some criterion reads gradients
 
-    mean and std are over `count` weights or channels. Only experts with an ablation are listed; an expert without
-    tokens has no activation and no gradient.
+    mean and std are over `count` weights or channels. Only experts with an ablation are listed; an
+    expert without tokens has no activation and no gradient.
     """
     frames = []
-    for model, calibration, calibrated, sums, _ in _passes("experts.parquet", cells, calibrations, reader):
+    for model, calibration, calibrated, sums, _ in _passes(
+        "experts.parquet", cells, calibrations, reader
+    ):
         ablations = _behind(calibrated, ABLATION, reader)
         if ablations.empty:
             continue
@@ -177,10 +215,15 @@ def raw_statistics(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -
         weights = _behind(own, "weights", reader)
         gradients = _behind(own[own["calibration"] == calibration], "gradients", reader)
         by_statistic = [
-            _moments(weights, weights["abs_sum"], weights["square_sum"], weights["count"]).assign(statistic="weight"),
-            _moments(sums, sums["channel_root_sum"], sums["channel_square"] / _seen(sums), sums["channels"]).assign(
-                statistic="activation"
+            _moments(weights, weights["abs_sum"], weights["square_sum"], weights["count"]).assign(
+                statistic="weight"
             ),
+            _moments(
+                sums,
+                sums["channel_root_sum"],
+                sums["channel_square"] / _seen(sums),
+                sums["channels"],
+            ).assign(statistic="activation"),
             _moments(
                 gradients,
                 gradients["gradient_root_sum"],
@@ -189,7 +232,9 @@ def raw_statistics(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -
             ).assign(statistic="gradient"),
         ]
         both = pd.concat([one for one in by_statistic if len(one)], ignore_index=True)
-        both = both.merge(ablations, on=["layer", "expert"]).assign(model=model, calibration=calibration)
+        both = both.merge(ablations, on=["layer", "expert"]).assign(
+            model=model, calibration=calibration
+        )
         frames.append(both.dropna(subset=["mean"]))
     return stacked(frames, [*KEYS, "ablation", "statistic", "mean", "std", "count"])
 
@@ -198,7 +243,9 @@ def _seen(sums: pd.DataFrame) -> pd.Series:
     return sums["tokens"].where(sums["tokens"] > 0)
 
 
-def _moments(experts: pd.DataFrame, total: pd.Series, squares: pd.Series, count: pd.Series) -> pd.DataFrame:
+def _moments(
+    experts: pd.DataFrame, total: pd.Series, squares: pd.Series, count: pd.Series
+) -> pd.DataFrame:
     """layer, expert, mean and std of `count` values from their sum and the sum of their squares."""
     mean = (total / count).where(squares.notna())
     std = np.sqrt((squares / count - mean**2).clip(lower=0))
@@ -208,21 +255,25 @@ def _moments(experts: pd.DataFrame, total: pd.Series, squares: pd.Series, count:
 def router_entropies(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.DataFrame:
     """Histograms of router entropy: model, calibration, layer, entropy, tokens.
 
-    `tokens` counts calibration tokens in the bin that ends at `entropy`, which is a share of the logarithm of the
-    number of experts."""
+    `tokens` counts calibration tokens in the bin that ends at `entropy`, which is a share of the
+    logarithm of the number of experts."""
     frames = [
         counts.assign(model=model, calibration=calibration)
-        for model, calibration, _, counts, _ in _passes("entropy.parquet", cells, calibrations, reader)
+        for model, calibration, _, counts, _ in _passes(
+            "entropy.parquet", cells, calibrations, reader
+        )
     ]
     return stacked(frames, ["model", "calibration", *ENTROPIES])
 
 
 def layer_losses(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.DataFrame:
-    """Losses of layers (model, calibration, layer, loss): mean over calibration tokens of ||m||^2 / (||y||^2 + eps),
-    m the routed output of the layer, y the residual stream after it."""
+    """Losses of layers (model, calibration, layer, loss): mean over calibration tokens of ||m||^2 /
+    (||y||^2 + eps), m the routed output of the layer, y the residual stream after it."""
     frames = [
         sums.assign(model=model, calibration=calibration, loss=sums["layer_loss"] / _tokens(report))
-        for model, calibration, _, sums, report in _passes("layers.parquet", cells, calibrations, reader)
+        for model, calibration, _, sums, report in _passes(
+            "layers.parquet", cells, calibrations, reader
+        )
     ]
     return stacked(frames, ["model", "calibration", "layer", "loss"])
 
@@ -253,9 +304,14 @@ def _tokens(report: Mapping[str, Any]) -> float:
 def _passes(
     file: str, cells: pd.DataFrame, calibrations: Reports, reader: Reader
 ) -> Iterator[tuple[str, str, pd.DataFrame, pd.DataFrame, Mapping[str, Any]]]:
-    """Model, calibration set, cells, table `file` and report of each shown pass that has this table."""
-    cells = cells[cells["statistics_folder"].notna()].assign(shown=shown_passes(cells)["statistics_folder"])
-    for (model, calibration, *_), own in cells.groupby(["model", "calibration", "gate", "seed"], sort=False):
+    """Model, calibration set, cells, table `file` and report of each shown pass that has this
+    table."""
+    cells = cells[cells["statistics_folder"].notna()].assign(
+        shown=shown_passes(cells)["statistics_folder"]
+    )
+    for (model, calibration, *_), own in cells.groupby(
+        ["model", "calibration", "gate", "seed"], sort=False
+    ):
         shown = own["shown"].dropna()
         if shown.empty:
             continue
@@ -271,10 +327,13 @@ _BEHIND = {"ablation": ABLATIONS, "gradients": GRADIENTS, "weights": WEIGHTS}
 
 
 def _behind(cells: pd.DataFrame, kind: str, reader: Reader) -> pd.DataFrame:
-    """The table of the first step of this kind among the inputs of the cells' plans; empty when there is none."""
+    """The table of the first step of this kind among the inputs of the cells' plans; empty when
+    there is none."""
     for row in records(cells[cells["plan_folder"].notna()]):
         for name, folder in steps_behind([row["plan_folder"]], reader).items():
             table = read(folder, f"{kind}.parquet", reader) if step_kind(name) == kind else None
             if table is not None:
                 return table
-    return pd.DataFrame(columns=list(_BEHIND[kind]), dtype=float).astype({"layer": int, "expert": int})
+    return pd.DataFrame(columns=list(_BEHIND[kind]), dtype=float).astype(
+        {"layer": int, "expert": int}
+    )

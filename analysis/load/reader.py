@@ -1,6 +1,8 @@
-"""Read the files of a store as Python objects and data frames; a file that cannot be read is recorded as a gap.
+"""Read the files of a store as Python objects and data frames; a file that cannot be read is
+recorded as a gap.
 
-Also finds the steps that a result was computed from, and has helpers for rows and groups of data frames.
+Also finds the steps that a result was computed from, and has helpers for rows and groups of data
+frames.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ class Reader:
         self.gaps.setdefault((what, where), Gap(what, where))
 
     def step(self, name: str | None, purpose: str, error: str | None = None) -> Path | None:
-        """The folder of a step that a table needs; None, with a gap that says why, when there is none."""
+        """The folder of a step that a table needs; None, with a gap that says why, when there is
+        none."""
         if name is None:
             self.gap(f"failed: {error}" if error else "not computed", purpose)
             return None
@@ -65,7 +68,8 @@ class Reader:
         return folder
 
     def find(self, name: str) -> Path | None:
-        """The folder of a step, by its name or else by the id at its end, as the label may differ between runs.
+        """The folder of a step, by its name or else by the id at its end, as the label may differ
+        between runs.
 
         That of a step in a pack is not on the disk; `has`, and all that read here, know its files.
         """
@@ -76,12 +80,17 @@ class Reader:
             return self.root / packed
         kind = path.parent
         if kind.name not in self._by_id:
-            children = [child for child in kind.iterdir() if not child.name.startswith(".")] if kind.is_dir() else []
+            children = (
+                [child for child in kind.iterdir() if not child.name.startswith(".")]
+                if kind.is_dir()
+                else []
+            )
             self._by_id[kind.name] = {child.name[-ID:]: child for child in children}
         return self._by_id[kind.name].get(path.name[-ID:])
 
     def json(self, folder: Path | None, file: str) -> dict[str, Any] | None:
-        """Read a JSON document; None, with a gap, when that fails. `folder` None adds no gap: it has one already."""
+        """Read a JSON document; None, with a gap, when that fails. `folder` None adds no gap: it
+        has one already."""
         if folder is None:
             return None
         try:
@@ -100,8 +109,11 @@ class Reader:
         step = self.json(folder, "step.json") if self.has(folder, "step.json") else None
         return (step or {}).get("provenance") or {}
 
-    def table(self, folder: Path, file: str, columns: Sequence[str], optional: Sequence[str] = ()) -> pa.Table | None:
-        """Read columns of a Parquet file, and the optional ones that it has; None, with a gap, when that fails."""
+    def table(
+        self, folder: Path, file: str, columns: Sequence[str], optional: Sequence[str] = ()
+    ) -> pa.Table | None:
+        """Read columns of a Parquet file, and the optional ones that it has; None, with a gap, when
+        that fails."""
         try:
             with pq.ParquetFile(pa.BufferReader(self._bytes(folder, file))) as opened:
                 here = [name for name in optional if name in opened.schema_arrow.names]
@@ -113,17 +125,21 @@ class Reader:
             self._unreadable(f"{file} is damaged", folder)
             return None
         if table.column_names != [*columns, *here]:
-            self._unreadable(f"{file} lacks columns {sorted(set(columns) - set(table.column_names))}", folder)
+            self._unreadable(
+                f"{file} lacks columns {sorted(set(columns) - set(table.column_names))}", folder
+            )
             return None
         return table
 
     def frame(self, folder: Path | None, file: str, columns: Sequence[str]) -> pd.DataFrame | None:
-        """Read columns of a Parquet file; None, with a gap, when that fails. `folder` None gives None."""
+        """Read columns of a Parquet file; None, with a gap, when that fails. `folder` None gives
+        None."""
         table = self.table(folder, file, columns) if folder else None
         return None if table is None else table.to_pandas()
 
     def _bytes(self, folder: Path, file: str) -> bytes:
-        """The content of a file. Raises ValueError when its sha256 differs from that in the step's step.json."""
+        """The content of a file. Raises ValueError when its sha256 differs from that in the step's
+        step.json."""
         content = self._stored(folder, file)
         published = self._checksums(folder).get(file)
         if published is not None and sha256(content).hexdigest() != published:
@@ -141,7 +157,8 @@ class Reader:
             return self.packs.read(folder.name[-ID:], file)
 
     def _checksums(self, folder: Path) -> dict[str, str]:
-        """File of a step -> sha256; {} without step.json. Raises Damaged, a ValueError, for a damaged one."""
+        """File of a step -> sha256; {} without step.json. Raises Damaged, a ValueError, for a
+        damaged one."""
         if folder not in self._published:
             files: dict[str, dict[str, str]] = {}
             with contextlib.suppress(FileNotFoundError):
@@ -161,7 +178,8 @@ TIMELESS = ("model",)
 def steps_behind(steps: Iterable[str | None], reader: Reader) -> dict[str, Path]:
     """These steps and all their direct and indirect inputs: folder name as recorded -> its path.
 
-    A step without step.json is taken to have no inputs. Steps that are gone from the store are left out.
+    A step without step.json is taken to have no inputs. Steps that are gone from the store are left
+    out.
     """
     folders: dict[str, Path] = {}
     open_names = [name for name in steps if name]
@@ -182,7 +200,8 @@ def step_kind(name: str) -> str:
 
 
 def time_and_memory(names: Iterable[str], reader: Reader) -> pd.DataFrame:
-    """Time and memory of steps, one row per step that says them: folder, kind, seconds, peak (memory of its
+    """Time and memory of steps, one row per step that says them: folder, kind, seconds, peak
+    (memory of its
     process in bytes), gpu_peak (bytes, NaN without a GPU), machine."""
     rows = []
     for name in names:
@@ -190,9 +209,13 @@ def time_and_memory(names: Iterable[str], reader: Reader) -> pd.DataFrame:
         about = reader.provenance(folder) if folder else {}
         if not about:
             continue
-        measured = [about.get(key) for key in ("seconds", "peak_memory_bytes", "peak_gpu_memory_bytes")]
+        measured = [
+            about.get(key) for key in ("seconds", "peak_memory_bytes", "peak_gpu_memory_bytes")
+        ]
         rows.append((name, step_kind(name), *measured, str(about.get("machine", ""))))
-    return pd.DataFrame(rows, columns=list(_STEP_COLUMNS)).astype(dict.fromkeys(_STEP_COLUMNS[2:5], float))
+    return pd.DataFrame(rows, columns=list(_STEP_COLUMNS)).astype(
+        dict.fromkeys(_STEP_COLUMNS[2:5], float)
+    )
 
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
@@ -204,11 +227,18 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
 def stacked(frames: Iterable[pd.DataFrame], columns: Sequence[str]) -> pd.DataFrame:
     """Concatenate these columns of all frames; a frame without rows when there are no frames."""
     parts = list(frames)
-    return pd.concat(parts, ignore_index=True)[list(columns)] if parts else pd.DataFrame(columns=list(columns))
+    return (
+        pd.concat(parts, ignore_index=True)[list(columns)]
+        if parts
+        else pd.DataFrame(columns=list(columns))
+    )
 
 
-def groups(frame: pd.DataFrame, columns: Sequence[str]) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
-    """Groups of rows with equal values in `columns`, in the order they first appear, with these values by name."""
+def groups(
+    frame: pd.DataFrame, columns: Sequence[str]
+) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
+    """Groups of rows with equal values in `columns`, in the order they first appear, with these
+    values by name."""
     if frame.empty:  # an empty frame may lack the columns
         return
     for key, group in frame.groupby(list(columns), sort=False):

@@ -17,19 +17,26 @@ EVERY = "all"
 """Stands for every study of a store, unless a study has this name."""
 
 ID_DIGITS = 6
-"""Digits of the id of a model's step that are added to its name when another model has the same name."""
+"""Digits of the id of a model's step that are added to its name when another model has the same
+name."""
 _BY_TASK = ("evaluate", "errors")
 """Fields of an entry that map benchmarks and other steps to results and errors."""
 
 
 def studies(store: Path) -> list[str]:
-    """Names of the studies in a store, newest first. Raises UserError when there is no store or no study in it."""
+    """Names of the studies in a store, newest first. Raises UserError when there is no store or no
+    study in it."""
     if not store.is_dir():
-        raise UserError(f"store={store} does not exist: name the folder a run wrote to, such as store=store")
-    records = sorted(store.glob(f"runs/*/*/{RECORD}"), key=lambda path: path.stat().st_mtime, reverse=True)
+        raise UserError(
+            f"store={store} does not exist: name the folder a run wrote to, such as store=store"
+        )
+    records = sorted(
+        store.glob(f"runs/*/*/{RECORD}"), key=lambda path: path.stat().st_mtime, reverse=True
+    )
     if not records:
         raise UserError(
-            f"store={store} holds no study yet: run one first, such as python -m moe_lab +experiment=task_agnostic"
+            f"store={store} holds no study yet: run one first, such as python -m moe_lab "
+            "+experiment=task_agnostic"
         )
     return list(dict.fromkeys(path.parent.parent.name for path in records))
 
@@ -48,7 +55,8 @@ def chosen(store: Path, name: str) -> list[str]:
 
 
 def document(store: Path, names: Sequence[str]) -> dict[str, Any]:
-    """Read the record of one study, or of several combined into one. Raises UserError when one cannot be read.
+    """Read the record of one study, or of several combined into one. Raises UserError when one
+    cannot be read.
 
     A cell that several studies have counts once, with the benchmarks of all of them.
     """
@@ -72,12 +80,15 @@ def _read(store: Path, name: str) -> dict[str, Any]:
     try:
         record = read_record(store, name)
     except (Damaged, OSError) as error:
-        raise UserError(f"study={name} cannot be read: {error}, run the study again to write it anew") from None
+        raise UserError(
+            f"study={name} cannot be read: {error}, run the study again to write it anew"
+        ) from None
     if record is None:
         raise UserError(f"study={name} has no record: run it again")
     if record["schema"] > SCHEMA:
         raise UserError(
-            f"study={name} has schema {record['schema']}, written by a newer moe_lab, and this one reads up to {SCHEMA}"
+            f"study={name} has schema {record['schema']}, written by a newer moe_lab, and this "
+            f"one reads up to {SCHEMA}"
         )
     if not record["cells"]:
         raise UserError(f"study={name} has no cells")
@@ -85,14 +96,15 @@ def _read(store: Path, name: str) -> dict[str, Any]:
 
 
 def _with_id(name: str, step_id: str) -> str:
-    """The name of a model, extended by the start of its step's id to distinguish it from others of this name."""
+    """The name of a model, extended by the start of its step's id to distinguish it from others of
+    this name."""
     # top_k and the protocol stay at the end of the name
     return re.sub(r"((_top\d+)?( \(.*\))?)$", rf"-{step_id[:ID_DIGITS]}\g<1>", name, count=1)
 
 
 def _with_distinct_models(records: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Add the start of a model's id to its name where different models share a name, within one study or across
-    several."""
+    """Add the start of a model's id to its name where different models share a name, within one
+    study or across several."""
     ids: dict[str, set[str]] = {}
     for record in records.values():
         for entry in record["cells"]:
@@ -103,8 +115,10 @@ def _with_distinct_models(records: Mapping[str, dict[str, Any]]) -> dict[str, di
 
 
 def _name_and_id(entry: Mapping[str, Any]) -> tuple[str, str]:
-    """The name of a cell's model without its id, and the start of its id, or "" when its step is missing."""
-    name, folder = str(entry["cell"].get("model")), entry.get("model")
+    """The name of a cell's model without its id, and the start of its id, or "" when its step is
+    missing."""
+    name = str(entry["cell"].get("model"))
+    folder = entry.get("model")
     own_id = str(folder)[-ID:][:ID_DIGITS] if folder else ""
     return (name.replace(f"-{own_id}", "", 1) if own_id else name), own_id
 
@@ -121,7 +135,8 @@ def _renamed(record: dict[str, Any], ambiguous: Collection[str]) -> dict[str, An
             entry = {**entry, "cell": {**entry["cell"], "model": new_name}}
         cells.append(entry)
     figures = {
-        kind: [{**row, "model": new_names.get(row["model"], row["model"])} for row in record[kind]] for kind in FIGURES
+        kind: [{**row, "model": new_names.get(row["model"], row["model"])} for row in record[kind]]
+        for kind in FIGURES
     }
     return {**record, "cells": cells, **figures}
 
@@ -130,8 +145,12 @@ def _with_suites(record: dict[str, Any]) -> dict[str, Any]:
     """Add to each cell its `suite`: the tasks that this study ran on any cell of the same model."""
     suites: dict[str, dict[str, None]] = {}
     for entry in record["cells"]:
-        suites.setdefault(entry["cell"].get("model"), {}).update(dict.fromkeys(entry.get("evaluate") or {}))
-    cells = [{**entry, "suite": list(suites[entry["cell"].get("model")])} for entry in record["cells"]]
+        suites.setdefault(entry["cell"].get("model"), {}).update(
+            dict.fromkeys(entry.get("evaluate") or {})
+        )
+    cells = [
+        {**entry, "suite": list(suites[entry["cell"].get("model")])} for entry in record["cells"]
+    ]
     return {**record, "cells": cells}
 
 
@@ -145,8 +164,11 @@ def _joined_cells(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def joined_entry(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge entries of one cell: of every step, and of every benchmark, the first result that one of them has."""
-    by_task = {name: _first_values([entry.get(name) or {} for entry in entries]) for name in _BY_TASK}
+    """Merge entries of one cell: of every step, and of every benchmark, the first result that one
+    of them has."""
+    by_task = {
+        name: _first_values([entry.get(name) or {} for entry in entries]) for name in _BY_TASK
+    }
     return {**_first_values(entries), **by_task}
 
 

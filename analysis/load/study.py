@@ -18,7 +18,9 @@ from analysis.load.settings import AXES, labels, removed_words, replaces
 from moe_lab.results import STEPS
 
 
-def _of_cells(read: Callable[[pd.DataFrame, Reader], pd.DataFrame]) -> cached_property[pd.DataFrame]:
+def _of_cells(
+    read: Callable[[pd.DataFrame, Reader], pd.DataFrame],
+) -> cached_property[pd.DataFrame]:
     """A frame of a study that is read from its cells when it is first accessed."""
     return cached_property(lambda study: read(study.cells, study.reader))
 
@@ -32,35 +34,42 @@ def _of_passes(
 
 @dataclass(frozen=True, eq=False)
 class Study:
-    """The results of a study, from which all tables and figures are made. `cell` is the row label of `cells`."""
+    """The results of a study, from which all tables and figures are made. `cell` is the row label
+    of `cells`."""
 
     name: str
     store: Path
     document: Mapping[str, Any]
     """The study's record as the run wrote it, including provenance."""
     cells: pd.DataFrame
-    """Index cell; columns AXES (ratio: as requested), removed (share of experts or channels that the plan removes),
-    removed_words (that of all cells of a model and ratio, in words), method (a key of `names`, with the allocation and
-    recovery only where they differ in this study), protocol (how its benchmarks are run, None in older records) and
-    `<artefact>_folder` for each of STEPS, None where there is none."""
+    """Index cell; columns AXES (ratio: as requested), removed (share of experts or channels that
+    the plan removes), removed_words (that of all cells of a model and ratio, in words), method (a
+    key of `names`, with the allocation and recovery only where they differ in this study), protocol
+    (how its benchmarks are run, None in older records) and `<artefact>_folder` for each of STEPS,
+    None where there is none."""
     results: pd.DataFrame
-    """cell, task, benchmark, metric, score, scale, unit, stderr, n, expected, folder: see `moe_lab.results.Result`."""
+    """cell, task, benchmark, metric, score, scale, unit, stderr, n, expected, folder: see
+    `moe_lab.results.Result`."""
     samples: pd.DataFrame
-    """cell, benchmark, item, outcome (0..1), answer_loss (bits per byte of the right answer; NaN if not measured)."""
+    """cell, benchmark, item, outcome (0..1), answer_loss (bits per byte of the right answer; NaN if
+    not measured)."""
     family: pd.DataFrame
     """model, calibration, layer, expert, b, alpha, beta, score: every S(b, alpha, beta)."""
     damage: pd.DataFrame
     """model, calibration, layer, expert, score: the exact damage of removing one expert."""
     coverage: pd.DataFrame
-    """model, calibration, layer, expert, tokens; of one gate and seed like the two above, see `passes.shown_passes`."""
+    """model, calibration, layer, expert, tokens; of one gate and seed like the two above, see
+    `passes.shown_passes`."""
     calibrations: passes.Reports
     """"calibration@model" -> the report of the calibration pass."""
     contaminations: passes.Reports
-    """"calibration@model" -> task -> how many of its items are comparable with the text, and found in it."""
+    """"calibration@model" -> task -> how many of its items are comparable with the text, and found
+    in it."""
     models: Mapping[str, Mapping[str, Any]]
     """Model -> layers, experts and parameters."""
     origins: pd.DataFrame
-    """One row per evaluation: folder, seconds, host, machine, python, moe_lab, commit, and versions of libraries."""
+    """One row per evaluation: folder, seconds, host, machine, python, moe_lab, commit, and versions
+    of libraries."""
     reader: Reader
     """Reads the frames below when they are first accessed."""
     notes: Sequence[str] = field(default=())
@@ -85,12 +94,14 @@ class Study:
 
     @cached_property
     def memory(self) -> pd.DataFrame:
-        """model, ratio, removed_words, granularity, allocation, parameters, bytes, ...: see `plans.loading_memory`."""
+        """model, ratio, removed_words, granularity, allocation, parameters, bytes, ...: see
+        `plans.loading_memory`."""
         return plans.loading_memory(self.cells, self.kept, self.models)
 
 
 def load(store: Path, name: str) -> Study:
-    """Read the study `name`, or several separated by commas, or `all`, as one. What cannot be read is in `gaps`.
+    """Read the study `name`, or several separated by commas, or `all`, as one. What cannot be read
+    is in `gaps`.
 
     Raises UserError for an unknown or unreadable study.
     """
@@ -125,15 +136,23 @@ REMARKABLE = 0.01
 
 
 def _contaminated(contaminations: passes.Reports) -> list[str]:
-    """A sentence for every calibration set that has more than REMARKABLE of the items of a benchmark."""
+    """A sentence for every calibration set that has more than REMARKABLE of the items of a
+    benchmark."""
     of_sets: dict[str, dict[str, None]] = {}
     for key, counts in contaminations.items():
         for benchmark, count in counts.items():
             if count["found"] > REMARKABLE * count["comparable"]:
-                words = f"{count['found']} of {count['comparable']} items of {names.benchmark(benchmark)}"
+                words = (
+                    f"{count['found']} of {count['comparable']} items of "
+                    f"{names.benchmark(benchmark)}"
+                )
                 of_sets.setdefault(key.partition("@")[0], {})[words] = None
     return [
-        f"Calibration set {text} contains 13 consecutive words of {names.listing(words)}: these scores may be too good."
+        (
+            f"Calibration set {text} contains 13 consecutive words of {names.listing(words)}: "
+            "these "
+            "scores may be too good."
+        )
         for text, words in of_sets.items()
     ]
 
@@ -145,7 +164,9 @@ Entries = dict[int, Mapping[str, Any]]
 def _cells(document: Mapping[str, Any], reader: Reader) -> tuple[pd.DataFrame, Entries]:
     """One row per cell, and the entries; a cell that is listed twice counts once."""
     entries = dict(enumerate(document["cells"]))
-    cells = pd.DataFrame([entry["cell"] for entry in entries.values()], columns=list(AXES)).rename_axis("cell")
+    cells = pd.DataFrame(
+        [entry["cell"] for entry in entries.values()], columns=list(AXES)
+    ).rename_axis("cell")
     cells["allocation"] = [_allocation(entry["cell"]) for entry in entries.values()]
     has_all = cells.notna().all(axis=1)
     for criterion in cells.loc[~has_all, "criterion"]:
@@ -157,34 +178,50 @@ def _cells(document: Mapping[str, Any], reader: Reader) -> tuple[pd.DataFrame, E
     differing = document.get("differing", [])
     for cell in cells.index:
         if entries[cell]["cell"] in differing:
-            reader.gap("runs at the same time have it with different settings: the later run counts", texts[cell])
+            reader.gap(
+                "runs at the same time have it with different settings: the later run counts",
+                texts[cell],
+            )
         if twice[cell]:
             reader.gap("listed twice, counted once", texts[cell])
     return _one_row_per_plan(cells[~twice], entries, reader)
 
 
-def _one_row_per_plan(cells: pd.DataFrame, entries: Entries, reader: Reader) -> tuple[pd.DataFrame, Entries]:
-    """Merge the ratios of a model at which all of its cells have the same plans, and add the columns of results.
+def _one_row_per_plan(
+    cells: pd.DataFrame, entries: Entries, reader: Reader
+) -> tuple[pd.DataFrame, Entries]:
+    """Merge the ratios of a model at which all of its cells have the same plans, and add the
+    columns of results.
 
-    Rounding to whole experts can make the same plans of two ratios. They are one row then, of the lower ratio, with
-    the results of both. Both stay where the plans of any cell differ or cannot be read, or where a cell has one of the
-    ratios alone. The entries are those of the rows; the ones that were given are not changed.
+    Rounding to whole experts can make the same plans of two ratios. They are one row then, of the
+    lower ratio, with the results of both. Both stay where the plans of any cell differ or cannot be
+    read, or where a cell has one of the ratios alone. The entries are those of the rows; the ones
+    that were given are not changed.
     """
     cells = cells.join(plans.removed(_with_folders(cells, entries), reader))
     cells["requested"] = cells["ratio"]
     cells["ratio"] = _lowest_equal_ratio(cells)
     for _, same_ratio in groups(cells, ["model", "ratio"]):
         requested = sorted(set(same_ratio["requested"]))
-        cells.loc[same_ratio.index, "removed_words"] = removed_words(same_ratio["removed"], requested)
+        cells.loc[same_ratio.index, "removed_words"] = removed_words(
+            same_ratio["removed"], requested
+        )
     merged: Entries = {}
-    for members in cells.sort_values("requested", kind="stable").groupby(list(AXES), sort=False).groups.values():
+    for members in (
+        cells.sort_values("requested", kind="stable")
+        .groupby(list(AXES), sort=False)
+        .groups.values()
+    ):
         merged[int(members[0])] = studies.joined_entry([entries[member] for member in members])
     rows = _with_folders(cells.loc[sorted(merged)], merged)
-    return rows.assign(removed=rows["removed"].fillna(rows["ratio"])).drop(columns=["plan", "requested"]), merged
+    return rows.assign(removed=rows["removed"].fillna(rows["ratio"])).drop(
+        columns=["plan", "requested"]
+    ), merged
 
 
 def _lowest_equal_ratio(cells: pd.DataFrame) -> pd.Series:
-    """Cell -> the lowest ratio at which all cells of its model have the plans that they have at its ratio."""
+    """Cell -> the lowest ratio at which all cells of its model have the plans that they have at its
+    ratio."""
     other_axes = [axis for axis in AXES if axis != "ratio"]
     lowest = cells["ratio"].copy()
     ratio_of: dict[frozenset[Any], float] = {}
@@ -197,23 +234,31 @@ def _lowest_equal_ratio(cells: pd.DataFrame) -> pd.Series:
 
 def _with_folders(cells: pd.DataFrame, entries: Entries) -> pd.DataFrame:
     """Add the columns protocol and `<artefact>_folder`."""
-    columns = {f"{kind}_folder": [entries[cell].get(kind) for cell in cells.index] for kind in STEPS}
+    columns = {
+        f"{kind}_folder": [entries[cell].get(kind) for cell in cells.index] for kind in STEPS
+    }
     return cells.assign(protocol=[entries[cell].get("protocol") for cell in cells.index], **columns)
 
 
 def _allocation(cell: Mapping[str, Any]) -> str | None:
     """Words for an allocation: its name, what replaces dropped experts, and what is protected."""
-    replacement, protect = cell.get("replacement", "none"), cell.get("protect")
-    more = [f"replacement={replacement}" if replacement != "none" else "", f"protect={protect}" if protect else ""]
+    replacement = cell.get("replacement", "none")
+    protect = cell.get("protect")
+    more = [
+        f"replacement={replacement}" if replacement != "none" else "",
+        f"protect={protect}" if protect else "",
+    ]
     name = cell.get("allocation")
     return ", ".join([name, *filter(None, more)]) if name else name
 
 
 def _methods(cells: pd.DataFrame) -> list[str]:
-    """The key of each cell's method: allocation and recovery are part of it when the study has several of them.
+    """The key of each cell's method: allocation and recovery are part of it when the study has
+    several of them.
 
-    For experts, the default allocation `uniform` is not part of the key; for channels there is no default. An
-    allocation that replaces dropped experts is always part of it: with a criterion's name alone, experts are dropped.
+    For experts, the default allocation `uniform` is not part of the key; for channels there is no
+    default. An allocation that replaces dropped experts is always part of it: with a criterion's
+    name alone, experts are dropped.
     """
     pruned = cells[cells["criterion"] != "none"]
     places, repairs = (pruned[axis].nunique() > 1 for axis in ("allocation", "recovery"))
@@ -229,7 +274,10 @@ def _methods(cells: pd.DataFrame) -> list[str]:
 
 def _tells(row: Mapping[str, Any]) -> bool:
     """Whether the cell's allocation differs from the default (see `_methods`)."""
-    return bool(row["criterion"] != "none" and (row["allocation"] != "uniform" or row["granularity"] == "channel"))
+    return bool(
+        row["criterion"] != "none"
+        and (row["allocation"] != "uniform" or row["granularity"] == "channel")
+    )
 
 
 def _models(cells: pd.DataFrame, reader: Reader) -> dict[str, Mapping[str, Any]]:

@@ -1,5 +1,5 @@
-"""Attributions of experts: their agreement with ablation, their cost, the scores of plans that use them, and their
-course over depth (MoE-Slimming, Table 14 and Fig. 12)."""
+"""Attributions of experts: their agreement with ablation, their cost, the scores of plans that use
+them, and their course over depth (MoE-Slimming, Table 14 and Fig. 12)."""
 
 from __future__ import annotations
 
@@ -28,8 +28,14 @@ from analysis.stats.ranks import correlations, rank_correlation_by_layer
 
 ESTIMATES = ("tokens", "gate", "norm", "first", "second")
 TRUTHS = {"second": "layer loss", "ablation": "model loss"}
-"""Exact measures that estimates are compared with: the change of a layer's loss, and of the model's loss."""
-PRIORS = {"tokens": ("usage",), "first": ("ala1",), "second": ("ala2", "true_ablation"), "ablation": ("loss",)}
+"""Exact measures that estimates are compared with: the change of a layer's loss, and of the model's
+loss."""
+PRIORS = {
+    "tokens": ("usage",),
+    "first": ("ala1",),
+    "second": ("ala2", "true_ablation"),
+    "ablation": ("loss",),
+}
 """Measure of an expert -> the priors of allocation=coverage that are proportional to it."""
 PRIOR_LABELS = {
     "ala1": "Attribution, first order",
@@ -47,12 +53,17 @@ SECONDS = "Time (s)"
 
 
 def agreement_table(results: Results, name: str) -> Table:
-    """Table 14: agreement of cheap measures of an expert with the exact effect of removing it, and their time."""
+    """Table 14: agreement of cheap measures of an expert with the exact effect of removing it, and
+    their time."""
     kinds = ("Pearson", "Rank", "Rank in a layer", "Pearson of channels kept")
     columns = [f"{kind}, {truth}" for truth in TRUTHS.values() for kind in kinds]
-    study, rows, machines = results.study, [], []
+    study = results.study
+    rows = []
+    machines = []
     for key, experts in groups(study.experts, ["model", "calibration"]):
-        alike = (study.cells["model"] == key["model"]) & (study.cells["calibration"] == key["calibration"])
+        alike = (study.cells["model"] == key["model"]) & (
+            study.cells["calibration"] == key["calibration"]
+        )
         cells = study.cells[alike]
         by_prior = cells.reset_index().merge(plans.priors(cells, study.reader), on="cell")
         seconds, on = measure_seconds(study, cells)
@@ -66,19 +77,34 @@ def agreement_table(results: Results, name: str) -> Table:
                     pooled = correlations(experts, measure, truth)
                     inside = rank_correlation_by_layer(experts, measure, truth)
                     alike_by_experts = [pooled["linear"], pooled["rank"], inside]
-                numbers += [*alike_by_experts, channel_agreement(by_prior, study.kept, measure, truth)]
-            words = key["model"], names.calibration(key["calibration"]), names.capitalised(MEASURES[measure])
-            rows.append((*words, *numbers, seconds["ablation" if measure == "ablation" else "pass"]))
+                numbers += [
+                    *alike_by_experts,
+                    channel_agreement(by_prior, study.kept, measure, truth),
+                ]
+            words = (
+                key["model"],
+                names.calibration(key["calibration"]),
+                names.capitalised(MEASURES[measure]),
+            )
+            rows.append(
+                (*words, *numbers, seconds["ablation" if measure == "ablation" else "pass"])
+            )
     text = ["Model", "Calibration", "Estimate"]
     return Table(
         name=name,
         title="Agreement of attributions with the effect of removing an expert",
-        caption="Correlations over experts: Pearson's and Spearman's over all layers, Spearman's inside a layer (mean "
-        "over layers). Layer loss: change of the routed output relative to the residual stream without one expert; it "
-        "is quadratic in that expert's factor, so the second order is the true value and agrees by construction. Model "
-        "loss: rise of the language model's loss without the expert, where a plan read the ablation. Channels kept: "
-        "correlation of each expert's kept share in two plans of allocation=coverage, one with this estimate as prior "
-        "and one with the true value (mean over such pairs). Time: of the step that measures it. One forward pass "
+        caption="Correlations over experts: Pearson's and Spearman's over all layers, Spearman's "
+        "inside a layer (mean "
+        "over layers). Layer loss: change of the routed output relative to the residual stream "
+        "without one expert; it "
+        "is quadratic in that expert's factor, so the second order is the true value and agrees "
+        "by construction. Model "
+        "loss: rise of the language model's loss without the expert, where a plan read the "
+        "ablation. Channels kept: "
+        "correlation of each expert's kept share in two plans of allocation=coverage, one with "
+        "this estimate as prior "
+        "and one with the true value (mean over such pairs). Time: of the step that measures it. "
+        "One forward pass "
         "gives all estimates but the ablation, so first and second order take the same time. "
         f"{MEASURED}{measured_on(machines)}Based on {of_pass(study)}",
         frame=pd.DataFrame(rows, columns=[*text, *columns, SECONDS]),
@@ -88,16 +114,24 @@ def agreement_table(results: Results, name: str) -> Table:
     )
 
 
-def channel_agreement(by_prior: pd.DataFrame, kept: pd.DataFrame, measure: str, truth: str) -> float:
+def channel_agreement(
+    by_prior: pd.DataFrame, kept: pd.DataFrame, measure: str, truth: str
+) -> float:
     """Correlation of kept shares between plans whose priors follow `measure` and `truth`.
 
-    Pearson's over experts, the mean over pairs of plans that differ in nothing else; NaN without such a pair.
-    `by_prior`: cell, prior and ALIKE."""
+    Pearson's over experts, the mean over pairs of plans that differ in nothing else; NaN without
+    such a pair. `by_prior`: cell, prior and ALIKE."""
     values = []
     for _, alike in groups(by_prior, ALIKE):
-        pair = [alike.loc[alike["prior"].isin(PRIORS.get(word, ())), "cell"] for word in (measure, truth)]
+        pair = [
+            alike.loc[alike["prior"].isin(PRIORS.get(word, ())), "cell"]
+            for word in (measure, truth)
+        ]
         if all(map(len, pair)):
-            shares = [kept[kept["cell"] == cells.iloc[0]].set_index(["layer", "expert"])["share"] for cells in pair]
+            shares = [
+                kept[kept["cell"] == cells.iloc[0]].set_index(["layer", "expert"])["share"]
+                for cells in pair
+            ]
             both = pd.concat(shares, axis=1, keys=["one", "other"])
             values.append(correlations(both, "one", "other")["linear"])
     defined = [value for value in values if not np.isnan(value)]
@@ -105,7 +139,8 @@ def channel_agreement(by_prior: pd.DataFrame, kept: pd.DataFrame, measure: str, 
 
 
 def measure_seconds(study: Study, cells: pd.DataFrame) -> tuple[dict[str, float], list[str]]:
-    """Seconds of the steps that measure the experts of one model and calibration set, and the machines they ran on.
+    """Seconds of the steps that measure the experts of one model and calibration set, and the
+    machines they ran on.
 
     Keys of the seconds are `pass` and `ablation`; NaN when the store has no time of the step."""
     shown = shown_passes(study.cells)["statistics_folder"]
@@ -119,7 +154,9 @@ def measure_seconds(study: Study, cells: pd.DataFrame) -> tuple[dict[str, float]
     measured = {"pass": passes[:1], "ablation": ablations[:1]}
     took = {word: time_and_memory(folders, study.reader) for word, folders in measured.items()}
     machines = [str(machine) for table in took.values() for machine in table["machine"]]
-    return {word: float(table["seconds"].sum(min_count=1)) for word, table in took.items()}, machines
+    return {
+        word: float(table["seconds"].sum(min_count=1)) for word, table in took.items()
+    }, machines
 
 
 @score_table(
@@ -129,15 +166,23 @@ def measure_seconds(study: Study, cells: pd.DataFrame) -> tuple[dict[str, float]
     "Difference: Mean minus that of the first order, paired.",
 )
 def prior_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """Table 14's scores: plans of allocation=coverage that differ in the prior alone, compared with first order."""
-    cells = comparison.cells.reset_index().merge(plans.priors(comparison.cells, results.study.reader), on="cell")
+    """Table 14's scores: plans of allocation=coverage that differ in the prior alone, compared with
+    first order."""
+    cells = comparison.cells.reset_index().merge(
+        plans.priors(comparison.cells, results.study.reader), on="cell"
+    )
     for key, part in groups(cells, [*ALIKE, "calibration", "recovery"]):
         if part["prior"].nunique() < 2:
             continue
-        rows = part.sort_values("prior", key=lambda prior: prior.map(list(PRIOR_LABELS).index), kind="stable")
+        rows = part.sort_values(
+            "prior", key=lambda prior: prior.map(list(PRIOR_LABELS).index), kind="stable"
+        )
         labels = dict(zip(rows["cell"].map(int), rows["prior"].map(PRIOR_LABELS), strict=True))
         usual = part.loc[part["prior"] == plans.FIRST_ORDER]
-        words = [comparison.removed(key["ratio"]), names.RECOVERIES.get(key["recovery"], key["recovery"])]
+        words = [
+            comparison.removed(key["ratio"]),
+            names.RECOVERIES.get(key["recovery"], key["recovery"]),
+        ]
         if len(usual):
             words.append(names.allocated(str(usual["allocation"].iloc[0])))
         pruned = ", ".join(word for word in words if word)
@@ -146,7 +191,8 @@ def prior_table(results: Results, comparison: Comparison) -> Iterator[Block]:
 
 @output("coverage.table14", chapter="attribution", filters="Model|Calibration|Pruned", needs=SUMS)
 def agreements(results: Results, name: str) -> list[Item]:
-    """Agreement of attributions with ablations, their time, and the scores of plans that use each of them."""
+    """Agreement of attributions with ablations, their time, and the scores of plans that use each
+    of them."""
     return [agreement_table(results, name), prior_table(results, f"{name}.scores")]
 
 
@@ -176,12 +222,18 @@ def ablation_figure(results: Results, comparison: Comparison, name: str) -> Figu
         axes.set_xlabel(MEASURES[measure])
     style.legend(drawing, style.depth_keys(sorted(ablated["layer"].unique())))
     caption = (
-        "Each point is an expert, its shade the depth of its layer. Vertical: rise of the model's loss without that "
-        "expert's output, with unchanged gates. ρ: rank correlation over all experts, and its mean over layers. "
-        f"Experts without tokens have no router weight and are left out there. Based on {of_pass(results.study)}"
+        "Each point is an expert, its shade the depth of its layer. Vertical: rise of the model's "
+        "loss without that "
+        "expert's output, with unchanged gates. ρ: rank correlation over all experts, and its "
+        "mean over layers. "
+        "Experts without tokens have no router weight and are left out there. Based on "
+        f"{of_pass(results.study)}"
     )
     return Figure(
-        name, f"Loss without an expert, against routing and attribution: {comparison.model}", caption, drawing
+        name,
+        f"Loss without an expert, against routing and attribution: {comparison.model}",
+        caption,
+        drawing,
     )
 
 
@@ -189,7 +241,15 @@ def _points(axes: Axes, experts: pd.DataFrame, measure: str) -> None:
     layers = sorted(experts["layer"].unique())
     for about, points in groups(experts.sort_values("layer"), ["layer"]):
         shade = style.depth(about["layer"], layers)
-        axes.plot(points[measure], points["ablation"], "o", markersize=3, alpha=0.75, markeredgewidth=0, color=shade)
+        axes.plot(
+            points[measure],
+            points["ablation"],
+            "o",
+            markersize=3,
+            alpha=0.75,
+            markeredgewidth=0,
+            color=shade,
+        )
     pooled = correlations(experts, measure, "ablation")["rank"]
     inside = rank_correlation_by_layer(experts, measure, "ablation")
     words = [shown(value, "{:.2f}").replace("-", "−") for value in (pooled, inside)]
@@ -204,12 +264,18 @@ def _title(axes: Axes, words: str) -> None:
 
 
 def depth_figure(
-    results: Results, comparison: Comparison, name: str, measures: Mapping[str, str], title: str, caption: str
+    results: Results,
+    comparison: Comparison,
+    name: str,
+    measures: Mapping[str, str],
+    title: str,
+    caption: str,
 ) -> Figure | None:
-    """Draw measures of experts over decoder layers: a panel per measure, a line per calibration set.
+    """Draw measures of experts over decoder layers: a panel per measure, a line per calibration
+    set.
 
-    The line is the median expert of a layer; the band holds four of five experts. None when no expert of the model has
-    any of the measures."""
+    The line is the median expert of a layer; the band holds four of five experts. None when no
+    expert of the model has any of the measures."""
     experts = results.study.experts
     experts = experts[experts["model"] == comparison.model]
     measured = [measure for measure in measures if experts[measure].notna().any()]
@@ -220,10 +286,18 @@ def depth_figure(
         for at, calibration in enumerate(names.calibrations_in_order(experts["calibration"])):
             own = experts[experts["calibration"] == calibration].dropna(subset=[measure])
             by_layer = own.groupby("layer")[measure]
-            look, middle = style.cycled(at), by_layer.median()
+            look = style.cycled(at)
+            middle = by_layer.median()
             low, high = (by_layer.quantile(end) for end in SPREAD)
             axes.fill_between(middle.index, low, high, color=look["color"], alpha=0.15, linewidth=0)
-            axes.plot(middle.index, middle, markersize=3.5, linewidth=1.2, label=names.calibration(calibration), **look)
+            axes.plot(
+                middle.index,
+                middle,
+                markersize=3.5,
+                linewidth=1.2,
+                label=names.calibration(calibration),
+                **look,
+            )
         axes.set_title(measures[measure], fontsize=7.5)
         style.layer_axis(axes)
         style.scientific(axes.yaxis)
@@ -238,7 +312,8 @@ def depth_figure(
 @per_model("pruned")
 def attributions_by_depth(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Statistics of experts by depth."""
-    title, caption = "Routing and attribution by depth", "Statistics of experts by depth."
+    title = "Routing and attribution by depth"
+    caption = "Statistics of experts by depth."
     return depth_figure(results, comparison, name, MEASURES, title, caption)
 
 
@@ -270,7 +345,12 @@ def smoothing_figure(results: Results, comparison: Comparison, name: str) -> Fig
         for at, word in enumerate(get_args(Smoothing)):
             target = smooth(own["loss"].to_numpy(float), word)
             axes.plot(
-                own["layer"], target / target.mean(), label=word, markersize=3.5, linewidth=1.2, **style.cycled(at)
+                own["layer"],
+                target / target.mean(),
+                label=word,
+                markersize=3.5,
+                linewidth=1.2,
+                **style.cycled(at),
             )
         axes.set_title(names.calibration(calibration))
         style.layer_axis(axes)
@@ -278,7 +358,8 @@ def smoothing_figure(results: Results, comparison: Comparison, name: str) -> Fig
     grid[0].set_ylabel("target, mean 1")
     style.legend(drawing, grid[0].get_lines())
     caption = (
-        "Relative share of its score that each layer is to keep, by the smoothing of layer losses; none: in proportion "
+        "Relative share of its score that each layer is to keep, by the smoothing of layer "
+        "losses; none: in proportion "
         f"to the loss. Based on {of_pass(results.study)}"
     )
     return Figure(name, f"Smoothed layer losses: {comparison.model}", caption, drawing)

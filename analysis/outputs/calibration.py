@@ -1,4 +1,5 @@
-"""Effects of the choice and size of the calibration set (HEAPr, Fig. 3; AIMER, Fig. 1; MoE-Slimming, Table 18)."""
+"""Effects of the choice and size of the calibration set (HEAPr, Fig. 3; AIMER, Fig. 1;
+MoE-Slimming, Table 18)."""
 
 from __future__ import annotations
 
@@ -37,13 +38,18 @@ def reports(study: Study, model: str) -> dict[str, Mapping[str, Any]]:
 def tokens(study: Study, model: str) -> dict[str, int]:
     """Calibration set -> number of its valid tokens that the model read."""
     by_set = reports(study, model)
-    return {name: sum((report.get("valid_tokens") or {}).values()) for name, report in by_set.items()}
+    return {
+        name: sum((report.get("valid_tokens") or {}).values()) for name, report in by_set.items()
+    }
 
 
 def sources(study: Study, model: str) -> dict[str, str]:
     """Calibration set -> identifier of its text, independent of the number of tokens read."""
     by_set = reports(study, model)
-    return {name: str(report.get("sha256") or report.get("source") or name) for name, report in by_set.items()}
+    return {
+        name: str(report.get("sha256") or report.get("source") or name)
+        for name, report in by_set.items()
+    }
 
 
 def text_cells(comparison: Comparison) -> pd.DataFrame:
@@ -64,16 +70,20 @@ def text_cells(comparison: Comparison) -> pd.DataFrame:
 @score_table(
     "Calibration sets: which text, and how much of it",
     (*names.ABLATION, MEAN),
-    "A block per ratio and method; rows name the calibration set and the tokens read of it. Difference: Mean minus "
+    "A block per ratio and method; rows name the calibration set and the tokens read of it. "
+    "Difference: Mean minus "
     "that of the set of most tokens, the last row, paired.",
 )
 def calibration_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """One method with every calibration set: a block per ratio and method, differences to the set of most tokens."""
+    """One method with every calibration set: a block per ratio and method, differences to the set
+    of most tokens."""
     read = tokens(results.study, comparison.model)
     for key, rows in groups(text_cells(comparison), COMPETING):
         if rows["calibration"].nunique() > 1:
             labels = {}
-            ordered = rows.assign(read=rows["calibration"].map(read)).sort_values("read", kind="stable")
+            ordered = rows.assign(read=rows["calibration"].map(read)).sort_values(
+                "read", kind="stable"
+            )
             for cell, word in ordered["calibration"].items():
                 count = f", {read[word]:,} tokens" if word in read else ""
                 labels[int(str(cell))] = f"{names.calibration(word)}{count}"
@@ -82,10 +92,14 @@ def calibration_table(results: Results, comparison: Comparison) -> Iterator[Bloc
 
 
 def sizes(study: Study, comparison: Comparison) -> dict[tuple[str, float], pd.DataFrame]:
-    """(Label, ratio) -> cells of one text and method that differ in the tokens read, sorted by these (column read)."""
-    read, source = tokens(study, comparison.model), sources(study, comparison.model)
+    """(Label, ratio) -> cells of one text and method that differ in the tokens read, sorted by
+    these (column read)."""
+    read = tokens(study, comparison.model)
+    source = sources(study, comparison.model)
     cells = text_cells(comparison)
-    cells = cells.assign(read=cells["calibration"].map(read), source=cells["calibration"].map(source))
+    cells = cells.assign(
+        read=cells["calibration"].map(read), source=cells["calibration"].map(source)
+    )
     lines = {}
     for key, rows in groups(cells.dropna(subset=["read"]), [*COMPETING, "source"]):
         if rows["read"].nunique() > 1:
@@ -104,7 +118,8 @@ def sizes(study: Study, comparison: Comparison) -> dict[tuple[str, float], pd.Da
 def size_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Scores against the number of calibration tokens.
 
-    A panel per ratio, a line per text and method. None when no text was read with two numbers of tokens.
+    A panel per ratio, a line per text and method. None when no text was read with two numbers of
+    tokens.
     """
     lines = sizes(results.study, comparison)
     cells = [int(str(cell)) for line in lines.values() for cell in line.index]
@@ -118,7 +133,8 @@ def size_figure(results: Results, comparison: Comparison, name: str) -> Figure |
     keys: dict[str, Line2D] = {}
     for (label, ratio), line in lines.items():
         axes = grid[ratios.index(ratio)]
-        shade, marker = style.colour(line["method"].iloc[0]), style.MARKERS[len(keys) % len(style.MARKERS)]
+        shade = style.colour(line["method"].iloc[0])
+        marker = style.MARKERS[len(keys) % len(style.MARKERS)]
         key = keys.setdefault(label, style.key(label, color=shade, marker=marker, markersize=4))
         axes.vlines(line["read"], low[line.index], high[line.index], color=shade, alpha=0.5)
         style.draw(axes, key, line["read"], score[line.index])
@@ -131,14 +147,22 @@ def size_figure(results: Results, comparison: Comparison, name: str) -> Figure |
     grid[0].set_ylabel("mean of HEAPr's benchmarks")
     style.legend(drawing, keys.values(), most=3)
     caption = (
-        f"{averaged(target, names.HEAPR)} after calibration on more and more of the same text, with 95 % intervals. "
+        f"{averaged(target, names.HEAPR)} after calibration on more and more of the same text, "
+        "with 95 % intervals. "
         "Lines are texts and methods; points of one line answered the same items."
     )
-    return Figure(name, f"How much calibration text is enough: {comparison.model}", caption, drawing)
+    return Figure(
+        name, f"How much calibration text is enough: {comparison.model}", caption, drawing
+    )
 
 
 POINTS = 100
-_SHADES = {"Code": "#ee7733", "WildBench": "#aa4499", "Math": "#117733", "Multiple choice": "#2277bb"}
+_SHADES = {
+    "Code": "#ee7733",
+    "WildBench": "#aa4499",
+    "Math": "#117733",
+    "Multiple choice": "#2277bb",
+}
 """Family of benchmarks -> colour of its lines."""
 _FAMILIES = {
     "Eval+": "Code", "LiveCode": "Code", "WildBench": "WildBench", "GSM8K": "Math", "MATH-500": "Math",
@@ -148,30 +172,45 @@ _FAMILIES = {
 
 
 def changes(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """Change of each benchmark's score with more tokens of one text, against the cell that read the fewest.
+    """Change of each benchmark's score with more tokens of one text, against the cell that read the
+    fewest.
 
-    Columns: label (of the text and method), ratio, benchmark, read (tokens), and difference, low and high in points.
-    Benchmarks in which less is better are left out, since they have no points."""
+    Columns: label (of the text and method), ratio, benchmark, read (tokens), and difference, low
+    and high in points. Benchmarks in which less is better are left out, since they have no
+    points."""
     rows = []
     for (label, ratio), line in sizes(study, comparison).items():
         first, *more = (int(str(cell)) for cell in line.index)
-        more_is_better = [str(name) for name in comparison.benchmarks if name not in comparison.lower_is_better]
+        more_is_better = [
+            str(name) for name in comparison.benchmarks if name not in comparison.lower_is_better
+        ]
         ordered = names.in_order(more_is_better, names.BENCHMARKS)
         for benchmark in mean_target(comparison, [first, *more], ordered):
             points = POINTS * differences(comparison, (benchmark,), dict.fromkeys(more, first))
             about = {"label": label, "ratio": ratio, "benchmark": benchmark}
-            rows.append({**about, "read": line["read"][first], "difference": 0.0, "low": 0.0, "high": 0.0})
-            for cell, change in zip(more, records(points[["difference", "low", "high"]]), strict=True):
+            rows.append(
+                {**about, "read": line["read"][first], "difference": 0.0, "low": 0.0, "high": 0.0}
+            )
+            for cell, change in zip(
+                more, records(points[["difference", "low", "high"]]), strict=True
+            ):
                 rows.append({**about, "read": line["read"][cell], **change})
-    return pd.DataFrame(rows, columns=["label", "ratio", "benchmark", "read", "difference", "low", "high"])
+    return pd.DataFrame(
+        rows, columns=["label", "ratio", "benchmark", "read", "difference", "low", "high"]
+    )
 
 
-@output("aimer.fig1", chapter="task", needs="calibration sets that read different numbers of tokens of one text")
+@output(
+    "aimer.fig1",
+    chapter="task",
+    needs="calibration sets that read different numbers of tokens of one text",
+)
 @per_model()
 def change_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Effect of more calibration text in each benchmark, in points (AIMER, Fig. 1).
 
-    A panel per text, method and ratio: each benchmark's change from the least tokens to more of the same text.
+    A panel per text, method and ratio: each benchmark's change from the least tokens to more of the
+    same text.
     """
     moved = changes(results.study, comparison)
     if moved.empty:
@@ -191,9 +230,12 @@ def change_figure(results: Results, comparison: Comparison, name: str) -> Figure
     more = moved[moved["read"] > by_text.transform("min")]
     beyond = more.groupby(["label", "ratio", "benchmark"])["beyond"].any()
     caption = (
-        f"Change of each benchmark's score, in points, against calibration on the least tokens ({least}) of the same "
-        "text. Filled markers: the 95 % interval of the paired difference, not corrected for the number of benchmarks, "
-        f"excludes zero; with one seed it is over items, for these plans. {beyond.sum()} of {len(beyond)} lines have a "
+        "Change of each benchmark's score, in points, against calibration on the least tokens "
+        f"({least}) of the same "
+        "text. Filled markers: the 95 % interval of the paired difference, not corrected for the "
+        "number of benchmarks, "
+        f"excludes zero; with one seed it is over items, for these plans. {beyond.sum()} of "
+        f"{len(beyond)} lines have a "
         "filled marker."
     )
     return Figure(name, f"Effect of more calibration text: {comparison.model}", caption, drawing)
@@ -201,7 +243,11 @@ def change_figure(results: Results, comparison: Comparison, name: str) -> Figure
 
 def _draw_changes(axes: Axes, changed: pd.DataFrame) -> dict[str, Line2D]:
     """Draw one panel; returns benchmark -> its entry in the legend."""
-    families = {benchmark: family for column, family in _FAMILIES.items() for benchmark in names.COLUMNS[column]}
+    families = {
+        benchmark: family
+        for column, family in _FAMILIES.items()
+        for benchmark in names.COLUMNS[column]
+    }
     keys: dict[str, Line2D] = {}
     met: dict[str, int] = {}
     axes.axhline(0, color=style.MUTED, linewidth=0.8)
@@ -209,14 +255,26 @@ def _draw_changes(axes: Axes, changed: pd.DataFrame) -> dict[str, Line2D]:
         benchmark = str(about["benchmark"])
         family = families.get(benchmark, "")
         place = met[family] = met.get(family, -1) + 1
-        shade, marker = _SHADES.get(family, style.OTHER), style.MARKERS[place % len(style.MARKERS)]
-        look: Any = {"color": shade, "linestyle": ("-", "--", ":")[place // len(style.MARKERS) % 3], "linewidth": 1.0}
+        shade = _SHADES.get(family, style.OTHER)
+        marker = style.MARKERS[place % len(style.MARKERS)]
+        look: Any = {
+            "color": shade,
+            "linestyle": ("-", "--", ":")[place // len(style.MARKERS) % 3],
+            "linewidth": 1.0,
+        }
         axes.plot(line["read"], line["difference"], **look)
         for beyond, face in ((False, style.SURFACE), (True, shade)):
             points = line[line["beyond"] == beyond]
-            mark: Any = {"color": shade, "markerfacecolor": face, "markersize": 3.8, "markeredgewidth": 0.9}
+            mark: Any = {
+                "color": shade,
+                "markerfacecolor": face,
+                "markersize": 3.8,
+                "markeredgewidth": 0.9,
+            }
             axes.plot(points["read"], points["difference"], marker, **mark)
-        keys[benchmark] = style.key(names.benchmark(benchmark), marker=marker, markersize=3.8, **look)
+        keys[benchmark] = style.key(
+            names.benchmark(benchmark), marker=marker, markersize=3.8, **look
+        )
     read = sorted(changed["read"].unique())
     style.ticks(axes.xaxis, read, map(style.tokens, read))
     axes.set_xlabel("calibration tokens read")

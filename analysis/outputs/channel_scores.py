@@ -1,5 +1,5 @@
-"""Distribution of an expert's scores over its channels, and the output loss of layers with pruned channels
-(MoE-Slimming, Figs. 4, 15 and 16)."""
+"""Distribution of an expert's scores over its channels, and the output loss of layers with pruned
+channels (MoE-Slimming, Figs. 4, 15 and 16)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ from analysis.load import passes, settings
 from analysis.load.reader import groups, records
 from analysis.load.study import Study
 from analysis.outputs.captions import of_pass
-from analysis.outputs.score_rows import BUDGETED, coverage_cells, plain, ratio_lines, shallow_middle_deep
+from analysis.outputs.score_rows import (
+    BUDGETED,
+    coverage_cells,
+    plain,
+    ratio_lines,
+    shallow_middle_deep,
+)
 from analysis.registry import Item, Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
@@ -37,25 +43,35 @@ KEPT, MARK = "#bb3311", "#b39a25"
 
 
 def concentration(study: Study, scores_folder: str) -> pd.DataFrame | None:
-    """Concentration of channel scores: layer, expert, channels (share, highest first), score (share that they hold)."""
-    return passes.read(study.reader.find(scores_folder), "expert_concentration.parquet", study.reader)
+    """Concentration of channel scores: layer, expert, channels (share, highest first), score (share
+    that they hold)."""
+    return passes.read(
+        study.reader.find(scores_folder), "expert_concentration.parquet", study.reader
+    )
 
 
 @output(
     "coverage.fig4",
     chapter="attribution",
-    needs="scores of channels in the store; for losses, profile=true with a channel criterion at three ratios",
+    needs=(
+        "scores of channels in the store; for losses, profile=true with a channel criterion at "
+        "three ratios"
+    ),
 )
 @per_model("pruned")
 def channel_scores(results: Results, comparison: Comparison, name: str) -> list[Item | None]:
-    """Concentration of channel scores within experts, and the loss of layers against the kept share."""
+    """Concentration of channel scores within experts, and the loss of layers against the kept
+    share."""
     study = results.study
-    return [concentration_figure(study, comparison, name), output_loss_figure(study, comparison, f"{name}.loss")]
+    return [
+        concentration_figure(study, comparison, name),
+        output_loss_figure(study, comparison, f"{name}.loss"),
+    ]
 
 
 def concentration_figure(study: Study, comparison: Comparison, name: str) -> Figure | None:
-    """Fig. 4 (a): share of an expert's score that its best channels hold, a panel per set of scores and a line per
-    expert."""
+    """Fig. 4 (a): share of an expert's score that its best channels hold, a panel per set of scores
+    and a line per expert."""
     cells = plain(comparison, "channel")
     panels: list[tuple[str, pd.DataFrame]] = []
     for row in records(cells[cells["scores_folder"].notna()].drop_duplicates("scores_folder")):
@@ -68,12 +84,15 @@ def concentration_figure(study: Study, comparison: Comparison, name: str) -> Fig
     drawing, grid = style.panels(len(panels), 3, 2.2)
     for axes, (title, curves) in zip(grid, panels, strict=True):
         layers = sorted(curves["layer"].unique())
-        lines, shades = [], []
+        lines = []
+        shades = []
         for about, curve in groups(curves.dropna(subset=["score"]), ["layer", "expert"]):
             lines.append(curve[["channels", "score"]].to_numpy(float))
             shades.append(style.depth(about["layer"], layers))
         many = len(lines) > 256
-        axes.add_collection(LineCollection(lines, colors=shades, linewidths=0.5, alpha=0.6, rasterized=many))
+        axes.add_collection(
+            LineCollection(lines, colors=shades, linewidths=0.5, alpha=0.6, rasterized=many)
+        )
         axes.plot([0, 1], [0, 1], **style.DASHED)
         axes.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="channels, highest score first")
         axes.set_title(title, fontsize=7.5)
@@ -83,18 +102,27 @@ def concentration_figure(study: Study, comparison: Comparison, name: str) -> Fig
     grid[0].set_ylabel("share of the expert's score")
     style.legend(drawing, style.depth_keys(layers))
     caption = (
-        "(a) Each line is an expert, its shade the depth of its layer: share of the sum of its channel scores that its "
-        "highest channels hold. Dashed: equal channels. The further a line is above it, the less of the score pruning "
+        "(a) Each line is an expert, its shade the depth of its layer: share of the sum of its "
+        "channel scores that its "
+        "highest channels hold. Dashed: equal channels. The further a line is above it, the less "
+        "of the score pruning "
         f"removes. Based on {of_pass(study)}"
     )
-    return Figure(name, f"How concentrated channel scores are: {comparison.model}", caption, drawing)
+    return Figure(
+        name, f"How concentrated channel scores are: {comparison.model}", caption, drawing
+    )
 
 
 def output_losses(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """Error of each layer's routed output when this layer alone is pruned, for channel criteria run at three ratios.
+    """Error of each layer's routed output when this layer alone is pruned, for channel criteria run
+    at three ratios.
 
     Columns: label, cell, layer, kept (share of the layer's channels), loss."""
-    measured = study.profiles[["cell", "layer", "output_loss"]].dropna().rename(columns={"output_loss": "loss"})
+    measured = (
+        study.profiles[["cell", "layer", "output_loss"]]
+        .dropna()
+        .rename(columns={"output_loss": "loss"})
+    )
     shares = study.kept.groupby(["cell", "layer"])["share"].mean().rename("kept").reset_index()
     measured = measured.merge(shares, on=["cell", "layer"])
     frames = [pd.DataFrame(columns=["label", "cell", "layer", "kept", "loss"])]
@@ -106,7 +134,8 @@ def output_losses(study: Study, comparison: Comparison) -> pd.DataFrame:
 
 
 def output_loss_figure(study: Study, comparison: Comparison, name: str) -> Figure | None:
-    """Fig. 4 (b): loss of each layer's output against the kept share of its channels, a panel per method."""
+    """Fig. 4 (b): loss of each layer's output against the kept share of its channels, a panel per
+    method."""
     losses = output_losses(study, comparison)
     if losses.empty:
         return None
@@ -116,7 +145,14 @@ def output_loss_figure(study: Study, comparison: Comparison, name: str) -> Figur
     for axes, label in zip(grid, labels, strict=True):
         for about, line in groups(losses[losses["label"] == label].sort_values("kept"), ["layer"]):
             shade = style.depth(about["layer"], layers)
-            axes.plot([*line["kept"], 1.0], [*line["loss"], 0.0], color=shade, marker="o", markersize=2.5, linewidth=1)
+            axes.plot(
+                [*line["kept"], 1.0],
+                [*line["loss"], 0.0],
+                color=shade,
+                marker="o",
+                markersize=2.5,
+                linewidth=1,
+            )
         axes.set_title(fill(label, 30), fontsize=7.5)
         axes.set(xlabel="channels of the layer kept", xlim=(0, 1.02), ylim=(0, None))
         style.percent(axes.xaxis)
@@ -124,18 +160,25 @@ def output_loss_figure(study: Study, comparison: Comparison, name: str) -> Figur
     grid[0].set_ylabel("loss of the output")
     style.legend(drawing, style.depth_keys(layers))
     caption = (
-        "(b) Each line is a layer: error of its routed output when this layer alone is pruned, ‖m − m′‖² / "
-        "(‖y‖² + ε), the mean over the tokens of a text; m: routed output, y: residual stream after the layer. With "
+        "(b) Each line is a layer: error of its routed output when this layer alone is pruned, ‖m "
+        "− m′‖² / "
+        "(‖y‖² + ε), the mean over the tokens of a text; m: routed output, y: residual stream "
+        "after the layer. With "
         f"everything kept it is 0. Based on {of_pass(study)}"
     )
-    return Figure(name, f"Loss of layer outputs against the kept share: {comparison.model}", caption, drawing)
+    return Figure(
+        name, f"Loss of layer outputs against the kept share: {comparison.model}", caption, drawing
+    )
 
 
-def expert_stacks(curves: pd.DataFrame, kept: pd.DataFrame, experts: pd.DataFrame, layer: int) -> pd.DataFrame:
+def expert_stacks(
+    curves: pd.DataFrame, kept: pd.DataFrame, experts: pd.DataFrame, layer: int
+) -> pd.DataFrame:
     """Data of the bars of a layer, one row per expert.
 
-    Columns: kept (share of its channels), attribution (first order, divided by the largest of the layer), and 0, 1, ...
-    PIECES - 1: the share of its score in each tenth of its channels, highest first."""
+    Columns: kept (share of its channels), attribution (first order, divided by the largest of the
+    layer), and 0, 1, ... PIECES - 1: the share of its score in each tenth of its channels, highest
+    first."""
     tenths = np.linspace(0, 1, PIECES + 1)
     rows = {}
     for about, curve in groups(curves[curves["layer"] == layer], ["expert"]):
@@ -148,15 +191,21 @@ def expert_stacks(curves: pd.DataFrame, kept: pd.DataFrame, experts: pd.DataFram
 
 
 def stacks_of(study: Study, comparison: Comparison, cell: int) -> dict[int, pd.DataFrame]:
-    """Layer -> `expert_stacks` of a cell's scores and plan; empty when the store lacks its scores."""
+    """Layer -> `expert_stacks` of a cell's scores and plan; empty when the store lacks its
+    scores."""
     about = comparison.cells.loc[cell]
     curves = concentration(study, str(about["scores_folder"]))
     if curves is None:
         return {}
     experts = study.experts
-    experts = experts[(experts["model"] == comparison.model) & (experts["calibration"] == about["calibration"])]
+    experts = experts[
+        (experts["model"] == comparison.model) & (experts["calibration"] == about["calibration"])
+    ]
     kept = study.kept[study.kept["cell"] == cell]
-    return {int(layer): expert_stacks(curves, kept, experts, layer) for layer in sorted(curves["layer"].unique())}
+    return {
+        int(layer): expert_stacks(curves, kept, experts, layer)
+        for layer in sorted(curves["layer"].unique())
+    }
 
 
 def _piece(at: int) -> Any:
@@ -164,7 +213,8 @@ def _piece(at: int) -> Any:
 
 
 def _bars(axes: Axes, stacks: pd.DataFrame) -> None:
-    where, bottom = np.arange(len(stacks)), np.zeros(len(stacks))
+    where = np.arange(len(stacks))
+    bottom = np.zeros(len(stacks))
     for at in reversed(range(PIECES)):
         height = stacks[at].fillna(0).to_numpy(float)
         axes.bar(where, height, bottom=bottom, width=0.8, color=_piece(at), linewidth=0)
@@ -172,19 +222,34 @@ def _bars(axes: Axes, stacks: pd.DataFrame) -> None:
     kept = stacks["kept"].to_numpy(float)
     axes.stairs(kept, np.arange(len(kept) + 1) - 0.5, color=KEPT, linewidth=1.4, baseline=None)
     marks = stacks["attribution"].clip(lower=0)
-    axes.plot(where, marks, "D", color=MARK, markersize=3.5, markeredgecolor=style.INK, markeredgewidth=0.4)
+    axes.plot(
+        where,
+        marks,
+        "D",
+        color=MARK,
+        markersize=3.5,
+        markeredgecolor=style.INK,
+        markeredgewidth=0.4,
+    )
     step = -(-len(stacks) // 32)
-    style.ticks(axes.xaxis, where[::step], [str(expert) for expert in stacks.index[::step]], labelsize=6)
+    style.ticks(
+        axes.xaxis, where[::step], [str(expert) for expert in stacks.index[::step]], labelsize=6
+    )
     axes.set(xlim=(-0.7, len(stacks) - 0.3), ylim=(-0.03, 1.03))
     style.percent(axes.yaxis)
 
 
-def bars_figure(study: Study, panels: Sequence[tuple[str, pd.DataFrame]], name: str, title: str, plans: str) -> Figure:
-    """Draw a panel for each (title, `expert_stacks`): a bar per expert with its pieces, the kept share and attribution.
+def bars_figure(
+    study: Study, panels: Sequence[tuple[str, pd.DataFrame]], name: str, title: str, plans: str
+) -> Figure:
+    """Draw a panel for each (title, `expert_stacks`): a bar per expert with its pieces, the kept
+    share and attribution.
 
     plans: a sentence for the caption that names the plans."""
     drawing = style.drawing(style.PAGE, 1.55 * len(panels) + 0.6)
-    for axes, (words, stacks) in zip(np.atleast_1d(drawing.subplots(len(panels), 1)), panels, strict=True):
+    for axes, (words, stacks) in zip(
+        np.atleast_1d(drawing.subplots(len(panels), 1)), panels, strict=True
+    ):
         _bars(axes, stacks)
         axes.set_title(words, fontsize=7.5)
         axes.set_ylabel("share")
@@ -193,13 +258,17 @@ def bars_figure(study: Study, panels: Sequence[tuple[str, pd.DataFrame]], name: 
         Patch(facecolor=_piece(0), label="highest tenth of the channels"),
         Patch(facecolor=_piece(PIECES - 1), label="lowest"),
         style.key("channels kept", color=KEPT, linewidth=1.4),
-        style.key("attribution, of the highest", color=MARK, marker="D", linestyle="", markersize=4),
+        style.key(
+            "attribution, of the highest", color=MARK, marker="D", linestyle="", markersize=4
+        ),
     ]
     style.legend(drawing, handles)
     caption = (
-        "Each bar is an expert: the sum of its channel scores in tenths of its channels, from the highest scores (top, "
+        "Each bar is an expert: the sum of its channel scores in tenths of its channels, from the "
+        "highest scores (top, "
         "dark) to the lowest (bottom, light). Red: the share of its channels that the "
-        "plan keeps. Diamonds: its first-order attribution, relative to the highest of the layer, negative ones at 0. "
+        "plan keeps. Diamonds: its first-order attribution, relative to the highest of the layer, "
+        "negative ones at 0. "
         f"{plans} Based on {of_pass(study)}"
     )
     return Figure(name, title, caption, drawing)
@@ -208,7 +277,8 @@ def bars_figure(study: Study, panels: Sequence[tuple[str, pd.DataFrame]], name: 
 @output("coverage.fig15", chapter="attribution", needs=f"{BUDGETED}, and their scores in the store")
 @per_model("pruned")
 def expert_bars(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Channel scores, kept channels and attribution of each expert, in a shallow, a middle and a deep layer."""
+    """Channel scores, kept channels and attribution of each expert, in a shallow, a middle and a
+    deep layer."""
     cells = coverage_cells(comparison)
     activation_first = (cells["criterion"] != ACTIVATION).sort_values(kind="stable").index
     stacks = stacks_of(results.study, comparison, int(activation_first[0])) if len(cells) else {}
@@ -223,12 +293,14 @@ def expert_bars(results: Results, comparison: Comparison, name: str) -> Figure |
 @output(
     "coverage.fig16",
     chapter="attribution",
-    needs=f"cells with criterion={ACTIVATION} and with criterion={WEIGHT_GRADIENT}, both with the same "
+    needs=f"cells with criterion={ACTIVATION} and with criterion={WEIGHT_GRADIENT}, both with the "
+    "same "
     "allocation=coverage, ratio and calibration set, and their scores in the store",
 )
 @per_model("pruned")
 def expert_bars_by_score(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Channel scores, kept channels and attribution in one layer, by scores from activations and from gradients."""
+    """Channel scores, kept channels and attribution in one layer, by scores from activations and
+    from gradients."""
     pair = _same_plan_by_two_scores(coverage_cells(comparison))
     by_score = {score: stacks_of(results.study, comparison, cell) for score, cell in pair.items()}
     if not pair or not all(by_score.values()):
@@ -242,14 +314,22 @@ def expert_bars_by_score(results: Results, comparison: Comparison, name: str) ->
     above, below = map(names.criterion, by_score)
     title = f"Channel scores and budgets of layer {layer} by two scores: {comparison.model}"
     return bars_figure(
-        results.study, panels, name, title, f"Above by {above}, below by {below} (weight times gradient)."
+        results.study,
+        panels,
+        name,
+        title,
+        f"Above by {above}, below by {below} (weight times gradient).",
     )
 
 
 def _same_plan_by_two_scores(cells: pd.DataFrame) -> dict[str, int]:
-    """Score -> its cell, for the first allocation and calibration set that both scores have; empty without one."""
+    """Score -> its cell, for the first allocation and calibration set that both scores have; empty
+    without one."""
     for _, alike in groups(cells, ["allocation", "calibration", "gate"]):
-        by_score = {score: alike.index[alike["criterion"] == score] for score in (ACTIVATION, WEIGHT_GRADIENT)}
+        by_score = {
+            score: alike.index[alike["criterion"] == score]
+            for score in (ACTIVATION, WEIGHT_GRADIENT)
+        }
         if all(len(index) for index in by_score.values()):
             return {score: int(index[0]) for score, index in by_score.items()}
     return {}

@@ -1,5 +1,5 @@
-"""Channel criteria and channel budgets: HEAPr's Tables 1 and 2 and Fig. 2, and the tables of MoE-Slimming that compare
-budgets, channel scores and blocks (6, 7, 8, 13 and 16)."""
+"""Channel criteria and channel budgets: HEAPr's Tables 1 and 2 and Fig. 2, and the tables of
+MoE-Slimming that compare budgets, channel scores and blocks (6, 7, 8, 13 and 16)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ def of_heapr(cells: pd.DataFrame) -> pd.DataFrame:
 @score_table(
     "Channels and whole experts",
     (*names.HEAPR, MEAN),
-    "Kept: share of the parameters of routed experts. FLOPs saved: per token, with the pruned model's routing.",
+    (
+        "Kept: share of the parameters of routed experts. FLOPs saved: per token, with the pruned "
+        "model's routing."
+    ),
 )
 def method_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """HEAPr's Table 1: every method at every ratio, its seven benchmarks and their mean."""
@@ -65,13 +68,18 @@ def method_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     "heapr.table2",
     chapter="channels",
     filters="Model|Pruned",
-    needs=f"CAMERA with allocation=sequential or layerwise, HEAPr with layerwise or global, and {HEAPR}",
+    needs=(
+        "CAMERA with allocation=sequential or layerwise, HEAPr with layerwise or global, and "
+        f"{HEAPR}"
+    ),
 )
 @score_table(
     "Choice of channels: CAMERA and HEAPr within layers, HEAPr over all layers",
     (*names.HEAPR, MEAN),
-    "CAMERA-P scores each layer on the outputs of the pruned layers below it, as its code does; one-shot scores all "
-    "layers of the unpruned model. Difference: Mean minus that of CAMERA-P (one-shot where only that was run), paired.",
+    "CAMERA-P scores each layer on the outputs of the pruned layers below it, as its code does; "
+    "one-shot scores all "
+    "layers of the unpruned model. Difference: Mean minus that of CAMERA-P (one-shot where only "
+    "that was run), paired.",
 )
 def channel_choice_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """HEAPr's Table 2: CAMERA-P, HEAPr-L and HEAPr-G.
@@ -96,9 +104,15 @@ def channel_choice_table(results: Results, comparison: Comparison) -> Iterator[B
     "Difference: Mean minus that of uniform widths, paired. Rows name the allocation.",
 )
 def allocator_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """MoE-Slimming's Table 6: one channel score under every allocation; differences are to uniform widths."""
+    """MoE-Slimming's Table 6: one channel score under every allocation; differences are to uniform
+    widths."""
     for key, cells in groups(plain(comparison, "channel"), [*COMPETING, "criterion"]):
-        chosen = cells[[set(SMOOTHING).isdisjoint(settings.allocation(word)[1]) for word in cells["allocation"]]]
+        chosen = cells[
+            [
+                set(SMOOTHING).isdisjoint(settings.allocation(word)[1])
+                for word in cells["allocation"]
+            ]
+        ]
         if "coverage" in set(chosen["allocation"]) and chosen["allocation"].nunique() > 1:
             base = only_cell(chosen[chosen["allocation"] == "uniform"])
             labels = chosen["allocation"].map(names.allocated).map(names.capitalised)
@@ -114,11 +128,13 @@ def allocator_table(results: Results, comparison: Comparison) -> Iterator[Block]
 @score_table(
     "Channel budgets: smoothing",
     (*names.ABLATION, MEAN),
-    "How layer losses are smoothed; the priors of experts keep their own smoothing. Difference: Mean minus that of "
+    "How layer losses are smoothed; the priors of experts keep their own smoothing. Difference: "
+    "Mean minus that of "
     f"{DEFAULT_SMOOTHING}, the default, paired.",
 )
 def smoothing_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """MoE-Slimming's Table 7: coverage budgets with different smoothings of losses; differences are to the default."""
+    """MoE-Slimming's Table 7: coverage budgets with different smoothings of losses; differences are
+    to the default."""
     for key, cells in groups(plain(comparison, "channel"), [*COMPETING, "criterion"]):
         smoothings = {}
         for cell, word in cells["allocation"].items():
@@ -132,16 +148,20 @@ def smoothing_table(results: Results, comparison: Comparison) -> Iterator[Block]
 
 
 @output(
-    "coverage.table13", chapter="channels", needs=f"several channel criteria under allocation=coverage, and {SLIMMING}"
+    "coverage.table13",
+    chapter="channels",
+    needs=f"several channel criteria under allocation=coverage, and {SLIMMING}",
 )
 @score_table(
     "Channel scores under coverage budgets",
     (*names.ABLATION, MEAN),
-    "Activations, weights and gradients are those of the down projection, unless a row names another. "
+    "Activations, weights and gradients are those of the down projection, unless a row names "
+    "another. "
     "Difference: Mean minus that of Activation, the default, paired.",
 )
 def channel_score_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """MoE-Slimming's Table 13: channel scores under one coverage allocation; differences are to the default score."""
+    """MoE-Slimming's Table 13: channel scores under one coverage allocation; differences are to the
+    default score."""
     cells = plain(comparison, "channel")
     for ratio, chosen in by_ratio(cells[cells["allocation"] == "coverage"]):
         if chosen["criterion"].nunique() > 1:
@@ -154,8 +174,8 @@ def channel_score_table(results: Results, comparison: Comparison) -> Iterator[Bl
 def ratio_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Accuracy and FLOPs against the ratio.
 
-    HEAPr's Fig. 2: the mean of its benchmarks with intervals, and FLOPs saved, against the share removed. None with
-    fewer than three ratios, or without any of its methods or benchmarks.
+    HEAPr's Fig. 2: the mean of its benchmarks with intervals, and FLOPs saved, against the share
+    removed. None with fewer than three ratios, or without any of its methods or benchmarks.
     """
     lines = ratio_lines(plain(comparison)) if len(of_heapr(comparison.cells)) else {}
     cells = [int(str(cell)) for line in lines.values() for cell in line.index]
@@ -168,9 +188,21 @@ def ratio_figure(results: Results, comparison: Comparison, name: str) -> Figure 
     left, right = drawing.subplots(1, 2)
     handles = [draw_unpruned(left, comparison, target)]
     for at, (label, line) in enumerate(lines.items()):
-        key = style.key(label, color=style.colour(line["method"].iloc[0]), marker=style.MARKERS[at % 11], markersize=4)
+        key = style.key(
+            label,
+            color=style.colour(line["method"].iloc[0]),
+            marker=style.MARKERS[at % 11],
+            markersize=4,
+        )
         aside = line["removed"] * 100 + 0.6 * (at - (len(lines) - 1) / 2)
-        left.vlines(aside, low[line.index], high[line.index], color=key.get_color(), linewidth=1.4, alpha=0.6)
+        left.vlines(
+            aside,
+            low[line.index],
+            high[line.index],
+            color=key.get_color(),
+            linewidth=1.4,
+            alpha=0.6,
+        )
         style.draw(left, key, aside, score[line.index])
         style.draw(right, key, line["removed"] * 100, saved.reindex(line.index) * 100)
         handles.insert(at, key)
@@ -183,11 +215,15 @@ def ratio_figure(results: Results, comparison: Comparison, name: str) -> Figure 
     style.legend(drawing, [*handles, *bands])
     grey = "; grey: where a further random plan lies with 95 % probability" if bands else ""
     caption = (
-        f"Left: {averaged(target, names.HEAPR)}, with 95 % intervals, points of one ratio side by side; dashed: the "
-        f"unpruned model{grey}. Right: FLOPs saved per token. Removing whole experts saves only rows of routers, since "
+        f"Left: {averaged(target, names.HEAPR)}, with 95 % intervals, points of one ratio side by "
+        "side; dashed: the "
+        f"unpruned model{grey}. Right: FLOPs saved per token. Removing whole experts saves only "
+        "rows of routers, since "
         "a token is still given to as many experts."
     )
-    return Figure(name, f"Accuracy and FLOPs against the ratio: {comparison.model}", caption, drawing)
+    return Figure(
+        name, f"Accuracy and FLOPs against the ratio: {comparison.model}", caption, drawing
+    )
 
 
 @output("loss_by_ratio", chapter="channels", needs="a loss or perplexity at three ratios")
@@ -198,28 +234,43 @@ def loss_figure(results: Results, comparison: Comparison, name: str) -> Figure |
     None when no benchmark is a loss or a perplexity, or no method was run at three ratios.
     """
     lines = ratio_lines(plain(comparison))
-    benchmarks = [str(benchmark) for benchmark in comparison.benchmarks if benchmark in comparison.lower_is_better]
+    benchmarks = [
+        str(benchmark)
+        for benchmark in comparison.benchmarks
+        if benchmark in comparison.lower_is_better
+    ]
     if not benchmarks or not lines:
         return None
     drawing = style.drawing(style.PAGE, 2.8)
     handles: list[Artist] = []
-    for axes, benchmark in zip(np.atleast_1d(drawing.subplots(1, len(benchmarks))), benchmarks, strict=True):
+    for axes, benchmark in zip(
+        np.atleast_1d(drawing.subplots(1, len(benchmarks))), benchmarks, strict=True
+    ):
         target = (benchmark,)
         quantity, (score, low, high) = comparison.quantity(target), comparison.shown(target)
         handles = [draw_unpruned(axes, comparison, target), *draw_chance(axes, comparison, target)]
         for at, (label, cells) in enumerate(lines.items()):
-            shade, marker = style.colour(cells["method"].iloc[0]), style.MARKERS[at % 11]
+            shade = style.colour(cells["method"].iloc[0])
+            marker = style.MARKERS[at % 11]
             key = style.key(label, color=shade, marker=marker, markersize=4, linewidth=1.2)
-            axes.vlines(cells["removed"] * 100, low[cells.index], high[cells.index], color=shade, alpha=0.6)
+            axes.vlines(
+                cells["removed"] * 100, low[cells.index], high[cells.index], color=shade, alpha=0.6
+            )
             style.draw(axes, key, cells["removed"] * 100, score[cells.index])
             handles.insert(at, key)
-        axes.set(xlabel="routed parameters removed (%)", ylabel=f"{quantity.name} ({quantity.direction})")
+        axes.set(
+            xlabel="routed parameters removed (%)", ylabel=f"{quantity.name} ({quantity.direction})"
+        )
         axes.set_title(names.benchmark(benchmark))
         axes.grid(axis="y")
     style.legend(drawing, handles, most=2)
-    caption = "Bars: 95 % intervals over seeds and texts. Dashed: the unpruned model. Lower is better."
+    caption = (
+        "Bars: 95 % intervals over seeds and texts. Dashed: the unpruned model. Lower is better."
+    )
     scales = names.listing(dict.fromkeys(comparison.quantity((each,)).scale for each in benchmarks))
-    return Figure(name, f"{names.capitalised(scales)} against the ratio: {comparison.model}", caption, drawing)
+    return Figure(
+        name, f"{names.capitalised(scales)} against the ratio: {comparison.model}", caption, drawing
+    )
 
 
 USUAL = "coverage aligned 128"
@@ -227,18 +278,22 @@ USUAL = "coverage aligned 128"
 
 
 def block_sizes(comparison: Comparison, allocations: str) -> Iterator[Block]:
-    """Channel budgets in blocks: cells that differ in the allocation alone, whose names match the pattern
-    `allocations`."""
+    """Channel budgets in blocks: cells that differ in the allocation alone, whose names match the
+    pattern `allocations`."""
     aligned = comparison.cells[comparison.cells["allocation"].str.fullmatch(allocations)]
     for key, cells in groups(aligned, ["ratio", "calibration", "gate", "criterion", "recovery"]):
         if len(cells) > 1:
             base = only_cell(cells[cells["allocation"] == USUAL])
-            yield ratio_block(comparison, key["ratio"], cells["allocation"].map(names.capitalised), base)
+            yield ratio_block(
+                comparison, key["ratio"], cells["allocation"].map(names.capitalised), base
+            )
 
 
 _BLOCKS = (
-    "Aligned: an expert keeps a multiple of so many channels; min: experts below so many lose all; scores: channels "
-    f"left over by rounding go to the blocks of the highest scores. Difference: {MEAN} minus that of {USUAL}, paired."
+    "Aligned: an expert keeps a multiple of so many channels; min: experts below so many lose "
+    "all; scores: channels "
+    f"left over by rounding go to the blocks of the highest scores. Difference: {MEAN} minus that "
+    f"of {USUAL}, paired."
 )
 
 
@@ -262,7 +317,9 @@ def aligned_blocks(results: Results, comparison: Comparison) -> Iterator[Block]:
     chapter="channels",
     needs=f"coverage_aligned_128 and coverage_min_* of sweeps (coverage_table16), and {SLIMMING}",
 )
-@score_table("Channel budgets in blocks: the smallest expert that is kept", (*names.ABLATION, MEAN), _BLOCKS)
+@score_table(
+    "Channel budgets in blocks: the smallest expert that is kept", (*names.ABLATION, MEAN), _BLOCKS
+)
 def smallest_experts(results: Results, comparison: Comparison) -> Iterator[Block]:
     """Smallest number of channels with which an expert is kept."""
     return block_sizes(comparison, r"coverage (aligned 128|min \d+)")

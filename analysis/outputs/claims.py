@@ -1,8 +1,8 @@
 """Test the papers' claims on a study: a paired difference, its interval, and a verdict for each.
 
-Searched allocations beat uniform ones (EvoESAP); channels beat experts at equal routed parameters (HEAPr); scores that
-do not count tokens depend less on the calibration set (Unified Expert Pruning). A claim is tested only when the study
-has the cells for it.
+Searched allocations beat uniform ones (EvoESAP); channels beat experts at equal routed parameters
+(HEAPr); scores that do not count tokens depend less on the calibration set (Unified Expert
+Pruning). A claim is tested only when the study has the cells for it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ BY_CHANCE = "channels by chance"
 ALL = "all"
 """In place of a ratio: the mean over all ratios."""
 EQUAL = 0.035
-"""Kept shares of routed parameters count as equal when they differ by less: whole experts cannot match more closely."""
+"""Kept shares of routed parameters count as equal when they differ by less: whole experts cannot
+match more closely."""
 PAIR = ["criterion", "calibration", "recovery", "gate"]
 """Columns in which a searched cell and its uniform partner agree, besides the ratio."""
 
@@ -44,27 +45,40 @@ Pairs = Sequence[tuple[int, int]]
 """Pairs of compared cells: first the one that the claim says is better, then the other."""
 
 
-def claims(comparisons: Sequence[Comparison], costs: pd.DataFrame, family: pd.DataFrame) -> pd.DataFrame:
-    """Test the claims: one row per claim, model and ratio, and one over all ratios; columns COLUMNS.
+def claims(
+    comparisons: Sequence[Comparison], costs: pd.DataFrame, family: pd.DataFrame
+) -> pd.DataFrame:
+    """Test the claims: one row per claim, model and ratio, and one over all ratios; columns
+    COLUMNS.
 
-    Empty when no claim can be tested. costs: cell, routed_kept; family: scores of the S family, as in a study.
-    `difference` is of Avg; for the third claim, of the share of experts that all calibration sets agree on. p_holm is
-    corrected by Holm's method over all rows. `detectable`: the difference that this study would find in 80 % of cases.
-    `parts` maps each group average to its difference. verdict: see `verdict`; p is NaN for methods with one seed.
+    Empty when no claim can be tested. costs: cell, routed_kept; family: scores of the S family, as
+    in a study. `difference` is of Avg; for the third claim, of the share of experts that all
+    calibration sets agree on. p_holm is corrected by Holm's method over all rows. `detectable`: the
+    difference that this study would find in 80 % of cases. `parts` maps each group average to its
+    difference. verdict: see `verdict`; p is NaN for methods with one seed.
     """
-    rows = [row for comparison in comparisons for row in (*_searched(comparison), *_channels(comparison, costs))]
+    rows = [
+        row
+        for comparison in comparisons
+        for row in (*_searched(comparison), *_channels(comparison, costs))
+    ]
     ratios = {
         comparison.model: sorted({float(ratio) for ratio in comparison.cells["ratio"] if ratio > 0})
         for comparison in comparisons
     }
     rows_of_claims = pd.DataFrame([*rows, *_invariant(family, ratios)], columns=COLUMNS)
-    rows_of_claims["p_holm"] = uncertainty.holm(rows_of_claims["p"].to_numpy(float)) if len(rows_of_claims) else np.nan
-    rows_of_claims["verdict"] = [verdict(row["low"], row["high"], row["p_holm"]) for row in records(rows_of_claims)]
+    rows_of_claims["p_holm"] = (
+        uncertainty.holm(rows_of_claims["p"].to_numpy(float)) if len(rows_of_claims) else np.nan
+    )
+    rows_of_claims["verdict"] = [
+        verdict(row["low"], row["high"], row["p_holm"]) for row in records(rows_of_claims)
+    ]
     return rows_of_claims
 
 
 def verdict(low: float, high: float, p_holm: float) -> str:
-    """Verdict on the claim that a difference is above 0; decided where the interval and the corrected p agree."""
+    """Verdict on the claim that a difference is above 0; decided where the interval and the
+    corrected p agree."""
     if np.isnan(low + high + p_holm):
         return "not tested"
     if p_holm >= LEVEL or low <= 0 <= high:
@@ -73,17 +87,24 @@ def verdict(low: float, high: float, p_holm: float) -> str:
 
 
 def _searched(comparison: Comparison) -> list[dict[str, object]]:
-    """Rows that compare searched with uniform allocations of the same criterion and calibration set."""
+    """Rows that compare searched with uniform allocations of the same criterion and calibration
+    set."""
     cells = comparison.cells
     searched = cells[cells["allocation"].map(is_searched).astype(bool)]
     uniform = cells[(cells["allocation"] == "uniform") & (cells["granularity"] == "expert")]
-    both = searched.reset_index().merge(uniform.reset_index(), on=[*PAIR, "ratio"], suffixes=("", "_uniform"))
-    pairs = {ratio: list(zip(found["cell"], found["cell_uniform"], strict=True)) for ratio, found in by_ratio(both)}
+    both = searched.reset_index().merge(
+        uniform.reset_index(), on=[*PAIR, "ratio"], suffixes=("", "_uniform")
+    )
+    pairs = {
+        ratio: list(zip(found["cell"], found["cell_uniform"], strict=True))
+        for ratio, found in by_ratio(both)
+    }
     return [_row(comparison, SEARCHED, ratio, [each]) for ratio, each in pairs.items()]
 
 
 def _channels(comparison: Comparison, costs: pd.DataFrame) -> list[dict[str, object]]:
-    """Rows that compare channels with whole experts: by criteria, then at random for the effect of granularity."""
+    """Rows that compare channels with whole experts: by criteria, then at random for the effect of
+    granularity."""
     kept = costs.set_index("cell")["routed_kept"].astype(float).reindex(comparison.cells.index)
     cells = comparison.cells.assign(kept=kept)
     cells = cells[(cells["recovery"] == "none") & (cells["ratio"] > 0)]
@@ -94,14 +115,19 @@ def _channels(comparison: Comparison, costs: pd.DataFrame) -> list[dict[str, obj
     ]
 
 
-def _granularities(comparison: Comparison, claim: str, cells: pd.DataFrame) -> list[dict[str, object]]:
-    """Rows that compare every channel method with every expert method that keeps as many routed parameters.
+def _granularities(
+    comparison: Comparison, claim: str, cells: pd.DataFrame
+) -> list[dict[str, object]]:
+    """Rows that compare every channel method with every expert method that keeps as many routed
+    parameters.
 
     Methods that replace the experts they drop are left out: the claim is about removing them."""
     cells = cells[~cells["allocation"].map(replaces).astype(bool)]
     pairs = {}
     for ratio, at_ratio in by_ratio(cells):
-        channels, experts = (at_ratio.loc[at_ratio["granularity"] == kind, "kept"] for kind in ("channel", "expert"))
+        channels, experts = (
+            at_ratio.loc[at_ratio["granularity"] == kind, "kept"] for kind in ("channel", "expert")
+        )
         equal = [
             (int(str(one)), int(str(other)))
             for one, mine in channels.items()
@@ -114,18 +140,30 @@ def _granularities(comparison: Comparison, claim: str, cells: pd.DataFrame) -> l
     return [*rows, _row(comparison, claim, ALL, list(pairs.values()))] if len(pairs) > 1 else rows
 
 
-def _row(comparison: Comparison, claim: str, ratio: float | str, ratios: Sequence[Pairs]) -> dict[str, object]:
+def _row(
+    comparison: Comparison, claim: str, ratio: float | str, ratios: Sequence[Pairs]
+) -> dict[str, object]:
     cells = sorted({cell for pairs in ratios for pair in pairs for cell in pair})
     mean = overall(comparison, cells)
     targets = group_targets(comparison, cells)
     targets.pop(comparison.quantity(mean).mean, None)
     sign = comparison.quantity(mean).sign
-    parts = {name: pooled_difference(comparison, target, ratios)[1].value for name, target in targets.items()}
+    parts = {
+        name: pooled_difference(comparison, target, ratios)[1].value
+        for name, target in targets.items()
+    }
     compared, found = pooled_difference(comparison, mean, ratios)
     tested = _tested(replace(found, value=sign * found.value))
     if any(len(comparison.seeds[cell]) < 2 for cell in cells):
         tested["p"] = np.nan
-    return {"claim": claim, "model": comparison.model, "ratio": ratio, "compared": compared, "parts": parts, **tested}
+    return {
+        "claim": claim,
+        "model": comparison.model,
+        "ratio": ratio,
+        "compared": compared,
+        "parts": parts,
+        **tested,
+    }
 
 
 def _tested(found: Estimate) -> dict[str, float]:
@@ -133,8 +171,11 @@ def _tested(found: Estimate) -> dict[str, float]:
     return dict(zip(TESTED, numbers, strict=True))
 
 
-def _invariant(family: pd.DataFrame, ratios: Mapping[str, Sequence[float]]) -> list[dict[str, object]]:
-    """Rows on the overlap across calibration sets of S(1, alpha, beta) minus that of S(0, alpha, beta), by layer.
+def _invariant(
+    family: pd.DataFrame, ratios: Mapping[str, Sequence[float]]
+) -> list[dict[str, object]]:
+    """Rows on the overlap across calibration sets of S(1, alpha, beta) minus that of S(0, alpha,
+    beta), by layer.
 
     ratios: model -> the ratios that its plans have."""
     rows: list[dict[str, object]] = []
@@ -142,20 +183,38 @@ def _invariant(family: pd.DataFrame, ratios: Mapping[str, Sequence[float]]) -> l
         if scores["calibration"].nunique() < 2:
             continue
         layers = [overlap.scores_by_variant(layer) for _, layer in scores.groupby("layer")]
-        differences = {ratio: layer_differences(layers, ratio) for ratio in ratios.get(key["model"], overlap.RATIOS)}
+        differences = {
+            ratio: layer_differences(layers, ratio)
+            for ratio in ratios.get(key["model"], overlap.RATIOS)
+        }
         mean = np.mean(list(differences.values()), axis=0)
-        for ratio, shares in (*differences.items(), *([(ALL, mean)] if len(differences) > 1 else [])):
-            found = uncertainty.mean_estimate(shares) if np.ptp(shares) > 0 else Estimate(float(np.mean(shares)))
+        for ratio, shares in (
+            *differences.items(),
+            *([(ALL, mean)] if len(differences) > 1 else []),
+        ):
+            found = (
+                uncertainty.mean_estimate(shares)
+                if np.ptp(shares) > 0
+                else Estimate(float(np.mean(shares)))
+            )
             about = {"claim": INVARIANT, **key, "ratio": ratio, "parts": {}}
             rows.append({**about, **_tested(found), "compared": len(_PARTNERS)})
     return rows
 
 
-_PARTNERS = [(alpha, beta) for alpha in (0, 1, 2) for beta in (0, 1, 2) if (1, alpha, beta) != overlap.DEGENERATE]
+_PARTNERS = [
+    (alpha, beta)
+    for alpha in (0, 1, 2)
+    for beta in (0, 1, 2)
+    if (1, alpha, beta) != overlap.DEGENERATE
+]
 
 
-def layer_differences(layers: Sequence[Mapping[tuple[int, ...], np.ndarray]], ratio: float) -> np.ndarray:
-    """Difference per layer (layers,) in the share of lowest-scored experts common to all calibration sets.
+def layer_differences(
+    layers: Sequence[Mapping[tuple[int, ...], np.ndarray]], ratio: float
+) -> np.ndarray:
+    """Difference per layer (layers,) in the share of lowest-scored experts common to all
+    calibration sets.
 
     layers: `overlap.scores_by_variant` of each. b = 1 minus b = 0, the mean over (alpha, beta)."""
     differences = []
@@ -165,7 +224,9 @@ def layer_differences(layers: Sequence[Mapping[tuple[int, ...], np.ndarray]], ra
             for variant, scores in layer.items()
         }
         pairs = [
-            shares[(1, *rest)] - shares[(0, *rest)] for rest in _PARTNERS if {(1, *rest), (0, *rest)} <= set(shares)
+            shares[(1, *rest)] - shares[(0, *rest)]
+            for rest in _PARTNERS
+            if {(1, *rest), (0, *rest)} <= set(shares)
         ]
         differences.append(np.mean(pairs) if pairs else np.nan)
     return np.asarray(differences, float)
@@ -183,12 +244,17 @@ def _of_losses(results: Results) -> str:
     """A sentence for the caption about differences of losses; "" without any."""
     units = dict.fromkeys(q.unit for q in means(results.comparisons).values() if q.lower_is_better)
     words = f" ({names.listing(filter(None, units))})" if any(units) else ""
-    return f"Differences of losses{words}, also those of perplexities, are falls of the loss. " if units else ""
+    return (
+        f"Differences of losses{words}, also those of perplexities, are falls of the loss. "
+        if units
+        else ""
+    )
 
 
 @output("claims", chapter="claims", needs="methods that a claim of a paper compares")
 def claim_table(results: Results, name: str) -> Table | None:
-    """The papers' claims, tested on this study: paired differences, per ratio and over all ratios."""
+    """The papers' claims, tested on this study: paired differences, per ratio and over all
+    ratios."""
     rows = claims(results.comparisons, results.study.costs, results.study.family)
     if rows.empty:
         return None
@@ -202,20 +268,31 @@ def claim_table(results: Results, name: str) -> Table | None:
         "p (Holm)": "p_holm",
     }
     cells = results.study.cells
-    removed = dict(zip(zip(cells["model"], cells["ratio"], strict=True), cells["removed_words"], strict=True))
+    removed = dict(
+        zip(zip(cells["model"], cells["ratio"], strict=True), cells["removed_words"], strict=True)
+    )
     keys = zip(rows["model"], rows["ratio"], strict=True)
-    pruned = [ratio if ratio == ALL else removed.get((model, ratio), names.ratio(ratio)) for model, ratio in keys]
+    pruned = [
+        ratio if ratio == ALL else removed.get((model, ratio), names.ratio(ratio))
+        for model, ratio in keys
+    ]
     worded = rows.assign(statement=rows["claim"].map(STATEMENTS), pruned=pruned)
     frame = pd.concat([spelled(worded, {**text, **numbers, "Verdict": "verdict"}), parts], axis=1)
     return Table(
         name=name,
         title="What the papers claim",
-        caption="Difference: for the first two claims, of the average, the mean over pairs of plans, paired by seed "
-        "and item; channels and whole experts are paired when the shares of routed parameters that they keep differ by "
-        f"less than {EQUAL:g}. For calibration sets, of the share of the lowest-scored experts that all sets have in "
-        "common, the mean over layers. A claim is decided where the 95 % interval is on one side of 0 and p is below "
-        f"{LEVEL} after Holm's correction over all rows; methods with one seed are not tested. Detectable: the "
-        "difference that this study would find in 80 % of cases. The last columns are differences of group averages. "
+        caption="Difference: for the first two claims, of the average, the mean over pairs of "
+        "plans, paired by seed "
+        "and item; channels and whole experts are paired when the shares of routed parameters "
+        "that they keep differ by "
+        f"less than {EQUAL:g}. For calibration sets, of the share of the lowest-scored experts "
+        "that all sets have in "
+        "common, the mean over layers. A claim is decided where the 95 % interval is on one side "
+        "of 0 and p is below "
+        f"{LEVEL} after Holm's correction over all rows; methods with one seed are not tested. "
+        "Detectable: the "
+        "difference that this study would find in 80 % of cases. The last columns are differences "
+        "of group averages. "
         f"{_of_losses(results)}{setting(results.study)}",
         frame=frame,
         formats={

@@ -26,8 +26,9 @@ RARE = 0.1
 def coverage_summary(coverage: pd.DataFrame) -> pd.DataFrame:
     """Summarize tokens per expert, one row per model and calibration set.
 
-    Columns: layers, experts, unseen (experts without a token), rare (experts under a tenth of an even load), least,
-    median and most (tokens of the least, median and most used expert), routed (token-expert pairs).
+    Columns: layers, experts, unseen (experts without a token), rare (experts under a tenth of an
+    even load), least, median and most (tokens of the least, median and most used expert), routed
+    (token-expert pairs).
     """
     rows = []
     for key, frame in groups(coverage, ["model", "calibration"]):
@@ -92,9 +93,14 @@ def coverage_table(study: Study, name: str) -> Table:
 
 
 def _items(counts: Mapping[str, Any]) -> str:
-    """Items that were found and those that could be, in all and of the benchmarks of which some were found."""
-    parts = [f"{names.benchmark(name)} {_share([one])}" for name, one in counts.items() if one["found"]]
-    return f"{_share(counts.values())}{f': {names.listing(parts)}' if parts else ''}" if counts else ""
+    """Items that were found and those that could be, in all and of the benchmarks of which some
+    were found."""
+    parts = [
+        f"{names.benchmark(name)} {_share([one])}" for name, one in counts.items() if one["found"]
+    ]
+    return (
+        f"{_share(counts.values())}{f': {names.listing(parts)}' if parts else ''}" if counts else ""
+    )
 
 
 def _share(counts: Collection[Any]) -> str:
@@ -112,38 +118,53 @@ def _looked_up(study: Study) -> str:
         "Not looked up": [task for task in study.results["task"].unique() if task not in known],
         "All items are shorter": [name for name, one in known.items() if not one["comparable"]],
     }
-    sentences = [f"{what}: {names.listing(map(names.benchmark, tasks))}. " for what, tasks in missing.items() if tasks]
+    sentences = [
+        f"{what}: {names.listing(map(names.benchmark, tasks))}. "
+        for what, tasks in missing.items()
+        if tasks
+    ]
     return (
-        "Items in the text: items of benchmarks of which 13 consecutive words are in the calibration text, out of the "
-        f"items with 13 words (words that more than ten items share do not count). {''.join(sentences)}"
+        "Items in the text: items of benchmarks of which 13 consecutive words are in the "
+        "calibration text, out of the "
+        "items with 13 words (words that more than ten items share do not count). "
+        f"{''.join(sentences)}"
     )
 
 
 def coverage_figure(study: Study, name: str) -> Figure:
-    """Tokens of every expert relative to an even load, sorted within its layer; experts without a token are crossed."""
+    """Tokens of every expert relative to an even load, sorted within its layer; experts without a
+    token are crossed."""
     coverage = study.coverage
     order = names.calibrations_in_order(coverage["calibration"])
     panels = list(groups(coverage, ["model", "calibration"]))
     panels.sort(key=lambda group: (group[0]["model"], order.index(group[0]["calibration"])))
     layers = max(experts["layer"].nunique() for _, experts in panels)
     drawing = style.drawing(style.PAGE, len(panels) * (0.2 * min(layers, 24) + 0.5) + 0.5)
-    for axes, (key, experts) in zip(np.atleast_1d(drawing.subplots(len(panels), 1)), panels, strict=True):
+    for axes, (key, experts) in zip(
+        np.atleast_1d(drawing.subplots(len(panels), 1)), panels, strict=True
+    ):
         style.expert_rows(axes, experts.set_index("layer")["tokens"], _level)
         axes.set_title(f"{key['model']}, {names.calibration(key['calibration'])}")
     axes.set_xlabel("experts of a layer, from the least to the most used")
     handles = [
         Patch(facecolor=colormaps[style.SEQUENTIAL](level), label=label)
-        for level, label in ((0.15, "a tenth of an even load"), (0.5, "even load"), (0.85, "ten times"))
+        for level, label in (
+            (0.15, "a tenth of an even load"),
+            (0.5, "even load"),
+            (0.85, "ten times"),
+        )
     ]
     style.legend(drawing, [Patch(**style.GONE, label="no token"), *handles])
     caption = (
-        "Each square is an expert; its shade is its share of tokens on a logarithmic scale. Crossed: no tokens. "
+        "Each square is an expert; its shade is its share of tokens on a logarithmic scale. "
+        "Crossed: no tokens. "
         f"Based on {of_pass(study)}"
     )
     return Figure(name, "Tokens per expert", caption, drawing)
 
 
 def _level(tokens: np.ndarray) -> np.ndarray:
-    """Map the tokens of a layer's experts to the colour map: logarithmic, with an even load in the middle."""
+    """Map the tokens of a layer's experts to the colour map: logarithmic, with an even load in the
+    middle."""
     even = max(tokens.mean(), 1e-9)
     return np.asarray(0.5 + 0.35 * np.clip(np.log10(np.maximum(tokens, 1e-9) / even), -1.4, 1.4))

@@ -1,4 +1,5 @@
-"""Tables on criteria: their formulas, the inputs that they read, and the time and memory of scores and plans."""
+"""Tables on criteria: their formulas, the inputs that they read, and the time and memory of scores
+and plans."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ _PARAMETERS = re.compile(r"(?P<name>\w+)(\((?P<inside>.*)\))?")
 
 @output("unified.table6", chapter="criteria", needs="registered criteria")
 def formula_table(results: Results, name: str) -> Table:
-    """Unified Expert Pruning's Table 6: the formula of every criterion of the study, and its source."""
+    """Unified Expert Pruning's Table 6: the formula of every criterion of the study, and its
+    source."""
     study = results.study
     from moe_lab import criteria
 
@@ -44,8 +46,10 @@ def formula_table(results: Results, name: str) -> Table:
     return Table(
         name=name,
         title="Formulas of the criteria",
-        caption="Sums run over the N tokens that the router sent to an expert; g: the gate, f: the expert's output "
-        "before the gate, phi: the input of down_proj, w: weights. The lowest scores are pruned first.",
+        caption="Sums run over the N tokens that the router sent to an expert; g: the gate, f: "
+        "the expert's output "
+        "before the gate, phi: the input of down_proj, w: weights. The lowest scores are pruned "
+        "first.",
         frame=pd.DataFrame(rows, columns=["Criterion", "Scores", "Formula", "From"]),
         formats={},
     )
@@ -56,13 +60,19 @@ def signal_table(results: Results, name: str) -> Table:
     """AIMER's Table 1: the inputs that each criterion of the study reads."""
     study = results.study
     words = _criteria(study)
-    rows = [(names.criterion(word), *(MARKS[found] for found in signals(word).values())) for word in words]
+    rows = [
+        (names.criterion(word), *(MARKS[found] for found in signals(word).values()))
+        for word in words
+    ]
     return Table(
         name=name,
         title="Inputs of the criteria",
-        caption="Text: a calibration set. For the others, each kind of input of the registered criterion was changed, "
-        "and yes means that its scores changed. Activations: outputs or channels of experts; routing: an expert's "
-        "number of tokens, and their gates. Sums over an expert's tokens count as routing only where counts or gates "
+        caption="Text: a calibration set. For the others, each kind of input of the registered "
+        "criterion was changed, "
+        "and yes means that its scores changed. Activations: outputs or channels of experts; "
+        "routing: an expert's "
+        "number of tokens, and their gates. Sums over an expert's tokens count as routing only "
+        "where counts or gates "
         "are in the formula.",
         frame=pd.DataFrame(rows, columns=["Criterion", *SIGNALS]),
         formats={},
@@ -70,7 +80,8 @@ def signal_table(results: Results, name: str) -> Table:
 
 
 def signals(word: str) -> dict[str, bool]:
-    """Signal -> whether the scores of a criterion depend on it; `word` is spelled as in a study's record."""
+    """Signal -> whether the scores of a criterion depend on it; `word` is spelled as in a study's
+    record."""
     from moe_lab.criteria import reads_text
 
     name, parameters = _parsed(word)
@@ -91,14 +102,18 @@ def _score(name: str, parameters: Mapping[str, Any], inputs: Mapping[str, Array]
 
 
 def _inputs(changed: str | None = None) -> dict[str, Array]:
-    """Random sums of a layer, named as in statistics/sums.py. Those that depend on the signal `changed` get other
-    values."""
+    """Random sums of a layer, named as in statistics/sums.py. Those that depend on the signal
+    `changed` get other values."""
     from moe_lab.config import GATES
 
-    act, route, grad, weight = (_draws(at + 10 * (signal == changed)) for at, signal in enumerate(SIGNALS) if at)
+    act, route, grad, weight = (
+        _draws(at + 10 * (signal == changed)) for at, signal in enumerate(SIGNALS) if at
+    )
     channels = (EXPERTS, CHANNELS)
     tokens = 5 * route(EXPERTS)
-    sums = act(EXPERTS, 3, 3) * np.concatenate([np.ones((EXPERTS, 1, 3)), route(EXPERTS, 2, 3)], axis=1)
+    sums = act(EXPERTS, 3, 3) * np.concatenate(
+        [np.ones((EXPERTS, 1, 3)), route(EXPERTS, 2, 3)], axis=1
+    )
     sums[:, :, 0] = route(EXPERTS, 3)
     sums[:, 0, 0] = tokens
     phi = act(*channels)
@@ -107,7 +122,10 @@ def _inputs(changed: str | None = None) -> dict[str, Array]:
         "tokens": tokens,
         **{f"sums_{gate}": sums for gate in GATES},
         "output_sum": act(EXPERTS, HIDDEN) * 0.1,
-        **{sums_of: act(EXPERTS) * route(EXPERTS) for sums_of in ("damage", "ala_first", "ala_second")},
+        **{
+            sums_of: act(EXPERTS) * route(EXPERTS)
+            for sums_of in ("damage", "ala_first", "ala_second")
+        },
         "layer_loss": act().reshape(()),
         "channel_square": phi,
         "channel_max": phi,
@@ -122,13 +140,17 @@ def _inputs(changed: str | None = None) -> dict[str, Array]:
         "abs_sum": weight(EXPERTS),
         "square_sum": weight(EXPERTS),
         "count": np.asarray(9.0),
-        **{f"channel_{part}": weight(*channels) for part in ("down_square", "down_abs", "gate_square", "up_square")},
+        **{
+            f"channel_{part}": weight(*channels)
+            for part in ("down_square", "down_abs", "gate_square", "up_square")
+        },
         "shift_weighted": act(EXPERTS) * route(EXPERTS),
     }
 
 
 def _draws(seed: int) -> Callable[..., Array]:
-    """A function that draws an array of a shape, uniform in [1, 2), with new numbers at every call."""
+    """A function that draws an array of a shape, uniform in [1, 2), with new numbers at every
+    call."""
     random = np.random.default_rng(seed)
     return lambda *shape: np.asarray(random.uniform(1, 2, shape))
 
@@ -184,16 +206,20 @@ TEXT = {"Model": "model", "Calibration": "calibration", "Criterion": "criterion"
     needs="the scores of its criteria in the store, with the steps they are from",
 )
 def scoring_table(results: Results, name: str) -> Table:
-    """AIMER's Table 4: the time to score a model, the passes before included, and the memory it takes."""
+    """AIMER's Table 4: the time to score a model, the passes before included, and the memory it
+    takes."""
     study = results.study
     cells = study.cells[study.cells["scores_folder"].notna()].drop_duplicates("scores_folder")
-    rows, machines = [], []
+    rows = []
+    machines = []
     for cell, steps in _timed(study, cells, "scores_folder"):
         machines += list(steps["machine"])
         rows.append(
             {
                 **cell,
-                "reads": names.listing(sorted(kind.replace("_", " ") for kind in set(steps["kind"]) - {"scores"})),
+                "reads": names.listing(
+                    sorted(kind.replace("_", " ") for kind in set(steps["kind"]) - {"scores"})
+                ),
                 "Scoring time (s)": steps["seconds"].sum(),
                 "Of these, the scores (s)": steps.loc[steps["kind"] == "scores", "seconds"].sum(),
                 "Peak memory (MiB)": steps["peak"].max() / MEBIBYTE,
@@ -201,17 +227,26 @@ def scoring_table(results: Results, name: str) -> Table:
                 "Loading memory (MiB)": _parameters(study, cell["model"]) * BYTES / MEBIBYTE,
             }
         )
-    numbers = {"Scoring time (s)": TIME, "Of these, the scores (s)": TIME, "Peak memory (MiB)": "{:,.0f}"}
+    numbers = {
+        "Scoring time (s)": TIME,
+        "Of these, the scores (s)": TIME,
+        "Peak memory (MiB)": "{:,.0f}",
+    }
     on_gpu = {GPU_PEAK: "{:,.0f}"} if any(pd.notna(row[GPU_PEAK]) for row in rows) else {}
     formats = {**numbers, **on_gpu, "Loading memory (MiB)": "{:,.2f}"}
     return Table(
         name=name,
         title="Time and memory of scoring",
-        caption="Scoring time: of the passes over text or weights that the criterion reads, and of the scores. "
-        "Criteria that read one pass share it, so a study takes less than the sum. Peak memory: of the process, which "
-        "may have done other steps before, in main memory and, where some were used, on GPUs; loading memory: the "
+        caption="Scoring time: of the passes over text or weights that the criterion reads, and "
+        "of the scores. "
+        "Criteria that read one pass share it, so a study takes less than the sum. Peak memory: "
+        "of the process, which "
+        "may have done other steps before, in main memory and, where some were used, on GPUs; "
+        "loading memory: the "
         f"model in bfloat16. {MEASURED}{measured_on(machines)}{reading(study)}",
-        frame=spelled(pd.DataFrame(rows), {**TEXT, "Reads": "reads", **{column: column for column in formats}}),
+        frame=spelled(
+            pd.DataFrame(rows), {**TEXT, "Reads": "reads", **{column: column for column in formats}}
+        ),
         formats=formats,
         best=dict.fromkeys(list(numbers)[:1], "min"),
         blocks=("Model",),
@@ -229,27 +264,36 @@ def scoring_table(results: Results, name: str) -> Table:
 def allocation_table(results: Results, name: str) -> Table:
     """MoE-Slimming's Tables 1 and 12: seconds of every step behind a plan of channels.
 
-    A row per allocation, from its first ratio: attributions from the forward pass, and ablation where it ran.
+    A row per allocation, from its first ratio: attributions from the forward pass, and ablation
+    where it ran.
     """
     study = results.study
-    cells = study.cells[(study.cells["granularity"] == "channel") & study.cells["plan_folder"].notna()]
+    cells = study.cells[
+        (study.cells["granularity"] == "channel") & study.cells["plan_folder"].notna()
+    ]
     same = ["model", "calibration", "criterion", "allocation", "gate", "seed"]
-    rows, machines = [], []
+    rows = []
+    machines = []
     for cell, steps in _timed(study, cells.drop_duplicates(same), "plan_folder"):
         machines += list(steps["machine"])
         # steps of kinds without a column are in the total only
         by_pass = steps.groupby(steps["kind"].map(PASSES))["seconds"].sum()
         rows.append({**cell, **by_pass, "Total (s)": steps["seconds"].sum()})
-    columns = [column for column in dict.fromkeys(PASSES.values()) if any(column in row for row in rows)]
+    columns = [
+        column for column in dict.fromkeys(PASSES.values()) if any(column in row for row in rows)
+    ]
     formats = dict.fromkeys([*columns, "Total (s)"], TIME)
     return Table(
         name=name,
         title="Time of channel allocations",
-        caption="Seconds of each step behind a plan; – where a plan reads no such step. The forward pass gives the "
-        "attributions of all experts at once; ablation runs the layers above again for every expert. "
+        caption="Seconds of each step behind a plan; – where a plan reads no such step. The "
+        "forward pass gives the "
+        "attributions of all experts at once; ablation runs the layers above again for every "
+        "expert. "
         f"{MEASURED}{measured_on(machines)}{reading(study)}",
         frame=spelled(
-            pd.DataFrame(rows), {**TEXT, "Allocation": "allocation", **{column: column for column in formats}}
+            pd.DataFrame(rows),
+            {**TEXT, "Allocation": "allocation", **{column: column for column in formats}},
         ),
         formats=formats,
         blocks=("Model", "Calibration"),
@@ -257,12 +301,19 @@ def allocation_table(results: Results, name: str) -> Table:
     )
 
 
-def _timed(study: Study, cells: pd.DataFrame, folder: str) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
-    """Yield each cell, sorted by criterion, with time and memory of the step `folder` and all its inputs.
+def _timed(
+    study: Study, cells: pd.DataFrame, folder: str
+) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
+    """Yield each cell, sorted by criterion, with time and memory of the step `folder` and all its
+    inputs.
 
     Cells are left out when these are not known for every step."""
     for cell in records(by_criterion(cells, "model")):
-        behind = [name for name in steps_behind([cell[folder]], study.reader) if step_kind(name) not in TIMELESS]
+        behind = [
+            name
+            for name in steps_behind([cell[folder]], study.reader)
+            if step_kind(name) not in TIMELESS
+        ]
         steps = time_and_memory(behind, study.reader)
         if behind and set(steps["folder"]) == set(behind):
             yield cell, steps

@@ -1,5 +1,5 @@
-"""Channels that allocations keep in each layer and expert, their share of the score, and the losses from which coverage
-budgets are computed (MoE-Slimming, Figs. 7 and 11)."""
+"""Channels that allocations keep in each layer and expert, their share of the score, and the losses
+from which coverage budgets are computed (MoE-Slimming, Figs. 7 and 11)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ from analysis.load import passes, settings
 from analysis.load.reader import records
 from analysis.load.study import Study
 from analysis.outputs.captions import of_pass
-from analysis.outputs.score_rows import BUDGETED, DEFAULT_SMOOTHING, HALF, SMOOTHING, by_ratio, coverage_cells, plain
+from analysis.outputs.score_rows import (
+    BUDGETED,
+    DEFAULT_SMOOTHING,
+    HALF,
+    SMOOTHING,
+    by_ratio,
+    coverage_cells,
+    plain,
+)
 from analysis.registry import Item, Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
@@ -30,19 +38,26 @@ LAYERS = 8
 """Largest number of layers labelled on an axis."""
 
 
-@output("coverage.fig", chapter="channels", needs="a channel criterion under allocation=coverage and others")
+@output(
+    "coverage.fig",
+    chapter="channels",
+    needs="a channel criterion under allocation=coverage and others",
+)
 @per_model("pruned")
 def kept_by_layer(results: Results, comparison: Comparison, name: str) -> list[Item | None]:
     """Kept share of each layer and of each expert."""
     kept = results.study.kept
-    return [layer_figure(comparison, kept, name), expert_figure(comparison, kept, f"{name}.experts")]
+    return [
+        layer_figure(comparison, kept, name),
+        expert_figure(comparison, kept, f"{name}.experts"),
+    ]
 
 
 def layer_shares(cells: pd.DataFrame, kept: pd.DataFrame) -> pd.DataFrame:
     """Share of its channels that each layer keeps (allocations, layers), the mean over its experts.
 
-    Allocations with the same shares, to a thousandth, form one row whose label names them all. `kept`: cell, layer,
-    expert, share. Cells without a plan are left out.
+    Allocations with the same shares, to a thousandth, form one row whose label names them all.
+    `kept`: cell, layer, expert, share. Cells without a plan are left out.
     """
     counted = kept[kept["cell"].isin(cells.index)]
     shares = counted.pivot_table(index="cell", columns="layer", values="share", aggfunc="mean")
@@ -51,19 +66,25 @@ def layer_shares(cells: pd.DataFrame, kept: pd.DataFrame) -> pd.DataFrame:
     for cell, row in shares.round(3).iterrows():
         same.setdefault(tuple(row), []).append(int(str(cell)))
     labels = {
-        members[0]: "\n".join(map(names.allocated, cells.loc[members, "allocation"])) for members in same.values()
+        members[0]: "\n".join(map(names.allocated, cells.loc[members, "allocation"]))
+        for members in same.values()
     }
     return shares.loc[list(labels)].rename(index=labels).rename_axis("allocation")
 
 
 def layer_figure(comparison: Comparison, kept: pd.DataFrame, name: str) -> Figure | None:
-    """Draw the share of its channels that each layer keeps, a line per allocation. None without differing plans."""
-    blocks = [(ratio, layer_shares(cells, kept)) for ratio, cells in _compared_allocations(comparison)]
+    """Draw the share of its channels that each layer keeps, a line per allocation. None without
+    differing plans."""
+    blocks = [
+        (ratio, layer_shares(cells, kept)) for ratio, cells in _compared_allocations(comparison)
+    ]
     blocks = [(ratio, shares) for ratio, shares in blocks if len(shares)]
     if not blocks:
         return None
     drawing = style.drawing(style.PAGE, 3.0 * len(blocks))
-    for axes, (ratio, shares) in zip(np.atleast_1d(drawing.subplots(len(blocks), 1)), blocks, strict=True):
+    for axes, (ratio, shares) in zip(
+        np.atleast_1d(drawing.subplots(len(blocks), 1)), blocks, strict=True
+    ):
         for at, (label, row) in enumerate(shares.iterrows()):
             dashes = _DASHES[at // len(style.SHADES) % len(_DASHES)]
             look = {**style.cycled(at), "markersize": 4.5, "linewidth": 1.2, "linestyle": dashes}
@@ -74,7 +95,10 @@ def layer_figure(comparison: Comparison, kept: pd.DataFrame, name: str) -> Figur
         axes.set_title(f"{comparison.model}, {comparison.removed(ratio)} pruned")
         axes.grid(axis="y")
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=6.5, labelspacing=0.9)
-    caption = "Share of its channels that each layer keeps. Allocations that keep the same shares are one line."
+    caption = (
+        "Share of its channels that each layer keeps. Allocations that keep the same shares "
+        "are one line."
+    )
     return Figure(name, "Channels kept by layer", caption, drawing)
 
 
@@ -82,12 +106,16 @@ _DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)))
 
 
 def expert_figure(comparison: Comparison, kept: pd.DataFrame, name: str) -> Figure | None:
-    """Draw the share of its channels that each expert keeps, sorted within layers; experts without any are crossed.
+    """Draw the share of its channels that each expert keeps, sorted within layers; experts without
+    any are crossed.
 
-    At the ratio closest to 1/2, as in the papers. None without channel plans that differ within a layer.
+    At the ratio closest to 1/2, as in the papers. None without channel plans that differ within a
+    layer.
     """
     blocks = _compared_allocations(comparison)
-    ratio, cells = min(blocks, key=lambda block: abs(block[0] - HALF), default=(0.0, pd.DataFrame()))
+    ratio, cells = min(
+        blocks, key=lambda block: abs(block[0] - HALF), default=(0.0, pd.DataFrame())
+    )
     maps = _uneven(cells, kept) if len(cells) else []
     if not maps:
         return None
@@ -101,10 +129,13 @@ def expert_figure(comparison: Comparison, kept: pd.DataFrame, name: str) -> Figu
         axes.set_title(word)
     handles = [Patch(**style.GONE, label="no channel")]
     for share in (0.25, 0.5, 0.75, 1):
-        handles.append(Patch(facecolor=colormaps[style.SEQUENTIAL](_level(share)), label=names.share(share)))
+        handles.append(
+            Patch(facecolor=colormaps[style.SEQUENTIAL](_level(share)), label=names.share(share))
+        )
     style.legend(drawing, handles, title="channels kept")
     caption = (
-        f"{comparison.removed(ratio)} of all channels are pruned. Each square is an expert, its shade the share of its "
+        f"{comparison.removed(ratio)} of all channels are pruned. Each square is an expert, its "
+        "shade the share of its "
         "channels that is kept; experts of a layer are sorted by it. Crossed: no channels kept. "
         "Allocations that keep the same share of every expert of a layer are left out."
     )
@@ -117,7 +148,8 @@ def _level(share: Any) -> Any:
 
 
 def _compared_allocations(comparison: Comparison) -> list[tuple[float, pd.DataFrame]]:
-    """(Ratio, cells) of the channel criterion that was run with most allocations, including coverage; one cell each."""
+    """(Ratio, cells) of the channel criterion that was run with most allocations, including
+    coverage; one cell each."""
     cells = plain(comparison, "channel").drop_duplicates(["criterion", "allocation", "ratio"])
     covered = cells["allocation"].map(lambda word: settings.allocation(word)[0] == "coverage")
     counts = cells.groupby("criterion", sort=False)["allocation"].nunique()
@@ -128,7 +160,8 @@ def _compared_allocations(comparison: Comparison) -> list[tuple[float, pd.DataFr
 
 
 def _uneven(cells: pd.DataFrame, kept: pd.DataFrame) -> list[tuple[int, str]]:
-    """Cells and names of allocations that keep different shares within a layer, layerwise and coverage first."""
+    """Cells and names of allocations that keep different shares within a layer, layerwise and
+    coverage first."""
     counted = kept[kept["cell"].isin(cells.index)]
     spread = counted.groupby(["cell", "layer"])["share"].agg(np.ptp).groupby("cell").max()
 
@@ -154,16 +187,19 @@ NUMBERS = 24
 
 
 def layer_budgets(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """Coverage budgets at the ratio closest to 1/2: cell, label, smoothing, calibration, layer, coverage, kept.
+    """Coverage budgets at the ratio closest to 1/2: cell, label, smoothing, calibration, layer,
+    coverage, kept.
 
-    coverage: share of the layer's score that is kept; kept: share of its channels; smoothing: of layer losses. At most
-    PLANS plans.
+    coverage: share of the layer's score that is kept; kept: share of its channels; smoothing: of
+    layer losses. At most PLANS plans.
     """
     chosen = coverage_cells(comparison)
     labels = settings.method_labels(chosen)
     frames = [pd.DataFrame(columns=["cell", "label", "smoothing", "calibration", *BUDGETS])]
     for cell, about in zip(chosen.index[:PLANS].map(int), records(chosen), strict=False):
-        kept = passes.read(study.reader.find(str(about["plan_folder"])), "budgets.parquet", study.reader)
+        kept = passes.read(
+            study.reader.find(str(about["plan_folder"])), "budgets.parquet", study.reader
+        )
         if kept is not None:
             labelled = {"label": labels[cell], "smoothing": _smoothing(study, about)}
             frames.append(kept.assign(cell=cell, calibration=about["calibration"], **labelled))
@@ -171,12 +207,19 @@ def layer_budgets(study: Study, comparison: Comparison) -> pd.DataFrame:
 
 
 def _smoothing(study: Study, about: Mapping[str, Any]) -> str:
-    """Smoothing of layer losses in a cell's plan, from the plan's settings or else the study's record."""
+    """Smoothing of layer losses in a cell's plan, from the plan's settings or else the study's
+    record."""
     plan = study.reader.find(str(about["plan_folder"]))
-    provenance = ((study.reader.json(plan, "plan.json") if plan else None) or {}).get("provenance") or {}
+    provenance = ((study.reader.json(plan, "plan.json") if plan else None) or {}).get(
+        "provenance"
+    ) or {}
     parameters = (provenance.get("allocation") or {}).get("parameters") or {}
     parameters_of = {**settings.allocation(str(about["allocation"]))[1], **parameters}
-    return str(next((parameters_of[word] for word in SMOOTHING if word in parameters_of), DEFAULT_SMOOTHING))
+    return str(
+        next(
+            (parameters_of[word] for word in SMOOTHING if word in parameters_of), DEFAULT_SMOOTHING
+        )
+    )
 
 
 def budget_strips(budgets: pd.DataFrame, losses: pd.DataFrame) -> pd.DataFrame:
@@ -185,7 +228,9 @@ def budget_strips(budgets: pd.DataFrame, losses: pd.DataFrame) -> pd.DataFrame:
     Both have mean 1 over the layers of a plan; NaN without losses."""
     from moe_lab.allocation.shapes import smooth
 
-    both = budgets.merge(losses[["calibration", "layer", "loss"]], on=["calibration", "layer"], how="left")
+    both = budgets.merge(
+        losses[["calibration", "layer", "loss"]], on=["calibration", "layer"], how="left"
+    )
     parts = []
     for _, plan in both.groupby("cell", sort=False):
         loss = plan["loss"].to_numpy(float)
@@ -195,9 +240,12 @@ def budget_strips(budgets: pd.DataFrame, losses: pd.DataFrame) -> pd.DataFrame:
 
 
 _MEANING = (
-    "Layer loss: size of a layer's routed output relative to the residual stream after it, the mean over "
-    "calibration tokens of ‖m‖² / (‖y‖² + ε), divided by its mean over layers. Score coverage: share of the sum of the "
-    "layer's channel scores that the plan keeps. Squares of a row are shaded between its least and its greatest value."
+    "Layer loss: size of a layer's routed output relative to the residual stream after it, the "
+    "mean over "
+    "calibration tokens of ‖m‖² / (‖y‖² + ε), divided by its mean over layers. Score coverage: "
+    "share of the sum of the "
+    "layer's channel scores that the plan keeps. Squares of a row are shaded between its least "
+    "and its greatest value."
 )
 
 
@@ -209,20 +257,33 @@ def coverage_budgets(results: Results, comparison: Comparison, name: str) -> Fig
     return strip_figure(results, comparison, name, ("loss", "coverage", "kept"), title, _MEANING)
 
 
-@output("coverage.fig11", chapter="attribution", needs=f"{BUDGETED}, and the sums of their pass in the store")
+@output(
+    "coverage.fig11",
+    chapter="attribution",
+    needs=f"{BUDGETED}, and the sums of their pass in the store",
+)
 @per_model("pruned")
-def smoothed_losses_and_budgets(results: Results, comparison: Comparison, name: str) -> Figure | None:
+def smoothed_losses_and_budgets(
+    results: Results, comparison: Comparison, name: str
+) -> Figure | None:
     """Raw and smoothed loss, score coverage and kept share of each layer."""
     caption = (
-        f"Smoothed loss: by the smoothing of the plan, divided by its mean; the target of the coverage. {_MEANING}"
+        "Smoothed loss: by the smoothing of the plan, divided by its mean; the target of "
+        f"the coverage. {_MEANING}"
     )
     return strip_figure(results, comparison, name, STRIPS, "From layer losses to budgets", caption)
 
 
 def strip_figure(
-    results: Results, comparison: Comparison, name: str, strips: Iterable[str], title: str, caption: str
+    results: Results,
+    comparison: Comparison,
+    name: str,
+    strips: Iterable[str],
+    title: str,
+    caption: str,
 ) -> Figure | None:
-    """Draw a block of rows per plan: one row for each of `strips` (columns of `budget_strips`), a square per layer."""
+    """Draw a block of rows per plan: one row for each of `strips` (columns of `budget_strips`), a
+    square per layer."""
     study = results.study
     losses = study.layer_losses[study.layer_losses["model"] == comparison.model]
     budgets = budget_strips(layer_budgets(study, comparison), losses)
@@ -234,18 +295,28 @@ def strip_figure(
     grid = drawing.subplots(len(plans), 1, squeeze=False)[:, 0]
     for axes, plan in zip(grid, plans, strict=True):
         for at, strip in enumerate(shown):
-            _strip(axes, at, plan[strip].to_numpy(float), "{:.0%}" if strip in ("coverage", "kept") else "{:.2f}")
+            _strip(
+                axes,
+                at,
+                plan[strip].to_numpy(float),
+                "{:.0%}" if strip in ("coverage", "kept") else "{:.2f}",
+            )
         step = -(-len(plan) // NUMBERS)
-        layers = [str(layer) if place % step == 0 else "" for place, layer in enumerate(plan["layer"])]
+        layers = [
+            str(layer) if place % step == 0 else "" for place, layer in enumerate(plan["layer"])
+        ]
         style.squares(axes, layers, [STRIPS[strip] for strip in shown], above=False)
         axes.set_title(plan["label"].iloc[0], fontsize=7.5)
     grid[-1].set_xlabel("decoder layer")
-    return Figure(name, f"{title}: {comparison.model}", f"{caption} Based on {of_pass(study)}", drawing)
+    return Figure(
+        name, f"{title}: {comparison.model}", f"{caption} Based on {of_pass(study)}", drawing
+    )
 
 
 def _strip(axes: Axes, at: int, values: np.ndarray[Any, np.dtype[np.float64]], form: str) -> None:
     """Draw one row of squares, shaded between the smallest and the largest value of the row."""
-    low, high = np.nanmin(values), np.nanmax(values)
+    low = np.nanmin(values)
+    high = np.nanmax(values)
     for layer, value in enumerate(values):
         if not np.isnan(value):
             share = (value - low) / (high - low) if high > low else 0.5
@@ -253,7 +324,11 @@ def _strip(axes: Axes, at: int, values: np.ndarray[Any, np.dtype[np.float64]], f
             style.square(axes, layer, at, share, words, size=6)
 
 
-@output("attribution_by_layer", chapter="attribution", needs=f"{BUDGETED}, and the sums of their pass in the store")
+@output(
+    "attribution_by_layer",
+    chapter="attribution",
+    needs=f"{BUDGETED}, and the sums of their pass in the store",
+)
 @per_model("pruned")
 def stack_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Stacked bars of each layer's experts, by attribution and by budget."""
@@ -263,13 +338,17 @@ def stack_figure(results: Results, comparison: Comparison, name: str) -> Figure 
         return None
     first = records(budgets)[0]
     experts = study.experts
-    experts = experts[(experts["model"] == comparison.model) & (experts["calibration"] == first["calibration"])]
+    experts = experts[
+        (experts["model"] == comparison.model) & (experts["calibration"] == first["calibration"])
+    ]
     plan = study.kept.loc[study.kept["cell"] == first["cell"], ["layer", "expert", "share"]]
     both = experts[["layer", "expert", "first"]].merge(plan, on=["layer", "expert"])
     both["first"] = both["first"].clip(lower=0)
     if not both["first"].sum() > 0:
         return None
-    both["place"] = both.groupby("layer")["first"].rank(method="first", ascending=False).astype(int) - 1
+    both["place"] = (
+        both.groupby("layer")["first"].rank(method="first", ascending=False).astype(int) - 1
+    )
     drawing = style.drawing(style.PAGE, 3.0)
     left, right = drawing.subplots(1, 2, sharey=True)
     for axes, column, title in (
@@ -281,20 +360,36 @@ def stack_figure(results: Results, comparison: Comparison, name: str) -> Figure 
         axes.set_xlabel("decoder layer")
     style.percent(left.yaxis)
     caption = (
-        "Each bar is a layer, each piece of it an expert, from the highest attribution (bottom, dark) to the lowest; "
-        "left: its share of the layer's attribution (first order, negative ones as 0), right: its share of the "
+        "Each bar is a layer, each piece of it an expert, from the highest attribution (bottom, "
+        "dark) to the lowest; "
+        "left: its share of the layer's attribution (first order, negative ones as 0), right: its "
+        "share of the "
         f"channels that the layer keeps under {first['label']}. Based on {of_pass(study)}"
     )
-    return Figure(name, f"Experts of each layer by attribution and by budget: {comparison.model}", caption, drawing)
+    return Figure(
+        name,
+        f"Experts of each layer by attribution and by budget: {comparison.model}",
+        caption,
+        drawing,
+    )
 
 
 def _stack(axes: Axes, parts: pd.DataFrame) -> None:
     """Draw a bar per layer, with the parts (experts, layers) of its experts stacked."""
     shares = (parts / parts.sum()).fillna(0)
-    bottom, where = np.zeros(shares.shape[1]), range(shares.shape[1])
+    bottom = np.zeros(shares.shape[1])
+    where = range(shares.shape[1])
     for at, (_, row) in enumerate(shares.iterrows()):
         shade = colormaps["YlGnBu_r"](0.05 + 0.85 * at / max(1, len(shares) - 1))
-        axes.bar(where, row, bottom=bottom, width=0.85, color=shade, edgecolor=style.SURFACE, linewidth=0.2)
+        axes.bar(
+            where,
+            row,
+            bottom=bottom,
+            width=0.85,
+            color=shade,
+            edgecolor=style.SURFACE,
+            linewidth=0.2,
+        )
         bottom = bottom + row.to_numpy()
     shown = where[:: -(-len(where) // 12)]
     style.ticks(axes.xaxis, shown, [str(shares.columns[at]) for at in shown])

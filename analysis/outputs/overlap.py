@@ -1,5 +1,5 @@
-"""Overlap of the experts to prune across calibration sets, and of a proxy with exact damage (Unified Expert Pruning,
-Figs. 3 to 5)."""
+"""Overlap of the experts to prune across calibration sets, and of a proxy with exact damage
+(Unified Expert Pruning, Figs. 3 to 5)."""
 
 from __future__ import annotations
 
@@ -21,17 +21,29 @@ from analysis.stats import overlap
 
 
 def overlap_table(results: Results, name: str) -> Table:
-    """Overlap of every S(b, alpha, beta) across calibration sets, by three definitions, with values for random sets."""
+    """Overlap of every S(b, alpha, beta) across calibration sets, by three definitions, with values
+    for random sets."""
     overlaps = results.overlaps
-    variants = [overlap.variant_name(*variant) for variant in overlaps[list(overlap.VARIANT)].to_numpy(int)]
-    text = {"Model": "model", "Pruned": "ratio", "Variant": "variant", "b": "b", "α": "alpha", "β": "beta"}
+    variants = [
+        overlap.variant_name(*variant) for variant in overlaps[list(overlap.VARIANT)].to_numpy(int)
+    ]
+    text = {
+        "Model": "model",
+        "Pruned": "ratio",
+        "Variant": "variant",
+        "b": "b",
+        "α": "alpha",
+        "β": "beta",
+    }
     shares = {"Triple": "triple", "Pairwise": "pairwise", "Jaccard": "jaccard"}
     shown = shares | {f"{column}, by chance": f"chance_{share}" for column, share in shares.items()}
     return Table(
         name=name,
         title="Overlap of the experts to prune across calibration sets",
-        caption="Triple: share of the lowest experts that is the same under all calibration sets; pairwise: mean over "
-        "pairs of sets; Jaccard: intersection over union. (1,0,0) scores all experts alike. Based on "
+        caption="Triple: share of the lowest experts that is the same under all calibration sets; "
+        "pairwise: mean over "
+        "pairs of sets; Jaccard: intersection over union. (1,0,0) scores all experts alike. Based "
+        "on "
         f"{of_pass(results.study)}",
         frame=spelled(overlaps.assign(variant=variants), text | shown),
         formats=dict.fromkeys(("b", "α", "β"), "{:.0f}") | dict.fromkeys(shown, SCORE),
@@ -41,14 +53,17 @@ def overlap_table(results: Results, name: str) -> Table:
 
 
 def proxy_table(results: Results, name: str) -> Table:
-    """Fig. 3 as numbers: share of the experts with the lowest exact damage that the proxy S(0,1,1) finds too."""
+    """Fig. 3 as numbers: share of the experts with the lowest exact damage that the proxy S(0,1,1)
+    finds too."""
     text = {"Model": "model", "Calibration": "calibration", "Pruned": "ratio"}
     shares = {"Overlap": "overlap", "Lowest layer": "lowest", "By chance": "chance"}
     return Table(
         name=name,
         title="Overlap of proxy and exact damage",
-        caption="Share of the experts with the lowest exact damage that also have the lowest proxy S(0,1,1): mean over "
-        f"layers, the lowest layer, and expectation for random sets. Based on {of_pass(results.study)}",
+        caption="Share of the experts with the lowest exact damage that also have the lowest "
+        "proxy S(0,1,1): mean over "
+        "layers, the lowest layer, and expectation for random sets. Based on "
+        f"{of_pass(results.study)}",
         frame=spelled(results.proxy, text | shares),
         formats=dict.fromkeys(shares, SCORE),
     )
@@ -61,34 +76,48 @@ _GREEK = {"b": "b", "alpha": "α", "beta": "β"}
 
 
 def proxy_figure(results: Results, name: str) -> Figure:
-    """Fig. 3: overlap of proxy and exact damage by model, calibration set and ratio; ticks are for random sets."""
+    """Fig. 3: overlap of proxy and exact damage by model, calibration set and ratio; ticks are for
+    random sets."""
     overlaps = results.proxy
     rows = list(dict.fromkeys(zip(overlaps["model"], overlaps["calibration"], strict=True)))
     drawing = style.drawing(style.PAGE * 0.75, 0.34 * len(rows) + 0.95)
     axes = drawing.add_subplot()
-    for at, (key, group) in enumerate(groups(overlaps.sort_values("ratio", kind="stable"), ["ratio"])):
-        y = np.array([rows.index(place) for place in zip(group["model"], group["calibration"], strict=True)])
-        y, look = y + 0.22 * (at - 0.5), style.cycled(at)
-        axes.hlines(y, group["lowest"], group["overlap"], color=look["color"], linewidth=1.4, alpha=0.6)
+    for at, (key, group) in enumerate(
+        groups(overlaps.sort_values("ratio", kind="stable"), ["ratio"])
+    ):
+        y = np.array(
+            [rows.index(place) for place in zip(group["model"], group["calibration"], strict=True)]
+        )
+        y = y + 0.22 * (at - 0.5)
+        look = style.cycled(at)
+        axes.hlines(
+            y, group["lowest"], group["overlap"], color=look["color"], linewidth=1.4, alpha=0.6
+        )
         label = f"{names.ratio(key['ratio'])} pruned"
         axes.plot(group["overlap"], y, linestyle="", markersize=5, label=label, **look)
         axes.plot(group["chance"], y, "|", color=look["color"], markersize=7)
     several = overlaps["model"].nunique() > 1
-    labels = [f"{model}, {names.calibration(text)}" if several else names.calibration(text) for model, text in rows]
+    labels = [
+        f"{model}, {names.calibration(text)}" if several else names.calibration(text)
+        for model, text in rows
+    ]
     style.ticks(axes.yaxis, range(len(rows)), labels)
     axes.set(xlim=(0, 1.02), ylim=(len(rows) - 0.5, -0.5), xlabel="share of the same experts")
     axes.grid(axis="x")
     style.legend(drawing, axes.get_legend_handles_labels()[0], most=4)
     caption = (
-        "Share of the experts with the lowest exact damage that also have the lowest proxy S(0,1,1): mean over layers "
-        "(point), the lowest layer (end of the line), and expectation for random sets (tick). Based on "
+        "Share of the experts with the lowest exact damage that also have the lowest proxy "
+        "S(0,1,1): mean over layers "
+        "(point), the lowest layer (end of the line), and expectation for random sets (tick). "
+        "Based on "
         f"{of_pass(results.study)}"
     )
     return Figure(name, "Overlap of proxy and exact damage", caption, drawing)
 
 
 def pooled_figure(results: Results, name: str) -> Figure:
-    """Fig. 4: effects of the components, and the heat map over (b, alpha, beta), both pooled over models."""
+    """Fig. 4: effects of the components, and the heat map over (b, alpha, beta), both pooled over
+    models."""
     pooled = overlap.pooled(results.overlaps)
     ratios = sorted(pooled["ratio"].unique())
     drawing = style.drawing(style.PAGE, 2.75 * len(ratios))
@@ -99,8 +128,10 @@ def pooled_figure(results: Results, name: str) -> Figure:
         _heat_axes(right, one)
         left.set_title(f"{names.ratio(ratio)} pruned")
     caption = (
-        "Share of the lowest-scored experts of a layer that is the same under all calibration sets (mean over layers "
-        "and models). Left: mean over all usable variants with this b, α or β. Right: each variant. Dashed: random "
+        "Share of the lowest-scored experts of a layer that is the same under all calibration "
+        "sets (mean over layers "
+        "and models). Left: mean over all usable variants with this b, α or β. Right: each "
+        "variant. Dashed: random "
         f"sets. (1,0,0) scores all experts alike. Based on {of_pass(results.study)}"
     )
     return Figure(name, "Which scores depend least on the calibration set", caption, drawing)
@@ -113,14 +144,18 @@ def _effects_axes(axes: Axes, pooled: pd.DataFrame) -> None:
     for component in overlap.VARIANT:
         for row in records(effects[effects["component"] == component]):
             axes.bar(position, row["overlap"], width=0.8, color=_SHADES[component], alpha=0.8)
-            axes.text(position, row["overlap"] + 0.015, f"{row['overlap']:.2f}", ha="center", fontsize=6.5)
+            axes.text(
+                position, row["overlap"] + 0.015, f"{row['overlap']:.2f}", ha="center", fontsize=6.5
+            )
             ticks.append((position, f"{_GREEK[component]}={row['level']}"))
             position += 1
         position += 0.6
     chance = float(pooled["chance_triple"].iloc[0])
     axes.axhline(chance, **style.DASHED)
     axes.set_xlim(-0.6, position + 1.0)  # room for the word beside the last bar
-    axes.text(position + 1.0, chance, "chance", fontsize=6.5, ha="right", va="bottom", color=style.MUTED)
+    axes.text(
+        position + 1.0, chance, "chance", fontsize=6.5, ha="right", va="bottom", color=style.MUTED
+    )
     style.ticks(axes.xaxis, *zip(*ticks, strict=True), labelsize=7)
     axes.set(ylim=(0, 1), ylabel="overlap")
     axes.grid(axis="y")
@@ -132,11 +167,23 @@ def _heat_axes(axes: Axes, overlaps: pd.DataFrame) -> None:
         for x, beta in enumerate(BETAS):
             value = cells.get((b, alpha, beta), np.nan)
             if (b, alpha, beta) == overlap.DEGENERATE or np.isnan(value):
-                box: Any = {"facecolor": "none", "edgecolor": style.RULE, "hatch": "///", "linewidth": 0}
+                box: Any = {
+                    "facecolor": "none",
+                    "edgecolor": style.RULE,
+                    "hatch": "///",
+                    "linewidth": 0,
+                }
                 axes.add_patch(Rectangle((x, y), 1, 1, **box))
                 axes.text(x + 0.5, y + 0.5, "N/A", ha="center", va="center", color=style.MUTED)
             else:
-                style.square(axes, x, y, float(value), f"{value:.2f}", below=overlap.variant_name(b, alpha, beta))
+                style.square(
+                    axes,
+                    x,
+                    y,
+                    float(value),
+                    f"{value:.2f}",
+                    below=overlap.variant_name(b, alpha, beta),
+                )
     style.squares(axes, [f"β={beta}" for beta in BETAS], [f"b={b}, α={alpha}" for b, alpha in ROWS])
 
 
@@ -146,7 +193,11 @@ OVERLAP = "a run with overlap=true and two calibration sets"
 @output("unified.fig4", chapter="overlap", shown=figures, needs=OVERLAP)
 def pooled_overlap(results: Results, name: str) -> list[Item]:
     """Overlap of the experts to prune across calibration sets, mean over models."""
-    return [] if results.overlaps.empty else [pooled_figure(results, name), overlap_table(results, name)]
+    return (
+        []
+        if results.overlaps.empty
+        else [pooled_figure(results, name), overlap_table(results, name)]
+    )
 
 
 @output("unified.fig5", chapter="overlap", needs=f"{OVERLAP}, of several models")
@@ -158,7 +209,8 @@ def overlap_figure(results: Results, name: str) -> Figure | None:
     overlaps = results.overlaps
     if overlaps.empty or overlaps["model"].nunique() < 2:  # of one model, it is the pooled figure
         return None
-    models, ratios = list(dict.fromkeys(overlaps["model"])), sorted(overlaps["ratio"].unique())
+    models = list(dict.fromkeys(overlaps["model"]))
+    ratios = sorted(overlaps["ratio"].unique())
     drawing = style.drawing(style.PAGE, 2.6 * len(models))
     grid = drawing.subplots(len(models), len(ratios), squeeze=False)
     for row, model in zip(grid, models, strict=True):
@@ -166,7 +218,8 @@ def overlap_figure(results: Results, name: str) -> Figure | None:
             _heat_axes(axes, overlaps[(overlaps["model"] == model) & (overlaps["ratio"] == ratio)])
             axes.set_title(f"{model}, {names.ratio(ratio)} pruned")
     caption = (
-        "The heat map of each model: share of the lowest-scored experts that is the same under all calibration sets. "
+        "The heat map of each model: share of the lowest-scored experts that is the same under "
+        "all calibration sets. "
         f"Based on {of_pass(results.study)}"
     )
     return Figure(name, "Overlap across calibration sets, model by model", caption, drawing)

@@ -1,5 +1,5 @@
-"""Accuracy against cost: every cell's Avg against parameters, FLOPs and bytes, with Pareto fronts; and a comparison of
-channels with whole experts (MoE-Slimming, Table 10 and Fig. 9)."""
+"""Accuracy against cost: every cell's Avg against parameters, FLOPs and bytes, with Pareto fronts;
+and a comparison of channels with whole experts (MoE-Slimming, Table 10 and Fig. 9)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ from analysis.load.plans import BYTES
 from analysis.load.reader import groups, records
 from analysis.load.study import Study
 from analysis.outputs.captions import MEBIBYTE, SLIMMING, setting
-from analysis.outputs.score_rows import STORED, Block, by_ratio, draw_unpruned, ratio_block, score_table, storage_points
+from analysis.outputs.score_rows import (
+    STORED,
+    Block,
+    by_ratio,
+    draw_unpruned,
+    ratio_block,
+    score_table,
+    storage_points,
+)
 from analysis.registry import Item, Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
@@ -48,20 +56,28 @@ SHAPES = {"expert": "o", "constant": "D", "merged": "s", "channel": "^", "none":
 def against_cost(study: Study, comparison: Comparison) -> pd.DataFrame:
     """Avg and costs of each cell of a model whose cost was counted, including the unpruned model.
 
-    Columns: cell, method, kind, calibration, ratio, recovery, pruned (in words), bits, avg, low, high (95 %), merit
-    (avg, negative where less is better), parameters_kept, routed_kept, flops_ratio, storage_bytes, storage_share (of
-    the unpruned model's bytes), and `front_<axis>` for each of AXES: whether no other pruned cell is at least as good
-    at a lower cost, or better at its cost or less. Avg is over all displayed columns in which more is better, or else
-    over losses; a cell that lacks one has NaN and is on no front. `kind` is a key of KINDS: what the plan removes, and
-    what it puts in the place of experts; NaN where the plan cannot be read.
+    Columns: cell, method, kind, calibration, ratio, recovery, pruned (in words), bits, avg, low,
+    high (95 %), merit (avg, negative where less is better), parameters_kept, routed_kept,
+    flops_ratio, storage_bytes, storage_share (of the unpruned model's bytes), and `front_<axis>`
+    for each of AXES: whether no other pruned cell is at least as good at a lower cost, or better at
+    its cost or less. Avg is over all displayed columns in which more is better, or else over
+    losses; a cell that lacks one has NaN and is on no front. `kind` is a key of KINDS: what the
+    plan removes, and what it puts in the place of experts; NaN where the plan cannot be read.
     """
     target = comparison.averaged(comparison.parts)
     scores = pd.DataFrame(dict(zip(("avg", "low", "high"), comparison.shown(target), strict=True)))
     axes = comparison.cells[["criterion", "method", "calibration", "ratio", "recovery"]]
-    axes = axes.assign(pruned=settings.pruned(comparison.cells), kind=_kinds(study, comparison.cells))
-    costs = study.costs.set_index("cell")[["bits", "parameters_kept", "routed_kept", "flops_ratio", "storage_bytes"]]
+    axes = axes.assign(
+        pruned=settings.pruned(comparison.cells), kind=_kinds(study, comparison.cells)
+    )
+    costs = study.costs.set_index("cell")[
+        ["bits", "parameters_kept", "routed_kept", "flops_ratio", "storage_bytes"]
+    ]
     rows = axes.join(scores).join(costs, how="inner").rename_axis("cell").reset_index()
-    full = study.costs.set_index("cell")["parameters_unpruned"].reindex(rows["cell"]).to_numpy(float) * BYTES
+    full = (
+        study.costs.set_index("cell")["parameters_unpruned"].reindex(rows["cell"]).to_numpy(float)
+        * BYTES
+    )
     rows["storage_share"] = rows["storage_bytes"] / full
     rows["merit"] = comparison.quantity(target).sign * rows["avg"]
     pruned = rows["criterion"] != "none"
@@ -84,8 +100,8 @@ def _kinds(study: Study, cells: pd.DataFrame) -> pd.Series:
 def front(costs: Sequence[float] | pd.Series, merits: Sequence[float] | pd.Series) -> np.ndarray:
     """Pareto front as booleans: the entries that no other beats. More is better of `merits`.
 
-    One entry beats another by a lower cost and at least its merit, or by a higher merit at its cost or less. Entries
-    with NaN are not on the front."""
+    One entry beats another by a lower cost and at least its merit, or by a higher merit at its cost
+    or less. Entries with NaN are not on the front."""
     cost = np.asarray(costs, float)
     merit = np.asarray(merits, float)
     as_cheap = cost[None, :] <= cost[:, None]
@@ -96,7 +112,8 @@ def front(costs: Sequence[float] | pd.Series, merits: Sequence[float] | pd.Serie
 
 @output("pareto", chapter="cost", filters="Model|Pruned|Removes")
 def accuracy_and_cost(results: Results, name: str) -> list[Item]:
-    """All methods: accuracy against parameters, FLOPs and storage, and what is on a Pareto front."""
+    """All methods: accuracy against parameters, FLOPs and storage, and what is on a Pareto
+    front."""
     if results.study.costs.empty or not results.comparisons:
         return []
     return [pareto_table(results, name)]
@@ -110,21 +127,26 @@ def fronts(results: Results, comparison: Comparison, name: str) -> Figure | None
 
 
 def pareto_table(results: Results, name: str) -> Table:
-    """All methods in one table: Avg with its interval, kept parameters, FLOPs and bytes; most parameters first."""
+    """All methods in one table: Avg with its interval, kept parameters, FLOPs and bytes; most
+    parameters first."""
     frames = [
         against_cost(results.study, comparison).assign(model=comparison.model, mean=name)
         for comparison in results.comparisons
         for name in means([comparison])
     ]
     rows = pd.concat(frames).sort_values(
-        ["model", "parameters_kept", "merit"], ascending=[True, False, False], kind="stable", ignore_index=True
+        ["model", "parameters_kept", "merit"],
+        ascending=[True, False, False],
+        kind="stable",
+        ignore_index=True,
     )
     rows["storage_bytes"] /= MEBIBYTE
     rows["kind"] = rows["kind"].replace(KINDS)
     words = [word.split(" ")[0] for word in AXES.values()]
     marks = rows[[f"front_{axis}" for axis in AXES]].to_numpy(bool)
     rows["front"] = [
-        "all" if row.all() else ", ".join(word for word, on in zip(words, row, strict=True) if on) for row in marks
+        "all" if row.all() else ", ".join(word for word, on in zip(words, row, strict=True) if on)
+        for row in marks
     ]
     text = {
         "Model": "model",
@@ -145,12 +167,18 @@ def pareto_table(results: Results, name: str) -> Table:
         "FLOPs": ("flops_ratio", "{:.1%}"),
         "Storage (MiB)": ("storage_bytes", "{:,.2f}"),
     }
-    shown = {**text, **{column: source for column, (source, _) in numbers.items()}, "Front": "front"}
+    shown = {
+        **text,
+        **{column: source for column, (source, _) in numbers.items()},
+        "Front": "front",
+    }
     return Table(
         name=name,
         title="All methods: accuracy against what is kept",
-        caption=f"{means_in_words(results.comparisons)} Parameters kept, routed kept, FLOPs: shares of all "
-        "parameters, of those of routed experts, and of the unpruned model's FLOPs per token. Front: the costs by "
+        caption=f"{means_in_words(results.comparisons)} Parameters kept, routed kept, FLOPs: "
+        "shares of all "
+        "parameters, of those of routed experts, and of the unpruned model's FLOPs per token. "
+        "Front: the costs by "
         f"which no cheaper pruned model is as good. {setting(results.study)}",
         frame=spelled(rows.join(values), shown),
         formats={column: form for column, (_, form) in numbers.items()},
@@ -171,17 +199,23 @@ _DIGIT: Any = {"color": style.INK, "markeredgewidth": 0.3}
 def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | None:
     """Draw `against_cost` of one model: a panel for each of AXES, with a shared axis of Avg.
 
-    The shape of a mark says what was removed and what takes its place, its colour the recovery. Models on a front are
-    numbered; the legend names them. A cell whose plan cannot be read has no mark. None where all models cost the same.
+    The shape of a mark says what was removed and what takes its place, its colour the recovery.
+    Models on a front are numbered; the legend names them. A cell whose plan cannot be read has no
+    mark. None where all models cost the same.
     """
     cells = against_cost(study, comparison)
     pruned = cells[(cells["method"] != "none") & cells["avg"].notna() & cells["kind"].notna()]
-    if (pruned[list(AXES)].round(2).nunique() < 2).all():  # columns of marks without a front say nothing
+    # columns of marks without a front say nothing
+    if (pruned[list(AXES)].round(2).nunique() < 2).all():
         return None
     quantity = comparison.quantity(comparison.averaged(comparison.parts))
     pruned = pruned.assign(recovery=pruned["recovery"].map(_recovered))
-    shades = {word: style.SHADES[at % len(style.SHADES)] for at, word in enumerate(_recoveries(pruned))}
-    fronts = pruned[pruned[[f"front_{axis}" for axis in AXES]].any(axis=1)].sort_values("merit", kind="stable")
+    shades = {
+        word: style.SHADES[at % len(style.SHADES)] for at, word in enumerate(_recoveries(pruned))
+    }
+    fronts = pruned[pruned[[f"front_{axis}" for axis in AXES]].any(axis=1)].sort_values(
+        "merit", kind="stable"
+    )
     numbers = {cell: number for number, cell in enumerate(fronts["cell"], start=1)}
     drawing = style.drawing(style.PAGE, 3.2)
     grid = drawing.subplots(1, len(AXES), sharey=True, gridspec_kw={"wspace": 0.09})
@@ -209,13 +243,18 @@ def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | N
     keys += [style.key("front", **_FRONT), unpruned]
     labels = settings.method_labels(comparison.cells)
     for row in records(fronts):
-        number, label = numbers[row["cell"]], f"{labels[row['cell']]}, {row['pruned']}"
-        keys.append(style.key(label, linestyle="none", marker=f"${number}$", markersize=5, **_DIGIT))
+        number = numbers[row["cell"]]
+        label = f"{labels[row['cell']]}, {row['pruned']}"
+        keys.append(
+            style.key(label, linestyle="none", marker=f"${number}$", markersize=5, **_DIGIT)
+        )
     style.legend(drawing, keys, most=3)
     caption = (
         "Each mark is a pruned model. Its shape says what was removed and what takes its place"
-        f"{', its colour how the model was recovered' if len(shades) > 1 else ''}; thin lines join the ratios of a "
-        "method; bars are 95 % intervals. Steps and numbers: the Pareto front, models that no other beats at their "
+        f"{', its colour how the model was recovered' if len(shades) > 1 else ''}; thin lines "
+        "join the ratios of a "
+        "method; bars are 95 % intervals. Steps and numbers: the Pareto front, models that no "
+        "other beats at their "
         "cost or less. Dashed: the unpruned model."
     )
     return Figure(name, f"Accuracy against cost: {comparison.model}", caption, drawing)
@@ -240,7 +279,9 @@ def _mark(kind: str, shade: str) -> dict[str, Any]:
 def _cells(axes: Axes, pruned: pd.DataFrame, axis: str, shades: Mapping[str, str]) -> None:
     ordered = pruned.sort_values(axis, kind="stable")
     bars = ordered[axis], ordered["low"], ordered["high"]
-    axes.vlines(*bars, color=list(ordered["recovery"].map(shades)), linewidth=0.9, alpha=0.35, zorder=2)
+    axes.vlines(
+        *bars, color=list(ordered["recovery"].map(shades)), linewidth=0.9, alpha=0.35, zorder=2
+    )
     for _, cells in groups(ordered, ["method", "calibration"]):
         if len(cells) > 1:
             shade = shades[cells["recovery"].iloc[0]]
@@ -251,20 +292,31 @@ def _cells(axes: Axes, pruned: pd.DataFrame, axis: str, shades: Mapping[str, str
 
 
 def _number(axes: Axes, front: pd.DataFrame, axis: str, numbers: Mapping[int, int]) -> None:
-    """Write the numbers of the models on a front to the upper left of their marks, where the front leaves room."""
+    """Write the numbers of the models on a front to the upper left of their marks, where the front
+    leaves room."""
     for _, same in groups(front, [axis, "avg"]):
         words = ", ".join(str(numbers[cell]) for cell in same["cell"])
         place = same[axis].iloc[0], same["avg"].iloc[0]
-        beside: Any = {"textcoords": "offset points", "xytext": (-3, 2), "ha": "right", "va": "bottom"}
+        beside: Any = {
+            "textcoords": "offset points",
+            "xytext": (-3, 2),
+            "ha": "right",
+            "va": "bottom",
+        }
         axes.annotate(words, place, fontsize=6.5, fontweight="bold", **beside)
 
 
-BOTH = f"cells of channels and of whole experts, without recovery, at several ratios, and {SLIMMING}"
+BOTH = (
+    f"cells of channels and of whole experts, without recovery, at several ratios, and {SLIMMING}"
+)
 
 
 def both_granularities(comparison: Comparison) -> pd.DataFrame:
-    """The pruned cells without recovery, if these include both channels and whole experts; empty otherwise."""
-    cells = comparison.cells[(comparison.cells["criterion"] != "none") & (comparison.cells["recovery"] == "none")]
+    """The pruned cells without recovery, if these include both channels and whole experts; empty
+    otherwise."""
+    cells = comparison.cells[
+        (comparison.cells["criterion"] != "none") & (comparison.cells["recovery"] == "none")
+    ]
     cells = cells[cells["ratio"] > 0].sort_values("ratio", kind="stable")
     return cells if cells["granularity"].nunique() > 1 else cells[:0]
 
@@ -283,8 +335,9 @@ def channels_and_experts(results: Results, comparison: Comparison) -> Iterator[B
 
 
 def storage_frontier(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """`storage_points` of `both_granularities` on `names.COMMON_SENSE`, with columns label (the method), granularity
-    and front (whether the cell is on the Pareto front of storage and score)."""
+    """`storage_points` of `both_granularities` on `names.COMMON_SENSE`, with columns label (the
+    method), granularity and front (whether the cell is on the Pareto front of storage and
+    score)."""
     cells = both_granularities(comparison)
     points = storage_points(study, comparison, cells, names.COMMON_SENSE)
     points = points.assign(label=settings.method_labels(cells), granularity=cells["granularity"])
@@ -294,7 +347,8 @@ def storage_frontier(study: Study, comparison: Comparison) -> pd.DataFrame:
 @output("coverage.fig9", chapter="cost", needs=BOTH)
 @per_model()
 def frontier_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """MoE-Slimming's Figure 9: accuracy against storage of channels and whole experts, with the Pareto front.
+    """MoE-Slimming's Figure 9: accuracy against storage of channels and whole experts, with the
+    Pareto front.
 
     A line per method over its ratios, hollow marks for whole experts.
     """
@@ -307,7 +361,14 @@ def frontier_figure(results: Results, comparison: Comparison, name: str) -> Figu
         line = line.sort_values("storage", kind="stable")
         look = style.cycled(at)
         face = style.SURFACE if key["granularity"] == "expert" else look["color"]
-        axes.vlines(line["storage"], line["low"], line["high"], color=look["color"], linewidth=1.0, alpha=0.5)
+        axes.vlines(
+            line["storage"],
+            line["low"],
+            line["high"],
+            color=look["color"],
+            linewidth=1.0,
+            alpha=0.5,
+        )
         look |= {"linewidth": 1.2, "markersize": 4.5, "markerfacecolor": face}
         axes.plot(line["storage"], line["score"], label=key["label"], **look)
     best = points[points["front"]].sort_values("storage", kind="stable")
@@ -317,8 +378,15 @@ def frontier_figure(results: Results, comparison: Comparison, name: str) -> Figu
     style.legend(drawing, axes.get_legend_handles_labels()[0], most=3)
     target = mean_target(comparison, list(points.index), names.COMMON_SENSE)
     caption = (
-        f"{averaged(target, names.COMMON_SENSE)}, with 95 % intervals, against the size of the weights on disk: a line "
-        "per method over its ratios, hollow marks where whole experts were removed. Steps: the Pareto front, models "
+        f"{averaged(target, names.COMMON_SENSE)}, with 95 % intervals, against the size of the "
+        "weights on disk: a line "
+        "per method over its ratios, hollow marks where whole experts were removed. Steps: the "
+        "Pareto front, models "
         "that no other beats with as few bytes."
     )
-    return Figure(name, f"Channels and whole experts, accuracy against storage: {comparison.model}", caption, drawing)
+    return Figure(
+        name,
+        f"Channels and whole experts, accuracy against storage: {comparison.model}",
+        caption,
+        drawing,
+    )

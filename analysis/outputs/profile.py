@@ -26,7 +26,9 @@ def variance_figure(results: Results, comparison: Comparison, name: str) -> Figu
     return profile_figure(results, comparison, name, VARIANCE)
 
 
-@output("aimer.fig6", chapter="inside", filters="*Model|Pruned|Calibration|Criterion", needs=PROFILED)
+@output(
+    "aimer.fig6", chapter="inside", filters="*Model|Pruned|Calibration|Criterion", needs=PROFILED
+)
 def token_variance(results: Results, name: str) -> list[Item]:
     """Token variance of hidden states by layer."""
     return [*variance_figure(results, name), profile_table(results, name)]
@@ -39,19 +41,25 @@ def router_entropy_figure(results: Results, comparison: Comparison, name: str) -
     return profile_figure(results, comparison, name, ENTROPY)
 
 
-VARIANCE, ENTROPY = "variance", "router_entropy"
+VARIANCE = "variance"
+ENTROPY = "router_entropy"
 _TITLES = {VARIANCE: "Variance of hidden states between tokens", ENTROPY: "Entropy of routers"}
 _AXES = {VARIANCE: "token variance", ENTROPY: "router entropy (nats)"}
 _CAPTIONS = {
-    VARIANCE: "Variance of the residual stream after each layer over the tokens of a text, the mean over its "
+    VARIANCE: "Variance of the residual stream after each layer over the tokens of a text, the "
+    "mean over its "
     "coordinates; dashed: the unpruned model.",
-    ENTROPY: "Entropy of the router's softmax over the experts it chooses from, the mean over the tokens of a text; "
+    ENTROPY: "Entropy of the router's softmax over the experts it chooses from, the mean over the "
+    "tokens of a text; "
     "dashed: the unpruned model. With fewer experts, the highest possible entropy is lower.",
 }
 
 
-def profile_figure(results: Results, comparison: Comparison, name: str, measure: str) -> Figure | None:
-    """Draw `measure` by layer: a panel per ratio and calibration set, a line per method. None without profiles."""
+def profile_figure(
+    results: Results, comparison: Comparison, name: str, measure: str
+) -> Figure | None:
+    """Draw `measure` by layer: a panel per ratio and calibration set, a line per method. None
+    without profiles."""
     profiles = results.study.profiles.dropna(subset=[measure])
     by_cell = {int(str(cell)): own.sort_values("layer") for cell, own in profiles.groupby("cell")}
     panels = [panel for panel in comparison.panels if set(panel.cells.values()) & set(by_cell)]
@@ -79,20 +87,29 @@ def profile_figure(results: Results, comparison: Comparison, name: str, measure:
         axes.grid(axis="y")
     for row in grid:
         row[0].set_ylabel(_AXES[measure])
-    style.legend(drawing, [lines[method] for method in ("none", *names.methods_in_order(drawn - {"none"}))])
+    style.legend(
+        drawing, [lines[method] for method in ("none", *names.methods_in_order(drawn - {"none"}))]
+    )
     return Figure(name, f"{_TITLES[measure]}: {comparison.model}", _CAPTIONS[measure], drawing)
 
 
 def profile_table(results: Results, name: str) -> Table:
-    """Hidden states and routing of every layer of the profiled models, with variance relative to the unpruned model."""
+    """Hidden states and routing of every layer of the profiled models, with variance relative to
+    the unpruned model."""
     study = results.study
     frames = [pd.DataFrame(columns=["model", "pruned", "calibration", "method"])]
     for comparison in results.pruned:
         own = study.profiles[study.profiles["cell"].isin(comparison.cells.index)]
-        about = comparison.cells[["model", "calibration", "method"]].assign(pruned=pruned(comparison.cells))
+        about = comparison.cells[["model", "calibration", "method"]].assign(
+            pruned=pruned(comparison.cells)
+        )
         whole = own[own["cell"] == comparison.unpruned].set_index("layer")["variance"]
         if len(own):
-            frames.append(own.join(about, on="cell").assign(of_unpruned=own["variance"] / own["layer"].map(whole)))
+            frames.append(
+                own.join(about, on="cell").assign(
+                    of_unpruned=own["variance"] / own["layer"].map(whole)
+                )
+            )
     rows = pd.concat(frames[1:] or frames, ignore_index=True)
     text = {
         "Model": "model",
@@ -113,11 +130,16 @@ def profile_table(results: Results, name: str) -> Table:
     return Table(
         name=name,
         title="Layer by layer: hidden states and routing",
-        caption="Token variance: of the residual stream after the layer over the tokens of a text, the mean over its "
-        "coordinates. Entropies in nats, means over tokens: of the router's softmax over the experts it chooses from, "
-        "and of the gates of the chosen ones; load: of the distribution of tokens over experts. Layers without "
+        caption="Token variance: of the residual stream after the layer over the tokens of a "
+        "text, the mean over its "
+        "coordinates. Entropies in nats, means over tokens: of the router's softmax over the "
+        "experts it chooses from, "
+        "and of the gates of the chosen ones; load: of the distribution of tokens over experts. "
+        "Layers without "
         f"experts have none. Based on {reading(study)}",
-        frame=frame.assign(Layer=frame["Layer"].astype(str), Experts=frame["Experts"].where(frame["Experts"] > 0)),
+        frame=frame.assign(
+            Layer=frame["Layer"].astype(str), Experts=frame["Experts"].where(frame["Experts"] > 0)
+        ),
         formats={shown: form for shown, (_, form) in numbers.items()},
         blocks=("Model", "Pruned", "Calibration", "Criterion"),
         optional=tuple(numbers),
@@ -128,7 +150,8 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 def quantiles(entropies: pd.DataFrame) -> pd.DataFrame:
-    """QUANTILES of router entropies over tokens, from histograms: model, calibration, layer and a column per quantile.
+    """QUANTILES of router entropies over tokens, from histograms: model, calibration, layer and a
+    column per quantile.
 
     Tokens are taken to be spread evenly within a bin."""
     rows = []
@@ -137,11 +160,15 @@ def quantiles(entropies: pd.DataFrame) -> pd.DataFrame:
         reached = np.concatenate([[0.0], np.cumsum(bins["tokens"].to_numpy(float))])
         if reached[-1] > 0:
             ends = np.concatenate([[0.0], bins["entropy"].to_numpy(float)])
-            rows.append((*about.values(), *np.interp(np.array(QUANTILES) * reached[-1], reached, ends)))
+            rows.append(
+                (*about.values(), *np.interp(np.array(QUANTILES) * reached[-1], reached, ends))
+            )
     return pd.DataFrame(rows, columns=["model", "calibration", "layer", *QUANTILES])
 
 
-@output("coverage.fig13", chapter="attribution", needs="the sums of a pass over a text in the store")
+@output(
+    "coverage.fig13", chapter="attribution", needs="the sums of a pass over a text in the store"
+)
 def entropy_figure(results: Results, name: str) -> Figure | None:
     """Router entropy over tokens, by calibration set, layer and model."""
     entropies = quantiles(results.study.router_entropies)
@@ -153,14 +180,18 @@ def entropy_figure(results: Results, name: str) -> Figure | None:
     grid = drawing.subplots(len(models), len(sets), squeeze=False, sharey=True)
     for row, model in zip(grid, models, strict=True):
         for axes, calibration in zip(row, sets, strict=True):
-            own = entropies[(entropies["model"] == model) & (entropies["calibration"] == calibration)]
+            own = entropies[
+                (entropies["model"] == model) & (entropies["calibration"] == calibration)
+            ]
             axes.set_visible(len(own) > 0)
             _boxes(axes, own)
             axes.set_title(f"{model}\n{names.calibration(calibration)}", fontsize=7.5)
         row[0].set_ylabel("router entropy / ln(experts)", fontsize=7)
     caption = (
-        "Entropy of the softmax of the router's logits over all experts, for each token of a calibration set, as a "
-        "share of the highest possible: 1 where all experts are equally likely. Boxes: quartiles over tokens; line: "
+        "Entropy of the softmax of the router's logits over all experts, for each token of a "
+        "calibration set, as a "
+        "share of the highest possible: 1 where all experts are equally likely. Boxes: quartiles "
+        "over tokens; line: "
         f"median; whiskers: 5 % to 95 %. Based on {of_pass(results.study)}"
     )
     return Figure(name, "Router entropy across texts, layers and models", caption, drawing)
@@ -170,7 +201,15 @@ def _boxes(axes: Axes, layers: pd.DataFrame) -> None:
     low, first, middle, third, high = (layers[share].to_numpy(float) for share in QUANTILES)
     where = np.arange(len(layers))
     axes.vlines(where, low, high, color=style.INK, linewidth=0.7)
-    axes.bar(where, third - first, bottom=first, width=0.6, color="#66aadd", edgecolor=style.INK, linewidth=0.6)
+    axes.bar(
+        where,
+        third - first,
+        bottom=first,
+        width=0.6,
+        color="#66aadd",
+        edgecolor=style.INK,
+        linewidth=0.6,
+    )
     axes.hlines(middle, where - 0.3, where + 0.3, color=style.INK, linewidth=1.6)
     step = max(1, -(-len(layers) // 12))
     style.ticks(axes.xaxis, where[::step], layers["layer"].iloc[::step].map(str), labelsize=6.5)

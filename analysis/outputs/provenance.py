@@ -16,7 +16,8 @@ def artefact_table(results: Results, name: str) -> Table:
     evaluations = study.results.groupby("cell")["folder"].unique()
     cells = study.cells.fillna({f"{kind}_folder": "" for kind in ("plan", "scores", "statistics")})
     cells = cells.assign(
-        pruned=pruned(cells), evaluations=[" ".join(evaluations.get(cell, [])) for cell in cells.index]
+        pruned=pruned(cells),
+        evaluations=[" ".join(evaluations.get(cell, [])) for cell in cells.index],
     )
     text = {
         "Model": "model",
@@ -31,7 +32,8 @@ def artefact_table(results: Results, name: str) -> Table:
     return Table(
         name=name,
         title="Files behind each row",
-        caption=f"Folders of steps in {study.store} or its packs. step.json has the step's identity, provenance and "
+        caption=f"Folders of steps in {study.store} or its packs. step.json has the step's "
+        "identity, provenance and "
         "checksums; evaluations also have every item (samples.parquet).",
         frame=spelled(cells, text),
         formats={},
@@ -49,7 +51,10 @@ def gap_table(results: Results, name: str) -> Table:
     return Table(
         name=name,
         title="Gaps",
-        caption="Missing results are shown as – in every table and left out of averages, ranks and tests.",
+        caption=(
+            "Missing results are shown as – in every table and left out of averages, ranks "
+            "and tests."
+        ),
         frame=pd.DataFrame(rows, columns=["What", "Times", "Where"]),
         formats={"Times": "{:.0f}"},
     )

@@ -1,4 +1,5 @@
-"""The ranking of all plans by average, with their comparison with chance and with the best of the methods."""
+"""The ranking of all plans by average, with their comparison with chance and with the best of the
+methods."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ DRAWN, PANELS = 40, 6
 
 @output("ranking", chapter="ranking", filters="*Model|Pruned")
 def ranking(results: Results, name: str) -> list[Item]:
-    """All plans of a model and ratio by average, with intervals, compared with chance and the best method."""
+    """All plans of a model and ratio by average, with intervals, compared with chance and the best
+    method."""
     if not results.rankings:
         return []
     return [*_figures(results, name), ranking_table(results, name)]
@@ -37,24 +39,44 @@ def ranking(results: Results, name: str) -> list[Item]:
 @output("ranking.loss", chapter="ranks", filters="*Model|Pruned", needs=LOSSES)
 def ranking_by_loss(results: Results, name: str) -> list[Item]:
     """All plans by their mean loss on right answers, where lower is better."""
-    return [replace(item, caption=f"{CAPTION} {item.caption}") for item in ranking(results.by_answer_loss, name)]
+    return [
+        replace(item, caption=f"{CAPTION} {item.caption}")
+        for item in ranking(results.by_answer_loss, name)
+    ]
 
 
 def ranking_table(results: Results, name: str) -> Table:
-    """Every ranking as rows: rank, average, its share of the unpruned model's, distance to the best method, status."""
+    """Every ranking as rows: rank, average, its share of the unpruned model's, distance to the best
+    method, status."""
     rankings = results.rankings
     averages = list(dict.fromkeys(ranking.mean for ranking in rankings))
-    frame = pd.concat([_rows(ranking) for ranking in rankings], ignore_index=True).dropna(axis="columns", how="all")
+    frame = pd.concat([_rows(ranking) for ranking in rankings], ignore_index=True).dropna(
+        axis="columns", how="all"
+    )
     rows = pd.concat([ranking.rows for ranking in rankings], ignore_index=True)
-    formats = {"Rank": "{:.0f}", **dict.fromkeys(averages, SCORE), "Of unpruned": PERCENT, "Spread": SCORE}
+    formats = {
+        "Rank": "{:.0f}",
+        **dict.fromkeys(averages, SCORE),
+        "Of unpruned": PERCENT,
+        "Spread": SCORE,
+    }
     formats |= {"Behind": SCORE, "p": "{:.4f}"}
     mean = pd.Series([ranking.mean for ranking in rankings for _ in ranking.rows.index])
     low, high = (
-        pd.DataFrame({name: rows[end].where(mean == name) for name in averages} | {"Behind": rows[f"behind_{end}"]})
+        pd.DataFrame(
+            {name: rows[end].where(mean == name) for name in averages}
+            | {"Behind": rows[f"behind_{end}"]}
+        )
         for end in ("low", "high")
     )
     spread = "Spread: standard deviation between seeds, or models." if "Spread" in frame else ""
-    notes = (means_in_words(results.comparisons), _EQUAL, spread, _caption(rankings), setting(results.study))
+    notes = (
+        means_in_words(results.comparisons),
+        _EQUAL,
+        spread,
+        _caption(rankings),
+        setting(results.study),
+    )
     return Table(
         name=name,
         title="Plans by average",
@@ -78,12 +100,15 @@ def _caption(rankings: Sequence[Ranking]) -> str:
     sentences = []
     if any(ranking.chance for ranking in rankings):
         sentences.append(
-            "Above chance: with 95 % probability none of k random plans is as good, where k is the number of the "
-            "model's other plans; below chance: none is as bad. The mean of a method's seeds counts as one plan."
+            "Above chance: with 95 % probability none of k random plans is as good, where k is "
+            "the number of the "
+            "model's other plans; below chance: none is as bad. The mean of a method's seeds "
+            "counts as one plan."
         )
     if any(ranking.rows["verdict"].any() for ranking in rankings):
         sentences.append(
-            "Best, separated: of the methods with several seeds, without random plans. Behind: the best of these minus "
+            "Best, separated: of the methods with several seeds, without random plans. Behind: "
+            "the best of these minus "
             "this one; intervals and p are simultaneous for all pairs of them (studentised range)."
         )
     return " ".join([*sentences, *overview(rankings)])
@@ -91,7 +116,12 @@ def _caption(rankings: Sequence[Ranking]) -> str:
 
 def _rows(ranking: Ranking) -> pd.DataFrame:
     rows = ranking.rows.assign(model=ranking.model, pruned=ranking.pruned)
-    text = {"Model": "model", "Pruned": "pruned", "Criterion": "method", "Calibration": "calibration"}
+    text = {
+        "Model": "model",
+        "Pruned": "pruned",
+        "Criterion": "method",
+        "Calibration": "calibration",
+    }
     numbers = {"Of unpruned": "share", "Spread": "spread", "Behind": "behind", "p": "p"}
     score = {ranking.mean: "score", "Interval over": "over"}
     return spelled(rows, {**text, "Rank": "rank", **score, **numbers, "Status": "status"})
@@ -116,7 +146,9 @@ def _figure(rankings: Sequence[Ranking], name: str, notes: Sequence[str]) -> Fig
     """Draw rankings of one model: a panel each."""
     heights = [max(0.155 * min(len(ranking.scored), DRAWN), 0.6) for ranking in rankings]
     drawing = style.drawing(style.PAGE, sum(heights) + 0.75 * len(rankings) + 0.3)
-    grid = drawing.subplots(len(rankings), 1, squeeze=False, height_ratios=heights, sharex=True)[:, 0]
+    grid = drawing.subplots(len(rankings), 1, squeeze=False, height_ratios=heights, sharex=True)[
+        :, 0
+    ]
     for axes, ranking in zip(grid, rankings, strict=True):
         _axes(axes, ranking)
     first = rankings[0]
@@ -124,19 +156,34 @@ def _figure(rankings: Sequence[Ranking], name: str, notes: Sequence[str]) -> Fig
     keys: list[Artist] = [style.key(f"unpruned {first.unpruned:.3f}", **style.DASHED)]
     chance = any(ranking.chance for ranking in rankings)
     if any(_filled(row) for ranking in rankings for row in records(ranking.scored)):
-        look: dict[str, Any] = {"marker": "o", "linestyle": "none", "color": style.INK, "markersize": 4.5}
-        keys.append(style.key("above chance" if chance else "the best method, or not separated from it", **look))
+        look: dict[str, Any] = {
+            "marker": "o",
+            "linestyle": "none",
+            "color": style.INK,
+            "markersize": 4.5,
+        }
+        keys.append(
+            style.key(
+                "above chance" if chance else "the best method, or not separated from it", **look
+            )
+        )
         keys.append(style.key("others", **look, markerfacecolor=style.SURFACE))
-    sentences = [f"{first.mean} of every plan with its 95 % interval, best first.", _caption(rankings)]
+    sentences = [
+        f"{first.mean} of every plan with its 95 % interval, best first.",
+        _caption(rankings),
+    ]
     if chance:
         keys.append(Patch(facecolor=style.RULE, alpha=0.6, label="chance"))
         sentences.append("Grey: within chance.")
     drawing.legend(handles=keys, loc="outside lower center", ncols=4, handlelength=1.8)
-    return Figure(name, f"Ranking: {first.model}", " ".join(filter(None, (*sentences, *notes))), drawing)
+    return Figure(
+        name, f"Ranking: {first.model}", " ".join(filter(None, (*sentences, *notes))), drawing
+    )
 
 
 def _filled(row: Mapping[str, Any]) -> bool:
-    """Whether a plan's mark is filled: it is above chance, or without random plans at the top of the methods."""
+    """Whether a plan's mark is filled: it is above chance, or without random plans at the top of
+    the methods."""
     return str(row["status"]).startswith((ABOVE, BEST, TIED))
 
 
@@ -151,7 +198,14 @@ def _axes(axes: Axes, ranking: Ranking) -> None:
     for y, row in enumerate(shown):
         shade = style.colour(str(row["method"]))
         face = shade if _filled(row) else style.SURFACE
-        axes.plot([row["low"], row["high"]], [y, y], color=shade, linewidth=1.5, alpha=0.7, solid_capstyle="butt")
+        axes.plot(
+            [row["low"], row["high"]],
+            [y, y],
+            color=shade,
+            linewidth=1.5,
+            alpha=0.7,
+            solid_capstyle="butt",
+        )
         axes.plot(row["score"], y, marker="o", markersize=4, color=shade, markerfacecolor=face)
     style.ticks(axes.yaxis, range(len(shown)), [plan_name(row) for row in shown], labelsize=6.5)
     axes.set_ylim(len(shown) - 0.4, -0.6)

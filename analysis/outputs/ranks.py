@@ -1,4 +1,5 @@
-"""Average ranks of criteria (Unified Expert Pruning, Table 1), by scores and by losses, and critical differences."""
+"""Average ranks of criteria (Unified Expert Pruning, Table 1), by scores and by losses, and
+critical differences."""
 
 from __future__ import annotations
 
@@ -29,8 +30,9 @@ from analysis.stats.winners import CAPTION
 def rank_table(results: Results, name: str, criteria: Sequence[str] | None = None) -> Table | None:
     """Scores, averages and ranks of all criteria.
 
-    One block per model, ratio and calibration set: displayed columns, Avg (with 95 % intervals) and Avg Rank of the
-    unpruned model and every criterion. Average ranks are among the criteria shown, the unpruned model excluded.
+    One block per model, ratio and calibration set: displayed columns, Avg (with 95 % intervals) and
+    Avg Rank of the unpruned model and every criterion. Average ranks are among the criteria shown,
+    the unpruned model excluded.
     """
     comparisons = results.comparisons
     if not comparisons:
@@ -40,7 +42,8 @@ def rank_table(results: Results, name: str, criteria: Sequence[str] | None = Non
         criteria,
         name=name,
         title="Scores, average and average rank",
-        caption=f"{means_in_words(comparisons)} Pruned models are ranked by values rounded to three decimals; ties "
+        caption=f"{means_in_words(comparisons)} Pruned models are ranked by values rounded to "
+        "three decimals; ties "
         f"share the mean of their ranks. {setting(results.study)}",
         footnotes=[*_partial_columns(comparisons), *not_averaged(comparisons)],
     )
@@ -49,7 +52,8 @@ def rank_table(results: Results, name: str, criteria: Sequence[str] | None = Non
 @output("ranks.loss", chapter="ranks", filters="*Model|Pruned|Calibration", needs=LOSSES)
 def loss_table(results: Results, name: str) -> Table | None:
     """Losses on right answers, their mean and ranks, for each model, ratio and calibration set."""
-    study, comparisons = results.by_answer_loss.study, results.by_answer_loss.comparisons
+    study = results.by_answer_loss.study
+    comparisons = results.by_answer_loss.comparisons
     if not comparisons:
         return None
     return _table(
@@ -61,10 +65,18 @@ def loss_table(results: Results, name: str) -> Table | None:
     )
 
 
-def _table(comparisons: Sequence[Comparison], criteria: Sequence[str] | None = None, **about: Any) -> Table:
-    """Make a table with a block for each panel: displayed columns, then their mean and average ranks."""
-    blocks = [rank_block(comparison, panel, criteria) for comparison in comparisons for panel in comparison.panels]
-    rows, text = stacked(blocks), [*PANEL, "Criterion"]
+def _table(
+    comparisons: Sequence[Comparison], criteria: Sequence[str] | None = None, **about: Any
+) -> Table:
+    """Make a table with a block for each panel: displayed columns, then their mean and average
+    ranks."""
+    blocks = [
+        rank_block(comparison, panel, criteria)
+        for comparison in comparisons
+        for panel in comparison.panels
+    ]
+    rows = stacked(blocks)
+    text = [*PANEL, "Criterion"]
     last = [*(name for name in means(comparisons) if name in rows.frame), "Avg Rank"]
     shown = [str(column) for column in rows.frame if column not in (*text, *last)]
     numbers = [names.benchmark(column) for column in (*shown, *last)]
@@ -80,7 +92,8 @@ def _table(comparisons: Sequence[Comparison], criteria: Sequence[str] | None = N
 
 
 def _partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
-    """A sentence for every column that lacks benchmarks; one per group of models when models differ."""
+    """A sentence for every column that lacks benchmarks; one per group of models when models
+    differ."""
     models_by_run: dict[str, dict[tuple[str, ...], list[str]]] = {}
     for comparison in comparisons:
         for column in comparison.parts:
@@ -93,7 +106,10 @@ def _partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
             if run:
                 of = f" for {names.listing(models)}" if len(by_run) > 1 else ""
                 missing = names.not_run(name for name in every if name not in run)
-                sentences.append(f"{column} is the mean of {len(run)} of its {len(every)} benchmarks{of}: {missing}.")
+                sentences.append(
+                    f"{column} is the mean of {len(run)} of its {len(every)} benchmarks{of}: "
+                    f"{missing}."
+                )
     return sentences
 
 
@@ -104,7 +120,8 @@ _SHORT = 15
 
 
 def rank_figure(comparison: Comparison, over: str, name: str) -> Figure | None:
-    """Draw a critical-difference diagram for each panel in which methods differ. None when there is none."""
+    """Draw a critical-difference diagram for each panel in which methods differ. None when there is
+    none."""
     tests = [test for test in rank_tests(comparison, over) if test.significant]
     if not tests:
         return None
@@ -117,16 +134,23 @@ def rank_figure(comparison: Comparison, over: str, name: str) -> Figure | None:
         _diagram(drawing.add_subplot(down, across, at + 1), test, style.PAGE / across)
     blocks = "displayed columns" if over == COLUMNS else "benchmarks"
     caption = (
-        f"Average ranks of methods with several seeds over the {blocks} and seeds, 1 is best. Methods joined by a bar "
-        f"do not differ significantly: they are closer than the critical difference (CD, {LEVEL:.0%}; seeds and "
-        f"{blocks} are random effects). Only panels with a difference are drawn. Methods with a gap are left out."
+        f"Average ranks of methods with several seeds over the {blocks} and seeds, 1 is best. "
+        "Methods joined by a bar "
+        "do not differ significantly: they are closer than the critical difference (CD, "
+        f"{LEVEL:.0%}; seeds and "
+        f"{blocks} are random effects). Only panels with a difference are drawn. Methods with a "
+        "gap are left out."
     )
-    return Figure(name, f"Critical differences of ranks, over {blocks}: {comparison.model}", caption, drawing)
+    return Figure(
+        name, f"Critical differences of ranks, over {blocks}: {comparison.model}", caption, drawing
+    )
 
 
 def _diagram(axes: Axes, test: RankTest, inches: float) -> None:
-    """Draw a test; `inches`: the width of the panel, which has room for the names on both sides of the axis."""
-    count, cliques = len(test.ranks), test.cliques()
+    """Draw a test; `inches`: the width of the panel, which has room for the names on both sides of
+    the axis."""
+    count = len(test.ranks)
+    cliques = test.cliques()
     half = -(-count // 2)
     depth = len(cliques) + 0.6
     texts = [f"{names.method(str(key))}  {rank:.2f}" for key, rank in test.ranks.items()]
@@ -135,17 +159,23 @@ def _diagram(axes: Axes, test: RankTest, inches: float) -> None:
     left, right = (side * ranks_per_inch for side in sides)
     axes.set(xlim=(1 - left, count + right), ylim=(depth + half + 0.2, -2.4))
     axes.hlines(0, 1, count, color=style.MUTED, linewidth=0.9)
-    step = max(1, round(count / 7), math.ceil(0.2 * ranks_per_inch))  # numbers of two digits are 0.2 inches apart
+    # numbers of two digits are 0.2 inches apart
+    step = max(1, round(count / 7), math.ceil(0.2 * ranks_per_inch))
     axes.vlines(range(1, count + 1, step), -0.25, 0, color=style.MUTED, linewidth=0.8)
     for tick in range(1, count + 1, step):
         axes.text(tick, -0.35, str(tick), ha="center", va="bottom", fontsize=6.5)
     length = min(test.difference, count - 1)
-    axes.plot([1, 1 + length], [-1.55, -1.55], color=style.INK, linewidth=1.6, solid_capstyle="butt")
+    axes.plot(
+        [1, 1 + length], [-1.55, -1.55], color=style.INK, linewidth=1.6, solid_capstyle="butt"
+    )
     beyond = " (longer than the axis)" if test.difference > length else ""
     axes.text(1, -1.7, f"CD = {test.difference:.2f}{beyond}", va="bottom", fontsize=6.5)
     for level, (first, last) in enumerate(cliques):
-        left, right = test.ranks.iloc[first] - 0.06 * step, test.ranks.iloc[last] + 0.06 * step
-        axes.add_patch(Rectangle((left, level + 0.55), right - left, 0.3, color=style.INK, linewidth=0))
+        left = test.ranks.iloc[first] - 0.06 * step
+        right = test.ranks.iloc[last] + 0.06 * step
+        axes.add_patch(
+            Rectangle((left, level + 0.55), right - left, 0.3, color=style.INK, linewidth=0)
+        )
     reach = 0.12 * ranks_per_inch
     for place, (key, rank) in enumerate(test.ranks.items()):
         left = place < half
@@ -156,8 +186,17 @@ def _diagram(axes: Axes, test: RankTest, inches: float) -> None:
         axes.plot(rank, 0, marker="o", markersize=3.2, color=shade)
         words = (names.method(str(key)), f"{rank:.2f}")
         text = "  ".join(words if left else words[::-1])
-        axes.text(x + (-reach if left else reach) / 2, y, text, ha="right" if left else "left", va="center", fontsize=7)
-    axes.set_title(f"{names.calibration(test.panel.calibration)}, {test.panel.pruned} pruned", fontsize=7.5)
+        axes.text(
+            x + (-reach if left else reach) / 2,
+            y,
+            text,
+            ha="right" if left else "left",
+            va="center",
+            fontsize=7,
+        )
+    axes.set_title(
+        f"{names.calibration(test.panel.calibration)}, {test.panel.pruned} pruned", fontsize=7.5
+    )
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_visible(False)
     style.bare(axes)
@@ -165,11 +204,13 @@ def _diagram(axes: Axes, test: RankTest, inches: float) -> None:
 
 def rank_test_table(results: Results, name: str) -> Table:
     """Critical differences as numbers, over columns and over benchmarks: a row per method."""
-    rows, incomplete = [], []
+    rows = []
+    incomplete = []
     for comparison in results.comparisons:
         for over in (COLUMNS, BENCHMARKS):
             for test in rank_tests(comparison, over):
-                calibration, removed = names.calibration(test.panel.calibration), test.panel.pruned
+                calibration = names.calibration(test.panel.calibration)
+                removed = test.panel.pruned
                 for (key, rank), p in zip(test.ranks.items(), test.p_to_best, strict=True):
                     differs = "best"
                     if pd.notna(p):
@@ -183,22 +224,29 @@ def rank_test_table(results: Results, name: str) -> Table:
                     )
                     rows.append((*text, differs, rank, p, test.difference))
                 if over == BENCHMARKS:
-                    incomplete += [f"{names.method(key)} ({calibration}, {removed})" for key in test.incomplete]
+                    incomplete += [
+                        f"{names.method(key)} ({calibration}, {removed})" for key in test.incomplete
+                    ]
     text_columns = ["Model", "Pruned", "Calibration", "Over", "Criterion", "Differs from the best"]
     numbers = {"Avg Rank": RANK, "p to the best": "{:.4f}", "CD": RANK}
     return Table(
         name=name,
         title="Critical differences of average ranks",
-        caption="Average ranks over columns or benchmarks (those that grade the same answers twice count once) and "
-        f"seeds. Methods whose ranks are further apart than CD differ at the {LEVEL:.0%} level. Seeds and columns are "
-        "random effects; CD and p to the best are simultaneous for all pairs of one block (studentised range). "
+        caption="Average ranks over columns or benchmarks (those that grade the same answers "
+        "twice count once) and "
+        f"seeds. Methods whose ranks are further apart than CD differ at the {LEVEL:.0%} level. "
+        "Seeds and columns are "
+        "random effects; CD and p to the best are simultaneous for all pairs of one block "
+        "(studentised range). "
         f"{setting(results.study)}",
         frame=pd.DataFrame(rows, columns=[*text_columns, *numbers]),
         formats=numbers,
         best={"Avg Rank": "min"},
         blocks=("Model", "Pruned", "Calibration", "Over"),
         optional=("p to the best",),
-        footnotes=[f"Left out for a gap: {names.listing(dict.fromkeys(incomplete))}."] if incomplete else [],
+        footnotes=[f"Left out for a gap: {names.listing(dict.fromkeys(incomplete))}."]
+        if incomplete
+        else [],
     )
 
 
@@ -228,6 +276,10 @@ def rank_figure_of_benchmarks(results: Results, comparison: Comparison, name: st
     needs="three criteria with several seeds, three columns",
 )
 def rank_differences(results: Results, name: str) -> list[Item]:
-    """Average ranks with their critical difference: diagrams over columns and over benchmarks, and a table."""
-    figures = [*rank_figure_of_columns(results, name), *rank_figure_of_benchmarks(results, f"{name}.benchmarks")]
+    """Average ranks with their critical difference: diagrams over columns and over benchmarks, and
+    a table."""
+    figures = [
+        *rank_figure_of_columns(results, name),
+        *rank_figure_of_benchmarks(results, f"{name}.benchmarks"),
+    ]
     return [*figures, rank_test_table(results, name)]

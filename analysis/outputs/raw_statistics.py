@@ -1,5 +1,5 @@
-"""Ablation losses of experts compared with routing and raw statistics (MoE-Slimming, Figs. 2 and 3), and activations by
-calibration set (Fig. 14)."""
+"""Ablation losses of experts compared with routing and raw statistics (MoE-Slimming, Figs. 2 and
+3), and activations by calibration set (Fig. 14)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def router_figure(results: Results, comparison: Comparison, name: str) -> Figure
     if experts.empty:
         return None
     drawing = style.drawing(style.PAGE, 4.6)
-    for at, (axes, (measure, words)) in enumerate(zip(drawing.subplots(2, 1), RANKED.items(), strict=True)):
+    for at, (axes, (measure, words)) in enumerate(
+        zip(drawing.subplots(2, 1), RANKED.items(), strict=True)
+    ):
         top = top_experts(experts, measure)
         where = np.arange(len(top))
         _loss_bars(axes, top["ablation"])
@@ -68,15 +70,22 @@ def router_figure(results: Results, comparison: Comparison, name: str) -> Figure
         other = _second_axis(axes, words)
         other.plot(where, top[measure], color=style.INK, marker=".", markersize=3, linewidth=0.9)
         rank = correlations(experts, measure, "ablation")["rank"]
-        axes.set_title(f"({'ab'[at]}) by {words}; rank correlation over all experts {rank:.2f}", fontsize=7.5)
+        axes.set_title(
+            f"({'ab'[at]}) by {words}; rank correlation over all experts {rank:.2f}", fontsize=7.5
+        )
     axes.set_xlabel("layer.expert")
     style.legend(drawing, _keys("router weight, tokens"))
     caption = (
-        f"The {len(top)} experts with the highest mean router weight (a) and with the most tokens (b), highest first. "
-        "Bars: rise of the model's loss without that expert's output; orange: the loss falls. Router weight: the gate, "
+        f"The {len(top)} experts with the highest mean router weight (a) and with the most tokens "
+        "(b), highest first. "
+        "Bars: rise of the model's loss without that expert's output; orange: the loss falls. "
+        "Router weight: the gate, "
         f"the mean over the expert's tokens. Based on {of_pass(results.study)}"
     )
-    title = f"Experts that routers rank highest, and the loss without them: {comparison.model}, {_texts(experts)}"
+    title = (
+        f"Experts that routers rank highest, and the loss without them: {comparison.model}, "
+        f"{_texts(experts)}"
+    )
     return Figure(name, title, caption, drawing)
 
 
@@ -110,8 +119,8 @@ def _keys(line: str) -> list[Artist]:
 
 
 def by_layer(statistics: pd.DataFrame) -> pd.DataFrame:
-    """Pool one statistic by layer: layer, mean and std over all weights or channels of the layer's experts, and
-    ablation, the mean over its experts."""
+    """Pool one statistic by layer: layer, mean and std over all weights or channels of the layer's
+    experts, and ablation, the mean over its experts."""
     rows = []
     for about, own in groups(statistics.sort_values("layer"), ["layer"]):
         share = own["count"] / own["count"].sum()
@@ -125,11 +134,14 @@ def by_layer(statistics: pd.DataFrame) -> pd.DataFrame:
 @output(
     "coverage.fig3",
     chapter="attribution",
-    needs=f"{ABLATED}; for weights and gradients also {SOURCES['weight']}, and {SOURCES['gradient']}",
+    needs=(
+        f"{ABLATED}; for weights and gradients also {SOURCES['weight']}, and {SOURCES['gradient']}"
+    ),
 )
 @per_model("pruned")
 def statistics_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Weights, activations and gradients of experts with their ablation losses, by depth and in one layer."""
+    """Weights, activations and gradients of experts with their ablation losses, by depth and in one
+    layer."""
     experts = first_set(results.study.raw_statistics, comparison.model)
     shown = [statistic for statistic in STATISTICS if (experts["statistic"] == statistic).any()]
     if not shown:
@@ -146,14 +158,19 @@ def statistics_figure(results: Results, comparison: Comparison, name: str) -> Fi
         below[at].set_title(f"(b) {STATISTICS[statistic]}, layer {middle}", fontsize=7.5)
     for axes in (*above[1:], *below[1:]):
         axes.set_ylabel(None)
-    mean = style.key("layer's mean rise of the loss", color=GAIN, marker="o", linestyle="", markersize=4)
+    mean = style.key(
+        "layer's mean rise of the loss", color=GAIN, marker="o", linestyle="", markersize=4
+    )
     style.legend(drawing, [mean, *_keys("mean of the statistic ± standard deviation")])
     lacking = [f"{STATISTICS[one]} ({SOURCES[one]})" for one in STATISTICS if one not in shown]
     absent = f" Not in this store: {names.listing(lacking)}." if lacking else ""
     caption = (
-        "Weights: |w| of an expert. Activations and gradients: the root mean square over its tokens of each channel, "
-        "the input of its down projection, and of the gradient of the loss at it. (a) Mean and standard deviation over "
-        "all weights or channels of a layer; dots: rise of the loss without one expert, the mean over the layer. (b) "
+        "Weights: |w| of an expert. Activations and gradients: the root mean square over its "
+        "tokens of each channel, "
+        "the input of its down projection, and of the gradient of the loss at it. (a) Mean and "
+        "standard deviation over "
+        "all weights or channels of a layer; dots: rise of the loss without one expert, the mean "
+        "over the layer. (b) "
         f"Experts of layer {middle} by the rise of the loss without them (bars).{absent} "
         f"Based on {of_pass(results.study)}"
     )
@@ -167,9 +184,12 @@ def _over_depth(axes: Axes, layers: pd.DataFrame, words: str) -> None:
     style.scientific(axes.yaxis)
     style.layer_axis(axes)
     other = _second_axis(axes)
-    low, high = layers["mean"] - layers["std"], layers["mean"] + layers["std"]
+    low = layers["mean"] - layers["std"]
+    high = layers["mean"] + layers["std"]
     other.fill_between(layers["layer"], low, high, color=style.MUTED, alpha=0.2, linewidth=0)
-    other.plot(layers["layer"], layers["mean"], color=style.INK, marker=".", linewidth=0.9, label=words)
+    other.plot(
+        layers["layer"], layers["mean"], color=style.INK, marker=".", linewidth=0.9, label=words
+    )
 
 
 def _over_experts(axes: Axes, experts: pd.DataFrame, words: str) -> None:
@@ -177,8 +197,16 @@ def _over_experts(axes: Axes, experts: pd.DataFrame, words: str) -> None:
     _loss_bars(axes, ordered["ablation"])
     style.ticks(axes.xaxis, [], [])
     axes.set_xlabel("experts")
-    look: Any = {"color": style.INK, "marker": ".", "markersize": 3, "linewidth": 0, "elinewidth": 0.6}
-    _second_axis(axes).errorbar(np.arange(len(ordered)), ordered["mean"], ordered["std"], label=words, **look)
+    look: Any = {
+        "color": style.INK,
+        "marker": ".",
+        "markersize": 3,
+        "linewidth": 0,
+        "elinewidth": 0.6,
+    }
+    _second_axis(axes).errorbar(
+        np.arange(len(ordered)), ordered["mean"], ordered["std"], label=words, **look
+    )
 
 
 @output("coverage.fig14", chapter="attribution", needs=SUMS)
@@ -200,7 +228,8 @@ def activation_figure(results: Results, comparison: Comparison, name: str) -> Fi
         axes.grid(axis="y")
     drawing.axes[0].set_ylabel("root mean square of channels", fontsize=7)
     caption = (
-        "Each point is an expert: the root mean square of its channels, the inputs of its down projection, over its "
+        "Each point is an expert: the root mean square of its channels, the inputs of its down "
+        "projection, over its "
         "tokens of the calibration set. Boxes: quartiles and median of the layer. Based on "
         f"{of_pass(results.study)}"
     )
@@ -220,7 +249,14 @@ def _distributions(axes: Axes, sizes: Sequence[Sequence[float]]) -> None:
         "medianprops": {**line, "linewidth": 1.6},
         **dict.fromkeys(("boxprops", "whiskerprops", "capprops"), line),
     }
-    axes.boxplot(sizes, positions=range(len(sizes)), widths=0.5, showfliers=False, manage_ticks=False, **looks)
+    axes.boxplot(
+        sizes,
+        positions=range(len(sizes)),
+        widths=0.5,
+        showfliers=False,
+        manage_ticks=False,
+        **looks,
+    )
     for at, values in enumerate(sizes):
         aside = np.random.default_rng(0).uniform(-0.18, 0.18, len(values))
         axes.plot(at + aside, values, "o", color=GAIN, markersize=2.5, alpha=0.5, markeredgewidth=0)

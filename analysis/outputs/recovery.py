@@ -1,5 +1,5 @@
-"""Pruning combined with quantisation and fine-tuning: scores and bytes by ratio and recovery (MoE-Slimming, Tables 3 to
-5, 9, 11 and 19 and Fig. 8)."""
+"""Pruning combined with quantisation and fine-tuning: scores and bytes by ratio and recovery
+(MoE-Slimming, Tables 3 to 5, 9, 11 and 19 and Fig. 8)."""
 
 from __future__ import annotations
 
@@ -44,17 +44,23 @@ def recovery(name: str) -> str:
 
 
 def sweeps(comparison: Comparison) -> list[pd.DataFrame]:
-    """Sweeps with several recoveries, each the cells of one method (ratio 0 included), sorted by ratio and recovery."""
+    """Sweeps with several recoveries, each the cells of one method (ratio 0 included), sorted by
+    ratio and recovery."""
     cells = comparison.cells[comparison.cells["criterion"] != "none"]
     order = list(names.RECOVERIES)
     place = cells["recovery"].map(lambda name: order.index(name) if name in order else len(order))
-    cells = cells.assign(place=place).sort_values(["ratio", "place"], kind="stable").drop(columns="place")
+    cells = (
+        cells.assign(place=place)
+        .sort_values(["ratio", "place"], kind="stable")
+        .drop(columns="place")
+    )
     by_setting = [cells for _, cells in groups(cells, SWEPT)] if len(cells) else []
     return [cells for cells in by_setting if cells["recovery"].nunique() > 1]
 
 
 def labels(comparison: Comparison) -> pd.Series:
-    """A label for each cell of `sweeps`: its recovery, after the method where there are several sweeps."""
+    """A label for each cell of `sweeps`: its recovery, after the method where there are several
+    sweeps."""
     own_sweeps = sweeps(comparison)
     cells = pd.concat(own_sweeps) if own_sweeps else comparison.cells[:0]
     words = cells["recovery"].map(recovery)
@@ -70,12 +76,14 @@ def _unrecovered(method: str) -> str:
 @score_table(
     "Pruning and recovery together",
     (*names.ABLATION, MEAN),
-    "Rows name how pruned models were quantised or tuned. Difference: Mean minus that of 16 bits at the same ratio, "
+    "Rows name how pruned models were quantised or tuned. Difference: Mean minus that of 16 bits "
+    "at the same ratio, "
     "paired. Storage: weights on disk, with the scales of quantised ones.",
     costs=STORED,
 )
 def recovery_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """MoE-Slimming's Table 11: every ratio with every recovery; differences are to 16 bits at the same ratio."""
+    """MoE-Slimming's Table 11: every ratio with every recovery; differences are to 16 bits at the
+    same ratio."""
     words = labels(comparison)
     for cells in sweeps(comparison):
         for ratio, rows in by_ratio(cells):
@@ -91,10 +99,16 @@ def storage_figure(results: Results, comparison: Comparison, name: str) -> Figur
     Scores with intervals against bytes on a logarithmic axis, each labelled with its ratio.
     """
     words = labels(comparison)
-    points = storage_points(results.study, comparison, comparison.cells.loc[words.index], names.ABLATION)
+    points = storage_points(
+        results.study, comparison, comparison.cells.loc[words.index], names.ABLATION
+    )
     if not points[["storage", "score"]].notna().all(axis=1).any():
         return None
-    sizes = points.join(comparison.cells[SWEPT]).groupby([*SWEPT, "ratio"], sort=False)["storage"].nunique()
+    sizes = (
+        points.join(comparison.cells[SWEPT])
+        .groupby([*SWEPT, "ratio"], sort=False)["storage"]
+        .nunique()
+    )
     if (sizes < 2).all():  # no recovery changes the size of a model
         return None
     drawing = style.drawing(style.PAGE * 0.75, 3.4)
@@ -102,15 +116,37 @@ def storage_figure(results: Results, comparison: Comparison, name: str) -> Figur
     named: set[tuple[float, float]] = set()
     for at, (key, line) in enumerate(groups(points.assign(label=words), ["label"])):
         look = style.cycled(at)
-        axes.vlines(line["storage"], line["low"], line["high"], color=look["color"], linewidth=1.4, alpha=0.6)
-        axes.plot(line["storage"], line["score"], markersize=4.5, linewidth=1.2, label=key["label"], **look)
+        axes.vlines(
+            line["storage"],
+            line["low"],
+            line["high"],
+            color=look["color"],
+            linewidth=1.4,
+            alpha=0.6,
+        )
+        axes.plot(
+            line["storage"],
+            line["score"],
+            markersize=4.5,
+            linewidth=1.2,
+            label=key["label"],
+            **look,
+        )
         for point in records(line.dropna(subset=["storage", "score"])):
             place = (point["ratio"], round(float(np.log2(point["storage"])), 1))
-            if place in named:  # a point with this ratio and about as many bytes is labelled already
+            # a point with this ratio and about as many bytes is labelled already
+            if place in named:
                 continue
             named.add(place)
-            where: Any = {"xytext": (5, -9), "textcoords": "offset points", "fontsize": 6.5, "color": style.MUTED}
-            axes.annotate(comparison.removed(point["ratio"]), (point["storage"], point["score"]), **where)
+            where: Any = {
+                "xytext": (5, -9),
+                "textcoords": "offset points",
+                "fontsize": 6.5,
+                "color": style.MUTED,
+            }
+            axes.annotate(
+                comparison.removed(point["ratio"]), (point["storage"], point["score"]), **where
+            )
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
@@ -120,7 +156,8 @@ def storage_figure(results: Results, comparison: Comparison, name: str) -> Figur
     style.legend(drawing, axes.get_legend_handles_labels()[0], most=3)
     target = mean_target(comparison, points.index.tolist(), names.ABLATION)
     caption = (
-        f"{averaged(target, names.ABLATION)}, with 95 % intervals, against the size of the weights on disk "
+        f"{averaged(target, names.ABLATION)}, with 95 % intervals, against the size of the "
+        "weights on disk "
         "(logarithmic axis). Labels: the share of channels or experts that was removed."
     )
     return Figure(name, f"Accuracy against storage: {comparison.model}", caption, drawing)
@@ -130,11 +167,18 @@ def recovered(comparison: Comparison) -> Iterator[Block]:
     """Blocks of pruned models with and without recovery, at each ratio that has a recovery."""
     for ratio, cells in by_ratio(comparison.cells[comparison.cells["criterion"] != "none"]):
         if set(cells["recovery"]) != {"none"}:
-            place = cells["method"].map(names.methods_in_order(cells["method"]).index).sort_values(kind="stable")
+            place = (
+                cells["method"]
+                .map(names.methods_in_order(cells["method"]).index)
+                .sort_values(kind="stable")
+            )
             yield ratio_block(comparison, ratio, settings.method_labels(cells)[place.index])
 
 
-_RECOVERED = "Mean: of the benchmarks before it. Storage: weights on disk, with the scales of quantised ones."
+_RECOVERED = (
+    "Mean: of the benchmarks before it. Storage: weights on disk, with the scales of "
+    "quantised ones."
+)
 
 
 @output(
@@ -142,7 +186,9 @@ _RECOVERED = "Mean: of the benchmarks before it. Storage: weights on disk, with 
     needs="cells with a recovery (coverage_table3 and coverage_table5 of sweeps)",
     also=("coverage.table5",),
 )
-@score_table("Pruned and recovered: general benchmarks", (*names.GENERAL, MEAN), _RECOVERED, costs=STORED)
+@score_table(
+    "Pruned and recovered: general benchmarks", (*names.GENERAL, MEAN), _RECOVERED, costs=STORED
+)
 def recovered_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """Pruned and recovered models on general benchmarks."""
     return recovered(comparison)
@@ -162,8 +208,10 @@ def recovered_reasoning(results: Results, comparison: Comparison) -> Iterator[Bl
     also=("coverage.table19",),
 )
 def top_k_table(results: Results, name: str) -> Table:
-    """Pruned models with fewer experts per token, compared with the number they were trained with."""
-    study, blocks = results.study, []
+    """Pruned models with fewer experts per token, compared with the number they were trained
+    with."""
+    study = results.study
+    blocks = []
     for family in _families(study, results.comparisons):
         for comparison, top_k in family:
             cells = comparison.cells[comparison.cells["criterion"] != "none"]
@@ -176,17 +224,23 @@ def top_k_table(results: Results, name: str) -> Table:
         columns=(*names.ABLATION, MEAN),
         name=name,
         title="Fewer experts per token",
-        caption="Top-k: experts per token, in calibration and in evaluation; models without it in their name use the "
+        caption="Top-k: experts per token, in calibration and in evaluation; models without it in "
+        "their name use the "
         "number that they were trained with. Mean: of the benchmarks before it.",
     )
 
 
-def _families(study: Study, comparisons: Sequence[Comparison]) -> list[list[tuple[Comparison, int]]]:
-    """Families of models that differ only in the experts per token: (model, that number), the largest first."""
+def _families(
+    study: Study, comparisons: Sequence[Comparison]
+) -> list[list[tuple[Comparison, int]]]:
+    """Families of models that differ only in the experts per token: (model, that number), the
+    largest first."""
     families: dict[str, list[tuple[Comparison, int]]] = {}
     for comparison in comparisons:
         trained, top_k = names.routed(comparison.model)
         layers = study.models.get(comparison.model, {}).get("layers", {}).values()
         own = max((layer["top_k"] for layer in layers), default=0) if top_k is None else top_k
         families.setdefault(trained, []).append((comparison, own))
-    return [sorted(family, key=lambda pair: -pair[1]) for family in families.values() if len(family) > 1]
+    return [
+        sorted(family, key=lambda pair: -pair[1]) for family in families.values() if len(family) > 1
+    ]

@@ -1,4 +1,5 @@
-"""Tables of scores from blocks of cells that are compared with each other, and selections of cells for such blocks."""
+"""Tables of scores from blocks of cells that are compared with each other, and selections of cells
+for such blocks."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ from moe_lab.results import RANDOM
 
 @dataclass(frozen=True)
 class Cost:
-    """A column of costs: offset + scale x the number `source` of cost.json, shown in the format `form`."""
+    """A column of costs: offset + scale x the number `source` of cost.json, shown in the format
+    `form`."""
 
     source: str
     form: str
@@ -54,7 +56,8 @@ COSTS = {**KEPT, "FLOPs saved": Cost("flops_ratio", "{:.1%}", scale=-1, offset=1
 STORAGE = "Storage (MiB)"
 STORED = {**KEPT, STORAGE: Cost("storage_bytes", "{:,.2f}", scale=1 / MEBIBYTE)}
 TEXT = ("Model", "Pruned")
-DIFFERENCE, P = "Difference", "p (Holm)"
+DIFFERENCE = "Difference"
+P = "p (Holm)"
 _P_MEANS = f"{P}: two-sided, where both methods have several seeds, corrected over the table."
 UNPRUNED = names.CRITERIA["none"]
 _EMPTY = pd.DataFrame(columns=[*TEXT, "Criterion"])
@@ -73,7 +76,8 @@ BUDGETED = "cells of channels with allocation=coverage"
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Rows that are compared with each other: cells of one model with their labels, and `base`, the reference cell."""
+    """Rows that are compared with each other: cells of one model with their labels, and `base`, the
+    reference cell."""
 
     comparison: Comparison
     pruned: str
@@ -88,14 +92,25 @@ Blocks = Callable[[Results, Comparison], Iterable[Block]]
 def score_table(
     title: str, columns: Sequence[str], caption: str, costs: Mapping[str, Cost] = COSTS
 ) -> Callable[[Blocks], Callable[[Results, str], Table]]:
-    """Make a `block_table` from the blocks that the decorated function yields for each model with results."""
+    """Make a `block_table` from the blocks that the decorated function yields for each model with
+    results."""
 
     def of_blocks(blocks_of: Blocks) -> Callable[[Results, str], Table]:
         @wraps(blocks_of)
         def make(results: Results, name: str) -> Table:
-            blocks = [block for comparison in results.comparisons for block in blocks_of(results, comparison)]
+            blocks = [
+                block
+                for comparison in results.comparisons
+                for block in blocks_of(results, comparison)
+            ]
             return block_table(
-                results.study, blocks, name=name, title=title, caption=caption, columns=columns, costs=costs
+                results.study,
+                blocks,
+                name=name,
+                title=title,
+                caption=caption,
+                columns=columns,
+                costs=costs,
             )
 
         return make
@@ -115,12 +130,17 @@ def block_table(
 ) -> Table:
     """Make a table with one row per cell of each block.
 
-    Columns: those of `columns` (benchmarks and averages) that were run; for blocks with a base, the difference of the
-    last one to the base, with a Holm-corrected p-value where both have several seeds; and `costs`. The unpruned model
-    comes first in every block. Scores and differences have intervals.
+    Columns: those of `columns` (benchmarks and averages) that were run; for blocks with a base, the
+    difference of the last one to the base, with a Holm-corrected p-value where both have several
+    seeds; and `costs`. The unpruned model comes first in every block. Scores and differences have
+    intervals.
     """
-    run = [block for block in blocks if column_targets(block.comparison, list(block.labels), columns)]
-    rows = stacked([_rows(study, block, columns, costs) for block in run] or [Numbers(_EMPTY, _EMPTY, _EMPTY)])
+    run = [
+        block for block in blocks if column_targets(block.comparison, list(block.labels), columns)
+    ]
+    rows = stacked(
+        [_rows(study, block, columns, costs) for block in run] or [Numbers(_EMPTY, _EMPTY, _EMPTY)]
+    )
     frame = rows.frame
     if P in frame:
         frame[P] = uncertainty.holm(frame[P].to_numpy(float))
@@ -161,7 +181,8 @@ def stacked(parts: Sequence[Numbers]) -> Numbers:
 
 
 def _not_run(blocks: Sequence[Block], columns: Sequence[str]) -> list[str]:
-    """A note on the benchmarks of `columns` that MEAN lacks because no model was evaluated on them."""
+    """A note on the benchmarks of `columns` that MEAN lacks because no model was evaluated on
+    them."""
     listed = [name for name in columns if name not in (*GROUPS, *names.COLUMNS, COMMON, MEAN)]
     run = {name for block in blocks for name in block.comparison.benchmarks}
     missing = [name for name in listed if name not in run]
@@ -172,38 +193,51 @@ def _not_run(blocks: Sequence[Block], columns: Sequence[str]) -> list[str]:
 
 
 def _pruned_and_labels(block: Block) -> tuple[str, dict[int, str]]:
-    """The text on what is pruned, and the labels of the rows, with gate and seed added to one of them.
+    """The text on what is pruned, and the labels of the rows, with gate and seed added to one of
+    them.
 
-    Gate and seed are added to the text when all rows share them, and otherwise to labels that occur twice."""
+    Gate and seed are added to the text when all rows share them, and otherwise to labels that occur
+    twice."""
     varying = gate_and_seed(block.comparison.cells)[list(block.labels)]
     if varying.nunique() == 1:
         return joined(block.pruned, str(varying.iloc[0])), dict(block.labels)
     twice = [word for word, times in Counter(block.labels.values()).items() if times > 1]
     return block.pruned, {
-        cell: joined(word, str(varying[cell])) if word in twice else word for cell, word in block.labels.items()
+        cell: joined(word, str(varying[cell])) if word in twice else word
+        for cell, word in block.labels.items()
     }
 
 
 def _rows(study: Study, block: Block, columns: Sequence[str], costs: Mapping[str, Cost]) -> Numbers:
-    comparison, full = block.comparison, block.comparison.unpruned
+    comparison = block.comparison
+    full = block.comparison.unpruned
     removed, words = _pruned_and_labels(block)
     labels = {**({full: UNPRUNED} if full is not None else {}), **words}
     pruned = list(block.labels)
     targets = column_targets(comparison, pruned, columns)
     text = pd.DataFrame(
-        {"Model": comparison.model, "Pruned": removed, "Criterion": pd.Series(labels)}, index=list(labels)
+        {"Model": comparison.model, "Pruned": removed, "Criterion": pd.Series(labels)},
+        index=list(labels),
     )
     numbers = scores(comparison, list(labels), targets)
-    frame, low, high = pd.concat([text, numbers.frame], axis=1), numbers.low, numbers.high
+    frame = pd.concat([text, numbers.frame], axis=1)
+    low = numbers.low
+    high = numbers.high
     if block.base is not None and targets:
         against = {cell: block.base for cell in pruned if cell != block.base}
         paired = differences(comparison, list(targets.values())[-1], against).reindex(list(labels))
-        tested = [cell for cell in against if min(len(comparison.seeds[each]) for each in (cell, block.base)) > 1]
+        tested = [
+            cell
+            for cell in against
+            if min(len(comparison.seeds[each]) for each in (cell, block.base)) > 1
+        ]
         frame = frame.assign(**{DIFFERENCE: paired["difference"], P: paired.loc[tested, "p"]})
-        low, high = low.assign(**{DIFFERENCE: paired["low"]}), high.assign(**{DIFFERENCE: paired["high"]})
+        low = low.assign(**{DIFFERENCE: paired["low"]})
+        high = high.assign(**{DIFFERENCE: paired["high"]})
     if len(study.costs):
         values = {
-            name: about.offset + about.scale * cost(study, list(labels), about.source) for name, about in costs.items()
+            name: about.offset + about.scale * cost(study, list(labels), about.source)
+            for name, about in costs.items()
         }
         frame = frame.assign(**values)
     return Numbers(frame, low, high, numbers.best)
@@ -213,8 +247,8 @@ _PATTERNS: tuple[Any, ...] = ("-", (0, (5, 1.2)), (0, (2, 1)), (0, (4, 1, 1, 1))
 
 
 def method_lines(comparison: Comparison) -> dict[str, Line2D]:
-    """Method -> its line style: the criterion's colour; further methods of a criterion have hollow, other markers and
-    dashes."""
+    """Method -> its line style: the criterion's colour; further methods of a criterion have hollow,
+    other markers and dashes."""
     lines = {"none": style.key(names.method("none"), **style.DASHED)}
     places: dict[str, int] = {}
     for method in names.methods_in_order(set(comparison.cells["method"]) - {"none"}):
@@ -235,7 +269,8 @@ def method_lines(comparison: Comparison) -> dict[str, Line2D]:
 
 
 def draw_unpruned(axes: Axes, comparison: Comparison, target: Target) -> Line2D:
-    """Draw the unpruned model's score as a horizontal line with its 95 % interval; returns the line for the legend."""
+    """Draw the unpruned model's score as a horizontal line with its 95 % interval; returns the line
+    for the legend."""
     full = comparison.unpruned
     if full is not None:
         score, low, high = comparison.shown(target)
@@ -245,9 +280,11 @@ def draw_unpruned(axes: Axes, comparison: Comparison, target: Target) -> Line2D:
 
 
 def draw_chance(axes: Axes, comparison: Comparison, target: Target) -> list[Patch]:
-    """Draw the bands of chance over ratios, in per cent, behind lines: one for each kind of random plans.
+    """Draw the bands of chance over ratios, in per cent, behind lines: one for each kind of random
+    plans.
 
-    Returns the legend's patch; none where no band has two ratios, as there is nothing to see then."""
+    Returns the legend's patch; none where no band has two ratios, as there is nothing to see
+    then."""
     bands: dict[Kind, dict[float, tuple[float, float]]] = {}
     for _, cells in by_ratio(comparison.cells):
         for kind, plans in random_scores(comparison, cells, target).items():
@@ -257,7 +294,9 @@ def draw_chance(axes: Axes, comparison: Comparison, target: Target) -> list[Patc
     for band in bands.values():
         if len(band) > 1:
             low, high = zip(*map(comparison.quantity(target).shown, band.values()), strict=True)
-            axes.fill_between(list(band), low, high, color=style.RULE, alpha=0.6, linewidth=0, zorder=0)
+            axes.fill_between(
+                list(band), low, high, color=style.RULE, alpha=0.6, linewidth=0, zorder=0
+            )
             patches = [Patch(facecolor=style.RULE, alpha=0.6, label="band of chance")]
     return patches
 
@@ -265,20 +304,29 @@ def draw_chance(axes: Axes, comparison: Comparison, target: Target) -> list[Patc
 def shallow_middle_deep(layers: Sequence[int]) -> list[int]:
     """The first, the middle and the last of `layers`; fewer when there are fewer layers."""
     distinct = sorted(set(layers))
-    return sorted({distinct[0], distinct[(len(distinct) - 1) // 2], distinct[-1]}) if distinct else []
+    return (
+        sorted({distinct[0], distinct[(len(distinct) - 1) // 2], distinct[-1]}) if distinct else []
+    )
 
 
 def by_criterion(cells: pd.DataFrame, *first: str) -> pd.DataFrame:
     """Cells sorted by the columns `first`, then by criterion in the order of tables."""
     order = names.in_order(cells["criterion"], names.CRITERIA)
     place = cells["criterion"].map(order.index).astype(int)
-    return cells.assign(place=place).sort_values([*first, "place"], kind="stable").drop(columns="place")
+    return (
+        cells.assign(place=place)
+        .sort_values([*first, "place"], kind="stable")
+        .drop(columns="place")
+    )
 
 
 def plain(comparison: Comparison, granularity: str = "") -> pd.DataFrame:
-    """Pruned cells that were neither quantised nor fine-tuned, in the order of tables; of `granularity` if given."""
+    """Pruned cells that were neither quantised nor fine-tuned, in the order of tables; of
+    `granularity` if given."""
     cells = comparison.cells
-    pruned = cells[(cells["criterion"] != "none") & (cells["recovery"] == "none") & (cells["ratio"] > 0)]
+    pruned = cells[
+        (cells["criterion"] != "none") & (cells["recovery"] == "none") & (cells["ratio"] > 0)
+    ]
     chosen = pruned[pruned["granularity"] == granularity] if granularity else pruned
     return by_criterion(chosen, "ratio")
 
@@ -294,15 +342,22 @@ def only_cell(cells: pd.DataFrame | pd.Series) -> int | None:
     return int(cells.index[0]) if len(cells) == 1 else None
 
 
-def ratio_block(comparison: Comparison, ratio: float, labels: pd.Series, base: int | None = None) -> Block:
+def ratio_block(
+    comparison: Comparison, ratio: float, labels: pd.Series, base: int | None = None
+) -> Block:
     """A block of the cells in `labels` (cell -> label), all pruned by `ratio`."""
     words = {int(str(cell)): str(word) for cell, word in labels.items()}
     return Block(comparison, comparison.removed(ratio), words, base)
 
 
 def ratio_lines(cells: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Label -> cells of one method, sorted by ratio; only methods that were run at three or more ratios."""
-    chosen = [found for _, found in groups(cells, settings.METHOD) if found["ratio"].nunique() >= FEWEST_RATIOS]
+    """Label -> cells of one method, sorted by ratio; only methods that were run at three or more
+    ratios."""
+    chosen = [
+        found
+        for _, found in groups(cells, settings.METHOD)
+        if found["ratio"].nunique() >= FEWEST_RATIOS
+    ]
     if not chosen:
         return {}
     labels = settings.method_labels(pd.concat(chosen))
@@ -312,7 +367,9 @@ def ratio_lines(cells: pd.DataFrame) -> dict[str, pd.DataFrame]:
 def coverage_cells(comparison: Comparison) -> pd.DataFrame:
     """Cells of channels with coverage budgets, at the ratio closest to 1/2."""
     cells = plain(comparison, "channel")
-    chosen = cells[cells["allocation"].map(lambda word: settings.allocation(str(word))[0]) == COVERAGE]
+    chosen = cells[
+        cells["allocation"].map(lambda word: settings.allocation(str(word))[0]) == COVERAGE
+    ]
     nearest = min(chosen["ratio"].unique(), key=lambda ratio: abs(ratio - HALF), default=HALF)
     return pd.DataFrame(chosen[chosen["ratio"] == nearest])
 
@@ -322,8 +379,8 @@ def storage_points(
 ) -> pd.DataFrame:
     """Storage and score of each cell: recovery, ratio, storage (MiB), score, low, high, merit.
 
-    The score is the mean of those of `benchmarks` that were run, and merit the same, negative where less is better;
-    empty when none was run."""
+    The score is the mean of those of `benchmarks` that were run, and merit the same, negative where
+    less is better; empty when none was run."""
     rows = [int(str(cell)) for cell in cells.index]
     target = mean_target(comparison, rows, benchmarks)
     points = cells[["recovery", "ratio"]]
@@ -332,4 +389,6 @@ def storage_points(
     score, low, high = comparison.shown(target)
     storage = cost(study, rows, "storage_bytes") / MEBIBYTE
     merit = comparison.quantity(target).sign * score[rows]
-    return points.assign(storage=storage, score=score[rows], low=low[rows], high=high[rows], merit=merit)
+    return points.assign(
+        storage=storage, score=score[rows], low=low[rows], high=high[rows], merit=merit
+    )

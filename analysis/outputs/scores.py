@@ -34,7 +34,8 @@ RADAR_LINES = len(RADAR_METHODS)
 def radar_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """All benchmarks of each method around a circle (AIMER, Figs. 3 to 5).
 
-    Benchmarks as spokes; the unpruned model and the methods of a panel as lines. None with fewer than 3 benchmarks.
+    Benchmarks as spokes; the unpruned model and the methods of a panel as lines. None with fewer
+    than 3 benchmarks.
     """
     panels = [panel for panel in comparison.panels if len(radar_benchmarks(comparison, panel)) >= 3]
     if not panels:
@@ -48,24 +49,35 @@ def radar_figure(results: Results, comparison: Comparison, name: str) -> Figure 
     style.legend(drawing, [lines[method] for method in ("none", *names.methods_in_order(drawn))])
     most = names.count(RADAR_LINES, "method")
     caption = (
-        "Scores on each benchmark from 0 (centre) to 1 (rim); dashed: the unpruned model. Each panel has the first "
-        f"two methods by Avg, those of AIMER's tables, then the first of the others, {most} at most."
+        "Scores on each benchmark from 0 (centre) to 1 (rim); dashed: the unpruned model. Each "
+        "panel has the first "
+        f"two methods by Avg, those of AIMER's tables, then the first of the others, {most} at "
+        "most."
     )
-    left = [names.benchmark(str(each)) for each in comparison.benchmarks if each in comparison.lower_is_better]
+    left = [
+        names.benchmark(str(each))
+        for each in comparison.benchmarks
+        if each in comparison.lower_is_better
+    ]
     if left:
         caption += f" {names.listing(left)}: left out, as less is better there."
     return Figure(name, f"Strengths and weaknesses: {comparison.model}", caption, drawing)
 
 
 def radar_benchmarks(comparison: Comparison, panel: Panel) -> Target:
-    """Benchmarks on which the cells of a panel were evaluated and in which more is better, in the order of the papers'
-    tables."""
-    more_is_better = [str(name) for name in comparison.benchmarks if name not in comparison.lower_is_better]
-    return mean_target(comparison, list(panel.cells.values()), names.in_order(more_is_better, names.BENCHMARKS))
+    """Benchmarks on which the cells of a panel were evaluated and in which more is better, in the
+    order of the papers' tables."""
+    more_is_better = [
+        str(name) for name in comparison.benchmarks if name not in comparison.lower_is_better
+    ]
+    return mean_target(
+        comparison, list(panel.cells.values()), names.in_order(more_is_better, names.BENCHMARKS)
+    )
 
 
 def radar_methods(comparison: Comparison, panel: Panel) -> list[str]:
-    """The methods of a panel to draw: the best RADAR_BEST by Avg, those of AIMER's tables, then the others by Avg.
+    """The methods of a panel to draw: the best RADAR_BEST by Avg, those of AIMER's tables, then the
+    others by Avg.
 
     At most RADAR_LINES; methods without any score are left out."""
     average = comparison.score(panel.averaged(comparison)).fillna(-1)
@@ -76,8 +88,11 @@ def radar_methods(comparison: Comparison, panel: Panel) -> list[str]:
     return list(dict.fromkeys([*scored[:RADAR_BEST], *published, *scored]))[:RADAR_LINES]
 
 
-def _radar_axes(axes: PolarAxes, comparison: Comparison, panel: Panel, lines: Mapping[str, Line2D]) -> list[str]:
-    benchmarks, methods = list(radar_benchmarks(comparison, panel)), radar_methods(comparison, panel)
+def _radar_axes(
+    axes: PolarAxes, comparison: Comparison, panel: Panel, lines: Mapping[str, Line2D]
+) -> list[str]:
+    benchmarks = list(radar_benchmarks(comparison, panel))
+    methods = radar_methods(comparison, panel)
     angles = np.linspace(0, 2 * np.pi, len(benchmarks), endpoint=False)
     closed = np.append(angles, angles[0])
     cells = {"none": comparison.unpruned, **{method: panel.cells[method] for method in methods}}
@@ -100,28 +115,36 @@ BOTH_TASKS = "a calibration set about code and one about mathematics"
 
 
 @output("task_specific", chapter="task", filters="*Model|Pruned", needs=BOTH_TASKS)
-def task_specific_table(results: Results, name: str, criteria: Sequence[str] | None = None) -> Table:
+def task_specific_table(
+    results: Results, name: str, criteria: Sequence[str] | None = None
+) -> Table:
     """All criteria, calibrated on the task that they are evaluated on.
 
-    Coding columns are of the model pruned with code calibration, mathematics columns of the one pruned with mathematics
-    calibration; Avg Rank is over the four. Empty when one of the two calibration sets was not run.
+    Coding columns are of the model pruned with code calibration, mathematics columns of the one
+    pruned with mathematics calibration; Avg Rank is over the four. Empty when one of the two
+    calibration sets was not run.
     """
-    text, columns = ["Model", "Pruned", "Criterion"], [*names.CODE_COLUMNS, *names.MATH_COLUMNS]
+    text = ["Model", "Pruned", "Criterion"]
+    columns = [*names.CODE_COLUMNS, *names.MATH_COLUMNS]
     blocks = []
     for comparison in results.comparisons:
         for domains in by_domain(comparison).values():
             if {"code", "math"} <= set(domains):
                 block = task_block(comparison, domains, criteria)
                 about = {"Model": comparison.model, "Pruned": domains["code"].pruned}
-                frame = block.frame.assign(**about, Criterion=list(map(names.method, block.frame.index)))
+                frame = block.frame.assign(
+                    **about, Criterion=list(map(names.method, block.frame.index))
+                )
                 blocks.append(Numbers(frame, block.low, block.high))
     empty = pd.DataFrame(columns=[*text, *columns, "Avg Rank"])
     rows = stacked(blocks or [Numbers(empty, empty[[]], empty[[]])])
     return Table(
         name=name,
         title="Calibrated on the task",
-        caption="Coding columns come from the model pruned with code calibration, mathematics columns from the one "
-        f"pruned with mathematics calibration; Avg Rank is over these four columns. {setting(results.study)}",
+        caption="Coding columns come from the model pruned with code calibration, mathematics "
+        "columns from the one "
+        "pruned with mathematics calibration; Avg Rank is over these four columns. "
+        f"{setting(results.study)}",
         frame=rows.frame[list(empty)],
         formats={**dict.fromkeys(columns, SCORE), "Avg Rank": RANK},
         best={**dict.fromkeys(columns, "max"), "Avg Rank": "min"},
@@ -131,20 +154,40 @@ def task_specific_table(results: Results, name: str, criteria: Sequence[str] | N
     )
 
 
-@output("unified.table5", chapter="benchmarks", filters="Model|Pruned|Calibration|Criterion", needs="results")
+@output(
+    "unified.table5",
+    chapter="benchmarks",
+    filters="Model|Pruned|Calibration|Criterion",
+    needs="results",
+)
 def benchmark_table(results: Results, name: str) -> Table | None:
     """Every benchmark of every model, with 95 % intervals."""
     blocks = []
     for comparison in results.measured:
         cells = _sorted(comparison.cells.assign(pruned=pruned(comparison.cells)))
-        text = {"Model": "model", "Pruned": "pruned", "Calibration": "calibration", "Criterion": "method"}
-        own = scores(comparison, list(cells.index), {str(name): (str(name),) for name in comparison.benchmarks})
-        blocks.append(Numbers(pd.concat([spelled(cells, text), own.frame], axis=1), own.low, own.high, own.best))
+        text = {
+            "Model": "model",
+            "Pruned": "pruned",
+            "Calibration": "calibration",
+            "Criterion": "method",
+        }
+        own = scores(
+            comparison,
+            list(cells.index),
+            {str(name): (str(name),) for name in comparison.benchmarks},
+        )
+        blocks.append(
+            Numbers(
+                pd.concat([spelled(cells, text), own.frame], axis=1), own.low, own.high, own.best
+            )
+        )
     if not blocks:
         return None
     rows = stacked(blocks)
     columns = names.in_order(map(str, rows.low), names.BENCHMARKS)
-    frame, low, high = (part.rename(columns=names.benchmark) for part in (rows.frame, rows.low, rows.high))
+    frame, low, high = (
+        part.rename(columns=names.benchmark) for part in (rows.frame, rows.low, rows.high)
+    )
     return Table(
         name=name,
         title="All benchmarks",
@@ -159,11 +202,16 @@ def benchmark_table(results: Results, name: str) -> Table | None:
 
 
 def _sorted(cells: pd.DataFrame) -> pd.DataFrame:
-    """Sort cells by ratio, gate, calibration set and method, the last two in the order of tables."""
+    """Sort cells by ratio, gate, calibration set and method, the last two in the order of
+    tables."""
     sets = names.calibrations_in_order(cells["calibration"])
     methods = names.methods_in_order(cells["method"])
-    places = cells.assign(calibration=cells["calibration"].map(sets.index), method=cells["method"].map(methods.index))
-    return cells.loc[places.sort_values(["ratio", "gate", "calibration", "method"], kind="stable").index]
+    places = cells.assign(
+        calibration=cells["calibration"].map(sets.index), method=cells["method"].map(methods.index)
+    )
+    return cells.loc[
+        places.sort_values(["ratio", "gate", "calibration", "method"], kind="stable").index
+    ]
 
 
 def _metrics(study: Study) -> str:
@@ -171,7 +219,9 @@ def _metrics(study: Study) -> str:
     results = study.results.drop_duplicates("benchmark")
     for metric, benchmark in zip(metrics_in_words(results), results["benchmark"], strict=True):
         by_metric.setdefault(metric, []).append(names.benchmark(benchmark))
-    return " ".join(f"{metric}: {names.listing(found)}." for metric, found in sorted(by_metric.items()))
+    return " ".join(
+        f"{metric}: {names.listing(found)}." for metric, found in sorted(by_metric.items())
+    )
 
 
 @output("unified.table2", needs=BOTH_TASKS)

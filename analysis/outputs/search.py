@@ -1,5 +1,5 @@
-"""Searched against uniform allocations, densities of layers, and course and cost of searches (EvoESAP, Tables 1, 2 and
-7 to 10 and Figs. 1 and 3)."""
+"""Searched against uniform allocations, densities of layers, and course and cost of searches
+(EvoESAP, Tables 1, 2 and 7 to 10 and Figs. 1 and 3)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ _PAIRED = ["ratio", "criterion", "calibration", "recovery", "gate"]
 
 
 def searched_pairs(comparison: Comparison) -> dict[int, int]:
-    """Cell of a searched allocation -> the same cell with uniform allocation, in the order of tables."""
+    """Cell of a searched allocation -> the same cell with uniform allocation, in the order of
+    tables."""
     cells = comparison.cells[comparison.cells["criterion"] != "none"]
     if not cells["allocation"].map(is_searched).any():
         return {}
@@ -58,14 +59,20 @@ def searched_pairs(comparison: Comparison) -> dict[int, int]:
 
 
 def general_pairs(comparison: Comparison) -> dict[int, int]:
-    """Those of `searched_pairs` that were calibrated on general text; the search may have used another text."""
+    """Those of `searched_pairs` that were calibrated on general text; the search may have used
+    another text."""
     sets = comparison.cells["calibration"].map(names.domain)
-    return {cell: uniform for cell, uniform in searched_pairs(comparison).items() if sets[cell] == "general"}
+    return {
+        cell: uniform
+        for cell, uniform in searched_pairs(comparison).items()
+        if sets[cell] == "general"
+    }
 
 
 _CODE_AND_MATH = "Code and Math are means of their two columns."
 _SIGNIFICANT = (
-    f"{SIGNIFICANT}: the columns whose paired difference has a p-value below {LEVEL} after Holm's correction over all "
+    f"{SIGNIFICANT}: the columns whose paired difference has a p-value below {LEVEL} after Holm's "
+    "correction over all "
     "differences of a model, where both methods have several seeds."
 )
 _UNTESTED = "Methods with one seed are not tested."
@@ -87,12 +94,14 @@ def allocation_table(
 ) -> Table:
     """Group averages of searched and uniform allocations.
 
-    For each criterion with uniform and searched allocation, those of `columns` that were run and their paired
-    differences, with intervals. Holm's correction covers all differences of one model.
+    For each criterion with uniform and searched allocation, those of `columns` that were run and
+    their paired differences, with intervals. Holm's correction covers all differences of one model.
     """
     parts = [_rows(comparison, pairs(comparison), columns) for comparison in results.comparisons]
     empty = pd.DataFrame(columns=[*TEXT, SIGNIFICANT])
-    rows = stacked([part for part in parts if part is not None] or [Numbers(empty, empty[[]], empty[[]])])
+    rows = stacked(
+        [part for part in parts if part is not None] or [Numbers(empty, empty[[]], empty[[]])]
+    )
     numbers = [str(column) for column in rows.frame if column not in (*TEXT, SIGNIFICANT)]
     gains = [column for column in numbers if column.startswith(GAIN.format(""))]
     averages = [column for column in numbers if column not in gains]
@@ -101,7 +110,8 @@ def allocation_table(
     return Table(
         name=name,
         title=f"Searched allocation against uniform: {what}",
-        caption=f"{means_in_words(results.comparisons)} {_CODE_AND_MATH} Δ: searched minus uniform on the same items. "
+        caption=f"{means_in_words(results.comparisons)} {_CODE_AND_MATH} Δ: searched minus "
+        "uniform on the same items. "
         f"{_SIGNIFICANT if tested else _UNTESTED} {setting(results.study)}",
         frame=rows.frame[[*TEXT, *averages, *gains, *significant]],
         formats={**dict.fromkeys(averages, SCORE), **dict.fromkeys(gains, "{:+.3f}")},
@@ -114,8 +124,11 @@ def allocation_table(
 
 
 def _rows(comparison: Comparison, pairs: dict[int, int], columns: Sequence[str]) -> Numbers | None:
-    """Rows of each criterion's uniform cell, followed by its searched ones; None when none of `columns` was run."""
-    cells = list(dict.fromkeys(cell for searched, uniform in pairs.items() for cell in (uniform, searched)))
+    """Rows of each criterion's uniform cell, followed by its searched ones; None when none of
+    `columns` was run."""
+    cells = list(
+        dict.fromkeys(cell for searched, uniform in pairs.items() for cell in (uniform, searched))
+    )
     targets = column_targets(comparison, cells, columns) if cells else {}
     if not targets:
         return None
@@ -124,21 +137,35 @@ def _rows(comparison: Comparison, pairs: dict[int, int], columns: Sequence[str])
     gains = {column: differences(comparison, target, pairs) for column, target in targets.items()}
     frame, low, high = (
         part.assign(**{GAIN.format(column): gain[end] for column, gain in gains.items()})
-        for part, end in ((numbers.frame, "difference"), (numbers.low, "low"), (numbers.high, "high"))
+        for part, end in (
+            (numbers.frame, "difference"),
+            (numbers.low, "low"),
+            (numbers.high, "high"),
+        )
     )
     significant = dict.fromkeys(cells, "") | _significant(comparison, pairs, gains)
-    text = spelled(about, dict(zip(TEXT, ("model", "pruned", "calibration", "criterion", "allocation"), strict=True)))
+    text = spelled(
+        about,
+        dict(zip(TEXT, ("model", "pruned", "calibration", "criterion", "allocation"), strict=True)),
+    )
     recovered = about["recovery"].map(lambda word: names.RECOVERIES.get(word, word))
     text["Allocation"] = list(map(joined, text["Allocation"], recovered))
     frame = pd.concat([text, frame], axis=1).assign(**{SIGNIFICANT: pd.Series(significant)})
     return Numbers(frame, low, high, numbers.best)
 
 
-def _significant(comparison: Comparison, pairs: Mapping[int, int], gains: Mapping[str, pd.DataFrame]) -> dict[int, str]:
-    """Searched cell -> the columns whose difference is significant; only where both cells have several seeds.
+def _significant(
+    comparison: Comparison, pairs: Mapping[int, int], gains: Mapping[str, pd.DataFrame]
+) -> dict[int, str]:
+    """Searched cell -> the columns whose difference is significant; only where both cells have
+    several seeds.
 
     gains: column -> its `differences`. Holm's correction covers all columns and pairs."""
-    tested = [cell for cell, other in pairs.items() if min(len(comparison.seeds[each]) for each in (cell, other)) > 1]
+    tested = [
+        cell
+        for cell, other in pairs.items()
+        if min(len(comparison.seeds[each]) for each in (cell, other)) > 1
+    ]
     p_values = np.array([gain["p"][tested].to_numpy(float) for gain in gains.values()])
     below = uncertainty.holm(p_values.ravel()).reshape(p_values.shape) < LEVEL
     significant = {}
@@ -148,7 +175,9 @@ def _significant(comparison: Comparison, pairs: Mapping[int, int], gains: Mappin
     return significant
 
 
-@output("evoesap.table7", needs=f"{SEARCHES}, calibrated on general text (evoesap_table7 of sweeps)")
+@output(
+    "evoesap.table7", needs=f"{SEARCHES}, calibrated on general text (evoesap_table7 of sweeps)"
+)
 def searched_after_general_text(results: Results, name: str) -> Table:
     """Group averages of searched and uniform allocations that were calibrated on general text."""
     return allocation_table(results, name, GROUPS, "calibrated on general text", general_pairs)
@@ -173,7 +202,8 @@ def searched_multiple_choice(results: Results, name: str) -> Table:
 
 
 def densities(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """Share of its experts that each layer keeps: one row per layer and cell of whole experts, with the cell's axes."""
+    """Share of its experts that each layer keeps: one row per layer and cell of whole experts, with
+    the cell's axes."""
     cells = comparison.cells[comparison.cells["granularity"] == "expert"]
     kept = study.kept[study.kept["cell"].isin(cells.index)]
     shares = kept.groupby(["cell", "layer"], as_index=False)["share"].mean()
@@ -186,11 +216,14 @@ def densities(study: Study, comparison: Comparison) -> pd.DataFrame:
 def allocations_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Share of experts kept in each layer, by allocation.
 
-    EvoESAP Fig. 1: uniform, global by frequency and searched allocations of one criterion, a panel per ratio. The
-    criterion is the one that was run with most allocations. None when no criterion was run with two.
+    EvoESAP Fig. 1: uniform, global by frequency and searched allocations of one criterion, a panel
+    per ratio. The criterion is the one that was run with most allocations. None when no criterion
+    was run with two.
     """
     shares = densities(results.study, comparison)
-    shares = shares[shares.groupby(["criterion", "ratio", "calibration"])["allocation"].transform("nunique") > 1]
+    shares = shares[
+        shares.groupby(["criterion", "ratio", "calibration"])["allocation"].transform("nunique") > 1
+    ]
     if not shares["allocation"].map(is_searched).any():
         return None
     allocations = shares.groupby("criterion")["allocation"].nunique()
@@ -198,14 +231,17 @@ def allocations_figure(results: Results, comparison: Comparison, name: str) -> F
     criterion = "reap" if "reap" in most else most[0]
     shares = shares[shares["criterion"] == criterion]
     keys = {}
-    for at, word in enumerate(names.in_order(shares["allocation"], ["uniform", "global by frequency", "global"])):
+    for at, word in enumerate(
+        names.in_order(shares["allocation"], ["uniform", "global by frequency", "global"])
+    ):
         shade = (style.INK, "#ee7733", "#2277bb", "#117733", "#aa4499", "#7a7a7a")[at % 6]
         pattern = "-" if at else style.DASHED["linestyle"]
         look: Any = {"color": shade, "marker": "sD^ov"[at % 5], "linestyle": pattern}
         keys[word] = style.key(names.allocated(word), markersize=3.8, linewidth=1.3, **look)
     drawing = _density_panels(shares, "allocation", keys)
     caption = (
-        f"Share of the experts each layer keeps when {names.criterion(criterion)} chooses which. All schedules of a "
+        f"Share of the experts each layer keeps when {names.criterion(criterion)} chooses which. "
+        "All schedules of a "
         "panel remove the same number of experts."
     )
     return Figure(name, f"Density schedules: {comparison.model}", caption, drawing)
@@ -216,7 +252,8 @@ def allocations_figure(results: Results, comparison: Comparison, name: str) -> F
 def criteria_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Share of experts kept in each layer by searched allocations, by criterion.
 
-    EvoESAP Fig. 3: the searched densities of every criterion, a panel per ratio. None without a search.
+    EvoESAP Fig. 3: the searched densities of every criterion, a panel per ratio. None without a
+    search.
     """
     shares = densities(results.study, comparison)
     shares = shares[shares["allocation"].map(is_searched).astype(bool)]
@@ -224,18 +261,25 @@ def criteria_figure(results: Results, comparison: Comparison, name: str) -> Figu
         return None
     keys = {}
     for at, criterion in enumerate(names.in_order(shares["criterion"], names.CRITERIA)):
-        look: Any = {"color": style.colour(criterion), "marker": style.MARKERS[at % len(style.MARKERS)]}
-        keys[criterion] = style.key(names.criterion(criterion), markersize=3.8, linewidth=1.3, **look)
+        look: Any = {
+            "color": style.colour(criterion),
+            "marker": style.MARKERS[at % len(style.MARKERS)],
+        }
+        keys[criterion] = style.key(
+            names.criterion(criterion), markersize=3.8, linewidth=1.3, **look
+        )
     drawing = _density_panels(shares, "criterion", keys)
     caption = (
-        "Share of the experts each layer keeps under the searched allocation of each criterion. All schedules of a "
+        "Share of the experts each layer keeps under the searched allocation of each criterion. "
+        "All schedules of a "
         "panel remove the same number of experts."
     )
     return Figure(name, f"Searched densities: {comparison.model}", caption, drawing)
 
 
 def _density_panels(shares: pd.DataFrame, by: str, keys: Mapping[str, Line2D]) -> Drawing:
-    """Draw a panel per ratio and calibration set: a line per value of `by`, and the uniform density if not in keys."""
+    """Draw a panel per ratio and calibration set: a line per value of `by`, and the uniform density
+    if not in keys."""
     panels = list(groups(shares.sort_values("ratio", kind="stable"), ["ratio", "calibration"]))
     several = shares["calibration"].nunique() > 1
     drawing, grid = style.panels(len(panels), 3, 2.0, sharey="row")
@@ -259,14 +303,18 @@ def _density_panels(shares: pd.DataFrame, by: str, keys: Mapping[str, Line2D]) -
 
 @per_model()
 def history_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Best and mean fitness by generation, a panel per ratio and criterion; None without a search of this model."""
-    study, cells = results.study, comparison.cells
+    """Best and mean fitness by generation, a panel per ratio and criterion; None without a search
+    of this model."""
+    study = results.study
+    cells = comparison.cells
     about = cells[cells.index.isin(study.searches["cell"])]
     if about.empty:
         return None
     rows = list(groups(about.sort_values("ratio", kind="stable"), ["ratio", "calibration"]))
     columns = names.in_order(about["criterion"], names.CRITERIA)
-    drawing = style.drawing(style.PAGE if len(columns) > 2 else style.PAGE * 0.7, 1.6 * len(rows) + 0.6)
+    drawing = style.drawing(
+        style.PAGE if len(columns) > 2 else style.PAGE * 0.7, 1.6 * len(rows) + 0.6
+    )
     grid = drawing.subplots(len(rows), len(columns), sharex=True, sharey="row", squeeze=False)
     best, mean = (
         style.key(label, markersize=3, linewidth=1.2, **style.cycled(at))
@@ -275,13 +323,19 @@ def history_figure(results: Results, comparison: Comparison, name: str) -> Figur
     for row, (key, at_ratio) in zip(grid, rows, strict=True):
         for axes, criterion in zip(row, columns, strict=True):
             for cell in at_ratio.index[at_ratio["criterion"] == criterion]:
-                history = study.history[(study.history["cell"] == cell) & study.history["fitness"].notna()]
+                history = study.history[
+                    (study.history["cell"] == cell) & study.history["fitness"].notna()
+                ]
                 fitness = history.groupby("generation")["fitness"].agg(["max", "mean"])
                 style.draw(axes, best, fitness.index, fitness["max"].cummax())
                 style.draw(axes, mean, fitness.index, fitness["mean"])
-                for uniform in study.searches.loc[study.searches["cell"] == cell, "uniform_fitness"].dropna():
+                for uniform in study.searches.loc[
+                    study.searches["cell"] == cell, "uniform_fitness"
+                ].dropna():
                     axes.axhline(uniform, **style.DASHED)
-            axes.set_title(f"{names.criterion(criterion)}, {comparison.removed(key['ratio'])}", fontsize=7.5)
+            axes.set_title(
+                f"{names.criterion(criterion)}, {comparison.removed(key['ratio'])}", fontsize=7.5
+            )
             axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
             axes.grid(axis="y")
         row[0].set_ylabel("fitness")
@@ -289,7 +343,8 @@ def history_figure(results: Results, comparison: Comparison, name: str) -> Figur
         axes.set_xlabel("generation")
     style.legend(drawing, [best, mean, style.key("uniform", **style.DASHED)])
     caption = (
-        "Fitness, higher is better: of the best schedule up to each generation, the mean of the schedules evaluated "
+        "Fitness, higher is better: of the best schedule up to each generation, the mean of the "
+        "schedules evaluated "
         "in it, and of the uniform schedule."
     )
     return Figure(name, f"Searches by generation: {comparison.model}", caption, drawing)
@@ -298,7 +353,9 @@ def history_figure(results: Results, comparison: Comparison, name: str) -> Figur
 def search_table(results: Results, name: str) -> Table:
     """Table of the best schedule and the cost of each search."""
     study = results.study
-    rows = study.searches.join(study.cells.assign(pruned=pruned(study.cells)), on="cell", rsuffix=" of cell")
+    rows = study.searches.join(
+        study.cells.assign(pruned=pruned(study.cells)), on="cell", rsuffix=" of cell"
+    )
     rows = rows.drop_duplicates("plan_folder")  # cells that differ in their recovery share a search
     rows = rows.assign(
         gain=rows["best_fitness"] - rows["uniform_fitness"],
@@ -325,8 +382,10 @@ def search_table(results: Results, name: str) -> Table:
     return Table(
         name=name,
         title="Results and cost of the searches",
-        caption="Fitness of the uniform allocation and of the best one found, higher is better. Evaluated: schedules "
-        "whose fitness was measured; full forwards: their cost in passes over the search set; layers run: share of the "
+        caption="Fitness of the uniform allocation and of the best one found, higher is better. "
+        "Evaluated: schedules "
+        "whose fitness was measured; full forwards: their cost in passes over the search set; "
+        "layers run: share of the "
         "layers that were computed for a schedule, on average; the others were reused. "
         f"Based on {reading(study)}",
         **tabulated(rows, text, numbers),

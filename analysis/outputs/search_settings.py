@@ -29,8 +29,15 @@ COMPARED = ("Code", "WildBench", "MC Avg")
 FITNESSES = ("esap", "spec_dec")
 """The fitnesses that EvoESAP's Table 6 compares."""
 COMPETITOR = "DiEP"
-NOT_BUILT = "published; not implemented: EvoESAP gives its settings, but neither its objective nor code"
-TEXT = {"Model": "model", "Pruned": "removed_words", "Calibration": "calibration", "Criterion": "criterion"}
+NOT_BUILT = (
+    "published; not implemented: EvoESAP gives its settings, but neither its objective nor code"
+)
+TEXT = {
+    "Model": "model",
+    "Pruned": "removed_words",
+    "Calibration": "calibration",
+    "Criterion": "criterion",
+}
 """Displayed column -> axis of a cell."""
 SECONDS = "Search (s)"
 _SETTINGS = {
@@ -42,13 +49,24 @@ _SETTINGS = {
 
 @output("evoesap.table3", chapter="search", needs=SEARCHES)
 def cost_table(results: Results, name: str) -> Table:
-    """EvoESAP's Table 3: the time of each search, and the loading memory before and after pruning."""
+    """EvoESAP's Table 3: the time of each search, and the loading memory before and after
+    pruning."""
     study = results.study
     steps = study.cells["plan_folder"][study.searches["cell"]].drop_duplicates()
-    peaks = time_and_memory(steps, study.reader).set_index("folder")[["peak", "gpu_peak"]] / MEBIBYTE
-    rows = study.searches.join(study.cells, on="cell").drop_duplicates("plan_folder").join(peaks, on="plan_folder")
+    peaks = (
+        time_and_memory(steps, study.reader).set_index("folder")[["peak", "gpu_peak"]] / MEBIBYTE
+    )
+    rows = (
+        study.searches.join(study.cells, on="cell")
+        .drop_duplicates("plan_folder")
+        .join(peaks, on="plan_folder")
+    )
     costs = study.costs.set_index("cell").reindex(rows["cell"])
-    whole = rows["model"].map(lambda model: study.models.get(model, {}).get("parameters", np.nan)).astype(float)
+    whole = (
+        rows["model"]
+        .map(lambda model: study.models.get(model, {}).get("parameters", np.nan))
+        .astype(float)
+    )
     rows = rows.assign(
         fitness=rows["fitness"].map(_spelled),
         before=BYTES * whole / MEBIBYTE,
@@ -68,7 +86,8 @@ def cost_table(results: Results, name: str) -> Table:
     return Table(
         name=name,
         title="What searches cost, and what memory pruning saves",
-        caption="Search: seconds of the process that finished it; peak memory: of that process, in main memory and, "
+        caption="Search: seconds of the process that finished it; peak memory: of that process, "
+        "in main memory and, "
         "where some were used, on GPUs; loading memory: the model in bfloat16. Based on "
         f"{reading(study)}",
         **tabulated(rows, {**TEXT, "Fitness": "fitness"}, numbers),
@@ -83,12 +102,17 @@ def cost_table(results: Results, name: str) -> Table:
     needs=f"{SEARCHES} and several settings of the search (evoesap_table5 of sweeps)",
 )
 def settings_table(results: Results, name: str) -> Table:
-    """EvoESAP's Table 5: uniform allocation and searches that differ in fitness, samples, generations or candidates."""
+    """EvoESAP's Table 5: uniform allocation and searches that differ in fitness, samples,
+    generations or candidates."""
 
     def chosen(cells: pd.DataFrame) -> pd.DataFrame:
         cells = cells[cells["recovery"] == "none"]
         searched = cells["allocation"].map(is_searched).astype(bool)
-        return cells[searched | (cells["allocation"] == "uniform")] if searched.sum() > 1 else cells[:0]
+        return (
+            cells[searched | (cells["allocation"] == "uniform")]
+            if searched.sum() > 1
+            else cells[:0]
+        )
 
     return _table(results, name, chosen, GROUPS, "What the settings of a search change")
 
@@ -109,19 +133,28 @@ def fitness_table(results: Results, name: str) -> Table:
     return _table(results, name, chosen, COMPARED, "Searched by ESAP and by speculative decoding")
 
 
-@output("evoesap.table4", chapter="search", needs=f"{SEARCHES}, and coding benchmarks, WildBench or multiple choice")
+@output(
+    "evoesap.table4",
+    chapter="search",
+    needs=f"{SEARCHES}, and coding benchmarks, WildBench or multiple choice",
+)
 def competitor_table(results: Results, name: str) -> Table:
-    """EvoESAP's Table 4: searched allocations and the published row of DiEP, which is not built here."""
+    """EvoESAP's Table 4: searched allocations and the published row of DiEP, which is not built
+    here."""
 
     def chosen(cells: pd.DataFrame) -> pd.DataFrame:
-        return cells[cells["allocation"].map(is_searched).astype(bool) & (cells["recovery"] == "none")]
+        return cells[
+            cells["allocation"].map(is_searched).astype(bool) & (cells["recovery"] == "none")
+        ]
 
     measured = _table(results, name, chosen, COMPARED, "Searched allocations beside DiEP")
     if measured.frame.empty or measured.low is None or measured.high is None:
         return measured
     shown = [column for column in (*COMPARED, SECONDS) if column in measured.frame]
     frame = measured.frame[[*TEXT, "Allocation", *shown]].assign(Source="measured")
-    rows = pd.concat([frame, pd.DataFrame([_printed()]).reindex(columns=frame.columns)], ignore_index=True)
+    rows = pd.concat(
+        [frame, pd.DataFrame([_printed()]).reindex(columns=frame.columns)], ignore_index=True
+    )
     return replace(
         measured,
         caption=f"DiEP: {NOT_BUILT}; its row was measured on two L40S. {measured.caption}",
@@ -138,7 +171,9 @@ def competitor_table(results: Results, name: str) -> Table:
 def _printed() -> dict[str, object]:
     """The published row of DiEP."""
     printed = ("evoesap", "4", COMPETITOR)
-    by_benchmark = {one.benchmark: one for one in numbers() if (one.paper, one.table, one.key[2]) == printed}
+    by_benchmark = {
+        one.benchmark: one for one in numbers() if (one.paper, one.table, one.key[2]) == printed
+    }
     model, ratio, criterion, _, _, calibration = next(iter(by_benchmark.values())).key
     return {
         "Model": model,
@@ -164,16 +199,22 @@ def _table(
     """Make a table of settings, scores and seconds, one row per cell.
 
     chosen: selects cells of each group whose cells differ only in their search."""
-    parts = [_rows(results.study, comparison, chosen, columns) for comparison in results.comparisons]
+    parts = [
+        _rows(results.study, comparison, chosen, columns) for comparison in results.comparisons
+    ]
     empty = pd.DataFrame(columns=list(TEXT))
-    rows = stacked([part for part in parts if part is not None] or [Numbers(empty, empty[[]], empty[[]])])
+    rows = stacked(
+        [part for part in parts if part is not None] or [Numbers(empty, empty[[]], empty[[]])]
+    )
     forms = {**{column: form for column, (_, form) in _SETTINGS.items()}, SECONDS: "{:,.1f}"}
     settings = {column: form for column, form in forms.items() if column in rows.frame}
     return Table(
         name=name,
         title=title,
-        caption=f"{means_in_words(results.comparisons)} Code and Math are means of their two columns. Samples: rows of "
-        f"the search set; search: seconds of the process that finished it. {setting(results.study)}",
+        caption=f"{means_in_words(results.comparisons)} Code and Math are means of their two "
+        "columns. Samples: rows of "
+        "the search set; search: seconds of the process that finished it. "
+        f"{setting(results.study)}",
         frame=rows.frame,
         formats={**dict.fromkeys(rows.best, SCORE), **settings},
         best=rows.best,
@@ -185,7 +226,10 @@ def _table(
 
 
 def _rows(
-    study: Study, comparison: Comparison, chosen: Callable[[pd.DataFrame], pd.DataFrame], columns: Sequence[str]
+    study: Study,
+    comparison: Comparison,
+    chosen: Callable[[pd.DataFrame], pd.DataFrame],
+    columns: Sequence[str],
 ) -> Numbers | None:
     """Rows of one model for `_table`; None when nothing is chosen or none of `columns` was run."""
     pruned = comparison.cells[comparison.cells["criterion"] != "none"]
@@ -194,7 +238,9 @@ def _rows(
     if not targets:
         return None
     searches = study.searches.set_index("cell")
-    rows = cells.join(searches).assign(fitness=searches["fitness"].reindex(cells.index).map(_spelled))
+    rows = cells.join(searches).assign(
+        fitness=searches["fitness"].reindex(cells.index).map(_spelled)
+    )
     measured = scores(comparison, list(cells.index), targets)
     settings = {shown: rows[column].astype(float) for shown, (column, _) in _SETTINGS.items()}
     text = spelled(rows, {**TEXT, "Allocation": "allocation", "Fitness": "fitness"})

@@ -1,5 +1,6 @@
-"""Speed and memory: throughput, latency and memory of requests (MoE-Slimming, Table 2, Figs. 6 and 10), loading memory
-before and after pruning, and architectures (Unified Expert Pruning, Tables 3 and 4)."""
+"""Speed and memory: throughput, latency and memory of requests (MoE-Slimming, Table 2, Figs. 6 and
+10), loading memory before and after pruning, and architectures (Unified Expert Pruning, Tables 3
+and 4)."""
 
 from __future__ import annotations
 
@@ -21,9 +22,18 @@ from analysis.render.style import Figure
 from analysis.render.table import Table, spelled, tabulated
 from analysis.stats.comparison import Comparison
 
-PREFILL, DECODE, FIRST, EACH = "Prefill (tokens/s)", "Decode (tokens/s)", "First token (ms)", "Per token (ms)"
-WEIGHTS, PEAK = "Weights (MiB)", "Peak memory (MiB)"
-SPEEDS: Mapping[str, str] = {PREFILL: "{:,.1f}", DECODE: "{:,.1f}", FIRST: "{:,.2f}", EACH: "{:,.2f}"}
+PREFILL = "Prefill (tokens/s)"
+DECODE = "Decode (tokens/s)"
+FIRST = "First token (ms)"
+EACH = "Per token (ms)"
+WEIGHTS = "Weights (MiB)"
+PEAK = "Peak memory (MiB)"
+SPEEDS: Mapping[str, str] = {
+    PREFILL: "{:,.1f}",
+    DECODE: "{:,.1f}",
+    FIRST: "{:,.2f}",
+    EACH: "{:,.2f}",
+}
 REQUEST = ["cell", "device", "batch_size", "prompt_length", "new_tokens"]
 QUARTILES = {" low": 0.25, "": 0.5, " high": 0.75}
 
@@ -31,11 +41,16 @@ QUARTILES = {" low": 0.25, "": 0.5, " high": 0.75}
 def requests(study: Study) -> pd.DataFrame:
     """Summarize timings, a row per cell and kind of request.
 
-    Columns: REQUEST, the medians of SPEEDS, their quartiles (with suffixes ` low` and ` high`), WEIGHTS, PEAK."""
+    Columns: REQUEST, the medians of SPEEDS, their quartiles (with suffixes ` low` and ` high`),
+    WEIGHTS, PEAK."""
     rows = []
     for key, found in groups(study.timings, REQUEST):
         speeds = _speeds(found)
-        measured = {f"{name}{end}": speeds[name].quantile(at) for name in SPEEDS for end, at in QUARTILES.items()}
+        measured = {
+            f"{name}{end}": speeds[name].quantile(at)
+            for name in SPEEDS
+            for end, at in QUARTILES.items()
+        }
         weights = float(found["weight_bytes"].iloc[0])
         peak = weights + float(found["working_bytes"].iloc[0])
         rows.append({**key, **measured, WEIGHTS: weights / MEBIBYTE, PEAK: peak / MEBIBYTE})
@@ -45,7 +60,8 @@ def requests(study: Study) -> pd.DataFrame:
 
 def _speeds(timings: pd.DataFrame) -> pd.DataFrame:
     """SPEEDS of each request."""
-    read, written = timings["batch_size"] * timings["prompt_length"], timings["batch_size"] * timings["new_tokens"]
+    read = timings["batch_size"] * timings["prompt_length"]
+    written = timings["batch_size"] * timings["new_tokens"]
     return pd.DataFrame(
         {
             PREFILL: read / timings["prefill_seconds"],
@@ -62,7 +78,9 @@ def speed_table(results: Results, name: str) -> Table:
     study = results.study
     frames = [pd.DataFrame(columns=["model", "removed_words", "label"])]
     for comparison in results.pruned:
-        about = comparison.cells[["model", "removed_words"]].assign(label=settings.method_labels(comparison.cells))
+        about = comparison.cells[["model", "removed_words"]].assign(
+            label=settings.method_labels(comparison.cells)
+        )
         frames.append(requests(study).merge(about, left_on="cell", right_index=True))
     rows = pd.concat([frame for frame in frames if len(frame)] or frames, ignore_index=True)
     text = {
@@ -75,7 +93,9 @@ def speed_table(results: Results, name: str) -> Table:
     }
     sizes = {WEIGHTS: "{:,.2f}", PEAK: "{:,.1f}"}
     frame = spelled(rows, text | {column: column for column in (*SPEEDS, *sizes)})
-    ends = [rows.reindex(columns=[f"{speed}{end}" for speed in SPEEDS]) for end in (" low", " high")]
+    ends = [
+        rows.reindex(columns=[f"{speed}{end}" for speed in SPEEDS]) for end in (" low", " high")
+    ]
     low, high = (end.set_axis(list(SPEEDS), axis=1) for end in ends)
     return Table(
         name=name,
@@ -97,14 +117,18 @@ def conditions(study: Study) -> str:
     if timings.empty:
         return ""
     several = {
-        name: " / ".join(str(value) for value in timings[name].dropna().unique()) for name in ("device", "dtype")
+        name: " / ".join(str(value) for value in timings[name].dropna().unique())
+        for name in ("device", "dtype")
     }
     threads = " / ".join(f"{count:g}" for count in timings["threads"].dropna().unique())
-    repeats, written = timings["repeat"].max() + 1, " / ".join(map(str, timings["new_tokens"].unique()))
+    repeats = timings["repeat"].max() + 1
+    written = " / ".join(map(str, timings["new_tokens"].unique()))
     return (
         f"{repeats} requests each, {written} new tokens after the first one, {several['dtype']} on "
-        f"{several['device']}, {threads} threads, load of the machine up to {timings['load'].max():.1f}; run by "
-        "transformers on prompts from a text. Peak memory: the weights and the working memory of a request."
+        f"{several['device']}, {threads} threads, load of the machine up to "
+        f"{timings['load'].max():.1f}; run by "
+        "transformers on prompts from a text. Peak memory: the weights and the working memory of "
+        "a request."
     )
 
 
@@ -130,7 +154,8 @@ def memory_figure(results: Results, comparison: Comparison, name: str) -> Figure
     axes.set_xlabel("MiB")
     axes.grid(axis="x")
     drawing.legend(handles=[weights, beyond], loc="outside lower center", ncols=2, fontsize=7)
-    size, length = int(largest["batch_size"].iloc[0]), int(largest["prompt_length"].iloc[0])
+    size = int(largest["batch_size"].iloc[0])
+    length = int(largest["prompt_length"].iloc[0])
     caption = f"Memory at {size} prompts of {length} tokens. {conditions(results.study)}"
     return Figure(name, f"Memory of a served model: {comparison.model}", caption, drawing)
 
@@ -139,18 +164,26 @@ BLOCK_MAPS = {DECODE: "tokens per second", PEAK: "peak memory (MiB)"}
 """Quantities in the maps of the published figure, by block size and smallest expert."""
 
 
-@output("coverage.fig10", chapter="cost", needs=f"{TIMED}, of several aligned allocations (coverage_fig10 of sweeps)")
+@output(
+    "coverage.fig10",
+    chapter="cost",
+    needs=f"{TIMED}, of several aligned allocations (coverage_fig10 of sweeps)",
+)
 @per_model("pruned")
 def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Tokens per second and peak memory by the block size to which channels are rounded and the smallest expert.
+    """Tokens per second and peak memory by the block size to which channels are rounded and the
+    smallest expert.
 
     Block sizes are columns, smallest experts rows; two maps per ratio and recovery.
     """
     study = results.study
-    timed, rounded = _largest(study, comparison), plans.blocks(comparison.cells, study.reader)
+    timed = _largest(study, comparison)
+    rounded = plans.blocks(comparison.cells, study.reader)
     if timed.empty or rounded.empty:
         return None
-    by_block = timed.merge(rounded, on="cell").join(comparison.cells[["ratio", "recovery"]], on="cell")
+    by_block = timed.merge(rounded, on="cell").join(
+        comparison.cells[["ratio", "recovery"]], on="cell"
+    )
     if len(by_block) < 2:
         return None
     full = timed[timed["cell"] == comparison.unpruned]
@@ -163,13 +196,18 @@ def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure
         pruned = settings.joined(f"{comparison.removed(key['ratio'])} pruned", recovery)
         for axes, (column, what) in zip(row, BLOCK_MAPS.items(), strict=True):
             _heat(axes, part, column)
-            unpruned = f"; unpruned {full[column].iloc[0]:,.0f}" if full[column].notna().any() else ""
+            unpruned = (
+                f"; unpruned {full[column].iloc[0]:,.0f}" if full[column].notna().any() else ""
+            )
             axes.set_title(f"{pruned}\n{what}{unpruned}", fontsize=7.5)
     caption = (
-        "a: block size, of which an expert's number of channels is a multiple; m: experts with fewer channels lose "
+        "a: block size, of which an expert's number of channels is a multiple; m: experts with "
+        "fewer channels lose "
         f"all. Tokens per second are medians. The unpruned model is in 16 bits. {conditions(study)}"
     )
-    return Figure(name, f"Throughput and memory by blocks of channels: {comparison.model}", caption, drawing)
+    return Figure(
+        name, f"Throughput and memory by blocks of channels: {comparison.model}", caption, drawing
+    )
 
 
 def _largest(study: Study, comparison: Comparison) -> pd.DataFrame:
@@ -181,24 +219,37 @@ def _largest(study: Study, comparison: Comparison) -> pd.DataFrame:
     timings = timings.loc[tokens.groupby(timings["cell"]).idxmax()].reset_index(drop=True)
     ratios = comparison.cells["removed_words"].where(comparison.cells["ratio"] > 0, "")
     words = settings.method_labels(comparison.cells)
-    return timings.assign(label=[settings.joined(words[cell], ratios[cell]) for cell in timings["cell"]])
+    return timings.assign(
+        label=[settings.joined(words[cell], ratios[cell]) for cell in timings["cell"]]
+    )
 
 
 def _heat(axes: Axes, timings: pd.DataFrame, column: str) -> None:
-    """Draw squares shaded by `column`, with – where it was not measured; combinations that did not run stay empty."""
+    """Draw squares shaded by `column`, with – where it was not measured; combinations that did not
+    run stay empty."""
     blocks, smallest = (sorted(timings[axis].unique()) for axis in ("block", "smallest"))
-    least, most = float(timings[column].min()), float(timings[column].max())
+    least = float(timings[column].min())
+    most = float(timings[column].max())
     for row in records(timings):
         value = row[column]
-        share = 0.1 if np.isnan(value) or most == least else 0.1 + 0.8 * (value - least) / (most - least)
+        share = (
+            0.1
+            if np.isnan(value) or most == least
+            else 0.1 + 0.8 * (value - least) / (most - least)
+        )
         words = "–" if np.isnan(value) else f"{value:,.{1 if most < 100 else 0}f}"
-        style.square(axes, blocks.index(row["block"]), smallest.index(row["smallest"]), share, words)
-    style.squares(axes, [f"a={block}" for block in blocks], [f"m={channels}" for channels in smallest])
+        style.square(
+            axes, blocks.index(row["block"]), smallest.index(row["smallest"]), share, words
+        )
+    style.squares(
+        axes, [f"a={block}" for block in blocks], [f"m={channels}" for channels in smallest]
+    )
 
 
 @output("unified.table3", chapter="memory")
 def memory_table(results: Results, name: str) -> Table:
-    """Bytes of the model in bfloat16 before and after pruning, computed exactly from configurations and plans."""
+    """Bytes of the model in bfloat16 before and after pruning, computed exactly from configurations
+    and plans."""
     memory = results.study.memory
     numbers = {
         "Before (MiB)": ("before", "{:,.2f}"),
@@ -208,25 +259,36 @@ def memory_table(results: Results, name: str) -> Table:
         "After (bytes)": ("bytes_after", "{:,.0f}"),
     }
     if len(memory):
-        memory = memory.assign(before=memory["bytes"] / MEBIBYTE, after=memory["bytes_after"] / MEBIBYTE)
+        memory = memory.assign(
+            before=memory["bytes"] / MEBIBYTE, after=memory["bytes_after"] / MEBIBYTE
+        )
     return Table(
         name=name,
         title="Loading memory",
-        caption="Parameters of the whole model in bfloat16, computed from its configuration and the plans.",
+        caption=(
+            "Parameters of the whole model in bfloat16, computed from its configuration and "
+            "the plans."
+        ),
         **tabulated(memory, {"Model": "model", "Pruned": "removed_words"}, numbers),
     )
 
 
 @output("unified.table4", chapter="memory", needs="the facts of its models in the store")
 def architecture_table(results: Results, name: str) -> Table:
-    """Unified Expert Pruning's Table 4: layers, experts and parameters, from configurations alone."""
+    """Unified Expert Pruning's Table 4: layers, experts and parameters, from configurations
+    alone."""
     study = results.study
     rows = []
     for model, facts in study.models.items():
         layers = list(facts["layers"].values())
         decoder = facts.get("decoder_layers", np.nan)
-        one = {key: max(layer[key] for layer in layers) for key in ("n_experts", "top_k", "hidden", "width")}
-        inactive = sum((each["n_experts"] - each["top_k"]) * each["expert_parameters"] for each in layers)
+        one = {
+            key: max(layer[key] for layer in layers)
+            for key in ("n_experts", "top_k", "hidden", "width")
+        }
+        inactive = sum(
+            (each["n_experts"] - each["top_k"]) * each["expert_parameters"] for each in layers
+        )
         counts = {
             "Parameters (M)": facts["parameters"] / 1e6,
             "Active (M)": (facts["parameters"] - inactive) / 1e6,
@@ -246,8 +308,10 @@ def architecture_table(results: Results, name: str) -> Table:
     return Table(
         name=name,
         title="Architectures",
-        caption="From configurations alone. Parameters: of the whole model; active: without the routed experts that a "
-        "token is not given to. Experts, top-k and channels (the width of an expert): of a layer, the largest where "
+        caption="From configurations alone. Parameters: of the whole model; active: without the "
+        "routed experts that a "
+        "token is not given to. Experts, top-k and channels (the width of an expert): of a layer, "
+        "the largest where "
         "layers differ. Shared experts: in experts of that width.",
         frame=pd.DataFrame(rows, columns=columns),
         formats={column: formats[column] for column in columns if column in formats},

@@ -1,5 +1,5 @@
-"""Criteria that read weights alone compared with those that read a text, and distributions of their scores (AIMER,
-Tables 2, 3 and 5 to 7, and Fig. 2)."""
+"""Criteria that read weights alone compared with those that read a text, and distributions of their
+scores (AIMER, Tables 2, 3 and 5 to 7, and Fig. 2)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from analysis import names
 from analysis.load import settings
 from analysis.load.reader import groups, records
 from analysis.load.study import Study
-from analysis.outputs.score_rows import Block, Blocks, by_ratio, only_cell, plain, ratio_block, score_table
+from analysis.outputs.score_rows import (
+    Block,
+    Blocks,
+    by_ratio,
+    only_cell,
+    plain,
+    ratio_block,
+    score_table,
+)
 from analysis.registry import Results, output
 from analysis.render import style
 from analysis.render.style import Figure
@@ -29,8 +37,11 @@ SHADES = colormaps["viridis"]
 """Colours of scores from the lowest to the highest of a layer."""
 
 
-def weights_table(what: str, columns: Sequence[str]) -> Callable[[Blocks], Callable[[Results, str], Table]]:
-    """Make a table of `columns` that compares criteria that read weights alone with those that read a text."""
+def weights_table(
+    what: str, columns: Sequence[str]
+) -> Callable[[Blocks], Callable[[Results, str], Table]]:
+    """Make a table of `columns` that compares criteria that read weights alone with those that read
+    a text."""
     title = f"Scores from weights alone and from text: {what}"
     return score_table(title, columns, f"Difference: {columns[-1]} minus that of AIMER, paired.")
 
@@ -43,7 +54,9 @@ def beside_aimer(comparison: Comparison) -> Iterator[Block]:
             yield ratio_block(comparison, ratio, settings.method_labels(cells), only_cell(aimer))
 
 
-@output("aimer.table2", chapter="weights", filters="Model|Pruned", needs=WEIGHTS, also=("aimer.table3",))
+@output(
+    "aimer.table2", chapter="weights", filters="Model|Pruned", needs=WEIGHTS, also=("aimer.table3",)
+)
 @weights_table("group averages", GROUPS)
 def group_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """Group averages of criteria that read weights alone and of those that read a text."""
@@ -83,10 +96,13 @@ LAYERS = 8
 
 
 def weight_scores(study: Study) -> pd.DataFrame:
-    """Scores of those criteria among PROFILED that the study has: model, criterion, layer, expert, score.
+    """Scores of those criteria among PROFILED that the study has: model, criterion, layer, expert,
+    score.
 
     The sign is that of the paper: AIMER = ||w||_1 / (sqrt(N) ||w||_2), which prunes the highest."""
-    cells = study.cells[study.cells["criterion"].isin(PROFILED) & study.cells["scores_folder"].notna()]
+    cells = study.cells[
+        study.cells["criterion"].isin(PROFILED) & study.cells["scores_folder"].notna()
+    ]
     frames = []
     for row in records(cells.drop_duplicates(["model", "criterion"])):
         folder = study.reader.folder(row["scores_folder"])
@@ -96,18 +112,26 @@ def weight_scores(study: Study) -> pd.DataFrame:
             if row["criterion"] in NEGATED:
                 scores["score"] = -scores["score"]
             frames.append(scores)
-    return pd.concat(frames, ignore_index=True)[list(COLUMNS)] if frames else pd.DataFrame(columns=COLUMNS)
+    return (
+        pd.concat(frames, ignore_index=True)[list(COLUMNS)]
+        if frames
+        else pd.DataFrame(columns=COLUMNS)
+    )
 
 
 def profiles(scores: pd.DataFrame) -> pd.DataFrame:
     """Add to `scores` the columns profile and place.
 
-    profile: the score, min-max normalised in each layer of a model and criterion (0: lowest, 1: highest); NaN when all
-    experts of a layer have the same score. place: the expert's rank in its layer from 0 (lowest)."""
+    profile: the score, min-max normalised in each layer of a model and criterion (0: lowest, 1:
+    highest); NaN when all experts of a layer have the same score. place: the expert's rank in its
+    layer from 0 (lowest)."""
     layer = scores.groupby(["model", "criterion", "layer"])["score"]
-    low, high = layer.transform("min"), layer.transform("max")
+    low = layer.transform("min")
+    high = layer.transform("max")
     place = layer.rank(method="first") - 1
-    return scores.assign(profile=(scores["score"] - low) / (high - low).replace(0, np.nan), place=place)
+    return scores.assign(
+        profile=(scores["score"] - low) / (high - low).replace(0, np.nan), place=place
+    )
 
 
 @output("aimer.fig2", chapter="weights", needs="cells with criterion=magnitude or aimer")
@@ -138,8 +162,10 @@ def profile_figure(results: Results, name: str) -> Figure | None:
     handles = [Patch(facecolor=SHADES(share), label=words) for share, words in ends.items()]
     style.legend(drawing, handles, title="score, min-max in its layer")
     caption = (
-        "Experts of each layer from the lowest score (rank 0) to the highest, shaded by their score, scaled from the "
-        "lowest (0) to the highest (1) of the layer. Magnitude prunes the lowest scores first; AIMER, with the paper's "
+        "Experts of each layer from the lowest score (rank 0) to the highest, shaded by their "
+        "score, scaled from the "
+        "lowest (0) to the highest (1) of the layer. Magnitude prunes the lowest scores first; "
+        "AIMER, with the paper's "
         "sign, the highest. White: all experts of the layer have the same score."
     )
     return Figure(name, "Profiles of scores that read weights only", caption, drawing)

@@ -1,7 +1,8 @@
 """Winner maps by scores and by losses on right answers.
 
-An item's loss is in bits per byte of its right answer; lower is better. Every item has a loss that differs between two
-plans, whereas right or wrong only differs on items that one plan solves and the other does not.
+An item's loss is in bits per byte of its right answer; lower is better. Every item has a loss that
+differs between two plans, whereas right or wrong only differs on items that one plan solves and the
+other does not.
 """
 
 from __future__ import annotations
@@ -30,13 +31,23 @@ from analysis.stats.winners import CAPTION, SETTINGS, label
 def _map_and_table(results: Results, win_rows: pd.DataFrame, name: str, title: str) -> list[Item]:
     if win_rows.empty or win_rows["column"].nunique() < 2:  # of one column, the ranking says it all
         return []
-    return [winner_figure(win_rows, name, title), winner_table(results.study, win_rows, name, title)]
+    return [
+        winner_figure(win_rows, name, title),
+        winner_table(results.study, win_rows, name, title),
+    ]
 
 
-@output("winners", chapter="winners", filters="*Model|Pruned|Calibration", needs="several benchmarks or groups of them")
+@output(
+    "winners",
+    chapter="winners",
+    filters="*Model|Pruned|Calibration",
+    needs="several benchmarks or groups of them",
+)
 def all_winners(results: Results, name: str) -> list[Item]:
     """The winner map of all criteria."""
-    return _map_and_table(results, results.winners, name, "Leading criterion by task and calibration set")
+    return _map_and_table(
+        results, results.winners, name, "Leading criterion by task and calibration set"
+    )
 
 
 @output("winners.loss", chapter="winners", filters="*Model|Pruned|Calibration", needs=LOSSES)
@@ -51,13 +62,19 @@ def winners_by_loss(results: Results, name: str) -> list[Item]:
 @output("unified.fig2", needs="some of its five criteria, and several benchmarks or groups of them")
 def baseline_winners(results: Results, name: str) -> list[Item]:
     """The winner map of the five baselines of Unified Expert Pruning."""
-    return _map_and_table(results, results.baseline_winners, name, "Leading baseline by task and calibration set")
+    return _map_and_table(
+        results, results.baseline_winners, name, "Leading baseline by task and calibration set"
+    )
 
 
 def winner_table(study: Study, win_rows: pd.DataFrame, name: str, title: str) -> Table:
-    """A winner map as a table: the best method in each column, its lead, and whether it is a proved win."""
+    """A winner map as a table: the best method in each column, its lead, and whether it is a proved
+    win."""
     rows = win_rows.assign(
-        winner=[label(tied, score) for tied, score in zip(win_rows["winners"], win_rows["score"], strict=True)],
+        winner=[
+            label(tied, score)
+            for tied, score in zip(win_rows["winners"], win_rows["score"], strict=True)
+        ],
         runner_up=win_rows["runner_up"].map(names.method),
         verdict=[verdict(row) for row in records(win_rows)],
     )
@@ -74,7 +91,10 @@ def winner_table(study: Study, win_rows: pd.DataFrame, name: str, title: str) ->
     return Table(
         name=name,
         title=title,
-        caption=f"{proved_wins(win_rows)} {_P_MEANS if _tested(win_rows) else _UNTESTED} {setting(study)}",
+        caption=(
+            f"{proved_wins(win_rows)} {_P_MEANS if _tested(win_rows) else _UNTESTED} "
+            f"{setting(study)}"
+        ),
         frame=spelled(rows, text | numbers),
         formats={"Score": SCORE, "Lead": SCORE, "p": "{:.4f}", "p (Holm)": SCORE},
         blocks=("Model", "Pruned", "Calibration"),
@@ -84,7 +104,13 @@ def winner_table(study: Study, win_rows: pd.DataFrame, name: str, title: str) ->
     )
 
 
-NO_RESULT, TIE, PROVED, NOT_PROVED, UNTESTED = "gap", "tie", "proved win", "not proved", "not tested"
+NO_RESULT, TIE, PROVED, NOT_PROVED, UNTESTED = (
+    "gap",
+    "tie",
+    "proved win",
+    "not proved",
+    "not tested",
+)
 """Verdicts on a cell of the winner map."""
 
 
@@ -100,10 +126,15 @@ def verdict(win: Mapping[str, Any]) -> str:
     return PROVED if win["proved"] else NOT_PROVED
 
 
-_UNTESTED = "Wins are tested where every criterion has several seeds; none is here, and intervals are over items."
+_UNTESTED = (
+    "Wins are tested where every criterion has several seeds; none is here, and intervals "
+    "are over items."
+)
 _P_MEANS = (
-    "p: the largest of the tests of the winner against every other criterion, over seeds and items; Holm: corrected "
-    f"over all columns of one model and ratio. A win is proved below {LEVEL}. Criteria with one seed are not tested."
+    "p: the largest of the tests of the winner against every other criterion, over seeds and "
+    "items; Holm: corrected "
+    f"over all columns of one model and ratio. A win is proved below {LEVEL}. Criteria with one "
+    "seed are not tested."
 )
 
 
@@ -112,7 +143,8 @@ def _tested(win_rows: pd.DataFrame) -> bool:
 
 
 def proved_wins(win_rows: pd.DataFrame) -> str:
-    """How many cells of a winner map are proved wins, how many are tied and how many are not tested."""
+    """How many cells of a winner map are proved wins, how many are tied and how many are not
+    tested."""
     counts = pd.Series([verdict(row) for row in records(win_rows)]).value_counts()
     others = [f"{counts[word]} {about}" for word, about in _OTHERS.items() if word in counts]
     more = f" ({names.listing(others)})" if others else ""
@@ -127,7 +159,8 @@ _OTHERS = {
 
 
 def winner_figure(win_rows: pd.DataFrame, name: str, title: str) -> Figure:
-    """Draw the rows of `winner_map`, columns x calibration sets per model and ratio; hatched unless a win is proved."""
+    """Draw the rows of `winner_map`, columns x calibration sets per model and ratio; hatched unless
+    a win is proved."""
     maps = list(groups(win_rows, SETTINGS))
     rows = max(len(group["column"].unique()) for _, group in maps)
     drawing, grid = style.panels(len(maps), 2, max(0.36 * rows, 1.1) + 0.75, below=0)
@@ -136,16 +169,23 @@ def winner_figure(win_rows: pd.DataFrame, name: str, title: str) -> Figure:
         axes.set_title(f"{key['model']}, {group['pruned'].iloc[0]} pruned")
     handles = [
         Patch(facecolor=style.RULE, label="proved win"),
-        Patch(facecolor=style.RULE, edgecolor=style.MUTED, hatch=style.HATCH, label="win that is not proved"),
+        Patch(
+            facecolor=style.RULE,
+            edgecolor=style.MUTED,
+            hatch=style.HATCH,
+            label="win that is not proved",
+        ),
         Patch(facecolor="none", edgecolor=style.RULE, label="tie"),
     ]
     drawing.legend(handles=handles, loc="outside lower center", ncols=3, handlelength=2.2)
     proved = (
-        "A win is proved, and not hatched, if it holds against every other criterion over seeds and items "
+        "A win is proved, and not hatched, if it holds against every other criterion over seeds "
+        "and items "
         f"(Holm-corrected over the map, {LEVEL:.0%}); criteria with one seed are not tested."
     )
     caption = (
-        f"{proved_wins(win_rows)} Each cell names the leading criterion of a column and calibration set, or all "
+        f"{proved_wins(win_rows)} Each cell names the leading criterion of a column and "
+        "calibration set, or all "
         f"criteria with the highest score. {proved if _tested(win_rows) else _UNTESTED}"
     )
     return Figure(name, title, caption, drawing)
@@ -159,11 +199,14 @@ def _winner_axes(axes: Axes, win_rows: pd.DataFrame, inches: float) -> None:
     columns = list(dict.fromkeys(win_rows["column"]))
     sets = names.calibrations_in_order(win_rows["calibration"])
     for win in records(win_rows):
-        x, y = sets.index(win["calibration"]), columns.index(win["column"])
+        x = sets.index(win["calibration"])
+        y = columns.index(win["column"])
         winners: tuple[str, ...] = win["winners"]
         if len(winners) == 1:
             noise = not win["proved"]
-            square = Rectangle((x, y), 1, 1, facecolor=style.colour(winners[0]), edgecolor=style.MUTED, linewidth=0)
+            square = Rectangle(
+                (x, y), 1, 1, facecolor=style.colour(winners[0]), edgecolor=style.MUTED, linewidth=0
+            )
             square.set(alpha=0.3, hatch=style.HATCH if noise else None)
             axes.add_patch(square)
         text, size = _fitted(winners, win["score"], inches / len(sets))
@@ -176,12 +219,15 @@ def _winner_axes(axes: Axes, win_rows: pd.DataFrame, inches: float) -> None:
 
 
 def _fitted(winners: Sequence[str], score: float, inches: float) -> tuple[str, float]:
-    """The text of a map's cell that is `inches` wide, and its font size; at most three names, the others counted."""
+    """The text of a map's cell that is `inches` wide, and its font size; at most three names, the
+    others counted."""
     small = int(inches / SMALL_LETTER)
     if len(winners) > 1 and score != 0:
         shown = [names.method(name) for name in winners[:3]]
         more = f" +{len(winners) - 3}" if len(winners) > 3 else ""
-        text = (" =\n" if len(winners) == 2 else " = ").join(shown[:2]) + (f" =\n{shown[2]}{more}" if shown[2:] else "")
+        text = (" =\n" if len(winners) == 2 else " = ").join(shown[:2]) + (
+            f" =\n{shown[2]}{more}" if shown[2:] else ""
+        )
         fits = max(map(len, text.splitlines())) <= small
         return (text, 5.6) if fits else (f"{len(winners)} tied", 6.5)
     text = label(winners, score)

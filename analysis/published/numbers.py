@@ -1,4 +1,5 @@
-"""Published numbers of the papers, how they were measured, and whether a measured number agrees with one.
+"""Published numbers of the papers, how they were measured, and whether a measured number agrees
+with one.
 
 The papers' numbers and protocols are in CSV files; no code here depends on the paper.
 """
@@ -19,8 +20,10 @@ from analysis import names
 FOLDER = Path(__file__).parent
 ANY = "*"
 """Stands for every table, model or criterion in protocols.csv and splits.csv."""
-AVERAGE, RANK = "Avg", "Avg Rank"
-BEFORE, AFTER = "loading_memory_before_gb", "loading_memory_after_gb"
+AVERAGE = "Avg"
+RANK = "Avg Rank"
+BEFORE = "loading_memory_before_gb"
+AFTER = "loading_memory_after_gb"
 GROUPS = {"Code": names.CODE_COLUMNS, "Math": names.MATH_COLUMNS}
 """Printed averages of displayed columns, besides AVERAGE."""
 SCORES = (*names.BENCHMARKS, *names.COLUMNS)
@@ -41,7 +44,8 @@ NOT_COMPARABLE, TRUNCATED, ROUNDED_TWICE = "not comparable: ", "truncated", "off
 """Prefixes of notes that affect how a published number can be compared."""
 
 Key = tuple[str, float, str, str, str, str]
-"""Model, ratio, criterion, allocation, recovery and calibration set: the row of a published table."""
+"""Model, ratio, criterion, allocation, recovery and calibration set: the row of a published
+table."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +67,18 @@ class Printed:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The range in which the number may have been before it was rounded: lower and upper end."""
+        """The range in which the number may have been before it was rounded: lower and upper
+        end."""
         number = Decimal(self.text)
         unit = Decimal(1).scaleb(int(number.as_tuple().exponent))
-        below, above = unit / 2, unit / 2
+        below = unit / 2
+        above = unit / 2
         if self.note.startswith(TRUNCATED):
-            below, above = Decimal(0), unit
+            below = Decimal(0)
+            above = unit
         elif self.note.startswith(ROUNDED_TWICE):
-            below, above = unit, unit
+            below = unit
+            above = unit
         return float(number - below), float(number + above)
 
 
@@ -113,7 +121,8 @@ def _tables() -> dict[str, tuple[tuple[str, str], ...]]:
 TABLES = _tables()
 """Name of a table here -> the published tables (paper, table) with counterparts of its numbers."""
 PAPERS = tuple(dict.fromkeys(paper for printed in TABLES.values() for paper, _ in printed))
-"""Papers: the names of their CSV files, and prefixes of their tables' names here; `coverage` is MoE-Slimming."""
+"""Papers: the names of their CSV files, and prefixes of their tables' names here; `coverage` is
+MoE-Slimming."""
 
 
 @cache
@@ -121,18 +130,27 @@ def numbers() -> tuple[Printed, ...]:
     """All published numbers of the five papers."""
     rows = (row for paper in PAPERS for row in _read(paper))
     return tuple(
-        Printed(row["paper"], row["table"], _key(row), row["benchmark"], row["value"], row["note"]) for row in rows
+        Printed(row["paper"], row["table"], _key(row), row["benchmark"], row["value"], row["note"])
+        for row in rows
     )
 
 
 def _key(row: Mapping[str, str]) -> Key:
     ratio = float(row["ratio"] or "nan")
-    return row["model"], ratio, row["criterion"], row["allocation"], row["recovery"], row["calibration"]
+    return (
+        row["model"],
+        ratio,
+        row["criterion"],
+        row["allocation"],
+        row["recovery"],
+        row["calibration"],
+    )
 
 
 @cache
 def counterparts(name: str) -> Mapping[Key, tuple[Printed, ...]]:
-    """Row -> its published numbers, from the published tables that correspond to the table `name` here."""
+    """Row -> its published numbers, from the published tables that correspond to the table `name`
+    here."""
     by_key: dict[Key, tuple[Printed, ...]] = {}
     for number in numbers():
         if (number.paper, number.table) in TABLES[name]:
@@ -141,7 +159,8 @@ def counterparts(name: str) -> Mapping[Key, tuple[Printed, ...]]:
 
 
 def target(number: Printed, row: Sequence[Printed]) -> tuple[str, ...]:
-    """The displayed columns and benchmarks whose mean the number is; empty when the paper does not publish them.
+    """The displayed columns and benchmarks whose mean the number is; empty when the paper does not
+    publish them.
 
     An AVERAGE is the mean of all scores in its row of the same table.
     """
@@ -170,18 +189,29 @@ def split(number: Printed, benchmark: str) -> Split:
 
 
 def stands_for(axis: str, name: str) -> str:
-    """Name in the papers' tables that a shipped model or calibration set stands in for; other names are unchanged."""
+    """Name in the papers' tables that a shipped model or calibration set stands in for; other names
+    are unchanged."""
     stand_ins = {(row["axis"], row["name"]): row["stands_for"] for row in _read("stand_ins")}
     return stand_ins.get((axis, name), name)
 
 
 def _most_specific(file: str, number: Printed, **more: str) -> dict[str, str]:
-    """The first row of a file that applies to the number; {} for none. Files list more specific rows first."""
+    """The first row of a file that applies to the number; {} for none. Files list more specific
+    rows first."""
     wanted = {"paper": number.paper, "table": number.table, "model": number.key[0], **more}
-    return next((row for row in _read(file) if all(row[key] in (ANY, value) for key, value in wanted.items())), {})
+    return next(
+        (
+            row
+            for row in _read(file)
+            if all(row[key] in (ANY, value) for key, value in wanted.items())
+        ),
+        {},
+    )
 
 
-AGREES, DIFFERS, MISSING = "agrees", "differs", "missing"
+AGREES = "agrees"
+DIFFERS = "differs"
+MISSING = "missing"
 BECAUSE = "not comparable because "
 READS_GATES = ("seer", "reap", "mone", "mone_freq", "gate_ean", "gate_energy", "camera")
 """Published criteria whose scores depend on the definition of the gate."""
@@ -212,7 +242,8 @@ class Measured:
     cell: Mapping[str, Any]
     """Axes of its cell."""
     tokens: int | None
-    """Positions of the calibration pass, including gaps; None when unknown, or when no data was read."""
+    """Positions of the calibration pass, including gaps; None when unknown, or when no data was
+    read."""
     search: tuple[str | None, int | None] | None = None
     """For a searched allocation, its search set and generations, each None when unknown."""
     evaluations: Sequence[Evaluation] = ()
@@ -223,7 +254,8 @@ class Measured:
 def verdict(number: Printed, measured: Measured) -> str:
     """Compare: `agrees`, `differs`, `missing`, or `not comparable because` with all reasons.
 
-    The numbers agree when the rounding range of the published number overlaps the interval of the measured one.
+    The numbers agree when the rounding range of the published number overlaps the interval of the
+    measured one.
     """
     if math.isnan(measured.value):
         return MISSING
@@ -256,18 +288,27 @@ def reasons(number: Printed, measured: Measured) -> Iterator[str]:
 
 
 def _calibrated(number: Printed, measured: Measured) -> Iterator[str]:
-    paper, cell = protocol(number), measured.cell
+    paper = protocol(number)
+    cell = measured.cell
     if cell["criterion"] == "none":
         return
-    if cell["calibration"] != "none" and paper.tokens is not None and measured.tokens != paper.tokens:
-        measured_tokens = "an unknown number of" if measured.tokens is None else f"{measured.tokens:,}"
+    if (
+        cell["calibration"] != "none"
+        and paper.tokens is not None
+        and measured.tokens != paper.tokens
+    ):
+        measured_tokens = (
+            "an unknown number of" if measured.tokens is None else f"{measured.tokens:,}"
+        )
         yield f"calibrated on {measured_tokens} tokens, published on {paper.tokens:,}"
     if cell["criterion"] in READS_GATES and paper.gate not in (None, cell["gate"]):
         yield f"gate {cell['gate']}, published with {paper.gate}"
     if paper.seed not in (None, cell["seed"]):
         yield f"seed {cell['seed']}, published with {paper.seed}"
     if measured.search is not None:
-        for kind, own, theirs in zip(_SEARCH, measured.search, (paper.search, paper.generations), strict=True):
+        for kind, own, theirs in zip(
+            _SEARCH, measured.search, (paper.search, paper.generations), strict=True
+        ):
             if theirs is not None and own != theirs:
                 yield f"{kind} {'unknown' if own is None else own}, published with {theirs}"
 
@@ -278,14 +319,20 @@ def _evaluated(number: Printed, evaluations: Sequence[Evaluation]) -> Iterator[s
         paper = split(number, here.benchmark)
         details = {"items": _items(here, paper.items)}
         for word, kind in ASKED.items():
-            own, printed = here.split.asked.get(word, "unknown"), paper.asked.get(word)
+            own = here.split.asked.get(word, "unknown")
+            printed = paper.asked.get(word)
             details[kind] = "" if printed in (None, own) else f"{own}, published {printed}"
         for kind, detail in details.items():
-            differing.setdefault(kind, []).extend([f"{names.benchmark(here.benchmark)} ({detail})"] if detail else [])
+            differing.setdefault(kind, []).extend(
+                [f"{names.benchmark(here.benchmark)} ({detail})"] if detail else []
+            )
     for kind, benchmarks in differing.items():
         if benchmarks:
             many = len(benchmarks) > _LISTED
-            yield f"other {kind}: {f'{len(benchmarks)} benchmarks' if many else ', '.join(benchmarks)}"
+            yield (
+                f"other {kind}: "
+                f"{f'{len(benchmarks)} benchmarks' if many else ', '.join(benchmarks)}"
+            )
 
 
 def _items(evaluation: Evaluation, printed: int | None) -> str:

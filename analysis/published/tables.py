@@ -43,9 +43,11 @@ from analysis.stats.comparison import Comparison
 Number = tuple[float, float, float]
 """A value and the ends of its interval."""
 MEMORY_TOLERANCE = 0.01
-"""Largest difference in GiB between a size computed from a configuration and a published one that agrees."""
+"""Largest difference in GiB between a size computed from a configuration and a published one that
+agrees."""
 MATCHED = "matched"
-"""Calibration set of a published row whose columns come from models calibrated on different sets."""
+"""Calibration set of a published row whose columns come from models calibrated on different
+sets."""
 _TASK_COLUMNS = (*names.CODE_COLUMNS, *names.MATH_COLUMNS)
 _GIB = 2**30
 
@@ -56,21 +58,35 @@ class Facts:
     def __init__(self, study: Study) -> None:
         self.study = study
         self.cells = dict(zip(study.cells.index.astype(int), records(study.cells), strict=True))
-        self._results = {(int(row["cell"]), str(row["benchmark"])): row for row in records(study.results)}
-        self._generations = dict(zip(study.searches["cell"], study.searches["generations"], strict=True))
+        self._results = {
+            (int(row["cell"]), str(row["benchmark"])): row for row in records(study.results)
+        }
+        self._generations = dict(
+            zip(study.searches["cell"], study.searches["generations"], strict=True)
+        )
         self._document = cache(self._read_document)
 
     def _read_document(self, name: str, file: str) -> Mapping[str, Any]:
         reader = self.study.reader
         return reader.json(reader.folder(name), file) or {}
 
-    def measured(self, value: Number, sources: Mapping[str, int], lacking: Sequence[str]) -> Measured:
+    def measured(
+        self, value: Number, sources: Mapping[str, int], lacking: Sequence[str]
+    ) -> Measured:
         """A measured number with its protocol; sources: benchmark -> the cell evaluated on it."""
         cell = next(iter(sources.values()))
         axes = self.cells[cell]
         report = self.study.calibrations.get(f"{axes['calibration']}@{axes['model']}", {})
-        slots = int(report["rows"]) * int(report["length"]) if {"rows", "length"} <= set(report) else None
-        evaluations = [self._evaluation(own, name) for name, own in sources.items() if (own, name) in self._results]
+        slots = (
+            int(report["rows"]) * int(report["length"])
+            if {"rows", "length"} <= set(report)
+            else None
+        )
+        evaluations = [
+            self._evaluation(own, name)
+            for name, own in sources.items()
+            if (own, name) in self._results
+        ]
         return Measured(*value, axes, slots, self._search(cell), evaluations, lacking)
 
     def _search(self, cell: int) -> tuple[str | None, int | None] | None:
@@ -84,7 +100,12 @@ class Facts:
         row = self._results[cell, benchmark]
         protocol = self._document(str(row["folder"]), "result.json").get("protocol") or {}
         judge = (protocol.get("judge") or {}).get("model")
-        settings = {**protocol, **(protocol.get("parameters") or {}), "judge": judge, "metric": row["metric"]}
+        settings = {
+            **protocol,
+            **(protocol.get("parameters") or {}),
+            "judge": judge,
+            "metric": row["metric"],
+        }
         asked = {word: _word(settings[word]) for word in ASKED if settings.get(word) is not None}
         return Evaluation(benchmark, int(row["n"]), Split(_whole(row["expected"]), asked))
 
@@ -99,10 +120,13 @@ def _whole(value: Any) -> int | None:
 
 
 def key_of(cell: Mapping[str, Any]) -> Key:
-    """The key of the published row that corresponds to a cell; the papers may not have such a row."""
+    """The key of the published row that corresponds to a cell; the papers may not have such a
+    row."""
     trained, top_k = names.routed(str(cell["model"]))
-    model, calibration = stands_for("model", trained), stands_for("calibration", str(cell["calibration"]))
-    ratio, allocation = round(float(cell["ratio"]), 6), str(cell["allocation"])
+    model = stands_for("model", trained)
+    calibration = stands_for("calibration", str(cell["calibration"]))
+    ratio = round(float(cell["ratio"]), 6)
+    allocation = str(cell["allocation"])
     if top_k is not None:
         allocation = f"{'' if allocation == 'none' else allocation} top-k {top_k}".strip()
     return model, ratio, str(cell["criterion"]), allocation, str(cell["recovery"]), calibration
@@ -123,27 +147,47 @@ def _scores(facts: Facts, comparison: Comparison, of: str) -> Found:
                 sources = dict.fromkeys(comparison.weights(here), cell)
                 several = len(comparison.seeds[cell])
                 lacking = [f"it is the mean of {several} seeds"] if several > 1 else []
-                yield number, facts.measured((value, low, high), sources, [*lacking, *_lacking(comparison, wanted)])
+                yield (
+                    number,
+                    facts.measured(
+                        (value, low, high), sources, [*lacking, *_lacking(comparison, wanted)]
+                    ),
+                )
 
 
 def _run(comparison: Comparison, wanted: Iterable[str]) -> tuple[str, ...]:
-    return tuple(name for name in wanted if name in comparison.parts or name in comparison.benchmarks)
+    return tuple(
+        name for name in wanted if name in comparison.parts or name in comparison.benchmarks
+    )
 
 
 def _lacking(comparison: Comparison, wanted: Sequence[str]) -> list[str]:
     """The benchmarks of a published average that the measured one lacks, as a reason."""
     here = _run(comparison, wanted)
     parts = {column: names.COLUMNS.get(column, ()) for column in here if column in comparison.parts}
-    benchmarks = [name for column, every in parts.items() for name in every if name not in comparison.parts[column]]
+    benchmarks = [
+        name
+        for column, every in parts.items()
+        for name in every
+        if name not in comparison.parts[column]
+    ]
     missing = [*(name for name in wanted if name not in here), *benchmarks]
     return [f"measured without {names.listing(map(names.benchmark, missing))}"] if missing else []
 
 
 def _ranks(facts: Facts, comparison: Comparison, of: str) -> Found:
-    """Pairs of published and measured average ranks, which are computed for all methods of a block together."""
-    printed = {key: number for key, row in counterparts(of).items() for number in row if number.benchmark == RANK}
+    """Pairs of published and measured average ranks, which are computed for all methods of a block
+    together."""
+    printed = {
+        key: number
+        for key, row in counterparts(of).items()
+        for number in row
+        if number.benchmark == RANK
+    }
     for matched in {key[-1] == MATCHED for key in printed}:
-        numbers = {key: number for key, number in printed.items() if (key[-1] == MATCHED) == matched}
+        numbers = {
+            key: number for key, number in printed.items() if (key[-1] == MATCHED) == matched
+        }
         ranked = list(dict.fromkeys(criterion for _, _, criterion, *_ in numbers))
         blocks = _task_ranks(comparison, ranked) if matched else _panel_ranks(comparison, ranked)
         every = _TASK_COLUMNS if matched else tuple(names.COLUMNS)
@@ -154,7 +198,11 @@ def _ranks(facts: Facts, comparison: Comparison, of: str) -> Found:
                 if number is None:
                     continue
                 columns = list(cells)
-                sources = {name: cell for column, cell in cells.items() for name in comparison.weights((column,))}
+                sources = {
+                    name: cell
+                    for column, cell in cells.items()
+                    for name in comparison.weights((column,))
+                }
                 lacking = [
                     *_otherwise_ranked(number, numbers, len(block), columns, every),
                     *_lacking(comparison, columns),
@@ -163,7 +211,11 @@ def _ranks(facts: Facts, comparison: Comparison, of: str) -> Found:
 
 
 def _otherwise_ranked(
-    number: Printed, numbers: Iterable[Key], methods: int, columns: Sequence[str], every: Sequence[str]
+    number: Printed,
+    numbers: Iterable[Key],
+    methods: int,
+    columns: Sequence[str],
+    every: Sequence[str],
 ) -> Iterator[str]:
     """Reasons when a rank is among other methods, or over other columns, than the published one."""
     model, ratio, *_, calibration = number.key
@@ -191,10 +243,14 @@ def _task_ranks(comparison: Comparison, ranked: Sequence[str]) -> Iterator[Ranke
     for domains in cell_scores.by_domain(comparison).values():
         if {"code", "math"} <= set(domains):
             block = cell_scores.task_block(comparison, domains, ranked)
-            code, math = domains["code"].cells, domains["math"].cells
+            code = domains["code"].cells
+            math = domains["math"].cells
             yield [
                 (
-                    {**dict.fromkeys(names.CODE_COLUMNS, code[name]), **dict.fromkeys(names.MATH_COLUMNS, math[name])},
+                    {
+                        **dict.fromkeys(names.CODE_COLUMNS, code[name]),
+                        **dict.fromkeys(names.MATH_COLUMNS, math[name]),
+                    },
                     _rank(block, name),
                 )
                 for name in block.frame.index
@@ -204,28 +260,50 @@ def _task_ranks(comparison: Comparison, ranked: Sequence[str]) -> Iterator[Ranke
 
 def _rank(block: Numbers, row: int | str) -> Number:
     parts = (block.frame, block.low, block.high)
-    value, low, high = (float(part[RANK].get(row, math.nan)) if RANK in part else math.nan for part in parts)
+    value, low, high = (
+        float(part[RANK].get(row, math.nan)) if RANK in part else math.nan for part in parts
+    )
     return value, low, high
 
 
 def _memory(study: Study, of: str) -> Found:
-    """Pairs of published and computed loading memory, the latter exact from configurations and plans."""
-    printed = [number for row in counterparts(of).values() for number in row if number.benchmark in (BEFORE, AFTER)]
+    """Pairs of published and computed loading memory, the latter exact from configurations and
+    plans."""
+    printed = [
+        number
+        for row in counterparts(of).values()
+        for number in row
+        if number.benchmark in (BEFORE, AFTER)
+    ]
     for row in records(study.memory) if printed else ():
         for number in printed:
             model, ratio, _, allocation, *_ = number.key
-            if (stands_for("model", row["model"]), row["ratio"], row["allocation"]) == (model, ratio, allocation):
+            if (stands_for("model", row["model"]), row["ratio"], row["allocation"]) == (
+                model,
+                ratio,
+                allocation,
+            ):
                 value = row["bytes" if number.benchmark == BEFORE else "bytes_after"] / _GIB
                 cell = {**row, "criterion": "none", "calibration": "none", "method": "any"}
-                yield number, Measured(value, value - MEMORY_TOLERANCE, value + MEMORY_TOLERANCE, cell, None)
+                yield (
+                    number,
+                    Measured(value, value - MEMORY_TOLERANCE, value + MEMORY_TOLERANCE, cell, None),
+                )
 
 
-SPELLED = {BEFORE: "Memory before, GiB", AFTER: "Memory after, GiB", "Code": "Code Avg", "Math": "Math Avg"}
+SPELLED = {
+    BEFORE: "Memory before, GiB",
+    AFTER: "Memory after, GiB",
+    "Code": "Code Avg",
+    "Math": "Math Avg",
+}
 _VARYING = {"recovery": "Recovery", "gate": "Gate"}
 """Axes that are shown only when the pruned cells of a study differ in them."""
 
 
-def published_tables(study: Study, comparisons: Sequence[Comparison], wanted: Sequence[str]) -> dict[str, Table]:
+def published_tables(
+    study: Study, comparisons: Sequence[Comparison], wanted: Sequence[str]
+) -> dict[str, Table]:
     """Name -> `published_table`, for those names in `wanted` that have published counterparts.
 
     A table has no rows when no cell of the study has a counterpart."""
@@ -236,8 +314,9 @@ def published_tables(study: Study, comparisons: Sequence[Comparison], wanted: Se
 def published_table(facts: Facts, comparisons: Sequence[Comparison], *, of: str) -> Table:
     """Compare the study's numbers with the published tables that correspond to the table `of`.
 
-    Rows match in model, ratio, criterion, allocation, recovery, calibration set and benchmark. Shipped models and
-    calibration sets match the rows of those that they stand in for, and the verdict says so.
+    Rows match in model, ratio, criterion, allocation, recovery, calibration set and benchmark.
+    Shipped models and calibration sets match the rows of those that they stand in for, and the
+    verdict says so.
     """
     study = facts.study
     pairs = [pair for comparison in comparisons for pair in _scores(facts, comparison, of)]
@@ -248,8 +327,10 @@ def published_table(facts: Facts, comparisons: Sequence[Comparison], *, of: str)
     return Table(
         name=f"{of}.published",
         title=f"Measured and published: {of}",
-        caption="Agrees: the printed number, within its rounding, is in the 95 % interval of the measured one. "
-        f"Intervals are over items; sizes in GiB may differ by {MEMORY_TOLERANCE}. Deviation: measured minus printed, "
+        caption="Agrees: the printed number, within its rounding, is in the 95 % interval of the "
+        "measured one. "
+        f"Intervals are over items; sizes in GiB may differ by {MEMORY_TOLERANCE}. Deviation: "
+        "measured minus printed, "
         f"where the two are comparable. {setting(study)}",
         frame=pd.DataFrame(rows, columns=_columns(study)),
         formats={"Measured": SCORE, "Published": SCORE, "Deviation": "{:+.3f}"},
@@ -268,7 +349,8 @@ def _columns(study: Study) -> list[str]:
 
 
 def _row(number: Printed, measured: Measured) -> dict[str, Any]:
-    cell, found = measured.cell, verdict(number, measured)
+    cell = measured.cell
+    found = verdict(number, measured)
     return {
         "Model": cell["model"],
         "Pruned": cell["removed_words"],
@@ -286,13 +368,22 @@ def _row(number: Printed, measured: Measured) -> dict[str, Any]:
 
 def _counted(verdicts: Sequence[str]) -> str:
     """`12 agree, 3 differ and 40 cannot be compared`."""
-    kinds = {AGREES: "agree", DIFFERS: "differ", BECAUSE: "cannot be compared", MISSING: "are missing here"}
-    counts = {words: sum(verdict.startswith(kind) for verdict in verdicts) for kind, words in kinds.items()}
+    kinds = {
+        AGREES: "agree",
+        DIFFERS: "differ",
+        BECAUSE: "cannot be compared",
+        MISSING: "are missing here",
+    }
+    counts = {
+        words: sum(verdict.startswith(kind) for verdict in verdicts)
+        for kind, words in kinds.items()
+    }
     return names.listing(f"{count:,} {words}" for words, count in counts.items() if count)
 
 
 def _without_counterpart(study: Study, of: str) -> Iterator[str]:
-    """A note on the pruned cells without a published row; none for tables that are not about methods."""
+    """A note on the pruned cells without a published row; none for tables that are not about
+    methods."""
     printed = counterparts(of)
     pruned = records(study.cells[study.cells["criterion"] != "none"])
     lacking = [cell for cell in pruned if key_of(cell) not in printed]
@@ -328,12 +419,19 @@ def beside_the_papers(tables: Sequence[Table]) -> list[str]:
     verdicts = [str(word) for table in tables for word in table.frame["Verdict"]]
     if not verdicts:
         return []
-    sentences = [f"{len(verdicts):,} printed numbers have a counterpart in this study: {_counted(verdicts)}."]
+    sentences = [
+        f"{len(verdicts):,} printed numbers have a counterpart in this study: {_counted(verdicts)}."
+    ]
     reasons = Counter(
-        reason for word in verdicts if word.startswith(BECAUSE) for reason in word.removeprefix(BECAUSE).split("; ")
+        reason
+        for word in verdicts
+        if word.startswith(BECAUSE)
+        for reason in word.removeprefix(BECAUSE).split("; ")
     )
     if reasons:
-        most = "; ".join(f"{reason} ({count:,} times)" for reason, count in reasons.most_common(NAMED))
+        most = "; ".join(
+            f"{reason} ({count:,} times)" for reason, count in reasons.most_common(NAMED)
+        )
         rest = len(reasons) - NAMED
         more = f"; and {rest} more, which the tables spell out" if rest > 0 else ""
         sentences.append(f"Reasons why numbers cannot be compared: {most}{more}.")

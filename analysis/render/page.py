@@ -32,7 +32,8 @@ class Section:
     facts: Sequence[tuple[str, str]] = ()
     details: Sequence[tuple[str, str]] = ()
     filters: Mapping[str, str] = field(default_factory=dict)
-    """Table name -> columns to filter by; with a leading star, only the first block is shown at first."""
+    """Table name -> columns to filter by; with a leading star, only the first block is shown at
+    first."""
     folded: bool = False
     """Whether its tables are collapsed until clicked."""
 
@@ -59,7 +60,10 @@ class Page:
 def html(page: Page) -> str:
     """Render the page as self-contained HTML; figures also link to their files in figures/."""
     environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
     )
     return environment.get_template("page.html.j2").render(
         title=page.title,
@@ -75,7 +79,8 @@ def html(page: Page) -> str:
 
 
 def _bound(sentence: str) -> str:
-    """Put a non-breaking space before per cent signs, so that they stay on the line of their number."""
+    """Put a non-breaking space before per cent signs, so that they stay on the line of their
+    number."""
     return sentence.replace(" %", "\u00a0%")
 
 
@@ -136,7 +141,8 @@ def _table(table: Table, filters: str) -> dict[str, Any]:
 
 
 def _html(table: Table) -> str:
-    """The table without its model column when all rows are about one model, which the top of the page names."""
+    """The table without its model column when all rows are about one model, which the top of the
+    page names."""
     if "Model" not in table.frame or table.frame["Model"].nunique() > 1:
         return table.texts["html"]
     blocks = [column for column in table.blocks if column != "Model"]
@@ -147,8 +153,11 @@ def _data(text: str, media: str) -> str:
     return f"data:{media};charset=utf-8;base64,{base64.b64encode(text.encode()).decode()}"
 
 
-def write_files(items: Iterable[Table | Figure], out: Path, figure_format: str = names.FIGURE_FORMATS[0]) -> list[Path]:
-    """Write tables into OUT/tables and figures, in one of `names.FIGURE_FORMATS`, into OUT/figures."""
+def write_files(
+    items: Iterable[Table | Figure], out: Path, figure_format: str = names.FIGURE_FORMATS[0]
+) -> list[Path]:
+    """Write tables into OUT/tables and figures, in one of `names.FIGURE_FORMATS`, into
+    OUT/figures."""
     written: list[Path] = []
     for item in items:
         if isinstance(item, Figure):

@@ -23,7 +23,13 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure as Drawing
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FixedFormatter, FixedLocator, MaxNLocator, PercentFormatter, ScalarFormatter
+from matplotlib.ticker import (
+    FixedFormatter,
+    FixedLocator,
+    MaxNLocator,
+    PercentFormatter,
+    ScalarFormatter,
+)
 
 from analysis import names
 from analysis.render.layout import Panels
@@ -68,7 +74,8 @@ CRITERIA = {
     "snip": "#9c6644",
     "channel_random": "#a0a7ab",
 }
-"""Colours of criteria (after Paul Tol's schemes); every figure also names them, or gives them a marker."""
+"""Colours of criteria (after Paul Tol's schemes); every figure also names them, or gives them a
+marker."""
 OTHER = "#5b8c9c"
 SHADES = ("#2277bb", "#ee7733", "#117733", "#aa4499", "#15181e", "#b39a25", "#cc6677", "#44aa99")
 """Colours of lines that are not criteria."""
@@ -100,7 +107,9 @@ class Figure:
         text = io.StringIO()
         with look(), matplotlib.rc_context({"svg.hashsalt": self.name}):
             lay_out(self.drawing)
-            self.drawing.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+            self.drawing.savefig(
+                text, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
+            )
         return text.getvalue()
 
 
@@ -128,7 +137,8 @@ def look() -> Iterator[None]:
         "axes.axisbelow": True,
         "axes.linewidth": 0.8,
         "text.color": INK,
-        "text.hinting": "none",  # not needed at this resolution; letters are placed as in vector formats
+        # not needed at this resolution; letters are placed as in vector formats
+        "text.hinting": "none",
         "xtick.color": MUTED,
         "ytick.color": MUTED,
         "xtick.labelcolor": INK,
@@ -151,14 +161,17 @@ def look() -> Iterator[None]:
 
 
 def drawing(width: float, height: float) -> Drawing:
-    """An empty drawing of this size in inches, whose panels are placed so that parts do not overlap."""
+    """An empty drawing of this size in inches, whose panels are placed so that parts do not
+    overlap."""
     return Drawing(figsize=(width, height), layout=Panels())
 
 
 def lay_out(drawing: Drawing) -> None:
-    """Lay out the drawing once and remove its layout engine; files in all formats then have the same layout.
+    """Lay out the drawing once and remove its layout engine; files in all formats then have the
+    same layout.
 
-    Without an engine a drawing is drawn once per format; with one, even if it has nothing to do, twice.
+    Without an engine a drawing is drawn once per format; with one, even if it has nothing to do,
+    twice.
     """
     engine = drawing.get_layout_engine()
     if engine is not None:
@@ -166,7 +179,8 @@ def lay_out(drawing: Drawing) -> None:
         drawing.set_layout_engine(None)
 
 
-# no time stamps, so that equal figures are equal files; compress_level=3: two thirds of the time for 9 % more bytes
+# no time stamps, so that equal figures are equal files; compress_level=3: two thirds of the time
+# for 9 % more bytes
 _SAVING: dict[str, dict[str, Any]] = {
     "png": {"metadata": {"Software": None}, "pil_kwargs": {"compress_level": 3}},
     "pdf": {"metadata": {"CreationDate": None}},
@@ -187,7 +201,8 @@ def write(figure: Figure, folder: Path, file_format: str = names.FIGURE_FORMATS[
 
 
 def svg_element(figure: Figure) -> str:
-    """The figure as an SVG element for a page; it scales, and its neutral colours follow the page's theme."""
+    """The figure as an SVG element for a page; it scales, and its neutral colours follow the page's
+    theme."""
     box = re.search(r'viewBox="(0 0 ([\d.]+) [\d.]+)"', figure.svg)
     assert box is not None
     start = figure.svg.index(">", figure.svg.index("<svg")) + 1
@@ -198,7 +213,10 @@ def svg_element(figure: Figure) -> str:
     content = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{stem}-", content)
     spaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
     label = escape(figure.title)
-    return f'<svg viewBox="{box[1]}" style="--w:{box[2]}" role="img" aria-label="{label}" {spaces}>{content}'
+    return (
+        f'<svg viewBox="{box[1]}" style="--w:{box[2]}" role="img" aria-label="{label}" '
+        f"{spaces}>{content}"
+    )
 
 
 def bare(axes: Axes) -> None:
@@ -208,7 +226,8 @@ def bare(axes: Axes) -> None:
 
 
 def ticks(axis: Axis, places: Iterable[float], labels: Iterable[str], **look: Any) -> None:
-    """Label these places of an axis; `look`: as `labelsize`, `labelrotation`. Limits stay as they are.
+    """Label these places of an axis; `look`: as `labelsize`, `labelrotation`. Limits stay as they
+    are.
 
     Axes.set_xticks makes five artists per tick, of which `analysis.render.layout` draws none."""
     axis.set_major_locator(FixedLocator(list(places)))
@@ -216,11 +235,13 @@ def ticks(axis: Axis, places: Iterable[float], labels: Iterable[str], **look: An
     axis.set_tick_params(**look)
 
 
-def panels(count: int, across: int, height: float, below: float = 0.5, **shared: Any) -> tuple[Drawing, list[Axes]]:
+def panels(
+    count: int, across: int, height: float, below: float = 0.5, **shared: Any
+) -> tuple[Drawing, list[Axes]]:
     """An empty drawing of `count` panels, at most `across` in a row.
 
-    Rows are `height` inches high; `below` is the height in inches for the legend. A single panel per row is narrower
-    than the page."""
+    Rows are `height` inches high; `below` is the height in inches for the legend. A single panel
+    per row is narrower than the page."""
     across = min(across, count)
     down = -(-count // across)
     empty = drawing(PAGE if across > 1 else PAGE * 0.6, height * down + below)
@@ -231,9 +252,11 @@ def panels(count: int, across: int, height: float, below: float = 0.5, **shared:
 
 
 def legend(figure: Drawing, handles: Iterable[Artist], most: int = 6, title: str = "") -> None:
-    """Add a legend below the panels, with at most `most` entries side by side, fewer when their texts are long.
+    """Add a legend below the panels, with at most `most` entries side by side, fewer when their
+    texts are long.
 
-    Panels leave room for three rows of entries, the title counted; more rows make the drawing higher."""
+    Panels leave room for three rows of entries, the title counted; more rows make the drawing
+    higher."""
     entries = list(handles)
     longest = max((len(str(entry.get_label())) for entry in entries), default=0)
     width = int(figure.get_figwidth() * 14.5)  # in characters
@@ -241,7 +264,12 @@ def legend(figure: Drawing, handles: Iterable[Artist], most: int = 6, title: str
     rows = -(-len(entries) // columns)
     figure.set_figheight(figure.get_figheight() + 0.16 * max(rows - 3, 0))
     figure.legend(
-        handles=entries, loc="outside lower center", ncols=columns, fontsize=7, title=title or None, title_fontsize=7
+        handles=entries,
+        loc="outside lower center",
+        ncols=columns,
+        fontsize=7,
+        title=title or None,
+        title_fontsize=7,
     )
 
 
@@ -265,7 +293,9 @@ def cycled(at: int) -> dict[str, Any]:
 
 def depth(layer: int, layers: Sequence[int]) -> str:
     """The colour of one of `layers`, from light to dark with depth."""
-    return to_hex(colormaps["viridis_r"](0.1 + 0.85 * layers.index(layer) / max(1, len(layers) - 1)))
+    return to_hex(
+        colormaps["viridis_r"](0.1 + 0.85 * layers.index(layer) / max(1, len(layers) - 1))
+    )
 
 
 def depth_keys(layers: Sequence[int]) -> list[Line2D]:
@@ -301,34 +331,51 @@ def tokens(count: float) -> str:
 
 
 def squares(axes: Axes, across: Sequence[str], down: Sequence[str], *, above: bool = True) -> None:
-    """Label the columns (above or below) and rows of an axes that contains a grid of unit squares."""
+    """Label the columns (above or below) and rows of an axes that contains a grid of unit
+    squares."""
     axes.set(xlim=(0, len(across)), ylim=(len(down), 0))
     ticks(axes.xaxis, np.arange(len(across)) + 0.5, across, labeltop=above, labelbottom=not above)
     ticks(axes.yaxis, np.arange(len(down)) + 0.5, down)
     bare(axes)
 
 
-def square(axes: Axes, x: int, y: int, share: float, words: str, size: float | None = None, below: str = "") -> None:
-    """Draw a unit square, darker for a higher `share`, with words in its middle and smaller ones `below` them."""
+def square(
+    axes: Axes, x: int, y: int, share: float, words: str, size: float | None = None, below: str = ""
+) -> None:
+    """Draw a unit square, darker for a higher `share`, with words in its middle and smaller ones
+    `below` them."""
     axes.add_patch(Rectangle((x, y), 1, 1, facecolor=colormaps[SEQUENTIAL](share), linewidth=0))
-    centred: Any = {"ha": "center", "va": "center", "color": "#000000" if share < DARK else "#ffffff"}
-    axes.text(x + 0.5, y + (0.36 if below else 0.5), words, fontsize=size, fontweight="bold", **centred)
+    centred: Any = {
+        "ha": "center",
+        "va": "center",
+        "color": "#000000" if share < DARK else "#ffffff",
+    }
+    axes.text(
+        x + 0.5, y + (0.36 if below else 0.5), words, fontsize=size, fontweight="bold", **centred
+    )
     if below:
         axes.text(x + 0.5, y + 0.74, below, fontsize=5.8, **centred)
 
 
-def expert_rows(axes: Axes, values: pd.Series, level: Callable[[Any], Any], named: bool = True) -> None:
+def expert_rows(
+    axes: Axes, values: pd.Series, level: Callable[[Any], Any], named: bool = True
+) -> None:
     """Draw a row per layer with a square per expert, sorted by `values` (indexed by layer).
 
-    Squares are shaded by `level` of the layer's values; experts with value 0 are crossed. With `named`, at most twelve
-    layers are labelled on the axis."""
+    Squares are shaded by `level` of the layer's values; experts with value 0 are crossed. With
+    `named`, at most twelve layers are labelled on the axis."""
     layers = sorted(values.index.unique())
     for y, layer in enumerate(layers):
         ordered = np.sort(values[values.index == layer].to_numpy(float))
         image = colormaps[SEQUENTIAL](level(ordered))[None]
         none = int((ordered == 0).sum())
         image[0, :none, 3] = 0
-        axes.imshow(image, extent=(0, len(ordered), y + 0.94, y + 0.06), aspect="auto", interpolation="nearest")
+        axes.imshow(
+            image,
+            extent=(0, len(ordered), y + 0.94, y + 0.06),
+            aspect="auto",
+            interpolation="nearest",
+        )
         if none:
             axes.add_patch(Rectangle((0, y + 0.06), none, 0.88, linewidth=0, **GONE))
     axes.set(xlim=(0, values.groupby(level=0).size().max()), ylim=(len(layers), 0))

@@ -15,7 +15,9 @@ import pandas as pd
 
 from analysis import names
 
-SCORE, RANK, PERCENT = "{:.3f}", "{:.2f}", "{:.0%}"
+SCORE = "{:.3f}"
+RANK = "{:.2f}"
+PERCENT = "{:.0%}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +71,8 @@ _SPELLED: Mapping[str, Callable[..., str]] = {
 
 
 def spelled(rows: pd.DataFrame, columns: Mapping[str, str]) -> pd.DataFrame:
-    """Select and rename columns of `rows` (columns: displayed column -> column), with display names of criteria etc.
+    """Select and rename columns of `rows` (columns: displayed column -> column), with display names
+    of criteria etc.
 
     A column that `rows` lacks is empty."""
     shown = {}
@@ -79,12 +82,18 @@ def spelled(rows: pd.DataFrame, columns: Mapping[str, str]) -> pd.DataFrame:
     return pd.DataFrame(shown, columns=list(columns))
 
 
-def tabulated(rows: pd.DataFrame, text: Mapping[str, str], numbers: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+def tabulated(
+    rows: pd.DataFrame, text: Mapping[str, str], numbers: Mapping[str, tuple[str, str]]
+) -> dict[str, Any]:
     """Arguments `frame` and `formats` of a table.
 
-    text: displayed column -> column of `rows`; numbers: displayed column -> (column of `rows`, format)."""
+    text: displayed column -> column of `rows`; numbers: displayed column -> (column of `rows`,
+    format)."""
     columns = {**text, **{shown: source for shown, (source, _) in numbers.items()}}
-    return {"frame": spelled(rows, columns), "formats": {shown: form for shown, (_, form) in numbers.items()}}
+    return {
+        "frame": spelled(rows, columns),
+        "formats": {shown: form for shown, (_, form) in numbers.items()},
+    }
 
 
 def minus(number: str) -> str:
@@ -102,7 +111,8 @@ def shown(value: object, form: str) -> str:
 
 
 def expected_gap(table: Table, row: Mapping[Any, object], column: str) -> bool:
-    """Whether a dash is not a gap: the unpruned model has no rank among criteria, a tie has no p-value."""
+    """Whether a dash is not a gap: the unpruned model has no rank among criteria, a tie has no
+    p-value."""
     unranked = row.get(KEY) == UNPRUNED and column == "Avg Rank"
     return unranked or column in table.optional
 
@@ -121,7 +131,11 @@ def footnotes(table: Table) -> list[str]:
 
 def _directions(table: Table) -> list[str]:
     """A sentence about the columns whose best number is the lowest, if there are any."""
-    lowest = [column for column, direction in table.best.items() if direction == "min" and column in table.frame]
+    lowest = [
+        column
+        for column, direction in table.best.items()
+        if direction == "min" and column in table.frame
+    ]
     return [f"Less is better: {names.listing(lowest)}."] if lowest else []
 
 
@@ -133,7 +147,9 @@ def best(table: Table) -> pd.DataFrame:
     marks = pd.DataFrame(False, index=table.frame.index, columns=table.frame.columns)
     if not table.best or table.frame.empty:
         return marks
-    competing = table.frame["Criterion"].to_numpy() != UNPRUNED if "Criterion" in table.frame else True
+    competing = (
+        table.frame["Criterion"].to_numpy() != UNPRUNED if "Criterion" in table.frame else True
+    )
     blocks: list[Any] = [np.arange(len(table.frame))]
     if table.blocks:
         blocks = list(table.frame.groupby(list(table.blocks), sort=False).indices.values())
@@ -150,10 +166,13 @@ def best(table: Table) -> pd.DataFrame:
 
 
 def printed(table: Table) -> pd.DataFrame:
-    """The frame with 0 % in the rows of the unpruned model, which stand in the block that they are compared with."""
+    """The frame with 0 % in the rows of the unpruned model, which stand in the block that they are
+    compared with."""
     if not {KEY, "Pruned"} <= set(table.frame):
         return table.frame
-    return table.frame.assign(Pruned=table.frame["Pruned"].mask(table.frame[KEY] == UNPRUNED, names.ratio(0)))
+    return table.frame.assign(
+        Pruned=table.frame["Pruned"].mask(table.frame[KEY] == UNPRUNED, names.ratio(0))
+    )
 
 
 @lru_cache(maxsize=128)
@@ -161,7 +180,8 @@ def text(table: Table) -> pd.DataFrame:
     """The frame with every number as formatted text."""
     columns = {
         str(column): [
-            shown(value, table.formats[str(column)]) if column in table.formats else value for value in values
+            shown(value, table.formats[str(column)]) if column in table.formats else value
+            for value in values
         ]
         for column, values in printed(table).items()
     }
@@ -169,7 +189,8 @@ def text(table: Table) -> pd.DataFrame:
 
 
 def csv(table: Table) -> str:
-    """The table as CSV with six significant digits and columns for the ends of intervals; a gap is an empty field."""
+    """The table as CSV with six significant digits and columns for the ends of intervals; a gap is
+    an empty field."""
     frame = printed(table).copy()
     for end, values in (("low", table.low), ("high", table.high)):
         if values is not None:
@@ -211,15 +232,21 @@ def latex(table: Table) -> str:
 
 
 def _lines(table: Table, strong: str, spelled: Callable[[object], str]) -> list[list[str]]:
-    """Rows of formatted cells, escaped by `spelled`; the best of each block in the format `strong`."""
+    """Rows of formatted cells, escaped by `spelled`; the best of each block in the format
+    `strong`."""
     marks = best(table).to_numpy().tolist()
     return [
-        [strong.format(spelled(cell)) if mark else spelled(cell) for cell, mark in zip(row, marked, strict=True)]
+        [
+            strong.format(spelled(cell)) if mark else spelled(cell)
+            for cell, mark in zip(row, marked, strict=True)
+        ]
         for row, marked in zip(text(table).to_numpy().tolist(), marks, strict=True)
     ]
 
 
-_TEX = {"\\": r"\textbackslash{}", "–": "--", "α": r"$\alpha$", "β": r"$\beta$"} | {c: f"\\{c}" for c in "&%$#_{}"}
+_TEX = {"\\": r"\textbackslash{}", "–": "--", "α": r"$\alpha$", "β": r"$\beta$"} | {
+    c: f"\\{c}" for c in "&%$#_{}"
+}
 
 
 def _tex(value: object) -> str:
@@ -227,20 +254,36 @@ def _tex(value: object) -> str:
 
 
 def html(table: Table) -> str:
-    """The table as an HTML element with sort keys, intervals under the numbers and the best in bold."""
+    """The table as an HTML element with sort keys, intervals under the numbers and the best in
+    bold."""
     head = "".join(_head(table, str(column)) for column in table.frame)
-    marks, cells = best(table).to_numpy(), text(table).to_numpy()
-    fresh, ends = _block_starts(table), _ends(table)
+    marks = best(table).to_numpy()
+    cells = text(table).to_numpy()
+    fresh = _block_starts(table)
+    ends = _ends(table)
     rows = []
     for number, record in enumerate(table.frame.to_dict("records")):
         classes = " ".join(
             word
-            for word, holds in (("first", fresh[number]), ("unpruned", record.get("Criterion") == UNPRUNED))
+            for word, holds in (
+                ("first", fresh[number]),
+                ("unpruned", record.get("Criterion") == UNPRUNED),
+            )
             if holds
         )
         body = "".join(
-            _cell(table, str(column), record[str(column)], str(cells[number, at]), bool(marks[number, at]))
-            + (_interval(table, str(column), *ends[str(column)][number]) if str(column) in ends else "")
+            _cell(
+                table,
+                str(column),
+                record[str(column)],
+                str(cells[number, at]),
+                bool(marks[number, at]),
+            )
+            + (
+                _interval(table, str(column), *ends[str(column)][number])
+                if str(column) in ends
+                else ""
+            )
             + "</td>"
             for at, column in enumerate(table.frame)
         )
@@ -250,7 +293,10 @@ def html(table: Table) -> str:
 
 def _head(table: Table, column: str) -> str:
     kind = "number" if column in table.formats else "text"
-    return f"<th scope=col class={kind} aria-sort=none><button type=button>{escape(column)}</button></th>"
+    return (
+        f"<th scope=col class={kind} aria-sort=none><button "
+        f"type=button>{escape(column)}</button></th>"
+    )
 
 
 def _cell(table: Table, column: str, value: object, printed: str, strong: bool) -> str:
@@ -262,8 +308,13 @@ def _cell(table: Table, column: str, value: object, printed: str, strong: bool) 
         return f"<td{kind}{block}>{inner}"
     if printed == GAP:
         return '<td class=number data-key="">' + GAP
-    number, form = float(str(value)), table.formats[column]
-    bar = f' style="--v:{number:.3f}"' if form == SCORE and column in table.best and 0 <= number <= 1 else ""
+    number = float(str(value))
+    form = table.formats[column]
+    bar = (
+        f' style="--v:{number:.3f}"'
+        if form == SCORE and column in table.best and 0 <= number <= 1
+        else ""
+    )
     return f'<td class=number data-key="{number:.9g}"{bar}>{inner}'
 
 
@@ -272,8 +323,13 @@ def _ends(table: Table) -> dict[str, list[tuple[float, float]]]:
     if table.low is None or table.high is None:
         return {}
     columns = [column for column in table.low if column in table.frame]
-    low, high = (ends[columns].astype(float).to_numpy().T.tolist() for ends in (table.low, table.high))
-    return {str(column): list(zip(*pair, strict=True)) for column, *pair in zip(columns, low, high, strict=True)}
+    low, high = (
+        ends[columns].astype(float).to_numpy().T.tolist() for ends in (table.low, table.high)
+    )
+    return {
+        str(column): list(zip(*pair, strict=True))
+        for column, *pair in zip(columns, low, high, strict=True)
+    }
 
 
 def _interval(table: Table, column: str, low: float, high: float) -> str:
@@ -290,11 +346,17 @@ def _block_starts(table: Table) -> list[bool]:
     return [key != before for key, before in zip(keys, [None, *keys], strict=False)]
 
 
-SUFFIXES: dict[str, Callable[[Table], str]] = {"csv": csv, "md": markdown, "tex": latex, "html": html}
+SUFFIXES: dict[str, Callable[[Table], str]] = {
+    "csv": csv,
+    "md": markdown,
+    "tex": latex,
+    "html": html,
+}
 
 
 def write(table: Table, folder: Path) -> list[Path]:
-    """Write the table as NAME.csv, NAME.md, NAME.tex and NAME.html; none of them when one cannot be rendered."""
+    """Write the table as NAME.csv, NAME.md, NAME.tex and NAME.html; none of them when one cannot be
+    rendered."""
     paths = [folder / f"{table.name}.{suffix}" for suffix in table.texts]
     folder.mkdir(parents=True, exist_ok=True)
     for path, content in zip(paths, table.texts.values(), strict=True):

@@ -1,4 +1,5 @@
-"""Scores of selected cells on the papers' averages with intervals; differences between cells and their significance."""
+"""Scores of selected cells on the papers' averages with intervals; differences between cells and
+their significance."""
 
 from __future__ import annotations
 
@@ -11,7 +12,15 @@ import pandas as pd
 from analysis import names
 from analysis.load.study import Study
 from analysis.stats import ranks
-from analysis.stats.comparison import Comparison, Panel, Target, displayed_targets, group_targets, means, overall
+from analysis.stats.comparison import (
+    Comparison,
+    Panel,
+    Target,
+    displayed_targets,
+    group_targets,
+    means,
+    overall,
+)
 from analysis.stats.quantity import AVG
 from analysis.stats.uncertainty import Estimate
 
@@ -28,7 +37,8 @@ COMMON = "CSQA Avg"
 
 @dataclass(frozen=True, eq=False)
 class Numbers:
-    """Numbers of cells, indexed by cell, with the ends of their 95 % intervals where they have any."""
+    """Numbers of cells, indexed by cell, with the ends of their 95 % intervals where they have
+    any."""
 
     frame: pd.DataFrame
     low: pd.DataFrame
@@ -38,7 +48,8 @@ class Numbers:
 
 
 def means_in_words(comparisons: Iterable[Comparison]) -> str:
-    """What the mean over displayed columns is: `Avg: mean of the displayed columns (more is better).`"""
+    """What the mean over displayed columns is: `Avg: mean of the displayed columns (more is
+    better).`"""
     sentences = []
     for quantity in means(comparisons).values():
         of = "exponential of the mean loss" if quantity.scale == "perplexity" else "mean"
@@ -47,7 +58,8 @@ def means_in_words(comparisons: Iterable[Comparison]) -> str:
 
 
 def not_averaged(comparisons: Iterable[Comparison]) -> list[str]:
-    """A sentence about the displayed columns that Avg leaves out; empty when Avg is the mean of all."""
+    """A sentence about the displayed columns that Avg leaves out; empty when Avg is the mean of
+    all."""
     left = {
         names.benchmark(column)
         for comparison in comparisons
@@ -57,23 +69,35 @@ def not_averaged(comparisons: Iterable[Comparison]) -> list[str]:
 
 
 def mean_target(comparison: Comparison, cells: Sequence[int], benchmarks: Iterable[str]) -> Target:
-    """Those of `benchmarks` on which at least one of these cells was evaluated and in which more is better."""
+    """Those of `benchmarks` on which at least one of these cells was evaluated and in which more is
+    better."""
     run = comparison.benchmarks.loc[list(cells)].notna().any()
     return comparison.averaged(name for name in benchmarks if run.get(name, False))
 
 
 def averaged(target: Target, benchmarks: Sequence[str]) -> str:
-    """What a figure averages over, in words: `Mean of ARC-C and PIQA (2 of the paper's 7 benchmarks)`."""
-    part = "" if len(target) == len(benchmarks) else f" ({len(target)} of the paper's {len(benchmarks)} benchmarks)"
+    """What a figure averages over, in words: `Mean of ARC-C and PIQA (2 of the paper's 7
+    benchmarks)`."""
+    part = (
+        ""
+        if len(target) == len(benchmarks)
+        else f" ({len(target)} of the paper's {len(benchmarks)} benchmarks)"
+    )
     return f"Mean of {names.listing(map(names.benchmark, target))}{part}"
 
 
-def column_targets(comparison: Comparison, cells: Sequence[int], columns: Sequence[str]) -> dict[str, Target]:
+def column_targets(
+    comparison: Comparison, cells: Sequence[int], columns: Sequence[str]
+) -> dict[str, Target]:
     """Display name -> target, for those of `columns` on which these cells were evaluated.
 
     columns: benchmarks, displayed columns, GROUPS, COMMON and MEAN."""
-    groups, run = group_targets(comparison, cells), comparison.benchmarks.loc[list(cells)].notna().any()
-    means = {COMMON: mean_target(comparison, cells, names.COMMON_SENSE), MEAN: mean_target(comparison, cells, columns)}
+    groups = group_targets(comparison, cells)
+    run = comparison.benchmarks.loc[list(cells)].notna().any()
+    means = {
+        COMMON: mean_target(comparison, cells, names.COMMON_SENSE),
+        MEAN: mean_target(comparison, cells, columns),
+    }
     every = {
         **{str(name): (str(name),) for name in run.index[run]},
         **displayed_targets(comparison, cells),
@@ -86,38 +110,49 @@ def column_targets(comparison: Comparison, cells: Sequence[int], columns: Sequen
 
 
 def scores(comparison: Comparison, cells: Sequence[int], targets: Mapping[str, Target]) -> Numbers:
-    """Scores of `cells` (rows) on `targets` (columns) with their intervals; NaN where a cell lacks a benchmark."""
+    """Scores of `cells` (rows) on `targets` (columns) with their intervals; NaN where a cell lacks
+    a benchmark."""
     index = list(cells)
     values = {name: comparison.shown(target) for name, target in targets.items()}
     score, low, high = (
-        pd.DataFrame({name: parts[at][index].to_numpy() for name, parts in values.items()}, index=index)
+        pd.DataFrame(
+            {name: parts[at][index].to_numpy() for name, parts in values.items()}, index=index
+        )
         for at in range(3)
     )
-    best = {names.benchmark(name): comparison.quantity(target).best for name, target in targets.items()}
+    best = {
+        names.benchmark(name): comparison.quantity(target).best for name, target in targets.items()
+    }
     return Numbers(score, low, high, best)
 
 
 def differences(comparison: Comparison, target: Target, against: Mapping[int, int]) -> pd.DataFrame:
     """Score of each cell minus that of its reference cell, paired by seed and item.
 
-    against: cell -> its reference cell. Columns: difference, low, high (95 %), p (two-sided, not corrected). NaN where
-    outcomes are missing. Differences are in the unit in which scores are shown.
+    against: cell -> its reference cell. Columns: difference, low, high (95 %), p (two-sided, not
+    corrected). NaN where outcomes are missing. Differences are in the unit in which scores are
+    shown.
     """
-    quantity, score = comparison.quantity(target), comparison.score(target)
+    quantity = comparison.quantity(target)
+    score = comparison.score(target)
     rows = []
     for cell, other in against.items():
         estimate = comparison.difference(target, cell, other)
         ends = (estimate.value, *estimate.interval)
         rows.append((*(quantity.shown_difference(score[other], end) for end in ends), estimate.p))
-    return pd.DataFrame(rows, index=list(against), columns=["difference", "low", "high", "p"], dtype=float)
+    return pd.DataFrame(
+        rows, index=list(against), columns=["difference", "low", "high", "p"], dtype=float
+    )
 
 
 def pooled_difference(
     comparison: Comparison, target: Target, groups: Sequence[Sequence[tuple[int, int]]]
 ) -> tuple[int, Estimate]:
-    """Mean difference in score over pairs (cell, other), paired by seed and item, and the number of pairs.
+    """Mean difference in score over pairs (cell, other), paired by seed and item, and the number of
+    pairs.
 
-    All groups of pairs have the same weight. A pair with a missing result is left out and not counted.
+    All groups of pairs have the same weight. A pair with a missing result is left out and not
+    counted.
     """
     score = comparison.score(target)
     complete = [[pair for pair in pairs if score[list(pair)].notna().all()] for pairs in groups]
@@ -128,7 +163,9 @@ def pooled_difference(
             share = 1 / len(pairs) / len(complete)
             weights[cell] = weights.get(cell, 0.0) + share
             weights[other] = weights.get(other, 0.0) - share
-    return sum(map(len, complete)), comparison.estimate(target, weights) if weights else Estimate(np.nan)
+    return sum(map(len, complete)), comparison.estimate(target, weights) if weights else Estimate(
+        np.nan
+    )
 
 
 def cost(study: Study, cells: Sequence[int], column: str) -> pd.Series:
@@ -136,19 +173,31 @@ def cost(study: Study, cells: Sequence[int], column: str) -> pd.Series:
     return study.costs.set_index("cell")[column].astype(float).reindex(list(cells))
 
 
-def rank_block(comparison: Comparison, panel: Panel, criteria: Sequence[str] | None = None) -> Numbers:
-    """One block of Table 1: the unpruned model and these criteria on all displayed columns, their mean over the columns
-    of `Panel.averaged` under its name, and average ranks."""
-    cells = {name: cell for name, cell in panel.cells.items() if criteria is None or name in criteria}
+def rank_block(
+    comparison: Comparison, panel: Panel, criteria: Sequence[str] | None = None
+) -> Numbers:
+    """One block of Table 1: the unpruned model and these criteria on all displayed columns, their
+    mean over the columns of `Panel.averaged` under its name, and average ranks."""
+    cells = {
+        name: cell for name, cell in panel.cells.items() if criteria is None or name in criteria
+    }
     rows = {"none": comparison.unpruned, **cells} if comparison.unpruned is not None else cells
-    columns, averaged = panel.columns(comparison), panel.averaged(comparison)
-    targets = {**{column: (column,) for column in columns}, comparison.quantity(averaged).mean: averaged}
+    columns = panel.columns(comparison)
+    averaged = panel.averaged(comparison)
+    targets = {
+        **{column: (column,) for column in columns},
+        comparison.quantity(averaged).mean: averaged,
+    }
     numbers = scores(comparison, list(rows.values()), targets)
-    frame, ranked = numbers.frame, numbers.frame.loc[list(cells.values()), list(columns)]
+    frame = numbers.frame
+    ranked = numbers.frame.loc[list(cells.values()), list(columns)]
     frame["Avg Rank"] = ranks.average_rank(ranked, lower_is_better=comparison.lower_is_better)
     numbers.best["Avg Rank"] = "min"
     frame["Model"], frame["Pruned"] = comparison.model, panel.pruned
-    frame["Calibration"], frame["Criterion"] = names.calibration(panel.calibration), list(map(names.method, rows))
+    frame["Calibration"], frame["Criterion"] = (
+        names.calibration(panel.calibration),
+        list(map(names.method, rows)),
+    )
     return numbers
 
 
@@ -162,10 +211,13 @@ def by_domain(comparison: Comparison) -> dict[tuple[float, str], dict[str, Panel
     return panels
 
 
-def task_block(comparison: Comparison, domains: Mapping[str, Panel], criteria: Sequence[str] | None) -> Numbers:
-    """One block of Table 2 with intervals: the unpruned model first, then a row per method that was calibrated on both
-    code and math."""
-    code, math = domains["code"].cells, domains["math"].cells
+def task_block(
+    comparison: Comparison, domains: Mapping[str, Panel], criteria: Sequence[str] | None
+) -> Numbers:
+    """One block of Table 2 with intervals: the unpruned model first, then a row per method that was
+    calibrated on both code and math."""
+    code = domains["code"].cells
+    math = domains["math"].cells
     competing = [name for name in code if name in math and (criteria is None or name in criteria)]
     unpruned = [] if comparison.unpruned is None else [comparison.unpruned]
     cells = dict.fromkeys(names.CODE_COLUMNS, code) | dict.fromkeys(names.MATH_COLUMNS, math)
@@ -174,13 +226,17 @@ def task_block(comparison: Comparison, domains: Mapping[str, Panel], criteria: S
     def gather(values: Callable[[str], pd.Series]) -> pd.DataFrame:
         missing = np.full(len(unpruned) + len(competing), np.nan)
         gathered = {
-            column: values(column).loc[unpruned + own].to_numpy() if column in comparison.parts else missing
+            column: values(column).loc[unpruned + own].to_numpy()
+            if column in comparison.parts
+            else missing
             for column, own in sources.items()
         }
         return pd.DataFrame(gathered, index=(["none"] if unpruned else []) + competing)
 
     frame = gather(lambda column: comparison.columns[column])
-    low, high = (gather(lambda column, end=end: comparison.interval((column,))[end]) for end in (0, 1))  # type: ignore
+    low, high = (
+        gather(lambda column, end=end: comparison.interval((column,))[end]) for end in (0, 1)
+    )  # type: ignore
     ranked = frame.iloc[len(unpruned) :]
     frame["Avg Rank"] = ranks.average_rank(ranked)
     return Numbers(frame, low, high)

@@ -31,9 +31,11 @@ class Chance:
     """Whether it is not pooled because Bartlett's test finds that the spreads of models differ."""
 
     def margin(self, plans: int) -> float:
-        """Distance from the mean that the best of `plans` further random plans exceeds with at most 5 % probability.
+        """Distance from the mean that the best of `plans` further random plans exceeds with at most
+        5 % probability.
 
-        The same holds for the worst of them. t(1 - .05 / plans) sd sqrt(1 + 1/n) for n random plans (Bonferroni)."""
+        The same holds for the worst of them. t(1 - .05 / plans) sd sqrt(1 + 1/n) for n random plans
+        (Bonferroni)."""
         return _margin(self.spread, self.plans, self.degrees_of_freedom, LEVEL / plans)
 
     def limits(self, plans: int) -> tuple[float, float]:
@@ -47,18 +49,22 @@ class Chance:
         return self.mean - margin, self.mean + margin
 
     def plans_needed(self, score: float, plans: int) -> int | None:
-        """Number of random plans of each model with which `score` would be beyond the limits of `plans` plans.
+        """Number of random plans of each model with which `score` would be beyond the limits of
+        `plans` plans.
 
         Mean and spread are taken as they are; None if it would take more than MOST_PLANS."""
         for random_plans in range(2, MOST_PLANS + 1):
             degrees_of_freedom = self.models * (random_plans - 1)
-            if _margin(self.spread, random_plans, degrees_of_freedom, LEVEL / plans) < abs(score - self.mean):
+            if _margin(self.spread, random_plans, degrees_of_freedom, LEVEL / plans) < abs(
+                score - self.mean
+            ):
                 return random_plans
         return None
 
 
 def _margin(spread: float, plans: int, degrees_of_freedom: float, tail: float) -> float:
-    """Distance from the mean of `plans` normal values that another one exceeds on one side with probability `tail`."""
+    """Distance from the mean of `plans` normal values that another one exceeds on one side with
+    probability `tail`."""
     return float(stdtrit(degrees_of_freedom, 1 - tail) * spread * np.sqrt(1 + 1 / plans))
 
 
@@ -68,7 +74,8 @@ def chance_of(scores: np.ndarray) -> Chance:
 
 
 def chances(scores: Mapping[str, np.ndarray]) -> dict[str, Chance]:
-    """The chance of each model, with a spread that is pooled over models if Bartlett's test finds no difference.
+    """The chance of each model, with a spread that is pooled over models if Bartlett's test finds
+    no difference.
 
     scores: model -> the scores of its random plans."""
     by_model = {model: chance_of(of_model) for model, of_model in scores.items()}
@@ -78,14 +85,19 @@ def chances(scores: Mapping[str, np.ndarray]) -> dict[str, Chance]:
     freedoms = np.array([chance.degrees_of_freedom for chance in by_model.values()])
     pooled = float(freedoms @ variances / freedoms.sum())
     if _equal(variances, freedoms, pooled):
-        spread = {"spread": pooled**0.5, "degrees_of_freedom": float(freedoms.sum()), "models": len(by_model)}
+        spread = {
+            "spread": pooled**0.5,
+            "degrees_of_freedom": float(freedoms.sum()),
+            "models": len(by_model),
+        }
     else:
         spread = {"spreads_differ": True}
     return {model: replace(chance, **spread) for model, chance in by_model.items()}
 
 
 def _equal(variances: np.ndarray, freedoms: np.ndarray, pooled: float) -> bool:
-    """Whether Bartlett's test finds no difference between variances. Equal to scipy's `bartlett`."""
+    """Whether Bartlett's test finds no difference between variances. Equal to scipy's
+    `bartlett`."""
     ratio = freedoms.sum() * np.log(pooled) - freedoms @ np.log(variances)
     correction = 1 + ((1 / freedoms).sum() - 1 / freedoms.sum()) / 3 / (len(variances) - 1)
     return bool(chdtrc(len(variances) - 1, ratio / correction) >= LEVEL)

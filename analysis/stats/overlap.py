@@ -1,9 +1,11 @@
-"""Overlap of the experts to prune across calibration sets, and between proxy scores and exact damage.
+"""Overlap of the experts to prune across calibration sets, and between proxy scores and exact
+damage.
 
 Figures 3 to 5 of Unified Expert Pruning.
 
-The bottom set of a layer is the r = int(n x ratio) experts with the lowest scores, ties by expert index, as in plans.
-Three definitions of overlap are reported, each with the value expected for random sets.
+The bottom set of a layer is the r = int(n x ratio) experts with the lowest scores, ties by expert
+index, as in plans. Three definitions of overlap are reported, each with the value expected for
+random sets.
 """
 
 from __future__ import annotations
@@ -24,11 +26,16 @@ VARIANT = ["b", "alpha", "beta"]
 DEGENERATE = (1, 0, 0)
 """This member is N^-1 times N, the same score for every expert: it is shown as N/A."""
 
-MEASURES = {"triple": "in all sets", "pairwise": "in pairs of sets", "jaccard": "intersection over union"}
+MEASURES = {
+    "triple": "in all sets",
+    "pairwise": "in pairs of sets",
+    "jaccard": "intersection over union",
+}
 
 
 def bottom(scores: np.ndarray, ratio: float) -> np.ndarray:
-    """Mark the int(n x ratio) lowest scores (..., experts) as booleans (..., experts), ties by index."""
+    """Mark the int(n x ratio) lowest scores (..., experts) as booleans (..., experts), ties by
+    index."""
     count = int(scores.shape[-1] * ratio)
     order = np.argsort(scores, axis=-1, kind="stable")[..., :count]
     chosen = np.zeros(scores.shape, bool)
@@ -37,18 +44,21 @@ def bottom(scores: np.ndarray, ratio: float) -> np.ndarray:
 
 
 def agreement(sets: np.ndarray) -> dict[str, float]:
-    """Overlap of bottom sets of equal size (calibration sets, layers, experts), averaged over layers.
+    """Overlap of bottom sets of equal size (calibration sets, layers, experts), averaged over
+    layers.
 
-    triple: share of a bottom set that is in all of them; pairwise: mean over pairs of the share that both have;
-    jaccard: intersection over union of all. `chance_*`: expectation for random sets (Jaccard: ratio of expectations).
-    NaN when the sets are empty.
+    triple: share of a bottom set that is in all of them; pairwise: mean over pairs of the share
+    that both have; jaccard: intersection over union of all. `chance_*`: expectation for random sets
+    (Jaccard: ratio of expectations). NaN when the sets are empty.
     """
-    size, experts = int(sets[0, 0].sum()), sets.shape[-1]
+    size = int(sets[0, 0].sum())
+    experts = sets.shape[-1]
     if size == 0:
         return {key: float("nan") for name in MEASURES for key in (name, f"chance_{name}")}
     common = sets.all(axis=0).sum(axis=-1)
     pairs = [(first & second).sum(axis=-1) for first, second in combinations(sets, 2)]
-    share, count = size / experts, len(sets)
+    share = size / experts
+    count = len(sets)
     return {
         "triple": float(np.mean(common / size)),
         "pairwise": float(np.mean(pairs) / size),
@@ -60,10 +70,11 @@ def agreement(sets: np.ndarray) -> dict[str, float]:
 
 
 def calibration_overlap(family: pd.DataFrame, ratios: Sequence[float] = RATIOS) -> pd.DataFrame:
-    """Overlap across calibration sets of every S(b, alpha, beta): one row per model, ratio and variant.
+    """Overlap across calibration sets of every S(b, alpha, beta): one row per model, ratio and
+    variant.
 
-    family: model, calibration, layer, expert, b, alpha, beta, score. (1, 0, 0) has NaN. Models with fewer than two
-    calibration sets have no rows.
+    family: model, calibration, layer, expert, b, alpha, beta, score. (1, 0, 0) has NaN. Models with
+    fewer than two calibration sets have no rows.
     """
     rows = []
     for model, scores in groups(family, ["model"]):
@@ -72,10 +83,19 @@ def calibration_overlap(family: pd.DataFrame, ratios: Sequence[float] = RATIOS) 
         layers = [scores_by_variant(layer) for _, layer in scores.groupby("layer")]
         for variant in sorted(set().union(*layers)):
             for ratio in ratios:
-                by_layer = _mean_agreement([layer[variant] for layer in layers if variant in layer], ratio)
+                by_layer = _mean_agreement(
+                    [layer[variant] for layer in layers if variant in layer], ratio
+                )
                 if variant == DEGENERATE:
                     by_layer |= {name: float("nan") for name in MEASURES}
-                rows.append({**model, "ratio": ratio, **dict(zip(VARIANT, variant, strict=True)), **by_layer})
+                rows.append(
+                    {
+                        **model,
+                        "ratio": ratio,
+                        **dict(zip(VARIANT, variant, strict=True)),
+                        **by_layer,
+                    }
+                )
     return pd.DataFrame(rows)
 
 
@@ -94,11 +114,16 @@ def _mean_agreement(layers: Sequence[np.ndarray], ratio: float) -> dict[str, flo
 
 def pooled(overlaps: pd.DataFrame) -> pd.DataFrame:
     """Mean over models (Fig. 4): one row per ratio and variant."""
-    return overlaps.drop(columns="model").groupby(["ratio", *VARIANT], as_index=False, sort=True).mean()
+    return (
+        overlaps.drop(columns="model")
+        .groupby(["ratio", *VARIANT], as_index=False, sort=True)
+        .mean()
+    )
 
 
 def component_effects(overlaps: pd.DataFrame) -> pd.DataFrame:
-    """Mean overlap of all variants with the same level of one component: component, level, ratio, overlap.
+    """Mean overlap of all variants with the same level of one component: component, level, ratio,
+    overlap.
 
     Variants without an overlap are left out."""
     levels = overlaps.dropna(subset=["triple"]).melt(
@@ -108,21 +133,29 @@ def component_effects(overlaps: pd.DataFrame) -> pd.DataFrame:
     return means.rename("overlap").reset_index()[["component", "level", "ratio", "overlap"]]
 
 
-def proxy_overlap(family: pd.DataFrame, damage: pd.DataFrame, ratios: Sequence[float] = RATIOS) -> pd.DataFrame:
-    """Fig. 3: share of the bottom set by exact damage that is also in that of the proxy S(0,1,1), mean over layers.
+def proxy_overlap(
+    family: pd.DataFrame, damage: pd.DataFrame, ratios: Sequence[float] = RATIOS
+) -> pd.DataFrame:
+    """Fig. 3: share of the bottom set by exact damage that is also in that of the proxy S(0,1,1),
+    mean over layers.
 
     Columns: model, calibration, ratio, overlap, lowest (over layers), chance.
     """
     keys = ["model", "calibration", "layer", "expert"]
     proxy = family[(family["b"] == 0) & (family["alpha"] == 1) & (family["beta"] == 1)]
-    both = proxy[[*keys, "score"]].merge(damage[[*keys, "score"]], on=keys, suffixes=("_proxy", "_exact"))
+    both = proxy[[*keys, "score"]].merge(
+        damage[[*keys, "score"]], on=keys, suffixes=("_proxy", "_exact")
+    )
     rows = []
     models = {name: place for place, name in enumerate(both["model"].unique())}
-    both = both.assign(place=both["model"].map(models)).sort_values(["place", "layer", "expert"], kind="stable")
+    both = both.assign(place=both["model"].map(models)).sort_values(
+        ["place", "layer", "expert"], kind="stable"
+    )
     for key, frame in groups(both, ["model", "calibration"]):
         layers = [layer for _, layer in groups(frame, ["layer"])]
         for ratio in ratios:
-            shares, chance = [], []
+            shares = []
+            chance = []
             for layer in layers:
                 sets = bottom(layer[["score_proxy", "score_exact"]].to_numpy(float).T, ratio)
                 size = int(sets[0].sum())

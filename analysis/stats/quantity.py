@@ -1,5 +1,6 @@
-"""What the numbers of a benchmark, or of a mean over benchmarks, are: their name, unit and direction, and the scale on
-which they are averaged and tested, as opposed to the one on which they are shown."""
+"""What the numbers of a benchmark, or of a mean over benchmarks, are: their name, unit and
+direction, and the scale on which they are averaged and tested, as opposed to the one on which they
+are shown."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ AVG = "Avg"
 class Quantity:
     """A score, a loss in some unit, or the perplexity of a loss.
 
-    Means, intervals and differences of perplexities are computed on their losses, which are means over items."""
+    Means, intervals and differences of perplexities are computed on their losses, which are means
+    over items."""
 
     scale: Scale = "score"
     unit: str = ""
@@ -33,7 +35,8 @@ class Quantity:
 
     @property
     def sign(self) -> int:
-        """1 where more is better, -1 where less is: times a number, it is higher for a better one."""
+        """1 where more is better, -1 where less is: times a number, it is higher for a better
+        one."""
         return -1 if self.lower_is_better else 1
 
     @property
@@ -43,7 +46,9 @@ class Quantity:
 
     def best_first(self, numbers: pd.Series) -> pd.Series:
         """The numbers from the best to the worst; equal ones stay in their order, NaN is last."""
-        return numbers.sort_values(ascending=self.lower_is_better, na_position="last", kind="stable")
+        return numbers.sort_values(
+            ascending=self.lower_is_better, na_position="last", kind="stable"
+        )
 
     @property
     def direction(self) -> str:
@@ -64,7 +69,9 @@ class Quantity:
 
     def described(self, metric: str) -> str:
         """A metric with unit and direction: `acc`, `loss (nats per token, less is better)`."""
-        unit = {"score": "", "loss": self.unit, "perplexity": f"of the loss in {self.unit}"}[self.scale]
+        unit = {"score": "", "loss": self.unit, "perplexity": f"of the loss in {self.unit}"}[
+            self.scale
+        ]
         words = ", ".join(filter(None, (unit, self.direction)))
         return f"{metric} ({words})" if self.lower_is_better else metric
 
@@ -78,11 +85,16 @@ class Quantity:
 
     def shown_difference(self, reference: Any, difference: Any) -> Any:
         """A difference to `reference`, both as computed, in the unit of what is shown."""
-        return self.shown(reference + difference) - self.shown(reference) if self.scale == "perplexity" else difference
+        return (
+            self.shown(reference + difference) - self.shown(reference)
+            if self.scale == "perplexity"
+            else difference
+        )
 
 
 def common(quantities: Iterable[Quantity]) -> Quantity:
-    """What a mean over these is: the same if all are the same, a loss if less is better of all, else a score."""
+    """What a mean over these is: the same if all are the same, a loss if less is better of all,
+    else a score."""
     distinct = list(dict.fromkeys(quantities))
     if len(distinct) == 1:
         return distinct[0]

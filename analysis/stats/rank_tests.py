@@ -1,9 +1,10 @@
-"""Critical differences of average ranks: how far two methods must be apart for their ranks to differ.
+"""Critical differences of average ranks: how far two methods must be apart for their ranks to
+differ.
 
-Methods with several seeds are ranked in blocks, displayed columns or benchmarks, once for each seed. A seed moves the
-ranks of a method in all blocks together, so Friedman's test and Nemenyi's critical difference (Demšar 2006, JMLR 7),
-which take blocks for independent, would find plans to differ, not methods. Here seeds and blocks are crossed random
-effects (`uncertainty.best_of_many`).
+Methods with several seeds are ranked in blocks, displayed columns or benchmarks, once for each
+seed. A seed moves the ranks of a method in all blocks together, so Friedman's test and Nemenyi's
+critical difference (Demšar 2006, JMLR 7), which take blocks for independent, would find plans to
+differ, not methods. Here seeds and blocks are crossed random effects (`uncertainty.best_of_many`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from analysis.stats.uncertainty import LEVEL, Estimate
 from moe_lab.results import RANDOM
 
 COLUMNS, BENCHMARKS = "columns", "benchmarks"
-"""Blocks in which methods are ranked: columns give the papers' Avg Rank; benchmarks are more blocks, so more power."""
+"""Blocks in which methods are ranked: columns give the papers' Avg Rank; benchmarks are more
+blocks, so more power."""
 FEWEST = 3
 """Least number of methods, and of blocks, for a test."""
 
@@ -40,7 +42,8 @@ class RankTest:
     p_to_best: pd.Series
     """Method's key -> p of its difference to the first; NaN for the first itself."""
     difference: float
-    """Average ranks that are further apart differ at the 5 % level, for all pairs of methods together."""
+    """Average ranks that are further apart differ at the 5 % level, for all pairs of methods
+    together."""
     incomplete: tuple[str, ...]
     """Methods that lack a result in some block, and so have no average rank."""
 
@@ -50,34 +53,46 @@ class RankTest:
         return bool((self.p_to_best < LEVEL).any())
 
     def cliques(self) -> list[tuple[int, int]]:
-        """First and last position of each maximal run of methods that do not differ significantly."""
+        """First and last position of each maximal run of methods that do not differ
+        significantly."""
         values = self.ranks.to_numpy()
         ends = [int(np.flatnonzero(values <= value + self.difference).max()) for value in values]
         return [
-            (first, last) for first, last in enumerate(ends) if last > first and (first == 0 or ends[first - 1] < last)
+            (first, last)
+            for first, last in enumerate(ends)
+            if last > first and (first == 0 or ends[first - 1] < last)
         ]
 
 
 def rank_test(comparison: Comparison, panel: Panel, over: str = COLUMNS) -> RankTest | None:
-    """Test the average ranks of one panel; None with fewer than three complete methods with several seeds or three
-    blocks. Random plans do not compete.
+    """Test the average ranks of one panel; None with fewer than three complete methods with several
+    seeds or three blocks. Random plans do not compete.
 
-    Values are ranked as for Avg Rank: rounded to three decimals, ties sharing the mean of their ranks.
+    Values are ranked as for Avg Rank: rounded to three decimals, ties sharing the mean of their
+    ranks.
     """
     criteria = comparison.cells["criterion"]
     plans = {
-        key: list(comparison.seeds[cell].values()) for key, cell in panel.cells.items() if criteria[cell] not in RANDOM
+        key: list(comparison.seeds[cell].values())
+        for key, cell in panel.cells.items()
+        if criteria[cell] not in RANDOM
     }
     plans = {key: of_method for key, of_method in plans.items() if len(of_method) > 1}
     seeds = min(map(len, plans.values()), default=0)
     values = _blocks(comparison, panel, over)
-    complete = [key for key, of_method in plans.items() if values.loc[of_method[:seeds]].notna().all(axis=None)]
+    complete = [
+        key
+        for key, of_method in plans.items()
+        if values.loc[of_method[:seeds]].notna().all(axis=None)
+    ]
     if min(len(complete), values.shape[1]) < FEWEST:
         return None
     ranked = []
     for seed in range(seeds):
         scores = values.loc[[plans[key][seed] for key in complete]]
-        ranked.append(ranks.column_ranks(scores, lower_is_better=comparison.lower_is_better).to_numpy(float))
+        ranked.append(
+            ranks.column_ranks(scores, lower_is_better=comparison.lower_is_better).to_numpy(float)
+        )
     table = np.array(ranked)
     average = pd.Series(table.mean(axis=(0, 2)), complete).sort_values(kind="stable")
     order = [complete.index(key) for key in average.index]
@@ -96,16 +111,23 @@ def rank_test(comparison: Comparison, panel: Panel, over: str = COLUMNS) -> Rank
 
 
 def _blocks(comparison: Comparison, panel: Panel, over: str) -> pd.DataFrame:
-    """Scores (plans, blocks) as shown. Benchmarks that grade the same answers form one block with their mean."""
+    """Scores (plans, blocks) as shown. Benchmarks that grade the same answers form one block with
+    their mean."""
     if over == COLUMNS:
         groups: dict[str, Target] = {column: (column,) for column in panel.columns(comparison)}
     else:
         run = comparison.benchmarks.reindex(list(panel.cells.values())).notna().any()
         evaluated = [str(name) for name in run.index[run]]
         stems = {name: names.SAME_ITEMS.get(name, name) for name in evaluated}
-        groups = {stem: tuple(name for name in evaluated if stems[name] == stem) for stem in stems.values()}
+        groups = {
+            stem: tuple(name for name in evaluated if stems[name] == stem)
+            for stem in stems.values()
+        }
     return pd.DataFrame(
-        {name: comparison.quantity(target).shown(comparison.by_seed(target)) for name, target in groups.items()}
+        {
+            name: comparison.quantity(target).shown(comparison.by_seed(target))
+            for name, target in groups.items()
+        }
     )
 
 

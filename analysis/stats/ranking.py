@@ -1,9 +1,10 @@
-"""Rank the plans of each model, ratio and gate by their average, with intervals, a comparison with random plans, and
-verdicts on methods that have several seeds.
+"""Rank the plans of each model, ratio and gate by their average, with intervals, a comparison with
+random plans, and verdicts on methods that have several seeds.
 
-A plan counts once, however many calibration sets it is compared under. A plan is above chance if the best of as many
-random plans is hardly ever that good (`analysis.stats.chance`). The best of the methods is compared with all others at
-once (`uncertainty.best_of_many`). A method with one seed gets no verdict: its plan says nothing about the next seed.
+A plan counts once, however many calibration sets it is compared under. A plan is above chance if
+the best of as many random plans is hardly ever that good (`analysis.stats.chance`). The best of the
+methods is compared with all others at once (`uncertainty.best_of_many`). A method with one seed
+gets no verdict: its plan says nothing about the next seed.
 """
 
 from __future__ import annotations
@@ -44,11 +45,12 @@ class Ranking:
     quantity: Quantity
     """What is ranked by."""
     rows: pd.DataFrame
-    """Index cell; columns criterion, method, calibration, seeds (their number), score, low, high, over (what the
-    interval is over), rank (equal for scores that are printed equal), spread (standard deviation of the scores of the
-    seeds), share (of the unpruned model's score), behind, behind_low, behind_high, p (how much worse than the best
-    method), chance (ABOVE, WITHIN or BELOW, "" if unknown), verdict ("" with one seed) and status (chance, then the
-    verdict unless the plan is within or below chance). Of one model also granularity and recovery."""
+    """Index cell; columns criterion, method, calibration, seeds (their number), score, low, high,
+    over (what the interval is over), rank (equal for scores that are printed equal), spread
+    (standard deviation of the scores of the seeds), share (of the unpruned model's score), behind,
+    behind_low, behind_high, p (how much worse than the best method), chance (ABOVE, WITHIN or
+    BELOW, "" if unknown), verdict ("" with one seed) and status (chance, then the verdict unless
+    the plan is within or below chance). Of one model also granularity and recovery."""
     unpruned: float
     plans_tested: int = 0
     """Number of plans of the model that are compared with chance."""
@@ -106,7 +108,9 @@ def rankings(comparisons: Sequence[Comparison]) -> list[Ranking]:
 
 
 def _groups(comparison: Comparison) -> Iterator[_Group]:
-    pruned = comparison.cells[(comparison.cells["criterion"] != "none") & (comparison.cells["ratio"] > 0)]
+    pruned = comparison.cells[
+        (comparison.cells["criterion"] != "none") & (comparison.cells["ratio"] > 0)
+    ]
     words = settings.pruned(pruned)
     for _, cells in pruned.groupby(["ratio", "gate"], sort=True):
         target = overall(comparison, list(cells.index))
@@ -115,8 +119,11 @@ def _groups(comparison: Comparison) -> Iterator[_Group]:
 
 
 def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
-    """groups: of all models; random plans of those with the same ratio and gate can share their spread."""
-    comparison, target, quantity = group.comparison, group.target, group.quantity
+    """groups: of all models; random plans of those with the same ratio and gate can share their
+    spread."""
+    comparison = group.comparison
+    target = group.target
+    quantity = group.quantity
     score = comparison.score(target)
     low, high = comparison.interval(target)
     by_seed = comparison.by_seed(target)
@@ -125,9 +132,14 @@ def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
     unpruned = np.nan
     if comparison.unpruned is not None:
         unpruned = float(quantity.shown(score[comparison.unpruned]))
-    rows = group.cells.loc[order, ["criterion", "method", "calibration", "granularity", "recovery"]].assign(
+    rows = group.cells.loc[
+        order, ["criterion", "method", "calibration", "granularity", "recovery"]
+    ].assign(
         seeds=list(map(len, scores_of_seeds)),
-        over=[f"{len(scores)} seeds and items" if len(scores) > 1 else "items" for scores in scores_of_seeds],
+        over=[
+            f"{len(scores)} seeds and items" if len(scores) > 1 else "items"
+            for scores in scores_of_seeds
+        ],
         score=score[order],
         low=low[order],
         high=high[order],
@@ -136,31 +148,48 @@ def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
     )
     plans_tested = sum(each.plans_tested for each in groups if each.comparison is comparison)
     chance = _chance(group, groups)
-    rows["chance"] = [_compared_with_chance(row, chance, plans_tested, quantity) for row in records(rows)]
+    rows["chance"] = [
+        _compared_with_chance(row, chance, plans_tested, quantity) for row in records(rows)
+    ]
     methods = _with_seeds(rows)
     leads = comparison.leads(target, methods) if len(methods) > 1 else []
     rows = _with_status(_with_verdicts(rows, methods, leads, quantity))
-    return Ranking(comparison.model, group.request, group.pruned, quantity, rows, unpruned, plans_tested, chance)
+    return Ranking(
+        comparison.model,
+        group.request,
+        group.pruned,
+        quantity,
+        rows,
+        unpruned,
+        plans_tested,
+        chance,
+    )
 
 
 def _with_seeds(rows: pd.DataFrame) -> list[int]:
-    """The methods that can be compared, best first: those with several seeds, without random plans."""
-    return list(rows.index[(rows["seeds"] > 1) & rows["score"].notna() & ~rows["criterion"].isin(RANDOM)])
+    """The methods that can be compared, best first: those with several seeds, without random
+    plans."""
+    return list(
+        rows.index[(rows["seeds"] > 1) & rows["score"].notna() & ~rows["criterion"].isin(RANDOM)]
+    )
 
 
 def _with_verdicts(
     rows: pd.DataFrame, methods: Sequence[int], leads: Sequence[Estimate], quantity: Quantity
 ) -> pd.DataFrame:
-    """Add ranks, how far `methods` are behind the first of them, the best, and verdicts. Scores and leads, given as
-    computed, become those that are shown.
+    """Add ranks, how far `methods` are behind the first of them, the best, and verdicts. Scores and
+    leads, given as computed, become those that are shown.
 
     leads: the score of the best minus theirs; where less is better, their sign is changed."""
     shown = {column: quantity.shown(rows[column]) for column in ("score", "low", "high")}
     printed = shown["score"].round(PRINTED_DECIMALS)
-    verdicts, tests = {}, {}
+    verdicts = {}
+    tests = {}
     for method, lead in zip(methods[1:], leads, strict=True):
         behind = replace(lead, value=0.0 if abs(lead.value) < 1e-9 else quantity.sign * lead.value)
-        ends = quantity.shown_difference(rows.loc[methods[0], "score"], np.array([behind.value, *behind.interval]))
+        ends = quantity.shown_difference(
+            rows.loc[methods[0], "score"], np.array([behind.value, *behind.interval])
+        )
         tests[method] = [*ends, behind.p]
         verdicts[methods[0]] = BEST
         verdicts[method] = _verdict(behind, printed[method] == printed[methods[0]])
@@ -182,7 +211,8 @@ def _verdict(behind: Estimate, equal: bool) -> str:
 
 
 def _with_status(rows: pd.DataFrame) -> pd.DataFrame:
-    """Add one status a row: the comparison with chance, and the verdict where that does not rule one out."""
+    """Add one status a row: the comparison with chance, and the verdict where that does not rule
+    one out."""
     statuses = []
     for row in records(rows):
         parts = [row["chance"]]
@@ -195,32 +225,42 @@ def _with_status(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _chance(group: _Group, groups: Sequence[_Group]) -> dict[Kind, Chance]:
-    """Kind of plan -> chance, with the spread of random plans of all models that have this ratio and average."""
+    """Kind of plan -> chance, with the spread of random plans of all models that have this ratio
+    and average."""
     scores_by_kind: dict[Kind, dict[str, np.ndarray]] = {}
     for each in groups:
-        if (each.request, each.target, each.quantity) == (group.request, group.target, group.quantity):
+        if (each.request, each.target, each.quantity) == (
+            group.request,
+            group.target,
+            group.quantity,
+        ):
             for kind, scores in random_scores(each.comparison, each.cells, each.target).items():
                 scores_by_kind.setdefault(kind, {})[each.comparison.model] = scores
     model = group.comparison.model
-    return {kind: chances(scores)[model] for kind, scores in scores_by_kind.items() if model in scores}
+    return {
+        kind: chances(scores)[model] for kind, scores in scores_by_kind.items() if model in scores
+    }
 
 
 def _compared_with_chance(
     row: Mapping[str, object], chance: Mapping[Kind, Chance], plans_tested: int, quantity: Quantity
 ) -> str:
-    """ABOVE, WITHIN or BELOW, by the random plans of a plan's kind; "" for random plans and where there are none."""
+    """ABOVE, WITHIN or BELOW, by the random plans of a plan's kind; "" for random plans and where
+    there are none."""
     of_kind = chance.get((str(row["granularity"]), str(row["recovery"])))
     score = float(str(row["score"]))
     if of_kind is None or np.isnan(score) or row["criterion"] in RANDOM:
         return ""
-    lead, margin = quantity.sign * (score - of_kind.mean), of_kind.margin(plans_tested)
+    lead = quantity.sign * (score - of_kind.mean)
+    margin = of_kind.margin(plans_tested)
     if lead > margin:
         return ABOVE
     return BELOW if lead < -margin else WITHIN
 
 
 def _over_models(of_models: Sequence[Ranking]) -> Iterator[Ranking]:
-    """Rankings of the plans that all models have, by the mean over models, with models as random effects.
+    """Rankings of the plans that all models have, by the mean over models, with models as random
+    effects.
 
     Models with this ratio and gate are taken together if they are ranked by the same quantity."""
     models = {ranking.model for ranking in of_models}
@@ -228,19 +268,32 @@ def _over_models(of_models: Sequence[Ranking]) -> Iterator[Ranking]:
         pooled = [ranking for ranking in of_models if ranking.request == request]
         if len(pooled) < 2 or len({ranking.quantity for ranking in pooled}) > 1:
             continue
-        plans = [ranking.scored.set_index(["criterion", "method", "calibration"]) for ranking in pooled]
+        plans = [
+            ranking.scored.set_index(["criterion", "method", "calibration"]) for ranking in pooled
+        ]
         scores = pd.concat([of_model["score"] for of_model in plans], axis=1, join="inner")
-        seeds = pd.concat([of_model["seeds"] for of_model in plans], axis=1, join="inner").min(axis=1)
+        seeds = pd.concat([of_model["seeds"] for of_model in plans], axis=1, join="inner").min(
+            axis=1
+        )
         if len(scores) > 1:
-            label = ALL_MODELS if len(pooled) == len(models) else names.listing(ranking.model for ranking in pooled)
+            label = (
+                ALL_MODELS
+                if len(pooled) == len(models)
+                else names.listing(ranking.model for ranking in pooled)
+            )
             yield _of_models(pooled, pooled[0].quantity.computed(scores), seeds, label)
 
 
-def _of_models(pooled: Sequence[Ranking], table: pd.DataFrame, seeds: pd.Series, label: str) -> Ranking:
-    """table: (plans, models) scores as computed; seeds: of each plan, in the model where it has the fewest."""
+def _of_models(
+    pooled: Sequence[Ranking], table: pd.DataFrame, seeds: pd.Series, label: str
+) -> Ranking:
+    """table: (plans, models) scores as computed; seeds: of each plan, in the model where it has the
+    fewest."""
     quantity = pooled[0].quantity
     table = table.loc[quantity.best_first(table.mean(axis=1)).index]
-    unpruned = float(quantity.shown(np.mean([quantity.computed(ranking.unpruned) for ranking in pooled])))
+    unpruned = float(
+        quantity.shown(np.mean([quantity.computed(ranking.unpruned) for ranking in pooled]))
+    )
     scores = table.to_numpy(float)
     means = [uncertainty.mean_estimate(row) for row in scores]
     low, high = np.transpose([mean.interval for mean in means])
@@ -256,7 +309,9 @@ def _of_models(pooled: Sequence[Ranking], table: pd.DataFrame, seeds: pd.Series,
     )
     methods = _with_seeds(rows)
     scores_of_methods = scores[methods]
-    pairs = [uncertainty.mean_estimate(scores_of_methods[0] - other) for other in scores_of_methods[1:]]
+    pairs = [
+        uncertainty.mean_estimate(scores_of_methods[0] - other) for other in scores_of_methods[1:]
+    ]
     leads = uncertainty.leads(scores_of_methods[None], pairs) if pairs else []
     rows = _with_status(_with_verdicts(rows, methods, leads, quantity)).rename_axis("cell")
     pruned = " / ".join(dict.fromkeys(ranking.pruned for ranking in pooled))
@@ -266,45 +321,67 @@ def _of_models(pooled: Sequence[Ranking], table: pd.DataFrame, seeds: pd.Series,
 def plan_name(row: Mapping[str, object]) -> str:
     """`REAP on Code`; the name alone of a method that reads no text."""
     method = names.method(str(row["method"]))
-    return method if row["calibration"] == "none" else f"{method} on {names.calibration(str(row['calibration']))}"
+    return (
+        method
+        if row["calibration"] == "none"
+        else f"{method} on {names.calibration(str(row['calibration']))}"
+    )
 
 
 NAMED, SHOWN = 4, 8
-"""Most plans that a sentence names; most plans of a ranking in a terminal, and most rankings there and in sentences."""
+"""Most plans that a sentence names; most plans of a ranking in a terminal, and most rankings there
+and in sentences."""
 
 
 def headlines(every: Sequence[Ranking]) -> list[str]:
-    """What all rankings say together, what each of the first SHOWN says, and how many more there are."""
+    """What all rankings say together, what each of the first SHOWN says, and how many more there
+    are."""
     more = [f"The table has {len(every) - SHOWN} more rankings."] if len(every) > SHOWN else []
     return [*overview(every), *map(headline, every[:SHOWN]), *more]
 
 
 def overview(every: Sequence[Ranking]) -> list[str]:
-    """On how many models some plan is above chance, and that plans of one seed get no verdict; as far as it applies."""
+    """On how many models some plan is above chance, and that plans of one seed get no verdict; as
+    far as it applies."""
     models = {ranking.model for ranking in every if ranking.chance}
     above = {ranking.model for ranking in every if (ranking.rows["chance"] == ABOVE).any()}
     sentences = []
     if models:
         subject = "No plan is"
         if above:
-            subject = f"On {len(above)} of {len(models)} models some plan is" if len(models) > 1 else "Some plan is"
-        sentences.append(f"{subject} above chance, corrected for the number of plans of each model.")
+            subject = (
+                f"On {len(above)} of {len(models)} models some plan is"
+                if len(models) > 1
+                else "Some plan is"
+            )
+        sentences.append(
+            f"{subject} above chance, corrected for the number of plans of each model."
+        )
     if any((ranking.competing["seeds"] == 1).any() for ranking in every):
         sentences.append(
-            "Methods with one seed have an interval over items and no verdict, as another seed may give another plan."
+            "Methods with one seed have an interval over items and no verdict, as another seed "
+            "may give another plan."
         )
     return sentences
 
 
 def headline(ranking: Ranking) -> str:
     """What a ranking says in a few sentences."""
-    extreme = f"lowest mean {ranking.quantity.name}" if ranking.quantity.lower_is_better else "highest average"
+    extreme = (
+        f"lowest mean {ranking.quantity.name}"
+        if ranking.quantity.lower_is_better
+        else "highest average"
+    )
     first = records(ranking.scored[ranking.scored["rank"] == 1])
-    best, verb = first[0], "have" if len(first) > 1 else "has"
-    share = "" if np.isnan(best["share"]) else f", {names.share(best['share'])} of the unpruned model's"
+    best = first[0]
+    verb = "have" if len(first) > 1 else "has"
+    share = (
+        "" if np.isnan(best["share"]) else f", {names.share(best['share'])} of the unpruned model's"
+    )
     sentence = (
         f"{ranking.model}, {ranking.pruned} removed: {_plan_names(first)} {verb} "
-        f"the {extreme}, {best['score']:.3f} ({best['low']:.3f} to {best['high']:.3f} over {best['over']}){share}."
+        f"the {extreme}, {best['score']:.3f} ({best['low']:.3f} to {best['high']:.3f} over "
+        f"{best['over']}){share}."
     )
     return " ".join([sentence, *remarks(ranking)])
 
@@ -316,28 +393,37 @@ def _plan_names(plans: Sequence[dict[str, object]]) -> str:
 
 
 def remarks(ranking: Ranking) -> list[str]:
-    """Sentences that compare the plans of a ranking with chance, and the methods that have several seeds."""
+    """Sentences that compare the plans of a ranking with chance, and the methods that have several
+    seeds."""
     sentences = [_chance_sentence(ranking, kind, chance) for kind, chance in ranking.chance.items()]
     return [sentence for sentence in (*sentences, _verdict_sentence(ranking)) if sentence]
 
 
 def _chance_sentence(ranking: Ranking, kind: Kind, chance: Chance) -> str:
-    """How many plans of a kind are above chance, or how many random plans it would take for the first one to be."""
+    """How many plans of a kind are above chance, or how many random plans it would take for the
+    first one to be."""
     rows = ranking.competing
     rows = rows[(rows["granularity"] == kind[0]) & (rows["recovery"] == kind[1])]
     if rows.empty:
         return ""
     quantity = ranking.quantity
     limit = chance.mean + quantity.sign * chance.margin(ranking.plans_tested)
-    counts = [f"{count} {word}" for word, count in rows["chance"].value_counts().items() if word != WITHIN]
-    spread = f"pooled over {names.count(chance.models, 'model')}" if chance.models > 1 else "of this model alone"
+    counts = [
+        f"{count} {word}" for word, count in rows["chance"].value_counts().items() if word != WITHIN
+    ]
+    spread = (
+        f"pooled over {names.count(chance.models, 'model')}"
+        if chance.models > 1
+        else "of this model alone"
+    )
     if chance.spreads_differ:
         spread += ", as spreads differ between models"
     of = "of the loss " if quantity.scale == "perplexity" else ""
     sentence = (
         f"Of {names.count(len(rows), 'plan')}, {names.listing(counts) or f'none {ABOVE}'} "
         f"({'below' if quantity.lower_is_better else 'above'} {quantity.shown(limit):.3f}; "
-        f"{names.count(chance.plans, 'random plan')} with mean {quantity.shown(chance.mean):.3f}, standard deviation "
+        f"{names.count(chance.plans, 'random plan')} with mean {quantity.shown(chance.mean):.3f}, "
+        "standard deviation "
         f"{of}{chance.spread:.3f} {spread})."
     )
     best = float(quantity.computed(rows["score"].iloc[0]))
@@ -370,12 +456,21 @@ def ranking_text(every: Sequence[Ranking]) -> str:
     parts = ["\n".join(overview(every))] if overview(every) else []
     for ranking in every[:SHOWN]:
         quantity = f"{ranking.mean}, {ranking.quantity.direction}"
-        lines = [f"{ranking.model}, {ranking.pruned} removed: {quantity} (unpruned {ranking.unpruned:.3f})"]
+        lines = [
+            (
+                f"{ranking.model}, {ranking.pruned} removed: {quantity} (unpruned "
+                f"{ranking.unpruned:.3f})"
+            )
+        ]
         rows = records(ranking.scored)
         width = max(len(plan_name(row)) for row in rows[:SHOWN])
         for row in rows[:SHOWN]:
-            numbers = f"{row['score']:.3f}  {row['low']:.3f} to {row['high']:.3f} over {row['over']}"
-            lines.append(f"  {row['rank']:2.0f}  {plan_name(row):{width}}  {numbers}  {row['status']}".rstrip())
+            numbers = (
+                f"{row['score']:.3f}  {row['low']:.3f} to {row['high']:.3f} over {row['over']}"
+            )
+            lines.append(
+                f"  {row['rank']:2.0f}  {plan_name(row):{width}}  {numbers}  {row['status']}".rstrip()
+            )
         if len(rows) > SHOWN:
             lines.append(f"  and {len(rows) - SHOWN} more")
         parts.append("\n".join([*lines, *(f"  {remark}" for remark in remarks(ranking))]))

@@ -1,9 +1,9 @@
 """The papers' averages: displayed columns from benchmarks, their mean, and the average rank.
 
-The averages and ranks printed in Table 1 of Unified Expert Pruning follow from its printed benchmarks by these rules,
-up to their rounding: Avg = mean of the six displayed columns;
-Avg Rank = the pruned criteria are ranked in each column (1 = best) on values rounded to three decimals, ties share
-their mean rank, and the mean of these ranks is taken.
+The averages and ranks printed in Table 1 of Unified Expert Pruning follow from its printed
+benchmarks by these rules, up to their rounding: Avg = mean of the six displayed columns;
+Avg Rank = the pruned criteria are ranked in each column (1 = best) on values rounded to three
+decimals, ties share their mean rank, and the mean of these ranks is taken.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def correlations(experts: pd.DataFrame, measure: str, truth: str) -> dict[str, f
 
 
 def _correlation(both: pd.DataFrame) -> float:
-    """Pearson's correlation of two columns; NaN for fewer than three rows, or when a column is constant."""
+    """Pearson's correlation of two columns; NaN for fewer than three rows, or when a column is
+    constant."""
     one, other = both.to_numpy(float).T
     if len(one) < 3 or (one == one[0]).all() or (other == other[0]).all():
         return np.nan
@@ -33,7 +34,8 @@ def _correlation(both: pd.DataFrame) -> float:
 
 
 def rank_correlation_by_layer(experts: pd.DataFrame, measure: str, truth: str) -> float:
-    """Mean over layers of Spearman's correlation within a layer; layers where it is NaN are left out."""
+    """Mean over layers of Spearman's correlation within a layer; layers where it is NaN are left
+    out."""
     both = experts[["layer", measure, truth]].dropna().astype(float)
     ranked = both.groupby("layer").rank().groupby(both["layer"], sort=False)
     by_layer = [_correlation(layer) for _, layer in ranked]
@@ -46,11 +48,16 @@ PRINTED_DECIMALS = 3
 
 
 def displayed(available: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Displayed column -> its benchmarks among `available`; a benchmark without a known column gets its own.
+    """Displayed column -> its benchmarks among `available`; a benchmark without a known column gets
+    its own.
 
-    A column is the mean of those of its benchmarks that were run; `partial` lists the columns that lack some.
+    A column is the mean of those of its benchmarks that were run; `partial` lists the columns that
+    lack some.
     """
-    parts_by_column = {column: tuple(name for name in parts if name in available) for column, parts in COLUMNS.items()}
+    parts_by_column = {
+        column: tuple(name for name in parts if name in available)
+        for column, parts in COLUMNS.items()
+    }
     columns = {column: parts for column, parts in parts_by_column.items() if parts}
     placed = {name for parts in COLUMNS.values() for name in parts}
     return columns | {name: (name,) for name in available if name not in placed}
@@ -58,12 +65,17 @@ def displayed(available: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 def partial(columns: Mapping[str, Sequence[str]]) -> dict[str, int]:
     """Displayed column that lacks benchmarks of the published definition -> how many it lacks."""
-    lacking = {name: len(COLUMNS[name]) - len(parts) for name, parts in columns.items() if name in COLUMNS}
+    lacking = {
+        name: len(COLUMNS[name]) - len(parts) for name, parts in columns.items() if name in COLUMNS
+    }
     return {name: count for name, count in lacking.items() if count}
 
 
-def component_columns(scores: pd.DataFrame, columns: Mapping[str, Sequence[str]] | None = None) -> pd.DataFrame:
-    """Average benchmarks to displayed columns; `scores` has one column per benchmark, and rows stay as they are.
+def component_columns(
+    scores: pd.DataFrame, columns: Mapping[str, Sequence[str]] | None = None
+) -> pd.DataFrame:
+    """Average benchmarks to displayed columns; `scores` has one column per benchmark, and rows stay
+    as they are.
 
     A row that lacks one benchmark of a column has NaN there, never a mean over the others.
     """
@@ -73,12 +85,14 @@ def component_columns(scores: pd.DataFrame, columns: Mapping[str, Sequence[str]]
 
 
 def column_ranks(columns: pd.DataFrame, *, lower_is_better: Sequence[str] = ()) -> pd.DataFrame:
-    """Rank of each row in each column, 1 = best, ties sharing the mean of their ranks; NaN is not ranked."""
+    """Rank of each row in each column, 1 = best, ties sharing the mean of their ranks; NaN is not
+    ranked."""
     signs = np.array([1.0 if name in lower_is_better else -1.0 for name in columns.columns])
     return (columns.astype(float).round(PRINTED_DECIMALS) * signs).rank()
 
 
 def average_rank(columns: pd.DataFrame, *, lower_is_better: Sequence[str] = ()) -> pd.Series:
-    """Avg Rank by the papers' rule. Rows must be pruned criteria only: the caller leaves out the unpruned model."""
+    """Avg Rank by the papers' rule. Rows must be pruned criteria only: the caller leaves out the
+    unpruned model."""
     ranks = column_ranks(columns, lower_is_better=lower_is_better)
     return ranks.mean(axis=1, skipna=False).rename("Avg Rank")

@@ -2,10 +2,10 @@
 
 Figure 2 of Unified Expert Pruning.
 
-The winner is tested against all other methods if all have several seeds: its p-value is the largest of the tests, and
-Holm's correction covers all cells of one map. That the winner is picked from the data needs no further correction, as
-it must be ahead of each other method. Methods whose scores are equal when printed (three decimals) share the first
-place, and none of them wins.
+The winner is tested against all other methods if all have several seeds: its p-value is the largest
+of the tests, and Holm's correction covers all cells of one map. That the winner is picked from the
+data needs no further correction, as it must be ahead of each other method. Methods whose scores are
+equal when printed (three decimals) share the first place, and none of them wins.
 """
 
 from __future__ import annotations
@@ -26,18 +26,23 @@ from analysis.stats.uncertainty import LEVEL
 from moe_lab.results import RANDOM
 
 SETTINGS = ["model", "ratio", "gate"]
-"""One map per combination of these; its rows and columns are displayed columns and calibration sets."""
+"""One map per combination of these; its rows and columns are displayed columns and calibration
+sets."""
 
 
 _BEST = ("winners", "score", "runner_up", "runner_up_score", "lead", "lead_low", "lead_high", "p")
 
 
-def winner_map(comparisons: Iterable[Comparison], criteria: Sequence[str] | None = None) -> pd.DataFrame:
+def winner_map(
+    comparisons: Iterable[Comparison], criteria: Sequence[str] | None = None
+) -> pd.DataFrame:
     """Find the winners: one row per model, ratio, gate, calibration set and displayed column.
 
-    criteria: methods' keys that compete, by default all. Returned columns: SETTINGS, pruned (the ratio, in words),
-    calibration, column, winners (tuple of methods' keys, several when tied), score, runner_up, runner_up_score,
-    lead, lead_low, lead_high (95 % interval), p, p_holm, proved. Without a p where a method has one seed.
+    criteria: methods' keys that compete, by default all. Returned columns: SETTINGS, pruned (the
+    ratio, in words), calibration, column, winners (tuple of methods' keys, several when tied),
+    score, runner_up, runner_up_score,
+    lead, lead_low, lead_high (95 % interval), p, p_holm, proved. Without a p where a method has one
+    seed.
     """
     rows = [
         {**_settings(panel), "column": column, **_best(comparison, panel, column, criteria)}
@@ -59,14 +64,21 @@ def _settings(panel: Panel) -> dict[str, object]:
     return {name: getattr(panel, name) for name in (*SETTINGS, "pruned", "calibration")}
 
 
-def _best(comparison: Comparison, panel: Panel, column: str, criteria: Sequence[str] | None) -> dict[str, object]:
-    cells = {name: cell for name, cell in panel.cells.items() if criteria is None or name in criteria}
-    quantity, scores = comparison.quantity((column,)), comparison.score((column,))
+def _best(
+    comparison: Comparison, panel: Panel, column: str, criteria: Sequence[str] | None
+) -> dict[str, object]:
+    cells = {
+        name: cell for name, cell in panel.cells.items() if criteria is None or name in criteria
+    }
+    quantity = comparison.quantity((column,))
+    scores = comparison.score((column,))
     shown = quantity.shown(scores)
     values = {name: float(shown[cell]) for name, cell in cells.items() if not np.isnan(shown[cell])}
     if not values:
         return {"winners": (), "score": np.nan, "runner_up": "", "p": np.nan}
-    printed = {name: quantity.sign * round(value, PRINTED_DECIMALS) for name, value in values.items()}
+    printed = {
+        name: quantity.sign * round(value, PRINTED_DECIMALS) for name, value in values.items()
+    }
     top = max(printed.values())
     winners = tuple(name for name, value in printed.items() if value == top)
     rest = {name: value for name, value in printed.items() if value != top}
@@ -78,15 +90,17 @@ def _best(comparison: Comparison, panel: Panel, column: str, criteria: Sequence[
     lead = comparison.difference((column,), cells[winners[0]], cells[second])
     ends = (lead.value, *lead.interval)
     reference = scores[cells[second]]
-    best["lead"], best["lead_low"], best["lead_high"] = (quantity.shown_difference(reference, end) for end in ends)
+    best["lead"], best["lead_low"], best["lead_high"] = (
+        quantity.shown_difference(reference, end) for end in ends
+    )
     if len(winners) == 1:
         best["p"] = _p_of_winner(comparison, column, [cells[name] for name in (*winners, *rest)])
     return best
 
 
 def _p_of_winner(comparison: Comparison, column: str, cells: Sequence[int]) -> float:
-    """The largest p of the first of `cells`, the winner, against each other method; NaN if it is random, or if a method
-    has one seed. Random plans do not compete."""
+    """The largest p of the first of `cells`, the winner, against each other method; NaN if it is
+    random, or if a method has one seed. Random plans do not compete."""
     criteria = comparison.cells["criterion"]
     methods = [cell for cell in cells if criteria[cell] not in RANDOM]
     seeds = [len(comparison.scored_plans((column,), cell)) for cell in methods]
@@ -97,7 +111,8 @@ def _p_of_winner(comparison: Comparison, column: str, cells: Sequence[int]) -> f
 
 
 def label(winners: Sequence[str], score: float) -> str:
-    """The text of one cell of the map: the winner, all that share the first place, `all 0`, or `gap`."""
+    """The text of one cell of the map: the winner, all that share the first place, `all 0`, or
+    `gap`."""
     if not winners:
         return "gap"
     if len(winners) > 1 and score == 0:
@@ -110,13 +125,18 @@ CAPTION = "Loss on right answers, in bits per byte of the answer: lower is bette
 
 
 def study_of_losses(study: Study) -> Study:
-    """The study with losses on right answers as results and outcomes, of benchmarks that have such losses."""
+    """The study with losses on right answers as results and outcomes, of benchmarks that have such
+    losses."""
     with_loss = study.samples.dropna(subset=[METRIC]).drop_duplicates(["cell", "benchmark", "item"])
     samples = with_loss.assign(outcome=with_loss[METRIC], units=np.nan)
-    summary = samples.groupby(["cell", "benchmark"])["outcome"].agg(["mean", "sem", "size"]).reset_index()
+    summary = (
+        samples.groupby(["cell", "benchmark"])["outcome"].agg(["mean", "sem", "size"]).reset_index()
+    )
     described = study.results.drop(columns=["metric", "score", "scale", "unit", "stderr", "n"])
     results = described.merge(summary, on=["cell", "benchmark"]).assign(
         metric=METRIC, scale="loss", unit="bits per byte"
     )
-    results = results.rename(columns={"mean": "score", "sem": "stderr", "size": "n"})[list(study.results.columns)]
+    results = results.rename(columns={"mean": "score", "sem": "stderr", "size": "n"})[
+        list(study.results.columns)
+    ]
     return replace(study, results=results, samples=samples)

@@ -1,4 +1,5 @@
-"""Hydra launcher `study`: all jobs of a multirun become the cells of one study, so that shared steps run once."""
+"""Hydra launcher `study`: all jobs of a multirun become the cells of one study, so that shared
+steps run once."""
 
 from __future__ import annotations
 
@@ -22,10 +23,14 @@ ConfigStore.instance().store(
 class StudyLauncher(Launcher):
     """Composes every job, and hands all of them to one study."""
 
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
         self.config = config
 
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+    def launch(
+        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+    ) -> Sequence[JobReturn]:
         from moe_lab.compose import ask, check_sweeper, compose
         from moe_lab.config.base import Mistakes
         from moe_lab.study.run import told
@@ -42,10 +47,14 @@ class StudyLauncher(Launcher):
                     asked.append(compose([*searchpath, *overrides], hydra.job.config_name))
         config = asked[0][0]
         check_sweeper(hydra.runtime.choices, config)
-        Path(hydra.sweep.dir).mkdir(parents=True, exist_ok=True)  # sweepers write what they found there
+        # sweepers write what they found there
+        Path(hydra.sweep.dir).mkdir(parents=True, exist_ok=True)
         every = [request for _, requests in asked for request in requests]
-        ended = ask(config, every, add=initial_job_idx > 0)  # a sweeper asks for some jobs at a time
+        # a sweeper asks for some jobs at a time
+        ended = ask(config, every, add=initial_job_idx > 0)
         return [
-            JobReturn(list(overrides), status=JobStatus.COMPLETED, _return_value=told(ended, requests))
+            JobReturn(
+                list(overrides), status=JobStatus.COMPLETED, _return_value=told(ended, requests)
+            )
             for overrides, (_, requests) in zip(job_overrides, asked, strict=True)
         ]

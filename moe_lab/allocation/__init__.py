@@ -1,5 +1,5 @@
-"""How many experts each layer loses, or how many channels each expert keeps: the allocations by name, and checks of
-their settings. A new one is a function and an entry here. No torch."""
+"""How many experts each layer loses, or how many channels each expert keeps: the allocations by
+name, and checks of their settings. A new one is a function and an entry here. No torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ from moe_lab.source_code import source_of
 
 Step: TypeAlias = Literal["plan", "search", "reconstruction", "sequential"]
 Function: TypeAlias = Callable[..., dict[int, Any]]
-"""A problem (problem.py) and parameters by keyword -> layer -> experts to remove, or channels each expert keeps."""
+"""A problem (problem.py) and parameters by keyword -> layer -> experts to remove, or channels each
+expert keeps."""
 
 
 @dataclass(frozen=True)
@@ -47,24 +48,29 @@ class Allocation:
 
     name: str
     functions: Mapping[Granularity, Function | None]
-    """What it allocates (whole experts, channels, or either) -> function that decides; None if a step other than the
-    plan step decides."""
+    """What it allocates (whole experts, channels, or either) -> function that decides; None if a
+    step other than the plan step decides."""
     needs: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda parameters: ()
-    """Parameters -> evidence besides the scores: "statistics", "gradients", "ablation", "scaling"."""
+    """Parameters -> evidence besides the scores: "statistics", "gradients", "ablation",
+    "scaling"."""
     step: Step = "plan"
     """Which step makes the plan: the plan step from numbers alone, or one that runs the model."""
     parameters: Mapping[str, Any] | None = field(default_factory=dict)
-    """Parameter that another step reads -> its type; those of a function are its keywords. None: that step checks
-    them."""
+    """Parameter that another step reads -> its type; those of a function are its keywords. None:
+    that step checks them."""
     uneven: tuple[Granularity, ...] = ()
-    """What it keeps different numbers of, by design: experts in different layers, or channels in different experts."""
+    """What it keeps different numbers of, by design: experts in different layers, or channels in
+    different experts."""
     zero_expert: str = "keep_null"
     """Default treatment of an expert without channels, as in `zero_expert()`."""
 
     @property
     def source(self) -> str:
-        """Digests of the code that defines it, which identifies its plans; "" for those of moe_lab."""
-        return " ".join(sorted({source_of(function) for function in self.functions.values() if function}))
+        """Digests of the code that defines it, which identifies its plans; "" for those of
+        moe_lab."""
+        return " ".join(
+            sorted({source_of(function) for function in self.functions.values() if function})
+        )
 
 
 BOTH: tuple[Granularity, ...] = ("expert", "channel")
@@ -74,18 +80,44 @@ CHANNEL: tuple[Granularity, ...] = ("channel",)
 ALLOCATIONS: dict[str, Allocation] = {
     allocation.name: allocation
     for allocation in (
-        Allocation("uniform", {"expert": shapes.uniform_experts, "channel": shapes.uniform_channels}),
-        Allocation("global", {"expert": shapes.global_experts, "channel": shapes.global_channels}, uneven=BOTH),
-        Allocation("layerwise", {"channel": shapes.layerwise}, uneven=CHANNEL),
-        Allocation("u_shaped", {"expert": shapes.u_shaped, "channel": shapes.u_shaped}, uneven=BOTH),
         Allocation(
-            "loss_based", {"expert": shapes.loss_based, "channel": shapes.loss_based}, shapes.loss_needs, uneven=BOTH
+            "uniform", {"expert": shapes.uniform_experts, "channel": shapes.uniform_channels}
         ),
-        Allocation("coverage", {"channel": coverage.coverage}, coverage.needs, uneven=CHANNEL, zero_expert="drop"),
+        Allocation(
+            "global",
+            {"expert": shapes.global_experts, "channel": shapes.global_channels},
+            uneven=BOTH,
+        ),
+        Allocation("layerwise", {"channel": shapes.layerwise}, uneven=CHANNEL),
+        Allocation(
+            "u_shaped", {"expert": shapes.u_shaped, "channel": shapes.u_shaped}, uneven=BOTH
+        ),
+        Allocation(
+            "loss_based",
+            {"expert": shapes.loss_based, "channel": shapes.loss_based},
+            shapes.loss_needs,
+            uneven=BOTH,
+        ),
+        Allocation(
+            "coverage",
+            {"channel": coverage.coverage},
+            coverage.needs,
+            uneven=CHANNEL,
+            zero_expert="drop",
+        ),
         Allocation("list", {"expert": shapes.experts, "channel": shapes.channels}),
-        Allocation("evolutionary", {"expert": None}, step="search", parameters=None, uneven=("expert",)),
-        Allocation("reconstruction", {"expert": None}, step="reconstruction", parameters={"limit": Positive}),
-        Allocation("sequential", {"expert": None, "channel": None}, step="sequential", uneven=CHANNEL),
+        Allocation(
+            "evolutionary", {"expert": None}, step="search", parameters=None, uneven=("expert",)
+        ),
+        Allocation(
+            "reconstruction",
+            {"expert": None},
+            step="reconstruction",
+            parameters={"limit": Positive},
+        ),
+        Allocation(
+            "sequential", {"expert": None, "channel": None}, step="sequential", uneven=CHANNEL
+        ),
     )
 }
 
@@ -107,7 +139,11 @@ def get(name: str) -> Allocation:
 @identity.register
 def _(settings: AllocationConfig) -> Any:
     """Its fields, with the content of the files that they name, and the source of a plugin."""
-    document = {**counting_fields(settings), **protection.identity(vars(settings)), "source": get(settings.name).source}
+    document = {
+        **counting_fields(settings),
+        **protection.identity(vars(settings)),
+        "source": get(settings.name).source,
+    }
     if settings.path is not None:
         content = json.dumps(shapes.read(settings.path), sort_keys=True)
         document["path"] = sha256(content.encode()).hexdigest()
@@ -118,31 +154,43 @@ ZeroExpert = Literal["keep_null", "drop"]
 
 
 def check(settings: AllocationConfig, granularity: Granularity = "expert") -> None:
-    """Raise UserError unless the allocation exists, allocates what the criterion scores ("expert" or "channel"), and
-    every field and parameter belongs to it and has a valid value."""
+    """Raise UserError unless the allocation exists, allocates what the criterion scores ("expert"
+    or "channel"), and every field and parameter belongs to it and has a valid value."""
     allocation = get(settings.name)
     if granularity not in allocation.functions:
         own = next(iter(allocation.functions))
-        fitting = sorted(name for name, other in ALLOCATIONS.items() if granularity in other.functions)
+        fitting = sorted(
+            name for name, other in ALLOCATIONS.items() if granularity in other.functions
+        )
         raise UserError(
-            f"allocation={allocation.name} allocates {own}s, but the criterion scores {granularity}s: choose a "
-            f"criterion that scores {own}s, or one of the allocations of {granularity}s ({', '.join(fitting)})"
+            f"allocation={allocation.name} allocates {own}s, but the criterion scores "
+            f"{granularity}s: choose a "
+            f"criterion that scores {own}s, or one of the allocations of {granularity}s "
+            f"({', '.join(fitting)})"
         )
     if granularity == "channel":
         _check_of_channels(settings)
     _check_replacement(settings, allocation)
     if allocation.parameters is not None:
-        valid(_parameters(settings, allocation, granularity), settings.parameters, "allocation.parameters")
+        valid(
+            _parameters(settings, allocation, granularity),
+            settings.parameters,
+            "allocation.parameters",
+        )
     if settings.name == "list":
         shapes.listed(settings.path, granularity)
     if settings.by is not None:
         criteria.check(settings.by, {})
         if criteria.get(settings.by).granularity != "expert":
-            raise UserError(f"allocation.by={settings.by} scores channels, expected a criterion that scores experts")
+            raise UserError(
+                f"allocation.by={settings.by} scores channels, expected a criterion that scores "
+                "experts"
+            )
 
 
 def needs(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the evidence that these settings need besides the scores: "by", and the steps that measure the rest."""
+    """Names of the evidence that these settings need besides the scores: "by", and the steps that
+    measure the rest."""
     by = ("by",) if settings.get("by") else ()
     steps = (
         *grouping.needs(settings.get("replacement", "none")),
@@ -153,7 +201,8 @@ def needs(settings: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def zero_expert(settings: Mapping[str, Any]) -> str:
-    """Treatment of an expert without channels: keep_null (still routed to, outputs 0) or drop (with its router row)."""
+    """Treatment of an expert without channels: keep_null (still routed to, outputs 0) or drop (with
+    its router row)."""
     return str(settings["parameters"].get("zero_expert", get(settings["name"]).zero_expert))
 
 
@@ -165,10 +214,14 @@ def _check_of_channels(settings: AllocationConfig) -> None:
         f"by={settings.by}": settings.by is not None,
     }
     if named := [name for name, is_set in wrong.items() if is_set]:
-        raise UserError(f"allocation.{named[0]} is about whole experts, expected a criterion that scores experts")
+        raise UserError(
+            f"allocation.{named[0]} is about whole experts, expected a criterion that scores "
+            "experts"
+        )
     if settings.protect is not None and settings.name == "uniform":
         raise UserError(
-            f"allocation.protect={settings.protect} keeps experts with all their channels, and allocation=uniform "
+            f"allocation.protect={settings.protect} keeps experts with all their channels, and "
+            "allocation=uniform "
             "gives all experts the same number: expected null, or an allocation such as layerwise"
         )
 
@@ -180,53 +233,72 @@ def _check_replacement(settings: AllocationConfig, allocation: Allocation) -> No
         return
     if settings.path is not None and shapes.is_plan(shapes.read(settings.path)):
         raise UserError(
-            f"allocation.replacement={replacement}: the plan allocation.path={settings.path} says itself what experts "
+            f"allocation.replacement={replacement}: the plan allocation.path={settings.path} says "
+            "itself what experts "
             "are replaced by, expected none"
         )
     if allocation.step != "plan":
         raise UserError(
-            f"allocation.replacement={replacement} replaces what scores drop, and allocation={settings.name} runs the "
+            f"allocation.replacement={replacement} replaces what scores drop, and "
+            f"allocation={settings.name} runs the "
             "model without it to decide: expected none, or an allocation such as uniform or global"
         )
 
 
-def _parameters(settings: AllocationConfig, allocation: Allocation, granularity: Granularity) -> Any:
+def _parameters(
+    settings: AllocationConfig, allocation: Allocation, granularity: Granularity
+) -> Any:
     """The group of the parameters that these settings can have."""
     function = allocation.functions[granularity]
     types = {**(allocation.parameters or {}), **(keywords(function) if function else {})}
     types |= grouping.parameters(settings.replacement)
     if granularity == "channel":
         types |= {"zero_expert": ZeroExpert, "align": coverage.Alignment | None}
-    strict = {name: Annotated[kind, Strict()] if kind in (int, float) else kind for name, kind in types.items()}
+    strict = {
+        name: Annotated[kind, Strict()] if kind in (int, float) else kind
+        for name, kind in types.items()
+    }
     group = make_dataclass("Parameters", [(name, kind, None) for name, kind in strict.items()])
     return pydantic_dataclass(group, config=SETTINGS)
 
 
 Layers = Mapping[int, Mapping[str, Any]]
-"""Layer -> facts: n_experts, top_k, n_group, topk_group, and perhaps protected, ids of experts that must be kept."""
+"""Layer -> facts: n_experts, top_k, n_group, topk_group, and perhaps protected, ids of experts that
+must be kept."""
 
 
 def allocate(
-    settings: Mapping[str, Any], layers: Layers, scores: Mapping[int, Any], evidence: Evidence | None = None
+    settings: Mapping[str, Any],
+    layers: Layers,
+    scores: Mapping[int, Any],
+    evidence: Evidence | None = None,
 ) -> dict[int, int]:
     """Layer -> how many experts to remove.
 
-    `settings`: fields of AllocationConfig and the ratio. `scores`: layer -> a score per expert. `evidence`: each name
-    in `needs(settings)` -> layer -> arrays by name (for "by": a score per expert). UserError for infeasible settings,
-    naming the nearest feasible ratio.
+    `settings`: fields of AllocationConfig and the ratio. `scores`: layer -> a score per expert.
+    `evidence`: each name in `needs(settings)` -> layer -> arrays by name (for "by": a score per
+    expert). UserError for infeasible settings, naming the nearest feasible ratio.
     """
-    function, given = _function(settings, "expert"), _given(settings, layers, scores, evidence)
+    function = _function(settings, "expert")
+    given = _given(settings, layers, scores, evidence)
     by_layer = limits(layers, settings["multiple_of"])
-    return or_nearest(lambda ratio: function(Experts(ratio=ratio, limits=by_layer, **given)), settings["ratio"])
+    return or_nearest(
+        lambda ratio: function(Experts(ratio=ratio, limits=by_layer, **given)), settings["ratio"]
+    )
 
 
 def budgets(
-    settings: Mapping[str, Any], layers: Layers, scores: Mapping[int, Any], evidence: Evidence | None = None
+    settings: Mapping[str, Any],
+    layers: Layers,
+    scores: Mapping[int, Any],
+    evidence: Evidence | None = None,
 ) -> Budgets:
-    """Layer -> how many channels each expert keeps (E,) int64. As `allocate`, with `scores`: layer -> (E, I). Rounded
-    to whole blocks if parameters.align is set."""
-    function, given = _function(settings, "channel"), _given(settings, layers, scores, evidence)
-    values, alignment = given["scores"], coverage.alignment_of(settings)
+    """Layer -> how many channels each expert keeps (E,) int64. As `allocate`, with `scores`: layer
+    -> (E, I). Rounded to whole blocks if parameters.align is set."""
+    function = _function(settings, "channel")
+    given = _given(settings, layers, scores, evidence)
+    values = given["scores"]
+    alignment = coverage.alignment_of(settings)
     given["scores"] = {layer: array.copy() for layer, array in values.items()}
     for layer, experts in given["protected"].items():
         given["scores"][layer][experts] = numpy.inf
@@ -235,7 +307,9 @@ def budgets(
         _check_channels(ratio, settings, layers)
         problem = Channels(ratio=ratio, **given)
         if problem.fixed.sum() > problem.keep:
-            raise RatioTooLarge(f"keeps {problem.keep} channels, but allocation.protect needs {problem.fixed.sum()}")
+            raise RatioTooLarge(
+                f"keeps {problem.keep} channels, but allocation.protect needs {problem.fixed.sum()}"
+            )
         kept: Budgets = function(problem)
         return kept if alignment is None else coverage.align(kept, values, alignment)
 
@@ -243,8 +317,9 @@ def budgets(
 
 
 def fits(settings: Mapping[str, Any], layers: Layers, granularity: Granularity) -> None:
-    """Raise UserError when ratio, multiple_of or block is infeasible in these layers, as far as known without scores.
-    `layers` as in `allocate`; for channels, blocks are checked only in layers that also have a width."""
+    """Raise UserError when ratio, multiple_of or block is infeasible in these layers, as far as
+    known without scores. `layers` as in `allocate`; for channels, blocks are checked only in layers
+    that also have a width."""
     if granularity == "channel":
         wide = {layer: facts for layer, facts in layers.items() if "width" in facts}
         or_nearest(lambda ratio: _check_channels(ratio, settings, wide), settings["ratio"])
@@ -265,18 +340,27 @@ def _check_experts(ratio: float, settings: Mapping[str, Any], layers: Layers) ->
     else:
         budget(by_layer, ratio)
     for layer, limit in by_layer.items():
-        grouping.fits(settings, limit.count, limit.even(ratio), len(layers[layer].get("protected", ())))
+        grouping.fits(
+            settings, limit.count, limit.even(ratio), len(layers[layer].get("protected", ()))
+        )
 
 
 def _given(
-    settings: Mapping[str, Any], layers: Layers, scores: Mapping[int, Any], evidence: Evidence | None
+    settings: Mapping[str, Any],
+    layers: Layers,
+    scores: Mapping[int, Any],
+    evidence: Evidence | None,
 ) -> dict[str, Any]:
     """What every problem has besides the ratio."""
     return {
         "scores": {layer: numpy.asarray(scores[layer], dtype=numpy.float64) for layer in layers},
         "evidence": evidence or {},
         "path": settings.get("path"),
-        "protected": {layer: list(facts["protected"]) for layer, facts in layers.items() if facts.get("protected")},
+        "protected": {
+            layer: list(facts["protected"])
+            for layer, facts in layers.items()
+            if facts.get("protected")
+        },
     }
 
 
@@ -286,7 +370,8 @@ def _function(settings: Mapping[str, Any], granularity: Granularity) -> Function
     function = allocation.functions.get(granularity)
     if function is None:
         raise UserError(
-            f"allocation={allocation.name} cannot say from scores of {granularity}s alone how much goes: it is for "
+            f"allocation={allocation.name} cannot say from scores of {granularity}s alone how "
+            "much goes: it is for "
             f"{' and '.join(allocation.functions)}s, decided in the {allocation.step} step"
         )
     return partial(function, **own(function, settings["parameters"]))

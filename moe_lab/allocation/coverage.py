@@ -1,8 +1,10 @@
-"""allocation=coverage (MoE-Slimming): divide channels among layers, then experts, by how much of their scores is kept.
+"""allocation=coverage (MoE-Slimming): divide channels among layers, then experts, by how much of
+their scores is kept.
 
-CBA (Algorithms 1-4) finds budgets of groups such that each covers its target share of its own scores. S_g(n) is the sum
-of the n highest scores of group g, negative ones counting as 0, and N_g(rho) = min{n : S_g(n) >= rho S_g}. CBA finds
-the alpha with sum_g N_g(min(alpha phi_g, 1)) = budget.
+CBA (Algorithms 1-4) finds budgets of groups such that each covers its target share of its own
+scores. S_g(n) is the sum of the n highest scores of group g, negative ones counting as 0, and
+N_g(rho) = min{n : S_g(n) >= rho S_g}. CBA finds the alpha with sum_g N_g(min(alpha phi_g, 1)) =
+budget.
 
 AAR rounds widths to whole blocks, as low-bit kernels need, and empties experts with few channels.
 """
@@ -35,7 +37,9 @@ from moe_lab.errors import UserError
 BY_LOSS = ("coverage", "loss_based")
 """Values of `inter` that use the losses of layers."""
 
-Prior: TypeAlias = Literal["ala1", "ala2", "true_ablation", "loss", "usage", "router_weight", "ala_lm", "none"]
+Prior: TypeAlias = Literal[
+    "ala1", "ala2", "true_ablation", "loss", "usage", "router_weight", "ala_lm", "none"
+]
 
 
 def coverage(
@@ -52,11 +56,12 @@ def coverage(
 ) -> Budgets:
     """Layer -> channels each expert keeps (E,).
 
-    First `inter` gives each layer its budget: by CBA over the pooled channels of each layer, with the smoothed layer
-    loss named by `layer_prior` as target (coverage); the same share (uniform); a U over the depth, with `beta` and
-    `floor` (u_shaped); or in proportion to that loss (loss_based). Then `intra` divides it among the experts: by CBA
-    with the smoothed `prior` as target (coverage), in proportion to that (proportional), evenly (uniform), or by the
-    best channels of the layer (ranking). `layer_smoothing` is varied in MoE-Slimming's Tables 7 and 15.
+    First `inter` gives each layer its budget: by CBA over the pooled channels of each layer, with
+    the smoothed layer loss named by `layer_prior` as target (coverage); the same share (uniform); a
+    U over the depth, with `beta` and `floor` (u_shaped); or in proportion to that loss
+    (loss_based). Then `intra` divides it among the experts: by CBA with the smoothed `prior` as
+    target (coverage), in proportion to that (proportional), evenly (uniform), or by the best
+    channels of the layer (ranking). `layer_smoothing` is varied in MoE-Slimming's Tables 7 and 15.
     """
     scores = problem.scores
     shares = numpy.ones(len(scores))
@@ -64,11 +69,14 @@ def coverage(
         shares = smooth(layer_losses(problem.evidence, scores, layer_prior), layer_smoothing)
     elif inter == "u_shaped":
         shares = u_shape(len(scores), 1 - problem.ratio, beta, floor)
-    budgets = _cover_layers(problem, shares) if inter == "coverage" else problem.layer_budgets(shares)
+    budgets = (
+        _cover_layers(problem, shares) if inter == "coverage" else problem.layer_budgets(shares)
+    )
 
     def divide(layer: int, others: NDArray[numpy.int64], budget: int) -> Budget:
         """Channels of the experts `others` of a layer, which have `budget` together."""
-        values, width = scores[layer][others], scores[layer].shape[1]
+        values = scores[layer][others]
+        width = scores[layer].shape[1]
         if intra == "uniform":
             return apportion(numpy.ones(len(values)), budget, 0, width)
         if intra == "ranking":
@@ -88,10 +96,14 @@ def coverage(
 
 
 def _cover_layers(problem: Channels, shares: Array) -> dict[int, int]:
-    """Layer -> channels it keeps by CBA over the pooled channels of each layer, and those of protected experts."""
-    kept, free = problem.fixed, problem.sizes > problem.fixed
+    """Layer -> channels it keeps by CBA over the pooled channels of each layer, and those of
+    protected experts."""
+    kept = problem.fixed
+    free = problem.sizes > problem.fixed
     if free.any():
-        pools = [values[problem.unprotected(layer)].ravel() for layer, values in problem.scores.items()]
+        pools = [
+            values[problem.unprotected(layer)].ravel() for layer, values in problem.scores.items()
+        ]
         left = problem.keep - int(kept.sum())
         kept[free] += cover([pool for pool in pools if len(pool)], shares[free], left)
     return dict(zip(problem.scores, kept.tolist(), strict=True))
@@ -114,11 +126,13 @@ BEYOND = 1e300
 
 
 def cover(groups: Sequence[Array], prior: Array, budget: int) -> Budget:
-    """Budgets (G,) that sum to `budget`. `groups`: the scores of each group (n_g,); `prior`: phi >= 0 (G,).
+    """Budgets (G,) that sum to `budget`. `groups`: the scores of each group (n_g,); `prior`: phi >=
+    0 (G,).
 
-    Group g takes its channel n+1 as soon as alpha phi_g S_g > S_g(n), so the channels of all groups are sorted by
-    S_g(n) / (S_g phi_g) and the first `budget` are taken; of equal groups, of the one with the larger phi, then of the
-    first. Groups with phi = 0 and, after these, channels without any score come last.
+    Group g takes its channel n+1 as soon as alpha phi_g S_g > S_g(n), so the channels of all groups
+    are sorted by S_g(n) / (S_g phi_g) and the first `budget` are taken; of equal groups, of the one
+    with the larger phi, then of the first. Groups with phi = 0 and, after these, channels without
+    any score come last.
     """
     order = numpy.argsort(-prior, kind="stable")
     thresholds = [_thresholds(groups[group], prior[group]) for group in order]
@@ -141,7 +155,8 @@ def _thresholds(scores: Array, prior: float) -> Array:
 
 
 def expert_prior(prior: Prior, evidence: Evidence, layer: int, n_experts: int) -> Array:
-    """The prior of each expert of `layer` (E,), >= 0, up to a factor; the formula of each: docs/allocations.md.
+    """The prior of each expert of `layer` (E,), >= 0, up to a factor; the formula of each:
+    docs/allocations.md.
 
     An expert that opposes the others (a negative attribution) counts as 0.
     """
@@ -182,23 +197,28 @@ class Alignment:
 
 
 def alignment_of(settings: Mapping[str, Any]) -> Alignment | None:
-    """The alignment that the fields of AllocationConfig ask for, if any. UserError for a value that cannot work."""
+    """The alignment that the fields of AllocationConfig ask for, if any. UserError for a value that
+    cannot work."""
     value = settings["parameters"].get("align")
     return None if value is None else valid(Alignment, value, "allocation.parameters.align")
 
 
 def check_fits(alignment: Alignment, layers: Mapping[int, Mapping[str, Any]], ratio: float) -> None:
-    """Raise UserError when experts are narrower than a block or min_channels, and RatioTooSmall when whole blocks hold
-    fewer channels than `ratio` keeps. `layers`: layer -> n_experts, width, which a block need not divide."""
+    """Raise UserError when experts are narrower than a block or min_channels, and RatioTooSmall
+    when whole blocks hold fewer channels than `ratio` keeps. `layers`: layer -> n_experts, width,
+    which a block need not divide."""
     block = alignment.block
     width = min((facts["width"] for facts in layers.values()), default=block)
     for name, least in (("block", block), ("min_channels", alignment.fewest)):
         if least > width:
             raise UserError(
-                f"allocation.parameters.align.{name}={least}: experts have {width} channels, the most it can be"
+                f"allocation.parameters.align.{name}={least}: experts have {width} channels, the "
+                "most it can be"
             )
     channels = sum(facts["n_experts"] * facts["width"] for facts in layers.values())
-    in_blocks = sum(facts["n_experts"] * (facts["width"] // block * block) for facts in layers.values())
+    in_blocks = sum(
+        facts["n_experts"] * (facts["width"] // block * block) for facts in layers.values()
+    )
     if int(channels * (1 - ratio)) > in_blocks:
         raise RatioTooSmall(
             f"keeps {int(channels * (1 - ratio))} of {channels} channels, and whole blocks of "
@@ -209,9 +229,9 @@ def check_fits(alignment: Alignment, layers: Mapping[int, Mapping[str, Any]], ra
 def align(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -> Budgets:
     """Round budgets to whole blocks: layer -> (E,). `scores`: layer -> (E, I).
 
-    Every budget is rounded down, for experts below `min_channels` to 0. The whole blocks that this leaves over go to
-    the other experts of the layer, one each, repeatedly until none is left or all experts are full (the paper stops
-    after one each):
+    Every budget is rounded down, for experts below `min_channels` to 0. The whole blocks that this
+    leaves over go to the other experts of the layer, one each, repeatedly until none is left or all
+    experts are full (the paper stops after one each):
     remainder (l-r-c)  first to the experts that lost most channels by rounding
     scores (l-r-s)     first to the experts that lost the largest sum of scores by rounding
     RatioTooLarge when a layer that had channels would be left with none.
@@ -222,8 +242,10 @@ def align(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -
         if kept.any() and not aligned[layer].any():
             most = int(kept.max())
             raise RatioTooLarge(
-                f"allocation.parameters.align (block={alignment.block}, min_channels={alignment.fewest}) leaves no "
-                f"channel in layer {layer}, whose largest expert was to keep {most}, which is the most both can be"
+                f"allocation.parameters.align (block={alignment.block}, "
+                f"min_channels={alignment.fewest}) leaves no "
+                f"channel in layer {layer}, whose largest expert was to keep {most}, which is the "
+                "most both can be"
             )
     return aligned
 
@@ -235,11 +257,13 @@ def _aligned(kept: Budget, scores: Array, alignment: Alignment) -> Budget:
     base = numpy.where(active, kept // block * block, 0)
     lost: NDArray[Any] = kept - base
     if alignment.order == "scores":  # the sum of those of the channels ranked base .. kept - 1
-        descending, rank = -numpy.sort(-scores, axis=1), numpy.arange(scores.shape[1])
+        descending = -numpy.sort(-scores, axis=1)
+        rank = numpy.arange(scores.shape[1])
         lost = (descending * ((rank >= base[:, None]) & (rank < kept[:, None]))).sum(axis=1)
     room = numpy.where(active, (scores.shape[1] - base) // block, 0)
     blocks = int((kept - base).sum()) // block
-    order, given = numpy.argsort(-lost, kind="stable"), numpy.zeros_like(room)
+    order = numpy.argsort(-lost, kind="stable")
+    given = numpy.zeros_like(room)
     while blocks > 0 and (takers := order[(given < room)[order]][:blocks]).size:
         given[takers] += 1
         blocks -= len(takers)

@@ -1,7 +1,9 @@
-"""Which experts are merged, and with which weights: sums of one layer in, groups of experts out. No torch.
+"""Which experts are merged, and with which weights: sums of one layer in, groups of experts out. No
+torch.
 
-An allocation decides how many experts a layer keeps, and a grouping which experts share each of them. A new one is an
-entry of `GROUPINGS`: how different two experts are, how groups are made of that, and how a group becomes one expert.
+An allocation decides how many experts a layer keeps, and a grouping which experts share each of
+them. A new one is an entry of `GROUPINGS`: how different two experts are, how groups are made of
+that, and how a group becomes one expert.
 """
 
 from __future__ import annotations
@@ -35,16 +37,17 @@ class Grouping:
     distances: Callable[[Sums], Array]
     """Sums -> (E, E), how different two experts are."""
     cluster: Callable[..., Groups]
-    """Distances (E, E), ids of the experts that are kept, the one of highest score first, and parameters by keyword ->
-    as many groups as experts are kept."""
+    """Distances (E, E), ids of the experts that are kept, the one of highest score first, and
+    parameters by keyword -> as many groups as experts are kept."""
     weights: Literal["tokens", "scores"] = "tokens"
-    """What members are weighted by: routing frequency, N_j / sum N, or the criterion's scores, of which negative ones
-    count as 0. Where the sum is 0, all members weigh the same."""
+    """What members are weighted by: routing frequency, N_j / sum N, or the criterion's scores, of
+    which negative ones count as 0. Where the sum is 0, all members weigh the same."""
     rows: Literal["all", "kept"] = "all"
-    """Rows of the router that stay: all, so that the gates of a token's merged experts add up, or only those of the
-    experts that are kept, each of which stands for its group."""
+    """Rows of the router that stay: all, so that the gates of a token's merged experts add up, or
+    only those of the experts that are kept, each of which stands for its group."""
     align: Literal["weights", "activations_and_weights"] | None = None
-    """By what the channels of the members are matched before they are averaged; None leaves them as they are."""
+    """By what the channels of the members are matched before they are averaged; None leaves them as
+    they are."""
 
 
 def of_logits(sums: Sums) -> Array:
@@ -54,7 +57,8 @@ def of_logits(sums: Sums) -> Array:
 
 def of_outputs(sums: Sums) -> Array:
     """Euclidean distance of the experts' mean outputs over all tokens."""
-    return _euclidean(numpy.asarray(sums["dense_output_sum"], dtype=float))  # the means times one number
+    # the means times one number
+    return _euclidean(numpy.asarray(sums["dense_output_sum"], dtype=float))
 
 
 def of_routed_outputs(sums: Sums) -> Array:
@@ -65,9 +69,10 @@ def of_routed_outputs(sums: Sums) -> Array:
 
 
 def of_outputs_and_logits(sums: Sums) -> Array:
-    """1 - (s + r) / 2 of REAM's code: s from gated outputs, r from the router's logits, both in [0, 1]. s = (cos + 1) /
-    2 of the sums over all tokens of p_j f_j, p = softmax(logits). r = 1 - d / max d with d = sqrt(2 - 2 cos) of the
-    logits over all tokens, the Euclidean distance of their normalised columns."""
+    """1 - (s + r) / 2 of REAM's code: s from gated outputs, r from the router's logits, both in [0,
+    1]. s = (cos + 1) / 2 of the sums over all tokens of p_j f_j, p = softmax(logits). r = 1 - d /
+    max d with d = sqrt(2 - 2 cos) of the logits over all tokens, the Euclidean distance of their
+    normalised columns."""
     apart = numpy.sqrt(numpy.maximum(2 * of_logits(sums), 0))
     logits = 1 - apart / max(float(apart.max()), numpy.finfo(float).tiny)
     gated = numpy.asarray(sums["dense_gated_output_sum"], dtype=float)
@@ -83,7 +88,8 @@ def of_weights(sums: Sums) -> Array:
 
 
 def nearest(distances: Array, kept: Sequence[int]) -> Groups:
-    """Each other expert joins the kept one nearest to it; of equally near ones, that of the lower id."""
+    """Each other expert joins the kept one nearest to it; of equally near ones, that of the lower
+    id."""
     groups = {owner: [owner] for owner in sorted(kept)}
     owners = list(groups)
     for expert in range(len(distances)):
@@ -104,8 +110,9 @@ def average_linkage(distances: Array, kept: Sequence[int]) -> Groups:
 
 
 def by_salience(distances: Array, kept: Sequence[int], *, group_size: int = GROUP_SIZE) -> Groups:
-    """From the kept expert of highest score on, each takes the experts nearest to it of those that are still free, of
-    equally near ones that of the lower id, up to a group of `group_size`. UserError when groups cannot hold all."""
+    """From the kept expert of highest score on, each takes the experts nearest to it of those that
+    are still free, of equally near ones that of the lower id, up to a group of `group_size`.
+    UserError when groups cannot hold all."""
     check_capacity(len(distances), len(kept), group_size=group_size)
     free = [expert for expert in range(len(distances)) if expert not in kept]
     groups = []
@@ -120,8 +127,10 @@ def check_capacity(count: int, kept: int, *, group_size: int = GROUP_SIZE) -> No
     """Raise UserError when `kept` groups of at most `group_size` experts cannot hold `count`."""
     if kept * group_size < count:
         raise UserError(
-            f"allocation.parameters.group_size={group_size}: {kept} groups of that size cannot hold {count} "
-            f"unprotected experts of a layer: expected at least {ceil(count / kept)}, or a smaller ratio"
+            f"allocation.parameters.group_size={group_size}: {kept} groups of that size cannot "
+            f"hold {count} "
+            f"unprotected experts of a layer: expected at least {ceil(count / kept)}, or a "
+            "smaller ratio"
         )
 
 
@@ -140,18 +149,21 @@ GROUPINGS = {
     ),
     "merge_moe": Grouping(("statistics", "weight_distances"), of_weights, nearest),
 }
-"""M-SMoE (arXiv 2310.01334; unaligned as in its code for Mixtral), HC-SMoE (2410.08589; routed: with the mean outputs
-over routed tokens), REAM (2604.04356) and the groups of MergeMoE (2510.14436)."""
+"""M-SMoE (arXiv 2310.01334; unaligned as in its code for Mixtral), HC-SMoE (2410.08589; routed:
+with the mean outputs over routed tokens), REAM (2604.04356) and the groups of MergeMoE
+(2510.14436)."""
 REPLACEMENTS: dict[str, tuple[str, ...]] = {
     "none": (),
     "mean_output": ("statistics",),
     **{name: grouping.passes for name, grouping in GROUPINGS.items()},
 }
-"""What can take the place of the experts that an allocation drops -> the passes whose sums it reads."""
+"""What can take the place of the experts that an allocation drops -> the passes whose sums it
+reads."""
 
 
 def needs(replacement: str) -> tuple[str, ...]:
-    """The passes whose sums a replacement of dropped experts reads. UserError for an unknown one."""
+    """The passes whose sums a replacement of dropped experts reads. UserError for an unknown
+    one."""
     check_known("allocation.replacement", replacement, REPLACEMENTS)
     return REPLACEMENTS[replacement]
 
@@ -162,32 +174,45 @@ def parameters(replacement: str) -> dict[str, Any]:
 
 
 def fits(settings: Mapping[str, Any], count: int, kept: int, protected: int) -> None:
-    """Raise UserError when the `kept` of `count` experts of a layer cannot stand for all, `protected` of them alone."""
+    """Raise UserError when the `kept` of `count` experts of a layer cannot stand for all,
+    `protected` of them alone."""
     grouping = GROUPINGS.get(settings.get("replacement", "none"))
     if grouping is not None and grouping.cluster is by_salience and protected < kept < count:
-        check_capacity(count - protected, kept - protected, **own(check_capacity, settings["parameters"]))
+        check_capacity(
+            count - protected, kept - protected, **own(check_capacity, settings["parameters"])
+        )
 
 
 def groups(
-    settings: Mapping[str, Any], sums: Sums, scores: Array, kept: Sequence[int], protected: Sequence[int] = ()
+    settings: Mapping[str, Any],
+    sums: Sums,
+    scores: Array,
+    kept: Sequence[int],
+    protected: Sequence[int] = (),
 ) -> Groups:
-    """The groups of the grouping settings["replacement"], as many as experts are `kept`, in the order of their ids.
-    Each of `protected` is one by itself. `settings`: fields of AllocationConfig. `scores` (E,) are the criterion's.
-    UserError when there is nothing that the others could be merged into, and for sums that are lacking."""
-    name, grouping = settings["replacement"], GROUPINGS[settings["replacement"]]
+    """The groups of the grouping settings["replacement"], as many as experts are `kept`, in the
+    order of their ids. Each of `protected` is one by itself. `settings`: fields of
+    AllocationConfig. `scores` (E,) are the criterion's. UserError when there is nothing that the
+    others could be merged into, and for sums that are lacking."""
+    name = settings["replacement"]
+    grouping = GROUPINGS[settings["replacement"]]
     others = [expert for expert in range(len(scores)) if expert not in protected]
-    free = sorted((expert for expert in kept if expert not in protected), key=lambda expert: -scores[expert])
+    free = sorted(
+        (expert for expert in kept if expert not in protected), key=lambda expert: -scores[expert]
+    )
     alone = [[expert] for expert in protected]
     if not others:
         return alone
     if not free:
         raise UserError(
-            f"allocation.replacement={name}: a layer keeps {len(kept)} experts, which are all protected, so that no "
+            f"allocation.replacement={name}: a layer keeps {len(kept)} experts, which are all "
+            "protected, so that no "
             "others can be merged into them: expected a smaller ratio"
         )
     if "router_gram" not in sums and grouping.distances in (of_logits, of_outputs_and_logits):
         raise UserError(
-            f"allocation.replacement={name} compares the router's logits, and this router gives none: expected "
+            f"allocation.replacement={name} compares the router's logits, and this router gives "
+            "none: expected "
             "hc_smoe, which compares outputs"
         )
     distances = grouping.distances(sums)
@@ -197,11 +222,16 @@ def groups(
     return sorted(alone + [sorted(others[place] for place in cluster) for cluster in clusters])
 
 
-def weighted(name: str, groups: Groups, sums: Sums, scores: Array, kept: Sequence[int]) -> dict[int, dict[int, float]]:
-    """The expert that stands for each group -> {expert: weight}, for the grouping `name`: the kept one where only the
-    router's rows of kept experts stay, and otherwise the member of largest weight (of equals the lowest id)."""
+def weighted(
+    name: str, groups: Groups, sums: Sums, scores: Array, kept: Sequence[int]
+) -> dict[int, dict[int, float]]:
+    """The expert that stands for each group -> {expert: weight}, for the grouping `name`: the kept
+    one where only the router's rows of kept experts stay, and otherwise the member of largest
+    weight (of equals the lowest id)."""
     grouping = GROUPINGS[name]
-    values = numpy.asarray(sums["tokens"] if grouping.weights == "tokens" else numpy.maximum(scores, 0), dtype=float)
+    values = numpy.asarray(
+        sums["tokens"] if grouping.weights == "tokens" else numpy.maximum(scores, 0), dtype=float
+    )
     merged = {}
     for group in groups:
         own_values = values[group]

@@ -1,4 +1,5 @@
-"""Inputs of an allocation: ratio, scores, other evidence, and the numbers of experts that routers allow."""
+"""Inputs of an allocation: ratio, scores, other evidence, and the numbers of experts that routers
+allow."""
 
 from __future__ import annotations
 
@@ -25,10 +26,15 @@ Evidence: TypeAlias = Mapping[str, Mapping[int, Any]]
 
 
 def keywords(function: Callable[..., Any]) -> dict[str, Any]:
-    """Keyword-only argument -> type: the parameters of a function that decides something of an allocation."""
+    """Keyword-only argument -> type: the parameters of a function that decides something of an
+    allocation."""
     hints = get_type_hints(function, include_extras=True)
     arguments = inspect.signature(function).parameters.values()
-    return {keyword.name: hints[keyword.name] for keyword in arguments if keyword.kind is keyword.KEYWORD_ONLY}
+    return {
+        keyword.name: hints[keyword.name]
+        for keyword in arguments
+        if keyword.kind is keyword.KEYWORD_ONLY
+    }
 
 
 def own(function: Callable[..., Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,8 +54,8 @@ class RatioTooSmall(UserError):
 
 
 def or_nearest(decide: Callable[[float], Result], ratio: float) -> Result:
-    """`decide(ratio)`; UserError with the nearest feasible ratio, in thousandths, if that raises RatioTooLarge or
-    RatioTooSmall."""
+    """`decide(ratio)`; UserError with the nearest feasible ratio, in thousandths, if that raises
+    RatioTooLarge or RatioTooSmall."""
 
     def refusal(thousandths: int) -> UserError | None:
         try:
@@ -62,16 +68,22 @@ def or_nearest(decide: Callable[[float], Result], ratio: float) -> Result:
     try:
         return decide(ratio)
     except RatioTooLarge as error:
-        reason, word = error, "largest"
+        reason = error
+        word = "largest"
         # Only below the ratio: rounding to blocks may leave a larger one feasible.
         below = range(ceil(1000 * ratio) if ratio < 1 else 1000)
         nearest = bisect_left(below, True, key=lambda n: isinstance(refusal(n), RatioTooLarge)) - 1
     except RatioTooSmall as error:
-        reason, word = error, "smallest"
+        reason = error
+        word = "smallest"
         above = range(floor(1000 * ratio) + 1 if ratio > 0 else 0, 1000)
-        nearest = above.start + bisect_left(above, True, key=lambda n: not isinstance(refusal(n), RatioTooSmall))
+        nearest = above.start + bisect_left(
+            above, True, key=lambda n: not isinstance(refusal(n), RatioTooSmall)
+        )
     if 0 <= nearest < 1000 and refusal(nearest) is None:
-        raise UserError(f"ratio={ratio:g}: {reason}; {nearest / 1000:g} is the {word} feasible ratio")
+        raise UserError(
+            f"ratio={ratio:g}: {reason}; {nearest / 1000:g} is the {word} feasible ratio"
+        )
     raise UserError(f"ratio={ratio:g}: {reason}; no other ratio is feasible either")
 
 
@@ -97,7 +109,8 @@ class Experts(Problem):
     limits: dict[int, Limits]
 
     def in_proportion(self, shares: Array) -> dict[int, int]:
-        """Layer -> experts to remove, such that layers keep experts in proportion to share * size."""
+        """Layer -> experts to remove, such that layers keep experts in proportion to share *
+        size."""
         limits = self.limits.values()
         count = numpy.array([limit.count for limit in limits])
         kept = apportion(
@@ -111,7 +124,8 @@ class Experts(Problem):
 
 
 class Channels(Problem):
-    """The input of an allocation of channels per expert. Scores of protected experts are infinite."""
+    """The input of an allocation of channels per expert. Scores of protected experts are
+    infinite."""
 
     @property
     def sizes(self) -> NDArray[numpy.int64]:
@@ -121,7 +135,10 @@ class Channels(Problem):
     @property
     def fixed(self) -> NDArray[numpy.int64]:
         """Channels of the protected experts of each layer (L,)."""
-        counts = [len(self.protected.get(layer, ())) * scores.shape[1] for layer, scores in self.scores.items()]
+        counts = [
+            len(self.protected.get(layer, ())) * scores.shape[1]
+            for layer, scores in self.scores.items()
+        ]
         return numpy.array(counts, dtype=numpy.int64)
 
     def unprotected(self, layer: int) -> NDArray[numpy.int64]:
@@ -134,25 +151,28 @@ class Channels(Problem):
         return whole(int(self.sizes.sum()) * (1 - self.ratio))
 
     def layer_budgets(self, shares: Array) -> dict[int, int]:
-        """Layer -> channels it keeps, `keep` in all, in proportion to share * size, at least those of its protected
-        experts."""
+        """Layer -> channels it keeps, `keep` in all, in proportion to share * size, at least those
+        of its protected experts."""
         kept = apportion(shares * self.sizes, self.keep, self.fixed, self.sizes)
         return dict(zip(self.scores, kept.tolist(), strict=True))
 
     def in_proportion(self, shares: Array) -> Budgets:
-        """Layer -> channels each expert keeps, if each layer keeps its best channels within `layer_budgets`."""
+        """Layer -> channels each expert keeps, if each layer keeps its best channels within
+        `layer_budgets`."""
         kept = self.layer_budgets(shares)
         return {layer: best(scores, kept[layer]) for layer, scores in self.scores.items()}
 
 
 def best(scores: Array, keep: int) -> Budget:
-    """Count the `keep` highest of `scores` (E, I) by expert (E,); of equal scores the later ones are kept."""
+    """Count the `keep` highest of `scores` (E, I) by expert (E,); of equal scores the later ones
+    are kept."""
     counts: Budget = highest(scores.ravel(), keep).reshape(scores.shape).sum(axis=1)
     return counts
 
 
 def highest(scores: Array, keep: int) -> Budget:
-    """1 for the `keep` highest of `scores` (n,), 0 for the others; of equal scores the later ones are kept."""
+    """1 for the `keep` highest of `scores` (n,), 0 for the others; of equal scores the later ones
+    are kept."""
     flags: Budget = numpy.ones(len(scores), dtype=numpy.int64)
     flags[numpy.argsort(scores, kind="stable")[: len(scores) - keep]] = 0
     return flags
@@ -164,28 +184,38 @@ def whole(value: float) -> int:
 
 
 def measured(evidence: Evidence, need: str, layer: int, name: str) -> Array:
-    """The array `name` that the step `need` measured for `layer`, fp64. UserError when it is missing."""
+    """The array `name` that the step `need` measured for `layer`, fp64. UserError when it is
+    missing."""
     arrays = evidence.get(need, {}).get(layer, {})
     if name not in arrays:
-        raise UserError(f"allocation needs {name} of layer {layer}, which the step {need} measures, and has none")
+        raise UserError(
+            f"allocation needs {name} of layer {layer}, which the step {need} measures, and has "
+            "none"
+        )
     return numpy.asarray(arrays[name], dtype=numpy.float64)
 
 
 def apportion(
     weights: ArrayLike, total: int, low: ArrayLike, high: ArrayLike, step: ArrayLike = 1
 ) -> NDArray[numpy.int64]:
-    """Divide `total` into whole numbers near `level * weights`, each in [low, high] and low plus a multiple of `step`.
+    """Divide `total` into whole numbers near `level * weights`, each in [low, high] and low plus a
+    multiple of `step`.
 
-    `weights` > 0; `low`, `high` and `step`: one number, or one per weight; sum(low) <= total <= sum(high). The level is
-    the one at which the clipped shares sum to `total`. They are rounded down, and the largest remainders get one step
-    more (ties: the first). When steps differ, the sum may be below `total` by less than the largest step.
+    `weights` > 0; `low`, `high` and `step`: one number, or one per weight; sum(low) <= total <=
+    sum(high). The level is the one at which the clipped shares sum to `total`. They are rounded
+    down, and the largest remainders get one step more (ties: the first). When steps differ, the sum
+    may be below `total` by less than the largest step.
     """
     weight = numpy.asarray(weights, dtype=numpy.float64)
-    least, most, steps = (numpy.broadcast_to(numpy.asarray(x, numpy.int64), weight.shape) for x in (low, high, step))
+    least, most, steps = (
+        numpy.broadcast_to(numpy.asarray(x, numpy.int64), weight.shape) for x in (low, high, step)
+    )
     levels = numpy.sort(numpy.concatenate([least / weight, most / weight]))
     filled = [numpy.clip(level * weight, least, most).sum() for level in levels]
     share = numpy.clip(numpy.interp(total, filled, levels) * weight, least, most)
-    parts: NDArray[numpy.int64] = least + numpy.floor((share - least) / steps + 1e-9).astype(numpy.int64) * steps
+    parts: NDArray[numpy.int64] = (
+        least + numpy.floor((share - least) / steps + 1e-9).astype(numpy.int64) * steps
+    )
     parts = numpy.minimum(parts, most)
     remainder = numpy.round((share - parts) / steps, 9)
     left = total - int(parts.sum())
@@ -198,17 +228,20 @@ def apportion(
 
 @dataclass(frozen=True)
 class Limits:
-    """Numbers of experts that a layer's router and `multiple_of` allow: `smallest` to `largest`, in steps of `step`."""
+    """Numbers of experts that a layer's router and `multiple_of` allow: `smallest` to `largest`, in
+    steps of `step`."""
 
     count: int
     """Routed experts of the layer."""
     top_k: int
     n_group: int
-    """Groups of a group-limited router, each of which must lose the same number; 1 for other routers."""
+    """Groups of a group-limited router, each of which must lose the same number; 1 for other
+    routers."""
     step: int
     """Kept counts are multiples of this."""
     fewest: int
-    """The smallest number of experts with which the router works and all protected ones are kept."""
+    """The smallest number of experts with which the router works and all protected ones are
+    kept."""
 
     @property
     def smallest(self) -> int:
@@ -221,42 +254,52 @@ class Limits:
         return self.step * (self.count // self.step)
 
     def even(self, ratio: float) -> int:
-        """Experts kept when int(count * ratio) are removed, the papers' rule, rounded up to a multiple of `step`."""
+        """Experts kept when int(count * ratio) are removed, the papers' rule, rounded up to a
+        multiple of `step`."""
         return self.step * ceil((self.count - int(self.count * ratio)) / self.step)
 
 
 def limits(layers: Mapping[int, Mapping[str, Any]], multiple_of: int = 1) -> dict[int, Limits]:
-    """The limits of every layer. `layers`: layer -> facts (n_experts, top_k, n_group, topk_group, perhaps protected).
-    UserError when a layer cannot keep any multiple of `multiple_of`."""
+    """The limits of every layer. `layers`: layer -> facts (n_experts, top_k, n_group, topk_group,
+    perhaps protected). UserError when a layer cannot keep any multiple of `multiple_of`."""
     by_layer = {}
     for layer, facts in layers.items():
-        count, top_k, n_group = int(facts["n_experts"]), int(facts["top_k"]), int(facts["n_group"])
+        count = int(facts["n_experts"])
+        top_k = int(facts["top_k"])
+        n_group = int(facts["n_group"])
         groups = Counter(expert * n_group // count for expert in facts.get("protected", ()))
         fewest = max(fewest_experts(facts), n_group * max(groups.values(), default=0))
         if fewest_experts(facts) > count:
-            raise UserError(f"model.top_k={top_k}: layer {layer} has {count} experts in the model's config.json")
+            raise UserError(
+                f"model.top_k={top_k}: layer {layer} has {count} experts in the model's config.json"
+            )
         limit = by_layer[layer] = Limits(count, top_k, n_group, lcm(multiple_of, n_group), fewest)
         if limit.smallest > count:
             raise UserError(
-                f"allocation.multiple_of: layer {layer} has {count} experts and cannot keep a multiple of "
+                f"allocation.multiple_of: layer {layer} has {count} experts and cannot keep a "
+                "multiple of "
                 f"{limit.step} that is at least {limit.fewest}: choose a smaller multiple"
             )
     return by_layer
 
 
 def budget(layers: Mapping[int, Limits], ratio: float) -> int:
-    """Total number of experts to remove at `ratio`: as many as allocation=uniform removes, summed over layers.
-    RatioTooLarge or RatioTooSmall when the layers together cannot lose that many."""
+    """Total number of experts to remove at `ratio`: as many as allocation=uniform removes, summed
+    over layers. RatioTooLarge or RatioTooSmall when the layers together cannot lose that many."""
     check_ratio(ratio)
     removed = sum(limit.count - limit.even(ratio) for limit in layers.values())
     least = sum(limit.count - limit.largest for limit in layers.values())
     most = sum(limit.count - limit.smallest for limit in layers.values())
     if removed > most:
         raise RatioTooLarge(
-            f"removes {removed} experts: routers, allocation.protect and allocation.multiple_of let only {most} go"
+            f"removes {removed} experts: routers, allocation.protect and allocation.multiple_of "
+            f"let only {most} go"
         )
     if removed < least:
-        raise RatioTooSmall(f"removes {max(removed, 0)} experts, but allocation.multiple_of makes at least {least} go")
+        raise RatioTooSmall(
+            f"removes {max(removed, 0)} experts, but allocation.multiple_of makes at least "
+            f"{least} go"
+        )
     return removed
 
 

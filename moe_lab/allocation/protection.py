@@ -1,5 +1,5 @@
-"""allocation.protect: super experts (arXiv 2507.23279), which every plan keeps whole, whatever the criterion and the
-allocation say."""
+"""allocation.protect: super experts (arXiv 2507.23279), which every plan keeps whole, whatever the
+criterion and the allocation say."""
 
 from __future__ import annotations
 
@@ -24,21 +24,30 @@ FRACTION = 10
 def super_experts(largest: Mapping[int, ArrayLike], end: int) -> dict[int, list[int]]:
     """Layer -> ids of its super experts (2507.23279, equation 8), for layers that have any.
 
-    `largest`: layer -> (E,), the largest absolute value a of an expert's output over tokens and hidden entries. An
-    expert is super if a is above the 99.5th percentile of all experts of all layers (linear interpolation), a is above
-    a tenth of the largest a, both strictly, and its layer is before the layer `end`. The paper's condition on layers,
-    that massive activations form in them, has no numeric rule.
+    `largest`: layer -> (E,), the largest absolute value a of an expert's output over tokens and
+    hidden entries. An expert is super if a is above the 99.5th percentile of all experts of all
+    layers (linear interpolation), a is above a tenth of the largest a, both strictly, and its layer
+    is before the layer `end`. The paper's condition on layers, that massive activations form in
+    them, has no numeric rule.
     """
     values = {layer: numpy.asarray(row, dtype=numpy.float64) for layer, row in largest.items()}
     everything = numpy.concatenate(list(values.values()))
     bound = max(float(numpy.percentile(everything, PERCENTILE)), float(everything.max()) / FRACTION)
-    chosen = {layer: numpy.flatnonzero(row > bound).tolist() for layer, row in values.items() if layer < end}
+    chosen = {
+        layer: numpy.flatnonzero(row > bound).tolist()
+        for layer, row in values.items()
+        if layer < end
+    }
     return {layer: experts for layer, experts in chosen.items() if experts}
 
 
 def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
     """What identifies the protection among the fields of AllocationConfig; {} without one."""
-    return {name: settings[name] for name in ("protect", "protect_layers")} if settings["protect"] else {}
+    return (
+        {name: settings[name] for name in ("protect", "protect_layers")}
+        if settings["protect"]
+        else {}
+    )
 
 
 def needs(settings: Mapping[str, Any]) -> tuple[str, ...]:
@@ -47,21 +56,38 @@ def needs(settings: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def with_protected(
-    settings: Mapping[str, Any], model: Mapping[str, Any], statistics: Mapping[int, Mapping[str, Any]]
+    settings: Mapping[str, Any],
+    model: Mapping[str, Any],
+    statistics: Mapping[int, Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """The facts of a model in which each layer lists the ids of its protected experts, as `protected`; as they are
-    without protection. `settings`: as from `identity`, among others. `statistics`: layer -> sums by name."""
+    """The facts of a model in which each layer lists the ids of its protected experts, as
+    `protected`; as they are without protection. `settings`: as from `identity`, among others.
+    `statistics`: layer -> sums by name."""
     if settings.get("protect") is None:
         return dict(model)
-    evidence, end = {"statistics": statistics}, round(settings["protect_layers"] * model["decoder_layers"])
+    evidence = {"statistics": statistics}
+    end = round(settings["protect_layers"] * model["decoder_layers"])
     chosen = super_experts(
-        {layer: measured(evidence, "statistics", layer, STATISTIC) for layer in model["layers"]}, end
+        {layer: measured(evidence, "statistics", layer, STATISTIC) for layer in model["layers"]},
+        end,
     )
-    marked = {layer: {**facts, "protected": chosen.get(layer, [])} for layer, facts in model["layers"].items()}
+    marked = {
+        layer: {**facts, "protected": chosen.get(layer, [])}
+        for layer, facts in model["layers"].items()
+    }
     return {**model, "layers": marked}
 
 
 def provenance(model: Mapping[str, Any]) -> dict[str, Any]:
-    """`protected`: layer -> ids, for the provenance of a plan; {} when `with_protected` had nothing to look for."""
-    lists = {str(layer): facts["protected"] for layer, facts in model["layers"].items() if "protected" in facts}
-    return {"protected": {layer: experts for layer, experts in lists.items() if experts}} if lists else {}
+    """`protected`: layer -> ids, for the provenance of a plan; {} when `with_protected` had nothing
+    to look for."""
+    lists = {
+        str(layer): facts["protected"]
+        for layer, facts in model["layers"].items()
+        if "protected" in facts
+    }
+    return (
+        {"protected": {layer: experts for layer, experts in lists.items() if experts}}
+        if lists
+        else {}
+    )

@@ -1,4 +1,5 @@
-"""A calibration set as the model reads it: batches of token ids with a validity mask, and a report."""
+"""A calibration set as the model reads it: batches of token ids with a validity mask, and a
+report."""
 
 from __future__ import annotations
 
@@ -31,17 +32,19 @@ from moe_lab.models.files import sha256_of
 GAP = -1
 """Stands for the filler token in rows of places."""
 TOLERANCE = 0.01
-"""Largest difference between the share of tokens that a set of a mixture has and the one in the settings."""
+"""Largest difference between the share of tokens that a set of a mixture has and the one in the
+settings."""
 
 
-# Packing: a stream of documents (token ids, none of them empty) becomes a stream of rows of exactly `length` ids, some
-# of which may be a filler. A row is yielded as soon as it is full, so that no more documents are read than rows need.
+# Packing: a stream of documents (token ids, none of them empty) becomes a stream of rows of exactly
+# `length` ids, some of which may be a filler. A row is yielded as soon as it is full, so that no
+# more documents are read than rows need.
 
 
 def reap(documents: Iterable[list[int]], length: int, gap: int | None) -> Iterator[list[int]]:
-    """Pack as the code of REAP and EvoESAP: a document that overflows a row is cut there, and its remainder dropped.
-    After a document that leaves room in the row, one position holds the `gap` token, unless it is None. A last row that
-    the documents do not fill is dropped."""
+    """Pack as the code of REAP and EvoESAP: a document that overflows a row is cut there, and its
+    remainder dropped. After a document that leaves room in the row, one position holds the `gap`
+    token, unless it is None. A last row that the documents do not fill is dropped."""
     row: list[int] = []
     for document in documents:
         row += document[: length - len(row)]
@@ -53,8 +56,8 @@ def reap(documents: Iterable[list[int]], length: int, gap: int | None) -> Iterat
 
 
 def chunk(documents: Iterable[list[int]], length: int, gap: int | None) -> Iterator[list[int]]:
-    """Join all documents, with a `gap` token after each unless it is None, and cut the stream every `length` tokens.
-    Only the last tokens, which fill no row, are lost."""
+    """Join all documents, with a `gap` token after each unless it is None, and cut the stream every
+    `length` tokens. Only the last tokens, which fill no row, are lost."""
     stream: list[int] = []
     for document in documents:
         stream += document
@@ -68,12 +71,17 @@ def chunk(documents: Iterable[list[int]], length: int, gap: int | None) -> Itera
 
 
 def one_a_row(documents: Iterable[list[int]], length: int, padding: int) -> Iterator[list[int]]:
-    """Pack one document per row: those longer than `length` are cut, shorter ones are padded on the right."""
+    """Pack one document per row: those longer than `length` are cut, shorter ones are padded on the
+    right."""
     for document in documents:
         yield document[:length] + [padding] * (length - len(document))
 
 
-PACKINGS: dict[str, Callable[..., Iterator[list[int]]]] = {"reap": reap, "chunk": chunk, "none": one_a_row}
+PACKINGS: dict[str, Callable[..., Iterator[list[int]]]] = {
+    "reap": reap,
+    "chunk": chunk,
+    "none": one_a_row,
+}
 """calibration.packing -> function (documents, length, filler)."""
 
 
@@ -82,8 +90,8 @@ class Calibration:
     """The batches of a calibration set, and a report about them."""
 
     rows: list[tuple[torch.Tensor, torch.Tensor]]
-    """Batches (ids, valid): (B, S) int64 token ids and (B, S) bool, False at gaps and padding, which no statistic
-    counts. The last batch may have fewer rows."""
+    """Batches (ids, valid): (B, S) int64 token ids and (B, S) bool, False at gaps and padding,
+    which no statistic counts. The last batch may have fewer rows."""
     report: dict[str, Any]
     """What was read, JSON-ready; `calibration.json` of the statistics step."""
 
@@ -99,16 +107,18 @@ class Source:
     """Documents that were tokenised, to so many `tokens`."""
     tokens: int = 0
     placed: int = 0
-    """Tokens that are in rows, or will be if nothing more is cut; those in finished rows are `kept`."""
+    """Tokens that are in rows, or will be if nothing more is cut; those in finished rows are
+    `kept`."""
     kept: int = 0
     renderings: set[str] = field(default_factory=set)
 
 
 class Packed:
-    """Rows of a calibration set, or of a mixture of sets, as places (indices) in one list of tokens. Rows hold places
-    instead of ids, so that the set of a token, and whether it belongs to an answer, are still known after packing. The
-    next document comes from the set that is furthest behind its share of the tokens placed so far; ties go to the set
-    listed first. So the interleaving depends only on the settings and the tokenizer."""
+    """Rows of a calibration set, or of a mixture of sets, as places (indices) in one list of
+    tokens. Rows hold places instead of ids, so that the set of a token, and whether it belongs to
+    an answer, are still known after packing. The next document comes from the set that is furthest
+    behind its share of the tokens placed so far; ties go to the set listed first. So the
+    interleaving depends only on the settings and the tokenizer."""
 
     def __init__(
         self,
@@ -117,14 +127,21 @@ class Packed:
         read: Callable[[CalibrationConfig], list[Document]],
         tokenized: Callable[[Document, bool], tuple[list[int], list[bool]]],
     ) -> None:
-        """Read and pack the set. `read` gives documents; `tokenized` gives the ids of one, and a mark for each id."""
-        if settings.length > tokenizer.model_max_length:  # the model was not trained on such positions
+        """Read and pack the set. `read` gives documents; `tokenized` gives the ids of one, and a
+        mark for each id."""
+        # the model was not trained on such positions
+        if settings.length > tokenizer.model_max_length:
             raise UserError(
-                f"calibration.length={settings.length} is more than the model reads at once: expected at most "
+                f"calibration.length={settings.length} is more than the model reads at once: "
+                "expected at most "
                 f"{tokenizer.model_max_length}"
             )
-        self.settings, self.tokenizer, self._tokenized = settings, tokenizer, tokenized
-        self.sources = [Source(part, share, _ordered(read(part), part)) for share, part in parts(settings)]
+        self.settings = settings
+        self.tokenizer = tokenizer
+        self._tokenized = tokenized
+        self.sources = [
+            Source(part, share, _ordered(read(part), part)) for share, part in parts(settings)
+        ]
         self.ids: list[int] = []
         self.marks: list[bool] = []
         self._origins: list[Source] = []
@@ -137,7 +154,8 @@ class Packed:
 
     def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """(ids (B, S) int64, valid (B, S) bool, marks (B, S) bool), batch after batch."""
-        ids, marks = torch.tensor(self.ids), torch.tensor(self.marks)
+        ids = torch.tensor(self.ids)
+        marks = torch.tensor(self.marks)
         for start in range(0, len(self.rows), self.settings.batch_size):
             places = torch.tensor(self.rows[start : start + self.settings.batch_size])
             valid = places != GAP
@@ -153,13 +171,15 @@ class Packed:
             for place in row:
                 if place != GAP:
                     self._origins[place].kept += 1
-            if self.settings.packing != "chunk":  # chunk cuts nothing off: other tokens go into the next row
+            # chunk cuts nothing off: other tokens go into the next row
+            if self.settings.packing != "chunk":
                 for source in self.sources:
                     source.placed = source.kept
         return packed
 
     def _documents(self) -> Iterator[list[int]]:
-        """Yield the places of each document's tokens, until the set whose turn it is has no document left."""
+        """Yield the places of each document's tokens, until the set whose turn it is has no
+        document left."""
         streams = {id(source): self._read(source) for source in self.sources}
         while True:
             source = min(self.sources, key=lambda source: source.placed / source.share)
@@ -171,7 +191,8 @@ class Packed:
             yield places
 
     def _read(self, source: Source) -> Iterator[list[int]]:
-        """Yield the places of one set's documents; in a stream shared with other sets, at most `length` at once."""
+        """Yield the places of one set's documents; in a stream shared with other sets, at most
+        `length` at once."""
         mixed = len(self.sources) > 1 and self.settings.packing == "chunk"
         for document in source.documents:
             ids, marks = self._tokenized(document, source.settings.special_tokens)
@@ -189,32 +210,42 @@ class Packed:
 
     def _too_short(self) -> UserError:
         """The error for a set that runs out before all rows are filled."""
-        settings, filled, source = self.settings, len(self.rows), self._exhausted
+        settings = self.settings
+        filled = len(self.rows)
+        source = self._exhausted
         assert source is not None
-        fitting = f"calibration.tokens={filled * settings.length} would fit" if filled else "expected a longer text"
+        fitting = (
+            f"calibration.tokens={filled * settings.length} would fit"
+            if filled
+            else "expected a longer text"
+        )
         share = f", for its share of {source.share:g} of calibration={settings.name},"
         name = f"{source.settings.name}{share}" if settings.sources else source.settings.path
         return UserError(
-            f"calibration.path={name} is too short: its {source.tokens} tokens are read when {filled} of the "
-            f"{settings.rows} rows of calibration.length={settings.length} in calibration.tokens={settings.tokens} are "
+            f"calibration.path={name} is too short: its {source.tokens} tokens are read when "
+            f"{filled} of the "
+            f"{settings.rows} rows of calibration.length={settings.length} in "
+            f"calibration.tokens={settings.tokens} are "
             f"filled; {fitting}"
         )
 
     def _check_shares(self) -> None:
-        """Raise UserError when a set of a mixture has another share of the valid tokens than in the settings."""
+        """Raise UserError when a set of a mixture has another share of the valid tokens than in the
+        settings."""
         total = sum(source.kept for source in self.sources)
         for source in self.sources:
             if abs(source.kept / total - source.share) > TOLERANCE:
                 raise UserError(
-                    f"calibration={self.settings.name}: {source.settings.name} makes {source.kept / total:.1%} of the "
+                    f"calibration={self.settings.name}: {source.settings.name} makes "
+                    f"{source.kept / total:.1%} of the "
                     f"tokens and not {source.share:.1%}, because documents are long beside "
                     f"calibration.tokens={self.settings.tokens}: expected more tokens"
                 )
 
 
 def batches(settings: CalibrationConfig, tokenizer: Any) -> Calibration:
-    """Read, order, tokenise and pack a calibration set; the same settings and tokenizer give the same tensors.
-    UserError for a source that cannot be read or is too short."""
+    """Read, order, tokenise and pack a calibration set; the same settings and tokenizer give the
+    same tensors. UserError for a source that cannot be read or is too short."""
 
     def unmarked(document: Document, special_tokens: bool) -> tuple[list[int], list[bool]]:
         return (ids := tokenize(document, tokenizer, special_tokens)), [False] * len(ids)
@@ -224,37 +255,53 @@ def batches(settings: CalibrationConfig, tokenizer: Any) -> Calibration:
 
 
 def _ordered(documents: list[Document], settings: CalibrationConfig) -> list[Document]:
-    """Documents in the order of reading: that of the source, or shuffled by the seed (drawn without replacement)."""
+    """Documents in the order of reading: that of the source, or shuffled by the seed (drawn without
+    replacement)."""
     seed = order_seed(settings)
     return documents if seed is None else random.Random(seed).sample(documents, len(documents))
 
 
 def _filler(settings: CalibrationConfig, tokenizer: Any) -> int | None:
-    """The token id at invalid positions: that of gaps (None for no gaps) or, for packing=none, of the padding."""
+    """The token id at invalid positions: that of gaps (None for no gaps) or, for packing=none, of
+    the padding."""
     if settings.packing == "none" or settings.gap == "zero":
-        return 0  # right padding is invisible to the causal tokens before it: any id the embedding has will do
+        # right padding is invisible to the causal tokens before it: any id the embedding has will
+        # do
+        return 0
     if settings.gap == "none":
         return None
     if tokenizer.eos_token_id is None:
-        raise UserError("calibration.gap=eos: the model's tokenizer has no end-of-text token; use none or zero")
+        raise UserError(
+            "calibration.gap=eos: the model's tokenizer has no end-of-text token; use none or zero"
+        )
     return int(tokenizer.eos_token_id)
 
 
 def _report(packed: Packed) -> dict[str, Any]:
-    """Report what was read: the sources and their digests, how much of them, and the first row as the model sees it."""
-    settings, sources = packed.settings, packed.sources
+    """Report what was read: the sources and their digests, how much of them, and the first row as
+    the model sees it."""
+    settings = packed.settings
+    sources = packed.sources
     digests = [_digest(source) for source in sources]
     kept = {source.settings.name: source.kept for source in sources}
     first = packed.rows[0]
     end = max(at for at, place in enumerate(first) if place != GAP) + 1
     shares = [
-        {"name": source.settings.name, "source": source.settings.path, "sha256": sha256, "share": source.share}
+        {
+            "name": source.settings.name,
+            "source": source.settings.path,
+            "sha256": sha256,
+            "share": source.share,
+        }
         for source, sha256 in zip(sources, digests, strict=True)
     ]
     return {
         "name": settings.name,
-        "source": settings.path or ", ".join(f"{name} {kept[name] / sum(kept.values()):.1%}" for name in kept),
-        "sha256": hashlib.sha256(repr(shares).encode()).hexdigest() if settings.sources else digests[0],
+        "source": settings.path
+        or ", ".join(f"{name} {kept[name] / sum(kept.values()):.1%}" for name in kept),
+        "sha256": hashlib.sha256(repr(shares).encode()).hexdigest()
+        if settings.sources
+        else digests[0],
         **({"sources": shares} if settings.sources else {}),
         "documents_read": sum(len(source.documents) for source in sources),
         "documents_used": sum(source.used for source in sources),
@@ -283,43 +330,54 @@ def _digest(source: Source) -> str:
 # Batches of tasks with solutions, in which the tokens of answers are marked.
 
 AnswerBatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""ids (B, S) int64, valid (B, S) bool as in a calibration batch, answers (B, S) bool: the tokens of answers."""
+"""ids (B, S) int64, valid (B, S) bool as in a calibration batch, answers (B, S) bool: the tokens of
+answers."""
 
 
-def answer_batches(settings: CalibrationConfig, tokenizer: Any, *, header: bool = False) -> list[AnswerBatch]:
+def answer_batches(
+    settings: CalibrationConfig, tokenizer: Any, *, header: bool = False
+) -> list[AnswerBatch]:
     """The batches that `batches(settings, tokenizer)` gives, with the tokens of answers marked.
 
-    An answer is the output, the answer, the completion, or what an assistant says; a token belongs to it if it contains
-    one of its characters. `header` also marks what the chat template writes around it (the name of the speaker and the
-    end of the turn) or the blank line of a plain pair, as the released code of EvoESAP does. The tokens themselves are
-    marked, not the positions that predict them. UserError as for `batches`, and for a set without answers.
+    An answer is the output, the answer, the completion, or what an assistant says; a token belongs
+    to it if it contains one of its characters. `header` also marks what the chat template writes
+    around it (the name of the speaker and the end of the turn) or the blank line of a plain pair,
+    as the released code of EvoESAP does. The tokens themselves are marked, not the positions that
+    predict them. UserError as for `batches`, and for a set without answers.
     """
     if not tokenizer.is_fast:
         raise UserError(
-            "the model's tokenizer does not say which characters a token stands for, so answers cannot be marked: "
+            "the model's tokenizer does not say which characters a token stands for, so answers "
+            "cannot be marked: "
             "expected a fast tokenizer (a tokenizer.json)"
         )
     tokenized = partial(marked, tokenizer=tokenizer, header=header)
     found = list(Packed(settings, tokenizer, read_answered, tokenized).batches())
     if not any(bool(answers.any()) for _, _, answers in found):
         raise UserError(
-            f"calibration.length={settings.length} cuts every answer of {settings.name} away: expected longer rows"
+            f"calibration.length={settings.length} cuts every answer of {settings.name} away: "
+            "expected longer rows"
         )
     return found
 
 
-def marked(document: Document, special_tokens: bool, *, tokenizer: Any, header: bool) -> tuple[list[int], list[bool]]:
+def marked(
+    document: Document, special_tokens: bool, *, tokenizer: Any, header: bool
+) -> tuple[list[int], list[bool]]:
     """Token ids of a document, the same as without marks, and which of them belong to an answer."""
     text, add = written(document, tokenizer, special_tokens)
     encoded = tokenizer(text, add_special_tokens=add, verbose=False, return_offsets_mapping=True)
     spans = list(_spans(document, text, tokenizer, header))
     answers = [
-        any(max(first, start) < min(last, end) for start, end in spans) for first, last in encoded["offset_mapping"]
+        any(max(first, start) < min(last, end) for start, end in spans)
+        for first, last in encoded["offset_mapping"]
     ]
     return encoded["input_ids"], answers
 
 
-def _spans(document: Document, text: str, tokenizer: Any, header: bool) -> Iterator[tuple[int, int]]:
+def _spans(
+    document: Document, text: str, tokenizer: Any, header: bool
+) -> Iterator[tuple[int, int]]:
     """(start, end) of the characters of each answer in `text`."""
     if isinstance(document, Chat) and tokenizer.chat_template:
         yield from _turns(document, text, tokenizer, header)
@@ -329,31 +387,45 @@ def _spans(document: Document, text: str, tokenizer: Any, header: bool) -> Itera
 
 
 def _turns(document: Chat, text: str, tokenizer: Any, header: bool) -> Iterator[tuple[int, int]]:
-    """As `_spans`, for a conversation that was rendered with a chat template. A turn begins where the rendered messages
-    before it stop being a prefix of `text`, whatever a template writes last."""
+    """As `_spans`, for a conversation that was rendered with a chat template. A turn begins where
+    the rendered messages before it stop being a prefix of `text`, whatever a template writes
+    last."""
     turns = document.messages
     for number, message in enumerate(turns):
         if message["role"] != "assistant":
             continue
         start = _shared(document, number, text, tokenizer)
         if header:
-            yield start, len(text) if number + 1 == len(turns) else _shared(document, number + 1, text, tokenizer)
+            yield (
+                start,
+                len(text)
+                if number + 1 == len(turns)
+                else _shared(document, number + 1, text, tokenizer),
+            )
         elif others := [key for key in message if key != "content" and is_content(message[key])]:
             raise UserError(
-                f"calibration.path: the chat template writes {others[0]} of the assistant, so its tokens cannot be "
+                f"calibration.path: the chat template writes {others[0]} of the assistant, so its "
+                "tokens cannot be "
                 f"told: expected a set without {others[0]}, or header=true to take the whole turn"
             )
         elif content := message["content"].strip():
             begin = text.find(content, start)
             if begin < 0:
                 raise UserError(
-                    f"calibration.path: the chat template rewrites the answer {content[:40]!r}, so its tokens cannot "
-                    "be told: expected a set of plain answers, or header=true to take the whole turn"
+                    f"calibration.path: the chat template rewrites the answer {content[:40]!r}, "
+                    "so its tokens cannot "
+                    "be told: expected a set of plain answers, or header=true to take the whole "
+                    "turn"
                 )
             yield begin, begin + len(content)
 
 
 def _shared(document: Chat, count: int, text: str, tokenizer: Any) -> int:
-    """Length in characters of the longest common prefix of `text` and the first `count` messages, rendered."""
-    so_far = from_template(document.messages[:count], document.arguments, tokenizer) if count else ""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(so_far, text, strict=False)))
+    """Length in characters of the longest common prefix of `text` and the first `count` messages,
+    rendered."""
+    so_far = (
+        from_template(document.messages[:count], document.arguments, tokenizer) if count else ""
+    )
+    return sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(so_far, text, strict=False))
+    )

@@ -20,7 +20,8 @@ TASKS = (("instruction", "output"), ("question", "answer"))
 TEMPLATE_ARGUMENTS = "chat_template_kwargs"
 """Field of a record with arguments of the chat template, as documented by TRL."""
 BLANK_LINE = "\n\n"
-"""Separates the two halves of a pair for a model without a chat template, and the rows of a joined set."""
+"""Separates the two halves of a pair for a model without a chat template, and the rows of a joined
+set."""
 _MESSAGES = re.compile(r'\s*\[\s*\{\s*"role"\s*:')
 """How the JSON text of messages begins, as columns of them are after a way through CSV."""
 _ONE_WORD = re.compile(r"[!-~]*")
@@ -28,7 +29,8 @@ _ONE_WORD = re.compile(r"[!-~]*")
 
 
 Tools = Sequence[Mapping[str, Any]]
-"""Functions that a model may call, in the form of chat templates: {"type": "function", "function": {"name", ...}}."""
+"""Functions that a model may call, in the form of chat templates: {"type": "function", "function":
+{"name", ...}}."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class Chat:
     messages: tuple[Mapping[str, Any], ...]
     """A role, a content and all other keys; the arguments of `tool_calls` are objects."""
     arguments: Mapping[str, Any] = data_field(default_factory=dict)
-    """The other fields of the record, such as `tools`: the functions that the assistant may call."""
+    """The other fields of the record, such as `tools`: the functions that the assistant may
+    call."""
     plain: Text | None = None
     """What a model without a chat template reads; None where only such a template can write it."""
     where: str = data_field(default="calibration.path", compare=False, repr=False)
@@ -62,38 +65,56 @@ Document = Text | Chat
 
 
 def pair(
-    instruction: str, output: str, arguments: Mapping[str, Any] | None = None, where: str = "calibration.path"
+    instruction: str,
+    output: str,
+    arguments: Mapping[str, Any] | None = None,
+    where: str = "calibration.path",
 ) -> Chat:
-    """An instruction and its answer: a conversation of two messages, or two paragraphs of plain text."""
+    """An instruction and its answer: a conversation of two messages, or two paragraphs of plain
+    text."""
     begun = instruction + BLANK_LINE
     messages = ({"role": "user", "content": instruction}, {"role": "assistant", "content": output})
     return Chat(messages, arguments or {}, Text(begun + output, len(begun)), where)
 
 
 def document(
-    record: Any, field: str | None, where: str, template: str | None = None, ignored: Collection[str] = ()
+    record: Any,
+    field: str | None,
+    where: str,
+    template: str | None = None,
+    ignored: Collection[str] = (),
 ) -> Document:
     """The document in one JSON record, which is at `where`.
 
-    `field` names the field to read; None takes `text`, `messages`, `instruction` and `output` (with the optional
-    `input` of instruction sets), `question` and `answer`, `prompt` and `completion`, or `query`, `answers` and `tools`
-    (a request and the calls that answer it), whichever is there first. A chat template may read the other fields.
-    UserError for other fields with content beside pairs, but not beside `text`, which is whole. `template` is a text
-    with fields in braces; with these filled in, it is read as plain text. `ignored`: keys of the record and of its
-    messages that are not read. A key whose value is null counts as missing.
+    `field` names the field to read; None takes `text`, `messages`, `instruction` and `output` (with
+    the optional `input` of instruction sets), `question` and `answer`, `prompt` and `completion`,
+    or `query`, `answers` and `tools` (a request and the calls that answer it), whichever is there
+    first. A chat template may read the other fields. UserError for other fields with content beside
+    pairs, but not beside `text`, which is whole. `template` is a text with fields in braces; with
+    these filled in, it is read as plain text. `ignored`: keys of the record and of its messages
+    that are not read. A key whose value is null counts as missing.
     """
     if not isinstance(record, Mapping):
-        raise UserError(f"{where}: expected an object with fields such as text, found {record!r:.40}")
+        raise UserError(
+            f"{where}: expected an object with fields such as text, found {record!r:.40}"
+        )
     record = _without(_without_null(record), ignored)
     if template is not None:
-        return Text(re.sub(r"\{(\w+)\}", lambda name: _field(record, name[1], where, "calibration.template"), template))
+        return Text(
+            re.sub(
+                r"\{(\w+)\}",
+                lambda name: _field(record, name[1], where, "calibration.template"),
+                template,
+            )
+        )
     if field is not None:
         return _named(record, field, where, ignored)
     return _standard(record, where, ignored)
 
 
 def _without_null(value: Any) -> Any:
-    """The value without keys whose value is null: Arrow gives every object of a column the keys of all of them."""
+    """The value without keys whose value is null: Arrow gives every object of a column the keys of
+    all of them."""
     if isinstance(value, Mapping):
         return {key: _without_null(inner) for key, inner in value.items() if inner is not None}
     return [_without_null(inner) for inner in value] if isinstance(value, list) else value
@@ -116,7 +137,9 @@ def _standard(record: Mapping[str, Any], where: str, ignored: Collection[str]) -
             instruction = BLANK_LINE.join(_field(record, part, where) for part in parts)
             answer = _field(record, solution, where)
             rest = _arguments(record, [task, "input", solution], where)
-            _check_rest(_without(rest, [TEMPLATE_ARGUMENTS]), f"{instruction} {answer}", f"{where} holds")
+            _check_rest(
+                _without(rest, [TEMPLATE_ARGUMENTS]), f"{instruction} {answer}", f"{where} holds"
+            )
             return pair(instruction, answer, rest, where)
     if "prompt" in record and "completion" in record:
         prompt = _field(record, "prompt", where)
@@ -129,21 +152,24 @@ def _standard(record: Mapping[str, Any], where: str, ignored: Collection[str]) -
         messages = (request, _message(calls, f"{where}, field answers", ()))
         return Chat(messages, _arguments(record, ["query", "answers"], where), where=where)
     raise UserError(
-        f"{where}: none of the fields text, messages, instruction and output, question and answer, prompt and "
-        f"completion, or query, answers and tools has a value (found: {_names(record)}): name it with calibration.field"
+        f"{where}: none of the fields text, messages, instruction and output, question and "
+        "answer, prompt and "
+        f"completion, or query, answers and tools has a value (found: {_names(record)}): name it "
+        "with calibration.field"
     )
 
 
 def is_content(value: Any) -> bool:
-    """Whether a value must be part of what a model reads. Numbers, flags, and texts of one word in ASCII, such as ids,
-    are remarks."""
+    """Whether a value must be part of what a model reads. Numbers, flags, and texts of one word in
+    ASCII, such as ids, are remarks."""
     if isinstance(value, str):
         return not _ONE_WORD.fullmatch(value)
     return bool(value) and not isinstance(value, int | float)
 
 
 def _check_rest(rest: Mapping[str, Any], text: str, what: str) -> None:
-    """Raise UserError, which begins with `what`, for content in `rest` that is not a part of `text`."""
+    """Raise UserError, which begins with `what`, for content in `rest` that is not a part of
+    `text`."""
     for key, value in rest.items():
         if is_content(value) and not (isinstance(value, str) and not _missing([value], text)):
             raise _unread(what, key, value)
@@ -151,13 +177,16 @@ def _check_rest(rest: Mapping[str, Any], text: str, what: str) -> None:
 
 def _unread(what: str, key: str, value: Any) -> UserError:
     return UserError(
-        f"{what} {key}={value!r:.60}, which is not read: expected a model whose chat template reads it, or, for a "
-        f"calibration set, calibration.template with the fields to read, or calibration.ignored=[{key}]"
+        f"{what} {key}={value!r:.60}, which is not read: expected a model whose chat template "
+        "reads it, or, for a "
+        "calibration set, calibration.template with the fields to read, or "
+        f"calibration.ignored=[{key}]"
     )
 
 
 def _named(record: Mapping[str, Any], field: str, where: str, ignored: Collection[str]) -> Document:
-    """The document in one field: a string, or a list of chat messages. The messages may be JSON text."""
+    """The document in one field: a string, or a list of chat messages. The messages may be JSON
+    text."""
     value = record.get(field)
     is_json = isinstance(value, str) and _MESSAGES.match(value)
     if is_json or isinstance(value, list) or (field == "messages" and field in record):
@@ -174,7 +203,8 @@ def _messages(value: Any, where: str, ignored: Collection[str]) -> tuple[Mapping
 def _arguments(record: Mapping[str, Any], read: Collection[str], where: str) -> dict[str, Any]:
     """The fields of a record beside those that were `read`, in the form of chat templates."""
     arguments = _without(record, [*read, "tools"])
-    if tools := _tools(record.get("tools"), where):  # some templates write a frame around an empty list
+    # some templates write a frame around an empty list
+    if tools := _tools(record.get("tools"), where):
         arguments["tools"] = tools
     if named := arguments.get(TEMPLATE_ARGUMENTS):
         arguments[TEMPLATE_ARGUMENTS] = _decoded(named, f"{where}: {TEMPLATE_ARGUMENTS}", dict)
@@ -182,11 +212,14 @@ def _arguments(record: Mapping[str, Any], read: Collection[str], where: str) -> 
 
 
 def _field(record: Mapping[str, Any], field: str, where: str, setting: str = "") -> str:
-    """The string in a field. Raises UserError, with the nearest field and the `setting` that asks for this one."""
+    """The string in a field. Raises UserError, with the nearest field and the `setting` that asks
+    for this one."""
     if field not in record:
         close = nearest(field, record)
         hint = f"did you mean {close}? " if close else ""
-        raise UserError(f"{where}: the field {field} of {setting} is not there: {hint}(found: {_names(record)})")
+        raise UserError(
+            f"{where}: the field {field} of {setting} is not there: {hint}(found: {_names(record)})"
+        )
     value = record[field]
     if not isinstance(value, str):
         raise UserError(f"{where}: field {field} holds {value!r:.40}, expected a string")
@@ -196,12 +229,22 @@ def _field(record: Mapping[str, Any], field: str, where: str, setting: str = "")
 def _message(entry: Any, where: str, ignored: Collection[str]) -> Mapping[str, Any]:
     """A message with all its keys; without content if it only calls functions."""
     if not isinstance(entry, Mapping):
-        raise UserError(f"{where}: expected messages with a role and a content that are strings, found {entry!r:.80}")
+        raise UserError(
+            f"{where}: expected messages with a role and a content that are strings, found "
+            f"{entry!r:.80}"
+        )
     message = _without(entry, ignored)
     if calls := _decoded(message.pop("tool_calls", None) or [], f"{where}: tool_calls", list):
-        message = {"content": "", **message, "tool_calls": [_tool_call(call, where) for call in calls]}
+        message = {
+            "content": "",
+            **message,
+            "tool_calls": [_tool_call(call, where) for call in calls],
+        }
     if not fits(message, {"role": str, "content": str}):
-        raise UserError(f"{where}: expected messages with a role and a content that are strings, found {entry!r:.80}")
+        raise UserError(
+            f"{where}: expected messages with a role and a content that are strings, found "
+            f"{entry!r:.80}"
+        )
     return message
 
 
@@ -209,9 +252,15 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     """A call in the form of chat templates, its arguments an object."""
     function: Any = call.get("function", call) if isinstance(call, Mapping) else None
     if not fits(function, {"name": str}):
-        raise UserError(f"{where}: expected tool_calls with a name and arguments, found {call!r:.80}")
-    arguments = _decoded(function.get("arguments", {}), f"{where}: arguments of {function['name']}", dict)
-    around = call if "function" in call else {key: call[key] for key in ("type", "id") if key in call}
+        raise UserError(
+            f"{where}: expected tool_calls with a name and arguments, found {call!r:.80}"
+        )
+    arguments = _decoded(
+        function.get("arguments", {}), f"{where}: arguments of {function['name']}", dict
+    )
+    around = (
+        call if "function" in call else {key: call[key] for key in ("type", "id") if key in call}
+    )
     inside = {**_without(function, around if function is call else ()), "arguments": arguments}
     return {"type": "function", **around, "function": inside}
 
@@ -220,7 +269,11 @@ def _tools(value: Any, where: str) -> Tools:
     """The functions in the field `tools`, a list or its JSON text."""
     tools = []
     for tool in _decoded(value or [], f"{where}: tools", list):
-        wrapped = tool if isinstance(tool, Mapping) and "function" in tool else {"type": "function", "function": tool}
+        wrapped = (
+            tool
+            if isinstance(tool, Mapping) and "function" in tool
+            else {"type": "function", "function": tool}
+        )
         if not fits(wrapped, {"function": {"name": str}}):
             raise UserError(f"{where}: tools holds {tool!r:.80}, expected functions with a name")
         tools.append(wrapped)
@@ -234,7 +287,9 @@ def _decoded(value: Any, where: str, kind: type) -> Any:
     except json.JSONDecodeError as error:
         raise UserError(f"{where} is damaged JSON: {error.msg}") from error
     if not isinstance(decoded, kind):
-        raise UserError(f"{where}: found {decoded!r:.40}, expected {'a list' if kind is list else 'an object'}")
+        raise UserError(
+            f"{where}: found {decoded!r:.40}, expected {'a list' if kind is list else 'an object'}"
+        )
     return decoded
 
 
@@ -263,7 +318,11 @@ def rendering(document: Document, tokenizer: Any) -> str:
     if not tokenizer.chat_template:
         return "pair parted by a blank line"
     how = "chat template with tools" if document.arguments.get("tools") else "chat template"
-    return f"{how}, dated {_date(tokenizer)}" if "strftime_now" in _template(document.arguments, tokenizer) else how
+    return (
+        f"{how}, dated {_date(tokenizer)}"
+        if "strftime_now" in _template(document.arguments, tokenizer)
+        else how
+    )
 
 
 def tokenize(document: Document, tokenizer: Any, special_tokens: bool) -> list[int]:
@@ -274,8 +333,9 @@ def tokenize(document: Document, tokenizer: Any, special_tokens: bool) -> list[i
 
 
 def written(document: Document, tokenizer: Any, special_tokens: bool) -> tuple[str, bool]:
-    """The text of a document as the model reads it, and whether the tokenizer adds its special tokens to it. Chat
-    templates write their own: adding the tokenizer's would double the first one."""
+    """The text of a document as the model reads it, and whether the tokenizer adds its special
+    tokens to it. Chat templates write their own: adding the tokenizer's would double the first
+    one."""
     if isinstance(document, Chat) and tokenizer.chat_template:
         what = f"{document.where} holds conversations with"
         return render_whole(document.messages, document.arguments, tokenizer, what), False
@@ -289,10 +349,13 @@ def written(document: Document, tokenizer: Any, special_tokens: bool) -> tuple[s
 
 
 def from_template(
-    messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], tokenizer: Any, **options: Any
+    messages: Sequence[Mapping[str, Any]],
+    arguments: Mapping[str, Any],
+    tokenizer: Any,
+    **options: Any,
 ) -> str:
-    """Render messages with the tokenizer's chat template, which gets those of `arguments` that it reads, and `options`.
-    Today is the tokenizer's date. UserError when it refuses."""
+    """Render messages with the tokenizer's chat template, which gets those of `arguments` that it
+    reads, and `options`. Today is the tokenizer's date. UserError when it refuses."""
     from jinja2 import TemplateError
 
     from moe_lab.models.transformers_private import rendered_on, template_variables
@@ -302,15 +365,21 @@ def from_template(
     passed = {name: value for name, value in _flat(arguments).items() if name in read}
     try:
         with rendered_on(datetime.fromisoformat(_date(tokenizer)), template):
-            text: str = tokenizer.apply_chat_template(list(messages), **{**passed, **options, "tokenize": False})
-    except (TemplateError, TypeError) as error:  # TypeError: a template that joins arguments, an object, to a text
+            text: str = tokenizer.apply_chat_template(
+                list(messages), **{**passed, **options, "tokenize": False}
+            )
+    except (TemplateError, TypeError) as error:
+        # TypeError: a template that joins arguments, an object, to a text
         roles = ", ".join(message["role"] for message in messages)
-        raise UserError(f"the model's chat template refuses messages with roles {roles}: {error}") from error
+        raise UserError(
+            f"the model's chat template refuses messages with roles {roles}: {error}"
+        ) from error
     return text
 
 
 def _date(tokenizer: Any) -> str:
-    """The date that a chat template writes as today's; a tokenizer that `load_tokenizer` did not load has the usual."""
+    """The date that a chat template writes as today's; a tokenizer that `load_tokenizer` did not
+    load has the usual."""
     date: str = getattr(tokenizer, "date", ModelConfig.date)
     return date
 
@@ -321,20 +390,27 @@ def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _template(arguments: Mapping[str, Any], tokenizer: Any) -> str:
-    """The chat template that is used with these arguments: a tokenizer may have another one for tools."""
+    """The chat template that is used with these arguments: a tokenizer may have another one for
+    tools."""
     template: str = tokenizer.get_chat_template(tools=_flat(arguments).get("tools") or None)
     return template
 
 
 def render_whole(
-    messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], tokenizer: Any, what: str, **options: Any
+    messages: Sequence[Mapping[str, Any]],
+    arguments: Mapping[str, Any],
+    tokenizer: Any,
+    what: str,
+    **options: Any,
 ) -> str:
-    """The text of a conversation, if the chat template reads all of it. Templates ignore what they do not know, such as
-    tools, documents or the role of a message, and some leave out the thoughts in earlier answers: UserError, which
-    begins with `what`, for content that the text lacks, or without which it is the same."""
+    """The text of a conversation, if the chat template reads all of it. Templates ignore what they
+    do not know, such as tools, documents or the role of a message, and some leave out the thoughts
+    in earlier answers: UserError, which begins with `what`, for content that the text lacks, or
+    without which it is the same."""
     from moe_lab.models.transformers_private import template_variables
 
-    text, flat = from_template(messages, arguments, tokenizer, **options), _flat(arguments)
+    text = from_template(messages, arguments, tokenizer, **options)
+    flat = _flat(arguments)
     _check_words(messages, text, what)
     for key in arguments.get(TEMPLATE_ARGUMENTS, {}):
         if key not in template_variables(_template(arguments, tokenizer)):
@@ -345,7 +421,8 @@ def render_whole(
             raise _unread(what, key, value)
         try:
             ignored = from_template(others, rest, tokenizer, **options) == text
-        except UserError:  # such as of a template that refuses an empty message: so it reads the calls
+        except UserError:
+            # such as of a template that refuses an empty message: so it reads the calls
             continue
         if ignored:
             raise _unread(what, key, value)
@@ -390,8 +467,10 @@ def _check_words(messages: Sequence[Mapping[str, Any]], text: str, what: str) ->
         for word in _words(message[key]):
             if word in missing:
                 raise UserError(
-                    f"{what} role={message['role']} {key}={message[key]!r:.60}, of which the model's chat template "
-                    f"leaves out {word!r}: expected a set without it, or a model whose template reads it"
+                    f"{what} role={message['role']} {key}={message[key]!r:.60}, of which the "
+                    "model's chat template "
+                    f"leaves out {word!r}: expected a set without it, or a model whose template "
+                    "reads it"
                 )
 
 
@@ -405,7 +484,8 @@ def _missing(contents: Sequence[str], text: str) -> Counter[str]:
         end = start + len(content.strip())
     else:
         return Counter()  # all are there, one after another
-    # Templates may move a message to another place, or write it as JSON, so that its words are there but not its text.
+    # Templates may move a message to another place, or write it as JSON, so that its words are
+    # there but not its text.
     return _words(" ".join(contents)) - (_words(text) | _words(re.sub(r'\\[ntr"\\/]', " ", text)))
 
 

@@ -1,4 +1,5 @@
-"""Read documents from a text file, JSON lines or a JSON list (each also gzipped), or from a data set on the hub.
+"""Read documents from a text file, JSON lines or a JSON list (each also gzipped), or from a data
+set on the hub.
 
 Only data formats are read; nothing is unpickled. Nothing here needs torch or transformers.
 """
@@ -23,15 +24,19 @@ TEXT_SUFFIXES = (".txt", ".md")
 JSON_SUFFIXES = (".jsonl", ".json")
 PICKLES = (".pkl", ".pickle", ".pt", ".pth", ".bin", ".npy", ".npz")
 FOREIGN = (*PICKLES, ".arrow", ".parquet", ".csv", ".tsv", ".zip", ".zst", ".gz")
-ANSWERED = "instruction and output, question and answer, prompt and completion, or messages of an assistant"
+ANSWERED = (
+    "instruction and output, question and answer, prompt and completion, or messages of an "
+    "assistant"
+)
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 FILE_PREFIX = "hf://datasets/"
-"""Prefix of a single file on the hub: hf://datasets/OWNER/NAME/FILE. C4 is read this way, because its split has 300 GB
-and one file 0.3 GB."""
+"""Prefix of a single file on the hub: hf://datasets/OWNER/NAME/FILE. C4 is read this way, because
+its split has 300 GB and one file 0.3 GB."""
 
 
 def read(settings: CalibrationConfig) -> list[Document]:
-    """All documents of the source, in its order; empty ones are left out. UserError when none is left."""
+    """All documents of the source, in its order; empty ones are left out. UserError when none is
+    left."""
     file = locate(settings.path)
     if file is None and not is_hub_file(settings.path):
         rows = ((f"{settings.path} row {row}", record) for row, record in hub_rows(settings))
@@ -42,7 +47,9 @@ def read(settings: CalibrationConfig) -> list[Document]:
         documents = [_joined(documents, settings)]
     kept = [document for document in documents if not is_empty(document)]
     if not kept:
-        raise UserError(f"calibration.path={settings.path} holds no document: expected text to calibrate on")
+        raise UserError(
+            f"calibration.path={settings.path} holds no document: expected text to calibrate on"
+        )
     return kept
 
 
@@ -50,34 +57,43 @@ def _joined(documents: list[Document], settings: CalibrationConfig) -> Document:
     """Join all documents into one text, empty ones included."""
     if not all(isinstance(document, Text) for document in documents):
         raise UserError(
-            f"calibration.joined=true: {settings.path} holds more than plain texts: expected a field of text"
+            f"calibration.joined=true: {settings.path} holds more than plain texts: expected a "
+            "field of text"
         )
-    return Text(BLANK_LINE.join(document.text for document in documents if isinstance(document, Text)))
+    return Text(
+        BLANK_LINE.join(document.text for document in documents if isinstance(document, Text))
+    )
 
 
 def read_answered(settings: CalibrationConfig) -> list[Document]:
     """As `read`; UserError also when no document has an answer."""
     documents = read(settings)
     if not any(has_answer(document) for document in documents):
-        raise UserError(f"calibration.path={settings.path} holds no answers: expected the fields {ANSWERED}")
+        raise UserError(
+            f"calibration.path={settings.path} holds no answers: expected the fields {ANSWERED}"
+        )
     return documents
 
 
 def check_answers(settings: CalibrationConfig) -> None:
-    """Raise UserError when the source is a file on this machine and no document in it has an answer."""
+    """Raise UserError when the source is a file on this machine and no document in it has an
+    answer."""
     if locate(settings.path) is not None:
         read_answered(settings)
 
 
 def locate(path: str) -> Path | None:
-    """The local file that `path` names, or None when it names a data set, or a file of one, on the hub. UserError for a
-    missing file (with the nearest name in its folder), a folder, an empty file, and another format."""
+    """The local file that `path` names, or None when it names a data set, or a file of one, on the
+    hub. UserError for a missing file (with the nearest name in its folder), a folder, an empty
+    file, and another format."""
     if is_hub_file(path):
         file_format(path, Path(path))
         return None
     file = local(path)
     if file.is_dir():
-        raise UserError(f"calibration.path={path} is a folder: expected a file such as {file.name}/train.jsonl")
+        raise UserError(
+            f"calibration.path={path} is a folder: expected a file such as {file.name}/train.jsonl"
+        )
     if not file.exists():
         if _may_be_hub_id(path):
             return None
@@ -89,7 +105,8 @@ def locate(path: str) -> Path | None:
 
 
 def _may_be_hub_id(path: str) -> bool:
-    """Whether a path that is not a file looks like NAME or OWNER/NAME rather than like a mistyped file."""
+    """Whether a path that is not a file looks like NAME or OWNER/NAME rather than like a mistyped
+    file."""
     parent = Path(path).parent
     is_in_folder = parent != Path(".") and parent.is_dir()
     looks_like_file = Path(path).suffix in TEXT_SUFFIXES + JSON_SUFFIXES + FOREIGN
@@ -98,25 +115,36 @@ def _may_be_hub_id(path: str) -> bool:
 
 def _missing(path: str, file: Path) -> UserError:
     if not file.parent.is_dir():
-        return UserError(f"calibration.path={path} does not exist: there is no folder {file.parent}")
+        return UserError(
+            f"calibration.path={path} does not exist: there is no folder {file.parent}"
+        )
     close = nearest(file.name, (neighbour.name for neighbour in file.parent.iterdir()))
-    hint = f"did you mean {file.parent / close}?" if close else "expected a text or JSON lines file, or a hub id"
+    hint = (
+        f"did you mean {file.parent / close}?"
+        if close
+        else "expected a text or JSON lines file, or a hub id"
+    )
     return UserError(f"calibration.path={path} does not exist: {hint}")
 
 
 def file_format(path: str, file: Path, setting: str = "calibration.path") -> str:
-    """Format of a file by its suffix, ignoring .gz: "document" (its whole text is one) or "json" (one in each record).
-    UserError for any other suffix."""
+    """Format of a file by its suffix, ignoring .gz: "document" (its whole text is one) or "json"
+    (one in each record). UserError for any other suffix."""
     suffix = Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
     if suffix in TEXT_SUFFIXES:
         return "document"
     if suffix in JSON_SUFFIXES:
         return "json"
-    reason = "pickles run code when read, so they never are" if suffix in PICKLES else "this format is not read"
+    reason = (
+        "pickles run code when read, so they never are"
+        if suffix in PICKLES
+        else "this format is not read"
+    )
     formats = ", ".join(TEXT_SUFFIXES + JSON_SUFFIXES)
     ending = "".join(file.suffixes[-2:]) if file.suffix == ".gz" else file.suffix
     raise UserError(
-        f"{setting}={path} ends in {ending or 'no suffix'}: {reason}; expected {formats}, or one of them with .gz"
+        f"{setting}={path} ends in {ending or 'no suffix'}: {reason}; expected {formats}, or one "
+        "of them with .gz"
     )
 
 
@@ -130,17 +158,21 @@ def _read_file(file: Path, settings: CalibrationConfig) -> list[Document]:
 
 def _documents(records: Iterable[tuple[str, Any]], settings: CalibrationConfig) -> list[Document]:
     """The documents of (place, record) pairs."""
-    return [document(record, settings.field, where, settings.template, settings.ignored) for where, record in records]
+    return [
+        document(record, settings.field, where, settings.template, settings.ignored)
+        for where, record in records
+    ]
 
 
 def lines(text: str) -> list[str]:
-    """Split a text into rows as the hub does for WikiText: a blank line becomes "", any other keeps its line end."""
+    """Split a text into rows as the hub does for WikiText: a blank line becomes "", any other keeps
+    its line end."""
     return [f"{line}\n" if line.strip() else "" for line in text.split("\n")[:-1]]
 
 
 def first_record(settings: CalibrationConfig) -> list[Document]:
-    """The document in the first record of a JSON file on this machine; none for other sources. UserError for a file
-    that is not UTF-8 text, naming the line."""
+    """The document in the first record of a JSON file on this machine; none for other sources.
+    UserError for a file that is not UTF-8 text, naming the line."""
     file = locate(settings.path)
     if file is None:
         return []
@@ -151,13 +183,16 @@ def first_record(settings: CalibrationConfig) -> list[Document]:
 
 
 def whole_text(file: Path, setting: str) -> str:
-    """Read a file as one text: a text file unchanged, the documents of a JSON file joined by blank lines. UserError for
-    conversations, which only a model's chat template can turn into text, and for files without text."""
+    """Read a file as one text: a text file unchanged, the documents of a JSON file joined by blank
+    lines. UserError for conversations, which only a model's chat template can turn into text, and
+    for files without text."""
     if file_format(str(file), file, setting) == "document":
         return text_of(file, setting).replace("\r\n", "\n")
     texts = [document(record, None, where).plain for where, record in records(file, setting)]
     if None in texts:
-        raise UserError(f"{setting}={file} holds conversations: expected texts, which are read as they stand")
+        raise UserError(
+            f"{setting}={file} holds conversations: expected texts, which are read as they stand"
+        )
     return BLANK_LINE.join(text.text for text in texts if text)
 
 
@@ -177,26 +212,35 @@ def text_of(file: Path, setting: str) -> str:
     if place >= 0:
         line = raw.count(b"\n", 0, place) + 1
         raise UserError(
-            f"{setting}={file} is not UTF-8 text: line {line} has the byte {raw[place]:#04x} (byte {place})"
+            f"{setting}={file} is not UTF-8 text: line {line} has the byte {raw[place]:#04x} "
+            f"(byte {place})"
         )
     return text
 
 
 def records(file: Path, setting: str) -> Iterator[tuple[str, Any]]:
-    """(place, record) for each record of a JSON list or of JSON lines. UserError, naming the line, for anything else;
-    `setting`: what names the file."""
-    text, number = text_of(file, setting), 1
+    """(place, record) for each record of a JSON list or of JSON lines. UserError, naming the line,
+    for anything else; `setting`: what names the file."""
+    text = text_of(file, setting)
+    number = 1
     try:
         if text.lstrip().startswith("["):
-            yield from ((f"{file} record {place}", record) for place, record in enumerate(json.loads(text), start=1))
+            yield from (
+                (f"{file} record {place}", record)
+                for place, record in enumerate(json.loads(text), start=1)
+            )
             return
-        # Only "\n" ends a line: str.splitlines would also cut at separators that JSON strings may hold unescaped.
+        # Only "\n" ends a line: str.splitlines would also cut at separators that JSON strings may
+        # hold unescaped.
         for number, line in enumerate(text.split("\n"), start=1):
             if line.strip():
                 yield f"{file} line {number}", json.loads(line)
-    except (ValueError, RecursionError) as error:  # no JSON; a number of too many digits; too many brackets
+    except (ValueError, RecursionError) as error:
+        # no JSON; a number of too many digits; too many brackets
         line_of_error = number + getattr(error, "lineno", 1) - 1
-        raise UserError(f"{file} line {line_of_error} is damaged JSON: {getattr(error, 'msg', error)}") from None
+        raise UserError(
+            f"{file} line {line_of_error} is damaged JSON: {getattr(error, 'msg', error)}"
+        ) from None
 
 
 def is_hub_file(path: str) -> bool:
@@ -205,10 +249,13 @@ def is_hub_file(path: str) -> bool:
 
 
 def hub_file(path: str) -> tuple[str, str]:
-    """The data set and the file that hf://datasets/OWNER/NAME/FILE names. UserError when one is missing."""
+    """The data set and the file that hf://datasets/OWNER/NAME/FILE names. UserError when one is
+    missing."""
     parts = path.removeprefix(FILE_PREFIX).split("/", 2)
     if len(parts) < 3:
-        raise UserError(f"calibration.path={path} is incomplete: expected {FILE_PREFIX}OWNER/NAME/FILE")
+        raise UserError(
+            f"calibration.path={path} is incomplete: expected {FILE_PREFIX}OWNER/NAME/FILE"
+        )
     return f"{parts[0]}/{parts[1]}", parts[2]
 
 
@@ -226,7 +273,11 @@ def download_file(path: str) -> Path:
 def download(settings: CalibrationConfig) -> None:
     """Download a source that is on the hub, once."""
     if locate(settings.path) is None:
-        _ = download_file(settings.path) if is_hub_file(settings.path) else next(hub_rows(settings), None)
+        _ = (
+            download_file(settings.path)
+            if is_hub_file(settings.path)
+            else next(hub_rows(settings), None)
+        )
 
 
 def hub_rows(settings: CalibrationConfig) -> Iterator[tuple[int, Any]]:

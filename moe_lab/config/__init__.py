@@ -1,4 +1,5 @@
-"""Settings of a study as typed dataclasses, with a sentence under each field. Imports nothing heavy."""
+"""Settings of a study as typed dataclasses, with a sentence under each field. Imports nothing
+heavy."""
 
 from __future__ import annotations
 
@@ -8,8 +9,24 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, Strict
 from pydantic.dataclasses import dataclass
 
-from moe_lab.config.base import SETTINGS, Above0, Count, Group, Name, Positive, Ratio, Text, matching
-from moe_lab.config.evaluation import BackendConfig, BenchmarkConfig, JudgeConfig, ProtocolConfig, SuiteConfig
+from moe_lab.config.base import (
+    SETTINGS,
+    Above0,
+    Count,
+    Group,
+    Name,
+    Positive,
+    Ratio,
+    Text,
+    matching,
+)
+from moe_lab.config.evaluation import (
+    BackendConfig,
+    BenchmarkConfig,
+    JudgeConfig,
+    ProtocolConfig,
+    SuiteConfig,
+)
 from moe_lab.config.pruning import (
     GATES,
     AllocationConfig,
@@ -23,17 +40,33 @@ from moe_lab.config.pruning import (
     SourceConfig,
 )
 
-Project = Annotated[str, matching(r"[^/\\#?%:]{1,128}", "expected 1 to 128 characters without / \\ # ? % or :")]
-Study = Annotated[Name, matching("(?!all$).*", "all means every study: expected another name, such as all_1")]
+Project = Annotated[
+    str, matching(r"[^/\\#?%:]{1,128}", "expected 1 to 128 characters without / \\ # ? % or :")
+]
+Study = Annotated[
+    Name, matching("(?!all$).*", "all means every study: expected another name, such as all_1")
+]
 
 
 OWNED = {
-    **{"time": "minutes", "mem": "memory", "cpus-per-task": "cpus", "gpus-per-node": "gpus and gpu_type"},
+    **{
+        "time": "minutes",
+        "mem": "memory",
+        "cpus-per-task": "cpus",
+        "gpus-per-node": "gpus and gpu_type",
+    },
     **{"partition": "partition", "signal": "launcher.signal_seconds", "array": "launcher.parallel"},
     **{"cpus-per-gpu": "cpus"},
-    **dict.fromkeys(("job-name", "dependency", "output", "error", "requeue", "no-requeue", "open-mode")),
-    **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node", "export", "clusters", "kill-on-invalid-dep")),
-    **{**dict.fromkeys(("wait", "parsable", "test-only", "chdir")), "tres-per-task": "gpus, gpu_type and cpus"},
+    **dict.fromkeys(
+        ("job-name", "dependency", "output", "error", "requeue", "no-requeue", "open-mode")
+    ),
+    **dict.fromkeys(
+        ("nodes", "ntasks", "ntasks-per-node", "export", "clusters", "kill-on-invalid-dep")
+    ),
+    **{
+        **dict.fromkeys(("wait", "parsable", "test-only", "chdir")),
+        "tres-per-task": "gpus, gpu_type and cpus",
+    },
 }
 """Options of sbatch that moe_lab sets itself -> the setting that does so, if any."""
 
@@ -41,9 +74,12 @@ OWNED = {
 def _others(options: dict[str, Any]) -> dict[str, Any]:
     named = {name.replace("_", "-"): value for name, value in options.items()}
     for name in named.keys() - {"gpus"}:
-        for owned in (owned for owned in OWNED if owned.startswith(name)):  # sbatch takes the beginnings of names
+        # sbatch takes the beginnings of names
+        for owned in (owned for owned in OWNED if owned.startswith(name)):
             what = name if name == owned else f"{name}, short for {owned},"
-            raise ValueError(f"{what} is set by moe_lab: expected {OWNED[owned] or 'other options'}")
+            raise ValueError(
+                f"{what} is set by moe_lab: expected {OWNED[owned] or 'other options'}"
+            )
     return named
 
 
@@ -56,27 +92,29 @@ class LauncherConfig(Group):
     name: Literal["inline", "local", "slurm"] = "local"
     """inline (this process), local (several processes) or slurm."""
     processes: Annotated[int, Strict(), Field(ge=1, le=1024)] | None = None
-    """Processes of launcher=local; null takes one per GPU, or set of GPUs for steps that need several, or without GPUs
-    one per CPU core, as far as memory goes."""
+    """Processes of launcher=local; null takes one per GPU, or set of GPUs for steps that need
+    several, or without GPUs one per CPU core, as far as memory goes."""
     cells_per_job: Positive = 16
     """Pruned models that one Slurm job evaluates on weights it loads once."""
     parallel: Positive = 64
     """Jobs of one array that may run at the same time."""
     max_requeues: Count = 3
-    """How often a job that is interrupted, by its time limit or by another job, is put back into the queue."""
+    """How often a job that is interrupted, by its time limit or by another job, is put back into
+    the queue."""
     signal_seconds: Positive = 120
     """Seconds before its time limit at which a job is told to stop."""
     stale_minutes: Above0 = 30
-    """Minutes without a sign of life from a process after which others, on other machines, take over what it was
-    doing, unless Slurm shows its job."""
+    """Minutes without a sign of life from a process after which others, on other machines, take
+    over what it was doing, unless Slurm shows its job."""
     python: str | None = None
-    """Command that starts Python in a job, such as `apptainer exec image.sif python`; null takes the interpreter that
-    runs now."""
+    """Command that starts Python in a job, such as `apptainer exec image.sif python`; null takes
+    the interpreter that runs now."""
 
 
 @dataclass(config=SETTINGS, frozen=True)
 class JobConfig(Group):
-    """Resources of a Slurm job; null takes the next more general setting, and without one an estimate."""
+    """Resources of a Slurm job; null takes the next more general setting, and without one an
+    estimate."""
 
     basic = frozenset({"gpus", "minutes", "partition", "setup"})
 
@@ -93,8 +131,9 @@ class JobConfig(Group):
     partition: str | None = None
     """Partition, as sinfo names it."""
     sbatch: Annotated[dict[str, Any], AfterValidator(_others)] = field(default_factory=dict)
-    """Further options of sbatch by their long names, such as account: ours, qos: long, constraint: h100. mem-per-cpu
-    and mem-per-gpu stand for `memory`; gres, gpus, gpus-per-task and gpus-per-socket for `gpus` and `gpu_type`."""
+    """Further options of sbatch by their long names, such as account: ours, qos: long, constraint:
+    h100. mem-per-cpu and mem-per-gpu stand for `memory`; gres, gpus, gpus-per-task and
+    gpus-per-socket for `gpus` and `gpu_type`."""
     setup: list[str] = field(default_factory=list)
     """Shell lines before Python starts, such as module load cuda."""
 
@@ -108,33 +147,40 @@ class ResourcesConfig(Group):
     gpu_memory: Above0 = 80.0
     """GiB of one GPU, of the cluster or of this machine."""
     longest: Positive = 1440
-    """Most minutes that a job asks for, and those it asks for when its time is not known, if the partition allows them;
-    longer work is requeued and resumes."""
+    """Most minutes that a job asks for, and those it asks for when its time is not known, if the
+    partition allows them; longer work is requeued and resumes."""
     every: JobConfig = field(default_factory=JobConfig)
     """All jobs."""
     jobs: dict[str, JobConfig] = field(default_factory=dict)
     """Kind of step -> fields of `every`, for jobs of that kind."""
     models: dict[str, JobConfig] = field(default_factory=dict)
-    """Name of a model -> fields of `every`, for jobs that read its weights, whatever model.top_k is; they take
-    precedence over `jobs`."""
+    """Name of a model -> fields of `every`, for jobs that read its weights, whatever model.top_k
+    is; they take precedence over `jobs`."""
 
     def of_model(self, model: ModelConfig) -> JobConfig | None:
         """What is set for jobs that read the weights of a model."""
-        return self.models.get(model.name, self.models.get(model.name.removesuffix(f"_top{model.top_k}")))
+        return self.models.get(
+            model.name, self.models.get(model.name.removesuffix(f"_top{model.top_k}"))
+        )
 
 
 @dataclass(config=SETTINGS, frozen=True)
 class TimingConfig(Group):
     """The requests that timing=true measures: how many prompts each has, and how long they are."""
 
-    batch_sizes: Annotated[list[Positive], Field(min_length=1)] = field(default_factory=lambda: [1, 8])
+    batch_sizes: Annotated[list[Positive], Field(min_length=1)] = field(
+        default_factory=lambda: [1, 8]
+    )
     """Prompts per request."""
-    prompt_lengths: Annotated[list[Positive], Field(min_length=1)] = field(default_factory=lambda: [128])
+    prompt_lengths: Annotated[list[Positive], Field(min_length=1)] = field(
+        default_factory=lambda: [128]
+    )
     """Tokens of each prompt."""
     new_tokens: Positive = 32
     """Tokens that are generated after the first one, for each prompt."""
     device: str | None = None
-    """Name of the GPU or processor to measure on, such as `NVIDIA H100 80GB HBM3`; null is that of this machine."""
+    """Name of the GPU or processor to measure on, such as `NVIDIA H100 80GB HBM3`; null is that of
+    this machine."""
 
 
 @dataclass(config=SETTINGS, frozen=True)
@@ -188,20 +234,22 @@ class Config(Group):
     study: Study = "study"
     """Name of the study: its list of cells and its report are stored under it."""
     plugins: list[str] = field(default_factory=list)
-    """Modules with criteria or allocations of your own, such as my_package.my_module. Set them on the command line, so
-    that their criteria and allocations can be chosen there."""
+    """Modules with criteria or allocations of your own, such as my_package.my_module. Set them on
+    the command line, so that their criteria and allocations can be chosen there."""
     store: Text = "store"
     """Folder of all steps and results."""
     also: list[Text] = field(default_factory=list)
-    """Stores of others, which are only read: what they have finished is taken over before anything is computed."""
+    """Stores of others, which are only read: what they have finished is taken over before anything
+    is computed."""
     overlap: bool = False
-    """Also score every S(b, alpha, beta) and the exact damage on each text that is read, for the overlap figures."""
+    """Also score every S(b, alpha, beta) and the exact damage on each text that is read, for the
+    overlap figures."""
     profile: bool = False
-    """Also measure hidden states and routing of each pruned model layer by layer, and how much pruning each layer alone
-    changes its output, on flops_text."""
+    """Also measure hidden states and routing of each pruned model layer by layer, and how much
+    pruning each layer alone changes its output, on flops_text."""
     timing: bool = False
-    """Also measure how fast each model reads prompts and generates, and its memory, on the device it runs on, with
-    prompts from flops_text."""
+    """Also measure how fast each model reads prompts and generates, and its memory, on the device
+    it runs on, with prompts from flops_text."""
     timed: TimingConfig = field(default_factory=TimingConfig)
     """The requests that are timed."""
     report: bool = True
@@ -209,28 +257,33 @@ class Config(Group):
     dry_run: bool = False
     """Print the graph of steps and stop."""
     verify: bool = False
-    """Run some tokens through each exported checkpoint and the masked model, and refuse a checkpoint that differs."""
+    """Run some tokens through each exported checkpoint and the masked model, and refuse a
+    checkpoint that differs."""
     objective: str | None = None
-    """What a sweeper of Hydra is told of each job: Avg (the mean of all benchmarks in which more is better), or a
-    result such as arc_easy or perplexity (of a loss or perplexity, less is better). hydra/sweeper=basic, a plain grid,
-    needs none."""
+    """What a sweeper of Hydra is told of each job: Avg (the mean of all benchmarks in which more is
+    better), or a result such as arc_easy or perplexity (of a loss or perplexity, less is better).
+    hydra/sweeper=basic, a plain grid, needs none."""
     flops_text: str = "pocket_excerpt"
-    """Name of the file in conf/calibration whose tokens are routed to count the FLOPs of each pruned model."""
+    """Name of the file in conf/calibration whose tokens are routed to count the FLOPs of each
+    pruned model."""
     allow_code_execution: bool = False
     """Let benchmarks run programs the model wrote, in a sandbox."""
     sandbox: Literal["auto", "namespaces", "none"] = "auto"
-    """auto (namespaces, or a limited subprocess for the shipped model's programs), namespaces, or none."""
+    """auto (namespaces, or a limited subprocess for the shipped model's programs), namespaces, or
+    none."""
     allow_judge: bool = False
     """Send the model's answers to the judge's endpoint."""
     allow_pickled_data: bool = False
-    """Read data sets that hold pickles, which can run code when read (LiveCodeBench's hidden tests)."""
+    """Read data sets that hold pickles, which can run code when read (LiveCodeBench's hidden
+    tests)."""
     data_root: Text = "~/.cache/moe_lab/data"
     """Folder of the mirrors of benchmark data; `python -m moe_lab.evaluation.mirror` fills it."""
     interpreters: dict[Literal["vllm", "evalscope"], str | None] = field(default_factory=dict)
-    """Harness, or vllm -> the Python that runs it, if its packages conflict with those here; `make evalscope` and
-    `make vllm` make one."""
+    """Harness, or vllm -> the Python that runs it, if its packages conflict with those here;
+    `make evalscope` and `make vllm` make one."""
     wait: bool = False
-    """With launcher=slurm: follow the jobs until they end, instead of returning when they are submitted."""
+    """With launcher=slurm: follow the jobs until they end, instead of returning when they are
+    submitted."""
     retry: Literal["failed"] | None = None
     """failed: run failed steps again; null keeps their errors."""
 
@@ -254,8 +307,9 @@ class CellConfig(Group):
     ratio: Ratio = 0.25
     """Share of the routed experts, or of their channels, to remove, in [0, 1)."""
     gate: Gate = "model"
-    """The weight that multiplies an expert's output: model (the model's own), renormalized (the papers' equation),
-    full_softmax (the expert's probability among all experts), double_softmax (the softmax of these probabilities)."""
+    """The weight that multiplies an expert's output: model (the model's own), renormalized (the
+    papers' equation), full_softmax (the expert's probability among all experts), double_softmax
+    (the softmax of these probabilities)."""
     seed: Count = 42
     """Seed of the calibration order and of random choices."""
     protocol: ProtocolConfig = field(default_factory=ProtocolConfig)

@@ -1,5 +1,5 @@
-"""What all groups of settings have in common: how they are checked, how each mistake becomes a sentence, and what of
-them is part of the identity of a step."""
+"""What all groups of settings have in common: how they are checked, how each mistake becomes a
+sentence, and what of them is part of the identity of a step."""
 
 from __future__ import annotations
 
@@ -10,24 +10,44 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, is_dataclass
 from functools import singledispatch
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    Self,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-from pydantic import AfterValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from pydantic.dataclasses import dataclass, is_pydantic_dataclass
 
 from moe_lab.errors import UserError, nearest, secrets_in, unknown
 from moe_lab.paths import checked_name
 
 SETTINGS = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
-"""How every group is checked: unknown names are refused, and so is text where a number is expected. A class is only
-compiled when it is first used, which keeps the report of a typo within half a second."""
+"""How every group is checked: unknown names are refused, and so is text where a number is expected.
+A class is only compiled when it is first used, which keeps the report of a typo within half a
+second."""
 
 LARGEST = 2**63 - 1
 """The largest whole number that random generators, counters and tensors take."""
 
 
 def matching(pattern: str, expected: str) -> AfterValidator:
-    """Refuse a text that does not match a pattern as a whole, in a sentence that says what is expected."""
+    """Refuse a text that does not match a pattern as a whole, in a sentence that says what is
+    expected."""
 
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text, re.DOTALL):
@@ -43,7 +63,8 @@ From2 = Annotated[int, Strict(), Field(ge=2, le=LARGEST)]
 Above0 = Annotated[float, Strict(), Field(gt=0)]
 Share = Annotated[float, Strict(), Field(ge=0, lt=1)]
 Ratio = Annotated[Share, AfterValidator(lambda ratio: round(ratio, 9))]
-"""Share to remove: a decimal, so that the third value of range(0.1,0.35,0.1) is the 0.3 that is typed elsewhere."""
+"""Share to remove: a decimal, so that the third value of range(0.1,0.35,0.1) is the 0.3 that is
+typed elsewhere."""
 Name = Annotated[str, AfterValidator(checked_name)]
 """Part of a folder's name."""
 Text = Annotated[str, matching(r".*\S.*", "expected a text that is not empty")]
@@ -66,12 +87,15 @@ class Group:
     @classmethod
     def _is_not_set_by_others(cls, given: Any) -> Any:
         for name in cls.internal & given.keys() if isinstance(given, dict) else ():
-            raise ValueError(f"{name} is set by other settings, and neither by a file nor by a command")
+            raise ValueError(
+                f"{name} is set by other settings, and neither by a file nor by a command"
+            )
         return given
 
     @model_validator(mode="after")
     def _can_be_shown(self) -> Self:
-        """Settings are stored and shown with the results, whether they come from a file, a command or Python."""
+        """Settings are stored and shown with the results, whether they come from a file, a command
+        or Python."""
         for each in fields(self):
             for problem in unfit(getattr(self, each.name), each.name):
                 raise ValueError(problem)
@@ -79,8 +103,8 @@ class Group:
 
 
 def unfit(value: Any, setting: str) -> Iterator[str]:
-    """A sentence for each value in a setting that cannot be stored with results: a secret, a number that JSON does not
-    have, and a text that is to be replaced by another."""
+    """A sentence for each value in a setting that cannot be stored with results: a secret, a number
+    that JSON does not have, and a text that is to be replaced by another."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from unfit(inner, f"{setting}.{name}")
@@ -91,8 +115,12 @@ def unfit(value: Any, setting: str) -> Iterator[str]:
         yield f"{setting}={value}: expected a finite number"
     elif isinstance(value, int) and abs(value) > LARGEST:
         yield f"{setting}={value:.3g}: expected a number of at most {LARGEST}"
-    elif isinstance(value, str) and "${" in value and not setting.startswith("hydra."):  # Hydra's own are not stored
-        yield f"{setting}={value}: nothing is replaced in settings: expected the value, or $NAME for a shell"
+    elif isinstance(value, str) and "${" in value and not setting.startswith("hydra."):
+        # Hydra's own are not stored
+        yield (
+            f"{setting}={value}: nothing is replaced in settings: expected the value, or $NAME "
+            "for a shell"
+        )
     else:
         yield from secrets_in(setting, value)
 
@@ -108,9 +136,12 @@ class SettingsError(UserError):
 
 
 class Mistakes(list[str], AbstractContextManager["Mistakes"]):
-    """Mistakes that are found one after another: the end of a `with` block raises SettingsError if there are any."""
+    """Mistakes that are found one after another: the end of a `with` block raises SettingsError if
+    there are any."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         if isinstance(error, UserError):
             self += error.sentences
         if self and (error is None or isinstance(error, UserError)):
@@ -128,21 +159,28 @@ class Mistakes(list[str], AbstractContextManager["Mistakes"]):
 def valid(kind: type[T] | Any, content: Any, where: str, origin: str = "") -> T:
     """The settings in `content`, which stand under the name `where`, as an object of `kind`.
 
-    Raises SettingsError with all mistakes. `origin`: the choice of the group that `content` is from, if it is to be
-    named, such as calibration=c4.
+    Raises SettingsError with all mistakes. `origin`: the choice of the group that `content` is
+    from, if it is to be named, such as calibration=c4.
     """
     try:
         checked: T = TypeAdapter(kind).validate_python(content)
     except ValidationError as error:
         prefix = f"{origin}: " if origin else ""
-        raise SettingsError(prefix + sentence for sentence in sentences(error, kind, where)) from None
+        raise SettingsError(
+            prefix + sentence for sentence in sentences(error, kind, where)
+        ) from None
     return checked
 
 
 def sentences(error: ValidationError, kind: Any, where: str) -> Iterator[str]:
-    """A sentence for each mistake: the setting, its value, what is expected, and the nearest valid choice."""
+    """A sentence for each mistake: the setting, its value, what is expected, and the nearest valid
+    choice."""
     for item in error.errors(include_url=False):
-        path = [str(part) for part in item["loc"] if part not in _BRANCHES and not str(part).endswith("]")]
+        path = [
+            str(part)
+            for part in item["loc"]
+            if part not in _BRANCHES and not str(part).endswith("]")
+        ]
         key = ".".join(filter(None, [where, *path]))
         if item["loc"][-1:] == ("[key]",):  # a name that a mapping cannot have
             yield _no_setting(key, choices(get_args(type_at(kind, path[:-1]))[0]))
@@ -151,7 +189,8 @@ def sentences(error: ValidationError, kind: Any, where: str) -> Iterator[str]:
 
 
 _BRANCHES = ("int", "float", "str", "bool", "none", "nullable")
-"""Parts of a place that name one of the types of a union, and not a setting; as do those in brackets."""
+"""Parts of a place that name one of the types of a union, and not a setting; as do those in
+brackets."""
 _EXPECTED = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -174,7 +213,8 @@ _EXPECTED = {
 
 
 def _sentence(item: Mapping[str, Any], kind: Any, key: str, path: list[str]) -> str:
-    given, value = item["type"], item["input"]
+    given = item["type"]
+    value = item["input"]
     if given == "missing":
         return f"{key} is not set: add {key}=VALUE"
     if given in ("unexpected_keyword_argument", "extra_forbidden"):
@@ -183,8 +223,13 @@ def _sentence(item: Mapping[str, Any], kind: Any, key: str, path: list[str]) -> 
         return str(unknown(key, str(value), choices(type_at(kind, path))))
     if given == "value_error":
         message = str(item["ctx"]["error"])
-        # A check of a whole group begins with a setting of it, such as tokens=1 is less than length=2.
-        return f"{key}={value}: {message}" if isinstance(value, str | int | float) else f"{key}.{message}".lstrip(".")
+        # A check of a whole group begins with a setting of it, such as tokens=1 is less than
+        # length=2.
+        return (
+            f"{key}={value}: {message}"
+            if isinstance(value, str | int | float)
+            else f"{key}.{message}".lstrip(".")
+        )
     expected = _EXPECTED[given].format(**item.get("ctx", {})) if given in _EXPECTED else item["msg"]
     return f"{key}={value}: expected {expected}"
 
@@ -201,19 +246,22 @@ def fields_of(kind: Any) -> dict[str, Any]:
     """Name -> type of each setting of a group that can be typed; {} for a type that is no group."""
     if not (isinstance(kind, type) and is_pydantic_dataclass(kind)):
         return {}
-    hints, internal = get_type_hints(kind, include_extras=True), getattr(kind, "internal", ())
+    hints = get_type_hints(kind, include_extras=True)
+    internal = getattr(kind, "internal", ())
     return {name: hints[name] for name in kind.__dataclass_fields__ if name not in internal}
 
 
 def type_at(kind: Any, path: Iterable[str]) -> Any:
-    """The type of the setting at a path inside a group, without None; None if there is no such setting."""
+    """The type of the setting at a path inside a group, without None; None if there is no such
+    setting."""
     for part in path:
         plain = without_none(kind)
         if get_origin(plain) is Annotated:
             plain = get_args(plain)[0]
         if plain is Any:
             return Any
-        origin, inner = get_origin(plain), get_args(plain)
+        origin = get_origin(plain)
+        inner = get_args(plain)
         if origin is dict:
             kind = inner[1]
         elif origin in (list, tuple):
@@ -237,18 +285,22 @@ def choices(kind: Any) -> list[str]:
 
 
 def is_text(kind: Any) -> bool:
-    """Whether a setting of this type is a text, so that it keeps what was typed, such as 2026_11_25 or 7e3."""
+    """Whether a setting of this type is a text, so that it keeps what was typed, such as 2026_11_25
+    or 7e3."""
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
-    return kind is str or any(isinstance(value, str) for value in get_args(kind) if get_origin(kind) is Literal)
+    return kind is str or any(
+        isinstance(value, str) for value in get_args(kind) if get_origin(kind) is Literal
+    )
 
 
 @singledispatch
 def identity(setting: Any) -> Any:
     """What of `setting` changes a result, JSON-ready.
 
-    A group of settings is its fields, except those that its class names in `runtime`. Where a setting stands for
-    something else, such as a path for the content of a file, the module of its subject registers a function for it.
+    A group of settings is its fields, except those that its class names in `runtime`. Where a
+    setting stands for something else, such as a path for the content of a file, the module of its
+    subject registers a function for it.
     """
     if is_dataclass(setting):
         return counting_fields(setting)
@@ -262,4 +314,8 @@ def identity(setting: Any) -> Any:
 def counting_fields(group: Any, *without: str) -> dict[str, Any]:
     """The fields of a dataclass that change a result, by name, but for those in `without`."""
     skipped = {*getattr(group, "runtime", ()), *without}
-    return {each.name: identity(getattr(group, each.name)) for each in fields(group) if each.name not in skipped}
+    return {
+        each.name: identity(getattr(group, each.name))
+        for each in fields(group)
+        if each.name not in skipped
+    }

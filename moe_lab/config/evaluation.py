@@ -1,4 +1,5 @@
-"""Settings of evaluation: benchmarks, suites, protocols, the backend that generates, and the judge that grades."""
+"""Settings of evaluation: benchmarks, suites, protocols, the backend that generates, and the judge
+that grades."""
 
 from __future__ import annotations
 
@@ -8,12 +9,29 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from moe_lab.config.base import SETTINGS, Above0, Count, From2, Group, Name, Positive, Text, matching
+from moe_lab.config.base import (
+    SETTINGS,
+    Above0,
+    Count,
+    From2,
+    Group,
+    Name,
+    Positive,
+    Text,
+    matching,
+)
 from moe_lab.json_files import fits
 
 VARIABLE = "expected the name of an environment variable, such as OPENAI_API_KEY"
 Variable = Annotated[str, matching(r"[A-Za-z_]\w*", VARIABLE)]
-SET_BY_US = ("model", "dtype", "trust_remote_code", "worker_extension_cls", "generation_config", "skip_tokenizer_init")
+SET_BY_US = (
+    "model",
+    "dtype",
+    "trust_remote_code",
+    "worker_extension_cls",
+    "generation_config",
+    "skip_tokenizer_init",
+)
 """Arguments of vllm.LLM that backend.arguments must not have."""
 
 
@@ -26,21 +44,28 @@ class JudgeConfig(Group):
 
     model: Text
     """The model's name at the endpoint."""
-    url: Annotated[str, matching(r"(?i)https?://[^/?#:@\s].*", "expected an address such as http://localhost:8000/v1")]
+    url: Annotated[
+        str,
+        matching(
+            r"(?i)https?://[^/?#:@\s].*", "expected an address such as http://localhost:8000/v1"
+        ),
+    ]
     """Base address of the endpoint, such as http://localhost:8000/v1."""
     key_variable: Variable = "OPENAI_API_KEY"
     """Name of the environment variable that holds the key; endpoints without keys need none."""
     max_tokens: Positive = 2048
     """Most tokens of a reply."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Anything else the endpoint takes in a request, such as reasoning_effort: low; the temperature is 0 unless it is
-    set here."""
+    """Anything else the endpoint takes in a request, such as reasoning_effort: low; the temperature
+    is 0 unless it is set here."""
 
     @model_validator(mode="after")
     def _extra_is_extra(self) -> Self:
         for name in self.extra:
             if name in ("model", "messages", "max_tokens", "stream"):
-                raise ValueError(f"extra.{name} is not for extra: set {name}, where there is such a setting")
+                raise ValueError(
+                    f"extra.{name} is not for extra: set {name}, where there is such a setting"
+                )
         return self
 
 
@@ -53,24 +78,29 @@ class BackendConfig(Group):
     runtime = frozenset({"ready_seconds", "python"})
 
     name: Literal["hf", "server", "vllm"] = "hf"
-    """hf (the loaded model), vllm (an engine of vLLM that masks what plans drop; it also gives likelihoods), or server
-    (an exported checkpoint behind a server that is started and stopped)."""
+    """hf (the loaded model), vllm (an engine of vLLM that masks what plans drop; it also gives
+    likelihoods), or server (an exported checkpoint behind a server that is started and stopped)."""
     command: str | None = None
     """Command line that starts the server, with {checkpoint}, {port} and {name}."""
     ready_seconds: Above0 = 1800.0
     """Seconds the server, or vLLM, may take until it answers."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """With name=vllm: arguments of vllm.LLM, such as gpu_memory_utilization: 0.8 or tensor_parallel_size: 2."""
+    """With name=vllm: arguments of vllm.LLM, such as gpu_memory_utilization: 0.8 or
+    tensor_parallel_size: 2."""
     python: str | None = None
     """Set by interpreters.vllm."""
 
     @model_validator(mode="after")
     def _arguments_are_of_vllm(self) -> Self:
         if self.arguments and self.name != "vllm":
-            raise ValueError(f"arguments={self.arguments} are of vllm.LLM: expected backend=vllm, or none")
+            raise ValueError(
+                f"arguments={self.arguments} are of vllm.LLM: expected backend=vllm, or none"
+            )
         for name, value in self.arguments.items():
             if name in SET_BY_US:
-                raise ValueError(f"arguments.{name} is set by moe_lab: expected other arguments of vllm.LLM")
+                raise ValueError(
+                    f"arguments.{name} is set by moe_lab: expected other arguments of vllm.LLM"
+                )
             if name.endswith("parallel_size") and not (fits(value, int) and value > 0):
                 raise ValueError(f"arguments.{name}={value} must be a whole number of GPUs")
         return self
@@ -78,18 +108,22 @@ class BackendConfig(Group):
 
 @dataclass(config=SETTINGS, frozen=True)
 class BenchmarkConfig(Group):
-    """One run of one harness; it may report several results (HumanEval and HumanEval+ share their programs)."""
+    """One run of one harness; it may report several results (HumanEval and HumanEval+ share their
+    programs)."""
 
     internal = frozenset({"limit", "root", "judge", "python"})
     runtime = frozenset({"name", "revision", "url", "root", "python"})
 
     name: Name
     """Name of this run in file names."""
-    harness: Literal["lm_eval", "evalplus", "evalscope", "wildbench", "function_calls", "stories", "perplexity"]
-    """The program that asks and grades: lm_eval, evalplus, evalscope, wildbench, function_calls, stories or
-    perplexity."""
+    harness: Literal[
+        "lm_eval", "evalplus", "evalscope", "wildbench", "function_calls", "stories", "perplexity"
+    ]
+    """The program that asks and grades: lm_eval, evalplus, evalscope, wildbench, function_calls,
+    stories or perplexity."""
     task: str
-    """The harness's task: its own name for it, a task file, a data file, or `pocket:benchmarks/FILE`."""
+    """The harness's task: its own name for it, a task file, a data file, or
+    `pocket:benchmarks/FILE`."""
     data: str | None = None
     """Data set on the hub, such as allenai/ai2_arc; it is read from its mirror under data_root."""
     revision: str | None = None
@@ -133,7 +167,8 @@ class SuiteConfig(Group):
     basic = frozenset({"benchmarks", "path", "limit"})
 
     benchmarks: list[str] | None = None
-    """Names of files in conf/benchmark; null: those of suite=pocket_no_code for the shipped models, none for others."""
+    """Names of files in conf/benchmark; null: those of suite=pocket_no_code for the shipped models,
+    none for others."""
     path: str | None = None
     """The text file of suite=perplexity, or the folder of suite=bfcl."""
     limit: Positive | None = None

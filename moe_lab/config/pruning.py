@@ -1,4 +1,5 @@
-"""Settings of pruning: model, criterion, calibration set, allocation and recovery, and the grid over them."""
+"""Settings of pruning: model, criterion, calibration set, allocation and recovery, and the grid
+over them."""
 
 from __future__ import annotations
 
@@ -10,7 +11,18 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import AfterValidator, Field, Strict, model_validator
 from pydantic.dataclasses import dataclass
 
-from moe_lab.config.base import SETTINGS, Above0, Count, From2, Group, Name, Positive, Share, Text, matching
+from moe_lab.config.base import (
+    SETTINGS,
+    Above0,
+    Count,
+    From2,
+    Group,
+    Name,
+    Positive,
+    Share,
+    Text,
+    matching,
+)
 
 Gate = Literal["model", "renormalized", "full_softmax", "double_softmax"]
 GATES: tuple[str, ...] = get_args(Gate)
@@ -20,7 +32,9 @@ Precision = Literal["auto", "float32", "bfloat16", "float16"]
 DEVICE_MAPS = ("balanced", "balanced_low_0", "sequential")
 """Names of transformers' device maps, which spread a model over the devices of a machine."""
 DEVICES = ("auto", "cpu", "cuda", "cuda:N", *DEVICE_MAPS)
-Device = Annotated[str, matching("|".join(DEVICES).replace("N", r"\d+"), f"expected one of {', '.join(DEVICES)}")]
+Device = Annotated[
+    str, matching("|".join(DEVICES).replace("N", r"\d+"), f"expected one of {', '.join(DEVICES)}")
+]
 
 
 def _iso_date(text: str) -> str:
@@ -78,28 +92,35 @@ class ModelConfig(Group):
     name: Name
     """Name of the model in tables, file names and the report."""
     path: Text
-    """A folder with a transformers checkpoint, a hub id, or `pocket:NAME` for a model shipped with moe_lab."""
+    """A folder with a transformers checkpoint, a hub id, or `pocket:NAME` for a model shipped with
+    moe_lab."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     dtype: Precision = "auto"
-    """Weight precision once loaded: auto (as stored on CUDA, float32 on CPU), float32, bfloat16 or float16. Routers
-    that the files hold in a higher precision than most weights, and their correction biases, are not rounded."""
+    """Weight precision once loaded: auto (as stored on CUDA, float32 on CPU), float32, bfloat16 or
+    float16. Routers that the files hold in a higher precision than most weights, and their
+    correction biases, are not rounded."""
     device: Device = "auto"
-    """Where the model runs: auto, cpu, cuda, cuda:N, or a transformers device map such as balanced."""
+    """Where the model runs: auto, cpu, cuda, cuda:N, or a transformers device map such as
+    balanced."""
     threads: Annotated[int, Strict(), Field(ge=1, le=4096)] | None = None
-    """CPU threads of one process; null leaves it to torch. The shipped models are fastest with 1."""
+    """CPU threads of one process; null leaves it to torch. The shipped models are fastest with
+    1."""
     trust_remote_code: bool = False
     """Run modelling code that comes with the checkpoint. Off unless you trust the author."""
     top_k: Positive | None = None
-    """Routed experts per token, in scoring and evaluation; null is as trained. Otherwise the name ends in _topN."""
+    """Routed experts per token, in scoring and evaluation; null is as trained. Otherwise the name
+    ends in _topN."""
     expected: ExpectedConfig | None = None
-    """The architecture: costs are estimated from it without the model, and a checkpoint that differs is refused."""
+    """The architecture: costs are estimated from it without the model, and a checkpoint that
+    differs is refused."""
     template_arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments of the chat template besides the messages, such as enable_thinking: false."""
     date: Date = "2026-01-01"
     """What the chat template writes as today's date, in calibration, recovery and evaluation."""
     search: dict[str, Any] = field(default_factory=dict)
-    """Parameters of allocation=evolutionary published for this model; those of the allocation take precedence."""
+    """Parameters of allocation=evolutionary published for this model; those of the allocation take
+    precedence."""
 
     def __post_init__(self) -> None:
         if self.top_k is not None and not self.name.endswith(ending := f"_top{self.top_k}"):
@@ -130,13 +151,25 @@ class SourceConfig(Group):
     share: Annotated[float, Strict(), Field(gt=0, lt=1)]
     """Share of the mixture's tokens, in (0, 1); the shares of a mixture add up to 1."""
     path: str | None = None
-    """Read this instead of the set's own path, as in {calibration: text, path: notes.txt, share: 0.5}."""
+    """Read this instead of the set's own path, as in {calibration: text, path: notes.txt, share:
+    0.5}."""
     settings: CalibrationConfig | None = None
     """The settings of the set; filled in from `calibration` and `path`."""
 
 
-OF_DOCUMENTS = ("path", "subset", "split", "field", "template", "ignored", "joined", "order", "special_tokens")
-"""Settings of where documents come from and how each is read. In a mixture, every set has its own."""
+OF_DOCUMENTS = (
+    "path",
+    "subset",
+    "split",
+    "field",
+    "template",
+    "ignored",
+    "joined",
+    "order",
+    "special_tokens",
+)
+"""Settings of where documents come from and how each is read. In a mixture, every set has its
+own."""
 
 
 @dataclass(config=SETTINGS, frozen=True)
@@ -150,7 +183,8 @@ class CalibrationConfig(Group):
     name: Name
     """Name of the calibration set in tables and file names."""
     path: str = ""
-    """A text file, JSON lines with a text field or chat messages, a hub id, or `pocket:calibration/NAME.jsonl`."""
+    """A text file, JSON lines with a text field or chat messages, a hub id, or
+    `pocket:calibration/NAME.jsonl`."""
     sources: list[SourceConfig] = field(default_factory=list)
     """A mixture of sets, instead of a path: {calibration: NAME, share: 0.5} for each."""
     subset: str | None = None
@@ -158,15 +192,19 @@ class CalibrationConfig(Group):
     split: str = "train"
     """Split of a hub data set."""
     field: str | None = None
-    """Field of a JSON line to read; null takes text, messages, instruction and output, or question and answer."""
+    """Field of a JSON line to read; null takes text, messages, instruction and output, or question
+    and answer."""
     template: str | None = None
     """Text made of a JSON line's fields, such as "Question: {question}", instead of one field."""
     ignored: tuple[str, ...] = ()
-    """Keys of records and of their messages that are remarks, such as [license], and are not read."""
+    """Keys of records and of their messages that are remarks, such as [license], and are not
+    read."""
     joined: bool = False
-    """Join all records by blank lines, empty ones included, into one document, as papers read WikiText."""
+    """Join all records by blank lines, empty ones included, into one document, as papers read
+    WikiText."""
     packing: Literal["reap", "chunk", "none"] = "reap"
-    """How documents fill rows: reap (cut at the row end, rest dropped), chunk (one stream), none (one each)."""
+    """How documents fill rows: reap (cut at the row end, rest dropped), chunk (one stream), none
+    (one each)."""
     length: From2 = 2048
     """Tokens in a row."""
     tokens: Positive = 524288
@@ -174,19 +212,22 @@ class CalibrationConfig(Group):
     batch_size: Positive = 4
     """Rows in one forward pass; changes speed and memory, never the sums beyond rounding."""
     order: Literal["random", "first"] = "random"
-    """Which documents come first: random (without replacement, by seed) or first (as in the file)."""
+    """Which documents come first: random (without replacement, by seed) or first (as in the
+    file)."""
     seed: Count | None = None
     """Seed of the document order; null takes the cell's seed."""
     gap: Literal["none", "eos", "zero"] = "none"
-    """Separator between packed documents: none, eos, or zero (token id 0, as in the REAP and EvoESAP code)."""
+    """Separator between packed documents: none, eos, or zero (token id 0, as in the REAP and
+    EvoESAP code)."""
     special_tokens: bool = True
-    """Let the tokenizer add its special tokens; never applies with a chat template, which has its own."""
+    """Let the tokenizer add its special tokens; never applies with a chat template, which has its
+    own."""
     parts: Positive | None = None
-    """Steps that divide the rows of a pass among processes, GPUs or jobs; their sums are merged. null: one for each GPU
-    where engine=auto streams, else 1."""
+    """Steps that divide the rows of a pass among processes, GPUs or jobs; their sums are merged.
+    null: one for each GPU where engine=auto streams, else 1."""
     engine: Literal["auto", "resident", "streamed"] = "auto"
-    """resident (the whole model is loaded), streamed (one decoder layer at a time, for models larger than memory), or
-    auto: streamed where one GPU does not hold the model."""
+    """resident (the whole model is loaded), streamed (one decoder layer at a time, for models
+    larger than memory), or auto: streamed where one GPU does not hold the model."""
     is_default: bool = False
     """Set where no text is named: only the shipped models read it."""
 
@@ -204,11 +245,13 @@ class CalibrationConfig(Group):
     def _rows_fit(self) -> Self:
         if self.tokens < self.length:
             raise ValueError(
-                f"tokens={self.tokens} is less than one row of length={self.length}: expected at least {self.length}"
+                f"tokens={self.tokens} is less than one row of length={self.length}: expected at "
+                f"least {self.length}"
             )
         if (self.parts or 1) > self.batches:
             raise ValueError(
-                f"parts={self.parts} is more than the {self.batches} batches of batch_size={self.batch_size} in "
+                f"parts={self.parts} is more than the {self.batches} batches of "
+                f"batch_size={self.batch_size} in "
                 f"{self.rows} rows: expected at most {self.batches}, or a smaller batch_size"
             )
         return self
@@ -218,7 +261,8 @@ class CalibrationConfig(Group):
         for name in OF_DOCUMENTS if self.sources else ():
             if (value := getattr(self, name)) != getattr(type(self), name):
                 raise ValueError(
-                    f"{name}={value} beside sources: each set of a mixture is read by its own {name}: expected it in "
+                    f"{name}={value} beside sources: each set of a mixture is read by its own "
+                    f"{name}: expected it in "
                     "the file of that set"
                 )
         total = math.fsum(source.share for source in self.sources)
@@ -226,12 +270,14 @@ class CalibrationConfig(Group):
             raise ValueError(f"sources: the shares add up to {total:g}: expected 1")
         if not self.sources and not self.path:
             raise ValueError(
-                "path is not set: expected a text file, a JSON lines file, or a hub id; or, for a mixture, "
+                "path is not set: expected a text file, a JSON lines file, or a hub id; or, for a "
+                "mixture, "
                 "sources=[{calibration: NAME, share: 0.5}, ...]"
             )
         if self.field is not None and self.template is not None:
             raise ValueError(
-                f"field={self.field} and template={self.template} are both set: expected one, for a template names "
+                f"field={self.field} and template={self.template} are both set: expected one, for "
+                "a template names "
                 "its fields itself"
             )
         return self
@@ -257,17 +303,19 @@ class AllocationConfig(Group):
     by: str | None = None
     """Another criterion that allocation=global compares layers with; null takes the cell's own."""
     search: str | None = None
-    """Name of the file in conf/calibration that allocation=evolutionary searches on; it needs answers."""
+    """Name of the file in conf/calibration that allocation=evolutionary searches on; it needs
+    answers."""
     path: str | None = None
     """The plan or schedule file of allocation=list."""
     replacement: str = "none"
-    """What takes the place of dropped experts: none (they go with their router rows), mean_output (the mean of the
-    expert's outputs on the calibration set, a constant), or kept experts that they are merged into, by a name of
-    docs/allocations.md, such as m_smoe, hc_smoe or ream."""
+    """What takes the place of dropped experts: none (they go with their router rows), mean_output
+    (the mean of the expert's outputs on the calibration set, a constant), or kept experts that they
+    are merged into, by a name of docs/allocations.md, such as m_smoe, hc_smoe or ream."""
     protect: Literal["super"] | None = None
     """Experts that every plan keeps whole: super (super experts)."""
     protect_layers: Annotated[float, Strict(), Field(gt=0, le=1)] = 0.75
-    """Share of the decoder layers, from the first on, in which protect=super looks for super experts; 1 for all."""
+    """Share of the decoder layers, from the first on, in which protect=super looks for super
+    experts; 1 for all."""
     parameters: dict[str, Any] = field(default_factory=dict)
     """Parameters of the allocation and of the replacement."""
 
@@ -276,14 +324,16 @@ class AllocationConfig(Group):
         for name, reader in ONLY_FOR.items():
             if getattr(self, name) is not None and self.name != reader:
                 raise ValueError(
-                    f"{name}={getattr(self, name)} is only for allocation={reader}: expected null with "
+                    f"{name}={getattr(self, name)} is only for allocation={reader}: expected null "
+                    "with "
                     f"allocation={self.name}"
                 )
         if self.name == "evolutionary" and self.search is None:
             raise ValueError("search is not set: expected the name of a text with answers")
         if self.protect != "super" and self.protect_layers != type(self).protect_layers:
             raise ValueError(
-                f"protect_layers={self.protect_layers} is about super experts: expected protect=super, or "
+                f"protect_layers={self.protect_layers} is about super experts: expected "
+                "protect=super, or "
                 f"{type(self).protect_layers}"
             )
         return self
@@ -301,7 +351,8 @@ OF_FIT = ("name", "bits", "modules", "fit")
 
 @dataclass(config=SETTINGS, frozen=True)
 class RecoveryConfig(Group):
-    """What is done to a pruned model before it is evaluated: fine-tuning or fitting, then quantising."""
+    """What is done to a pruned model before it is evaluated: fine-tuning or fitting, then
+    quantising."""
 
     basic = frozenset({"bits", "instructions", "distill", "epochs", "rank", "learning_rate"})
     runtime = frozenset({"name", "bits", "modules", "instructions", "distill", "fit"})
@@ -310,23 +361,32 @@ class RecoveryConfig(Group):
     """Name in tables and file names."""
     bits: Literal[4, 16] = 16
     """16 leaves weights as they are loaded, 4 stores them as NF4 with double quantisation."""
-    modules: Annotated[list[Module], Field(min_length=1)] = field(default_factory=lambda: ["experts", "shared_experts"])
-    """What bits=4 quantises: experts, shared_experts, attention; never routers, embeddings or lm_head."""
+    modules: Annotated[list[Module], Field(min_length=1)] = field(
+        default_factory=lambda: ["experts", "shared_experts"]
+    )
+    """What bits=4 quantises: experts, shared_experts, attention; never routers, embeddings or
+    lm_head."""
     instructions: str | None = None
-    """Name of the file in conf/calibration whose answers are learnt. One of instructions, distill and fit at most."""
+    """Name of the file in conf/calibration whose answers are learnt. One of instructions, distill
+    and fit at most."""
     distill: str | None = None
-    """Name of the file in conf/calibration, of any text, on which the unpruned model's predictions are learnt."""
+    """Name of the file in conf/calibration, of any text, on which the unpruned model's predictions
+    are learnt."""
     temperature: Above0 = 1.0
-    """With distill: what the logits of both models are divided by; the loss is multiplied by its square."""
+    """With distill: what the logits of both models are divided by; the loss is multiplied by its
+    square."""
     fit: str | None = None
-    """Name of the file in conf/calibration, of any text, on which the down projections of merged experts are fitted to
-    the outputs of their members (MergeMoE). Nothing is trained then, and no setting below applies."""
+    """Name of the file in conf/calibration, of any text, on which the down projections of merged
+    experts are fitted to the outputs of their members (MergeMoE). Nothing is trained then, and no
+    setting below applies."""
     train: Literal["adapters", "routers"] = "adapters"
-    """What is trained: adapters (DoRA on experts and routers) or routers (their weights, and nothing else)."""
+    """What is trained: adapters (DoRA on experts and routers) or routers (their weights, and
+    nothing else)."""
     epochs: Above0 = 2.0
     """Passes over the text that is trained on."""
     rows_per_step: Positive = 16
-    """Rows of that text in one step of the optimiser; batch_size of the text is how many run at once."""
+    """Rows of that text in one step of the optimiser; batch_size of the text is how many run at
+    once."""
     rank: Positive = 32
     """Rank of the DoRA adapters on the experts."""
     learning_rate: Above0 = 1e-4
@@ -334,19 +394,26 @@ class RecoveryConfig(Group):
     router_rank: Count = 4
     """Rank of the DoRA adapters on the routers; 0 leaves routers alone."""
     router_learning_rate: Above0 = 1e-6
-    """Peak learning rate of the routers: of their adapters, or of their weights with train=routers."""
+    """Peak learning rate of the routers: of their adapters, or of their weights with
+    train=routers."""
     dropout: Share = 0.05
     """Share of an expert adapter's inputs that are set to 0 while training."""
 
     @model_validator(mode="after")
     def _is_one_recovery(self) -> Self:
-        texts = [f"{role}={getattr(self, role)}" for role in TEXTS if getattr(self, role) is not None]
+        texts = [
+            f"{role}={getattr(self, role)}" for role in TEXTS if getattr(self, role) is not None
+        ]
         if len(texts) > 1:
-            raise ValueError(f"{texts[0]} and {texts[1]} are both set: expected one of {', '.join(TEXTS)}")
+            raise ValueError(
+                f"{texts[0]} and {texts[1]} are both set: expected one of {', '.join(TEXTS)}"
+            )
         if self.fit is not None:
             self._check_unread(OF_FIT, f"is about training, and fit={self.fit} trains nothing")
         if self.distill is None and self.temperature != type(self).temperature:
-            raise ValueError(f"temperature={self.temperature} is that of a distillation: expected distill=NAME")
+            raise ValueError(
+                f"temperature={self.temperature} is that of a distillation: expected distill=NAME"
+            )
         if self.train == "routers":
             if not texts:
                 raise ValueError("train=routers has no text to train on: expected distill=NAME")
@@ -355,7 +422,8 @@ class RecoveryConfig(Group):
         return self
 
     def _check_unread(self, read: tuple[str, ...], why: str) -> None:
-        """Raise ValueError for a setting that has another value than usual, though only those in `read` are read."""
+        """Raise ValueError for a setting that has another value than usual, though only those in
+        `read` are read."""
         for each in fields(type(self)):
             value = getattr(self, each.name)
             usual = each.default_factory() if callable(each.default_factory) else each.default
@@ -373,12 +441,16 @@ class ExportConfig(Group):
     shape: Shape | None = None
     """natural (what the plan keeps), masked or padded, as in docs/export.md; null writes none."""
     format: Literal["safetensors", "gguf"] = "safetensors"
-    """How the tensors are stored: safetensors (as in the original), or gguf (by llama.cpp's converter)."""
+    """How the tensors are stored: safetensors (as in the original), or gguf (by llama.cpp's
+    converter)."""
     converter: str | None = None
-    """llama.cpp's convert_hf_to_gguf.py, for format=gguf; null takes the one that `make llama` fetches."""
+    """llama.cpp's convert_hf_to_gguf.py, for format=gguf; null takes the one that `make llama`
+    fetches."""
 
     @model_validator(mode="after")
     def _format_is_written(self) -> Self:
         if self.shape is None and self.format != "safetensors":
-            raise ValueError(f"format={self.format} without a shape writes nothing: add export=natural")
+            raise ValueError(
+                f"format={self.format} without a shape writes nothing: add export=natural"
+            )
         return self

@@ -1,4 +1,5 @@
-"""The settings that users can type, with what their classes say of them, for --help and docs/settings.md."""
+"""The settings that users can type, with what their classes say of them, for --help and
+docs/settings.md."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from moe_lab.config.base import fields_of, without_none
 
 
 class Setting(NamedTuple):
-    """One setting, as it is typed, and what the source of its class says of it. `basic`: --help shows it."""
+    """One setting, as it is typed, and what the source of its class says of it. `basic`: --help
+    shows it."""
 
     group: str
     name: str
@@ -35,15 +37,23 @@ def settings() -> list[Setting]:
 
 
 def _of(kind: Any, group: str) -> Iterator[Setting]:
-    """The settings of a class that stands under the name `group`, then those of the classes inside it."""
-    meanings, inside = _meanings(kind), []
+    """The settings of a class that stands under the name `group`, then those of the classes inside
+    it."""
+    meanings = _meanings(kind)
+    inside = []
     for name, hint in fields_of(kind).items():
         inner = without_none(hint)
         part = get_args(inner)[0] if get_origin(inner) is list else inner
         if fields_of(part):
             inside.append((part, f"{group}.{name}".lstrip(".")))
         if not fields_of(inner):
-            yield Setting(group, name, _default(kind.__dataclass_fields__[name]), meanings[name], name in kind.basic)
+            yield Setting(
+                group,
+                name,
+                _default(kind.__dataclass_fields__[name]),
+                meanings[name],
+                name in kind.basic,
+            )
     for part, place in inside:
         yield from _of(part, place)
 
@@ -54,7 +64,11 @@ def _meanings(kind: Any) -> dict[str, str]:
     assert isinstance(body, ast.ClassDef)
     found = {}
     for field, text in pairwise(body.body):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(text, ast.Expr)
+        ):
             found[field.target.id] = " ".join(ast.literal_eval(text.value).split())
     return found
 
@@ -67,7 +81,12 @@ def _default(field: Field[Any]) -> str:
 
 
 def basic_lines() -> str:
-    """The basic settings for a terminal, one a line: the setting with its default, and a sentence."""
-    lines = {f"{one.key}={one.default}": one.meaning.split(". ")[0].rstrip(".") for one in settings() if one.basic}
+    """The basic settings for a terminal, one a line: the setting with its default, and a
+    sentence."""
+    lines = {
+        f"{one.key}={one.default}": one.meaning.split(". ")[0].rstrip(".")
+        for one in settings()
+        if one.basic
+    }
     width = max(map(len, lines))
     return "\n".join(f"{setting:{width}}  {meaning}" for setting, meaning in lines.items())

@@ -1,6 +1,7 @@
 """Criteria by name: statistics or weights -> scores, higher always meaning keep. No torch.
 
-Here: what they see of a layer, and how scores come from it. Every module in this folder is a place for criteria.
+Here: what they see of a layer, and how scores come from it. Every module in this folder is a place
+for criteria.
 """
 
 from __future__ import annotations
@@ -29,10 +30,13 @@ Granularity = Literal["expert", "channel"]
 Function = Callable[..., Array]
 
 FROM_TEXT = ("statistics", "damage", "gradients", "weight_gradients")
-"""Needs that a model meets by reading a calibration set, as the kinds of steps of these names say too."""
+"""Needs that a model meets by reading a calibration set, as the kinds of steps of these names say
+too."""
 
 
-_SOFTMAX = "; this needs a router that is a softmax over all experts: choose gate=model or renormalized"
+_SOFTMAX = (
+    "; this needs a router that is a softmax over all experts: choose gate=model or renormalized"
+)
 LACKING = {
     "sums_full_softmax": _SOFTMAX,
     "sums_double_softmax": _SOFTMAX,
@@ -43,8 +47,9 @@ LACKING = {
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of `n_experts` (E) experts with `width` (I) channels each, as `criterion` sees it. Arrays are fp64
-    copies that cannot be written; names and shapes are those of moe_lab/statistics."""
+    """One layer of `n_experts` (E) experts with `width` (I) channels each, as `criterion` sees it.
+    Arrays are fp64 copies that cannot be written; names and shapes are those of
+    moe_lab/statistics."""
 
     criterion: Criterion
     index: int
@@ -63,15 +68,18 @@ class Layer:
 
     @property
     def random(self) -> numpy.random.Generator:
-        """Shared by the layers of one scoring, which are visited in layer order. UserError unless the criterion
-        declares uses_seed."""
+        """Shared by the layers of one scoring, which are visited in layer order. UserError unless
+        the criterion declares uses_seed."""
         self._check_declared("uses_seed", "layer.random")
         return self._random
 
     def _check_declared(self, declaration: str, what: str) -> None:
         if not getattr(self.criterion, declaration):
             name = self.criterion.name
-            raise UserError(f"criterion={name} reads {what}: expected @criterion({name!r}, ..., {declaration}=True)")
+            raise UserError(
+                f"criterion={name} reads {what}: expected @criterion({name!r}, ..., "
+                f"{declaration}=True)"
+            )
 
     @property
     def tokens(self) -> Array:
@@ -79,7 +87,8 @@ class Layer:
         return self["tokens"]
 
     def sum(self, alpha: int, beta: int) -> Array:
-        """sum_t g^alpha ||f||^beta over the tokens routed to each expert (E,), with the chosen gate."""
+        """sum_t g^alpha ||f||^beta over the tokens routed to each expert (E,), with the chosen
+        gate."""
         gate = self.gate if alpha else "model"  # g^0 = 1, whatever the gate
         return self[f"sums_{gate}"][:, alpha, beta]
 
@@ -91,23 +100,29 @@ class Layer:
         """The statistic called `name`, read-only. UserError when this layer has none."""
         if name not in self._arrays:
             there = ", ".join(sorted(self._arrays)) or "nothing"
-            lacking = f"layer {self.index} has no {name} for criterion={self.criterion.name}: it has {there}"
+            lacking = (
+                f"layer {self.index} has no {name} for criterion={self.criterion.name}: it "
+                f"has {there}"
+            )
             raise UserError(lacking + LACKING.get(name, ""))
-        array = numpy.array(self._arrays[name], dtype=numpy.float64)  # a copy: torch writes into read-only arrays, too
+        # a copy: torch writes into read-only arrays, too
+        array = numpy.array(self._arrays[name], dtype=numpy.float64)
         array.flags.writeable = False
         return array
 
 
 @dataclass(frozen=True)
 class Criterion:
-    """A named way to score the experts of a layer, or the channels of its experts; higher means keep."""
+    """A named way to score the experts of a layer, or the channels of its experts; higher means
+    keep."""
 
     name: str
     granularity: Granularity
     """What gets a score: every expert, or every channel of every expert."""
     needs: tuple[str, ...]
-    """Which steps leave its inputs: passes over a calibration set (statistics, damage, gradients, weight_gradients) or
-    over the weights (weights, channel_weights). Empty when it needs nothing."""
+    """Which steps leave its inputs: passes over a calibration set (statistics, damage, gradients,
+    weight_gradients) or over the weights (weights, channel_weights). Empty when it needs
+    nothing."""
     reference: str
     """The paper it is from."""
     uses_gate: bool
@@ -144,10 +159,13 @@ def criterion(
         if name in CRITERIA:
             other = CRITERIA[name].function.__module__
             raise UserError(
-                f"criterion {name} of {function.__module__} is there already, of {other}: expected a new name"
+                f"criterion {name} of {function.__module__} is there already, of {other}: "
+                "expected a new name"
             )
         source = source_of(function)
-        CRITERIA[name] = Criterion(name, granularity, needs, reference, uses_gate, uses_seed, function, source)
+        CRITERIA[name] = Criterion(
+            name, granularity, needs, reference, uses_gate, uses_seed, function, source
+        )
         return function
 
     return register
@@ -156,7 +174,11 @@ def criterion(
 @identity.register
 def _(settings: CriterionConfig) -> Any:
     """Its name, its parameters, and the source of a plugin."""
-    return {"name": settings.name, "parameters": dict(settings.parameters), "source": get(settings.name).source}
+    return {
+        "name": settings.name,
+        "parameters": dict(settings.parameters),
+        "source": get(settings.name).source,
+    }
 
 
 def get(name: str) -> Criterion:
@@ -171,15 +193,19 @@ def reads_text(name: str) -> bool:
 
 
 def check(name: str, parameters: Mapping[str, Any]) -> None:
-    """UserError unless the criterion exists, `parameters` are some of its own and all that it requires, and it can
-    score a trial layer."""
+    """UserError unless the criterion exists, `parameters` are some of its own and all that it
+    requires, and it can score a trial layer."""
     accepted = dict(list(inspect.signature(get(name).function).parameters.items())[1:])
     for key in parameters:
         check_known(f"criterion.parameters of {name}", key, accepted)
     for key, parameter in accepted.items():
         if parameter.default is parameter.empty and key not in parameters:
-            raise UserError(f"criterion={name} needs the parameter {key}: set criterion.parameters.{key}")
-    layer = Layer(get(name), 0, EXPERTS, WIDTH, _TrialArrays(), "model", numpy.random.default_rng(0))
+            raise UserError(
+                f"criterion={name} needs the parameter {key}: set criterion.parameters.{key}"
+            )
+    layer = Layer(
+        get(name), 0, EXPERTS, WIDTH, _TrialArrays(), "model", numpy.random.default_rng(0)
+    )
     with contextlib.suppress(_UnknownStatistic), numpy.errstate(all="ignore"):
         _scores(layer, parameters, "on a trial layer", "return one number for each")
 
@@ -194,21 +220,27 @@ def score(
     seed: int | None = None,
     parameters: Mapping[str, Any] | None = None,
 ) -> dict[int, Array]:
-    """Scores of every layer, fp64, higher meaning keep: layer -> (E,), or (E, I) from a criterion of channels.
+    """Scores of every layer, fp64, higher meaning keep: layer -> (E,), or (E, I) from a criterion
+    of channels.
 
-    `inputs`: layer -> statistics of that layer, all those that `get(name).needs` says, by the names of
-    moe_lab/statistics (numpy arrays or CPU tensors). `experts`: layer -> E; `widths`: layer -> I, which criteria of
-    channels need. `gate` weighs expert outputs (None: model); `seed` is for random choices. UserError for an unknown
-    name, gate or parameter, missing or ill-fitting statistics, and scores that are NaN or infinite.
+    `inputs`: layer -> statistics of that layer, all those that `get(name).needs` says, by the names
+    of
+    moe_lab/statistics (numpy arrays or CPU tensors). `experts`: layer -> E; `widths`: layer -> I,
+    which criteria of channels need. `gate` weighs expert outputs (None: model); `seed` is for
+    random choices. UserError for an unknown name, gate or parameter, missing or ill-fitting
+    statistics, and scores that are NaN or infinite.
     """
-    chosen, parameters = get(name), dict(parameters or {})
+    chosen = get(name)
+    parameters = dict(parameters or {})
     check(name, parameters)
     gate = gate or "model"
     check_known("gate", gate, GATES)
     if chosen.uses_seed and seed is None:
         raise UserError(f"criterion={name} needs a seed")
     if chosen.granularity == "channel" and widths is None:
-        raise UserError(f"criterion={name} scores channels, expected the width of every layer's experts")
+        raise UserError(
+            f"criterion={name} scores channels, expected the width of every layer's experts"
+        )
     random = numpy.random.Generator(numpy.random.PCG64(seed or 0))
     scores = {}
     for index in sorted(experts):
@@ -223,14 +255,16 @@ def score(
 
 
 def _scores(layer: Layer, parameters: Mapping[str, Any], where: str, remedy: str) -> Array:
-    """The scores of a layer, (E,) or (E, I), computed twice from equal states of layer.random. UserError that names the
-    criterion and `where` when both differ, when it fails, and when it gives anything but one real number for each
-    expert or channel; `remedy` is for a wrong number of them."""
+    """The scores of a layer, (E,) or (E, I), computed twice from equal states of layer.random.
+    UserError that names the criterion and `where` when both differ, when it fails, and when it
+    gives anything but one real number for each expert or channel; `remedy` is for a wrong number of
+    them."""
     again = replace(layer, _random=deepcopy(layer._random))
     scores, repeated = (_called(each, parameters, where, remedy) for each in (layer, again))
     if not numpy.array_equal(scores, repeated, equal_nan=True):
         raise UserError(
-            f"criterion={layer.criterion.name} gives other scores when it is called again {where}: expected that "
+            f"criterion={layer.criterion.name} gives other scores when it is called again "
+            f"{where}: expected that "
             "chance comes from layer.random alone, with @criterion(..., uses_seed=True)"
         )
     return scores
@@ -250,28 +284,37 @@ def _called(layer: Layer, parameters: Mapping[str, Any], where: str, remedy: str
         line = traceback.extract_tb(error.__traceback__)[:2][-1]
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(
-            f"criterion={name} fails {where} of {layer.n_experts} experts with {layer.width} channels each: "
+            f"criterion={name} fails {where} of {layer.n_experts} experts with {layer.width} "
+            "channels each: "
             f"{reason} ({line.filename}, line {line.lineno})"
         ) from error
     if layer.criterion.granularity == "expert":
-        shape, scored = (layer.n_experts,), "experts"
+        shape = (layer.n_experts,)
+        scored = "experts"
     else:
-        shape, scored = (layer.n_experts, layer.width), f"experts' {layer.width} channels"
+        shape = (layer.n_experts, layer.width)
+        scored = f"experts' {layer.width} channels"
     if scores.shape != shape:
         raise UserError(
-            f"criterion={name} gives {scores.shape} scores {where}, expected one for each of its {layer.n_experts} "
+            f"criterion={name} gives {scores.shape} scores {where}, expected one for each of its "
+            f"{layer.n_experts} "
             f"{scored}: {remedy}"
         )
     return scores
 
 
 EXPERTS, WIDTH, HIDDEN = 16, 12, 10
-"""E, I and H of the layer on which criteria are tried; they differ, so that a result of another shape is noticed."""
+"""E, I and H of the layer on which criteria are tried; they differ, so that a result of another
+shape is noticed."""
 _SHAPES: Mapping[str, tuple[int, ...]] = {
-    **dict.fromkeys(("tokens", "output_abs_max", "shift_weighted", "damage", "ablation"), (EXPERTS,)),
+    **dict.fromkeys(
+        ("tokens", "output_abs_max", "shift_weighted", "damage", "ablation"), (EXPERTS,)
+    ),
     **dict.fromkeys(("ala_first", "ala_second", "abs_sum", "square_sum"), (EXPERTS,)),
     **dict.fromkeys((f"sums_{gate}" for gate in GATES), (EXPERTS, 3, 3)),
-    **dict.fromkeys(("output_sum", "dense_output_sum", "dense_gated_output_sum"), (EXPERTS, HIDDEN)),
+    **dict.fromkeys(
+        ("output_sum", "dense_output_sum", "dense_gated_output_sum"), (EXPERTS, HIDDEN)
+    ),
     **dict.fromkeys(("router_gram", "weight_distance_square"), (EXPERTS, EXPERTS)),
     **dict.fromkeys(("layer_loss", "scaling", "count"), ()),
     "router_entropy": (HIDDEN,),

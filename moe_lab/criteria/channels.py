@@ -1,8 +1,9 @@
 """Criteria of channels: one score for every intermediate unit c of every expert, (E, I).
 
-phi is the input of down_proj and w_c its column for c, t runs over the N tokens routed to the expert, g is the gate the
-model multiplies with, L the next-token cross-entropy summed over the calibration set. Where tokens matter, channels of
-an expert that saw none get the lowest score there is.
+phi is the input of down_proj and w_c its column for c, t runs over the N tokens routed to the
+expert, g is the gate the model multiplies with, L the next-token cross-entropy summed over the
+calibration set. Where tokens matter, channels of an expert that saw none get the lowest score there
+is.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ UNSEEN = -1.0
 def heapr(layer: Layer) -> Array:
     """1/2 mean_t(phi^2) * mean_t((dL/dphi)^2), the loss expected from removing the channel.
 
-    Equals the paper's mean_t 1/2 e_c^T G e_c with e_c = phi w_c and G = mean_t g g^T, g = dL/df (H, H), because
+    Equals the paper's mean_t 1/2 e_c^T G e_c with e_c = phi w_c and G = mean_t g g^T, g = dL/df (H,
+    H), because
     w_c^T g = dL/dphi. The gate is in it once, squared, through the gradient."""
     tokens = layer.tokens[:, None]
     seen = numpy.maximum(tokens, 1)
@@ -33,18 +35,29 @@ def heapr(layer: Layer) -> Array:
     return numpy.where(tokens > 0, product / 2, UNSEEN)
 
 
-@criterion("camera", granularity="channel", needs=("statistics", "channel_weights"), reference="CAMERA", uses_gate=True)
+@criterion(
+    "camera",
+    granularity="channel",
+    needs=("statistics", "channel_weights"),
+    reference="CAMERA",
+    uses_gate=True,
+)
 def camera(layer: Layer, alpha: float = 0.9) -> Array:
-    """||w_c||^2 * ((1 - alpha) sum_t (g phi)^2 + alpha max_t (g phi)^2), as the released code computes it.
+    """||w_c||^2 * ((1 - alpha) sum_t (g phi)^2 + alpha max_t (g phi)^2), as the released code
+    computes it.
 
-    That code renormalises g over the top k for DeepSeekMoE, Qwen3 and Mixtral (gate=renormalized), not for Qwen1.5 and
-    Qwen2, whose gates are the model's. `alpha` in [0, 1]; the code's own default is 1, its published runs use 0.9.
-    UserError for any other, and for other gates."""
+    That code renormalises g over the top k for DeepSeekMoE, Qwen3 and Mixtral (gate=renormalized),
+    not for Qwen1.5 and Qwen2, whose gates are the model's. `alpha` in [0, 1]; the code's own
+    default is 1, its published runs use 0.9. UserError for any other, and for other gates."""
     check_known("gate of camera", layer.gate, CAMERA_GATES)
     if not (isinstance(alpha, (int, float)) and 0 <= alpha <= 1):
-        raise UserError(f"criterion.parameters.alpha={alpha} of camera: expected a number from 0 to 1, such as 0.9")
+        raise UserError(
+            f"criterion.parameters.alpha={alpha} of camera: expected a number from 0 to 1, such "
+            "as 0.9"
+        )
     weight = CAMERA_GATES[layer.gate]
-    total, largest = layer[f"{weight}_channel_square"], layer[f"{weight}_channel_max"] ** 2
+    total = layer[f"{weight}_channel_square"]
+    largest = layer[f"{weight}_channel_max"] ** 2
     return layer["channel_down_square"] * ((1 - alpha) * total + alpha * largest)
 
 
@@ -56,9 +69,11 @@ def channel_activation(layer: Layer) -> Array:
 
 @criterion("channel_weight", granularity="channel", needs=("channel_weights",), reference=SLIMMING)
 def channel_weight(layer: Layer, projection: str = "down") -> Array:
-    """The Euclidean norm of the channel's weights in one projection, or (`projection=mean`) the mean of the norms.
+    """The Euclidean norm of the channel's weights in one projection, or (`projection=mean`) the
+    mean of the norms.
 
-    UserError for another `projection` than down, gate, up or mean, and for one that the experts do not have."""
+    UserError for another `projection` than down, gate, up or mean, and for one that the experts do
+    not have."""
     names = _projections("channel_weight", projection)
     norms: Array = numpy.sqrt([layer[f"channel_{name}_square"] for name in names])
     mean: Array = norms.mean(axis=0)
@@ -66,7 +81,10 @@ def channel_weight(layer: Layer, projection: str = "down") -> Array:
 
 
 @criterion(
-    "channel_weight_activation", granularity="channel", needs=("statistics", "channel_weights"), reference="Wanda"
+    "channel_weight_activation",
+    granularity="channel",
+    needs=("statistics", "channel_weights"),
+    reference="Wanda",
 )
 def channel_weight_activation(layer: Layer) -> Array:
     """sum_o |w_oc| * sqrt(sum_t phi^2): Wanda's score, summed over the outputs o of down_proj."""
@@ -79,7 +97,9 @@ def channel_gradient(layer: Layer) -> Array:
     return numpy.sqrt(layer["channel_gradient_square"])
 
 
-@criterion("channel_activation_gradient", granularity="channel", needs=("gradients",), reference=SLIMMING)
+@criterion(
+    "channel_activation_gradient", granularity="channel", needs=("gradients",), reference=SLIMMING
+)
 def channel_activation_gradient(layer: Layer) -> Array:
     """mean_t |phi dL/dphi|; 0 for an expert that saw no token."""
     return layer["channel_product_abs"] / numpy.maximum(layer.tokens, 1)[:, None]
@@ -87,10 +107,12 @@ def channel_activation_gradient(layer: Layer) -> Array:
 
 @criterion("snip", granularity="channel", needs=("weight_gradients",), reference="SNIP")
 def snip(layer: Layer, projection: str = "down") -> Array:
-    """sum_o |w_oc dL/dw_oc| over the channel's weights in one projection, or (`projection=mean`) the mean of the sums.
+    """sum_o |w_oc dL/dw_oc| over the channel's weights in one projection, or (`projection=mean`)
+    the mean of the sums.
 
-    In MoE-Slimming's equation c is an input channel of the projection, so it is the down projection's for a channel of
-    the expert; its code takes the mean of the three. UserError as for channel_weight."""
+    In MoE-Slimming's equation c is an input channel of the projection, so it is the down
+    projection's for a channel of the expert; its code takes the mean of the three. UserError as for
+    channel_weight."""
     names = _projections("snip", projection)
     sums: Array = numpy.mean([layer[f"snip_{name}"] for name in names], axis=0)
     return sums
@@ -98,11 +120,13 @@ def snip(layer: Layer, projection: str = "down") -> Array:
 
 @criterion("channel_random", granularity="channel", needs=(), reference=HEAPR, uses_seed=True)
 def channel_random(layer: Layer) -> Array:
-    """Uniform on [0, 1): numpy's PCG64(seed), one draw of E x I numbers per layer, in layer order."""
+    """Uniform on [0, 1): numpy's PCG64(seed), one draw of E x I numbers per layer, in layer
+    order."""
     return layer.random.random((layer.n_experts, layer.width))
 
 
 def _projections(name: str, projection: str) -> tuple[str, ...]:
-    """The projections that `projection` of the criterion `name` means: one, or all three for mean."""
+    """The projections that `projection` of the criterion `name` means: one, or all three for
+    mean."""
     check_known(f"criterion.parameters.projection of {name}", projection, [*PROJECTIONS, "mean"])
     return PROJECTIONS if projection == "mean" else (projection,)

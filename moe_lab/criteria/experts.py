@@ -1,8 +1,10 @@
-"""Criteria of experts, from what they did on calibration tokens, from weights alone, or from nothing.
+"""Criteria of experts, from what they did on calibration tokens, from weights alone, or from
+nothing.
 
-N is the number of tokens routed to an expert, t runs over them, g is the gate, f the expert's output before the gate,
-||.|| the Euclidean norm over the hidden dimension. An expert that saw no token scores 0, which is the lowest possible
-score. w is the concatenation of an expert's gate, up and down weights (biases and router left out), P its length.
+N is the number of tokens routed to an expert, t runs over them, g is the gate, f the expert's
+output before the gate, ||.|| the Euclidean norm over the hidden dimension. An expert that saw no
+token scores 0, which is the lowest possible score. w is the concatenation of an expert's gate, up
+and down weights (biases and router left out), P its length.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ def seer(layer: Layer) -> Array:
     return layer.sum(1, 0)
 
 
-@criterion("ean", needs=("statistics",), reference="Finding Fantastic Experts in MoEs, arXiv 2504.05586")
+@criterion(
+    "ean", needs=("statistics",), reference="Finding Fantastic Experts in MoEs, arXiv 2504.05586"
+)
 def ean(layer: Layer) -> Array:
     """S(0,0,1) = sum_t ||f||."""
     return layer.sum(0, 1)
@@ -71,8 +75,9 @@ def gate_energy(layer: Layer) -> Array:
 
 @criterion("easy_ep", needs=("statistics",), reference="EASY-EP, arXiv 2504.06792")
 def easy_ep(layer: Layer) -> Array:
-    """sum_t s g ||f|| with s = max(0, 1 - cos(x, x + m)), x the residual stream before the MoE block, m the routed
-    output: tokens count by how much the routed experts turn the stream. g is the gate that the model multiplies with.
+    """sum_t s g ||f|| with s = max(0, 1 - cos(x, x + m)), x the residual stream before the MoE
+    block, m the routed output: tokens count by how much the routed experts turn the stream. g is
+    the gate that the model multiplies with.
     """
     return layer["shift_weighted"]
 
@@ -83,9 +88,15 @@ def mone(layer: Layer) -> Array:
     return layer.mean(1, 0) * _spread(layer)
 
 
-@criterion("mone_freq", needs=("statistics",), reference="MoNE in the prose of arXiv 2606.15716", uses_gate=True)
+@criterion(
+    "mone_freq",
+    needs=("statistics",),
+    reference="MoNE in the prose of arXiv 2606.15716",
+    uses_gate=True,
+)
 def mone_freq(layer: Layer) -> Array:
-    """(sum_t g) * V: MoNE with the routing frequency left in, as the paper's prose has it (its Table 6 has not)."""
+    """(sum_t g) * V: MoNE with the routing frequency left in, as the paper's prose has it (its
+    Table 6 has not)."""
     return layer.sum(1, 0) * _spread(layer)
 
 
@@ -93,14 +104,20 @@ def mone_freq(layer: Layer) -> Array:
 def s_family(layer: Layer, b: float, alpha: int, beta: int) -> Array:
     """S(b, alpha, beta) = N^-b sum_t g^alpha ||f||^beta, alpha and beta in {0, 1, 2}; 0 for N = 0.
 
-    b is any number >= 0, 0 and 1 being the paper's. S(1,0,0) is 1 for every expert that saw a token: UserError."""
+    b is any number >= 0, 0 and 1 being the paper's. S(1,0,0) is 1 for every expert that saw a
+    token: UserError."""
     for name, value in (("alpha", alpha), ("beta", beta)):
         if value not in EXPONENTS:
             raise UserError(f"criterion.parameters.{name}={value} of s_family: expected 0, 1 or 2")
     if not (isinstance(b, (int, float)) and 0 <= b < float("inf")):
-        raise UserError(f"criterion.parameters.b={b} of s_family: expected a number >= 0, such as 0 or 1")
+        raise UserError(
+            f"criterion.parameters.b={b} of s_family: expected a number >= 0, such as 0 or 1"
+        )
     if (b, alpha, beta) == (1, 0, 0):
-        raise UserError("criterion.parameters b=1, alpha=0, beta=0 of s_family score every expert alike: choose others")
+        raise UserError(
+            "criterion.parameters b=1, alpha=0, beta=0 of s_family score every expert alike: "
+            "choose others"
+        )
     return layer.sum(int(alpha), int(beta)) / numpy.maximum(layer.tokens, 1) ** b
 
 
@@ -112,12 +129,14 @@ def exact_damage(layer: Layer) -> Array:
 
 @criterion("aimer", needs=("weights",), reference=AIMER)
 def aimer(layer: Layer) -> Array:
-    """-(||w||_1 / P) / sqrt(||w||_2^2 / P), in [-1, -1/sqrt(P)]; the flattest weights go first, so the ratio is
-    negated.
+    """-(||w||_1 / P) / sqrt(||w||_2^2 / P), in [-1, -1/sqrt(P)]; the flattest weights go first, so
+    the ratio is negated.
 
     An expert of zeros scores 0, as in the released code: it is never pruned first.
     """
-    absolute, square, count = layer["abs_sum"], layer["square_sum"], layer["count"]
+    absolute = layer["abs_sum"]
+    square = layer["square_sum"]
+    count = layer["count"]
     return -absolute / numpy.where(square > 0, numpy.sqrt(count * square), 1)
 
 
@@ -133,7 +152,9 @@ def random(layer: Layer) -> Array:
     return layer.random.random(layer.n_experts)
 
 
-def family(statistics: Mapping[int, Mapping[str, Any]], gate: str) -> list[tuple[int, int, int, int, int, float]]:
+def family(
+    statistics: Mapping[int, Mapping[str, Any]], gate: str
+) -> list[tuple[int, int, int, int, int, float]]:
     """Every usable S(b, alpha, beta), 17 of them: rows (layer, expert, b, alpha, beta, score)."""
     experts = {layer: len(arrays["tokens"]) for layer, arrays in statistics.items()}
     rows = []
@@ -151,7 +172,8 @@ def family(statistics: Mapping[int, Mapping[str, Any]], gate: str) -> list[tuple
 
 
 def _spread(layer: Layer) -> Array:
-    """V of MoNE in its trace form, sqrt((sum ||f||^2 - ||sum f||^2 / N) / (N - 1)); 0 for N <= 1."""
+    """V of MoNE in its trace form, sqrt((sum ||f||^2 - ||sum f||^2 / N) / (N - 1)); 0 for N <=
+    1."""
     tokens = layer.tokens
     scatter = layer.sum(0, 2) - numpy.square(layer["output_sum"]).sum(-1) / numpy.maximum(tokens, 1)
     variance = numpy.maximum(scatter, 0) / numpy.maximum(tokens - 1, 1)

@@ -1,4 +1,5 @@
-"""Ask an engine for the answers to items: prompts, tokens, order, batches, and what a text says. No torch."""
+"""Ask an engine for the answers to items: prompts, tokens, order, batches, and what a text says. No
+torch."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ class _Query:
     tokens: tuple[int, ...] = ()
     """Tokens of the prompt or document."""
     rows: list[Row] = field(default_factory=list)
-    """What is scored: the reference after the prompt, the continuation after the context, or the windows."""
+    """What is scored: the reference after the prompt, the continuation after the context, or the
+    windows."""
     reference_bytes: int = 0
     """Bytes that the reference's row scores."""
     marks: tuple[tuple[int, str], ...] = ()
@@ -65,8 +67,9 @@ def collect_answers(
 ) -> list[Answer]:
     """An answer to every item, in order; in batches of `benchmark.batch_size`.
 
-    UserError is raised before the engine computes anything: for a prompt that leaves too little room, and for a text
-    to be scored that is too long or has no token. FloatingPointError for a likelihood that is no finite number.
+    UserError is raised before the engine computes anything: for a prompt that leaves too little
+    room, and for a text to be scored that is too long or has no token. FloatingPointError for a
+    likelihood that is no finite number.
     """
     record = record or Record()
     encoder = _Encoder(engine, benchmark)
@@ -74,11 +77,20 @@ def collect_answers(
     encoder.check_pairs(queries)
     prompts = encoder.prompts(queries)
     texts = _generate(engine, prompts, queries, benchmark, record)
-    likelihoods = {prompt.answer: texts[number].likelihood for number, prompt in prompts.items() if prompt.answer}
-    known: dict[Row, Likelihood] = {row: likelihood for row, likelihood in likelihoods.items() if likelihood}
+    likelihoods = {
+        prompt.answer: texts[number].likelihood
+        for number, prompt in prompts.items()
+        if prompt.answer
+    }
+    known: dict[Row, Likelihood] = {
+        row: likelihood for row, likelihood in likelihoods.items() if likelihood
+    }
     rows = {row for query in queries for row in query.rows if row not in known}
     known |= _score(engine, rows, benchmark.batch_size, record)
-    replies = [_reply(query, texts.get(number), known, chat=benchmark.chat) for number, query in enumerate(queries)]
+    replies = [
+        _reply(query, texts.get(number), known, chat=benchmark.chat)
+        for number, query in enumerate(queries)
+    ]
     ends = accumulate((len(item.requests) for item in items), initial=0)
     return [
         Answer(item.name, queries[start].prompt, tuple(replies[start:end]))
@@ -92,11 +104,14 @@ def collect_answers(
 def render(engine: Engine, messages: Messages, tools: Tools = ()) -> str:
     """The prompt for the next message of a conversation, in which the model may call `tools`.
 
-    A last message of the assistant is the beginning of that message. Raises UserError without a chat template, and for
-    one that refuses the conversation, ignores the tools or leaves out words.
+    A last message of the assistant is the beginning of that message. Raises UserError without a
+    chat template, and for one that refuses the conversation, ignores the tools or leaves out words.
     """
     if not engine.tokenizer.chat_template:
-        raise UserError("chat=true, but the model's tokenizer has no chat template: expected an instruction model")
+        raise UserError(
+            "chat=true, but the model's tokenizer has no chat template: expected an instruction "
+            "model"
+        )
 
     begun = messages[-1]["role"] == "assistant"
     ends = {"add_generation_prompt": not begun, "continue_final_message": begun}
@@ -111,18 +126,24 @@ class _Encoder:
 
     def __init__(self, engine: Engine, benchmark: BenchmarkConfig) -> None:
         self.engine, self.benchmark, self.name = engine, benchmark, f"benchmark {benchmark.name}"
-        limits = [length for length in (engine.max_length, benchmark.max_length) if length is not None]
+        limits = [
+            length for length in (engine.max_length, benchmark.max_length) if length is not None
+        ]
         self.room: int | None = min(limits, default=None)
         """Tokens that are read of a prompt and its answer together; None for any number."""
         tokenizer = engine.tokenizer
-        self.first: int | None = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        self.first: int | None = (
+            tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        )
         """The token that stands before a text of which every token is predicted."""
         self._begun = None if self.first is None else tokenizer.decode(self.first)
         self._appended = appended_tokens(tokenizer)
-        """Tokens that are dropped from the end of every text: the model goes on with it, or with an answer to it."""
+        """Tokens that are dropped from the end of every text: the model goes on with it, or with an
+        answer to it."""
         if self._appended:
             warnings.warn(
-                f"the model's tokenizer appends {tokenizer.decode(self._appended)!r} to every text: prompts, answers "
+                f"the model's tokenizer appends {tokenizer.decode(self._appended)!r} to every "
+                "text: prompts, answers "
                 "and documents are evaluated without it",
                 stacklevel=2,
             )
@@ -132,55 +153,71 @@ class _Encoder:
         if isinstance(request, Document):
             tokens = self._tokens(request.text)
             return _Query(request, request.text, tokens, self._windows(request, tokens))
-        prompt, tools = (request.prompt, request.tools) if isinstance(request, Text) else (request.context, ())
+        prompt, tools = (
+            (request.prompt, request.tools) if isinstance(request, Text) else (request.context, ())
+        )
         text = prompt if isinstance(prompt, str) else render(self.engine, prompt, tools)
         if isinstance(request, Pair):
             return _Query(request, text, rows=[self._pair(text, request.continuation)])
-        query = _Query(request, text, self._tokens(text), marks=special_marks(self.engine.tokenizer, request.stop))
+        query = _Query(
+            request,
+            text,
+            self._tokens(text),
+            marks=special_marks(self.engine.tokenizer, request.stop),
+        )
         if request.reference and self.engine.scores:
             self._add_reference(query, request.reference)
         return query
 
     def _tokens(self, text: str) -> tuple[int, ...]:
-        """With the special tokens that the tokenizer adds before a text, unless it begins with them or is a chat's."""
+        """With the special tokens that the tokenizer adds before a text, unless it begins with them
+        or is a chat's."""
         if self.benchmark.chat or (self._begun and text.startswith(self._begun)):
             return _encoded(self.engine.tokenizer, text, False)
         tokens = _encoded(self.engine.tokenizer, text, True)
         return tokens[: len(tokens) - len(self._appended)]
 
     def _add_reference(self, query: _Query, reference: str) -> None:
-        """Add the row of a reference after its prompt, unless there is no prompt or no room for both. As in lm-eval,
-        white space at the end of the prompt counts as part of the answer."""
-        head, whole = query.prompt.rstrip(), query.prompt + reference
-        start, row = len(self._tokens(head)), self._tokens(whole)
+        """Add the row of a reference after its prompt, unless there is no prompt or no room for
+        both. As in lm-eval, white space at the end of the prompt counts as part of the answer."""
+        head = query.prompt.rstrip()
+        whole = query.prompt + reference
+        start = len(self._tokens(head))
+        row = self._tokens(whole)
         if 0 < start < len(row) <= (self.room or len(row)):
             query.rows = [Row(row, start)]
             query.reference_bytes = len(whole[len(head) :].encode("utf-8", "surrogatepass"))
 
     def _pair(self, context: str, continuation: str) -> Row:
-        """Context and continuation in tokens, divided as by lm-eval; without a context, after the first token of texts.
-        UserError for one of them without a token: its likelihood of 1 would beat all others."""
+        """Context and continuation in tokens, divided as by lm-eval; without a context, after the
+        first token of texts. UserError for one of them without a token: its likelihood of 1 would
+        beat all others."""
         if context:
-            row, start = self._tokens(context + continuation), len(self._tokens(context.rstrip()))
+            row = self._tokens(context + continuation)
+            start = len(self._tokens(context.rstrip()))
         else:
-            row, start = _encoded(self.engine.tokenizer, continuation, False), 1
+            row = _encoded(self.engine.tokenizer, continuation, False)
+            start = 1
             if self.first is not None and row[:1] != (self.first,):
                 row = (self.first, *row)
         if not 0 < start < len(row):
             raise UserError(
                 f"{self.name}: the {'answer' if start else 'question'} has no token of its own in "
-                f"question={context[-_EXCERPT:]!r} answer={continuation!r}: expected an answer that adds tokens"
+                f"question={context[-_EXCERPT:]!r} answer={continuation!r}: expected an answer "
+                "that adds tokens"
             )
         return Row(row, start)
 
     def check_pairs(self, queries: Sequence[_Query]) -> None:
-        """Raise UserError for a question and answer with more tokens than are read; their last one never is."""
+        """Raise UserError for a question and answer with more tokens than are read; their last one
+        never is."""
         rows = [query.rows[0] for query in queries if isinstance(query.request, Pair)]
         longest = max((len(row.tokens) for row in rows), default=0)
         if self.room is not None and longest > self.room + 1:
             limit = "model" if self.room == self.engine.max_length else "max_length"
             raise UserError(
-                f"{self.name}: a question with its answer has {longest} tokens, and {self.room} are read: "
+                f"{self.name}: a question with its answer has {longest} tokens, and {self.room} "
+                "are read: "
                 f"expected a {limit} of {longest - 1} tokens or more, to read it whole"
             )
 
@@ -188,28 +225,36 @@ class _Encoder:
         room = self.room
         if document.from_nothing:
             return _rolling_windows(
-                [token for token in (self.first, *tokens) if token is not None], room or USUAL_LENGTH
+                [token for token in (self.first, *tokens) if token is not None],
+                room or USUAL_LENGTH,
             )
         length = document.length or min(USUAL_LENGTH, room or USUAL_LENGTH)
         if length < 2 or (room is not None and length > room):
-            raise UserError(f"{self.name}: length={length}: expected 2 to {room or 'any number of'} tokens")
+            raise UserError(
+                f"{self.name}: length={length}: expected 2 to {room or 'any number of'} tokens"
+            )
         cuts = [tuple(tokens[start : start + length]) for start in range(0, len(tokens), length)]
         rows = [Row(cut, 1) for cut in cuts if len(cut) > 1][: document.windows]
         if not rows:
-            raise UserError(f"{self.name}: its text has {len(tokens)} tokens: expected at least two")
+            raise UserError(
+                f"{self.name}: its text has {len(tokens)} tokens: expected at least two"
+            )
         return rows
 
     def prompts(self, queries: Sequence[_Query]) -> dict[int, Prompt]:
         """Number of a request -> prompt, for every text that fits.
 
-        Raises UserError when a prompt leaves too little room, unless its request may be skipped, and when all do.
+        Raises UserError when a prompt leaves too little room, unless its request may be skipped,
+        and when all do.
         """
         prompts: dict[int, Prompt] = {}
         long: list[tuple[int, Text]] = []
         for number, query in enumerate(queries):
             if isinstance(query.request, Text):
                 if self.room is None or len(query.tokens) + query.request.most <= self.room:
-                    prompts[number] = Prompt(query.prompt, query.tokens, query.rows[0] if query.rows else None)
+                    prompts[number] = Prompt(
+                        query.prompt, query.tokens, query.rows[0] if query.rows else None
+                    )
                 else:
                     long.append((len(query.tokens), query.request))
         refused = [(length, text) for length, text in long if not text.skip_long or not prompts]
@@ -217,23 +262,27 @@ class _Encoder:
             length, text = max(refused, key=lambda each: each[0] + each[1].most)
             left = self.room - length
             hint = (
-                f"lower max_new_tokens to {left} or less" if left > 0 else "they need a model, or a max_length, of more"
+                f"lower max_new_tokens to {left} or less"
+                if left > 0
+                else "they need a model, or a max_length, of more"
             )
             raise UserError(
                 f"a prompt of {length} tokens and max_new_tokens={text.most} do not fit the "
-                f"{'model' if self.room == self.engine.max_length else 'benchmark'}'s {self.room} tokens: {hint}"
+                f"{'model' if self.room == self.engine.max_length else 'benchmark'}'s {self.room} "
+                f"tokens: {hint}"
             )
         return prompts
 
 
-@lru_cache(maxsize=1 << 13)  # the plans of a model are asked the same questions, one plan after the other
+# the plans of a model are asked the same questions, one plan after the other
+@lru_cache(maxsize=1 << 13)
 def _encoded(tokenizer: Any, text: str, special: bool) -> tuple[int, ...]:
     return tuple(tokenizer([text], add_special_tokens=special, verbose=False).input_ids[0])
 
 
 def _rolling_windows(tokens: Sequence[int], length: int) -> list[Row]:
-    """Windows that predict `length` tokens each, all but the first of `tokens` together, as those of lm-eval do. The
-    last one predicts what is left, after as many tokens as are read."""
+    """Windows that predict `length` tokens each, all but the first of `tokens` together, as those
+    of lm-eval do. The last one predicts what is left, after as many tokens as are read."""
     last = len(tokens) - 1
     ends = [*range(length, last, length), last] if last > 0 else []
     return [
@@ -246,21 +295,29 @@ def _rolling_windows(tokens: Sequence[int], length: int) -> list[Row]:
 
 
 def _generate(
-    engine: Engine, prompts: Mapping[int, Prompt], queries: Sequence[_Query], benchmark: BenchmarkConfig, record: Record
+    engine: Engine,
+    prompts: Mapping[int, Prompt],
+    queries: Sequence[_Query],
+    benchmark: BenchmarkConfig,
+    record: Record,
 ) -> dict[int, Written]:
     """Number of a request -> its text. Equal prompts are written once; the longest come first."""
-    # What a thought says ends nothing, so texts of models that may think are cut when they are complete.
+    # What a thought says ends nothing, so texts of models that may think are cut when they are
+    # complete.
     thinks = benchmark.chat and may_think(engine.tokenizer)
     groups: dict[Writing, dict[Prompt, list[int]]] = {}
     for number, prompt in prompts.items():
-        request, marks = queries[number].request, queries[number].marks
+        request = queries[number].request
+        marks = queries[number].marks
         assert isinstance(request, Text)
         stop = () if thinks else request.stop
         writing = Writing(request.most, stop, benchmark.chat, benchmark.batch_size, marks)
         groups.setdefault(writing, {}).setdefault(prompt, []).append(number)
     texts: dict[int, Written] = {}
     for writing, of_group in groups.items():
-        order = sorted(of_group, key=lambda prompt: (-len(prompt.tokens), prompt.tokens, prompt.text))
+        order = sorted(
+            of_group, key=lambda prompt: (-len(prompt.tokens), prompt.tokens, prompt.text)
+        )
         for batch in _parts(order, writing.batch_size * engine.batches):
             progress.tell(len(texts), len(prompts), "requests")
             for prompt, text in zip(batch, _generated(engine, batch, writing, record), strict=True):
@@ -268,26 +325,38 @@ def _generate(
     return texts
 
 
-def _generated(engine: Engine, batch: Sequence[Prompt], writing: Writing, record: Record) -> list[Written]:
+def _generated(
+    engine: Engine, batch: Sequence[Prompt], writing: Writing, record: Record
+) -> list[Written]:
     def compute() -> list[Any]:
         texts = engine.generate(batch, writing)
         for text in texts:
             check_finite(text.likelihood[0] if text.likelihood else 0.0, "log-likelihood")
         return [[text.text, text.ended, text.likelihood] for text in texts]
 
-    rows = [[prompt.tokens, prompt.answer and [prompt.answer.start, prompt.answer.tokens]] for prompt in batch]
+    rows = [
+        [prompt.tokens, prompt.answer and [prompt.answer.start, prompt.answer.tokens]]
+        for prompt in batch
+    ]
     results = record.result([writing.most, writing.stop, writing.marks, rows], compute)
-    return [Written(text, ended, likelihood and tuple(likelihood)) for text, ended, likelihood in results]
+    return [
+        Written(text, ended, likelihood and tuple(likelihood))
+        for text, ended, likelihood in results
+    ]
 
 
-def _score(engine: Engine, rows: Set[Row], batch_size: int, record: Record) -> dict[Row, Likelihood]:
+def _score(
+    engine: Engine, rows: Set[Row], batch_size: int, record: Record
+) -> dict[Row, Likelihood]:
     """The likelihood of each row."""
     likelihoods: dict[Row, Likelihood] = {}
     for part in _parts(_by_question(rows), batch_size * PARTS):
         progress.tell(len(likelihoods), len(rows), "requests")
         asked = ["likelihoods", batch_size, [[row.start, *row.tokens] for row in part]]
         results = record.result(asked, partial(_finite_scores, engine, part, batch_size))
-        likelihoods |= {row: (total, likeliest) for row, (total, likeliest) in zip(part, results, strict=True)}
+        likelihoods |= {
+            row: (total, likeliest) for row, (total, likeliest) in zip(part, results, strict=True)
+        }
     return likelihoods
 
 
@@ -299,13 +368,17 @@ def _finite_scores(engine: Engine, rows: Sequence[Row], batch_size: int) -> list
 
 
 def _by_question(rows: Iterable[Row]) -> list[Row]:
-    """The rows in the order in which they are computed: those that are equal up to their start follow each other, as
-    they share a forward pass, and the question with the longest row comes first."""
+    """The rows in the order in which they are computed: those that are equal up to their start
+    follow each other, as they share a forward pass, and the question with the longest row comes
+    first."""
     longest: dict[tuple[int, ...], int] = {}
     for row in rows:
         question = row.tokens[: row.start]
         longest[question] = max(longest.get(question, 0), len(row.tokens))
-    return sorted(rows, key=lambda row: (-longest[row.tokens[: row.start]], row.tokens[: row.start], row.tokens))
+    return sorted(
+        rows,
+        key=lambda row: (-longest[row.tokens[: row.start]], row.tokens[: row.start], row.tokens),
+    )
 
 
 def _parts(values: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
@@ -316,10 +389,15 @@ def _parts(values: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
 # What the model said.
 
 
-def _reply(query: _Query, text: Written | None, likelihoods: Mapping[Row, Likelihood], *, chat: bool) -> Reply:
+def _reply(
+    query: _Query, text: Written | None, likelihoods: Mapping[Row, Likelihood], *, chat: bool
+) -> Reply:
     scored = [(likelihoods[row], row) for row in query.rows]
     if not isinstance(query.request, Text):
-        windows = [Window(total, len(row.tokens) - row.start, likeliest) for (total, likeliest), row in scored]
+        windows = [
+            Window(total, len(row.tokens) - row.start, likeliest)
+            for (total, likeliest), row in scored
+        ]
         return Reply(windows=tuple(windows), tokens=len(query.tokens))
     losses = [-total / math.log(2) / query.reference_bytes for (total, _), _ in scored]
     loss = losses[0] if losses else None
@@ -327,7 +405,8 @@ def _reply(query: _Query, text: Written | None, likelihoods: Mapping[Row, Likeli
         return Reply(ended="too_long", loss=loss)
     whole = cut(text.text, query.request.stop, query.prompt, chat=chat)
     ended = "stop" if whole != text.text else text.ended
-    for _, mark in query.marks:  # what is left of stop texts: in a thought, or of one that is not complete
+    # what is left of stop texts: in a thought, or of one that is not complete
+    for _, mark in query.marks:
         if mark not in MARKS:
             whole = whole.replace(mark, "")
     answer = answer_in(whole, query.prompt, chat=chat)
@@ -336,7 +415,8 @@ def _reply(query: _Query, text: Written | None, likelihoods: Mapping[Row, Likeli
 
 
 def cut(text: str, stop: Sequence[str], prompt: str = "", *, chat: bool = True) -> str:
-    """The text up to the first stop text in its answer; a thought before the answer is not searched."""
+    """The text up to the first stop text in its answer; a thought before the answer is not
+    searched."""
     answer = answer_in(text, prompt, chat=chat) or ""
     end = min((answer.index(end) for end in stop if end in answer), default=len(answer))
     return text[: len(text) - len(answer) + end]

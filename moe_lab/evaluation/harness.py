@@ -1,4 +1,5 @@
-"""Properties of benchmark harnesses, known without importing them; their items, answers and results. No torch."""
+"""Properties of benchmark harnesses, known without importing them; their items, answers and
+results. No torch."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class Harness:
     gives_tools: bool = False
     """Its questions come with tools, which the chat template must read."""
     reads_path: bool = False
-    """suite.path names its data: the folder of the benchmark's task, or the file of one without a task."""
+    """suite.path names its data: the folder of the benchmark's task, or the file of one without a
+    task."""
     lists_items: bool = True
     """Its items are listed in this interpreter."""
 
@@ -55,9 +57,14 @@ class Harness:
 _LIMITS = ("seconds", "memory_mib", "processes")
 HARNESSES: Mapping[str, Harness] = {
     "lm_eval": Harness(
-        package="lm-eval", question_parameters=("folder", "definition"), scores=True, shows_examples=True
+        package="lm-eval",
+        question_parameters=("folder", "definition"),
+        scores=True,
+        shows_examples=True,
     ),
-    "evalplus": Harness(package="evalplus", metrics=("base", "plus"), grading_parameters=_LIMITS, two_phases=True),
+    "evalplus": Harness(
+        package="evalplus", metrics=("base", "plus"), grading_parameters=_LIMITS, two_phases=True
+    ),
     "evalscope": Harness(  # in an interpreter of its own
         metrics=("acc",),
         question_parameters=("start_date", "end_date"),
@@ -74,7 +81,11 @@ HARNESSES: Mapping[str, Harness] = {
         judged=True,
     ),
     "function_calls": Harness(
-        metrics=("acc",), question_parameters=("answers",), two_phases=True, gives_tools=True, reads_path=True
+        metrics=("acc",),
+        question_parameters=("answers",),
+        two_phases=True,
+        gives_tools=True,
+        reads_path=True,
     ),
     "stories": Harness(metrics=("score",), continues_text=True),
     "perplexity": Harness(
@@ -110,7 +121,8 @@ class Text:
     most: int
     """Largest number of tokens of the text."""
     stop: tuple[str, ...] = ()
-    """Texts at which an answer ends; they are cut off. Only the answer is searched for them: no prompt, no thought."""
+    """Texts at which an answer ends; they are cut off. Only the answer is searched for them: no
+    prompt, no thought."""
     reference: str | None = None
     """A right answer, with exactly the text that follows the prompt."""
     tools: Tools = ()
@@ -131,8 +143,8 @@ class Pair:
 class Document:
     """How likely is a whole text, window by window?
 
-    By default windows do not overlap, and the first token of each is not predicted. `from_nothing` predicts every
-    token, each but the first after another one, as lm-eval does.
+    By default windows do not overlap, and the first token of each is not predicted. `from_nothing`
+    predicts every token, each but the first after another one, as lm-eval does.
     """
 
     text: str
@@ -169,13 +181,14 @@ class Reply:
     """What the model said to one request."""
 
     text: str | None = ""
-    """The answer that it wrote, without the thought before it; None where the thought does not end."""
+    """The answer that it wrote, without the thought before it; None where the thought does not
+    end."""
     thought: str = ""
     """What it wrote before the answer."""
     ended: str | None = None
-    """Why a text ended: end (an end token), stop (a stop text), limit (too many tokens), or too_long: nothing was
-    written, because prompt and limit together are too long. None where nothing was to be written. A server does not
-    tell the first two apart."""
+    """Why a text ended: end (an end token), stop (a stop text), limit (too many tokens), or
+    too_long: nothing was written, because prompt and limit together are too long. None where
+    nothing was to be written. A server does not tell the first two apart."""
     loss: float | None = None
     """Loss on the reference, in bits per byte."""
     windows: tuple[Window, ...] = ()
@@ -206,14 +219,19 @@ class Answer:
         """The reply to the first request, which is the only one where texts are written."""
         return self.replies[0]
 
-    def sample(self, result: str, outcome: float, extracted: str, output: str | None = None) -> Sample:
-        """The row of samples.parquet for this answer and a result. `output` stands for an answer that is no text."""
+    def sample(
+        self, result: str, outcome: float, extracted: str, output: str | None = None
+    ) -> Sample:
+        """The row of samples.parquet for this answer and a result. `output` stands for an answer
+        that is no text."""
         return Sample(
             benchmark=result,
             item=self.item,
             replicate=self.replicate,
             outcome=outcome,
-            prompt_hash=hashlib.sha256(self.prompt.encode("utf-8", "surrogatepass")).hexdigest()[:16],
+            prompt_hash=hashlib.sha256(self.prompt.encode("utf-8", "surrogatepass")).hexdigest()[
+                :16
+            ],
             thought=self.reply.thought,
             output=self.reply.text if output is None else output,
             ended=self.reply.ended,
@@ -223,13 +241,16 @@ class Answer:
 
 
 def replace_surrogates(text: str) -> str:
-    """Replace what cannot be written as UTF-8: a model, or its server, may send half of a surrogate pair."""
+    """Replace what cannot be written as UTF-8: a model, or its server, may send half of a surrogate
+    pair."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def write_answers(answers: Sequence[Answer], file: Path) -> None:
     """Write one JSON line per answer."""
-    file.write_text("".join(json.dumps(asdict(answer)) + "\n" for answer in answers), encoding="utf-8")
+    file.write_text(
+        "".join(json.dumps(asdict(answer)) + "\n" for answer in answers), encoding="utf-8"
+    )
 
 
 def read_answers(content: bytes) -> list[Answer]:
@@ -237,8 +258,13 @@ def read_answers(content: bytes) -> list[Answer]:
     answers = []
     for line in content.splitlines():
         row = json.loads(line)
-        windows = [tuple(Window(**window) for window in reply["windows"]) for reply in row["replies"]]
-        replies = [Reply(**{**reply, "windows": own}) for reply, own in zip(row["replies"], windows, strict=True)]
+        windows = [
+            tuple(Window(**window) for window in reply["windows"]) for reply in row["replies"]
+        ]
+        replies = [
+            Reply(**{**reply, "windows": own})
+            for reply, own in zip(row["replies"], windows, strict=True)
+        ]
         answers.append(Answer(**{**row, "replies": tuple(replies)}))
     return answers
 
@@ -261,12 +287,16 @@ class Graded:
 
 
 def data_files(benchmark: BenchmarkConfig) -> list[Path]:
-    """The files of a benchmark without a mirror; the last one has the items. Raises UserError naming a missing file.
+    """The files of a benchmark without a mirror; the last one has the items. Raises UserError
+    naming a missing file.
 
-    A task of lm-eval's format is a file beside its items, or the benchmark's own parameters.definition.
+    A task of lm-eval's format is a file beside its items, or the benchmark's own
+    parameters.definition.
     """
     if not benchmark.task:
-        raise UserError(f"benchmark {benchmark.name} has no data: name its file, such as suite.path=FILE")
+        raise UserError(
+            f"benchmark {benchmark.name} has no data: name its file, such as suite.path=FILE"
+        )
     task = Path(resolve(benchmark.task)).expanduser().absolute()
     is_defined = benchmark.harness != "lm_eval" or "definition" in benchmark.parameters
     files = [task] if is_defined else [task, task.with_suffix(".jsonl")]
@@ -274,8 +304,14 @@ def data_files(benchmark: BenchmarkConfig) -> list[Path]:
         files.insert(0, task.parent / str(answers))
     for file in files:
         if not file.is_file():
-            hint = ": name its folder by suite.path=FOLDER" if HARNESSES[benchmark.harness].gives_tools else ""
-            raise UserError(f"benchmark {benchmark.name} needs {file}, and there is no such file{hint}")
+            hint = (
+                ": name its folder by suite.path=FOLDER"
+                if HARNESSES[benchmark.harness].gives_tools
+                else ""
+            )
+            raise UserError(
+                f"benchmark {benchmark.name} needs {file}, and there is no such file{hint}"
+            )
     return files
 
 
@@ -283,13 +319,18 @@ def check_count(benchmark: BenchmarkConfig, count: int) -> None:
     """Raise UserError unless `count`, the items in the benchmark's data, is the expected number."""
     if benchmark.expected is not None and count != benchmark.expected:
         raise UserError(
-            f"benchmark {benchmark.name} has {count} items and should have {benchmark.expected}: its data is not the "
+            f"benchmark {benchmark.name} has {count} items and should have {benchmark.expected}: "
+            "its data is not the "
             f"published set, or expected is wrong"
         )
 
 
 def mean_result(
-    name: str, metric: str, samples: Sequence[Sample], benchmark: BenchmarkConfig, scale: Scale = "score"
+    name: str,
+    metric: str,
+    samples: Sequence[Sample],
+    benchmark: BenchmarkConfig,
+    scale: Scale = "score",
 ) -> Result:
     """The mean outcome of the samples of one result, with its standard error s / sqrt(n)."""
     outcomes = [sample["outcome"] for sample in samples if sample["benchmark"] == name]
@@ -316,9 +357,14 @@ def graded_by_mean(
     protocol: dict[str, Any] | None = None,
     tolerated: int = 0,
 ) -> Graded:
-    """Results that are mean outcomes; `verdict` gives an answer's outcome for a metric, and a text about it."""
+    """Results that are mean outcomes; `verdict` gives an answer's outcome for a metric, and a text
+    about it."""
     reports = benchmark.reports.items()
-    samples = [answer.sample(name, *verdict(answer, metric)) for name, metric in reports for answer in answers]
+    samples = [
+        answer.sample(name, *verdict(answer, metric))
+        for name, metric in reports
+        for answer in answers
+    ]
     results = [mean_result(name, metric, samples, benchmark) for name, metric in reports]
     return Graded(results, samples, protocol or {}, tolerated)
 
@@ -332,14 +378,17 @@ def loss_result(
     weights: Sequence[float],
     benchmark: BenchmarkConfig,
 ) -> Result:
-    """The mean loss or its perplexity exp(mean), with the standard error of the loss over items times the slope.
+    """The mean loss or its perplexity exp(mean), with the standard error of the loss over items
+    times the slope.
 
     `losses` of the items are in `unit`, `weights` are their numbers of tokens, words or bytes.
     """
     total = math.fsum(weights)
     shares = [weight / total for weight in weights]
     mean = math.fsum(share * loss for share, loss in zip(shares, losses, strict=True))
-    spread = math.fsum((share * (loss - mean)) ** 2 for share, loss in zip(shares, losses, strict=True))
+    spread = math.fsum(
+        (share * (loss - mean)) ** 2 for share, loss in zip(shares, losses, strict=True)
+    )
     slope = math.exp(mean) if scale == "perplexity" else 1.0
     return Result(
         benchmark=name,
@@ -355,7 +404,8 @@ def loss_result(
 
 @cache
 def installed(package: str) -> str | None:
-    """The version of `package`, None if it is not installed. Cached, because reading metadata takes milliseconds."""
+    """The version of `package`, None if it is not installed. Cached, because reading metadata takes
+    milliseconds."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -366,43 +416,59 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def interpreter(module: str, named: str | None, user: str) -> str:
-    """The Python that has `module`: interpreters.MODULE (`named`), or that of `make MODULE`, or this one.
+    """The Python that has `module`: interpreters.MODULE (`named`), or that of `make MODULE`, or
+    this one.
 
     Raises UserError, for the `user` that needs it, when there is none.
     """
     if named is not None:
         python = Path(named).expanduser()
         if not python.is_file():
-            raise UserError(f"interpreters.{module}={named}, and there is no such file: run make {module}")
+            raise UserError(
+                f"interpreters.{module}={named}, and there is no such file: run make {module}"
+            )
         return str(python.absolute())
-    # The folder that a link names: torch compiles nothing below a path with a space, which vLLM needs.
+    # The folder that a link names: torch compiles nothing below a path with a space, which vLLM
+    # needs.
     own = (_ROOT / f".venv-{module}").resolve() / "bin" / "python"
     if own.is_file():
         return str(own)
     if find_spec(module) is not None:
         return sys.executable
     raise UserError(
-        f"{user} needs {module}, which is not here: run make {module}, or name an interpreter that has it, "
+        f"{user} needs {module}, which is not here: run make {module}, or name an interpreter "
+        "that has it, "
         f"interpreters.{module}=PYTHON"
     )
 
 
 @lru_cache(maxsize=8)
 def installed_in(python: str, package: str) -> str | None:
-    """The version of `package` in another interpreter; None if it or the interpreter is not there."""
-    return _printed(python, f"from importlib.metadata import version; print(version({package!r}))") or None
+    """The version of `package` in another interpreter; None if it or the interpreter is not
+    there."""
+    return (
+        _printed(python, f"from importlib.metadata import version; print(version({package!r}))")
+        or None
+    )
 
 
 def check_has(module: str, python: str) -> None:
     """Raise UserError when the interpreter lacks `module`, or there is none in that file."""
     # a module, not a package: builds of vLLM have several names
-    if not _printed(python, f"from importlib.util import find_spec; print(find_spec({module!r}) or '')"):
-        raise UserError(f"interpreters.{module}={python} has no {module}: run make {module}, or name another")
+    if not _printed(
+        python, f"from importlib.util import find_spec; print(find_spec({module!r}) or '')"
+    ):
+        raise UserError(
+            f"interpreters.{module}={python} has no {module}: run make {module}, or name another"
+        )
 
 
 def _printed(python: str, program: str) -> str:
-    """What a program prints in another interpreter; "" if it fails, or there is no such interpreter."""
+    """What a program prints in another interpreter; "" if it fails, or there is no such
+    interpreter."""
     try:
-        return subprocess.run([python, "-I", "-c", program], capture_output=True, text=True, env={}).stdout.strip()
+        return subprocess.run(
+            [python, "-I", "-c", program], capture_output=True, text=True, env={}
+        ).stdout.strip()
     except OSError:
         return ""

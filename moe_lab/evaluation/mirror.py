@@ -35,7 +35,8 @@ _SHAPE = {"files": {str: {"subset": str, "split": str, "rows": int, "sha256": st
 """Expected form of a manifest."""
 ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".csv")
 _SPLITS = {"train": "train", "validation": "validation|valid|val|dev", "test": "test"}
-"""Words in the paths of files that tell their split where the dataset card does not, as for `datasets`."""
+"""Words in the paths of files that tell their split where the dataset card does not, as for
+`datasets`."""
 
 Entries = Mapping[str, Mapping[str, Any]]
 """File of a mirror -> its subset, split, rows, sha256 and source."""
@@ -45,32 +46,39 @@ Entries = Mapping[str, Mapping[str, Any]]
 
 
 def folder(benchmark: BenchmarkConfig) -> Path:
-    """The folder of the benchmark's mirror. Raises UserError with the command that makes it when there is none."""
+    """The folder of the benchmark's mirror. Raises UserError with the command that makes it when
+    there is none."""
     place = _place(benchmark)
     if not (place / MANIFEST).is_file():
         raise UserError(
-            f"benchmark {benchmark.name} needs {benchmark.data}, and data_root={benchmark.root} has no mirror of it: "
+            f"benchmark {benchmark.name} needs {benchmark.data}, and data_root={benchmark.root} "
+            "has no mirror of it: "
             f"{_command(benchmark)}"
         )
     return place
 
 
 def digest(benchmark: BenchmarkConfig) -> str:
-    """sha256 over the hashes, in the manifest, of the files that a benchmark reads, whatever they are called."""
-    in_order = sorted(_entries_read(benchmark).values(), key=lambda entry: (entry["subset"], entry["split"]))
+    """sha256 over the hashes, in the manifest, of the files that a benchmark reads, whatever they
+    are called."""
+    in_order = sorted(
+        _entries_read(benchmark).values(), key=lambda entry: (entry["subset"], entry["split"])
+    )
     hashes = [[entry["subset"], entry["split"], entry["sha256"]] for entry in in_order]
     return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
 
 def check(benchmark: BenchmarkConfig) -> None:
-    """Raise UserError when the mirror is missing, or a file differs from the manifest, or rows are missing."""
+    """Raise UserError when the mirror is missing, or a file differs from the manifest, or rows are
+    missing."""
     place = folder(benchmark)
     _count(benchmark, _entries(benchmark, benchmark.split))
     for name, entry in _entries_read(benchmark).items():
         file = place / name
         if not file.is_file() or sha256_of(file) != entry["sha256"]:
             raise UserError(
-                f"benchmark {benchmark.name}: {file} is missing, or not what {MANIFEST} describes: make the mirror "
+                f"benchmark {benchmark.name}: {file} is missing, or not what {MANIFEST} "
+                "describes: make the mirror "
                 f"again with {_command(benchmark)}"
             )
 
@@ -82,16 +90,20 @@ def rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
 
 
 def subsets(benchmark: BenchmarkConfig) -> dict[str, dict[str, list[Path]]]:
-    """Subset -> split -> files of the mirror. A data set without subsets has one, called default."""
+    """Subset -> split -> files of the mirror. A data set without subsets has one, called
+    default."""
     place = folder(benchmark)
     by_subset: dict[str, dict[str, list[Path]]] = {}
     for name, entry in _entries(benchmark, None).items():
-        by_subset.setdefault(entry["subset"], {}).setdefault(entry["split"], []).append(place / name)
+        by_subset.setdefault(entry["subset"], {}).setdefault(entry["split"], []).append(
+            place / name
+        )
     return by_subset
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """The rows of a .parquet, .jsonl, .jsonl.gz, .json or .csv file. Raises UserError if it cannot be read."""
+    """The rows of a .parquet, .jsonl, .jsonl.gz, .json or .csv file. Raises UserError if it cannot
+    be read."""
     if file.suffix == ".parquet":
         import pyarrow.parquet as parquet
 
@@ -109,19 +121,23 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def manifest(place: Path) -> dict[str, dict[str, Any]]:
-    """The entries of a mirror's manifest; {} if there is none. Raises UserError for a manifest that cannot be read."""
+    """The entries of a mirror's manifest; {} if there is none. Raises UserError for a manifest that
+    cannot be read."""
     file = place / MANIFEST
     try:
         entries: dict[str, dict[str, Any]] = read_json(file, _SHAPE)["files"]
     except FileNotFoundError:
         return {}
     except Damaged:
-        raise UserError(f"{file} is no manifest of a mirror: delete {place} and make it again") from None
+        raise UserError(
+            f"{file} is no manifest of a mirror: delete {place} and make it again"
+        ) from None
     return entries
 
 
 def _entries_read(benchmark: BenchmarkConfig) -> Entries:
-    """The manifest's entries for the files that a benchmark reads: of all splits if it shows examples."""
+    """The manifest's entries for the files that a benchmark reads: of all splits if it shows
+    examples."""
     return _entries(benchmark, None if benchmark.shots else benchmark.split)
 
 
@@ -137,7 +153,9 @@ def _entries(benchmark: BenchmarkConfig, split: str | None) -> Entries:
         known = {f"{entry['subset']}/{entry['split']}" for entry in every.values()}
         wanted = f"{benchmark.subset or '*'}/{split or '*'}"
         lacking = unknown(f"benchmark {benchmark.name}: subset/split", wanted, known)
-        raise UserError(f"{lacking}: the mirror {folder(benchmark)} lacks it, {_command(benchmark)} adds it")
+        raise UserError(
+            f"{lacking}: the mirror {folder(benchmark)} lacks it, {_command(benchmark)} adds it"
+        )
     return chosen
 
 
@@ -151,11 +169,13 @@ def _command(benchmark: BenchmarkConfig) -> str:
 
 
 def _count(benchmark: BenchmarkConfig, entries: Entries) -> int:
-    """The rows of what is evaluated, of which harnesses may choose. Raises UserError for fewer than items."""
+    """The rows of what is evaluated, of which harnesses may choose. Raises UserError for fewer than
+    items."""
     count: int = sum(entry["rows"] for entry in entries.values())
     if count < (benchmark.expected or 0):
         raise UserError(
-            f"benchmark {benchmark.name}: {benchmark.data} has {count} rows and should have {benchmark.expected}: its "
+            f"benchmark {benchmark.name}: {benchmark.data} has {count} rows and should have "
+            f"{benchmark.expected}: its "
             f"data is not the published set, or expected is wrong"
         )
     return count
@@ -167,8 +187,9 @@ def _count(benchmark: BenchmarkConfig, entries: Entries) -> int:
 def make(benchmark: BenchmarkConfig, source: Path | None) -> str:
     """Make the mirror of the benchmark's data and return a line about it.
 
-    `source` is a folder laid out as on the hub, or the file of the evaluated split. None: the benchmark's revision on
-    the hub. The manifest is written when everything is there and the evaluated split has as many rows as expected.
+    `source` is a folder laid out as on the hub, or the file of the evaluated split. None: the
+    benchmark's revision on the hub. The manifest is written when everything is there and the
+    evaluated split has as many rows as expected.
     """
     place = _place(benchmark)
     place.mkdir(parents=True, exist_ok=True)
@@ -180,11 +201,20 @@ def make(benchmark: BenchmarkConfig, source: Path | None) -> str:
         origin, files = _download(benchmark, place)
     entries: dict[str, dict[str, Any]] = {}
     for name, (subset, split) in files.items():
-        about = {"rows": len(read_rows(place / name)), "sha256": sha256_of(place / name), "source": origin}
+        about = {
+            "rows": len(read_rows(place / name)),
+            "sha256": sha256_of(place / name),
+            "source": origin,
+        }
         entries[name] = {"subset": subset, "split": split, **about}
-    count = _count(benchmark, {name: entry for name, entry in entries.items() if entry["split"] == benchmark.split})
+    count = _count(
+        benchmark,
+        {name: entry for name, entry in entries.items() if entry["split"] == benchmark.split},
+    )
     # Files of other subsets and splits stay; those of these may have had other names.
-    others = {n: e for n, e in manifest(place).items() if (e["subset"], e["split"]) not in files.values()}
+    others = {
+        n: e for n, e in manifest(place).items() if (e["subset"], e["split"]) not in files.values()
+    }
     write_json(place / MANIFEST, {"files": {**others, **entries}})
     return f"{benchmark.name}: {benchmark.data}: {count} rows of {benchmark.split}, from {origin}"
 
@@ -194,7 +224,8 @@ Layout = dict[str, tuple[str, str]]
 
 
 def _download(benchmark: BenchmarkConfig, place: Path) -> tuple[str, Layout]:
-    """Download the files of the benchmark's subset. Returns where they came from, with the commit, and the files."""
+    """Download the files of the benchmark's subset. Returns where they came from, with the commit,
+    and the files."""
     from httpx import HTTPError
     from huggingface_hub import HfApi, snapshot_download
 
@@ -202,15 +233,20 @@ def _download(benchmark: BenchmarkConfig, place: Path) -> tuple[str, Layout]:
     try:
         found = HfApi().dataset_info(name, revision=benchmark.revision)
         origin = f"{name}@{found.sha}"
-        download = partial(snapshot_download, name, repo_type="dataset", revision=found.sha, local_dir=place)
+        download = partial(
+            snapshot_download, name, repo_type="dataset", revision=found.sha, local_dir=place
+        )
         download(allow_patterns=[_CARD])
-        files = _layout(benchmark, origin, [file.rfilename for file in found.siblings or ()], place / _CARD)
+        files = _layout(
+            benchmark, origin, [file.rfilename for file in found.siblings or ()], place / _CARD
+        )
         download(allow_patterns=list(files))
     except (OSError, HTTPError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
             f"benchmark {benchmark.name}: {name} could not be downloaded from the hub ({reason}): "
-            f"where the hub can be reached, make the mirror there and copy it, or add from=FOLDER with files you have"
+            "where the hub can be reached, make the mirror there and copy it, or add from=FOLDER "
+            "with files you have"
         ) from error
     return origin, files
 
@@ -220,8 +256,12 @@ def _one_file(benchmark: BenchmarkConfig, source: Path | None, place: Path) -> t
     address = str(benchmark.url) if source is None else source.as_uri()
     ending = next((ending for ending in ENDINGS if address.endswith(ending)), None)
     if ending is None:
-        raise UserError(f"benchmark {benchmark.name}: from={source}: expected a file that ends in {' '.join(ENDINGS)}")
-    subset, split = benchmark.subset or "default", str(benchmark.split)
+        raise UserError(
+            f"benchmark {benchmark.name}: from={source}: expected a file that ends in "
+            f"{' '.join(ENDINGS)}"
+        )
+    subset = benchmark.subset or "default"
+    split = str(benchmark.split)
     name = f"{subset}/{split}{ending}"
     (place / name).parent.mkdir(exist_ok=True)
     try:
@@ -229,16 +269,21 @@ def _one_file(benchmark: BenchmarkConfig, source: Path | None, place: Path) -> t
             (place / name).write_bytes(content.read())
     except OSError as error:
         hint = f": add from=FILE with {address.rpartition('/')[2]}"
-        raise UserError(f"benchmark {benchmark.name}: {address} could not be read ({error}){hint}") from error
+        raise UserError(
+            f"benchmark {benchmark.name}: {address} could not be read ({error}){hint}"
+        ) from error
     return address, {name: (subset, split)}
 
 
 def _copy(benchmark: BenchmarkConfig, source: Path, place: Path) -> tuple[str, Layout]:
-    """Copy the files of the benchmark's subset from a folder laid out as on the hub, or from OWNER/NAME in it."""
+    """Copy the files of the benchmark's subset from a folder laid out as on the hub, or from
+    OWNER/NAME in it."""
     origin = source / str(benchmark.data)
     if not origin.is_dir():
         origin = source
-    names = sorted(file.relative_to(origin).as_posix() for file in origin.rglob("*") if file.is_file())
+    names = sorted(
+        file.relative_to(origin).as_posix() for file in origin.rglob("*") if file.is_file()
+    )
     files = _layout(benchmark, str(origin), names, origin / _CARD)
     for name in files:
         (place / name).parent.mkdir(parents=True, exist_ok=True)
@@ -247,7 +292,8 @@ def _copy(benchmark: BenchmarkConfig, source: Path, place: Path) -> tuple[str, L
 
 
 def _layout(benchmark: BenchmarkConfig, origin: str, names: Iterable[str], card: Path) -> Layout:
-    """The files of the benchmark's subset, as the card says or else by their names. UserError without its split."""
+    """The files of the benchmark's subset, as the card says or else by their names. UserError
+    without its split."""
     wanted = list(_patterns(card, benchmark.subset))
     files = {
         name: (subset, split)
@@ -256,17 +302,20 @@ def _layout(benchmark: BenchmarkConfig, origin: str, names: Iterable[str], card:
         if name.endswith(ENDINGS) and re.search(pattern, name)
     }
     if not any(split == benchmark.split for _, split in files.values()):
-        part = " ".join(word for word in (benchmark.data, benchmark.subset, benchmark.split) if word)
+        part = " ".join(
+            word for word in (benchmark.data, benchmark.subset, benchmark.split) if word
+        )
         raise UserError(
-            f"benchmark {benchmark.name}: {origin} has no files of {part}: expected a folder laid out as on the hub, "
+            f"benchmark {benchmark.name}: {origin} has no files of {part}: expected a folder laid "
+            "out as on the hub, "
             f"with a {_CARD} that lists the files of each split, or files named by their split"
         )
     return files
 
 
 def _patterns(card: Path, subset: str | None) -> Iterator[tuple[str, str, str]]:
-    """Subset, split and regular expression of the files of a data set. None: all subsets but `all`, which repeats
-    the others."""
+    """Subset, split and regular expression of the files of a data set. None: all subsets but `all`,
+    which repeats the others."""
     from huggingface_hub import metadata_load
 
     configs = ((metadata_load(card) if card.is_file() else None) or {}).get("configs") or ()
@@ -278,7 +327,9 @@ def _patterns(card: Path, subset: str | None) -> Iterator[tuple[str, str, str]]:
         if name != subset and (subset is not None or name == "all"):
             continue
         for part in _listed(config.get("data_files", [])):
-            split, paths = (part["split"], part["path"]) if isinstance(part, dict) else ("train", part)
+            split, paths = (
+                (part["split"], part["path"]) if isinstance(part, dict) else ("train", part)
+            )
             yield from ((name, split, f"^{fnmatch.translate(path)}") for path in _listed(paths))
 
 
@@ -294,16 +345,33 @@ def benchmarks(names: Iterable[str], root: str) -> list[BenchmarkConfig]:
     """The benchmarks, each once, that are named or in a named suite, and that need a mirror."""
     from omegaconf import OmegaConf
 
-    files = {group: {file.stem: file for file in (conf() / group).glob("*.yaml")} for group in ("benchmark", "suite")}
+    files = {
+        group: {file.stem: file for file in (conf() / group).glob("*.yaml")}
+        for group in ("benchmark", "suite")
+    }
     listed: list[str] = []
     for name in names:
         check_known("benchmark or suite", name, files["benchmark"] | files["suite"])
-        listed += [name] if name in files["benchmark"] else OmegaConf.load(files["suite"][name]).benchmarks
-    contents = (OmegaConf.to_container(OmegaConf.load(files["benchmark"][name])) for name in dict.fromkeys(listed))
-    loaded: list[BenchmarkConfig] = [valid(BenchmarkConfig, content, "benchmark") for content in contents]
-    with_data = [replace(benchmark, root=root) for benchmark in loaded if benchmark.data is not None]
+        listed += (
+            [name]
+            if name in files["benchmark"]
+            else OmegaConf.load(files["suite"][name]).benchmarks
+        )
+    contents = (
+        OmegaConf.to_container(OmegaConf.load(files["benchmark"][name]))
+        for name in dict.fromkeys(listed)
+    )
+    loaded: list[BenchmarkConfig] = [
+        valid(BenchmarkConfig, content, "benchmark") for content in contents
+    ]
+    with_data = [
+        replace(benchmark, root=root) for benchmark in loaded if benchmark.data is not None
+    ]
     if not with_data:
-        raise UserError(f"{', '.join(listed)} needs no mirror: its data comes with moe_lab, or is a file of yours")
+        raise UserError(
+            f"{', '.join(listed)} needs no mirror: its data comes with moe_lab, or is a file of "
+            "yours"
+        )
     return with_data
 
 

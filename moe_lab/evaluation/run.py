@@ -1,4 +1,5 @@
-"""Evaluate a benchmark on a model, in one step or in two (answering and grading), and write the results."""
+"""Evaluate a benchmark on a model, in one step or in two (answering and grading), and write the
+results."""
 
 from __future__ import annotations
 
@@ -10,7 +11,14 @@ from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import Policy, suite
 from moe_lab.evaluation.answers import collect_answers
 from moe_lab.evaluation.engines import Engine
-from moe_lab.evaluation.harness import HARNESSES, Answer, Graded, check_count, installed, replace_surrogates
+from moe_lab.evaluation.harness import (
+    HARNESSES,
+    Answer,
+    Graded,
+    check_count,
+    installed,
+    replace_surrogates,
+)
 from moe_lab.json_files import Record, write_text
 from moe_lab.results import SCHEMA, Result, ResultFile, Sample
 
@@ -25,27 +33,38 @@ def _check(benchmark: BenchmarkConfig, policy: Policy) -> None:
 
 
 def evaluate(
-    engine: Engine, benchmark: BenchmarkConfig, out: Path, *, policy: Policy, record: Record | None = None
+    engine: Engine,
+    benchmark: BenchmarkConfig,
+    out: Path,
+    *,
+    policy: Policy,
+    record: Record | None = None,
 ) -> list[Result]:
     """Run the benchmark on a model and write out/result.json and out/samples.parquet.
 
-    Raises UserError for a problem that `suite.preflight` reports. If an item fails, the benchmark fails.
+    Raises UserError for a problem that `suite.preflight` reports. If an item fails, the benchmark
+    fails.
     """
     _check(benchmark, policy)
     return grade(answer(engine, benchmark, record), benchmark, out, policy=policy)
 
 
-def answer(engine: Engine, benchmark: BenchmarkConfig, record: Record | None = None) -> list[Answer]:
+def answer(
+    engine: Engine, benchmark: BenchmarkConfig, record: Record | None = None
+) -> list[Answer]:
     """The answers to all items of the benchmark."""
     items = suite.adapter(benchmark).items(benchmark)
-    if benchmark.limit is None and benchmark.harness != "perplexity":  # whose one text is many windows
+    # whose one text is many windows
+    if benchmark.limit is None and benchmark.harness != "perplexity":
         check_count(benchmark, len(items))
     if len({item.name for item in items}) < len(items):
         raise RuntimeError(f"benchmark {benchmark.name} has two items of one name")
     return collect_answers(engine, items, benchmark, record)
 
 
-def grade(answers: list[Answer], benchmark: BenchmarkConfig, out: Path, *, policy: Policy) -> list[Result]:
+def grade(
+    answers: list[Answer], benchmark: BenchmarkConfig, out: Path, *, policy: Policy
+) -> list[Result]:
     """Grade answers and write out/result.json and out/samples.parquet. Needs no model."""
     _check(benchmark, policy)
     graded: Graded = suite.adapter(benchmark).grade(answers, benchmark, policy)
@@ -65,12 +84,22 @@ def _write(graded: Graded, benchmark: BenchmarkConfig, out: Path) -> None:
     for result in graded.results:
         missing = (result["expected"] or result["n"]) - result["n"]
         if benchmark.limit is None and not 0 <= missing <= graded.tolerated:
-            raise RuntimeError(f"{result['benchmark']}: {result['n']} of {result['expected']} items were graded")
+            raise RuntimeError(
+                f"{result['benchmark']}: {result['n']} of {result['expected']} items were graded"
+            )
     out.mkdir(parents=True, exist_ok=True)
-    types = {**dict.fromkeys(("outcome", "answer_loss", "units"), arrow.float64()), "replicate": arrow.int64()}
-    schema = arrow.schema([(name, types.get(name, arrow.string())) for name in Sample.__annotations__])
+    types = {
+        **dict.fromkeys(("outcome", "answer_loss", "units"), arrow.float64()),
+        "replicate": arrow.int64(),
+    }
+    schema = arrow.schema(
+        [(name, types.get(name, arrow.string())) for name in Sample.__annotations__]
+    )
     rows = [
-        {name: replace_surrogates(value) if isinstance(value, str) else value for name, value in sample.items()}
+        {
+            name: replace_surrogates(value) if isinstance(value, str) else value
+            for name, value in sample.items()
+        }
         for sample in graded.samples
     ]
     parquet.write_table(arrow.Table.from_pylist(rows, schema), out / "samples.parquet")

@@ -1,4 +1,5 @@
-"""The process between moe_lab and a server: it ends when moe_lab does, and the server with all its child processes.
+"""The process between moe_lab and a server: it ends when moe_lab does, and the server with all its
+child processes.
 
     python -m moe_lab.evaluation.server_process GRACE COMMAND...
 
@@ -28,7 +29,11 @@ def main(grace: float, command: Sequence[str]) -> None:
         raise SystemExit(f"{command[0]} cannot be started: {reason}") from None
     threading.Thread(target=_end_with_input, args=(server, grace), daemon=True).start()
     code = server.wait()
-    print(f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}", file=sys.stderr, flush=True)
+    print(
+        f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}",
+        file=sys.stderr,
+        flush=True,
+    )
     os.killpg(0, signal.SIGKILL)
 
 

@@ -25,7 +25,8 @@ _TASK = re.compile(r"^[\"']?(?:task|group)[\"']?: *[\"']?([\w-]+)[\"']? *$", re.
 """The name in a file of lm-eval's own task definitions."""
 _NUMBERS = {"seconds", "memory_mib", "processes", "length"}
 _RUNNING = ("processes", "template", "answers")
-"""Parameters that are not part of the identity; a template and answers are identified by their content."""
+"""Parameters that are not part of the identity; a template and answers are identified by their
+content."""
 
 
 def adapter(benchmark: BenchmarkConfig) -> Any:
@@ -34,9 +35,11 @@ def adapter(benchmark: BenchmarkConfig) -> Any:
 
 
 def data_digest(benchmark: BenchmarkConfig) -> str:
-    """sha256 over the benchmark's files, all that define a task included, or over their digests in its mirror.
+    """sha256 over the benchmark's files, all that define a task included, or over their digests in
+    its mirror.
 
-    If the mirror is missing, a text with the name of the data is returned, so that costs can be estimated without it.
+    If the mirror is missing, a text with the name of the data is returned, so that costs can be
+    estimated without it.
     """
     if benchmark.data is not None:
         from moe_lab.evaluation import mirror
@@ -54,7 +57,8 @@ def data_digest(benchmark: BenchmarkConfig) -> str:
 
 
 def _files_and_versions(benchmark: BenchmarkConfig) -> tuple[list[Path], dict[str, str]]:
-    """The files of a benchmark without a mirror, that of its items last, and versions of what code in them imports."""
+    """The files of a benchmark without a mirror, that of its items last, and versions of what code
+    in them imports."""
     *definition, items = data_files(benchmark)
     versions: dict[str, str] = {}
     if benchmark.harness == "lm_eval" and definition:
@@ -75,7 +79,8 @@ def _(questions: Questions) -> Any:
 
 
 def question_identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
-    """All settings of a benchmark that can change what a model answers, such as the batch size, which changes bits."""
+    """All settings of a benchmark that can change what a model answers, such as the batch size,
+    which changes bits."""
     harness = HARNESSES[benchmark.harness]
     named = ("task", "subset", "split") if benchmark.data is not None else ()
     asking = (*named, "shots", "chat", "max_new_tokens", "max_length", "limit", "batch_size")
@@ -89,15 +94,19 @@ def question_identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
 
 
 def _version(benchmark: BenchmarkConfig) -> str | None:
-    """The version of the package that asks and grades; None for moe_lab itself, or if it is not installed."""
+    """The version of the package that asks and grades; None for moe_lab itself, or if it is not
+    installed."""
     package = HARNESSES[benchmark.harness].package
-    own: str | None = adapter(benchmark).installed(benchmark) if benchmark.harness == "evalscope" else None
+    own: str | None = (
+        adapter(benchmark).installed(benchmark) if benchmark.harness == "evalscope" else None
+    )
     return installed(package) if package else own
 
 
 @settings_identity.register
 def identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
-    """All settings of a benchmark that can change its results, so without the address of a judge."""
+    """All settings of a benchmark that can change its results, so without the address of a
+    judge."""
     harness = HARNESSES[benchmark.harness]
     judged = {}
     if benchmark.judge:
@@ -108,13 +117,19 @@ def identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
         **question_identity(benchmark),
         "reports": dict(benchmark.reports),
         "expected": benchmark.expected,
-        "parameters": _parameters(benchmark, harness.question_parameters + harness.grading_parameters),
+        "parameters": _parameters(
+            benchmark, harness.question_parameters + harness.grading_parameters
+        ),
         **judged,
     }
 
 
 def _parameters(benchmark: BenchmarkConfig, names: Collection[str]) -> dict[str, Any]:
-    return {name: value for name, value in benchmark.parameters.items() if name in names and name not in _RUNNING}
+    return {
+        name: value
+        for name, value in benchmark.parameters.items()
+        if name in names and name not in _RUNNING
+    }
 
 
 def preflight(benchmarks: Sequence[BenchmarkConfig], policy: Policy) -> list[str]:
@@ -131,7 +146,8 @@ def wrong(benchmarks: Sequence[BenchmarkConfig]) -> list[str]:
         for name in benchmark.reports:  # results of one name would be confused
             if (other := reported.setdefault(name, benchmark.name)) != benchmark.name:
                 sentences.append(
-                    f"benchmarks {other} and {benchmark.name} both report {name}: evaluate them in two studies, or "
+                    f"benchmarks {other} and {benchmark.name} both report {name}: evaluate them "
+                    "in two studies, or "
                     f"rename one by protocol.benchmarks.{benchmark.name}.reports"
                 )
     return list(dict.fromkeys(sentences))
@@ -143,23 +159,32 @@ def _wrong(benchmark: BenchmarkConfig) -> Iterator[str]:
         yield from adapter(benchmark).wrong(benchmark)
     elif benchmark.data is None:
         yield from user_errors(_check_items, benchmark)
-    yield from (f"benchmark {benchmark.name}: {mistake}" for mistake in _mistakes(benchmark, harness))
+    yield from (
+        f"benchmark {benchmark.name}: {mistake}" for mistake in _mistakes(benchmark, harness)
+    )
     if benchmark.harness == "evalscope":
         yield from adapter(benchmark).wrong(benchmark)
 
 
 def _mistakes(benchmark: BenchmarkConfig, harness: Harness) -> Iterator[str]:
     """What is wrong with settings, whatever the data."""
-    scored = benchmark.harness == "lm_eval" and benchmark.data is not None and not benchmark.max_new_tokens
+    scored = (
+        benchmark.harness == "lm_eval"
+        and benchmark.data is not None
+        and not benchmark.max_new_tokens
+    )
     rules = {
         "reports is empty, so nothing would be reported: expected result name -> metric": not benchmark.reports,
         f"chat=true, but {benchmark.harness} goes on with a text: expected chat=false": (
             benchmark.chat and harness.continues_text
         ),
-        "chat=false, but conversations and tools are put to the model through its chat template: expected chat=true": (
-            not benchmark.chat and (harness.gives_tools or harness.judged)
-        ),
-        "chat=true, but max_new_tokens=0 says that answers are scored, not generated, and a chat template would move "
+        (
+            "chat=false, but conversations and tools are put to the model through its chat "
+            "template: "
+            "expected chat=true"
+        ): (not benchmark.chat and (harness.gives_tools or harness.judged)),
+        "chat=true, but max_new_tokens=0 says that answers are scored, not generated, and a chat "
+        "template would move "
         "them: expected chat=false": benchmark.chat and scored,
         f"max_new_tokens={benchmark.max_new_tokens}, but it generates text: expected 1 or more": (
             not harness.scores and benchmark.max_new_tokens < 1
@@ -180,10 +205,12 @@ def _mistakes(benchmark: BenchmarkConfig, harness: Harness) -> Iterator[str]:
 
 def _check_items(benchmark: BenchmarkConfig) -> None:
     files, _ = _files_and_versions(benchmark)
-    items, definition = files[-1], benchmark.parameters.get("definition", {})
+    items = files[-1]
+    definition = benchmark.parameters.get("definition", {})
     if not isinstance(definition, dict):
         raise UserError(
-            f"benchmark {benchmark.name}: parameters.definition={definition}: expected a task in lm-eval's format, "
+            f"benchmark {benchmark.name}: parameters.definition={definition}: expected a task in "
+            "lm-eval's format, "
             "such as {doc_to_text: question}"
         )
     if benchmark.harness == "perplexity":
@@ -193,7 +220,8 @@ def _check_items(benchmark: BenchmarkConfig) -> None:
 
 
 def lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
-    """Problems with this machine or with permissions: missing packages, data, sandbox for programs, or judge."""
+    """Problems with this machine or with permissions: missing packages, data, sandbox for programs,
+    or judge."""
     package = HARNESSES[benchmark.harness].package
     if package and installed(package) is None:
         yield f"benchmark {benchmark.name} needs the package {package}: pip install {package}"
@@ -211,10 +239,11 @@ def lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
 
 
 def task_folder(benchmark: BenchmarkConfig) -> Path:
-    """The folder of lm-eval that defines benchmark.task: parameters.folder, or the one with the task's name.
+    """The folder of lm-eval that defines benchmark.task: parameters.folder, or the one with the
+    task's name.
 
-    Only this folder is indexed, as indexing all of lm-eval's 14,000 files takes ten seconds. Raises UserError when the
-    folder or the task does not exist.
+    Only this folder is indexed, as indexing all of lm-eval's 14,000 files takes ten seconds. Raises
+    UserError when the folder or the task does not exist.
     """
     package = find_spec("lm_eval")
     assert package is not None and package.origin is not None  # `lacking` has reported it
@@ -225,19 +254,28 @@ def task_folder(benchmark: BenchmarkConfig) -> Path:
         beside = place.parent if place.parent.is_dir() and place != tasks else tasks
         folders = [str(folder.relative_to(tasks)) for folder in beside.iterdir() if folder.is_dir()]
         raise unknown(f"benchmark {benchmark.name}: parameters.folder", name, folders)
-    defined = {match for file in place.rglob("*.yaml") for match in _TASK.findall(file.read_text(encoding="utf-8"))}
+    defined = {
+        match
+        for file in place.rglob("*.yaml")
+        for match in _TASK.findall(file.read_text(encoding="utf-8"))
+    }
     check_known(f"benchmark {benchmark.name}: task", benchmark.task, defined)
     return place
 
 
 def is_closed_world(benchmark: BenchmarkConfig) -> bool:
-    """Whether right programs need no import and no private attribute, as in the benchmarks that moe_lab ships."""
+    """Whether right programs need no import and no private attribute, as in the benchmarks that
+    moe_lab ships."""
     return benchmark.task.startswith(PREFIX)
 
 
 def runs_limited(benchmark: BenchmarkConfig, policy: Policy) -> bool:
-    """Whether programs that are not closed-world count as wrong, because this machine has no namespaces."""
+    """Whether programs that are not closed-world count as wrong, because this machine has no
+    namespaces."""
     try:
-        return benchmark.harness == "evalplus" and policy.protection(closed_world=is_closed_world(benchmark)) == LIMITED
+        return (
+            benchmark.harness == "evalplus"
+            and policy.protection(closed_world=is_closed_world(benchmark)) == LIMITED
+        )
     except (UserError, Unavailable):  # which `lacking` reports
         return False

@@ -1,4 +1,5 @@
-"""Measure how fast a model reads prompts and generates on its device, and how much memory that takes."""
+"""Measure how fast a model reads prompts and generates on its device, and how much memory that
+takes."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ import torch
 from moe_lab.config import TimingConfig
 from moe_lab.errors import UserError
 
-_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_STATUS = Path("/proc/self/status")
+_RESET = Path("/proc/self/clear_refs")
 WARMUP = 2
-"""Requests before the timed ones: the first compiles and allocates, and memory is measured in it."""
+"""Requests before the timed ones: the first compiles and allocates, and memory is measured in
+it."""
 REPEATS = 7
 """Timed requests: enough for medians and quartiles."""
 _RESET_PEAK = "5"
@@ -25,17 +28,19 @@ _RESET_PEAK = "5"
 
 @torch.inference_mode()
 def measure(model: Any, tokens: torch.Tensor, settings: TimingConfig) -> list[tuple[Any, ...]]:
-    """Rows of `results.TIMINGS`: for each batch size and prompt length `REPEATS` requests, after a warm-up.
+    """Rows of `results.TIMINGS`: for each batch size and prompt length `REPEATS` requests, after a
+    warm-up.
 
-    Prompts are cut from `tokens` (N,), repeated as often as needed. Generation is greedy, with a cache of keys and
-    values, and always makes `settings.new_tokens` tokens after the first; end tokens are ignored. Raises UserError for
-    a prompt that leaves too little room.
+    Prompts are cut from `tokens` (N,), repeated as often as needed. Generation is greedy, with a
+    cache of keys and values, and always makes `settings.new_tokens` tokens after the first; end
+    tokens are ignored. Raises UserError for a prompt that leaves too little room.
     """
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     longest = max(settings.prompt_lengths) + settings.new_tokens + 1
     if limit is not None and longest > limit:
         raise UserError(
-            f"timed.prompt_lengths={max(settings.prompt_lengths)} with timed.new_tokens={settings.new_tokens} makes "
+            f"timed.prompt_lengths={max(settings.prompt_lengths)} with "
+            f"timed.new_tokens={settings.new_tokens} makes "
             f"{longest} tokens: the model reads {limit} at most"
         )
     rows: list[tuple[Any, ...]] = []
@@ -52,13 +57,19 @@ def measure(model: Any, tokens: torch.Tensor, settings: TimingConfig) -> list[tu
 
 
 def _request(model: Any, ids: torch.Tensor, new_tokens: int) -> tuple[float, float]:
-    """Seconds until the first new token of each prompt, and seconds for the `new_tokens` after it."""
+    """Seconds until the first new token of each prompt, and seconds for the `new_tokens` after
+    it."""
     start = _now(model.device)
     output = model(input_ids=ids, use_cache=True, logits_to_keep=1)
     chosen = output.logits[:, -1:].argmax(-1)
     first = _now(model.device)
     for _ in range(new_tokens):
-        output = model(input_ids=chosen, past_key_values=output.past_key_values, use_cache=True, logits_to_keep=1)
+        output = model(
+            input_ids=chosen,
+            past_key_values=output.past_key_values,
+            use_cache=True,
+            logits_to_keep=1,
+        )
         chosen = output.logits[:, -1:].argmax(-1)
     return first - start, _now(model.device) - first
 
@@ -72,7 +83,8 @@ def _now(device: torch.device) -> float:
 
 
 def _working_bytes(device: torch.device, request: Callable[[], object]) -> float:
-    """Peak bytes of `request` beyond those used before it: torch's allocations on GPUs, else resident memory."""
+    """Peak bytes of `request` beyond those used before it: torch's allocations on GPUs, else
+    resident memory."""
     if device.type == "cuda":
         gpus = range(torch.cuda.device_count())
         before = sum(torch.cuda.memory_allocated(number) for number in gpus)
@@ -81,7 +93,8 @@ def _working_bytes(device: torch.device, request: Callable[[], object]) -> float
         request()
         return float(sum(torch.cuda.max_memory_allocated(number) for number in gpus) - before)
     try:
-        ctypes.CDLL(None).malloc_trim(0)  # return free memory to the system: its reuse would not be counted
+        # return free memory to the system: its reuse would not be counted
+        ctypes.CDLL(None).malloc_trim(0)
         _RESET.write_text(_RESET_PEAK)
     except (AttributeError, OSError):  # not Linux, or not permitted
         request()

@@ -1,20 +1,32 @@
-"""DeepSeekMoE, model_type deepseek, for transformers >= 5.21, which cannot import the code published with the weights.
+"""DeepSeekMoE, model_type deepseek, for transformers >= 5.21, which cannot import the code
+published with the weights.
 
-Attention, norms and dense layers are those of Llama; a MoE layer adds shared experts to routed ones (Dai et al. 2024,
-equations 9 to 11). Experts go through the registry of transformers, which lets their implementation be chosen where
-the text @use_experts_implementation stands in the file of the model class. Needs nothing but torch and transformers:
-this file lies beside the weights of pruned checkpoints, which load with trust_remote_code=True.
+Attention, norms and dense layers are those of Llama; a MoE layer adds shared experts to routed ones
+(Dai et al. 2024, equations 9 to 11). Experts go through the registry of transformers, which lets
+their implementation be chosen where the text @use_experts_implementation stands in the file of the
+model class. Needs nothing but torch and transformers: this file lies beside the weights of pruned
+checkpoints, which load with trust_remote_code=True.
 """
 
-# no annotations from __future__: the types of a configuration are checked where they are types, not where they are text
+# no annotations from __future__: the types of a configuration are checked where they are types, not
+# where they are text
 from typing import Any, ClassVar, Literal
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
 from torch.nn.functional import linear
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel, initialization
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    LlamaPreTrainedModel,
+    initialization,
+)
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Experts, DeepseekV2MLP
 
 
@@ -39,7 +51,8 @@ class DeepseekConfig(LlamaConfig):
 
 
 class DeepseekGate(nn.Module):
-    """Softmax over all routed experts in the dtype of the model, of which the best count, as they are or normalised."""
+    """Softmax over all routed experts in the dtype of the model, of which the best count, as they
+    are or normalised."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -49,8 +62,11 @@ class DeepseekGate(nn.Module):
         self.normalised = config.norm_topk_prob
         self.weight = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim))
 
-    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Logits (T, E), gates (T, K) and experts (T, K), in no order, of hidden states (..., H)."""
+    def forward(
+        self, hidden_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Logits (T, E), gates (T, K) and experts (T, K), in no order, of hidden states (...,
+        H)."""
         logits = linear(hidden_states.view(-1, self.hidden_dim), self.weight)
         gates, experts = torch.topk(logits.softmax(dim=-1), self.top_k, dim=-1, sorted=False)
         if self.normalised and self.top_k > 1:
@@ -59,7 +75,8 @@ class DeepseekGate(nn.Module):
 
 
 class DeepseekMoE(nn.Module):
-    """The gated sum of a token's routed experts, plus the shared experts, which are one wide MLP."""
+    """The gated sum of a token's routed experts, plus the shared experts, which are one wide
+    MLP."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -75,14 +92,17 @@ class DeepseekMoE(nn.Module):
         _, gates, experts = self.gate(hidden_states)
         rows = hidden_states.view(-1, hidden_states.shape[-1])
         routed: torch.Tensor = self.experts(rows, experts, gates).view_as(hidden_states)
-        return routed if self.shared_experts is None else routed + self.shared_experts(hidden_states)
+        return (
+            routed if self.shared_experts is None else routed + self.shared_experts(hidden_states)
+        )
 
 
 class DeepseekPreTrainedModel(LlamaPreTrainedModel):
     """What the decoder and the language model share."""
 
-    # transformers looks for its decorator in the source of a class and remembers the answer on the class. Llama, which
-    # has no experts, may have been asked before, and its answer would be inherited.
+    # transformers looks for its decorator in the source of a class and remembers the answer on the
+    # class. Llama, which has no experts, may have been asked before, and its answer would be
+    # inherited.
     _can_set_experts_implementation_cached_value = True
 
     config_class = DeepseekConfig
@@ -97,7 +117,8 @@ class DeepseekPreTrainedModel(LlamaPreTrainedModel):
 
 
 class DeepseekModel(DeepseekPreTrainedModel, LlamaModel):
-    """Llama's decoder, with a MoE block from layer `first_k_dense_replace` on, in every `moe_layer_freq`-th layer."""
+    """Llama's decoder, with a MoE block from layer `first_k_dense_replace` on, in every
+    `moe_layer_freq`-th layer."""
 
     def __init__(self, config: DeepseekConfig) -> None:
         super().__init__(config)
@@ -112,14 +133,18 @@ class DeepseekForCausalLM(DeepseekPreTrainedModel, LlamaForCausalLM):
     """The decoder with a vocabulary head."""
 
     def __init__(self, config: DeepseekConfig) -> None:
-        super(LlamaForCausalLM, self).__init__(config)  # its own would build a decoder of Llama first
+        # its own would build a decoder of Llama first
+        super(LlamaForCausalLM, self).__init__(config)
         self.model = DeepseekModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
 
-# experts lie in the files one by one, under the names that the next generation of the family has too
+# experts lie in the files one by one, under the names that the next generation of the family has
+# too
 register_checkpoint_conversion_mapping(
-    DeepseekConfig.model_type, get_checkpoint_conversion_mapping("deepseek_v2") or [], overwrite=True
+    DeepseekConfig.model_type,
+    get_checkpoint_conversion_mapping("deepseek_v2") or [],
+    overwrite=True,
 )

@@ -1,10 +1,11 @@
-"""A pruned model whose MoE layers differ in shape. Made by moe_lab; needs torch and transformers >= 5.21.
+"""A pruned model whose MoE layers differ in shape. Made by moe_lab; needs torch and transformers >=
+5.21.
 
     AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
-It has a model type of its own, so that nothing else takes it for a model of its family. Weights are read as those of
-the family. transformers lets the experts implementation be chosen where the text @use_experts_implementation stands in
-the file of the model class.
+It has a model type of its own, so that nothing else takes it for a model of its family. Weights are
+read as those of the family. transformers lets the experts implementation be chosen where the text
+@use_experts_implementation stands in the file of the model class.
 """
 
 # no annotations from __future__: those of a configuration are types
@@ -13,7 +14,10 @@ from typing import Any
 
 from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 
 from .ragged import RaggedExperts, replace_tensor, set_counts
 
@@ -38,13 +42,16 @@ class PrunedForCausalLM(Model):
         super().__init__(config)
         for name, block in list(self.named_modules()):
             index = next((part for part in name.split(".") if part.isdigit()), None)
-            if index in config.pruned["layers"] and hasattr(getattr(block, "experts", None), "is_transposed"):
+            if index in config.pruned["layers"] and hasattr(
+                getattr(block, "experts", None), "is_transposed"
+            ):
                 resize(block, **config.pruned["layers"][index])
         self.post_init()
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        answer: bool = Model._supports_default_dynamic_cache()  # transformers looks at the name of the class
+        # transformers looks at the name of the class
+        answer: bool = Model._supports_default_dynamic_cache()
         return answer
 
 
@@ -56,9 +63,10 @@ def resize(
     owners: Sequence[int] | None = None,
     constants: bool = False,
 ) -> None:
-    """Give a MoE block other numbers of `experts` and channels, in place and without weights. `width`: channels of
-    each; None: as many as the family has. `widths`: where they differ; then `owners` says with whose weights each is
-    computed, and `constants` whether those of width 0 put out constants."""
+    """Give a MoE block other numbers of `experts` and channels, in place and without weights.
+    `width`: channels of each; None: as many as the family has. `widths`: where they differ; then
+    `owners` says with whose weights each is computed, and `constants` whether those of width 0 put
+    out constants."""
     stacks: Any = block.experts
     count = len(next(stacks.parameters()))
     if widths is not None:
@@ -76,9 +84,13 @@ def resize(
                 setattr(stacks, name, width)
     router: Any = getattr(block, "gate", None) or getattr(block, "router", None)
     for owner in (*router.modules(), block):
-        for name, tensor in [*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)]:
+        for name, tensor in [
+            *owner.named_parameters(recurse=False),
+            *owner.named_buffers(recurse=False),
+        ]:
             shape = list(tensor.shape)
-            shape[0 if name == "weight" else -1] = experts  # one row of the router, or one entry of a vector, each
+            # one row of the router, or one entry of a vector, each
+            shape[0 if name == "weight" else -1] = experts
             replace_tensor(owner, name, tensor.new_empty(shape))
     resized: Any = block.experts
     set_counts((block, resized, *router.modules()), count, experts)

@@ -1,6 +1,7 @@
 """Models: their files, shapes, families and loading.
 
-Here: the processors, the GPUs and the main memory that this process may use, and tokens that end texts. No torch.
+Here: the processors, the GPUs and the main memory that this process may use, and tokens that end
+texts. No torch.
 """
 
 from __future__ import annotations
@@ -27,15 +28,25 @@ WORKERS = "MOE_LAB_WORKERS"
 
 def processor() -> str:
     """Name of the processor."""
-    named = re.search(r"^model name\s*:\s*(.+)$", CPUINFO.read_text(), re.MULTILINE) if CPUINFO.is_file() else None
+    named = (
+        re.search(r"^model name\s*:\s*(.+)$", CPUINFO.read_text(), re.MULTILINE)
+        if CPUINFO.is_file()
+        else None
+    )
     return (named[1] if named else platform.processor() or platform.machine()).strip()
 
 
 def main_memory() -> float:
-    """Most bytes of main memory that this process may use: those of the machine, or the limit of its control group, or
-    those that its Slurm job has asked for; or its part of them where it is one of several workers (WORKERS)."""
-    limits = [float(text) for text in _stated("memory", "memory.max", "memory.limit_in_bytes") if text.isdigit()]
-    asked = os.environ.get("SLURM_MEM_PER_NODE", "")  # MiB, 0 for all; clusters may not limit the group
+    """Most bytes of main memory that this process may use: those of the machine, or the limit of
+    its control group, or those that its Slurm job has asked for; or its part of them where it is
+    one of several workers (WORKERS)."""
+    limits = [
+        float(text)
+        for text in _stated("memory", "memory.max", "memory.limit_in_bytes")
+        if text.isdigit()
+    ]
+    # MiB, 0 for all; clusters may not limit the group
+    asked = os.environ.get("SLURM_MEM_PER_NODE", "")
     limits += [2.0**20 * int(asked)] if asked.strip("0").isdigit() else []
     there = min([float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")), *limits])
     return there / int(os.environ.get(WORKERS, "1"))
@@ -55,17 +66,31 @@ def eos_tokens(configured: int | list[int] | None, tokenizer: Any) -> list[int]:
 
 
 def cores() -> int:
-    """Processors that this process may use: those that it is bound to, or fewer by its control group."""
+    """Processors that this process may use: those that it is bound to, or fewer by its control
+    group."""
     quotas = [text.split() for text in _stated("cpu", "cpu.max", "")]  # microseconds of so many
-    quotas += map(list, zip(*(_stated("cpu", "", f"cpu.cfs_{name}_us") for name in ("quota", "period")), strict=True))
-    allowed = [math.ceil(int(quota) / int(period)) for quota, period in quotas if quota not in ("max", "-1")]
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    asked = int(os.environ.get("SLURM_CPUS_PER_TASK") or bound)  # clusters may not bind processes to them
+    quotas += map(
+        list,
+        zip(
+            *(_stated("cpu", "", f"cpu.cfs_{name}_us") for name in ("quota", "period")), strict=True
+        ),
+    )
+    allowed = [
+        math.ceil(int(quota) / int(period))
+        for quota, period in quotas
+        if quota not in ("max", "-1")
+    ]
+    bound = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    # clusters may not bind processes to them
+    asked = int(os.environ.get("SLURM_CPUS_PER_TASK") or bound)
     return max(1, min([bound, asked, *allowed]))
 
 
 def visible_gpus() -> list[str]:
-    """Ids for CUDA_VISIBLE_DEVICES, one for each GPU that torch finds in this process: of NVIDIA or AMD."""
+    """Ids for CUDA_VISIBLE_DEVICES, one for each GPU that torch finds in this process: of NVIDIA or
+    AMD."""
     count = gpu_count()
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return named.split(",")[:count] if named else [str(number) for number in range(count)]
@@ -73,8 +98,8 @@ def visible_gpus() -> list[str]:
 
 @lru_cache(maxsize=1)
 def gpu_count() -> int:
-    """Number of GPUs that torch finds with the environment of this process. Another process asks it, as torch takes
-    seconds to import, and only if it is built for GPUs."""
+    """Number of GPUs that torch finds with the environment of this process. Another process asks
+    it, as torch takes seconds to import, and only if it is built for GPUs."""
     try:
         build = version("torch")
     except PackageNotFoundError:
@@ -87,8 +112,8 @@ def gpu_count() -> int:
 
 
 def _stated(controller: str, in_2: str, in_1: str) -> Iterator[str]:
-    """What a file says of the control groups this process is in, and of those around them: `in_2` in version 2, `in_1`
-    in version 1, where a controller has groups of its own."""
+    """What a file says of the control groups this process is in, and of those around them: `in_2`
+    in version 2, `in_1` in version 1, where a controller has groups of its own."""
     for line in GROUPS.read_text().splitlines() if GROUPS.is_file() else []:
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):

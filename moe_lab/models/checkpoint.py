@@ -1,4 +1,5 @@
-"""List the tensors in the safetensors files of a folder from the headers, and check the files. No torch."""
+"""List the tensors in the safetensors files of a folder from the headers, and check the files. No
+torch."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a checkpoint: `size` bytes from byte `start` of the file `shard`, row-major, little-endian."""
+    """One tensor of a checkpoint: `size` bytes from byte `start` of the file `shard`, row-major,
+    little-endian."""
 
     shard: str
     dtype: str
@@ -33,7 +35,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The tensors of a folder. Shards and tensors are in the order of the files and of the bytes in them."""
+    """The tensors of a folder. Shards and tensors are in the order of the files and of the bytes in
+    them."""
 
     folder: Path
     shards: tuple[str, ...]
@@ -42,14 +45,19 @@ class Checkpoint:
     tensors: dict[str, Entry]
 
     def slices(self, names: Iterable[str], files: ExitStack) -> dict[str, Any]:
-        """Name -> slice of each tensor, for torch; its bytes are read when it is used, until `files` is closed."""
+        """Name -> slice of each tensor, for torch; its bytes are read when it is used, until
+        `files` is closed."""
         shards = {name: self.tensors[name].shard for name in names}
-        opened = {of: files.enter_context(safe_open(self.folder / of, framework="pt")) for of in set(shards.values())}
+        opened = {
+            of: files.enter_context(safe_open(self.folder / of, framework="pt"))
+            for of in set(shards.values())
+        }
         return {name: opened[shard].get_slice(name) for name, shard in shards.items()}
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Read the headers of all shards. UserError when one is missing, damaged or other than the index says."""
+    """Read the headers of all shards. UserError when one is missing, damaged or other than the
+    index says."""
     shards, index = _shards(folder)
     metadata: dict[str, dict[str, str]] = {}
     tensors: dict[str, Entry] = {}
@@ -57,7 +65,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         metadata[shard], entries = read_header(folder / shard)
         for name in entries:
             if index is not None and index.get(name) != shard:
-                raise UserError(f"{folder}: {shard} has tensor {name}, which {INDEX} does not list there")
+                raise UserError(
+                    f"{folder}: {shard} has tensor {name}, which {INDEX} does not list there"
+                )
         tensors.update(entries)
     if lost := sorted((index or {}).keys() - tensors.keys()):
         raise UserError(f"{folder}: no file has tensor {lost[0]}, which {INDEX} lists")
@@ -65,7 +75,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def read_header(path: Path) -> tuple[dict[str, str], dict[str, Entry]]:
-    """Metadata and tensors of one safetensors file, in the order of their bytes. UserError when it is damaged."""
+    """Metadata and tensors of one safetensors file, in the order of their bytes. UserError when it
+    is damaged."""
     try:
         with safe_open(path, framework="np") as checked:
             metadata: dict[str, str] = checked.metadata() or {}
@@ -78,16 +89,21 @@ def read_header(path: Path) -> tuple[dict[str, str], dict[str, Entry]]:
     entries = {}
     for name, fields in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         first, last = fields["data_offsets"]
-        entries[name] = Entry(path.name, fields["dtype"], tuple(fields["shape"]), base + first, last - first)
+        entries[name] = Entry(
+            path.name, fields["dtype"], tuple(fields["shape"]), base + first, last - first
+        )
     return metadata, entries
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file; UserError when the file is missing or holds no JSON object."""
+    """Read a JSON object from a file; UserError when the file is missing or holds no JSON
+    object."""
     try:
         content: dict[str, Any] = json_files.read_json(path, {})
     except FileNotFoundError:
-        raise UserError(f"{path.parent} has no {path.name}: expected a transformers checkpoint") from None
+        raise UserError(
+            f"{path.parent} has no {path.name}: expected a transformers checkpoint"
+        ) from None
     except json_files.Damaged as error:
         raise UserError(f"{error}: expected a JSON object") from None
     return content
@@ -105,7 +121,8 @@ def bits_of(dtype: str) -> int:
 
 
 def stated_dtype(config: Mapping[str, Any]) -> str:
-    """The precision of the weights that a config.json states, such as bfloat16; `torch_dtype` in older files."""
+    """The precision of the weights that a config.json states, such as bfloat16; `torch_dtype` in
+    older files."""
     return str(config.get("dtype", config.get("torch_dtype")))
 
 
@@ -120,11 +137,17 @@ def _shards(folder: Path) -> tuple[tuple[str, ...], Mapping[str, str] | None]:
         raise UserError(f"{folder} has neither {SINGLE} nor {INDEX}: found {there}{hint}")
     content = read_json(folder / INDEX)
     index = content.get("weight_map")
-    if not isinstance(index, dict) or not index or not all(isinstance(shard, str) for shard in index.values()):
+    if (
+        not isinstance(index, dict)
+        or not index
+        or not all(isinstance(shard, str) for shard in index.values())
+    ):
         raise UserError(f"{folder / INDEX} is damaged: expected a weight_map from tensor to file")
     shards = tuple(sorted(set(index.values())))
     for shard in shards:
         if os.path.basename(shard) != shard or not (folder / shard).is_file():
             tensors = list(index.values()).count(shard)
-            raise UserError(f"{folder}: shard {shard} is missing, {INDEX} expects {tensors} tensors in it")
+            raise UserError(
+                f"{folder}: shard {shard} is missing, {INDEX} expects {tensors} tensors in it"
+            )
     return shards, index

@@ -1,4 +1,5 @@
-"""What config.json and the settings state about a model, before it is loaded: experts, size, quantisation. No torch."""
+"""What config.json and the settings state about a model, before it is loaded: experts, size,
+quantisation. No torch."""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ from moe_lab.paths import local
 LAYERS_FIELD = "pruned"
 """Field of config.json of an export whose layers differ: their shapes."""
 UNPACKED = ("fp8", "mxfp4", "compressed-tensors")
-"""Quantised formats that are dequantised on loading. On a GPU, transformers would run experts in FP8 and MXFP4 by
-kernels that cannot be observed; experts of compressed-tensors it always dequantises, and the other weights follow."""
+"""Quantised formats that are dequantised on loading. On a GPU, transformers would run experts in
+FP8 and MXFP4 by kernels that cannot be observed; experts of compressed-tensors it always
+dequantises, and the other weights follow."""
 FIELDS = {
     "layers": ("num_hidden_layers",),
     "experts": COUNT_FIELDS,
@@ -28,9 +30,11 @@ FIELDS = {
     "hidden": ("hidden_size",),
     "width": WIDTH_FIELDS,
 }
-"""Name in model.expected -> fields of config.json that may state it; the first one present counts."""
+"""Name in model.expected -> fields of config.json that may state it; the first one present
+counts."""
 EXPERTS = re.compile(r"\.(\d+)\.(?:\w+\.)*(?:experts|input_linear)\b")
-"""Name of a tensor of routed experts in a checkpoint; the group is the number of its decoder layer."""
+"""Name of a tensor of routed experts in a checkpoint; the group is the number of its decoder
+layer."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GPU_COUNTS = (1, 2, 4, 8)
 """Numbers of GPUs, at most those of a node, among which a model is divided."""
@@ -43,8 +47,9 @@ def config_of(settings: ModelConfig) -> dict[str, Any]:
 
 
 def tensor_parallel(config: Mapping[str, Any]) -> list[int]:
-    """Numbers of GPUs among which vLLM can divide each layer of a model: those that divide the heads of its attention.
-    Whole layers are not divided among GPUs, since masks need all of them in each process."""
+    """Numbers of GPUs among which vLLM can divide each layer of a model: those that divide the
+    heads of its attention. Whole layers are not divided among GPUs, since masks need all of them in
+    each process."""
     heads = config.get("text_config", config).get("num_attention_heads") or 0
     return [count for count in GPU_COUNTS if heads % count == 0]
 
@@ -61,8 +66,9 @@ def stated_numbers(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def expert_shape(settings: ModelConfig) -> dict[str, int] | None:
-    """n_experts, top_k and width (channels per expert) of a layer; None when n_experts or top_k is not known. From
-    config.json, or from `model.expected` where that cannot be had. `model.top_k` overrides both."""
+    """n_experts, top_k and width (channels per expert) of a layer; None when n_experts or top_k is
+    not known. From config.json, or from `model.expected` where that cannot be had. `model.top_k`
+    overrides both."""
     numbers = stated_numbers(config_of(settings)) or _expected(settings)
     if settings.top_k:
         numbers["top_k"] = settings.top_k
@@ -77,16 +83,18 @@ def _expected(settings: ModelConfig) -> dict[str, int]:
 
 def experts_implementation(device: str) -> str:
     """The function of transformers that runs experts on a device or a device map."""
-    # grouped_mm on the CPU would convert weights on every call; cpu_experts replaces `eager` there, with equal bits
+    # grouped_mm on the CPU would convert weights on every call; cpu_experts replaces `eager` there,
+    # with equal bits
     return "eager" if device == "cpu" else "grouped_mm"
 
 
 def fewest_experts(router: Mapping[str, Any]) -> int:
-    """The smallest number of experts that a layer can keep. `router`: its facts top_k, n_group and topk_group. A router
-    needs `top_k` experts to choose from. A group-limited one keeps the same number in each of its `n_group` groups; the
-    `topk_group` groups a token reaches (None: all) must hold `top_k` experts together, and groups are ranked by their
-    two best experts."""
-    top_k, n_group = int(router["top_k"]), int(router["n_group"])
+    """The smallest number of experts that a layer can keep. `router`: its facts top_k, n_group and
+    topk_group. A router needs `top_k` experts to choose from. A group-limited one keeps the same
+    number in each of its `n_group` groups; the `topk_group` groups a token reaches (None: all) must
+    hold `top_k` experts together, and groups are ranked by their two best experts."""
+    top_k = int(router["top_k"])
+    n_group = int(router["n_group"])
     if n_group == 1:
         return top_k
     return n_group * max(2, ceil(top_k / (router["topk_group"] or n_group)))
@@ -99,33 +107,42 @@ def has_packed_experts(config: Mapping[str, Any]) -> bool:
 
 
 def quantization(settings: ModelConfig) -> str | None:
-    """The method in which weights are quantised, such as fp8; None for plain ones, and where config.json is unknown."""
+    """The method in which weights are quantised, such as fp8; None for plain ones, and where
+    config.json is unknown."""
     return quantization_method(config_of(settings))
 
 
 def quantization_method(config: Mapping[str, Any]) -> str | None:
     """The same for the content of a config.json."""
-    stated = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
-    return str(stated.get("quant_method", "quantised weights")) if isinstance(stated, dict) else None
+    stated = config.get("quantization_config") or config.get("text_config", {}).get(
+        "quantization_config"
+    )
+    return (
+        str(stated.get("quant_method", "quantised weights")) if isinstance(stated, dict) else None
+    )
 
 
 def check_chat_template(settings: ModelConfig, user: str, tools: bool, other: str = "") -> None:
-    """Raise UserError when a model on this machine has no chat template, or none that knows `tools`. `user` is what
-    needs them, and `other` what to expect beside an instruction-tuned model."""
+    """Raise UserError when a model on this machine has no chat template, or none that knows
+    `tools`. `user` is what needs them, and `other` what to expect beside an instruction-tuned
+    model."""
     folder = local(settings.path)
     if not folder.is_dir():
         return
-    file, described = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    file = folder / "chat_template.jinja"
+    described = folder / "tokenizer_config.json"
     if file.is_file():
         template = file.read_text(encoding="utf-8")
     else:
         template = str(read_json_if_there(described).get("chat_template") or "")
     if not template:
         raise UserError(
-            f"{user} needs a chat template, and model={settings.name} has none: expected an instruction-tuned "
+            f"{user} needs a chat template, and model={settings.name} has none: expected an "
+            "instruction-tuned "
             f"model{other}"
         )
-    for_tools = folder / "additional_chat_templates" / "tool_use.jinja"  # which is then used instead
+    # which is then used instead
+    for_tools = folder / "additional_chat_templates" / "tool_use.jinja"
     if tools and "tools" not in template and not for_tools.is_file():
         raise UserError(
             f"{user} gives the chat template tools, and that of model={settings.name} knows none: "
@@ -134,30 +151,37 @@ def check_chat_template(settings: ModelConfig, user: str, tools: bool, other: st
 
 
 def check_plain_weights(settings: ModelConfig, user: str) -> None:
-    """Raise UserError when the weights are quantised: such a model can be run, but `user` needs plain weights."""
+    """Raise UserError when the weights are quantised: such a model can be run, but `user` needs
+    plain weights."""
     if (method := quantization(settings)) is not None:
         raise UserError(
-            f"{user} needs plain weights, but model={settings.name} is stored as {method}: expected a checkpoint "
+            f"{user} needs plain weights, but model={settings.name} is stored as {method}: "
+            "expected a checkpoint "
             "in bfloat16 or float32"
         )
 
 
 def check_trained_top_k(settings: ModelConfig, user: str) -> None:
-    """Raise UserError when model.top_k is set: it only changes a loaded model, and `user` works with files."""
+    """Raise UserError when model.top_k is set: it only changes a loaded model, and `user` works
+    with files."""
     if settings.top_k is not None:
         raise UserError(
-            f"{user} gives a checkpoint that routes as it was trained, not by model.top_k={settings.top_k}: "
+            f"{user} gives a checkpoint that routes as it was trained, not by "
+            f"model.top_k={settings.top_k}: "
             "expected null"
         )
 
 
 def compare(numbers: Mapping[str, int], settings: ModelConfig) -> None:
-    """Raise UserError naming the first of `numbers` that differs from `model.expected`, parameters last, which say
-    least about the cause."""
-    for name, value in sorted(_expected(settings).items(), key=lambda item: item[0] == "parameters"):
+    """Raise UserError naming the first of `numbers` that differs from `model.expected`, parameters
+    last, which say least about the cause."""
+    for name, value in sorted(
+        _expected(settings).items(), key=lambda item: item[0] == "parameters"
+    ):
         if (actual := numbers.get(name, value)) != value:
             raise UserError(
-                f"model={settings.name}: {settings.path} has {name}={actual}, but model.expected.{name}={value}: "
+                f"model={settings.name}: {settings.path} has {name}={actual}, but "
+                f"model.expected.{name}={value}: "
                 "give the path and revision of that model, or model=local, which expects nothing"
             )
 
@@ -167,12 +191,14 @@ ROOM = 1.1
 LOGITS = 2**19
 """Upper bound of the bytes of one token's logits: about 130,000 words in fp32."""
 CACHE = 4
-"""Bytes of keys and values of one token and layer, as a multiple of the hidden size; less where heads share them."""
+"""Bytes of keys and values of one token and layer, as a multiple of the hidden size; less where
+heads share them."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """The numbers from which memory and time are estimated, as in ExpectedConfig, and the bytes of a loaded weight."""
+    """The numbers from which memory and time are estimated, as in ExpectedConfig, and the bytes of
+    a loaded weight."""
 
     parameters: int
     moe_layers: int
@@ -194,15 +220,21 @@ class Size:
 
     @property
     def logits(self) -> float:
-        """Bytes of one token's logits. The number of parameters bounds the size of the vocabulary."""
+        """Bytes of one token's logits. The number of parameters bounds the size of the
+        vocabulary."""
         return min(LOGITS, 4 * self.parameters / self.hidden)
 
     def layer_weights(self, layers: int = 1) -> float:
-        """Bytes of the weights of so many decoder layers, with embeddings and the vocabulary head."""
+        """Bytes of the weights of so many decoder layers, with embeddings and the vocabulary
+        head."""
         routed = self.experts * self.expert
         rest = self.parameters - self.moe_layers * routed
         ends = min(rest, 2 * LOGITS // 4 * self.hidden)
-        return ROOM * self.bytes_per_parameter * (layers * (routed + (rest - ends) / self.moe_layers) + ends)
+        return (
+            ROOM
+            * self.bytes_per_parameter
+            * (layers * (routed + (rest - ends) / self.moe_layers) + ends)
+        )
 
     def activations(self, layers: float = 1) -> float:
         """Bytes per token of the activations that so many layers keep."""
@@ -213,14 +245,16 @@ class Size:
         return float(tokens * CACHE * self.hidden * self.moe_layers)
 
     def hidden_states(self, tokens: int, *, backward: bool) -> float:
-        """Most bytes of hidden states between decoder layers. A forward pass keeps the states of two layers, and of the
-        layer from which it would resume. A backward pass keeps those of all layers, and as many gradients."""
+        """Most bytes of hidden states between decoder layers. A forward pass keeps the states of
+        two layers, and of the layer from which it would resume. A backward pass keeps those of all
+        layers, and as many gradients."""
         layers = self.moe_layers + 3 if backward else 3
         return float(tokens) * self.hidden * self.bytes_per_parameter * layers
 
 
 def size_of(settings: ModelConfig) -> Size | None:
-    """The size of a model, from `model.expected` or its files, which may not differ from it; None without either."""
+    """The size of a model, from `model.expected` or its files, which may not differ from it; None
+    without either."""
     numbers = dict(_expected(settings) or _measured(settings.path, settings.revision))
     if settings.top_k:
         numbers["top_k"] = settings.top_k
@@ -233,8 +267,9 @@ def size_of(settings: ModelConfig) -> Size | None:
 
 @lru_cache(maxsize=64)
 def _measured(path: str, revision: str | None) -> dict[str, int]:
-    """Numbers by their names in model.expected, from config.json and the files' headers, and `bytes` of a parameter; of
-    a model that is not downloaded, from what the hub says of its files."""
+    """Numbers by their names in model.expected, from config.json and the files' headers, and
+    `bytes` of a parameter; of a model that is not downloaded, from what the hub says of its
+    files."""
     folder = local(path) if local(path).is_dir() else in_cache(path, revision)
     config = read_json(folder / "config.json") if folder else hub_config(path, revision)
     numbers = stated_numbers(config)
@@ -242,9 +277,15 @@ def _measured(path: str, revision: str | None) -> dict[str, int]:
     if folder:
         tensors = open_checkpoint(folder).tensors
         numbers["parameters"] = sum(prod(entry.shape) for entry in tensors.values())
-        numbers["moe_layers"] = len({match[1] for name in tensors if (match := EXPERTS.search(name))})
+        numbers["moe_layers"] = len(
+            {match[1] for name in tensors if (match := EXPERTS.search(name))}
+        )
     elif "layers" in numbers and (stated := stated_files(path, revision, "model")):
-        size = sum(size for name, (size, _) in stated.items() if is_weights(name) and "consolidated" not in name)
+        size = sum(
+            size
+            for name, (size, _) in stated.items()
+            if is_weights(name) and "consolidated" not in name
+        )
         each = 1 if quantization_method(config) else numbers["bytes"]
         numbers |= {"parameters": size // each, "moe_layers": numbers["layers"]} if size else {}
     return numbers

@@ -1,4 +1,5 @@
-"""Find the MoE layers of a model by the shape of its modules, and report why a model cannot be handled."""
+"""Find the MoE layers of a model by the shape of its modules, and report why a model cannot be
+handled."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ ATTENTION = ("attn", "attention")
 
 @dataclass(frozen=True)
 class RoutingTensor:
-    """A tensor with one row or entry per expert, along `axis`, that decides, or helps to decide, where tokens go."""
+    """A tensor with one row or entry per expert, along `axis`, that decides, or helps to decide,
+    where tokens go."""
 
     module: nn.Module
     """The module that owns the tensor: the router, a child of it, or the MoE block."""
@@ -48,10 +50,12 @@ class RoutingTensor:
 
 
 class Weights(NamedTuple):
-    """One expert, in the layout in which its weights are multiplied: views of the experts' stacks."""
+    """One expert, in the layout in which its weights are multiplied: views of the experts'
+    stacks."""
 
     inward: torch.Tensor
-    """(2 I, H), or (I, H) without a gate projection; rows in the order that the activation expects."""
+    """(2 I, H), or (I, H) without a gate projection; rows in the order that the activation
+    expects."""
     down: torch.Tensor
     """(H, I)."""
     inward_bias: torch.Tensor | None = None
@@ -84,7 +88,8 @@ class MoELayer:
 
     @property
     def stack(self) -> str:
-        """Module path of the list of all decoder layers, including those without experts, such as model.layers."""
+        """Module path of the list of all decoder layers, including those without experts, such as
+        model.layers."""
         path = self.name.split(".")
         return ".".join(path[: path.index(str(self.index))])
 
@@ -111,13 +116,16 @@ class MoELayer:
             return Weights(inward, down.t())
         named = self.tensors(expert) if tensors is None else tensors
         first = next(iter(self.family.stacks))
-        inward, down = named[first], named["down_proj"]
+        inward = named[first]
+        down = named["down_proj"]
         if self.family.stacks[first].channels == -1:
-            inward, down = inward.t(), down.t()
+            inward = inward.t()
+            down = down.t()
         return Weights(inward, down, named.get(f"{first}_bias"), named.get("down_proj_bias"))
 
     def phi(self, states: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """phi (n, I), the input of the down projection of an expert, from its rows of the hidden states (n, H)."""
+        """phi (n, I), the input of the down projection of an expert, from its rows of the hidden
+        states (n, H)."""
         projected = linear(states, weights.inward)
         if weights.inward_bias is not None:
             projected = projected + weights.inward_bias
@@ -132,7 +140,8 @@ class MoELayer:
         return f if norm is None else norm(f)
 
     def expert_output(self, states: torch.Tensor, expert: int) -> torch.Tensor:
-        """The output (n, H) of `expert` before the gate, for its rows of the hidden states (n, H)."""
+        """The output (n, H) of `expert` before the gate, for its rows of the hidden states (n,
+        H)."""
         weights = self.weights(expert)
         return self.output(self.phi(states, weights), weights)
 
@@ -143,28 +152,33 @@ def post_expert_norm(module: Any) -> nn.Module | None:
 
 
 def check_in_memory(layer: MoELayer) -> None:
-    """Raise UserError when weights of the layer are offloaded: accelerate loads them while their module runs, only."""
+    """Raise UserError when weights of the layer are offloaded: accelerate loads them while their
+    module runs, only."""
     if any(weight.is_meta for weight in layer.block.parameters()):
         raise UserError(
-            f"{layer.name}: weights are offloaded, so they cannot be read: load the model without offloading"
+            f"{layer.name}: weights are offloaded, so they cannot be read: load the model without "
+            "offloading"
         )
 
 
 def moe_layers(model: nn.Module) -> list[MoELayer]:
-    """Find all layers of `model` with routed experts, in decoder order, and check that they can be scored and pruned.
-    Works on the meta device. UserError, with the reason, for experts and routers that moe_lab does not handle."""
+    """Find all layers of `model` with routed experts, in decoder order, and check that they can be
+    scored and pruned. Works on the meta device. UserError, with the reason, for experts and routers
+    that moe_lab does not handle."""
     layers = routed_layers(model)
     for layer in layers:
         if is_ragged(layer.experts):
             raise UserError(
-                f"model_type={_kind(model)} can be evaluated, but neither scored nor pruned: {layer.name} is not a "
+                f"model_type={_kind(model)} can be evaluated, but neither scored nor pruned: "
+                f"{layer.name} is not a "
                 "stack of experts of one width"
             )
     return layers
 
 
 def routed_layers(model: nn.Module) -> list[MoELayer]:
-    """Find all layers of `model` with routed experts; unlike in `moe_layers`, widths in a layer may differ (ragged)."""
+    """Find all layers of `model` with routed experts; unlike in `moe_layers`, widths in a layer may
+    differ (ragged)."""
     kind = _kind(model)
     if kind in UNSUPPORTED:
         raise UserError(f"model_type={kind} is not supported: it {UNSUPPORTED[kind]}")
@@ -178,17 +192,22 @@ def routed_layers(model: nn.Module) -> list[MoELayer]:
     layers = [_layer(model, name, kind) for name in names]
     indices = [layer.index for layer in layers]
     if len(set(indices)) != len(indices):
-        raise UserError(f"model_type={kind} is not supported: it has several experts modules in one decoder layer")
+        raise UserError(
+            f"model_type={kind} is not supported: it has several experts modules in one decoder "
+            "layer"
+        )
     return sorted(layers, key=lambda layer: layer.index)
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether a module dispatches through transformers' experts registry: its decorator sets these three attributes."""
+    """Whether a module dispatches through transformers' experts registry: its decorator sets these
+    three attributes."""
     return all(hasattr(module, mark) for mark in ("is_concatenated", "is_transposed", "has_gate"))
 
 
 def is_ragged(module: nn.Module) -> bool:
-    """Whether experts of unequal width are packed into two matrices, as in our exports and in pruned models."""
+    """Whether experts of unequal width are packed into two matrices, as in our exports and in
+    pruned models."""
     return hasattr(module, "gate_up_packed") and hasattr(module, "widths")
 
 
@@ -210,9 +229,13 @@ def _layer(model: nn.Module, name: str, kind: str) -> MoELayer:
     family = family_of(text().model_type if callable(text) else kind)
     widths, hidden = _shape(experts, family, refuse)
     n_experts = len(widths)
-    routers = [child for word in ROUTERS if isinstance(child := getattr(block, word, None), nn.Module)]
+    routers = [
+        child for word in ROUTERS if isinstance(child := getattr(block, word, None), nn.Module)
+    ]
     if len(routers) != 1:
-        raise refuse(f"has {len(routers)} routers beside it instead of one named {' or '.join(ROUTERS)}")
+        raise refuse(
+            f"has {len(routers)} routers beside it instead of one named {' or '.join(ROUTERS)}"
+        )
     router = routers[0]
     top_k = getattr(router, "top_k", None)
     if not (isinstance(top_k, int) and 1 <= top_k <= n_experts):
@@ -240,17 +263,31 @@ def _shape(experts: Any, family: Family, refuse: Any) -> tuple[tuple[int, ...], 
     if is_ragged(experts):
         return tuple(experts.widths), experts.down_packed.shape[1]
     first = next(iter(family.stacks.values()))
-    stored = (first.channels == -1, not first.interleaved, "gate" in first.roles, "down_bias" in family.roles)
-    marks = (experts.is_transposed, experts.is_concatenated, experts.has_gate, getattr(experts, "has_bias", False))
+    stored = (
+        first.channels == -1,
+        not first.interleaved,
+        "gate" in first.roles,
+        "down_bias" in family.roles,
+    )
+    marks = (
+        experts.is_transposed,
+        experts.is_concatenated,
+        experts.has_gate,
+        getattr(experts, "has_bias", False),
+    )
     if marks != stored:
-        raise refuse(f"({type(experts).__name__}) stores its experts in a way that moe_lab does not know")
+        raise refuse(
+            f"({type(experts).__name__}) stores its experts in a way that moe_lab does not know"
+        )
     down = getattr(experts, "down_proj", None)
     if not isinstance(down, torch.Tensor) or down.dim() != 3:
         raise refuse("is not a stack of experts (experts, rows, columns)")
     count = down.shape[0]
     for part, tensor in experts.named_parameters():
         if tensor.dim() < 2 or tensor.shape[0] != count:
-            raise refuse(f"holds {part} {tuple(tensor.shape)}, which has no first axis of {count} experts")
+            raise refuse(
+                f"holds {part} {tuple(tensor.shape)}, which has no first axis of {count} experts"
+            )
     width, hidden = down.shape[1:] if experts.is_transposed else (down.shape[2], down.shape[1])
     return (width,) * count, hidden
 
@@ -264,14 +301,25 @@ def _groups(router: nn.Module) -> tuple[int, int]:
     return int(n_group), int(topk_group)
 
 
-def _routing_tensors(router: nn.Module, block: nn.Module, n_experts: int, refuse: Any) -> tuple[RoutingTensor, ...]:
-    """Tensors of the router and of the block itself that have an expert axis; UserError for any other tensor. The axis
-    is recognised by the tensor's name, not by its size: the number of experts may equal the hidden size."""
+def _routing_tensors(
+    router: nn.Module, block: nn.Module, n_experts: int, refuse: Any
+) -> tuple[RoutingTensor, ...]:
+    """Tensors of the router and of the block itself that have an expert axis; UserError for any
+    other tensor. The axis is recognised by the tensor's name, not by its size: the number of
+    experts may equal the hidden size."""
     routing: list[RoutingTensor] = []
     for owner in (*router.modules(), block):
-        for name, tensor in [*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)]:
+        for name, tensor in [
+            *owner.named_parameters(recurse=False),
+            *owner.named_buffers(recurse=False),
+        ]:
             shape = tuple(tensor.shape)
-            if name == "weight" and owner is not block and len(shape) == 2 and shape[0] == n_experts:
+            if (
+                name == "weight"
+                and owner is not block
+                and len(shape) == 2
+                and shape[0] == n_experts
+            ):
                 routing.append(RoutingTensor(owner, name, 0))
             elif name in ROUTING_VECTORS and shape in ((n_experts,), (1, n_experts)):
                 routing.append(RoutingTensor(owner, name, len(shape) - 1))
@@ -283,7 +331,8 @@ def _routing_tensors(router: nn.Module, block: nn.Module, n_experts: int, refuse
 
 
 def part_of(name: str) -> str:
-    """The part a module or tensor of a model belongs to by its path: experts, shared_experts, attention or rest."""
+    """The part a module or tensor of a model belongs to by its path: experts, shared_experts,
+    attention or rest."""
     path = name.split(".")
     if not any(word.isdigit() for word in path):
         return "rest"
@@ -295,8 +344,8 @@ def part_of(name: str) -> str:
 
 
 def linears(model: nn.Module, part: str) -> Iterator[tuple[str, nn.Linear]]:
-    """(path, module) of the linear maps of a part: shared_experts or attention. A map to a single number is left out:
-    it is the gate of a shared expert and counts as a router."""
+    """(path, module) of the linear maps of a part: shared_experts or attention. A map to a single
+    number is left out: it is the gate of a shared expert and counts as a router."""
     for name, module in model.named_modules():
         if type(module) is nn.Linear and module.out_features > 1 and part_of(name) == part:
             yield name, module

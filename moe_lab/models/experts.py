@@ -1,7 +1,9 @@
-"""Compute routed experts: tokens sorted by expert, hooks on experts modules, a faster forward on the CPU.
+"""Compute routed experts: tokens sorted by expert, hooks on experts modules, a faster forward on
+the CPU.
 
-The eager loop of transformers searches for the tokens of each expert in turn; `cpu_experts` sorts them once. Each
-matrix product has the same rows in the same order, and outputs are added in the same order, so the bits are the same.
+The eager loop of transformers searches for the tokens of each expert in turn; `cpu_experts` sorts
+them once. Each matrix product has the same rows in the same order, and outputs are added in the
+same order, so the bits are the same.
 """
 
 from __future__ import annotations
@@ -26,17 +28,20 @@ ExpertsFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Ten
 """hidden states (T, H), expert ids (T, K), gates (T, K) -> gated sum of expert outputs (T, H)."""
 CPU_EXPERTS = "moe_lab_cpu"
 FEW = 256
-"""Up to this many tokens, one operation for all experts is faster than one per expert; see benchmarks/generation.py."""
+"""Up to this many tokens, one operation for all experts is faster than one per expert; see
+benchmarks/generation.py."""
 ALIGNMENT = 64
-"""Bytes. New tensors start at a multiple of this; a matrix product whose rows do not may round differently."""
+"""Bytes. New tensors start at a multiple of this; a matrix product whose rows do not may round
+differently."""
 TRIED = 16
 """Number of tokens on which `cpu_experts` is compared with the model's own experts."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The T x K routed (token, expert) pairs of one call, sorted by expert; within an expert by k, then by token. The
-    eager forward of transformers uses the same order, so the same matrix products give the same bits."""
+    """The T x K routed (token, expert) pairs of one call, sorted by expert; within an expert by k,
+    then by token. The eager forward of transformers uses the same order, so the same matrix
+    products give the same bits."""
 
     token: torch.Tensor
     """(S,) row of the hidden states."""
@@ -74,9 +79,10 @@ def routed_output(
     weights: torch.Tensor,
     compute: Callable[[int, slice, torch.Tensor], torch.Tensor | None],
 ) -> torch.Tensor:
-    """Gated sum (T, H) of expert outputs, added in the order of the eager forward of transformers. `weights` (T, K) are
-    the gates. `compute(expert, part, states)` gives an expert's output (n, H) for its slice `part` of `rows`, whose
-    hidden states are `states` (n, H), or None for an expert that adds nothing."""
+    """Gated sum (T, H) of expert outputs, added in the order of the eager forward of transformers.
+    `weights` (T, K) are the gates. `compute(expert, part, states)` gives an expert's output (n, H)
+    for its slice `part` of `rows`, whose hidden states are `states` (n, H), or None for an expert
+    that adds nothing."""
     gates = weights[rows.token, rows.column, None]
     mixed = torch.zeros_like(hidden)
     for expert, part in parts(rows.ends):
@@ -88,14 +94,17 @@ def routed_output(
 
 
 def mix_outputs(layer: MoELayer, hidden: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-    """Sum the outputs of experts for `hidden` (t, H), by each row of `gates` (t, R, E): (t, R, H), at least fp32. Only
-    experts with a nonzero gate are run."""
+    """Sum the outputs of experts for `hidden` (t, H), by each row of `gates` (t, R, E): (t, R, H),
+    at least fp32. Only experts with a nonzero gate are run."""
     n_experts = gates.shape[2]
     used = (gates != 0).any(1)
     n = max(int(used.sum(1).max()), 1)
     order = used.int().sort(dim=1, descending=True, stable=True)
-    is_used, chosen = order.values[:, :n].bool(), order.indices[:, :n]
-    outputs = torch.zeros(*chosen.shape, hidden.shape[1], dtype=wide(hidden).dtype, device=hidden.device)
+    is_used = order.values[:, :n].bool()
+    chosen = order.indices[:, :n]
+    outputs = torch.zeros(
+        *chosen.shape, hidden.shape[1], dtype=wide(hidden).dtype, device=hidden.device
+    )
     rows = sort_by_expert(torch.where(is_used, chosen, n_experts), n_experts + 1)
     for expert, part in parts(rows.ends):
         if expert < n_experts:
@@ -116,8 +125,11 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.element_size() < 4 else tensor
 
 
-def replace_experts(layer: MoELayer, make: Callable[[ExpertsFunction], ExpertsFunction], undo: ExitStack) -> None:
-    """Compute the experts of `layer` by `make(what computed them so far)` until `undo` is closed."""
+def replace_experts(
+    layer: MoELayer, make: Callable[[ExpertsFunction], ExpertsFunction], undo: ExitStack
+) -> None:
+    """Compute the experts of `layer` by `make(what computed them so far)` until `undo` is
+    closed."""
     name = _forward_name(layer.experts)
     function = make(getattr(layer.experts, name))
 
@@ -134,14 +146,16 @@ def are_replaced(layer: MoELayer) -> bool:
 
 
 def _forward_name(module: nn.Module) -> str:
-    """The attribute to replace: accelerate's hook, which brings offloaded weights, stays in front."""
+    """The attribute to replace: accelerate's hook, which brings offloaded weights, stays in
+    front."""
     return "_old_forward" if hasattr(module, "_hf_hook") else "forward"
 
 
 def cpu_experts(
     module: torch.nn.Module, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """An `ExpertsFunction` for gated experts without biases, not transposed, without a norm after them."""
+    """An `ExpertsFunction` for gated experts without biases, not transposed, without a norm after
+    them."""
     down: Any = module.down_proj
     rows = sort_by_expert(index, len(down))
     aligned = all(size * hidden.element_size() % ALIGNMENT == 0 for size in down.shape[1:])
@@ -153,8 +167,9 @@ ExpertsInterface.register(CPU_EXPERTS, cpu_experts)
 
 
 def use_cpu_experts(model: PreTrainedModel, layers: Sequence[MoELayer]) -> None:
-    """Switch a `model` that was loaded with eager experts to `cpu_experts`, if that gives the same bits: if the experts
-    of all `layers` are fp32 and of its form, and those of the first layer give the same bits for a few tokens."""
+    """Switch a `model` that was loaded with eager experts to `cpu_experts`, if that gives the same
+    bits: if the experts of all `layers` are fp32 and of its form, and those of the first layer give
+    the same bits for a few tokens."""
     if layers and all(_is_plain(layer.experts) for layer in layers) and _same_bits(layers[0]):
         model.set_experts_implementation(CPU_EXPERTS)
 
@@ -163,17 +178,26 @@ def _together(module: Any, hidden: torch.Tensor, rows: Rows, weights: torch.Tens
     """Compute all experts at once: everything but the matrix products is one operation."""
     gathered = hidden.index_select(0, rows.token)
     slices = list(parts(rows.ends))
-    projected = torch.cat([linear(gathered[part], module.gate_up_proj[expert]) for expert, part in slices])
+    projected = torch.cat(
+        [linear(gathered[part], module.gate_up_proj[expert]) for expert, part in slices]
+    )
     phi = activation(module)(projected)
     f = torch.cat([linear(phi[part], module.down_proj[expert]) for expert, part in slices])
-    return torch.zeros_like(hidden).index_add_(0, rows.token, f * weights[rows.token, rows.column, None])
+    return torch.zeros_like(hidden).index_add_(
+        0, rows.token, f * weights[rows.token, rows.column, None]
+    )
 
 
-def _one_by_one(module: Any, hidden: torch.Tensor, rows: Rows, weights: torch.Tensor) -> torch.Tensor:
+def _one_by_one(
+    module: Any, hidden: torch.Tensor, rows: Rows, weights: torch.Tensor
+) -> torch.Tensor:
     """Compute one expert after the other, which needs no memory for the outputs of all experts."""
 
     def compute(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor:
-        return linear(activation(module)(linear(states, module.gate_up_proj[expert])), module.down_proj[expert])
+        return linear(
+            activation(module)(linear(states, module.gate_up_proj[expert])),
+            module.down_proj[expert],
+        )
 
     return routed_output(hidden, rows, weights, compute)
 
@@ -181,7 +205,9 @@ def _one_by_one(module: Any, hidden: torch.Tensor, rows: Rows, weights: torch.Te
 def _is_plain(module: Any) -> bool:
     if any(weight.dtype != torch.float32 for weight in module.parameters()):
         return False
-    return module.has_gate and not (module.has_bias or module.is_transposed or post_expert_norm(module))
+    return module.has_gate and not (
+        module.has_bias or module.is_transposed or post_expert_norm(module)
+    )
 
 
 def _same_bits(layer: MoELayer) -> bool:
@@ -198,12 +224,12 @@ def _same_bits(layer: MoELayer) -> bool:
 
 
 def run(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) -> Any:
-    """Run the decoder once, without vocabulary logits or cache; `valid` (B, S) is the attention mask. The output's
-    last_hidden_state (B, S, H) is the input of the vocabulary head."""
+    """Run the decoder once, without vocabulary logits or cache; `valid` (B, S) is the attention
+    mask. The output's last_hidden_state (B, S, H) is the input of the vocabulary head."""
     embeddings: Any = model.get_input_embeddings()
     device = embeddings.weight.device
-    # No token sees those after it, so padding on the right needs no mask. Without one, attention is faster and needs no
-    # memory for each pair of tokens.
+    # No token sees those after it, so padding on the right needs no mask. Without one, attention is
+    # faster and needs no memory for each pair of tokens.
     is_padded_right = bool((valid[:, 1:] <= valid[:, :-1]).all())
     mask = None if is_padded_right else valid.to(device, torch.int64)
     return model.base_model(input_ids=input_ids.to(device), attention_mask=mask, use_cache=False)
@@ -215,17 +241,20 @@ def stand_in(layer: nn.Module, state: Any, undo: ExitStack) -> None:
 
 
 def check_output(layer: nn.Module, inputs: Any, output: Any) -> None:
-    """A hook of decoder layers, which must return hidden states, as those that stand in for them do. UserError for
-    others."""
+    """A hook of decoder layers, which must return hidden states, as those that stand in for them
+    do. UserError for others."""
     if not isinstance(output, torch.Tensor):
         raise UserError(
-            f"{type(layer).__name__} gives {type(output).__name__} instead of hidden states, so its layers cannot be "
-            "run one by one, as searches, ablation and calibration.engine=streamed do: this model is not supported"
+            f"{type(layer).__name__} gives {type(output).__name__} instead of hidden states, so "
+            "its layers cannot be "
+            "run one by one, as searches, ablation and calibration.engine=streamed do: this model "
+            "is not supported"
         )
 
 
 def output_of(layer: nn.Module, run: Callable[[], Any]) -> torch.Tensor:
-    """The output of `layer` when the model is run by `run()` up to there. UserError when it is no hidden states."""
+    """The output of `layer` when the model is run by `run()` up to there. UserError when it is no
+    hidden states."""
 
     def leave(module: nn.Module, inputs: Any, output: Any) -> None:
         check_output(module, inputs, output)
@@ -243,4 +272,5 @@ def output_of(layer: nn.Module, run: Callable[[], Any]) -> torch.Tensor:
 
 
 class _Reached(Exception):
-    """Raised, with the output there, when the model has run as far as is needed, to skip the layers after that."""
+    """Raised, with the output there, when the model has run as far as is needed, to skip the layers
+    after that."""

@@ -1,4 +1,5 @@
-"""Facts of a model from its configuration alone: layers, experts, routers, and parameters by part."""
+"""Facts of a model from its configuration alone: layers, experts, routers, and parameters by
+part."""
 
 from __future__ import annotations
 
@@ -16,19 +17,22 @@ from moe_lab.models.load import check_sizes, set_top_k, skeleton
 
 
 def facts(settings: ModelConfig) -> dict[str, Any]:
-    """Count layers, experts and parameters of the model, built on the meta device: no weight is read.
+    """Count layers, experts and parameters of the model, built on the meta device: no weight is
+    read.
 
-    `layers`: decoder layer -> n_experts, top_k, n_group, topk_group, hidden, width and the parameters of one routed
-    expert. `decoder_layers` includes layers without experts. `shared_width`: channels of all shared experts of a layer
-    together. `parameters`: of the whole model. Where experts of a layer have unequal widths, `width` and
-    `expert_parameters` are rounded means, and `widths` lists all widths. UserError for a model that is not supported,
-    differs from `model.expected`, or has weights of another size.
+    `layers`: decoder layer -> n_experts, top_k, n_group, topk_group, hidden, width and the
+    parameters of one routed expert. `decoder_layers` includes layers without experts.
+    `shared_width`: channels of all shared experts of a layer together. `parameters`: of the whole
+    model. Where experts of a layer have unequal widths, `width` and `expert_parameters` are rounded
+    means, and `widths` lists all widths. UserError for a model that is not supported, differs from
+    `model.expected`, or has weights of another size.
     """
     return {"model": settings.name, **model_facts(_built(local_folder(settings), settings))}
 
 
 def _built(folder: Path, settings: ModelConfig) -> Any:
-    """The model of a folder on the meta device, with model.top_k, compared with `model.expected`."""
+    """The model of a folder on the meta device, with model.top_k, compared with
+    `model.expected`."""
     model = skeleton(folder, trust_remote_code=settings.trust_remote_code)
     if any(folder.glob("*.safetensors")):
         check_sizes(model, open_checkpoint(folder))
@@ -50,8 +54,8 @@ def model_facts(model: Any) -> dict[str, Any]:
 
 
 def architecture(model: Any) -> ExpectedConfig:
-    """The sizes of a model in the form of `model.expected`; where layers differ, the largest of each. SettingsError
-    for a size that no model has."""
+    """The sizes of a model in the form of `model.expected`; where layers differ, the largest of
+    each. SettingsError for a size that no model has."""
     layers = routed_layers(model)
     hidden = max(layer.hidden for layer in layers)
     shared = sum(linear.weight.numel() for _, linear in linears(model, "shared_experts"))
@@ -76,16 +80,20 @@ def _about(layer: MoELayer) -> dict[str, Any]:
         "topk_group": layer.topk_group,
         "hidden": layer.hidden,
         "width": round(sum(layer.widths) / layer.n_experts),
-        "expert_parameters": round(sum(weight.numel() for weight in layer.experts.parameters()) / layer.n_experts),
-        "router_parameters_per_expert": sum(part.tensor.numel() for part in layer.routing) // layer.n_experts,
+        "expert_parameters": round(
+            sum(weight.numel() for weight in layer.experts.parameters()) / layer.n_experts
+        ),
+        "router_parameters_per_expert": sum(part.tensor.numel() for part in layer.routing)
+        // layer.n_experts,
     }
     return {**about, "widths": list(layer.widths)} if is_ragged(layer.experts) else about
 
 
 def describe(folder: Path, settings: ModelConfig) -> dict[str, Any]:
-    """Describe a model from its configuration alone; it is built on the meta device. `model_type`; `layers`: number of
-    decoder layers; `moe`: layer -> its experts and router in words; `parameters`: part -> number of parameters, each
-    counted once; `moe_layers`: its MoELayer objects, without weights; `routing`: names of
+    """Describe a model from its configuration alone; it is built on the meta device. `model_type`;
+    `layers`: number of decoder layers; `moe`: layer -> its experts and router in words;
+    `parameters`: part -> number of parameters, each counted once; `moe_layers`: its MoELayer
+    objects, without weights; `routing`: names of
     all tensors that decide where tokens go."""
     model = _built(folder, settings)
     layers = routed_layers(model)
@@ -93,7 +101,8 @@ def describe(folder: Path, settings: ModelConfig) -> dict[str, Any]:
     moe: dict[int, str] = {}
     routing: list[str] = []
     for layer in layers:
-        least, most = min(layer.widths), max(layer.widths)
+        least = min(layer.widths)
+        most = max(layer.widths)
         channels = f"{most:,}" if least == most else f"{least:,} to {most:,}"
         experts = f"{layer.n_experts} experts of {channels} channels, hidden size {layer.hidden:,}"
         moe[layer.index] = f"{experts}; {_router(layer, model.config.get_text_config())}"
@@ -109,7 +118,8 @@ def describe(folder: Path, settings: ModelConfig) -> dict[str, Any]:
 
 
 def _router(layer: MoELayer, config: Any) -> str:
-    """The router of a layer in words, such as "Qwen3MoeTopKRouter, the best 8, norm_topk_prob=True"."""
+    """The router of a layer in words, such as "Qwen3MoeTopKRouter, the best 8,
+    norm_topk_prob=True"."""
     words = [type(layer.router).__name__, f"the best {layer.top_k}"]
     if any(part.name in ("e_score_correction_bias", "expert_bias") for part in layer.routing):
         words.append("chosen with a correction bias")

@@ -1,8 +1,8 @@
 """What a family of models is: how it stores its experts, in memory and on disk. No torch.
 
-A tensor of experts is described in the same way in memory and in a file (`Axes`), and `split` gives its projections as
-views with channels first, for torch and numpy alike. Model names appear only in this file, in the ports named below and
-in conf/model.
+A tensor of experts is described in the same way in memory and in a file (`Axes`), and `split` gives
+its projections as views with channels first, for torch and numpy alike. Model names appear only in
+this file, in the ports named below and in conf/model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from typing import Any, NamedTuple
 
 from moe_lab.errors import UserError
 
-REGISTRY = "does not hand its experts to transformers' experts registry, so moe_lab cannot observe or prune them"
+REGISTRY = (
+    "does not hand its experts to transformers' experts registry, so moe_lab cannot "
+    "observe or prune them"
+)
 CROSS = "is an encoder-decoder model; moe_lab handles causal language models"
 
 UNSUPPORTED = {
@@ -36,21 +39,29 @@ UNSUPPORTED = {
 }
 """model_type -> why it is refused. A family that is not listed is judged by its modules."""
 COUNT_FIELDS = ("n_routed_experts", "moe_num_experts", "num_local_experts", "num_experts")
-"""Configuration fields that hold the number of routed experts; which one is canonical differs by family."""
+"""Configuration fields that hold the number of routed experts; which one is canonical differs by
+family."""
 TOP_K_FIELDS = ("num_experts_per_tok", "moe_k", "moe_topk")
 """Configuration fields that hold the number of experts a token is routed to."""
 WIDTH_FIELDS = ("moe_intermediate_size", "intermediate_size")
-"""Configuration fields that hold the number of channels of a routed expert; the first one present counts."""
+"""Configuration fields that hold the number of channels of a routed expert; the first one present
+counts."""
 ALSO_COUNTS = {"qwen3_moe": ("num_experts", "num_local_experts")}
-"""model_type -> all count fields that programs look up in its config.json: transformers 5 writes num_local_experts, but
-transformers 4 and servers read num_experts and would use its default."""
+"""model_type -> all count fields that programs look up in its config.json: transformers 5 writes
+num_local_experts, but transformers 4 and servers read num_experts and would use its default."""
 UNGROUPED_METHODS = ("greedy",)
 """Values of a router's topk_method that ignore its groups."""
 ROUTING_VECTORS = ("bias", "e_score_correction_bias", "expert_bias")
 """Names of routing tensors with one entry per expert in memory, besides the router's weight."""
 ROUTERS = ("gate", "router")
 """Attribute names of the router of a MoE block."""
-DISK_ROUTER_WEIGHTS = ("gate.weight", "router.weight", "router.layer.weight", "router.gate.weight", "gate.wg.weight")
+DISK_ROUTER_WEIGHTS = (
+    "gate.weight",
+    "router.weight",
+    "router.layer.weight",
+    "router.gate.weight",
+    "gate.wg.weight",
+)
 """Names of router weights (E, H) in checkpoints, relative to the MoE block."""
 DISK_ROUTING_VECTORS = (
     "router.bias",
@@ -67,24 +78,26 @@ DISK_SHARED = ("shared_expert.", "shared_experts.", "shared_mlp.", "shared_exper
 EXTRA_PREDICTION_BLOCKS = ("mtp.", "model.mtp.")
 """Prefixes of the tensors of extra prediction layers, which have a numbering of their own."""
 PREDICTION_PROJECTION = ".eh_proj."
-"""Part of the names of a tensor that numbered decoder layers have if, and only if, they predict several tokens: it
-projects an embedding and a hidden state together to the input of the layer."""
+"""Part of the names of a tensor that numbered decoder layers have if, and only if, they predict
+several tokens: it projects an embedding and a hidden state together to the input of the layer."""
 EXTRA_PREDICTION = re.compile(rf"(?:^|\.)mtp(?:_\w+)?\.|{re.escape(PREDICTION_PROJECTION)}")
 """In the name of a tensor: it belongs to a layer that predicts several tokens."""
 NOT_LOADED = re.compile(
     rf"{EXTRA_PREDICTION.pattern}|rotary_emb\.inv_freq$|\.(?:[qkv]|kv|kv_cache|prob|input|output|activation)_scale$"
 )
-"""Tensors that a checkpoint may have beyond those of its model: of extra prediction layers, frequencies that the
-configuration determines, and scales by which programs that compute in fewer bits round activations and caches."""
+"""Tensors that a checkpoint may have beyond those of its model: of extra prediction layers,
+frequencies that the configuration determines, and scales by which programs that compute in fewer
+bits round activations and caches."""
 EXTRA_PREDICTION_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-"""Configuration fields that count layers for predicting several tokens, which transformers does not load."""
+"""Configuration fields that count layers for predicting several tokens, which transformers does not
+load."""
 PRUNED = "pruned_"
 """Prefix of the model_type of exports whose layers differ in shape, before that of the family."""
 
 
 class Port(NamedTuple):
-    """Code for a family that transformers cannot load: exported_code/<file>.py, modeling_<file>.py in exports, with
-    the classes <base>Config and <base>ForCausalLM."""
+    """Code for a family that transformers cannot load: exported_code/<file>.py, modeling_<file>.py
+    in exports, with the classes <base>Config and <base>ForCausalLM."""
 
     file: str
     base: str
@@ -95,7 +108,8 @@ PORTS = {"deepseek": Port("deepseek_moe", "Deepseek")}
 
 
 def port_of(kind: str) -> dict[str, str]:
-    """File name -> source code of the port of a family that transformers cannot load; empty for all other families."""
+    """File name -> source code of the port of a family that transformers cannot load; empty for all
+    other families."""
     if kind not in PORTS:
         return {}
     file = Path(__file__).parents[1] / "exported_code" / f"{PORTS[kind].file}.py"
@@ -103,14 +117,16 @@ def port_of(kind: str) -> dict[str, str]:
 
 
 class Axes(NamedTuple):
-    """How a tensor holds projections of experts. Axes count from the end: a stack and one expert look alike."""
+    """How a tensor holds projections of experts. Axes count from the end: a stack and one expert
+    look alike."""
 
     roles: tuple[str, ...]
     """gate, up, down, gate_bias, up_bias or down_bias: several share the axis of channels."""
     channels: int | None
     """The axis of channels, -1 or -2; None for the bias of down, which has none."""
     interleaved: bool = False
-    """gate_0, up_0, gate_1, up_1 along the axis of channels, instead of all of gate, then all of up."""
+    """gate_0, up_0, gate_1, up_1 along the axis of channels, instead of all of gate, then all of
+    up."""
 
     @property
     def is_bias(self) -> bool:
@@ -119,7 +135,8 @@ class Axes(NamedTuple):
 
 
 def split(tensor: Any, axes: Axes) -> dict[str, Any]:
-    """role -> view of a tensor of torch or numpy: (..., I, H) of a matrix, (..., I) of a bias, (..., H) of down's."""
+    """role -> view of a tensor of torch or numpy: (..., I, H) of a matrix, (..., I) of a bias,
+    (..., H) of down's."""
     if axes.channels is None:
         return {role: tensor for role in axes.roles}
     if not axes.is_bias and axes.channels == -1:
@@ -129,7 +146,11 @@ def split(tensor: Any, axes: Axes) -> dict[str, Any]:
     size = tensor.shape[-1 if axes.is_bias else -2] // count
     views = {}
     for number, role in enumerate(axes.roles):
-        part = slice(number, None, count) if axes.interleaved else slice(number * size, (number + 1) * size)
+        part = (
+            slice(number, None, count)
+            if axes.interleaved
+            else slice(number * size, (number + 1) * size)
+        )
         views[role] = tensor[(..., part, *rest)]
     return views
 
@@ -145,10 +166,13 @@ class Place(NamedTuple):
     expert: int | None = None
     """The number of the expert whose tensor it is."""
     axes: Axes | None = None
-    """Of tensors of experts; None where they are no plain projections, but scales, or packed in a quantised format."""
+    """Of tensors of experts; None where they are no plain projections, but scales, or packed in a
+    quantised format."""
 
 
-_GATE, _UP, _DOWN = Axes(("gate",), -2), Axes(("up",), -2), Axes(("down",), -1)
+_GATE = Axes(("gate",), -2)
+_UP = Axes(("up",), -2)
+_DOWN = Axes(("down",), -1)
 GATE_UP = Axes(("gate", "up"), -2)
 
 
@@ -168,10 +192,14 @@ class Family:
 
     kinds: tuple[str, ...] = ()
     """model_type of its configurations."""
-    stacks: Mapping[str, Axes] = field(default_factory=lambda: {"gate_up_proj": GATE_UP, "down_proj": _DOWN})
-    """Tensors of the experts module, also below experts. on disk. Hidden states are multiplied by the first one."""
+    stacks: Mapping[str, Axes] = field(
+        default_factory=lambda: {"gate_up_proj": GATE_UP, "down_proj": _DOWN}
+    )
+    """Tensors of the experts module, also below experts. on disk. Hidden states are multiplied by
+    the first one."""
     unfit: str | None = None
-    """Why channels of its experts cannot be removed or reordered, worded to follow "its experts"; None if they can."""
+    """Why channels of its experts cannot be removed or reordered, worded to follow "its experts";
+    None if they can."""
     fixed_top_k: bool = False
     """Whether its routers mix the experts of a token by a formula for their number."""
 
@@ -181,15 +209,16 @@ class Family:
         return tuple(role for axes in self.stacks.values() for role in axes.roles)
 
     def split(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """role -> view, channels first, of `tensors` named as in the experts module: stacks, or those of one expert."""
+        """role -> view, channels first, of `tensors` named as in the experts module: stacks, or
+        those of one expert."""
         views: dict[str, Any] = {}
         for name, tensor in tensors.items():
             views |= split(tensor, self.stacks[name])
         return views
 
     def places(self, names: Iterable[str]) -> dict[str, Place]:
-        """Name -> place of those tensors of a checkpoint that belong to a MoE block, extra prediction layers left out.
-        UserError for a decoder layer with several MoE blocks."""
+        """Name -> place of those tensors of a checkpoint that belong to a MoE block, extra
+        prediction layers left out. UserError for a decoder layer with several MoE blocks."""
         names = list(names)
         extra = prediction_prefixes(names)
         blocks: dict[str, int] = {}
@@ -212,8 +241,13 @@ class Family:
         if re.fullmatch(_STACKS, rest):
             axes = STACKED.get(rest) or self.stacks.get(rest.removeprefix("experts."))
             return Place(block, layer, "stack", axes=axes)
-        kinds = {**dict.fromkeys(DISK_ROUTER_WEIGHTS, "router"), **dict.fromkeys(DISK_ROUTING_VECTORS, "vector")}
-        return Place(block, layer, kinds.get(rest, "shared" if rest.startswith(DISK_SHARED) else "unknown"))
+        kinds = {
+            **dict.fromkeys(DISK_ROUTER_WEIGHTS, "router"),
+            **dict.fromkeys(DISK_ROUTING_VECTORS, "vector"),
+        }
+        return Place(
+            block, layer, kinds.get(rest, "shared" if rest.startswith(DISK_SHARED) else "unknown")
+        )
 
 
 def _transposed(*, interleaved: bool = False) -> dict[str, Axes]:
@@ -242,7 +276,8 @@ FAMILIES = (
 
 
 def family_of(kind: str | None) -> Family:
-    """The family of a model_type: its entry, or the usual one, whose models are judged by their modules."""
+    """The family of a model_type: its entry, or the usual one, whose models are judged by their
+    modules."""
     kind = (kind or "").removeprefix(PRUNED)
     return next((family for family in FAMILIES if kind in family.kinds), Family())
 
@@ -254,7 +289,8 @@ _OF_EXPERTS = re.compile(rf"{_BLOCK}(?:experts\.\d+\..+|{_STACKS})")
 
 
 def prediction_prefixes(names: Iterable[str]) -> tuple[str, ...]:
-    """Prefixes of the layers that predict several tokens, with a numbering of their own or that of the decoder."""
+    """Prefixes of the layers that predict several tokens, with a numbering of their own or that of
+    the decoder."""
     prefixes = set()
     for name in names:
         layer, projects, _ = name.partition(PREDICTION_PROJECTION)
@@ -268,12 +304,17 @@ def predicting_experts(names: Iterable[str]) -> tuple[str, ...]:
     """The prefixes of `prediction_prefixes` if one of these layers has experts; else ()."""
     names = list(names)
     extra = prediction_prefixes(names)
-    return extra if any(name.startswith(extra) and _OF_EXPERTS.fullmatch(name) for name in names) else ()
+    return (
+        extra
+        if any(name.startswith(extra) and _OF_EXPERTS.fullmatch(name) for name in names)
+        else ()
+    )
 
 
 def has_causal_model(kind: str) -> bool:
-    """Whether the installed transformers, or a port, has a causal language model of a model type. Read as text:
-    importing transformers takes seconds and memory that an export does not need otherwise."""
+    """Whether the installed transformers, or a port, has a causal language model of a model type.
+    Read as text: importing transformers takes seconds and memory that an export does not need
+    otherwise."""
     models = Path(str(getattr(find_spec("transformers"), "origin", ""))).with_name("models")
     text = (models / "auto" / "modeling_auto.py").read_text(encoding="utf-8")
     table = re.search(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES\b.*?(?=^[^\s)]|\Z)", text, re.M | re.S)

@@ -1,4 +1,5 @@
-"""The folder of a model: find or download it, check that it can be loaded, and compute its fingerprint. No torch."""
+"""The folder of a model: find or download it, check that it can be loaded, and compute its
+fingerprint. No torch."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from moe_lab.paths import cache, local
 UNRESOLVED = "hub"
 """Key of the identity of a model or a text on the hub whose files are not known."""
 REMEMBERED_FROM = 1 << 26
-"""Bytes from which the sha256 of a file is remembered in the user's cache: smaller ones take less than a second."""
+"""Bytes from which the sha256 of a file is remembered in the user's cache: smaller ones take less
+than a second."""
 SHA256 = re.compile(r"[0-9a-f]{64}")
 SHAPE = {"size": int, "changed": int, "inode": int, "sha256": str}
 SECONDS = 10
@@ -36,7 +38,8 @@ NOT_DATA = (".md", ".gitattributes", ".png", ".jpg", ".svg")
 
 
 def sha256_of(file: Path) -> str:
-    """sha256 (hex) of a file's bytes. A large file is read once, while its path, size, time and inode stay."""
+    """sha256 (hex) of a file's bytes. A large file is read once, while its path, size, time and
+    inode stay."""
     real = file.resolve()
     if real.parent.name == "blobs" and SHA256.fullmatch(real.name):
         return real.name
@@ -61,7 +64,8 @@ def _read(file: Path) -> str:
 
 
 def hub_answers() -> bool:
-    """Whether the hub can be asked: HF_HUB_OFFLINE is not set, and it answers anything within FIRST_SECONDS."""
+    """Whether the hub can be asked: HF_HUB_OFFLINE is not set, and it answers anything within
+    FIRST_SECONDS."""
     from huggingface_hub import constants
 
     return not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT)
@@ -78,15 +82,16 @@ def _answers(address: str) -> bool:
         with suppress(HTTPError, OSError):
             answers.append(get_session().head(address, timeout=FIRST_SECONDS))
 
-    (thread := Thread(target=ask, daemon=True)).start()  # looking up the name of a host has no time limit of its own
+    # looking up the name of a host has no time limit of its own
+    (thread := Thread(target=ask, daemon=True)).start()
     thread.join(FIRST_SECONDS)
     return bool(answers)
 
 
 @lru_cache(maxsize=256)
 def stated_files(name: str, revision: str | None, kind: str) -> dict[str, tuple[int, str]] | None:
-    """File -> (size, sha256, or git's digest of a small file) of what a repository on the hub has; None when the hub
-    cannot be asked. `kind`: model or dataset."""
+    """File -> (size, sha256, or git's digest of a small file) of what a repository on the hub has;
+    None when the hub cannot be asked. `kind`: model or dataset."""
     if not hub_answers():
         return None
     from httpx import HTTPError
@@ -97,7 +102,10 @@ def stated_files(name: str, revision: str | None, kind: str) -> dict[str, tuple[
         siblings = ask(name, revision=revision, files_metadata=True, timeout=SECONDS).siblings or []
     except (OSError, ValueError, HTTPError):
         return None
-    return {file.rfilename: (file.size or 0, file.lfs.sha256 if file.lfs else file.blob_id or "") for file in siblings}
+    return {
+        file.rfilename: (file.size or 0, file.lfs.sha256 if file.lfs else file.blob_id or "")
+        for file in siblings
+    }
 
 
 @lru_cache(maxsize=256)
@@ -108,18 +116,25 @@ def hub_config(name: str, revision: str | None) -> dict[str, Any]:
 
     with suppress(OSError, ValueError, HTTPError):
         offline = not hub_answers()
-        return read_json(Path(hf_hub_download(name, "config.json", revision=revision, local_files_only=offline)))
+        return read_json(
+            Path(hf_hub_download(name, "config.json", revision=revision, local_files_only=offline))
+        )
     return {}
 
 
 def data_files(name: str) -> str | None:
     """Digest of the data in a data set on the hub; None when the hub cannot be asked."""
     files = stated_files(name, None, "dataset")
-    return None if files is None else _digest({name: files[name] for name in files if not name.endswith(NOT_DATA)})
+    return (
+        None
+        if files is None
+        else _digest({name: files[name] for name in files if not name.endswith(NOT_DATA)})
+    )
 
 
 def data_file(name: str, file: str) -> str | None:
-    """sha256 of a file of a data set on the hub; None when it is not in the cache and the hub cannot be asked."""
+    """sha256 of a file of a data set on the hub; None when it is not in the cache and the hub
+    cannot be asked."""
     from huggingface_hub import try_to_load_from_cache
 
     here = try_to_load_from_cache(name, file, repo_type="dataset")
@@ -131,13 +146,14 @@ def data_file(name: str, file: str) -> str | None:
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 DESCRIBING = {".jinja", ".json", ".model", ".py", ".tiktoken", ".txt"}
-"""Suffixes of files beside the weights that decide what a model computes and how text becomes tokens."""
+"""Suffixes of files beside the weights that decide what a model computes and how text becomes
+tokens."""
 SUBFOLDERS = ("additional_chat_templates", "custom_generate")
-"""Folders beside the weights of which transformers reads files: further chat templates of the tokenizer, and the
-model's own way of generating."""
+"""Folders beside the weights of which transformers reads files: further chat templates of the
+tokenizer, and the model's own way of generating."""
 CODE_FIELDS = ("attn_implementation", "experts_implementation")
-"""Endings of the fields of config.json, at any depth, that name code: transformers fetches a name with a slash from the
-hub and runs it."""
+"""Endings of the fields of config.json, at any depth, that name code: transformers fetches a name
+with a slash from the hub and runs it."""
 BUILT_IN = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
 GENERATION = "generation_config.json"
 ADAPTER = "adapter_config.json"
@@ -145,41 +161,47 @@ ADAPTER = "adapter_config.json"
 
 
 def check(settings: ModelConfig) -> None:
-    """Check everything about a model that needs neither torch nor network: of a folder its config.json, safetensors
-    files and family, of a hub id the form of the name. UserError for what is wrong."""
+    """Check everything about a model that needs neither torch nor network: of a folder its
+    config.json, safetensors files and family, of a hub id the form of the name. UserError for what
+    is wrong."""
     folder = local(settings.path)
     if folder.is_dir():
         if settings.revision is not None:
             raise UserError(
-                f"model.revision={settings.revision} is of a model on the hub, and model.path={settings.path} is a "
+                f"model.revision={settings.revision} is of a model on the hub, and "
+                f"model.path={settings.path} is a "
                 "folder: expected null"
             )
         _check_folder(folder, settings)
     elif not HUB_ID.fullmatch(settings.path):
         raise UserError(
-            f"model.path={settings.path} is no folder: expected a folder, a hub id (owner/name) or pocket:NAME"
+            f"model.path={settings.path} is no folder: expected a folder, a hub id (owner/name) "
+            "or pocket:NAME"
         )
 
 
 def check_code(folder: Path, trust_remote_code: bool) -> None:
-    """Raise UserError when a file of the folder makes transformers fetch code or another model that is not trusted."""
+    """Raise UserError when a file of the folder makes transformers fetch code or another model that
+    is not trusted."""
     if trust_remote_code:
         return
     for field, value in _named_code(read_json(folder / "config.json")):
         raise UserError(
-            f"{folder / 'config.json'} has {field}={value}, code that transformers would fetch from the hub and run: "
+            f"{folder / 'config.json'} has {field}={value}, code that transformers would fetch "
+            "from the hub and run: "
             f"take it out, or set model.trust_remote_code=true if you trust the author"
         )
     if (folder / ADAPTER).is_file():
         raise UserError(
-            f"{folder} has {ADAPTER}, by which transformers loads another model than the one there: merge the adapter, "
+            f"{folder} has {ADAPTER}, by which transformers loads another model than the one "
+            "there: merge the adapter, "
             "or take the file out"
         )
 
 
 def _named_code(config: Any, field: str = "") -> Iterator[tuple[str, str]]:
-    """(field, value) of each field that names code which is not part of transformers, such as flash attention that is
-    not installed, which transformers would fetch."""
+    """(field, value) of each field that names code which is not part of transformers, such as flash
+    attention that is not installed, which transformers would fetch."""
     if isinstance(config, dict):
         for key, value in config.items():
             yield from _named_code(value, field if field.endswith(CODE_FIELDS) else key)
@@ -193,7 +215,8 @@ def _named_code(config: Any, field: str = "") -> Iterator[tuple[str, str]]:
 
 
 def local_folder(settings: ModelConfig) -> Path:
-    """The folder of a model, downloaded from the hub if its path is a hub id; checked as `check` does."""
+    """The folder of a model, downloaded from the hub if its path is a hub id; checked as `check`
+    does."""
     check(settings)
     path = local(settings.path)
     if not path.is_dir():
@@ -203,8 +226,8 @@ def local_folder(settings: ModelConfig) -> Path:
 
 
 def configuration_folder(settings: ModelConfig) -> Path | None:
-    """The folder of a model, with at least its configuration and tokenizer, which are downloaded; None when the hub
-    cannot be reached or has no such model."""
+    """The folder of a model, with at least its configuration and tokenizer, which are downloaded;
+    None when the hub cannot be reached or has no such model."""
     path = local(settings.path)
     if path.is_dir():
         return path
@@ -215,24 +238,34 @@ def configuration_folder(settings: ModelConfig) -> Path | None:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """All files of a model's folder that transformers may read, those of SUBFOLDERS among them, in order."""
+    """All files of a model's folder that transformers may read, those of SUBFOLDERS among them, in
+    order."""
     places = [folder, *(folder / name for name in SUBFOLDERS)]
-    return sorted(file for place in places if place.is_dir() for file in place.iterdir() if file.is_file())
+    return sorted(
+        file for place in places if place.is_dir() for file in place.iterdir() if file.is_file()
+    )
 
 
 def fingerprint(path: str | Path) -> str:
-    """sha256 (hex) of a model folder, which may be `pocket:NAME`: its configuration, tokenizer and weights. UserError
-    when it is no folder."""
+    """sha256 (hex) of a model folder, which may be `pocket:NAME`: its configuration, tokenizer and
+    weights. UserError when it is no folder."""
     folder = local(str(path))
     if not folder.is_dir():
-        raise UserError(f"model.path={path} is no folder: expected a folder to take the fingerprint of")
-    return _fingerprint(folder, [file for file in files_of(folder) if file.suffix == ".safetensors"], {})
+        raise UserError(
+            f"model.path={path} is no folder: expected a folder to take the fingerprint of"
+        )
+    return _fingerprint(
+        folder, [file for file in files_of(folder) if file.suffix == ".safetensors"], {}
+    )
 
 
 def in_cache(path: str, revision: str | None) -> Path | None:
-    """The folder of a model of the hub in the cache; None where not all of its weights are there."""
+    """The folder of a model of the hub in the cache; None where not all of its weights are
+    there."""
     with suppress(OSError, ValueError):
-        open_checkpoint(folder := _snapshot(path, revision, ["*.safetensors"], local_files_only=True))
+        open_checkpoint(
+            folder := _snapshot(path, revision, ["*.safetensors"], local_files_only=True)
+        )
         return folder
     return None
 
@@ -243,10 +276,14 @@ def is_weights(file: str) -> bool:
 
 
 def fingerprint_of(settings: ModelConfig) -> str | None:
-    """The fingerprint of a model that may be on the hub; None when it is not in the cache and the hub cannot be asked
-    for the sha256 of its weights."""
+    """The fingerprint of a model that may be on the hub; None when it is not in the cache and the
+    hub cannot be asked for the sha256 of its weights."""
     folder = local(settings.path)
-    return fingerprint(folder) if folder.is_dir() else _fingerprint_there(settings.path, settings.revision)
+    return (
+        fingerprint(folder)
+        if folder.is_dir()
+        else _fingerprint_there(settings.path, settings.revision)
+    )
 
 
 @lru_cache(maxsize=256)
@@ -254,17 +291,27 @@ def _fingerprint_there(path: str, revision: str | None) -> str | None:
     if (cached := in_cache(path, revision)) is not None:
         return fingerprint(cached)
     described = configuration_folder(ModelConfig(name="any", path=path, revision=revision))
-    if described is None or (stated := stated_files(path, described.resolve().name, "model")) is None:
+    if (
+        described is None
+        or (stated := stated_files(path, described.resolve().name, "model")) is None
+    ):
         return None
-    return _fingerprint(described, [], {name: about for name, about in stated.items() if is_weights(name)})
+    return _fingerprint(
+        described, [], {name: about for name, about in stated.items() if is_weights(name)}
+    )
 
 
-def _fingerprint(folder: Path, weights: list[Path], elsewhere: Mapping[str, tuple[int, str]]) -> str:
-    """The fingerprint of the files of a folder that describe a model, of its weights, and of those that are elsewhere:
-    name -> (size, sha256)."""
-    describing = [f for f in files_of(folder) if f.suffix in DESCRIBING and not f.name.endswith(".index.json")]
+def _fingerprint(
+    folder: Path, weights: list[Path], elsewhere: Mapping[str, tuple[int, str]]
+) -> str:
+    """The fingerprint of the files of a folder that describe a model, of its weights, and of those
+    that are elsewhere: name -> (size, sha256)."""
+    describing = [
+        f for f in files_of(folder) if f.suffix in DESCRIBING and not f.name.endswith(".index.json")
+    ]
     here = {
-        file.relative_to(folder).as_posix(): (file.stat().st_size, sha256_of(file)) for file in describing + weights
+        file.relative_to(folder).as_posix(): (file.stat().st_size, sha256_of(file))
+        for file in describing + weights
     }
     return _digest({**here, **elsewhere})
 
@@ -277,7 +324,8 @@ def _digest(files: Mapping[str, tuple[int, str]]) -> str:
 
 @identity.register
 def _(model: ModelConfig) -> Any:
-    """The content of its files (its name on the hub where they are not known), and the number of experts of a token."""
+    """The content of its files (its name on the hub where they are not known), and the number of
+    experts of a token."""
     sha256 = fingerprint_of(model)
     files = {"sha256": sha256} if sha256 else {UNRESOLVED: model.path, "revision": model.revision}
     return {**counting_fields(model, "path"), "path": files}
@@ -286,7 +334,9 @@ def _(model: ModelConfig) -> Any:
 def _check_folder(folder: Path, settings: ModelConfig) -> None:
     kind = read_json(folder / "config.json").get("model_type")
     if not isinstance(kind, str):
-        raise UserError(f"{folder / 'config.json'} has no model_type: expected a transformers checkpoint")
+        raise UserError(
+            f"{folder / 'config.json'} has no model_type: expected a transformers checkpoint"
+        )
     if kind in UNSUPPORTED:
         raise UserError(f"model_type={kind} is not supported: it {UNSUPPORTED[kind]}")
     check_code(folder, settings.trust_remote_code)
@@ -298,18 +348,23 @@ def _download(settings: ModelConfig, weights: list[str]) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return _snapshot(settings.path, settings.revision, weights, local_files_only=not hub_answers())
-    except (OSError, HFValidationError) as error:  # all errors of the hub and of the network are OSErrors
+        return _snapshot(
+            settings.path, settings.revision, weights, local_files_only=not hub_answers()
+        )
+    except (OSError, HFValidationError) as error:
+        # all errors of the hub and of the network are OSErrors
         at = f" at revision {settings.revision}" if settings.revision else ""
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise (UserError if hub_answers() else Unavailable)(
-            f"model.path={settings.path} is no folder, and the hub gave no such model{at} ({type(error).__name__}: "
+            f"model.path={settings.path} is no folder, and the hub gave no such model{at} "
+            f"({type(error).__name__}: "
             f"{reason}): check the name, the revision and the network, or give a folder"
         ) from None
 
 
 def _snapshot(path: str, revision: str | None, weights: list[str], **settings: Any) -> Path:
-    """A model in the hub's cache: its files that match `weights`, and all small files that describe it."""
+    """A model in the hub's cache: its files that match `weights`, and all small files that describe
+    it."""
     from huggingface_hub import snapshot_download
 
     patterns = [*weights, *(f"*{suffix}" for suffix in sorted(DESCRIBING))]

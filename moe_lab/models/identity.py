@@ -1,4 +1,5 @@
-"""Which checkpoint a model in memory is: its folder, what tells it from other models of its shape, its tokenizer."""
+"""Which checkpoint a model in memory is: its folder, what tells it from other models of its shape,
+its tokenizer."""
 
 from __future__ import annotations
 
@@ -22,17 +23,19 @@ from moe_lab.models.load import load_tokenizer, quiet
 from moe_lab.models.transformers_private import copied_tensors
 
 SAMPLE = 1 << 24
-"""About how many weights of a model are hashed, at equal distances: all of a small one, and of a large one as many as
-take a tenth of a second."""
+"""About how many weights of a model are hashed, at equal distances: all of a small one, and of a
+large one as many as take a tenth of a second."""
 
 
 def identity(model: Any) -> Iterator[tuple[str, Callable[[], str]]]:
-    """(name, function that computes it) of what tells `model` from others of its shape, in the order in which they
-    count. Hashing a large checkpoint for the first time takes minutes.
+    """(name, function that computes it) of what tells `model` from others of its shape, in the
+    order in which they count. Hashing a large checkpoint for the first time takes minutes.
 
-    weights_DTYPES: sha256 of a sample of its weights as they are now, in the types that they have; not of a model with
-    offloaded weights. model_sha256: the `fingerprint` of the checkpoint it was loaded from, as studies write it
-    into plans; not of a model that was built in memory, or that has other weights than its checkpoint.
+    weights_DTYPES: sha256 of a sample of its weights as they are now, in the types that they have;
+    not of a model with offloaded weights. model_sha256: the `fingerprint` of the checkpoint it was
+    loaded from, as studies write it
+    into plans; not of a model that was built in memory, or that has other weights than its
+    checkpoint.
     """
     weights = list(model.state_dict().values())
     if not any(tensor.is_meta for tensor in weights):
@@ -44,8 +47,9 @@ def identity(model: Any) -> Iterator[tuple[str, Callable[[], str]]]:
 
 
 def checkpoint_folder(model: Any) -> Path | None:
-    """The folder of the checkpoint that `model` was loaded from; None if there is none. Of a model that was loaded by
-    its name on the hub, that of the default revision in the cache, as a model does not know its revision."""
+    """The folder of the checkpoint that `model` was loaded from; None if there is none. Of a model
+    that was loaded by its name on the hub, that of the default revision in the cache, as a model
+    does not know its revision."""
     path = getattr(model, "name_or_path", None)
     if not path:
         return None
@@ -63,8 +67,9 @@ def _digest(tensors: list[torch.Tensor]) -> str:
 
 
 def _has_weights_of(model: Any, folder: Path) -> bool:
-    """Whether each weight matrix of `model`, those of each expert included, has the shape and the first row that it
-    has in the files of a folder. Those of quantised checkpoints are not compared."""
+    """Whether each weight matrix of `model`, those of each expert included, has the shape and the
+    first row that it has in the files of a folder. Those of quantised checkpoints are not
+    compared."""
     try:
         checkpoint = open_checkpoint(folder)
     except UserError:  # such as for weights in another format, which have no fingerprint
@@ -87,8 +92,8 @@ def _has_weights_of(model: Any, folder: Path) -> bool:
 
 
 def _as_stored(model: Any, checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """(name of a tensor of a checkpoint, the tensor of `model` that it is read into, as a view in its layout). None for
-    a tensor of an expert that `model` does not have."""
+    """(name of a tensor of a checkpoint, the tensor of `model` that it is read into, as a view in
+    its layout). None for a tensor of an expert that `model` does not have."""
     state = model.state_dict()
     for name, stored_name in copied_tensors(model, checkpoint.tensors).items():
         if name in state:
@@ -106,8 +111,8 @@ def _as_stored(model: Any, checkpoint: Checkpoint) -> Iterator[tuple[str, torch.
 
 
 def check_tokenizer(model: Any, tokenizer: Any) -> None:
-    """Raise UserError unless `tokenizer` has the vocabulary and added tokens of the model's own one. Does nothing where
-    that is not to be had, such as for a model that was built in memory."""
+    """Raise UserError unless `tokenizer` has the vocabulary and added tokens of the model's own
+    one. Does nothing where that is not to be had, such as for a model that was built in memory."""
     folder = checkpoint_folder(model)
     if folder is None:
         return
@@ -117,18 +122,22 @@ def check_tokenizer(model: Any, tokenizer: Any) -> None:
     except UserError:
         return
     given = _vocabulary(tokenizer)
-    different = [token for token in expected.keys() | given.keys() if expected.get(token) != given.get(token)]
+    different = [
+        token for token in expected.keys() | given.keys() if expected.get(token) != given.get(token)
+    ]
     if different:
         token = min(different)
         raise UserError(
-            f"tokenizer={tokenizer.name_or_path!r} is of another model: {len(different)} tokens differ from those of "
+            f"tokenizer={tokenizer.name_or_path!r} is of another model: {len(different)} tokens "
+            "differ from those of "
             f"{folder}, such as {token!r}, which is {_described(given, token)} and expected to be "
             f"{_described(expected, token)}: give the model's own tokenizer, or any_tokenizer=True"
         )
 
 
 def _vocabulary(tokenizer: Any) -> dict[str, tuple[int, bool]]:
-    """Token -> its id, and whether it was added, so that it is looked for before a text is split."""
+    """Token -> its id, and whether it was added, so that it is looked for before a text is
+    split."""
     added = tokenizer.added_tokens_decoder
     return {token: (number, number in added) for token, number in tokenizer.get_vocab().items()}
 

@@ -1,4 +1,5 @@
-"""Load a model for scoring and evaluation: checked first, frozen, with one experts implementation for everything."""
+"""Load a model for scoring and evaluation: checked first, frozen, with one experts implementation
+for everything."""
 
 from __future__ import annotations
 
@@ -25,7 +26,13 @@ from moe_lab.models import experts, processor
 from moe_lab.models.checkpoint import Checkpoint, open_checkpoint, read_json
 from moe_lab.models.config_json import UNPACKED, experts_implementation, quantization_method
 from moe_lab.models.discover import is_ragged, routed_layers
-from moe_lab.models.families import NOT_LOADED, TOP_K_FIELDS, Family, has_causal_model, prediction_prefixes
+from moe_lab.models.families import (
+    NOT_LOADED,
+    TOP_K_FIELDS,
+    Family,
+    has_causal_model,
+    prediction_prefixes,
+)
 from moe_lab.models.files import check_code, local_folder
 from moe_lab.models.routing import restore_routing
 from moe_lab.models.transformers_private import (
@@ -37,14 +44,17 @@ from moe_lab.models.transformers_private import (
 
 
 def load_model(settings: ModelConfig) -> tuple[Any, Any]:
-    """Load a model (eval mode, frozen weights) and its tokenizer (with a pad token); sets the number of CPU threads.
+    """Load a model (eval mode, frozen weights) and its tokenizer (with a pad token); sets the
+    number of CPU threads.
 
-    Experts run by grouped_mm on CUDA; on the CPU eagerly, or in fp32 by a faster function that gives the same bits
-    (cpu_experts). dtype auto is float32 on the CPU and the stored one on CUDA. Everything that does not need the
-    weights is checked before they are read. UserError for a folder that is incomplete or damaged, an unsupported
-    architecture, weights that are missing, of the wrong shape, NaN or infinite, and a device that is not there.
+    Experts run by grouped_mm on CUDA; on the CPU eagerly, or in fp32 by a faster function that
+    gives the same bits (cpu_experts). dtype auto is float32 on the CPU and the stored one on CUDA.
+    Everything that does not need the weights is checked before they are read. UserError for a
+    folder that is incomplete or damaged, an unsupported architecture, weights that are missing, of
+    the wrong shape, NaN or infinite, and a device that is not there.
     """
-    dtype, device = precision(settings), place(settings)
+    dtype = precision(settings)
+    device = place(settings)
     folder = local_folder(settings)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -61,36 +71,51 @@ def load_model(settings: ModelConfig) -> tuple[Any, Any]:
     check_finite(model)
     set_top_k(model, settings.top_k)
     if device == "cpu":
-        experts.use_cpu_experts(model, [layer for layer in routed_layers(model) if not is_ragged(layer.experts)])
+        experts.use_cpu_experts(
+            model, [layer for layer in routed_layers(model) if not is_ragged(layer.experts)]
+        )
     if model.generation_config is not None and model.generation_config.pad_token_id is None:
         model.generation_config.pad_token_id = tokenizer.pad_token_id
     return model, tokenizer
 
 
-def skeleton(folder: Path, *, trust_remote_code: bool = False, dtype: torch.dtype | None = None) -> Any:
-    """Build the model of a folder on the meta device, without weights; UserError when transformers cannot build it.
-    `dtype` is the precision of its weights; None takes that of the configuration."""
+def skeleton(
+    folder: Path, *, trust_remote_code: bool = False, dtype: torch.dtype | None = None
+) -> Any:
+    """Build the model of a folder on the meta device, without weights; UserError when transformers
+    cannot build it. `dtype` is the precision of its weights; None takes that of the
+    configuration."""
     config = _configuration(folder, trust_remote_code)
     try:
         with quiet(), torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, dtype=dtype)
+            return AutoModelForCausalLM.from_config(
+                config, trust_remote_code=trust_remote_code, dtype=dtype
+            )
     except Exception as error:  # noqa: BLE001 - whatever a family raises for wrong sizes and names
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise UserError(f"{folder / 'config.json'} describes no model that can be built ({reason})") from None
+        raise UserError(
+            f"{folder / 'config.json'} describes no model that can be built ({reason})"
+        ) from None
 
 
 def set_top_k(model: Any, top_k: int | None) -> None:
-    """Make every router of `model` choose `top_k` experts, in place; None leaves the model as it was trained. Gates
-    follow the router's own rule: if it normalises, then over the chosen experts. UserError when a router has fewer
-    experts to choose from, or when its formula fixes the number."""
+    """Make every router of `model` choose `top_k` experts, in place; None leaves the model as it
+    was trained. Gates follow the router's own rule: if it normalises, then over the chosen experts.
+    UserError when a router has fewer experts to choose from, or when its formula fixes the
+    number."""
     if top_k is None:
         return
     for layer in routed_layers(model):
         most = layer.n_experts // layer.n_group * layer.topk_group
         if not 1 <= top_k <= most:
-            raise UserError(f"model.top_k={top_k}: layer {layer.index} gives a token 1 to {most} experts")
+            raise UserError(
+                f"model.top_k={top_k}: layer {layer.index} gives a token 1 to {most} experts"
+            )
         if layer.family.fixed_top_k:
-            raise UserError(f"model.top_k={top_k}: routers of this family are made for {layer.top_k}, expected null")
+            raise UserError(
+                f"model.top_k={top_k}: routers of this family are made for {layer.top_k}, "
+                "expected null"
+            )
         for module in (layer.block, *layer.router.modules()):
             for name in ("top_k", *TOP_K_FIELDS):
                 if vars(module).get(name) == layer.top_k:
@@ -103,37 +128,47 @@ def set_top_k(model: Any, top_k: int | None) -> None:
 
 
 def check_finite(model: nn.Module, within: str = "") -> None:
-    """Raise UserError naming the tensor, and the place in it (of stacked experts first the expert), if a weight whose
-    name begins with `within` is NaN or infinite."""
+    """Raise UserError naming the tensor, and the place in it (of stacked experts first the expert),
+    if a weight whose name begins with `within` is NaN or infinite."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not name.startswith(within) or not tensor.is_floating_point() or tensor.is_meta:
             continue
         # The sum of a tensor with NaN or Inf is never finite, so a finite sum needs no closer look.
-        # It is accumulated in fp32 even without dtype=float32, which would take thirty times as long.
-        numbers = tensor.float() if tensor.element_size() == 1 else tensor  # torch does not add eight-bit numbers
+        # It is accumulated in fp32 even without dtype=float32, which would take thirty times as
+        # long.
+        # torch does not add eight-bit numbers
+        numbers = tensor.float() if tensor.element_size() == 1 else tensor
         if bool(numbers.sum().isfinite()):
             continue
         if bad := (~numbers.isfinite()).nonzero().tolist():
             value = float(tensor[tuple(bad[0])])
             raise UserError(
-                f"weights: {name} holds {value} at {bad[0]} and {len(bad) - 1} more places: expected finite numbers"
+                f"weights: {name} holds {value} at {bad[0]} and {len(bad) - 1} more places: "
+                "expected finite numbers"
             )
 
 
 def _configuration(folder: Path, trust_remote_code: bool) -> Any:
     check_code(folder, trust_remote_code)
     raw = read_json(folder / "config.json")
-    kind, remote = raw["model_type"], "auto_map" in raw
+    kind = raw["model_type"]
+    remote = "auto_map" in raw
     if remote and trust_remote_code:  # transformers still prefers our port, if there is one
         return AutoConfig.from_pretrained(folder, trust_remote_code=True)
     if not has_causal_model(kind):
         reason = "transformers has no causal language model of that type"
-        hint = "; its own code is used with model.trust_remote_code=true, if you trust the author" if remote else ""
+        hint = (
+            "; its own code is used with model.trust_remote_code=true, if you trust the author"
+            if remote
+            else ""
+        )
         raise UserError(f"model_type={kind} is not supported: {reason}{hint}")
     try:
         return AutoConfig.from_pretrained(folder)
     except StrictDataclassError as error:
-        raise UserError(f"{folder / 'config.json'} is damaged: {' '.join(str(error).split())}") from None
+        raise UserError(
+            f"{folder / 'config.json'} is damaged: {' '.join(str(error).split())}"
+        ) from None
 
 
 def _weights(folder: Path, settings: ModelConfig, dtype: torch.dtype | str, device: str) -> Any:
@@ -144,7 +179,8 @@ def _weights(folder: Path, settings: ModelConfig, dtype: torch.dtype | str, devi
         changes["quantization_config"] = dequantising(method)
     try:
         with warnings.catch_warnings(), dequantised_by_stated_blocks():
-            warnings.filterwarnings("ignore", "You passed `quantization_config`")  # it is how to load, not what
+            # it is how to load, not what
+            warnings.filterwarnings("ignore", "You passed `quantization_config`")
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 **changes,
@@ -160,51 +196,72 @@ def _weights(folder: Path, settings: ModelConfig, dtype: torch.dtype | str, devi
         if method is None or isinstance(error, torch.OutOfMemoryError):
             raise
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{where}: the installed transformers cannot load this model, {reason}") from None
+        raise UserError(
+            f"{where}: the installed transformers cannot load this model, {reason}"
+        ) from None
     model, report = loaded
     check_shapes(where, report["mismatched_keys"])
     if missing := sorted(report["missing_keys"]):
         raise UserError(
-            f"{where}: {len(missing)} weights are missing that config.json asks for, the first is {missing[0]}"
+            f"{where}: {len(missing)} weights are missing that config.json asks for, the first is "
+            f"{missing[0]}"
         )
     check_used(where, report["unexpected_keys"])
-    if device != "cpu" and any(weight.device.type != "cuda" for weight in model.parameters()):  # by a device map
-        raise UserError(f"model.device={device}: {where} does not fit on the GPUs that are here: expected more of them")
+    # by a device map
+    if device != "cpu" and any(weight.device.type != "cuda" for weight in model.parameters()):
+        raise UserError(
+            f"model.device={device}: {where} does not fit on the GPUs that are here: expected "
+            "more of them"
+        )
     if method in UNPACKED and isinstance(dtype, torch.dtype):
         for layer in routed_layers(model):
-            layer.experts.to(dtype)  # compressed-tensors leaves experts in the precision of their scales
+            # compressed-tensors leaves experts in the precision of their scales
+            layer.experts.to(dtype)
     return model
 
 
 def check_used(where: Path | str, unused: Iterable[str]) -> None:
-    """Raise UserError if `unused` has names of tensors, in the files of `where`, that change what the model computes:
-    others than those of `NOT_LOADED` and of layers that predict several tokens."""
+    """Raise UserError if `unused` has names of tensors, in the files of `where`, that change what
+    the model computes: others than those of `NOT_LOADED` and of layers that predict several
+    tokens."""
     names = list(unused)
     extra = prediction_prefixes(names)
-    if lost := sorted(name for name in names if not name.startswith(extra) and not NOT_LOADED.search(name)):
+    if lost := sorted(
+        name for name in names if not name.startswith(extra) and not NOT_LOADED.search(name)
+    ):
         raise UserError(
-            f"{where}: the model that config.json describes does not use {len(lost)} of the weights in the files, "
+            f"{where}: the model that config.json describes does not use {len(lost)} of the "
+            "weights in the files, "
             f"the first is {lost[0]}: expected the config.json that was stored with them"
         )
 
 
 def check_sizes(skeleton: Any, checkpoint: Checkpoint) -> None:
-    """Raise UserError when an unquantised tensor has another number of elements than config.json asks for, or is none
-    that it asks for, or when experts of a layer are missing or of another size.
+    """Raise UserError when an unquantised tensor has another number of elements than config.json
+    asks for, or is none that it asks for, or when experts of a layer are missing or of another
+    size.
 
     Shapes are not compared, because some experts are stored transposed.
     """
-    folder, stored = checkpoint.folder, checkpoint.tensors
+    folder = checkpoint.folder
+    stored = checkpoint.tensors
     if quantization_method(read_json(folder / "config.json")) is not None:
         return
     expected = skeleton.state_dict()
     names = {**copied_tensors(skeleton, stored), **{name: name for name in stored}}
-    shapes = ((names[name], stored[names[name]].shape, expected[name].shape) for name in expected if name in names)
+    shapes = (
+        (names[name], stored[names[name]].shape, expected[name].shape)
+        for name in expected
+        if name in names
+    )
     check_shapes(folder, [entry for entry in shapes if prod(entry[1]) != prod(entry[2])])
     unused, missing = unmatched_tensors(skeleton, stored)
     check_used(folder, unused)
     if missing:
-        raise UserError(f"{folder}: {len(missing)} weights that config.json asks for are missing, first {missing[0]}")
+        raise UserError(
+            f"{folder}: {len(missing)} weights that config.json asks for are missing, first "
+            f"{missing[0]}"
+        )
     counts: Counter[int] = Counter()
     for name, part in Family().places(stored).items():
         if part.kind == "expert":
@@ -213,34 +270,44 @@ def check_sizes(skeleton: Any, checkpoint: Checkpoint) -> None:
         asked = sum(weight.numel() for weight in layer.experts.parameters())
         if counts[layer.index] not in (0, asked):
             raise UserError(
-                f"{folder}: experts of layer {layer.index} have {counts[layer.index]} weights, but config.json asks "
+                f"{folder}: experts of layer {layer.index} have {counts[layer.index]} weights, "
+                "but config.json asks "
                 f"for {asked}"
             )
 
 
 def check_shapes(where: Path | str, mismatched: Iterable[tuple[str, Any, Any]]) -> None:
-    """Raise UserError for the first of `mismatched`: (name, stored shape, shape that config.json asks for)."""
+    """Raise UserError for the first of `mismatched`: (name, stored shape, shape that config.json
+    asks for)."""
     if wrong := sorted(mismatched):
         name, shape, expected = wrong[0]
         raise UserError(
-            f"{where}: {name} has shape {tuple(shape)}, but config.json asks for {tuple(expected)}: they are of two "
+            f"{where}: {name} has shape {tuple(shape)}, but config.json asks for "
+            f"{tuple(expected)}: they are of two "
             "models"
         )
 
 
 def load_tokenizer(folder: Path, settings: ModelConfig) -> Any:
-    """The tokenizer of a folder, with a pad token, and `date`: what its chat template writes as today's. UserError when
-    there is none."""
+    """The tokenizer of a folder, with a pad token, and `date`: what its chat template writes as
+    today's. UserError when there is none."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=settings.trust_remote_code
+        )
         if not tokenizer.encode("a", add_special_tokens=False):
             raise ValueError("transformers made one up")
     except Exception as error:  # noqa: BLE001 - the tokenizers library raises plain ones
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{folder} has no tokenizer that can be loaded: expected tokenizer.json ({reason})") from None
+        raise UserError(
+            f"{folder} has no tokenizer that can be loaded: expected tokenizer.json ({reason})"
+        ) from None
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
-            raise UserError(f"{folder}: the tokenizer has neither a pad nor an end-of-text token: expected one of them")
+            raise UserError(
+                f"{folder}: the tokenizer has neither a pad nor an end-of-text token: expected "
+                "one of them"
+            )
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.date = settings.date
     return tokenizer
@@ -248,8 +315,10 @@ def load_tokenizer(folder: Path, settings: ModelConfig) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence progress bars and warnings of transformers while open; what matters is raised as an error."""
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    """Silence progress bars and warnings of transformers while open; what matters is raised as an
+    error."""
+    verbosity = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
@@ -273,13 +342,15 @@ def tokens_with_logits(model: Any) -> int:
 
 
 def place(settings: ModelConfig) -> str:
-    """Resolve `model.device` to a device or a device map; UserError for a device that this machine does not have."""
+    """Resolve `model.device` to a device or a device map; UserError for a device that this machine
+    does not have."""
     device = settings.device
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device != "cpu" and int(device.partition(":")[2] or 0) >= torch.cuda.device_count():
         raise UserError(
-            f"model.device={device}: this machine has {torch.cuda.device_count()} CUDA devices, cpu is there"
+            f"model.device={device}: this machine has {torch.cuda.device_count()} CUDA devices, "
+            "cpu is there"
         )
     return device
 
@@ -292,11 +363,13 @@ def precision(settings: ModelConfig) -> torch.dtype | str:
 
 
 def device_name(device: str) -> str:
-    """Name of the hardware that `model.device` selects: GPU, number and name of GPUs for a device map, or processor."""
+    """Name of the hardware that `model.device` selects: GPU, number and name of GPUs for a device
+    map, or processor."""
     target = place(ModelConfig(name="any", path="any", device=device))
     if target == "cpu":
         return processor()
-    name, count = torch.cuda.get_device_name(0 if target in DEVICE_MAPS else target), torch.cuda.device_count()
+    name = torch.cuda.get_device_name(0 if target in DEVICE_MAPS else target)
+    count = torch.cuda.device_count()
     return f"{count} x {name}" if target in DEVICE_MAPS and count > 1 else name
 
 

@@ -1,4 +1,5 @@
-"""Keep what decides where tokens go in the precision of the files, whatever that of the loaded model is."""
+"""Keep what decides where tokens go in the precision of the files, whatever that of the loaded
+model is."""
 
 from __future__ import annotations
 
@@ -19,19 +20,28 @@ from moe_lab.models.transformers_private import copied_tensors
 PLAIN = ("F64", "F32", "F16", "BF16")
 """Types of numbers that stand for themselves, without a scale."""
 LINEAR = ("weight", "bias")
-"""Names of the routing tensors that hidden states are multiplied with, and that are added to the product."""
+"""Names of the routing tensors that hidden states are multiplied with, and that are added to the
+product."""
 
 
-def restore_routing(model: Any, layers: Iterable[MoELayer], checkpoint: Checkpoint, names: Iterable[str]) -> None:
-    """Give the routing tensors of loaded `layers`, in place, the numbers of `names`, tensors of their checkpoint.
+def restore_routing(
+    model: Any, layers: Iterable[MoELayer], checkpoint: Checkpoint, names: Iterable[str]
+) -> None:
+    """Give the routing tensors of loaded `layers`, in place, the numbers of `names`, tensors of
+    their checkpoint.
 
-    In some families transformers rounds them to the precision of the model: biases that differ by little become equal,
-    and tokens go to other experts. Vectors that are added to scores get at least the precision of the files. So does
-    the linear map of a router, but only where the files have most other weights in a lower precision, because a
-    checkpoint of one precision is meant to be loaded in that of the model.
+    In some families transformers rounds them to the precision of the model: biases that differ by
+    little become equal, and tokens go to other experts. Vectors that are added to scores get at
+    least the precision of the files. So does the linear map of a router, but only where the files
+    have most other weights in a lower precision, because a checkpoint of one precision is meant to
+    be loaded in that of the model.
     """
-    sources = copied_tensors(model, (name for name in names if checkpoint.tensors[name].dtype in PLAIN))
-    paths = {id(tensor): path for path, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    sources = copied_tensors(
+        model, (name for name in names if checkpoint.tensors[name].dtype in PLAIN)
+    )
+    paths = {
+        id(tensor): path for path, tensor in [*model.named_parameters(), *model.named_buffers()]
+    }
     usual = _usual_bits(checkpoint)
     for layer in layers:
         named = {part: sources.get(paths[id(part.tensor)]) for part in layer.routing}
@@ -48,8 +58,8 @@ def _read(stored: Any) -> torch.Tensor:
 
 
 def _usual_bits(checkpoint: Checkpoint) -> int:
-    """Bits of the numbers that most bytes of a checkpoint are of; packed ones, which are stored as integers, do not
-    count."""
+    """Bits of the numbers that most bytes of a checkpoint are of; packed ones, which are stored as
+    integers, do not count."""
     sizes: Counter[str] = Counter()
     for entry in checkpoint.tensors.values():
         if entry.dtype.startswith(("F", "BF")):
@@ -58,21 +68,25 @@ def _usual_bits(checkpoint: Checkpoint) -> int:
 
 
 def _restore(layer: MoELayer, stored: Mapping[RoutingTensor, torch.Tensor], usual: int) -> None:
-    """As `restore_routing`, for one layer. `stored`: its routing tensors as they are in the files. `usual`: bits of
-    most numbers there."""
+    """As `restore_routing`, for one layer. `stored`: its routing tensors as they are in the files.
+    `usual`: bits of most numbers there."""
     linear = {part: stored.get(part, part.tensor) for part in layer.routing if part.name in LINEAR}
     module, loaded = next((part.module, part.tensor.dtype) for part in linear)
     above = [tensor.dtype for tensor in linear.values() if 8 * tensor.element_size() > usual]
     of_linear = reduce(torch.promote_types, above, loaded)  # a product takes one precision
     for part, tensor in (linear | dict(stored)).items():
-        dtype = of_linear if part in linear else torch.promote_types(part.tensor.dtype, tensor.dtype)
+        dtype = (
+            of_linear if part in linear else torch.promote_types(part.tensor.dtype, tensor.dtype)
+        )
         numbers = tensor.to(part.tensor.device, dtype).reshape(part.tensor.shape)
         replace_tensor(part.module, part.name, numbers)
     if of_linear != loaded:
         module.register_forward_pre_hook(_in_precision_of_weight)
 
 
-def _in_precision_of_weight(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def _in_precision_of_weight(
+    module: nn.Module, inputs: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
     """The inputs of a router whose weight has a higher precision than hidden states."""
     weight: Any = module.weight
     return tuple(tensor.to(weight.dtype) for tensor in inputs)

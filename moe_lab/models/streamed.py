@@ -1,4 +1,5 @@
-"""Run models larger than the memory: one decoder layer at a time holds its weights, read from safetensors on demand."""
+"""Run models larger than the memory: one decoder layer at a time holds its weights, read from
+safetensors on demand."""
 
 from __future__ import annotations
 
@@ -42,22 +43,29 @@ _NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
 BLOCK = 8 << 20
 """Bytes of one read."""
 REST = -1
-"""Used as a layer number for the tensors outside decoder layers: embeddings, the last norm, the vocabulary head."""
+"""Used as a layer number for the tensors outside decoder layers: embeddings, the last norm, the
+vocabulary head."""
 
 
 def open_streamed(settings: ModelConfig) -> tuple[StreamedModel, Any]:
-    """Open the model of `settings` for reading it layer by layer, and load its tokenizer. One that would be spread over
-    GPUs is read on the first; without a GPU, on the CPU. UserError as in `load_model`, and for quantised models."""
+    """Open the model of `settings` for reading it layer by layer, and load its tokenizer. One that
+    would be spread over GPUs is read on the first; without a GPU, on the CPU. UserError as in
+    `load_model`, and for quantised models."""
     folder = local_folder(settings)
     if (method := quantization_method(read_json(folder / "config.json"))) is not None:
-        raise UserError(f"calibration.engine=streamed reads plain weights, but {folder} is stored as {method}")
+        raise UserError(
+            f"calibration.engine=streamed reads plain weights, but {folder} is stored as {method}"
+        )
     settings = replace(settings, device="auto") if settings.device in DEVICE_MAPS else settings
-    dtype, device = precision(settings), place(settings)
+    dtype = precision(settings)
+    device = place(settings)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     dtype = stored_dtype(folder) if isinstance(dtype, str) else dtype
     trust = settings.trust_remote_code
-    streamed = StreamedModel(folder, dtype=dtype, device=device, trust_remote_code=trust, top_k=settings.top_k)
+    streamed = StreamedModel(
+        folder, dtype=dtype, device=device, trust_remote_code=trust, top_k=settings.top_k
+    )
     moe_layers(streamed.model)  # raises for models that cannot be scored
     return streamed, load_tokenizer(folder, settings)
 
@@ -68,7 +76,8 @@ def stored_dtype(folder: Path) -> torch.dtype:
 
 
 class StreamedModel:
-    """A causal language model whose decoder `layers` are on the meta device; everything else holds its weights.
+    """A causal language model whose decoder `layers` are on the meta device; everything else holds
+    its weights.
 
     with streamed.layer(3):
         ...   # layer 3 of streamed.model has its weights; all others cannot be run
@@ -84,8 +93,13 @@ class StreamedModel:
         top_k: int | None = None,
     ) -> None:
         self.checkpoint = open_checkpoint(folder)
-        self.device, self.dtype = device, dtype
-        self.model = skeleton(folder, trust_remote_code=trust_remote_code, dtype=dtype).eval().requires_grad_(False)
+        self.device = device
+        self.dtype = dtype
+        self.model = (
+            skeleton(folder, trust_remote_code=trust_remote_code, dtype=dtype)
+            .eval()
+            .requires_grad_(False)
+        )
         set_top_k(self.model, top_k)
         check_sizes(self.model, self.checkpoint)
         self.moe = {layer.index: layer for layer in routed_layers(self.model)}
@@ -102,7 +116,8 @@ class StreamedModel:
         self._fill(REST, self.model)
 
     def _layers_of(self) -> Iterator[tuple[str, int]]:
-        """(tensor in the checkpoint, number of its decoder layer, or REST). Extra prediction layers are left out."""
+        """(tensor in the checkpoint, number of its decoder layer, or REST). Extra prediction layers
+        are left out."""
         extra = prediction_prefixes(self.checkpoint.tensors)
         for name in self.checkpoint.tensors:
             match = _NUMBER.search(name)
@@ -115,8 +130,8 @@ class StreamedModel:
 
     @contextmanager
     def layer(self, number: int, *, then: int = -1) -> Iterator[nn.Module]:
-        """Load the weights of one decoder layer while open, and read ahead those of the layer `then`. UserError naming
-        a weight that is missing, of the wrong shape, NaN or infinite."""
+        """Load the weights of one decoder layer while open, and read ahead those of the layer
+        `then`. UserError naming a weight that is missing, of the wrong shape, NaN or infinite."""
         module: nn.Module = self.layers[number]
         self._read_ahead(number)
         if 0 <= then < len(self.layers):
@@ -129,15 +144,19 @@ class StreamedModel:
             module.to("meta")
 
     def each_layer(self) -> Iterator[MoELayer]:
-        """The layers with routed experts, in order, each with its weights while it is the current one."""
+        """The layers with routed experts, in order, each with its weights while it is the current
+        one."""
         numbers = sorted(self.moe)
         for number, then in zip(numbers, [*numbers[1:], -1], strict=True):
             with self.layer(number, then=then):
                 yield self.moe[number]
 
-    def through(self, number: int, ids: torch.Tensor, valid: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
-        """The output (B, S, H) of layer `number`, whose weights are loaded, for `state` (B, S, H), or the embeddings if
-        that is None. From the batch, `ids` and `valid` (B, S), the model makes its masks and positions."""
+    def through(
+        self, number: int, ids: torch.Tensor, valid: torch.Tensor, state: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The output (B, S, H) of layer `number`, whose weights are loaded, for `state` (B, S, H),
+        or the embeddings if that is None. From the batch, `ids` and `valid` (B, S), the model makes
+        its masks and positions."""
         with ExitStack() as undo:
             if state is not None:
                 for below in self.layers[:number]:
@@ -150,19 +169,24 @@ class StreamedModel:
             for layer in self.layers:
                 stand_in(layer, state, undo)
             mask = valid.to(state.device, torch.int64)
-            logits: torch.Tensor = self.model(ids.to(state.device), attention_mask=mask, use_cache=False).logits
+            logits: torch.Tensor = self.model(
+                ids.to(state.device), attention_mask=mask, use_cache=False
+            ).logits
             return logits
 
     def _fill(self, number: int, module: nn.Module) -> None:
-        """Load the weights of `module`, converted from the layout of the checkpoint to that of the model."""
-        # then conversion reads the system's cache, and the disk is free for the next layer; errors occur there again
+        """Load the weights of `module`, converted from the layout of the checkpoint to that of the
+        model."""
+        # then conversion reads the system's cache, and the disk is free for the next layer; errors
+        # occur there again
         wait([self._pending.pop(number)])
         with ExitStack() as files, quiet():
             tensors = self.checkpoint.slices(self._names(number), files)
             mismatched = load_tensors(self.model, tensors, dtype=self.dtype, device=self.device)
         check_shapes(self.checkpoint.folder, mismatched)
         if number == REST:
-            # as from_pretrained does: weights that are both in the files are not tied, whatever the configuration says
+            # as from_pretrained does: weights that are both in the files are not tied, whatever the
+            # configuration says
             missing = {name for name, tensor in self.model.state_dict().items() if tensor.is_meta}
             self.model.tie_weights(missing_keys=missing, recompute_mapping=False)
         if number in self.moe:
@@ -172,15 +196,21 @@ class StreamedModel:
         beginning = f"{self.path}." if number == REST else f"{self.path}.{number}."
         for name, tensor in own.items():
             if tensor.is_meta and name.startswith(beginning) != (number == REST):
-                raise UserError(f"{self.checkpoint.folder}: weights are missing that config.json asks for: {name}")
+                raise UserError(
+                    f"{self.checkpoint.folder}: weights are missing that config.json asks for: "
+                    f"{name}"
+                )
         check_finite(self.model, within=beginning if number != REST else "")
 
     def _read_ahead(self, number: int) -> None:
-        """Start reading the bytes of a layer into the system's cache, unless that is going on. By posix_fadvise the
-        system would read no more of each range than the disk's read-ahead, a few MB."""
+        """Start reading the bytes of a layer into the system's cache, unless that is going on. By
+        posix_fadvise the system would read no more of each range than the disk's read-ahead, a few
+        MB."""
         if number not in self._pending:
             entries = [self.checkpoint.tensors[name] for name in self._names(number)]
-            ranges = [(self.checkpoint.folder / entry.shard, entry.start, entry.size) for entry in entries]
+            ranges = [
+                (self.checkpoint.folder / entry.shard, entry.start, entry.size) for entry in entries
+            ]
             self._pending[number] = self._reader.submit(_read_ranges, sorted(ranges))
 
 

@@ -1,10 +1,12 @@
 """Everything that moe_lab uses of transformers beyond its public interface.
 
-Tested with transformers 5.23, which pyproject.toml allows. A version that renames one of the private names that
+Tested with transformers 5.23, which pyproject.toml allows. A version that renames one of the
+private names that
 are imported or called here fails in tests/test_repository.py.
 
-Files that are written beside the weights of an export cannot import this module (exported_code). families.py reads a
-source file of transformers as text; its tests compare the result with the classes.
+Files that are written beside the weights of an export cannot import this module (exported_code).
+families.py reads a source file of transformers as text; its tests compare the result with the
+classes.
 """
 
 from __future__ import annotations
@@ -36,11 +38,13 @@ from transformers.utils.chat_template_utils import _compile_jinja_template, _get
 
 EIGHT_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 Activation = Callable[[torch.Tensor], torch.Tensor]
-"""Outputs of the gate and up projections (n, 2 I), or of the up projection (n, I) -> input of down_proj (n, I)."""
+"""Outputs of the gate and up projections (n, 2 I), or of the up projection (n, I) -> input of
+down_proj (n, I)."""
 
 
 def dequantising(method: str) -> Any:
-    """transformers' configuration of a method of quantisation, by which weights are dequantised while they are read."""
+    """transformers' configuration of a method of quantisation, by which weights are dequantised
+    while they are read."""
     return AutoQuantizationConfig.from_dict({"quant_method": method, "dequantize": True})
 
 
@@ -51,38 +55,46 @@ def activation(experts: Any) -> Activation:
 
 
 def with_activation(experts: Any, function: Activation) -> AbstractContextManager[Any]:
-    """Make gated `experts` use `function` between their projections while open, in every experts implementation."""
+    """Make gated `experts` use `function` between their projections while open, in every experts
+    implementation."""
     return patch.object(experts, "_apply_gate", function)
 
 
 def attention_implementation(model: Any) -> str | None:
-    """Registered name of the function that computes attention, such as sdpa; None if the configuration states none."""
+    """Registered name of the function that computes attention, such as sdpa; None if the
+    configuration states none."""
     name: str | None = getattr(model.config.get_text_config(), "_attn_implementation", None)
     return name
 
 
 def experts_implementation(experts: Any) -> str | None:
-    """Registered name of the function that computes an experts module; None if its configuration states none."""
+    """Registered name of the function that computes an experts module; None if its configuration
+    states none."""
     name: str | None = getattr(experts.config, "_experts_implementation", None)
     return name
 
 
 def next_inputs(model: Any, output: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of the forward pass for one more token, from those of the last pass and its `output`."""
+    """Arguments of the forward pass for one more token, from those of the last pass and its
+    `output`."""
     extended: dict[str, Any] = model._update_model_kwargs_for_generation(output, inputs)
     return extended
 
 
 def template_variables(template: str) -> frozenset[str]:
-    """The variables that a chat template reads and does not set, in the dialect of jinja that transformers renders."""
+    """The variables that a chat template reads and does not set, in the dialect of jinja that
+    transformers renders."""
     variables: frozenset[str] = _get_template_variables(template)
     return variables
 
 
 def rendered_on(day: datetime, template: str) -> AbstractContextManager[Any]:
     """While open, a chat template that writes today's date writes that of `day`."""
-    # arguments of a template are reduced to plain data, so the function it calls cannot be one of them
-    return patch.dict(_compile_jinja_template(template).environment.globals, strftime_now=day.strftime)
+    # arguments of a template are reduced to plain data, so the function it calls cannot be one of
+    # them
+    return patch.dict(
+        _compile_jinja_template(template).environment.globals, strftime_now=day.strftime
+    )
 
 
 def compute_buffers(model: PreTrainedModel, root: nn.Module, device: str) -> None:
@@ -99,8 +111,8 @@ def compute_buffers(model: PreTrainedModel, root: nn.Module, device: str) -> Non
 def load_tensors(
     model: PreTrainedModel, tensors: Mapping[str, Any], *, dtype: torch.dtype, device: str
 ) -> Iterable[tuple[str, Any, Any]]:
-    """Put `tensors` (name in the checkpoint -> safetensors slice) into `model` as from_pretrained would. Returns (name,
-    found shape, expected shape) of weights that do not fit."""
+    """Put `tensors` (name in the checkpoint -> safetensors slice) into `model` as from_pretrained
+    would. Returns (name, found shape, expected shape) of weights that do not fit."""
     mapping: Any = get_model_conversion_mapping(model)
     settings = LoadStateDictConfig(
         device_map={"": device},
@@ -115,14 +127,15 @@ def load_tensors(
 
 
 def dequantised_by_stated_blocks() -> AbstractContextManager[Any]:
-    """While open, FP8 checkpoints are dequantised by the `weight_block_size` that their configuration states."""
+    """While open, FP8 checkpoints are dequantised by the `weight_block_size` that their
+    configuration states."""
     changed = {"dequantize": _DequantizeStatedBlocks}
     return patch.object(FineGrainedFP8HfQuantizer, "get_load_operations", lambda self: changed)
 
 
 class _DequantizeStatedBlocks(Fp8Dequantize):
-    """As its base class, which divides a matrix evenly by the grid of scales instead: 192 rows with 2 scales, stored as
-    blocks of 128 and 64 rows, would be read as two of 96."""
+    """As its base class, which divides a matrix evenly by the grid of scales instead: 192 rows with
+    2 scales, stored as blocks of 128 and 64 rows, would be read as two of 96."""
 
     def _dequantize_one(
         self, quantized: torch.Tensor, scales: torch.Tensor, output_dtype: torch.dtype | None = None
@@ -134,17 +147,25 @@ class _DequantizeStatedBlocks(Fp8Dequantize):
         rows, columns = quantized.shape[-2:]
         grid = scales.shape[-2:]
         if tuple(grid) != (ceil(rows / block[0]), ceil(columns / block[1])):
-            raise ValueError(f"{tuple(grid)} scales for ({rows}, {columns}) weights in blocks of {block}")
+            raise ValueError(
+                f"{tuple(grid)} scales for ({rows}, {columns}) weights in blocks of {block}"
+            )
         whole = quantized.new_zeros(*quantized.shape[:-2], grid[0] * block[0], grid[1] * block[1])
         whole[..., :rows, :columns] = quantized
-        return super()._dequantize_one(whole, scales, output_dtype)[..., :rows, :columns].contiguous()
+        return (
+            super()._dequantize_one(whole, scales, output_dtype)[..., :rows, :columns].contiguous()
+        )
 
 
-def unmatched_tensors(model: PreTrainedModel, names: Collection[str]) -> tuple[list[str], list[str]]:
-    """(unused, missing): those of `names`, the tensors of a plain checkpoint, that from_pretrained leaves out of
-    `model`, and the tensors of `model` to which none of `names` gives a value. Without those that the model's class
-    ignores on purpose, and those that are tied."""
-    expected, unused, given = model.state_dict(), {}, set(names)
+def unmatched_tensors(
+    model: PreTrainedModel, names: Collection[str]
+) -> tuple[list[str], list[str]]:
+    """(unused, missing): those of `names`, the tensors of a plain checkpoint, that from_pretrained
+    leaves out of `model`, and the tensors of `model` to which none of `names` gives a value.
+    Without those that the model's class ignores on purpose, and those that are tied."""
+    expected = model.state_dict()
+    unused = {}
+    given = set(names)
     for name, renamed, _ in _renamed(model, names):
         given.add(renamed)
         if renamed not in expected and name not in expected:
@@ -156,14 +177,19 @@ def unmatched_tensors(model: PreTrainedModel, names: Collection[str]) -> tuple[l
 
 
 def copied_tensors(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
-    """Name in `model` -> name in the checkpoint, one of `names`, of each tensor that from_pretrained reads without
-    changing more than its precision."""
-    return {renamed: name for name, renamed, converter in _renamed(model, names) if converter is None}
+    """Name in `model` -> name in the checkpoint, one of `names`, of each tensor that
+    from_pretrained reads without changing more than its precision."""
+    return {
+        renamed: name for name, renamed, converter in _renamed(model, names) if converter is None
+    }
 
 
 def _renamed(model: PreTrainedModel, names: Iterable[str]) -> Iterator[tuple[str, str, str | None]]:
-    """(name in a checkpoint, name in `model`, the pattern of what converts the tensor) of each of `names`."""
-    mapping, expected, prefix = get_model_conversion_mapping(model), model.state_dict(), model.base_model_prefix
+    """(name in a checkpoint, name in `model`, the pattern of what converts the tensor) of each of
+    `names`."""
+    mapping = get_model_conversion_mapping(model)
+    expected = model.state_dict()
+    prefix = model.base_model_prefix
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     for name in sorted(names, key=dot_natural_key):  # some renamings depend on the names before
@@ -171,7 +197,8 @@ def _renamed(model: PreTrainedModel, names: Iterable[str]) -> Iterator[tuple[str
 
 
 def to_checkpoint(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of a model, under the names and in the layout of its checkpoint, as save_pretrained writes them."""
+    """Tensors of a model, under the names and in the layout of its checkpoint, as save_pretrained
+    writes them."""
     model._weight_conversions = None  # those of `load_tensors` cannot be reverted
     converted: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
     return converted

@@ -1,1 +1,2 @@
-"""The shipped models, benchmarks and texts of a generated closed world, in `data/`; `tools/pocket` makes them."""
+"""The shipped models, benchmarks and texts of a generated closed world, in `data/`; `tools/pocket`
+makes them."""

@@ -1,4 +1,5 @@
-"""What is stored of a pruned MoE layer, in memory and in files alike, and of what it is made. No torch.
+"""What is stored of a pruned MoE layer, in memory and in files alike, and of what it is made. No
+torch.
 
 A form is one of three shapes:
 
@@ -21,7 +22,8 @@ from moe_lab.errors import UserError, check_known
 from moe_lab.pruning.plan import Constants, Plan
 
 KERNEL_BYTES = 16
-"""transformers' grouped matrix products need rows of weights whose length is a multiple of this many bytes."""
+"""transformers' grouped matrix products need rows of weights whose length is a multiple of this
+many bytes."""
 SHAPES: tuple[str, ...] = get_args(Shape)
 Channels = NDArray[numpy.intp]
 """(W,): for each stored channel, the channel of an expert that it is; -1 for one of zeros."""
@@ -38,7 +40,8 @@ class Member(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Of what all projections of one stored expert are made: a sum, by ascending id. Without members: zeros."""
+    """Of what all projections of one stored expert are made: a sum, by ascending id. Without
+    members: zeros."""
 
     members: tuple[Member, ...]
 
@@ -57,10 +60,16 @@ class Part(NamedTuple):
         return 0 if channels is None else int((channels < 0).sum())
 
 
-def rows(part: Part, read: Callable[[int], Any], wide: Callable[[Any], Any], narrow: Callable[[Any, Any], Any]) -> Any:
-    """One projection of a stored expert (W, H), from those of its members: `read(expert)` (I, H), channels as rows.
-    They are tensors of torch, or the bits in a file. `wide` makes numbers of them that can be added, fp32, or fp64 if
-    they are fp64; `narrow(sum, tensor)` rounds a sum to the type of a tensor."""
+def rows(
+    part: Part,
+    read: Callable[[int], Any],
+    wide: Callable[[Any], Any],
+    narrow: Callable[[Any, Any], Any],
+) -> Any:
+    """One projection of a stored expert (W, H), from those of its members: `read(expert)` (I, H),
+    channels as rows. They are tensors of torch, or the bits in a file. `wide` makes numbers of them
+    that can be added, fp32, or fp64 if they are fp64; `narrow(sum, tensor)` rounds a sum to the
+    type of a tensor."""
     total: Any = 0
     for expert, share, channels in part.members:
         values = read(expert)
@@ -86,11 +95,14 @@ class LayerForm:
     width: int | None = None
     """Channels of all stored experts; None: as many as before, or packed."""
     widths: tuple[int, ...] | None = None
-    """Channels of each of the stored experts where they are packed one after the other, each with its own number."""
+    """Channels of each of the stored experts where they are packed one after the other, each with
+    its own number."""
     owners: tuple[int, ...] | None = None
-    """(E',) of packed experts: the position of the one with whose weights each is computed; None: of its own."""
+    """(E',) of packed experts: the position of the one with whose weights each is computed; None:
+    of its own."""
     constants: Constants | None = None
-    """(N, H) of packed experts: what the N experts of width 0 put out that nothing stands for; None: 0."""
+    """(N, H) of packed experts: what the N experts of width 0 put out that nothing stands for;
+    None: 0."""
 
     @property
     def changed(self) -> bool:
@@ -103,9 +115,9 @@ Form: TypeAlias = dict[int, LayerForm]
 
 
 def make_form(plan: Plan, shape: str, element_size: int) -> Form:
-    """How `plan` is stored in the shape `shape`, with weights of `element_size` bytes each. Raises UserError for an
-    unknown shape, and for any but natural where tokens are routed to experts that are constants or computed with the
-    weights of others."""
+    """How `plan` is stored in the shape `shape`, with weights of `element_size` bytes each. Raises
+    UserError for an unknown shape, and for any but natural where tokens are routed to experts that
+    are constants or computed with the weights of others."""
     check_known("export", shape, SHAPES)
     if (plan.constants or plan.shares_experts) and shape != "natural":
         raise no_replacements(shape)
@@ -118,35 +130,45 @@ def make_form(plan: Plan, shape: str, element_size: int) -> Form:
 def no_replacements(shape: str) -> UserError:
     """The error for a shape that cannot say what dropped experts are replaced by."""
     return UserError(
-        f"export={shape} has no place for what dropped experts are replaced by (constants, merged experts): expected "
+        f"export={shape} has no place for what dropped experts are replaced by (constants, merged "
+        "experts): expected "
         "export=natural"
     )
 
 
 def is_stock(widths: Sequence[int], element_size: int) -> bool:
-    """Whether experts of these widths fit a family's own module: all equal, not 0, and with aligned rows. A weight
-    takes `element_size` bytes."""
+    """Whether experts of these widths fit a family's own module: all equal, not 0, and with aligned
+    rows. A weight takes `element_size` bytes."""
     return len(set(widths)) == 1 and widths[0] > 0 and widths[0] * element_size % KERNEL_BYTES == 0
 
 
 def _natural(plan: Plan, layer: int, element_size: int) -> LayerForm:
-    kept, widths = plan.experts[layer], plan.widths(layer)
+    kept = plan.experts[layer]
+    widths = plan.widths(layer)
     if min(widths) == plan.width(layer) or is_stock(widths, element_size):
         return _of_width(plan, layer, widths[0])
-    parts = tuple(part_of(plan, layer, expert, width) for expert, width in zip(kept, widths, strict=True))
-    constants, owners = plan.constants.get(layer), plan.computed_as(layer)
+    parts = tuple(
+        part_of(plan, layer, expert, width) for expert, width in zip(kept, widths, strict=True)
+    )
+    constants = plan.constants.get(layer)
+    owners = plan.computed_as(layer)
     return LayerForm(kept, parts, widths=widths, owners=owners, constants=constants)
 
 
 def _masked(plan: Plan, layer: int, element_size: int) -> LayerForm:
-    everything, kept = range(plan.n_experts[layer]), plan.experts[layer]
+    everything = range(plan.n_experts[layer])
+    kept = plan.experts[layer]
     parts = tuple(_in_place(plan, layer, one) if one in kept else Part(()) for one in everything)
     return LayerForm(tuple(everything), parts, dropped=frozenset(everything) - frozenset(kept))
 
 
 def _padded(plan: Plan, layer: int, element_size: int) -> LayerForm:
     step = max(1, KERNEL_BYTES // element_size)
-    return _of_width(plan, layer, min(plan.channels[layer].shape[1], -(-max(1, *plan.widths(layer)) // step) * step))
+    return _of_width(
+        plan,
+        layer,
+        min(plan.channels[layer].shape[1], -(-max(1, *plan.widths(layer)) // step) * step),
+    )
 
 
 def _of_width(plan: Plan, layer: int, width: int | None) -> LayerForm:
@@ -156,13 +178,16 @@ def _of_width(plan: Plan, layer: int, width: int | None) -> LayerForm:
 
 
 def part_of(plan: Plan, layer: int, expert: int, width: int | None = None) -> Part:
-    """Of what an expert that is stored with `width` channels (None: all) is made: kept channels first, then zeros."""
+    """Of what an expert that is stored with `width` channels (None: all) is made: kept channels
+    first, then zeros."""
     group: Mapping[int, float] = plan.merged.get(layer, {}).get(expert, {})
     if group:  # owners have all their channels
         orders = dict(zip(plan.merged_away(layer), plan.alignments.get(layer, ()), strict=False))
         return Part(
             tuple(
-                Member(member, share, orders[member].astype(numpy.intp) if member in orders else None)
+                Member(
+                    member, share, orders[member].astype(numpy.intp) if member in orders else None
+                )
                 for member, share in sorted(group.items())
             )
         )

@@ -1,5 +1,6 @@
-"""Channels of merged experts that do alike are matched before they are added, by an optimal assignment (Hungarian
-method) for each pair: one expert computes the same whatever the order of its channels, a sum of two does not."""
+"""Channels of merged experts that do alike are matched before they are added, by an optimal
+assignment (Hungarian method) for each pair: one expert computes the same whatever the order of its
+channels, a sum of two does not."""
 
 from __future__ import annotations
 
@@ -22,22 +23,29 @@ COMPONENTS = 64
 
 
 def align_by_weights(plan: Plan, layers: Iterable[MoELayer]) -> Plan:
-    """`plan` with the channels of merged experts matched by their weights, as in M-SMoE (arXiv 2310.01334). The order p
-    of an expert m that is merged into an expert o maximises the sum over channels i of <gate_o[i], gate_m[p(i)]> +
-    <up_o[i], up_m[p(i)]> + <down_o[:, i], down_m[:, p(i)]>. `layers`: the MoE layers of the model, each with its
-    weights while it is the current one."""
+    """`plan` with the channels of merged experts matched by their weights, as in M-SMoE (arXiv
+    2310.01334). The order p of an expert m that is merged into an expert o maximises the sum over
+    channels i of <gate_o[i], gate_m[p(i)]> + <up_o[i], up_m[p(i)]> + <down_o[:, i], down_m[:,
+    p(i)]>. `layers`: the MoE layers of the model, each with its weights while it is the current
+    one."""
 
     def of(layer: MoELayer) -> Alignments:
-        return orders(plan, layer, lambda one, other: -(channel_weights(layer, one) @ channel_weights(layer, other).T))
+        return orders(
+            plan,
+            layer,
+            lambda one, other: -(channel_weights(layer, one) @ channel_weights(layer, other).T),
+        )
 
     found = {layer.index: of(layer) for layer in layers if layer.index in plan.merged}
     return replace(plan, alignments=found, aligned=True)
 
 
 def orders(plan: Plan, layer: MoELayer, cost: Callable[[int, int], torch.Tensor]) -> Alignments:
-    """(M, I) for each merged expert of a layer, the assignment of its channels of least total cost. `cost(o, m)` (I,
-    I): entry (i, j) is that of adding channel j of expert m to channel i of expert o."""
-    owners, found = plan.owners(layer.index), []
+    """(M, I) for each merged expert of a layer, the assignment of its channels of least total cost.
+    `cost(o, m)` (I, I): entry (i, j) is that of adding channel j of expert m to channel i of expert
+    o."""
+    owners = plan.owners(layer.index)
+    found = []
     for member in plan.merged_away(layer.index):
         matrix = cost(owners[member], member).double().cpu().numpy()
         found.append(linear_sum_assignment(matrix)[1])
@@ -45,28 +53,35 @@ def orders(plan: Plan, layer: MoELayer, cost: Callable[[int, int], torch.Tensor]
 
 
 def channel_weights(layer: MoELayer, expert: int) -> torch.Tensor:
-    """(I, 3 H) in at least fp32: the weights of each channel, its rows of gate and up and its column of down."""
+    """(I, 3 H) in at least fp32: the weights of each channel, its rows of gate and up and its
+    column of down."""
     check_in_memory(layer)
     roles = layer.projections(expert)
     return torch.cat([wide(roles[role].detach()) for role in ("gate", "up", "down")], dim=1)
 
 
 class AlignmentTap(Tap):
-    """Matches the channels of merged experts by activations and weights, as REAM does (arXiv 2604.04356, its code).
+    """Matches the channels of merged experts by activations and weights, as REAM does (arXiv
+    2604.04356, its code).
 
-    The cost of adding channel j of expert m to channel i of expert o is |a - b| + |v - w|. a and b are the activations
-    of the two channels over all tokens, each divided by its norm. v and w are their weights, in COMPONENTS principal
-    components of the normalised weights of all channels of the layer, each component times its singular value, and
-    divided by their norms. All experts that are merged run on all tokens. The `result` is order (M, I).
+    The cost of adding channel j of expert m to channel i of expert o is |a - b| + |v - w|. a and b
+    are the activations of the two channels over all tokens, each divided by its norm. v and w are
+    their weights, in COMPONENTS principal components of the normalised weights of all channels of
+    the layer, each component times its singular value, and divided by their norms. All experts that
+    are merged run on all tokens. The `result` is order (M, I).
     """
 
     kind = "alignment"
     resumes = False
     plan: ClassVar[Plan]
 
-    def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The routed output (T, H); adds products of the activations of merged experts for all valid tokens."""
-        layer, valid = self.layer, self.valid(hidden)
+    def experts(
+        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The routed output (T, H); adds products of the activations of merged experts for all
+        valid tokens."""
+        layer = self.layer
+        valid = self.valid(hidden)
         states = hidden if valid is None else hidden[valid]
         for owner, group in self.plan.merged.get(layer.index, {}).items():
             of_owner = wide(layer.phi(states, layer.weights(owner)))
@@ -86,9 +101,12 @@ class AlignmentTap(Tap):
         def cost(owner: int, member: int) -> torch.Tensor:
             squares = self.sums[f"squares.{owner}"], self.sums[f"squares.{member}"]
             activations = normalised_distance(self.sums[f"products.{member}"], *squares)
-            of_owner, of_member = weights[owner], weights[member]
+            of_owner = weights[owner]
+            of_member = weights[member]
             products = of_owner @ of_member.T
-            return activations + normalised_distance(products, of_owner.square().sum(1), of_member.square().sum(1))
+            return activations + normalised_distance(
+                products, of_owner.square().sum(1), of_member.square().sum(1)
+            )
 
         return {"order": torch.from_numpy(orders(self.plan, self.layer, cost))}
 
@@ -105,10 +123,12 @@ def align_by_activations(plan: Plan, sums: Layers) -> Plan:
 
 
 def principal_components(layer: MoELayer) -> torch.Tensor:
-    """(E, I, R): the weights of each channel of a layer, normalised and centred over all channels, in R principal
-    components times their singular values: COMPONENTS, or fewer in small models. A fixed seed finds them."""
+    """(E, I, R): the weights of each channel of a layer, normalised and centred over all channels,
+    in R principal components times their singular values: COMPONENTS, or fewer in small models. A
+    fixed seed finds them."""
     first = torch.nn.functional.normalize(channel_weights(layer, 0))
-    flat = first.new_empty(layer.n_experts * layer.width, first.shape[1])  # the only copy of that size
+    # the only copy of that size
+    flat = first.new_empty(layer.n_experts * layer.width, first.shape[1])
     for expert, rows in enumerate(flat.split(layer.width)):
         rows.copy_(torch.nn.functional.normalize(channel_weights(layer, expert)))
     flat -= flat.mean(0)
@@ -119,10 +139,14 @@ def principal_components(layer: MoELayer) -> torch.Tensor:
     return components.reshape(layer.n_experts, layer.width, -1)
 
 
-def normalised_distance(products: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """(I, I) Euclidean distances of normalised vectors, from their products (I, I) and squares (I,). A vector of zeros
-    stays one: its distance to a normalised one is 1."""
-    cosine = products / (first.sqrt()[:, None] * second.sqrt()).clamp_min(torch.finfo(products.dtype).tiny)
+def normalised_distance(
+    products: torch.Tensor, first: torch.Tensor, second: torch.Tensor
+) -> torch.Tensor:
+    """(I, I) Euclidean distances of normalised vectors, from their products (I, I) and squares
+    (I,). A vector of zeros stays one: its distance to a normalised one is 1."""
+    cosine = products / (first.sqrt()[:, None] * second.sqrt()).clamp_min(
+        torch.finfo(products.dtype).tiny
+    )
     lengths = (first > 0).to(cosine)[:, None] + (second > 0).to(cosine)
     distances: torch.Tensor = (lengths - 2 * cosine).clamp_min(0).sqrt()
     return distances

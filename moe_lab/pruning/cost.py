@@ -1,4 +1,5 @@
-"""Parameters, bytes and FLOPs per token of a pruned model, counted without its weights: the content of cost.json."""
+"""Parameters, bytes and FLOPs per token of a pruned model, counted without its weights: the content
+of cost.json."""
 
 from __future__ import annotations
 
@@ -32,9 +33,14 @@ SCALE_BLOCK = 256
 
 
 def cost(
-    model: PreTrainedModel, pruned: PreTrainedModel, row: Mapping[str, float], routing: Routing, **stored: Any
+    model: PreTrainedModel,
+    pruned: PreTrainedModel,
+    row: Mapping[str, float],
+    routing: Routing,
+    **stored: Any,
 ) -> dict[str, Any]:
-    """Parameters, bytes and FLOPs of what `model` was pruned to (itself: unpruned), as JSON data: those of `size`, and
+    """Parameters, bytes and FLOPs of what `model` was pruned to (itself: unpruned), as JSON data:
+    those of `size`, and
 
     flops_per_token                  with the routing of the masked model
     flops_by_part                    the same by part, see PARTS
@@ -68,12 +74,15 @@ def size(
     parameters, parameters_unpruned  after and before pruning
     parameters_kept                  share of all parameters
     routed_kept                      share of the parameters of routed experts
-    storage_bytes                    all kept parameters in bf16; with bits=4 the weight matrices of `modules` in NF4
-    loading_bytes                    all kept parameters in bf16, what the papers call loading memory
+    storage_bytes                    all kept parameters in bf16; with bits=4 the weight matrices of
+    `modules` in NF4 loading_bytes                    all kept parameters in bf16, what the papers
+    call loading memory
     """
     total, kept = (sum(weight.numel() for weight in each.parameters()) for each in (model, pruned))
     routed, routed_kept = (
-        sum(weight.numel() for layer in routed_layers(each) for weight in layer.experts.parameters())
+        sum(
+            weight.numel() for layer in routed_layers(each) for weight in layer.experts.parameters()
+        )
         for each in (model, pruned)
     )
     matrices = list(_matrices(pruned, modules)) if bits == 4 else []
@@ -89,14 +98,16 @@ def size(
 
 
 def nf4_bytes(weights: int) -> int:
-    """Bytes of a matrix of `weights` numbers in NF4 with double quantisation: 4 bits per weight in whole blocks of 64,
-    8 bits for the scale of a block, 32 bits for the scale of 256 scales, and 32 bits for their mean."""
+    """Bytes of a matrix of `weights` numbers in NF4 with double quantisation: 4 bits per weight in
+    whole blocks of 64, 8 bits for the scale of a block, 32 bits for the scale of 256 scales, and 32
+    bits for their mean."""
     blocks = ceil(weights / NF4_BLOCK)
     return blocks * NF4_BLOCK // 2 + blocks + 4 * ceil(blocks / SCALE_BLOCK) + 4
 
 
 def _matrices(model: nn.Module, modules: Sequence[str]) -> Iterator[int]:
-    """The number of weights of each matrix that is stored in NF4; 0 for the matrices of a null expert."""
+    """The number of weights of each matrix that is stored in NF4; 0 for the matrices of a null
+    expert."""
     if "experts" in modules:
         for layer in routed_layers(model):
             for width in layer.widths:
@@ -107,10 +118,19 @@ def _matrices(model: nn.Module, modules: Sequence[str]) -> Iterator[int]:
             yield module.weight.numel()
 
 
-PARTS = ("attention", "attention_scores", "router", "shared_experts", "experts", "dense", "lm_head", "other")
-"""attention: projections and recurrences of the modules that mix tokens; attention_scores: their products of
-activations with activations; shared_experts: everything in a MoE block that is not routed; dense: blocks of layers
-without experts."""
+PARTS = (
+    "attention",
+    "attention_scores",
+    "router",
+    "shared_experts",
+    "experts",
+    "dense",
+    "lm_head",
+    "other",
+)
+"""attention: projections and recurrences of the modules that mix tokens; attention_scores: their
+products of activations with activations; shared_experts: everything in a MoE block that is not
+routed; dense: blocks of layers without experts."""
 
 aten = torch.ops.aten
 PROJECTIONS = (aten.mm, aten.addmm, aten.convolution)
@@ -120,30 +140,37 @@ FUSED_ATTENTION = (
     aten._scaled_dot_product_efficient_attention,
     aten._scaled_dot_product_cudnn_attention,
 )
-"""Attention kernels that torch's counter does not support on every device or with shared key heads."""
+"""Attention kernels that torch's counter does not support on every device or with shared key
+heads."""
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Channels used by `tokens` tokens: layer -> the channels of all experts that they were routed to. An expert's
-    channels count once for every token routed to it."""
+    """Channels used by `tokens` tokens: layer -> the channels of all experts that they were routed
+    to. An expert's channels count once for every token routed to it."""
 
     tokens: int
     channels: Mapping[int, int]
 
 
 def row_flops(model: PreTrainedModel, length: int) -> dict[str, float]:
-    """FLOPs per token of the unpruned `model` in a row of `length` tokens, by part (PARTS), without routed experts. The
-    model may be on the meta device, where it is run without computing anything."""
+    """FLOPs per token of the unpruned `model` in a row of `length` tokens, by part (PARTS), without
+    routed experts. The model may be on the meta device, where it is run without computing
+    anything."""
     layers = routed_layers(model)
     device = layers[0].routing[0].tensor.device
     ids = torch.zeros(1, length, dtype=torch.int64, device=device)
-    # transformers uses a mask of four axes unchanged. It would read the values of others, and the meta device has none.
+    # transformers uses a mask of four axes unchanged. It would read the values of others, and the
+    # meta device has none.
     mask = torch.zeros(1, 1, length, length, dtype=model.dtype, device=device)
     with ExitStack() as undo, torch.no_grad():
         for layer in layers:
-            replace_experts(layer, lambda _: lambda hidden, index, gates: torch.zeros_like(hidden), undo)
-        counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(FUSED_ATTENTION, _fused_attention))
+            replace_experts(
+                layer, lambda _: lambda hidden, index, gates: torch.zeros_like(hidden), undo
+            )
+        counter = FlopCounterMode(
+            display=False, custom_mapping=dict.fromkeys(FUSED_ATTENTION, _fused_attention)
+        )
         with counter:
             model.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
     head: Any = model.get_output_embeddings()
@@ -153,20 +180,33 @@ def row_flops(model: PreTrainedModel, length: int) -> dict[str, float]:
 
 
 def flops_per_token(
-    before: Sequence[MoELayer], after: Sequence[MoELayer], row: Mapping[str, float], routing: Routing
+    before: Sequence[MoELayer],
+    after: Sequence[MoELayer],
+    row: Mapping[str, float],
+    routing: Routing,
 ) -> dict[str, float]:
-    """FLOPs per token by part, for a model with the layers `before` that is pruned to those `after`. `row` is from
-    `row_flops`. The FLOPs of experts are the mean over the tokens of `routing`."""
-    experts = sum(2 * channel_parameters(layer) * routing.channels[layer.index] for layer in after) / routing.tokens
+    """FLOPs per token by part, for a model with the layers `before` that is pruned to those
+    `after`. `row` is from `row_flops`. The FLOPs of experts are the mean over the tokens of
+    `routing`."""
+    experts = (
+        sum(2 * channel_parameters(layer) * routing.channels[layer.index] for layer in after)
+        / routing.tokens
+    )
     routers = [
-        sum(part.tensor.numel() for layer in layers for part in layer.routing if part.name == "weight")
+        sum(
+            part.tensor.numel()
+            for layer in layers
+            for part in layer.routing
+            if part.name == "weight"
+        )
         for layers in (before, after)
     ]
     return {**row, "router": row["router"] - 2 * (routers[0] - routers[1]), "experts": experts}
 
 
 def even_routing(layers: Sequence[MoELayer]) -> Routing | None:
-    """The channels used by any token; None where they depend on it, as experts of a layer have several widths."""
+    """The channels used by any token; None where they depend on it, as experts of a layer have
+    several widths."""
     channels = {}
     for layer in layers:
         widths = set(computed_widths(layer).tolist())
@@ -177,12 +217,15 @@ def even_routing(layers: Sequence[MoELayer]) -> Routing | None:
 
 
 class LoadTap(Tap):
-    """Counts the valid tokens that are routed to each expert, whatever computes the experts: tokens (E,)."""
+    """Counts the valid tokens that are routed to each expert, whatever computes the experts: tokens
+    (E,)."""
 
     kind = "load"
     computes = False
 
-    def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def experts(
+        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
         """The routed output (T, H) as it was."""
         valid = self.valid(hidden)
         chosen = index if valid is None else index[valid]
@@ -193,20 +236,27 @@ class LoadTap(Tap):
 def measured_routing(
     model: PreTrainedModel, plan: Plan | None, pruned: Sequence[MoELayer], batches: Sequence[Batch]
 ) -> Routing:
-    """Measure the routing of the valid tokens of `batches` in the masked model, with one forward pass. `pruned`: the
-    layers of the model that is pruned by the plan."""
+    """Measure the routing of the valid tokens of `batches` in the masked model, with one forward
+    pass. `pruned`: the layers of the model that is pruned by the plan."""
     layers = routed_layers(model)
-    with mask(model, plan) if plan is not None else nullcontext(), Observer(model, LoadTap, layers=layers) as observer:
+    with (
+        mask(model, plan) if plan is not None else nullcontext(),
+        Observer(model, LoadTap, layers=layers) as observer,
+    ):
         for ids, valid in batches:
             observer.read(ids, valid)
         return _routing(plan, pruned, observer.layers(), batches)
 
 
 def layered_routing(
-    streamed: Any, plan: Plan | None, pruned: Sequence[MoELayer], batches: Sequence[Batch], **passing: Any
+    streamed: Any,
+    plan: Plan | None,
+    pruned: Sequence[MoELayer],
+    batches: Sequence[Batch],
+    **passing: Any,
 ) -> Routing:
-    """Measure the routing as `measured_routing` does, of a `StreamedModel`, with one decoder layer of the checkpoint in
-    memory. `passing`: further arguments of `stream`."""
+    """Measure the routing as `measured_routing` does, of a `StreamedModel`, with one decoder layer
+    of the checkpoint in memory. `passing`: further arguments of `stream`."""
     from moe_lab.statistics.streaming import stream  # few costs need it
 
     if plan is not None:
@@ -215,7 +265,9 @@ def layered_routing(
     return _routing(plan, pruned, stream(streamed, LoadTap, batches, **passing).layers, batches)
 
 
-def _routing(plan: Plan | None, pruned: Sequence[MoELayer], load: Layers, batches: Sequence[Batch]) -> Routing:
+def _routing(
+    plan: Plan | None, pruned: Sequence[MoELayer], load: Layers, batches: Sequence[Batch]
+) -> Routing:
     """The channels used by the tokens that `load` counts."""
     channels = {}
     for layer in pruned:
@@ -226,7 +278,8 @@ def _routing(plan: Plan | None, pruned: Sequence[MoELayer], load: Layers, batche
 
 
 def channel_parameters(layer: MoELayer) -> int:
-    """Weights of one channel of one expert: its row of down and its columns of gate and up. Biases do not count."""
+    """Weights of one channel of one expert: its row of down and its columns of gate and up. Biases
+    do not count."""
     if is_ragged(layer.experts):
         return 3 * layer.hidden
     weights = sum(tensor.numel() for tensor in layer.experts.parameters() if tensor.dim() == 3)
@@ -234,7 +287,8 @@ def channel_parameters(layer: MoELayer) -> int:
 
 
 def computed_widths(layer: MoELayer) -> torch.Tensor:
-    """(E,) int64: the channels with which each expert is computed: those of the one that it is merged into, if any."""
+    """(E,) int64: the channels with which each expert is computed: those of the one that it is
+    merged into, if any."""
     widths = torch.tensor(layer.widths)
     owners = getattr(layer.experts, "owners", None)  # of packed experts
     return widths if owners is None else widths[list(owners)]
@@ -243,8 +297,9 @@ def computed_widths(layer: MoELayer) -> torch.Tensor:
 def _by_part(
     counts: Mapping[str, Mapping[Any, int]], layers: Sequence[MoELayer], model: PreTrainedModel
 ) -> Counter[str]:
-    """What torch counted (outside experts and vocabulary head) by part. The child of a decoder layer that holds the
-    experts in MoE layers is its block (dense in layers without experts); the other children mix tokens."""
+    """What torch counted (outside experts and vocabulary head) by part. The child of a decoder
+    layer that holds the experts in MoE layers is its block (dense in layers without experts); the
+    other children mix tokens."""
     by_part: Counter[str] = Counter()
     base: nn.Module = model.base_model
     paths = {module: f"{type(base).__name__}.{name}" for name, module in base.named_modules()}
@@ -268,7 +323,13 @@ def _by_part(
 
 
 def _fused_attention(
-    query: torch.Size, key: torch.Size, value: torch.Size, *args: Any, out_shape: Any = None, **kwargs: Any
+    query: torch.Size,
+    key: torch.Size,
+    value: torch.Size,
+    *args: Any,
+    out_shape: Any = None,
+    **kwargs: Any,
 ) -> int:
-    """FLOPs of the products of queries (B, heads, S, d) with all keys, and of attention weights with all values."""
+    """FLOPs of the products of queries (B, heads, S, d) with all keys, and of attention weights
+    with all values."""
     return 2 * query[0] * query[1] * query[2] * key[2] * (query[3] + value[3])

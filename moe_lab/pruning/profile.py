@@ -1,4 +1,5 @@
-"""Statistics of a forward pass by layer: variance of hidden states, entropies of routing, loss of routed outputs."""
+"""Statistics of a forward pass by layer: variance of hidden states, entropies of routing, loss of
+routed outputs."""
 
 from __future__ import annotations
 
@@ -20,10 +21,13 @@ from moe_lab.statistics.forward import EPSILON
 from moe_lab.statistics.observe import Batch
 
 
-def profile(model: PreTrainedModel, plan: Plan | None, batches: Sequence[Batch]) -> list[tuple[Any, ...]]:
-    """Rows of `results.PROFILES`, one per decoder layer, of `model` under `plan` (None: unpruned) over `batches`. Takes
-    one forward pass, and with a plan one of the unpruned model for the output losses. Raises UserError when the plan
-    does not fit, and when hidden states are not finite (naming the layer)."""
+def profile(
+    model: PreTrainedModel, plan: Plan | None, batches: Sequence[Batch]
+) -> list[tuple[Any, ...]]:
+    """Rows of `results.PROFILES`, one per decoder layer, of `model` under `plan` (None: unpruned)
+    over `batches`. Takes one forward pass, and with a plan one of the unpruned model for the output
+    losses. Raises UserError when the plan does not fit, and when hidden states are not finite
+    (naming the layer)."""
     routed = {layer.index: layer for layer in routed_layers(model)}
     modules = list(model.get_submodule(next(iter(routed.values())).stack).children())
     layers = [_Sums(index, routed.get(index)) for index in range(len(modules))]
@@ -44,13 +48,17 @@ def output_losses(model: PreTrainedModel, plan: Plan, batches: Sequence[Batch]) 
         for loss in losses:
             around = model.get_submodule(f"{loss.layer.stack}.{loss.layer.index}")
             hooks.callback(loss.layer.experts.register_forward_hook(loss.after_experts).remove)
-            hooks.callback(loss.layer.block.register_forward_hook(loss.after_block, with_kwargs=True).remove)
+            hooks.callback(
+                loss.layer.block.register_forward_hook(loss.after_block, with_kwargs=True).remove
+            )
             hooks.callback(around.register_forward_hook(loss.after_layer).remove)
         _read(model, batches, losses)
     return {loss.layer.index: loss.total / loss.tokens for loss in losses}
 
 
-def _read(model: PreTrainedModel, batches: Sequence[Batch], observers: Sequence[_Sums] | Sequence[_Loss]) -> None:
+def _read(
+    model: PreTrainedModel, batches: Sequence[Batch], observers: Sequence[_Sums] | Sequence[_Loss]
+) -> None:
     """Run the model, and tell the observers of its layers which tokens of each batch count."""
     for ids, valid in batches:
         for observer in observers:
@@ -66,13 +74,17 @@ def _hidden(output: Any) -> torch.Tensor:
 
 
 class _Loss:
-    """Runs the MoE block of one layer a second time under the mask, and sums the squared error of its routed output."""
+    """Runs the MoE block of one layer a second time under the mask, and sums the squared error of
+    its routed output."""
 
     valid: torch.Tensor
-    total, tokens = 0.0, 0
+    total = 0.0
+    tokens = 0
 
     def __init__(self, model: PreTrainedModel, layer: MoELayer, plan: Plan) -> None:
-        self.model, self.layer, self.plan = model, layer, plan
+        self.model = model
+        self.layer = layer
+        self.plan = plan
 
     def after_experts(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Record the routed output (T, H)."""
@@ -95,8 +107,8 @@ class _Loss:
 
 
 class _Sums:
-    """Sums over the valid tokens of a decoder layer, in fp64: of its hidden states (H,) and their squares, of its
-    router's entropies, and `load` (E,), the tokens routed to each expert."""
+    """Sums over the valid tokens of a decoder layer, in fp64: of its hidden states (H,) and their
+    squares, of its router's entropies, and `load` (E,), the tokens routed to each expert."""
 
     valid: torch.Tensor
     states: Any = 0
@@ -106,7 +118,8 @@ class _Sums:
     tokens = experts = 0
 
     def __init__(self, index: int, moe: MoELayer | None) -> None:
-        self.index, self.moe = index, moe
+        self.index = index
+        self.moe = moe
 
     def after_layer(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Add the residual stream (B, S, H) after the layer."""
@@ -116,8 +129,11 @@ class _Sums:
         self.squares = self.squares + valid.square().sum(0).cpu()
         self.tokens += len(valid)
 
-    def after_router(self, module: nn.Module, inputs: Any, output: tuple[torch.Tensor, ...]) -> None:
-        """Add the entropies of a router's logits (T, E) and gates (T, K), and count its choices (T, K)."""
+    def after_router(
+        self, module: nn.Module, inputs: Any, output: tuple[torch.Tensor, ...]
+    ) -> None:
+        """Add the entropies of a router's logits (T, E) and gates (T, K), and count its choices (T,
+        K)."""
         assert self.moe is not None
         logits, gates = (part.detach().flatten(0, -2).double() for part in output[:2])
         valid = self.valid.to(logits.device)
@@ -135,7 +151,14 @@ class _Sums:
         if self.moe is None:
             return (self.index, variance, *(float("nan"),) * 3, 0)
         spread = _entropy(_shares(self.load.double())[None])
-        return self.index, variance, self.router / self.tokens, self.gate / self.tokens, spread, self.experts
+        return (
+            self.index,
+            variance,
+            self.router / self.tokens,
+            self.gate / self.tokens,
+            spread,
+            self.experts,
+        )
 
 
 def _shares(values: torch.Tensor) -> torch.Tensor:

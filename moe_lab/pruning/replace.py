@@ -1,4 +1,5 @@
-"""A plan from scores; and what takes the place of experts that it drops: nothing, constants, kept experts. No torch."""
+"""A plan from scores; and what takes the place of experts that it drops: nothing, constants, kept
+experts. No torch."""
 
 from __future__ import annotations
 
@@ -26,11 +27,12 @@ def plan_from_scores(
     *,
     provenance: Mapping[str, Any],
 ) -> Plan:
-    """The plan of the experts, or the channels, with the lowest scores, as many in each layer as an allocation says.
+    """The plan of the experts, or the channels, with the lowest scores, as many in each layer as an
+    allocation says.
 
-    `settings`: fields of AllocationConfig and the ratio. `scores`: layer -> (E,), or (E, I) for channels. `layers`:
-    facts of the layers to prune, with `protected` experts. `evidence`: what `allocation.needs` names. Raises UserError
-    as `allocation.allocate` and `allocation.budgets` do.
+    `settings`: fields of AllocationConfig and the ratio. `scores`: layer -> (E,), or (E, I) for
+    channels. `layers`: facts of the layers to prune, with `protected` experts. `evidence`: what
+    `allocation.needs` names. Raises UserError as `allocation.allocate` and `allocation.budgets` do.
     """
     if granularity == "channel":
         keep = allocation.budgets(settings, layers, scores, evidence)
@@ -41,12 +43,16 @@ def plan_from_scores(
     return replace_dropped(plan, settings, scores, evidence, layers)
 
 
-def replace_by_constants(plan: Plan, outputs: Mapping[int, NDArray[numpy.float64]], widths: Mapping[int, int]) -> Plan:
-    """The plan in which the experts that `plan`, one of whole experts, drops stay routable and put out constants.
-    `outputs`: layer -> (E, H), the constant of each expert; with the mean output of each, this is MoNE (arXiv
-    2507.00390): a token that is routed to a replaced expert j with gate g_j gets g_j c_j. `widths`: layer -> channels
-    of an expert. UserError for outputs that are not finite."""
-    channels, constants = {}, {}
+def replace_by_constants(
+    plan: Plan, outputs: Mapping[int, NDArray[numpy.float64]], widths: Mapping[int, int]
+) -> Plan:
+    """The plan in which the experts that `plan`, one of whole experts, drops stay routable and put
+    out constants. `outputs`: layer -> (E, H), the constant of each expert; with the mean output of
+    each, this is MoNE (arXiv 2507.00390): a token that is routed to a replaced expert j with gate
+    g_j gets g_j c_j. `widths`: layer -> channels of an expert. UserError for outputs that are not
+    finite."""
+    channels = {}
+    constants = {}
     for layer, kept in plan.experts.items():
         values = finite(layer, outputs[layer])
         channels[layer] = numpy.zeros((plan.n_experts[layer], widths[layer]), dtype=numpy.bool_)
@@ -66,13 +72,15 @@ def merge_experts(
 ) -> Plan:
     """The plan that merges experts.
 
-    `groups`: layer -> expert -> {expert: weight} of those that it stands for, as in `Plan.merged`; every expert is in
-    one group, and one that stays as it is has a group of its own. `widths`: layer -> channels of an expert. `rows`:
-    "all" if the router stays whole, so that tokens are routed to all members of a group, or "kept" if it only keeps the
-    rows of the experts that stand for a group.
+    `groups`: layer -> expert -> {expert: weight} of those that it stands for, as in `Plan.merged`;
+    every expert is in one group, and one that stays as it is has a group of its own. `widths`:
+    layer -> channels of an expert. `rows`: "all" if the router stays whole, so that tokens are
+    routed to all members of a group, or "kept" if it only keeps the rows of the experts that stand
+    for a group.
     """
     n_experts = {layer: sum(map(len, of_layer.values())) for layer, of_layer in groups.items()}
-    channels, merged = {}, {}
+    channels = {}
+    merged = {}
     for layer, of_layer in groups.items():
         channels[layer] = numpy.zeros((n_experts[layer], widths[layer]), dtype=numpy.bool_)
         channels[layer][list(of_layer)] = True
@@ -86,11 +94,12 @@ def merge_experts(
 
 
 def check_aligned(plan: Plan) -> None:
-    """Raise UserError for a plan that merges experts by a way that matches their channels first, if that is still to
-    be done."""
+    """Raise UserError for a plan that merges experts by a way that matches their channels first, if
+    that is still to be done."""
     if plan.merged and not plan.aligned:
         raise UserError(
-            f"plan: aligned=false, and the channels of experts that layer {min(plan.merged)} merges were not matched: "
+            f"plan: aligned=false, and the channels of experts that layer {min(plan.merged)} "
+            "merges were not matched: "
             "expected what moe_lab.align makes of this plan"
         )
 
@@ -102,8 +111,9 @@ def replace_dropped(
     evidence: Evidence,
     layers: Mapping[int, Mapping[str, Any]],
 ) -> Plan:
-    """`plan`, one of whole experts, with its dropped experts replaced as settings["replacement"] says; other arguments
-    as in `plan_from_scores`. UserError for routers that a grouping cannot compare."""
+    """`plan`, one of whole experts, with its dropped experts replaced as settings["replacement"]
+    says; other arguments as in `plan_from_scores`. UserError for routers that a grouping cannot
+    compare."""
     replacement = settings.get("replacement", "none")
     widths = {layer: int(facts["width"]) for layer, facts in layers.items()}
     if replacement == "mean_output":

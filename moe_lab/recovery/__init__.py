@@ -1,4 +1,5 @@
-"""Recovery of a pruned model before it is evaluated: fine-tuning or a fit of merged experts, then 4-bit weights.
+"""Recovery of a pruned model before it is evaluated: fine-tuning or a fit of merged experts, then
+4-bit weights.
 
 Here: checks before anything is loaded, and its identity. No torch.
 """
@@ -18,16 +19,21 @@ from moe_lab.pruning.plan import Plan
 
 
 def check(settings: RecoveryConfig) -> None:
-    """Raise UserError for a recovery called none, and for a required package that is not installed."""
+    """Raise UserError for a recovery called none, and for a required package that is not
+    installed."""
     asked = "bits" if settings.bits == 4 else text_role(settings)
     if settings.name == "none" and asked is not None:
-        raise UserError(f"recovery.name=none means none, and recovery.{asked} asks for one: expected another name")
+        raise UserError(
+            f"recovery.name=none means none, and recovery.{asked} asks for one: expected another "
+            "name"
+        )
     if settings.bits == 4:
         need("bitsandbytes", "quantisation", "recovery.bits=4")
 
 
 def text_role(settings: RecoveryConfig) -> str | None:
-    """The setting that names the text by which the recovery finds other weights; None where it finds none."""
+    """The setting that names the text by which the recovery finds other weights; None where it
+    finds none."""
     return next((role for role in TEXTS if getattr(settings, role) is not None), None)
 
 
@@ -38,38 +44,56 @@ def check_model(settings: RecoveryConfig, model: ModelConfig) -> None:
 
 
 def check_merging(settings: RecoveryConfig, allocation: AllocationConfig, ratio: float) -> None:
-    """Raise UserError for a fit of merged experts in a cell whose allocation and ratio merge none."""
+    """Raise UserError for a fit of merged experts in a cell whose allocation and ratio merge
+    none."""
     if settings.fit is None:
         return
-    path, merges = allocation.path, allocation.replacement in GROUPINGS and ratio > 0
+    path = allocation.path
+    merges = allocation.replacement in GROUPINGS and ratio > 0
     if path is not None and listed.is_plan(listed.read(path)):
         merges = bool(Plan.load(path).merged)
     if not merges:
         raise UserError(
-            f"recovery={settings.name} fits merged experts, and allocation.replacement={allocation.replacement} with "
-            f"ratio={ratio:g} and allocation.path={path} merges none: expected a replacement out of "
+            f"recovery={settings.name} fits merged experts, and "
+            f"allocation.replacement={allocation.replacement} with "
+            f"ratio={ratio:g} and allocation.path={path} merges none: expected a replacement out "
+            "of "
             f"{', '.join(GROUPINGS)} and a ratio above 0, or a plan that merges experts"
         )
 
 
 @identity.register
 def _(settings: RecoveryConfig) -> Any:
-    """What changes the weights that a recovery finds, whatever the bits they are stored in afterwards. Its text has an
-    identity of its own, so here only counts what the text is used for."""
+    """What changes the weights that a recovery finds, whatever the bits they are stored in
+    afterwards. Its text has an identity of its own, so here only counts what the text is used
+    for."""
     return {**counting_fields(settings), "text": text_role(settings)}
 
 
 def finetune_words(settings: RecoveryConfig, text: str | None) -> str:
-    """A sentence that says how a model was fine-tuned or fitted on the set `text`; empty when it was not."""
+    """A sentence that says how a model was fine-tuned or fitted on the set `text`; empty when it
+    was not."""
     if text is None:
         return ""
     if settings.fit is not None:
         return (
-            f"The down projections of merged experts were then fitted on {text} (recovery={settings.name}), by least "
+            f"The down projections of merged experts were then fitted on {text} "
+            f"(recovery={settings.name}), by least "
             "squares; nothing was trained."
         )
     ranks = f"ranks {settings.rank} and {settings.router_rank}"
     adapters = f"DoRA adapters on experts, shared experts and routers ({ranks})"
-    trained = "its routers were trained" if settings.train == "routers" else f"{adapters} were trained and merged"
-    learnt = f"the unpruned model's predictions on {text}" if settings.distill else f"the answers of {text}"
-    return f"It was then fine-tuned (recovery={settings.name}): {trained}, on {learnt}, for {settings.epochs} epochs."
+    trained = (
+        "its routers were trained"
+        if settings.train == "routers"
+        else f"{adapters} were trained and merged"
+    )
+    learnt = (
+        f"the unpruned model's predictions on {text}"
+        if settings.distill
+        else f"the answers of {text}"
+    )
+    return (
+        f"It was then fine-tuned (recovery={settings.name}): {trained}, on {learnt}, for "
+        f"{settings.epochs} epochs."
+    )

@@ -27,11 +27,14 @@ TENSORS = "tuned.safetensors"
 REPORT = "finetune.json"
 
 
-def recovered(model: Any, plan: Plan | None, *, bits: int, modules: Sequence[str], tuned: Path | None) -> Any:
-    """Apply a recovery to `model`: prune by `plan`, load tuned tensors, quantise, in this order; returns a new model.
-    `plan` None prunes nothing; `tuned` is the output folder of a fine-tuning, or None; with `bits` 4 the weights of
-    `modules` are stored as NF4. `model` is not changed; tensors that stay the same are shared with it. The result can
-    be used like any model: forward, generate, evaluation."""
+def recovered(
+    model: Any, plan: Plan | None, *, bits: int, modules: Sequence[str], tuned: Path | None
+) -> Any:
+    """Apply a recovery to `model`: prune by `plan`, load tuned tensors, quantise, in this order;
+    returns a new model. `plan` None prunes nothing; `tuned` is the output folder of a fine-tuning,
+    or None; with `bits` 4 the weights of `modules` are stored as NF4. `model` is not changed;
+    tensors that stay the same are shared with it. The result can be used like any model: forward,
+    generate, evaluation."""
     result = pruned(model, plan)
     if tuned is not None:
         load_tuned(result, tuned / TENSORS)
@@ -41,28 +44,34 @@ def recovered(model: Any, plan: Plan | None, *, bits: int, modules: Sequence[str
 
 
 def pruned(model: Any, plan: Plan | None) -> Any:
-    """A copy of `model`, pruned by `plan` unless that is None. Tensors that stay the same are shared."""
+    """A copy of `model`, pruned by `plan` unless that is None. Tensors that stay the same are
+    shared."""
     return share_copy(model) if plan is None else prune(model, plan)
 
 
 def save_tuned(out: Path, tensors: Mapping[str, torch.Tensor], report: Mapping[str, Any]) -> None:
     """Write the changed tensors of a recovery, and a report about it, to the folder `out`."""
     out.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, out / TENSORS)
+    save_file(
+        {name: tensor.detach().contiguous() for name, tensor in tensors.items()}, out / TENSORS
+    )
     (out / REPORT).write_text(json.dumps(report, indent=1) + "\n")
 
 
 def load_tuned(model: nn.Module, file: Path, within: str = "") -> list[str]:
-    """Replace the parameters of `model` by the tensors of the same names in `file`, and return these names. Only
-    tensors whose names begin with `within` are read."""
+    """Replace the parameters of `model` by the tensors of the same names in `file`, and return
+    these names. Only tensors whose names begin with `within` are read."""
     with safe_open(file, framework="pt") as tensors:
         names = [name for name in tensors.keys() if name.startswith(within)]  # noqa: SIM118
         for name in names:
             before = model.get_parameter(name)
-            # a copy, because rows in the mapped file may start where matrix products round differently
+            # a copy, because rows in the mapped file may start where matrix products round
+            # differently
             tensor = tensors.get_tensor(name).to(before.device, before.dtype, copy=True)
             owner, _, attribute = name.rpartition(".")
-            replace_tensor(model.get_submodule(owner), attribute, nn.Parameter(tensor, requires_grad=False))
+            replace_tensor(
+                model.get_submodule(owner), attribute, nn.Parameter(tensor, requires_grad=False)
+            )
     return names
 
 
@@ -70,8 +79,8 @@ def load_tuned(model: nn.Module, file: Path, within: str = "") -> list[str]:
 
 
 def storage(model: nn.Module) -> dict[str, int]:
-    """Bytes of the parameters and buffers of `model`: experts, shared_experts, attention, rest, and their total.
-    Tensors that share memory count once."""
+    """Bytes of the parameters and buffers of `model`: experts, shared_experts, attention, rest, and
+    their total. Tensors that share memory count once."""
     held = {"experts": 0, "shared_experts": 0, "attention": 0, "rest": 0}
     seen: set[tuple[torch.device, int]] = set()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -83,10 +92,11 @@ def storage(model: nn.Module) -> dict[str, int]:
 
 
 def quantize(model: Any, modules: Iterable[str]) -> None:
-    """Store the weights of `modules` (experts, shared_experts, attention) of `model` as NF4 with double quantisation.
-    Each matrix is dequantised when it is used, one at a time, to the model's own dtype. Tensors that `model` shares
-    with another model are replaced, not written to. Experts run eagerly afterwards, because grouped kernels need all of
-    them at once. UserError when bitsandbytes is missing."""
+    """Store the weights of `modules` (experts, shared_experts, attention) of `model` as NF4 with
+    double quantisation. Each matrix is dequantised when it is used, one at a time, to the model's
+    own dtype. Tensors that `model` shares with another model are replaced, not written to. Experts
+    run eagerly afterwards, because grouped kernels need all of them at once. UserError when
+    bitsandbytes is missing."""
     for part in modules:
         if part == "experts":
             _quantize_experts(model)
@@ -107,22 +117,30 @@ def _quantize_experts(model: Any) -> None:
     model.set_experts_implementation("eager")
 
 
-def _ragged_weights(gate_up: FourBitMatrices, down: FourBitMatrices, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _ragged_weights(
+    gate_up: FourBitMatrices, down: FourBitMatrices, expert: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What `RaggedExperts.weights` returns."""
     return gate_up[expert], down[expert]
 
 
 def _matrices(experts: Any) -> dict[str, Sequence[torch.Tensor]]:
-    """Name of each stack of weights of an experts module -> its matrices, one per expert, as stored in memory."""
+    """Name of each stack of weights of an experts module -> its matrices, one per expert, as stored
+    in memory."""
     if is_ragged(experts):
         gate_up, down = zip(*map(experts.weights, range(experts.num_experts)), strict=True)
         return {"gate_up_packed": gate_up, "down_packed": down}
-    stacks = {name: tensor for name, tensor in experts.named_parameters(recurse=False) if tensor.dim() == 3}
+    stacks = {
+        name: tensor
+        for name, tensor in experts.named_parameters(recurse=False)
+        if tensor.dim() == 3
+    }
     return {name: stack.detach().unbind() for name, stack in stacks.items()}
 
 
 def rounded_experts(experts: Any) -> dict[str, torch.Tensor]:
-    """Name -> each stack of weights of an experts module, as the numbers that `quantize` rounds it to."""
+    """Name -> each stack of weights of an experts module, as the numbers that `quantize` rounds it
+    to."""
     return {
         name: torch.cat([rounded(matrix) for matrix in matrices]).view_as(getattr(experts, name))
         for name, matrices in _matrices(experts).items()
@@ -136,30 +154,36 @@ def rounded(weight: torch.Tensor) -> torch.Tensor:
 
 
 def nf4_tensors(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Ending of a name -> tensor: a weight (rows, columns) in the NF4 format of bitsandbytes, which stands for the
-    numbers of `rounded` if the columns are a multiple of NF4_BLOCK."""
+    """Ending of a name -> tensor: a weight (rows, columns) in the NF4 format of bitsandbytes, which
+    stands for the numbers of `rounded` if the columns are a multiple of NF4_BLOCK."""
     packed, state = _quantized(weight.detach())
-    return {"": packed, **{f".{name}": tensor for name, tensor in state.as_dict(packed=True).items()}}
+    return {
+        "": packed,
+        **{f".{name}": tensor for name, tensor in state.as_dict(packed=True).items()},
+    }
 
 
 class FourBitMatrix(nn.Module):
-    """A matrix in NF4 with double quantisation; calling it gives the matrix, dequantised to its original dtype.
+    """A matrix in NF4 with double quantisation; calling it gives the matrix, dequantised to its
+    original dtype.
 
-    A weight takes 4 bits: the nearest of 16 quantiles of the normal distribution, times the scale of its block of 64,
-    their largest magnitude. A scale takes 8 bits: the mean of all scales is subtracted, and the result is stored
-    relative to the largest of 256. That is 4.127 bits per weight in all. The matrix is cut into blocks row by row; its
-    last block is padded with zeros.
+    A weight takes 4 bits: the nearest of 16 quantiles of the normal distribution, times the scale
+    of its block of 64, their largest magnitude. A scale takes 8 bits: the mean of all scales is
+    subtracted, and the result is stored relative to the largest of 256. That is 4.127 bits per
+    weight in all. The matrix is cut into blocks row by row; its last block is padded with zeros.
     """
 
     packed: torch.Tensor
-    """uint8 (blocks * 32, 1): two weights a byte. Further buffers: scales, nested (their scales), and their mean."""
+    """uint8 (blocks * 32, 1): two weights a byte. Further buffers: scales, nested (their scales),
+    and their mean."""
 
     def __init__(self, matrix: torch.Tensor) -> None:
         """Quantise `matrix` (rows, columns) of float32, bfloat16 or float16."""
         super().__init__()
         self.shape = matrix.shape
         flat = matrix.detach().reshape(-1)
-        # As rows of one block each: on the CPU, bitsandbytes 0.50 dequantises rows that end inside a block wrongly.
+        # As rows of one block each: on the CPU, bitsandbytes 0.50 dequantises rows that end inside
+        # a block wrongly.
         packed, self.state = _quantized(pad(flat, (0, -len(flat) % NF4_BLOCK)).view(-1, NF4_BLOCK))
         if not len(flat):
             self.state.offset.zero_()  # the mean of nothing
@@ -177,8 +201,9 @@ class FourBitMatrix(nn.Module):
 
 
 class FourBitMatrices(nn.ModuleList):
-    """Replaces a stack of matrices by NF4 weights: `matrices[e]` (a number, or a tensor with one) is matrix e, so that
-    the eager forward of an experts module dequantises one expert after the other."""
+    """Replaces a stack of matrices by NF4 weights: `matrices[e]` (a number, or a tensor with one)
+    is matrix e, so that the eager forward of an experts module dequantises one expert after the
+    other."""
 
     def __getitem__(self, expert: Any) -> Any:
         """One matrix (rows, columns)."""
@@ -190,7 +215,8 @@ class FourBitLinear(nn.Module):
 
     def __init__(self, original: nn.Linear) -> None:
         super().__init__()
-        self.in_features, self.out_features = original.in_features, original.out_features
+        self.in_features = original.in_features
+        self.out_features = original.out_features
         self.weight = FourBitMatrix(original.weight)
         self.bias = original.bias
 

@@ -1,4 +1,5 @@
-"""DoRA adapters (arXiv 2402.09353) on a model's MoE blocks: routed experts, shared experts, routers."""
+"""DoRA adapters (arXiv 2402.09353) on a model's MoE blocks: routed experts, shared experts,
+routers."""
 
 from __future__ import annotations
 
@@ -22,39 +23,51 @@ SCALING = 4.0
 
 
 class Dora(nn.Module):
-    """The adapter of a linear map W (out, in): W' = m (W + s B A) / ||W + s B A||, with the norm of each row. A (rank,
-    in), B (out, rank) and m (out,) are trained, in at least fp32, s is the scaling; at first W' = W. As in peft, no
-    gradient flows into the norm, and dropout, in training, acts on what is added to the output of W."""
+    """The adapter of a linear map W (out, in): W' = m (W + s B A) / ||W + s B A||, with the norm of
+    each row. A (rank, in), B (out, rank) and m (out,) are trained, in at least fp32, s is the
+    scaling; at first W' = W. As in peft, no gradient flows into the norm, and dropout, in training,
+    acts on what is added to the output of W."""
 
-    def __init__(self, weight: torch.Tensor, rank: int, scaling: float, dropout: float = 0.0) -> None:
+    def __init__(
+        self, weight: torch.Tensor, rank: int, scaling: float, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         matrix = wide(weight.detach())
         self.a = nn.Parameter(matrix.new_empty(rank, matrix.shape[1]))
         nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))
         self.b = nn.Parameter(matrix.new_zeros(len(matrix), rank))
         self.magnitude = nn.Parameter(matrix.norm(dim=1))
-        self.scaling, self.dropout = scaling, dropout
+        self.scaling = scaling
+        self.dropout = dropout
 
     def weight(self, weight: torch.Tensor) -> torch.Tensor:
         """W' (out, in) in the dtype of `weight`, which is W."""
         moved = weight.to(self.a.dtype) + self.scaling * (self.b @ self.a)
         return (self._factor(moved.detach())[:, None] * moved).to(weight.dtype)
 
-    def forward(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The output (n, out) of the adapted map for its input `rows` (n, in); `weight` is W."""
         output = linear(rows, weight)
-        wide_rows, plain, precise = rows.to(self.a.dtype), output, weight.to(self.a.dtype)
+        wide_rows = rows.to(self.a.dtype)
+        plain = output
+        precise = weight.to(self.a.dtype)
         if self.training and self.dropout:
             wide_rows = dropout(wide_rows, self.dropout)
             plain = linear(wide_rows, precise)
         factor = self._factor((precise + self.scaling * (self.b @ self.a)).detach())
-        added = (factor - 1) * plain + factor * self.scaling * linear(linear(wide_rows, self.a), self.b)
+        added = (factor - 1) * plain + factor * self.scaling * linear(
+            linear(wide_rows, self.a), self.b
+        )
         output = (output + added).to(output.dtype)
         return output if bias is None else output + bias
 
     def _factor(self, moved: torch.Tensor) -> torch.Tensor:
         """m / ||W + s B A|| of each row (out,); 0 for a row of zeros, whose m is 0."""
-        factor: torch.Tensor = self.magnitude / moved.norm(dim=1).clamp(min=torch.finfo(moved.dtype).tiny)
+        factor: torch.Tensor = self.magnitude / moved.norm(dim=1).clamp(
+            min=torch.finfo(moved.dtype).tiny
+        )
         return factor
 
 
@@ -76,7 +89,8 @@ class DoraLinear(nn.Module):
 
 
 class DoraWeight(nn.Module):
-    """Parametrises a router's weight by its adapted form, which works for every formula of a router."""
+    """Parametrises a router's weight by its adapted form, which works for every formula of a
+    router."""
 
     def __init__(self, weight: torch.Tensor, settings: RecoveryConfig) -> None:
         super().__init__()
@@ -88,8 +102,8 @@ class DoraWeight(nn.Module):
 
 
 class DoraExperts(nn.Module):
-    """Replaces the experts module of a layer, which stays as it is, by the same experts with adapters. `adapters[e]`
-    holds those of expert e by name: gate, up and down."""
+    """Replaces the experts module of a layer, which stays as it is, by the same experts with
+    adapters. `adapters[e]` holds those of expert e by name: gate, up and down."""
 
     def __init__(self, layer: MoELayer, settings: RecoveryConfig) -> None:
         super().__init__()
@@ -97,13 +111,17 @@ class DoraExperts(nn.Module):
         self.adapters = nn.ModuleList()
         for expert in range(layer.n_experts):
             maps = linear_maps(layer, expert).items()
-            adapters = {name: Dora(weight, settings.rank, SCALING, settings.dropout) for name, (weight, _) in maps}
+            adapters = {
+                name: Dora(weight, settings.rank, SCALING, settings.dropout)
+                for name, (weight, _) in maps
+            }
             self.adapters.append(nn.ModuleDict(adapters))
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Gated sum (T, H) of the outputs of experts `top_k_index` (T, K) with gates `top_k_weights` (T, K)."""
+        """Gated sum (T, H) of the outputs of experts `top_k_index` (T, K) with gates
+        `top_k_weights` (T, K)."""
 
         def of_expert(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor | None:
             return self._expert(expert, states) if len(self.adapters[expert]) else None  # type: ignore[arg-type]
@@ -115,31 +133,42 @@ class DoraExperts(nn.Module):
         rows = sort_by_expert(index, len(self.adapters))
         mixed = routed_output(hidden_states, rows, top_k_weights, of_expert)
         if is_ragged(original) and original.constants is not None:
-            arguments = (top_k_index, top_k_weights, original.num_experts, original.null, original.constants)
+            arguments = (
+                top_k_index,
+                top_k_weights,
+                original.num_experts,
+                original.null,
+                original.constants,
+            )
             mixed = mixed + constant_output(*arguments)
         return mixed
 
     def _expert(self, expert: int, hidden: torch.Tensor) -> torch.Tensor:
-        """The output (n, H) of one expert for its rows (n, H) of the hidden states, before the gate."""
+        """The output (n, H) of one expert for its rows (n, H) of the hidden states, before the
+        gate."""
         experts: Any = self.layer.experts
         adapters: Any = self.adapters[expert]
         maps = linear_maps(self.layer, expert)
         inward = [adapters[name](hidden, *maps[name]) for name in maps if name != "down"]
-        joined = torch.cat(inward, -1) if experts.is_concatenated else torch.stack(inward, -1).flatten(-2)
+        joined = (
+            torch.cat(inward, -1)
+            if experts.is_concatenated
+            else torch.stack(inward, -1).flatten(-2)
+        )
         output: torch.Tensor = adapters["down"](activation(experts)(joined), *maps["down"])
         norm = post_expert_norm(experts)
         return output if norm is None else norm(output)
 
 
 Adapted: TypeAlias = dict[str, dict[str, Any]]
-"""Part of the model -> path -> module: experts (DoraExperts), routers (modules with a parametrised weight) and
-shared_experts (DoraLinear)."""
+"""Part of the model -> path -> module: experts (DoraExperts), routers (modules with a parametrised
+weight) and shared_experts (DoraLinear)."""
 
 
 def attach(model: nn.Module, settings: RecoveryConfig, seed: int) -> Adapted:
-    """Put adapters on the MoE blocks of `model`, in place; everything else is frozen. They are put on all routed and
-    shared experts, and on routers unless recovery.router_rank=0, and are in training mode. `seed` determines the random
-    first A of each."""
+    """Put adapters on the MoE blocks of `model`, in place; everything else is frozen. They are put
+    on all routed and shared experts, and on routers unless recovery.router_rank=0, and are in
+    training mode. `seed` determines the random first A of each."""
     model.requires_grad_(False)
     paths = {module: path for path, module in model.named_modules()}
     shared = list(linears(model, "shared_experts"))
@@ -167,25 +196,31 @@ def router_weight(layer: MoELayer) -> nn.Module:
 
 
 def trainable(adapted: Adapted) -> dict[str, dict[str, nn.Parameter]]:
-    """The parameters to train: {"experts": name -> parameter, "routers": ..., "shared_experts": ...}."""
+    """The parameters to train: {"experts": name -> parameter, "routers": ..., "shared_experts":
+    ...}."""
     parameters: dict[str, dict[str, nn.Parameter]] = {part: {} for part in adapted}
     for part, modules in adapted.items():
         for path, module in modules.items():
             named = module.named_parameters(path)
-            parameters[part] |= {name: parameter for name, parameter in named if parameter.requires_grad}
+            parameters[part] |= {
+                name: parameter for name, parameter in named if parameter.requires_grad
+            }
     return parameters
 
 
 @torch.no_grad()
 def merge(model: nn.Module, adapted: Adapted) -> dict[str, torch.Tensor]:
-    """Merge the adapters into new tensors, and put the original modules, which hold these, back into `model`. Returns
-    the new tensors by their names in the model's state dict. UserError naming one that is not finite."""
+    """Merge the adapters into new tensors, and put the original modules, which hold these, back
+    into `model`. Returns the new tensors by their names in the model's state dict. UserError naming
+    one that is not finite."""
     changed: dict[str, torch.Tensor] = {}
     for path, experts in adapted["experts"].items():
         changed |= {f"{path}.{name}": tensor for name, tensor in _merged_experts(experts).items()}
         model.set_submodule(path, experts.layer.experts)
     for path, router in adapted["routers"].items():
-        changed[f"{path}.weight"] = router.weight.detach().clone(memory_format=torch.contiguous_format)
+        changed[f"{path}.weight"] = router.weight.detach().clone(
+            memory_format=torch.contiguous_format
+        )
         parametrize.remove_parametrizations(router, "weight", leave_parametrized=False)
     for path, module in adapted["shared_experts"].items():
         changed[f"{path}.weight"] = module.adapter.weight(module.plain.weight)
@@ -194,13 +229,15 @@ def merge(model: nn.Module, adapted: Adapted) -> dict[str, torch.Tensor]:
         if not bool(tensor.isfinite().all()):
             raise UserError(f"fine-tuning made {name} not finite: lower recovery.learning_rate")
         owner, _, attribute = name.rpartition(".")
-        replace_tensor(model.get_submodule(owner), attribute, nn.Parameter(tensor, requires_grad=False))
+        replace_tensor(
+            model.get_submodule(owner), attribute, nn.Parameter(tensor, requires_grad=False)
+        )
     return changed
 
 
 def _merged_experts(adapted: DoraExperts) -> dict[str, torch.Tensor]:
-    """Name -> new stack of the experts module of a layer, into which the merged projections, views of it, are written.
-    Other models may share the old stacks."""
+    """Name -> new stack of the experts module of a layer, into which the merged projections, views
+    of it, are written. Other models may share the old stacks."""
     module = adapted.layer.experts
     stacks = {}
     for name, parameter in list(module.named_parameters(recurse=False)):
@@ -213,12 +250,18 @@ def _merged_experts(adapted: DoraExperts) -> dict[str, torch.Tensor]:
     return stacks
 
 
-def linear_maps(layer: MoELayer, expert: int) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
-    """The linear maps of one expert of a layer, if it has channels: name (gate, up or down) -> weight (out, in), bias
-    (out,) or None. They are views of its stacked or ragged module, which is written to by writing to them."""
+def linear_maps(
+    layer: MoELayer, expert: int
+) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
+    """The linear maps of one expert of a layer, if it has channels: name (gate, up or down) ->
+    weight (out, in), bias (out,) or None. They are views of its stacked or ragged module, which is
+    written to by writing to them."""
     views = layer.projections(expert)
     maps: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
     for name in ("gate", "up", "down"):
         if name in views and len(views[name]):
-            maps[name] = (views[name].T if name == "down" else views[name], views.get(f"{name}_bias"))
+            maps[name] = (
+                views[name].T if name == "down" else views[name],
+                views.get(f"{name}_bias"),
+            )
     return maps

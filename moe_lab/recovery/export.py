@@ -1,4 +1,5 @@
-"""Put a recovery into an exported checkpoint: merged fine-tuned tensors, and NF4 where the format has it."""
+"""Put a recovery into an exported checkpoint: merged fine-tuned tensors, and NF4 where the format
+has it."""
 
 from __future__ import annotations
 
@@ -24,55 +25,82 @@ from moe_lab.recovery.apply import TENSORS, load_tuned, nf4_tensors, rounded, ro
 
 
 def recovery_changes(
-    folder: Path, *, dtype: torch.dtype, bits: int, modules: Sequence[str], tuned: Path | None, words: str
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    bits: int,
+    modules: Sequence[str],
+    tuned: Path | None,
+    words: str,
 ) -> Changes:
-    """The changes that make the pruned checkpoint in `folder` the recovered model, as `apply.recovered` computes it.
+    """The changes that make the pruned checkpoint in `folder` the recovered model, as
+    `apply.recovered` computes it.
 
-    Weights are tuned and rounded in `dtype`, in which the model was evaluated, on the CPU. `tuned`, `bits` and
-    `modules` as there; `words` say what fine-tuning was done, for the model card. With `bits` 4, linear maps are stored
-    in the NF4 format of bitsandbytes where it can compute with them on every machine, and other weights, such as those
-    of routed experts, as the numbers they were rounded to: transformers has no 4-bit form for stacked experts.
+    Weights are tuned and rounded in `dtype`, in which the model was evaluated, on the CPU. `tuned`,
+    `bits` and `modules` as there; `words` say what fine-tuning was done, for the model card. With
+    `bits` 4, linear maps are stored in the NF4 format of bitsandbytes where it can compute with
+    them on every machine, and other weights, such as those of routed experts, as the numbers they
+    were rounded to: transformers has no 4-bit form for stacked experts.
     """
     recovered = _RecoveredTensors(folder, dtype, modules if bits == 4 else (), tuned)
     name = str(dtype).removeprefix("torch.")
     if bits == 4:
         words += (
-            f" Weights of {', '.join(sorted(modules))} were rounded to NF4 with double quantisation; "
-            f"{len(recovered.in_4_bits)} linear maps are stored in 4 bits, as bitsandbytes does, the others as "
+            f" Weights of {', '.join(sorted(modules))} were rounded to NF4 with double "
+            "quantisation; "
+            f"{len(recovered.in_4_bits)} linear maps are stored in 4 bits, as bitsandbytes does, "
+            "the others as "
             "the numbers they were rounded to."
         )
-    words += f" The changed weights are stored in {name}: load the folder with dtype=torch.{name} for these numbers."
-    return Changes(recovered.change, words.strip(), recovered.config() if recovered.in_4_bits else {})
+    words += (
+        f" The changed weights are stored in {name}: load the folder with dtype=torch.{name} "
+        "for these numbers."
+    )
+    return Changes(
+        recovered.change, words.strip(), recovered.config() if recovered.in_4_bits else {}
+    )
 
 
 def check_widths(source: Path, plan: Plan, dtype: torch.dtype) -> None:
-    """Raise UserError if `plan` leaves other modules in a model of `dtype` than in an export of the files in `source`:
-    experts of a width that fits the kernels in one precision only are stacked in one of them, and packed in the other.
+    """Raise UserError if `plan` leaves other modules in a model of `dtype` than in an export of the
+    files in `source`: experts of a width that fits the kernels in one precision only are stacked in
+    one of them, and packed in the other.
     """
     stored = bits_of(expert_type(open_checkpoint(source))) // 8
     for layer, mask in plan.channels.items():
         widths = plan.widths(layer)
-        if min(widths) < mask.shape[1] and is_stock(widths, stored) != is_stock(widths, dtype.itemsize):
+        if min(widths) < mask.shape[1] and is_stock(widths, stored) != is_stock(
+            widths, dtype.itemsize
+        ):
             name = str(dtype).removeprefix("torch.")
             raise UserError(
-                f"export: experts of layer {layer} keep {widths[0]} channels, whose rows fit the kernels of "
-                f"transformers either in {name}, in which the recovery was computed, or in the precision of the files "
-                f"in {source}, but not in both: expected model.dtype as stored, or widths that are multiples of 8"
+                f"export: experts of layer {layer} keep {widths[0]} channels, whose rows fit the "
+                "kernels of "
+                f"transformers either in {name}, in which the recovery was computed, or in the "
+                "precision of the files "
+                f"in {source}, but not in both: expected model.dtype as stored, or widths that "
+                "are multiples of 8"
             )
 
 
 class _RecoveredTensors:
     """The changed tensors of a pruned checkpoint. One decoder layer is in memory at a time."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, modules: Sequence[str], tuned: Path | None) -> None:
+    def __init__(
+        self, folder: Path, dtype: torch.dtype, modules: Sequence[str], tuned: Path | None
+    ) -> None:
         self.streamed = StreamedModel(folder, dtype=dtype, device="cpu", trust_remote_code=True)
-        self.dtype, self.modules, self.tuned = dtype, modules, tuned
+        self.dtype = dtype
+        self.modules = modules
+        self.tuned = tuned
         self.layer = lru_cache(maxsize=1)(self._layer)
         self.in_4_bits: dict[str, str] = {}
-        """Module path -> name in the checkpoint of the weight, of linear maps that are stored in 4 bits."""
+        """Module path -> name in the checkpoint of the weight, of linear maps that are stored in 4
+        bits."""
         for path, module in self._rounded_maps():
             names = list(to_checkpoint(self.streamed.model, {f"{path}.weight": module.weight}))
-            # On a CPU, bitsandbytes 0.50 reads rows that end inside a block wrongly, and, where it has AVX512 for
+            # On a CPU, bitsandbytes 0.50 reads rows that end inside a block wrongly, and, where it
+            # has AVX512 for
             # bfloat16, stops unless the number of rows is a multiple of 32.
             fits = module.in_features % NF4_BLOCK == 0 and module.out_features % 32 == 0
             if fits and len(names) == 1:
@@ -83,10 +111,15 @@ class _RecoveredTensors:
         return self.layer(self.streamed.layer_of.get(name, REST)).get(name, {name: tensor})
 
     def config(self) -> dict[str, Any]:
-        """`quantization_config`: all linear maps that are not stored in 4 bits are listed as skipped."""
+        """`quantization_config`: all linear maps that are not stored in 4 bits are listed as
+        skipped."""
         from transformers import BitsAndBytesConfig
 
-        maps = [path for path, module in self.streamed.model.named_modules() if type(module) is nn.Linear]
+        maps = [
+            path
+            for path, module in self.streamed.model.named_modules()
+            if type(module) is nn.Linear
+        ]
         stated = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
@@ -99,11 +132,16 @@ class _RecoveredTensors:
     def _rounded_maps(self, within: str = "") -> Iterator[tuple[str, nn.Linear]]:
         for part in self.modules:
             if part != "experts":
-                yield from (pair for pair in linears(self.streamed.model, part) if pair[0].startswith(within))
+                yield from (
+                    pair
+                    for pair in linears(self.streamed.model, part)
+                    if pair[0].startswith(within)
+                )
 
     @torch.no_grad()
     def _layer(self, number: int) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Name of each changed tensor of a decoder layer in the checkpoint -> what is written in its place."""
+        """Name of each changed tensor of a decoder layer in the checkpoint -> what is written in
+        its place."""
         if number == REST:
             return {}
         model: Any = self.streamed.model
@@ -121,7 +159,9 @@ class _RecoveredTensors:
             for path, module in self._rounded_maps(within):
                 if path in self.in_4_bits:
                     name = self.in_4_bits[path]
-                    four_bits[name] = {f"{name}{end}": tensor for end, tensor in nf4_tensors(module.weight).items()}
+                    four_bits[name] = {
+                        f"{name}{end}": tensor for end, tensor in nf4_tensors(module.weight).items()
+                    }
                     changed.pop(f"{path}.weight", None)
                 else:
                     changed[f"{path}.weight"] = rounded(module.weight)

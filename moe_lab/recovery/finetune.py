@@ -1,7 +1,8 @@
 """Fine-tune a pruned model, and save its changed tensors.
 
-It learns the answers of an instruction set, or, on any text, the next-token distributions of the unpruned model. The
-seed fixes the order of rows. A stopped training resumes exactly from a checkpoint.
+It learns the answers of an instruction set, or, on any text, the next-token distributions of the
+unpruned model. The seed fixes the order of rows. A stopped training resumes exactly from a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -37,22 +38,29 @@ from moe_lab.recovery.apply import pruned, save_tuned
 from moe_lab.recovery.dora import attach, merge, router_weight, trainable
 from moe_lab.statistics.observe import digest
 
-RATES = {"experts": "learning_rate", "shared_experts": "learning_rate", "routers": "router_learning_rate"}
+RATES = {
+    "experts": "learning_rate",
+    "shared_experts": "learning_rate",
+    "routers": "router_learning_rate",
+}
 """Part of the model -> the setting that holds its peak learning rate."""
 Row = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""ids (S,) int64, valid (S,) bool, learnt (S,) bool: the tokens, which of them count, which of them are learnt."""
+"""ids (S,) int64, valid (S,) bool, learnt (S,) bool: the tokens, which of them count, which of them
+are learnt."""
 Groups = dict[str, dict[str, nn.Parameter]]
-"""Part of the model (experts, routers, shared_experts) -> name -> parameter to train; names are the same in every
-run."""
+"""Part of the model (experts, routers, shared_experts) -> name -> parameter to train; names are the
+same in every run."""
 Loss = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(model, ids (B, S), valid (B, S), learnt (B, S)) -> the loss summed over the learnt tokens, in nats."""
+"""(model, ids (B, S), valid (B, S), learnt (B, S)) -> the loss summed over the learnt tokens, in
+nats."""
 WARMUP = 0.1
-"""Share of the steps in which learning rates rise from 0 to their peak: before, AdamW knows too few gradients to scale
-them."""
+"""Share of the steps in which learning rates rise from 0 to their peak: before, AdamW knows too few
+gradients to scale them."""
 CLIP = 0.5
 """Largest norm of the gradient of one step, so that no single step undoes many."""
 SAVE_EVERY = 50
-"""Steps between two checkpoints: a killed run loses minutes, and writing them takes a few percent of its time."""
+"""Steps between two checkpoints: a killed run loses minutes, and writing them takes a few percent
+of its time."""
 PROGRESS_FILE = "progress.pt"
 
 
@@ -67,31 +75,44 @@ def finetune(
     partial: Path,
     seed: int,
 ) -> None:
-    """Train `model`, pruned by `plan` (None: not pruned): DoRA adapters on its MoE blocks, or its routers alone.
+    """Train `model`, pruned by `plan` (None: not pruned): DoRA adapters on its MoE blocks, or its
+    routers alone.
 
-    It learns the answers of `text` or, with recovery.distill, what the unpruned `model` predicts on `text`. Files
-    written to the folder `out`, from which `apply.recovered` makes the fine-tuned model:
+    It learns the answers of `text` or, with recovery.distill, what the unpruned `model` predicts on
+    `text`. Files written to the folder `out`, from which `apply.recovered` makes the fine-tuned
+    model:
 
-    tuned.safetensors  the tensors that differ from the pruned model's, by their names in its state dict
+    tuned.safetensors  the tensors that differ from the pruned model's, by their names in its state
+    dict
     finetune.json      loss of each step, trained parameters, tokens, steps, seconds
 
-    Progress is saved in `partial`, a folder of this run alone, which resumes from it exactly. `model` is not changed.
-    UserError for a text in which nothing can be learnt, and a loss that is not finite.
+    Progress is saved in `partial`, a folder of this run alone, which resumes from it exactly.
+    `model` is not changed. UserError for a text in which nothing can be learnt, and a loss that is
+    not finite.
     """
     is_distilled = settings.distill is not None
     rows = text_rows(text, tokenizer) if is_distilled else answer_rows(text, tokenizer)
-    distillation = functools.partial(distillation_loss, teacher=model, temperature=settings.temperature)
+    distillation = functools.partial(
+        distillation_loss, teacher=model, temperature=settings.temperature
+    )
     loss = distillation if is_distilled else answer_loss
     run: dict[str, Any] = {"loss": loss, "partial": partial, "seed": seed}
     started = time.monotonic()
     with student(model, plan, settings, seed) as trained:
-        losses = train(trained.model, trained.parameters, rows, settings, rows_at_once=text.batch_size, **run)
-        counts = {part: sum(map(torch.numel, named.values())) for part, named in trained.parameters.items()}
+        losses = train(
+            trained.model, trained.parameters, rows, settings, rows_at_once=text.batch_size, **run
+        )
+        counts = {
+            part: sum(map(torch.numel, named.values()))
+            for part, named in trained.parameters.items()
+        }
         changed = trained.changed()
     report = {
         "trained_parameters": counts,
         "rows": len(rows),
-        "tokens" if is_distilled else "answer_tokens": sum(int(learnt[1:].sum()) for _, _, learnt in rows),
+        "tokens" if is_distilled else "answer_tokens": sum(
+            int(learnt[1:].sum()) for _, _, learnt in rows
+        ),
         "steps": len(losses),
         "seconds": round(time.monotonic() - started, 1),
         "loss": losses,
@@ -100,21 +121,27 @@ def finetune(
 
 
 def answer_rows(text: CalibrationConfig, tokenizer: Any) -> list[Row]:
-    """The rows of an instruction set in which an answer is learnt. UserError when there are none."""
+    """The rows of an instruction set in which an answer is learnt. UserError when there are
+    none."""
     lacking = "no row holds an answer after its first token: expected answers"
     return _learnable(answer_batches(text, tokenizer, header=True), text, lacking)
 
 
 def text_rows(text: CalibrationConfig, tokenizer: Any) -> list[Row]:
-    """The rows of any text; each valid token that follows a valid one is learnt. UserError when there is none."""
+    """The rows of any text; each valid token that follows a valid one is learnt. UserError when
+    there is none."""
     read = batches(text, tokenizer).rows
     marked = ((ids, valid, valid & pad(valid[:, :-1], (1, 0), value=True)) for ids, valid in read)
     return _learnable(marked, text, "no token follows another one: expected longer documents")
 
 
-def _learnable(marked: Iterable[Sequence[torch.Tensor]], text: CalibrationConfig, lacking: str) -> list[Row]:
+def _learnable(
+    marked: Iterable[Sequence[torch.Tensor]], text: CalibrationConfig, lacking: str
+) -> list[Row]:
     """The rows of batches in which a token after the first is learnt."""
-    rows = [(*row,) for batch in marked for row in zip(*batch, strict=True) if bool(row[2][1:].any())]
+    rows = [
+        (*row,) for batch in marked for row in zip(*batch, strict=True) if bool(row[2][1:].any())
+    ]
     if not rows:
         raise UserError(f"calibration.path={text.path}: {lacking}")
     return rows
@@ -131,17 +158,20 @@ def train(
     partial: Path,
     seed: int,
 ) -> list[float]:
-    """Train the parameters `groups` of `model` on `rows`; returns the loss of each step, in nats per learnt token.
-    AdamW without weight decay. A step reads `settings.rows_per_step` rows, `rows_at_once` in one forward pass; its loss
-    is the mean over all their learnt tokens. All random numbers of a step are drawn from (seed, step), so a training
-    that is resumed from `partial` gives exactly the weights of an uninterrupted one."""
+    """Train the parameters `groups` of `model` on `rows`; returns the loss of each step, in nats
+    per learnt token. AdamW without weight decay. A step reads `settings.rows_per_step` rows,
+    `rows_at_once` in one forward pass; its loss is the mean over all their learnt tokens. All
+    random numbers of a step are drawn from (seed, step), so a training that is resumed from
+    `partial` gives exactly the weights of an uninterrupted one."""
     parameters = {name: parameter for named in groups.values() for name, parameter in named.items()}
     parts = [part for part in groups if groups[part]]
     trained = [{"params": list(groups[part].values())} for part in parts]
     optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0)
     steps = step_count(settings, len(rows))
     content = digest(tensor for row in rows for tensor in row)
-    about = json.dumps({"settings": identity(settings), "seed": seed, "rows": content}, sort_keys=True)
+    about = json.dumps(
+        {"settings": identity(settings), "seed": seed, "rows": content}, sort_keys=True
+    )
     losses = load_progress(partial, about, parameters, optimizer)
     for step in range(len(losses), steps):
         chosen = [rows[row] for row in rows_of_step(step, settings.rows_per_step, len(rows), seed)]
@@ -153,7 +183,8 @@ def train(
         if not math.isfinite(losses[-1]):
             rate = f"recovery.{RATES[parts[0]]}={getattr(settings, RATES[parts[0]])}"
             raise UserError(
-                f"fine-tuning: the loss of step {step + 1} is {losses[-1]}, expected a number: lower {rate}"
+                f"fine-tuning: the loss of step {step + 1} is {losses[-1]}, expected a number: "
+                f"lower {rate}"
             )
         torch.nn.utils.clip_grad_norm_(parameters.values(), CLIP)
         optimizer.step()
@@ -167,13 +198,14 @@ def train(
 
 
 def step_count(settings: RecoveryConfig, n_rows: int) -> int:
-    """Steps of `settings.epochs` passes over `n_rows` rows; the last may begin another pass. At least 1."""
+    """Steps of `settings.epochs` passes over `n_rows` rows; the last may begin another pass. At
+    least 1."""
     return max(1, math.ceil(settings.epochs * n_rows / settings.rows_per_step))
 
 
 def rate_factor(step: int, steps: int) -> float:
-    """Share of the peak learning rate in `step` (from 0) of `steps`: a linear rise over the first `WARMUP` of them,
-    then a cosine, to 0 after the last one."""
+    """Share of the peak learning rate in `step` (from 0) of `steps`: a linear rise over the first
+    `WARMUP` of them, then a cosine, to 0 after the last one."""
     rising = math.ceil(WARMUP * steps)
     if step < rising:
         return (step + 1) / rising
@@ -182,7 +214,8 @@ def rate_factor(step: int, steps: int) -> float:
 
 
 def rows_of_step(step: int, size: int, n_rows: int, seed: int) -> list[int]:
-    """Indices of the rows of one step. Each pass over all rows has an order of its own, drawn from the seed."""
+    """Indices of the rows of one step. Each pass over all rows has an order of its own, drawn from
+    the seed."""
     chosen = []
     for at in range(step * size, (step + 1) * size):
         turn, place = divmod(at, n_rows)
@@ -202,30 +235,44 @@ def _backward(model: Any, rows: Sequence[Row], loss: Loss, at_once: int) -> floa
     return total
 
 
-def answer_loss(model: Any, ids: torch.Tensor, valid: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
-    """Sum over the answer tokens (B, S), but for the first of a row, of -log p(token | tokens before it), in fp32."""
+def answer_loss(
+    model: Any, ids: torch.Tensor, valid: torch.Tensor, answers: torch.Tensor
+) -> torch.Tensor:
+    """Sum over the answer tokens (B, S), but for the first of a row, of -log p(token | tokens
+    before it), in fp32."""
     logits = _predictions(model, ids, valid, answers)
     return cross_entropy(logits.float(), ids[:, 1:][answers[:, 1:]], reduction="sum")
 
 
 def distillation_loss(
-    model: Any, ids: torch.Tensor, valid: torch.Tensor, learnt: torch.Tensor, *, teacher: Any, temperature: float
+    model: Any,
+    ids: torch.Tensor,
+    valid: torch.Tensor,
+    learnt: torch.Tensor,
+    *,
+    teacher: Any,
+    temperature: float,
 ) -> torch.Tensor:
-    """Sum over the learnt tokens (B, S) of tau^2 KL(teacher || student), in fp32. Both are next-token distributions
-    over the whole vocabulary, at the temperature tau. Divided by the number of learnt tokens it is the loss of
-    Router-KD (arXiv 2603.02217, equations 1 to 3). No gradient flows into the teacher."""
+    """Sum over the learnt tokens (B, S) of tau^2 KL(teacher || student), in fp32. Both are
+    next-token distributions over the whole vocabulary, at the temperature tau. Divided by the
+    number of learnt tokens it is the loss of Router-KD (arXiv 2603.02217, equations 1 to 3). No
+    gradient flows into the teacher."""
     with torch.no_grad():
         target = log_softmax(_predictions(teacher, ids, valid, learnt).float() / temperature, -1)
     predicted = log_softmax(_predictions(model, ids, valid, learnt).float() / temperature, -1)
     return temperature**2 * kl_div(predicted, target, reduction="sum", log_target=True)
 
 
-def _predictions(model: Any, ids: torch.Tensor, valid: torch.Tensor, learnt: torch.Tensor) -> torch.Tensor:
+def _predictions(
+    model: Any, ids: torch.Tensor, valid: torch.Tensor, learnt: torch.Tensor
+) -> torch.Tensor:
     """The logits (N, V) from which the N learnt tokens (B, S) are predicted."""
     after = learnt[:, 1:]
     columns = after.any(0).nonzero()[:, 0]  # of which logits are computed in all rows
     mask = None if bool(valid.all()) else valid.to(torch.int64)
-    logits: torch.Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=columns).logits
+    logits: torch.Tensor = model(
+        input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=columns
+    ).logits
     return logits[after[:, columns]]
 
 
@@ -237,7 +284,8 @@ def _stacked(rows: Sequence[Row], device: torch.device) -> tuple[torch.Tensor, .
 
 
 def _mixed(seed: int, step: int) -> int:
-    """Derive the seed of one step from that of the training; hashing keeps the seeds of different steps unrelated."""
+    """Derive the seed of one step from that of the training; hashing keeps the seeds of different
+    steps unrelated."""
     return int.from_bytes(hashlib.sha256(f"{seed} {step}".encode()).digest()[:7], "big")
 
 
@@ -250,10 +298,13 @@ def save_progress(folder: Path, content: Mapping[str, Any]) -> None:
 
 
 def load_progress(
-    folder: Path, about: str, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+    folder: Path,
+    about: str,
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
 ) -> list[float]:
-    """Restore trained parameters and optimiser; returns the losses of the finished steps, or [], with nothing changed,
-    when the file is missing, damaged, or of another training."""
+    """Restore trained parameters and optimiser; returns the losses of the finished steps, or [],
+    with nothing changed, when the file is missing, damaged, or of another training."""
     try:
         content = torch.load(folder / PROGRESS_FILE, map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, UnpicklingError):
@@ -268,7 +319,8 @@ def load_progress(
     return losses
 
 
-# Pruned models that are trained: DoRA adapters on the MoE blocks of a copy, or the routers of a masked model.
+# Pruned models that are trained: DoRA adapters on the MoE blocks of a copy, or the routers of a
+# masked model.
 
 
 @dataclass(frozen=True)
@@ -278,12 +330,16 @@ class Student:
     model: Any
     parameters: Groups
     changed: Callable[[], dict[str, torch.Tensor]]
-    """Ends the training and returns the tensors it changed, by their names in the pruned model's state dict."""
+    """Ends the training and returns the tensors it changed, by their names in the pruned model's
+    state dict."""
 
 
 @contextmanager
-def student(model: Any, plan: Plan | None, settings: RecoveryConfig, seed: int) -> Iterator[Student]:
-    """`model`, pruned by `plan` (None: not pruned), ready for what `settings` train. `model` itself is not changed."""
+def student(
+    model: Any, plan: Plan | None, settings: RecoveryConfig, seed: int
+) -> Iterator[Student]:
+    """`model`, pruned by `plan` (None: not pruned), ready for what `settings` train. `model` itself
+    is not changed."""
     if settings.train == "routers":
         with trained_routers(model, plan) as trained:
             yield trained
@@ -295,10 +351,11 @@ def student(model: Any, plan: Plan | None, settings: RecoveryConfig, seed: int) 
 
 @contextmanager
 def trained_routers(model: Any, plan: Plan | None) -> Iterator[Student]:
-    """`model` under the mask of `plan`, with the routers' weights as parameters and everything else frozen. The student
-    shares all other tensors with `model`, so that a teacher costs no memory. Only the rows of kept experts are trained;
-    correction biases, and biases of routers, stay. Weights of 16 bits are trained as fp32 copies, since rounding would
-    lose small steps, and are rounded in each forward pass as they will be when evaluated."""
+    """`model` under the mask of `plan`, with the routers' weights as parameters and everything else
+    frozen. The student shares all other tensors with `model`, so that a teacher costs no memory.
+    Only the rows of kept experts are trained; correction biases, and biases of routers, stay.
+    Weights of 16 bits are trained as fp32 copies, since rounding would lose small steps, and are
+    rounded in each forward pass as they will be when evaluated."""
     masked = share_copy(model)
     masked.requires_grad_(False)
     owners = {layer.index: router_weight(layer) for layer in routed_layers(masked)}
@@ -311,12 +368,16 @@ def trained_routers(model: Any, plan: Plan | None) -> Iterator[Student]:
             weights[layer] = PreciseWeight(owner.weight)  # type: ignore[arg-type]
             parametrize.register_parametrization(owner, "weight", weights[layer], unsafe=True)
             # before the mask closes, which puts the whole weight back in place of the slice
-            undo.callback(parametrize.remove_parametrizations, owner, "weight", leave_parametrized=False)
+            undo.callback(
+                parametrize.remove_parametrizations, owner, "weight", leave_parametrized=False
+            )
 
         def changed() -> dict[str, torch.Tensor]:
             return {f"{paths[owner]}.weight": owner.weight.detach() for owner in owners.values()}  # type: ignore[operator]
 
-        parameters = {f"routers.{layer}.weight": weight.precise for layer, weight in weights.items()}
+        parameters = {
+            f"routers.{layer}.weight": weight.precise for layer, weight in weights.items()
+        }
         yield Student(masked, {"routers": parameters}, changed)
 
 

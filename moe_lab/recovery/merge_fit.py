@@ -1,5 +1,5 @@
-"""Fit the down projections of merged experts to the outputs of their members, by least squares, as MergeMoE does
-(arXiv 2510.14436). The formula, and what the paper leaves open: docs/recovery.md."""
+"""Fit the down projections of merged experts to the outputs of their members, by least squares, as
+MergeMoE does (arXiv 2510.14436). The formula, and what the paper leaves open: docs/recovery.md."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from moe_lab.recovery.apply import save_tuned
 from moe_lab.statistics.observe import Tap, gather
 
 RIDGE = 1e-6
-"""How strongly fits are held to the plain average, as a share of the mean square of their inputs: enough for channels
-that are never active, and too little to matter for others."""
+"""How strongly fits are held to the plain average, as a share of the mean square of their inputs:
+enough for channels that are never active, and too little to matter for others."""
 
 
 def fit(
@@ -35,15 +35,19 @@ def fit(
     out: Path,
     partial: Path,
 ) -> dict[str, Any]:
-    """Fit the down projection of each expert that `plan` merges others into to its members' outputs on `text`.
+    """Fit the down projection of each expert that `plan` merges others into to its members' outputs
+    on `text`.
 
-    Writes tuned.safetensors, the experts of each layer that has merged ones by their names in the pruned model's state
-    dict, and the report finetune.json to the folder `out`, from which `apply.recovered` makes the fitted model, and
-    returns the report. Sums are saved in `partial`, a folder of this fit alone, which continues from them. UserError
-    for a plan that merges nothing, outputs that are not finite, and a text too short for every expert.
+    Writes tuned.safetensors, the experts of each layer that has merged ones by their names in the
+    pruned model's state dict, and the report finetune.json to the folder `out`, from which
+    `apply.recovered` makes the fitted model, and returns the report. Sums are saved in `partial`, a
+    folder of this fit alone, which continues from them. UserError for a plan that merges nothing,
+    outputs that are not finite, and a text too short for every expert.
     """
     if not plan.merged:
-        raise UserError("recovery.fit needs merged experts, and the plan has none: expected a larger ratio")
+        raise UserError(
+            "recovery.fit needs merged experts, and the plan has none: expected a larger ratio"
+        )
     started = time.monotonic()
     pruned = prune(model, plan)
     weights_of = merged_weights(pruned, plan)
@@ -57,7 +61,8 @@ def fit(
     fitted = sum(about["error_fitted"] is not None for about in experts)
     if not fitted:
         raise UserError(
-            f"recovery.fit={settings.fit}: each of {len(experts)} merged experts saw fewer tokens than it has channels "
+            f"recovery.fit={settings.fit}: each of {len(experts)} merged experts saw fewer tokens "
+            "than it has channels "
             f"(at most {max(about['tokens'] for about in experts)}): expected a longer text"
         )
     changed = {
@@ -67,17 +72,23 @@ def fit(
         for name, weight in layer.experts.named_parameters()
     }
     seconds = round(time.monotonic() - started, 1)
-    report = {"fitted": fitted, "averaged": len(experts) - fitted, "seconds": seconds, "experts": experts}
+    report = {
+        "fitted": fitted,
+        "averaged": len(experts) - fitted,
+        "seconds": seconds,
+        "experts": experts,
+    }
     save_tuned(out, changed, report)
     return report
 
 
 def merged_weights(pruned: Any, plan: Plan) -> dict[int, dict[int, Weights]]:
-    """Layer -> expert that others are merged into -> its weights in the model that was `pruned` by `plan`: views, so
-    that writing to them writes to the model."""
+    """Layer -> expert that others are merged into -> its weights in the model that was `pruned` by
+    `plan`: views, so that writing to them writes to the model."""
     return {
         layer.index: {
-            owner: layer.weights(plan.experts[layer.index].index(owner)) for owner in sorted(plan.merged[layer.index])
+            owner: layer.weights(plan.experts[layer.index].index(owner))
+            for owner in sorted(plan.merged[layer.index])
         }
         for layer in routed_layers(pruned)
         if layer.index in plan.merged
@@ -85,7 +96,8 @@ def merged_weights(pruned: Any, plan: Plan) -> dict[int, dict[int, Weights]]:
 
 
 class MergeTap(Tap):
-    """Adds what a fit reads, for each merged expert j: phi and f are summed over the valid tokens routed to a member.
+    """Adds what a fit reads, for each merged expert j: phi and f are summed over the valid tokens
+    routed to a member.
 
     tokens.j  ()      number of these tokens
     square.j  ()      sum of ||y||^2, y the weighted sum of the members' outputs
@@ -99,7 +111,9 @@ class MergeTap(Tap):
     merged: ClassVar[Mapping[int, Mapping[int, Weights]]]
     """Layer -> expert that others are merged into -> the weights of all of them."""
 
-    def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def experts(
+        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
         """The routed output (T, H) of the unpruned layer."""
         valid = self.valid(hidden)
         for owner, merged in self.merged.get(self.layer.index, {}).items():
@@ -121,10 +135,15 @@ class MergeTap(Tap):
 
 @torch.no_grad()
 def _fitted(down: torch.Tensor, owner: int, sums: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Write the fitted down projection of an expert to its model, where it is `down`, if it saw enough tokens; returns
-    what was done. `sums`: those of its layer, see `MergeTap`; `owner`: the expert's id in the unpruned model."""
-    tokens, square, error = (float(sums[f"{name}.{owner}"]) for name in ("tokens", "square", "error"))
-    gram, cross, whole = sums[f"gram.{owner}"], sums[f"cross.{owner}"], square or math.inf
+    """Write the fitted down projection of an expert to its model, where it is `down`, if it saw
+    enough tokens; returns what was done. `sums`: those of its layer, see `MergeTap`; `owner`: the
+    expert's id in the unpruned model."""
+    tokens, square, error = (
+        float(sums[f"{name}.{owner}"]) for name in ("tokens", "square", "error")
+    )
+    gram = sums[f"gram.{owner}"]
+    cross = sums[f"cross.{owner}"]
+    whole = square or math.inf
     about = {"tokens": int(tokens), "error_averaged": error / whole, "error_fitted": None}
     if tokens >= len(gram):
         average = down.double().cpu()

@@ -1,1 +1,2 @@
-"""Searches for plans that run the model: evolution of schedules, exhaustive choice, sequential pruning, ablation."""
+"""Searches for plans that run the model: evolution of schedules, exhaustive choice, sequential
+pruning, ablation."""

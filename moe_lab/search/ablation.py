@@ -1,9 +1,12 @@
-"""Increase of the model's loss without the output of one expert, or with the routed output of one layer scaled down.
+"""Increase of the model's loss without the output of one expert, or with the routed output of one
+layer scaled down.
 
     ablation_j = (NLL with g_j f_j = 0 - NLL) / N               what attribution scores approximate
-    scaling    = (NLL with m = SCALE sum_j g_j f_j - NLL) / N   the layer loss of MoE-Slimming's Appendix A.1, step 3
+    scaling    = (NLL with m = SCALE sum_j g_j f_j - NLL) / N   the layer loss of MoE-Slimming's
+    Appendix A.1, step 3
 
-over the N valid tokens that follow a valid token in their row. The other gates of that layer are not changed.
+over the N valid tokens that follow a valid token in their row. The other gates of that layer are
+not changed.
 """
 
 from __future__ import annotations
@@ -28,19 +31,24 @@ from moe_lab.statistics.gradients import check_loss
 from moe_lab.statistics.observe import Batch, description, resume, save_checkpoint
 
 SCALE = 0.9
-"""Factor of the routed output of one layer. The paper only says that it is scaled, as noise; its code uses 0.9, for
-another kind of layer loss."""
+"""Factor of the routed output of one layer. The paper only says that it is scaled, as noise; its
+code uses 0.9, for another kind of layer loss."""
 
 
-def loss_rises(model: PreTrainedModel, kind: str, batches: Sequence[Batch], *, out: Path | None = None) -> Statistics:
+def loss_rises(
+    model: PreTrainedModel, kind: str, batches: Sequence[Batch], *, out: Path | None = None
+) -> Statistics:
     """Increase of the mean loss in nats per token, fp64, for each layer. `kind` is one of KINDS:
 
     ablation (E,)  without the output of each expert
-    scaling ()     with the routed output times SCALE; shared experts and all other layers are not changed
+    scaling ()     with the routed output times SCALE; shared experts and all other layers are not
+    changed
 
-    A few rows are read at a time. The hidden states before every MoE layer are kept, and the layers from there on are
-    run again: with L MoE layers, all of them (L + 1) / 2 times for scaling, and as often for each expert for
-    ablation. Sums are saved in the folder `out` after every layer, and a pass resumes from its own. UserError
+    A few rows are read at a time. The hidden states before every MoE layer are kept, and the layers
+    from there on are run again: with L MoE layers, all of them (L + 1) / 2 times for scaling, and
+    as often for each expert for
+    ablation. Sums are saved in the folder `out` after every layer, and a pass resumes from its own.
+    UserError
     when no two valid tokens are adjacent, and when losses are not finite (naming layer and expert).
     """
     check_loss(batches)
@@ -65,19 +73,31 @@ def loss_rises(model: PreTrainedModel, kind: str, batches: Sequence[Batch], *, o
 
 
 class _Reader:
-    """The unpruned model on a few rows. It can be run again from any MoE layer on, with changed gates in that layer."""
+    """The unpruned model on a few rows. It can be run again from any MoE layer on, with changed
+    gates in that layer."""
 
-    def __init__(self, model: PreTrainedModel, layers: Sequence[MoELayer], ids: torch.Tensor, valid: torch.Tensor):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layers: Sequence[MoELayer],
+        ids: torch.Tensor,
+        valid: torch.Tensor,
+    ):
         self.decoder = Decoder(model)
         self.layers = layers
-        self.ids, self.valid = ids, valid
+        self.ids = ids
+        self.valid = valid
         self.states: States = {}
         self.whole = self._likelihood((0,) * len(layers), self.states)
         if not bool(self.whole.isfinite()):
-            raise UserError("the loss of the unpruned model is NaN or infinite on this text: expected finite numbers")
+            raise UserError(
+                "the loss of the unpruned model is NaN or infinite on this text: expected finite "
+                "numbers"
+            )
 
     def without_each(self, place: int) -> torch.Tensor:
-        """(E,) fp64: increase of the summed loss without each expert of the MoE layer number `place`."""
+        """(E,) fp64: increase of the summed loss without each expert of the MoE layer number
+        `place`."""
 
         def rise(expert: int) -> torch.Tensor:
             return self._rise(place, lambda index, weights: weights.masked_fill(index == expert, 0))
@@ -85,12 +105,15 @@ class _Reader:
         return torch.stack([rise(expert) for expert in range(self.layers[place].n_experts)])
 
     def scaled(self, place: int) -> torch.Tensor:
-        """() fp64: increase of the summed loss with the routed output of the MoE layer number `place` times SCALE."""
+        """() fp64: increase of the summed loss with the routed output of the MoE layer number
+        `place` times SCALE."""
         return self._rise(place, lambda index, weights: weights * SCALE)
 
-    def _rise(self, place: int, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """() fp64: increase of the summed loss with other gates (T, K) in the MoE layer number `place`: `change` of its
-        expert ids and gates."""
+    def _rise(
+        self, place: int, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """() fp64: increase of the summed loss with other gates (T, K) in the MoE layer number
+        `place`: `change` of its expert ids and gates."""
         start = (0,) * place
         changed = (*start, 1, *(0,) * (len(self.layers) - place - 1))
 
@@ -105,7 +128,8 @@ class _Reader:
         """() fp64: the summed log-likelihood of the rows."""
         where = _predicting(self.valid)
         logits, _ = self.decoder.logits(self.ids, self.valid, where, schedule, states)
-        places, targets = where.nonzero(), self.ids.roll(-1, 1)[where]
+        places = where.nonzero()
+        targets = self.ids.roll(-1, 1)[where]
         contexts = Contexts(where, places[:, 0], targets, torch.zeros(len(places)))
         return row_sums("nll", None, logits, contexts).sum()
 

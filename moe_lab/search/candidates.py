@@ -26,7 +26,8 @@ from moe_lab.search.schedules import Schedule
 
 @dataclass
 class Cost:
-    """Computation so far, in full forward passes over the search set: layers x rows run / (all layers x all rows)."""
+    """Computation so far, in full forward passes over the search set: layers x rows run / (all
+    layers x all rows)."""
 
     candidates: int = 0
     """Schedules evaluated exactly."""
@@ -37,16 +38,22 @@ class Cost:
 
 
 class Plans:
-    """Converts schedules to plans: each layer drops the experts with the lowest `scores` (layer -> per expert), but
-    none of `protected` (layer -> ids)."""
+    """Converts schedules to plans: each layer drops the experts with the lowest `scores` (layer ->
+    per expert), but none of `protected` (layer -> ids)."""
 
     def __init__(
-        self, model: Any, scores: Mapping[int, Sequence[float]], protected: Mapping[int, Sequence[int]] | None = None
+        self,
+        model: Any,
+        scores: Mapping[int, Sequence[float]],
+        protected: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         self.layers = moe_layers(model)
         self.scores = {layer.index: list(scores[layer.index]) for layer in self.layers}
         kept = protected or {}
-        self.routers = {layer.index: {**vars(layer), "protected": kept.get(layer.index, ())} for layer in self.layers}
+        self.routers = {
+            layer.index: {**vars(layer), "protected": kept.get(layer.index, ())}
+            for layer in self.layers
+        }
 
     def plan(self, schedule: Schedule, provenance: Mapping[str, Any] | None = None) -> Plan:
         """The plan of one schedule. Raises UserError when a layer keeps too few experts."""
@@ -60,7 +67,8 @@ FLOAT = 4
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of the search set, cut after the last position that is evaluated, which later tokens do not affect."""
+    """Rows of the search set, cut after the last position that is evaluated, which later tokens do
+    not affect."""
 
     ids: torch.Tensor
     valid: torch.Tensor
@@ -70,22 +78,28 @@ class Batch:
 class Candidates:
     """The fitness of schedules over a search set, for one model and one ranking of its experts.
 
-    `rows` are as from answer_batches. Values equal those of masking the model and running all of it on the whole set.
-    Three things are not computed again: layers before the first one that differs from a schedule of the same call or
-    from the elites, the best schedules so far; the vocabulary head at positions that are not evaluated; and the
-    unpruned model's log-probabilities, if they fit `settings.memory_budget`. Hidden states of the elites take what is
-    left of it.
+    `rows` are as from answer_batches. Values equal those of masking the model and running all of it
+    on the whole set. Three things are not computed again: layers before the first one that differs
+    from a schedule of the same call or from the elites, the best schedules so far; the vocabulary
+    head at positions that are not evaluated; and the unpruned model's log-probabilities, if they
+    fit `settings.memory_budget`. Hidden states of the elites take what is left of it.
     """
 
-    def __init__(self, model: Any, plans: Plans, rows: Sequence[AnswerBatch], settings: SearchSettings) -> None:
-        self.model, self.plans, self.settings = model, plans, settings
+    def __init__(
+        self, model: Any, plans: Plans, rows: Sequence[AnswerBatch], settings: SearchSettings
+    ) -> None:
+        self.model = model
+        self.plans = plans
+        self.settings = settings
         self.decoder = Decoder(model)
         self.batches = _batches(rows, settings)
         self.cost = Cost()
         self.rows = sum(len(batch.ids) for batch in self.batches)
         self._counts = [int(count) for batch in self.batches for count in batch.at.where.sum(1)]
         self.known: dict[Schedule, float] = {}
-        positions = 0 if settings.fitness == "nll" else sum(len(batch.at.rows) for batch in self.batches)
+        positions = (
+            0 if settings.fitness == "nll" else sum(len(batch.at.rows) for batch in self.batches)
+        )
         needed = positions * int(model.get_output_embeddings().weight.shape[0]) * FLOAT
         self._full: dict[int, torch.Tensor] = {}
         self._keeps_full = needed <= settings.memory_budget
@@ -102,7 +116,9 @@ class Candidates:
         values = {schedule: self._average(schedule, sums[schedule]) for schedule in plans}
         self.cost.candidates += len(values)
         self.known |= values
-        self.relatives.choose(heapq.nlargest(self.settings.elites, self.known, key=self.known.__getitem__))
+        self.relatives.choose(
+            heapq.nlargest(self.settings.elites, self.known, key=self.known.__getitem__)
+        )
         return [values[schedule] for schedule in schedules]
 
     def _row_sums(self, number: int, plans: Mapping[Schedule, Plan]) -> dict[Schedule, list[float]]:
@@ -112,23 +128,28 @@ class Candidates:
         log_p = self._full_log_probabilities(number)
         for schedule, states in self.relatives.walk(number, plans):
             with mask(self.model, plans[schedule]):
-                logits, run = self.decoder.logits(batch.ids, batch.valid, batch.at.where, schedule, states)
+                logits, run = self.decoder.logits(
+                    batch.ids, batch.valid, batch.at.where, schedule, states
+                )
             sums[schedule] = row_sums(self.settings.fitness, log_p, logits, batch.at).tolist()
             self.cost.forwards += self._share(run, batch)
         return sums
 
     def _average(self, schedule: Schedule, sums: Sequence[float]) -> float:
-        """The fitness of a schedule, from its sum over each row. UserError when it is not finite."""
+        """The fitness of a schedule, from its sum over each row. UserError when it is not
+        finite."""
         value = average(sums, self._counts, self.settings.averaging)
         if not math.isfinite(value):
             raise UserError(
-                f"{self.settings.fitness} of the model that loses {list(schedule)} experts in its layers is {value}: "
+                f"{self.settings.fitness} of the model that loses {list(schedule)} experts in its "
+                f"layers is {value}: "
                 "expected a finite number, so the model's logits are damaged"
             )
         return value
 
     def _full_log_probabilities(self, number: int) -> torch.Tensor | None:
-        """log p (N, V) of the unpruned model at the evaluated positions of one batch; None if it is not needed."""
+        """log p (N, V) of the unpruned model at the evaluated positions of one batch; None if it is
+        not needed."""
         if self.settings.fitness == "nll":
             return None
         if number in self._full:
@@ -158,19 +179,24 @@ def _batches(rows: Sequence[AnswerBatch], settings: SearchSettings) -> list[Batc
             at = Contexts(at.where[:, :end], at.rows, at.targets, at.draws)
             batches.append(Batch(ids[:, :end], valid[:, :end], at))
     if not batches:
-        raise UserError("allocation.search holds no answer that a token comes before: expected tasks with answers")
+        raise UserError(
+            "allocation.search holds no answer that a token comes before: expected tasks with "
+            "answers"
+        )
     return batches
 
 
-# Hidden states are reused between schedules with a common prefix, so that their first layers run only once: the state
-# at the input of MoE layer k depends on the first k entries of a schedule alone, bit for bit.
+# Hidden states are reused between schedules with a common prefix, so that their first layers run
+# only once: the state at the input of MoE layer k depends on the first k entries of a schedule
+# alone, bit for bit.
 
 States = dict[Schedule, torch.Tensor]
 """First k entries of a schedule -> (B, S, H) hidden states at the input of MoE layer k."""
 
 
 class Decoder:
-    """Runs a causal language model from any MoE layer on, and its vocabulary head at chosen positions only."""
+    """Runs a causal language model from any MoE layer on, and its vocabulary head at chosen
+    positions only."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -180,11 +206,17 @@ class Decoder:
         """Decoder layer of each MoE layer."""
 
     def logits(
-        self, ids: torch.Tensor, valid: torch.Tensor, where: torch.Tensor, schedule: Schedule, states: States
+        self,
+        ids: torch.Tensor,
+        valid: torch.Tensor,
+        where: torch.Tensor,
+        schedule: Schedule,
+        states: States,
     ) -> tuple[torch.Tensor, int]:
-        """Logits (N, V) at the positions `where` (B, S) of a batch of `ids` (B, S), and how many layers were run.
-        Starts from the longest prefix of `schedule` in `states`, and adds the states of longer prefixes. The caller
-        must have masked the model as `schedule` says. `valid` (B, S) is the attention mask."""
+        """Logits (N, V) at the positions `where` (B, S) of a batch of `ids` (B, S), and how many
+        layers were run. Starts from the longest prefix of `schedule` in `states`, and adds the
+        states of longer prefixes. The caller must have masked the model as `schedule` says. `valid`
+        (B, S) is the attention mask."""
         n_layers = len(schedule)
         start = next((k for k in range(n_layers - 1, -1, -1) if schedule[:k] in states), -1)
         first = self.moe[start] if start >= 0 else 0
@@ -208,7 +240,8 @@ class Decoder:
 
 
 def _remember(layer: nn.Module, beginning: Schedule, states: States) -> RemovableHandle:
-    """Add a hook that stores a copy of the input of `layer` as the state of the prefix `beginning`. Returns it."""
+    """Add a hook that stores a copy of the input of `layer` as the state of the prefix `beginning`.
+    Returns it."""
 
     def before(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         states[beginning] = (inputs[0] if inputs else named["hidden_states"]).clone()
@@ -217,15 +250,17 @@ def _remember(layer: nn.Module, beginning: Schedule, states: States) -> Removabl
 
 
 class Relatives:
-    """Hidden states of earlier candidates that later ones may share, within a number of bytes for each batch."""
+    """Hidden states of earlier candidates that later ones may share, within a number of bytes for
+    each batch."""
 
     def __init__(self, batches: int, budget: int) -> None:
         self.states: list[States] = [{} for _ in range(batches)]
         self.budget = budget // max(batches, 1)
 
     def walk(self, batch: int, schedules: Iterable[Schedule]) -> Iterator[tuple[Schedule, States]]:
-        """Each schedule with all stored states of its prefixes, to which the caller adds new ones before it goes on.
-        Schedules are sorted, so that those with a common prefix follow each other and share states."""
+        """Each schedule with all stored states of its prefixes, to which the caller adds new ones
+        before it goes on. Schedules are sorted, so that those with a common prefix follow each
+        other and share states."""
         path: States = {}
         for schedule in sorted(schedules):
             known = {**path, **self.states[batch]}
@@ -239,7 +274,8 @@ class Relatives:
                     room -= state.nbytes
 
     def choose(self, best: Iterable[Schedule]) -> None:
-        """Drop all states but those of prefixes of the schedules `best`, which are the parents of the next ones."""
+        """Drop all states but those of prefixes of the schedules `best`, which are the parents of
+        the next ones."""
         wanted = {schedule[:k] for schedule in best for k in range(len(schedule))}
         for batch, states in enumerate(self.states):
             self.states[batch] = {start: states[start] for start in states if start in wanted}

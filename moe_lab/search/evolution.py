@@ -1,12 +1,16 @@
-"""EvoESAP's evolutionary search (its Algorithm 1) for the number of experts each layer loses that maximises a fitness.
+"""EvoESAP's evolutionary search (its Algorithm 1) for the number of experts each layer loses that
+maximises a fitness.
 
-Given are L layers, layer l with n_l experts, and a budget B. A schedule r = (r_1, ..., r_L) is the number of experts
-each layer loses; which ones is decided by a ranking outside this module. The search is for
+Given are L layers, layer l with n_l experts, and a budget B. A schedule r = (r_1, ..., r_L) is the
+number of experts each layer loses; which ones is decided by a ranking outside this module. The
+search is for
 
-    argmax f(r)   subject to   sum_l r_l = B,   0 <= r_l <= n_l - fewest_l,   n_l - r_l a multiple of step
+    argmax f(r)   subject to   sum_l r_l = B,   0 <= r_l <= n_l - fewest_l,   n_l - r_l a multiple
+    of step
 
-The caller gives f: higher is always better. The algorithm, and where the released code differs: docs/search.md. A
-search is deterministic: with the same values it asks for the same schedules again. No torch.
+The caller gives f: higher is always better. The algorithm, and where the released code differs:
+docs/search.md. A search is deterministic: with the same values it asks for the same schedules
+again. No torch.
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ from moe_lab.errors import UserError, check_known
 from moe_lab.search.schedules import PATTERNS, Schedule, Space, pattern, space_of
 
 UNSHIFTED = ("esap", "sap", "kl", "kl_reversed")
-"""Fitness functions that EvoESAP's code computes at the answer tokens, not at the positions that predict them."""
+"""Fitness functions that EvoESAP's code computes at the answer tokens, not at the positions that
+predict them."""
 
 
 def _pattern(name: str) -> str:
@@ -38,7 +43,8 @@ def _pattern(name: str) -> str:
 
 @pydantic_dataclass(config=SETTINGS, frozen=True)
 class SearchSettings:
-    """All of allocation.parameters with allocation=evolutionary. Defaults are those published for OLMoE."""
+    """All of allocation.parameters with allocation=evolutionary. Defaults are those published for
+    OLMoE."""
 
     population: Positive = 32
     """P: schedules of the first generation; later ones have the elites and P - m children."""
@@ -54,49 +60,66 @@ class SearchSettings:
     """G: layers keep multiples of it, and transfers move multiples of it; 1 for any number."""
     seed: Count = 42
     """Seed of numpy's PCG64, the only source of randomness."""
-    patterns: list[Annotated[str, AfterValidator(_pattern)]] = field(default_factory=lambda: list(PATTERNS))
-    """The first schedules of the first population, one each; the others are drawn uniformly from all feasible ones."""
+    patterns: list[Annotated[str, AfterValidator(_pattern)]] = field(
+        default_factory=lambda: list(PATTERNS)
+    )
+    """The first schedules of the first population, one each; the others are drawn uniformly from
+    all feasible ones."""
     fitness: Literal["esap", "sap", "kl", "kl_reversed", "nll", "spec_dec"] = "esap"
-    """esap, sap, kl (of the model from the candidate), kl_reversed, nll or spec_dec; all of them higher is better."""
+    """esap, sap, kl (of the model from the candidate), kl_reversed, nll or spec_dec; all of them
+    higher is better."""
     averaging: Literal["macro", "micro"] = "macro"
-    """macro: the mean over rows of the mean over their answer tokens, as in the paper; micro: over all tokens."""
+    """macro: the mean over rows of the mean over their answer tokens, as in the paper; micro: over
+    all tokens."""
     shift: bool = True
-    """Compute the fitness where answer tokens are predicted; False: at the answer tokens, as EvoESAP's code does."""
+    """Compute the fitness where answer tokens are predicted; False: at the answer tokens, as
+    EvoESAP's code does."""
     header: bool = False
-    """Count what the chat template writes around an answer as part of it, as EvoESAP's code does."""
+    """Count what the chat template writes around an answer as part of it, as EvoESAP's code
+    does."""
     max_new_tokens: Positive = 128
     """Tokens that spec_dec generates for each row."""
     memory_budget: Count = 2**31
-    """Bytes for the unpruned model's log-probabilities. If they need more, every generation computes them again."""
+    """Bytes for the unpruned model's log-probabilities. If they need more, every generation
+    computes them again."""
 
     @model_validator(mode="after")
     def _can_work(self) -> Self:
         if self.elites >= self.population:
             raise ValueError(
-                f"elites={self.elites}: expected fewer than the population of {self.population}, at most "
+                f"elites={self.elites}: expected fewer than the population of {self.population}, "
+                "at most "
                 f"{self.population - 1}"
             )
         if not self.shift and self.fitness not in UNSHIFTED:
             raise ValueError(
-                f"shift=false has no meaning for fitness={self.fitness}: expected one of {', '.join(UNSHIFTED)}"
+                f"shift=false has no meaning for fitness={self.fitness}: expected one of "
+                f"{', '.join(UNSHIFTED)}"
             )
         return self
 
 
 def parse(parameters: Mapping[str, Any], seed: int = 0) -> SearchSettings:
-    """The parameters of allocation=evolutionary; `seed` is used if they name none. UserError for wrong ones."""
+    """The parameters of allocation=evolutionary; `seed` is used if they name none. UserError for
+    wrong ones."""
     return valid(SearchSettings, {"seed": seed, **parameters}, "allocation.parameters")
 
 
-def space_to_search(settings: Mapping[str, Any], facts: Mapping[str, Any], parameters: SearchSettings) -> Space:
-    """The schedules to search, from fields of AllocationConfig and the ratio, and the facts of the model. UserError
-    when the routers cannot work with the ratio, and for `parameters` that cannot work on these layers."""
-    allowed = limits({int(layer): about for layer, about in facts["layers"].items()}, settings["multiple_of"])
+def space_to_search(
+    settings: Mapping[str, Any], facts: Mapping[str, Any], parameters: SearchSettings
+) -> Space:
+    """The schedules to search, from fields of AllocationConfig and the ratio, and the facts of the
+    model. UserError when the routers cannot work with the ratio, and for `parameters` that cannot
+    work on these layers."""
+    allowed = limits(
+        {int(layer): about for layer, about in facts["layers"].items()}, settings["multiple_of"]
+    )
     lost = or_nearest(lambda ratio: budget(allowed, ratio), settings["ratio"])
     space = space_of([allowed[layer] for layer in sorted(allowed)], lost, parameters.granularity)
     if parameters.max_transfer < space.step:
         raise UserError(
-            f"allocation.parameters.max_transfer={parameters.max_transfer}: layers lose multiples of {space.step} "
+            f"allocation.parameters.max_transfer={parameters.max_transfer}: layers lose multiples "
+            f"of {space.step} "
             f"experts, expected {space.step} or more"
         )
     return space
@@ -125,11 +148,13 @@ _Proposal: TypeAlias = tuple[Schedule, str, Schedule | None]
 def evolve(space: Space, settings: SearchSettings, evaluate: Judge) -> Outcome:
     """Search for the schedule of highest fitness, as this module describes.
 
-    `evaluate` is called at most once per generation, with schedules that it has not been given before.
+    `evaluate` is called at most once per generation, with schedules that it has not been given
+    before.
 
-    Rows of the history: generation (from 0), schedule and parent (lists of int; None without a parent), origin (a
-    pattern's name, uniform_feasible or mutation), evaluated (bool: in this generation, for the first time), fitness,
-    elite (bool: among the m best once the generation was evaluated).
+    Rows of the history: generation (from 0), schedule and parent (lists of int; None without a
+    parent), origin (a pattern's name, uniform_feasible or mutation), evaluated (bool: in this
+    generation, for the first time), fitness, elite (bool: among the m best once the generation was
+    evaluated).
     """
     random = Generator(PCG64(settings.seed))
     known: dict[Schedule, float] = {}
@@ -137,8 +162,16 @@ def evolve(space: Space, settings: SearchSettings, evaluate: Judge) -> Outcome:
     elites: list[Schedule] = []
     generation = 0
     while generation < settings.generations and len(known) < space.size:
-        proposals = _children(space, settings, elites, random) if elites else _first(space, settings, random)
-        new = [schedule for schedule in dict.fromkeys(schedule for schedule, *_ in proposals) if schedule not in known]
+        proposals = (
+            _children(space, settings, elites, random)
+            if elites
+            else _first(space, settings, random)
+        )
+        new = [
+            schedule
+            for schedule in dict.fromkeys(schedule for schedule, *_ in proposals)
+            if schedule not in known
+        ]
         known |= zip(new, evaluate(new), strict=True) if new else ()
         elites = sorted(known, key=lambda schedule: -known[schedule])[: settings.elites]
         unlisted = set(new)
@@ -157,8 +190,14 @@ def evolve(space: Space, settings: SearchSettings, evaluate: Judge) -> Outcome:
             unlisted.discard(schedule)
         generation += 1
         progress.tell(generation, settings.generations, "generations")
-    made, evaluated = len(history), len(known)
-    counts = {"generations": generation, "made": made, "evaluated": evaluated, "known": made - evaluated}
+    made = len(history)
+    evaluated = len(known)
+    counts = {
+        "generations": generation,
+        "made": made,
+        "evaluated": evaluated,
+        "known": made - evaluated,
+    }
     return Outcome(elites[0], known[elites[0]], history, counts)
 
 
@@ -172,14 +211,20 @@ def _first(space: Space, settings: SearchSettings, random: Generator) -> list[_P
     ]
 
 
-def _children(space: Space, settings: SearchSettings, elites: Sequence[Schedule], random: Generator) -> list[_Proposal]:
+def _children(
+    space: Space, settings: SearchSettings, elites: Sequence[Schedule], random: Generator
+) -> list[_Proposal]:
     """A child of a random elite for each place in the population that is not an elite's."""
     parents = random.integers(len(elites), size=settings.population - settings.elites)
-    return [(mutate(elites[parent], space, settings, random), "mutation", elites[parent]) for parent in parents]
+    return [
+        (mutate(elites[parent], space, settings, random), "mutation", elites[parent])
+        for parent in parents
+    ]
 
 
 def mutate(parent: Schedule, space: Space, settings: SearchSettings, random: Generator) -> Schedule:
-    """Level-switch mutation: tau = min(U{1..tau_max}, U{1..tau_max}) transfers in a space of at least two schedules."""
+    """Level-switch mutation: tau = min(U{1..tau_max}, U{1..tau_max}) transfers in a space of at
+    least two schedules."""
     taken = numpy.array(space.taken(parent))
     capacity = numpy.array(space.capacity)
     largest = settings.max_transfer // space.step
@@ -193,12 +238,16 @@ def mutate(parent: Schedule, space: Space, settings: SearchSettings, random: Gen
 def _transfer(
     taken: NDArray[numpy.int64], capacity: NDArray[numpy.int64], largest: int, random: Generator
 ) -> tuple[int, int, int]:
-    """(layer that gets units back, another one that loses them, how many units). The paper draws ordered pairs of
-    distinct layers and sizes until one is feasible. That is the same as one uniform draw from all feasible ones. There
-    is always one of size 1 when the space has two schedules."""
+    """(layer that gets units back, another one that loses them, how many units). The paper draws
+    ordered pairs of distinct layers and sizes until one is feasible. That is the same as one
+    uniform draw from all feasible ones. There is always one of size 1 when the space has two
+    schedules."""
     sizes = numpy.arange(1, largest + 1)[:, None]
-    gives, takes = taken >= sizes, taken + sizes <= capacity
+    gives = taken >= sizes
+    takes = taken + sizes <= capacity
     feasible = gives[:, :, None] & takes[:, None, :] & ~numpy.eye(len(taken), dtype=bool)
     transfers = numpy.flatnonzero(feasible)
-    size, source, destination = numpy.unravel_index(transfers[random.integers(len(transfers))], feasible.shape)
+    size, source, destination = numpy.unravel_index(
+        transfers[random.integers(len(transfers))], feasible.shape
+    )
     return int(source), int(destination), int(size) + 1

@@ -1,7 +1,9 @@
-"""Fitness of a candidate: how close its next-token distribution is to the full model's, position by position.
+"""Fitness of a candidate: how close its next-token distribution is to the full model's, position by
+position.
 
-p is the full model's distribution and q the candidate's at one context, y the token that follows there. Higher is
-always better: divergences are negated. Log-probabilities are fp32, sums over tokens and positions fp64.
+p is the full model's distribution and q the candidate's at one context, y the token that follows
+there. Higher is always better: divergences are negated. Log-probabilities are fp32, sums over
+tokens and positions fp64.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ def esap(log_p: torch.Tensor, log_q: torch.Tensor, at: Contexts) -> torch.Tensor
 
 
 def sap(log_p: torch.Tensor, log_q: torch.Tensor, at: Contexts) -> torch.Tensor:
-    """Speculative acceptance of one token: y ~ q by the position's draw, then min(1, p_y / q_y). Its mean is esap."""
+    """Speculative acceptance of one token: y ~ q by the position's draw, then min(1, p_y / q_y).
+    Its mean is esap."""
     y = drawn(log_q.exp(), at.draws)[:, None]
     ratio = log_p.gather(1, y).double() - log_q.gather(1, y).double()
     return ratio.clamp(max=0).exp()[:, 0]
@@ -59,37 +62,47 @@ def nll(log_p: torch.Tensor, log_q: torch.Tensor, at: Contexts) -> torch.Tensor:
 
 
 POSITION_FITNESS = {function.__name__: function for function in (esap, sap, kl, kl_reversed, nll)}
-"""Name -> function (log p (N, V), log q (N, V), contexts of these N) -> (N,) fp64, higher is better.
+"""Name -> function (log p (N, V), log q (N, V), contexts of these N) -> (N,) fp64, higher is
+better.
 spec_dec is not here: it is not defined by position, see speculative_decoding.py."""
 
 
 def drawn(probabilities: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """Draw tokens (N,) from probabilities (N, V), which need not sum to 1, with the uniform numbers `draws` (N,)."""
+    """Draw tokens (N,) from probabilities (N, V), which need not sum to 1, with the uniform numbers
+    `draws` (N,)."""
     total = probabilities.double().cumsum(-1)
     tokens = torch.searchsorted(total, (draws * total[:, -1])[:, None], right=True)[:, 0]
     return tokens.clamp(max=total.shape[1] - 1)
 
 
-def contexts(ids: torch.Tensor, answers: torch.Tensor, *, shift: bool, generator: torch.Generator) -> Contexts:
-    """The positions at which to compute the fitness, in a batch of ids (B, S) with answer tokens marked (B, S). With
-    `shift`, these are the positions that predict an answer token (nothing predicts the first token of a row). Without,
-    they are those of the answer tokens, as in the released code of EvoESAP: the prediction of an answer's first token
-    is then missing, and that of the token after its end is included."""
+def contexts(
+    ids: torch.Tensor, answers: torch.Tensor, *, shift: bool, generator: torch.Generator
+) -> Contexts:
+    """The positions at which to compute the fitness, in a batch of ids (B, S) with answer tokens
+    marked (B, S). With `shift`, these are the positions that predict an answer token (nothing
+    predicts the first token of a row). Without, they are those of the answer tokens, as in the
+    released code of EvoESAP: the prediction of an answer's first token is then missing, and that of
+    the token after its end is included."""
     where = pad(answers[:, 1:], (0, 1)) if shift else answers.clone()
     draws = torch.rand(int(where.sum()), generator=generator, dtype=torch.float64)
     return Contexts(where, where.nonzero()[:, 0], pad(ids[:, 1:], (0, 1))[where], draws)
 
 
-def row_sums(name: str, log_p: torch.Tensor | None, logits: torch.Tensor, at: Contexts) -> torch.Tensor:
-    """(B,) fp64 on the CPU: the fitness `name` summed over the positions `at` of each row. `log_p` (N, V) fp32 of the
-    full model, None for a fitness that needs none; `logits` (N, V) of the candidate."""
+def row_sums(
+    name: str, log_p: torch.Tensor | None, logits: torch.Tensor, at: Contexts
+) -> torch.Tensor:
+    """(B,) fp64 on the CPU: the fitness `name` summed over the positions `at` of each row. `log_p`
+    (N, V) fp32 of the full model, None for a fitness that needs none; `logits` (N, V) of the
+    candidate."""
     function = POSITION_FITNESS[name]
     device = logits.device
     values = []
     for part in torch.arange(len(at.rows)).split(CHUNK):
         log_q = log_probabilities(logits[part.to(device)])
         full_log_p = log_q if log_p is None else log_p[part].to(device)
-        piece = Contexts(at.where, at.rows[part], at.targets[part].to(device), at.draws[part].to(device))
+        piece = Contexts(
+            at.where, at.rows[part], at.targets[part].to(device), at.draws[part].to(device)
+        )
         values.append(function(full_log_p, log_q, piece).cpu())
     return torch.zeros(len(at.where), dtype=torch.float64).index_add_(0, at.rows, torch.cat(values))
 
@@ -100,10 +113,11 @@ def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
 
 
 def average(sums: Iterable[float], counts: Iterable[int], how: str) -> float:
-    """The average fitness, from its sum and its number of positions (or of proposed tokens) in each row.
+    """The average fitness, from its sum and its number of positions (or of proposed tokens) in each
+    row.
 
-    `how` is macro, the mean of the rows' means, or micro, the mean over all positions. Rows without any are left out.
-    """  # fsum rounds once: results of `sum` differ between versions of Python
+    `how` is macro, the mean of the rows' means, or micro, the mean over all positions. Rows without
+    any are left out."""  # fsum rounds once: results of `sum` differ between versions of Python
     rows = [(total, count) for total, count in zip(sums, counts, strict=True) if count]
     if how == "macro":
         return fsum(total / count for total, count in rows) / len(rows)

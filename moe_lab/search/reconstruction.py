@@ -1,9 +1,11 @@
-"""Choose by exhaustive search the experts whose removal changes the output of their layer least (NAEE).
+"""Choose by exhaustive search the experts whose removal changes the output of their layer least
+(NAEE).
 
     kept = argmin over S, |S| = n - r, of || F(x) - F_S(x) ||_F
 
-x are the inputs of the layer in the unpruned model at the valid calibration tokens, F is its routed output, and F_S its
-routed output with only the experts S, among which the model's own routing rule chooses anew. Shared experts cancel.
+x are the inputs of the layer in the unpruned model at the valid calibration tokens, F is its routed
+output, and F_S its routed output with only the experts S, among which the model's own routing rule
+chooses anew. Shared experts cancel.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from moe_lab.statistics import Layers, Statistics
 from moe_lab.statistics.observe import Tap
 
 BUDGET = 1 << 28
-"""Bytes for the outputs of all experts, and for the products between them, for the tokens of one chunk."""
+"""Bytes for the outputs of all experts, and for the products between them, for the tokens of one
+chunk."""
 COLUMNS = ("layer", "kept", "error", "relative", "chosen")
 
 
@@ -35,7 +38,8 @@ class Reconstruction:
     kept: dict[int, tuple[int, ...]]
     """Layer -> ids of the experts to keep, ascending."""
     errors: list[tuple[int, list[int], float, float, bool]]
-    """A row per choice, as COLUMNS: layer, kept ids, || F - F_S ||_F, that over || F ||_F, whether it was chosen."""
+    """A row per choice, as COLUMNS: layer, kept ids, || F - F_S ||_F, that over || F ||_F, whether
+    it was chosen."""
 
 
 def reconstruct(
@@ -46,18 +50,22 @@ def reconstruct(
     limit: int = LIMIT,
     multiple_of: int = 1,
 ) -> Reconstruction:
-    """Try all choices of experts in every layer, in a single forward pass, and keep the best of each layer.
+    """Try all choices of experts in every layer, in a single forward pass, and keep the best of
+    each layer.
 
-    Each layer loses the share `ratio` as in allocation=uniform; of equal errors, that of the choice that loses the
-    lower ids wins. `facts` are those of the model. The pass runs every expert on every token and a router once for each
-    choice; errors are computed from inner products of the experts' outputs, so memory does not grow with their number.
-    `read` makes the pass, by `gather` or `stream`, and returns the sums that the given tap collects. UserError as
-    `check_removals`, for routers that cannot be called again, and for outputs that are not finite.
+    Each layer loses the share `ratio` as in allocation=uniform; of equal errors, that of the choice
+    that loses the lower ids wins. `facts` are those of the model. The pass runs every expert on
+    every token and a router once for each choice; errors are computed from inner products of the
+    experts' outputs, so memory does not grow with their number. `read` makes the pass, by `gather`
+    or `stream`, and returns the sums that the given tap collects. UserError as `check_removals`,
+    for routers that cannot be called again, and for outputs that are not finite.
     """
     layers = {int(layer): about for layer, about in facts["layers"].items()}
     removed = check_removals(layers, ratio, limit=limit, multiple_of=multiple_of)
     choices = {
-        layer: kept_subsets(about["n_experts"], removed[layer], about["n_group"], about.get("protected", ()))
+        layer: kept_subsets(
+            about["n_experts"], removed[layer], about["n_group"], about.get("protected", ())
+        )
         for layer, about in layers.items()
     }
     tap = type("Choices", (SubsetTap,), {"subsets": choices})
@@ -68,16 +76,20 @@ def _best(choices: Mapping[int, Sequence[tuple[int, ...]]], sums: Layers) -> Rec
     kept: dict[int, tuple[int, ...]] = {}
     table = []
     for layer, subsets in choices.items():
-        errors, whole = sums[layer]["error"].sqrt().tolist(), sqrt(float(sums[layer]["square"]))
+        errors = sums[layer]["error"].sqrt().tolist()
+        whole = sqrt(float(sums[layer]["square"]))
         best = errors.index(min(errors))
         kept[layer] = subsets[best]
         for number, (subset, error) in enumerate(zip(subsets, errors, strict=True)):
-            table.append((layer, list(subset), error, error / whole if whole else 0.0, number == best))
+            table.append(
+                (layer, list(subset), error, error / whole if whole else 0.0, number == best)
+            )
     return Reconstruction(kept, table)
 
 
 class SubsetTap(Tap):
-    """Adds `error` (S,), the squared error of each choice, and `square` (), that of removing all routed experts."""
+    """Adds `error` (S,), the squared error of each choice, and `square` (), that of removing all
+    routed experts."""
 
     kind = "reconstruction"
     subsets: Mapping[int, Sequence[tuple[int, ...]]]
@@ -87,59 +99,91 @@ class SubsetTap(Tap):
         """Record the arguments of the call, which is repeated for each choice."""
         self.call = args, kwargs
 
-    def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def experts(
+        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
         """The routed output (T, H), the same as the eager one up to rounding."""
         n = self.layer.n_experts
         subsets = self.subsets[self.layer.index]
         gates = spread(index, weights, n)
         if not torch.equal(route(self.layer, tuple(range(n)), *self.call), gates):
             raise UserError(
-                f"allocation=reconstruction cannot repeat the router of {self.layer.name}: this model is not supported"
+                f"allocation=reconstruction cannot repeat the router of {self.layer.name}: this "
+                "model is not supported"
             )
         valid = self.valid(hidden)
-        keep = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device) if valid is None else valid
+        keep = (
+            torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
+            if valid is None
+            else valid
+        )
         mixed = torch.empty_like(hidden)
         errors = torch.zeros(len(subsets), dtype=torch.float64, device=hidden.device)
         square = errors.new_zeros(())
-        for token in torch.arange(len(hidden), device=hidden.device).split(max(1, BUDGET // (8 * n * n))):
+        for token in torch.arange(len(hidden), device=hidden.device).split(
+            max(1, BUDGET // (8 * n * n))
+        ):
             mixed[token], products = self._products(hidden[token], gates[token])
             used = keep[token]
-            products, full = products[used], gates[token][used].double()
+            products = products[used]
+            full = gates[token][used].double()
             square += _squares(full[:, None], products)[0]
-            for first in range(0, len(subsets), n):  # n choices at a time, which take as much memory as the products
-                routed = [route(self.layer, kept, *self.call)[token][used] for kept in subsets[first : first + n]]
-                errors[first : first + n] += _squares(full[:, None] - torch.stack(routed, 1), products)
+            # n choices at a time, which take as much memory as the products
+            for first in range(0, len(subsets), n):
+                routed = [
+                    route(self.layer, kept, *self.call)[token][used]
+                    for kept in subsets[first : first + n]
+                ]
+                errors[first : first + n] += _squares(
+                    full[:, None] - torch.stack(routed, 1), products
+                )
         self.add("error", errors.clamp(min=0))
         self.add("square", square)
         return mixed
 
-    def _products(self, hidden: torch.Tensor, gates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The routed output (t, H) and the inner products (t, E, E) fp64 of the outputs of all experts, for hidden
-        states (t, H) and gates (t, E)."""
-        n, width = self.layer.n_experts, hidden.shape[1]
-        mixed, products = [], []
-        for token in torch.arange(len(hidden), device=hidden.device).split(max(1, BUDGET // (8 * n * width))):
+    def _products(
+        self, hidden: torch.Tensor, gates: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The routed output (t, H) and the inner products (t, E, E) fp64 of the outputs of all
+        experts, for hidden states (t, H) and gates (t, E)."""
+        n = self.layer.n_experts
+        width = hidden.shape[1]
+        mixed = []
+        products = []
+        for token in torch.arange(len(hidden), device=hidden.device).split(
+            max(1, BUDGET // (8 * n * width))
+        ):
             part = hidden[token]
-            f = torch.stack([wide(self.layer.expert_output(part, expert)) for expert in range(n)], 1)
+            f = torch.stack(
+                [wide(self.layer.expert_output(part, expert)) for expert in range(n)], 1
+            )
             if not bool(f.isfinite().all()):
                 expert = int((~f.isfinite()).any(-1).any(0).nonzero()[0, 0])
-                raise UserError(f"NaN or Inf in layer {self.layer.index}, expert {expert}: its output is not finite")
+                raise UserError(
+                    f"NaN or Inf in layer {self.layer.index}, expert {expert}: its output is not "
+                    "finite"
+                )
             mixed.append(torch.bmm(gates[token][:, None].to(f.dtype), f)[:, 0])
             precise = f.double()
             products.append(torch.bmm(precise, precise.transpose(1, 2)))
         return torch.cat(mixed).to(hidden.dtype), torch.cat(products)
 
 
-def route(layer: MoELayer, kept: tuple[int, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """Gates (T, E) that the layer's router, called with these arguments, gives if only the experts `kept` exist; 0 for
-    all others. Its own code runs on the rows and biases of the kept experts, as in a pruned model."""
+def route(
+    layer: MoELayer, kept: tuple[int, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> torch.Tensor:
+    """Gates (T, E) that the layer's router, called with these arguments, gives if only the experts
+    `kept` exist; 0 for all others. Its own code runs on the rows and biases of the kept experts, as
+    in a pruned model."""
     with sliced_router(layer, kept) as slices:
         given = [slices.get(id(value), value) for value in args]
         named = {name: slices.get(id(value), value) for name, value in kwargs.items()}
-        _, weights, chosen = layer.router.forward(*given, **named)  # not by a call, so that no hook runs
+        # not by a call, so that no hook runs
+        _, weights, chosen = layer.router.forward(*given, **named)
     return spread(torch.tensor(kept, device=chosen.device)[chosen], weights, layer.n_experts)
 
 
 def _squares(gates: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
-    """(S,) fp64: the sum over tokens of || sum_j gates_j f_j ||^2, from gates (t, S, E) and products (t, E, E)."""
+    """(S,) fp64: the sum over tokens of || sum_j gates_j f_j ||^2, from gates (t, S, E) and
+    products (t, E, E)."""
     return (torch.bmm(gates, products) * gates).sum((0, 2))

@@ -1,4 +1,5 @@
-"""The search step: find the best schedule for given scores and search set; write its plan, the history and the cost."""
+"""The search step: find the best schedule for given scores and search set; write its plan, the
+history and the cost."""
 
 from __future__ import annotations
 
@@ -40,13 +41,15 @@ def search(
     partial: Path,
     seed: int,
 ) -> None:
-    """Search for the schedule of highest fitness and write plan.json, history.parquet and search.json in `out`.
+    """Search for the schedule of highest fitness and write plan.json, history.parquet and
+    search.json in `out`.
 
-    `facts` are those of the model, perhaps with protected experts; `scores`: layer -> a score per expert, of which the
-    lowest are dropped first; `settings`: fields of AllocationConfig and the ratio; `text`: the search set, tasks with
-    answers. After every generation its fitness values are saved in the folder `partial` of this search alone, from
-    which it goes on when it was stopped, to the same plan and history. UserError for settings, a ratio or a search set
-    that cannot work, and a fitness that is not finite.
+    `facts` are those of the model, perhaps with protected experts; `scores`: layer -> a score per
+    expert, of which the lowest are dropped first; `settings`: fields of AllocationConfig and the
+    ratio; `text`: the search set, tasks with answers. After every generation its fitness values are
+    saved in the folder `partial` of this search alone, from which it goes on when it was stopped,
+    to the same plan and history. UserError for settings, a ratio or a search set that cannot work,
+    and a fitness that is not finite.
     """
     chosen = parse(settings["parameters"], seed)
     space = space_to_search(settings, facts, chosen)
@@ -59,10 +62,18 @@ def search(
         judge = DraftingCandidates(model, plans, rows, chosen, ends)
     else:
         judge = Candidates(model, plans, rows, chosen)
-    start, record = time.perf_counter(), Record(partial / ANSWERS)
-    outcome = evolve(space, chosen, lambda asked: record.result(asked, lambda: list(judge.evaluate(asked))))
+    start = time.perf_counter()
+    record = Record(partial / ANSWERS)
+    outcome = evolve(
+        space, chosen, lambda asked: record.result(asked, lambda: list(judge.evaluate(asked)))
+    )
     result = {"fitness": outcome.fitness, "search": text.name, "seed": seed}
-    origin = {"allocation": dict(settings), **result, **provenance(facts), "model_sha256": facts.get("sha256")}
+    origin = {
+        "allocation": dict(settings),
+        **result,
+        **provenance(facts),
+        "model_sha256": facts.get("sha256"),
+    }
     plan = plans.plan(outcome.best, origin)
     plan.save(out / "plan.json")
     parquet.write_table(arrow.Table.from_pylist(outcome.history), out / "history.parquet")
@@ -73,7 +84,8 @@ def search(
 def _report(
     outcome: Outcome, space: Space, chosen: SearchSettings, plans: Plans, cost: Cost, seconds: float
 ) -> dict[str, Any]:
-    """The content of search.json. `cost` is that of this process only, not of earlier runs of a resumed search."""
+    """The content of search.json. `cost` is that of this process only, not of earlier runs of a
+    resumed search."""
     first = next((row for row in outcome.history if row["origin"] == "uniform"), None)
     return {
         "schema": SCHEMA,

@@ -1,4 +1,5 @@
-"""Schedules (the number of experts each layer loses): the space of feasible ones, and patterns to start a search."""
+"""Schedules (the number of experts each layer loses): the space of feasible ones, and patterns to
+start a search."""
 
 from __future__ import annotations
 
@@ -21,12 +22,13 @@ Schedule: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Space:
-    """The feasible schedules, which remove units of `step` experts. Layer l loses lowest[l] + step * u_l experts
-    with 0 <= u_l <= capacity[l] and sum u_l = units."""
+    """The feasible schedules, which remove units of `step` experts. Layer l loses lowest[l] + step
+    * u_l experts with 0 <= u_l <= capacity[l] and sum u_l = units."""
 
     step: int
     lowest: tuple[int, ...]
-    """Smallest number of experts a layer loses: n modulo step, so that it keeps a multiple of `step`."""
+    """Smallest number of experts a layer loses: n modulo step, so that it keeps a multiple of
+    `step`."""
     capacity: tuple[int, ...]
     """Units that a layer can lose beyond `lowest`."""
     units: int
@@ -38,15 +40,20 @@ class Space:
 
     def taken(self, schedule: Schedule) -> tuple[int, ...]:
         """Units that each layer loses in a schedule: the inverse of `schedule`."""
-        return tuple((lost - low) // self.step for low, lost in zip(self.lowest, schedule, strict=True))
+        return tuple(
+            (lost - low) // self.step for low, lost in zip(self.lowest, schedule, strict=True)
+        )
 
     @cached_property
     def _ways(self) -> list[list[int]]:
-        """[l][u]: number of ways in which layers l, l + 1, ... lose u units; exact integers, by dynamic programming."""
+        """[l][u]: number of ways in which layers l, l + 1, ... lose u units; exact integers, by
+        dynamic programming."""
         rows = [[1] + [0] * self.units]
         for size in reversed(self.capacity):
             sums = list(accumulate(rows[-1]))
-            rows.append([total - (sums[u - size - 1] if u > size else 0) for u, total in enumerate(sums)])
+            rows.append(
+                [total - (sums[u - size - 1] if u > size else 0) for u, total in enumerate(sums)]
+            )
         return rows[::-1]
 
     @property
@@ -61,7 +68,8 @@ class Space:
 
     def nth(self, number: int) -> Schedule:
         """Feasible schedule `number` of `size`, in lexicographic order."""
-        taken, left = [], self.units
+        taken = []
+        left = self.units
         for rest in self._ways[1:]:
             count = 0
             while number >= rest[left - count]:
@@ -78,38 +86,46 @@ class Space:
 
 
 def space_of(layers: Sequence[Limits], budget: int, granularity: int) -> Space:
-    """The space of schedules that remove `budget` experts, in which every layer keeps a multiple of its step and of
-    `granularity`. UserError when a layer can keep no such number, when layers need different steps, and for an
-    infeasible budget."""
+    """The space of schedules that remove `budget` experts, in which every layer keeps a multiple of
+    its step and of `granularity`. UserError when a layer can keep no such number, when layers need
+    different steps, and for an infeasible budget."""
     steps = {lcm(limit.step, granularity) for limit in layers}
     if len(steps) != 1:
         raise UserError(
-            f"allocation=evolutionary: kept counts are multiples of {sorted(steps)} in different layers, expected the "
-            "same in all: choose allocation.multiple_of such that it is a multiple of every router's groups"
+            f"allocation=evolutionary: kept counts are multiples of {sorted(steps)} in different "
+            "layers, expected the "
+            "same in all: choose allocation.multiple_of such that it is a multiple of every "
+            "router's groups"
         )
     step = steps.pop()
     lowest = tuple(limit.count % step for limit in layers)
-    capacity = tuple((limit.count - low - limit.fewest) // step for limit, low in zip(layers, lowest, strict=True))
+    capacity = tuple(
+        (limit.count - low - limit.fewest) // step
+        for limit, low in zip(layers, lowest, strict=True)
+    )
     for place, (limit, room) in enumerate(zip(layers, capacity, strict=True)):
         if room < 0:
             raise UserError(
-                f"allocation=evolutionary: MoE layer {place} (counted from 0) has {limit.count} experts and cannot "
-                f"keep a multiple of {step} that is at least {limit.fewest}: choose a smaller multiple"
+                f"allocation=evolutionary: MoE layer {place} (counted from 0) has {limit.count} "
+                "experts and cannot "
+                f"keep a multiple of {step} that is at least {limit.fewest}: choose a smaller "
+                "multiple"
             )
     return Space(step, lowest, capacity, _units(budget, sum(lowest), sum(capacity), step))
 
 
 def _units(budget: int, lowest: int, capacity: int, step: int) -> int:
-    """The budget in units beyond `lowest`, the experts that must be removed anyway. UserError, with the nearest
-    feasible budgets, when it is no whole number or exceeds the layers' capacity."""
+    """The budget in units beyond `lowest`, the experts that must be removed anyway. UserError, with
+    the nearest feasible budgets, when it is no whole number or exceeds the layers' capacity."""
     units, rest = divmod(budget - lowest, step)
     if rest == 0 and 0 <= units <= capacity:
         return units
     around = sorted({lowest + step * min(max(near, 0), capacity) for near in (units, units + 1)})
     raise UserError(
-        f"allocation=evolutionary: {budget} experts cannot be removed when every layer loses a multiple of {step} and "
-        f"keeps what its router needs: {' or '.join(map(str, around))} is the nearest feasible number"
-        + (" (or choose a smaller allocation.parameters.granularity)" if rest else "")
+        f"allocation=evolutionary: {budget} experts cannot be removed when every layer loses a "
+        f"multiple of {step} and "
+        f"keeps what its router needs: {' or '.join(map(str, around))} is the nearest feasible "
+        "number" + (" (or choose a smaller allocation.parameters.granularity)" if rest else "")
     )
 
 
@@ -129,7 +145,8 @@ _SHAPES: dict[str, Callable[[int, int], float]] = {
 """Name -> weight of layer i of n."""
 
 PATTERNS = ("uniform", "random", *list(_SHAPES)[1:])
-"""All twelve patterns. Weights of random are U(0, 1) + 1e-4, which is not uniform over the feasible schedules."""
+"""All twelve patterns. Weights of random are U(0, 1) + 1e-4, which is not uniform over the feasible
+schedules."""
 
 
 def pattern(name: str, space: Space, random: numpy.random.Generator) -> Schedule:
@@ -141,9 +158,10 @@ def pattern(name: str, space: Space, random: numpy.random.Generator) -> Schedule
 
 
 def project(weights: Sequence[float], space: Space) -> Schedule:
-    """The feasible schedule whose units are closest to proportional to `weights` (L,), which are positive. Every layer
-    gets the integer part of its share, within its capacity. The remaining units are given out one by one, to the
-    largest fractions first (ties: lower layer), then round-robin from the first layer on."""
+    """The feasible schedule whose units are closest to proportional to `weights` (L,), which are
+    positive. Every layer gets the integer part of its share, within its capacity. The remaining
+    units are given out one by one, to the largest fractions first (ties: lower layer), then
+    round-robin from the first layer on."""
     total = fsum(weights)  # rounded once: that of `sum` differs between versions of Python
     shares = [space.units * weight / total for weight in weights]
     taken = [min(int(share), room) for share, room in zip(shares, space.capacity, strict=True)]

@@ -1,5 +1,6 @@
-"""Sequential pruning: each layer is scored on the output of the pruned layers below it (as CAMERA-P's released code),
-not, as one-shot criteria do, on the activations of the unpruned model."""
+"""Sequential pruning: each layer is scored on the output of the pruned layers below it (as
+CAMERA-P's released code), not, as one-shot criteria do, on the activations of the unpruned
+model."""
 
 from __future__ import annotations
 
@@ -30,11 +31,18 @@ def prune_sequentially(
     out: Path,
     provenance: Mapping[str, Any],
 ) -> Plan:
-    """Plan all MoE layers, from the first to the last, with one decoder layer in memory at a time. `choose` gets the
-    number and the sums of a layer and returns a plan of that layer alone; the same sums must give the same plan. Each
-    MoE layer runs twice over `batches`: once to collect the sums, and once pruned, for the input of the next layer.
-    `out` and resuming are as in `stream`."""
-    rows = LayerPass(streamed, batches, description(streamed.model, batches, "sequential"), len(streamed.layers), out)
+    """Plan all MoE layers, from the first to the last, with one decoder layer in memory at a time.
+    `choose` gets the number and the sums of a layer and returns a plan of that layer alone; the
+    same sums must give the same plan. Each MoE layer runs twice over `batches`: once to collect the
+    sums, and once pruned, for the input of the next layer. `out` and resuming are as in
+    `stream`."""
+    rows = LayerPass(
+        streamed,
+        batches,
+        description(streamed.model, batches, "sequential"),
+        len(streamed.layers),
+        out,
+    )
     with rows.running():
         for number in range(rows.done, len(streamed.layers)):
             sums: Layers = {}

@@ -1,8 +1,10 @@
-"""The fitness spec_dec: the share of drafted tokens that the full model accepts, in real speculative decoding.
+"""The fitness spec_dec: the share of drafted tokens that the full model accepts, in real
+speculative decoding.
 
-At a context x the candidate drafts y ~ q(.|x); the full model accepts it with probability min(1, p_y / q_y) and then
-adds a token of its own, z ~ p(.|x, y); otherwise the next token is drawn from max(p - q, 0). So the text is distributed
-as the full model's at temperature 1, whatever the candidate is. The fitness of a row is accepted / proposed.
+At a context x the candidate drafts y ~ q(.|x); the full model accepts it with probability min(1,
+p_y / q_y) and then adds a token of its own, z ~ p(.|x, y); otherwise the next token is drawn from
+max(p - q, 0). So the text is distributed as the full model's at temperature 1, whatever the
+candidate is. The fitness of a row is accepted / proposed.
 """
 
 from __future__ import annotations
@@ -22,38 +24,54 @@ from moe_lab.search.fitness import average, drawn
 from moe_lab.search.schedules import Schedule
 
 Probabilities = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(ids (B, S), valid (B, S), where (B, S) bool) -> next-token probabilities (N, V) at `where`, fp64 on the CPU."""
+"""(ids (B, S), valid (B, S), where (B, S) bool) -> next-token probabilities (N, V) at `where`, fp64
+on the CPU."""
 
 
 class DraftingCandidates:
-    """The fitness spec_dec of schedules: the loaded model drafts under the schedule's mask and verifies without it.
-    `rows` are as from answer_batches, with one task per row; `ends` are the tokens that end a text. Candidates share no
-    hidden states, because their texts differ."""
+    """The fitness spec_dec of schedules: the loaded model drafts under the schedule's mask and
+    verifies without it. `rows` are as from answer_batches, with one task per row; `ends` are the
+    tokens that end a text. Candidates share no hidden states, because their texts differ."""
 
     def __init__(
-        self, model: Any, plans: Plans, rows: Sequence[AnswerBatch], settings: SearchSettings, ends: frozenset[int]
+        self,
+        model: Any,
+        plans: Plans,
+        rows: Sequence[AnswerBatch],
+        settings: SearchSettings,
+        ends: frozenset[int],
     ) -> None:
-        self.model, self.plans, self.settings, self.ends = model, plans, settings, ends
+        self.model = model
+        self.plans = plans
+        self.settings = settings
+        self.ends = ends
         self.decoder = Decoder(model)
         texts = [prompts(*batch) for batch in rows]
         sizes = list(map(len, texts))
         generator = torch.Generator().manual_seed(settings.seed)
-        draws = torch.rand(sum(sizes), settings.max_new_tokens, 3, generator=generator, dtype=torch.float64)
+        draws = torch.rand(
+            sum(sizes), settings.max_new_tokens, 3, generator=generator, dtype=torch.float64
+        )
         self.batches = list(zip(texts, draws.split(sizes), strict=True))
         self.rows = sum(sizes)
         self.cost = Cost()
         longest = max(len(text) for batch in texts for text in batch)
         if not longest:
-            raise UserError("allocation.search holds no answer with a task before it: expected tasks with answers")
+            raise UserError(
+                "allocation.search holds no answer with a task before it: expected tasks with "
+                "answers"
+            )
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if limit is not None and longest + settings.max_new_tokens > limit:
             raise UserError(
-                f"allocation.parameters.max_new_tokens={settings.max_new_tokens} and a task of {longest} tokens do not "
+                f"allocation.parameters.max_new_tokens={settings.max_new_tokens} and a task of "
+                f"{longest} tokens do not "
                 f"fit the model's {limit} tokens: {limit - longest} would"
             )
 
     def evaluate(self, schedules: Sequence[Schedule]) -> list[float]:
-        """Accepted / proposed tokens of each schedule, averaged over rows as `settings.averaging` says."""
+        """Accepted / proposed tokens of each schedule, averaged over rows as `settings.averaging`
+        says."""
         self.cost.candidates += len(schedules)
         return [self._evaluate(schedule) for schedule in schedules]
 
@@ -75,19 +93,24 @@ class DraftingCandidates:
         accepted, proposed = zip(*counts, strict=True)
         return average(accepted, proposed, self.settings.averaging)
 
-    def _probabilities(self, ids: torch.Tensor, valid: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    def _probabilities(
+        self, ids: torch.Tensor, valid: torch.Tensor, where: torch.Tensor
+    ) -> torch.Tensor:
         logits, _ = self.decoder.logits(ids, valid, where, (), {})
         return logits.float().softmax(-1).double().cpu()
 
 
 def prompts(ids: torch.Tensor, valid: torch.Tensor, answers: torch.Tensor) -> list[list[int]]:
-    """The tokens before the first answer token of each row (B, S); [] for a row without an answer or a prompt.
-    UserError for rows with several documents."""
+    """The tokens before the first answer token of each row (B, S); [] for a row without an answer
+    or a prompt. UserError for rows with several documents."""
     texts = []
     for row, flags, marks in zip(ids, valid, answers, strict=True):
         first = int(marks.int().argmax()) if bool(marks.any()) else 0
         if not bool(flags[:first].all()):
-            raise UserError("allocation.parameters.fitness=spec_dec needs one task a row: set packing=none in the set")
+            raise UserError(
+                "allocation.parameters.fitness=spec_dec needs one task a row: set packing=none in "
+                "the set"
+            )
         texts.append(row[:first].tolist())
     return texts
 
@@ -100,20 +123,25 @@ def accepted_and_proposed(
     *,
     ends: frozenset[int],
 ) -> list[tuple[int, int]]:
-    """Numbers (accepted, proposed) of tokens for each text; an empty text proposes none. A text grows up to one of the
-    tokens `ends`, or by the number of steps in `draws` (texts, steps, 3), the random numbers for draft, acceptance and
-    next token of each step, the same for all candidates."""
+    """Numbers (accepted, proposed) of tokens for each text; an empty text proposes none. A text
+    grows up to one of the tokens `ends`, or by the number of steps in `draws` (texts, steps, 3),
+    the random numbers for draft, acceptance and next token of each step, the same for all
+    candidates."""
     ids = [list(text) for text in texts]
     longest = [len(text) + draws.shape[1] for text in texts]
-    accepted, proposed = [0] * len(ids), [0] * len(ids)
+    accepted = [0] * len(ids)
+    proposed = [0] * len(ids)
     unfinished = [number for number, text in enumerate(texts) if text]
     while unfinished:
         luck = torch.stack([draws[number, proposed[number]] for number in unfinished])
         q = candidate(*_padded([ids[number] for number in unfinished], 1))
         draft = drawn(q, luck[:, 0])
-        drafted = [[*ids[number], int(token)] for number, token in zip(unfinished, draft, strict=True)]
+        drafted = [
+            [*ids[number], int(token)] for number, token in zip(unfinished, draft, strict=True)
+        ]
         verified = full(*_padded(drafted, 2))
-        p, after = verified[0::2], verified[1::2]
+        p = verified[0::2]
+        after = verified[1::2]
         chosen = draft[:, None]
         good = luck[:, 1] * q.gather(1, chosen)[:, 0] < p.gather(1, chosen)[:, 0]
         following = drawn(torch.where(good[:, None], after, (p - q).clamp(min=0)), luck[:, 2])
@@ -128,8 +156,12 @@ def accepted_and_proposed(
     return list(zip(accepted, proposed, strict=True))
 
 
-def _padded(texts: Sequence[Sequence[int]], last: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """ids, valid and where (B, S) of texts padded on the right; `where` marks the `last` positions of each."""
+def _padded(
+    texts: Sequence[Sequence[int]], last: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """ids, valid and where (B, S) of texts padded on the right; `where` marks the `last` positions
+    of each."""
     ids = pad_sequence([torch.tensor(text) for text in texts], batch_first=True)
-    place, length = torch.arange(ids.shape[1])[None], torch.tensor([[len(text)] for text in texts])
+    place = torch.arange(ids.shape[1])[None]
+    length = torch.tensor([[len(text)] for text in texts])
     return ids, place < length, (place < length) & (place >= length - last)

@@ -1,4 +1,5 @@
-"""An engine of vLLM that evaluates many plans of one model; another process tells it what to do, in lines of JSON.
+"""An engine of vLLM that evaluates many plans of one model; another process tells it what to do, in
+lines of JSON.
 
     python -m moe_lab.serving.vllm_engine      (in the environment of vLLM)
 
@@ -24,8 +25,8 @@ from moe_lab.child_process import serve
 PROBE_TOKENS = 24
 """Tokens of the text that shows whether a mask takes effect."""
 EFFECT, REPEATED = 1e-3, 1e-4
-"""Differences of log-probabilities: a mask without half of the experts changes one by more than EFFECT; the same engine
-without a mask changes none by more than REPEATED."""
+"""Differences of log-probabilities: a mask without half of the experts changes one by more than
+EFFECT; the same engine without a mask changes none by more than REPEATED."""
 
 
 class Engine:
@@ -36,48 +37,60 @@ class Engine:
         self.masks_proved = False
 
     def open(self, folder: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Load the checkpoint in `folder`, with further `arguments` of vllm.LLM; returns its version and limits."""
+        """Load the checkpoint in `folder`, with further `arguments` of vllm.LLM; returns its
+        version and limits."""
         import vllm
         from vllm.platforms import current_platform
 
         from moe_lab.serving import vllm_masks  # which masks the routers of this process
 
         usual = {
-            "enforce_eager": current_platform.is_cpu(),  # compiling takes longer there than most benchmarks
+            # compiling takes longer there than most benchmarks
+            "enforce_eager": current_platform.is_cpu(),
             "generation_config": "vllm",
             "disable_log_stats": True,
             "worker_extension_cls": f"{vllm_masks.__name__}.{vllm_masks.PlanWorker.__name__}",
         }
         self.llm = vllm.LLM(folder, **{**usual, **arguments})
         config = self.llm.llm_engine.vllm_config.model_config
-        return {"vllm": vllm.__version__, "max_length": config.max_model_len, "dtype": str(config.dtype)}
+        return {
+            "vllm": vllm.__version__,
+            "max_length": config.max_model_len,
+            "dtype": str(config.dtype),
+        }
 
     def set_plan(self, kept: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Mask what a plan drops, for each layer the experts it keeps; [] takes the mask away.
 
-        ValueError for experts that the model lacks, and if masks have no effect on this engine, which is tried before
-        the first plan.
+        ValueError for experts that the model lacks, and if masks have no effect on this engine,
+        which is tried before the first plan.
         """
         if kept and not self.masks_proved:
             self._prove_masks()
         experts = {layer: count for layer, count, _ in self._on_workers("experts_of_layers")}
         for layer, numbers in kept:
             if layer not in experts or not set(numbers) <= set(range(experts[layer])):
-                raise ValueError(f"the plan keeps experts {list(numbers)} of layer {layer}, the model has {experts}")
+                raise ValueError(
+                    f"the plan keeps experts {list(numbers)} of layer {layer}, the model has "
+                    f"{experts}"
+                )
         self._mask(kept)
 
     def _mask(self, kept: Sequence[tuple[int, Sequence[int]]]) -> None:
         self._on_workers("set_plan", kept)
         if not self.llm.reset_prefix_cache():
-            raise ValueError("vLLM did not forget what it had computed of earlier prompts: are requests under way?")
+            raise ValueError(
+                "vLLM did not forget what it had computed of earlier prompts: are requests under "
+                "way?"
+            )
 
     def generate(
         self, prompts: Sequence[Sequence[int]], most: int, stop: Sequence[str], ends: Sequence[int]
     ) -> Iterator[tuple[int, list[int], float]]:
         """(number of a prompt, its new tokens, their log-likelihood) as soon as a text is done.
 
-        Greedy; prompts are token ids. The log-likelihood, in nats, is NaN where a logit was. ValueError for a text that
-        vLLM broke off.
+        Greedy; prompts are token ids. The log-likelihood, in nats, is NaN where a logit was.
+        ValueError for a text that vLLM broke off.
         """
         from vllm import SamplingParams
 
@@ -93,16 +106,19 @@ class Engine:
         for number, output in self._finished((ids, asked) for ids in prompts):
             (text,) = output.outputs
             if text.finish_reason not in ("stop", "length"):
-                raise ValueError(f"a text ended by finish_reason={text.finish_reason}: expected stop or length")
+                raise ValueError(
+                    f"a text ended by finish_reason={text.finish_reason}: expected stop or length"
+                )
             yield number, list(text.token_ids), text.cumulative_logprob
 
     def log_likelihoods(
         self, rows: Sequence[Sequence[int]], starts: Sequence[int]
     ) -> Iterator[tuple[int, float, bool]]:
-        """(number of a row, log-likelihood of its tokens from index `start` on, whether all are the likeliest).
+        """(number of a row, log-likelihood of its tokens from index `start` on, whether all are the
+        likeliest).
 
-        Log-likelihoods are sums, in nats. All tokens of a row but the last are read. Rows that differ only in the last
-        one are read once.
+        Log-likelihoods are sums, in nats. All tokens of a row but the last are read. Rows that
+        differ only in the last one are read once.
         """
         from vllm import SamplingParams
 
@@ -114,7 +130,11 @@ class Engine:
             last = sorted({rows[number][-1] for number in numbers})
             of_prompt = 0 if min(starts[number] for number in numbers) < len(read) else None
             asked = SamplingParams(
-                temperature=0, max_tokens=1, prompt_logprobs=of_prompt, logprob_token_ids=last, detokenize=False
+                temperature=0,
+                max_tokens=1,
+                prompt_logprobs=of_prompt,
+                logprob_token_ids=last,
+                detokenize=False,
             )
             requests.append((read, asked))
         of_request = list(alike.values())
@@ -122,7 +142,9 @@ class Engine:
             (sampled,) = output.outputs[0].token_ids
             (of_last,) = output.outputs[0].logprobs
             for number in of_request[place]:
-                row, total, likeliest = rows[number], of_last[rows[number][-1]].logprob, rows[number][-1] == sampled
+                row = rows[number]
+                total = of_last[rows[number][-1]].logprob
+                likeliest = rows[number][-1] == sampled
                 for index in range(starts[number], len(row) - 1):
                     token = output.prompt_logprobs[index][row[index]]
                     total += token.logprob
@@ -144,7 +166,8 @@ class Engine:
                     yield int(output.request_id), output
 
     def _prove_masks(self) -> None:
-        """ValueError if dropping half of the experts does not change the log-likelihoods of a text, or lastingly."""
+        """ValueError if dropping half of the experts does not change the log-likelihoods of a text,
+        or lastingly."""
         vocabulary = self.llm.llm_engine.vllm_config.model_config.get_vocab_size()
         text = [number * 7919 % vocabulary for number in range(1, PROBE_TOKENS + 1)]
         plan = []
@@ -152,16 +175,23 @@ class Engine:
             order = [*range(0, count, 2), *range(1, count, 2)]
             plan.append((layer, sorted(order[: max(top_k, (count + 1) // 2)])))
         if not plan:
-            raise ValueError("vLLM built no router that can be masked: expected a plan that is exported, or backend=hf")
+            raise ValueError(
+                "vLLM built no router that can be masked: expected a plan that is exported, or "
+                "backend=hf"
+            )
         before, masked, after = (self._losses(text, kept) for kept in ([], plan, []))
         if not _difference(before, masked) > EFFECT:
             raise ValueError(
-                "masks have no effect on this engine, whose experts may be run by a kernel that routes by itself: no "
-                f"log-probability of {len(text)} tokens changes by more than {EFFECT} without half of the experts: "
+                "masks have no effect on this engine, whose experts may be run by a kernel that "
+                "routes by itself: no "
+                f"log-probability of {len(text)} tokens changes by more than {EFFECT} without "
+                "half of the experts: "
                 "expected backend=hf, or backend=server, which exports each plan"
             )
         if not _difference(before, after) <= REPEATED:
-            raise ValueError("a mask has an effect on this engine after it was taken away: expected backend=hf")
+            raise ValueError(
+                "a mask has an effect on this engine after it was taken away: expected backend=hf"
+            )
         self.masks_proved = True
 
     def _losses(self, text: list[int], kept: list[tuple[int, list[int]]]) -> list[float]:
@@ -176,7 +206,8 @@ def _difference(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def _show_package(folder: str) -> None:
-    """Let processes that vLLM starts import this moe_lab, and no other package that is installed beside it."""
+    """Let processes that vLLM starts import this moe_lab, and no other package that is installed
+    beside it."""
     Path(folder, "moe_lab").symlink_to(Path(__file__).resolve().parents[1])
     search = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(search)  # of programs

@@ -1,12 +1,14 @@
-"""Plans of whole experts as masks on the routers of an engine of vLLM. Importing this module masks them.
+"""Plans of whole experts as masks on the routers of an engine of vLLM. Importing this module masks
+them.
 
-A mask is an addend to the logits of a router: 0 for experts that are kept, minus infinity for those that are dropped.
-Routers get their mask when they are built, as a compiled engine ignores what is added later; afterwards its numbers are
-changed in place, which takes about a millisecond. vLLM imports this module in each of its workers before it builds the
-model, since `PlanWorker` extends them.
+A mask is an addend to the logits of a router: 0 for experts that are kept, minus infinity for those
+that are dropped. Routers get their mask when they are built, as a compiled engine ignores what is
+added later; afterwards its numbers are changed in place, which takes about a millisecond. vLLM
+imports this module in each of its workers before it builds the model, since `PlanWorker` extends
+them.
 
-Private names of vLLM that are used in addition to those of `vllm_plugin`, tested with 0.32: BaseRouter._select_experts,
-e_score_correction_bias of routers, WorkerBase.model_runner.model.
+Private names of vLLM that are used in addition to those of `vllm_plugin`, tested with 0.32:
+BaseRouter._select_experts, e_score_correction_bias of routers, WorkerBase.model_runner.model.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def _with_mask(original: Any) -> Any:
 
 
 def _masked(original: Any) -> Any:
-    def _select_experts(self: Any, hidden_states: Any, router_logits: Any, *arguments: Any, **named: Any) -> Any:
+    def _select_experts(
+        self: Any, hidden_states: Any, router_logits: Any, *arguments: Any, **named: Any
+    ) -> Any:
         logits = router_logits + self.moe_lab_mask.to(router_logits.dtype)
         return original(self, hidden_states, logits, *arguments, **named)
 
@@ -54,7 +58,10 @@ class PlanWorker:
 
     def experts_of_layers(self) -> list[tuple[int, int, int]]:
         """Number of every MoE layer, of its experts, and of those that a token gets."""
-        return [(layer, router.global_num_experts, router.top_k) for layer, router in routers(self.model_runner.model)]
+        return [
+            (layer, router.global_num_experts, router.top_k)
+            for layer, router in routers(self.model_runner.model)
+        ]
 
     @torch.inference_mode()
     def set_plan(self, kept: Sequence[tuple[int, Sequence[int]]]) -> None:

@@ -1,16 +1,20 @@
-"""A plugin of vLLM: it serves exports whose layers differ, and repairs two faults of vLLM's CPU build.
+"""A plugin of vLLM: it serves exports whose layers differ, and repairs two faults of vLLM's CPU
+build.
 
-vLLM calls `register` in each of its processes, through the entry point group vllm.general_plugins. This module needs
-vLLM alone, and none of moe_lab's dependencies, since the two often want other versions of transformers.
+vLLM calls `register` in each of its processes, through the entry point group vllm.general_plugins.
+This module needs vLLM alone, and none of moe_lab's dependencies, since the two often want other
+versions of transformers.
 
-vLLM's classes read one number of experts and one width for all layers. moe_lab writes uneven exports under a model type
-of their own. `parse` gives vLLM the configuration of the family instead, with the largest number of each, and with the
-architecture `Pruned<Stock>ForCausalLM`. For every architecture <Stock> of vLLM there is a class of that name here. It
-sets the fields of each layer while that layer is built, so that no code is needed per family, and compares the experts
-in the files with what it built, since vLLM notices neither missing nor surplus ones.
+vLLM's classes read one number of experts and one width for all layers. moe_lab writes uneven
+exports under a model type of their own. `parse` gives vLLM the configuration of the family instead,
+with the largest number of each, and with the architecture `Pruned<Stock>ForCausalLM`. For every
+architecture <Stock> of vLLM there is a class of that name here. It sets the fields of each layer
+while that layer is built, so that no code is needed per family, and compares the experts in the
+files with what it built, since vLLM notices neither missing nor surplus ones.
 
-Private names of vLLM that are used, tested with 0.32: HFConfigParser.parse, `make_layers` in the modules of models,
-utils.extract_layer_index, ModelRegistry.models, MoERunner.router and its global_num_experts,
+Private names of vLLM that are used, tested with 0.32: HFConfigParser.parse, `make_layers` in the
+modules of models, utils.extract_layer_index, ModelRegistry.models, MoERunner.router and its
+global_num_experts,
 CPURouter._compute_routing, RotaryEmbedding.forward_cpu.
 """
 
@@ -30,11 +34,13 @@ import torch
 PREFIX = "Pruned"
 """Of the names of this module's classes, before that of a class of vLLM."""
 FIELD = "pruned"
-"""Field of config.json with the shapes of an uneven export; moe_lab/pruning/export/config.py writes it."""
+"""Field of config.json with the shapes of an uneven export; moe_lab/pruning/export/config.py writes
+it."""
 FORMAT = 2
 """The format of that field that this module reads."""
 LAYERS = "moe_lab_layers"
-"""Attribute of a configuration: layer -> field -> value, of the fields that differ between layers."""
+"""Attribute of a configuration: layer -> field -> value, of the fields that differ between
+layers."""
 COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 WIDTHS = ("moe_intermediate_size", "intermediate_size")
 SHARED = ("n_shared_experts", "moe_num_shared_experts")
@@ -78,7 +84,8 @@ def replace_method(owner: type, name: str, make: Callable[[Any], Any]) -> None:
 
 
 def family_config(folder: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json of an export as its family has it, with the attribute `LAYERS`; any other one as it is.
+    """The config.json of an export as its family has it, with the attribute `LAYERS`; any other one
+    as it is.
 
     ValueError for an export that this module cannot read.
     """
@@ -87,13 +94,16 @@ def family_config(folder: str, config: Mapping[str, Any]) -> dict[str, Any]:
     about = config[FIELD]
     if (number := about.get("format")) != FORMAT:
         raise ValueError(
-            f"{folder}: config.json has {FIELD}.format={number}, and this version of moe_lab's plugin reads {FORMAT}: "
+            f"{folder}: config.json has {FIELD}.format={number}, and this version of moe_lab's "
+            f"plugin reads {FORMAT}: "
             "install the version of moe_lab that wrote the export, or export again"
         )
     layers: Mapping[str, Mapping[str, Any]] = about["layers"]
-    if any("widths" in layer for layer in layers.values()):  # one tensor holds the experts of a layer in vLLM
+    # one tensor holds the experts of a layer in vLLM
+    if any("widths" in layer for layer in layers.values()):
         raise ValueError(
-            f"{folder}: the experts of a layer have different widths, and vLLM has one width for each layer: export "
+            f"{folder}: the experts of a layer have different widths, and vLLM has one width for "
+            "each layer: export "
             "with export=padded"
         )
     width = next((name for name in WIDTHS if isinstance(config.get(name), int)), "")
@@ -159,9 +169,13 @@ def _uneven(name: str) -> type:
             stock.__init__(self, vllm_config=vllm_config, prefix=prefix, **named)
         self.moe_lab_counts = {layer: router.global_num_experts for layer, router in routers(self)}
         for layer, count in self.moe_lab_counts.items():
-            expected = next((value for name, value in layers.get(layer, {}).items() if name in COUNTS), None)
+            expected = next(
+                (value for name, value in layers.get(layer, {}).items() if name in COUNTS), None
+            )
             if expected not in (None, count):
-                raise ValueError(f"{name}: vLLM built {count} experts in layer {layer}, expected {expected}")
+                raise ValueError(
+                    f"{name}: vLLM built {count} experts in layer {layer}, expected {expected}"
+                )
 
     def load_weights(self: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         experts: dict[tuple[int, str], set[int]] = defaultdict(set)
@@ -169,7 +183,11 @@ def _uneven(name: str) -> type:
         _check_files(self.moe_lab_counts, experts)
         return loaded
 
-    return type(PREFIX + name, (stock,), {"__init__": __init__, "load_weights": load_weights, "__module__": __name__})
+    return type(
+        PREFIX + name,
+        (stock,),
+        {"__init__": __init__, "load_weights": load_weights, "__module__": __name__},
+    )
 
 
 def _check(name: str, module: Any, vllm_config: Any, layers: Layers) -> None:
@@ -178,24 +196,29 @@ def _check(name: str, module: Any, vllm_config: Any, layers: Layers) -> None:
 
     if name in WITHOUT_LAYERS or not hasattr(module, "make_layers"):
         raise ValueError(
-            f"{name}: vLLM {vllm.__version__} reads one number of experts for all layers: export with export=masked"
+            f"{name}: vLLM {vllm.__version__} reads one number of experts for all layers: export "
+            "with export=masked"
         )
     config = vllm_config.model_config.hf_text_config
     shared = [field for field in SHARED if getattr(config, field, None)]
     widths = {fields[width] for fields in layers.values() for width in WIDTHS if width in fields}
     if shared and len(widths) > 1:
         raise ValueError(
-            f"{name}: vLLM makes shared experts ({shared[0]}) as wide as the routed ones of their layer, and these are "
+            f"{name}: vLLM makes shared experts ({shared[0]}) as wide as the routed ones of their "
+            "layer, and these are "
             f"{sorted(widths)} wide: export with export=masked"
         )
     for setting in ("enable_eplb", "enable_ep_weight_filter"):
         if getattr(vllm_config.parallel_config, setting, False):
-            raise ValueError(f"{setting}=True takes one number of experts for all layers: expected False")
+            raise ValueError(
+                f"{setting}=True takes one number of experts for all layers: expected False"
+            )
 
 
 @contextmanager
 def _fields(config: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    """Set fields of a configuration while open. In place, as some classes of vLLM keep the object they were given."""
+    """Set fields of a configuration while open. In place, as some classes of vLLM keep the object
+    they were given."""
     before = {name: getattr(config, name) for name in values}
     try:
         for name, value in values.items():
@@ -227,13 +250,16 @@ def _noted(
 
 
 def _check_files(counts: Mapping[int, int], experts: Mapping[tuple[int, str], set[int]]) -> None:
-    """ValueError when the files have other experts than the layers that were built; vLLM itself would serve them."""
+    """ValueError when the files have other experts than the layers that were built; vLLM itself
+    would serve them."""
     for (layer, what), numbers in experts.items():
         expected = set(range(counts.get(layer, 0)))
         if layer in counts and numbers != expected:
-            missing, surplus = sorted(expected - numbers), sorted(numbers - expected)
+            missing = sorted(expected - numbers)
+            surplus = sorted(numbers - expected)
             raise ValueError(
-                f"layer {layer} has {len(expected)} experts by config.json, and the files lack {what} of experts "
+                f"layer {layer} has {len(expected)} experts by config.json, and the files lack "
+                f"{what} of experts "
                 f"{missing or 'none'} and have it of {surplus or 'none'} beyond: export again"
             )
     if gone := sorted(set(counts) - {layer for layer, _ in experts}):
@@ -241,7 +267,8 @@ def _check_files(counts: Mapping[int, int], experts: Mapping[tuple[int, str], se
 
 
 def _repair_rotary_embedding() -> None:
-    """The CPU operation turns interleaved queries wrongly (DeepSeek, up to 6.9 off); the formula in torch is right."""
+    """The CPU operation turns interleaved queries wrongly (DeepSeek, up to 6.9 off); the formula in
+    torch is right."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     def make(original: Any) -> Any:
@@ -259,7 +286,9 @@ def _repair_bias() -> None:
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
     def make(original: Any) -> Any:
-        def _compute_routing(self: Any, hidden_states: Any, router_logits: Any, indices_type: Any, **named: Any) -> Any:
+        def _compute_routing(
+            self: Any, hidden_states: Any, router_logits: Any, indices_type: Any, **named: Any
+        ) -> Any:
             bias = self.e_score_correction_bias
             plain = self.custom_routing_function is None and self.scoring_func == "softmax"
             if bias is None or self.use_grouped_topk or not plain:

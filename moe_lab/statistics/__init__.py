@@ -1,4 +1,5 @@
-"""Files of the statistics: sums over tokens, a set of tensors per MoE layer. Reading needs no torch.
+"""Files of the statistics: sums over tokens, a set of tensors per MoE layer. Reading needs no
+torch.
 
 Names, shapes and formulas of all of them: docs/new_criterion.md.
 """
@@ -26,9 +27,10 @@ Layers: TypeAlias = "dict[int, dict[str, torch.Tensor]]"
 
 @dataclass
 class Statistics:
-    """Sums per MoE layer, with a header that says what was summed. `layers`: decoder layer number -> tensor name ->
-    fp64 tensor on the CPU. `header`: JSON data with `kind` (forward, damage, similarity, gradients, weight_gradients,
-    weights, channel_weights or weight_distances), and `batches`, a digest of the text that was read, if any."""
+    """Sums per MoE layer, with a header that says what was summed. `layers`: decoder layer number
+    -> tensor name -> fp64 tensor on the CPU. `header`: JSON data with `kind` (forward, damage,
+    similarity, gradients, weight_gradients, weights, channel_weights or weight_distances), and
+    `batches`, a digest of the text that was read, if any."""
 
     layers: Layers
     header: dict[str, Any] = field(default_factory=dict)
@@ -55,9 +57,12 @@ class Statistics:
         return cls(read(path, framework="pt"), header(path))
 
 
-def read(path: Path | str, framework: str = "np", only: str | None = None) -> dict[int, dict[str, Any]]:
-    """Read statistics: layer -> name -> array (fp64 numpy; torch tensors with framework="pt"), names as above. `only`:
-    the one name to read; None reads all. UserError when the file is missing, damaged or not statistics."""
+def read(
+    path: Path | str, framework: str = "np", only: str | None = None
+) -> dict[int, dict[str, Any]]:
+    """Read statistics: layer -> name -> array (fp64 numpy; torch tensors with framework="pt"),
+    names as above. `only`: the one name to read; None reads all. UserError when the file is
+    missing, damaged or not statistics."""
     header(path)
     layers: dict[int, dict[str, Any]] = {}
     with safe_open(path, framework=framework) as file:
@@ -84,21 +89,26 @@ def header(path: Path | str) -> dict[str, Any]:
         with safe_open(path, framework="np") as file:
             return dict(json.loads(file.metadata()["moe_lab"]))
     except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
-        raise UserError(f"statistics={path} cannot be read, expected a file of statistics: {error}") from error
+        raise UserError(
+            f"statistics={path} cannot be read, expected a file of statistics: {error}"
+        ) from error
 
 
 def plus(name: str, total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """The statistic `name` of two disjoint sets of tokens together: the maximum where it ends in _max, else the sum."""
+    """The statistic `name` of two disjoint sets of tokens together: the maximum where it ends in
+    _max, else the sum."""
     return total.maximum(part) if name.endswith("_max") else total + part
 
 
 def merged(parts: Iterable[Layers]) -> Layers:
-    """The statistics of disjoint sets of tokens together. UserError when they are not of the same names."""
+    """The statistics of disjoint sets of tokens together. UserError when they are not of the same
+    names."""
     total: Layers = {}
     for layers in parts:
         if total and {n: total[n].keys() for n in total} != {n: layers[n].keys() for n in layers}:
             raise UserError(
-                "calibration.parts: parts of one pass have different statistics: remove the older from the store"
+                "calibration.parts: parts of one pass have different statistics: remove the older "
+                "from the store"
             )
         for layer, named in layers.items():
             here = total.setdefault(layer, {})
@@ -108,18 +118,26 @@ def merged(parts: Iterable[Layers]) -> Layers:
 
 
 def merged_means(parts: Sequence[Statistics]) -> Layers:
-    """Means over the tokens of all `parts`, from the mean of each and header["predicted"], its number of tokens."""
+    """Means over the tokens of all `parts`, from the mean of each and header["predicted"], its
+    number of tokens."""
     counts = [int(part.header["predicted"]) for part in parts]
     sums = [
-        {layer: {name: mean * count for name, mean in named.items()} for layer, named in part.layers.items()}
+        {
+            layer: {name: mean * count for name, mean in named.items()}
+            for layer, named in part.layers.items()
+        }
         for part, count in zip(parts, counts, strict=True)
     ]
     total = merged(sums)
-    return {layer: {name: part / sum(counts) for name, part in named.items()} for layer, named in total.items()}
+    return {
+        layer: {name: part / sum(counts) for name, part in named.items()}
+        for layer, named in total.items()
+    }
 
 
 def check_finite(layers: Mapping[int, Mapping[str, torch.Tensor]], where: str) -> None:
-    """Raise UserError naming layer and expert when a statistic is NaN or infinite; `where` names what was read."""
+    """Raise UserError naming layer and expert when a statistic is NaN or infinite; `where` names
+    what was read."""
     for layer, named in layers.items():
         for name, tensor in named.items():
             if tensor.isfinite().all():
@@ -130,8 +148,9 @@ def check_finite(layers: Mapping[int, Mapping[str, torch.Tensor]], where: str) -
 
 
 def mean_output(sums: Mapping[str, Any]) -> NDArray[numpy.float64]:
-    """(E, H): the mean output of each expert of a layer over the tokens routed to it, before the gate; 0 without any.
-    It is the constant nearest to those outputs in the mean square, the novice of MoNE (arXiv 2507.00390)."""
+    """(E, H): the mean output of each expert of a layer over the tokens routed to it, before the
+    gate; 0 without any. It is the constant nearest to those outputs in the mean square, the novice
+    of MoNE (arXiv 2507.00390)."""
     tokens = numpy.maximum(numpy.asarray(sums["tokens"], dtype=float), 1)
     means: NDArray[numpy.float64] = numpy.asarray(sums["output_sum"], dtype=float) / tokens[:, None]
     return means

@@ -4,8 +4,9 @@ Exact damage of an expert is how much the layer's output changes when that exper
 
     D_j = sum over valid tokens t with j in their top-k of || y_t - y_t without j ||
 
-y is the routed output. Without j, the model's own routing rule chooses again among the other experts and computes new
-gates. Shared experts cancel; tokens that are not routed to j do not change.
+y is the routed output. Without j, the model's own routing rule chooses again among the other
+experts and computes new gates. Shared experts cancel; tokens that are not routed to j do not
+change.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ TOKENS = 2048
 
 
 class DamageTap(Tap):
-    """Adds `damage` (E,) while computing the routed output, the same as the eager one up to rounding, at (k + 1) / k of
-    the expert work of a forward pass."""
+    """Adds `damage` (E,) while computing the routed output, the same as the eager one up to
+    rounding, at (k + 1) / k of the expert work of a forward pass."""
 
     kind = "damage"
     call: tuple[tuple[Any, ...], dict[str, Any], torch.Tensor]
@@ -35,16 +36,22 @@ class DamageTap(Tap):
         """Record the call of the router, which is repeated without each of the chosen experts."""
         self.call = args, kwargs, result[0].reshape(-1, self.layer.n_experts)
 
-    def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def experts(
+        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
         """The routed output (T, H)."""
         valid = self.valid(hidden)
         damage = torch.zeros(self.layer.n_experts, dtype=torch.float64, device=hidden.device)
         mixed = torch.empty_like(hidden)
         for token in torch.arange(len(hidden), device=hidden.device).split(TOKENS):
             gates = self._coefficients(token, index[token])
-            if not torch.equal(gates[:, 0], spread(index[token], weights[token], self.layer.n_experts)):
+            if not torch.equal(
+                gates[:, 0], spread(index[token], weights[token], self.layer.n_experts)
+            ):
                 where = f"the router of {self.layer.name}"
-                raise UserError(f"criterion=exact_damage cannot repeat {where}: this model is not supported")
+                raise UserError(
+                    f"criterion=exact_damage cannot repeat {where}: this model is not supported"
+                )
             mixes = mix_outputs(self.layer, hidden[token], gates)
             mixed[token] = mixes[:, 0].to(mixed.dtype)
             losses = torch.linalg.vector_norm(mixes[:, 1:], dim=-1).double()
@@ -55,37 +62,44 @@ class DamageTap(Tap):
         return mixed
 
     def _coefficients(self, token: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Gates (t, 1 + K, E): row 0 gives y from the outputs of all experts, row 1 + k gives y - (y without the k-th
-        of the experts `index` (t, K) that `token` (t,) were routed to)."""
+        """Gates (t, 1 + K, E): row 0 gives y from the outputs of all experts, row 1 + k gives y -
+        (y without the k-th of the experts `index` (t, K) that `token` (t,) were routed to)."""
         (t, k), n_experts = index.shape, self.layer.n_experts
         full = spread(*self._rerouted(token, None), n_experts)
         without = spread(*self._rerouted(token.repeat_interleave(k), index.flatten()), n_experts)
         return torch.cat((full[:, None], full[:, None] - without.view(t, k, n_experts)), 1)
 
-    def _rerouted(self, token: torch.Tensor, removed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and gates (R, K) of the experts of the tokens `token` (R,), each without its expert in `removed` (R,); of
-        all experts if None.
+    def _rerouted(
+        self, token: torch.Tensor, removed: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and gates (R, K) of the experts of the tokens `token` (R,), each without its expert
+        in `removed` (R,); of all experts if None.
 
-        The router's own code runs with two differences: its linear map gives the logits of the recorded call, and the
-        logit of the removed expert is -inf, as is its entry wherever the router selects the best of all experts, so
-        that no correction bias can bring it back. Groups of a group-limited router then differ in size, so that cutting
-        the expert's row off instead would change them.
+        The router's own code runs with two differences: its linear map gives the logits of the
+        recorded call, and the logit of the removed expert is -inf, as is its entry wherever the
+        router selects the best of all experts, so that no correction bias can bring it back. Groups
+        of a group-limited router then differ in size, so that cutting the expert's row off instead
+        would change them.
         """
         args, kwargs, logits = self.call
         logits = logits[token]
         if removed is not None:
             logits = logits.scatter(1, removed[:, None], float("-inf"))
         hidden = args[0] if args else kwargs["hidden_states"]
-        rows = hidden.flatten(0, -2)[:1].expand(len(token), -1)  # of any values, as logits are replayed
+        # of any values, as logits are replayed
+        rows = hidden.flatten(0, -2)[:1].expand(len(token), -1)
         rows = rows if hidden.dim() == 2 else rows[None]
-        given, named = ((rows, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": rows})
+        given, named = (
+            ((rows, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": rows})
+        )
         with _Replay(logits, removed):
             result = self.layer.router.forward(*given, **named)
         return result[2], result[1]
 
 
 class _Replay(TorchFunctionMode):
-    """Returns `logits` (R, E) for the linear map, and hides expert `removed[r]` from every choice among all experts."""
+    """Returns `logits` (R, E) for the linear map, and hides expert `removed[r]` from every choice
+    among all experts."""
 
     def __init__(self, logits: torch.Tensor, removed: torch.Tensor | None) -> None:
         super().__init__()
@@ -101,21 +115,28 @@ class _Replay(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _without(self, scores: torch.Tensor, func: Any, args: Any, kwargs: Any) -> Any:
-        """Select the best of `scores` without the removed experts; if too few are left, the removed one at value 0."""
+        """Select the best of `scores` without the removed experts; if too few are left, the removed
+        one at value 0."""
         assert self.removed is not None
-        left = scores.reshape(self.logits.shape).scatter(1, self.removed[:, None], float("-inf")).reshape(scores.shape)
+        left = (
+            scores.reshape(self.logits.shape)
+            .scatter(1, self.removed[:, None], float("-inf"))
+            .reshape(scores.shape)
+        )
         values, indices = func(left, *args[1:], **kwargs)
         filled = values.isneginf() & ~scores.gather(-1, indices).isneginf()
         return torch.return_types.topk((values.masked_fill(filled, 0.0), indices))
 
 
 class SimilarityTap(Tap):
-    """Adds `dense_output_sum` and, for routers that give logits, `router_gram` and `dense_gated_output_sum`. All E
-    experts run on all tokens, which takes about E / K times the expert work of a forward pass."""
+    """Adds `dense_output_sum` and, for routers that give logits, `router_gram` and
+    `dense_gated_output_sum`. All E experts run on all tokens, which takes about E / K times the
+    expert work of a forward pass."""
 
     kind = "similarity"
     probabilities: torch.Tensor | None = None
-    """(T, E) fp64 of the valid tokens, from the router's call to that of the experts; None without logits."""
+    """(T, E) fp64 of the valid tokens, from the router's call to that of the experts; None without
+    logits."""
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         """Add the products of the logits (T, E) of valid tokens, and record their softmax."""
@@ -129,11 +150,14 @@ class SimilarityTap(Tap):
         self.probabilities = logits.softmax(-1)
         self.add("router_gram", logits.T @ logits)
 
-    def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def experts(
+        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
         """The routed output (T, H); adds the outputs of all experts for all valid tokens."""
         valid = self.valid(hidden)
         states = hidden if valid is None else hidden[valid]
-        plain, gated = [], []
+        plain = []
+        gated = []
         for expert in range(self.layer.n_experts):
             outputs = wide(self.layer.expert_output(states, expert)).double()
             plain.append(outputs.sum(0))

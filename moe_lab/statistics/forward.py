@@ -1,7 +1,7 @@
 """Every forward statistic of routed experts, at about the cost of a plain forward pass.
 
-Experts compute what the eager forward computes, in the same order: logits are bit-identical to it on the CPU. Gates are
-those of the model's own router, so no routing rule is implemented here.
+Experts compute what the eager forward computes, in the same order: logits are bit-identical to it
+on the CPU. Gates are those of the model's own router, so no routing rule is implemented here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from moe_lab.statistics.observe import Observer, Tap
 ENTROPY_BINS = 50
 """Bins of the histogram of router entropies, from 0 to the logarithm of the number of experts."""
 EPSILON = 1e-6
-"""Added to ||y||^2 in the denominators of the ala sums and the layer loss, as in the released code of MoE-Slimming."""
+"""Added to ||y||^2 in the denominators of the ala sums and the layer loss, as in the released code
+of MoE-Slimming."""
 
 
 class ForwardTap(Tap):
@@ -44,14 +45,19 @@ class ForwardTap(Tap):
             self.logits = first.detach().reshape(-1, self.layer.n_experts)
 
     def watch(self, around: torch.nn.Module) -> Iterable[RemovableHandle]:
-        """Keep the residual stream before the MoE block: the input of the norm whose output the block reads."""
+        """Keep the residual stream before the MoE block: the input of the norm whose output the
+        block reads."""
         for child in around.children():
             if child is not self.layer.block:
                 yield child.register_forward_hook(self._after_child)
         yield self.layer.block.register_forward_pre_hook(self._before_block)
 
     def _after_child(self, module: torch.nn.Module, args: Any, result: Any) -> None:
-        if len(args) == 1 and isinstance(args[0], torch.Tensor) and isinstance(result, torch.Tensor):
+        if (
+            len(args) == 1
+            and isinstance(args[0], torch.Tensor)
+            and isinstance(result, torch.Tensor)
+        ):
             self.normalized[id(module)] = (args[0].detach(), result)
 
     def _before_block(self, module: torch.nn.Module, args: Any) -> None:
@@ -60,11 +66,16 @@ class ForwardTap(Tap):
         self.residual = inputs[0].flatten(0, -2) if len(inputs) == 1 else None
         self.normalized.clear()
 
-    def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def experts(
+        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
         """The routed output m (T, H); adds the statistics of this call."""
-        layer, rows = self.layer, sort_by_expert(index, self.layer.n_experts)
+        layer = self.layer
+        rows = sort_by_expert(index, self.layer.n_experts)
         gates = weights.detach()
-        call = Call(layer.n_experts, rows, gates, self._softmax_gates(index, gates), self.valid(hidden))
+        call = Call(
+            layer.n_experts, rows, gates, self._softmax_gates(index, gates), self.valid(hidden)
+        )
 
         def compute(expert: int, part: slice, states: torch.Tensor) -> torch.Tensor:
             own = layer.weights(expert)
@@ -80,7 +91,8 @@ class ForwardTap(Tap):
             self.add("shift_weighted", call.weigh_shifts(self.residual, mixed.detach()))
         if self.logits is not None:
             self.add("router_entropy", entropy_histogram(self.logits, call.valid))
-        self.call, self.residual = call, None
+        self.call = call
+        self.residual = None
         return mixed
 
     def after_layer(self, module: torch.nn.Module, args: Any, result: Any) -> None:
@@ -93,28 +105,37 @@ class ForwardTap(Tap):
         self.normalized.clear()  # norms after the block
 
     def _softmax_gates(self, index: torch.Tensor, weights: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The gates full_softmax and double_softmax (T, K), if the router is a softmax over all experts, which is
-        decided at its first call."""
+        """The gates full_softmax and double_softmax (T, K), if the router is a softmax over all
+        experts, which is decided at its first call."""
         if self.softmax_router is None:
-            self.softmax_router = self.logits is not None and is_softmax(self.logits, index, weights)
+            self.softmax_router = self.logits is not None and is_softmax(
+                self.logits, index, weights
+            )
         if not self.softmax_router or self.logits is None:
             return {}
         full = self.logits.double().softmax(-1)
-        return {"full_softmax": full.gather(-1, index), "double_softmax": full.softmax(-1).gather(-1, index)}
+        return {
+            "full_softmax": full.gather(-1, index),
+            "double_softmax": full.softmax(-1).gather(-1, index),
+        }
 
 
 def entropy_histogram(logits: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
-    """Count valid tokens by router entropy, in ENTROPY_BINS equal bins between 0 and ln E; `logits` (T, E)."""
+    """Count valid tokens by router entropy, in ENTROPY_BINS equal bins between 0 and ln E; `logits`
+    (T, E)."""
     logits = logits if valid is None else logits[valid]
-    entropies = torch.special.entr(logits.double().softmax(-1)).sum(-1) / math.log(max(2, logits.shape[-1]))
+    entropies = torch.special.entr(logits.double().softmax(-1)).sum(-1) / math.log(
+        max(2, logits.shape[-1])
+    )
     bins = (entropies * ENTROPY_BINS).long().clamp(0, ENTROPY_BINS - 1)
     return torch.bincount(bins, minlength=ENTROPY_BINS)
 
 
 def is_softmax(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> bool:
-    """Whether a router's gates are proportional to exp(logits), i.e. softmax probabilities, renormalised or not.
-    `logits` (T, E), `index` and `weights` (T, K): log g - z is then the same for all experts of a token. With K = 1 it
-    always is, so g must be the probability times a constant."""
+    """Whether a router's gates are proportional to exp(logits), i.e. softmax probabilities,
+    renormalised or not. `logits` (T, E), `index` and `weights` (T, K): log g - z is then the same
+    for all experts of a token. With K = 1 it always is, so g must be the probability times a
+    constant."""
     tolerance = 1e-3 if weights.dtype in (torch.float32, torch.float64) else 0.05
     chosen = logits.double().log_softmax(-1).gather(-1, index)
     gap = weights.double().clamp(min=torch.finfo(torch.float64).tiny).log() - chosen
@@ -123,9 +144,11 @@ def is_softmax(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor)
 
 
 def shifts(stream: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-    """1 - cos(x, x + a) of every token, at least 0, for x = `stream` and a = `added`, (T, H) -> (T,) fp64; 1 where
-    x + a is 0. Small angles are computed from their sine: in fp32, 1 - cos cancels."""
-    x, a = wide(stream), wide(added)
+    """1 - cos(x, x + a) of every token, at least 0, for x = `stream` and a = `added`, (T, H) ->
+    (T,) fp64; 1 where x + a is 0. Small angles are computed from their sine: in fp32, 1 - cos
+    cancels."""
+    x = wide(stream)
+    a = wide(added)
     xx, xa, aa = ((one * other).sum(-1).double() for one, other in ((x, x), (x, a), (a, a)))
     after = (xx + 2 * xa + aa).clamp(min=0)
     squares = xx * after
@@ -136,9 +159,9 @@ def shifts(stream: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
 
 
 class Call:
-    """The statistics of one call: `add` for each expert, then `finish`, then `normalize`. `rows`: the routed pairs.
-    `weights` (T, K): gates as the model multiplies with them. `others`: further gates (T, K) by name. `valid`: (T,)
-    bool, which tokens count, None for all."""
+    """The statistics of one call: `add` for each expert, then `finish`, then `normalize`. `rows`:
+    the routed pairs. `weights` (T, K): gates as the model multiplies with them. `others`: further
+    gates (T, K) by name. `valid`: (T,) bool, which tokens count, None for all."""
 
     def __init__(
         self,
@@ -163,8 +186,10 @@ class Call:
         self.outputs: list[tuple[slice, torch.Tensor]] = []
 
     def add(self, expert: int, part: slice, phi: torch.Tensor, f: torch.Tensor) -> None:
-        """Add the rows `part` of one expert: phi (n, I) is the input of down_proj, f (n, H) the expert's output."""
-        phi, f = wide(phi), wide(f)
+        """Add the rows `part` of one expert: phi (n, I) is the input of down_proj, f (n, H) the
+        expert's output."""
+        phi = wide(phi)
+        f = wide(f)
         self.outputs.append((part, f))
         torch.sum(f.square(), -1, out=self.norm_square[part])
         if not self.columns:
@@ -174,7 +199,9 @@ class Call:
         gate_squares = [square[part] for square in self.gate_squares]
         if self.valid_rows is not None:
             keep = self.valid_rows[part]
-            phi, f, gate_squares = phi[keep], f[keep], [square[keep] for square in gate_squares]
+            phi = phi[keep]
+            f = f[keep]
+            gate_squares = [square[keep] for square in gate_squares]
             if len(f) == 0:
                 return
         torch.sum(f, 0, out=self.columns["output_sum"][expert])
@@ -183,7 +210,8 @@ class Call:
         self.channels.add(expert, phi, *gate_squares)
 
     def finish(self, mixed: torch.Tensor) -> dict[str, torch.Tensor]:
-        """All sums that do not need the layer's output; `mixed` (T, H) is the routed output m of the call."""
+        """All sums that do not need the layer's output; `mixed` (T, H) is the routed output m of
+        the call."""
         self._align(wide(mixed))
         moments = self._moments()
         names = [f"sums_{gate}" for gate in self.gates]
@@ -195,20 +223,29 @@ class Call:
         }
 
     def weigh_shifts(self, stream: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
-        """shift_weighted (E,); `stream` (T, H) is the residual stream before the MoE block, `mixed` (T, H) is m."""
-        token, column = self.rows.token, self.rows.column
-        terms = shifts(stream, mixed)[token] * self.gates["model"][token, column] * self.norm_square.double().sqrt()
+        """shift_weighted (E,); `stream` (T, H) is the residual stream before the MoE block, `mixed`
+        (T, H) is m."""
+        token = self.rows.token
+        column = self.rows.column
+        terms = (
+            shifts(stream, mixed)[token]
+            * self.gates["model"][token, column]
+            * self.norm_square.double().sqrt()
+        )
         terms = terms if self.valid_rows is None else torch.where(self.valid_rows, terms, 0)
         return torch.bincount(self.rows.expert, terms, self.n_experts)
 
     def normalize(self, stream: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The ala sums and the layer loss; `stream` (T, H) is the residual stream y after the decoder layer."""
+        """The ala sums and the layer loss; `stream` (T, H) is the residual stream y after the
+        decoder layer."""
         share = 1 / (wide(stream).square().sum(-1).double() + EPSILON)
         loss = self.loss * share
         if self.valid is not None:
-            share, loss = torch.where(self.valid, share, 0), loss[self.valid]
+            share = torch.where(self.valid, share, 0)
+            loss = loss[self.valid]
         summed = {"layer_loss": loss.sum()}
-        token, expert = self.rows.token, self.rows.expert
+        token = self.rows.token
+        expert = self.rows.expert
         for name, terms in (("ala_first", self.first), ("ala_second", self.second)):
             rows = terms * share[token]
             rows = rows if self.valid_rows is None else torch.where(self.valid_rows, rows, 0)
@@ -216,8 +253,8 @@ class Call:
         return summed
 
     def _align(self, mixed: torch.Tensor) -> None:
-        """Compute the numerators of the ala sums and the layer loss; `normalize` divides by the layer's output. They
-        need m, so f, T x K x H numbers, is kept until now and freed here."""
+        """Compute the numerators of the ala sums and the layer loss; `normalize` divides by the
+        layer's output. They need m, so f, T x K x H numbers, is kept until now and freed here."""
         aligned = torch.empty_like(self.norm_square)
         for part, f in self.outputs:
             torch.sum(f * mixed[self.rows.token[part]], -1, out=aligned[part])
@@ -227,11 +264,18 @@ class Call:
         self.loss = mixed.square().sum(-1).double()
 
     def _moments(self) -> torch.Tensor:
-        """sum_t g^alpha ||f||^beta (E, 3 x gates, 3), kinds of gates one after the other; [:, 0, 0] counts tokens."""
-        rows, keep = self.rows, self.valid_rows
-        token, column, ends, norm_square = rows.token, rows.column, rows.ends, self.norm_square.double()
+        """sum_t g^alpha ||f||^beta (E, 3 x gates, 3), kinds of gates one after the other; [:, 0, 0]
+        counts tokens."""
+        rows = self.rows
+        keep = self.valid_rows
+        token = rows.token
+        column = rows.column
+        ends = rows.ends
+        norm_square = self.norm_square.double()
         if keep is not None:
-            token, column, norm_square = token[keep], column[keep], norm_square[keep]
+            token = token[keep]
+            column = column[keep]
+            norm_square = norm_square[keep]
             ends = torch.bincount(rows.expert[keep], minlength=self.n_experts).cumsum(0).tolist()
         one = torch.ones_like(norm_square)
         norms = torch.stack((one, norm_square.sqrt(), norm_square), 1)
@@ -247,9 +291,12 @@ class Call:
 
 
 class Channels:
-    """channel_square, channel_max and the same weighted with one or several `gates`, (E, I) each, of one call."""
+    """channel_square, channel_max and the same weighted with one or several `gates`, (E, I) each,
+    of one call."""
 
-    def __init__(self, n_experts: int, width: int, like: torch.Tensor, gates: Sequence[str] = ("gate",)) -> None:
+    def __init__(
+        self, n_experts: int, width: int, like: torch.Tensor, gates: Sequence[str] = ("gate",)
+    ) -> None:
         self.gates = gates
         self.columns = {}
         for weight in ("", *(f"{gate}_" for gate in gates)):
@@ -258,7 +305,8 @@ class Channels:
                 self.columns[f"{weight}channel_{what}"] = wide(zeros)
 
     def add(self, expert: int, phi: torch.Tensor, *gate_squares: torch.Tensor) -> None:
-        """Add the valid tokens of one expert: phi (n, I) and, for each of `gates`, g^2 (n,), at least fp32."""
+        """Add the valid tokens of one expert: phi (n, I) and, for each of `gates`, g^2 (n,), at
+        least fp32."""
         if len(phi) == 0:
             return
         square = phi.square()

@@ -1,9 +1,11 @@
-"""Gradient statistics of every channel: gradients with respect to activations, and with respect to weights (SNIP).
+"""Gradient statistics of every channel: gradients with respect to activations, and with respect to
+weights (SNIP).
 
-The loss is the summed cross-entropy of the next tokens, over pairs of neighbouring tokens that are both valid. Sums,
-unlike means, do not depend on how rows are cut into batches. Two vectors per expert replace HEAPr's (H, H) matrix,
-because the gradient at the input of down_proj is that matrix's factor already multiplied with the channel's weights:
-memory grows with the number of channels, and one forward and backward pass is enough.
+The loss is the summed cross-entropy of the next tokens, over pairs of neighbouring tokens that are
+both valid. Sums, unlike means, do not depend on how rows are cut into batches. Two vectors per
+expert replace HEAPr's (H, H) matrix, because the gradient at the input of down_proj is that
+matrix's factor already multiplied with the channel's weights: memory grows with the number of
+channels, and one forward and backward pass is enough.
 """
 
 from __future__ import annotations
@@ -27,15 +29,18 @@ from moe_lab.statistics.observe import Batch, Observer, Tap, gather
 
 GRADIENT_SUMS = ("channel_gradient_square", "channel_product", "channel_product_abs")
 LOSS_SCALE = 2.0**8
-"""The loss is multiplied by this before the backward pass, so that half precision does not round small gradients to
-zero. A power of two, so that dividing by it is exact."""
+"""The loss is multiplied by this before the backward pass, so that half precision does not round
+small gradients to zero. A power of two, so that dividing by it is exact."""
 LOGITS = 1 << 26
 """Most vocabulary logits in memory at once: 256 MB in fp32."""
 
 
-def gather_gradients(model: PreTrainedModel, tap: type[Tap], batches: Sequence[Batch], **settings: Any) -> Statistics:
-    """Sum what `tap` collects in a forward and a backward pass of `model`, in eval mode, over `batches`. `settings` and
-    errors are those of `gather`. UserError when no valid token follows another."""
+def gather_gradients(
+    model: PreTrainedModel, tap: type[Tap], batches: Sequence[Batch], **settings: Any
+) -> Statistics:
+    """Sum what `tap` collects in a forward and a backward pass of `model`, in eval mode, over
+    `batches`. `settings` and errors are those of `gather`. UserError when no valid token follows
+    another."""
     check_loss(batches)
     with differentiable(model):
         return gather(model, tap, batches, reading=forward_and_backward, **settings)
@@ -44,19 +49,26 @@ def gather_gradients(model: PreTrainedModel, tap: type[Tap], batches: Sequence[B
 def check_loss(batches: Sequence[Batch]) -> None:
     """Raise UserError when no valid token follows another, so that there is nothing to predict."""
     if batches and not any(bool((valid[:, :-1] & valid[:, 1:]).any()) for _, valid in batches):
-        raise UserError("calibration has no token that follows another one, so there is no loss: expected longer rows")
+        raise UserError(
+            "calibration has no token that follows another one, so there is no loss: expected "
+            "longer rows"
+        )
 
 
 class GradientTap(Tap):
-    """Adds channel sums of the forward pass, once, and of the backward pass of LOSS_SCALE times the loss that may
-    follow. Experts compute what the eager forward computes, in the same order."""
+    """Adds channel sums of the forward pass, once, and of the backward pass of LOSS_SCALE times the
+    loss that may follow. Experts compute what the eager forward computes, in the same order."""
 
     kind = "gradients"
 
-    def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def experts(
+        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
         """The routed output (T, H), observed in the forward and in the backward pass."""
-        layer, n_experts = self.layer, self.layer.n_experts
-        rows, valid = sort_by_expert(index, n_experts), self.valid(hidden)
+        layer = self.layer
+        n_experts = self.layer.n_experts
+        rows = sort_by_expert(index, n_experts)
+        valid = self.valid(hidden)
         keep = None if valid is None else valid[rows.token]
         channels = Channels(n_experts, self.layer.width, hidden)
         gate_square = wide(weights.detach())[rows.token, rows.column].square()
@@ -73,9 +85,16 @@ class GradientTap(Tap):
         mixed = routed_output(hidden, rows, weights, compute)
         for name, part in channels.finish().items():
             self.add(name, part)
-        self.add("tokens", torch.bincount(rows.expert if keep is None else rows.expert[keep], minlength=n_experts))
-        for name in GRADIENT_SUMS:  # new tensors, on the device of the activations, for the backward pass
-            self.add(name, torch.zeros(n_experts, self.layer.width, dtype=torch.float64, device=hidden.device))
+        self.add(
+            "tokens",
+            torch.bincount(rows.expert if keep is None else rows.expert[keep], minlength=n_experts),
+        )
+        # new tensors, on the device of the activations, for the backward pass
+        for name in GRADIENT_SUMS:
+            self.add(
+                name,
+                torch.zeros(n_experts, self.layer.width, dtype=torch.float64, device=hidden.device),
+            )
         return mixed
 
     def _add_gradient(
@@ -85,21 +104,29 @@ class GradientTap(Tap):
         gradient = wide(gradient[counted])
         product = gradient * wide(phi[counted])
         parts = (gradient.square().sum(0), product.sum(0), product.abs_().sum(0))
-        for name, part, scale in zip(GRADIENT_SUMS, parts, (LOSS_SCALE**2, LOSS_SCALE, LOSS_SCALE), strict=True):
+        for name, part, scale in zip(
+            GRADIENT_SUMS, parts, (LOSS_SCALE**2, LOSS_SCALE, LOSS_SCALE), strict=True
+        ):
             self.sums[name][expert] += part.double() / scale
 
 
-def forward_and_backward(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) -> None:
-    """Run one batch forward, and LOSS_SCALE times its loss backward, within `differentiable(model)`."""
+def forward_and_backward(
+    model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor
+) -> None:
+    """Run one batch forward, and LOSS_SCALE times its loss backward, within
+    `differentiable(model)`."""
     output = run(model, input_ids, valid)
     states: torch.Tensor = output.last_hidden_state
     gradient = loss_gradient(model, output, input_ids, valid)
     states.backward(gradient)
 
 
-def loss_gradient(model: PreTrainedModel, output: Any, input_ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """LOSS_SCALE times the gradient (B, S, H) of the summed next-token loss at the decoder's `output`. Logits are
-    computed only at positions whose token and next token are both valid, LOGITS numbers at a time."""
+def loss_gradient(
+    model: PreTrainedModel, output: Any, input_ids: torch.Tensor, valid: torch.Tensor
+) -> torch.Tensor:
+    """LOSS_SCALE times the gradient (B, S, H) of the summed next-token loss at the decoder's
+    `output`. Logits are computed only at positions whose token and next token are both valid,
+    LOGITS numbers at a time."""
     states: torch.Tensor = output.last_hidden_state.detach()
     gradient = torch.zeros_like(states)
     row, column = (valid[:, :-1] & valid[:, 1:]).to(states.device).nonzero(as_tuple=True)
@@ -110,13 +137,16 @@ def loss_gradient(model: PreTrainedModel, output: Any, input_ids: torch.Tensor, 
         logits = head(model, judged, output)[0]
         logits = logits if logits.dtype == torch.float64 else logits.float()
         loss = cross_entropy(logits, targets[part].to(logits.device), reduction="sum") * LOSS_SCALE
-        (gradient[row[part], column[part]],) = (part[0] for part in torch.autograd.grad(loss, judged))
+        (gradient[row[part], column[part]],) = (
+            part[0] for part in torch.autograd.grad(loss, judged)
+        )
     return gradient
 
 
 def head(model: PreTrainedModel, states: torch.Tensor, output: Any) -> torch.Tensor:
-    """Compute logits (B, n, V) from `states` (B, n, H) by the model's own forward, including its scaling or capping,
-    in which the decoder returns `states` in an object of the type of `output`."""
+    """Compute logits (B, n, V) from `states` (B, n, H) by the model's own forward, including its
+    scaling or capping, in which the decoder returns `states` in an object of the type of
+    `output`."""
     with ExitStack() as undo:
         stand_in(model.base_model, type(output)(last_hidden_state=states), undo)
         logits: torch.Tensor = model(inputs_embeds=states, use_cache=False).logits
@@ -125,23 +155,26 @@ def head(model: PreTrainedModel, states: torch.Tensor, output: Any) -> torch.Ten
 
 @contextmanager
 def differentiable(model: PreTrainedModel) -> Iterator[None]:
-    """While open, gradients are taken with respect to activations only: no weight requires them, embedded tokens do."""
+    """While open, gradients are taken with respect to activations only: no weight requires them,
+    embedded tokens do."""
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     embeddings: Any = model.get_input_embeddings()
     with ExitStack() as stack, torch.enable_grad():
         for weight in trained:
             stack.callback(weight.requires_grad_, True)
             weight.requires_grad_(False)
-        stack.callback(embeddings.register_forward_hook(lambda module, given, out: out.requires_grad_()).remove)
+        stack.callback(
+            embeddings.register_forward_hook(lambda module, given, out: out.requires_grad_()).remove
+        )
         yield
 
 
 class WeightGradientTap(Tap):
-    """Computes SNIP's `snip_down`, `snip_up` and, for gated experts, `snip_gate` (E, I): sums of |w dL/dw| over the
-    weights of a channel in that projection (Lee et al. 2019, by channel).
+    """Computes SNIP's `snip_down`, `snip_up` and, for gated experts, `snip_gate` (E, I): sums of |w
+    dL/dw| over the weights of a channel in that projection (Lee et al. 2019, by channel).
 
-    LOSS_SCALE * dL/dw of all routed experts is kept in memory, at least in fp32, because the absolute value is taken of
-    the gradient of the whole set. So a stopped pass cannot be resumed.
+    LOSS_SCALE * dL/dw of all routed experts is kept in memory, at least in fp32, because the
+    absolute value is taken of the gradient of the whole set. So a stopped pass cannot be resumed.
     """
 
     kind = "weight_gradients"
@@ -151,7 +184,9 @@ class WeightGradientTap(Tap):
         super().__init__(observer, layer, start)
         self.gradients: dict[tuple[str, int], torch.Tensor] = {}
 
-    def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def experts(
+        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
         """The routed output (T, H); the weights of each used expert get gradients."""
 
         def compute(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor:
@@ -166,12 +201,20 @@ class WeightGradientTap(Tap):
         return routed_output(hidden, sort_by_expert(index, layer.n_experts), weights, compute)
 
     def result(self) -> dict[str, torch.Tensor]:
-        """`snip_*` (E, I) fp64: sum of |w dL/dw| over the weights of each channel; 0 for unused experts."""
-        shape, stacks = (self.layer.n_experts, self.layer.width), self.layer.family.stacks
+        """`snip_*` (E, I) fp64: sum of |w dL/dw| over the weights of each channel; 0 for unused
+        experts."""
+        shape = (self.layer.n_experts, self.layer.width)
+        stacks = self.layer.family.stacks
         matrices = [axes for axes in stacks.values() if not axes.is_bias]
-        sums = {f"snip_{role}": torch.zeros(shape, dtype=torch.float64) for axes in matrices for role in axes.roles}
+        sums = {
+            f"snip_{role}": torch.zeros(shape, dtype=torch.float64)
+            for axes in matrices
+            for role in axes.roles
+        }
         for (name, expert), gradient in self.gradients.items():
-            products = (wide(self.layer.tensors(expert)[name].to(gradient.device)) * gradient).abs_()
+            products = (
+                wide(self.layer.tensors(expert)[name].to(gradient.device)) * gradient
+            ).abs_()
             for role, part in split(products, stacks[name]).items():
                 sums[f"snip_{role}"][expert] = part.sum(-1).double().cpu() / LOSS_SCALE
         return sums

@@ -1,5 +1,5 @@
-"""Observe the routed experts of a model while it reads a calibration set: one tap per MoE layer, one pass, checkpoints.
-A function of ours replaces the forward of every experts module."""
+"""Observe the routed experts of a model while it reads a calibration set: one tap per MoE layer,
+one pass, checkpoints. A function of ours replaces the forward of every experts module."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ Reading = Callable[[PreTrainedModel, torch.Tensor, torch.Tensor], Any]
 """Function that runs a model on one batch: model, input_ids (B, S), valid (B, S)."""
 CHECKPOINT = "checkpoint.safetensors"
 SAVED, PER_SAVE = 180.0, 50
-"""Seconds between two saves of a pass, or so many times what the last one took, if that is longer: 2 % of the pass."""
+"""Seconds between two saves of a pass, or so many times what the last one took, if that is longer:
+2 % of the pass."""
 Batch = tuple[torch.Tensor, torch.Tensor]
 """(input_ids, valid), (B, S) int64 and (B, S) bool: the tokens, and which of them count."""
 
@@ -38,13 +39,15 @@ def forward(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor
 
 
 class Tap:
-    """Observes one layer: replaces its experts and holds its `sums` so far (name -> fp64 tensor, on the device of the
-    activations). Subclasses define in `experts` what to compute and what to sum."""
+    """Observes one layer: replaces its experts and holds its `sums` so far (name -> fp64 tensor, on
+    the device of the activations). Subclasses define in `experts` what to compute and what to
+    sum."""
 
     kind: ClassVar[str]
     """`kind` in the header of the sums."""
     computes: ClassVar[bool] = True
-    """Whether it computes experts itself, so that it cannot observe a model under a plan of channels."""
+    """Whether it computes experts itself, so that it cannot observe a model under a plan of
+    channels."""
     resumes: ClassVar[bool] = True
     """Whether its sums so far are all that it needs to go on after an interruption."""
     before: ExpertsFunction
@@ -55,8 +58,11 @@ class Tap:
         self.layer = layer
         self.sums = dict(start)
 
-    def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The routed output (T, H) from hidden states (T, H), expert ids (T, K) and gates (T, K)."""
+    def experts(
+        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The routed output (T, H) from hidden states (T, H), expert ids (T, K) and gates (T,
+        K)."""
         raise NotImplementedError
 
     def put(self, before: ExpertsFunction) -> ExpertsFunction:
@@ -71,15 +77,18 @@ class Tap:
         """Called after the decoder layer that contains the experts."""
 
     def watch(self, around: torch.nn.Module) -> Iterable[RemovableHandle]:
-        """Register further hooks in the decoder layer `around`; they are removed when the observer is closed."""
+        """Register further hooks in the decoder layer `around`; they are removed when the observer
+        is closed."""
         return ()
 
     def result(self) -> dict[str, torch.Tensor]:
-        """The layer's statistics after the batches read so far. Called while the layer has its weights."""
+        """The layer's statistics after the batches read so far. Called while the layer has its
+        weights."""
         return self.sums
 
     def add(self, name: str, part: torch.Tensor) -> None:
-        """Add `part` to the statistic `name`, in fp64; take the maximum where the name ends in _max."""
+        """Add `part` to the statistic `name`, in fp64; take the maximum where the name ends in
+        _max."""
         part = part.double()
         if name in self.sums:
             total = self.sums[name].to(part.device)
@@ -92,7 +101,9 @@ class Tap:
         if valid is None or bool(valid.all()):
             return None
         if valid.numel() != len(hidden):
-            raise UserError(f"{self.layer.name} saw {len(hidden)} tokens, expected the batch's {valid.numel()}")
+            raise UserError(
+                f"{self.layer.name} saw {len(hidden)} tokens, expected the batch's {valid.numel()}"
+            )
         return valid.flatten().to(hidden.device)
 
 
@@ -124,10 +135,16 @@ class Observer:
         with ExitStack() as stack:
             for tap in self.taps:
                 if tap.computes and are_replaced(tap.layer):
-                    raise RuntimeError(f"{tap.layer.name} is observed already, or under a plan of channels")
+                    raise RuntimeError(
+                        f"{tap.layer.name} is observed already, or under a plan of channels"
+                    )
                 replace_experts(tap.layer, tap.put, stack)
                 around = self.model.get_submodule(f"{tap.layer.stack}.{tap.layer.index}")
-                stack.callback(tap.layer.router.register_forward_hook(tap.after_router, with_kwargs=True).remove)
+                stack.callback(
+                    tap.layer.router.register_forward_hook(
+                        tap.after_router, with_kwargs=True
+                    ).remove
+                )
                 stack.callback(around.register_forward_hook(tap.after_layer).remove)
                 for handle in tap.watch(around):
                     stack.callback(handle.remove)
@@ -144,12 +161,16 @@ class Observer:
 
     def layers(self) -> Layers:
         """The sums so far: layer -> name -> fp64 tensor on the CPU."""
-        return {tap.layer.index: {name: part.cpu() for name, part in tap.result().items()} for tap in self.taps}
+        return {
+            tap.layer.index: {name: part.cpu() for name, part in tap.result().items()}
+            for tap in self.taps
+        }
 
 
 class Saves:
-    """When a pass saves what it has in a folder (None: never): after SAVED seconds, or PER_SAVE times as long as the
-    last save took. While this is open, SIGTERM is held back until the pass has saved, and then has its usual effect."""
+    """When a pass saves what it has in a folder (None: never): after SAVED seconds, or PER_SAVE
+    times as long as the last save took. While this is open, SIGTERM is held back until the pass has
+    saved, and then has its usual effect."""
 
     def __init__(self, out: Path | None) -> None:
         self.out, self.last, self.took = out, time.monotonic(), 0.0
@@ -157,7 +178,8 @@ class Saves:
         self._usual: Any = None
 
     def __enter__(self) -> Saves:
-        if self.out is not None and threading.current_thread() is threading.main_thread():  # others handle no signals
+        # others handle no signals
+        if self.out is not None and threading.current_thread() is threading.main_thread():
             self._usual = signal.signal(signal.SIGTERM, self._end)
         return self
 
@@ -197,10 +219,10 @@ def gather(
 ) -> Statistics:
     """Sum what `tap` collects over `batches`, each read by `reading`.
 
-    Every few minutes the sums are saved in the folder `out`, unless it is None; it is of this pass of one model alone.
-    A pass that finds sums of the same batches there continues from them, and on the CPU gives exactly the numbers of
-    an uninterrupted one. UserError for no batches, NaN or infinite sums (naming layer and expert), and models that
-    cannot be observed.
+    Every few minutes the sums are saved in the folder `out`, unless it is None; it is of this pass
+    of one model alone. A pass that finds sums of the same batches there continues from them, and on
+    the CPU gives exactly the numbers of an uninterrupted one. UserError for no batches, NaN or
+    infinite sums (naming layer and expert), and models that cannot be observed.
     """
     out = out if tap.resumes else None
     about = description(model, batches, tap.kind)
@@ -219,15 +241,17 @@ def gather(
 
 
 def description(model: PreTrainedModel, batches: Sequence[Batch], kind: str) -> dict[str, Any]:
-    """Header of sums of a `kind` over `batches`, equal to one read from a file. UserError when there are no batches,
-    and for a token that `model` has no embedding for."""
+    """Header of sums of a `kind` over `batches`, equal to one read from a file. UserError when
+    there are no batches, and for a token that `model` has no embedding for."""
     if not batches:
         raise UserError("calibration gives no batches, expected at least one")
     embeddings: Any = model.get_input_embeddings()
-    highest, rows = max(int(ids.max()) for ids, _ in batches), len(embeddings.weight)
+    highest = max(int(ids.max()) for ids, _ in batches)
+    rows = len(embeddings.weight)
     if highest >= rows:
         raise UserError(
-            f"tokenizer: the text has token {highest}, and the model's embedding has {rows} rows: expected a tokenizer "
+            f"tokenizer: the text has token {highest}, and the model's embedding has {rows} rows: "
+            "expected a tokenizer "
             f"with ids below {rows}"
         )
     return {"kind": kind, "batches": digest(tensor for batch in batches for tensor in batch)}
@@ -249,7 +273,8 @@ def save_checkpoint(out: Path | None, layers: Layers, about: Mapping[str, Any], 
 
 
 def resume(out: Path | None, about: Mapping[str, Any]) -> tuple[int, Layers]:
-    """(parts done, their sums) from the checkpoint of the same pass in the folder `out`; (0, {}) without one."""
+    """(parts done, their sums) from the checkpoint of the same pass in the folder `out`; (0, {})
+    without one."""
     if out is None or not (out / CHECKPOINT).exists():
         return 0, {}
     try:

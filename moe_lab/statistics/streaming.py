@@ -1,6 +1,8 @@
-"""Calibrate models larger than the memory: each layer in turn reads all batches; a pass reads the checkpoint once.
+"""Calibrate models larger than the memory: each layer in turn reads all batches; a pass reads the
+checkpoint once.
 
-A layer is run by the model's own code: the layers below it return stored outputs, the layers above it are not run.
+A layer is run by the model's own code: the layers below it return stored outputs, the layers above
+it are not run.
 """
 
 from __future__ import annotations
@@ -21,22 +23,31 @@ from moe_lab.models.experts import stand_in
 from moe_lab.models.streamed import StreamedModel
 from moe_lab.statistics import Layers, Statistics, check_finite, read
 from moe_lab.statistics.gradients import check_loss, differentiable, forward_and_backward
-from moe_lab.statistics.observe import Batch, Observer, Saves, Tap, description, resume, save_checkpoint
+from moe_lab.statistics.observe import (
+    Batch,
+    Observer,
+    Saves,
+    Tap,
+    description,
+    resume,
+    save_checkpoint,
+)
 
 SHARE = 0.5
 """Part of the main memory of a process that hidden states may take."""
 
 
 class States:
-    """A tensor for each (place, batch), in memory as far as there is room, else in a file. Place n is for the inputs of
-    layer n, the number after the last layer for the final output; -n for gradients of the loss at the inputs of layer
-    n."""
+    """A tensor for each (place, batch), in memory as far as there is room, else in a file. Place n
+    is for the inputs of layer n, the number after the last layer for the final output; -n for
+    gradients of the loss at the inputs of layer n."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.room = folder, SHARE * main_memory()
         self.held: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
         self.kept = self.saved = {int(place.name) for place in folder.glob("*")}
-        """Places from which the pass can go on now, and those from which it does when it is killed."""
+        """Places from which the pass can go on now, and those from which it does when it is
+        killed."""
 
     def put(self, place: int, batch: int, state: torch.Tensor) -> None:
         """Store `state`, detached."""
@@ -54,13 +65,16 @@ class States:
     def get(self, place: int, batch: int, device: str) -> torch.Tensor:
         """A copy of the stored state, on `device`."""
         held = self.held[place].get(batch)
-        state: torch.Tensor = read(self._file(place, batch), "pt")[place][str(batch)] if held is None else held
+        state: torch.Tensor = (
+            read(self._file(place, batch), "pt")[place][str(batch)] if held is None else held
+        )
         # a copy, because rows in the mapped file may start where matrix products round differently
         return state.to(device, copy=True)
 
     def keep(self, places: Iterable[int]) -> None:
         """Forget the states at other places: the pass goes on from these, and fills others."""
-        before, self.kept = self.kept, set(places)
+        before = self.kept
+        self.kept = set(places)
         for place in before - self.kept:
             self.room += sum(map(_bytes, self.held.pop(place, {}).values()))
         self._delete(before - self.kept - self.saved)
@@ -88,7 +102,9 @@ class States:
 
 def _bytes(state: torch.Tensor) -> int:
     """Bytes that a state takes in main memory. Pinned memory is given in powers of two."""
-    return 1 << (state.nbytes - 1).bit_length() if state.is_cuda or state.is_pinned() else state.nbytes
+    return (
+        1 << (state.nbytes - 1).bit_length() if state.is_cuda or state.is_pinned() else state.nbytes
+    )
 
 
 def stream(
@@ -99,12 +115,15 @@ def stream(
     out: Path,
     under: Callable[[MoELayer], AbstractContextManager[None]] = lambda layer: nullcontext(),
 ) -> Statistics:
-    """Sum what `tap` collects in a forward pass, as `gather` does, with one decoder layer in memory.
+    """Sum what `tap` collects in a forward pass, as `gather` does, with one decoder layer in
+    memory.
 
-    Hidden states of all batches are kept in memory, up to SHARE of it, and in the folder `out` beyond that. An
-    interrupted pass resumes after the layer that was finished when it was last saved there, as by `Saves`. `under`: a
-    context in which a layer is run, such as a mask."""
-    rows = LayerPass(streamed, batches, description(streamed.model, batches, tap.kind), len(streamed.layers), out)
+    Hidden states of all batches are kept in memory, up to SHARE of it, and in the folder `out`
+    beyond that. An interrupted pass resumes after the layer that was finished when it was last
+    saved there, as by `Saves`. `under`: a context in which a layer is run, such as a mask."""
+    rows = LayerPass(
+        streamed, batches, description(streamed.model, batches, tap.kind), len(streamed.layers), out
+    )
     with rows.running():
         for number in range(rows.done, len(streamed.layers)):
             changed = under(streamed.moe[number]) if number in streamed.moe else nullcontext()
@@ -114,14 +133,19 @@ def stream(
     return rows.result()
 
 
-def stream_back(streamed: StreamedModel, tap: type[Tap], batches: Sequence[Batch], *, out: Path) -> Statistics:
-    """Sum what `tap` collects in a forward and a backward pass, with one decoder layer in memory. The sums are those of
-    `gather_gradients`; arguments and resuming are as in `stream`. The forward pass goes through all layers and keeps
-    the input of each. The backward pass goes from the last layer to the first MoE layer, and runs each of them once
-    more."""
+def stream_back(
+    streamed: StreamedModel, tap: type[Tap], batches: Sequence[Batch], *, out: Path
+) -> Statistics:
+    """Sum what `tap` collects in a forward and a backward pass, with one decoder layer in memory.
+    The sums are those of `gather_gradients`; arguments and resuming are as in `stream`. The forward
+    pass goes through all layers and keeps the input of each. The backward pass goes from the last
+    layer to the first MoE layer, and runs each of them once more."""
     check_loss(batches)
-    first, last = min(streamed.moe), len(streamed.layers)
-    rows = LayerPass(streamed, batches, description(streamed.model, batches, tap.kind), 2 * last + 1 - first, out)
+    first = min(streamed.moe)
+    last = len(streamed.layers)
+    rows = LayerPass(
+        streamed, batches, description(streamed.model, batches, tap.kind), 2 * last + 1 - first, out
+    )
     with rows.running():
         for number in range(rows.done, last):
             with streamed.layer(number, then=number + 1), torch.no_grad():
@@ -135,7 +159,10 @@ def stream_back(streamed: StreamedModel, tap: type[Tap], batches: Sequence[Batch
                     rows.states.put(-last, index, _gradient_at_head(streamed, ids, valid, output))
                 rows.finish({}, [*range(first, last), -last])
             for number in range(2 * last - rows.done, first - 1, -1):
-                with streamed.layer(number, then=number - 1), rows.observer(number, tap) as observer:
+                with (
+                    streamed.layer(number, then=number - 1),
+                    rows.observer(number, tap) as observer,
+                ):
                     for index in range(len(batches)):
                         state = rows.entering(number, index)
                         if state is not None:
@@ -150,13 +177,22 @@ def stream_back(streamed: StreamedModel, tap: type[Tap], batches: Sequence[Batch
 
 
 class LayerPass:
-    """Runs all batches through a streamed model, one decoder layer after the other. The pass that `about` describes has
-    `total` parts, each a layer in one direction, and goes on after those that were done when it was last saved."""
+    """Runs all batches through a streamed model, one decoder layer after the other. The pass that
+    `about` describes has `total` parts, each a layer in one direction, and goes on after those that
+    were done when it was last saved."""
 
     def __init__(
-        self, streamed: StreamedModel, batches: Sequence[Batch], about: Mapping[str, Any], total: int, out: Path
+        self,
+        streamed: StreamedModel,
+        batches: Sequence[Batch],
+        about: Mapping[str, Any],
+        total: int,
+        out: Path,
     ) -> None:
-        self.streamed, self.batches, self.about, self.total = streamed, batches, about, total
+        self.streamed = streamed
+        self.batches = batches
+        self.about = about
+        self.total = total
         self.folder = out / "streamed"
         self.done, self.sums = resume(self.folder, about)
         if not self.done:
@@ -175,7 +211,8 @@ class LayerPass:
                 torch.accelerator.empty_host_cache()  # pinned memory is not given back by itself
 
     def finish(self, sums: Layers, places: Iterable[int]) -> None:
-        """Note that a part is done, with its sums. `places`: the states that are needed from now on."""
+        """Note that a part is done, with its sums. `places`: the states that are needed from now
+        on."""
         self.sums |= sums
         self.done += 1
         self.states.keep(places)
@@ -184,17 +221,22 @@ class LayerPass:
 
     def result(self) -> Statistics:
         """The sums of all MoE layers."""
-        return Statistics({number: self.sums[number] for number in sorted(self.streamed.moe)}, dict(self.about))
+        return Statistics(
+            {number: self.sums[number] for number in sorted(self.streamed.moe)}, dict(self.about)
+        )
 
     def save_if_due(self) -> None:
         """Save when it is time, or when the process was told to end."""
         if self.saves.due():
             with self.saves.timed():
-                self.states.save(lambda: save_checkpoint(self.folder, self.sums, self.about, self.done))
+                self.states.save(
+                    lambda: save_checkpoint(self.folder, self.sums, self.about, self.done)
+                )
 
     def run(self, number: int, tap: type[Tap] | None, *, keep: bool) -> Layers:
-        """Run all batches through a layer that has its weights; if `keep`, keep its outputs for the next layer. Returns
-        the sums that `tap` collects in a layer with routed experts; empty for others and without a tap."""
+        """Run all batches through a layer that has its weights; if `keep`, keep its outputs for the
+        next layer. Returns the sums that `tap` collects in a layer with routed experts; empty for
+        others and without a tap."""
         with self.observer(number, tap) as observer:
             for index in range(len(self.batches)):
                 output = self.read(number, index, self.entering(number, index), observer)
@@ -204,18 +246,25 @@ class LayerPass:
 
     def observer(self, number: int, tap: type[Tap] | None) -> Observer:
         """Observes the layer by `tap` while open, if it has routed experts."""
-        layers = [self.streamed.moe[number]] if tap is not None and number in self.streamed.moe else []
+        layers = (
+            [self.streamed.moe[number]] if tap is not None and number in self.streamed.moe else []
+        )
         return Observer(self.streamed.model, tap or Tap, layers=layers)
 
     def entering(self, number: int, index: int) -> torch.Tensor | None:
         """The input of a layer (B, S, H); None for the first layer, which reads the embeddings."""
         return self.states.get(number, index, self.streamed.device) if number else None
 
-    def read(self, number: int, index: int, state: torch.Tensor | None, observer: Observer) -> torch.Tensor:
-        """Run the layer on one batch, with `state` as its input, and return its output (B, S, H)."""
+    def read(
+        self, number: int, index: int, state: torch.Tensor | None, observer: Observer
+    ) -> torch.Tensor:
+        """Run the layer on one batch, with `state` as its input, and return its output (B, S,
+        H)."""
         self.save_if_due()
         ids, valid = self.batches[index]
-        output: torch.Tensor = observer.read(ids, valid, lambda *_: self.streamed.through(number, ids, valid, state))
+        output: torch.Tensor = observer.read(
+            ids, valid, lambda *_: self.streamed.through(number, ids, valid, state)
+        )
         return output
 
 
@@ -229,7 +278,8 @@ def _sums(observer: Observer) -> Layers:
 def _gradient_at_head(
     streamed: StreamedModel, ids: torch.Tensor, valid: torch.Tensor, state: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of the loss, times LOSS_SCALE, at the output of the last decoder layer, (B, S, H)."""
+    """The gradient of the loss, times LOSS_SCALE, at the output of the last decoder layer, (B, S,
+    H)."""
     leaf = state.requires_grad_()
     with ExitStack() as undo:
         for layer in streamed.layers:

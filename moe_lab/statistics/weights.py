@@ -1,5 +1,5 @@
-"""Sums over the weights of experts, channels and pairs of experts: from a checkpoint's shards, for which no model is
-loaded, or from a model in memory."""
+"""Sums over the weights of experts, channels and pairs of experts: from a checkpoint's shards, for
+which no model is loaded, or from a model in memory."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ from moe_lab.models.families import Place, family_of, split
 from moe_lab.statistics import Layers, Statistics
 
 BLOCK = 1 << 23
-"""Number of weights of all experts of a layer together that are compared at once: 64 MiB in fp64."""
+"""Number of weights of all experts of a layer together that are compared at once: 64 MiB in
+fp64."""
 PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Unquantised dtypes, by their names in safetensors."""
 Source: TypeAlias = Path | str | nn.Module
-"""A folder with a checkpoint in safetensors, or a model in memory, whose weights count as they are now."""
+"""A folder with a checkpoint in safetensors, or a model in memory, whose weights count as they are
+now."""
 
 
 def weigh_experts(source: Source, *, device: str = "cpu") -> Statistics:
-    """Sum |w| and w^2 over each expert's weights, and count them: abs_sum (E,), square_sum (E,), count () by layer. An
-    expert's gate, up and down weights count; biases, routers and shared experts do not. Sums are taken in fp32 within a
-    row and fp64 across: of files on `device`, cpu or cuda[:N]; of a model in memory where its weights are. UserError
-    for a source without experts, quantised experts, damaged shards, and weights that are not finite (naming them)."""
+    """Sum |w| and w^2 over each expert's weights, and count them: abs_sum (E,), square_sum (E,),
+    count () by layer. An expert's gate, up and down weights count; biases, routers and shared
+    experts do not. Sums are taken in fp32 within a row and fp64 across: of files on `device`, cpu
+    or cuda[:N]; of a model in memory where its weights are. UserError for a source without experts,
+    quantised experts, damaged shards, and weights that are not finite (naming them)."""
 
     def measure(name: str, place: Place, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         (absolute,), (square,) = rows_absolute_and_square(weights[None])
@@ -51,9 +54,9 @@ Measure = Callable[[str, Place, torch.Tensor], dict[str, torch.Tensor]]
 
 
 def _measured(source: Source, device: str, measure: Measure) -> Layers:
-    """layer -> statistic (E, ...) fp64: sums of `measure` over the matrices of each expert, in the order of the bytes.
-    UserError for a source without experts, sums that are NaN or infinite, and experts with other sums than the
-    others."""
+    """layer -> statistic (E, ...) fp64: sums of `measure` over the matrices of each expert, in the
+    order of the bytes. UserError for a source without experts, sums that are NaN or infinite, and
+    experts with other sums than the others."""
     sums: dict[int, dict[str, dict[int, torch.Tensor]]] = {}
     opened = _open(source)
     matrices = opened.matrices() if isinstance(opened, Stacks) else expert_weights(opened, device)
@@ -61,7 +64,9 @@ def _measured(source: Source, device: str, measure: Measure) -> Layers:
         for statistic, values in measure(name, place, weights).items():
             values = values.double().cpu()
             if not bool(values.isfinite().all()):
-                raise UserError(f"NaN or Inf in layer {place.layer}, expert {expert}: weights {name}")
+                raise UserError(
+                    f"NaN or Inf in layer {place.layer}, expert {expert}: weights {name}"
+                )
             of_experts = sums.setdefault(place.layer, {}).setdefault(statistic, {})
             of_experts[expert] = of_experts[expert] + values if expert in of_experts else values
     layers: Layers = {}
@@ -70,25 +75,35 @@ def _measured(source: Source, device: str, measure: Measure) -> Layers:
         if any(len(rows) != len(experts) for rows in named.values()):
             raise _incomplete(source, layer)
         if len({row.shape for rows in named.values() for row in rows.values()}) > 1:
-            raise UserError(f"model.path={source}: experts of layer {layer} have unequal widths, expected one width")
-        layers[layer] = {name: torch.stack([rows[expert] for expert in experts]) for name, rows in named.items()}
+            raise UserError(
+                f"model.path={source}: experts of layer {layer} have unequal widths, expected one "
+                "width"
+            )
+        layers[layer] = {
+            name: torch.stack([rows[expert] for expert in experts]) for name, rows in named.items()
+        }
     return layers
 
 
 def _incomplete(source: Source, layer: int) -> UserError:
-    return UserError(f"model.path={source} lacks weights of some experts of layer {layer}: a shard is missing")
+    return UserError(
+        f"model.path={source} lacks weights of some experts of layer {layer}: a shard is missing"
+    )
 
 
 def rows_absolute_and_square(experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """sum |w| and sum w^2 of each expert (E,), in fp64, of stacked weights (E, rows, columns): sums of norms of rows in
-    fp32, so that nothing of their size is written."""
+    """sum |w| and sum w^2 of each expert (E,), in fp64, of stacked weights (E, rows, columns): sums
+    of norms of rows in fp32, so that nothing of their size is written."""
     dtype = torch.promote_types(experts.dtype, torch.float32)
-    absolute, length = (vector_norm(experts, order, dim=-1, dtype=dtype).double() for order in (1, 2))
+    absolute, length = (
+        vector_norm(experts, order, dim=-1, dtype=dtype).double() for order in (1, 2)
+    )
     return absolute.sum(-1), length.square().sum(-1)
 
 
 class Stacks:
-    """The stacked matrices of the routed experts of a model in memory, which are read like those of a checkpoint."""
+    """The stacked matrices of the routed experts of a model in memory, which are read like those of
+    a checkpoint."""
 
     def __init__(self, model: nn.Module) -> None:
         """UserError for a model that cannot be scored, and for offloaded weights."""
@@ -117,22 +132,27 @@ def _open(source: Source) -> Checkpoint | Stacks:
     return Stacks(source) if isinstance(source, nn.Module) else open_checkpoint(Path(source))
 
 
-def expert_weights(checkpoint: Checkpoint, device: str = "cpu") -> Iterator[tuple[str, Place, int, torch.Tensor]]:
-    """(name, place, expert, weights) of every matrix of a routed expert, one tensor in memory, on `device`, at once."""
+def expert_weights(
+    checkpoint: Checkpoint, device: str = "cpu"
+) -> Iterator[tuple[str, Place, int, torch.Tensor]]:
+    """(name, place, expert, weights) of every matrix of a routed expert, one tensor in memory, on
+    `device`, at once."""
     places = projections(checkpoint)
     for shard in checkpoint.shards:
         names = [name for name in places if checkpoint.tensors[name].shard == shard]
         with safe_open(checkpoint.folder / shard, framework="pt", device=device) as file:
             for name in names:
-                place, weights = places[name], file.get_tensor(name)
+                place = places[name]
+                weights = file.get_tensor(name)
                 parts = enumerate(weights) if place.expert is None else [(place.expert, weights)]
                 for expert, part in parts:
                     yield name, place, expert, part
 
 
 def projections(checkpoint: Checkpoint) -> dict[str, Place]:
-    """Name -> place of every tensor with projections of routed experts; biases are left out, and layers numbered beyond
-    the decoder's, which predict several tokens at once. UserError for tensors of experts that are not plain numbers."""
+    """Name -> place of every tensor with projections of routed experts; biases are left out, and
+    layers numbered beyond the decoder's, which predict several tokens at once. UserError for
+    tensors of experts that are not plain numbers."""
     config = read_json(checkpoint.folder / "config.json")
     text = config.get("text_config", config)
     n_layers = int(text.get("num_hidden_layers", 1 << 30))
@@ -142,25 +162,33 @@ def projections(checkpoint: Checkpoint) -> dict[str, Place]:
             continue
         dtype = checkpoint.tensors[name].dtype
         if place.axes is None or (dtype not in PLAIN and not place.axes.is_bias):
-            raise UserError(f"{name} is stored as {dtype}, expected plain projections: load and save it dequantised")
+            raise UserError(
+                f"{name} is stored as {dtype}, expected plain projections: load and save it "
+                "dequantised"
+            )
         if not place.axes.is_bias:
             places[name] = place
     if not places:
         where = f"model.path={checkpoint.folder}"
-        raise UserError(f"{where} has no weights of routed experts, expected a mixture-of-experts checkpoint")
+        raise UserError(
+            f"{where} has no weights of routed experts, expected a mixture-of-experts checkpoint"
+        )
     return places
 
 
 def compare_experts(source: Source, *, device: str = "cpu") -> Statistics:
-    """Sum the squared differences of the weights of each two experts of a layer: weight_distance_square (E, E), fp64.
-    Weights of gate_proj and up_proj count, as in MergeMoE (arXiv 2510.14436). They are compared in fp64, because small
-    distances are differences of large sums, on `device`. Arguments and errors are those of `weigh_experts`."""
+    """Sum the squared differences of the weights of each two experts of a layer:
+    weight_distance_square (E, E), fp64. Weights of gate_proj and up_proj count, as in MergeMoE
+    (arXiv 2510.14436). They are compared in fp64, because small distances are differences of large
+    sums, on `device`. Arguments and errors are those of `weigh_experts`."""
     opened = _open(source)
     places = opened.places if isinstance(opened, Stacks) else projections(opened)
     parts: dict[int, dict[tuple[str, ...], dict[int, str]]] = {}
     for name, place in places.items():
         if place.axes is not None and place.axes.roles != ("down",):
-            parts.setdefault(place.layer, {}).setdefault(place.axes.roles, {})[place.expert or 0] = name
+            parts.setdefault(place.layer, {}).setdefault(place.axes.roles, {})[
+                place.expert or 0
+            ] = name
     layers: Layers = {}
     for layer, matrices in sorted(parts.items()):
         experts = range(max(map(len, matrices.values())))
@@ -171,13 +199,19 @@ def compare_experts(source: Source, *, device: str = "cpu") -> Statistics:
             for block in _blocks(opened, layer, [names[expert] for expert in experts], device):
                 products = products + (block @ block.T).cpu()
         squares = products.diag()
-        layers[layer] = {"weight_distance_square": (squares[:, None] + squares - products - products.T).clamp(min=0)}
+        layers[layer] = {
+            "weight_distance_square": (squares[:, None] + squares - products - products.T).clamp(
+                min=0
+            )
+        }
     return Statistics(layers, {"kind": "weight_distances"})
 
 
-def _blocks(opened: Checkpoint | Stacks, layer: int, names: Sequence[str], device: str) -> Iterator[torch.Tensor]:
-    """(E, weights) fp64 of one projection of a layer, block by block of its rows. `names`: the tensors of all experts
-    in their order, or the one that has them all (E, rows, columns)."""
+def _blocks(
+    opened: Checkpoint | Stacks, layer: int, names: Sequence[str], device: str
+) -> Iterator[torch.Tensor]:
+    """(E, weights) fp64 of one projection of a layer, block by block of its rows. `names`: the
+    tensors of all experts in their order, or the one that has them all (E, rows, columns)."""
     *stacked, rows, columns = opened.tensors[names[0]].shape
     experts = stacked[0] if stacked else len(names)
     step = max(1, BLOCK // (experts * columns))
@@ -194,10 +228,11 @@ def _blocks(opened: Checkpoint | Stacks, layer: int, names: Sequence[str], devic
 
 
 def weigh_channels(source: Source, *, device: str = "cpu") -> Statistics:
-    """Sum w^2 (and |w| in down_proj) over the weights of every channel, as inputs of criteria that score channels.
-    channel_down_square, channel_down_abs, channel_up_square and, for gated experts, channel_gate_square, (E, I) each,
-    per layer: sums over the weights of channel c in a projection, a column of down_proj or a row of gate_proj or
-    up_proj. Sums are fp32. Arguments and errors are those of `weigh_experts`."""
+    """Sum w^2 (and |w| in down_proj) over the weights of every channel, as inputs of criteria that
+    score channels. channel_down_square, channel_down_abs, channel_up_square and, for gated experts,
+    channel_gate_square, (E, I) each, per layer: sums over the weights of channel c in a projection,
+    a column of down_proj or a row of gate_proj or up_proj. Sums are fp32. Arguments and errors are
+    those of `weigh_experts`."""
 
     def measure(name: str, place: Place, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         assert place.axes is not None

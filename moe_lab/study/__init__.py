@@ -1,1 +1,2 @@
-"""Run a study: its cells become a graph of distinct steps; each step is content-addressed, cached and restartable."""
+"""Run a study: its cells become a graph of distinct steps; each step is content-addressed, cached
+and restartable."""

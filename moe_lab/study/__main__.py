@@ -1,4 +1,5 @@
-"""`python -m moe_lab.study status|cancel|why|verify|unpack NAME`: a study that was started; `gc`: free space."""
+"""`python -m moe_lab.study status|cancel|why|verify|unpack NAME`: a study that was started; `gc`:
+free space."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def main() -> int:
     """Run a command; exit code 1 for damaged steps, 2 with a message for an unknown name."""
     from moe_lab.study.garbage import gc
     from moe_lab.study.schedule import say_notices
-    from moe_lab.study.status import COMMANDS  # imported here so that Ctrl-C during the import prints no trace
+
+    # imported here so that Ctrl-C during the import prints no trace
+    from moe_lab.study.status import COMMANDS
     from moe_lab.study.store import Store
 
     parser = argparse.ArgumentParser(prog="python -m moe_lab.study", description=__doc__)
@@ -32,16 +35,20 @@ def main() -> int:
         "words",
         nargs="*",
         metavar="NAME|KEY=VALUE",
-        help="NAME (not for gc): a study (by default called as its experiment), or a step: kind/label, or its id; "
+        help="NAME (not for gc): a study (by default called as its experiment), or a step: "
+        "kind/label, or its id; "
         "store=FOLDER, as for python -m moe_lab; for gc: apply=true",
     )
     asked = parser.parse_args()
     try:
-        names, settings = split(asked.words, ["store", "apply"] if asked.command == "gc" else ["store"])
+        names, settings = split(
+            asked.words, ["store", "apply"] if asked.command == "gc" else ["store"]
+        )
         number = 0 if asked.command == "gc" else 1
         if len(names) != number:
             raise UserError(
-                f"{asked.command} {' '.join(names)}: expected {number} names of a study or a step, and the store as "
+                f"{asked.command} {' '.join(names)}: expected {number} names of a study or a "
+                "step, and the store as "
                 "store=FOLDER"
             )
         store = Store(settings.get("store", "store"))
@@ -60,8 +67,10 @@ def main() -> int:
 
 
 def split(words: Sequence[str], known: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Names, and key -> value of the settings, among the words of a command. Raises UserError for an unknown one."""
-    names, settings = [], {}
+    """Names, and key -> value of the settings, among the words of a command. Raises UserError for
+    an unknown one."""
+    names = []
+    settings = {}
     for word in words:
         key, is_setting, value = word.partition("=")
         if not (is_setting and key.isidentifier()):  # the names of some steps have a =
@@ -76,8 +85,8 @@ def split(words: Sequence[str], known: Sequence[str]) -> tuple[list[str], dict[s
 
 
 def find(store: Store, name: str) -> tuple[StudyState, list[StepState]]:
-    """State of a study, and steps for a name: all steps of the study called so, or the steps that match the name.
-    Raises UserError when neither a study nor a step has the name."""
+    """State of a study, and steps for a name: all steps of the study called so, or the steps that
+    match the name. Raises UserError when neither a study nor a step has the name."""
     from moe_lab.study.runs import studies
     from moe_lab.study.status import study_state
 
@@ -88,7 +97,11 @@ def find(store: Store, name: str) -> tuple[StudyState, list[StepState]]:
     for study in names:
         with suppress(UserError):  # its records are damaged; naming the study itself reports that
             state = study_state(store, study)
-            if matching := [step for step in state.steps if name in step.name or name[:DIGITS] == step.name[-DIGITS:]]:
+            if matching := [
+                step
+                for step in state.steps
+                if name in step.name or name[:DIGITS] == step.name[-DIGITS:]
+            ]:
                 return state, matching
     raise unknown("study or step", name, names)
 

@@ -1,13 +1,14 @@
 """Claims: who is working on what in a store that several processes, machines and users share.
 
-A claim is a file, claims/NAME.GENERATION, made with O_EXCL, which is atomic on every file system; on many of them,
-other nodes do not see locks. It says who made it, and a thread renews its time. A claim whose owner is gone is stale.
-Who finds NAME.1 stale makes NAME.2: taking over is one O_EXCL as well, so that there is one new owner, and nobody
-renames or removes a file that may have become another's meanwhile. The last one counts: where an owner was killed while
-it removed NAME.1 and NAME.2, the next one fills the gap, and makes NAME.3.
+A claim is a file, claims/NAME.GENERATION, made with O_EXCL, which is atomic on every file system;
+on many of them, other nodes do not see locks. It says who made it, and a thread renews its time. A
+claim whose owner is gone is stale. Who finds NAME.1 stale makes NAME.2: taking over is one O_EXCL
+as well, so that there is one new owner, and nobody renames or removes a file that may have become
+another's meanwhile. The last one counts: where an owner was killed while it removed NAME.1 and
+NAME.2, the next one fills the gap, and makes NAME.3.
 
-An owner that was only suspended may come back. It finds out by `Claim.check`, and the store leaves it nothing to
-publish.
+An owner that was only suspended may come back. It finds out by `Claim.check`, and the store leaves
+it nothing to publish.
 """
 
 from __future__ import annotations
@@ -31,11 +32,14 @@ from moe_lab.json_files import Damaged, Number, read_sealed, sealed
 BEAT = 60.0
 """Seconds between two heartbeats of a claim."""
 LIMIT = 1800.0
-"""Seconds without a heartbeat after which a claim of another machine is stale, unless its owner says otherwise."""
+"""Seconds without a heartbeat after which a claim of another machine is stale, unless its owner
+says otherwise."""
 WATCH = 2.5
-"""Heartbeats that this process itself must have missed as well: a file's time may be of the owner's clock."""
+"""Heartbeats that this process itself must have missed as well: a file's time may be of the owner's
+clock."""
 LONG_AGO = 86400.0
-"""Seconds without a heartbeat that no wrong clock explains, so that a command which looks only once finds it stale."""
+"""Seconds without a heartbeat that no wrong clock explains, so that a command which looks only once
+finds it stale."""
 POLL = 0.2
 """Seconds between two attempts to take a claim that another process holds."""
 SILENT = 50
@@ -63,17 +67,23 @@ class Busy(Exception):
 
 @lru_cache(maxsize=1)
 def machine() -> list[str]:
-    """What makes process ids comparable: the boot and the PID namespace, as containers share host names."""
+    """What makes process ids comparable: the boot and the PID namespace, as containers share host
+    names."""
     with suppress(OSError):
-        return [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+        return [
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            os.readlink("/proc/self/ns/pid"),
+        ]
     return [socket.gethostname(), uuid.uuid4().hex]  # without /proc only the heartbeat decides
 
 
 def started(pid: int) -> str | None:
-    """When a process began, in clock ticks since boot; None when there is none; "?" when it is hidden from us."""
+    """When a process began, in clock ticks since boot; None when there is none; "?" when it is
+    hidden from us."""
     with suppress(OSError):
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return None if state in "ZX" else fields[18]  # a zombie has ended, and its parent has not asked how
+        # a zombie has ended, and its parent has not asked how
+        return None if state in "ZX" else fields[18]
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -84,14 +94,27 @@ def started(pid: int) -> str | None:
 
 
 class Claim(AbstractContextManager["Claim"]):
-    """A claim that this process holds until the `with` block ends. `token`: a word that no other claim has."""
+    """A claim that this process holds until the `with` block ends. `token`: a word that no other
+    claim has."""
 
     def __init__(self, claims: Claims, name: str, generation: int) -> None:
-        self.claims, self.name, self.generation = claims, name, generation
+        self.claims = claims
+        self.name = name
+        self.generation = generation
         self.token = uuid.uuid4().hex
         self.path = claims.path(name, generation)
-        owner = {"token": self.token, "since": time.time(), "host": socket.gethostname(), "machine": machine()}
-        owner |= {"pid": os.getpid(), "started": started(os.getpid()), "job": own_job(), "restarts": restarts()}
+        owner = {
+            "token": self.token,
+            "since": time.time(),
+            "host": socket.gethostname(),
+            "machine": machine(),
+        }
+        owner |= {
+            "pid": os.getpid(),
+            "started": started(os.getpid()),
+            "job": own_job(),
+            "restarts": restarts(),
+        }
         owner |= {"limit": claims.limit}
         self.file = _create(self.path)
         try:
@@ -109,7 +132,11 @@ class Claim(AbstractContextManager["Claim"]):
     def check(self) -> None:
         """Raise Busy when another process took over."""
         owner = _owner(self.path)
-        if owner is None or owner["token"] != self.token or self.claims.path(self.name, self.generation + 1).exists():
+        if (
+            owner is None
+            or owner["token"] != self.token
+            or self.claims.path(self.name, self.generation + 1).exists()
+        ):
             raise Busy(self.name)
 
     def abandon(self) -> None:
@@ -118,7 +145,8 @@ class Claim(AbstractContextManager["Claim"]):
         os.close(self.file)
 
     def release(self) -> None:
-        """Remove the claim, and the stale ones before it. One that was lost is only marked as given up."""
+        """Remove the claim, and the stale ones before it. One that was lost is only marked as given
+        up."""
         with self.claims.lock:  # no heartbeat may use the number of a file that is closed
             self.claims.owned.discard(self)
         try:
@@ -133,18 +161,24 @@ class Claim(AbstractContextManager["Claim"]):
 
 
 class Claims:
-    """The claims in a folder. `in_queue`: whether the scheduler shows a job of a user, which then keeps even old ones.
-    `limit`: seconds without a heartbeat after which others take those that are made here for stale."""
+    """The claims in a folder. `in_queue`: whether the scheduler shows a job of a user, which then
+    keeps even old ones. `limit`: seconds without a heartbeat after which others take those that are
+    made here for stale."""
 
-    def __init__(self, folder: Path, in_queue: Callable[[str, int], bool] | None = None, limit: float = LIMIT) -> None:
-        self.folder, self.in_queue, self.limit = folder, in_queue, limit
+    def __init__(
+        self, folder: Path, in_queue: Callable[[str, int], bool] | None = None, limit: float = LIMIT
+    ) -> None:
+        self.folder = folder
+        self.in_queue = in_queue
+        self.limit = limit
         self.owned: set[Claim] = set()
         self.lock = threading.Lock()
         self._seen: dict[Path, tuple[tuple[int, str], float]] = {}
         self._beating = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Claims, (self.folder, self.in_queue, self.limit)  # a copy in another process holds nothing
+        # a copy in another process holds nothing
+        return Claims, (self.folder, self.in_queue, self.limit)
 
     def path(self, name: str, generation: int) -> Path:
         """The file of a claim."""
@@ -178,24 +212,31 @@ class Claims:
         return claim
 
     def wait_for(self, name: str) -> Claim:
-        """As `take`, but wait until no other process holds it. Says who does when that takes long."""
+        """As `take`, but wait until no other process holds it. Says who does when that takes
+        long."""
         attempts = 0
         while True:
             with suppress(Busy):
                 return self.take(name)
             attempts += 1
             if attempts == SILENT:
-                print(f"moe_lab: waiting for {self.holder(name)}, who has claimed {name}", file=sys.stderr)
+                print(
+                    f"moe_lab: waiting for {self.holder(name)}, who has claimed {name}",
+                    file=sys.stderr,
+                )
             time.sleep(POLL)
 
     def holder(self, name: str) -> str:
-        """Who holds a claim, for readers: process, machine and job, and for how long it has given no sign of life."""
+        """Who holds a claim, for readers: process, machine and job, and for how long it has given
+        no sign of life."""
         with suppress(ValueError, FileNotFoundError):
             last = max(self.folder.glob(f"{name}.*"), key=lambda path: int(path.suffix[1:]))
             silent = time.time() - last.stat().st_mtime
             if owner := _owner(last):
                 job = f", job {owner['job']}" if owner["job"] else ""
-                since = f" (no sign of life for {silent / 60:.0f} min)" if silent > WATCH * BEAT else ""
+                since = (
+                    f" (no sign of life for {silent / 60:.0f} min)" if silent > WATCH * BEAT else ""
+                )
                 return f"process {owner['pid']} on {owner['host']}{job}{since}"
         return "another process"
 
@@ -212,14 +253,17 @@ class Claims:
                     return
 
     def is_stale(self, path: Path) -> bool:
-        """Whether the owner of a claim is gone. A claim that has just been removed is not stale: look again later.
+        """Whether the owner of a claim is gone. A claim that has just been removed is not stale:
+        look again later.
 
-        A process of this machine is looked up. Of another machine, an old time is not enough, unless it is LONG_AGO:
-        this process must have missed heartbeats itself, for long if the time is not old. On some file systems the time
-        is by the clock of the owner, which may be wrong. A claim without an owner and heartbeats is of a process that
-        was killed while it wrote it."""
+        A process of this machine is looked up. Of another machine, an old time is not enough,
+        unless it is LONG_AGO: this process must have missed heartbeats itself, for long if the time
+        is not old. On some file systems the time is by the clock of the owner, which may be wrong.
+        A claim without an owner and heartbeats is of a process that was killed while it wrote
+        it."""
         try:
-            file, owner = path.stat(), _owner(path)
+            file = path.stat()
+            owner = _owner(path)
         except FileNotFoundError:
             return False
         changed = file.st_mtime_ns
@@ -237,7 +281,12 @@ class Claims:
         if owner is None:
             return True
         # The queue shows the own job, which says nothing about other processes of it.
-        if owner["job"] and not is_own_job and self.in_queue and self.in_queue(owner["job"], file.st_uid):
+        if (
+            owner["job"]
+            and not is_own_job
+            and self.in_queue
+            and self.in_queue(owner["job"], file.st_uid)
+        ):
             return False
         try:
             os.utime(self.folder)  # gives it the present time by the clock of the file system
@@ -247,25 +296,29 @@ class Claims:
             return False
 
     def living(self) -> dict[str, float]:
-        """All claims whose owners are not known to be gone: name -> since when, in seconds since the epoch; 0 where
-        that is not known. Writes nothing that stays."""
+        """All claims whose owners are not known to be gone: name -> since when, in seconds since
+        the epoch; 0 where that is not known. Writes nothing that stays."""
         paths = [path for path in self.folder.glob("*") if not self.is_stale(path)]
         return {path.stem: (_owner(path) or {"since": 0.0})["since"] for path in paths}
 
     def clear(self) -> None:
-        """Remove stale claims, by taking them over; also those after gaps, which no owner looks for."""
+        """Remove stale claims, by taking them over; also those after gaps, which no owner looks
+        for."""
         for name in {path.stem for path in self.folder.glob("*")}:
             with suppress(Busy), self.take(name) as claim:
                 for path in self.folder.glob(f"{name}.*"):
-                    if int(path.suffix[1:]) > claim.generation and self.is_stale(path):  # those before it go with it
+                    # those before it go with it
+                    if int(path.suffix[1:]) > claim.generation and self.is_stale(path):
                         path.unlink(missing_ok=True)
 
 
 def _create(path: Path) -> int:
-    """Create a file that does not exist yet, and open it. Raises FileExistsError where another process was faster.
+    """Create a file that does not exist yet, and open it. Raises FileExistsError where another
+    process was faster.
 
-    A creation that loses such a race ends with EPERM on sshfs, whose protocol has no EEXIST. So whether the file exists
-    decides, not the number of the error; it is tried again since the file may have been removed in between."""
+    A creation that loses such a race ends with EPERM on sshfs, whose protocol has no EEXIST. So
+    whether the file exists decides, not the number of the error; it is tried again since the file
+    may have been removed in between."""
     refusal = OSError()
     for _ in range(ATTEMPTS):
         try:
@@ -278,9 +331,11 @@ def _create(path: Path) -> int:
 
 
 def _is_gone(owner: dict[str, Any], file: os.stat_result) -> bool:
-    """Whether the process of a claim of this machine has ended, or the claim file was copied from another store.
+    """Whether the process of a claim of this machine has ended, or the claim file was copied from
+    another store.
 
-    Inodes are compared on one device only: each mount of a network file system numbers files anew."""
+    Inodes are compared on one device only: each mount of a network file system numbers files
+    anew."""
     if owner["machine"] != machine():
         return False
     is_copy = owner["device"] == file.st_dev and owner["inode"] != file.st_ino
@@ -288,9 +343,12 @@ def _is_gone(owner: dict[str, Any], file: os.stat_result) -> bool:
 
 
 def own_job() -> str | None:
-    """Slurm's id of the job that this process belongs to, as squeue shows it; None outside of jobs."""
+    """Slurm's id of the job that this process belongs to, as squeue shows it; None outside of
+    jobs."""
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
-    return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ.get("SLURM_JOB_ID")
+    return (
+        f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ.get("SLURM_JOB_ID")
+    )
 
 
 def restarts() -> int:
@@ -299,7 +357,8 @@ def restarts() -> int:
 
 
 def _owner(path: Path) -> dict[str, Any] | None:
-    """Who made a claim; None while it is being written, and when it is damaged: then heartbeats decide."""
+    """Who made a claim; None while it is being written, and when it is damaged: then heartbeats
+    decide."""
     with suppress(Damaged, FileNotFoundError):
         owner: dict[str, Any] = read_sealed(path, OWNER_SHAPE)
         return owner

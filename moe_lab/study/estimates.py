@@ -1,8 +1,8 @@
 """Where steps run a model, and what they take: memory, disk space and time.
 
-Device and precision are resolved before steps are named. Memory is computed from the model's shape, to within a factor
-of two. Time is what steps of the same kind took for a unit of work, in this store or in a run; without a comparable
-step there is no estimate.
+Device and precision are resolved before steps are named. Memory is computed from the model's shape,
+to within a factor of two. Time is what steps of the same kind took for a unit of work, in this
+store or in a run; without a comparable step there is no estimate.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ TIMES_SHAPE = {"provenance": {"seconds": Number, "units": Number, "pace": list}}
 
 
 def resolved(model: ModelConfig, config: Config) -> ModelConfig:
-    """The model with the device and the precision that `auto` stands for where the steps of a study run.
+    """The model with the device and the precision that `auto` stands for where the steps of a study
+    run.
 
-    A login node without a GPU names the device that its jobs ask for. On a GPU, dtype=auto is the precision of the
-    files, which the hash of these identifies.
+    A login node without a GPU names the device that its jobs ask for. On a GPU, dtype=auto is the
+    precision of the files, which the hash of these identifies.
     """
     device = model.device
     if device == "auto":
@@ -50,14 +51,17 @@ def resolved(model: ModelConfig, config: Config) -> ModelConfig:
 
 
 def _auto_gpus(model: ModelConfig, config: Config) -> int:
-    """The most GPUs that a process with a model may have: those that are here, inline as many as hold the weights; in
-    jobs, what is set, or what the largest step needs."""
+    """The most GPUs that a process with a model may have: those that are here, inline as many as
+    hold the weights; in jobs, what is set, or what the largest step needs."""
     if config.launcher.name != "slurm":
         there = len(visible_gpus())
         size = size_of(model) if config.launcher.name == "inline" and there > 1 else None
         return min(there, _holding(size, config)) if size else there
-    of_model, size = config.resources.of_model(model), size_of(model)
-    asked = config.resources.every.gpus if of_model is None or of_model.gpus is None else of_model.gpus
+    of_model = config.resources.of_model(model)
+    size = size_of(model)
+    asked = (
+        config.resources.every.gpus if of_model is None or of_model.gpus is None else of_model.gpus
+    )
     estimated = GPU_COUNTS[-1] if size is None or on_gpu(model, size) else 0
     return estimated if asked is None else asked
 
@@ -70,8 +74,9 @@ def _holding(size: Size, config: Config) -> int:
 def divided(text: CalibrationConfig, model: ModelConfig, config: Config) -> CalibrationConfig:
     """The text with the engine and the number of parts that auto and null stand for.
 
-    A model that one GPU does not hold is read layer by layer, in a part on each GPU: divided among them, its layers
-    would be computed by one at a time. Weights that are quantised, or not known not to be, are loaded whole.
+    A model that one GPU does not hold is read layer by layer, in a part on each GPU: divided among
+    them, its layers would be computed by one at a time. Weights that are quantised, or not known
+    not to be, are loaded whole.
     """
     if text.engine != "auto":
         return replace(text, parts=text.parts or 1)
@@ -89,18 +94,21 @@ def on_gpu(model: ModelConfig, size: Size) -> bool:
 
 
 def check_device(name: str) -> None:
-    """Raise UserError when the CUDA device of model.device, or for a device map any, is not on this machine."""
+    """Raise UserError when the CUDA device of model.device, or for a device map any, is not on this
+    machine."""
     if name not in ("auto", "cpu") and int(name.partition(":")[2] or 0) >= len(visible_gpus()):
         device_here(name)
 
 
 def device_here(device: str) -> str:
-    """Name of the device that `model.device` selects on this machine. Raises UserError when there is none. Runs in
-    another process, because torch takes seconds to import."""
+    """Name of the device that `model.device` selects on this machine. Raises UserError when there
+    is none. Runs in another process, because torch takes seconds to import."""
     answer = subprocess.run(command("moe_lab.models.load", device), capture_output=True, text=True)
     if answer.returncode:
         reason = answer.stderr.strip().splitlines()[-1].partition(": ")[2]
-        raise UserError(reason if reason.startswith("model.device=") else f"model.device={device}: {reason}")
+        raise UserError(
+            reason if reason.startswith("model.device=") else f"model.device={device}: {reason}"
+        )
     return answer.stdout.strip().splitlines()[-1]
 
 
@@ -133,34 +141,48 @@ def memory_of(step: Step) -> Memory | None:
 
 def _among(step: Step, model: ModelConfig) -> Sequence[int]:
     """Numbers of GPUs among which the engine of a step divides its model."""
-    backend, timed = getattr(step, "backend", None), getattr(step, "timed", None)
-    if step.is_layered or (timed is not None and " x " not in str(timed.device)):  # as in 8 x NVIDIA H100
+    backend = getattr(step, "backend", None)
+    timed = getattr(step, "timed", None)
+    # as in 8 x NVIDIA H100
+    if step.is_layered or (timed is not None and " x " not in str(timed.device)):
         return GPU_COUNTS[:1]
-    if backend is None or backend.name != "vllm":  # transformers divides layers, by a device map alone
+    # transformers divides layers, by a device map alone
+    if backend is None or backend.name != "vllm":
         return GPU_COUNTS if model.device in ("auto", *DEVICE_MAPS) else GPU_COUNTS[:1]
     asked = [size for name, size in backend.arguments.items() if name.endswith("parallel_size")]
     return [prod(asked)] if asked else config_json.tensor_parallel(config_json.config_of(model))
 
 
 def check_memory(step: Step) -> None:
-    """Raise UserError when the weights that a step loads whole on the CPU alone exceed the main memory of this machine.
-    Only models of known size with plain (not quantised) weights are checked, and none that a server loads."""
-    model, backend = step.about, getattr(step, "backend", None)
+    """Raise UserError when the weights that a step loads whole on the CPU alone exceed the main
+    memory of this machine. Only models of known size with plain (not quantised) weights are
+    checked, and none that a server loads."""
+    model = step.about
+    backend = getattr(step, "backend", None)
     is_served = backend is not None and backend.name == "server"
-    if model is None or not step.runs_model or step.is_layered or model.device != "cpu" or is_served:
+    if (
+        model is None
+        or not step.runs_model
+        or step.is_layered
+        or model.device != "cpu"
+        or is_served
+    ):
         return
-    size, there = None if quantization(model) else size_of(model), main_memory()
+    size = None if quantization(model) else size_of(model)
+    there = main_memory()
     if size and size.bytes > there:
         way = "set calibration.engine=streamed" if step.streams else "leave it out"
         raise UserError(
-            f"model.device=cpu: {step.kind} of model={model.name} loads {size.bytes / GIB:.1f} GiB of weights, and "
-            f"there are {there / GIB:.1f} GiB of main memory: {way}, or name another device or a smaller dtype"
+            f"model.device=cpu: {step.kind} of model={model.name} loads {size.bytes / GIB:.1f} "
+            "GiB of weights, and "
+            f"there are {there / GIB:.1f} GiB of main memory: {way}, or name another device or a "
+            "smaller dtype"
         )
 
 
 def gpus(memory: Memory, gpu_memory: float) -> int:
-    """How many GPUs of `gpu_memory` GiB a step is given: as few as hold it, or else as many as it can be divided among;
-    0 for a step on the CPU."""
+    """How many GPUs of `gpu_memory` GiB a step is given: as few as hold it, or else as many as it
+    can be divided among; 0 for a step on the CPU."""
     counts = memory.among if memory.on_gpu else [0]
     return next((count for count in counts if memory.fits(count, gpu_memory)), counts[-1])
 
@@ -170,8 +192,8 @@ Seconds = Callable[[Step], float | None]
 
 
 def learned(store: Store) -> Seconds:
-    """Estimates of how long steps take, from finished steps in a store: units times the median rate of those of equal
-    kind and pace; None without such a step."""
+    """Estimates of how long steps take, from finished steps in a store: units times the median rate
+    of those of equal kind and pace; None without such a step."""
     rates_of = cache(partial(_rates, store))
 
     def seconds(step: Step) -> float | None:
@@ -184,7 +206,8 @@ def learned(store: Store) -> Seconds:
 
 
 def _rates(store: Store, kind: str) -> dict[str, list[float]]:
-    """Pace -> seconds of a unit of the finished steps of a kind. Steps that are damaged are left out."""
+    """Pace -> seconds of a unit of the finished steps of a kind. Steps that are damaged are left
+    out."""
     rates: dict[str, list[float]] = {}
     for document in store.documents(kind):
         if not fits(document, TIMES_SHAPE):
@@ -196,61 +219,84 @@ def _rates(store: Store, kind: str) -> dict[str, list[float]]:
 
 
 Spent = tuple[Step, float, float]
-"""A step, the seconds that it has taken, and the share of its work that was done in them, 0 where it is not known."""
+"""A step, the seconds that it has taken, and the share of its work that was done in them, 0 where
+it is not known."""
 
 
 def time_left(
-    ended: Iterable[Spent], running: Sequence[Spent], waiting: Iterable[Step], seconds: Seconds, workers: int
+    ended: Iterable[Spent],
+    running: Sequence[Spent],
+    waiting: Iterable[Step],
+    seconds: Seconds,
+    workers: int,
 ) -> tuple[float, list[str]]:
-    """Estimated seconds until so many workers have done all steps of a run, and the kinds of which nothing is known.
+    """Estimated seconds until so many workers have done all steps of a run, and the kinds of which
+    nothing is known.
 
     Steps of a kind take what its work has taken in this run, or else what `seconds` says.
     """
-    took, did = defaultdict[str, float](float), defaultdict[str, float](float)
+    took = defaultdict[str, float](float)
+    did = defaultdict[str, float](float)
     for step, spent, share in (*ended, *running):
         if share and not step.merges:
             took[step.kind] += spent
             did[step.kind] += _work(step) * share
-    left, unknown = [0.0], list[str]()
+    left = [0.0]
+    unknown = list[str]()
     for step, spent, share in (*running, *((step, 0.0, 0.0) for step in waiting)):
         whole = _work(step) * took[step.kind] / did[step.kind] if did[step.kind] else seconds(step)
         if whole is None:
             unknown.append(step.kind)
-        else:  # one that takes longer than others needs half as long again, until it tells how far it is
+        else:
+            # one that takes longer than others needs half as long again, until it tells how far it
+            # is
             left.append(whole * (1 - share) if share else max(whole - spent, spent / 2))
     return max(sum(left) / workers, *left), list(dict.fromkeys(unknown))
 
 
 SMALL = 100_000_000
-"""Parameters below which a model takes no less time: what is around its products takes longer than they do."""
+"""Parameters below which a model takes no less time: what is around its products takes longer than
+they do."""
 
 
 @cache
 def _work(step: Step) -> float:
-    """Amount of work, comparable between steps of a kind: units, times the parameters of the model that is read."""
+    """Amount of work, comparable between steps of a kind: units, times the parameters of the model
+    that is read."""
     size = size_of(step.about) if step.about and step.loads != "nothing" else None
     parameters = max(size.parameters, SMALL) if size else 1e9  # unknown: as of a usual model
     return 0.0 if step.merges else step.units() * parameters
 
 
 def forecast(steps: Sequence[Step], done: set[str], gpu_memory: float, seconds: Seconds) -> Table:
-    """Table for a dry run: distinct, cached and missing steps of each kind, and estimated memory and time of the
-    missing ones. `done`: ids of finished steps."""
-    columns = (Column("step", no_wrap=True), "distinct", "cached", "missing", "memory of one", "hours", "GPU-hours")
+    """Table for a dry run: distinct, cached and missing steps of each kind, and estimated memory
+    and time of the missing ones. `done`: ids of finished steps."""
+    columns = (
+        Column("step", no_wrap=True),
+        "distinct",
+        "cached",
+        "missing",
+        "memory of one",
+        "hours",
+        "GPU-hours",
+    )
     table = Table(*columns, title="what would run, and about what it takes", show_footer=True)
     missing = [step for step in steps if step.id not in done]
     for kind in dict.fromkeys(step.kind for step in steps):
         of_kind = [step for step in steps if step.kind == kind]
         own = [step for step in missing if step.kind == kind]
         counts = (len(of_kind), len(of_kind) - len(own), len(own))
-        table.add_row(kind, *map(str, counts), largest_memory(own), *_hours(own, gpu_memory, seconds))
+        table.add_row(
+            kind, *map(str, counts), largest_memory(own), *_hours(own, gpu_memory, seconds)
+        )
     for column, value in zip(table.columns[-2:], _hours(missing, gpu_memory, seconds), strict=True):
         column.footer = value
     return table
 
 
 def _hours(steps: Sequence[Step], gpu_memory: float, seconds: Seconds) -> tuple[str, str]:
-    """Total hours of the steps run one after another, and GPU-hours, as text. A step on several GPUs counts for all."""
+    """Total hours of the steps run one after another, and GPU-hours, as text. A step on several
+    GPUs counts for all."""
     work = gpu_work = 0.0
     unknown = 0
     for step in steps:
@@ -275,8 +321,9 @@ def largest_memory(steps: Iterable[Step]) -> str:
 
 
 def disk_problems(store: str | Path, steps: Iterable[Step]) -> list[str]:
-    """A sentence when `steps` would write more than is free on the disk of `store`. Estimates exported checkpoints,
-    hidden states of streamed passes and generated texts; all other files are small."""
+    """A sentence when `steps` would write more than is free on the disk of `store`. Estimates
+    exported checkpoints, hidden states of streamed passes and generated texts; all other files are
+    small."""
     sizes = ((step, size_of(step.about)) for step in steps if step.about and not step.merges)
     needed = sum(step.disk(size) for step, size in sizes if size)
     place = Path(store).expanduser().absolute()
@@ -284,6 +331,7 @@ def disk_problems(store: str | Path, steps: Iterable[Step]) -> list[str]:
     if needed <= free:
         return []
     return [
-        f"store={store}: about {decimal(int(needed))} would be written there and {decimal(free)} are free: make room, "
+        f"store={store}: about {decimal(int(needed))} would be written there and {decimal(free)} "
+        "are free: make room, "
         "name another store, or ask for less (export=none, fewer cells)"
     ]

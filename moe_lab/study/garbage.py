@@ -1,4 +1,5 @@
-"""Free the steps of a store that no study refers to, and what killed runs left: `python -m moe_lab.study gc`."""
+"""Free the steps of a store that no study refers to, and what killed runs left:
+`python -m moe_lab.study gc`."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ LEFTOVERS = "left by killed runs"
 
 @dataclass(frozen=True)
 class Garbage:
-    """What nothing refers to: a folder, None in a pack; its step's kind or LEFTOVERS; its bytes; the start of its id.
+    """What nothing refers to: a folder, None in a pack; its step's kind or LEFTOVERS; its bytes;
+    the start of its id.
 
     That is "" for scratch, which needs no renaming before it is removed.
     """
@@ -41,9 +43,9 @@ class Garbage:
 def gc(store: Store, *, apply: bool = False) -> int:
     """Print what nothing refers to, by kind of step with bytes; with `apply`, free it.
 
-    A step's folder is first renamed as scratch: a process that is killed then leaves nothing that looks finished. Only
-    choosing and renaming keep new runs waiting. UserError when a file that may refer to steps is damaged, and when
-    folders cannot be removed."""
+    A step's folder is first renamed as scratch: a process that is killed then leaves nothing that
+    looks finished. Only choosing and renaming keep new runs waiting. UserError when a file that may
+    refer to steps is damaged, and when folders cannot be removed."""
     removed: list[Path] = []
     if apply:
         Store(store.root).create()  # whether one may write there
@@ -56,12 +58,16 @@ def gc(store: Store, *, apply: bool = False) -> int:
             if item.path and not item.step_id:
                 removed.append(item.path)
             elif item.path:
-                with suppress(Busy, FileNotFoundError), store.claims.take(item.step_id):  # not what is worked on
+                # not what is worked on
+                with suppress(Busy, FileNotFoundError), store.claims.take(item.step_id):
                     removed.append(hidden(item.path, item.step_id))
     _print(store, garbage, silence)
     if not apply:
         if garbage:
-            print(f"nothing was freed; this frees it: python -m moe_lab.study gc apply=true store={store.root}")
+            print(
+                "nothing was freed; this frees it: python -m moe_lab.study gc apply=true "
+                f"store={store.root}"
+            )
         return 0
     for path in removed:
         shutil.rmtree(path, ignore_errors=True)
@@ -70,7 +76,8 @@ def gc(store: Store, *, apply: bool = False) -> int:
     store.claims.clear()
     if stuck := [path for path in removed if path.exists()]:
         raise UserError(
-            f"store={store.root}: {len(stuck)} folders cannot be removed, such as {stuck[0]}: see who owns it"
+            f"store={store.root}: {len(stuck)} folders cannot be removed, such as {stuck[0]}: see "
+            "who owns it"
         )
     return 0
 
@@ -101,25 +108,49 @@ def look(store: Store) -> tuple[list[Garbage], str]:
         unneeded = {start: store.packs.size(start) for start in packed.keys() - kept}
     except (FileNotFoundError, Damaged) as error:
         raise _unclear(store, str(error)) from None
-    steps = [_step(folder) for start, folders in finished.items() for folder in folders if start not in kept]
-    in_packs = [Garbage(None, packed[start].partition("/")[0], size, start) for start, size in unneeded.items()]
+    steps = [
+        _step(folder)
+        for start, folders in finished.items()
+        for folder in folders
+        if start not in kept
+    ]
+    in_packs = [
+        Garbage(None, packed[start].partition("/")[0], size, start)
+        for start, size in unneeded.items()
+    ]
     return [*filter(None, steps), *in_packs, *_leftovers(store, wanted)], silence
 
 
 def _leftovers(store: Store, wanted: Set[str]) -> Iterator[Garbage]:
-    """Scratch, and resume files of steps that are not wanted, unless a process is working on the step."""
-    scratch = {path: match[1] for path in store.root.glob("*/.*") if (match := SCRATCH.fullmatch(path.name))}
+    """Scratch, and resume files of steps that are not wanted, unless a process is working on the
+    step."""
+    scratch = {
+        path: match[1]
+        for path in store.root.glob("*/.*")
+        if (match := SCRATCH.fullmatch(path.name))
+    }
     partial = [path for path in (store.root / "partial").glob("[!.]*") if path.name not in wanted]
-    claimed = store.claims.living()  # looked up last, as a step is claimed before its folders are made
-    yield from (Garbage(path, LEFTOVERS, _bytes(path), "") for path, start in scratch.items() if start not in claimed)
-    yield from (Garbage(path, LEFTOVERS, _bytes(path), path.name) for path in partial if path.name not in claimed)
+    # looked up last, as a step is claimed before its folders are made
+    claimed = store.claims.living()
+    yield from (
+        Garbage(path, LEFTOVERS, _bytes(path), "")
+        for path, start in scratch.items()
+        if start not in claimed
+    )
+    yield from (
+        Garbage(path, LEFTOVERS, _bytes(path), path.name)
+        for path in partial
+        if path.name not in claimed
+    )
 
 
 def _wanted(store: Store) -> tuple[set[str], str]:
-    """Starts of the ids of the steps that runs and records refer to; and why the scheduler could not be asked, or "".
+    """Starts of the ids of the steps that runs and records refer to; and why the scheduler could
+    not be asked, or "".
 
-    First those of runs that a process holds, then those of jobs in the queue, then records: a run is let go, and a job
-    leaves the queue, after the record refers to what was made. So no step is between them.
+    First those of runs that a process holds, then those of jobs in the queue, then records: a run
+    is let go, and a job leaves the queue, after the record refers to what was made. So no step is
+    between them.
     """
     wanted = steps_at_work(store)
     runs_of = {study: runs(store, study) for study in studies(store)}
@@ -135,14 +166,16 @@ def _wanted(store: Store) -> tuple[set[str], str]:
         for run in of_study:
             queued = any(job.id in queue or silence for job in jobs_of[run.folder])
             counts = run is of_study[-1] or run.folder.name > record["run"] or queued
-            if counts and (about := run.about):  # without it, the run was killed before it did anything
+            # without it, the run was killed before it did anything
+            if counts and (about := run.about):
                 wanted.update(folder[-DIGITS:] for folder in about["steps"])
     return wanted, silence
 
 
 def _unclear(store: Store, reason: str) -> UserError:
     return UserError(
-        f"store={store.root}: nothing is freed while it is unclear what is still needed: {reason} (start the study "
+        f"store={store.root}: nothing is freed while it is unclear what is still needed: {reason} "
+        "(start the study "
         "again, or remove it)"
     )
 
@@ -151,7 +184,9 @@ def _step(folder: Path) -> Garbage | None:
     """The finished step in a folder; None when its identity does not say that it is one."""
     with suppress(FileNotFoundError, Damaged):
         identity = read_step(folder)
-        if identity["kind"] == folder.parent.name and identity["id"].startswith(folder.name[-DIGITS:]):
+        if identity["kind"] == folder.parent.name and identity["id"].startswith(
+            folder.name[-DIGITS:]
+        ):
             return Garbage(folder, identity["kind"], _bytes(folder), folder.name[-DIGITS:])
     return None
 

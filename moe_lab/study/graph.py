@@ -7,7 +7,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from moe_lab.config import AllocationConfig, BenchmarkConfig, CalibrationConfig, Config, CriterionConfig
+from moe_lab.config import (
+    AllocationConfig,
+    BenchmarkConfig,
+    CalibrationConfig,
+    Config,
+    CriterionConfig,
+)
 from moe_lab.evaluation.harness import HARNESSES
 from moe_lab.grid import Cell, Request
 from moe_lab.models.files import UNRESOLVED
@@ -15,7 +21,14 @@ from moe_lab.results import FIGURES, STEPS
 from moe_lab.study.estimates import divided, resolved
 from moe_lab.study.step import Identified, Step, once, uncollected
 from moe_lab.study.steps.costs import Cost, Profile, Timing
-from moe_lab.study.steps.evaluation import Contamination, Evaluate, Grade, OnBenchmark, Task, task_of
+from moe_lab.study.steps.evaluation import (
+    Contamination,
+    Evaluate,
+    Grade,
+    OnBenchmark,
+    Task,
+    task_of,
+)
 from moe_lab.study.steps.passes import StatisticsPass
 from moe_lab.study.steps.recovery import NO_RECOVERY, export_of, pruned_of
 from moe_lab.study.steps.recovery import unpruned as unpruned_model
@@ -54,7 +67,8 @@ FigureKey = tuple[str, str, str, int]
 
 @dataclass(frozen=True)
 class Graph:
-    """All steps of a study. The statistics and the fine-tuning of a cell are only done if another step needs them."""
+    """All steps of a study. The statistics and the fine-tuning of a cell are only done if another
+    step needs them."""
 
     cells: Sequence[CellSteps]
     figures: Mapping[str, Mapping[FigureKey, Step]]
@@ -75,15 +89,26 @@ class Graph:
         for steps in self.figures.values():
             visit(steps.values())
         for cell in self.cells:
-            visit(step for name, step in cell.named().items() if name not in ("statistics", "finetune"))
+            visit(
+                step
+                for name, step in cell.named().items()
+                if name not in ("statistics", "finetune")
+            )
             visit(cell.evaluate.values())
         return list(ordered.values())
 
 
 def unresolved(steps: Iterable[Step]) -> list[str]:
-    """Models and texts on the hub whose files are not known, so that steps are named by their names there."""
-    others = (step for step in steps if not isinstance(step, OnBenchmark))  # which have data of their own
-    parts = {id(part): part for step in others for part, _ in step.said.values() if isinstance(part, Identified)}
+    """Models and texts on the hub whose files are not known, so that steps are named by their names
+    there."""
+    # which have data of their own
+    others = (step for step in steps if not isinstance(step, OnBenchmark))
+    parts = {
+        id(part): part
+        for step in others
+        for part, _ in step.said.values()
+        if isinstance(part, Identified)
+    }
     groups = [part.document for part in parts.values() if isinstance(part.document, dict)]
     groups += [source for group in groups for source in group.get("sources", ())]
     paths = [group["path"] for group in groups if isinstance(group.get("path"), dict)]
@@ -92,17 +117,19 @@ def unresolved(steps: Iterable[Step]) -> list[str]:
 
 @once
 def _seeded(text: CalibrationConfig, seed: int) -> CalibrationConfig:
-    """The text with the cell's seed, which determines its order, unless the text has a seed of its own."""
+    """The text with the cell's seed, which determines its order, unless the text has a seed of its
+    own."""
     return text if text.seed is not None else replace(text, seed=seed)
 
 
-_located, _divided = once(resolved), once(divided)
+_located = once(resolved)
+_divided = once(divided)
 _unpruned_cost = once(lambda model, text: Cost.of(unpruned_model(model), text))
 
 
 def _resolved(cell: Cell, config: Config) -> Cell:
-    """The cell with all that its steps are named by, and divided by: the device and the precision of its model, the
-    seed, engine and parts of its texts."""
+    """The cell with all that its steps are named by, and divided by: the device and the precision
+    of its model, the seed, engine and parts of its texts."""
     model = _located(cell.model, config)
 
     def text(given: CalibrationConfig) -> CalibrationConfig:
@@ -112,11 +139,14 @@ def _resolved(cell: Cell, config: Config) -> Cell:
     return replace(cell, model=model, calibration=text(cell.calibration), texts=texts)
 
 
-def _steps(cell: Cell, tasks: Mapping[str, Task], config: Config, evaluated: dict[Any, dict[Task, Any]]) -> CellSteps:
-    """All steps of one cell; criterion "none" is the unpruned model. `evaluated`: what identifies a pruned model -> its
-    evaluations, as cells may have one plan."""
+def _steps(
+    cell: Cell, tasks: Mapping[str, Task], config: Config, evaluated: dict[Any, dict[Task, Any]]
+) -> CellSteps:
+    """All steps of one cell; criterion "none" is the unpruned model. `evaluated`: what identifies a
+    pruned model -> its evaluations, as cells may have one plan."""
     named = _resolved(cell, config)
-    text, is_pruned = named.texts["flops"], cell.criterion is not NO_CRITERION
+    text = named.texts["flops"]
+    is_pruned = cell.criterion is not NO_CRITERION
     pruned = pruned_of(named) if is_pruned else unpruned_model(named.model)
     scores = (getattr(pruned.plan, "scores", None) or Scores.of(named)) if is_pruned else None
     statistics = None
@@ -134,7 +164,9 @@ def _steps(cell: Cell, tasks: Mapping[str, Task], config: Config, evaluated: dic
         scores=scores,
         plan=pruned.plan,
         finetune=pruned.finetune,
-        export=export_of(pruned, config.export, config.verify) if is_pruned and config.export.shape else None,
+        export=export_of(pruned, config.export, config.verify)
+        if is_pruned and config.export.shape
+        else None,
         cost=Cost.of(pruned, text, cost) if is_pruned else cost,
         profile=Profile(pruned.loaded, text, pruned.plan) if config.profile else None,
         timing=Timing.of(pruned, text, config.timed) if config.timing else None,
@@ -143,7 +175,8 @@ def _steps(cell: Cell, tasks: Mapping[str, Task], config: Config, evaluated: dic
 
 
 def normalized(cell: Cell) -> Cell:
-    """The cell without its calibration set if nothing in the cell reads it, so that cells for several sets coincide."""
+    """The cell without its calibration set if nothing in the cell reads it, so that cells for
+    several sets coincide."""
     return cell if reads_text(cell) else replace(cell, calibration=NO_CALIBRATION)
 
 
@@ -151,21 +184,35 @@ def unpruned(cell: Cell) -> Cell:
     """The cell of the unpruned model, with which the cell is compared."""
     texts = {"flops": cell.texts["flops"]}
     return Cell(
-        cell.model, NO_CRITERION, NO_CALIBRATION, NO_ALLOCATION, NO_RECOVERY, 0.0, "none", 0, texts, cell.protocol
+        cell.model,
+        NO_CRITERION,
+        NO_CALIBRATION,
+        NO_ALLOCATION,
+        NO_RECOVERY,
+        0.0,
+        "none",
+        0,
+        texts,
+        cell.protocol,
     )
 
 
 @uncollected()
 def build(config: Config, requests: Iterable[Request]) -> Graph:
-    """The graph of a study: its cells, each once with all its benchmarks, and the unpruned models. `config` has the
-    settings that hold for all requests, such as permissions, exports and overlap."""
+    """The graph of a study: its cells, each once with all its benchmarks, and the unpruned models.
+    `config` has the settings that hold for all requests, such as permissions, exports and
+    overlap."""
     tasks_of: dict[Cell, dict[str, Task]] = {}
     figures: dict[str, dict[FigureKey, Step]] = {figure: {} for figure in FIGURES}
     seeds: dict[tuple[str, ...], int] = {}
     texts: dict[FigureKey, tuple[Cell, dict[str, BenchmarkConfig]]] = {}
     for cells, benchmarks in requests:
         tasks = {benchmark.name: task_of(benchmark, config) for benchmark in benchmarks}
-        listed = {benchmark.name: benchmark for benchmark in benchmarks if HARNESSES[benchmark.harness].lists_items}
+        listed = {
+            benchmark.name: benchmark
+            for benchmark in benchmarks
+            if HARNESSES[benchmark.harness].lists_items
+        }
         for cell in cells:
             key = (cell.calibration.name, cell.model.name, cell.gate, cell.seed)
             # Figures are of texts that are read, and of one seed.

@@ -45,13 +45,16 @@ def finished_in(other: Store, steps: Iterable[Step]) -> set[str]:
 def copy_steps(store: Store, other: Store, steps: Iterable[Step]) -> None:
     """Copy steps that are finished in another store, which are found by their ids.
 
-    Steps that another process is working on are left out; so are, with a notice, those that are damaged there.
+    Steps that another process is working on are left out; so are, with a notice, those that are
+    damaged there.
     """
     with other.errors_as_sentences():
         present = other.present()
         names = [present[step.id[:DIGITS]] for step in steps if step.id[:DIGITS] in present]
         for pack in other.packs.damaged:
-            store.notices.append(f"also={other.root}: {pack} is damaged: its steps are computed again")
+            store.notices.append(
+                f"also={other.root}: {pack} is damaged: its steps are computed again"
+            )
         take(store, other, names)
         loose = [name for name in names if name[-DIGITS:] not in store.packs]
         packing = Packing(store)
@@ -75,7 +78,9 @@ def _copy(store: Store, other: Store, name: str) -> None:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 _copy_file(other, name, file, expected, target)
     except Damaged as error:
-        store.notices.append(f"also={other.root}: {name}: {error}: computed again where it is needed")
+        store.notices.append(
+            f"also={other.root}: {name}: {error}: computed again where it is needed"
+        )
     except Busy:
         pass
 
@@ -87,9 +92,11 @@ def _document(other: Store, name: str) -> dict[str, Any]:
         raise Damaged(f"its {STEP} is missing") from None
 
 
-def _copy_file(other: Store, name: str, file: str, expected: Mapping[str, Any], target: Path) -> None:
-    """Copy a file of a step, or make a link to a large one. `expected`: its size and sha256. Raises Damaged when it is
-    missing, may not be read or has changed."""
+def _copy_file(
+    other: Store, name: str, file: str, expected: Mapping[str, Any], target: Path
+) -> None:
+    """Copy a file of a step, or make a link to a large one. `expected`: its size and sha256. Raises
+    Damaged when it is missing, may not be read or has changed."""
     path = other.place(name) / file
     try:
         if expected["bytes"] >= LARGE and os.access(path, os.R_OK):

@@ -1,7 +1,8 @@
-"""Move small steps of a store into packs, take steps out of packs, and put packs together: under one claim.
+"""Move small steps of a store into packs, take steps out of packs, and put packs together: under
+one claim.
 
-A step is finished as a folder, which others see at once, and which nothing can lose. Only when a store has many of
-them, they are copied into a pack, and then their folders are removed.
+A step is finished as a folder, which others see at once, and which nothing can lose. Only when a
+store has many of them, they are copied into a pack, and then their folders are removed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ PACKS = "packs"
 SMALL = 1 << 20
 """Most bytes of a step that is put into a pack."""
 MANY = 500
-"""Small steps in folders of their own from which it is worth while to pack them: fewer are easier to look at so."""
+"""Small steps in folders of their own from which it is worth while to pack them: fewer are easier
+to look at so."""
 AT_ONCE = 5000
 """Most steps that are put into one pack at a time."""
 EVERY = 60.0
@@ -53,20 +55,27 @@ class Packing:
             self.pack()
 
     def pack(self, *, last: bool = False) -> None:
-        """Pack small steps, if there are at least MANY and no other process does; the `last` ones of a run join packs
-        that there are. What cannot be packed, as on a full disk, stays in folders, with a notice: no run fails for
-        it."""
+        """Pack small steps, if there are at least MANY and no other process does; the `last` ones
+        of a run join packs that there are. What cannot be packed, as on a full disk, stays in
+        folders, with a notice: no run fails for it."""
         try:
             self._pack(last)
         except (OSError, sqlite3.Error) as error:
-            self.store.notices.append(f"store={self.store.root}: small steps stay in folders of their own: {error}")
+            self.store.notices.append(
+                f"store={self.store.root}: small steps stay in folders of their own: {error}"
+            )
 
     def _pack(self, last: bool) -> None:
         store = self.store
         if store.packs.bad:
             drop(store, store.packs.bad)
         known = [store.folders(name) for name, kind in KINDS.items() if kind.small]
-        loose = {start: path for folders in known for start, path in folders.items() if start not in self.large}
+        loose = {
+            start: path
+            for folders in known
+            for start, path in folders.items()
+            if start not in self.large
+        }
         if not loose or (len(loose) < MANY and not (last and store.packs.starts())):
             return
         with suppress(Busy), store.claims.take(PACKS) as claim:
@@ -93,14 +102,17 @@ class Packing:
                     continue
                 files = {name: (folder / name).read_bytes() for name in document["files"]}
                 hashes = {name: sha256(content).hexdigest() for name, content in files.items()}
-                if all(hashes[name] == about["sha256"] for name, about in document["files"].items()):
+                if all(
+                    hashes[name] == about["sha256"] for name, about in document["files"].items()
+                ):
                     files[STEP] = (folder / STEP).read_bytes()
                     yield start, f"{folder.parent.name}/{folder.name}", _inputs(document), files
 
 
 def take(store: Store, other: Store, names: Sequence[str]) -> None:
-    """Copy undamaged steps, KIND/NAME, from packs of another store into packs of this one, if they are at least MANY.
-    None where that fails, as on a full disk: whoever copies them singly says so."""
+    """Copy undamaged steps, KIND/NAME, from packs of another store into packs of this one, if they
+    are at least MANY. None where that fails, as on a full disk: whoever copies them singly says
+    so."""
     packed = [name for name in names if name[-DIGITS:] in other.packs]
     if len(packed) < MANY:
         return
@@ -131,7 +143,8 @@ def drop(store: Store, starts: Collection[str]) -> None:
 
 
 def _rewrite(store: Store, names: Collection[str], without: Collection[str], claim: Claim) -> None:
-    """Replace packs by one without some of their steps. One that cannot be read is set aside as a whole."""
+    """Replace packs by one without some of their steps. One that cannot be read is set aside as a
+    whole."""
     try:
         _publish(store, store.packs.rewrite(names, without), claim)
     except Damaged as error:

@@ -1,6 +1,7 @@
 """Check a study before anything heavy is loaded; all problems are reported together.
 
-Each check is in the module of its subject: a function that raises UserError, or that gives a sentence for each problem.
+Each check is in the module of its subject: a function that raises UserError, or that gives a
+sentence for each problem.
 """
 
 from __future__ import annotations
@@ -42,12 +43,14 @@ WITH_ANSWERS = ("search", "instructions")
 
 
 def preflight(config: Config, requests: Iterable[Request]) -> list[str]:
-    """One sentence per problem with the settings, each once; empty when they are valid. Does not check what this
-    machine has; see `lacking`."""
+    """One sentence per problem with the settings, each once; empty when they are valid. Does not
+    check what this machine has; see `lacking`."""
     sentences = list(_wrong_settings(config))
     for cells, benchmarks in requests:
         sentences += suite.wrong(benchmarks)
-        sentences += engines.wrong(config.backend, benchmarks, [cell.model for cell in _each(cells, "model")])
+        sentences += engines.wrong(
+            config.backend, benchmarks, [cell.model for cell in _each(cells, "model")]
+        )
         for groups, check in OF_CELLS:
             for cell in _each(cells, *groups):
                 sentences += user_errors(check, cell, config)
@@ -63,7 +66,10 @@ def remarks(config: Config, requests: Iterable[Request]) -> Iterator[str]:
     every = [cell for cells, _ in requests for cell in cells]
     names = dict.fromkeys(cell.model.name for cell in every if not is_shipped(cell.model))
     if config.suite.benchmarks is None and names:
-        yield f"model={','.join(names)} is not evaluated, as no suite is named: add suite=perplexity suite.path=FILE"
+        yield (
+            f"model={','.join(names)} is not evaluated, as no suite is named: add "
+            "suite=perplexity suite.path=FILE"
+        )
     used = [config.resources.of_model(cell.model) for cell in _each(every, "model")]
     unused = [name for name, job in config.resources.models.items() if job not in used]
     if others := [name for name in unused if not (conf() / "model" / f"{name}.yaml").is_file()]:
@@ -72,40 +78,58 @@ def remarks(config: Config, requests: Iterable[Request]) -> Iterator[str]:
         plan = plan_in(cell.allocation)
         if plan is not None and not plan.provenance.get("model_sha256"):
             path = cell.allocation.path
-            yield f"allocation.path={path} states no model_sha256, so only its layers and counts are compared"
+            yield (
+                f"allocation.path={path} states no model_sha256, so only its layers and counts "
+                "are compared"
+            )
     rounded: dict[str, None] = {}
     for cell in _each(every, "model", "criterion", "allocation", "ratio"):
         removed = removed_share(cell)
         if abs(removed - cell.ratio) > ROUNDED:
             rounded[f"{cell.model.name} {cell.ratio:g} -> {removed:.3g}"] = None
     if rounded:
-        yield f"ratio is rounded, as whole experts are removed (model asked -> removed): {', '.join(rounded)}"
+        yield (
+            "ratio is rounded, as whole experts are removed (model asked -> removed): "
+            f"{', '.join(rounded)}"
+        )
 
 
 UNLIKE, BETWEEN_SEEDS = 0.25, 0.05
-"""Supposed share of items on which two plans differ, and standard deviation of averages between seeds."""
+"""Supposed share of items on which two plans differ, and standard deviation of averages between
+seeds."""
 
 
 def visible_difference(requests: Iterable[Request]) -> Iterator[str]:
-    """What difference between averages of methods a study could see: from one on, 80 % of studies find it at the 5 %
-    level, corrected for all pairs of methods that have several seeds."""
+    """What difference between averages of methods a study could see: from one on, 80 % of studies
+    find it at the 5 % level, corrected for all pairs of methods that have several seeds."""
     from scipy.special import stdtrit  # takes half a second to import
 
     for cells, benchmarks in requests:
-        items = [min(each.expected, each.limit or each.expected) for each in benchmarks if each.expected]
-        methods = Counter(replace(cell, seed=0) for cell in cells if cell.ratio and cell.criterion.name not in RANDOM)
+        items = [
+            min(each.expected, each.limit or each.expected) for each in benchmarks if each.expected
+        ]
+        methods = Counter(
+            replace(cell, seed=0)
+            for cell in cells
+            if cell.ratio and cell.criterion.name not in RANDOM
+        )
         if not items or len(methods) < 2:
             continue
         several = [seeds for seeds in methods.values() if seeds > 1]
         if len(several) < 2:
-            yield "visible: no differences between methods, as they have one seed: seed=1,2,3 gives each three plans"
+            yield (
+                "visible: no differences between methods, as they have one seed: seed=1,2,3 "
+                "gives each three plans"
+            )
             continue
-        degrees, pairs = sum(several) - len(several), len(several) * (len(several) - 1) / 2
+        degrees = sum(several) - len(several)
+        pairs = len(several) * (len(several) - 1) / 2
         by_seed = 2 * BETWEEN_SEEDS**2 / min(several)
         error = math.sqrt(by_seed + sum(UNLIKE / size for size in items) / len(items) ** 2)
         seen = (stdtrit(degrees, 1 - 0.025 / pairs) + stdtrit(degrees, 0.8)) * error
         yield (
-            f"visible: differences between averages of {len(several)} methods ({min(several)} seeds) from about "
+            f"visible: differences between averages of {len(several)} methods ({min(several)} "
+            "seeds) from about "
             f"{seen:.3f} on, with {sum(items):,} items"
         )
 
@@ -115,10 +139,18 @@ def lacking(steps: Sequence[Step], launcher: LauncherConfig) -> list[str]:
     here = () if launcher.name == "slurm" else steps  # nodes of a cluster have devices of their own
     wanted = chain(
         (condition for step in steps for condition in step.conditions(launcher)),
-        ((check_device, about.device) for step in here if (about := step.about) and step.runs_model),
+        (
+            (check_device, about.device)
+            for step in here
+            if (about := step.about) and step.runs_model
+        ),
     )
     distinct = {(check, *map(id, of)): (check, of) for check, *of in wanted}
-    return list(dict.fromkeys(sentence for check, of in distinct.values() for sentence in user_errors(check, *of)))
+    return list(
+        dict.fromkeys(
+            sentence for check, of in distinct.values() for sentence in user_errors(check, *of)
+        )
+    )
 
 
 def _each(cells: Iterable[Cell], *groups: str) -> list[Cell]:
@@ -141,14 +173,22 @@ def _wrong_settings(config: Config) -> Iterator[str]:
         yield from user_errors(check_known, "resources.jobs", kind, KINDS)
     if config.export.format == "gguf" and config.backend.name != "hf":
         backend = config.backend.name
-        yield f"backend={backend} reads a folder, and export.format=gguf writes one file: expected backend=hf"
+        yield (
+            f"backend={backend} reads a folder, and export.format=gguf writes one file: "
+            "expected backend=hf"
+        )
 
 
 def _check_gpu_number(cell: Cell, config: Config) -> None:
-    """Raise UserError for a GPU by its number where each process is given GPUs of its own, which it counts from 0."""
-    device, launcher = cell.model.device, config.launcher.name
+    """Raise UserError for a GPU by its number where each process is given GPUs of its own, which it
+    counts from 0."""
+    device = cell.model.device
+    launcher = config.launcher.name
     if int(device.partition(":")[2] or 0) and launcher != "inline":
-        raise UserError(f"model.device={device}: a process of launcher={launcher} has GPUs of its own: expected cuda")
+        raise UserError(
+            f"model.device={device}: a process of launcher={launcher} has GPUs of its own: "
+            "expected cuda"
+        )
 
 
 def _check_objective(config: Config, benchmarks: Sequence[BenchmarkConfig]) -> None:
@@ -159,13 +199,15 @@ def _check_objective(config: Config, benchmarks: Sequence[BenchmarkConfig]) -> N
     check_known("objective", config.objective, names)
     if config.launcher.name == "slurm" and not config.wait:
         raise UserError(
-            f"objective={config.objective} is known when the jobs of a study have ended: expected wait=true with "
+            f"objective={config.objective} is known when the jobs of a study have ended: expected "
+            "wait=true with "
             "launcher=slurm"
         )
 
 
 def _wrong_texts(cells: Iterable[Cell]) -> Iterator[str]:
-    """Problems of the texts that models read, each looked at once, and with the model that reads it."""
+    """Problems of the texts that models read, each looked at once, and with the model that reads
+    it."""
     distinct = {}
     for cell in _each(cells, "model", "calibration", "criterion", "allocation", "recovery"):
         texts = {**cell.texts, "calibration": cell.calibration}
@@ -174,19 +216,26 @@ def _wrong_texts(cells: Iterable[Cell]) -> Iterator[str]:
                 del texts["calibration"]
             elif cell.calibration.is_default and not is_shipped(cell.model):
                 user = f"criterion={cell.criterion.name} with allocation={cell.allocation.name}"
-                yield f"calibration is not set, and {user} reads a text: add calibration=text calibration.path=FILE"
+                yield (
+                    f"calibration is not set, and {user} reads a text: add calibration=text "
+                    "calibration.path=FILE"
+                )
         for role, text in texts.items():
             distinct[role, id(text), id(cell.model)] = (role, text, cell.model)
     for role, text, model in distinct.values():
         look = sources.check_answers if role in WITH_ANSWERS else sources.first_record
-        problems = [sentence for _, part in calibrations.parts(text) for sentence in user_errors(look, part)]
+        problems = [
+            sentence for _, part in calibrations.parts(text) for sentence in user_errors(look, part)
+        ]
         yield from problems
         if role != "flops" and not problems:  # the model itself does not always read that text
             yield from user_errors(calibrations.check_chat_template, text, model)
             if role not in WITH_ANSWERS:
                 yield from user_errors(calibrations.check_length, text, model)
         if role == "calibration" and text.engine == "streamed":
-            yield from user_errors(config_json.check_plain_weights, model, "calibration.engine=streamed")
+            yield from user_errors(
+                config_json.check_plain_weights, model, "calibration.engine=streamed"
+            )
 
 
 def _check_template(cell: Cell, benchmark: BenchmarkConfig) -> None:
@@ -195,7 +244,9 @@ def _check_template(cell: Cell, benchmark: BenchmarkConfig) -> None:
     if benchmark.chat:
         other = f", or protocol.benchmarks.{benchmark.name}.chat=false to have the text continued"
         user = f"benchmark {benchmark.name}"
-        config_json.check_chat_template(cell.model, user, harness.gives_tools, "" if harness.gives_tools else other)
+        config_json.check_chat_template(
+            cell.model, user, harness.gives_tools, "" if harness.gives_tools else other
+        )
 
 
 def _wrong_export(cell: Cell, config: Config) -> Iterator[str]:
@@ -204,19 +255,24 @@ def _wrong_export(cell: Cell, config: Config) -> Iterator[str]:
         return
     from moe_lab.pruning.export import settings
 
-    criterion, allocated = criteria.CRITERIA.get(cell.criterion.name), allocation.get(cell.allocation.name)
+    criterion = criteria.CRITERIA.get(cell.criterion.name)
+    allocated = allocation.get(cell.allocation.name)
     granularity = criterion.granularity if criterion else None
-    yield from settings.wrong(config.export, cell.model, cell.recovery, granularity, verify=config.verify)
+    yield from settings.wrong(
+        config.export, cell.model, cell.recovery, granularity, verify=config.verify
+    )
     if granularity in allocated.uneven:
         yield from user_errors(settings.check_uneven, config.export, allocated.name)
 
 
 def _wrong_replacement(cell: Cell, config: Config) -> Iterator[str]:
-    """Problems of a plan whose dropped experts are replaced. Where tokens are still routed to these, only code of
-    transformers can compute the model."""
-    settings, shape = cell.allocation, config.export.shape
+    """Problems of a plan whose dropped experts are replaced. Where tokens are still routed to
+    these, only code of transformers can compute the model."""
+    settings = cell.allocation
+    shape = config.export.shape
     if settings.replacement != "none":
-        by, grouping = f"allocation.replacement={settings.replacement}", GROUPINGS.get(settings.replacement)
+        by = f"allocation.replacement={settings.replacement}"
+        grouping = GROUPINGS.get(settings.replacement)
         routes = grouping is None or grouping.rows == "all"
     elif (plan := plan_in(settings)) is not None and (plan.constants or plan.merged):
         by = f"the plan allocation.path={settings.path}"
@@ -225,16 +281,21 @@ def _wrong_replacement(cell: Cell, config: Config) -> Iterator[str]:
         return
     if shape is not None and (method := config_json.quantization(cell.model)):
         yield (
-            f"export={shape}: {by} makes experts of other weights, and those of {cell.model.name} are stored as "
+            f"export={shape}: {by} makes experts of other weights, and those of {cell.model.name} "
+            "are stored as "
             f"{method}: expected a checkpoint in bfloat16 or float32"
         )
     if routes and shape not in (None, "natural"):
         yield str(no_replacements(shape))
     if routes and config.export.format != "safetensors":
-        yield f"export.format={config.export.format} has no place for {by}: expected export.format=safetensors"
+        yield (
+            f"export.format={config.export.format} has no place for {by}: expected "
+            "export.format=safetensors"
+        )
     if routes and config.backend.name == "vllm":
         yield (
-            f"backend=vllm cannot compute {by}: expected backend=hf, or backend=server with a server that runs the "
+            f"backend=vllm cannot compute {by}: expected backend=hf, or backend=server with a "
+            "server that runs the "
             "code of an export"
         )
 
@@ -249,11 +310,16 @@ def _wrong_plan(cell: Cell, _: Config) -> Iterator[str]:
 OF_CELLS: Sequence[tuple[tuple[str, ...], Callable[[Cell, Config], object]]] = (
     (("model",), lambda cell, _: files.check(cell.model)),
     (("model",), _check_gpu_number),
-    (("criterion",), lambda cell, _: criteria.check(cell.criterion.name, cell.criterion.parameters)),
+    (
+        ("criterion",),
+        lambda cell, _: criteria.check(cell.criterion.name, cell.criterion.parameters),
+    ),
     (("criterion", "model"), lambda cell, _: check_weights(cell.criterion, cell.model)),
     (
         ("allocation", "criterion"),
-        lambda cell, _: allocation.check(cell.allocation, criteria.get(cell.criterion.name).granularity),
+        lambda cell, _: allocation.check(
+            cell.allocation, criteria.get(cell.criterion.name).granularity
+        ),
     ),
     (("recovery",), lambda cell, _: recoveries.check(cell.recovery)),
     (("recovery", "model"), lambda cell, _: recoveries.check_model(cell.recovery, cell.model)),
@@ -264,7 +330,12 @@ OF_CELLS: Sequence[tuple[tuple[str, ...], Callable[[Cell, Config], object]]] = (
     (("calibration", "allocation"), lambda cell, _: check_engine(cell)),
     (("model", "allocation"), lambda cell, _: check_plan_file(cell)),
     (("model", "criterion", "allocation", "ratio"), _wrong_plan),
-    (("model",), lambda cell, config: config.timing and wrong_timing(config.launcher, config.timed, cell.model)),
+    (
+        ("model",),
+        lambda cell, config: (
+            config.timing and wrong_timing(config.launcher, config.timed, cell.model)
+        ),
+    ),
     (("model", "criterion", "recovery", "allocation"), _wrong_export),
     (("model", "allocation"), _wrong_replacement),
 )

@@ -1,7 +1,8 @@
-"""What a study leaves when its steps have ended: the record of the run, its errors, the report, and runs of a tracker.
+"""What a study leaves when its steps have ended: the record of the run, its errors, the report, and
+runs of a tracker.
 
-The record, record.json, is what the analysis reads: cells and the folders of their results. It is never changed, and
-names the records that its run found when it began, which do not count any more.
+The record, record.json, is what the analysis reads: cells and the folders of their results. It is
+never changed, and names the records that its run found when it began, which do not count any more.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from moe_lab.study.steps.plans import TIES
 from moe_lab.study.store import Store
 
 PREPARATION = ("model", "statistics", "scores", "plan", "finetune", "export")
-"""Steps of a cell that are not results themselves, so that their errors are not listed in the record."""
+"""Steps of a cell that are not results themselves, so that their errors are not listed in the
+record."""
 MADE_FROM = ".made_from"
 """File in the folder of a report with the `fingerprint` of the study that it shows."""
 SHOWN = 3
@@ -51,10 +53,13 @@ class Study:
 
 
 def finish(study: Study, schedule: Schedule, run: Run) -> int:
-    """Write the record and the report when the steps of `schedule` have ended. Returns the exit code, which is 0 if all
-    is done, 1 if something failed or is missing, and 2 if all failures are mistakes of the user."""
-    plugins.load(study.config.plugins)  # the last job on a cluster is another process, which has not loaded them
-    store, name = study.store, study.config.study
+    """Write the record and the report when the steps of `schedule` have ended. Returns the exit
+    code, which is 0 if all is done, 1 if something failed or is missing, and 2 if all failures are
+    mistakes of the user."""
+    # the last job on a cluster is another process, which has not loaded them
+    plugins.load(study.config.plugins)
+    store = study.store
+    name = study.config.study
     store.check_there()
     errors = {step: error.document for step, error in schedule.failed.items()}
     document = described(study, run, errors)
@@ -81,14 +86,16 @@ def finish(study: Study, schedule: Schedule, run: Run) -> int:
 
 
 def _note_end(store: Store, study: str) -> None:
-    """Note, for readers, that nothing is left to do for the last record of a study, if its run has jobs."""
+    """Note, for readers, that nothing is left to do for the last record of a study, if its run has
+    jobs."""
     recorded = [run for run in runs(store, study) if (run.folder / RECORD).exists()]
     if recorded and recorded[-1].jobs:
         write_sealed(recorded[-1].folder / ENDED, {"time": time.time()})
 
 
 def _is_recorded(store: Store, study: str, run: Run, document: dict[str, Any]) -> bool:
-    """Whether a study would be the same without the record of a run, but for its time and settings."""
+    """Whether a study would be the same without the record of a run, but for its time and
+    settings."""
 
     def shown(records: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         whole = joined(records) if len(records) > 1 else next(iter(records.values()))
@@ -96,19 +103,24 @@ def _is_recorded(store: Store, study: str, run: Run, document: dict[str, Any]) -
 
     with suppress(Damaged):
         before = current_records(store.root, study)
-        others = {name: record for name, record in before.items() if name not in document["replaces"]}
+        others = {
+            name: record for name, record in before.items() if name not in document["replaces"]
+        }
         return bool(before) and shown(before) == shown({**others, run.folder.name: document})
     return False
 
 
 def _complain(study: Study, schedule: Schedule) -> None:
     """Print errors, and what does not fit into the record."""
-    store, name = study.store, study.config.study
+    store = study.store
+    name = study.config.study
     several = " " in fingerprint(store, name)  # records, of which joining takes long
     if several and (differing := read(store, name).get("differing")):
         say(
-            f"moe_lab: study={name}: another run of it has ended meanwhile, and {len(differing)} of its cells are "
-            "called as cells of this run and have other settings: those of the later run count; give one of the runs "
+            f"moe_lab: study={name}: another run of it has ended meanwhile, and {len(differing)} "
+            "of its cells are "
+            "called as cells of this run and have other settings: those of the later run count; "
+            "give one of the runs "
             "another study="
         )
     messages = Counter(str(error) for error in schedule.failed.values())
@@ -132,7 +144,8 @@ def _name_ties(study: Study, schedule: Schedule) -> None:
     if tied:
         more = f", and {len(tied) - SHOWN} more plans" if len(tied) > SHOWN else ""
         say(
-            "moe_lab: experts or channels have equal scores at the cut, where the lowest ids are dropped: "
+            "moe_lab: experts or channels have equal scores at the cut, where the lowest ids are "
+            "dropped: "
             f"{', '.join(tied[:SHOWN])}{more}"
         )
 
@@ -140,7 +153,9 @@ def _name_ties(study: Study, schedule: Schedule) -> None:
 def _name_exports(study: Study, schedule: Schedule) -> None:
     """Print where the exported checkpoints are, and the results of verifying them."""
     exports = {cell.export.id: cell.export for cell in study.graph.cells if cell.export}
-    for folder in [study.store.path(step) for name, step in exports.items() if name in schedule.finished]:
+    for folder in [
+        study.store.path(step) for name, step in exports.items() if name in schedule.finished
+    ]:
         verified = ""
         with suppress(FileNotFoundError, Damaged):  # it was not verified
             difference = read_json(folder / "verified.json", {"difference": Number})["difference"]
@@ -150,9 +165,11 @@ def _name_exports(study: Study, schedule: Schedule) -> None:
 
 
 def _report(study: Study) -> bool:
-    """Make tables, figures and the page, in a process of the analysis package, unless they are up to date. Two runs of
-    one study write to the same folder, so only one at a time makes its report. Returns whether it is complete."""
-    store, name = study.store, study.config.study
+    """Make tables, figures and the page, in a process of the analysis package, unless they are up
+    to date. Two runs of one study write to the same folder, so only one at a time makes its report.
+    Returns whether it is complete."""
+    store = study.store
+    name = study.config.study
     page = store.root / "reports" / name / "report.html"
     mark = page.with_name(MADE_FROM)
     with store.claims.wait_for(f"report-{name}"):
@@ -169,11 +186,15 @@ def _report(study: Study) -> bool:
 
 def _make_report(study: Study, page: Path) -> bool:
     """Make the report; whether it is complete."""
-    store, name, folder = study.store, study.config.study, page.parent
+    store = study.store
+    name = study.config.study
+    folder = page.parent
     report = command("analysis", "report", f"store={store.root}", f"study={name}", f"out={folder}")
     told = folder / progress.NAME
     with shown(lambda: f"report: {progress.read(told)[1] or 'reading the results'}"):
-        done = subprocess.run(report, capture_output=True, text=True, env={**os.environ, progress.FILE: str(told)})
+        done = subprocess.run(
+            report, capture_output=True, text=True, env={**os.environ, progress.FILE: str(told)}
+        )
     told.unlink(missing_ok=True)
     if not done.stdout.strip():  # a report that was written prints the path of its page
         log = store.root / "logs" / f"report-{name}.log"
@@ -181,17 +202,23 @@ def _make_report(study: Study, page: Path) -> bool:
             log.parent.mkdir(exist_ok=True)
             log.write_text(done.stderr)
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        say(f"moe_lab: the report failed: {reason.removeprefix('analysis: ')} (all that it printed is in {log})")
+        say(
+            f"moe_lab: the report failed: {reason.removeprefix('analysis: ')} (all that it "
+            f"printed is in {log})"
+        )
         return False
     if failed := sorted(log.stem for log in (folder / "failed").glob("*.log")):
         say(f"report: {page.absolute()}")
-        say(f"moe_lab: the report lacks {', '.join(failed)}: traces are in {folder / 'failed'}", style="red")
+        say(
+            f"moe_lab: the report lacks {', '.join(failed)}: traces are in {folder / 'failed'}",
+            style="red",
+        )
     return not failed
 
 
 def fingerprint(store: Store, study: str) -> str:
-    """Names of the runs of a study that were recorded: a report is up to date while they are the same, as records are
-    never changed."""
+    """Names of the runs of a study that were recorded: a report is up to date while they are the
+    same, as records are never changed."""
     return " ".join(run.folder.name for run in runs(store, study) if (run.folder / RECORD).exists())
 
 
@@ -203,11 +230,15 @@ def outdate_reports(store: Store) -> None:
 
 @uncollected()
 def described(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The record of a run: every cell with the folders of its steps, and with error messages of failed steps.
+    """The record of a run: every cell with the folders of its steps, and with error messages of
+    failed steps.
 
-    It replaces the records that the run found when it began, so runs at the same time count beside each other. With
-    `study.add` it replaces none: each job of a multirun knows only its own cells."""
-    store, config, graph = study.store, study.config, study.graph
+    It replaces the records that the run found when it began, so runs at the same time count beside
+    each other. With `study.add` it replaces none: each job of a multirun knows only its own
+    cells."""
+    store = study.store
+    config = study.config
+    graph = study.graph
 
     names: dict[str, str | None] = {**store.packs.steps()}
 
@@ -221,13 +252,24 @@ def described(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -
     def errors(cell: CellSteps) -> dict[str, str]:
         if not failed:
             return {}
-        steps = {name: step for name, step in {**cell.evaluate, **cell.named()}.items() if name not in PREPARATION}
-        return {name: str(failed[step.id]["message"]) for name, step in steps.items() if step and step.id in failed}
+        steps = {
+            name: step
+            for name, step in {**cell.evaluate, **cell.named()}.items()
+            if name not in PREPARATION
+        }
+        return {
+            name: str(failed[step.id]["message"])
+            for name, step in steps.items()
+            if step and step.id in failed
+        }
 
     called = _models(graph)
     cells = [
         {
-            "cell": {"model": called[cell.cell.model.name, cell.cell.protocol.name], **_names(cell)},
+            "cell": {
+                "model": called[cell.cell.model.name, cell.cell.protocol.name],
+                **_names(cell),
+            },
             "protocol": cell.cell.protocol.name,
             **{name: place(step) for name, step in cell.named().items()},
             "evaluate": {name: place(step) for name, step in cell.evaluate.items()},
@@ -236,7 +278,9 @@ def described(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -
         for cell in graph.cells
     ]
     figures = {
-        figure: [{**dict(zip(KEY, key, strict=True)), "step": place(step)} for key, step in steps.items()]
+        figure: [
+            {**dict(zip(KEY, key, strict=True)), "step": place(step)} for key, step in steps.items()
+        ]
         for figure, steps in graph.figures.items()
     }
     return {
@@ -252,7 +296,8 @@ def described(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -
 
 
 def read(store: Store, study: str) -> dict[str, Any]:
-    """What a study that was recorded is; see `results.read_record`. Raises UserError for a damaged record."""
+    """What a study that was recorded is; see `results.read_record`. Raises UserError for a damaged
+    record."""
     try:
         return read_record(store.root, study) or {}
     except Damaged as error:
@@ -260,12 +305,13 @@ def read(store: Store, study: str) -> dict[str, Any]:
 
 
 def _models(graph: Graph) -> dict[tuple[str, str], str]:
-    """(model, protocol) -> name of the model in the record, with the protocol in it for each but the model's first, as
-    scores of different protocols are not comparable."""
+    """(model, protocol) -> name of the model in the record, with the protocol in it for each but
+    the model's first, as scores of different protocols are not comparable."""
     first: dict[str, str] = {}
     named = {}
     for cell in graph.cells:
-        model, protocol = cell.cell.model.name, cell.cell.protocol.name
+        model = cell.cell.model.name
+        protocol = cell.cell.protocol.name
         is_first = first.setdefault(model, protocol) == protocol
         named[model, protocol] = model if is_first else f"{model} ({protocol})"
     return named
@@ -294,16 +340,21 @@ def _called(name: str, parameters: Mapping[str, Any]) -> str:
 
 @once
 def allocation_columns(allocation: AllocationConfig) -> dict[str, str | None]:
-    """An allocation in the record: its label, or its name with parameters and settings that are not default; what
-    replaces dropped experts; what is protected, with an unusual share of layers."""
+    """An allocation in the record: its label, or its name with parameters and settings that are not
+    default; what replaces dropped experts; what is protected, with an unusual share of layers."""
     usual = AllocationConfig()
     words = ("multiple_of", "by", "search", "path")
-    unusual = {word: getattr(allocation, word) for word in words if getattr(allocation, word) != getattr(usual, word)}
+    unusual = {
+        word: getattr(allocation, word)
+        for word in words
+        if getattr(allocation, word) != getattr(usual, word)
+    }
     protect: str | None = allocation.protect
     if protect and allocation.protect_layers != usual.protect_layers:
         protect = f"{SUPER}, protect_layers={allocation.protect_layers:g}"
     return {
-        "allocation": allocation.label or _called(allocation.name, {**unusual, **allocation.parameters}),
+        "allocation": allocation.label
+        or _called(allocation.name, {**unusual, **allocation.parameters}),
         "replacement": allocation.replacement,
         "protect": protect,
     }

@@ -20,7 +20,17 @@ from moe_lab.study.other_stores import copy_steps, finished_in, open_other
 from moe_lab.study.preflight import AVERAGE, lacking, remarks, visible_difference
 from moe_lab.study.record import Study, finish, outdate_reports
 from moe_lab.study.runs import Run, begin
-from moe_lab.study.schedule import Here, Schedule, Worker, console, recall_failures, say, say_notices, watch, work
+from moe_lab.study.schedule import (
+    Here,
+    Schedule,
+    Worker,
+    console,
+    recall_failures,
+    say,
+    say_notices,
+    watch,
+    work,
+)
 from moe_lab.study.step import Step, unmerged
 from moe_lab.study.store import Store
 
@@ -33,28 +43,48 @@ def inline(schedule: Schedule, study: Study, run: Run) -> bool:
 
 
 def local(schedule: Schedule, study: Study, run: Run) -> bool:
-    """Run steps in worker processes: launcher.processes of them, or one for each core, if there is memory for the
-    largest step in each. With GPUs, steps that need one run first, in a process for each GPU; then those that need two,
-    in a process for each pair; and so on."""
-    memories = {name: memory for name, step in schedule.waiting.items() if (memory := memory_of(step))}
-    on_gpu = len(memories) < len(schedule.waiting) or any(memory.on_gpu for memory in memories.values())
-    needed = {name: gpus(memory, study.config.resources.gpu_memory) or 1 for name, memory in memories.items()}
+    """Run steps in worker processes: launcher.processes of them, or one for each core, if there is
+    memory for the largest step in each. With GPUs, steps that need one run first, in a process for
+    each GPU; then those that need two, in a process for each pair; and so on."""
+    memories = {
+        name: memory for name, step in schedule.waiting.items() if (memory := memory_of(step))
+    }
+    on_gpu = len(memories) < len(schedule.waiting) or any(
+        memory.on_gpu for memory in memories.values()
+    )
+    needed = {
+        name: gpus(memory, study.config.resources.gpu_memory) or 1
+        for name, memory in memories.items()
+    }
     if not (cards := visible_gpus() if on_gpu else []):
         largest = max((memory.bytes for memory in memories.values()), default=1.0)
-        count = study.config.launcher.processes or max(1, min(cores(), int(main_memory() // largest)))
+        count = study.config.launcher.processes or max(
+            1, min(cores(), int(main_memory() // largest))
+        )
         _serve(schedule, study.store, [{}] * count, None)
         return True
     for each in sorted(set(needed.values())) or [1]:
         among = schedule.apart_from({name for name, count in needed.items() if count > each})
         sets = [cards[at : at + each] for at in range(0, max(1, len(cards) - each + 1), each)]
         asked = study.config.launcher.processes or len(sets)
-        count = asked if each == 1 else min(asked, len(sets))  # a step that needs several leaves no room on them
+        # a step that needs several leaves no room on them
+        count = asked if each == 1 else min(asked, len(sets))
         workers = [sets[number % len(sets)] for number in range(count)]
-        _serve(schedule, study.store, [{"CUDA_VISIBLE_DEVICES": ",".join(of_one)} for of_one in workers], among)
+        _serve(
+            schedule,
+            study.store,
+            [{"CUDA_VISIBLE_DEVICES": ",".join(of_one)} for of_one in workers],
+            among,
+        )
     return True
 
 
-def _serve(schedule: Schedule, store: Store, environments: Sequence[Mapping[str, str]], among: Set[str] | None) -> None:
+def _serve(
+    schedule: Schedule,
+    store: Store,
+    environments: Sequence[Mapping[str, str]],
+    among: Set[str] | None,
+) -> None:
     """Do steps, all or some, in a worker process for each of the environments."""
     errors: list[BaseException] = []
 
@@ -65,7 +95,9 @@ def _serve(schedule: Schedule, store: Store, environments: Sequence[Mapping[str,
         except BaseException as error:  # noqa: BLE001 - a bug in this thread must not look like the end of the work
             errors.append(error)
 
-    threads = [threading.Thread(target=serve, args=(of_one,), daemon=True) for of_one in environments]
+    threads = [
+        threading.Thread(target=serve, args=(of_one,), daemon=True) for of_one in environments
+    ]
     with watch(schedule, store, len(environments)):
         for thread in threads:
             thread.start()
@@ -76,7 +108,8 @@ def _serve(schedule: Schedule, store: Store, environments: Sequence[Mapping[str,
 
 
 def slurm(schedule: Schedule, study: Study, run: Run) -> bool:
-    """Run steps as jobs of a Slurm cluster; returns when they are submitted, or with wait=true when they have ended."""
+    """Run steps as jobs of a Slurm cluster; returns when they are submitted, or with wait=true when
+    they have ended."""
     from moe_lab.study.slurm.pack import follow
     from moe_lab.study.slurm.submit import submit
 
@@ -100,9 +133,10 @@ class Ended(NamedTuple):
 
 
 def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> Ended:
-    """Run a study whose settings are valid. `add`: add its cells to those recorded under its name, instead of replacing
-    them. Raises UserError for what is missing here, before anything is run, after the forecast of a dry run; and
-    Unavailable, always after the forecast, for models and texts that cannot be had here."""
+    """Run a study whose settings are valid. `add`: add its cells to those recorded under its name,
+    instead of replacing them. Raises UserError for what is missing here, before anything is run,
+    after the forecast of a dry run; and Unavailable, always after the forecast, for models and
+    texts that cannot be had here."""
     for remark in remarks(config, requests):
         say(remark)
     graph = build(config, requests)
@@ -115,8 +149,13 @@ def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> En
             for sentence in visible_difference(requests):
                 say(sentence)
         if absent:
-            names = f"missing here: {', '.join(absent)}: no folder or file, not in the cache, and not given by the hub"
-            advice = "check the name, connect to the hub, download it first, or give a folder or a file"
+            names = (
+                f"missing here: {', '.join(absent)}: no folder or file, not in the cache, and "
+                "not given by the hub"
+            )
+            advice = (
+                "check the name, connect to the hub, download it first, or give a folder or a file"
+            )
             raise Unavailable(str(SettingsError([f"{names}: {advice}", *missing])))
         if missing:
             raise SettingsError(missing)
@@ -125,7 +164,9 @@ def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> En
 
 def _run(study: Study) -> int:
     """Run the missing steps, or submit them, and finish; the exit code."""
-    config, store, every = study.config, study.store.create(), study.graph.steps
+    config = study.config
+    store = study.store.create()
+    every = study.graph.steps
     with begin(store, config.study, every) as begun:
         for path in config.also:
             _take_over(store, open_other(path), every)
@@ -162,30 +203,43 @@ def _take_over(store: Store, other: Store, steps: Sequence[Step]) -> None:
 
 
 def _in_store(study: Study, elsewhere: Set[str] = frozenset()) -> tuple[list[Step], set[str]]:
-    """The steps of a study, and the ids of those that are finished. `elsewhere`: ids of those that will be taken."""
-    store, every = study.store, study.graph.steps
+    """The steps of a study, and the ids of those that are finished. `elsewhere`: ids of those that
+    will be taken."""
+    store = study.store
+    every = study.graph.steps
     done = store.done_of(every) | elsewhere
     steps = unmerged(every, done)
     done &= {step.id for step in steps}
     place = ", ".join([study.config.store, *(study.config.also if elsewhere else [])])
-    say(f"{study.config.study}: {len(study.graph.cells)} cells, {len(steps)} steps, {len(done)} of them in {place}")
+    say(
+        f"{study.config.study}: {len(study.graph.cells)} cells, {len(steps)} steps, {len(done)} "
+        f"of them in {place}"
+    )
     return steps, done
 
 
 def _damaged_results(study: Study, done: Set[str]) -> set[str]:
-    """Ids of those of the finished steps whose results are told at the end and are damaged, found by hashing."""
-    results = {step.id: step for cell in study.graph.cells for step in (*cell.evaluate.values(), cell.cost)}
-    return {name for name, step in results.items() if name in done and not study.store.readable(step)}
+    """Ids of those of the finished steps whose results are told at the end and are damaged, found
+    by hashing."""
+    results = {
+        step.id: step for cell in study.graph.cells for step in (*cell.evaluate.values(), cell.cost)
+    }
+    return {
+        name for name, step in results.items() if name in done and not study.store.readable(step)
+    }
 
 
 def _forecast(study: Study) -> list[str]:
-    """Print what a run would do: a table of its steps, and with launcher=slurm one of the jobs' resources. Returns a
-    sentence for resources that are too small for it."""
-    config, store, every = study.config, study.store, study.graph.steps
+    """Print what a run would do: a table of its steps, and with launcher=slurm one of the jobs'
+    resources. Returns a sentence for resources that are too small for it."""
+    config = study.config
+    store = study.store
+    every = study.graph.steps
     available = [finished_in(open_other(path), every) for path in config.also]
     steps, done = _in_store(study, set().union(*available))
     say_notices(store)
-    seconds, undone = learned(store), [step for step in steps if step.id not in done]
+    seconds = learned(store)
+    undone = [step for step in steps if step.id not in done]
     console.print(forecast(steps, done, config.resources.gpu_memory, seconds))
     too_little = _too_little(study, undone)
     if config.launcher.name == "slurm" and undone:
@@ -193,13 +247,15 @@ def _forecast(study: Study) -> list[str]:
 
         ask = partial(resources, settings=config.resources, seconds=seconds)
         jobs = partial(arrange, undone, ask, config.launcher)
-        too_little += user_errors(lambda: console.print(table(jobs(), config.resources.longest, seconds)))
+        too_little += user_errors(
+            lambda: console.print(table(jobs(), config.resources.longest, seconds))
+        )
     return too_little
 
 
 def _too_little(study: Study, undone: Sequence[Step]) -> list[str]:
-    """A sentence for a disk that is too small for what is not done, and for each model that main memory does not hold;
-    nodes of a cluster have memory of their own."""
+    """A sentence for a disk that is too small for what is not done, and for each model that main
+    memory does not hold; nodes of a cluster have memory of their own."""
     loading = undone if study.config.launcher.name != "slurm" else []
     too_large = [sentence for step in loading for sentence in user_errors(check_memory, step)]
     return disk_problems(study.store.root, undone) + list(dict.fromkeys(too_large))
@@ -210,10 +266,12 @@ RESULTS = {"results": [{"benchmark": str, "metric": str, "score": Number, "scale
 
 
 def told(ended: Ended, requests: Iterable[Request]) -> float:
-    """What a sweeper is told of a job that asked for these cells: the number that `objective` names, or the exit code.
+    """What a sweeper is told of a job that asked for these cells: the number that `objective`
+    names, or the exit code.
 
-    Avg is the mean over benchmarks in which more is better, each the mean of its results; any other name is that of a
-    result, such as arc_easy or perplexity. UserError when the job prunes no or several models, or lacks a result."""
+    Avg is the mean over benchmarks in which more is better, each the mean of its results; any other
+    name is that of a result, such as arc_easy or perplexity. UserError when the job prunes no or
+    several models, or lacks a result."""
     code, study = ended
     wanted = study.config.objective
     if wanted is None or study.config.dry_run:
@@ -222,7 +280,8 @@ def told(ended: Ended, requests: Iterable[Request]) -> float:
     pruned = [steps for steps in study.graph.cells if steps.cell in cells]
     if len(pruned) != 1:
         raise UserError(
-            f"objective={wanted} is a number of one pruned model, but a job of this sweep prunes {len(pruned)}: "
+            f"objective={wanted} is a number of one pruned model, but a job of this sweep prunes "
+            f"{len(pruned)}: "
             "expected one value in each axis"
         )
     scores: dict[str, float] = {}
@@ -230,7 +289,8 @@ def told(ended: Ended, requests: Iterable[Request]) -> float:
     for benchmark, step in pruned[0].evaluate.items():
         if (name := study.store.name(step)) is None:
             raise UserError(
-                f"objective={wanted}: {benchmark} has no result: `python -m moe_lab.study why {study.config.study} "
+                f"objective={wanted}: {benchmark} has no result: `python -m moe_lab.study why "
+                f"{study.config.study} "
                 f"store={study.config.store}` says why"
             )
         with study.store.errors_as_sentences():

@@ -3,10 +3,12 @@
 run.json      what it set out to do: all steps of the study
 jobs.json     the Slurm jobs that were submitted for them
 record.json   what came out (`moe_lab/study/record.py`)
-ended.json    of a run with jobs: that all that comes after the record, such as the report and the tracker, went well
+ended.json    of a run with jobs: that all that comes after the record, such as the report and the
+tracker, went well
 
-The command and its jobs hold claims, run-RUN-WORD, while they work. What jobs execute is not in the store, which others
-may write, but in the cache of who submitted them (`paths.private`): jobs/RUN, and copies of the code in jobs/code.
+The command and its jobs hold claims, run-RUN-WORD, while they work. What jobs execute is not in the
+store, which others may write, but in the cache of who submitted them (`paths.private`): jobs/RUN,
+and copies of the code in jobs/code.
 """
 
 from __future__ import annotations
@@ -39,14 +41,15 @@ RECORD = "record"
 """Kind of job that ends a submission: it writes the record and the report."""
 
 CHOOSING = "gc"
-"""Claim under which `gc` chooses and runs begin, one at a time. So no run can find a step finished, and then lose it
-because gc had looked for runs before."""
+"""Claim under which `gc` chooses and runs begin, one at a time. So no run can find a step finished,
+and then lose it because gc had looked for runs before."""
 NAME = re.compile(r"\d+-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
 class Submitted:
-    """A submitted Slurm job or task of an array: its id and its array's, its steps, and the jobs it waits for."""
+    """A submitted Slurm job or task of an array: its id and its array's, its steps, and the jobs it
+    waits for."""
 
     id: str
     array: str
@@ -68,12 +71,18 @@ class Run:
 
     @property
     def jobs(self) -> list[Submitted]:
-        """The submitted jobs, in order of submission; jobs come after those they need. None in a copy of the store,
-        for which they do nothing."""
-        about = self.store.read(self.folder / "jobs.json", JOBS_SHAPE, "its jobs are forgotten: see squeue")
+        """The submitted jobs, in order of submission; jobs come after those they need. None in a
+        copy of the store, for which they do nothing."""
+        about = self.store.read(
+            self.folder / "jobs.json", JOBS_SHAPE, "its jobs are forgotten: see squeue"
+        )
         rows = about["jobs"] if about else []
         path, inode = self._place()
-        return [Submitted(**row["job"]) for row in rows if row["path"] == path or row["inode"] == inode != 0]
+        return [
+            Submitted(**row["job"])
+            for row in rows
+            if row["path"] == path or row["inode"] == inode != 0
+        ]
 
     def add(self, jobs: Iterable[Submitted]) -> None:
         """Record further jobs."""
@@ -82,8 +91,8 @@ class Run:
         write_sealed(self.folder / "jobs.json", {"jobs": rows})
 
     def _place(self) -> tuple[str, int]:
-        """Path and inode of the store: other mounts of it have another path, and copies have neither. 0 in place of the
-        inode of a whole disk, as other disks have the same."""
+        """Path and inode of the store: other mounts of it have another path, and copies have
+        neither. 0 in place of the inode of a whole disk, as other disks have the same."""
         root = self.store.root
         return os.path.realpath(root), 0 if os.path.ismount(root) else root.stat().st_ino
 
@@ -94,9 +103,12 @@ class Run:
 
     @property
     def about(self) -> dict[str, Any] | None:
-        """When the run began; `steps`, the folders of all steps of the study, finished ones included, inputs first;
-        and `inputs`, for each the places of its inputs in that list. None when run.json is missing or damaged."""
-        content: dict[str, Any] | None = self.store.read(self.folder / "run.json", RUN_SHAPE, "written again")
+        """When the run began; `steps`, the folders of all steps of the study, finished ones
+        included, inputs first; and `inputs`, for each the places of its inputs in that list. None
+        when run.json is missing or damaged."""
+        content: dict[str, Any] | None = self.store.read(
+            self.folder / "run.json", RUN_SHAPE, "written again"
+        )
         return content
 
     def held(self) -> Claim:
@@ -107,7 +119,9 @@ class Run:
     def note(self, steps: Sequence[Step]) -> None:
         """Write down what the run sets out to do, and the version of the code."""
         places = {step.id: place for place, step in enumerate(steps)}
-        inputs = [[places[needed.id] for needed in step.needs if needed.id in places] for step in steps]
+        inputs = [
+            [places[needed.id] for needed in step.needs if needed.id in places] for step in steps
+        ]
         about = {"study": self.folder.parent.name, "time": time.time(), "code": code_state()}
         about |= {"steps": [step.folder for step in steps], "inputs": inputs}
         write_sealed(self.folder / "run.json", about)
@@ -124,11 +138,11 @@ class Run:
 
 @contextmanager
 def begin(store: Store, study: str, steps: Sequence[Step]) -> Iterator[Run]:
-    """Start a new run of the study, which is held until the block ends. Waits while gc is choosing. Claims of processes
-    that were killed are removed, and files that they had begun to write.
+    """Start a new run of the study, which is held until the block ends. Waits while gc is choosing.
+    Claims of processes that were killed are removed, and files that they had begun to write.
 
-    A run is named by a number above those of all runs that it finds, whatever clocks show, and a random word, as others
-    may begin at the same time."""
+    A run is named by a number above those of all runs that it finds, whatever clocks show, and a
+    random word, as others may begin at the same time."""
     folder = store.root / "runs" / study
     with ExitStack() as held:
         with store.claims.wait_for(CHOOSING):
@@ -151,8 +165,8 @@ def begin(store: Store, study: str, steps: Sequence[Step]) -> Iterator[Run]:
 
 
 def _set_damaged_aside(earlier: Sequence[Run]) -> None:
-    """Read what `gc` and `status` read of the earlier runs of a study, which sets aside what is damaged. Of run.json
-    that is the last one, as each can have millions of steps."""
+    """Read what `gc` and `status` read of the earlier runs of a study, which sets aside what is
+    damaged. Of run.json that is the last one, as each can have millions of steps."""
     for run in earlier:
         _ = run.jobs
     for run in earlier[-1:]:
@@ -161,7 +175,11 @@ def _set_damaged_aside(earlier: Sequence[Run]) -> None:
 
 def runs(store: Store, study: str) -> list[Run]:
     """All runs of the study, the oldest first."""
-    return [Run(store, path) for path in sorted((store.root / "runs" / study).glob("*")) if NAME.fullmatch(path.name)]
+    return [
+        Run(store, path)
+        for path in sorted((store.root / "runs" / study).glob("*"))
+        if NAME.fullmatch(path.name)
+    ]
 
 
 def held_runs(store: Store) -> set[str]:
@@ -172,10 +190,18 @@ def held_runs(store: Store) -> set[str]:
 def steps_at_work(store: Store) -> set[str]:
     """Starts of the ids of the steps of all runs that a process holds."""
     held = held_runs(store)
-    at_work = [run for study in studies(store) for run in runs(store, study) if run.folder.name in held]
-    return {folder[-DIGITS:] for run in at_work if (about := run.about) for folder in about["steps"]}
+    at_work = [
+        run for study in studies(store) for run in runs(store, study) if run.folder.name in held
+    ]
+    return {
+        folder[-DIGITS:] for run in at_work if (about := run.about) for folder in about["steps"]
+    }
 
 
 def studies(store: Store) -> list[str]:
     """Names of the studies that were ever run."""
-    return sorted(path.name for path in (store.root / "runs").glob("*") if path.is_dir() and any(path.iterdir()))
+    return sorted(
+        path.name
+        for path in (store.root / "runs").glob("*")
+        if path.is_dir() and any(path.iterdir())
+    )

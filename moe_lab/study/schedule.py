@@ -1,4 +1,5 @@
-"""Order of execution: every step runs once, after its inputs, on any number of threads, here or in worker processes."""
+"""Order of execution: every step runs once, after its inputs, on any number of threads, here or in
+worker processes."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ POLL = 0.5
 
 
 class StepError(Exception):
-    """A step failed. `document` describes the error. Errors that are `transient`, the machine's fault, are not
-    stored."""
+    """A step failed. `document` describes the error. Errors that are `transient`, the machine's
+    fault, are not stored."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         super().__init__(document["message"])
@@ -48,7 +49,8 @@ class StepError(Exception):
 
 @dataclass
 class Schedule:
-    """The state of a run. Steps go from waiting to running to finished or failed; or to skipped if an input failed."""
+    """The state of a run. Steps go from waiting to running to finished or failed; or to skipped if
+    an input failed."""
 
     steps: Iterable[Step]
     finished: set[str] = field(default_factory=set)
@@ -74,8 +76,8 @@ class Schedule:
         return self.waiting.keys() - without
 
     def take(self, among: Set[str] | None = None) -> Step | None:
-        """Take the next step, of all or of some that `apart_from` gave, whose inputs are finished, waiting for one if
-        necessary; None when none of them is waiting."""
+        """Take the next step, of all or of some that `apart_from` gave, whose inputs are finished,
+        waiting for one if necessary; None when none of them is waiting."""
         with self.changed:
             while any(among is None or name in among for name in self.waiting):
                 for step in self.waiting.values():
@@ -87,7 +89,8 @@ class Schedule:
             return None
 
     def _skip_hopeless(self) -> None:
-        for step in list(self.waiting.values()):  # inputs come first, so one sweep reaches everything
+        # inputs come first, so one sweep reaches everything
+        for step in list(self.waiting.values()):
             if any(needed.id in self.failed or needed.id in self.skipped for needed in step.needs):
                 self.skipped[step.id] = self.waiting.pop(step.id)
 
@@ -101,7 +104,8 @@ class Schedule:
             self.changed.notify_all()
 
     def postpone(self, step: Step) -> None:
-        """Put back a step that another run is working on, after a moment in which that may have ended."""
+        """Put back a step that another run is working on, after a moment in which that may have
+        ended."""
         time.sleep(POLL)
         with self.changed:
             self.waiting[step.id], _ = self.running.pop(step.id)
@@ -125,15 +129,18 @@ class Schedule:
 
 
 def recall_failures(schedule: Schedule, store: Store, *, retry: str | None) -> None:
-    """Mark steps that failed in an earlier run as failed, unless retry=failed or the code has changed since, or what is
-    installed was to blame, which may have."""
+    """Mark steps that failed in an earlier run as failed, unless retry=failed or the code has
+    changed since, or what is installed was to blame, which may have."""
     for step in list(schedule.waiting.values()):
         if step.id not in schedule.waiting or (document := store.error(step.id)) is None:
             continue
         if retry == "failed" or document.get("environment") or document.get("code") != code_state():
             store.forget(step.id)
         else:
-            again = {**document, "message": f"{document['message']} (failed before; retry=failed tries again)"}
+            again = {
+                **document,
+                "message": f"{document['message']} (failed before; retry=failed tries again)",
+            }
             schedule.fail(step, StepError(again))
 
 
@@ -155,7 +162,11 @@ def work(schedule: Schedule, store: Store, execute: Execute, among: Set[str] | N
         except Busy:
             schedule.postpone(step)
         except StepError as error:
-            if removed := [] if error.transient else [each for each in step.needs if not store.done(each)]:
+            if (
+                removed := []
+                if error.transient
+                else [each for each in step.needs if not store.done(each)]
+            ):
                 error = _not_as_published(removed[0])
             if not error.transient:
                 store.fail(step, error.document)
@@ -167,19 +178,25 @@ def work(schedule: Schedule, store: Store, execute: Execute, among: Set[str] | N
 
 
 def _not_as_published(step: Step) -> StepError:
-    message = f"{step.folder} was removed or damaged after it was finished: start the study again, and it is made anew"
+    message = (
+        f"{step.folder} was removed or damaged after it was finished: start the study "
+        "again, and it is made anew"
+    )
     return StepError({"message": message, "transient": True, "user": True})
 
 
 class Worker(AbstractContextManager["Worker"]):
-    """A worker process, for `work`: started at the first step, restarted if it has died, ended with the `with` block.
+    """A worker process, for `work`: started at the first step, restarted if it has died, ended with
+    the `with` block.
 
-    It keeps the model loaded between steps, and ends with its standard input, even in the middle of a step, so that it
-    writes nothing after its parent was killed. Its replies are JSON, as it may have run a model's own code.
+    It keeps the model loaded between steps, and ends with its standard input, even in the middle of
+    a step, so that it writes nothing after its parent was killed. Its replies are JSON, as it may
+    have run a model's own code.
     """
 
     def __init__(self, store: Store, environment: Mapping[str, str] = MappingProxyType({})) -> None:
-        self.store, self.environment = store, environment
+        self.store = store
+        self.environment = environment
         self.log = store.root / "logs" / f"{os.getpid()}-worker.log"
         """File with the steps that workers of this process were given."""
         self.child: Child | None = None
@@ -189,9 +206,11 @@ class Worker(AbstractContextManager["Worker"]):
             self.child.close()
 
     def __call__(self, step: Step, scratch: Path) -> None:
-        """Do `step` in the worker. Raises StepError when it fails, naming the signal if the worker died."""
+        """Do `step` in the worker. Raises StepError when it fails, naming the signal if the worker
+        died."""
         if self.child is None or self.child.process.poll() is not None:
-            # Slurm warns all processes of a job that time is up; the first one has the worker end, by `end`.
+            # Slurm warns all processes of a job that time is up; the first one has the worker end,
+            # by `end`.
             worker = command("moe_lab.child_process", "moe_lab.study.steps")
             unwarned = ["sh", "-c", 'trap "" USR2; exec "$0" "$@"', *worker]
             self.child = Child(unwarned, {**os.environ, **self.environment})
@@ -202,7 +221,8 @@ class Worker(AbstractContextManager["Worker"]):
         except Refused as refused:  # the step cannot be read, as without its module
             raise StepError({"message": f"{step.folder}: {refused}"}) from None
         except Ended as ended:
-            code, printed = self.child.process.returncode, self.store.log(step.folder)
+            code = self.child.process.returncode
+            printed = self.store.log(step.folder)
             hint = ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
             message = f"{step.folder}: the worker died ({ended}{hint})"
             message += f"; its log is {printed}" if printed.exists() else ""
@@ -210,18 +230,22 @@ class Worker(AbstractContextManager["Worker"]):
         if error:
             raise StepError(error)
         with suppress(OSError):  # small steps are many: they leave no file each
-            if step.small and self._note((printed := self.store.log(step.folder)).read_text(errors="replace")):
+            if step.small and self._note(
+                (printed := self.store.log(step.folder)).read_text(errors="replace")
+            ):
                 printed.unlink()
 
     def end(self, seconds: float) -> None:
-        """End the worker, in the middle of its step; a pass may save for so many seconds, see `observe.Saves`."""
+        """End the worker, in the middle of its step; a pass may save for so many seconds, see
+        `observe.Saves`."""
         if self.child:
             self.child.process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 self.child.process.wait(seconds)
 
     def _note(self, text: str) -> bool:
-        """Write to the log; whether there was room. On a full disk, or where the store is gone, the step says so."""
+        """Write to the log; whether there was room. On a full disk, or where the store is gone, the
+        step says so."""
         with suppress(OSError):
             self.log.parent.mkdir(exist_ok=True)
             with self.log.open("a") as log:
@@ -259,18 +283,21 @@ def say_notices(store: Store) -> None:
 
 
 def watch(schedule: Schedule, store: Store, workers: int = 0) -> AbstractContextManager[None]:
-    """Show the state of `schedule` until the block ends. `workers`: how many steps run at the same time; 0: as many as
-    run now."""
+    """Show the state of `schedule` until the block ends. `workers`: how many steps run at the same
+    time; 0: as many as run now."""
     return shown(partial(overview, schedule, store, cache(learned(store)), workers))
 
 
 def overview(schedule: Schedule, store: Store, seconds: Seconds, workers: int) -> str:
-    """How many steps of each kind have ended, how far the running ones are, and the time left. `seconds`: what the
-    store knows of a step."""
+    """How many steps of each kind have ended, how far the running ones are, and the time left.
+    `seconds`: what the store knows of a step."""
     with schedule.changed:
         waiting = [step for step in schedule.waiting.values() if step.id not in schedule.running]
-        running, ended = list(schedule.running.values()), list(schedule.ended)
-    left, inside, spent = Counter(step.kind for step in waiting), defaultdict[str, str](str), list[Spent]()
+        running = list(schedule.running.values())
+        ended = list(schedule.ended)
+    left = Counter(step.kind for step in waiting)
+    inside = defaultdict[str, str](str)
+    spent = list[Spent]()
     for step, begun in running:
         left[step.kind] += 1
         share, words = progress.read(store.partial(step) / progress.NAME)
@@ -281,12 +308,17 @@ def overview(schedule: Schedule, store: Store, seconds: Seconds, workers: int) -
     takes, unknown = time_left(ended, spent, waiting, seconds, workers or len(running) or 1)
     time_text = f"about {takes / 60:.0f} min left" if takes >= 60 else "less than 1 min left"
     if unknown:
-        time_text = f"{time_text} (no {', '.join(unknown)} step has ended)" if takes >= 60 else "time left unknown"
+        time_text = (
+            f"{time_text} (no {', '.join(unknown)} step has ended)"
+            if takes >= 60
+            else "time left unknown"
+        )
     return ", ".join([*kinds, time_text])
 
 
 def shown(look: Callable[[], str]) -> AbstractContextManager[None]:
-    """Show what `look` says until the block ends: on a terminal in one line that changes, else in a line a minute."""
+    """Show what `look` says until the block ends: on a terminal in one line that changes, else in a
+    line a minute."""
     start = time.monotonic()
 
     def show(stop: threading.Event) -> None:

@@ -1,4 +1,5 @@
-"""State of a study, from the store and then from Slurm's queue; the commands of `python -m moe_lab.study`."""
+"""State of a study, from the store and then from Slurm's queue; the commands of
+`python -m moe_lab.study`."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ from moe_lab.study.slurm.scheduler import Queued
 from moe_lab.study.store import Store
 
 STATES = ("done", "running", "pending", "failed", "blocked", "missing")
-"""pending: a running command or a Slurm job will do it. blocked: needs a failed step. missing: none of these; the
-command that started the study starts it."""
+"""pending: a running command or a Slurm job will do it. blocked: needs a failed step. missing: none
+of these; the command that started the study starts it."""
 LINES = 20
 """Lines shown from the end of a log."""
 TIMED = {"provenance": {"seconds": Number}}
@@ -39,7 +40,8 @@ console = Console(highlight=False)
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """One step: its name, one of STATES, the steps it needs, its last Slurm job if any, and since when it runs."""
+    """One step: its name, one of STATES, the steps it needs, its last Slurm job if any, and since
+    when it runs."""
 
     name: str
     state: str
@@ -54,7 +56,8 @@ class StepState:
 
 @dataclass(frozen=True, eq=False)
 class StudyState:
-    """All steps of a study, its Slurm jobs by id, and those of the jobs that are still in the queue."""
+    """All steps of a study, its Slurm jobs by id, and those of the jobs that are still in the
+    queue."""
 
     store: Store
     study: str
@@ -67,22 +70,31 @@ class StudyState:
 
 
 def study_state(store: Store, study: str) -> StudyState:
-    """The state of a study that was run at least once. A damaged document of it becomes a notice of the store."""
+    """The state of a study that was run at least once. A damaged document of it becomes a notice of
+    the store."""
     _check_records(store, study)
     every = runs(store, study)
     jobs = {job.id: job for run in every for job in run.jobs}
     queue, silence = alive(jobs) if jobs else ({}, "")
     last_job: dict[str, str] = {}
     for job in jobs.values():
-        last_job |= {step[:DIGITS]: job.id for step in job.steps if last_job.get(step[:DIGITS]) not in queue}
+        last_job |= {
+            step[:DIGITS]: job.id for step in job.steps if last_job.get(step[:DIGITS]) not in queue
+        }
     if (about := next((about for run in reversed(every) if (about := run.about)), None)) is None:
-        missing = f"study={study}: no run says what its steps are: start it again, and it is written down anew"
+        missing = (
+            f"study={study}: no run says what its steps are: start it again, and it is "
+            "written down anew"
+        )
         raise UserError("; ".join([*store.notices, missing]))
     steps: list[StepState] = []
-    finished, claimed, at_work = store.present(), store.claims.living(), steps_at_work(store)
+    finished = store.present()
+    claimed = store.claims.living()
+    at_work = steps_at_work(store)
     for name, needs in zip(about["steps"], about["inputs"], strict=True):
         start = name[-DIGITS:]
-        own, inputs = last_job.get(start), [steps[needed] for needed in needs]
+        own = last_job.get(start)
+        inputs = [steps[needed] for needed in needs]
         if start in finished:
             state = "done"
         elif start in claimed:
@@ -109,8 +121,8 @@ def _check_records(store: Store, study: str) -> None:
 
 
 def _unrecorded(store: Store, every: Sequence[Run]) -> str | None:
-    """The job of the last run with such a job or a record that should have written the record, the report and the
-    tracker's runs; None if all that is done, or if a later run is under way."""
+    """The job of the last run with such a job or a record that should have written the record, the
+    report and the tracker's runs; None if all that is done, or if a later run is under way."""
     for run in reversed(every):
         if run.folder.name in held_runs(store) or (run.folder / ENDED).exists():
             return None
@@ -121,17 +133,22 @@ def _unrecorded(store: Store, every: Sequence[Run]) -> str | None:
 
 
 def alive(jobs: Mapping[str, Submitted]) -> tuple[dict[str, Queued], str]:
-    """Those of the jobs that are still in the queue, and "". When the scheduler cannot be asked: {}, and the reason.
-    The store alone still gives a useful state, so this is no error."""
+    """Those of the jobs that are still in the queue, and "". When the scheduler cannot be asked:
+    {}, and the reason. The store alone still gives a useful state, so this is no error."""
     try:
         queue = scheduler.queue(job.user for job in jobs.values())
     except UserError as error:
         return {}, str(error)
-    return {name: queue[name] for name, job in jobs.items() if name in queue and queue[name].name == job.name}, ""
+    return {
+        name: queue[name]
+        for name, job in jobs.items()
+        if name in queue and queue[name].name == job.name
+    }, ""
 
 
 def left(steps: Sequence[StepState], seconds: float) -> float:
-    """Seconds until steps of a kind are done, if each takes `seconds` and as many run at once as now."""
+    """Seconds until steps of a kind are done, if each takes `seconds` and as many run at once as
+    now."""
     running = [step for step in steps if step.state == "running"]
     unfinished = len(running) + sum(step.state == "pending" for step in steps)
     gone = sum(min(seconds, time.time() - step.since) for step in running)
@@ -139,24 +156,35 @@ def left(steps: Sequence[StepState], seconds: float) -> float:
 
 
 def status(study: StudyState, steps: Sequence[StepState]) -> None:
-    """Print a row per kind of step: number of steps in each state, mean time of one, and time left."""
+    """Print a row per kind of step: number of steps in each state, mean time of one, and time
+    left."""
     kinds: dict[str, list[StepState]] = defaultdict(list)
     for step in steps:
         kinds[step.kind].append(step)
     total = Counter(step.state for step in steps)
     shown = [name for name in STATES if total[name]]
     since = _duration(time.time() - study.started)
-    table = Table("step", *shown, "one takes", "left, about", title=f"{study.study}: {since} since it was last started")
+    table = Table(
+        "step",
+        *shown,
+        "one takes",
+        "left, about",
+        title=f"{study.study}: {since} since it was last started",
+    )
     for column in table.columns:
         column.no_wrap = True
     for kind, of_kind in kinds.items():
-        counts, mean = Counter(step.state for step in of_kind), _mean_seconds(study.store, of_kind)
+        counts = Counter(step.state for step in of_kind)
+        mean = _mean_seconds(study.store, of_kind)
         times = map(_duration, (mean, left(of_kind, mean)) if mean else ())
         table.add_row(kind, *(str(counts[name] or "") for name in shown), *times)
     table.add_row("all", *(str(total[name]) for name in shown))
     console.print(table)
     counted = Counter(
-        f"{study.jobs[name].kind} jobs {queued.state.lower()}{f' ({queued.reason})' if queued.pending else ''}"
+        (
+            f"{study.jobs[name].kind} jobs "
+            f"{queued.state.lower()}{f' ({queued.reason})' if queued.pending else ''}"
+        )
         for name, queued in study.queue.items()
         if study.jobs[name].kind != RECORD
     )
@@ -165,7 +193,10 @@ def status(study: StudyState, steps: Sequence[StepState]) -> None:
     if study.silence:
         print(study.silence)
     if total["failed"]:
-        print(f"why the failed ones failed: python -m moe_lab.study why {study.study} store={study.store.root}")
+        print(
+            f"why the failed ones failed: python -m moe_lab.study why {study.study} "
+            f"store={study.store.root}"
+        )
     if total["missing"] and not study.silence:
         if lost := {step.job: step for step in steps if step.state == "missing" and step.job}:
             said = f"python -m moe_lab.study why {study.study} store={study.store.root}"
@@ -187,11 +218,14 @@ def cancel(study: StudyState, steps: Sequence[StepState]) -> None:
     jobs = [name for name in study.queue if everything or name in wanted]
     scheduler.cancel(jobs)
     stopped = sum(len(study.jobs[name].steps) for name in jobs)
-    print(f"{study.study}: cancelled {len(jobs)} jobs, with {stopped} steps; what is finished is kept")
+    print(
+        f"{study.study}: cancelled {len(jobs)} jobs, with {stopped} steps; what is finished is kept"
+    )
 
 
 def why(study: StudyState, steps: Sequence[StepState]) -> None:
-    """Print why steps are not done, a line for each reason; and the last log lines of failed and running steps."""
+    """Print why steps are not done, a line for each reason; and the last log lines of failed and
+    running steps."""
     reasons: dict[str, list[StepState]] = defaultdict(list)
     for step in steps:
         if step.state != "done":
@@ -205,8 +239,13 @@ def why(study: StudyState, steps: Sequence[StepState]) -> None:
 
 
 def _show_end(study: StudyState, step: StepState, lines: int) -> None:
-    """Print the last lines of the log of a step; of a missing one, of its job, which may have died before it began."""
-    logs = [run.logs / f"{step.job}_0_log.err" for run in runs(study.store, study.study) if step.state == "missing"]
+    """Print the last lines of the log of a step; of a missing one, of its job, which may have died
+    before it began."""
+    logs = [
+        run.logs / f"{step.job}_0_log.err"
+        for run in runs(study.store, study.study)
+        if step.state == "missing"
+    ]
     if log := next(filter(Path.exists, [*logs, study.store.log(step.name)]), None):
         print(f"  {log}, last lines:")
         for line in log.read_text(errors="replace").splitlines()[-lines:]:
@@ -214,9 +253,10 @@ def _show_end(study: StudyState, step: StepState, lines: int) -> None:
 
 
 def verify(study: StudyState, steps: Sequence[StepState]) -> int:
-    """Hash every file of the finished steps, and print each that is missing or damaged. Returns 1 if any is, or another
-    document of the study, of which the store has a notice."""
-    store, names = study.store, [step.name for step in steps if step.state == "done"]
+    """Hash every file of the finished steps, and print each that is missing or damaged. Returns 1
+    if any is, or another document of the study, of which the store has a notice."""
+    store = study.store
+    names = [step.name for step in steps if step.state == "done"]
     bad = {name: files for name in names if (files := store.damage(name, hash_all=True))}
     for name, files in bad.items():
         for file, what in files.items():
@@ -225,14 +265,18 @@ def verify(study: StudyState, steps: Sequence[StepState]) -> int:
         drop(store, store.packs.bad)
     if bad:
         print(f"{study.study}: {len(bad)} of {len(names)} finished steps are damaged")
-        print("start the study again: they are set aside and made anew; what was made from them is kept")
+        print(
+            "start the study again: they are set aside and made anew; what was made from them is "
+            "kept"
+        )
         return 1
     print(f"{study.study}: all {len(names)} finished steps are as they were published")
     return 1 if store.notices else 0
 
 
 def unpack(study: StudyState, steps: Sequence[StepState]) -> None:
-    """Copy the files of steps that are in packs to unpacked/KIND/NAME, below the current folder; print all folders."""
+    """Copy the files of steps that are in packs to unpacked/KIND/NAME, below the current folder;
+    print all folders."""
     for step in [step for step in steps if step.state == "done"]:
         folder = study.store.place(step.name)
         if not folder.exists():

@@ -51,8 +51,8 @@ def digest(document: Any) -> str:
 
 
 MEANING = "4"
-"""Changes the id of every step. It goes up where results of earlier versions may be wrong, so that none is found again;
-CHANGELOG.md says which."""
+"""Changes the id of every step. It goes up where results of earlier versions may be wrong, so that
+none is found again; CHANGELOG.md says which."""
 
 
 class Identified(NamedTuple):
@@ -63,13 +63,18 @@ class Identified(NamedTuple):
 
 
 def once(function: Callable[..., Result]) -> Callable[..., Result]:
-    """The function, called once for equal arguments: words and numbers count by value, objects by identity. These are
-    kept, so that no identity is used again."""
+    """The function, called once for equal arguments: words and numbers count by value, objects by
+    identity. These are kept, so that no identity is used again."""
     known: dict[tuple[Any, ...], tuple[Any, Result]] = {}
 
     @wraps(function)
     def remembered(*arguments: Any) -> Result:
-        key = tuple([(type(part), part) if isinstance(part, (str, int, float)) else id(part) for part in arguments])
+        key = tuple(
+            [
+                (type(part), part) if isinstance(part, (str, int, float)) else id(part)
+                for part in arguments
+            ]
+        )
         if key not in known:
             known[key] = (arguments, function(*arguments))
         return known[key][1]
@@ -79,8 +84,9 @@ def once(function: Callable[..., Result]) -> Callable[..., Result]:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """A context in which Python does not search for garbage; what is there at its end it leaves alone later, too. It
-    stays until the command ends, and half of the time of a large study would go into searching it again and again."""
+    """A context in which Python does not search for garbage; what is there at its end it leaves
+    alone later, too. It stays until the command ends, and half of the time of a large study would
+    go into searching it again and again."""
     gc.disable()
     try:
         yield
@@ -91,30 +97,33 @@ def uncollected() -> Iterator[None]:
 
 @once
 def identified(setting: Any) -> Identified:
-    """The identity of a setting. Many steps share a group of settings, so that it is computed once for each object."""
+    """The identity of a setting. Many steps share a group of settings, so that it is computed once
+    for each object."""
     document = identity(setting)
     return Identified(document, digest(document))
 
 
 Said = tuple["Step | Identified", str]
-"""An input step, or the identity of a setting; and the line that says so in the text whose hash is an id."""
+"""An input step, or the identity of a setting; and the line that says so in the text whose hash is
+an id."""
 
 
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(field,))
 class Parts:
-    """Fields that several steps have in common, as one field of each: its fields count as those of the step. A class
-    that is derived from it is a frozen dataclass."""
+    """Fields that several steps have in common, as one field of each: its fields count as those of
+    the step. A class that is derived from it is a frozen dataclass."""
 
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True, eq=False)(cls)
 
     runtime: ClassVar[frozenset[str]] = frozenset()
-    """Fields that determine how the work is done (device, paths, permissions), and not what comes out."""
+    """Fields that determine how the work is done (device, paths, permissions), and not what comes
+    out."""
 
     @cached_property
     def said(self) -> dict[str, Said]:
-        """Role -> input step or identity of a setting, with its line, of all that is said. Kept, as many steps share
-        these fields; of a step itself, only once it is asked for."""
+        """Role -> input step or identity of a setting, with its line, of all that is said. Kept, as
+        many steps share these fields; of a step itself, only once it is asked for."""
         return _said(self)
 
 
@@ -137,26 +146,32 @@ def _said(parts: Parts) -> dict[str, Said]:
 class Step(Parts):
     """One cached, restartable piece of work. A kind of step is a subclass.
 
-    Fields that are steps are its inputs; all other fields, by `identity`, are its settings. Both together are its own
-    identity, except the fields named in `runtime`. A field that is None says nothing, that of `Parts` counts as the
-    fields in it, and that of a dictionary of steps as its entries."""
+    Fields that are steps are its inputs; all other fields, by `identity`, are its settings. Both
+    together are its own identity, except the fields named in `runtime`. A field that is None says
+    nothing, that of `Parts` counts as the fields in it, and that of a dictionary of steps as its
+    entries."""
 
     kind: ClassVar[str] = ""
     """The folder in the store, and the name in settings and tables. It registers the class."""
     loads: ClassVar[Literal["nothing", "checkpoint", "model"]] = "nothing"
-    """What it reads of a model: no weights, as it works on files of other steps, and may concern several models; the
-    files once, with a piece of them in memory at a time; or the model, which is run."""
+    """What it reads of a model: no weights, as it works on files of other steps, and may concern
+    several models; the files once, with a piece of them in memory at a time; or the model, which is
+    run."""
     reads_text: ClassVar[bool] = False
-    """Whether a criterion or an allocation that needs such a step depends on the calibration set."""
+    """Whether a criterion or an allocation that needs such a step depends on the calibration
+    set."""
     streams: ClassVar[bool] = False
-    """Whether it can run the model with one decoder layer in memory at a time (calibration.engine=streamed)."""
+    """Whether it can run the model with one decoder layer in memory at a time
+    (calibration.engine=streamed)."""
     small: ClassVar[bool] = False
-    """Whether its result is small as a rule, and read by `Files.read` alone: then it may be kept in a pack."""
+    """Whether its result is small as a rule, and read by `Files.read` alone: then it may be kept in
+    a pack."""
     foreign: ClassVar[bool] = False
     """Whether it runs foreign code; launcher=inline then runs it in a worker process."""
     per_job: ClassVar[Literal["", "steps", "cells"]] = ""
-    """What one Slurm job does: one step; many, where each takes seconds; or those of `launcher.cells_per_job` pruned
-    models of one model, whose weights are loaded once (as many steps, where they load no model)."""
+    """What one Slurm job does: one step; many, where each takes seconds; or those of
+    `launcher.cells_per_job` pruned models of one model, whose weights are loaded once (as many
+    steps, where they load no model)."""
     process_memory: ClassVar[float] = BASE
     """Bytes of the whole process of a step that loads nothing."""
 
@@ -178,8 +193,9 @@ class Step(Parts):
         object.__setattr__(self, "needs", (*inputs, *self.merges))
 
     def conditions(self, launcher: LauncherConfig) -> Iterable[tuple[Any, ...]]:
-        """What must hold where it is started, such as permissions: checks, which raise UserError or give sentences,
-        and their arguments. `launcher.python`: that it runs where other programs are installed."""
+        """What must hold where it is started, such as permissions: checks, which raise UserError or
+        give sentences, and their arguments. `launcher.python`: that it runs where other programs
+        are installed."""
         return ()
 
     def label(self) -> str:
@@ -187,7 +203,8 @@ class Step(Parts):
         raise NotImplementedError
 
     def work(self, files: Any) -> None:
-        """Do it: read finished steps, write to `files.out` (`Files` of steps/files.py). Imports torch inside."""
+        """Do it: read finished steps, write to `files.out` (`Files` of steps/files.py). Imports
+        torch inside."""
         raise NotImplementedError
 
     @property
@@ -210,7 +227,8 @@ class Step(Parts):
         return BASE + ROOM * size.bytes
 
     def disk(self, size: Size) -> float:
-        """Upper bound of the bytes that it writes about a model of this size, counted only where they are many."""
+        """Upper bound of the bytes that it writes about a model of this size, counted only where
+        they are many."""
         return 0.0
 
     def units(self) -> float:
@@ -218,7 +236,8 @@ class Step(Parts):
         return 1.0
 
     def pace(self) -> list[Any]:
-        """What decides the seconds of a unit, JSON-ready: steps of one kind with equal values take equally long."""
+        """What decides the seconds of a unit, JSON-ready: steps of one kind with equal values take
+        equally long."""
         return [self.inputs.get("facts", self).id]  # of the model
 
     def job(self) -> str:
@@ -233,7 +252,11 @@ class Step(Parts):
     @property
     def settings(self) -> dict[str, Any]:
         """Role -> identity of a setting."""
-        return {role: part.document for role, (part, _) in self.said.items() if isinstance(part, Identified)}
+        return {
+            role: part.document
+            for role, (part, _) in self.said.items()
+            if isinstance(part, Identified)
+        }
 
     @property
     def folder(self) -> str:
@@ -246,13 +269,15 @@ class Step(Parts):
         return {"id": self.id, "kind": self.kind, "settings": self.settings, "inputs": inputs}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Fields and identity: another process, maybe later and on another machine, does not find it out again."""
+        """Fields and identity: another process, maybe later and on another machine, does not find
+        it out again."""
         return {**self.__dict__, "said": self.said}
 
 
 @cache
 def _fields(parts: type[Parts]) -> tuple[str, ...]:
-    """The fields of a class that count, without those that it and the classes it is derived from name in `runtime`."""
+    """The fields of a class that count, without those that it and the classes it is derived from
+    name in `runtime`."""
     runtime = {name for each in parts.__mro__ for name in vars(each).get("runtime", ())}
     return tuple(field.name for field in fields(parts) if field.init and field.name not in runtime)  # type: ignore[arg-type]
 
@@ -262,25 +287,40 @@ KINDS: dict[str, type[Step]] = {}
 
 
 def unmerged(steps: Iterable[Step], finished: Set[str]) -> list[Step]:
-    """`steps` without those that are merged into a finished step. `finished`: ids of finished steps."""
+    """`steps` without those that are merged into a finished step. `finished`: ids of finished
+    steps."""
     steps = list(steps)
     merged = {share.id for step in steps if step.id in finished for share in step.merges}
     return [step for step in steps if step.id not in merged]
 
 
-NO_ROOM = "the disk of the store is full: make room and start the same command again, what is finished is kept"
-TRANSIENT = {*DISK_FULL, errno.EIO, errno.ENOMEM, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENOTCONN}
-"""Numbers of errors that are the machine's fault, not the work's: the next run tries the step again."""
+NO_ROOM = (
+    "the disk of the store is full: make room and start the same command again, what is "
+    "finished is kept"
+)
+TRANSIENT = {
+    *DISK_FULL,
+    errno.EIO,
+    errno.ENOMEM,
+    errno.EROFS,
+    errno.ESTALE,
+    errno.ENODEV,
+    errno.ENOTCONN,
+}
+"""Numbers of errors that are the machine's fault, not the work's: the next run tries the step
+again."""
 
 
 def error_document(error: BaseException) -> dict[str, Any]:
-    """An exception as JSON: a message for the user, the trace for the log, and whether a rerun should try again."""
+    """An exception as JSON: a message for the user, the trace for the log, and whether a rerun
+    should try again."""
     text = str(error) or type(error).__name__
     transient = isinstance(error, (MemoryError, Unavailable)) or (
         isinstance(error, OSError) and error.errno in TRANSIENT
     )
     if type(error).__name__ in ("OutOfMemoryError", "MemoryError"):
-        text, transient = f"out of memory: a smaller batch_size, or a device with more of it, helps ({text})", True
+        text = f"out of memory: a smaller batch_size, or a device with more of it, helps ({text})"
+        transient = True
     if isinstance(error, OSError) and error.errno in DISK_FULL:
         text = NO_ROOM
     return {
@@ -289,19 +329,23 @@ def error_document(error: BaseException) -> dict[str, Any]:
         "user": isinstance(error, UserError) or transient,
         "transient": transient,
         "environment": _is_of_environment(error),
-        "trace": "" if isinstance(error, UserError) else mask("".join(traceback.format_exception(error))),
+        "trace": ""
+        if isinstance(error, UserError)
+        else mask("".join(traceback.format_exception(error))),
         "code": code_state(),
     }
 
 
 MISSING_SYMBOL = re.compile(
-    "undefined symbol|cannot open shared object file|symbol not found|No module named|cannot import name"
+    "undefined symbol|cannot open shared object file|symbol not found|No module named|cannot "
+    "import name"
 )
 """In messages of exceptions; also in those of other processes, which arrive as texts."""
 
 
 def _is_of_environment(error: BaseException | None) -> bool:
-    """Whether an exception, or its cause, is about what is installed: a package, a name in one, or a library."""
+    """Whether an exception, or its cause, is about what is installed: a package, a name in one, or
+    a library."""
     while error is not None:
         of_module = isinstance(error, AttributeError) and isinstance(error.obj, ModuleType)
         if isinstance(error, ImportError) or of_module or MISSING_SYMBOL.search(str(error)):
@@ -316,7 +360,8 @@ NOTED = "code_state.json"
 
 @cache
 def code_state() -> dict[str, Any]:
-    """Version of moe_lab; in a checkout also the commit and a digest of edits and new files that are not committed."""
+    """Version of moe_lab; in a checkout also the commit and a digest of edits and new files that
+    are not committed."""
     noted = Path(moe_lab.__file__).parent / NOTED
     with contextlib.suppress(FileNotFoundError, Damaged):
         copied: dict[str, Any] = read_json(noted, {"version": str})
@@ -329,12 +374,22 @@ def code_state() -> dict[str, Any]:
         return done.stdout.decode(errors="surrogateescape")
 
     with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, or not a checkout
-        git("ls-files", "--error-unmatch", "__init__.py")  # an environment may lie in a checkout of something else
+        # an environment may lie in a checkout of something else
+        git("ls-files", "--error-unmatch", "__init__.py")
         edited = git("diff", "HEAD", "--", ".")
         new = git("ls-files", "--others", "--exclude-standard", "-z").split("\0")[:-1]
-        files = {file: path for file in new if (path := noted.parent / file).is_file() and os.access(path, os.R_OK)}
-        edited += "".join(f"{file} {sha256(path.read_bytes()).hexdigest()}" for file, path in files.items())
-        state |= {"commit": git("rev-parse", "HEAD").strip(), "edits": digest(edited)[:12] if edited else None}
+        files = {
+            file: path
+            for file in new
+            if (path := noted.parent / file).is_file() and os.access(path, os.R_OK)
+        }
+        edited += "".join(
+            f"{file} {sha256(path.read_bytes()).hexdigest()}" for file, path in files.items()
+        )
+        state |= {
+            "commit": git("rev-parse", "HEAD").strip(),
+            "edits": digest(edited)[:12] if edited else None,
+        }
     return state
 
 
@@ -348,8 +403,9 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def provenance(start: float) -> dict[str, Any]:
-    """Provenance of a step that began at `start` (seconds since the epoch): code, versions, machine, time, memory; and
-    threads of torch, and names, driver and peak bytes of the GPUs that it used, each None in a process that used none.
+    """Provenance of a step that began at `start` (seconds since the epoch): code, versions,
+    machine, time, memory; and threads of torch, and names, driver and peak bytes of the GPUs that
+    it used, each None in a process that used none.
     """
     torch: Any = sys.modules.get("torch")
     on_gpu = torch is not None and torch.cuda.is_initialized()
@@ -369,5 +425,7 @@ def provenance(start: float) -> dict[str, Any]:
         "threads": torch.get_num_threads() if torch else None,
         "gpus": [torch.cuda.get_device_name(number) for number in gpus] if on_gpu else None,
         "driver": DRIVER.read_text().splitlines()[0] if on_gpu and DRIVER.is_file() else driver,
-        "peak_gpu_memory_bytes": sum(map(torch.cuda.max_memory_allocated, gpus)) if on_gpu else None,
+        "peak_gpu_memory_bytes": sum(map(torch.cuda.max_memory_allocated, gpus))
+        if on_gpu
+        else None,
     }

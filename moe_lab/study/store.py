@@ -1,4 +1,5 @@
-"""The store: one folder per finished step, renamed into place when complete, with checksums and provenance."""
+"""The store: one folder per finished step, renamed into place when complete, with checksums and
+provenance."""
 
 from __future__ import annotations
 
@@ -28,11 +29,13 @@ from moe_lab.study.step import NO_ROOM, Step
 SCHEMA = 1
 MARKER = "store.json"
 STEP = "step.json"
-"""The one file beside a step's results: what it is (its identity in full), how it came about (provenance), size and
-sha256 of each file with the modification time that all were given; sealed, as all documents of the store are.
+"""The one file beside a step's results: what it is (its identity in full), how it came about
+(provenance), size and sha256 of each file with the modification time that all were given; sealed,
+as all documents of the store are.
 
-Hashing takes most of a second per GiB, so a start compares only sizes and times. The time is a whole, even number of
-seconds, which all file systems keep, before the publication of the step: any later write to a file changes it."""
+Hashing takes most of a second per GiB, so a start compares only sizes and times. The time is a
+whole, even number of seconds, which all file systems keep, before the publication of the step: any
+later write to a file changes it."""
 PROVENANCE = "provenance.json"
 """In a scratch folder: what a worker says of how the step came about; it becomes part of STEP."""
 SCRATCH = re.compile(rf"\.([0-9a-f]{{{DIGITS}}})\.[0-9a-f]{{8}}")
@@ -42,25 +45,28 @@ FOLDER = re.compile(rf"[^.].*-([0-9a-f]{{{DIGITS}}})")
 SAMPLE = 200
 """Steps of a kind in packs from whose times those of others are estimated."""
 SHARED = stat.S_ISGID | stat.S_IWGRP
-"""Bits of the mode of a folder in which everybody of a group may write, and whose content is of the group."""
+"""Bits of the mode of a folder in which everybody of a group may write, and whose content is of the
+group."""
 TICK = 2
 """Seconds between two modification times on the file systems with the coarsest clocks."""
 NANO = 10**9
 LATE, LOOK = 70.0, 5.0
-"""Seconds after which what another node has written is seen, as NFS keeps what it knows of a folder for up to a minute;
-and between two looks."""
+"""Seconds after which what another node has written is seen, as NFS keeps what it knows of a folder
+for up to a minute; and between two looks."""
 
 
 class Gone(Unavailable):
-    """The store was deleted or unmounted while it was in use, which does not count as a failure of the step."""
+    """The store was deleted or unmounted while it was in use, which does not count as a failure of
+    the step."""
 
 
 class Store:
-    """A folder of finished steps, errors of failed ones, claims, and files from which unfinished ones resume.
+    """A folder of finished steps, errors of failed ones, claims, and files from which unfinished
+    ones resume.
 
-    `root`: the folder. `limit`: of `Claims`. Nothing is written, made or set aside before `create` is called: the
-    folder may be missing or read-only. UserError for an empty path, a URL, a file, a folder that is no store, and a
-    store of a newer moe_lab.
+    `root`: the folder. `limit`: of `Claims`. Nothing is written, made or set aside before `create`
+    is called: the folder may be missing or read-only. UserError for an empty path, a URL, a file, a
+    folder that is no store, and a store of a newer moe_lab.
     """
 
     def __init__(self, root: str | Path, limit: float = LIMIT) -> None:
@@ -81,13 +87,16 @@ class Store:
         return packs_in(self.root.absolute())
 
     def create(self) -> Store:
-        """Make the folder if there is none, and allow writing. Raises UserError when nothing can be written there."""
+        """Make the folder if there is none, and allow writing. Raises UserError when nothing can be
+        written there."""
         self._writing = True
-        self.notices.clear()  # damage was only reported so far; from now on it is set aside and reported again
+        # damage was only reported so far; from now on it is set aside and reported again
+        self.notices.clear()
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             if self.root.stat().st_mode & SHARED == SHARED:
-                os.umask(0o002)  # of a group, of which everybody goes on with what others have begun
+                # of a group, of which everybody goes on with what others have begun
+                os.umask(0o002)
             self._check_marker()
             if not (self.root / MARKER).exists():
                 write_sealed(self.root / MARKER, {"schema": SCHEMA})
@@ -96,7 +105,8 @@ class Store:
             if error.errno in DISK_FULL:
                 raise UserError(NO_ROOM) from None
             raise UserError(
-                f"store={self.root} cannot be written ({error.strerror}): name a folder you own; also=[{self.root}] "
+                f"store={self.root} cannot be written ({error.strerror}): name a folder you own; "
+                f"also=[{self.root}] "
                 "uses what is finished there"
             ) from None
         return self
@@ -109,48 +119,58 @@ class Store:
             return
         except Damaged:
             if not (self.root / "runs").is_dir():
-                raise UserError(f"store={self.root} is not a moe_lab store: {marker} is damaged") from None
+                raise UserError(
+                    f"store={self.root} is not a moe_lab store: {marker} is damaged"
+                ) from None
             self.set_aside(marker, "damaged", "written again")
             return
         if schema > SCHEMA:
             raise UserError(
-                f"store={self.root} has schema {schema}, written by a newer moe_lab, and this one reads up to "
+                f"store={self.root} has schema {schema}, written by a newer moe_lab, and this one "
+                "reads up to "
                 f"{SCHEMA}: upgrade moe_lab or name another store"
             )
 
     def is_there(self) -> bool:
-        """Whether the folder is a store. One whose marker was set aside is recognised by its runs."""
+        """Whether the folder is a store. One whose marker was set aside is recognised by its
+        runs."""
         return any(os.path.lexists(self.root / name) for name in (MARKER, "runs"))
 
     def check_there(self) -> None:
         """Raise Gone when the folder is no longer a store."""
         if not self.is_there():
             raise Gone(
-                f"store={self.root} is gone: it was deleted or unmounted meanwhile, or this machine does not see it; "
+                f"store={self.root} is gone: it was deleted or unmounted meanwhile, or this "
+                "machine does not see it; "
                 "no step counts as failed for it: bring it back and start the same command again"
             )
 
     @contextlib.contextmanager
     def errors_as_sentences(self) -> Iterator[None]:
-        """Turn an OSError that the store's disk causes, and Damaged, into a UserError, and into Gone when the store is
-        gone."""
+        """Turn an OSError that the store's disk causes, and Damaged, into a UserError, and into
+        Gone when the store is gone."""
         try:
             yield
         except Damaged as error:
-            how = f"`python -m moe_lab.study verify NAME store={self.root}` and a new start have it made anew"
+            how = (
+                f"`python -m moe_lab.study verify NAME store={self.root}` and a new start have "
+                "it made anew"
+            )
             raise UserError(f"store={self.root}: {error}: {how}") from None
         except OSError as error:
             self.check_there()
             elsewhere = error.filename and not str(error.filename).startswith(str(self.root))
             if error.errno in DISK_FULL:
-                raise UserError(f"{error.filename}: {error.strerror}" if elsewhere else NO_ROOM) from None
+                raise UserError(
+                    f"{error.filename}: {error.strerror}" if elsewhere else NO_ROOM
+                ) from None
             if elsewhere or not error.filename:
                 raise
             raise UserError(f"store={self.root}: {error.strerror}: {error.filename}") from None
 
     def read(self, path: Path, shape: Any, instead: str) -> Any:
-        """The document in a file of the store, as by `read_sealed`; None when it is missing or damaged. A damaged one
-        is set aside, with a notice that says what happens `instead`."""
+        """The document in a file of the store, as by `read_sealed`; None when it is missing or
+        damaged. A damaged one is set aside, with a notice that says what happens `instead`."""
         try:
             return read_sealed(path, shape)
         except FileNotFoundError:
@@ -160,24 +180,26 @@ class Store:
             return None
 
     def path(self, step: Step) -> Path:
-        """Folder of a finished step that is not in a pack, found by its id: the label may be of another run with
-        another model name."""
+        """Folder of a finished step that is not in a pack, found by its id: the label may be of
+        another run with another model name."""
         return self.place(step.folder)
 
     def name(self, step: Step) -> str | None:
         """KIND/NAME under which a finished step is stored; None when it is not there."""
         start = step.id[:DIGITS]
         if start not in self.packs:
-            if (self.root / step.folder).exists():  # no further calls in the usual case, as steps may be many
+            # no further calls in the usual case, as steps may be many
+            if (self.root / step.folder).exists():
                 return step.folder
             if folder := self.folders(step.kind).get(start):
                 return f"{step.kind}/{folder.name}"
         return self.packs.find(start)
 
     def content(self, name: str, file: str) -> bytes:
-        """A file of the finished step KIND/NAME. Raises FileNotFoundError without it, and Damaged unless it is as it
-        was published."""
-        content, published = self.stored(name, file), self.document(name)["files"].get(file, {})
+        """A file of the finished step KIND/NAME. Raises FileNotFoundError without it, and Damaged
+        unless it is as it was published."""
+        content = self.stored(name, file)
+        published = self.document(name)["files"].get(file, {})
         if file != STEP and hashlib.sha256(content).hexdigest() != published.get("sha256"):
             raise Damaged(f"{name}: {file} is damaged")
         return content
@@ -195,41 +217,58 @@ class Store:
         return content
 
     def documents(self, kind: str) -> Iterator[Any]:
-        """STEP of finished steps of a kind, of those in packs at most SAMPLE; what cannot be read is left out."""
+        """STEP of finished steps of a kind, of those in packs at most SAMPLE; what cannot be read
+        is left out."""
         for folder in self.folders(kind).values():
             with contextlib.suppress(OSError, Damaged):
                 yield read_step(folder)
         self.packs.refresh()
-        packed = [start for start, name in self.packs.steps().items() if name.startswith(f"{kind}/")]
+        packed = [
+            start for start, name in self.packs.steps().items() if name.startswith(f"{kind}/")
+        ]
         for start in packed[:SAMPLE]:
             with contextlib.suppress(FileNotFoundError, Damaged):
                 yield parse_sealed(self.packs.read(start, STEP), {}, start)
 
     def present(self) -> dict[str, str]:
         """Start of the id -> KIND/NAME of all finished steps, undamaged or not."""
-        # Folders first: a step in one that is packed meanwhile is then found in the pack as well, not in neither.
-        folders = {start: f"{path.parent.name}/{path.name}" for start, (path, *_) in self.finished().items()}
+        # Folders first: a step in one that is packed meanwhile is then found in the pack as well,
+        # not in neither.
+        folders = {
+            start: f"{path.parent.name}/{path.name}"
+            for start, (path, *_) in self.finished().items()
+        }
         self.packs.refresh()
         return {**self.packs.steps(), **folders}
 
     def place(self, name: str) -> Path:
-        """Folder of the finished step KIND/NAME, or else with the id in that name under another label."""
+        """Folder of the finished step KIND/NAME, or else with the id in that name under another
+        label."""
         folder = self.root / name
-        return folder if folder.exists() else self.folders(name.partition("/")[0]).get(name[-DIGITS:], folder)
+        return (
+            folder
+            if folder.exists()
+            else self.folders(name.partition("/")[0]).get(name[-DIGITS:], folder)
+        )
 
     def folders(self, kind: str) -> dict[str, Path]:
-        """Start of the id -> folder, for all finished steps of a kind; read again when the kind's folder changed."""
+        """Start of the id -> folder, for all finished steps of a kind; read again when the kind's
+        folder changed."""
         parent = self.root / kind
         changed = parent.stat().st_mtime_ns if parent.exists() else 0
         known = self._index.get(kind)
         if known is None or known[0] != changed:
-            names = [entry.name for entry in os.scandir(parent) if not entry.name.startswith(".")] if changed else []
+            names = (
+                [entry.name for entry in os.scandir(parent) if not entry.name.startswith(".")]
+                if changed
+                else []
+            )
             known = self._index[kind] = (changed, {name[-DIGITS:]: parent / name for name in names})
         return known[1]  # other threads may have cleared the index
 
     def log(self, name: str) -> Path:
-        """File with what the step `name` (kind/label-id) printed in worker processes; there is none if it printed
-        nothing."""
+        """File with what the step `name` (kind/label-id) printed in worker processes; there is none
+        if it printed nothing."""
         return self.root / "logs" / f"{name}.log"
 
     def partial(self, step: Step) -> Path:
@@ -237,7 +276,8 @@ class Store:
         return self.root / "partial" / step.id[:DIGITS]
 
     def clear(self, finished: Iterable[str]) -> None:
-        """Remove the resume files of finished steps, which are left if a process is killed right after publishing."""
+        """Remove the resume files of finished steps, which are left if a process is killed right
+        after publishing."""
         if left := {path.name: path for path in (self.root / "partial").glob("*")}:
             for step_id in finished:
                 if path := left.get(step_id[:DIGITS]):
@@ -246,7 +286,8 @@ class Store:
     def done(self, step: Step) -> bool:
         """Whether the step is finished and undamaged, judged by sizes and modification times.
 
-        A file with another time, as in a copied store, is hashed once. A damaged step is set aside, with a notice."""
+        A file with another time, as in a copied store, is hashed once. A damaged step is set aside,
+        with a notice."""
         return self._is_sound(step.folder)
 
     def done_of(self, steps: Iterable[Step]) -> set[str]:
@@ -258,13 +299,18 @@ class Store:
                 self.set_aside(path, "damaged", "its steps are computed again")
         packed = self.packs.starts()
         starts = ((step, step.id[:DIGITS]) for step in steps)
-        return {step.id for step, start in starts if start in packed or (start in loose and self.done(step))}
+        return {
+            step.id
+            for step, start in starts
+            if start in packed or (start in loose and self.done(step))
+        }
 
     def readable(self, step: Step) -> bool:
-        """As `done`, for a step that is about to be read: every file is hashed the first time this object checks it.
+        """As `done`, for a step that is about to be read: every file is hashed the first time this
+        object checks it.
 
-        Modification times do not reveal bits that flipped on the disk. What is missing is looked for again for LATE
-        seconds, as it may just have been written by another node."""
+        Modification times do not reveal bits that flipped on the disk. What is missing is looked
+        for again for LATE seconds, as it may just have been written by another node."""
         for _ in () if step.id in self._awaited else looks():
             if self.place(step.folder).exists() or self.packs.find(step.id[:DIGITS]):
                 break
@@ -279,7 +325,8 @@ class Store:
         folder = self.root / name
         found = damage(folder, hash_all=hash_all)
         if STEP in found and (other := self.place(name)) != folder:
-            folder, found = other, damage(other, hash_all=hash_all)
+            folder = other
+            found = damage(other, hash_all=hash_all)
         if not found or folder.exists() or not self.packs.find(name[-DIGITS:]):
             return found
         in_pack = self._damage_in_pack(name) if hash_all else {}
@@ -309,7 +356,8 @@ class Store:
         found = self.damage(name, hash_all=hash_all)
         if not found:
             return True
-        folder, what = self.place(name), ", ".join(f"{file} is {state}" for file, state in found.items())
+        folder = self.place(name)
+        what = ", ".join(f"{file} is {state}" for file, state in found.items())
         if folder.exists():
             self.set_aside(folder, what, "computed again")
         elif name[-DIGITS:] in self.packs.bad:
@@ -317,7 +365,8 @@ class Store:
         return False
 
     def set_aside(self, path: Path, what: str, instead: str) -> None:
-        """Move what is damaged to a folder for that, or only say so while nothing may be written."""
+        """Move what is damaged to a folder for that, or only say so while nothing may be
+        written."""
         place = path.absolute().relative_to(self.root.absolute())
         sentence = f"{place}: {what}: the next run sets it aside"
         if self._writing:
@@ -334,13 +383,16 @@ class Store:
     def error(self, step_id: str) -> dict[str, Any] | None:
         """The stored error of the step whose id begins so; None when it has not failed."""
         path = self.root / "failed" / f"{step_id[:DIGITS]}.json"
-        content: dict[str, Any] | None = self.read(path, {"message": str}, "the step is tried again")
+        content: dict[str, Any] | None = self.read(
+            path, {"message": str}, "the step is tried again"
+        )
         return content
 
     def fail(self, step: Step, error: dict[str, Any]) -> None:
         """Store the error of a failed step for later runs."""
         folder = self.root / "failed"
-        with contextlib.suppress(OSError):  # on a full disk, say; without a stored error the next run tries again
+        # on a full disk, say; without a stored error the next run tries again
+        with contextlib.suppress(OSError):
             folder.mkdir(exist_ok=True)
             document = {"step": step.folder, "time": time.time(), **error}
             write_sealed(folder / f"{step.id[:DIGITS]}.json", document)
@@ -365,21 +417,26 @@ class Store:
 
     @contextlib.contextmanager
     def receive(self, name: str, document: Mapping[str, Any]) -> Iterator[Path | None]:
-        """Claim the step with that folder's name and identity, and yield a scratch folder for all of its files; None
-        when the step is finished already. `document`: the identity, or STEP of another store.
+        """Claim the step with that folder's name and identity, and yield a scratch folder for all
+        of its files; None when the step is finished already. `document`: the identity, or STEP of
+        another store.
 
-        Leaving the block without an exception publishes the scratch folder: one rename gives it the step's name. A
-        process that dies leaves only the scratch folder, and a stale claim. Busy when another process has the claim, or
-        took it over from this one, suspended for long. Gone when the store or the scratch folder was removed."""
-        start, parent = document["id"][:DIGITS], (self.root / name).parent
+        Leaving the block without an exception publishes the scratch folder: one rename gives it the
+        step's name. A process that dies leaves only the scratch folder, and a stale claim. Busy
+        when another process has the claim, or took it over from this one, suspended for long. Gone
+        when the store or the scratch folder was removed."""
+        start = document["id"][:DIGITS]
+        parent = (self.root / name).parent
         self.check_there()
         with self.claims.take(start) as claim:
-            # First what a former owner left is taken from it, then the step is looked up. So should that owner come
+            # First what a former owner left is taken from it, then the step is looked up. So should
+            # that owner come
             # back, it has either published before, which is found, or has nothing left to publish.
             for left in parent.glob(f".{start}.*"):
                 with contextlib.suppress(FileNotFoundError):
                     shutil.rmtree(hidden(left, start), ignore_errors=True)
-            self._index.clear()  # another label is found even if the time of the folder is too coarse to show it
+            # another label is found even if the time of the folder is too coarse to show it
+            self._index.clear()
             if self._is_sound(name):
                 yield None
                 return
@@ -404,7 +461,8 @@ class Store:
         try:
             scratch.rename(self.root / name)
         except OSError:
-            # Another owner was faster: ENOTEMPTY or EEXIST, and EPERM on sshfs. What it has published stays.
+            # Another owner was faster: ENOTEMPTY or EEXIST, and EPERM on sshfs. What it has
+            # published stays.
             if scratch.exists() and (self.root / name / STEP).exists():
                 return
             raise
@@ -415,7 +473,8 @@ class Store:
 
 
 def looks() -> Iterator[None]:
-    """Once for each look at what another node may have written just now: at once, and again for LATE seconds."""
+    """Once for each look at what another node may have written just now: at once, and again for
+    LATE seconds."""
     deadline = time.monotonic() + LATE
     yield
     while time.monotonic() < deadline:
@@ -431,8 +490,10 @@ def hidden(folder: Path, step_id: str) -> Path:
 
 
 def _in_queue(job: str, user: int) -> bool:
-    """Whether Slurm shows a job of a user. False when it does not answer: then heartbeats alone decide."""
-    return job in _queue(user, int(time.monotonic() // 60))  # once a minute: after a power cut old claims are many
+    """Whether Slurm shows a job of a user. False when it does not answer: then heartbeats alone
+    decide."""
+    # once a minute: after a power cut old claims are many
+    return job in _queue(user, int(time.monotonic() // 60))
 
 
 @lru_cache(maxsize=64)
@@ -445,7 +506,8 @@ def _queue(user: int, _: int) -> Collection[str]:
 
 
 def read_step(folder: Path) -> dict[str, Any]:
-    """STEP of a finished step. Raises FileNotFoundError without it, and Damaged when it is not as it was written."""
+    """STEP of a finished step. Raises FileNotFoundError without it, and Damaged when it is not as
+    it was written."""
     content: dict[str, Any] = read_sealed(folder / STEP, {})
     return content
 
@@ -453,9 +515,10 @@ def read_step(folder: Path) -> dict[str, Any]:
 def damage(folder: Path, *, hash_all: bool = False) -> dict[str, str]:
     """Missing and damaged files of a step's folder: file -> "missing" or "damaged".
 
-    It is found by size and modification time; a file with another time is hashed, and gets its time back if unchanged.
-    With `hash_all`, every file is hashed, and a damaged one gets another time, so that it is found from then on. Files
-    of other stores, to which there are links, are left as they are; a link to a damaged one is removed."""
+    It is found by size and modification time; a file with another time is hashed, and gets its time
+    back if unchanged. With `hash_all`, every file is hashed, and a damaged one gets another time,
+    so that it is found from then on. Files of other stores, to which there are links, are left as
+    they are; a link to a damaged one is removed."""
     try:
         document = read_step(folder)
     except FileNotFoundError:
@@ -484,7 +547,8 @@ def _as_published(path: Path, expected: Mapping[str, Any], moment: int, hash_all
     with path.open("rb") as file:
         same = bool(_sha256(file) == expected["sha256"])
         if same != timely and os.fstat(file.fileno()).st_mtime_ns == status.st_mtime_ns:
-            with contextlib.suppress(OSError, OverflowError):  # a file of another owner: hashed again next time
+            # a file of another owner: hashed again next time
+            with contextlib.suppress(OSError, OverflowError):
                 mended = moment * NANO if same else time.time_ns()
                 if not path.is_symlink():
                     os.utime(file.fileno(), ns=(mended, mended))
@@ -504,8 +568,9 @@ def entry(path: Path) -> dict[str, Any]:
 
 
 def _seal(folder: Path, document: Mapping[str, Any]) -> None:
-    """Set the modification time of all files, and write STEP. `document`: the identity; or STEP of another store, with
-    which the files were compared, and of which large ones may be links that have its time already."""
+    """Set the modification time of all files, and write STEP. `document`: the identity; or STEP of
+    another store, with which the files were compared, and of which large ones may be links that
+    have its time already."""
     provenance: dict[str, Any] = {}
     with contextlib.suppress(FileNotFoundError):
         provenance = read_json(folder / PROVENANCE, {})

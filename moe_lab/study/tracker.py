@@ -18,7 +18,8 @@ from moe_lab.study.store import Store
 
 def check(settings: TrackerConfig) -> None:
     """Raise UserError for an unknown WANDB_MODE."""
-    mode, modes = os.environ.get("WANDB_MODE", "online"), ("online", "offline", "disabled")
+    mode = os.environ.get("WANDB_MODE", "online")
+    modes = ("online", "offline", "disabled")
     if settings.name == "wandb" and mode not in modes:
         raise unknown("WANDB_MODE", mode, modes)
 
@@ -36,39 +37,59 @@ SET_FOR_RUNS = (
     "LAUNCH",
     "LAUNCH_CONFIG_PATH",
 )
-"""WANDB_ variables, as of the shell of a `wandb agent`, of what `log` decides for each run. To wandb they count more
-than the arguments of `init`."""
+"""WANDB_ variables, as of the shell of a `wandb agent`, of what `log` decides for each run. To
+wandb they count more than the arguments of `init`."""
 
 
 @patch.dict(os.environ)  # restores the variables
 def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
-    """Log the cells of a study's record whose benchmarks all have results, unless they are; a sentence that says where.
+    """Log the cells of a study's record whose benchmarks all have results, unless they are; a
+    sentence that says where.
 
-    WANDB_MODE or `wandb offline` says how; without a key it is offline. Raises UserError when wandb refuses.
+    WANDB_MODE or `wandb offline` says how; without a key it is offline. Raises UserError when wandb
+    refuses.
     """
     for name in SET_FOR_RUNS:
         os.environ.pop(f"WANDB_{name}", None)
     import wandb
 
     # No output, and no upload of anything but logged values: no console, code or command line.
-    off = ("silent", "disable_code", "disable_git", "disable_job_creation", "x_disable_meta", "x_disable_stats")
+    off = (
+        "silent",
+        "disable_code",
+        "disable_git",
+        "disable_job_creation",
+        "x_disable_meta",
+        "x_disable_stats",
+    )
     quiet: dict[str, Any] = {**dict.fromkeys(off, True), "console": "off", "init_timeout": 30}
-    found = wandb.setup(wandb.Settings(**quiet)).settings  # before login and init, which would print where a key is
+    # before login and init, which would print where a key is
+    found = wandb.setup(wandb.Settings(**quiet)).settings
     asks = found.mode == "online" and "WANDB_MODE" not in os.environ
     mode: Any = "offline" if asks and not wandb.login(prompt=False, verify=False) else found.mode
-    cells = [entry for entry in record["cells"] if mode != "disabled" and all(entry["evaluate"].values())]
+    cells = [
+        entry for entry in record["cells"] if mode != "disabled" and all(entry["evaluate"].values())
+    ]
     try:
         for entry in cells:
             steps = sorted(place[-DIGITS:] for place in entry["evaluate"].values())
-            run_id = digest([record["study"], entry["cell"], steps])[:DIGITS]  # a run has one group: that of its study
+            # a run has one group: that of its study
+            run_id = digest([record["study"], entry["cell"], steps])[:DIGITS]
             if mode == "offline" and any(Path(found.wandb_dir).glob(f"offline-run-*-{run_id}")):
                 continue
-            numbers, losses = _results(store, entry)  # read first, so that no run is begun without them
+            # read first, so that no run is begun without them
+            numbers, losses = _results(store, entry)
             label = Path(str(entry["cost"] or entry["model"])).name[: -DIGITS - 1]
-            about: Any = {"project": settings.project, "group": record["study"], "name": label, "resume": "allow"}
+            about: Any = {
+                "project": settings.project,
+                "group": record["study"],
+                "name": label,
+                "resume": "allow",
+            }
             config = {**entry["cell"], "protocol": entry["protocol"], "plan": entry["plan"]}
             with wandb.init(**about, id=run_id, config=config, mode=mode, settings=quiet) as run:
-                for step in range(run.step, len(losses)):  # a run that is continued has the steps before
+                # a run that is continued has the steps before
+                for step in range(run.step, len(losses)):
                     run.log({"recovery/loss": losses[step]}, step=step)
                 run.summary.update(numbers)
                 if settings.plans and entry["plan"]:
@@ -78,23 +99,41 @@ def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
                     run.log_artifact(artefact)
     except wandb.Error as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"tracker=wandb was not told ({reason}): WANDB_MODE=offline needs no server") from error
+        raise UserError(
+            f"tracker=wandb was not told ({reason}): WANDB_MODE=offline needs no server"
+        ) from error
     finally:
         wandb.teardown()  # only then has its background process written or sent everything
-    return f"tracker: {len(cells)} of {len(record['cells'])} cells are logged ({mode}, in {found.wandb_dir})"
+    return (
+        f"tracker: {len(cells)} of {len(record['cells'])} cells are logged ({mode}, in "
+        f"{found.wandb_dir})"
+    )
 
 
 def _results(store: Store, entry: dict[str, Any]) -> tuple[dict[str, float], list[float]]:
-    """Scores, losses on right answers in bits per byte, and costs, by name; the loss of each step of fine-tuning."""
+    """Scores, losses on right answers in bits per byte, and costs, by name; the loss of each step
+    of fine-tuning."""
     import pandas
 
     cost = json.loads(store.content(entry["cost"], "cost.json")) if entry["cost"] else {}
-    tuned = json.loads(store.content(entry["finetune"], "finetune.json")) if entry["finetune"] else {}
+    tuned = (
+        json.loads(store.content(entry["finetune"], "finetune.json")) if entry["finetune"] else {}
+    )
     numbers = {f"cost/{name}": value for name, value in cost.items() if not isinstance(value, dict)}
     for place in entry["evaluate"].values():
         results = json.loads(store.content(place, "result.json"))["results"]
-        numbers |= {f"scores/{result['benchmark']}/{result['metric']}": result["score"] for result in results}
-        samples = pandas.read_parquet(BytesIO(store.content(place, "samples.parquet"))).set_index("benchmark")
-        losses = samples.reindex(columns=["answer_loss"]).astype(float).dropna().groupby(level=0)["answer_loss"]
+        numbers |= {
+            f"scores/{result['benchmark']}/{result['metric']}": result["score"]
+            for result in results
+        }
+        samples = pandas.read_parquet(BytesIO(store.content(place, "samples.parquet"))).set_index(
+            "benchmark"
+        )
+        losses = (
+            samples.reindex(columns=["answer_loss"])
+            .astype(float)
+            .dropna()
+            .groupby(level=0)["answer_loss"]
+        )
         numbers |= {f"answer_loss/{name}": loss for name, loss in losses.mean().items()}
     return numbers, tuned.get("loss", [])

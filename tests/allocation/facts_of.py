@@ -3,7 +3,14 @@
 from typing import Any
 
 
-def layer(n_experts: int, *, top_k: int = 1, n_group: int = 1, topk_group: int | None = None, width: int = 8) -> Any:
+def layer(
+    n_experts: int,
+    *,
+    top_k: int = 1,
+    n_group: int = 1,
+    topk_group: int | None = None,
+    width: int = 8,
+) -> Any:
     return {
         "n_experts": n_experts,
         "top_k": top_k,

@@ -1,4 +1,5 @@
-"""What holds for every allocation, whatever the layers, the ratio and the protected experts; and settings."""
+"""What holds for every allocation, whatever the layers, the ratio and the protected experts; and
+settings."""
 
 import json
 import re
@@ -21,7 +22,11 @@ from moe_lab.errors import UserError
 from moe_lab.pruning.plan import make_channel_plan, make_plan
 
 OF_EXPERTS, OF_CHANNELS = (
-    [name for name, allocation in ALLOCATIONS.items() if allocation.functions.get(granularity) and name != "list"]
+    [
+        name
+        for name, allocation in ALLOCATIONS.items()
+        if allocation.functions.get(granularity) and name != "list"
+    ]
     for granularity in ("expert", "channel")
 )
 COVERAGE: list[dict[str, Any]] = [
@@ -31,7 +36,9 @@ COVERAGE: list[dict[str, Any]] = [
     {"prior": "ala_lm", "expert_smoothing": "huber"},
     {"prior": "usage", "layer_prior": "nll", "layer_smoothing": "clip"},
 ]
-CHOICES = [(name, {}) for name in OF_CHANNELS] + [("coverage", parameters) for parameters in COVERAGE]
+CHOICES = [(name, {}) for name in OF_CHANNELS] + [
+    ("coverage", parameters) for parameters in COVERAGE
+]
 
 
 class Case:
@@ -43,12 +50,18 @@ class Case:
         self.layers = {
             2 * at: {
                 **layer(int(count), top_k=int(random.integers(1, 3)), n_group=groups, width=width),
-                "protected": random.choice(count, random.integers(0, 3) * (seed % 2), replace=False).tolist(),
+                "protected": random.choice(
+                    count, random.integers(0, 3) * (seed % 2), replace=False
+                ).tolist(),
             }
             for at, count in enumerate(counts)
         }
-        self.experts = {at: random.normal(size=facts["n_experts"]) for at, facts in self.layers.items()}
-        self.channels = {at: random.gamma(0.5, size=(len(row), width)) for at, row in self.experts.items()}
+        self.experts = {
+            at: random.normal(size=facts["n_experts"]) for at, facts in self.layers.items()
+        }
+        self.channels = {
+            at: random.gamma(0.5, size=(len(row), width)) for at, row in self.experts.items()
+        }
         for values in self.channels.values():
             values[random.random(len(values)) < 0.1] = -1.0  # as an expert that saw no token
         self.evidence: dict[str, Any] = {"statistics": {}, "gradients": {}, "scaling": {}}
@@ -68,8 +81,11 @@ CASES = st.builds(Case, st.integers(0, 10_000), st.sampled_from([1, 1, 2, 4]), s
 RATIOS = st.integers(0, 9900).map(lambda parts: parts / 10_000)
 
 
-def or_what_is_feasible(decide: Callable[[float], Mapping[int, Any]], ratio: float) -> tuple[float, Any] | None:
-    """The ratio and what is decided, at `ratio` or at the one that the refusal names; None if it names none."""
+def or_what_is_feasible(
+    decide: Callable[[float], Mapping[int, Any]], ratio: float
+) -> tuple[float, Any] | None:
+    """The ratio and what is decided, at `ratio` or at the one that the refusal names; None if it
+    names none."""
     try:
         return ratio, decide(ratio)
     except UserError as error:
@@ -84,7 +100,9 @@ def or_what_is_feasible(decide: Callable[[float], Mapping[int, Any]], ratio: flo
 
 @given(CASES, st.sampled_from([1, 1, 2, 3]), RATIOS)
 @how(max_examples=60)
-def test_experts_leave_in_equal_numbers_within_limits_of_routers(case: Case, multiple_of: int, ratio: float) -> None:
+def test_experts_leave_in_equal_numbers_within_limits_of_routers(
+    case: Case, multiple_of: int, ratio: float
+) -> None:
     totals: dict[float, set[int]] = {}
     for name in OF_EXPERTS:
 
@@ -103,15 +121,24 @@ def test_experts_leave_in_equal_numbers_within_limits_of_routers(case: Case, mul
         if abs(at - ratio) > 0.0011:
             with pytest.raises(UserError):
                 decide(at + (0.001 if at < ratio else -0.001))
-        plan = make_plan(case.experts, remove, case.layers, provenance={})  # refuses what routers cannot work with
+        # refuses what routers cannot work with
+        plan = make_plan(case.experts, remove, case.layers, provenance={})
         for index, facts in case.layers.items():
             assert (facts["n_experts"] - remove[index]) % multiple_of == 0
             assert set(facts["protected"]) <= set(plan.experts[index])
-            lowest = [expert for expert in numpy.argsort(case.experts[index]) if expert not in facts["protected"]]
+            lowest = [
+                expert
+                for expert in numpy.argsort(case.experts[index])
+                if expert not in facts["protected"]
+            ]
             if facts["n_group"] == 1:  # of the others, those of the lowest scores leave
-                assert set(range(facts["n_experts"])) - set(plan.experts[index]) == set(lowest[: remove[index]])
+                assert set(range(facts["n_experts"])) - set(plan.experts[index]) == set(
+                    lowest[: remove[index]]
+                )
         smaller = or_what_is_feasible(decide, at / 2)
-        assert smaller is None or sum(smaller[1].values()) <= sum(remove.values()) or smaller[0] > at
+        assert (
+            smaller is None or sum(smaller[1].values()) <= sum(remove.values()) or smaller[0] > at
+        )
     assert all(len(total) == 1 for total in totals.values())
     plain = multiple_of == 1 and case.layers[0]["n_group"] == 1
     for at, total in totals.items() if plain else ():
@@ -119,7 +146,8 @@ def test_experts_leave_in_equal_numbers_within_limits_of_routers(case: Case, mul
 
 
 @given(CASES, st.sampled_from(CHOICES), RATIOS, st.sampled_from([None, 1, 2, 4]))
-@example(Case(192, 4, 2), ("global", {}), 0.9375, 2)  # a larger ratio is feasible, since budgets are rounded to blocks
+# a larger ratio is feasible, since budgets are rounded to blocks
+@example(Case(192, 4, 2), ("global", {}), 0.9375, 2)
 @how(max_examples=150)
 def test_channels_are_kept_to_the_last_one(
     case: Case, choice: tuple[str, dict[str, Any]], ratio: float, block: int | None
@@ -144,14 +172,17 @@ def test_channels_are_kept_to_the_last_one(
     if decided is None:
         return
     at, kept = decided
-    found, wanted = sum(int(row.sum()) for row in kept.values()), int(total * (1 - at) + 1e-6)
+    found = sum(int(row.sum()) for row in kept.values())
+    wanted = int(total * (1 - at) + 1e-6)
     experts = sum(map(len, kept.values()))
     if name == "uniform":
         assert wanted - experts <= found <= wanted or "align" in parameters
     elif "align" not in parameters:
         assert found == wanted
     else:
-        assert found <= wanted and all(not (row % parameters["align"]["block"]).any() for row in kept.values())
+        assert found <= wanted and all(
+            not (row % parameters["align"]["block"]).any() for row in kept.values()
+        )
     for index, row in kept.items():
         assert row.shape == (case.layers[index]["n_experts"],) and row.dtype == numpy.int64
         assert (row >= 0).all() and (row <= width).all()
@@ -167,7 +198,11 @@ def test_channels_are_kept_to_the_last_one(
     ("fields", "granularity", "named"),
     [
         ({"name": "coverage"}, "expert", "allocation=coverage.*evolutionary"),
-        ({"name": "evolutionary", "search": "code"}, "channel", "allocation=evolutionary.*coverage, global"),
+        (
+            {"name": "evolutionary", "search": "code"},
+            "channel",
+            "allocation=evolutionary.*coverage, global",
+        ),
         ({"name": "globl"}, "expert", "allocation=globl.*global"),
         ({"multiple_of": 4}, "channel", "multiple_of=4"),
         ({"name": "global", "by": "reap"}, "channel", "allocation.by=reap"),
@@ -175,12 +210,28 @@ def test_channels_are_kept_to_the_last_one(
         ({"name": "u_shaped", "parameters": {"beta": "much"}}, "expert", "beta=much"),
         ({"name": "u_shaped", "parameters": {"align": None}}, "expert", "align"),
         ({"name": "coverage", "parameters": {"prior": "ala3"}}, "channel", "prior=ala3.*ala"),
-        ({"name": "global", "parameters": {"zero_expert": "dropp"}}, "channel", "zero_expert=dropp.*drop"),
+        (
+            {"name": "global", "parameters": {"zero_expert": "dropp"}},
+            "channel",
+            "zero_expert=dropp.*drop",
+        ),
         ({"name": "global", "parameters": {"align": {"block": 1.5}}}, "channel", "align.block=1.5"),
         ({"name": "global", "parameters": {"align": {"block": 0}}}, "channel", "align.block=0"),
-        ({"name": "global", "parameters": {"align": {"block": 8, "min_channels": -1}}}, "channel", "min_channels=-1"),
-        ({"replacement": "ream", "parameters": {"group_size": 8.5}}, "expert", "allocation.parameters.group_size"),
-        ({"replacement": "m_smoe", "parameters": {"group_size": 8}}, "expert", "allocation.parameters.group_size"),
+        (
+            {"name": "global", "parameters": {"align": {"block": 8, "min_channels": -1}}},
+            "channel",
+            "min_channels=-1",
+        ),
+        (
+            {"replacement": "ream", "parameters": {"group_size": 8.5}},
+            "expert",
+            "allocation.parameters.group_size",
+        ),
+        (
+            {"replacement": "m_smoe", "parameters": {"group_size": 8}},
+            "expert",
+            "allocation.parameters.group_size",
+        ),
         ({"protect": "super"}, "channel", "allocation.protect=super.*layerwise"),
         ({"name": "list"}, "channel", r"allocation\.path"),
         ({"name": "list", "path": "nowhere.json"}, "channel", r"allocation\.path"),
@@ -200,7 +251,11 @@ def test_needs() -> None:
     assert of("coverage", prior="ala_lm") == ("gradients", "statistics")
     assert of("coverage", prior="loss", layer_prior="none") == ("ablation",)
     assert of("coverage", prior="none", inter="u_shaped") == ()
-    assert of("loss_based", layer_prior="nll") == of("coverage", prior="none", layer_prior="nll") == ("scaling",)
+    assert (
+        of("loss_based", layer_prior="nll")
+        == of("coverage", prior="none", layer_prior="nll")
+        == ("scaling",)
+    )
     assert needs(vars(AllocationConfig(protect="super"))) == ("statistics",)
     assert needs({"name": "global", "by": "frequency", "parameters": {}}) == ("by",)
 
@@ -226,7 +281,11 @@ def test_fits_says_without_scores_what_cannot_be_had() -> None:
             fits(settings(name, 0.75), layers, "expert")
     for ratio, block in ((0.75, None), (0.75, 16), (0.75, 32)):
         fits(settings("global", ratio, align=block and {"block": block}), layers, "channel")
-    for ratio, block, named in ((0.75, 64, "block=64"), (0.25, 32, "block=32.* smallest"), (1, None, "ratio=1")):
+    for ratio, block, named in (
+        (0.75, 64, "block=64"),
+        (0.25, 32, "block=32.* smallest"),
+        (1, None, "ratio=1"),
+    ):
         with pytest.raises(UserError, match=named):
             fits(settings("global", ratio, align=block and {"block": block}), layers, "channel")
     assert get("reconstruction").step == "reconstruction"
@@ -240,7 +299,9 @@ def test_layers_have_limits_of_their_own() -> None:
     scores = {0: [0.0] * 16, 1: [0.0] * 24}
     assert allocate(settings("uniform", 0.5), facts, scores) == {0: 8, 1: 12}
     assert allocate(settings("uniform", 0.45), facts, scores) == {0: 7, 1: 8}
-    assert allocate({**settings("uniform", 0.3), "multiple_of": 8}, {0: layer(64, top_k=8)}, {0: [0.0] * 64}) == {0: 16}
+    assert allocate(
+        {**settings("uniform", 0.3), "multiple_of": 8}, {0: layer(64, top_k=8)}, {0: [0.0] * 64}
+    ) == {0: 16}
 
 
 @given(st.integers(0, 500), st.floats(0, 0.9))
@@ -248,10 +309,16 @@ def test_global_is_a_walk_down_one_list(seed: int, ratio: float) -> None:
     """Lowest first over all layers; layers that hold only top-k are passed over."""
     random = numpy.random.default_rng(seed)
     layers = {0: layer(8, top_k=2), 1: layer(12, top_k=4), 5: layer(8, top_k=1)}
-    scores = {index: random.normal(index, 1, size=facts["n_experts"]) for index, facts in layers.items()}
-    budget, remove = sum(int(facts["n_experts"] * ratio) for facts in layers.values()), dict.fromkeys(layers, 0)
+    scores = {
+        index: random.normal(index, 1, size=facts["n_experts"]) for index, facts in layers.items()
+    }
+    budget = sum(int(facts["n_experts"] * ratio) for facts in layers.values())
+    remove = dict.fromkeys(layers, 0)
     for _, index in sorted((score, index) for index, row in scores.items() for score in row):
-        if sum(remove.values()) < budget and layers[index]["n_experts"] - remove[index] > layers[index]["top_k"]:
+        if (
+            sum(remove.values()) < budget
+            and layers[index]["n_experts"] - remove[index] > layers[index]["top_k"]
+        ):
             remove[index] += 1
     if sum(remove.values()) == budget:
         assert allocate(settings("global", ratio), layers, scores) == remove
@@ -275,26 +342,35 @@ def test_global_in_steps_goes_by_their_means() -> None:
     assert allocate(pairs, {0: layer(8), 1: layer(8)}, uneven) == {0: 2, 1: 2}
     grouped = {0: layer(8, n_group=2), 1: layer(8, n_group=2)}
     rows = {0: [0.0, 1.0, 2.0, 3.0, 50.0, 51.0, 52.0, 53.0], 1: [9.0] * 8}
-    assert allocate(settings("global", 0.25), grouped, rows) == {0: 0, 1: 4}  # (0 + 50) / 2 is above 9
+    # (0 + 50) / 2 is above 9
+    assert allocate(settings("global", 0.25), grouped, rows) == {0: 0, 1: 4}
 
 
 def test_u_shape_spares_the_ends() -> None:
     def removed(count: int, ratio: float, layers: int = 5, **parameters: float) -> list[int]:
         facts = {index: layer(count) for index in range(layers)}
         return list(
-            allocate(settings("u_shaped", ratio, **parameters), facts, {i: [0.0] * count for i in facts}).values()
+            allocate(
+                settings("u_shaped", ratio, **parameters), facts, {i: [0.0] * count for i in facts}
+            ).values()
         )
 
-    # z of (1/4, 1/16, 0, 1/16, 1/4): mean 1/8, deviation sqrt(0.0109375); 64 (1 + 0.2 z) kept: 79.3, 56.4, 48.7.
+    # z of (1/4, 1/16, 0, 1/16, 1/4): mean 1/8, deviation sqrt(0.0109375); 64 (1 + 0.2 z) kept:
+    # 79.3, 56.4, 48.7.
     assert removed(128, 0.5, beta=0.2) == [49, 71, 79, 72, 49]
-    assert removed(100, 0.9, beta=0.5) == [87, 92, 92, 92, 87]  # max(.1, .1 (1 + z / 2)): .16 at the ends, .1 between
+    # max(.1, .1 (1 + z / 2)): .16 at the ends, .1 between
+    assert removed(100, 0.9, beta=0.5) == [87, 92, 92, 92, 87]
     assert removed(128, 0.5, layers=2) == [64, 64]
 
 
 def test_loss_based_keeps_in_proportion_to_the_smoothed_loss() -> None:
     layers = {0: layer(20), 1: layer(20), 2: layer(20)}
     scores = {index: [0.0] * 20 for index in layers}
-    losses = {"statistics": {index: {"layer_loss": numpy.array(x)} for index, x in enumerate((1.0, 4.0, 9.0))}}
+    losses = {
+        "statistics": {
+            index: {"layer_loss": numpy.array(x)} for index, x in enumerate((1.0, 4.0, 9.0))
+        }
+    }
     assert allocate(settings("loss_based", 0.5), layers, scores, losses) == {0: 15, 1: 10, 2: 5}
     unsmoothed = settings("loss_based", 0.5, smoothing="none")  # kept 15/7, 60/7, 135/7
     assert allocate(unsmoothed, layers, scores, losses) == {0: 18, 1: 11, 2: 1}
@@ -313,9 +389,14 @@ def test_loss_based_keeps_in_proportion_to_the_smoothed_loss() -> None:
         ("uniform", float("nan"), 1, r"\[0, 1\)", "0.562 is the largest"),
     ],
 )
-def test_infeasible_ratios_name_a_nearest(name: str, ratio: float, multiple_of: int, reason: str, nearest: str) -> None:
-    layers, scores = {0: layer(16, top_k=4), 1: layer(16, top_k=8)}, {0: [0.0] * 16, 1: [0.0] * 16}
-    with pytest.raises(UserError, match=f"{re.escape(f'ratio={ratio:g}: ')}.*; {re.escape(nearest)}") as refused:
+def test_infeasible_ratios_name_a_nearest(
+    name: str, ratio: float, multiple_of: int, reason: str, nearest: str
+) -> None:
+    layers = {0: layer(16, top_k=4), 1: layer(16, top_k=8)}
+    scores = {0: [0.0] * 16, 1: [0.0] * 16}
+    with pytest.raises(
+        UserError, match=f"{re.escape(f'ratio={ratio:g}: ')}.*; {re.escape(nearest)}"
+    ) as refused:
         allocate({**settings(name, ratio), "multiple_of": multiple_of}, layers, scores)
     assert re.search(reason, str(refused.value))
 
@@ -334,9 +415,11 @@ def test_multiples_and_losses_that_no_layer_can_have() -> None:
 def test_largest_remainders_come_first() -> None:
     assert apportion([5, 3, 2], 7, 0, 100).tolist() == [4, 2, 1]  # shares 3.5, 2.1, 1.4
     assert apportion([1, 1, 1], 5, 0, 100).tolist() == [2, 2, 1]  # ties: first
-    assert apportion([8, 1, 1], 9, 0, 5).tolist() == [5, 2, 2]  # what a full one cannot take, others get
+    # what a full one cannot take, others get
+    assert apportion([8, 1, 1], 9, 0, 5).tolist() == [5, 2, 2]
     assert apportion([8, 1, 1], 9, [0, 4, 1], 16).tolist() == [4, 4, 1]
-    assert apportion([5, 3, 2], 16, 0, 100, 4).tolist() == [8, 4, 4]  # shares 8, 4.8, 3.2: two units of four left
+    # shares 8, 4.8, 3.2: two units of four left
+    assert apportion([5, 3, 2], 16, 0, 100, 4).tolist() == [8, 4, 4]
 
 
 # ---- allocation=list
@@ -352,10 +435,14 @@ def listed(path: Path, ratio: float, content: Any = None, multiple_of: int = 1) 
 
 
 def test_a_schedule_and_a_plan_say_how_much_each_layer_loses(tmp_path: Path) -> None:
-    assert allocate(listed(tmp_path / "list", 0.5, {"3": 6, "0": 2}), LISTED, SCORES) == {0: 2, 3: 6}
+    assert allocate(listed(tmp_path / "list", 0.5, {"3": 6, "0": 2}), LISTED, SCORES) == {
+        0: 2,
+        3: 6,
+    }
     make_plan(SCORES, {0: 1, 3: 3}, LISTED, provenance={}).save(tmp_path / "plan.json")
     assert allocate(listed(tmp_path / "plan.json", 0.25), LISTED, SCORES) == {0: 1, 3: 3}
-    random, path = numpy.random.default_rng(0), tmp_path / "channels.json"
+    random = numpy.random.default_rng(0)
+    path = tmp_path / "channels.json"
     scores = {index: random.random((8, 8)) for index in LISTED}
     keep = {index: random.integers(0, 9, 8) for index in LISTED}
     make_channel_plan(scores, keep, LISTED, zero_expert="drop", provenance={}).save(path)

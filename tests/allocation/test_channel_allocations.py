@@ -1,4 +1,5 @@
-"""Allocations of channels: examples by hand, CBA against a naive search, whole blocks against the paper's rule."""
+"""Allocations of channels: examples by hand, CBA against a naive search, whole blocks against the
+paper's rule."""
 
 from typing import Any
 
@@ -25,8 +26,15 @@ def kept(chosen: Any, layers: Any, scores: Any, evidence: Any = None) -> dict[in
 def test_global_keeps_the_best_of_all(seed: int, ratio: float) -> None:
     random = numpy.random.default_rng(seed)
     layers = {0: layer(2, width=4), 3: layer(3, width=5)}
-    scores = {i: random.integers(0, 5, size=(facts["n_experts"], facts["width"])) for i, facts in layers.items()}
-    everything = sorted((score, i, e, c) for i, values in scores.items() for (e, c), score in numpy.ndenumerate(values))
+    scores = {
+        i: random.integers(0, 5, size=(facts["n_experts"], facts["width"]))
+        for i, facts in layers.items()
+    }
+    everything = sorted(
+        (score, i, e, c)
+        for i, values in scores.items()
+        for (e, c), score in numpy.ndenumerate(values)
+    )
     expected = {i: [0] * facts["n_experts"] for i, facts in layers.items()}
     for _, i, expert, _ in everything[len(everything) - int(23 * (1 - ratio) + 1e-6) :]:
         expected[i][expert] += 1
@@ -34,13 +42,23 @@ def test_global_keeps_the_best_of_all(seed: int, ratio: float) -> None:
 
 
 def test_shares_of_layers_and_experts() -> None:
-    ten = {0: numpy.arange(1000.0).reshape(10, 100)}  # ten percent of a thousand is a hundred, also in floats
+    # ten percent of a thousand is a hundred, also in floats
+    ten = {0: numpy.arange(1000.0).reshape(10, 100)}
     assert kept(settings("global", 0.9), {0: layer(10, width=100)}, ten) == {0: [0] * 9 + [100]}
-    scores = {0: numpy.array([[8, 7, 6, 5], [4, 3, 2, 1.0]]), 1: numpy.array([[80, 10, 10, 10], [70, 60, 50, 20.0]])}
-    assert kept(settings("layerwise", 0.5), {i: layer(2, width=4) for i in (0, 1)}, scores) == {0: [4, 0], 1: [1, 3]}
-    layers, equal = {0: layer(3, width=10), 1: layer(2, width=7)}, {0: numpy.ones((3, 10)), 1: numpy.ones((2, 7))}
+    scores = {
+        0: numpy.array([[8, 7, 6, 5], [4, 3, 2, 1.0]]),
+        1: numpy.array([[80, 10, 10, 10], [70, 60, 50, 20.0]]),
+    }
+    assert kept(settings("layerwise", 0.5), {i: layer(2, width=4) for i in (0, 1)}, scores) == {
+        0: [4, 0],
+        1: [1, 3],
+    }
+    layers = {0: layer(3, width=10), 1: layer(2, width=7)}
+    equal = {0: numpy.ones((3, 10)), 1: numpy.ones((2, 7))}
     assert kept(settings("uniform", 0.25), layers, equal) == {0: [7, 7, 7], 1: [5, 5]}
-    with pytest.raises(UserError, match=r"no channel of 7 in .* layer 1\b.* 0.857 is the largest feasible ratio"):
+    with pytest.raises(
+        UserError, match=r"no channel of 7 in .* layer 1\b.* 0.857 is the largest feasible ratio"
+    ):
         budgets(settings("uniform", 0.89), layers, equal)
     assert kept(settings("uniform", 0.857), layers, equal)[1] == [1, 1]
 
@@ -52,7 +70,8 @@ def test_coverage_by_hand() -> None:
     """One layer of three experts; sqrt makes their targets (.5, 1, .8)."""
     layers = {4: layer(3, width=4)}
     scores = {4: numpy.array([[1, 8, 0, 1], [3, 2, 3, 2], [2, 3, 4, 5.0]])}
-    first, second = numpy.array([0.25, 1.0, 0.64]), numpy.array([1.0, 0.01, 0.01])
+    first = numpy.array([0.25, 1.0, 0.64])
+    second = numpy.array([1.0, 0.01, 0.01])
     evidence = {"statistics": {4: {"layer_loss": 3.0, "ala_first": first, "ala_second": second}}}
     plain = {"intra": "proportional", "expert_smoothing": "none"}
     for parameters, expected in (
@@ -63,12 +82,16 @@ def test_coverage_by_hand() -> None:
         ({**plain, "prior": "ala2"}, [4, 1, 1]),  # 1 : .01 : .01
         ({"prior": "true_ablation"}, [3, 2, 1]),  # targets (1, .1, .1)
     ):
-        assert kept(settings("coverage", 0.5, **parameters), layers, scores, evidence)[4] == expected
+        assert (
+            kept(settings("coverage", 0.5, **parameters), layers, scores, evidence)[4] == expected
+        )
 
 
 def test_layers_are_weighed_by_the_loss_that_is_chosen() -> None:
-    """Equal scores and sqrt: targets 1 and 2 by the relative loss, 3 and 2 by what the model's loss gains."""
-    layers, scores = {i: layer(2, width=10) for i in (0, 1)}, {i: numpy.ones((2, 10)) for i in (0, 1)}
+    """Equal scores and sqrt: targets 1 and 2 by the relative loss, 3 and 2 by what the model's loss
+    gains."""
+    layers = {i: layer(2, width=10) for i in (0, 1)}
+    scores = {i: numpy.ones((2, 10)) for i in (0, 1)}
     evidence = {
         "statistics": {0: {"layer_loss": 1.0}, 1: {"layer_loss": 4.0}},
         "scaling": {0: {"scaling": 0.09}, 1: {"scaling": 0.04}},
@@ -90,10 +113,16 @@ def test_layers_are_weighed_by_the_loss_that_is_chosen() -> None:
 
 
 def test_layer_losses_and_expert_priors_are_smoothed_apart() -> None:
-    """Equal scores: coverage targets are kept shares. Losses 1 and 4, priors 1 and 9 in each layer of 2 x 12."""
-    layers, scores = {0: layer(2, width=12), 1: layer(2, width=12)}, {i: numpy.ones((2, 12)) for i in (0, 1)}
+    """Equal scores: coverage targets are kept shares. Losses 1 and 4, priors 1 and 9 in each layer
+    of 2 x 12."""
+    layers = {0: layer(2, width=12), 1: layer(2, width=12)}
+    scores = {i: numpy.ones((2, 12)) for i in (0, 1)}
     prior = numpy.array([1.0, 9.0])
-    evidence = {"statistics": {i: {"layer_loss": loss, "ala_first": prior} for i, loss in ((0, 1.0), (1, 4.0))}}
+    evidence = {
+        "statistics": {
+            i: {"layer_loss": loss, "ala_first": prior} for i, loss in ((0, 1.0), (1, 4.0))
+        }
+    }
     for parameters, expected in (
         ({}, {0: [2, 6], 1: [4, 12]}),  # layers 1 : 2, experts 1 : 3
         ({"layer_smoothing": "none"}, {0: [1, 4], 1: [7, 12]}),  # layers 1 : 4
@@ -113,18 +142,23 @@ def covered(groups: list[numpy.ndarray], prior: numpy.ndarray, alpha: float) -> 
 
 
 def naive(groups: list[numpy.ndarray], prior: numpy.ndarray, budget: int) -> list[int]:
-    """The specification word by word: bisect alpha until floats meet, then one channel at a time to the group with the
-    smallest achieved / target coverage."""
-    low, high = 0.0, 1 / min(prior)
+    """The specification word by word: bisect alpha until floats meet, then one channel at a time to
+    the group with the smallest achieved / target coverage."""
+    low = 0.0
+    high = 1 / min(prior)
     for _ in range(200):
         middle = (low + high) / 2
-        low, high = (middle, high) if sum(covered(groups, prior, middle)) <= budget else (low, middle)
+        low, high = (
+            (middle, high) if sum(covered(groups, prior, middle)) <= budget else (low, middle)
+        )
     found = covered(groups, prior, low)
     while sum(found) < budget:
         open_groups = [g for g in range(len(groups)) if found[g] < len(groups[g])]
 
         def reached(g: int) -> float:
-            return float(sum(sorted(groups[g], reverse=True)[: found[g]]) / sum(groups[g]) / prior[g])
+            return float(
+                sum(sorted(groups[g], reverse=True)[: found[g]]) / sum(groups[g]) / prior[g]
+            )
 
         found[min(open_groups, key=reached)] += 1
     return found
@@ -135,16 +169,29 @@ ROWS = st.lists(st.lists(st.floats(0.01, 10), min_size=1, max_size=6), min_size=
 
 @given(ROWS, st.lists(st.floats(0.05, 1), min_size=4, max_size=4), st.floats(0, 1))
 @how(max_examples=50)
-def test_exact_is_the_search_run_to_the_end(rows: list[list[float]], targets: list[float], fill: float) -> None:
-    groups, prior = [numpy.array(row) for row in rows], numpy.array(targets[: len(rows)])
-    budget = max(len(groups), round(fill * sum(map(len, groups))))  # below, alpha is 0 and all groups are tied
-    shares = [s / p for row, p in zip(rows, prior, strict=True) for s in numpy.cumsum(sorted(row)[::-1]) / sum(row)]
+def test_exact_is_the_search_run_to_the_end(
+    rows: list[list[float]], targets: list[float], fill: float
+) -> None:
+    groups = [numpy.array(row) for row in rows]
+    prior = numpy.array(targets[: len(rows)])
+    # below, alpha is 0 and all groups are tied
+    budget = max(len(groups), round(fill * sum(map(len, groups))))
+    shares = [
+        s / p
+        for row, p in zip(rows, prior, strict=True)
+        for s in numpy.cumsum(sorted(row)[::-1]) / sum(row)
+    ]
     assume(len({round(share, 6) for share in shares}) == len(shares))  # ties may fall either way
     assert cover(groups, prior, budget).tolist() == naive(groups, prior, budget)
 
 
 def test_groups_without_score_or_target_come_last() -> None:
-    groups = [numpy.zeros(3), numpy.array([2.0, 1.0, 0.0]), numpy.array([5.0, 4.0, 3.0]), -numpy.ones(3)]
+    groups = [
+        numpy.zeros(3),
+        numpy.array([2.0, 1.0, 0.0]),
+        numpy.array([5.0, 4.0, 3.0]),
+        -numpy.ones(3),
+    ]
     prior = numpy.array([1, 1, 0, 1.0])
     assert cover(groups, prior, 2).tolist() == [0, 2, 0, 0]
     assert cover(groups, prior, 5).tolist() == [0, 2, 3, 0]
@@ -171,7 +218,11 @@ EVIDENCE: dict[str, Any] = {
 
 
 def test_values_of_priors() -> None:
-    priors: dict[Any, list[float]] = {"ala1": [3, 0, 2], "ala2": [4, 5, 6], "true_ablation": [4, 5, 6]}
+    priors: dict[Any, list[float]] = {
+        "ala1": [3, 0, 2],
+        "ala2": [4, 5, 6],
+        "true_ablation": [4, 5, 6],
+    }
     priors |= {"loss": [0.1, 0, 0.3], "usage": [10, 0, 30], "router_weight": [0.5, 1.5, 2.5]}
     priors |= {"ala_lm": [3, 0, 4], "none": [1, 1, 1]}
     for prior, expected in priors.items():
@@ -184,12 +235,17 @@ def test_formulas_of_smoothing() -> None:
     x = numpy.array([0.25, 0.75, 1.0, 2.0])  # mean 1, population deviation sqrt(0.40625)
     half = 0.5 * 0.40625**0.5
     assert smooth(x, "sqrt") == pytest.approx([0.5, 0.75**0.5, 1, 2**0.5])
-    assert smooth(x, "log") == pytest.approx([numpy.log(2.25), numpy.log(4.75), numpy.log(6), numpy.log(11)])
+    assert smooth(x, "log") == pytest.approx(
+        [numpy.log(2.25), numpy.log(4.75), numpy.log(6), numpy.log(11)]
+    )
     delta = 1 + half
-    assert smooth(x, "huber") == pytest.approx([0.25, 0.75, 1, delta + (delta * (2 - delta)) ** 0.5])
+    assert smooth(x, "huber") == pytest.approx(
+        [0.25, 0.75, 1, delta + (delta * (2 - delta)) ** 0.5]
+    )
     assert smooth(x, "clip") == pytest.approx([1 - half, 0.75, 1, 1 + half])
     assert smooth(x, "none") == pytest.approx(x)
-    for name in FUNCTIONS:  # equal targets without any values, none that is zero, and units do not matter
+    # equal targets without any values, none that is zero, and units do not matter
+    for name in FUNCTIONS:
         some = smooth(numpy.array([0.0, 1e-9, 3.0]), name)
         assert smooth(numpy.zeros(2), name).tolist() == [1, 1] and 0 < some[0] <= some[1] <= some[2]
         assert smooth(1000 * x, name) == pytest.approx(smooth(x, name))
@@ -198,7 +254,9 @@ def test_formulas_of_smoothing() -> None:
 # ---- whole blocks
 
 
-def aligned(wanted: Any, width: int, block: int, *, least: int | None = None, order: str = "remainder") -> list[int]:
+def aligned(
+    wanted: Any, width: int, block: int, *, least: int | None = None, order: str = "remainder"
+) -> list[int]:
     scores = numpy.tile(numpy.arange(width, 0.0, -1), (len(wanted), 1))
     rules = Alignment(block, block if least is None else least, order)
     return align({0: numpy.array(wanted)}, {0: scores}, rules)[0].tolist()
@@ -212,7 +270,9 @@ def test_blocks_that_are_left_over_go_by_channels_or_by_scores() -> None:
     assert align(wanted, scores, Alignment(2, 2, "scores"))[0].tolist() == [2, 4, 2]
 
 
-def reference(wanted: list[int], lost: list[float], width: int, block: int, least: int) -> list[int]:
+def reference(
+    wanted: list[int], lost: list[float], width: int, block: int, least: int
+) -> list[int]:
     """The paper's rule, one block at a time, with a second pass for what is left."""
     active = [i for i, n in enumerate(wanted) if n >= least and n > 0]
     found = [wanted[i] // block * block if i in active else 0 for i in range(len(wanted))]
@@ -246,10 +306,13 @@ def test_whole_blocks_of_any_budgets(wanted: list[int], block: int, least: int, 
 
 
 def test_blocks_that_do_not_fit_are_refused() -> None:
-    layers, random = {i: layer(6, width=32) for i in (0, 2)}, numpy.random.default_rng(0)
+    layers = {i: layer(6, width=32) for i in (0, 2)}
+    random = numpy.random.default_rng(0)
     scores = {i: random.random((6, 32)) for i in layers}
     found = kept(settings("global", 0.5, align={"block": 12}), layers, scores)
-    assert {count for row in found.values() for count in row} <= {0, 12, 24}, "two blocks and 8 channels more"
+    assert {count for row in found.values() for count in row} <= {0, 12, 24}, (
+        "two blocks and 8 channels more"
+    )
     for blocks, ratio, named in (
         ({"block": 12}, 0.2, r"align\.block=12\b.* 288; 0.248 is the smallest feasible ratio"),
         ({"block": 33, "min_channels": 1}, 0.5, r"align\.block=33\b.*\b32\b"),

@@ -1,4 +1,5 @@
-"""Groups of experts to merge, by hand and by naive references; protected experts, which every plan keeps whole."""
+"""Groups of experts to merge, by hand and by naive references; protected experts, which every plan
+keeps whole."""
 
 import re
 from itertools import chain, combinations, product
@@ -18,7 +19,14 @@ from tokenizers import pre_tokenizers
 
 import moe_lab
 from moe_lab.allocation import allocate, budgets, fits
-from moe_lab.allocation.grouping import GROUPINGS, average_linkage, by_salience, groups, nearest, weighted
+from moe_lab.allocation.grouping import (
+    GROUPINGS,
+    average_linkage,
+    by_salience,
+    groups,
+    nearest,
+    weighted,
+)
 from moe_lab.allocation.protection import identity, super_experts, with_protected
 from moe_lab.allocation.shapes import check_removals
 from moe_lab.config import AllocationConfig
@@ -28,7 +36,8 @@ from moe_lab.pruning.plan import Plan, make_plan
 from moe_lab.search.candidates import Plans
 from moe_lab.search.evolution import SearchSettings, space_to_search
 
-LOGITS = numpy.array([[2, 0, 1], [0, 2, 1], [1, 1, -2], [0.1, 1.8, 1]], dtype=float)  # experts x tokens
+# experts x tokens
+LOGITS = numpy.array([[2, 0, 1], [0, 2, 1], [1, 1, -2], [0.1, 1.8, 1]], dtype=float)
 MEANS = numpy.array([[0, 0], [1, 0], [1.8, 0], [5, 1]], dtype=float)
 GATED = numpy.array([[1, 0], [1, 1], [0, 2], [-1, -1]], dtype=float)
 TOKENS = numpy.array([0.30, 0.28, 0.22, 0.20])
@@ -37,7 +46,12 @@ APART = squareform([0.3, 0.9, 0.1, 0.5, 0.2, 0.4, 0.6, 0.7, 0.8, 0.15, 0.6, 0.05
 
 
 def grouped(
-    name: str, sums: dict[str, Any], kept: Any, protected: Any = (), scores: Any = None, **parameters: Any
+    name: str,
+    sums: dict[str, Any],
+    kept: Any,
+    protected: Any = (),
+    scores: Any = None,
+    **parameters: Any,
 ) -> list[list[int]]:
     """Groups of four experts, whose scores are equal unless they are given."""
     scores = numpy.ones(4) if scores is None else numpy.asarray(scores, dtype=float)
@@ -47,7 +61,8 @@ def grouped(
 @pytest.mark.parametrize("name", ["m_smoe", "m_smoe_unaligned"])
 def test_a_dropped_expert_joins_the_one_with_the_most_similar_logits(name: str) -> None:
     sums = {"router_gram": LOGITS @ LOGITS.T}
-    assert grouped(name, sums, (0, 1, 2)) == [[0], [1, 3], [2]]  # (cos + 1) / 2 = .630158, .998940, .490099
+    # (cos + 1) / 2 = .630158, .998940, .490099
+    assert grouped(name, sums, (0, 1, 2)) == [[0], [1, 3], [2]]
     larger = LOGITS * [[100], [1], [1], [1]]
     assert grouped(name, {"router_gram": larger @ larger.T}, (0, 1, 2)) == [[0], [1, 3], [2]]
     assert grouped(name, sums, (0, 2)) == [[0, 1, 3], [2]]
@@ -75,11 +90,20 @@ def test_protected_experts_are_merged_with_none() -> None:
             grouped(name, sums, (0, 1), protected=(0, 1))
 
 
-def merged(name: str, groups: list[list[int]], values: Any, kept: Any = ()) -> dict[int, dict[int, float]]:
-    """The members' weights from their tokens or scores, whichever the grouping weighs by; the others are zeros."""
+def merged(
+    name: str, groups: list[list[int]], values: Any, kept: Any = ()
+) -> dict[int, dict[int, float]]:
+    """The members' weights from their tokens or scores, whichever the grouping weighs by; the
+    others are zeros."""
     nothing = numpy.zeros(len(values))
     by_scores = GROUPINGS[name].weights == "scores"
-    return weighted(name, groups, {"tokens": nothing if by_scores else values}, values if by_scores else nothing, kept)
+    return weighted(
+        name,
+        groups,
+        {"tokens": nothing if by_scores else values},
+        values if by_scores else nothing,
+        kept,
+    )
 
 
 def test_who_stands_for_a_group_and_what_members_weigh() -> None:
@@ -88,7 +112,9 @@ def test_who_stands_for_a_group_and_what_members_weigh() -> None:
     assert list(merged("hc_smoe", [[0, 1, 2]], numpy.array([3.0, 9.0, 9.0]))) == [1]
     assert merged("merge_moe", [[0, 1], [2]], numpy.zeros(3)) == {0: {0: 0.5, 1: 0.5}, 2: {2: 1.0}}
     # REAM: a negative score counts as 0; where no positive one is left, all weigh the same
-    weights = merged("ream", [[0, 1], [2, 3], [4, 5]], numpy.array([3.0, -1, -2, 0, 1, 4]), kept=(0, 3, 4))
+    weights = merged(
+        "ream", [[0, 1], [2, 3], [4, 5]], numpy.array([3.0, -1, -2, 0, 1, 4]), kept=(0, 3, 4)
+    )
     assert weights == {0: {0: 1.0, 1: 0.0}, 3: {2: 0.5, 3: 0.5}, 4: {4: 0.2, 5: 0.8}}
 
 
@@ -99,7 +125,8 @@ def test_groups_fill_from_the_most_salient_expert_on() -> None:
     assert nearest(numpy.zeros((4, 4)), (2, 0)) == [[0, 1, 3], [2]]  # equally near: the lower id
     assert by_salience(APART, (4, 2, 0), group_size=2) == [[4, 3], [2, 5], [0, 1]]
     assert by_salience(APART, by_score) == [[0, 3, 5, 1], [2], [4]]  # the default is 16
-    assert by_salience(numpy.zeros((4, 4)), (3, 1), group_size=2) == [[3, 0], [1, 2]]  # equal: the lower id first
+    # equal: the lower id first
+    assert by_salience(numpy.zeros((4, 4)), (3, 1), group_size=2) == [[3, 0], [1, 2]]
     with pytest.raises(UserError, match=r"group_size=1.*at least 2"):
         by_salience(APART, by_score, group_size=1)
 
@@ -111,17 +138,22 @@ def naive_ream(logits: NDArray[Any], gated: NDArray[Any]) -> NDArray[Any]:
     apart = numpy.array([[numpy.linalg.norm(a - b) for b in columns] for a in columns])
     distances = numpy.zeros((count, count))
     for i, j in product(range(count), repeat=2):
-        distances[i, j] = 1 - ((outputs[i] @ outputs[j] + 1) / 2 + 1 - apart[i, j] / apart.max()) / 2
+        distances[i, j] = (
+            1 - ((outputs[i] @ outputs[j] + 1) / 2 + 1 - apart[i, j] / apart.max()) / 2
+        )
     return distances
 
 
 def test_reams_distance_is_of_gated_outputs_and_logits() -> None:
     rng = numpy.random.default_rng(0)
-    logits, gated = rng.normal(size=(9, 40)), rng.normal(size=(9, 5))
+    logits = rng.normal(size=(9, 40))
+    gated = rng.normal(size=(9, 5))
     sums = {"router_gram": logits @ logits.T, "dense_gated_output_sum": gated}
     distances = naive_ream(logits, gated)
-    numpy.testing.assert_allclose(GROUPINGS["ream"].distances(sums), distances, atol=1e-7)  # sqrt(2 - 2 cos) near 0
-    for scores in ([2.0] + [1.0] * 8, [1.0] * 8 + [2.0]):  # of the kept experts, that of the highest score takes first
+    # sqrt(2 - 2 cos) near 0
+    numpy.testing.assert_allclose(GROUPINGS["ream"].distances(sums), distances, atol=1e-7)
+    # of the kept experts, that of the highest score takes first
+    for scores in ([2.0] + [1.0] * 8, [1.0] * 8 + [2.0]):
         kept = sorted((0, 8), key=lambda expert: -scores[expert])
         expected = by_salience(distances, kept, group_size=5)
         made = grouped("ream", sums, (0, 8), scores=scores, group_size=5)
@@ -133,7 +165,9 @@ def test_reams_distance_is_of_gated_outputs_and_logits() -> None:
 def test_merge_moe_joins_the_expert_with_the_nearest_weights() -> None:
     weights = numpy.array([[0.0, 0], [3, 4], [0, 2], [3, 5]])
     squares = ((weights[:, None] - weights) ** 2).sum(2)
-    numpy.testing.assert_allclose(GROUPINGS["merge_moe"].distances({"weight_distance_square": squares})[0, 1], 5)
+    numpy.testing.assert_allclose(
+        GROUPINGS["merge_moe"].distances({"weight_distance_square": squares})[0, 1], 5
+    )
     assert grouped("merge_moe", {"weight_distance_square": squares}, (0, 1)) == [[0, 2], [1, 3]]
 
 
@@ -144,15 +178,18 @@ def test_merge_moe_joins_the_expert_with_the_nearest_weights() -> None:
 def test_groups_that_cannot_hold_all_experts_are_refused_before_anything_runs(
     ratio: float, size: int, protected: tuple[int, ...], least: int | None
 ) -> None:
-    """By numbers alone: a matrix of the distances of a million experts would have eight terabytes. A protected expert
-    holds no others."""
+    """By numbers alone: a matrix of the distances of a million experts would have eight terabytes.
+    A protected expert holds no others."""
     million = {0: {**layer(2**20, top_k=2), "protected": protected}}
     for name in GROUPINGS:
         asked = {**settings("uniform", ratio, group_size=size), "replacement": name}
         if least is None or name != "ream":
             fits(asked, million, "expert")
         else:
-            with pytest.raises(UserError, match=rf"group_size={re.escape(str(size))}\b.*\b{re.escape(str(least))}\b"):
+            with pytest.raises(
+                UserError,
+                match=rf"group_size={re.escape(str(size))}\b.*\b{re.escape(str(least))}\b",
+            ):
                 fits(asked, million, "expert")
 
 
@@ -163,22 +200,34 @@ def test_clusters_are_those_of_a_naive_average_linkage(seed: int) -> None:
     while len(groups) > 4:
 
         def distance(pair: tuple[list[int], list[int]]) -> float:
-            return float(numpy.mean([numpy.linalg.norm(features[i] - features[j]) for i in pair[0] for j in pair[1]]))
+            return float(
+                numpy.mean(
+                    [numpy.linalg.norm(features[i] - features[j]) for i in pair[0] for j in pair[1]]
+                )
+            )
 
         first, second = min(combinations(groups, 2), key=distance)
-        groups = [group for group in groups if group not in (first, second)] + [sorted(first + second)]
+        groups = [group for group in groups if group not in (first, second)] + [
+            sorted(first + second)
+        ]
     tokens = numpy.arange(1.0, 13)
     routed = {"output_sum": features * tokens[:, None], "tokens": tokens}
-    for name, sums in (("hc_smoe", {"dense_output_sum": 22 * features}), ("hc_smoe_routed", routed)):
+    for name, sums in (
+        ("hc_smoe", {"dense_output_sum": 22 * features}),
+        ("hc_smoe_routed", routed),
+    ):
         assert grouped(name, sums, range(4), scores=numpy.ones(12)) == sorted(groups)
-    assert len(average_linkage(numpy.zeros((6, 6)), range(4))) == 4, "equal experts give as many groups as asked"
+    assert len(average_linkage(numpy.zeros((6, 6)), range(4))) == 4, (
+        "equal experts give as many groups as asked"
+    )
 
 
 # ---- allocation.protect
 
 
 def test_published_maxima_give_the_published_experts() -> None:
-    """Qwen3-30B-A3B: 744, 540 and 430 in layers 1 to 3, then 63.5; 1.2 elsewhere, so that P99.5 is low."""
+    """Qwen3-30B-A3B: 744, 540 and 430 in layers 1 to 3, then 63.5; 1.2 elsewhere, so that P99.5 is
+    low."""
     layers = {number: numpy.full(128, 1.2) for number in range(48)}
     layers[1][68], layers[2][92], layers[3][82], layers[47][5] = 744, 540, 430, 63.5
     layers[4][1] = 74.4  # a tenth of the largest, and not above it
@@ -193,7 +242,11 @@ def test_super_experts_are_found_one_by_one(seed: int, spread: float) -> None:
     layers = {number: numpy.exp(random.normal(0, spread, 60)) for number in (1, 2, 5)}
     values = numpy.concatenate(list(layers.values()))
     bound = max(float(numpy.quantile(values, 0.995)), float(values.max()) / 10)
-    found = {number: numpy.flatnonzero(row > bound).tolist() for number, row in layers.items() if number < 5}
+    found = {
+        number: numpy.flatnonzero(row > bound).tolist()
+        for number, row in layers.items()
+        if number < 5
+    }
     expected = {number: experts for number, experts in found.items() if experts}
     assert super_experts(layers, 5) == expected
 
@@ -226,29 +279,39 @@ def test_plans_that_would_not_keep_all_of_the_protected_experts_are_refused() ->
     assert allocate(settings("global", 0.5), layers, scores) == {0: 7, 1: 1}
     with pytest.raises(UserError, match=r"layer 1 .* expert 0\b"):
         make_plan(scores, {0: 0, 1: 5}, layers, provenance={})
-    plan = Plan({0: (0, 1)}, {0: 4}, channels={0: numpy.eye(4, 12, dtype=bool) & (numpy.arange(4) < 2)[:, None]})
+    plan = Plan(
+        {0: (0, 1)},
+        {0: 4},
+        channels={0: numpy.eye(4, 12, dtype=bool) & (numpy.arange(4) < 2)[:, None]},
+    )
     with pytest.raises(UserError, match=r"layer 0 .* expert 1\b"):  # it keeps one of its channels
         plan.check({0: {**layer(4, width=12), "protected": [1]}})
 
 
 def test_without_protected_experts_nothing_changes() -> None:
-    """The others divide what is left: as if the protected experts and their channels were not there."""
+    """The others divide what is left: as if the protected experts and their channels were not
+    there."""
     random = numpy.random.default_rng(0)
     scores = {0: random.gamma(0.5, size=(6, 8))}
     sums = {0: {"layer_loss": 1.0, "ala_first": random.gamma(1, size=6)}}
-    marked, rest = {0: {**layer(6, width=8), "protected": [2]}}, [0, 1, 3, 4, 5]
+    marked = {0: {**layer(6, width=8), "protected": [2]}}
+    rest = [0, 1, 3, 4, 5]
     for intra in ("coverage", "proportional", "uniform", "ranking"):
         chosen = settings("coverage", 0.5, intra=intra, zero_expert="keep_null")
         kept = budgets(chosen, marked, scores, {"statistics": sums})[0]
         alone = {0: {"layer_loss": 1.0, "ala_first": sums[0]["ala_first"][rest]}}
         chosen["ratio"] = 1 - (24 - 8) / 40
-        expected = budgets(chosen, {0: layer(5, width=8)}, {0: scores[0][rest]}, {"statistics": alone})[0]
+        expected = budgets(
+            chosen, {0: layer(5, width=8)}, {0: scores[0][rest]}, {"statistics": alone}
+        )[0]
         assert kept[2] == 8 and kept[rest].tolist() == expected.tolist()
 
 
 def test_schedules_of_a_search_leave_room_for_them() -> None:
     model = tiny.build("olmoe")
-    facts = {n: layer(16, top_k=4) for n in range(3)} | {1: {**layer(16, top_k=4), "protected": list(range(10))}}
+    facts = {n: layer(16, top_k=4) for n in range(3)} | {
+        1: {**layer(16, top_k=4), "protected": list(range(10))}
+    }
     asked = settings("evolutionary", 0.5), {"layers": facts}, SearchSettings(granularity=1)
     assert space_to_search(*asked).capacity == (12, 6, 12)
     plans = Plans(model, {n: list(range(16)) for n in range(3)}, {1: range(10)})
@@ -262,9 +325,17 @@ def test_a_planted_outlier_survives(tmp_path: Path) -> None:
     planted = moe_layers(model)[1]
     with torch.no_grad():
         planted.experts.down_proj[5] *= 300
-    text = [" ".join(f"w{number}" for number in row) for row in tiny.tokens(rows=16, length=64).tolist()]
-    statistics = moe_lab.calibrate(model, tokenizer, text, criteria=["frequency", "camera"], tokens=1024, length=64)
-    for name, allocation in (("frequency", "uniform"), ("frequency", "global"), ("camera", "coverage")):
+    text = [
+        " ".join(f"w{number}" for number in row) for row in tiny.tokens(rows=16, length=64).tolist()
+    ]
+    statistics = moe_lab.calibrate(
+        model, tokenizer, text, criteria=["frequency", "camera"], tokens=1024, length=64
+    )
+    for name, allocation in (
+        ("frequency", "uniform"),
+        ("frequency", "global"),
+        ("camera", "coverage"),
+    ):
         scores = moe_lab.score(name, statistics)
         plan = moe_lab.plan(scores, 0.75, allocation, protect="super")
         assert plan.provenance["protected"] == {"1": [5]}

@@ -1,7 +1,8 @@
 """The small store behind the golden tables and figures, and these themselves: made anew by
 
     python tests/analysis/golden_store.py store     golden/store.tar.xz, then the tables and figures
-    python tests/analysis/golden_store.py tables    tables and figures alone, from the store as it is committed
+    python tests/analysis/golden_store.py tables    tables and figures alone, from the store as it
+    is committed
 
 Look at what `git diff tests/analysis/golden` says before committing either.
 """
@@ -43,26 +44,45 @@ SIZES = {"text_8k": 8000, "text_65k": 65000}
 
 
 def write(root: Path) -> Path:
-    """A store whose studies, taken together, have something for nearly every output; returns its root."""
+    """A store whose studies, taken together, have something for nearly every output; returns its
+    root."""
     usual = {"root": root, "tasks": TASKS, "items": 12, "overlap": False}
-    half, general = {**usual, "ratios": (0.5,)}, {"calibrations": ("pocket_general",)}
-    code, searched = {"calibrations": ("pocket_code",)}, {"allocations": ("evolutionary",)}
+    half = {**usual, "ratios": (0.5,)}
+    general = {"calibrations": ("pocket_general",)}
+    code = {"calibrations": ("pocket_code",)}
+    searched = {"allocations": ("evolutionary",)}
     experts = ("frequency", "reap", "man", "aimer", "magnitude")
     write_store(name="experts", criteria=experts, **{**usual, "overlap": True})
     write_store(name="chance", criteria=("random",), random_seeds=(1, 2, 3), **general, **half)
     write_store(name="sizes", criteria=("reap",), calibrations=tuple(SIZES), **half)
     write_store(name="searched", criteria=("reap", "man"), **searched, **code, **usual)
-    write_store(name="fitness", criteria=("reap",), allocations=("evolutionary spec dec",), **code, **usual)
+    write_store(
+        name="fitness", criteria=("reap",), allocations=("evolutionary spec dec",), **code, **usual
+    )
     write_store(name="text", criteria=("reap",), **searched, **general, **usual)
     write_store(name="quantised", criteria=("reap",), recoveries=("nf4",), **code, **half)
     places = ("uniform, replacement=mean_output", "uniform, replacement=hc_smoe")
     write_store(name="replaced", criteria=("reap",), allocations=places, **code, **half)
     three = {**usual, "ratios": (0.25, 0.5, 0.75)}
-    write_store(name="heapr", criteria=("heapr",), allocations=("layerwise", "global"), **general, **three)
+    write_store(
+        name="heapr", criteria=("heapr",), allocations=("layerwise", "global"), **general, **three
+    )
     write_store(name="camera", criteria=("camera",), allocations=("layerwise",), **general, **half)
-    spread = ("uniform", "coverage", "coverage, smoothing log", "coverage, prior ala2", "coverage, prior loss")
+    spread = (
+        "uniform",
+        "coverage",
+        "coverage, smoothing log",
+        "coverage, prior ala2",
+        "coverage, prior loss",
+    )
     blocks = ("coverage aligned 64", "coverage aligned 128", "coverage min 64", "coverage min 256")
-    write_store(name="channels", criteria=("channel_activation",), allocations=(*spread, *blocks), **general, **half)
+    write_store(
+        name="channels",
+        criteria=("channel_activation",),
+        allocations=(*spread, *blocks),
+        **general,
+        **half,
+    )
     write_store(name="snip", criteria=("snip",), allocations=("coverage",), **general, **half)
     write_store(name="weights", criteria=("channel_weight",), allocations=("coverage",), **half)
     for study in ("channels", "snip"):
@@ -86,7 +106,10 @@ def _weight_scores(root: Path) -> None:
     for entry in study["cells"]:
         if entry["cell"]["criterion"] in ("aimer", "magnitude"):
             drawn = rng("weights", entry["cell"]["criterion"]).lognormal(0, 0.4, LAYERS * EXPERTS)
-            places = [{"layer": at // EXPERTS, "expert": at % EXPERTS, "score": s} for at, s in enumerate(drawn)]
+            places = [
+                {"layer": at // EXPERTS, "expert": at % EXPERTS, "score": s}
+                for at, s in enumerate(drawn)
+            ]
             write_frame(root / entry["scores"] / "scores.parquet", pd.DataFrame(places))
 
 
@@ -96,13 +119,26 @@ def timed(root: Path, name: str) -> None:
     with edited(record_path(root, name)) as study:
         for number, entry in enumerate(study["cells"]):
             entry["timing"] = f"timing/{name}-{number}"
-            write_json(root / entry["timing"] / "timing.json", {**about, "weight_bytes": (20 - number) * MIB})
+            write_json(
+                root / entry["timing"] / "timing.json",
+                {**about, "weight_bytes": (20 - number) * MIB},
+            )
             rows = [
-                (prompts, 50, 10, repeat, 0.1 * prompts * 2**repeat, 0.5 * (number + 1) * 2**repeat, 2.0 * MIB)
+                (
+                    prompts,
+                    50,
+                    10,
+                    repeat,
+                    0.1 * prompts * 2**repeat,
+                    0.5 * (number + 1) * 2**repeat,
+                    2.0 * MIB,
+                )
                 for prompts in (2, 4)
                 for repeat in range(3)
             ]
-            write_frame(root / entry["timing"] / "timing.parquet", pd.DataFrame(rows, columns=list(TIMINGS)))
+            write_frame(
+                root / entry["timing"] / "timing.parquet", pd.DataFrame(rows, columns=list(TIMINGS))
+            )
 
 
 def _fail_one(root: Path) -> None:
@@ -134,28 +170,45 @@ def everything(study: Study) -> tuple[dict[str, Table], dict[str, Figure]]:
     results = Results(study)
     made = [item for output in outputs().values() for item in output.items(results)]
     compared = published_tables(study, results.comparisons, list(TABLES)).values()
-    tables = [*(item for item in made if isinstance(item, Table)), *(table for table in compared if len(table.frame))]
+    tables = [
+        *(item for item in made if isinstance(item, Table)),
+        *(table for table in compared if len(table.frame)),
+    ]
     figures = [item for item in made if isinstance(item, Figure)]
     return {table.name: table for table in tables}, {figure.name: figure for figure in figures}
 
 
 def drawn(figure: Figure) -> list[dict[str, Any]]:
-    """What a figure shows, panel by panel: words, and the places and colours of lines, bars, points and images."""
+    """What a figure shows, panel by panel: words, and the places and colours of lines, bars, points
+    and images."""
     legends = [text.get_text() for legend in figure.drawing.legends for text in legend.get_texts()]
-    return [{"legend": legends}, *(_panel(axes) for axes in figure.drawing.axes if axes.get_visible())]
+    return [
+        {"legend": legends},
+        *(_panel(axes) for axes in figure.drawing.axes if axes.get_visible()),
+    ]
 
 
 def _panel(axes: Axes) -> dict[str, Any]:
     words = [*_ticks(axes.xaxis), *_ticks(axes.yaxis), *(text.get_text() for text in axes.texts)]
     lines = [
-        {"of": f"{line.get_label()} {line.get_color()} {line.get_markerfacecolor()}", "at": _short(line.get_xydata())}
+        {
+            "of": f"{line.get_label()} {line.get_color()} {line.get_markerfacecolor()}",
+            "at": _short(line.get_xydata()),
+        }
         for line in axes.get_lines()
     ]
-    bars = [{"of": to_hex(patch.get_facecolor(), keep_alpha=True), "at": _outline(patch)} for patch in axes.patches]
+    bars = [
+        {"of": to_hex(patch.get_facecolor(), keep_alpha=True), "at": _outline(patch)}
+        for patch in axes.patches
+    ]
     marks: list[Any] = [image.get_array() for image in axes.get_images()]
     for points in axes.collections:
         marks += [points.get_offsets()] if isinstance(points, PathCollection) else []
-        marks += [path.vertices for path in points.get_paths()] if not isinstance(points, PathCollection) else []
+        marks += (
+            [path.vertices for path in points.get_paths()]
+            if not isinstance(points, PathCollection)
+            else []
+        )
     return {
         "title": axes.get_title(loc="left"),
         "words": [axes.get_xlabel(), axes.get_ylabel(), *words],

@@ -1,4 +1,5 @@
-"""Comparisons and studies of a few cells, made by hand so that every number can be checked by eye."""
+"""Comparisons and studies of a few cells, made by hand so that every number can be checked by
+eye."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -16,13 +17,21 @@ from analysis.render.table import Table
 from analysis.stats import overlap, ranks
 from analysis.stats.comparison import Comparison
 
-UNPRUNED = {"criterion": "none", "granularity": "none", "allocation": "none", "calibration": "none", "ratio": 0.0}
+UNPRUNED = {
+    "criterion": "none",
+    "granularity": "none",
+    "allocation": "none",
+    "calibration": "none",
+    "ratio": 0.0,
+}
 SCORES = {"metric": "acc", "scale": "score", "unit": ""}
 """What a result says of a number that is a share of right answers."""
 COSTS = ("routed_kept", "flops_ratio", "storage_bytes")
 
 
-def cell(criterion: str, allocation: str = "uniform", ratio: float = 0.5, **more: Any) -> dict[str, Any]:
+def cell(
+    criterion: str, allocation: str = "uniform", ratio: float = 0.5, **more: Any
+) -> dict[str, Any]:
     """The axes of a pruned cell."""
     axes = {"criterion": criterion, "allocation": allocation, "ratio": ratio}
     return {**axes, "granularity": granularity(criterion), **more}
@@ -48,19 +57,27 @@ def cells_of(axes: list[dict[str, Any]]) -> pd.DataFrame:
 
 
 def comparison_of(axes: list[dict[str, Any]], outcomes: dict[str, list[Any]]) -> Comparison:
-    """A comparison from cells and benchmark -> outcomes (a list of items per cell; None: not evaluated)."""
+    """A comparison from cells and benchmark -> outcomes (a list of items per cell; None: not
+    evaluated)."""
     cells = cells_of(axes)
-    width = {name: len(next(row for row in rows if row is not None)) for name, rows in outcomes.items()}
+    width = {
+        name: len(next(row for row in rows if row is not None)) for name, rows in outcomes.items()
+    }
     matrices = {
         name: np.array([[np.nan] * width[name] if row is None else row for row in rows], float)
         for name, rows in outcomes.items()
     }
-    benchmarks = pd.DataFrame({name: matrix.mean(axis=1) for name, matrix in matrices.items()}, index=cells.index)
-    return Comparison("m", cells, benchmarks, ranks.displayed(list(outcomes)), {}, matrices, benchmarks * 0)
+    benchmarks = pd.DataFrame(
+        {name: matrix.mean(axis=1) for name, matrix in matrices.items()}, index=cells.index
+    )
+    return Comparison(
+        "m", cells, benchmarks, ranks.displayed(list(outcomes)), {}, matrices, benchmarks * 0
+    )
 
 
 class HandmadeStudy(SimpleNamespace):
-    """What outputs read of a study; like a study, it is told from others by identity, as captions are cached."""
+    """What outputs read of a study; like a study, it is told from others by identity, as captions
+    are cached."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]
 
@@ -96,8 +113,11 @@ def results_of(study: Any, comparisons: list[Comparison] | None = None) -> Resul
     return results
 
 
-def family(scores: dict[str, list[list[float]]], variant: tuple[int, int, int] = (0, 0, 1)) -> pd.DataFrame:
-    """A family frame from calibration set -> layers -> scores of experts, for one b, alpha and beta."""
+def family(
+    scores: dict[str, list[list[float]]], variant: tuple[int, int, int] = (0, 0, 1)
+) -> pd.DataFrame:
+    """A family frame from calibration set -> layers -> scores of experts, for one b, alpha and
+    beta."""
     rows = [
         {"model": "m", "calibration": name, "layer": layer, "expert": expert, "score": score}
         for name, layers in scores.items()
@@ -112,12 +132,17 @@ def of_tables(paper: str, *tables: str) -> list[Printed]:
 
 
 def share(number: Printed) -> float:
-    """The share of right answers behind a printed benchmark: the only one with that many items, if there is one.
+    """The share of right answers behind a printed benchmark: the only one with that many items, if
+    there is one.
 
-    Means of numbers that were rounded to three decimals are off by up to 0.0005, which is enough to tie two methods or
-    part them; 0.354 of 164 items can only be 58/164.
+    Means of numbers that were rounded to three decimals are off by up to 0.0005, which is enough to
+    tie two methods or part them; 0.354 of 164 items can only be 58/164.
     """
     items = split(number, number.benchmark).items
     low, high = number.ends
-    fitting = [] if items is None or items > 500 else [k / items for k in range(items + 1) if low <= k / items <= high]
+    fitting = (
+        []
+        if items is None or items > 500
+        else [k / items for k in range(items + 1) if low <= k / items <= high]
+    )
     return fitting[0] if len(fitting) == 1 else number.value

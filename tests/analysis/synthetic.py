@@ -1,7 +1,9 @@
-"""Stores with made-up numbers in the layout a study leaves behind; deterministic, and used by tests only.
+"""Stores with made-up numbers in the layout a study leaves behind; deterministic, and used by tests
+only.
 
-Every plan has a quality between 0 and 1 that follows from its criterion, calibration set and ratio; items have a
-difficulty, and a plan solves an item if its quality, plus luck, exceeds it. So winners are known beforehand.
+Every plan has a quality between 0 and 1 that follows from its criterion, calibration set and ratio;
+items have a difficulty, and a plan solves an item if its quality, plus luck, exceeds it. So winners
+are known beforehand.
 """
 
 import json
@@ -23,12 +25,29 @@ from moe_lab.json_files import sealed
 DATA_FREE = ("aimer", "magnitude", "random", "channel_weight", "channel_random")
 CALIBRATIONS = ("pocket_general", "pocket_code", "pocket_math")
 TASKS = {"humaneval": ("humaneval", "humaneval_plus"), "mbpp": ("mbpp", "mbpp_plus")}
-_MULTIPLE_CHOICE = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "mmlu", "openbookqa", "rte", "winogrande")
-TASKS |= {name: (name,) for name in ("livecodebench", "wildbench", "gsm8k", "math500", *_MULTIPLE_CHOICE)}
+_MULTIPLE_CHOICE = (
+    "arc_challenge",
+    "arc_easy",
+    "boolq",
+    "hellaswag",
+    "mmlu",
+    "openbookqa",
+    "rte",
+    "winogrande",
+)
+TASKS |= {
+    name: (name,) for name in ("livecodebench", "wildbench", "gsm8k", "math500", *_MULTIPLE_CHOICE)
+}
 ALL = tuple(TASKS)
 TASKS |= {"perplexity": ("perplexity",)}
 USUAL_SEED = 42
-SKILLS = {"humaneval": "code", "mbpp": "code", "livecodebench": "code", "gsm8k": "math", "math500": "math"}
+SKILLS = {
+    "humaneval": "code",
+    "mbpp": "code",
+    "livecodebench": "code",
+    "gsm8k": "math",
+    "math500": "math",
+}
 STRENGTH = {
     "frequency": 0.30, "seer": 0.34, "ean": 0.45, "reap": 0.62, "mone": 0.50, "mone_freq": 0.36, "man": 0.78,
     "msan": 0.66, "gate_ean": 0.40, "gate_energy": 0.38, "exact_damage": 0.58, "aimer": 0.44, "magnitude": 0.32,
@@ -41,14 +60,25 @@ GAIN = {"uniform": 0.0, "evolutionary": 0.25, "global": 0.15}
 
 
 def _quality(cell: dict[str, Any], task: str) -> float:
-    criterion, calibration, ratio = cell["criterion"], cell["calibration"], cell["ratio"]
+    criterion = cell["criterion"]
+    calibration = cell["calibration"]
+    ratio = cell["ratio"]
     if criterion == "none":
         return 0.97
     own = calibration.removeprefix("pocket_")
     skill = SKILLS.get(task, "general")
     match = 0.18 if own == skill else (-0.1 if own != "none" and skill != "general" else 0.0)
-    strength = STRENGTH[criterion] + match + GAIN.get(cell["allocation"], 0.1) - 0.1 * (cell["recovery"] == "nf4")
-    drawn = _rng("plan", criterion, ratio, cell["seed"]).normal(0, 0.05) if cell["seed"] != USUAL_SEED else 0.0
+    strength = (
+        STRENGTH[criterion]
+        + match
+        + GAIN.get(cell["allocation"], 0.1)
+        - 0.1 * (cell["recovery"] == "nf4")
+    )
+    drawn = (
+        _rng("plan", criterion, ratio, cell["seed"]).normal(0, 0.05)
+        if cell["seed"] != USUAL_SEED
+        else 0.0
+    )
     return float(np.clip(1.05 - 1.6 * ratio * (1.25 - strength) + drawn, 0.0, 0.97))
 
 
@@ -80,8 +110,11 @@ _USUAL = ("none", "uniform", 0, USUAL_SEED)
 
 
 def _words(cell: dict[str, Any]) -> tuple[str, ...]:
-    """What names a cell's folders: its allocation, recovery and seed only where they are unusual."""
-    unusual = [str(cell[axis]) for axis in ("allocation", "recovery", "seed") if cell[axis] not in _USUAL]
+    """What names a cell's folders: its allocation, recovery and seed only where they are
+    unusual."""
+    unusual = [
+        str(cell[axis]) for axis in ("allocation", "recovery", "seed") if cell[axis] not in _USUAL
+    ]
     return (cell["model"], cell["calibration"], cell["criterion"], *unusual)
 
 
@@ -95,19 +128,29 @@ def _evaluate(root: Path, cell: dict[str, Any], task: str, items: int) -> str:
     difficulty = _rng("items", task).uniform(0, 1, items)
     luck = _rng(*words).normal(0, 0.06, items)
     solved = _quality(cell, task) + luck > difficulty
-    asked = pd.DataFrame({"item": [f"{task}/{i}" for i in range(items)], "prompt_hash": "0", "output": "made up"})
+    asked = pd.DataFrame(
+        {"item": [f"{task}/{i}" for i in range(items)], "prompt_hash": "0", "output": "made up"}
+    )
     asked = asked.assign(extracted="", answer_loss=1.5 + difficulty - _quality(cell, task) - luck)
-    frames, results = [], []
+    frames = []
+    results = []
     for number, name in enumerate(TASKS[task]):
-        outcome = (solved & (_rng(*words, "plus").uniform(size=items) > 0.15 * number)).astype(float)
+        outcome = (solved & (_rng(*words, "plus").uniform(size=items) > 0.15 * number)).astype(
+            float
+        )
         if name == "wildbench":
-            outcome = np.round(np.where(solved, 0.75, 0.25) + _rng(*words, "grade").uniform(-0.2, 0.2, items), 2)
+            outcome = np.round(
+                np.where(solved, 0.75, 0.25) + _rng(*words, "grade").uniform(-0.2, 0.2, items), 2
+            )
         frames.append(asked.assign(benchmark=name, outcome=outcome))
         metric = "pass@1" if task in ("humaneval", "mbpp", "livecodebench") else "acc"
         about = {"metric": metric, "scale": "score", "unit": ""}
         if name == "perplexity":  # nats per token of windows of different lengths
-            outcome, units = 3.0 + difficulty - _quality(cell, task) - luck, 100.0 + np.arange(items)
-            frames[-1] = asked.assign(benchmark=name, outcome=outcome, units=units, answer_loss=np.nan)
+            outcome = 3.0 + difficulty - _quality(cell, task) - luck
+            units = 100.0 + np.arange(items)
+            frames[-1] = asked.assign(
+                benchmark=name, outcome=outcome, units=units, answer_loss=np.nan
+            )
             outcome = np.exp(np.full(items, outcome @ units / units.sum()))
             about = {"metric": "perplexity", "scale": "perplexity", "unit": "nats per token"}
         stderr = float(outcome.std(ddof=1) / np.sqrt(items))
@@ -115,8 +158,16 @@ def _evaluate(root: Path, cell: dict[str, Any], task: str, items: int) -> str:
         results.append({**found, "n": items, "expected": items})
     write_frame(root / folder / "samples.parquet", pd.concat(frames))
     versions = {"lm_eval": "0.0-synthetic"}
-    write_json(root / folder / "result.json", {"schema": 1, "results": results, "protocol": {}, "versions": versions})
-    provenance = {"moe_lab": "0.0-synthetic", "host": "nowhere", "machine": "imagined, 2 cores", "python": "3.11"}
+    write_json(
+        root / folder / "result.json",
+        {"schema": 1, "results": results, "protocol": {}, "versions": versions},
+    )
+    provenance = {
+        "moe_lab": "0.0-synthetic",
+        "host": "nowhere",
+        "machine": "imagined, 2 cores",
+        "python": "3.11",
+    }
     code = {"commit": "0" * 40, "edited": False}
     provenance |= {"seconds": 1.5, "code": code, "versions": {"torch": "0.0-synthetic"}}
     write_json(root / folder / "step.json", {"files": {}, "provenance": provenance})
@@ -130,16 +181,29 @@ def write_frame(path: Path, frame: pd.DataFrame) -> None:
 
 def _step(root: Path, folder: str, file: str, content: Any) -> str:
     """Write a file of a step; returns its folder."""
-    (write_frame if isinstance(content, pd.DataFrame) else write_json)(root / folder / file, content)
+    (write_frame if isinstance(content, pd.DataFrame) else write_json)(
+        root / folder / file, content
+    )
     return folder
 
 
 def _facts(root: Path, model: str) -> str:
-    sizes = {"n_experts": EXPERTS, "top_k": 4, "n_group": 1, "topk_group": 1, "hidden": 128, "width": 64}
+    sizes = {
+        "n_experts": EXPERTS,
+        "top_k": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "hidden": 128,
+        "width": 64,
+    }
     sizes["expert_parameters"] = synthetic_plans.EXPERT_PARAMETERS
     sizes["router_parameters_per_expert"] = synthetic_plans.ROUTER_PARAMETERS
     facts = {"model": model, "model_type": "olmoe", "parameters": synthetic_plans.PARAMETERS}
-    facts |= {"decoder_layers": LAYERS + 1, "shared_width": 128, "layers": {str(i): sizes for i in range(LAYERS)}}
+    facts |= {
+        "decoder_layers": LAYERS + 1,
+        "shared_width": 128,
+        "layers": {str(i): sizes for i in range(LAYERS)},
+    }
     return _step(root, _folder("model", model), "facts.json", facts)
 
 
@@ -155,13 +219,17 @@ def _statistics(root: Path, model: str, calibration: str) -> str:
     frame.loc[frame["expert"] == 7, "tokens"] = 0
     write_frame(root / folder / "coverage.parquet", frame)
     report = {"name": calibration, "valid_tokens": {calibration: 65000}, "rows": 512, "length": 128}
-    return _step(root, folder, "calibration.json", {**report, "packing": "reap", "first_row": "made-up text"})
+    return _step(
+        root, folder, "calibration.json", {**report, "packing": "reap", "first_row": "made-up text"}
+    )
 
 
 def _family(root: Path, model: str, calibration: str) -> str:
-    """Scores whose ranking depends on the calibration set through frequency (b=0), hardly through norms (b=1)."""
+    """Scores whose ranking depends on the calibration set through frequency (b=0), hardly through
+    norms (b=1)."""
     frame = _expert_frame()
-    shared, own = _rng("norm", model), _rng("frequency", model, calibration)
+    shared = _rng("norm", model)
+    own = _rng("frequency", model, calibration)
     norm = shared.lognormal(0, 0.5, len(frame)) * own.lognormal(0, 0.1, len(frame))
     count = own.lognormal(4, 1.2, len(frame)) * shared.lognormal(0, 0.4, len(frame))
     gate = own.uniform(0.1, 0.4, len(frame))
@@ -172,7 +240,9 @@ def _family(root: Path, model: str, calibration: str) -> str:
         for beta in (0, 1, 2)
         if (b, alpha, beta) != (1, 0, 0)
     ]
-    return _step(root, _folder("family", f"{model}-{calibration}"), "family.parquet", pd.concat(parts))
+    return _step(
+        root, _folder("family", f"{model}-{calibration}"), "family.parquet", pd.concat(parts)
+    )
 
 
 def _damage(root: Path, model: str, calibration: str) -> str:
@@ -180,16 +250,21 @@ def _damage(root: Path, model: str, calibration: str) -> str:
     proxy = family.query("b == 0 and alpha == 1 and beta == 1")
     noise = _rng("damage", model, calibration).lognormal(0, 0.05, len(proxy))
     scores = proxy.assign(score=proxy["score"] * noise)[["layer", "expert", "score"]]
-    return _step(root, _folder("scores", f"{model}-{calibration}-exact_damage"), "scores.parquet", scores)
+    return _step(
+        root, _folder("scores", f"{model}-{calibration}-exact_damage"), "scores.parquet", scores
+    )
 
 
 def _contamination(root: Path, model: str, calibration: str) -> str:
-    """Three of 80 items of GSM8K in code, and benchmarks whose items are too short or were not looked up."""
+    """Three of 80 items of GSM8K in code, and benchmarks whose items are too short or were not
+    looked up."""
     found = 3 if calibration == "pocket_code" else 0
     gsm8k = {"comparable": 75, "found": found}
     counts = {"gsm8k": gsm8k, "rte": {"comparable": 80, "found": 0}}
     counts["winogrande"] = {"comparable": 0, "found": 0}
-    return _step(root, _folder("contamination", f"{calibration}-{model}"), "contamination.json", counts)
+    return _step(
+        root, _folder("contamination", f"{calibration}-{model}"), "contamination.json", counts
+    )
 
 
 def _plan(root: Path, axes: dict[str, Any]) -> str:
@@ -199,14 +274,22 @@ def _plan(root: Path, axes: dict[str, Any]) -> str:
     if kind == "search":
         write_frame(root / folder / "history.parquet", pd.DataFrame(synthetic_plans.history(axes)))
         write_json(root / folder / "search.json", synthetic_plans.search(axes))
-        about = {"seconds": 12.5, "peak_memory_bytes": 50 * 2**20, "peak_gpu_memory_bytes": 30 * 2**20}
+        about = {
+            "seconds": 12.5,
+            "peak_memory_bytes": 50 * 2**20,
+            "peak_gpu_memory_bytes": 30 * 2**20,
+        }
         settings = {"text": {"rows": 64}}
-        write_json(root / folder / "step.json", {"files": {}, "settings": settings, "provenance": about})
+        write_json(
+            root / folder / "step.json", {"files": {}, "settings": settings, "provenance": about}
+        )
     return folder
 
 
 def _cell(root: Path, axes: dict[str, Any], tasks: Sequence[str], items: int) -> dict[str, Any]:
-    pruned, reads, recovered = (axes[axis] != "none" for axis in ("criterion", "calibration", "recovery"))
+    pruned, reads, recovered = (
+        axes[axis] != "none" for axis in ("criterion", "calibration", "recovery")
+    )
     axes = {**axes, "granularity": synthetic_plans.granularity(axes["criterion"])}
     label = f"{axes['model']}-{axes['calibration']}-{axes['criterion']}"
     profile = pd.DataFrame(synthetic_plans.profile(axes))
@@ -220,7 +303,9 @@ def _cell(root: Path, axes: dict[str, Any], tasks: Sequence[str], items: int) ->
         "scores": _folder("scores", label) if pruned else None,
         "statistics": _statistics(root, axes["model"], axes["calibration"]) if reads else None,
         "cost": _step(root, _folder_of("cost", axes), "cost.json", synthetic_plans.cost(axes)),
-        "profile": None if recovered else _step(root, _folder_of("profile", axes), "profile.parquet", profile),
+        "profile": None
+        if recovered
+        else _step(root, _folder_of("profile", axes), "profile.parquet", profile),
         "evaluate": {task: _evaluate(root, axes, task, items) for task in tasks},
     }
 
@@ -246,22 +331,48 @@ def write_store(
         unpruned = {"model": model, "criterion": "none", "calibration": "none", "ratio": 0.0}
         unpruned |= {"allocation": "none", "recovery": "none", "gate": "none", "seed": 0}
         cells.append(_cell(root, unpruned, tasks, items))
-        for ratio, criterion, allocation, recovery in product(ratios, criteria, allocations, recoveries):
+        for ratio, criterion, allocation, recovery in product(
+            ratios, criteria, allocations, recoveries
+        ):
             searched = allocation.startswith(synthetic_plans.SEARCHED)
             if searched and criterion in synthetic_plans.CHANNEL_CRITERIA:
                 continue
-            for calibration in ("none",) if criterion in DATA_FREE and not searched else calibrations:
-                axes = {"model": model, "criterion": criterion, "calibration": calibration, "ratio": ratio}
+            for calibration in (
+                ("none",) if criterion in DATA_FREE and not searched else calibrations
+            ):
+                axes = {
+                    "model": model,
+                    "criterion": criterion,
+                    "calibration": calibration,
+                    "ratio": ratio,
+                }
                 axes |= {"allocation": allocation, "recovery": recovery, "gate": "model"}
                 for seed in random_seeds if criterion == "random" else (USUAL_SEED,):
                     cells.append(_cell(root, {**axes, "seed": seed}, tasks, items))
-    pairs = [(model, calibration) for model in models for calibration in calibrations] if overlap else []
-    keys = [{"calibration": calibration, "model": model, "gate": "model", "seed": 42} for model, calibration in pairs]
-    families = [{**key, "step": _family(root, *pair)} for key, pair in zip(keys, pairs, strict=True)]
+    pairs = (
+        [(model, calibration) for model in models for calibration in calibrations]
+        if overlap
+        else []
+    )
+    keys = [
+        {"calibration": calibration, "model": model, "gate": "model", "seed": 42}
+        for model, calibration in pairs
+    ]
+    families = [
+        {**key, "step": _family(root, *pair)} for key, pair in zip(keys, pairs, strict=True)
+    ]
     damages = [{**key, "step": _damage(root, *pair)} for key, pair in zip(keys, pairs, strict=True)]
-    found = [{**key, "step": _contamination(root, *pair)} for key, pair in zip(keys, pairs, strict=True)]
+    found = [
+        {**key, "step": _contamination(root, *pair)} for key, pair in zip(keys, pairs, strict=True)
+    ]
     config = {"study": name, "calibration": {"tokens": 65536, "length": 128}}
-    document = {"schema": 1, "study": name, "created": 946684800.0, "moe_lab": "0.0-synthetic", "replaces": []}
+    document = {
+        "schema": 1,
+        "study": name,
+        "created": 946684800.0,
+        "moe_lab": "0.0-synthetic",
+        "replaces": [],
+    }
     document |= {"config": config, "cells": cells, "families": families, "damages": damages}
     document["contaminations"] = found
     write_json(record_path(root, name), document)

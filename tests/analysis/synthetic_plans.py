@@ -5,13 +5,25 @@ from typing import Any
 
 import numpy as np
 
-LAYERS, EXPERTS, WIDTH, TOP_K = 4, 32, 64, 4
-EXPERT_PARAMETERS, ROUTER_PARAMETERS = 3 * 128 * 64, 128
+LAYERS = 4
+EXPERTS = 32
+WIDTH = 64
+TOP_K = 4
+EXPERT_PARAMETERS = 3 * 128 * 64
+ROUTER_PARAMETERS = 128
 PARAMETERS = 3_700_000
-CHANNEL_CRITERIA = ("heapr", "camera", "channel_weight", "channel_activation", "snip", "channel_random")
+CHANNEL_CRITERIA = (
+    "heapr",
+    "camera",
+    "channel_weight",
+    "channel_activation",
+    "snip",
+    "channel_random",
+)
 SEARCHED = "evolutionary"
 """Allocations of this name are searched for; one that ends in `spec dec` has that fitness."""
-GENERATIONS, POPULATION = 6, 8
+GENERATIONS = 6
+POPULATION = 8
 
 
 def rng(*words: object) -> np.random.Generator:
@@ -21,7 +33,9 @@ def rng(*words: object) -> np.random.Generator:
 
 def granularity(criterion: str) -> str:
     """What a criterion scores."""
-    return "none" if criterion == "none" else "channel" if criterion in CHANNEL_CRITERIA else "expert"
+    return (
+        "none" if criterion == "none" else "channel" if criterion in CHANNEL_CRITERIA else "expert"
+    )
 
 
 def removed(axes: dict[str, Any]) -> list[int]:
@@ -29,19 +43,28 @@ def removed(axes: dict[str, Any]) -> list[int]:
     each = int(EXPERTS * axes["ratio"])
     if axes["allocation"].startswith("uniform"):
         return [each] * LAYERS
-    drawn = rng("removed", axes["criterion"], axes["calibration"], axes["ratio"], axes["allocation"])
+    drawn = rng(
+        "removed", axes["criterion"], axes["calibration"], axes["ratio"], axes["allocation"]
+    )
     shift = int(drawn.integers(1, 5))
     return [each - shift, each + shift, each + 1, each - 1]
 
 
 def channel_masks(axes: dict[str, Any]) -> np.ndarray:
-    """Kept channels (layers, experts, width); expert 3 of layer 0 is a null expert unless the allocation is uniform."""
-    drawn = rng("channels", axes["criterion"], axes["calibration"], axes["ratio"], axes["allocation"])
+    """Kept channels (layers, experts, width); expert 3 of layer 0 is a null expert unless the
+    allocation is uniform."""
+    drawn = rng(
+        "channels", axes["criterion"], axes["calibration"], axes["ratio"], axes["allocation"]
+    )
     scores = drawn.uniform(size=(LAYERS, EXPERTS, WIDTH))
     if axes["allocation"] != "uniform":
         scores += drawn.uniform(0, 0.5, (LAYERS, EXPERTS, 1))
         scores[0, 3] = -1
-    return scores > np.quantile(scores, axes["ratio"]) if axes["ratio"] else np.ones(scores.shape, bool)
+    return (
+        scores > np.quantile(scores, axes["ratio"])
+        if axes["ratio"]
+        else np.ones(scores.shape, bool)
+    )
 
 
 def plan(axes: dict[str, Any]) -> dict[str, Any]:
@@ -50,7 +73,9 @@ def plan(axes: dict[str, Any]) -> dict[str, Any]:
         packed = np.packbits(channel_masks(axes), axis=-1, bitorder="little")
         whole = {"experts": EXPERTS, "keep": list(range(EXPERTS)), "width": WIDTH}
         masks = [[row.tobytes().hex() for row in rows] for rows in packed]
-        layers = {str(layer): {**whole, "channels": channels} for layer, channels in enumerate(masks)}
+        layers = {
+            str(layer): {**whole, "channels": channels} for layer, channels in enumerate(masks)
+        }
     else:
         layers = {
             str(layer): {"experts": EXPERTS, "keep": list(range(count, EXPERTS))}
@@ -58,8 +83,16 @@ def plan(axes: dict[str, Any]) -> dict[str, Any]:
         }
     if "replacement" in axes["allocation"]:
         layers = {layer: replaced(about, axes["allocation"]) for layer, about in layers.items()}
-    made_by = {"name": axes["allocation"].partition(" ")[0].rstrip(","), "parameters": parameters(axes["allocation"])}
-    return {"schema": 1, "digest": "made up", "layers": layers, "provenance": {"allocation": made_by}}
+    made_by = {
+        "name": axes["allocation"].partition(" ")[0].rstrip(","),
+        "parameters": parameters(axes["allocation"]),
+    }
+    return {
+        "schema": 1,
+        "digest": "made up",
+        "layers": layers,
+        "provenance": {"allocation": made_by},
+    }
 
 
 def parameters(allocation: str) -> dict[str, Any]:
@@ -67,18 +100,33 @@ def parameters(allocation: str) -> dict[str, Any]:
     _, _, prior = allocation.partition(", prior ")
     _, _, block = allocation.partition(" aligned ")
     _, _, least = allocation.partition(" min ")
-    align = {"align": {"block": int(block or 128), "min_channels": int(least or 128)}} if block or least else {}
-    return {**align, **({"prior": prior} if prior else {}), **({"intra": "uniform"} if prior == "none" else {})}
+    align = (
+        {"align": {"block": int(block or 128), "min_channels": int(least or 128)}}
+        if block or least
+        else {}
+    )
+    return {
+        **align,
+        **({"prior": prior} if prior else {}),
+        **({"intra": "uniform"} if prior == "none" else {}),
+    }
 
 
 def replaced(about: dict[str, Any], allocation: str) -> dict[str, Any]:
-    """A layer of a plan whose dropped experts put out constants, or are merged into the last expert."""
-    masks = ["f" * (WIDTH // 4) if expert in about["keep"] else "0" * (WIDTH // 4) for expert in range(EXPERTS)]
+    """A layer of a plan whose dropped experts put out constants, or are merged into the last
+    expert."""
+    masks = [
+        "f" * (WIDTH // 4) if expert in about["keep"] else "0" * (WIDTH // 4)
+        for expert in range(EXPERTS)
+    ]
     whole = {"experts": EXPERTS, "keep": list(range(EXPERTS)), "width": WIDTH, "channels": masks}
     if allocation.endswith("mean_output"):
         return {**whole, "constants": "made up"}
     group = [*(expert for expert in range(EXPERTS) if expert not in about["keep"]), EXPERTS - 1]
-    return {**whole, "merged": {str(EXPERTS - 1): {str(expert): 1 / len(group) for expert in group}}}
+    return {
+        **whole,
+        "merged": {str(EXPERTS - 1): {str(expert): 1 / len(group) for expert in group}},
+    }
 
 
 def cost(axes: dict[str, Any]) -> dict[str, Any]:
@@ -88,7 +136,8 @@ def cost(axes: dict[str, Any]) -> dict[str, Any]:
         active = 1 - axes["ratio"] / 2
     else:
         count = 0 if axes["criterion"] == "none" else sum(removed(axes))
-        gone, active = count * (EXPERT_PARAMETERS + ROUTER_PARAMETERS), 1.0
+        gone = count * (EXPERT_PARAMETERS + ROUTER_PARAMETERS)
+        active = 1.0
     parameters = PARAMETERS - gone
     bits = 4 if "nf4" in axes["recovery"] else 16
     return {
@@ -108,15 +157,29 @@ def cost(axes: dict[str, Any]) -> dict[str, Any]:
 def profile(axes: dict[str, Any]) -> list[dict[str, Any]]:
     """Rows of profile.parquet; the first layer has no router."""
     drawn = rng("profile", axes["criterion"], axes["calibration"], axes["ratio"])
-    left = EXPERTS - (0 if granularity(axes["criterion"]) == "channel" else int(EXPERTS * axes["ratio"]))
+    left = EXPERTS - (
+        0 if granularity(axes["criterion"]) == "channel" else int(EXPERTS * axes["ratio"])
+    )
     rows = []
     for layer in range(LAYERS):
         entropy = float("nan") if layer == 0 else float(np.log(left) * drawn.uniform(0.7, 0.9))
-        entropies = {"router_entropy": entropy, "gate_entropy": entropy / 2, "load_entropy": entropy}
+        entropies = {
+            "router_entropy": entropy,
+            "gate_entropy": entropy / 2,
+            "load_entropy": entropy,
+        }
         variance = (layer + 1.0) * (1 + axes["ratio"] * float(drawn.uniform(0, 1)))
         loss = axes["ratio"] ** 2 * (layer + 1) / 8 if axes["ratio"] and layer else float("nan")
         experts = 0 if layer == 0 else left
-        rows.append({"layer": layer, "variance": variance, **entropies, "experts": experts, "output_loss": loss})
+        rows.append(
+            {
+                "layer": layer,
+                "variance": variance,
+                **entropies,
+                "experts": experts,
+                "output_loss": loss,
+            }
+        )
     return rows
 
 
@@ -131,7 +194,10 @@ def history(axes: dict[str, Any]) -> list[dict[str, Any]]:
             shift = 0 if first else int(drawn.integers(1, 5))
             fitness = 0.5 if first else 0.5 + 0.05 * generation + float(drawn.uniform(-0.03, 0.03))
             row = {"generation": generation, "schedule": [each - shift, each + shift, each, each]}
-            row |= {"origin": "uniform" if first else "mutation", "parent": [each] * LAYERS if generation else None}
+            row |= {
+                "origin": "uniform" if first else "mutation",
+                "parent": [each] * LAYERS if generation else None,
+            }
             evaluated = {"evaluated": member < 6, "fitness": fitness if member < 6 else None}
             rows.append({**row, **evaluated, "elite": member < 2})
     return rows
@@ -150,5 +216,11 @@ def search(axes: dict[str, Any]) -> dict[str, Any]:
         "best": {"schedule": removed(axes), "fitness": best},
         "uniform": {"schedule": [each] * LAYERS, "fitness": 0.5},
         "counts": {"generations": GENERATIONS, "made": 48, "evaluated": 36, "known": 12},
-        "cost": {"candidates": 36, "forwards": 24.5, "full": 1.0, "per_candidate": 24.5 / 36, "seconds": 12.5},
+        "cost": {
+            "candidates": 36,
+            "forwards": 24.5,
+            "full": 1.0,
+            "per_candidate": 24.5 / 36,
+            "seconds": 12.5,
+        },
     }

@@ -1,4 +1,5 @@
-"""Attributions, ablations, channel scores and what experts keep: from files of a store, against naive computations."""
+"""Attributions, ablations, channel scores and what experts keep: from files of a store, against
+naive computations."""
 
 from pathlib import Path
 
@@ -11,7 +12,15 @@ from synthetic_plans import EXPERTS, LAYERS, WIDTH
 from synthetic_sums import SILENT, ablations, add, scores, sums, weights
 
 from analysis.load.study import Study, load
-from analysis.outputs import attributions, channel_scores, criteria, layer_budgets, profile, raw_statistics, score_rows
+from analysis.outputs import (
+    attributions,
+    channel_scores,
+    criteria,
+    layer_budgets,
+    profile,
+    raw_statistics,
+    score_rows,
+)
 from analysis.registry import Results, outputs
 from analysis.stats import ranks
 from moe_lab.study.steps import tables
@@ -36,27 +45,44 @@ def test_numbers_of_experts_are_those_of_the_sums(golden: Study, experts: pd.Dat
     found = experts.set_index(["layer", "expert"])
     assert len(found) == LAYERS * EXPERTS
     for layer, expert in ((0, 0), (2, 31), (3, 5)):
-        one, row = sums()[layer], found.loc[(layer, expert)]
+        one = sums()[layer]
+        row = found.loc[(layer, expert)]
         count = one["tokens"][expert]
         assert row["gate"] == pytest.approx(one["sums_model"][expert][1][0] / count)
         assert row["norm"] == pytest.approx(one["sums_model"][expert][0][1] / count)
         assert row["first"] == pytest.approx(one["ala_first"][expert] / TOKENS)
         assert row["second"] == pytest.approx(one["ala_second"][expert] / TOKENS)
         assert row["ablation"] == pytest.approx(ablations()[layer]["ablation"][expert])
-        assert row["size"] == pytest.approx((sum(one["channel_square"][expert]) / count / WIDTH) ** 0.5)
+        assert row["size"] == pytest.approx(
+            (sum(one["channel_square"][expert]) / count / WIDTH) ** 0.5
+        )
         assert row["largest"] == max(one["channel_max"][expert])
     silent = found.xs(SILENT, level="expert")
-    assert silent[["gate", "norm", "size", "largest"]].isna().all(axis=None) and (silent["first"] == 0).all()
-    assert golden.layer_losses["loss"].tolist() == pytest.approx([(70 + layer) / TOKENS for layer in range(LAYERS)])
+    assert (
+        silent[["gate", "norm", "size", "largest"]].isna().all(axis=None)
+        and (silent["first"] == 0).all()
+    )
+    assert golden.layer_losses["loss"].tolist() == pytest.approx(
+        [(70 + layer) / TOKENS for layer in range(LAYERS)]
+    )
 
 
-def test_agreement_is_counted_over_all_and_inside_layers(golden_results: Results, experts: pd.DataFrame) -> None:
-    row = attributions.agreement_table(golden_results, "t").frame.set_index("Estimate").loc["Mean router weight"]
+def test_agreement_is_counted_over_all_and_inside_layers(
+    golden_results: Results, experts: pd.DataFrame
+) -> None:
+    row = (
+        attributions.agreement_table(golden_results, "t")
+        .frame.set_index("Estimate")
+        .loc["Mean router weight"]
+    )
     seen = experts.dropna(subset=["gate", "ablation"])
-    gates, losses = list(seen["gate"]), list(seen["ablation"])
+    gates = list(seen["gate"])
+    losses = list(seen["ablation"])
     assert row["Pearson, model loss"] == pytest.approx(pearsonr(gates, losses).statistic)
     assert row["Rank, model loss"] == pytest.approx(spearmanr(gates, losses).statistic)
-    inside = [spearmanr(layer["gate"], layer["ablation"]).statistic for _, layer in seen.groupby("layer")]
+    inside = [
+        spearmanr(layer["gate"], layer["ablation"]).statistic for _, layer in seen.groupby("layer")
+    ]
     assert row["Rank in a layer, model loss"] == pytest.approx(sum(inside) / LAYERS)
     alike = pd.DataFrame({"gate": [1.0, 1.0, 1.0], "ablation": [1.0, 2.0, 3.0]})
     assert np.isnan(ranks.correlations(alike, "gate", "ablation")["rank"]), "no order, no agreement"
@@ -70,7 +96,9 @@ def test_concentration_and_coverage_against_loops() -> None:
     assert [held for *_, held in curve] == pytest.approx([0, 0.8, 0.9, 1, 1, 0, 0.3, 0.6, 0.8, 1])
     kept = np.array([[True, False, False, False], [True, True, True, False]])
     assert tables.budgets({4: values}, {4: kept}) == [(4, pytest.approx((8 + 3 + 3 + 2) / 20), 0.5)]
-    assert tables.budgets({4: values - 2}, {4: kept}) == [(4, 1.0, 0.5)], "negative scores count as 0"
+    assert tables.budgets({4: values - 2}, {4: kept}) == [(4, 1.0, 0.5)], (
+        "negative scores count as 0"
+    )
     assert all(np.isnan(held) for *_, held in tables.concentration({0: np.zeros((1, 2))}))
     assert len(tables.concentration({0: np.ones((5, 1000))})) == 5 * tables.POINTS
 
@@ -78,17 +106,28 @@ def test_concentration_and_coverage_against_loops() -> None:
 def test_budgets_hold_what_plans_keep(golden: Study, budgets: pd.DataFrame) -> None:
     assert len(budgets) == budgets["cell"].nunique() * LAYERS > 0
     for row in budgets.itertuples():
-        kept = golden.kept[(golden.kept["cell"] == row.cell) & (golden.kept["layer"] == row.layer)]["share"] * WIDTH
+        kept = (
+            golden.kept[(golden.kept["cell"] == row.cell) & (golden.kept["layer"] == row.layer)][
+                "share"
+            ]
+            * WIDTH
+        )
         layer = scores()[row.layer]
-        best = sum(sum(sorted(layer[at], reverse=True)[: round(count)]) for at, count in enumerate(kept))
-        assert row.coverage == pytest.approx(best / layer.sum()) and row.kept == pytest.approx(kept.mean() / WIDTH)
+        best = sum(
+            sum(sorted(layer[at], reverse=True)[: round(count)]) for at, count in enumerate(kept)
+        )
+        assert row.coverage == pytest.approx(best / layer.sum()) and row.kept == pytest.approx(
+            kept.mean() / WIDTH
+        )
 
 
 def test_losses_are_smoothed_as_the_plan_smooths_them(golden: Study, budgets: pd.DataFrame) -> None:
     """By the square root, or not at all."""
     roots = [(70 + layer) ** 0.5 for layer in range(LAYERS)]
     mean = sum(70 + layer for layer in range(LAYERS)) / LAYERS
-    for row in layer_budgets.budget_strips(budgets.assign(smoothing="sqrt"), golden.layer_losses).itertuples():
+    for row in layer_budgets.budget_strips(
+        budgets.assign(smoothing="sqrt"), golden.layer_losses
+    ).itertuples():
         assert row.loss == pytest.approx((70 + row.layer) / mean)
         assert row.smoothed == pytest.approx(roots[row.layer] / sum(roots) * LAYERS)
     plain = layer_budgets.budget_strips(budgets.assign(smoothing="none"), golden.layer_losses)
@@ -97,27 +136,44 @@ def test_losses_are_smoothed_as_the_plan_smooths_them(golden: Study, budgets: pd
 
 def test_raw_statistics_are_means_and_deviations_over_channels(golden: Study) -> None:
     """Of an expert, and over all experts of a layer."""
-    found, layer = golden.raw_statistics, 2
+    found = golden.raw_statistics
+    layer = 2
     assert set(found["statistic"]) == {"weight", "activation", "gradient"}
-    for statistic, name in (("activation", "channel_square"), ("gradient", "channel_gradient_square")):
+    for statistic, name in (
+        ("activation", "channel_square"),
+        ("gradient", "channel_gradient_square"),
+    ):
         everything = []
-        own = found[(found["statistic"] == statistic) & (found["layer"] == layer)].set_index("expert")
+        own = found[(found["statistic"] == statistic) & (found["layer"] == layer)].set_index(
+            "expert"
+        )
         assert SILENT not in own.index and len(own) == EXPERTS - 1
         for expert in own.index:
             count = sums()[layer]["tokens"][expert]
             channels = [(square / count) ** 0.5 for square in sums()[layer][name][expert]]
-            assert (own["mean"][expert], own["std"][expert]) == pytest.approx((np.mean(channels), np.std(channels)))
+            assert (own["mean"][expert], own["std"][expert]) == pytest.approx(
+                (np.mean(channels), np.std(channels))
+            )
             everything += channels
-        row = raw_statistics.by_layer(found[found["statistic"] == statistic]).set_index("layer").loc[layer]
+        row = (
+            raw_statistics.by_layer(found[found["statistic"] == statistic])
+            .set_index("layer")
+            .loc[layer]
+        )
         assert (row["mean"], row["std"]) == pytest.approx((np.mean(everything), np.std(everything)))
         assert row["ablation"] == pytest.approx(own["ablation"].mean())
-    one = found[(found["statistic"] == "weight") & (found["layer"] == 1) & (found["expert"] == 4)].iloc[0]
+    one = found[
+        (found["statistic"] == "weight") & (found["layer"] == 1) & (found["expert"] == 4)
+    ].iloc[0]
     mean, square = (weights()[1][name][4] / 64 for name in ("abs_sum", "square_sum"))
-    assert (one["mean"], one["std"], one["count"]) == pytest.approx((mean, (square - mean**2) ** 0.5, 64))
+    assert (one["mean"], one["std"], one["count"]) == pytest.approx(
+        (mean, (square - mean**2) ** 0.5, 64)
+    )
 
 
 def test_quantiles_of_router_entropies_are_those_of_their_histogram(golden: Study) -> None:
-    """An eighth of the tokens in each of eight bins has its quartiles at a quarter, a half and so on."""
+    """An eighth of the tokens in each of eight bins has its quartiles at a quarter, a half and so
+    on."""
     even = pd.DataFrame({"entropy": [at / 8 for at in range(1, 9)], "tokens": 5, "layer": 0})
     row = profile.quantiles(even.assign(model="m", calibration="c")).iloc[0]
     assert [row[share] for share in profile.QUANTILES] == pytest.approx(profile.QUANTILES)
@@ -142,21 +198,30 @@ def test_bars_of_experts_hold_their_scores_what_is_kept_and_their_attribution() 
     assert score_rows.shallow_middle_deep([2]) == [2]
 
 
-def test_a_store_without_sums_has_no_gap_and_a_damaged_one_has(results: Results, tmp_path: Path) -> None:
+def test_a_store_without_sums_has_no_gap_and_a_damaged_one_has(
+    results: Results, tmp_path: Path
+) -> None:
     chapter = [name for name, output in outputs().items() if output.chapter == "attribution"]
     others = ("aimer.table4", "coverage.table1", *chapter)
-    assert [outputs()[name].items(results) for name in others] == [[]] * len(others) and not results.study.gaps
+    assert [outputs()[name].items(results) for name in others] == [[]] * len(
+        others
+    ) and not results.study.gaps
     one = {"calibrations": ("pocket_general",), "ratios": (0.5,), "tasks": (), "overlap": False}
     store = write_store(tmp_path / "store", criteria=("snip",), allocations=("coverage",), **one)
     add(store, "made_up", "coverage")
     for path in store.glob("statistics/*/experts.parquet"):
         path.write_bytes(b"not a table")
     study = load(store, "made_up")
-    assert study.experts.empty and [gap.what for gap in study.gaps] == ["experts.parquet is damaged"]
+    assert study.experts.empty and [gap.what for gap in study.gaps] == [
+        "experts.parquet is damaged"
+    ]
 
 
 def test_what_criteria_read_is_found_out_of_their_settings() -> None:
     def reads(criterion: str) -> set[str]:
         return {signal for signal, found in criteria.signals(criterion).items() if found}
 
-    assert reads("s_family(alpha=0,b=0,beta=2)") == reads("ean") == {"Text", "Activations"} and reads("random") == set()
+    assert (
+        reads("s_family(alpha=0,b=0,beta=2)") == reads("ean") == {"Text", "Activations"}
+        and reads("random") == set()
+    )

@@ -1,4 +1,5 @@
-"""What is missing or wrong in a store: tables are made all the same, gaps are gaps, and the exit code tells."""
+"""What is missing or wrong in a store: tables are made all the same, gaps are gaps, and the exit
+code tells."""
 
 import re
 from collections.abc import Callable
@@ -19,7 +20,16 @@ from analysis.registry import Results, find, outputs
 from analysis.render.table import Table
 
 Change = Callable[[dict[str, Any], Path], None]
-TABLES = ("winners", "ranks", "ranks.cd", "unified.table1", "unified.table5", "pareto", "claims", "gaps")
+TABLES = (
+    "winners",
+    "ranks",
+    "ranks.cd",
+    "unified.table1",
+    "unified.table5",
+    "pareto",
+    "claims",
+    "gaps",
+)
 CELL = "pocket_olmoe reap pocket_code 0.5"
 """The cell that the changes below damage."""
 FEW = {"calibrations": ("pocket_code",), "ratios": (0.5,), "overlap": False}
@@ -53,7 +63,8 @@ def of_cell(damage: Callable[[dict[str, Any]], object]) -> Change:
 
 
 def result(first: Any = (), again: Any = None, **content: Any) -> Change:
-    """A change of a result's content, of its `first` entry, or one that lists this entry `again` with other values."""
+    """A change of a result's content, of its `first` entry, or one that lists this entry `again`
+    with other values."""
 
     def change(document: dict[str, Any], root: Path) -> None:
         with edited(root / entry(document)["evaluate"]["gsm8k"] / "result.json") as found:
@@ -74,7 +85,10 @@ LOST: dict[str, Change] = {
     "newer": result(schema=99),
     "results are no list": result(results={"gsm8k": 1}),
 }
-OTHERS = {"other metric": result(first={"metric": "f1"}), "other versions": result(versions={"lm_eval": "9.9"})}
+OTHERS = {
+    "other metric": result(first={"metric": "f1"}),
+    "other versions": result(versions={"lm_eval": "9.9"}),
+}
 
 
 def changed(store: Path, change: Change) -> Path:
@@ -86,7 +100,8 @@ def changed(store: Path, change: Change) -> Path:
 @pytest.mark.parametrize("what", LOST)
 def test_a_lost_result_is_a_gap_everywhere_and_never_zero(store: Path, what: str) -> None:
     study = load(changed(store, LOST[what]), "made_up")
-    results, wanted = Results(study), list(outputs()) if what == "nothing ran" else TABLES
+    results = Results(study)
+    wanted = list(outputs()) if what == "nothing ran" else TABLES
     items = [item for name in wanted for item in find(name).items(results)]
     tables = {item.name: item for item in items if isinstance(item, Table)}
     for table in tables.values():
@@ -101,7 +116,9 @@ def test_a_lost_result_is_a_gap_everywhere_and_never_zero(store: Path, what: str
         assert others["GSM8K"].notna().all() and tables["winners"].frame["Winner"].notna().all()
     assert study.gaps and "gaps" in tables
     if what == "cell failed":
-        assert "REAP" not in set(tables["pareto"].frame["Criterion"]), "without its cost it has no place there"
+        assert "REAP" not in set(tables["pareto"].frame["Criterion"]), (
+            "without its cost it has no place there"
+        )
     if what == "other suite":
         assert "different sets of benchmarks" in " ".join(study.notes)
         assert [(gap.what, gap.where) for gap in study.gaps] == [
@@ -116,29 +133,49 @@ def test_what_is_reported_twice_counts_once_and_is_told(store: Path) -> None:
     assert "the first counts" in " ".join([*study.notes, *(gap.what for gap in study.gaps)])
 
 
-@pytest.mark.parametrize("what", ["nothing ran", "cell failed", "other suite", "axis unsaid", *OTHERS])
-def test_exit_codes_tell_of_gaps(store: Path, what: str, capsys: pytest.CaptureFixture[str]) -> None:
-    tables, first = store / "out" / "tables", "ranks" if what in OTHERS else "gaps"
-    words = [first, "unified.table5", f"store={changed(store, {**LOST, **OTHERS}[what])}", f"out={store / 'out'}"]
+@pytest.mark.parametrize(
+    "what", ["nothing ran", "cell failed", "other suite", "axis unsaid", *OTHERS]
+)
+def test_exit_codes_tell_of_gaps(
+    store: Path, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables = store / "out" / "tables"
+    first = "ranks" if what in OTHERS else "gaps"
+    words = [
+        first,
+        "unified.table5",
+        f"store={changed(store, {**LOST, **OTHERS}[what])}",
+        f"out={store / 'out'}",
+    ]
     assert __main__.main(words) == (what in LOST)
     said = capsys.readouterr().err
     if what == "other metric":
         assert "not comparable" in (tables / "ranks.md").read_text()
-        assert "gsm8k was measured by different metrics (acc, f1)" in said and "not comparable" in said
+        assert (
+            "gsm8k was measured by different metrics (acc, f1)" in said and "not comparable" in said
+        )
     if what == "other versions":
         assert "lm_eval" in said
     if what == "nothing ran":
-        assert "has no results yet" in said and "the node is gone" in (tables / "gaps.csv").read_text()
+        assert (
+            "has no results yet" in said and "the node is gone" in (tables / "gaps.csv").read_text()
+        )
     if what == "cell failed":
         assert f"gsm8k of {CELL}: failed: out of memory" in said
-        row = next(line for line in (tables / "unified.table5.md").read_text().splitlines() if "REAP" in line)
+        row = next(
+            line
+            for line in (tables / "unified.table5.md").read_text().splitlines()
+            if "REAP" in line
+        )
         assert re.findall(r"\| – ", row) and "0.000" not in row
         frame = pd.read_csv(tables / "unified.table5.csv")
         assert frame.loc[frame["Criterion"] == "REAP", "GSM8K"].isna().all()
 
 
 @pytest.mark.parametrize("failed", [["reap", "man", "frequency"], ["none"]])
-def test_ranks_do_not_need_scores_of_a_panel_or_of_the_unpruned_model(store: Path, failed: list[str]) -> None:
+def test_ranks_do_not_need_scores_of_a_panel_or_of_the_unpruned_model(
+    store: Path, failed: list[str]
+) -> None:
     def change(document: dict[str, Any], root: Path) -> None:
         for found in document["cells"]:
             if found["cell"]["criterion"] in failed:
@@ -146,19 +183,32 @@ def test_ranks_do_not_need_scores_of_a_panel_or_of_the_unpruned_model(store: Pat
 
     results = Results(load(changed(store, change), "made_up"))
     average = table_of(rank_table, results).frame.set_index("Criterion")["Avg"]
-    assert average.isna().sum() == len(failed) and average.isna()["Unpruned"] == (failed == ["none"])
+    assert average.isna().sum() == len(failed) and average.isna()["Unpruned"] == (
+        failed == ["none"]
+    )
     made = {name: find(name).items(results) for name in TABLES}
     assert made["ranks"] and made["unified.table5"] and made["gaps"]
 
 
-def test_an_unpruned_model_alone_has_benchmarks_and_no_ranks(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unpruned_model_alone_has_benchmarks_and_no_ranks(
+    store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def alone(document: dict[str, Any], root: Path) -> None:
         document["cells"] = document["cells"][:1]
 
-    words = ["ranks", "unified.table5", "coverage.fig6", f"store={changed(store, alone)}", f"out={store / 'out'}"]
+    words = [
+        "ranks",
+        "unified.table5",
+        "coverage.fig6",
+        f"store={changed(store, alone)}",
+        f"out={store / 'out'}",
+    ]
     assert __main__.main(words) == 1
     said = capsys.readouterr().err
-    assert "ranks needs results of pruned models" in said and "coverage.fig6 needs a run with timing=true" in said
+    assert (
+        "ranks needs results of pruned models" in said
+        and "coverage.fig6 needs a run with timing=true" in said
+    )
     frame = pd.read_csv(store / "out" / "tables" / "unified.table5.csv")
     assert frame["Criterion"].tolist() == ["Unpruned"] and frame["GSM8K"].notna().all()
     assert __main__.main(["report", *words[3:]]) == 0
@@ -167,22 +217,35 @@ def test_an_unpruned_model_alone_has_benchmarks_and_no_ranks(store: Path, capsys
 def test_what_reads_no_scores_is_made_of_a_study_without_benchmarks(tmp_path: Path) -> None:
     """As sweeps with suite=none are: coverage_fig6, coverage_fig10 and aimer_fig6."""
     blocks = ("coverage aligned 64", "coverage aligned 128")
-    root = write_store(tmp_path, criteria=("channel_activation",), allocations=blocks, tasks=(), **FEW)
+    root = write_store(
+        tmp_path, criteria=("channel_activation",), allocations=blocks, tasks=(), **FEW
+    )
     timed(root, "made_up")
     results = Results(load(root, "made_up"))
     assert results.comparisons == [] and results.study.results.empty
-    made = [find(name).items(results) for name in ("coverage.table2", "coverage.fig6", "coverage.fig10", "aimer.fig6")]
+    made = [
+        find(name).items(results)
+        for name in ("coverage.table2", "coverage.fig6", "coverage.fig10", "aimer.fig6")
+    ]
     assert all(made) and len(made[0][0].frame) == 3 * 2
 
 
 def test_all_lists_what_it_could_make_nothing_of(
-    results: Results, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    results: Results,
+    small: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    made, nothing = find("ranks").items(results), replace(find("gaps"), make=lambda *_: [])
-    ranks, words = replace(find("ranks"), make=lambda *_: made), ["all", f"store={small}", f"out={tmp_path}"]
+    made = find("ranks").items(results)
+    nothing = replace(find("gaps"), make=lambda *_: [])
+    ranks = replace(find("ranks"), make=lambda *_: made)
+    words = ["all", f"store={small}", f"out={tmp_path}"]
     monkeypatch.setattr(registry, "REGISTERED", {"ranks": ranks, "gaps": nothing})
     assert __main__.main(words) == 0
     assert "no data for these" not in capsys.readouterr().err
-    monkeypatch.setattr(registry, "REGISTERED", {"ranks": ranks, "coverage": replace(nothing, name="coverage")})
+    monkeypatch.setattr(
+        registry, "REGISTERED", {"ranks": ranks, "coverage": replace(nothing, name="coverage")}
+    )
     assert __main__.main(words) == 0
     assert "to see what it needs): coverage\n" in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""Claims of papers on pairs of plans, the overlap of experts, the winner map, and criteria that are told apart."""
+"""Claims of papers on pairs of plans, the overlap of experts, the winner map, and criteria that are
+told apart."""
 
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,9 @@ def test_searched_allocations_are_paired_with_uniform_ones_of_the_same_criterion
 
 def test_plans_of_one_seed_prove_no_claim() -> None:
     axes = [UNPRUNED, cell("reap"), cell("reap", "evolutionary")]
-    found = claims.claims([comparison_of(axes, {"gsm8k": [first(40), first(10), first(30)]})], NO_COSTS, NO_FAMILY)
+    found = claims.claims(
+        [comparison_of(axes, {"gsm8k": [first(40), first(10), first(30)]})], NO_COSTS, NO_FAMILY
+    )
     assert found["verdict"].tolist() == ["not tested"] and found["difference"].tolist() == [20 / 40]
 
 
@@ -56,25 +59,38 @@ def test_a_missing_result_takes_its_pair_away_and_nothing_else() -> None:
     row = searched(None).set_index("ratio").loc[0.5]
     assert row["compared"] == 1 and row["difference"] == pytest.approx(10 / 40)
     only_uniform = comparison_of([UNPRUNED, cell("reap")], {"gsm8k": [first(40), first(10)]})
-    assert claims.claims([only_uniform], NO_COSTS, NO_FAMILY).empty, "nothing is claimed where nothing can be asked"
+    assert claims.claims([only_uniform], NO_COSTS, NO_FAMILY).empty, (
+        "nothing is claimed where nothing can be asked"
+    )
     assert claims.verdict(np.nan, 0.1, 0.01) == claims.verdict(0.1, 0.2, np.nan) == "not tested"
     assert claims.verdict(0.1, 0.2, 0.06) == "undecided", "the interval alone decides nothing"
 
 
 PLACES = {"heapr": "global", "camera": "layerwise", "reap": "uniform", "man": "uniform"}
 PLACES |= {"channel_random": "layerwise", "random": "uniform"}
-CHANNELS = [UNPRUNED, *(cell(*words) for words in PLACES.items()), cell("heapr", "global", recovery="nf4")]
+CHANNELS = [
+    UNPRUNED,
+    *(cell(*words) for words in PLACES.items()),
+    cell("heapr", "global", recovery="nf4"),
+]
 
 
 def test_channels_meet_experts_that_keep_as_much_and_chance_meets_chance() -> None:
-    """HEAPr +20 and CAMERA +10 over REAP; MAN keeps a tenth more and is left out, and so is what was quantised."""
+    """HEAPr +20 and CAMERA +10 over REAP; MAN keeps a tenth more and is left out, and so is what
+    was quantised."""
     solved = [first(40), first(30), first(20), first(10), first(40), first(16), first(20), first(2)]
     costs = pd.DataFrame({"cell": range(8), "routed_kept": [1, 0.5, 0.5, 0.52, 0.6, 0.5, 0.5, 0.5]})
     found = claims.claims([two_seeds(CHANNELS[1:], solved)], costs, NO_FAMILY)
     rows = found.set_index(["claim", "ratio"])
     row = rows.loc[(claims.CHANNELS, 0.5)]
-    assert row["compared"] == 2 and row["difference"] == pytest.approx(15 / 40) and row["verdict"] == "holds"
-    assert claims.ALL not in rows.index.get_level_values("ratio"), "of one ratio, its row says it all"
+    assert (
+        row["compared"] == 2
+        and row["difference"] == pytest.approx(15 / 40)
+        and row["verdict"] == "holds"
+    )
+    assert claims.ALL not in rows.index.get_level_values("ratio"), (
+        "of one ratio, its row says it all"
+    )
     row = rows.loc[(claims.BY_CHANCE, 0.5)]
     assert row["compared"] == 1 and row["difference"] == pytest.approx(-4 / 40)
     assert row["p"] < 0.05 and row["verdict"] == "does not hold"
@@ -85,33 +101,48 @@ def test_channels_meet_experts_that_keep_as_much_and_chance_meets_chance() -> No
 
 
 def test_experts_that_are_replaced_are_not_removed() -> None:
-    axes = [UNPRUNED, cell("heapr", "global"), cell("reap"), cell("reap", "uniform, replacement=mean_output")]
+    axes = [
+        UNPRUNED,
+        cell("heapr", "global"),
+        cell("reap"),
+        cell("reap", "uniform, replacement=mean_output"),
+    ]
     costs = pd.DataFrame({"cell": range(4), "routed_kept": [1.0, 0.5, 0.5, 0.5]})
     solved = {"gsm8k": [first(40), first(30), first(10), first(20)]}
-    rows = claims.claims([comparison_of(axes, solved)], costs, NO_FAMILY).set_index(["claim", "ratio"])
+    rows = claims.claims([comparison_of(axes, solved)], costs, NO_FAMILY).set_index(
+        ["claim", "ratio"]
+    )
     row = rows.loc[(claims.CHANNELS, 0.5)]
     assert row["compared"] == 1 and row["difference"] == pytest.approx(20 / 40)
 
 
-UP, DOWN = [1.0, 2, 3, 4], [4.0, 3, 2, 1]
+UP = [1.0, 2, 3, 4]
+DOWN = [4.0, 3, 2, 1]
 FAMILY = pd.concat(
-    [family({"a": [UP, UP], "b": [UP, UP]}, (1, 1, 1)), family({"a": [UP, UP], "b": [DOWN, UP]}, (0, 1, 1))]
+    [
+        family({"a": [UP, UP], "b": [UP, UP]}, (1, 1, 1)),
+        family({"a": [UP, UP], "b": [DOWN, UP]}, (0, 1, 1)),
+    ]
 )
 
 
 def test_invariance_is_compared_layer_by_layer() -> None:
-    """Divided by counts, both layers agree wholly; sums agree in none of layer 0 and all of layer 1."""
+    """Divided by counts, both layers agree wholly; sums agree in none of layer 0 and all of layer
+    1."""
     layers = [scores_by_variant(layer) for _, layer in FAMILY.groupby("layer")]
     assert claims.layer_differences(layers, 0.5).tolist() == [1.0, 0.0]
     found = claims.claims([], NO_COSTS, FAMILY)
     assert found["claim"].unique().tolist() == [claims.INVARIANT]
-    assert found["difference"].tolist() == [0.5, 0.5, 0.5] and set(found["verdict"]) == {"undecided"}
+    assert found["difference"].tolist() == [0.5, 0.5, 0.5] and set(found["verdict"]) == {
+        "undecided"
+    }
     one_set = claims.claims([], NO_COSTS, FAMILY[FAMILY["calibration"] == "a"])
     assert one_set.empty
 
 
 def test_groups_of_pairs_weigh_alike() -> None:
-    """(30 - 10) in one group, the mean of (20 - 10) and (10 - 10) in the other: (20 + 5) / 2 of 40."""
+    """(30 - 10) in one group, the mean of (20 - 10) and (10 - 10) in the other: (20 + 5) / 2 of
+    40."""
     axes = [UNPRUNED, cell("reap"), cell("ean"), cell("seer"), cell("man")]
     solved = [first(40), first(30), first(20), first(10), first(10)]
     comparison = comparison_of(axes, {"gsm8k": solved})
@@ -121,7 +152,13 @@ def test_groups_of_pairs_weigh_alike() -> None:
 
 
 def test_bottom_sets_are_made_as_plans_are() -> None:
-    assert overlap.bottom(np.array([3.0, 1, 1, 1, 0]), 0.5).tolist() == [False, True, False, False, True]
+    assert overlap.bottom(np.array([3.0, 1, 1, 1, 0]), 0.5).tolist() == [
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
     assert overlap.bottom(np.arange(7.0), 0.25).sum() == 1
     assert overlap.bottom(np.arange(7.0), 0.1).sum() == 0
 
@@ -135,7 +172,9 @@ def test_three_readings_of_overlap_by_hand() -> None:
     assert found["jaccard"] == pytest.approx(1 / 3)
     assert (found["chance_triple"], found["chance_pairwise"]) == (0.25, 0.5)
     of_any_size = family({"a": [[1, 2, 3, 4], [1, 2]], "b": [[1, 2, 3, 4], [2, 1]]})
-    assert overlap.calibration_overlap(of_any_size, [0.5]).iloc[0]["triple"] == 0.5, "the mean of two layers"
+    assert overlap.calibration_overlap(of_any_size, [0.5]).iloc[0]["triple"] == 0.5, (
+        "the mean of two layers"
+    )
 
 
 def test_chance_levels_are_what_random_scores_reach() -> None:
@@ -149,7 +188,10 @@ def test_chance_levels_are_what_random_scores_reach() -> None:
 
 def test_the_constant_score_is_not_available() -> None:
     frame = pd.concat(
-        [family({"a": [[1, 1]], "b": [[1, 1]]}, overlap.DEGENERATE), family({"a": [[1, 2]], "b": [[1, 2]]}, (1, 0, 1))]
+        [
+            family({"a": [[1, 1]], "b": [[1, 1]]}, overlap.DEGENERATE),
+            family({"a": [[1, 2]], "b": [[1, 2]]}, (1, 0, 1)),
+        ]
     )
     found = overlap.calibration_overlap(frame, [0.5]).set_index("beta")["triple"]
     assert np.isnan(found[0]) and found[1] == 1.0
@@ -164,18 +206,25 @@ def test_proxy_against_exact_damage_by_hand() -> None:
     assert (found["overlap"], found["lowest"], found["chance"]) == (0.5, 0.0, 0.5)
     for variant in ((0, 1, 2), (0, 2, 1), (1, 1, 1)):
         other = family({"a": [[1, 2, 3, 4], [4, 3, 2, 1]]}, variant)
-        assert overlap.proxy_overlap(pd.concat([other, proxy]), exact, [0.5]).iloc[0]["overlap"] == 0.5, "another score"
+        assert (
+            overlap.proxy_overlap(pd.concat([other, proxy]), exact, [0.5]).iloc[0]["overlap"] == 0.5
+        ), "another score"
 
 
 # ---- winners, by scores and by losses on right answers
 
 
 def comparison(outcomes: dict[str, dict[str, np.ndarray]]) -> Comparison:
-    """Cells of one panel, with two equal seeds, from criterion -> benchmark -> outcomes; a benchmark that a criterion
-    lacks is a gap."""
+    """Cells of one panel, with two equal seeds, from criterion -> benchmark -> outcomes; a
+    benchmark that a criterion lacks is a gap."""
     benchmarks = dict.fromkeys(name for by_name in outcomes.values() for name in by_name)
-    rows = {name: [by_name.get(name) for by_name in outcomes.values() for _ in range(2)] for name in benchmarks}
-    return comparison_of([cell(criterion, seed=seed) for criterion in outcomes for seed in (1, 2)], rows)
+    rows = {
+        name: [by_name.get(name) for by_name in outcomes.values() for _ in range(2)]
+        for name in benchmarks
+    }
+    return comparison_of(
+        [cell(criterion, seed=seed) for criterion in outcomes for seed in (1, 2)], rows
+    )
 
 
 def right(count: int) -> np.ndarray:
@@ -199,7 +248,8 @@ def test_a_clear_win_is_beyond_noise_and_a_narrow_one_is_not() -> None:
 
 
 def test_a_win_must_hold_against_every_other_criterion() -> None:
-    """Far ahead of the runners-up on the same items, yet not surely ahead of another that errs elsewhere."""
+    """Far ahead of the runners-up on the same items, yet not surely ahead of another that errs
+    elsewhere."""
     rng = np.random.default_rng(0)
     best = rng.permutation(right(100))
     others = {}
@@ -207,11 +257,15 @@ def test_a_win_must_hold_against_every_other_criterion() -> None:
         others[name] = best.copy()
         others[name][rng.permutation(np.flatnonzero(best))[:16]] = 0
     last = {"gate_ean": rng.permutation(right(83))}
-    made = comparison({name: {"gsm8k": answers} for name, answers in ({"man": best} | others | last).items()})
+    made = comparison(
+        {name: {"gsm8k": answers} for name, answers in ({"man": best} | others | last).items()}
+    )
     found = winner_map([made]).iloc[0]
     leads = made.leads(("GSM8K",), range(0, 14, 2))
     alone = [2 * t.sf(lead.value / lead.error, lead.freedom) for lead in leads]
-    assert max(alone[:5]) < 0.05 < alone[5], "ahead of the runners-up beyond noise, but not of the last"
+    assert max(alone[:5]) < 0.05 < alone[5], (
+        "ahead of the runners-up beyond noise, but not of the last"
+    )
     assert found["runner_up"] in others and found["p"] == pytest.approx(alone[5])
 
 
@@ -225,7 +279,10 @@ def test_holm_covers_the_whole_map() -> None:
 
 
 def test_a_winner_map_counts_proved_wins_and_has_none_with_one_seed() -> None:
-    outcomes = {"man": {"gsm8k": right(190), "rte": right(50)}, "ean": {"gsm8k": right(10), "rte": right(50)}}
+    outcomes = {
+        "man": {"gsm8k": right(190), "rte": right(50)},
+        "ean": {"gsm8k": right(10), "rte": right(50)},
+    }
     found = winner_map([comparison(outcomes)])
     assert [verdict(row) for row in found.to_dict("records")] == ["proved win", "tie"]
     assert proved_wins(found).startswith("Proved wins: 1 of 2 cells (1 tied")
@@ -236,18 +293,25 @@ def test_a_winner_map_counts_proved_wins_and_has_none_with_one_seed() -> None:
 
 
 def test_random_plans_can_be_ahead_in_a_map_but_prove_nothing() -> None:
-    made = comparison({"random": {"gsm8k": right(190)}, "man": {"gsm8k": right(50)}, "ean": {"gsm8k": right(10)}})
+    made = comparison(
+        {"random": {"gsm8k": right(190)}, "man": {"gsm8k": right(50)}, "ean": {"gsm8k": right(10)}}
+    )
     found = winner_map([made]).iloc[0]
     assert found["winners"] == ("random",) and np.isnan(found["p"])
 
 
 def test_ties_zeros_and_gaps_are_nobodys_win() -> None:
-    zero, some = right(0), right(50)
-    made = comparison({"reap": {"gsm8k": some, "math500": zero}, "man": {"gsm8k": some[::-1], "math500": zero}})
+    zero = right(0)
+    some = right(50)
+    made = comparison(
+        {"reap": {"gsm8k": some, "math500": zero}, "man": {"gsm8k": some[::-1], "math500": zero}}
+    )
     found = winner_map([made]).set_index("column")
     assert found["winners"].to_dict() == {"GSM8K": ("reap", "man"), "MATH-500": ("reap", "man")}
     assert label(("reap", "man"), 0.25) == "REAP = MAN" and label(("reap", "man"), 0.0) == "all 0"
-    made = comparison({"reap": {"gsm8k": right(50)}, "man": {"math500": right(50)}, "ean": {"gsm8k": right(20)}})
+    made = comparison(
+        {"reap": {"gsm8k": right(50)}, "man": {"math500": right(50)}, "ean": {"gsm8k": right(20)}}
+    )
     found = winner_map([made]).set_index("column")
     assert found.loc["MATH-500", "winners"] == ("man",) and found.loc["MATH-500", "runner_up"] == ""
     assert np.isnan(found.loc["MATH-500", "p"]) and not found.loc["MATH-500", "proved"]
@@ -255,7 +319,8 @@ def test_ties_zeros_and_gaps_are_nobodys_win() -> None:
 
 
 def test_averaged_columns_resample_shared_answers_together() -> None:
-    """HumanEval+ grades HumanEval's answers again: the interval is that of 200 items, not of 400."""
+    """HumanEval+ grades HumanEval's answers again: the interval is that of 200 items, not of
+    400."""
     same = right(100)
     made = comparison({"reap": {"humaneval": same, "humaneval_plus": same}, "man": {"mbpp": same}})
     twice = made.interval(("humaneval", "humaneval_plus"))
@@ -267,7 +332,9 @@ def table(results: Results, name: str) -> pd.DataFrame:
     return find(name).items(results)[-1].frame
 
 
-def test_a_column_is_the_mean_loss_of_its_benchmarks_and_the_lowest_ranks_first(results: Results) -> None:
+def test_a_column_is_the_mean_loss_of_its_benchmarks_and_the_lowest_ranks_first(
+    results: Results,
+) -> None:
     (comparison,) = results.by_answer_loss.comparisons
     number = int(comparison.cells.index[5])
     folders = results.study.document["cells"][number]["evaluate"]
@@ -290,5 +357,7 @@ def test_a_store_without_losses_has_scores_alone(tmp_path: Path) -> None:
     for path in (store / "evaluate").glob("*/samples.parquet"):
         pd.read_parquet(path).drop(columns="answer_loss").to_parquet(path, index=False)
     results = Results(load(store, "made_up"))
-    assert [find(name).items(results) for name in ("winners.loss", "ranks.loss", "ranking.loss")] == [[], [], []]
+    assert [
+        find(name).items(results) for name in ("winners.loss", "ranks.loss", "ranking.loss")
+    ] == [[], [], []]
     assert len(table(results, "ranking")) and results.study.gaps == []

@@ -1,4 +1,5 @@
-"""Records of studies, gates, seeds and models: read together, and told apart wherever they stand."""
+"""Records of studies, gates, seeds and models: read together, and told apart wherever they
+stand."""
 
 import copy
 import json
@@ -23,15 +24,23 @@ from analysis.render.table import Table
 from analysis.stats.overlap import proxy_overlap
 from moe_lab.errors import UserError
 
-SMALL = {"calibrations": ("pocket_code",), "ratios": (0.25,), "tasks": ("gsm8k", "rte", "mmlu"), "items": 15}
+SMALL = {
+    "calibrations": ("pocket_code",),
+    "ratios": (0.25,),
+    "tasks": ("gsm8k", "rte", "mmlu"),
+    "items": 15,
+}
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two studies that share the unpruned model and REAP; only the second has families, and one benchmark less."""
+    """Two studies that share the unpruned model and REAP; only the second has families, and one
+    benchmark less."""
     root = tmp_path_factory.mktemp("two") / "store"
     write_store(root, name="experts", criteria=("reap", "man"), overlap=False, **SMALL)
-    write_store(root, name="channels", criteria=("reap", "heapr"), **{**SMALL, "tasks": ("gsm8k", "rte")})
+    write_store(
+        root, name="channels", criteria=("reap", "heapr"), **{**SMALL, "tasks": ("gsm8k", "rte")}
+    )
     return root
 
 
@@ -43,9 +52,15 @@ def test_several_studies_are_read_as_one(store: Path) -> None:
     assert benchmarks == [["gsm8k", "mmlu", "rte"]] * 3 + [["gsm8k", "rte"]]
     assert set(study.family["calibration"]) == {"pocket_code"}
     assert list(study.document["config"]) == ["experts", "channels"]
-    one, other = (document(store, names) for names in (["experts", "channels"], ["channels", "experts"]))
-    places = [{json.dumps(e["cell"]): e["evaluate"] for e in found["cells"]} for found in (one, other)]
-    assert places[0] == places[1] and one["families"] == other["families"] != [], "their order changes nothing"
+    one, other = (
+        document(store, names) for names in (["experts", "channels"], ["channels", "experts"])
+    )
+    places = [
+        {json.dumps(e["cell"]): e["evaluate"] for e in found["cells"]} for found in (one, other)
+    ]
+    assert places[0] == places[1] and one["families"] == other["families"] != [], (
+        "their order changes nothing"
+    )
 
 
 def test_all_stands_for_every_study(store: Path, tmp_path: Path) -> None:
@@ -57,7 +72,9 @@ def test_all_stands_for_every_study(store: Path, tmp_path: Path) -> None:
     assert "<h1>Channels and experts</h1>" in (tmp_path / report.PAGE).read_text(encoding="utf-8")
 
 
-def test_a_failure_in_one_study_does_not_hide_the_result_in_the_other(store: Path, tmp_path: Path) -> None:
+def test_a_failure_in_one_study_does_not_hide_the_result_in_the_other(
+    store: Path, tmp_path: Path
+) -> None:
     damaged = Path(shutil.copytree(store, tmp_path / "copy"))
     with edited(record_path(damaged, "experts")) as record:
         record["cells"][1]["evaluate"]["gsm8k"] = None
@@ -71,7 +88,8 @@ def test_a_failure_in_one_study_does_not_hide_the_result_in_the_other(store: Pat
 
 @pytest.mark.parametrize("together", [True, False])
 def test_two_models_of_one_name_are_two(store: Path, together: bool) -> None:
-    """Each in a study of its own, or both in one, as jobs of a multirun leave them; what is one model stays one."""
+    """Each in a study of its own, or both in one, as jobs of a multirun leave them; what is one
+    model stays one."""
     record = json.loads(record_path(store, "experts").read_text())
     other = copy.deepcopy(record)
     for entry in other["cells"]:
@@ -89,13 +107,22 @@ def test_two_models_of_one_name_are_two(store: Path, together: bool) -> None:
     assert {entry["cell"]["model"] for entry in alone["cells"]} == {name}
 
 
-def test_families_of_all_studies_are_read_under_the_names_of_their_models(store: Path, tmp_path: Path) -> None:
-    """The models of both studies are called alike; with top-2 routing their names still end in it."""
+def test_families_of_all_studies_are_read_under_the_names_of_their_models(
+    store: Path, tmp_path: Path
+) -> None:
+    """The models of both studies are called alike; with top-2 routing their names still end in
+    it."""
     record = json.loads(record_path(store, "experts").read_text())
     for at, name in enumerate(("one", "other")):
         for entry in record["cells"]:
             entry["cell"]["model"], entry["model"] = "qwen_top2", f"model/qwen-{at}{at}bcdefabcde"
-        row = {"calibration": "code", "model": "qwen_top2", "gate": "model", "seed": 42, "step": f"family/{name}"}
+        row = {
+            "calibration": "code",
+            "model": "qwen_top2",
+            "gate": "model",
+            "seed": 42,
+            "step": f"family/{name}",
+        }
         write_json(record_path(tmp_path, name), {**record, "families": [row]})
     read = document(tmp_path, ["one", "other"])
     assert {row["model"]: row["step"] for row in read["families"]} == {
@@ -107,25 +134,55 @@ def test_families_of_all_studies_are_read_under_the_names_of_their_models(store:
 
 def test_rows_blocks_and_maps_say_which_gate(tmp_path: Path) -> None:
     """The same cells once more with another gate; of these, passes reached other tokens."""
-    few = {"items": 20, "tasks": ("gsm8k", "rte"), "ratios": (0.5,), "criteria": ("frequency", "reap")}
+    few = {
+        "items": 20,
+        "tasks": ("gsm8k", "rte"),
+        "ratios": (0.5,),
+        "criteria": ("frequency", "reap"),
+    }
     root = write_store(tmp_path / "store", calibrations=("pocket_code", "pocket_math"), **few)
     with edited(record_path(root)) as record:
-        other = [copy.deepcopy(entry) for entry in record["cells"] if entry["cell"]["criterion"] != "none"]
+        other = [
+            copy.deepcopy(entry)
+            for entry in record["cells"]
+            if entry["cell"]["criterion"] != "none"
+        ]
         for entry in other:
             entry["cell"]["gate"] = "softmax"
             entry["statistics"] = "statistics/gone-000000000000"
         record["cells"] += other
         for kind in ("families", "damages"):
-            gone = [{**row, "gate": "softmax", "step": f"{kind}/gone-000000000000"} for row in record[kind]]
+            gone = [
+                {**row, "gate": "softmax", "step": f"{kind}/gone-000000000000"}
+                for row in record[kind]
+            ]
             record[kind] = gone + record[kind]
     study = load(root, "made_up")
-    wanted = ("ranks", "unified.table5", "winners", "pareto", "artefacts", "task_specific", "coverage.table18")
+    wanted = (
+        "ranks",
+        "unified.table5",
+        "winners",
+        "pareto",
+        "artefacts",
+        "task_specific",
+        "coverage.table18",
+    )
     results = Results(study)
-    made = {name: find(name).items(results) for name in (*wanted, "tokens_per_expert", "unified.fig3")}
-    tables = {name: next(each for each in made[name] if isinstance(each, Table)) for name in made if made[name]}
+    made = {
+        name: find(name).items(results) for name in (*wanted, "tokens_per_expert", "unified.fig3")
+    }
+    tables = {
+        name: next(each for each in made[name] if isinstance(each, Table))
+        for name in made
+        if made[name]
+    }
     for name in set(wanted) & set(tables):
         frame = tables[name].frame
-        key = [word for word in ("Model", "Pruned", "Calibration", "Criterion", "Column") if word in frame]
+        key = [
+            word
+            for word in ("Model", "Pruned", "Calibration", "Criterion", "Column")
+            if word in frame
+        ]
         pruned = frame[frame["Pruned"] != "0 %"]
         assert pruned["Pruned"].str.endswith("gate softmax").any(), name
         assert not pruned.duplicated(key).any(), name
@@ -146,19 +203,30 @@ def test_rows_blocks_and_maps_say_which_gate(tmp_path: Path) -> None:
         ({"reap": (42,), "man": (42,), "random": (1, 2, 3)}, "seed 42 (Random: seeds 1, 2 and 3);"),
     ],
 )
-def test_a_caption_says_which_methods_have_which_seeds(seeds: dict[str, tuple[int, ...]], text: str) -> None:
+def test_a_caption_says_which_methods_have_which_seeds(
+    seeds: dict[str, tuple[int, ...]], text: str
+) -> None:
     plans = [cell(name, seed=seed) for name, of_name in seeds.items() for seed in of_name]
     study = study_of(comparison_of([UNPRUNED, *plans], {"gsm8k": [[1]] * (1 + len(plans))}))
     assert captions.reading(study).startswith(text)
 
 
-@pytest.mark.parametrize(("benchmarks", "verb"), [(["piqa"], "PIQA was"), (["piqa", "rte"], "PIQA and RTE were")])
+@pytest.mark.parametrize(
+    ("benchmarks", "verb"), [(["piqa"], "PIQA was"), (["piqa", "rte"], "PIQA and RTE were")]
+)
 def test_benchmarks_that_were_not_run_agree_in_number(benchmarks: list[str], verb: str) -> None:
     assert names.not_run(benchmarks) == f"{verb} not run"
 
 
-def test_models_stand_together_and_the_lead_says_whose_calibration_sets_they_are(tmp_path: Path) -> None:
-    few = {"items": 8, "tasks": ("gsm8k",), "ratios": (0.5,), "criteria": ("frequency", "magnitude")}
+def test_models_stand_together_and_the_lead_says_whose_calibration_sets_they_are(
+    tmp_path: Path,
+) -> None:
+    few = {
+        "items": 8,
+        "tasks": ("gsm8k",),
+        "ratios": (0.5,),
+        "criteria": ("frequency", "magnitude"),
+    }
     sets = {"b": ("pocket_general", "pocket_code"), "a": ("pocket_general",)}
     for model, calibrations in sets.items():
         write_store(tmp_path, name=model, models=(model,), calibrations=calibrations, **few)
@@ -171,6 +239,13 @@ def test_models_stand_together_and_the_lead_says_whose_calibration_sets_they_are
     proxy = proxy_overlap(study.family.sort_values("layer", kind="stable"), shuffled)
     models = proxy["model"].tolist()
     assert models == sorted(models, key=models.index) and set(models) == {"a", "b"}
-    assert ", with general calibration of a and general and code calibration of b)" in report.what_was_run(study)
-    figures = [item.name for item in find("router_entropy").items(Results(study)) if isinstance(item, Figure)]
+    assert (
+        ", with general calibration of a and general and code calibration of b)"
+        in report.what_was_run(study)
+    )
+    figures = [
+        item.name
+        for item in find("router_entropy").items(Results(study))
+        if isinstance(item, Figure)
+    ]
     assert sorted(figures) == ["router_entropy.a", "router_entropy.b"], "one for each model"

@@ -1,4 +1,5 @@
-"""What is read of a store: every number of a whole one, and gaps where something is missing, damaged or odd."""
+"""What is read of a store: every number of a whole one, and gaps where something is missing,
+damaged or odd."""
 
 import json
 import math
@@ -36,7 +37,13 @@ TASKS = ("gsm8k", "humaneval", "mbpp", "wildbench", "rte", "hellaswag", "arc_eas
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     """A store of five cells that a test may damage."""
-    few = {"calibrations": ("pocket_code",), "ratios": (0.25,), "tasks": TASKS, "items": 30, "overlap": False}
+    few = {
+        "calibrations": ("pocket_code",),
+        "ratios": (0.25,),
+        "tasks": TASKS,
+        "items": 30,
+        "overlap": False,
+    }
     return write_store(tmp_path / "store", criteria=("frequency", "reap", "man", "random"), **few)
 
 
@@ -90,7 +97,9 @@ def test_what_plans_keep_is_counted_from_their_masks(golden: Study) -> None:
         axes = golden.cells.loc[cell].to_dict()
         if axes["granularity"] == "channel":
             masks = synthetic_plans.channel_masks(axes)
-            assert plan["share"].tolist() == pytest.approx(masks.mean(axis=2).ravel().tolist(), abs=1e-12)
+            assert plan["share"].tolist() == pytest.approx(
+                masks.mean(axis=2).ravel().tolist(), abs=1e-12
+            )
             assert plan["null"].tolist() == (~masks.any(axis=2)).ravel().tolist()
         else:
             gone = plan.query("share == 0").groupby("layer").size()
@@ -100,20 +109,31 @@ def test_what_plans_keep_is_counted_from_their_masks(golden: Study) -> None:
 
 
 @pytest.mark.parametrize("kept", [[0, 1, 2], [0, 1]])
-def test_merged_experts_count_as_merged_with_and_without_their_router_row(tmp_path: Path, kept: list[int]) -> None:
-    """Experts 1 and 2 are merged; 2 loses its row of the router, or shares expert 1 with its own."""
+def test_merged_experts_count_as_merged_with_and_without_their_router_row(
+    tmp_path: Path, kept: list[int]
+) -> None:
+    """Experts 1 and 2 are merged; 2 loses its row of the router, or shares expert 1 with its
+    own."""
     masks = {0: "ff", 1: "ff", 2: "00"}
     layer = {"experts": 4, "width": 8, "keep": kept, "channels": [masks[expert] for expert in kept]}
     layer["merged"] = {"1": {"1": 0.5, "2": 0.5}}
-    reader = SimpleNamespace(folder=lambda name: tmp_path / name, json=lambda *_: {"layers": {"0": layer}})
+    reader = SimpleNamespace(
+        folder=lambda name: tmp_path / name, json=lambda *_: {"layers": {"0": layer}}
+    )
     plan = plans.kept(pd.DataFrame({"plan_folder": ["plan"]}), reader)
     assert plan["merged"].tolist() == [False, False, True, False] and not plan["constant"].any()
-    assert plan["share"].tolist() == [1, 1, 0, 0] and plan["null"].tolist() == [False, False, len(kept) == 3, False]
+    assert plan["share"].tolist() == [1, 1, 0, 0] and plan["null"].tolist() == [
+        False,
+        False,
+        len(kept) == 3,
+        False,
+    ]
 
 
 def test_loading_memory_counts_constants_and_leaves_out_merged_experts() -> None:
     model = tiny.build("olmoe")
-    layers, dropping = moe_layers(model), tiny.plan(model, 0.5)
+    layers = moe_layers(model)
+    dropping = tiny.plan(model, 0.5)
     widths = {layer.index: layer.width for layer in layers}
     outputs = {layer.index: np.ones((layer.n_experts, layer.hidden)) for layer in layers}
     groups = {
@@ -123,19 +143,37 @@ def test_loading_memory_counts_constants_and_leaves_out_merged_experts() -> None
     }
     about = model_facts(model)
     about = {**about, "layers": {str(layer): facts for layer, facts in about["layers"].items()}}
-    for plan in (replace_by_constants(dropping, outputs, widths), merge_experts(groups, widths, provenance={})):
+    for plan in (
+        replace_by_constants(dropping, outputs, widths),
+        merge_experts(groups, widths, provenance={}),
+    ):
         reader = SimpleNamespace(folder=str, json=lambda *_, plan=plan: {"layers": plan._layers()})
         kept = plans.kept(pd.DataFrame({"plan_folder": ["plan"]}), reader)
         cells = pd.DataFrame(
-            [{"model": "m", "ratio": 0.5, "removed_words": "50 %", "granularity": "expert", "allocation": "a"}]
+            [
+                {
+                    "model": "m",
+                    "ratio": 0.5,
+                    "removed_words": "50 %",
+                    "granularity": "expert",
+                    "allocation": "a",
+                }
+            ]
         )
         [row] = plans.loading_memory(cells, kept, {"m": about}).to_dict("records")
         assert row["parameters_after"] == size(model, prune(model, plan))["parameters"]
 
 
 def test_a_damaged_plan_cost_or_search_is_a_gap(tmp_path: Path) -> None:
-    """So are scores that are gone; the table says nothing of what took the place of experts of a damaged plan."""
-    one = {"calibrations": ("pocket_code",), "ratios": (0.5,), "tasks": ("rte",), "items": 5, "overlap": False}
+    """So are scores that are gone; the table says nothing of what took the place of experts of a
+    damaged plan."""
+    one = {
+        "calibrations": ("pocket_code",),
+        "ratios": (0.5,),
+        "tasks": ("rte",),
+        "items": 5,
+        "overlap": False,
+    }
     places = ("uniform", "uniform, replacement=mean_output", "evolutionary", "global")
     store = write_store(tmp_path / "store", criteria=("magnitude",), allocations=places, **one)
     study = load(store, "made_up")
@@ -158,7 +196,9 @@ DAMAGES = {
     "the folder is gone from the store": lambda place: place.rename(place.with_name("elsewhere")),
     "result.json is missing": lambda place: (place / "result.json").unlink(),
     "result.json is damaged": lambda place: (place / "result.json").write_text("{"),
-    "samples.parquet is damaged": lambda place: (place / "samples.parquet").write_bytes(b"PAR1 no parquet"),
+    "samples.parquet is damaged": lambda place: (place / "samples.parquet").write_bytes(
+        b"PAR1 no parquet"
+    ),
 }
 
 
@@ -184,10 +224,14 @@ def test_a_number_that_was_not_published_is_not_read(store: Path) -> None:
     assert not load(store, "made_up").gaps
     change_result(store, 3, "rte", score=0.5)
     study = load(store, "made_up")
-    assert [gap.what for gap in study.gaps] == ["result.json is damaged"] and np.isnan(score(study, 3, "rte"))
+    assert [gap.what for gap in study.gaps] == ["result.json is damaged"] and np.isnan(
+        score(study, 3, "rte")
+    )
 
 
-def test_a_cell_that_is_listed_twice_counts_once_and_a_renamed_label_is_found_by_its_id(store: Path) -> None:
+def test_a_cell_that_is_listed_twice_counts_once_and_a_renamed_label_is_found_by_its_id(
+    store: Path,
+) -> None:
     with edited(record_path(store)) as changed:
         changed["cells"].append(changed["cells"][4])
     place = folder(store, 1, "rte")
@@ -211,8 +255,16 @@ def test_mixed_sizes_metrics_and_versions_are_told(store: Path) -> None:
     study = load(store, "made_up")
     notes = " ".join(study.notes)
     for words in (
-        "wildbench: items of a model whose prompt and answer exceed its limit (counted as empty answers): up to 2.",
-        "mbpp: items of a model whose reasoning does not end within the limit (counted as wrong): up to 1.",
+        (
+            "wildbench: items of a model whose prompt and answer exceed its limit (counted as "
+            "empty "
+            "answers): up to 2."
+        ),
+        (
+            "mbpp: items of a model whose reasoning does not end within the limit (counted as "
+            "wrong): "
+            "up to 1."
+        ),
         "hellaswag was evaluated on different numbers",
         "arc_easy was measured by different metrics",
         "torch",
@@ -229,7 +281,11 @@ def test_mixed_sizes_metrics_and_versions_are_told(store: Path) -> None:
 def test_versions_of_all_steps_behind_a_result_are_compared(store: Path) -> None:
     """Of inputs of inputs too, and of steps that are no evaluations."""
     plan, scores, cost = (f"{kind}/x-0123456789ab" for kind in ("plan", "scores", "cost"))
-    for step, version, inputs in ((plan, "1", {"scores": scores}), (scores, "2", {}), (cost, "1", {})):
+    for step, version, inputs in (
+        (plan, "1", {"scores": scores}),
+        (scores, "2", {}),
+        (cost, "1", {}),
+    ):
         about = {"versions": {"numpy": version, "evalplus": None}}
         write_json(store / step / "step.json", {"files": {}, "inputs": inputs, "provenance": about})
     with edited(record_path(store)) as changed:
@@ -239,9 +295,13 @@ def test_versions_of_all_steps_behind_a_result_are_compared(store: Path) -> None
 
 
 @pytest.mark.parametrize("scale", ["loss", "perplexity"])
-def test_scores_that_are_no_means_get_intervals_from_their_standard_error(store: Path, scale: str) -> None:
+def test_scores_that_are_no_means_get_intervals_from_their_standard_error(
+    store: Path, scale: str
+) -> None:
     for cell in range(len(document(store)["cells"])):
-        change_result(store, cell, "gsm8k", score=10.0 + cell, stderr=0.5, scale=scale, unit="nats per token")
+        change_result(
+            store, cell, "gsm8k", score=10.0 + cell, stderr=0.5, scale=scale, unit="nats per token"
+        )
     [comparison] = Results(load(store, "made_up")).measured
     assert "gsm8k" in comparison.lower_is_better
     score, low, high = (float(each[3]) for each in comparison.shown(("gsm8k",)))
@@ -258,11 +318,14 @@ def test_results_that_do_not_tell_losses_from_scores_are_a_gap(store: Path) -> N
 
 
 EQUAL_RATIOS = {"calibrations": ("pocket_code",), "tasks": ("rte",), "items": 5, "overlap": False}
-"""Of 32 experts a quarter goes at 25 and at 27 %, and 45 % are no whole number of experts; of channels they are."""
+"""Of 32 experts a quarter goes at 25 and at 27 %, and 45 % are no whole number of experts; of
+channels they are."""
 
 
 def test_pruned_is_what_was_removed_and_ratios_with_equal_plans_are_one_row(tmp_path: Path) -> None:
-    store = write_store(tmp_path, criteria=("reap", "man"), ratios=(0.25, 0.27, 0.45, 0.5), **EQUAL_RATIOS)
+    store = write_store(
+        tmp_path, criteria=("reap", "man"), ratios=(0.25, 0.27, 0.45, 0.5), **EQUAL_RATIOS
+    )
     study = load(store, "made_up")
     found = study.cells[["ratio", "removed", "removed_words"]].drop_duplicates().to_dict("list")
     assert found["ratio"] == [0, 0.25, 0.45, 0.5] and found["removed"] == [0, 0.25, 7 / 16, 0.5]
@@ -273,18 +336,24 @@ def test_pruned_is_what_was_removed_and_ratios_with_equal_plans_are_one_row(tmp_
 
 
 def test_ratios_are_two_rows_where_the_plans_of_another_method_differ(tmp_path: Path) -> None:
-    store = write_store(tmp_path, criteria=("reap", "channel_activation"), ratios=(0.25, 0.27), **EQUAL_RATIOS)
+    store = write_store(
+        tmp_path, criteria=("reap", "channel_activation"), ratios=(0.25, 0.27), **EQUAL_RATIOS
+    )
     ratios = load(store, "made_up").cells.groupby("method")["ratio"].agg(list)
     assert ratios["reap"] == ratios["channel_activation"] == [0.25, 0.27]
 
 
-def test_a_row_of_equal_ratios_has_the_results_of_both_and_the_record_stays_as_it_was(tmp_path: Path) -> None:
+def test_a_row_of_equal_ratios_has_the_results_of_both_and_the_record_stays_as_it_was(
+    tmp_path: Path,
+) -> None:
     store = write_store(tmp_path, criteria=("reap", "man"), ratios=(0.25, 0.27), **EQUAL_RATIOS)
     with edited(record_path(store)) as record:
         _, lower, _, higher, _ = record["cells"]
         lower |= {"evaluate": {"rte": None}, "cost": None, "errors": {"rte": "out of memory"}}
     study = load(store, "made_up")
-    assert not study.gaps and set(study.results["cell"]) == set(study.costs["cell"]) == set(study.cells.index)
+    assert not study.gaps and set(study.results["cell"]) == set(study.costs["cell"]) == set(
+        study.cells.index
+    )
     assert study.cells.loc[1, "cost_folder"] == higher["cost"]
     assert study.document == studies.document(store, ["made_up"])
 
@@ -307,14 +376,19 @@ def test_a_removed_share_is_followed_by_the_request_where_they_differ(
 
 
 def test_channels_count_by_their_share(tmp_path: Path) -> None:
-    store = write_store(tmp_path, criteria=("channel_activation",), ratios=(0.3,), tasks=("rte",), overlap=False)
+    store = write_store(
+        tmp_path, criteria=("channel_activation",), ratios=(0.3,), tasks=("rte",), overlap=False
+    )
     study = load(store, "made_up")
     for cell, kept in study.kept.groupby("cell"):
         assert study.cells["removed"][cell] == pytest.approx(1 - kept["share"].mean())
 
 
 def test_records_that_cannot_be_read_are_named(store: Path) -> None:
-    for text, word in ((sealed(json.dumps({**document(store), "schema": 2})), "newer"), ("{", "damaged")):
+    for text, word in (
+        (sealed(json.dumps({**document(store), "schema": 2})), "newer"),
+        ("{", "damaged"),
+    ):
         record_path(store).write_text(text)
         with pytest.raises(UserError, match=word):
             load(store, "made_up")

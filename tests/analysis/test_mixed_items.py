@@ -1,4 +1,5 @@
-"""Cells that were not asked the same: other items, a perplexity among accuracies, a score its items do not explain."""
+"""Cells that were not asked the same: other items, a perplexity among accuracies, a score its items
+do not explain."""
 
 from pathlib import Path
 from typing import Any
@@ -27,25 +28,42 @@ CRITERIA = ("frequency", "reap", "man")
 PERPLEXITIES = {"metric": "word_perplexity", "scale": "perplexity", "unit": "nats per word"}
 
 
-def study_of(answers: dict[str, list[Answers]], scores: dict[tuple[int, str], float] | None = None) -> Study:
-    """A study of the unpruned model and CRITERIA from benchmark -> answers of each of these cells. `scores` stand in
-    place of the mean; benchmarks without answers have these alone, and are perplexities."""
+def study_of(
+    answers: dict[str, list[Answers]], scores: dict[tuple[int, str], float] | None = None
+) -> Study:
+    """A study of the unpruned model and CRITERIA from benchmark -> answers of each of these cells.
+    `scores` stand in place of the mean; benchmarks without answers have these alone, and are
+    perplexities."""
     rows: list[dict[str, Any]] = []
     samples = []
     for name, found in answers.items():
         for cell, outcomes in enumerate(found):
             values = list(outcomes.values())
             mean = float(np.mean(values)) if values else np.nan
-            about = {"cell": cell, "task": name, "benchmark": name, "folder": f"{name}/{cell}", "expected": None}
-            n = {"n": len(values) or 10, "stderr": 0.01, **(handmade.SCORES if values else PERPLEXITIES)}
+            about = {
+                "cell": cell,
+                "task": name,
+                "benchmark": name,
+                "folder": f"{name}/{cell}",
+                "expected": None,
+            }
+            n = {
+                "n": len(values) or 10,
+                "stderr": 0.01,
+                **(handmade.SCORES if values else PERPLEXITIES),
+            }
             rows.append({**about, **n, "score": (scores or {}).get((cell, name), mean)})
             samples += [(cell, name, f"{item:03}", outcome) for item, outcome in outcomes.items()]
-    parts: dict[str, Any] = {key: {} for key in ("calibrations", "contaminations", "models", "document")}
+    parts: dict[str, Any] = {
+        key: {} for key in ("calibrations", "contaminations", "models", "document")
+    }
     parts["reader"] = Reader(Path("store"))
     parts |= {"origins": pd.DataFrame({"folder": [], "seconds": [], "commit": [], "versions": []})}
     parts |= dict.fromkeys(("family", "damage", "coverage"), pd.DataFrame())
     parts["cells"] = handmade.cells_of([handmade.UNPRUNED, *map(handmade.cell, CRITERIA)])
-    parts["samples"] = pd.DataFrame(samples, columns=["cell", "benchmark", "item", "outcome"]).assign(units=np.nan)
+    parts["samples"] = pd.DataFrame(
+        samples, columns=["cell", "benchmark", "item", "outcome"]
+    ).assign(units=np.nan)
     return Study(name="made", store=Path("store"), results=pd.DataFrame(rows), **parts)
 
 
@@ -65,7 +83,9 @@ def perplexed() -> Study:
     return study_of(answers, perplexity)
 
 
-def test_where_less_is_better_an_average_leaves_it_out_and_the_lowest_leads_without_a_test(perplexed: Study) -> None:
+def test_where_less_is_better_an_average_leaves_it_out_and_the_lowest_leads_without_a_test(
+    perplexed: Study,
+) -> None:
     results = Results(perplexed)
     table = handmade.table_of(rank_table, results)
     rows = table.frame.set_index("Criterion")
@@ -74,11 +94,18 @@ def test_where_less_is_better_an_average_leaves_it_out_and_the_lowest_leads_with
     assert rows.loc[["Frequency", "REAP", "MAN"], "Avg Rank"].tolist() == [3, 2, 1]
     assert "Avg is without wikitext2: there, less is better." in table.footnotes
     [figure, ranked_table] = find("ranking").items(results)
-    assert "Avg is without wikitext2" in figure.caption and ranked_table.frame["Avg"].tolist() == [0.75, 0.45, 0.25]
+    assert "Avg is without wikitext2" in figure.caption and ranked_table.frame["Avg"].tolist() == [
+        0.75,
+        0.45,
+        0.25,
+    ]
     found = winner_map(results.measured)
     assert found["column"].tolist() == ["GSM8K", "wikitext2"]
     accuracy, perplexity = found.to_dict("records")
-    assert accuracy["lead"] == pytest.approx(0.3) and accuracy["lead_low"] < 0.3 < accuracy["lead_high"]
+    assert (
+        accuracy["lead"] == pytest.approx(0.3)
+        and accuracy["lead_low"] < 0.3 < accuracy["lead_high"]
+    )
     assert perplexity["winners"] == ("man",) and perplexity["runner_up"] == "reap"
     assert perplexity["lead"] == pytest.approx(-2) and winners.verdict(perplexity) == "not tested"
 
@@ -96,28 +123,51 @@ def test_the_best_plan_is_on_the_front_in_spite_of_a_perplexity(perplexed: Study
     with_costs(perplexed, [1.0, 0.5, 0.5, 0.5])
     [comparison] = Results(perplexed).measured
     found = against_cost(perplexed, comparison).set_index("method")
-    assert found["front_parameters_kept"].to_dict() == {"none": False, "frequency": False, "reap": False, "man": True}
+    assert found["front_parameters_kept"].to_dict() == {
+        "none": False,
+        "frequency": False,
+        "reap": False,
+        "man": True,
+    }
     assert found["avg"].to_dict() == {"none": 0.95, "frequency": 0.25, "reap": 0.45, "man": 0.75}
-    assert pareto_table(Results(perplexed), "pareto").footnotes == ["Avg is without wikitext2: there, less is better."]
+    assert pareto_table(Results(perplexed), "pareto").footnotes == [
+        "Avg is without wikitext2: there, less is better."
+    ]
 
 
-def test_a_suite_of_perplexities_alone_is_ranked_by_their_mean_loss_and_shown_as_perplexities() -> None:
-    alone = study_of({"wikitext2": [{}] * 4}, {(cell, "wikitext2"): 9.0 - cell for cell in range(4)})
+def test_a_suite_of_perplexities_alone_is_ranked_by_their_mean_loss_and_shown_as_perplexities() -> (
+    None
+):
+    alone = study_of(
+        {"wikitext2": [{}] * 4}, {(cell, "wikitext2"): 9.0 - cell for cell in range(4)}
+    )
     rows = ranked(alone)
     for column in ("wikitext2", "Mean perplexity"):
         assert rows[column].tolist() == pytest.approx([9, 8, 7, 6])
     assert rows["Avg Rank"].tolist()[1:] == [3, 2, 1]
     [figure, table] = find("ranking").items(Results(alone))
-    assert figure.name == "ranking" and table.frame["Criterion"].tolist() == ["MAN", "REAP", "Frequency"]
+    assert figure.name == "ranking" and table.frame["Criterion"].tolist() == [
+        "MAN",
+        "REAP",
+        "Frequency",
+    ]
     assert table.frame["Rank"].tolist() == [1, 2, 3] and table.best["Mean perplexity"] == "min"
     assert table.frame["Of unpruned"].tolist() == pytest.approx([6 / 9, 7 / 9, 8 / 9])
     assert table.frame["Status"].eq("").all(), "of one seed"
-    two = {(cell, name): value for cell in range(4) for name, value in (("a", 2.0 + cell), ("b", 8.0))}
-    assert ranked(study_of({"a": [{}] * 4, "b": [{}] * 4}, two))["Mean perplexity"].iloc[0] == pytest.approx(4)
+    two = {
+        (cell, name): value for cell in range(4) for name, value in (("a", 2.0 + cell), ("b", 8.0))
+    }
+    assert ranked(study_of({"a": [{}] * 4, "b": [{}] * 4}, two))["Mean perplexity"].iloc[
+        0
+    ] == pytest.approx(4)
 
 
-def test_the_lowest_perplexity_comes_first_where_plans_cost_the_same_and_is_the_last_number_of_a_front() -> None:
-    alone = study_of({"wikitext2": [{}] * 4}, {(cell, "wikitext2"): 9.0 - cell for cell in range(4)})
+def test_the_lowest_perplexity_comes_first_where_plans_cost_the_same_and_is_the_last_number_of_a_front() -> (
+    None
+):
+    alone = study_of(
+        {"wikitext2": [{}] * 4}, {(cell, "wikitext2"): 9.0 - cell for cell in range(4)}
+    )
     table = pareto_table(Results(with_costs(alone, [1.0, 0.5, 0.5, 0.5])), "pareto")
     assert table.frame["Criterion"].tolist() == ["Unpruned", "MAN", "REAP", "Frequency"]
     assert table.frame["Front"].tolist() == ["", "all", "", ""]
@@ -125,7 +175,11 @@ def test_the_lowest_perplexity_comes_first_where_plans_cost_the_same_and_is_the_
     figure = pareto_figure(results.study, results.comparisons[0], "front")
     assert figure is not None
     labels = [text.get_text() for text in figure.drawing.legends[0].get_texts()]
-    assert [label.split(",")[0] for label in labels if "50 %" in label] == ["Frequency", "REAP", "MAN"]
+    assert [label.split(",")[0] for label in labels if "50 %" in label] == [
+        "Frequency",
+        "REAP",
+        "MAN",
+    ]
 
 
 def test_a_radar_of_losses_alone_is_not_drawn() -> None:
@@ -144,8 +198,13 @@ def test_intervals_are_of_a_cells_own_items_and_tests_of_common_ones(
 ) -> None:
     rng = np.random.default_rng(seed)
     sure = (rng.random((2, 30)) < 0.5).astype(float), rng.random((4, 30)).round(2)
-    exact = [{item: sure[0][cell % 2, item] for item in sorted(items)} for cell, items in enumerate(first)]
-    graded = [{item: sure[1][cell, item] for item in sorted(items)} for cell, items in enumerate(second)]
+    exact = [
+        {item: sure[0][cell % 2, item] for item in sorted(items)}
+        for cell, items in enumerate(first)
+    ]
+    graded = [
+        {item: sure[1][cell, item] for item in sorted(items)} for cell, items in enumerate(second)
+    ]
     study = study_of({"gsm8k": exact, "wildbench": graded})
     [comparison] = Results(study).measured
     for target in (("GSM8K",), ("WildBench",), ("GSM8K", "WildBench")):
@@ -182,13 +241,17 @@ def test_a_score_that_is_no_mean_of_its_items_costs_nobody_else_an_interval(harm
     before, after = (Results(study).measured[0] for study in (whole, harmed))
     assert not whole.gaps
     [gap] = harmed.gaps
-    assert gap.where == "m reap pocket_code 0.5" and "gsm8k is not the mean of its items" in gap.what
+    assert (
+        gap.where == "m reap pocket_code 0.5" and "gsm8k is not the mean of its items" in gap.what
+    )
     others = [0, 1, 3]
     for target in (("GSM8K",), ("GSM8K", "MC Avg")):
         for ends in zip(before.interval(target), after.interval(target), strict=True):
             assert ends[0][others].tolist() == pytest.approx(ends[1][others].tolist())
         for other in (0, 1):
-            assert after.difference(target, 3, other).p == pytest.approx(before.difference(target, 3, other).p)
+            assert after.difference(target, 3, other).p == pytest.approx(
+                before.difference(target, 3, other).p
+            )
         low, high = after.interval(target)
         assert 0 < high[2] - low[2] < 0.05, "from the reported standard error"
         assert np.isnan(after.difference(target, 2, 1).p)

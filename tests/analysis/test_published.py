@@ -1,4 +1,5 @@
-"""The papers' numbers: one schema, no number twice, misprints, memory; averages and ranks follow from scores."""
+"""The papers' numbers: one schema, no number twice, misprints, memory; averages and ranks follow
+from scores."""
 
 import csv
 import math
@@ -46,13 +47,34 @@ from moe_lab.paths import conf
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = "paper,table,model,ratio,criterion,allocation,recovery,calibration,benchmark,value,note"
-OTHERS = {"DiEP", "NAEE", "D2-MoE", "MoE-I²", "HC-SMoE", "MC-SMoE", "Sub-MoE", "He et al.", "C-Prune", "Wanda"}
+OTHERS = {
+    "DiEP",
+    "NAEE",
+    "D2-MoE",
+    "MoE-I²",
+    "HC-SMoE",
+    "MC-SMoE",
+    "Sub-MoE",
+    "He et al.",
+    "C-Prune",
+    "Wanda",
+}
 """Methods in the papers' tables that are not built here."""
 WORDS = {
     "criterion": {"any", "na", *OTHERS, "best calibration-based"}
     | {"AIMER minus best baseline", "AIMER minus best calibration-based"},
-    "allocation": {"none", "na", "uniform", "DiEP", "coverage aligned 256", "coverage aligned 256 scores"}
-    | {"coverage true attribution", *(f"{start}top-k {k}" for start in ("", "coverage ") for k in (1, 2, 4, 6))},
+    "allocation": {
+        "none",
+        "na",
+        "uniform",
+        "DiEP",
+        "coverage aligned 256",
+        "coverage aligned 256 scores",
+    }
+    | {
+        "coverage true attribution",
+        *(f"{start}top-k {k}" for start in ("", "coverage ") for k in (1, 2, 4, 6)),
+    },
     "recovery": {"none", "nf4", "q8", "dora", "dora_nf4"},
     "calibration": {"none", "na", "matched"},
 }
@@ -86,14 +108,18 @@ def test_every_file_has_the_one_schema_and_no_number_twice() -> None:
         assert lines[0] == COLUMNS
         assert {len(row) for row in csv.reader(lines)} == {len(COLUMNS.split(","))}
     assert Counter(number.paper for number in numbers()) == ROWS
-    keys = Counter((number.paper, number.table, number.key, number.benchmark) for number in numbers())
+    keys = Counter(
+        (number.paper, number.table, number.key, number.benchmark) for number in numbers()
+    )
     assert [key for key, times in keys.items() if times > 1] == []
 
 
 def test_models_and_methods_are_called_as_they_are_here() -> None:
     assert field("model") - stems("conf/model") == {"all"}
     assert field("criterion") - set(names.CRITERIA) == WORDS["criterion"]
-    assert field("allocation") - labels("conf/allocation", "sweeps/allocation") <= WORDS["allocation"]
+    assert (
+        field("allocation") - labels("conf/allocation", "sweeps/allocation") <= WORDS["allocation"]
+    )
     assert field("recovery") <= WORDS["recovery"]
     assert field("calibration") - stems("conf/calibration") == WORDS["calibration"]
 
@@ -108,7 +134,8 @@ def test_scores_are_shares_of_known_items_and_tables_here_have_counterparts() ->
             assert 1 <= number.value <= 9
         if number.benchmark in names.BENCHMARKS:
             assert split(number, number.benchmark).items, number
-        quoted = number.paper == "coverage" and number.key[2] == "mone"  # from another paper, that does not say it
+        # from another paper, that does not say it
+        quoted = number.paper == "coverage" and number.key[2] == "mone"
         if number.benchmark in SCORES and number.key[2] in names.CRITERIA and number.key[5] in sets:
             assert bool(protocol(number).tokens) != quoted, number
     assert set(TABLES) <= set(outputs()) and all(counterparts(name) for name in TABLES)
@@ -118,7 +145,9 @@ def test_full_splits_print_shares_of_their_items() -> None:
     """A score of a benchmark with few items is k/n; every one that is not is noted."""
     odd = []
     for number in numbers():
-        items = split(number, number.benchmark).items if number.benchmark in names.BENCHMARKS else None
+        items = (
+            split(number, number.benchmark).items if number.benchmark in names.BENCHMARKS else None
+        )
         if items is None or number.note.startswith(NOT_COMPARABLE):
             continue
         if number.benchmark != "wildbench" and items <= 10 ** (len(number.text) - 2):
@@ -139,39 +168,58 @@ def test_full_splits_print_shares_of_their_items() -> None:
     ],
 )
 def test_the_ends_of_a_printed_number(text: str, note: str, ends: tuple[float, float]) -> None:
-    found = Printed("unified", "1", ("m", 0.25, "man", "uniform", "none", "c4"), "Avg", text, note).ends
+    found = Printed(
+        "unified", "1", ("m", 0.25, "man", "uniform", "none", "c4"), "Avg", text, note
+    ).ends
     assert found == pytest.approx(ends)
 
 
 GIB = 2**30
 WITHIN = 0.01
 ANGLES = {"deepseek_v2_lite_chat": 163840 * 64, "qwen3_30b_a3b_instruct": 262144 * 128}
-"""Positions x rotary dimensions: vLLM keeps a table of cosines and sines in bfloat16, as long as the context."""
-SLIPS = {("unified", "qwen3_30b_a3b_instruct", BEFORE): 0.013, ("evoesap", "qwen3_30b_a3b_instruct", BEFORE): 0.013}
-"""Printed totals that the sum misses by more than WITHIN, and by how much. What is freed is held in test_expected."""
+"""Positions x rotary dimensions: vLLM keeps a table of cosines and sines in bfloat16, as long as
+the context."""
+SLIPS = {
+    ("unified", "qwen3_30b_a3b_instruct", BEFORE): 0.013,
+    ("evoesap", "qwen3_30b_a3b_instruct", BEFORE): 0.013,
+}
+"""Printed totals that the sum misses by more than WITHIN, and by how much. What is freed is held in
+test_expected."""
 
 
 def test_totals_are_parameters_and_what_a_server_keeps_besides() -> None:
-    """A measured size is exact, so it is compared only where the printed one holds nothing but parameters. Besides them
-    in bfloat16, a server keeps rotary angles; ERNIE's routers are in float32."""
+    """A measured size is exact, so it is compared only where the printed one holds nothing but
+    parameters. Besides them in bfloat16, a server keeps rotary angles; ERNIE's routers are in
+    float32."""
     missed = {}
     for number in (*of_tables("unified", "3"), *of_tables("evoesap", "3")):
         if number.benchmark not in (BEFORE, AFTER):
             continue
-        model, share = number.key[0], number.key[1] if number.benchmark == AFTER else 0.0
+        model = number.key[0]
+        share = number.key[1] if number.benchmark == AFTER else 0.0
         known = OmegaConf.load(ROOT / "conf" / "model" / f"{model}.yaml").expected
-        sizes = {"expert_parameters": 3 * known.hidden * known.width, "router_parameters_per_expert": known.hidden}
+        sizes = {
+            "expert_parameters": 3 * known.hidden * known.width,
+            "router_parameters_per_expert": known.hidden,
+        }
         gone = {str(layer): int(known.experts * share) for layer in range(known.moe_layers)}
         removed = plans.removed_parameters(dict.fromkeys(gone, sizes), gone, gone, {})
         ours = (int(known.parameters) - removed) * plans.BYTES / GIB
-        routers = known.moe_layers * known.experts * known.hidden * (1 - share) if model.startswith("ernie") else 0
+        routers = (
+            known.moe_layers * known.experts * known.hidden * (1 - share)
+            if model.startswith("ernie")
+            else 0
+        )
         total = ours + 2 * (ANGLES.get(model, 0) + routers) / GIB
         low, high = number.ends if number.text == "12.9" else (number.value, number.value)
         off = max(low - total, total - high, 0)
         if off > WITHIN:
             missed[number.paper, model, number.benchmark] = off
         low, high = number.ends
-        assert low - WITHIN <= ours <= high + WITHIN or number.note.startswith(NOT_COMPARABLE), (number, ours)
+        assert low - WITHIN <= ours <= high + WITHIN or number.note.startswith(NOT_COMPARABLE), (
+            number,
+            ours,
+        )
     assert missed == pytest.approx(SLIPS, abs=0.0005)
 
 
@@ -179,12 +227,18 @@ def test_totals_are_parameters_and_what_a_server_keeps_besides() -> None:
 
 NEAR = 0.005
 KEY = ["model", "ratio", "criterion", "allocation", "recovery", "calibration"]
-DISPLAYED = {"livecodebench": "LiveCode", "wildbench": "WildBench", "gsm8k": "GSM8K", "math500": "MATH-500"}
+DISPLAYED = {
+    "livecodebench": "LiveCode",
+    "wildbench": "WildBench",
+    "gsm8k": "GSM8K",
+    "math500": "MATH-500",
+}
 """Benchmarks that are a displayed column of their own."""
 
 
 def comparison(printed: Iterable[Printed], *, columns: bool = False) -> Comparison:
-    """One model's cells with their scores per benchmark, or (`columns`) per displayed column as printed."""
+    """One model's cells with their scores per benchmark, or (`columns`) per displayed column as
+    printed."""
     rows: dict[tuple[object, ...], dict[str, float]] = {}
     for number in printed:
         row = rows.setdefault(number.key, {})
@@ -196,7 +250,9 @@ def comparison(printed: Iterable[Printed], *, columns: bool = False) -> Comparis
     frame = pd.DataFrame(list(rows.values()), index=cells.index)
     frame = frame[sorted(frame, key=[*names.BENCHMARKS, *names.COLUMNS].index)]
     parts = {name: (name,) for name in frame} if columns else displayed(list(frame))
-    return Comparison(str(cells["model"].iloc[0]), cells, frame, parts, {}, {}, frame * float("nan"))
+    return Comparison(
+        str(cells["model"].iloc[0]), cells, frame, parts, {}, {}, frame * float("nan")
+    )
 
 
 def models(printed: Iterable[Printed]) -> dict[str, list[Printed]]:
@@ -207,10 +263,16 @@ def models(printed: Iterable[Printed]) -> dict[str, list[Printed]]:
     return found
 
 
-@pytest.mark.parametrize("model", ["olmoe_1b_7b", "deepseek_v2_lite_chat", "ernie_21b_a3b", "qwen3_30b_a3b_instruct"])
-def test_averages_and_ranks_of_unified_table_1_follow_from_the_sixteen_benchmarks(model: str) -> None:
+@pytest.mark.parametrize(
+    "model", ["olmoe_1b_7b", "deepseek_v2_lite_chat", "ernie_21b_a3b", "qwen3_30b_a3b_instruct"]
+)
+def test_averages_and_ranks_of_unified_table_1_follow_from_the_sixteen_benchmarks(
+    model: str,
+) -> None:
     printed = of_tables("unified", "5")
-    benchmarks = [number for number in printed if number.key[0] == model and number.key[1] in (0, 0.25)]
+    benchmarks = [
+        number for number in printed if number.key[0] == model and number.key[1] in (0, 0.25)
+    ]
     found = comparison(benchmarks)
     table = table_of(ranks.rank_table, results_of(study_of(found), [found]), names.RANKED)
     rows = table.frame.set_index("Criterion")
@@ -226,21 +288,30 @@ def test_averages_and_ranks_of_unified_table_1_follow_from_the_sixteen_benchmark
 @pytest.mark.parametrize("ratio", [0.25, 0.5])
 def test_ranks_of_unified_table_2_are_over_the_columns_of_two_models(ratio: float) -> None:
     printed = models(number for number in of_tables("unified", "2") if number.key[1] in (0, ratio))
-    printed = {model: rows for model, rows in printed.items() if any(number.key[1] for number in rows)}
+    printed = {
+        model: rows for model, rows in printed.items() if any(number.key[1] for number in rows)
+    }
     assert len(printed) == (4 if ratio == 0.25 else 2)
     for rows in printed.values():
-        found = comparison([number for number in rows if number.benchmark != "Avg Rank"], columns=True)
-        table = score_tables.task_specific_table(results_of(study_of(found), [found]), "t", names.TASK_SPECIFIC)
+        found = comparison(
+            [number for number in rows if number.benchmark != "Avg Rank"], columns=True
+        )
+        table = score_tables.task_specific_table(
+            results_of(study_of(found), [found]), "t", names.TASK_SPECIFIC
+        )
         ours = table.frame.set_index("Criterion")["Avg Rank"]
         ranked = [number for number in rows if number.benchmark == "Avg Rank"]
         assert len(ranked) == 9 == ours.notna().sum()
         for number in ranked:
-            assert ours[names.criterion(number.key[2])] == pytest.approx(number.value, abs=NEAR + 1e-9), number
+            assert ours[names.criterion(number.key[2])] == pytest.approx(
+                number.value, abs=NEAR + 1e-9
+            ), number
 
 
 def test_averages_of_evoesap_follow_from_the_sixteen_benchmarks() -> None:
     benchmarks = models(of_tables("evoesap", "8", "9", "10"))
-    checked, lacking = 0, set()
+    checked = 0
+    lacking = set()
     for model, printed in models(of_tables("evoesap", "1", "2", "8", "9", "10")).items():
         found = comparison(benchmarks[model])
         cells = list(found.cells.index)
@@ -255,20 +326,29 @@ def test_averages_of_evoesap_follow_from_the_sixteen_benchmarks() -> None:
                 assert value == pytest.approx(number.value, abs=NEAR), number
                 checked += 1
     # Table 10 lacks this row, so that its MC Avg cannot be recomputed
-    assert lacking == {("deepseek_v2_lite_chat", 0.25, "frequency", "evolutionary", "none", "evol_codealpaca")}
-    missing = 1 + 1  # the row that lacks, and MC Avg of ERNIE unpruned, which Table 1 does not print
-    assert checked == 3 * 52 - missing + 52 + 52 + 51  # Tables 1 and 2, 8 (Code), 9 (Math), 10 (MC Avg)
+    assert lacking == {
+        ("deepseek_v2_lite_chat", 0.25, "frequency", "evolutionary", "none", "evol_codealpaca")
+    }
+    # the row that lacks, and MC Avg of ERNIE unpruned, which Table 1 does not print
+    missing = 1 + 1
+    # Tables 1 and 2, 8 (Code), 9 (Math), 10 (MC Avg)
+    assert checked == 3 * 52 - missing + 52 + 52 + 51
 
 
 LISTS = {
     **dict.fromkeys([("heapr", "1"), ("heapr", "2"), ("heapr", "readme")], names.HEAPR),
-    **dict.fromkeys([("coverage", f"reply {table}") for table in ("3", "5", "quantised")], names.GENERAL),
+    **dict.fromkeys(
+        [("coverage", f"reply {table}") for table in ("3", "5", "quantised")], names.GENERAL
+    ),
     ("coverage", "reply 10"): names.COMMON_SENSE,
     ("coverage", "reply 14"): (*names.GENERAL, "gsm8k"),
-    **dict.fromkeys([("coverage", f"reply {table}") for table in ("7", "8", "9", "11", "16")], names.ABLATION),
+    **dict.fromkeys(
+        [("coverage", f"reply {table}") for table in ("7", "8", "9", "11", "16")], names.ABLATION
+    ),
     ("coverage", "9"): names.ABLATION,
 }
-"""Table -> what its average is the mean of, for the papers whose tables list benchmarks one by one."""
+"""Table -> what its average is the mean of, for the papers whose tables list benchmarks one by
+one."""
 PARTS = {
     "Eval+": names.COLUMNS["Eval+"],
     "MC Avg": names.MULTIPLE_CHOICE,
@@ -289,10 +369,15 @@ def printed_scores() -> dict[tuple[str, Key], list[Printed]]:
 
 
 def parts_of(average: Printed) -> list[Printed]:
-    """The printed numbers that the average is the mean of, those of its own table first; empty where one lacks."""
+    """The printed numbers that the average is the mean of, those of its own table first; empty
+    where one lacks."""
     wanted = LISTS.get((average.paper, average.table), PARTS[average.benchmark])
-    row = sorted(printed_scores()[average.paper, average.key], key=lambda other: other.table != average.table)
-    found = {name: next((other for other in row if other.benchmark == name), None) for name in wanted}
+    row = sorted(
+        printed_scores()[average.paper, average.key], key=lambda other: other.table != average.table
+    )
+    found = {
+        name: next((other for other in row if other.benchmark == name), None) for name in wanted
+    }
     return [number for number in found.values() if number] if None not in found.values() else []
 
 
@@ -312,7 +397,9 @@ def listed() -> set[tuple[str, ...]]:
 
 
 def test_every_printed_average_is_the_mean_of_its_scores_or_is_listed_with_both_numbers() -> None:
-    checked, without, differing = 0, 0, set()
+    checked = 0
+    without = 0
+    differing = set()
     for number in numbers():
         if number.benchmark not in PARTS:
             continue
@@ -320,12 +407,17 @@ def test_every_printed_average_is_the_mean_of_its_scores_or_is_listed_with_both_
         if not parts:
             without += 1
             continue
-        low, high = (mean(part.ends[end] for part in parts) for end in (0, 1))  # by rounding of the scores
+        # by rounding of the scores
+        low, high = (mean(part.ends[end] for part in parts) for end in (0, 1))
         within = low <= number.ends[1] + 1e-9 and high >= number.ends[0] - 1e-9
         if number.note.startswith(TRUNCATED) or not within:
             row = ", ".join(str(word) for word in number.key[:5])
-            recomputed = mean(part.value for part in parts).quantize(Decimal("0.0001"), ROUND_HALF_UP)
-            differing.add((number.paper, number.table, row, number.benchmark, number.text, str(recomputed)))
+            recomputed = mean(part.value for part in parts).quantize(
+                Decimal("0.0001"), ROUND_HALF_UP
+            )
+            differing.add(
+                (number.paper, number.table, row, number.benchmark, number.text, str(recomputed))
+            )
         else:
             checked += 1
     assert differing == listed()

@@ -1,4 +1,5 @@
-"""Measured numbers find exactly their printed counterparts, and a verdict never takes one thing for another."""
+"""Measured numbers find exactly their printed counterparts, and a verdict never takes one thing for
+another."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +20,13 @@ from moe_lab import criteria
 
 MODEL = "olmoe_1b_7b"
 RUN = ("humaneval", "humaneval_plus", "mbpp", "mbpp_plus", "livecodebench", "openbookqa")
-METRICS = {"humaneval": "base", "humaneval_plus": "plus", "mbpp": "base", "mbpp_plus": "plus", "openbookqa": "acc_norm"}
+METRICS = {
+    "humaneval": "base",
+    "humaneval_plus": "plus",
+    "mbpp": "base",
+    "mbpp_plus": "plus",
+    "openbookqa": "acc_norm",
+}
 NOVICES = "uniform, replacement=mean_output"
 HARNESSES = {"livecodebench": "evalscope", "openbookqa": "lm_eval"}
 
@@ -42,22 +49,39 @@ def outcomes(number: Printed, *, off: int = 0) -> list[float]:
     return [1.0] * right + [0.0] * (items - right)
 
 
-def study_of(criteria: tuple[str, ...] = ("man", "reap"), *, off: int = 0, **changes: Any) -> tuple[Any, Comparison]:
+def study_of(
+    criteria: tuple[str, ...] = ("man", "reap"), *, off: int = 0, **changes: Any
+) -> tuple[Any, Comparison]:
     """A study that measured what Unified's Table 5 prints, with some axes of its cells changed."""
     axes = [handmade.UNPRUNED | {"model": MODEL}]
-    axes += [handmade.cell(name, ratio=0.25, **{"model": MODEL, "calibration": "c4", **changes}) for name in criteria]
-    rows = {name: [outcomes(printed(axis["criterion"])[name], off=off) for axis in axes] for name in RUN}
+    axes += [
+        handmade.cell(name, ratio=0.25, **{"model": MODEL, "calibration": "c4", **changes})
+        for name in criteria
+    ]
+    rows = {
+        name: [outcomes(printed(axis["criterion"])[name], off=off) for axis in axes] for name in RUN
+    }
     model = axes[-1]["model"]
     comparison = replace(handmade.comparison_of(axes, rows), model=model)
     study = handmade.study_of(comparison)
-    about = [(cell, name, METRICS.get(name, "acc"), len(rows[name][0])) for cell in range(len(axes)) for name in RUN]
+    about = [
+        (cell, name, METRICS.get(name, "acc"), len(rows[name][0]))
+        for cell in range(len(axes))
+        for name in RUN
+    ]
     results = pd.DataFrame(about, columns=["cell", "benchmark", "metric", "n"])
-    study.results = results.assign(folder=results["benchmark"], expected=results["n"], scale="score", unit="")
+    study.results = results.assign(
+        folder=results["benchmark"], expected=results["n"], scale="score", unit=""
+    )
     study.calibrations = {f"c4@{model}": {"rows": 128, "length": 4096}}
-    study.searches, study.kept = pd.DataFrame(columns=["cell", "generations"]), pd.DataFrame(columns=["cell"])
+    study.searches, study.kept = (
+        pd.DataFrame(columns=["cell", "generations"]),
+        pd.DataFrame(columns=["cell"]),
+    )
     asked = {"shots": 0, "max_new_tokens": 2048}
     protocols = {
-        name: {"harness": HARNESSES.get(name, "evalplus"), "chat": name != "openbookqa", **asked} for name in RUN
+        name: {"harness": HARNESSES.get(name, "evalplus"), "chat": name != "openbookqa", **asked}
+        for name in RUN
     }
     study.protocols = protocols
     study.reader = SimpleNamespace(folder=str, json=lambda name, _: {"protocol": protocols[name]})
@@ -76,9 +100,15 @@ def test_what_is_measured_as_printed_agrees_in_every_cell() -> None:
     assert found["Deviation"].abs().max() < 0.0006
     for criterion, name in (("none", "Unpruned"), ("man", "MAN"), ("reap", "REAP")):
         rows = found[found["Criterion"] == name]
-        expected = [printed(criterion)[benchmark].value for benchmark in printed(criterion) if benchmark in RUN]
+        expected = [
+            printed(criterion)[benchmark].value
+            for benchmark in printed(criterion)
+            if benchmark in RUN
+        ]
         assert rows["Published"].tolist() == expected
-    assert set(verdicts(*study_of(off=40))["Verdict"]) == {"differs"}, "it lies outside of the interval"
+    assert set(verdicts(*study_of(off=40))["Verdict"]) == {"differs"}, (
+        "it lies outside of the interval"
+    )
 
 
 def test_columns_are_compared_as_the_papers_average_them() -> None:
@@ -86,14 +116,26 @@ def test_columns_are_compared_as_the_papers_average_them() -> None:
     found = verdicts(study, comparison, "unified.table1").set_index(["Criterion", "Benchmark"])
     assert found.loc[("MAN", "Eval+"), "Verdict"] == "agrees"
     assert found.loc[("MAN", "Eval+"), "Published"] == printed("man", "1")["Eval+"].value
-    assert "without ARC-C, ARC-E, BoolQ, HellaSwag, MMLU, RTE" in found.loc[("MAN", "MC Avg"), "Verdict"]
+    assert (
+        "without ARC-C, ARC-E, BoolQ, HellaSwag, MMLU, RTE"
+        in found.loc[("MAN", "MC Avg"), "Verdict"]
+    )
     assert "measured without WildBench, GSM8K, MATH-500" in found.loc[("MAN", "Avg"), "Verdict"]
-    assert "ranked among 2, published among 7; ranked over 3 columns" in found.loc[("MAN", "Avg Rank"), "Verdict"]
+    assert (
+        "ranked among 2, published among 7; ranked over 3 columns"
+        in found.loc[("MAN", "Avg Rank"), "Verdict"]
+    )
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"ratio": 0.3}, {"allocation": "global"}, {"recovery": "nf4"}, {"calibration": "c4_math"}, {"model": "olmoe"}],
+    [
+        {"ratio": 0.3},
+        {"allocation": "global"},
+        {"recovery": "nf4"},
+        {"calibration": "c4_math"},
+        {"model": "olmoe"},
+    ],
 )
 def test_what_is_not_the_printed_row_finds_none(changes: dict[str, Any]) -> None:
     axes = {"criterion": "man", **changes}
@@ -140,14 +182,19 @@ def test_what_was_measured_otherwise_is_not_comparable(reason: str) -> None:
 
 
 def test_gates_and_seeds_are_compared_where_the_paper_says_them() -> None:
-    """EvoESAP's code: 4,194,304 tokens, seed 42, softmax twice; criteria without gates do not care."""
+    """EvoESAP's code: 4,194,304 tokens, seed 42, softmax twice; criteria without gates do not
+    care."""
     changes = {"calibration": "evol_codealpaca", "seed": 43, "gate": "model"}
     study, comparison = study_of(("reap", "ean"), **changes)
     study.calibrations[f"evol_codealpaca@{MODEL}"] = {"rows": 1024, "length": 4096}
-    found = verdicts(study, comparison, "evoesap.table8").set_index(["Criterion", "Benchmark"])["Verdict"]
+    found = verdicts(study, comparison, "evoesap.table8").set_index(["Criterion", "Benchmark"])[
+        "Verdict"
+    ]
     seed = "seed 43, published with 42"
     assert found["EAN", "HumanEval"] == f"not comparable because {seed}"
-    assert found["REAP", "HumanEval"] == (f"not comparable because gate model, published with double_softmax; {seed}")
+    assert found["REAP", "HumanEval"] == (
+        f"not comparable because gate model, published with double_softmax; {seed}"
+    )
 
 
 def test_gates_matter_to_the_criteria_that_read_them() -> None:
@@ -156,7 +203,11 @@ def test_gates_matter_to_the_criteria_that_read_them() -> None:
 
 
 def test_searches_are_compared_by_their_set_and_generations() -> None:
-    axes = {"calibration": "evol_codealpaca", "allocation": "evolutionary", "gate": "double_softmax"}
+    axes = {
+        "calibration": "evol_codealpaca",
+        "allocation": "evolutionary",
+        "gate": "double_softmax",
+    }
     study, comparison = study_of(("reap",), **axes)
     study.calibrations[f"evol_codealpaca@{MODEL}"] = {"rows": 1024, "length": 4096}
     study.searches = pd.DataFrame({"cell": [1], "generations": [30]})
@@ -164,7 +215,9 @@ def test_searches_are_compared_by_their_set_and_generations() -> None:
     documents = {"plan": {"provenance": {"search": "evol_search"}}}
     study.reader.json = lambda name, _: documents.get(name, {"protocol": study.protocols.get(name)})
     found = verdicts(study, comparison, "evoesap.table8")
-    reasons = set(found.loc[(found["Criterion"] == "REAP") & (found["Benchmark"] == "HumanEval"), "Verdict"])
+    reasons = set(
+        found.loc[(found["Criterion"] == "REAP") & (found["Benchmark"] == "HumanEval"), "Verdict"]
+    )
     assert reasons == {
         "not comparable because search set evol_search, published with tulu_math_search; "
         "generations 30, published with 50"
@@ -176,7 +229,9 @@ def test_what_ships_here_stands_in_and_says_so() -> None:
     comparison.every["model"] = "pocket_olmoe"
     found = verdicts(study, comparison)
     assert len(found) == 2 * len(RUN)
-    assert set(found["Verdict"]) == {"not comparable because pocket_olmoe stands in for olmoe_1b_7b"}
+    assert set(found["Verdict"]) == {
+        "not comparable because pocket_olmoe stands in for olmoe_1b_7b"
+    }
 
 
 def test_misprints_missing_results_and_remarks_are_told() -> None:
@@ -187,35 +242,62 @@ def test_misprints_missing_results_and_remarks_are_told() -> None:
     study, comparison = study_of(("mone",))
     found = verdicts(study, comparison).set_index(["Criterion", "Benchmark"])["Verdict"]
     assert found["MoNE score", "MBPP"] == "agrees (probably with summed gates (mone_freq))"
-    noted = {number.note for number in numbers() if number.note.startswith("not comparable: it is a misprint")}
+    noted = {
+        number.note
+        for number in numbers()
+        if number.note.startswith("not comparable: it is a misprint")
+    }
     assert len(noted) >= 10
 
 
 @pytest.mark.parametrize(("allocation", "compared"), [(NOVICES, ["MoNE"]), ("uniform", [])])
-def test_mone_that_replaces_is_compared_with_the_whole_method_alone(allocation: str, compared: list[str]) -> None:
+def test_mone_that_replaces_is_compared_with_the_whole_method_alone(
+    allocation: str, compared: list[str]
+) -> None:
     study, comparison = study_of(("mone",), allocation=NOVICES)
     assert set(verdicts(study, comparison)["Criterion"]) == {"Unpruned"}, "Unified drops experts"
     key = ("deepseek_moe_16b", 0.5, "mone", NOVICES, "none", "c4")
-    [quoted] = [one for one in handmade.of_tables("coverage", "reply 5") if one.key == key and one.benchmark == "boolq"]
+    [quoted] = [
+        one
+        for one in handmade.of_tables("coverage", "reply 5")
+        if one.key == key and one.benchmark == "boolq"
+    ]
     axes = [handmade.UNPRUNED, handmade.cell("mone", allocation, calibration="c4")]
     right = round(quoted.value * 3270)
     outcomes = {"boolq": [[1] * 3270, [1] * right + [0] * (3270 - right)]}
     own = handmade.comparison_of([{**one, "model": key[0]} for one in axes], outcomes)
     study.cells, study.calibrations = own.every, {f"c4@{key[0]}": {"rows": 100, "length": 4096}}
-    study.results = pd.DataFrame({"cell": own.cells.index, "benchmark": "boolq", "metric": "acc", "folder": "f"})
+    study.results = pd.DataFrame(
+        {"cell": own.cells.index, "benchmark": "boolq", "metric": "acc", "folder": "f"}
+    )
     study.results = study.results.assign(n=3270, expected=3270, scale="score", unit="")
     study.reader.json = lambda *_: {"protocol": {"harness": "lm_eval", "shots": 0}}
     found = verdicts(study, own, "coverage.table3")
     found = found[(found["Criterion"] != "Unpruned") & (found["Benchmark"] == "BoolQ")]
-    assert found["Criterion"].tolist() == compared and found["Verdict"].str.startswith("agrees (quoted").all()
+    assert (
+        found["Criterion"].tolist() == compared
+        and found["Verdict"].str.startswith("agrees (quoted").all()
+    )
 
 
-def test_the_command_line_writes_them_beside(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_writes_them_beside(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
     assert main(["unified.table2", "--compare", f"store={small}", f"out={out}"]) == 0
     found = pd.read_csv(out / "tables" / "unified.table2.published.csv")
-    assert {"Measured", "Published", "Deviation", "Verdict", "Measured low", "Measured high"} <= set(found)
-    assert found["Verdict"].str.startswith("not comparable because").all() and found["Deviation"].isna().all()
+    assert {
+        "Measured",
+        "Published",
+        "Deviation",
+        "Verdict",
+        "Measured low",
+        "Measured high",
+    } <= set(found)
+    assert (
+        found["Verdict"].str.startswith("not comparable because").all()
+        and found["Deviation"].isna().all()
+    )
     assert len(list((out / "tables").glob("unified.table2.published.*"))) == 4
     capsys.readouterr()
     assert main(["unified.table3", "compare=true", f"store={small}", f"out={out}"]) == 0

@@ -1,5 +1,5 @@
-"""Seeds as replicates: coverage of intervals and errors of verdicts in simulated studies whose truth is known; also
-rankings, their status beside chance, and the sentences made of them."""
+"""Seeds as replicates: coverage of intervals and errors of verdicts in simulated studies whose
+truth is known; also rankings, their status beside chance, and the sentences made of them."""
 
 import re
 from dataclasses import replace
@@ -24,16 +24,20 @@ from analysis.stats.uncertainty import best_of_many as best_of_many_leads
 from analysis.stats.winners import winner_map
 from benchmarks import best_of_many
 
-STUDIES, ITEMS = 2000, 150
+STUDIES = 2000
+ITEMS = 150
 SETTINGS = {
     "normal": [(0.04, 0.15), (0.04, 0.4), (0.0, 0.3), (0.08, 0.05)],
     "binary": [(0.15, 0.3), (0.1, 1.0), (0.0, 0.6), (0.4, 0.1)],
 }
-"""Standard deviations between seeds and of item x method. Of binary answers they are of a latent normal, above 0 where
-an answer is right, in which items differ by 1 and the rest has 1; of normal differences the rest has 0.4."""
+"""Standard deviations between seeds and of item x method. Of binary answers they are of a latent
+normal, above 0 where an answer is right, in which items differ by 1 and the rest has 1; of normal
+differences the rest has 0.4."""
 
 
-def drawn(rng: np.random.Generator, kind: str, seeds: int, of_seed: float, of_item: float) -> np.ndarray:
+def drawn(
+    rng: np.random.Generator, kind: str, seeds: int, of_seed: float, of_item: float
+) -> np.ndarray:
     """Differences (seeds, items) between two equally good methods."""
 
     def effects(rest: float) -> np.ndarray:
@@ -41,20 +45,30 @@ def drawn(rng: np.random.Generator, kind: str, seeds: int, of_seed: float, of_it
         return np.asarray(of_plan + rng.normal(0, of_item, ITEMS))
 
     item = rng.normal(0, 1, ITEMS)
-    return effects(0.4) if kind == "normal" else (item + effects(1) > 0).astype(float) - (item + effects(1) > 0)
+    return (
+        effects(0.4)
+        if kind == "normal"
+        else (item + effects(1) > 0).astype(float) - (item + effects(1) > 0)
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "of"), [(kind, of) for kind, every in SETTINGS.items() for of in every])
-def test_intervals_over_seeds_and_items_cover_what_they_promise(kind: str, of: tuple[float, float]) -> None:
-    """Twice as wide as with known variances is all there is where three seeds differ by more than items do: t has two
-    degrees of freedom then. From five seeds on at most 1.5 times."""
+@pytest.mark.parametrize(
+    ("kind", "of"), [(kind, of) for kind, every in SETTINGS.items() for of in every]
+)
+def test_intervals_over_seeds_and_items_cover_what_they_promise(
+    kind: str, of: tuple[float, float]
+) -> None:
+    """Twice as wide as with known variances is all there is where three seeds differ by more than
+    items do: t has two degrees of freedom then. From five seeds on at most 1.5 times."""
     rng = np.random.default_rng(1)
     for seeds, least in ((2, 0.88), (3, 0.92), (5, 0.92), (10, 0.92)):
         found = [
-            crossed([Stratum(drawn(rng, kind, seeds, *of) / ITEMS, np.full(ITEMS, 1 / ITEMS))]) for _ in range(STUDIES)
+            crossed([Stratum(drawn(rng, kind, seeds, *of) / ITEMS, np.full(ITEMS, 1 / ITEMS))])
+            for _ in range(STUDIES)
         ]
-        ends, values = np.array([estimate.interval for estimate in found]), [estimate.value for estimate in found]
+        ends = np.array([estimate.interval for estimate in found])
+        values = [estimate.value for estimate in found]
         coverage = np.mean((ends[:, 0] <= 0) & (ends[:, 1] >= 0))
         width = np.median(ends[:, 1] - ends[:, 0]) / (2 * 1.96 * np.std(values))
         assert coverage >= least, (seeds, coverage)
@@ -64,18 +78,24 @@ def test_intervals_over_seeds_and_items_cover_what_they_promise(kind: str, of: t
 
 def test_right_or_wrong_items_that_do_not_count_alike_have_no_exact_test() -> None:
     """As those of a group whose tasks count alike and have different numbers of items."""
-    alike = comparison_of([UNPRUNED, cell("reap"), cell("ean")], {"gsm8k": [first(20), first(15), first(10)]})
+    alike = comparison_of(
+        [UNPRUNED, cell("reap"), cell("ean")], {"gsm8k": [first(20), first(15), first(10)]}
+    )
     weighted = replace(alike, units={"gsm8k": np.repeat([1.5, 0.5], 20)})
     estimates = [comparison.difference(("gsm8k",), 1, 2) for comparison in (alike, weighted)]
     assert [estimate.value for estimate in estimates] == pytest.approx([5 / 40, 1.5 * 5 / 40])
     assert np.isnan([estimate.exact for estimate in estimates]).tolist() == [False, True]
 
 
-def simulated(rng: np.random.Generator, criteria: int, seeds: int, items: int, lead: float) -> Comparison:
-    """Methods with right-or-wrong answers, of which the first is better by `lead`. Standard deviations: 0.2 between
-    items, 0.05 of item x method, 0.015 between seeds."""
+def simulated(
+    rng: np.random.Generator, criteria: int, seeds: int, items: int, lead: float
+) -> Comparison:
+    """Methods with right-or-wrong answers, of which the first is better by `lead`. Standard
+    deviations: 0.2 between items, 0.05 of item x method, 0.015 between seeds."""
     names = ("reap", "ean", "seer", "frequency", "man")[:criteria]
-    cells = cells_of([UNPRUNED, *(cell(name, seed=seed) for name in names for seed in range(seeds))])
+    cells = cells_of(
+        [UNPRUNED, *(cell(name, seed=seed) for name in names for seed in range(seeds))]
+    )
     share = np.clip(0.5 + rng.normal(0, 0.2, items), 0.05, 0.9)
     plans = [share + 0.1]
     for number in range(criteria):
@@ -83,58 +103,84 @@ def simulated(rng: np.random.Generator, criteria: int, seeds: int, items: int, l
         plans += [own + rng.normal(0, 0.015) for _ in range(seeds)]
     outcomes = (rng.random((len(plans), items)) < np.array(plans)).astype(float)
     scores = pd.DataFrame({"gsm8k": outcomes.mean(axis=1)}, index=cells.index)
-    return Comparison("m", cells, scores, ranks.displayed(["gsm8k"]), {}, {"gsm8k": outcomes}, scores * 0)
+    return Comparison(
+        "m", cells, scores, ranks.displayed(["gsm8k"]), {}, {"gsm8k": outcomes}, scores * 0
+    )
 
 
 @pytest.mark.slow
 def test_a_better_method_is_named() -> None:
     rng = np.random.default_rng(2)
     found = [ranking.rankings([simulated(rng, 2, 5, 2000, 0.05)])[0].rows for _ in range(150)]
-    named = [rows["verdict"].tolist() == ["best", "separated"] and rows["method"].iloc[0] == "reap" for rows in found]
+    named = [
+        rows["verdict"].tolist() == ["best", "separated"] and rows["method"].iloc[0] == "reap"
+        for rows in found
+    ]
     assert np.mean(named) >= 0.8
 
 
 @pytest.mark.slow
 def test_among_14_equal_methods_hardly_any_is_separated_from_the_best() -> None:
-    found = [ranking.rankings([study])[0] for study in best_of_many.simulated(best_of_many.Setting(14, "3", 0.4), 200)]
+    found = [
+        ranking.rankings([study])[0]
+        for study in best_of_many.simulated(best_of_many.Setting(14, "3", 0.4), 200)
+    ]
     assert np.mean([(each.rows["verdict"] == "separated").any() for each in found]) <= 0.10
 
 
 def test_with_one_seed_no_method_is_separated_however_different_plans_are() -> None:
     """Also over models, in the winner map and by ranks."""
     setting = best_of_many.Setting(14, "1", 1.0)
-    models = [replace(study, model=f"m{at}") for at, study in enumerate(best_of_many.simulated(setting, 3))]
+    models = [
+        replace(study, model=f"m{at}")
+        for at, study in enumerate(best_of_many.simulated(setting, 3))
+    ]
     found = ranking.rankings(models)
     assert len(found) == 4 and all(each.rows["verdict"].eq("").all() for each in found)
     text = f"{ranking.ranking_text(found)} {' '.join(ranking.headlines(found))}"
     assert not re.search("best|separated|beyond", text) and "one seed" in text
     assert not winner_map(models)["proved"].any() and winner_map(models)["p"].isna().all()
-    assert [rank_tests(study, over) for study in models for over in ("columns", "benchmarks")] == [[]] * 6
+    assert [rank_tests(study, over) for study in models for over in ("columns", "benchmarks")] == [
+        []
+    ] * 6
 
 
 def analysis_of_variance(outcomes: np.ndarray) -> tuple[float, float]:
-    """Error of a difference of two methods and its freedom, from (methods, seeds, benchmarks, items) outcomes.
+    """Error of a difference of two methods and its freedom, from (methods, seeds, benchmarks,
+    items) outcomes.
 
-    Variances of seeds and of method x item are of all methods together, each from its mean square."""
+    Variances of seeds and of method x item are of all methods together, each from its mean
+    square."""
     methods, seeds, benchmarks, items = outcomes.shape
     by_seed = outcomes.mean((2, 3)).var(1, ddof=1).mean() / seeds
-    by_item, rest, squares = 0.0, 0.0, by_seed**2 / methods / (seeds - 1)
+    by_item = 0.0
+    rest = 0.0
+    squares = by_seed**2 / methods / (seeds - 1)
     for at in range(benchmarks):
         own = outcomes[:, :, at]
         means = own.mean(1) - own.mean((1, 2))[:, None]
         crossing = means - means.mean(0)
         left = own - own.mean(2)[..., None] - own.mean(1)[:, None] + own.mean((1, 2))[:, None, None]
         part = (crossing**2).sum() / (methods - 1) / (items - 1) / items / benchmarks**2
-        by_item, squares = by_item + part, squares + part**2 / (methods - 1) / (items - 1)
-        rest += (left**2).sum() / methods / (seeds - 1) / (items - 1) / items / benchmarks**2 / seeds
+        by_item = by_item + part
+        squares = squares + part**2 / (methods - 1) / (items - 1)
+        rest += (
+            (left**2).sum() / methods / (seeds - 1) / (items - 1) / items / benchmarks**2 / seeds
+        )
     variance = max(by_seed + by_item - rest, by_seed, by_item)
     return float(np.sqrt(2 * variance)), float(variance**2 / squares)
 
 
 def test_the_best_of_many_is_compared_by_the_studentised_range_of_an_analysis_of_variance() -> None:
     rng = np.random.default_rng(5)
-    outcomes = rng.normal(0, 0.3, (5, 3, 1, 1)) + rng.normal(0, 1, (5, 1, 2, 20)) + rng.normal(size=(5, 3, 2, 20))
-    strata = [Stratum(outcomes[:, :, at].reshape(15, 20) / 40, np.full(20, 1 / 20)) for at in range(2)]
+    outcomes = (
+        rng.normal(0, 0.3, (5, 3, 1, 1))
+        + rng.normal(0, 1, (5, 1, 2, 20))
+        + rng.normal(size=(5, 3, 2, 20))
+    )
+    strata = [
+        Stratum(outcomes[:, :, at].reshape(15, 20) / 40, np.full(20, 1 / 20)) for at in range(2)
+    ]
     error, freedom = analysis_of_variance(outcomes)
     pairs = [Estimate(0.0, 0.0), Estimate(0.0, 2 * error), Estimate(0.0, 0.0), Estimate(0.0, 0.0)]
     leads = best_of_many_leads(pairs, strata, np.repeat(np.arange(5), 3))
@@ -162,7 +208,8 @@ def test_a_reference_adds_mean_squares_as_an_analysis_of_variance_does() -> None
     rng = np.random.default_rng(4)
     d = rng.normal(0, 0.3, (4, 1)) + rng.normal(0, 0.5, 20) + rng.normal(size=(4, 20))
     rest = d - d.mean(1)[:, None] - d.mean(0) + d.mean()
-    seed, item = 20 * d.mean(1).var(ddof=1), 4 * d.mean(0).var(ddof=1)
+    seed = 20 * d.mean(1).var(ddof=1)
+    item = 4 * d.mean(0).var(ddof=1)
     both = (rest**2).sum() / (3 * 19)
     variance = max(seed + item - both, seed, item) / d.size
     freedom = max(1.0, (seed + item - both) ** 2 / (seed**2 / 3 + item**2 / 19 + both**2 / 57))
@@ -172,11 +219,14 @@ def test_a_reference_adds_mean_squares_as_an_analysis_of_variance_does() -> None
 
 
 def test_items_weigh_by_their_tokens() -> None:
-    losses, tokens = np.array([2.0, 1.0, 1.5]), np.array([10.0, 30.0, 20.0])
+    losses = np.array([2.0, 1.0, 1.5])
+    tokens = np.array([10.0, 30.0, 20.0])
     shares = tokens / tokens.sum()
     found = crossed([Stratum((losses * shares)[None], shares)])
     assert found.value == pytest.approx(losses @ shares)
-    assert found.error == pytest.approx(np.sqrt(1.5 * ((shares * (losses - losses @ shares)) ** 2).sum()))
+    assert found.error == pytest.approx(
+        np.sqrt(1.5 * ((shares * (losses - losses @ shares)) ** 2).sum())
+    )
 
 
 CHANCE = (12, 16, 20, 14, 18)
@@ -188,18 +238,27 @@ def several() -> Comparison:
     plans = (("reap", 1), ("reap", 2), ("ean", 2), ("ean", 1), ("man", 1))
     axes = [UNPRUNED, *(cell(name, seed=seed) for name, seed in plans)]
     axes += [cell("random", calibration="none", seed=seed) for seed in range(5)]
-    return comparison_of(axes, {"gsm8k": [first(count, 60) for count in (60, 50, 48, 47, 51, 24, *CHANCE)]})
+    return comparison_of(
+        axes, {"gsm8k": [first(count, 60) for count in (60, 50, 48, 47, 51, 24, *CHANCE)]}
+    )
 
 
 def test_seeds_are_one_row_and_a_status_is_beside_chance_first(several: Comparison) -> None:
     [found] = ranking.rankings([several])
     rows = found.rows.set_index("method")
     assert rows["seeds"].to_dict() == {"reap": 2, "ean": 2, "man": 1, "random": 5}
-    assert rows["score"].to_dict() == pytest.approx({"reap": 49 / 60, "ean": 49 / 60, "man": 0.4, "random": 16 / 60})
+    assert rows["score"].to_dict() == pytest.approx(
+        {"reap": 49 / 60, "ean": 49 / 60, "man": 0.4, "random": 16 / 60}
+    )
     assert rows.loc["reap", "spread"] == pytest.approx(np.std([50, 48], ddof=1) / 60)
     assert rows["status"].tolist() == ["above chance, best"] * 2 + ["within chance", "random plans"]
     assert rows["rank"].tolist() == [1, 1, 3, 4]
-    assert rows["over"].tolist() == ["2 seeds and items", "2 seeds and items", "items", "5 seeds and items"]
+    assert rows["over"].tolist() == [
+        "2 seeds and items",
+        "2 seeds and items",
+        "items",
+        "5 seeds and items",
+    ]
     assert rows.loc["reap", "share"] == pytest.approx(49 / 60)
     assert [len(panel.cells) for panel in several.panels] == [4], "one panel, whatever the seeds"
     scores = np.array(CHANCE) / 60
@@ -212,14 +271,21 @@ def test_methods_within_chance_get_no_verdict_in_status_or_words() -> None:
     """Although each of EAN's items is lost by one of the seeds of SEER."""
     plans = [cell(name, seed=seed) for name in ("ean", "seer") for seed in (1, 2)]
     axes = [UNPRUNED, *plans, *(cell("random", calibration="none", seed=seed) for seed in range(5))]
-    made = comparison_of(axes, {"gsm8k": [first(count, 60) for count in (60, 20, 20, 12, 12, *CHANCE)]})
+    made = comparison_of(
+        axes, {"gsm8k": [first(count, 60) for count in (60, 20, 20, 12, 12, *CHANCE)]}
+    )
     [found] = ranking.rankings([made])
-    assert found.rows["verdict"].tolist()[0] == "best" and "separated" in found.rows["verdict"].tolist()
+    assert (
+        found.rows["verdict"].tolist()[0] == "best"
+        and "separated" in found.rows["verdict"].tolist()
+    )
     assert found.rows.set_index("method")["status"].drop("random").eq("within chance").all()
     assert not re.search(r"\bbest\b.*EAN|EAN.*\bbest\b|separated", ranking.ranking_text([found]))
 
 
-def with_random_plans(model: str, counts: tuple[int, ...], ratio: float = 0.5, **axes: Any) -> Comparison:
+def with_random_plans(
+    model: str, counts: tuple[int, ...], ratio: float = 0.5, **axes: Any
+) -> Comparison:
     """A model with random plans that solve so many of 100 items, and MAN, which solves 60."""
     random = [cell("random", ratio=ratio, seed=seed) for seed in range(len(counts))]
     outcomes = [first(count, 100) for count in (90, 60, *counts)]
@@ -229,7 +295,9 @@ def with_random_plans(model: str, counts: tuple[int, ...], ratio: float = 0.5, *
 
 def of_models(scores: dict[str, tuple[int, ...]], **axes: Any) -> list[ranking.Ranking]:
     """Rankings of `with_random_plans`."""
-    return ranking.rankings([with_random_plans(model, counts, **axes) for model, counts in scores.items()])
+    return ranking.rankings(
+        [with_random_plans(model, counts, **axes) for model, counts in scores.items()]
+    )
 
 
 def test_random_plans_of_equal_scores_give_no_chance() -> None:
@@ -240,7 +308,9 @@ def test_random_plans_of_equal_scores_give_no_chance() -> None:
 def test_models_whose_units_differ_are_not_pooled() -> None:
     units = {"a": "nats per token", "b": "bits per byte"}
     models = [
-        replace(with_random_plans(model, (20, 30, 40)), quantities={"gsm8k": Quantity("loss", unit)})
+        replace(
+            with_random_plans(model, (20, 30, 40)), quantities={"gsm8k": Quantity("loss", unit)}
+        )
         for model, unit in units.items()
     ]
     found = ranking.rankings(models)
@@ -251,12 +321,16 @@ def test_models_whose_units_differ_are_not_pooled() -> None:
 def test_a_ranking_over_exactly_two_models() -> None:
     *_, both = of_models({"a": (20, 30, 40), "b": (20, 32, 44)})
     assert both.model == ranking.ALL_MODELS and both.rows["over"].eq("two models").all()
-    assert both.rows.set_index("method")["score"].to_dict() == pytest.approx({"man": 0.6, "random": 0.31})
+    assert both.rows.set_index("method")["score"].to_dict() == pytest.approx(
+        {"man": 0.6, "random": 0.31}
+    )
 
 
 def test_a_ranking_over_some_of_the_models_names_them() -> None:
     ratios = {"a": 0.5, "b": 0.5, "c": 0.25}
-    found = ranking.rankings([with_random_plans(model, (20, 30, 40), ratio) for model, ratio in ratios.items()])
+    found = ranking.rankings(
+        [with_random_plans(model, (20, 30, 40), ratio) for model, ratio in ratios.items()]
+    )
     assert [each.model for each in found] == ["a", "b", "c", "a and b"]
 
 
@@ -269,7 +343,11 @@ def test_the_spread_of_random_plans_is_pooled_over_models_where_it_agrees() -> N
     for each, scores in zip(found, samples, strict=True):
         reach = t.ppf(0.95, 6) * pooled * np.sqrt(1 + 1 / 3)
         assert each.chance["expert", "none"].limits(1)[1] == pytest.approx(scores.mean() + reach)
-    assert [each.rows["chance"].iloc[0] for each in found] == ["above chance", "within chance", "above chance"]
+    assert [each.rows["chance"].iloc[0] for each in found] == [
+        "above chance",
+        "within chance",
+        "above chance",
+    ]
     assert ranking.headlines(found)[0].startswith("On 2 of 3 models")
     apart = {"a": (30, 30, 31), "b": (20, 48, 80)}
     assert bartlett(*(np.array(counts) / 100 for counts in apart.values())).pvalue < 0.05
@@ -288,11 +366,16 @@ def test_a_recovered_plan_is_not_compared_with_random_plans_that_are_not() -> No
     assert found.rows["chance"].eq("").all()
 
 
-def test_the_number_of_random_plans_that_would_show_the_best_plan_is_the_smallest_that_does() -> None:
+def test_the_number_of_random_plans_that_would_show_the_best_plan_is_the_smallest_that_does() -> (
+    None
+):
     scores = np.array([0.2, 0.3, 0.4])
     plans = chance_of(scores).plans_needed(0.65, 10)
     assert plans is not None
-    limits = [0.3 + t.ppf(1 - 0.05 / 10, count - 1) * 0.1 * np.sqrt(1 + 1 / count) for count in (plans - 1, plans)]
+    limits = [
+        0.3 + t.ppf(1 - 0.05 / 10, count - 1) * 0.1 * np.sqrt(1 + 1 / count)
+        for count in (plans - 1, plans)
+    ]
     assert limits[0] >= 0.65 > limits[1]
     assert chance_of(scores).plans_needed(0.31, 10) is None
 
@@ -303,26 +386,41 @@ def band(scores: np.ndarray) -> tuple[float, float]:
 
 
 def test_the_band_of_chance_is_drawn_over_ratios_that_have_one(several: Comparison) -> None:
-    cells = [UNPRUNED, *(cell("random", ratio=ratio, seed=seed) for ratio in (0.25, 0.5) for seed in range(5))]
-    found = comparison_of(cells, {"gsm8k": [first(count, 60) for count in (60, *CHANCE, *range(8, 13))]})
-    axes, of_ratio = Figure().subplots(), list(by_ratio(found.cells))[1:]
+    cells = [
+        UNPRUNED,
+        *(cell("random", ratio=ratio, seed=seed) for ratio in (0.25, 0.5) for seed in range(5)),
+    ]
+    found = comparison_of(
+        cells, {"gsm8k": [first(count, 60) for count in (60, *CHANCE, *range(8, 13))]}
+    )
+    axes = Figure().subplots()
+    of_ratio = list(by_ratio(found.cells))[1:]
     [patch] = draw_chance(axes, found, ("gsm8k",))
     [path] = axes.collections[0].get_paths()
     scores = [random_scores(found, of, ("gsm8k",))["expert", "none"] for _, of in of_ratio]
-    bands = [(100 * ratio, end) for (ratio, _), own in zip(of_ratio, scores, strict=True) for end in band(own)]
+    bands = [
+        (100 * ratio, end)
+        for (ratio, _), own in zip(of_ratio, scores, strict=True)
+        for end in band(own)
+    ]
     assert set(bands) == set(map(tuple, path.vertices)) and patch.get_label()
     assert draw_chance(axes, several, ("gsm8k",)) == [], "one ratio"
 
 
-def test_plans_are_matched_by_their_seed_and_a_single_one_goes_with_all(several: Comparison) -> None:
-    paired = several.difference(("gsm8k",), 1, 4)  # REAP 50, 48 and EAN 51, 47, of which seed 2 comes first
+def test_plans_are_matched_by_their_seed_and_a_single_one_goes_with_all(
+    several: Comparison,
+) -> None:
+    # REAP 50, 48 and EAN 51, 47, of which seed 2 comes first
+    paired = several.difference(("gsm8k",), 1, 4)
     assert paired.value == pytest.approx(0) and 0 < paired.error < 0.03
     against_one = several.difference(("gsm8k",), 1, 5)
     assert against_one.value == pytest.approx(25 / 60)
     plans = (("reap", 1), ("reap", 2), ("ean", 7), ("ean", 8), ("ean", 9))
     axes = [UNPRUNED, *(cell(name, seed=seed) for name, seed in plans)]
     other = comparison_of(axes, {"gsm8k": [first(count, 60) for count in (60, 50, 48, 40, 38, 0)]})
-    assert other.difference(("gsm8k",), 1, 3).value == pytest.approx(10 / 60), "without common seeds, in their order"
+    assert other.difference(("gsm8k",), 1, 3).value == pytest.approx(10 / 60), (
+        "without common seeds, in their order"
+    )
 
 
 def test_models_are_random_effects() -> None:
@@ -336,7 +434,10 @@ def test_models_are_random_effects() -> None:
     rounded = made[0].every["removed_words"].replace("50 %", "46.9 % (50 % requested)")
     made[0] = replace(made[0], every=made[0].every.assign(removed_words=rounded))
     *_, together = ranking.rankings(made)
-    assert (together.model, together.pruned) == (ranking.ALL_MODELS, "46.9 % (50 % requested) / 50 %")
+    assert (together.model, together.pruned) == (
+        ranking.ALL_MODELS,
+        "46.9 % (50 % requested) / 50 %",
+    )
     differences = np.array([10, 9, 16]) / 60
     row = together.rows.iloc[1]
     assert row["p"] == pytest.approx(ttest_1samp(differences, 0).pvalue)

@@ -1,4 +1,5 @@
-"""Ranks, tests of them, and uncertainty, against worked examples, Demšar's tables, scipy and statsmodels."""
+"""Ranks, tests of them, and uncertainty, against worked examples, Demšar's tables, scipy and
+statsmodels."""
 
 import numpy as np
 import pandas as pd
@@ -38,17 +39,47 @@ def test_unknown_benchmarks_are_columns_of_their_own_and_partial_columns_are_tol
 
 
 def test_methods_stand_in_their_usual_order() -> None:
-    keys = [("mine",), ("heapr", "global"), ("reap", "evolutionary"), ("reap", "", "nf4"), ("reap",), ("heapr",)]
+    keys = [
+        ("mine",),
+        ("heapr", "global"),
+        ("reap", "evolutionary"),
+        ("reap", "", "nf4"),
+        ("reap",),
+        ("heapr",),
+    ]
     ordered = names.methods_in_order(names.key(*parts) for parts in keys)
-    assert [names.parts(key)[0] for key in ordered] == ["reap", "reap", "reap", "heapr", "heapr", "mine"]
-    assert ordered[:3] == [names.key("reap"), names.key("reap", "", "nf4"), names.key("reap", "evolutionary")]
-    allocations = ["evolutionary", "global, replacement=ream", "uniform, replacement=m_smoe", "uniform", "mine"]
+    assert [names.parts(key)[0] for key in ordered] == [
+        "reap",
+        "reap",
+        "reap",
+        "heapr",
+        "heapr",
+        "mine",
+    ]
+    assert ordered[:3] == [
+        names.key("reap"),
+        names.key("reap", "", "nf4"),
+        names.key("reap", "evolutionary"),
+    ]
+    allocations = [
+        "evolutionary",
+        "global, replacement=ream",
+        "uniform, replacement=m_smoe",
+        "uniform",
+        "mine",
+    ]
     ordered = names.methods_in_order(names.key("reap", allocation) for allocation in allocations)
-    assert [names.parts(key)[1] for key in ordered] == ["uniform", "evolutionary", "mine", *allocations[2:0:-1]]
+    assert [names.parts(key)[1] for key in ordered] == [
+        "uniform",
+        "evolutionary",
+        "mine",
+        *allocations[2:0:-1],
+    ]
 
 
 def ordered(criteria: tuple[str, ...], items: int = 40, benchmarks: tuple[str, ...] = SIX):
-    """A comparison in which every criterion, with two seeds, is worse than the one before it on every benchmark."""
+    """A comparison in which every criterion, with two seeds, is worse than the one before it on
+    every benchmark."""
     axes = [UNPRUNED, *(cell(name, seed=seed) for name in criteria for seed in (1, 2))]
     right = [items, *(items - 5 * (place + 1) for place in range(len(criteria)) for _ in range(2))]
     rows = [[1.0] * count + [0.0] * (items - count) for count in right]
@@ -60,15 +91,21 @@ def test_the_studentised_range_is_scipys(methods: int) -> None:
     ranges = np.array([0.0, 0.3, 1.0, 2.5, 4.0, 7.0])
     for freedom, precision in ((np.inf, 1e-12), (3.5, 1e-6), (20, 1e-6)):
         expected = studentized_range.sf(ranges, methods, freedom)
-        assert uncertainty.studentized_range(ranges, methods, freedom) == pytest.approx(expected, abs=precision)
+        assert uncertainty.studentized_range(ranges, methods, freedom) == pytest.approx(
+            expected, abs=precision
+        )
         quantile = studentized_range.ppf(0.95, methods, freedom)
         assert uncertainty.range_quantile(methods, freedom) == pytest.approx(quantile, rel=1e-5)
 
 
 def seeded(rng: np.random.Generator, methods: tuple[str, ...], of_seed: float) -> Comparison:
-    """Methods with three seeds, of which each is better than the one before it, on six benchmarks."""
+    """Methods with three seeds, of which each is better than the one before it, on six
+    benchmarks."""
     axes = [UNPRUNED, *(cell(name, seed=seed) for name in methods for seed in range(3))]
-    scores = [10.0, *(place + rng.normal(0, of_seed) for place in range(len(methods)) for _ in range(3))]
+    scores = [
+        10.0,
+        *(place + rng.normal(0, of_seed) for place in range(len(methods)) for _ in range(3)),
+    ]
     rows = {name: [[score + rng.normal(0, 0.3)] for score in scores] for name in SIX}
     return comparison_of(axes, rows)
 
@@ -77,10 +114,17 @@ def test_ranks_are_means_over_seeds_and_blocks_and_differ_where_seeds_and_blocks
     methods = ("ean", "man", "reap", "seer")
     made = seeded(np.random.default_rng(1), methods, 0.1)
     [found] = rank_tests.rank_tests(made)
-    every = made.results.assign(method=made.every["criterion"], seed=made.every["seed"]).query("method != 'none'")
-    of_seed = [plans.set_index("method")[list(SIX)].rank(ascending=False) for _, plans in every.groupby("seed")]
+    every = made.results.assign(method=made.every["criterion"], seed=made.every["seed"]).query(
+        "method != 'none'"
+    )
+    of_seed = [
+        plans.set_index("method")[list(SIX)].rank(ascending=False)
+        for _, plans in every.groupby("seed")
+    ]
     mean = pd.concat(of_seed).groupby(level=0).mean().mean(axis=1)
-    assert found.ranks.to_dict() == pytest.approx(mean.to_dict()) and list(found.ranks.index) == list(methods[::-1])
+    assert found.ranks.to_dict() == pytest.approx(mean.to_dict()) and list(
+        found.ranks.index
+    ) == list(methods[::-1])
     assert found.significant and (found.blocks, found.seeds) == (6, 3)
     for place, (key, p) in enumerate(found.p_to_best.iloc[1:].items(), 1):
         assert (p < 0.05) == (found.ranks[key] - found.ranks.iloc[0] > found.difference), place
@@ -94,16 +138,23 @@ def test_ranks_are_means_over_seeds_and_blocks_and_differ_where_seeds_and_blocks
 def test_equal_methods_whose_seeds_differ_on_all_blocks_together_are_not_told_apart() -> None:
     """Ranks of one plan each would be far apart on every block."""
     studies = best_of_many.simulated(best_of_many.Setting(14, "3", 0.4), 20)
-    assert sum(found.significant for study in studies for found in rank_tests.rank_tests(study)) <= 2
+    assert (
+        sum(found.significant for study in studies for found in rank_tests.rank_tests(study)) <= 2
+    )
 
 
 def test_no_method_differs_where_all_tie() -> None:
     rows = [[1.0, 0.0], *([1.0, 0.0], [0.0, 1.0], [1.0, 0.0]) * 2]
-    axes = [UNPRUNED, *(cell(name, seed=seed) for seed in (1, 2) for name in ("man", "reap", "ean"))]
+    axes = [
+        UNPRUNED,
+        *(cell(name, seed=seed) for seed in (1, 2) for name in ("man", "reap", "ean")),
+    ]
     tied = comparison_of(axes, dict.fromkeys(SIX, rows))
     [found] = rank_tests.rank_tests(tied)
     assert not found.significant and found.cliques() == [(0, 2)]
-    differs = rank_test_table(results_of(study_of(tied), [tied]), "t").frame["Differs from the best"]
+    differs = rank_test_table(results_of(study_of(tied), [tied]), "t").frame[
+        "Differs from the best"
+    ]
     assert differs.tolist() == ["best", "no", "no"] * 2
 
 
@@ -120,7 +171,10 @@ def test_gaps_leave_a_method_out_and_say_so() -> None:
 
 
 def test_benchmarks_that_grade_the_same_answers_count_once() -> None:
-    made = ordered(("man", "reap", "ean"), benchmarks=("humaneval", "humaneval_plus", "mbpp", "mbpp_plus", "gsm8k"))
+    made = ordered(
+        ("man", "reap", "ean"),
+        benchmarks=("humaneval", "humaneval_plus", "mbpp", "mbpp_plus", "gsm8k"),
+    )
     [found] = rank_tests.rank_tests(made, rank_tests.BENCHMARKS)
     assert found.blocks == 3
 
@@ -144,7 +198,9 @@ def test_mcnemar_equals_statsmodels(seed: int, items: int) -> None:
     found = uncertainty.mcnemar(first, second)
     for a, b, p_value in zip(first, second, found, strict=True):
         table = [[np.sum((a == i) & (b == j)) for j in (0, 1)] for i in (0, 1)]
-        assert p_value == pytest.approx(min(1.0, reference_mcnemar(table, exact=True).pvalue), abs=1e-12)
+        assert p_value == pytest.approx(
+            min(1.0, reference_mcnemar(table, exact=True).pvalue), abs=1e-12
+        )
 
 
 def test_holm_on_a_worked_example() -> None:

@@ -1,4 +1,5 @@
-"""Every published table and figure has its name, tables of scores their rows and columns; adding one is one file."""
+"""Every published table and figure has its name, tables of scores their rows and columns; adding
+one is one file."""
 
 import itertools
 import re
@@ -10,14 +11,25 @@ from pathlib import Path
 from analysis.registry import also, find, outputs
 from analysis.report import CHAPTERS
 
-LAST = {"unified": (6, 5), "evoesap": (10, 3), "heapr": (2, 3), "aimer": (7, 6), "coverage": (19, 16)}
-"""The papers in the order of the table in the documentation, and their numbers of tables and figures."""
+LAST = {
+    "unified": (6, 5),
+    "evoesap": (10, 3),
+    "heapr": (2, 3),
+    "aimer": (7, 6),
+    "coverage": (19, 16),
+}
+"""The papers in the order of the table in the documentation, and their numbers of tables and
+figures."""
 PUBLISHED = re.compile(rf"({'|'.join(LAST)})\.(table|fig)(\d+)")
 
 
 def documented() -> dict[str, str | None]:
     """Published table or figure -> what makes it, or None, from the table in the documentation."""
-    lines = (Path(__file__).parents[2] / "docs" / "analysis.md").read_text(encoding="utf-8").splitlines()
+    lines = (
+        (Path(__file__).parents[2] / "docs" / "analysis.md")
+        .read_text(encoding="utf-8")
+        .splitlines()
+    )
     start = next(at for at, line in enumerate(lines) if line.startswith("| published | output |"))
     found: dict[str, str | None] = {}
     papers = iter(LAST)
@@ -37,9 +49,13 @@ def documented() -> dict[str, str | None]:
 
 def test_every_published_table_and_figure_is_documented_with_its_output_or_a_reason() -> None:
     wanted = [f"{paper}.table{n + 1}" for paper, (tables, _) in LAST.items() for n in range(tables)]
-    wanted += [f"{paper}.fig{n + 1}" for paper, (_, figures) in LAST.items() for n in range(figures)]
+    wanted += [
+        f"{paper}.fig{n + 1}" for paper, (_, figures) in LAST.items() for n in range(figures)
+    ]
     assert sorted(documented()) == sorted(wanted)
-    registered = {name: find(name).name for name in (*outputs(), *also()) if PUBLISHED.fullmatch(name)}
+    registered = {
+        name: find(name).name for name in (*outputs(), *also()) if PUBLISHED.fullmatch(name)
+    }
     assert {name: output for name, output in documented().items() if output} == registered
     assert not set(also()) & set(outputs())
 
@@ -49,16 +65,25 @@ def test_every_output_stands_in_a_chapter_of_the_page_or_has_files_alone() -> No
     chapters = {chapter.anchor for chapter in CHAPTERS} | {"provenance", "gaps"}
     shown = {output.chapter for output in outputs().values()} - {""}
     assert shown == chapters
-    assert all(PUBLISHED.fullmatch(name) for name, output in outputs().items() if not output.chapter)
+    assert all(
+        PUBLISHED.fullmatch(name) for name, output in outputs().items() if not output.chapter
+    )
 
 
-def test_a_table_is_added_by_writing_the_file_that_the_documentation_shows(small: Path, tmp_path: Path) -> None:
+def test_a_table_is_added_by_writing_the_file_that_the_documentation_shows(
+    small: Path, tmp_path: Path
+) -> None:
     """In a copy of the package; the command and its help then have it."""
     root = Path(__file__).parents[2]
-    shutil.copytree(root / "analysis", tmp_path / "analysis", ignore=shutil.ignore_patterns("__pycache__"))
-    [example] = re.findall(r"```python\n(.*?@output.*?)```", (root / "docs/analysis.md").read_text("utf-8"), re.DOTALL)
+    shutil.copytree(
+        root / "analysis", tmp_path / "analysis", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    [example] = re.findall(
+        r"```python\n(.*?@output.*?)```", (root / "docs/analysis.md").read_text("utf-8"), re.DOTALL
+    )
     (tmp_path / "analysis/outputs/experts_kept.py").write_text(example)
-    store, out = f"store={small}", f"out={tmp_path / 'out'}"
+    store = f"store={small}"
+    out = f"out={tmp_path / 'out'}"
     for wanted in ("help", "experts_kept"):
         command = [sys.executable, "-m", "analysis", wanted, store, out]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

@@ -1,4 +1,5 @@
-"""The report: what its files say and need, what happens when an output cannot be made, and how a browser shows it."""
+"""The report: what its files say and need, what happens when an output cannot be made, and how a
+browser shows it."""
 
 import html
 import math
@@ -67,30 +68,53 @@ HEADLINE = re.compile(
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_sentence_of_a_page_follows_from_its_tables(tmp_path: Path, kind: str) -> None:
     many = [name for name in CRITERIA if name not in ("aimer", "magnitude")]
-    usual = {"items": 12, "overlap": False, "criteria": many if "cells" in kind else ("frequency", "man", "random")}
+    usual = {
+        "items": 12,
+        "overlap": False,
+        "criteria": many if "cells" in kind else ("frequency", "man", "random"),
+    }
     store = write_store(tmp_path / "store", **{**usual, **KINDS[kind]})
     page = report.write(store, "made_up", tmp_path / "out")
-    said, study = text(page), load(store, "made_up")
+    said = text(page)
+    study = load(store, "made_up")
     # several of a thousand cells remove the same experts
-    assert ("cells" in kind) == (len(study.document["cells"]) > 1000) and not list((tmp_path / "out").glob("failed/*"))
+    assert ("cells" in kind) == (len(study.document["cells"]) > 1000) and not list(
+        (tmp_path / "out").glob("failed/*")
+    )
     table = pd.read_csv(tmp_path / "out" / "tables" / "ranking.csv", keep_default_na=False)
     mean = "Mean perplexity" if kind == "perplexity" else "Avg"
     table[mean] = table[mean].astype(float)
-    sentences = re.findall(r"<p>(.*?)</p>", said[said.index('<section id="ranking">') :].partition("</section>")[0])
+    sentences = re.findall(
+        r"<p>(.*?)</p>", said[said.index('<section id="ranking">') :].partition("</section>")[0]
+    )
     found = [match for match in map(HEADLINE.fullmatch, sentences) if match]
     blocks = {pruned: rows for pruned, rows in table.groupby("Pruned", sort=False)}
     assert [match["pruned"] for match in found] == list(blocks)[:8]
     others = [sentence for sentence in sentences if not HEADLINE.fullmatch(sentence)]
     chance = table["Status"].str.endswith("chance").any()
-    assert len(others) == 2 + chance + (len(blocks) > 8), "of one seed, how to read a row, chance, more rankings"
+    assert len(others) == 2 + chance + (len(blocks) > 8), (
+        "of one seed, how to read a row, chance, more rankings"
+    )
     assert chance == (kind == "perplexity") and any("one seed" in sentence for sentence in others)
-    above = {model for model, status in zip(table["Model"], table["Status"], strict=True) if status == "above chance"}
-    assert any(sentence.startswith(f"{'Some' if above else 'No'} plan is above ") for sentence in others) == chance
+    above = {
+        model
+        for model, status in zip(table["Model"], table["Status"], strict=True)
+        if status == "above chance"
+    }
+    assert (
+        any(
+            sentence.startswith(f"{'Some' if above else 'No'} plan is above ")
+            for sentence in others
+        )
+        == chance
+    )
     assert (f"The table has {len(blocks) - 8} more rankings" in said) == (len(blocks) > 8)
     for match in found:
         rows = blocks[match["pruned"]].reset_index(drop=True)
         best = rows.iloc[0]
-        assert match["best"].startswith(best["Criterion"]) and match["over"] == best["Interval over"]
+        assert (
+            match["best"].startswith(best["Criterion"]) and match["over"] == best["Interval over"]
+        )
         assert not rows["Status"].str.contains("best|separated").any(), "a method has one seed"
         assert best[mean] == (rows[mean].min() if kind == "perplexity" else rows[mean].max())
         numbers = [float(match[key]) for key in ("score", "low", "high")]
@@ -112,18 +136,26 @@ def test_every_sentence_of_a_page_follows_from_its_tables(tmp_path: Path, kind: 
     assert (table[mean] - shown).abs().min() < 1e-4
     if kind == "perplexity":
         every = pd.read_csv(tmp_path / "out" / "tables" / "unified.table5.csv")
-        assert (every["perplexity"] - shown).abs().min() < 1e-4 and every["perplexity"].between(10, 30).all()
+        assert (every["perplexity"] - shown).abs().min() < 1e-4 and every["perplexity"].between(
+            10, 30
+        ).all()
         latex = (tmp_path / "out" / "tables" / "unified.table5.tex").read_text(encoding="utf-8")
         assert f"{shown:.3f}" in latex and "less is better" in latex
-        assert "Mean perplexity, less is better (unpruned " in (tmp_path / "out" / report.SUMMARY).read_text()
+        assert (
+            "Mean perplexity, less is better (unpruned "
+            in (tmp_path / "out" / report.SUMMARY).read_text()
+        )
     pruned = study.cells[study.cells["criterion"] != "none"]
     assert (
-        f"That gave {names.count(len(pruned), 'pruned model')}, each evaluated" in said and "Nothing is missing" in said
+        f"That gave {names.count(len(pruned), 'pruned model')}, each evaluated" in said
+        and "Nothing is missing" in said
     )
     for chapter in ("search", "claims", "winners", "recovery", "channels"):
         assert f'<section id="{chapter}">' not in said, f"nothing of {chapter} was run"
     silent = re.search(r"This study has nothing for (.*?) \(", said)
-    assert silent and not {*re.split(", | and ", silent[1])} & {path.stem for path in tmp_path.glob("out/*/*")}
+    assert silent and not {*re.split(", | and ", silent[1])} & {
+        path.stem for path in tmp_path.glob("out/*/*")
+    }
 
 
 def test_the_page_needs_nothing_of_the_files_that_lie_beside_it(small_report: Path) -> None:
@@ -133,19 +165,38 @@ def test_the_page_needs_nothing_of_the_files_that_lie_beside_it(small_report: Pa
     references = set(re.findall(r'(?:href="#|url\(#)([^")]+)', source))
     assert references <= set(ids)
     assert source.count("<svg") >= 5 and "var(--ink)" in source
-    figures, files = small_report.parent / "figures", small_report.parent / "tables"
-    for name in ("unified.fig2", "unified.fig3", "winners", "ranking", "aimer.fig3", "tokens_per_expert"):
+    figures = small_report.parent / "figures"
+    files = small_report.parent / "tables"
+    for name in (
+        "unified.fig2",
+        "unified.fig3",
+        "winners",
+        "ranking",
+        "aimer.fig3",
+        "tokens_per_expert",
+    ):
         drawn = ElementTree.parse(figures / f"{name}.svg").getroot()
         assert len(list(drawn.iter("{http://www.w3.org/2000/svg}path"))) > 20
     linked = set(re.findall(r'href="figures/([^"]+)"', source))
     assert "ranking.svg" in linked and linked <= {path.name for path in figures.iterdir()}
-    for name in ("unified.table1", "unified.table2", "unified.table3", "unified.table5", "ranks", "winners"):
+    for name in (
+        "unified.table1",
+        "unified.table2",
+        "unified.table3",
+        "unified.table5",
+        "ranks",
+        "winners",
+    ):
         for suffix in ("csv", "md", "tex", "html"):
             assert (files / f"{name}.{suffix}").stat().st_size > 100
 
 
-def test_gaps_are_written_about_and_end_with_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    store = write_store(tmp_path / "store", criteria=("frequency", "man"), tasks=("gsm8k", "math500", "rte"), **FEW)
+def test_gaps_are_written_about_and_end_with_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = write_store(
+        tmp_path / "store", criteria=("frequency", "man"), tasks=("gsm8k", "math500", "rte"), **FEW
+    )
     with edited(record_path(store)) as study:
         study["cells"][1]["evaluate"]["gsm8k"] = None
         study["cells"][1]["errors"] = {"gsm8k": "the <b>tokenizer</b> broke"}
@@ -160,7 +211,9 @@ def test_gaps_are_written_about_and_end_with_one(tmp_path: Path, capsys: pytest.
     assert re.search(r"^pocket_olmoe,25 %,Code,Frequency,,[\d.]+,[\d.]+,,,", ranks, re.MULTILINE)
 
 
-@pytest.mark.parametrize(("file_format", "start"), [("svg", b"<?xml"), ("pdf", b"%PDF"), ("png", b"\x89PNG")])
+@pytest.mark.parametrize(
+    ("file_format", "start"), [("svg", b"<?xml"), ("pdf", b"%PDF"), ("png", b"\x89PNG")]
+)
 def test_what_is_named_is_made_alone_its_figures_in_the_format_asked_for(
     small: Path, tmp_path: Path, file_format: str, start: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -169,7 +222,9 @@ def test_what_is_named_is_made_alone_its_figures_in_the_format_asked_for(
     [figure] = (tmp_path / "figures").iterdir()
     assert figure.name == f"unified.fig2.{file_format}" and figure.read_bytes().startswith(start)
     suffixes = ("csv", "html", "md", "tex")
-    written = [f"{name}.{suffix}" for name in ("unified.fig2", "unified.table2") for suffix in suffixes]
+    written = [
+        f"{name}.{suffix}" for name in ("unified.fig2", "unified.table2") for suffix in suffixes
+    ]
     assert sorted(path.name for path in (tmp_path / "tables").iterdir()) == written
     assert "unified.table2.csv" in capsys.readouterr().out
 
@@ -182,7 +237,9 @@ def _raises(results: Results, name: str = "") -> list[Item]:
 def test_an_output_that_cannot_be_made_is_a_gap_and_the_others_go_on(
     word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = write_store(tmp_path / "store", criteria=("frequency", "man"), tasks=("gsm8k", "rte"), **FEW)
+    store = write_store(
+        tmp_path / "store", criteria=("frequency", "man"), tasks=("gsm8k", "rte"), **FEW
+    )
     out = tmp_path / "out"
     unwritable = Table("pareto", "Bad", "", pd.DataFrame({"x": ["a word"]}), {"x": "{:.3f}"})
     with monkeypatch.context() as broken:
@@ -191,14 +248,23 @@ def test_an_output_that_cannot_be_made_is_a_gap_and_the_others_go_on(
         broken.setattr(report, "published_chapter", _raises)
         assert main([word, f"store={store}", f"out={out}"]) == 1
     said = capsys.readouterr()
-    for name, reason in {"ranks": "KeyError: 'cell'", "pareto": "ValueError: Unknown format code 'f'"}.items():
-        assert f"analysis: {name}: could not be made ({reason}" in said.err and f"{name} needs" not in said.err
+    for name, reason in {
+        "ranks": "KeyError: 'cell'",
+        "pareto": "ValueError: Unknown format code 'f'",
+    }.items():
+        assert (
+            f"analysis: {name}: could not be made ({reason}" in said.err
+            and f"{name} needs" not in said.err
+        )
         assert "Traceback (most recent call last)" in (out / "failed" / f"{name}.log").read_text()
         assert name in (out / "tables" / "gaps.csv").read_text()
         assert not (out / "tables" / f"{name}.csv").exists()
     assert (out / "figures" / "ranking.svg").exists() and (out / "tables" / "winners.csv").exists()
     if word == "report":
-        assert "failed/ranks.log" in text(out / "report.html") and (out / "failed" / "published.log").exists()
+        assert (
+            "failed/ranks.log" in text(out / "report.html")
+            and (out / "failed" / "published.log").exists()
+        )
     assert main([word, f"store={store}", f"out={out}"]) == 0
     assert not list((out / "failed").glob("*")), "what is mended leaves no trace"
 
@@ -211,9 +277,15 @@ def test_a_named_output_or_comparison_that_cannot_be_made_says_why_in_a_sentence
     assert main(["ranks", "unified.table1", "--compare", f"store={small}", f"out={tmp_path}"]) == 1
     said = capsys.readouterr()
     for name in ("ranks", "unified.table1.published"):
-        why = f"analysis: {name}: could not be made (KeyError: 'cell'), traceback in failed/{name}.log\n"
+        why = (
+            f"analysis: {name}: could not be made (KeyError: 'cell'), traceback in "
+            f"failed/{name}.log\n"
+        )
         assert why in said.err and (tmp_path / "failed" / f"{name}.log").exists()
-    assert said.err.count("could not be made") == 2 and (tmp_path / "tables" / "unified.table1.csv").exists()
+    assert (
+        said.err.count("could not be made") == 2
+        and (tmp_path / "tables" / "unified.table1.csv").exists()
+    )
 
 
 def test_a_smaller_study_has_a_smaller_report(tmp_path: Path) -> None:
@@ -229,10 +301,12 @@ def test_a_smaller_study_has_a_smaller_report(tmp_path: Path) -> None:
 def test_the_analysis_never_imports_torch(small: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from analysis.__main__ import main; "
-        f"assert main(['unified.fig2', 'ranks', 'tokens_per_expert', 'store={small}', 'out={tmp_path}']) == 0; "
+        f"assert main(['unified.fig2', 'ranks', 'tokens_per_expert', 'store={small}', "
+        f"'out={tmp_path}']) == 0; "
         "assert not {'torch', 'transformers', 'safetensors'} & set(sys.modules), 'heavy imports'; "
         "light = 'errors interrupt json_files packs paths progress results secrets'.split(); "
-        "own = {name for name in sys.modules if name.startswith('moe_lab.')}; own -= {f'moe_lab.{n}' for n in light}; "
+        "own = {name for name in sys.modules if name.startswith('moe_lab.')}; own -= "
+        "{f'moe_lab.{n}' for n in light}; "
         "assert not own, own"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -252,7 +326,8 @@ def test_a_full_study_is_reported_within_its_budget(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     pytest.importorskip("selenium")
-    program, driver_program = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
+    program = shutil.which("chromium") or shutil.which("google-chrome")
+    driver_program = shutil.which("chromedriver")
     if not (program and driver_program):
         pytest.skip("needs chromium and chromedriver")
     from selenium.webdriver import Chrome, ChromeOptions
@@ -260,7 +335,13 @@ def browser() -> Iterator[Any]:
 
     options = ChromeOptions()
     options.binary_location = program
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"):
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--hide-scrollbars",
+    ):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     with Chrome(options=options, service=Service(driver_program)) as driver:
@@ -287,13 +368,20 @@ def wide(browser: Any, small_report: Path) -> Any:
     return browser
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (360, "dark"), (768, "dark"), (1400, "light")])
-def test_nothing_overflows_and_nothing_complains(browser: Any, small_report: Path, width: int, scheme: str) -> None:
-    """Nothing is wider than the window, nothing complains, no heading is cut, and the colours are those asked for."""
+@pytest.mark.parametrize(
+    ("width", "scheme"), [(360, "light"), (360, "dark"), (768, "dark"), (1400, "light")]
+)
+def test_nothing_overflows_and_nothing_complains(
+    browser: Any, small_report: Path, width: int, scheme: str
+) -> None:
+    """Nothing is wider than the window, nothing complains, no heading is cut, and the colours are
+    those asked for."""
     show(browser, small_report, width, scheme)
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     assert [entry for entry in browser.get_log("browser") if entry["level"] != "INFO"] == []
-    colour = browser.execute_script("return getComputedStyle(document.body).getPropertyValue('background-color')")
+    colour = browser.execute_script(
+        "return getComputedStyle(document.body).getPropertyValue('background-color')"
+    )
     assert (sum(map(int, re.findall(r"\d+", colour)[:3])) > 384) == (scheme == "light")
     cut = browser.execute_script(
         "return [...document.querySelectorAll('h1,h2,h3,.tiles dd,.tiles dt')]"
@@ -306,14 +394,18 @@ def test_the_text_of_figures_follows_the_theme(browser: Any, small_report: Path)
     shades = []
     for scheme in ("light", "dark"):
         show(browser, small_report, 1400, scheme)
-        script = "return getComputedStyle(document.querySelector('figure.plot svg [style*=\"fill: var(--ink)\"]')).fill"
+        script = (
+            "return getComputedStyle(document.querySelector('figure.plot svg [style*=\"fill: "
+            "var(--ink)\"]')).fill"
+        )
         shades.append(browser.execute_script(script))
     assert shades[0] != shades[1]
 
 
 def test_tables_sort_filter_and_can_be_downloaded(wide: Any) -> None:
     visible = (
-        "const rows = [...document.querySelectorAll('#table-ranks tbody tr')].filter(r => !r.hidden);"
+        "const rows = [...document.querySelectorAll('#table-ranks tbody tr')].filter(r => "
+        "!r.hidden);"
         "return rows.map(r => [r.cells[2].textContent, r.cells[r.cells.length - 1].dataset.key])"
     )
     heads = "[...document.querySelectorAll('#table-ranks th button')]"
@@ -323,20 +415,32 @@ def test_tables_sort_filter_and_can_be_downloaded(wide: Any) -> None:
     down = wide.execute_script(visible)
     wide.execute_script(click)
     up = wide.execute_script(visible)
-    assert [float(key) for _, key in down[:4]] == sorted((float(key) for _, key in down[:4]), reverse=True)
-    assert up[0][0] == "MAN" and up[-1][0] == down[-1][0] == "Unpruned", "what has no value stays last"
+    assert [float(key) for _, key in down[:4]] == sorted(
+        (float(key) for _, key in down[:4]), reverse=True
+    )
+    assert up[0][0] == "MAN" and up[-1][0] == down[-1][0] == "Unpruned", (
+        "what has no value stays last"
+    )
     wide.execute_script(
         "for (const select of document.querySelectorAll('#table-ranks select'))"
         " { select.value = ''; select.dispatchEvent(new Event('change')); }"
     )
     assert len(wide.execute_script(visible)) == 30
-    download = "return fetch(document.querySelector('#table-ranks a[download$=csv]').href).then(r => r.text())"
+    download = (
+        "return fetch(document.querySelector('#table-ranks a[download$=csv]').href).then(r "
+        "=> r.text())"
+    )
     assert wide.execute_script(download).startswith("Model,Pruned,Calibration,Criterion,Eval+,")
 
 
 def test_figures_open_large_and_close(wide: Any) -> None:
     wide.execute_script("document.querySelector('figure.plot .large').click()")
     assert wide.execute_script("return document.querySelector('#viewer').open")
-    assert wide.execute_script("return document.querySelector('#viewer svg').getBoundingClientRect().width") > 900
+    assert (
+        wide.execute_script(
+            "return document.querySelector('#viewer svg').getBoundingClientRect().width"
+        )
+        > 900
+    )
     wide.execute_script("document.querySelector('#viewer .close').click()")
     assert not wide.execute_script("return document.querySelector('#viewer').open")

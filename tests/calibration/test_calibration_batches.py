@@ -1,5 +1,6 @@
-"""What every packing keeps and drops; batches, their report and identity; which of their tokens are answers; and
-mixtures of sets: shares of tokens, order, and the sentence for what cannot be mixed."""
+"""What every packing keeps and drops; batches, their report and identity; which of their tokens are
+answers; and mixtures of sets: shares of tokens, order, and the sentence for what cannot be
+mixed."""
 
 import hashlib
 import json
@@ -19,7 +20,15 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from moe_lab import grid
-from moe_lab.calibration.batches import TOLERANCE, Calibration, answer_batches, batches, chunk, one_a_row, reap
+from moe_lab.calibration.batches import (
+    TOLERANCE,
+    Calibration,
+    answer_batches,
+    batches,
+    chunk,
+    one_a_row,
+    reap,
+)
 from moe_lab.config import CalibrationConfig, Config, SourceConfig
 from moe_lab.config.base import identity
 from moe_lab.errors import UserError
@@ -54,14 +63,20 @@ def test_shapes_types_mask_and_report(words: Settings, tokenizer: Any) -> None:
     assert report["rendered"] == ["as it stands"]
     padded = batches(words(packing="none", length=8, tokens=16), tokenizer)
     assert [valid.sum().item() for _, valid in padded.rows] == [6]
-    assert padded.report["first_row"] == "w0 w1 w2" and padded.report["valid_tokens"] == {"words": 6}
+    assert padded.report["first_row"] == "w0 w1 w2" and padded.report["valid_tokens"] == {
+        "words": 6
+    }
 
 
 def all_ids(settings: CalibrationConfig, tokenizer: Any) -> list[int]:
-    return [token for ids, _ in batches(settings, tokenizer).rows for token in ids.flatten().tolist()]
+    return [
+        token for ids, _ in batches(settings, tokenizer).rows for token in ids.flatten().tolist()
+    ]
 
 
-def test_the_seed_decides_a_random_order_without_replacement(words: Settings, tokenizer: Any) -> None:
+def test_the_seed_decides_a_random_order_without_replacement(
+    words: Settings, tokenizer: Any
+) -> None:
     chosen = words(order="random", seed=7, packing="chunk", length=9, tokens=90)
     first = all_ids(chosen, tokenizer)
     assert first == all_ids(replace(chosen, batch_size=1), tokenizer)
@@ -76,9 +91,14 @@ def test_special_tokens_are_a_choice_for_text_and_the_templates_for_conversation
     assert all_ids(words(special_tokens=True), tokenizer)[:5] == [BOS, W, W + 1, W + 2, BOS]
     messages = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2 w3"}]
     pair = {"instruction": "w1", "output": "w2 w3"}
-    found = batches(source({"messages": messages}, pair, special_tokens=True, length=7, tokens=14), chat_tokenizer)
+    found = batches(
+        source({"messages": messages}, pair, special_tokens=True, length=7, tokens=14),
+        chat_tokenizer,
+    )
     ((ids, _),) = found.rows
-    assert ids.tolist() == [[BOS, 3, W + 1, 4, W + 2, W + 3, EOS]] * 2, "a pair is the same conversation"
+    assert ids.tolist() == [[BOS, 3, W + 1, 4, W + 2, W + 3, EOS]] * 2, (
+        "a pair is the same conversation"
+    )
     assert found.report["rendered"] == ["chat template"]
     found = batches(source(pair, length=3, tokens=3), tokenizer)
     assert found.rows[0][0].tolist() == [[W + 1, W + 2, W + 3]]
@@ -87,14 +107,20 @@ def test_special_tokens_are_a_choice_for_text_and_the_templates_for_conversation
 
 def test_a_source_that_is_too_short_says_what_would_fit(words: Settings, tokenizer: Any) -> None:
     chosen = words(packing="chunk", length=8, tokens=800)
-    with pytest.raises(UserError, match=r"its 90 tokens .* 11 of the 100 rows .* calibration.tokens=88 would fit"):
+    with pytest.raises(
+        UserError, match=r"its 90 tokens .* 11 of the 100 rows .* calibration.tokens=88 would fit"
+    ):
         batches(chosen, tokenizer)
     assert batches(replace(chosen, tokens=88), tokenizer).report["rows"] == 11
-    with pytest.raises(UserError, match=r"its 90 tokens .* 0 of the 1 rows .* expected a longer text"):
+    with pytest.raises(
+        UserError, match=r"its 90 tokens .* 0 of the 1 rows .* expected a longer text"
+    ):
         batches(replace(chosen, length=512, tokens=512), tokenizer)
 
 
-def test_what_models_lack_is_refused(words: Settings, source: Settings, tokenizer: Any, tokenizer_with: Any) -> None:
+def test_what_models_lack_is_refused(
+    words: Settings, source: Settings, tokenizer: Any, tokenizer_with: Any
+) -> None:
     chosen = source({"messages": [{"role": "tool", "content": "w1"}]})
     refusing = tokenizer_with("{{ raise_exception('no tools') }}")
     for own, says in ((tokenizer, "has no chat template"), (refusing, "roles tool: no tools")):
@@ -109,9 +135,12 @@ def test_what_models_lack_is_refused(words: Settings, source: Settings, tokenize
         batches(replace(words(), path="genersl.txt"), tokenizer)
 
 
-def test_identity_is_that_of_the_bytes_and_of_how_they_are_read(words: Settings, tmp_path: Path) -> None:
+def test_identity_is_that_of_the_bytes_and_of_how_they_are_read(
+    words: Settings, tmp_path: Path
+) -> None:
     chosen = words(order="first", seed=7)
-    before, file = identity(chosen), Path(chosen.path)
+    before = identity(chosen)
+    file = Path(chosen.path)
     for name, is_same in (("copy.jsonl", True), ("copy.txt", False)):
         (tmp_path / name).write_bytes(file.read_bytes())
         copied = replace(chosen, path=str(tmp_path / name), name="other", engine="streamed")
@@ -120,13 +149,18 @@ def test_identity_is_that_of_the_bytes_and_of_how_they_are_read(words: Settings,
     file.write_text(file.read_text() + '{"text": "w1"}\n')
     assert identity(chosen) != before
     hub = replace(chosen, path="owner/set", subset="raw", split="train")
-    assert [identity(hub)[name] for name in ("path", "subset", "split")] == [{"hub": "owner/set"}, "raw", "train"]
+    assert [identity(hub)[name] for name in ("path", "subset", "split")] == [
+        {"hub": "owner/set"},
+        "raw",
+        "train",
+    ]
     with pytest.raises(UserError, match=r"calibration.seed is not set"):
         identity(words(order="random", seed=None))
     assert identity(words(order="first", seed=None))["seed"] is None
 
 
-lengths, gaps = st.integers(2, 12), st.sampled_from([None, FILLER])
+lengths = st.integers(2, 12)
+gaps = st.sampled_from([None, FILLER])
 
 
 @st.composite
@@ -142,15 +176,21 @@ def tokens_of(rows: list[list[int]]) -> list[int]:
 
 
 @given(numbered(), lengths, gaps)
-def test_chunk_loses_only_the_tail(documents: list[list[int]], length: int, gap: int | None) -> None:
+def test_chunk_loses_only_the_tail(
+    documents: list[list[int]], length: int, gap: int | None
+) -> None:
     rows = list(chunk(documents, length, gap))
-    stream = [token for document in documents for token in (*document, *([] if gap is None else [gap]))]
+    stream = [
+        token for document in documents for token in (*document, *([] if gap is None else [gap]))
+    ]
     assert [token for row in rows for token in row] == stream[: len(rows) * length]
     assert len(rows) == len(stream) // length
 
 
 @given(numbered(), lengths, gaps)
-def test_reap_rows_begin_documents_and_drop_overflow(documents: list[list[int]], length: int, gap: int | None) -> None:
+def test_reap_rows_begin_documents_and_drop_overflow(
+    documents: list[list[int]], length: int, gap: int | None
+) -> None:
     rows = list(reap(documents, length, gap))
     first = {document[0]: document for document in documents}
     for row in rows:
@@ -159,7 +199,9 @@ def test_reap_rows_begin_documents_and_drop_overflow(documents: list[list[int]],
         room = length - sum(len(document) + (gap is not None) for document in begun[:-1])
         assert tokens_of([row]) == [*chain.from_iterable(begun[:-1]), *begun[-1][:room]]
     begun_in_rows = [token for token in tokens_of(rows) if token in first]
-    assert begun_in_rows == [document[0] for document in documents][: len(begun_in_rows)], "no document is skipped"
+    assert begun_in_rows == [document[0] for document in documents][: len(begun_in_rows)], (
+        "no document is skipped"
+    )
 
 
 @given(numbered(), lengths)
@@ -185,7 +227,9 @@ PAIRS = (
 )
 
 
-def test_pairs_of_each_kind_and_a_text_without_an_answer(source: Settings, tokenizer: Any, chat_tokenizer: Any) -> None:
+def test_pairs_of_each_kind_and_a_text_without_an_answer(
+    source: Settings, tokenizer: Any, chat_tokenizer: Any
+) -> None:
     chosen = source(*PAIRS, packing="none", length=9, tokens=36, special_tokens=True)
     for each in (tokenizer, chat_tokenizer):
         assert answered(chosen, each) == [["w2", "w3"], ["w5", "w6", "w7"], ["w10"], []]
@@ -193,9 +237,12 @@ def test_pairs_of_each_kind_and_a_text_without_an_answer(source: Settings, token
 
 @pytest.mark.parametrize("packing", ["none", "chunk", "reap"])
 @pytest.mark.parametrize("gap", ["none", "eos", "zero"])
-def test_ids_are_those_of_a_calibration_set(packing: str, gap: str, source: Settings, tokenizer: Any) -> None:
+def test_ids_are_those_of_a_calibration_set(
+    packing: str, gap: str, source: Settings, tokenizer: Any
+) -> None:
     chosen = source(*PAIRS, packing=packing, gap=gap, length=5, tokens=10, order="random", seed=1)
-    with_answers, without = answer_batches(chosen, tokenizer), batches(chosen, tokenizer).rows
+    with_answers = answer_batches(chosen, tokenizer)
+    without = batches(chosen, tokenizer).rows
     for (ids, shown, answers), (same_ids, same_shown) in zip(with_answers, without, strict=True):
         assert torch.equal(ids, same_ids) and torch.equal(shown, same_shown)
         assert not bool((answers & ~shown).any())
@@ -207,7 +254,10 @@ def test_marks_follow_their_tokens_through_packing(source: Settings, tokenizer: 
         ["w5", "w6", "w7"],
     ]
     # reap drops what overflows a row: w6 and w7 are gone, and the next row begins with a document
-    assert answered(source(*PAIRS, packing="reap", length=6, tokens=12), tokenizer) == [["w2", "w3", "w5"], ["w10"]]
+    assert answered(source(*PAIRS, packing="reap", length=6, tokens=12), tokenizer) == [
+        ["w2", "w3", "w5"],
+        ["w10"],
+    ]
 
 
 def test_only_what_the_assistant_says_is_an_answer(source: Settings, chat_tokenizer: Any) -> None:
@@ -219,7 +269,9 @@ def test_only_what_the_assistant_says_is_an_answer(source: Settings, chat_tokeni
     assert answered(chosen, chat_tokenizer, header=True) == with_header
 
 
-def test_lost_and_rewritten_answers_are_refused(source: Settings, tokenizer: Any, tokenizer_with: Any) -> None:
+def test_lost_and_rewritten_answers_are_refused(
+    source: Settings, tokenizer: Any, tokenizer_with: Any
+) -> None:
     """Rewritten ones, unless whole turns are taken."""
     unanswered = ({"text": "w1 w2 w3 w4"}, {"instruction": "w1 w2 w3", "output": " "})
     with pytest.raises(UserError, match=r"set\.jsonl holds no answers: .* instruction and output"):
@@ -227,7 +279,9 @@ def test_lost_and_rewritten_answers_are_refused(source: Settings, tokenizer: Any
     with pytest.raises(UserError, match=r"calibration\.length=4 cuts every answer"):
         record = {"instruction": "w0 w1 w2 w3", "output": "w4"}
         answer_batches(source(record, packing="none", length=4, tokens=4), tokenizer)
-    slow = tokenizer_with("{% for m in messages %}{{ m.role }} {{ m.content | replace(' ', ' w9 ') }} {% endfor %}")
+    slow = tokenizer_with(
+        "{% for m in messages %}{{ m.role }} {{ m.content | replace(' ', ' w9 ') }} {% endfor %}"
+    )
     chosen = source({"instruction": "w0", "output": "w1 w2"}, packing="none", length=6, tokens=6)
     with pytest.raises(UserError, match="header=true"):
         answer_batches(chosen, slow)
@@ -241,7 +295,9 @@ POCKET = ("pocket_general", "pocket_code", "pocket_math")
 def mixture(*parts: tuple[float, CalibrationConfig], **settings: Any) -> CalibrationConfig:
     """A mixture whose sets are at hand, in small rows."""
     sources = [SourceConfig(part.name, share, settings=part) for share, part in parts]
-    return CalibrationConfig(**{"name": "mix", "length": 8, "tokens": 1600, "sources": sources, "seed": 1, **settings})
+    return CalibrationConfig(
+        **{"name": "mix", "length": 8, "tokens": 1600, "sources": sources, "seed": 1, **settings}
+    )
 
 
 @pytest.fixture
@@ -260,16 +316,26 @@ def counted(found: Calibration) -> tuple[int, int]:
     return int((tokens < W + 10).sum()), int((tokens >= W + 10).sum())
 
 
-def test_the_report_has_every_set_and_the_seed_decides_the_order_within_each(two: Two, tokenizer: Any) -> None:
+def test_the_report_has_every_set_and_the_seed_decides_the_order_within_each(
+    two: Two, tokenizer: Any
+) -> None:
     chosen = mixture((0.4, two[0]), (0.6, two[1]), packing="chunk")
-    first, again, other = (batches(each, tokenizer) for each in (chosen, chosen, replace(chosen, seed=2)))
+    first, again, other = (
+        batches(each, tokenizer) for each in (chosen, chosen, replace(chosen, seed=2))
+    )
     assert all(torch.equal(a[0], b[0]) for a, b in zip(first.rows, again.rows, strict=True))
     assert any(not torch.equal(a[0], b[0]) for a, b in zip(first.rows, other.rows, strict=True))
-    assert tuple(first.report["valid_tokens"].items()) == tuple(zip(("low", "high"), counted(first), strict=True))
+    assert tuple(first.report["valid_tokens"].items()) == tuple(
+        zip(("low", "high"), counted(first), strict=True)
+    )
     assert [source["share"] for source in first.report["sources"]] == [0.4, 0.6]
     assert json.loads(json.dumps(first.report)) == first.report
-    kept = replace(chosen, sources=[replace(s, settings=replace(s.settings, seed=7)) for s in chosen.sources])
-    assert identity(kept) == identity(replace(kept, seed=2)), "a set's own seed goes before the cell's"
+    kept = replace(
+        chosen, sources=[replace(s, settings=replace(s.settings, seed=7)) for s in chosen.sources]
+    )
+    assert identity(kept) == identity(replace(kept, seed=2)), (
+        "a set's own seed goes before the cell's"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -293,35 +359,51 @@ def published(name: str) -> Any:
     packing=st.sampled_from(["chunk", "reap", "none"]),
     gap=st.sampled_from(["none", "eos"]),
 )
-def test_shipped_sets_keep_shares(pocket_tokenizer: Any, weights: list[int], seed: int, packing: str, gap: str) -> None:
+def test_shipped_sets_keep_shares(
+    pocket_tokenizer: Any, weights: list[int], seed: int, packing: str, gap: str
+) -> None:
     shares = [weight / sum(weights) for weight in weights]
-    length = 64 if packing == "none" else 256  # a document a row: enough of them that one is below 1 %
+    # a document a row: enough of them that one is below 1 %
+    length = 64 if packing == "none" else 256
     sets = zip(shares, map(published, POCKET), strict=False)
-    found = batches(mixture(*sets, seed=seed, packing=packing, gap=gap, length=length, tokens=32768), pocket_tokenizer)
+    found = batches(
+        mixture(*sets, seed=seed, packing=packing, gap=gap, length=length, tokens=32768),
+        pocket_tokenizer,
+    )
     kept = found.report["valid_tokens"]
     assert sum(kept.values()) == sum(int(valid.sum()) for _, valid in found.rows)
-    assert [kept[name] / sum(kept.values()) for name in POCKET[: len(shares)]] == pytest.approx(shares, abs=TOLERANCE)
+    assert [kept[name] / sum(kept.values()) for name in POCKET[: len(shares)]] == pytest.approx(
+        shares, abs=TOLERANCE
+    )
 
 
 def test_each_set_is_read_by_its_own_settings(source: Settings, tokenizer: Any) -> None:
     templated = source(*9 * [{"q": "w1", "a": "w2"}], stem="a", name="a", template="w0 {q} w0 {a}")
     body = {"text": "w9", "body": "w3 w4 w5"}
     named = source(*9 * [body], stem="b", name="b", field="body", special_tokens=True)
-    found = batches(mixture((0.5, templated), (0.5, named), packing="none", length=4, tokens=24), tokenizer)
+    found = batches(
+        mixture((0.5, templated), (0.5, named), packing="none", length=4, tokens=24), tokenizer
+    )
     rows = {tuple(row) for ids, _ in found.rows for row in ids.tolist()}
     assert rows == {(W, W + 1, W, W + 2), (1, W + 3, W + 4, W + 5)}
 
 
-def test_a_set_that_runs_out_or_has_no_room_is_named(source: Settings, two: Two, tokenizer: Any) -> None:
+def test_a_set_that_runs_out_or_has_no_room_is_named(
+    source: Settings, two: Two, tokenizer: Any
+) -> None:
     chosen = mixture((0.5, two[0]), (0.5, two[1]), packing="chunk", tokens=8000)
-    with pytest.raises(UserError, match=r"low, .* share of 0.5 .* its 1200 tokens .* would fit") as error:
+    with pytest.raises(
+        UserError, match=r"low, .* share of 0.5 .* its 1200 tokens .* would fit"
+    ) as error:
         batches(chosen, tokenizer)
     fitting = int(re.findall(r"calibration\.tokens=(\d+)", str(error.value))[1])
     assert batches(replace(chosen, tokens=fitting), tokenizer).report["rows"] == fitting // 8
     with pytest.raises(UserError, match="is too short"):
         batches(replace(chosen, tokens=fitting + 8), tokenizer)
     long = source(*9 * [{"text": "w1 " * 8}], stem="long", name="long")
-    with pytest.raises(UserError, match=r"long makes 50.0% of the tokens and not 30.0%.*expected more tokens"):
+    with pytest.raises(
+        UserError, match=r"long makes 50.0% of the tokens and not 30.0%.*expected more tokens"
+    ):
         batches(mixture((0.3, long), (0.7, two[1]), tokens=16), tokenizer)
 
 
@@ -330,7 +412,9 @@ def test_every_set_and_its_share_are_checked_and_part_of_the_identity(two: Two) 
     with pytest.raises(UserError, match="does not exist"):
         identity(mixture((0.5, low), (0.5, replace(high, path="nowhere.jsonl"))))
     before = identity(mixture((0.4, low), (0.6, high)))
-    assert [source["path"] for source in before["sources"]] == [identity(replace(s, seed=1))["path"] for s in two]
+    assert [source["path"] for source in before["sources"]] == [
+        identity(replace(s, seed=1))["path"] for s in two
+    ]
     assert identity(mixture((0.4, replace(low, length=4, packing="none")), (0.6, high))) == before
     assert identity(mixture((0.4, replace(low, special_tokens=True)), (0.6, high))) != before
     Path(high.path).write_text(Path(high.path).read_text() + '{"text": "w1"}\n')
@@ -341,7 +425,9 @@ NAMED = {
     "a": "path: owner/a\nfield: body",
     "b": "path: ???",
     "nested": "sources: [{calibration: mix, share: 0.5}, {calibration: a, share: 0.5}]",
-    "mix": "sources: [{calibration: a, share: 0.75}, {calibration: b, path: notes.txt, share: 0.25}]",
+    "mix": (
+        "sources: [{calibration: a, share: 0.75}, {calibration: b, path: notes.txt, share: 0.25}]"
+    ),
     "twice": "sources: [{calibration: a, share: 0.5}, {calibration: a, share: 0.5}]",
     "wrong": "sources: [{calibration: aa, share: 0.5}, {calibration: a, share: 0.5}]",
 }
@@ -354,11 +440,14 @@ def test_names_in_a_mixture_are_files_and_a_path_goes_before_theirs(tmp_path: Pa
         (tmp_path / "calibration" / f"{name}.yaml").write_text(f"name: {name}\n{content}\n")
 
     def cell(calibration: str, flops_text: str = "a") -> grid.Cell:
-        files, lists = choices.Files(tmp_path), {"calibration": [calibration]}
+        files = choices.Files(tmp_path)
+        lists = {"calibration": [calibration]}
         return choices.cells(Config(flops_text=flops_text), lists, files=files)[0]
 
     for text in (cell("mix").calibration, cell("a", flops_text="mix").texts["flops"]):
-        found = [(source.share, source.settings.name, source.settings.path) for source in text.sources]
+        found = [
+            (source.share, source.settings.name, source.settings.path) for source in text.sources
+        ]
         assert found == [(0.75, "a", "owner/a"), (0.25, "notes", "notes.txt")]
         assert [source.settings.field for source in text.sources] == ["body", None]
     with pytest.raises(UserError, match=r"source=aa is unknown: did you mean a\?"):

@@ -1,4 +1,5 @@
-"""What is taken as a source, with conversations and functions called in them; what templates get; what is refused."""
+"""What is taken as a source, with conversations and functions called in them; what templates get;
+what is refused."""
 
 import gzip
 import json
@@ -48,23 +49,31 @@ def lines(*records: object) -> str:
 
 def written(path: Path, content: str | bytes) -> Path:
     raw = content.encode() if isinstance(content, str) else content
-    path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" and isinstance(content, str) else raw)
+    path.write_bytes(
+        gzip.compress(raw) if path.suffix == ".gz" and isinstance(content, str) else raw
+    )
     return path
 
 
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        *((name, "\ufeffone\nmore\r\n\r\ntwo\n \t\n\n\nthree\n") for name in ("a.txt", "a.md", "a.txt.gz")),
+        *(
+            (name, "\ufeffone\nmore\r\n\r\ntwo\n \t\n\n\nthree\n")
+            for name in ("a.txt", "a.md", "a.txt.gz")
+        ),
         ("a.jsonl", "\n" + lines(ONE, {"text": " "}, {"messages": []}) + "\n\n" + lines(TWO)),
         ("a.jsonl.gz", lines({**ONE, "url": 1}, TWO)),
         ("a.json.gz", lines(ONE, TWO)),
         ("a.json", json.dumps([ONE, TWO], indent=2)),
     ],
 )
-def test_a_text_is_a_document_as_is_each_record(tmp_path: Path, settings: Settings, name: str, content: str) -> None:
+def test_a_text_is_a_document_as_is_each_record(
+    tmp_path: Path, settings: Settings, name: str, content: str
+) -> None:
     """Empty records are left out."""
-    of_records, of_text = [Text(ONE["text"]), Text("two")], [Text("one\nmore\n\ntwo\n \t\n\n\nthree\n")]
+    of_records = [Text(ONE["text"]), Text("two")]
+    of_text = [Text("one\nmore\n\ntwo\n \t\n\n\nthree\n")]
     found = read(settings(written(tmp_path / name, content)))
     assert found == (of_records if "json" in name else of_text)
 
@@ -72,12 +81,20 @@ def test_a_text_is_a_document_as_is_each_record(tmp_path: Path, settings: Settin
 @pytest.mark.parametrize(
     ("record", "changes", "expected"),
     [
-        ({"text": "one", "system": "w3", "conversations": [1], "messages": MESSAGES, **PAIR}, {}, Text("one")),
+        (
+            {"text": "one", "system": "w3", "conversations": [1], "messages": MESSAGES, **PAIR},
+            {},
+            Text("one"),
+        ),
         ({"messages": MESSAGES}, {}, CHAT),
         ({"messages": json.dumps(MESSAGES)}, {}, CHAT),
         ({"messages": json.dumps(MESSAGES), "system": "w3"}, {"field": "messages"}, CHAT),
         ({"messages": NOTED, "system": None, **REMARKS}, {}, Chat(NOTED_READ, REMARKS)),
-        ({"messages": NOTED, "license": "w3 w4"}, {"ignored": ("license", "timestamp", "images")}, CHAT),
+        (
+            {"messages": NOTED, "license": "w3 w4"},
+            {"ignored": ("license", "timestamp", "images")},
+            CHAT,
+        ),
         ({"instruction": "add", "input": "1 2", "output": "3"}, {}, pair("add\n\n1 2", "3")),
         ({**PAIR, "input": "", **REMARKS}, {}, pair("w1", "w2", REMARKS)),
         ({"question": "why", "answer": "so"}, {}, pair("why", "so")),
@@ -86,37 +103,68 @@ def test_a_text_is_a_document_as_is_each_record(tmp_path: Path, settings: Settin
         ({"story": json.dumps(MESSAGES)}, {"field": "story"}, CHAT),
         ({"story": '[{"w1": 1}]'}, {"field": "story"}, Text('[{"w1": 1}]')),
         ({"story": "[w1] w2"}, {"field": "story"}, Text("[w1] w2")),
-        ({**PAIR, "system": "w3"}, {"template": "{system} {instruction} {output}"}, Text("w3 w1 w2")),
-        ({"question": "w1 {answer}", "answer": "w2"}, {"template": "{question}: {answer}"}, Text("w1 {answer}: w2")),
+        (
+            {**PAIR, "system": "w3"},
+            {"template": "{system} {instruction} {output}"},
+            Text("w3 w1 w2"),
+        ),
+        (
+            {"question": "w1 {answer}", "answer": "w2"},
+            {"template": "{question}: {answer}"},
+            Text("w1 {answer}: w2"),
+        ),
     ],
 )
-def test_fields_are_known_or_named(record: Any, changes: dict[str, str], expected: object, source: Settings) -> None:
+def test_fields_are_known_or_named(
+    record: Any, changes: dict[str, str], expected: object, source: Settings
+) -> None:
     assert read(source(record, record, **changes)) == [expected] * 2
 
 
 @pytest.mark.parametrize(
     ("record", "key", "value"),
     [
-        ({"messages": [MESSAGES[0], {**MESSAGES[1], "reasoning_content": "w3 w4"}]}, "reasoning_content", "w3"),
+        (
+            {"messages": [MESSAGES[0], {**MESSAGES[1], "reasoning_content": "w3 w4"}]},
+            "reasoning_content",
+            "w3",
+        ),
         ({"messages": [{**MESSAGES[0], "images": ["w3.png"]}, MESSAGES[1]]}, "images", "w3.png"),
-        ({"messages": [MESSAGES[0], {**MESSAGES[1], "plan_of_next_year": "w3 w4"}]}, "plan_of_next_year", "w3"),
+        (
+            {"messages": [MESSAGES[0], {**MESSAGES[1], "plan_of_next_year": "w3 w4"}]},
+            "plan_of_next_year",
+            "w3",
+        ),
         ({"messages": MESSAGES, "system": "w3 w4"}, "system", "w3"),
         ({"messages": MESSAGES, "system": "\u7b80\u77ed"}, "system", "\u7b80"),
         ({"messages": MESSAGES, "documents": [{"title": "w3", "text": "w4"}]}, "documents", "w3"),
-        ({"messages": MESSAGES, "chat_template_kwargs": {"thinking": False}}, "chat_template_kwargs", "False"),
+        (
+            {"messages": MESSAGES, "chat_template_kwargs": {"thinking": False}},
+            "chat_template_kwargs",
+            "False",
+        ),
         ({**CALLED, "system": "w3 w4"}, "system", "w3"),
         ({**PAIR, "input": "", "history": [["w3", "w4"]]}, "history", "w3"),
         ({**PAIR, "conversations": [{"from": "human", "value": "w3"}]}, "conversations", "human"),
         ({"question": "w1", "answer": "w2", "context": "w3 w4"}, "context", "w3"),
         ({"prompt": "w1", "completion": "w2", "tools": [{"name": "w3"}]}, "tools", "w3"),
-        *(({"messages": wrong}, "messages", "") for wrong in ("w1 w2", '{"role": "user"}', '["w1"]', None)),
+        *(
+            ({"messages": wrong}, "messages", "")
+            for wrong in ("w1 w2", '{"role": "user"}', '["w1"]', None)
+        ),
     ],
 )
 def test_records_with_unread_parts_are_refused(
-    record: dict[str, Any], key: str, value: str, tokenizer_with: Callable[..., Any], source: Settings
+    record: dict[str, Any],
+    key: str,
+    value: str,
+    tokenizer_with: Callable[..., Any],
+    source: Settings,
 ) -> None:
     """Ids, numbers, flags and texts that are part of the conversation are no such parts."""
-    with pytest.raises(UserError, match=rf"set\.jsonl line 2.*\b{re.escape(key)}\b.*{re.escape(value)}"):
+    with pytest.raises(
+        UserError, match=rf"set\.jsonl line 2.*\b{re.escape(key)}\b.*{re.escape(value)}"
+    ):
         batches(source(*9 * [{"messages": MESSAGES}, record]), tokenizer_with(READS_TOOLS))
 
 
@@ -126,31 +174,53 @@ def test_records_with_unread_parts_are_refused(
         ({"tool_plan": "w3 w4"}, "{{ m.tool_plan }}", "w3 w4"),
         ({"name": "w3"}, "{{ m['name'] }}", "w3"),
         ({"weight": 0}, "{{ 'w3' if m.get('weight') == 0 }}", "w3"),
-        ({"thoughts": [{"step": "w3 w4"}]}, "{% for thought in m.thoughts %}{{ thought.step }}{% endfor %}", "w3 w4"),
+        (
+            {"thoughts": [{"step": "w3 w4"}]},
+            "{% for thought in m.thoughts %}{{ thought.step }}{% endfor %}",
+            "w3 w4",
+        ),
         ({"ids": {"a": "w3"}}, "{{ (m.ids or {}).values() | join }}", "w3"),
     ],
 )
 def test_a_template_gets_every_key_of_a_message(
-    record: dict[str, Any], reads: str, text: str, tokenizer_with: Callable[..., Any], source: Settings
+    record: dict[str, Any],
+    reads: str,
+    text: str,
+    tokenizer_with: Callable[..., Any],
+    source: Settings,
 ) -> None:
-    chosen = source(*9 * [{"messages": [MESSAGES[0], {**MESSAGES[1], **record}]}], length=6, tokens=6)
+    chosen = source(
+        *9 * [{"messages": [MESSAGES[0], {**MESSAGES[1], **record}]}], length=6, tokens=6
+    )
     template = "{% for m in messages %}{{ m.role }} {{ m.content }} " + reads + " {% endfor %}"
-    assert batches(chosen, tokenizer_with(template)).report["first_row"].startswith(f"user w1 assistant w2 {text}")
+    assert (
+        batches(chosen, tokenizer_with(template))
+        .report["first_row"]
+        .startswith(f"user w1 assistant w2 {text}")
+    )
 
 
 @pytest.mark.parametrize(
     ("record", "reads"),
     [
-        ({"documents": [{"text": "w3"}]}, "{% for document in documents %}{{ document.text }}{% endfor %}"),
+        (
+            {"documents": [{"text": "w3"}]},
+            "{% for document in documents %}{{ document.text }}{% endfor %}",
+        ),
         ({"chat_template_kwargs": {"documents": [{"text": "w3"}]}}, "{{ documents[0].text }}"),
         ({"chat_template_kwargs": '{"mode": "w3"}'}, "{{ mode }}"),
         ({"chat_template_kwargs": {"thinking": False}}, "{% if thinking is false %}w3{% endif %}"),
-        ({"chat_template_kwargs": {"thinking": False}}, "w3{% if add_generation_prompt %}{{ thinking }}{% endif %}"),
+        (
+            {"chat_template_kwargs": {"thinking": False}},
+            "w3{% if add_generation_prompt %}{{ thinking }}{% endif %}",
+        ),
         ({"thinking": False}, "{{ 'w3' if thinking is defined and not thinking }}"),
         ({"system": "w3"}, "{%- macro first() %}{{ system }}{% endmacro %}{{ first() }}"),
     ],
 )
-@pytest.mark.parametrize("conversation", [{"messages": MESSAGES}, {"instruction": "w1", "output": "w2"}])
+@pytest.mark.parametrize(
+    "conversation", [{"messages": MESSAGES}, {"instruction": "w1", "output": "w2"}]
+)
 def test_a_template_gets_the_fields_of_a_record_that_it_reads(
     conversation: dict[str, Any],
     record: dict[str, Any],
@@ -159,8 +229,14 @@ def test_a_template_gets_the_fields_of_a_record_that_it_reads(
     source: Settings,
 ) -> None:
     """Those of a pair only where they are no content."""
-    tokenizer = tokenizer_with(reads + " {% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}")
-    chosen = source(*9 * [{**conversation, **record, "tokenize": True, "chat_template": "w9"}], length=5, tokens=5)
+    tokenizer = tokenizer_with(
+        reads + " {% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+    )
+    chosen = source(
+        *9 * [{**conversation, **record, "tokenize": True, "chat_template": "w9"}],
+        length=5,
+        tokens=5,
+    )
     if "documents" in record and "messages" not in conversation:
         with pytest.raises(UserError, match="documents"):
             batches(chosen, tokenizer)
@@ -171,15 +247,28 @@ def test_a_template_gets_the_fields_of_a_record_that_it_reads(
 
 
 def test_rows_of_the_hub_are_read_as_those_of_a_file(
-    monkeypatch: pytest.MonkeyPatch, tokenizer_with: Callable[..., Any], settings: Settings, source: Settings
+    monkeypatch: pytest.MonkeyPatch,
+    tokenizer_with: Callable[..., Any],
+    settings: Settings,
+    source: Settings,
 ) -> None:
     """Arrow gives each record the keys of all, with null; an object without keys stays one."""
     import datasets
 
     def record(name: str, arguments: dict[str, Any], **others: Any) -> dict[str, Any]:
-        tool = {"name": name, "parameters": {"properties": {key: {"type": "w9"} for key in arguments}}}
-        calling = {"role": "assistant", "tool_calls": [{"function": {"name": name, "arguments": arguments}}]}
-        return {"messages": [QUESTION, calling, {"role": "tool", "content": "w3"}], "tools": [tool], **others}
+        tool = {
+            "name": name,
+            "parameters": {"properties": {key: {"type": "w9"} for key in arguments}},
+        }
+        calling = {
+            "role": "assistant",
+            "tool_calls": [{"function": {"name": name, "arguments": arguments}}],
+        }
+        return {
+            "messages": [QUESTION, calling, {"role": "tool", "content": "w3"}],
+            "tools": [tool],
+            **others,
+        }
 
     rows = [
         record("w4", {"w5": "w6"}, text=None, chat_template_kwargs=None),
@@ -194,13 +283,18 @@ def test_rows_of_the_hub_are_read_as_those_of_a_file(
     assert of_hub == of_file and of_hub[-1] == Text("w1 w2")
     texts = [tokenize(document, tokenizer, special_tokens=False) for document in of_hub]
     assert texts == [tokenize(document, tokenizer, special_tokens=False) for document in of_file]
-    assert isinstance(of_hub[2], Chat) and of_hub[2].messages[1]["tool_calls"][0]["function"]["arguments"] == {}
+    assert (
+        isinstance(of_hub[2], Chat)
+        and of_hub[2].messages[1]["tool_calls"][0]["function"]["arguments"] == {}
+    )
 
 
 def test_settings_that_do_not_fit_the_records_are_refused(source: Settings) -> None:
     with pytest.raises(UserError, match=r"contents of calibration.field .* did you mean content\?"):
         read(source({"content": "one", "id": 1}, field="contents"))
-    with pytest.raises(UserError, match=r"line 1: .* answers of calibration.template .* did you mean answer\?"):
+    with pytest.raises(
+        UserError, match=r"line 1: .* answers of calibration.template .* did you mean answer\?"
+    ):
         read(source({"answer": "w2"}, template="{answers}"))
     with pytest.raises(UserError, match=r"calibration.joined=true: .* more than plain texts"):
         read(source({"messages": MESSAGES}, joined=True))
@@ -219,11 +313,17 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=says):
             locate(path)
-    for hub in ("allenai/tulu-3-sft-personas-math", "wikitext", "hf://datasets/allenai/c4/en/c4-train.json.gz"):
+    for hub in (
+        "allenai/tulu-3-sft-personas-math",
+        "wikitext",
+        "hf://datasets/allenai/c4/en/c4-train.json.gz",
+    ):
         assert locate(hub) is None
 
 
-def test_a_split_and_a_file_on_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: Settings) -> None:
+def test_a_split_and_a_file_on_the_hub(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: Settings
+) -> None:
     import datasets
     import huggingface_hub
 
@@ -235,7 +335,10 @@ def test_a_split_and_a_file_on_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(datasets, "load_dataset", giving(datasets.Dataset.from_list([TWO])))
     file = written(tmp_path / "part.json.gz", lines(TWO))
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", giving(str(file)))
-    chosen = (settings("owner/set", subset="raw", split="test"), settings("hf://datasets/allenai/c4/en/part.json.gz"))
+    chosen = (
+        settings("owner/set", subset="raw", split="test"),
+        settings("hf://datasets/allenai/c4/en/part.json.gz"),
+    )
     for text in chosen:
         assert read(text) == [Text("two")]
     assert asked == [("owner/set", "raw", "test"), ("allenai/c4", "en/part.json.gz", "dataset")]
@@ -243,7 +346,9 @@ def test_a_split_and_a_file_on_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=error))
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", Mock(side_effect=error))
     for text in chosen:
-        with pytest.raises(UserError, match=r"could not be had from the hub \(Couldn't reach") as caught:
+        with pytest.raises(
+            UserError, match=r"could not be had from the hub \(Couldn't reach"
+        ) as caught:
             read(text)
         assert "\n" not in str(caught.value) and text.path in str(caught.value)
 
@@ -257,7 +362,8 @@ def measured_text(benchmark: BenchmarkConfig) -> str:
 
 
 def test_calibration_reads_wikitext_as_perplexity_does(tmp_path: Path) -> None:
-    """Rows joined by blank lines, empty ones included: from a text, from records, and from the mirror."""
+    """Rows joined by blank lines, empty ones included: from a text, from records, and from the
+    mirror."""
     from benchmarks.data_sets import mirror_files
     from moe_lab.evaluation.mirror import benchmarks
 
@@ -286,22 +392,33 @@ def test_calibration_reads_wikitext_as_perplexity_does(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
-def test_what_is_no_text_is_refused(tmp_path: Path, settings: Settings, name: str, content: bytes, line: int) -> None:
+def test_what_is_no_text_is_refused(
+    tmp_path: Path, settings: Settings, name: str, content: bytes, line: int
+) -> None:
     path = str(written(tmp_path / name, content))
-    with pytest.raises(UserError, match=rf"calibration.path={re.escape(path)} .*UTF-8.* line {re.escape(str(line))}\b"):
+    with pytest.raises(
+        UserError,
+        match=rf"calibration.path={re.escape(path)} .*UTF-8.* line {re.escape(str(line))}\b",
+    ):
         first_record(settings(path))
     (said,) = suite.wrong([BenchmarkConfig("p", "perplexity", path, reports={"p": "perplexity"})])
     assert f"suite.path={path} " in said and "UTF-8" in said
 
 
 def test_a_text_for_perplexity_is_read_as_one_for_calibration_is(tmp_path: Path) -> None:
-    records = written(tmp_path / "a.jsonl", lines({"text": "one"}, {"question": "two", "answer": "three"}))
+    records = written(
+        tmp_path / "a.jsonl", lines({"text": "one"}, {"question": "two", "answer": "three"})
+    )
     assert whole_text(records, "suite.path") == "one\n\ntwo\n\nthree"
     assert measured_text(BenchmarkConfig("p", "perplexity", str(records))) == "one\n\ntwo\n\nthree"
-    assert whole_text(written(tmp_path / "a.txt", "one\n\n\ntwo\n"), "suite.path") == "one\n\n\ntwo\n"
+    assert (
+        whole_text(written(tmp_path / "a.txt", "one\n\n\ntwo\n"), "suite.path") == "one\n\n\ntwo\n"
+    )
     with pytest.raises(UserError, match="conversations"):
         whole_text(written(tmp_path / "b.jsonl", lines({"messages": MESSAGES})), "suite.path")
-    pickled = BenchmarkConfig("p", "perplexity", str(written(tmp_path / "a.pkl", "x")), reports={"p": "loss"})
+    pickled = BenchmarkConfig(
+        "p", "perplexity", str(written(tmp_path / "a.pkl", "x")), reports={"p": "loss"}
+    )
     assert "suite.path" in suite.wrong([pickled])[0] and "pickles" in suite.wrong([pickled])[0]
 
 
@@ -309,11 +426,20 @@ def test_a_text_for_perplexity_is_read_as_one_for_calibration_is(tmp_path: Path)
 
 TOOL = {"name": "w10", "description": "w11", "parameters": {"type": "object", "properties": {}}}
 WRAPPED = {"type": "function", "function": TOOL}
-CALL: dict[str, Any] = {"type": "function", "function": {"name": "w10", "arguments": {"w12": "w13"}}}
+CALL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "w10", "arguments": {"w12": "w13"}},
+}
 QUESTION: dict[str, Any] = {"role": "user", "content": "w1"}
-CALLING: list[dict[str, Any]] = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+CALLING: list[dict[str, Any]] = [
+    QUESTION,
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+]
 CALLING_CHAT = Chat(tuple(CALLING), {"tools": [WRAPPED]})
-NAMED_TOOLS = "{% for tool in tools or [] %}{{ tool.function.name }} {{ tool.function.description }} {% endfor %}"
+NAMED_TOOLS = (
+    "{% for tool in tools or [] %}{{ tool.function.name }} {{ tool.function.description "
+    "}} {% endfor %}"
+)
 WRITES_CALLS = (
     "{% for call in m.tool_calls or [] %}{{ call.function.name }}"
     "{% for k, v in call.function.arguments.items() %} {{ k }} {{ v }} {% endfor %}{% endfor %}"
@@ -340,7 +466,9 @@ def with_call(call: object) -> list[dict[str, object]]:
         },
     ],
 )
-def test_tools_and_calls_are_read_in_the_form_of_chat_templates(record: dict[str, Any], source: Settings) -> None:
+def test_tools_and_calls_are_read_in_the_form_of_chat_templates(
+    record: dict[str, Any], source: Settings
+) -> None:
     assert read(source(record)) == [CALLING_CHAT]
 
 
@@ -354,20 +482,27 @@ def test_calls_and_results_keep_their_further_keys(source: Settings) -> None:
     assert chat.messages[2] == returned
 
 
-def test_templates_get_tools_and_arguments_as_objects(tokenizer_with: Callable[..., Any], source: Settings) -> None:
+def test_templates_get_tools_and_arguments_as_objects(
+    tokenizer_with: Callable[..., Any], source: Settings
+) -> None:
     tokenizer = tokenizer_with(READS_TOOLS)
     expected = "w10 w11 user w1 assistant w10 w12 w13 </s>"
     assert tokenizer.decode(tokenize(CALLING_CHAT, tokenizer, special_tokens=True)) == expected
     chosen = source(*4 * [{"messages": CALLING, "tools": [TOOL]}])
     report = batches(chosen, tokenizer).report
-    assert report["rendered"] == ["chat template with tools"] and expected.startswith(report["first_row"])
-    only_calls, only_tools = TURNS.replace("{calls}", WRITES_CALLS), NAMED_TOOLS + TURNS.replace("{calls}", "")
+    assert report["rendered"] == ["chat template with tools"] and expected.startswith(
+        report["first_row"]
+    )
+    only_calls = TURNS.replace("{calls}", WRITES_CALLS)
+    only_tools = NAMED_TOOLS + TURNS.replace("{calls}", "")
     for template, name in ((only_calls, "tools"), (only_tools, "tool_calls")):
         with pytest.raises(UserError, match=rf"set\.jsonl line 1 .*\b{name}="):
             batches(chosen, tokenizer_with(template))
 
 
-def test_calls_are_answers_as_whole_turns(tokenizer_with: Callable[..., Any], source: Settings) -> None:
+def test_calls_are_answers_as_whole_turns(
+    tokenizer_with: Callable[..., Any], source: Settings
+) -> None:
     tokenizer = tokenizer_with(READS_TOOLS)
     one = source({"messages": CALLING, "tools": [TOOL]}, length=9, tokens=9, packing="none")
     ((ids, _, answers),) = answer_batches(one, tokenizer, header=True)
@@ -383,23 +518,55 @@ def test_calls_are_answers_as_whole_turns(tokenizer_with: Callable[..., Any], so
         ("a.txt", " \n\n \n", "holds no document"),
         ("a.jsonl", '{"text": "one"}\n{"text": "tw\n', "a.jsonl line 2"),
         ("a.json", '[{"text": "one"},\n', "a.json line 2"),
-        ("a.jsonl", lines({"body": "one", "id": 1}), r"line 1: none of .*text.*body, id.*calibration.field"),
+        (
+            "a.jsonl",
+            lines({"body": "one", "id": 1}),
+            r"line 1: none of .*text.*body, id.*calibration.field",
+        ),
         ("a.json", '[{"text": "one"}, 7]', "record 2: expected an object .* found 7"),
-        ("a.jsonl", lines({"instruction": None, "output": "x"}), r"line 1: none of .*instruction.*found: output\b"),
+        (
+            "a.jsonl",
+            lines({"instruction": None, "output": "x"}),
+            r"line 1: none of .*instruction.*found: output\b",
+        ),
         ("a.jsonl", lines({"text": None}), r"line 1: none of .*\btext\b"),
         ("a.jsonl", lines({"messages": [{"role": "user"}]}), "line 1, field messages: .* role"),
         ("a.jsonl", lines({"messages": CALLING, "tools": "[{"}), "line 1: tools is damaged JSON"),
-        ("a.jsonl", lines({"messages": CALLING, "tools": {"w10": TOOL}}), "line 1: tools: found .*, expected a list"),
-        ("a.jsonl", lines({"messages": CALLING, "tools": [{"description": "w1"}]}), "expected functions with a name"),
-        ("a.jsonl", lines({"messages": CALLING, "tools": ["w10"]}), "expected functions with a name"),
-        ("a.jsonl", lines({"messages": with_call({"arguments": {}}), "tools": [TOOL]}), "with a name and arguments"),
+        (
+            "a.jsonl",
+            lines({"messages": CALLING, "tools": {"w10": TOOL}}),
+            "line 1: tools: found .*, expected a list",
+        ),
+        (
+            "a.jsonl",
+            lines({"messages": CALLING, "tools": [{"description": "w1"}]}),
+            "expected functions with a name",
+        ),
+        (
+            "a.jsonl",
+            lines({"messages": CALLING, "tools": ["w10"]}),
+            "expected functions with a name",
+        ),
+        (
+            "a.jsonl",
+            lines({"messages": with_call({"arguments": {}}), "tools": [TOOL]}),
+            "with a name and arguments",
+        ),
         (
             "a.jsonl",
             lines({"messages": with_call({"name": "w10", "arguments": "[1]"})}),
             "w10: .* expected an object",
         ),
-        ("a.jsonl", lines({"messages": with_call({"name": "w10", "arguments": "{"})}), "of w10 is damaged JSON"),
-        ("a.jsonl", lines({"query": "w1", "answers": "w2", "tools": "[]"}), "answers: tool_calls is damaged JSON"),
+        (
+            "a.jsonl",
+            lines({"messages": with_call({"name": "w10", "arguments": "{"})}),
+            "of w10 is damaged JSON",
+        ),
+        (
+            "a.jsonl",
+            lines({"query": "w1", "answers": "w2", "tools": "[]"}),
+            "answers: tool_calls is damaged JSON",
+        ),
         ("a.pkl", "x", r"\.pkl: pickles run code"),
         ("a.arrow", "x", r"\.arrow: .* expected \.txt"),
         ("a.tar.gz", "x", r"\.tar\.gz: this format"),
@@ -408,18 +575,28 @@ def test_calls_are_answers_as_whole_turns(tokenizer_with: Callable[..., Any], so
         ("d.txt.gz", gzip.compress(b"one", mtime=0)[:10] + b"\xff" * 20, "damaged gz file"),
     ],
 )
-def test_what_cannot_be_read(tmp_path: Path, settings: Settings, name: str, content: str | bytes, says: str) -> None:
+def test_what_cannot_be_read(
+    tmp_path: Path, settings: Settings, name: str, content: str | bytes, says: str
+) -> None:
     with pytest.raises(UserError, match=says):
         read(settings(written(tmp_path / name, content)))
 
 
 SYSTEM = {"role": "system", "content": "w3"}
 THOUGHT = {"role": "assistant", "content": "<think> w4 </think> w5"}
-SKIPS_SYSTEM = "{% for m in messages %}{% if m.role != 'system' %}{{ m.role }} {{ m.content }} {% endif %}{% endfor %}"
-SKIPS_THOUGHTS = "{% for m in messages %}{{ m.role }} {{ m.content.split('</think>')[-1] }} {% endfor %}"
+SKIPS_SYSTEM = (
+    "{% for m in messages %}{% if m.role != 'system' %}{{ m.role }} {{ m.content }} {% "
+    "endif %}{% endfor %}"
+)
+SKIPS_THOUGHTS = (
+    "{% for m in messages %}{{ m.role }} {{ m.content.split('</think>')[-1] }} {% endfor %}"
+)
 SKIPS_TOOLS = SKIPS_SYSTEM.replace("'system'", "'tool'")
 FIRST_ONLY = "{% for m in messages[:2] %}{{ m.role }} {{ m.content }} {% endfor %}"
-CALLS_ONLY = "{% for m in messages %}{{ m.role }} {{ m.tool_calls if m.tool_calls else m.content }} {% endfor %}"
+CALLS_ONLY = (
+    "{% for m in messages %}{{ m.role }} {{ m.tool_calls if m.tool_calls else m.content "
+    "}} {% endfor %}"
+)
 ANSWER = {"role": "assistant", "content": "w2"}
 
 
@@ -431,33 +608,53 @@ ANSWER = {"role": "assistant", "content": "w2"}
         (SKIPS_THOUGHTS, [QUESTION, THOUGHT], "assistant", "w4"),
         (SKIPS_THOUGHTS, [QUESTION, {**ANSWER, "content": "!!! </think> w5"}], "assistant", "!"),
         (FIRST_ONLY, [QUESTION, ANSWER, QUESTION, ANSWER], "user", "w1"),
-        (CALLS_ONLY, [QUESTION, {**ANSWER, "content": "w1 w8", "tool_calls": [CALL]}], "assistant", "w1"),
+        (
+            CALLS_ONLY,
+            [QUESTION, {**ANSWER, "content": "w1 w8", "tool_calls": [CALL]}],
+            "assistant",
+            "w1",
+        ),
     ],
 )
 def test_a_template_that_leaves_out_words_of_a_turn_is_refused(
-    template: str, messages: list[Any], role: str, word: str, tokenizer_with: Callable[..., Any], source: Settings
+    template: str,
+    messages: list[Any],
+    role: str,
+    word: str,
+    tokenizer_with: Callable[..., Any],
+    source: Settings,
 ) -> None:
     records = [{"messages": [QUESTION, {**ANSWER, "content": "w7"}]}, {"messages": messages}]
-    with pytest.raises(UserError, match=rf"set\.jsonl line 2 .*\b{re.escape(role)}\b.*{re.escape(word)}"):
+    with pytest.raises(
+        UserError, match=rf"set\.jsonl line 2 .*\b{re.escape(role)}\b.*{re.escape(word)}"
+    ):
         batches(source(*9 * records), tokenizer_with(template))
 
 
 MOVED = "{% for m in messages[1:] + messages[:1] %}{{ m.role }} {{ m.content }} {% endfor %}"
 AS_JSON = "{% for m in messages %}{{ {m.role: m.content} | tojson }} {% endfor %}"
 TRIMMED = "{% for m in messages %}{{ m.role }} {{ m.content | trim }} {% endfor %}"
-THOUGHTS = "{% for m in messages %}{{ m.role }} {{ m.content | replace('</think>', ' </think> w9 ') }} {% endfor %}"
+THOUGHTS = (
+    "{% for m in messages %}{{ m.role }} {{ m.content | replace('</think>', ' </think> w9 "
+    "') }} {% endfor %}"
+)
 
 
 @pytest.mark.parametrize("template", [MOVED, AS_JSON, TRIMMED, THOUGHTS])
-def test_a_template_may_write_all_words_in_another_way(template: str, tokenizer_with: Callable[..., Any]) -> None:
+def test_a_template_may_write_all_words_in_another_way(
+    template: str, tokenizer_with: Callable[..., Any]
+) -> None:
     said = {"role": "assistant", "content": ' w2\n"w3" \\w4\t</think>w5 \u00fc '}
-    assert tokenize(Chat((SYSTEM, QUESTION, said, QUESTION)), tokenizer_with(template), special_tokens=False)
+    assert tokenize(
+        Chat((SYSTEM, QUESTION, said, QUESTION)), tokenizer_with(template), special_tokens=False
+    )
 
 
 DATED = (
     "{{ strftime_now('w%m w%d') }}",
     "{% macro today(form) %}{{ strftime_now(form) }}{% endmacro %}{{ today('w%m w%d') }}",
-    "{% if not date_string is defined %}{% set date_string = strftime_now(format='w%m w%d') %}{% endif %}"
+    "{% if not date_string is defined %}{% set date_string = strftime_now(format='w%m w%d') %}{% "
+    "endif %}"
     "{{ date_string if strftime_now is defined and strftime_now('%H:%M') == '00:00' }}",
 )
 
@@ -470,12 +667,17 @@ def test_a_template_writes_the_date_of_the_model_and_not_todays(
     tokenizer_with(dated + " " + TURNS.replace("{calls}", "")).save_pretrained(model.path)
     chosen = source(*9 * [{"messages": MESSAGES}], length=7, tokens=7)
     report = batches(chosen, load_tokenizer(tmp_path / "model", model)).report
-    assert report["first_row"] == "w12 w31 user w1 assistant w2 </s>" and "2024-12-31" in report["rendered"][0]
+    assert (
+        report["first_row"] == "w12 w31 user w1 assistant w2 </s>"
+        and "2024-12-31" in report["rendered"][0]
+    )
     usual = load_tokenizer(tmp_path / "model", replace(model, date="2024-11-30"))
     assert batches(chosen, usual).report["first_row"].startswith("w11 w30")
     assert identity(model) != identity(replace(model, date="2024-11-30"))
     tokenizer = tokenizer_with("{{ strftime_now('%Y-%m-%d') }}")
-    assert from_template(MESSAGES, {}, tokenizer) == ModelConfig.date, "also where the tokenizer is the user's"
+    assert from_template(MESSAGES, {}, tokenizer) == ModelConfig.date, (
+        "also where the tokenizer is the user's"
+    )
     assert tokenizer.apply_chat_template(MESSAGES, tokenize=False) == f"{datetime.now():%Y-%m-%d}"
     with pytest.raises(ValidationError, match="such as 2026-01-01"):
         replace(model, date="today")

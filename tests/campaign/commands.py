@@ -1,7 +1,9 @@
-"""Wrong command lines: each ends with its exit code and a sentence that names the field or the value, and no trace.
+"""Wrong command lines: each ends with its exit code and a sentence that names the field or the
+value, and no trace.
 
-Everything of `python -m moe_lab` here is a dry run, so that a line that is taken by mistake runs nothing. Values that
-the type of a setting refuses are tests/test_settings.py's; processes of their own are tests/test_main.py's.
+Everything of `python -m moe_lab` here is a dry run, so that a line that is taken by mistake runs
+nothing. Values that the type of a setting refuses are tests/test_settings.py's; processes of their
+own are tests/test_main.py's.
 """
 
 import contextlib
@@ -27,7 +29,8 @@ from moe_lab.study.store import Store
 
 @dataclass(frozen=True)
 class Command:
-    """One command line, and words of which its message must have one: the field that is wrong, or its value."""
+    """One command line, and words of which its message must have one: the field that is wrong, or
+    its value."""
 
     module: str
     words: tuple[str, ...]
@@ -51,7 +54,10 @@ class Ended:
     @property
     def has_trace(self) -> bool:
         """Python's, or what Hydra puts in front of one."""
-        return any(words in self.said for words in ("Traceback (most recent call last)", "Error executing job"))
+        return any(
+            words in self.said
+            for words in ("Traceback (most recent call last)", "Error executing job")
+        )
 
     def refuses(self, names: Sequence[str]) -> bool:
         """Whether it ended as a mistake does, with a message that has one of `names`."""
@@ -68,25 +74,38 @@ NEAREST = {
     "a ratio that is a word": (["ratio=much"], "ratio=much: expected a number"),
     "several values of what has one": (["suite=quick,code"], "names several files"),
     "a gate nobody knows": (["gate=modle"], "did you mean model?"),
-    "a folder that is not there": (["model=local", "model.path=/no/such/folder", "criterion=aimer"], "/no/such/folder"),
+    "a folder that is not there": (
+        ["model=local", "model.path=/no/such/folder", "criterion=aimer"],
+        "/no/such/folder",
+    ),
     "a model without its folder": (["model=local"], "model.path is not set"),
     "a text without its file": (["calibration=text"], "calibration.path is not set"),
     "a packing nobody knows": (["calibration.packing=reep"], "did you mean reap?"),
-    "parameters that are not the criterion's": (["criterion=man", "+criterion.parameters.c=1"], "criterion.parameters"),
+    "parameters that are not the criterion's": (
+        ["criterion=man", "+criterion.parameters.c=1"],
+        "criterion.parameters",
+    ),
     "programs without permission": (["suite=pocket16"], "allow_code_execution"),
     "a folder that Hydra cannot write": (["hydra.run.dir=/proc/x"], "/proc/x"),
     "a key that is none": (["++a.b.c=1"], "setting=a is unknown"),
     "more than top-k removed": (["ratio=0.95"], "0.906 is the largest"),
-    "a list for a number": (["calibration.tokens=[1,2]"], "calibration.tokens=[1, 2]: expected a whole number"),
+    "a list for a number": (
+        ["calibration.tokens=[1,2]"],
+        "calibration.tokens=[1, 2]: expected a whole number",
+    ),
     "a list for a name in a list": (["plugins=[[os]]"], "plugins.0="),
     "a comma in a path": (["store=a,b"], "\"store='a,b'\""),
     "an axis as a setting": (["grid.criterion=[man]"], "setting=grid is unknown"),
     "lists in lists": (["ratio={a: " + "[" * 40 + "1" + "]" * 40 + "}"], "ratio="),
     "an interval": (["calibration.tokens=interval(1,2)"], "names no values"),
     "a group that cannot be none": (["suite=null"], "suite=null is unknown"),
-    "a resource nobody knows": (["resources.jobs={scores:{gpu:1}}"], "resources.jobs.scores.gpu is not a setting"),
+    "a resource nobody knows": (
+        ["resources.jobs={scores:{gpu:1}}"],
+        "resources.jobs.scores.gpu is not a setting",
+    ),
 }
-"""Mistakes in one line, and what the message says of them; tests/test_main.py also limits their time."""
+"""Mistakes in one line, and what the message says of them; tests/test_main.py also limits their
+time."""
 
 FIELDS = """
 store | README.md
@@ -117,11 +136,13 @@ judge.extra | word
 backend.command SERVER | '' '/no/such/program {checkpoint} {port}'
 timed.batch_sizes timing=true launcher=inline | [0] [word]
 """
-"""FIELD [what is set besides] | further values that it cannot have, each to be named in a message. SERVER is longer."""
+"""FIELD [what is set besides] | further values that it cannot have, each to be named in a message.
+SERVER is longer."""
 SERVER = ["backend=server", "suite.benchmarks=[pocket_humaneval]", "allow_code_execution=true"]
 
 GROUPS = (
-    "model criterion calibration allocation recovery export suite protocol judge backend launcher resources tracker"
+    "model criterion calibration allocation recovery export suite protocol judge backend "
+    "launcher resources tracker"
 )
 LINES = """
 nonsense | nonsense
@@ -194,7 +215,8 @@ analysis report study=sweep,nobody store=STORE | nobody
 analysis report format=pfd store=STORE | did you mean pdf?
 tools.pocket.train nobody | nobody
 """
-"""Module and words, in which STORE stands for a store with the study `sweep` | what the message must name."""
+"""Module and words, in which STORE stands for a store with the study `sweep` | what the message
+must name."""
 ALWAYS = len(NEAREST) + len(OTHERS.strip().splitlines())
 """How many of the commands run each time: the first."""
 
@@ -207,7 +229,10 @@ def every_command() -> list[Command]:
 def _listed() -> Iterator[Command]:
     for words, says in NEAREST.values():
         yield Command("moe_lab", tuple(words), (says,))
-    for line in [*OTHERS.strip().splitlines(), *(f"moe_lab {line}" for line in LINES.strip().splitlines())]:
+    for line in [
+        *OTHERS.strip().splitlines(),
+        *(f"moe_lab {line}" for line in LINES.strip().splitlines()),
+    ]:
         command, name = line.split(" | ")
         module, *rest = shlex.split(command)
         yield Command(module, tuple(rest), (name,))
@@ -223,15 +248,16 @@ def _fields() -> Iterator[Command]:
 
 
 def _named(field: str, value: str) -> tuple[str, ...]:
-    """How a message may name a field: in full, or by its last word; what chooses from a group, by the group; or by its
-    value, where that is a word of its own."""
+    """How a message may name a field: in full, or by its last word; what chooses from a group, by
+    the group; or by its value, where that is a word of its own."""
     group, _, last = field.rpartition(".")
     values = re.findall(r"[\w/.-]{4,}|ratio", value) or (["= is unknown"] if "''" in value else [])
     return (field, f"{last}=", *((f"{group}=",) if last == "name" else ()), *values)
 
 
 def _groups() -> Iterator[Command]:
-    """Every group with a name of none of its files, a misspelt one, none at all, and a field that is none."""
+    """Every group with a name of none of its files, a misspelt one, none at all, and a field that
+    is none."""
     for group in GROUPS.split():
         first = sorted(file.stem for file in (conf() / group).glob("*.yaml"))[0]
         for name in (f"{first}s", "nobody", "null"):
@@ -260,7 +286,9 @@ def ended(command: Command, folder: Path) -> Ended:
     ):
         try:
             is_package = command.module in ("moe_lab", "moe_lab.study", "analysis")
-            main = importlib.import_module(f"{command.module}.__main__" if is_package else command.module).main
+            main = importlib.import_module(
+                f"{command.module}.__main__" if is_package else command.module
+            ).main
             code = main(words) if inspect.signature(main).parameters else main()
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1
@@ -273,14 +301,23 @@ def ended(command: Command, folder: Path) -> Ended:
 def wrong(rows: Sequence[Command]) -> list[str]:
     """A sentence for each of `rows` that does not end as it must.
 
-    They are typed in a folder with a store in which there is the study `sweep`, a text, and a folder.
+    They are typed in a folder with a store in which there is the study `sweep`, a text, and a
+    folder.
     """
     with tempfile.TemporaryDirectory(prefix="moe_lab_campaign-") as name:
         folder = Path(name)
-        write_store(folder / "store", name="sweep", criteria=("reap", "man"), calibrations=("pocket_code",), items=8)
+        write_store(
+            folder / "store",
+            name="sweep",
+            criteria=("reap", "man"),
+            calibrations=("pocket_code",),
+            items=8,
+        )
         run = folder / "store" / "runs" / "sweep" / "20260101-000000-000000000-0000"
         run.mkdir(parents=True)
-        write_sealed(run / "run.json", {"study": "sweep", "time": 0.0, "code": {}, "steps": [], "inputs": []})
+        write_sealed(
+            run / "run.json", {"study": "sweep", "time": 0.0, "code": {}, "steps": [], "inputs": []}
+        )
         Store(folder / "store").create()
         (folder / "README.md").write_text("words\n")
         (folder / "moe_lab").mkdir()

@@ -1,4 +1,5 @@
-"""Studies that are killed at random moments, and then run to their end: nothing is lost, done twice or left behind."""
+"""Studies that are killed at random moments, and then run to their end: nothing is lost, done twice
+or left behind."""
 
 import errno
 import os
@@ -28,26 +29,31 @@ from .programs import adopt_orphans
 PATIENCE = 300
 """Seconds after which a command hangs; on a quiet machine the longest takes twenty."""
 GRACE = 30
-"""Seconds in which the workers of a parent that was killed must end; on a quiet machine they take a tenth."""
+"""Seconds in which the workers of a parent that was killed must end; on a quiet machine they take a
+tenth."""
 SERIES = 6
 """Kills of one study before it is run to its end, at most."""
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 VICTIMS = ("parent", "worker", "group")
 FAULTS = ("EDQUOT", "EROFS")
-"""Errors of a disk, which victims may be as well: writing fails until the command has ended. And a copy: the store is
-copied and the study is finished there while the original has paused."""
+"""Errors of a disk, which victims may be as well: writing fails until the command has ended. And a
+copy: the store is copied and the study is finished there while the original has paused."""
 PACKED = 0
-QUICK = ["criterion=random,magnitude,man", "ratio=0.1,0.2,0.3,0.4", "suite.benchmarks=[pocket_boolq]"]
+QUICK = [
+    "criterion=random,magnitude,man",
+    "ratio=0.1,0.2,0.3,0.4",
+    "suite.benchmarks=[pocket_boolq]",
+]
 FEW = ["criterion=random", "ratio=0.25,0.5", "suite.benchmarks=[]"]
 MODEL = ["criterion=man,random", "ratio=0.25,0.5", "suite.benchmarks=[pocket_boolq]"]
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A command that is killed, and its share of the kills. `instant`: its steps take no time; those of others are real
-    ones on the shipped model. `at_once`: how many such commands are started at the same time; the clock of the last
-    of several is an hour fast, and that of the times that it gives files an hour slow. `locks`: what locks of files
-    do."""
+    """A command that is killed, and its share of the kills. `instant`: its steps take no time;
+    those of others are real ones on the shipped model. `at_once`: how many such commands are
+    started at the same time; the clock of the last of several is an hour fast, and that of the
+    times that it gives files an hour slow. `locks`: what locks of files do."""
 
     share: float
     words: Sequence[str]
@@ -59,8 +65,12 @@ class Scene:
 
 SCENES = {
     "quick": Scene(0.24, [*QUICK, "launcher.processes=2"], instant=True),
-    "own_locks": Scene(0.1, [*QUICK, "launcher.processes=2"], instant=True, at_once=2, locks=OWN_LOCKS),
-    "no_locks": Scene(0.1, [*QUICK, "launcher.processes=2"], instant=True, at_once=2, locks=WITHOUT_LOCKS),
+    "own_locks": Scene(
+        0.1, [*QUICK, "launcher.processes=2"], instant=True, at_once=2, locks=OWN_LOCKS
+    ),
+    "no_locks": Scene(
+        0.1, [*QUICK, "launcher.processes=2"], instant=True, at_once=2, locks=WITHOUT_LOCKS
+    ),
     "model": Scene(0.08, [*MODEL, "launcher.processes=2"]),
     "inline": Scene(0.04, [*MODEL, "launcher=inline"]),
     "slurm": Scene(0.2, [*FEW, "launcher=slurm", "wait=true"], instant=True),
@@ -86,8 +96,10 @@ class Killed:
 def killed(kills: int, seed: int) -> Killed:
     """Kill so often, split over SCENES by their shares. Without Slurm, `quick` has its share."""
     adopt_orphans()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background commands, and theirs, ignore it
-    draw, found = random.Random(seed), Killed()
+    # a shell's background commands, and theirs, ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    draw = random.Random(seed)
+    found = Killed()
     shares = {name: scene.share for name, scene in SCENES.items()}
     if why_not() is not None:
         shares["quick"] += shares.pop("slurm")
@@ -95,13 +107,20 @@ def killed(kills: int, seed: int) -> Killed:
         folder = Path(name)
         for scenario, share in shares.items():
             if count := round(share * kills):
-                with running(folder / "cluster") if scenario == "slurm" else nullcontext() as cluster:
+                with (
+                    running(folder / "cluster") if scenario == "slurm" else nullcontext() as cluster
+                ):
                     _kill_often(scenario, folder / scenario, cluster, count, draw, found)
     return found
 
 
 def _kill_often(
-    scenario: str, folder: Path, cluster: Cluster | None, count: int, draw: random.Random, found: Killed
+    scenario: str,
+    folder: Path,
+    cluster: Cluster | None,
+    count: int,
+    draw: random.Random,
+    found: Killed,
 ) -> None:
     """Studies that are killed up to SERIES times each, until there were so many kills."""
     reference = Study(scenario, folder / "undisturbed", cluster, draw, found)
@@ -124,7 +143,8 @@ def _kill_often(
 
 @dataclass
 class Study:
-    """One command, or several equal ones at the same time, which are killed again and again in a folder."""
+    """One command, or several equal ones at the same time, which are killed again and again in a
+    folder."""
 
     scenario: str
     place: Path
@@ -141,13 +161,22 @@ class Study:
         self.store = self.place / "store"
 
     def start(self) -> list[subprocess.Popen[str]]:
-        """Type the commands. Temporary files go where they are counted; instant steps note there what they do."""
+        """Type the commands. Temporary files go where they are counted; instant steps note there
+        what they do."""
         scene = SCENES[self.scenario]
         environment = dict(self.cluster.environment if self.cluster else os.environ)
-        environment |= {"TMPDIR": str(self.place / "temporary"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        environment |= {
+            "TMPDIR": str(self.place / "temporary"),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
         environment |= {**locks(scene.locks, self.place), "INSTANT_STORE": str(self.store)}
         if scene.instant:
-            environment |= {**instant_environment(self.place / "instant"), "INSTANT_PAUSE": "0.05", "INSTANT_MANY": "9"}
+            environment |= {
+                **instant_environment(self.place / "instant"),
+                "INSTANT_PAUSE": "0.05",
+                "INSTANT_MANY": "9",
+            }
         with (self.place / "printed").open("a") as printed:
             return [
                 subprocess.Popen(
@@ -166,7 +195,11 @@ class Study:
     def settle(self) -> None:
         """Wait until no job is in the queue."""
         deadline = time.monotonic() + PATIENCE
-        while self.cluster and self.cluster.ask("squeue", "-h").strip() and time.monotonic() < deadline:
+        while (
+            self.cluster
+            and self.cluster.ask("squeue", "-h").strip()
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.2)
 
     def printed(self) -> str:
@@ -182,26 +215,36 @@ class Study:
 
     def running(self) -> list[psutil.Process]:
         """Python processes that were started for it, the command and its jobs included."""
-        found, mark = [], str(self.place / "temporary")
+        found = []
+        mark = str(self.place / "temporary")
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("TMPDIR") == mark:
+                if (
+                    process.status() != psutil.STATUS_ZOMBIE
+                    and process.environ().get("TMPDIR") == mark
+                ):
                     found.append(process)
         return found
 
     def problem(self, kind: str, sentence: str) -> None:
-        self.found.problems.append(f"{kind}: {self.scenario} [{'; '.join(self.history)}]: {sentence}")
+        self.found.problems.append(
+            f"{kind}: {self.scenario} [{'; '.join(self.history)}]: {sentence}"
+        )
 
     def kill(self, usual: float, reference: "Study") -> bool:
-        """Start the command and kill something of it within its usual time; whether it ended before that.
+        """Start the command and kill something of it within its usual time; whether it ended before
+        that.
 
         Of several commands one is killed.
         """
-        begun, before = self.begun(), set(self.published)
+        begun = self.begun()
+        before = set(self.published)
         runs = self.start()
         run = self.draw.choice(runs)
-        victim, number = self.draw.choice(SCENES[self.scenario].victims), self.draw.choice(SIGNALS)
-        moment, steps = self.draw.uniform(0, usual), self.draw.randrange(4)
+        victim = self.draw.choice(SCENES[self.scenario].victims)
+        number = self.draw.choice(SIGNALS)
+        moment = self.draw.uniform(0, usual)
+        steps = self.draw.randrange(4)
         if victim not in VICTIMS:
             moment = 0
             until(lambda: run.poll() is not None or (self.begun() - begun).total() > steps)
@@ -210,14 +253,21 @@ class Study:
         except subprocess.TimeoutExpired:
             self.send(run, victim, number, {each.pid for each in runs}, reference)
             self.history.append(f"{victim} {number.name} after {moment:.2f} s")
-        codes = [self.wait(each, stopped=each is run and victim in ("parent", "group")) for each in runs]
+        codes = [
+            self.wait(each, stopped=each is run and victim in ("parent", "group")) for each in runs
+        ]
         (self.place / "instant" / "fault").unlink(missing_ok=True)
         self.check_orphans(victim)
         self.check_finished(begun, before)
         return not any(codes)
 
     def send(
-        self, run: subprocess.Popen[str], victim: str, number: signal.Signals, commands: Set[int], reference: "Study"
+        self,
+        run: subprocess.Popen[str],
+        victim: str,
+        number: signal.Signals,
+        commands: Set[int],
+        reference: "Study",
     ) -> None:
         workers = [process for process in self.running() if process.pid not in commands]
         if victim == "worker" and not workers:
@@ -226,8 +276,18 @@ class Study:
             if victim in FAULTS:
                 (self.place / "instant" / "fault").write_text(str(getattr(errno, victim)))
             elif victim == "copy":
-                copy = Study(self.scenario, self.place / f"copy{self.found.kills.total()}", None, self.draw, self.found)
-                copies = ["rsync", "-a", f"{self.store}/"] if shutil.which("rsync") else ["cp", "-a", self.store]
+                copy = Study(
+                    self.scenario,
+                    self.place / f"copy{self.found.kills.total()}",
+                    None,
+                    self.draw,
+                    self.found,
+                )
+                copies = (
+                    ["rsync", "-a", f"{self.store}/"]
+                    if shutil.which("rsync")
+                    else ["cp", "-a", self.store]
+                )
                 subprocess.run([*copies, copy.store])  # it misses what is removed meanwhile
                 os.killpg(run.pid, signal.SIGSTOP)
                 copy.end(reference)
@@ -241,7 +301,8 @@ class Study:
             self.found.kills[f"{self.scenario} {victim} {number.name}"] += 1
 
     def wait(self, run: subprocess.Popen[str], *, stopped: bool) -> int:
-        """Its exit code. One that was stopped must end soon; one whose worker was, goes on with the others."""
+        """Its exit code. One that was stopped must end soon; one whose worker was, goes on with the
+        others."""
         try:
             return run.wait(GRACE + PATIENCE * (not stopped or self.cluster is not None))
         except subprocess.TimeoutExpired:
@@ -250,11 +311,14 @@ class Study:
             return run.wait()
 
     def check_orphans(self, victim: str) -> None:
-        """Nothing that the command started is left; jobs of a cluster may go on, which is what they are for."""
+        """Nothing that the command started is left; jobs of a cluster may go on, which is what they
+        are for."""
         deadline = time.monotonic() + GRACE
         while self.cluster is None and (left := self.running()):
             if time.monotonic() > deadline:
-                self.problem("orphan", f"{victim}: {[' '.join(process.cmdline()) for process in left]}")
+                self.problem(
+                    "orphan", f"{victim}: {[' '.join(process.cmdline()) for process in left]}"
+                )
                 for process in left:
                     process.kill()
                 break
@@ -262,14 +326,19 @@ class Study:
         _reap()
 
     def check_finished(self, begun: Counter[str], before: set[str]) -> None:
-        """What was finished before the run was neither given to a process again nor replaced, and is still there."""
+        """What was finished before the run was neither given to a process again nor replaced, and
+        is still there."""
         again = {step for step in before if self.begun()[step] > begun[step]}
         folders = [file.parent for file in self.store.glob("[!.]*/[!.]*/step.json")]
         now = {str(folder.relative_to(self.store)): folder.stat().st_ino for folder in folders}
         packs = Store(self.store).packs
         packs.refresh()
         now = dict.fromkeys(packs.steps().values(), PACKED) | now
-        again |= {step for step, inode in self.published.items() if now.get(step) not in (None, PACKED, inode)}
+        again |= {
+            step
+            for step, inode in self.published.items()
+            if now.get(step) not in (None, PACKED, inode)
+        }
         if again:
             self.problem("computed twice", ", ".join(sorted(again)))
         if lost := set(self.published) - set(now):
@@ -277,14 +346,16 @@ class Study:
         self.published |= now
 
     def check_once(self, begun: Counter[str]) -> None:
-        """Since steps were `begun` so often, each was given to a process once at most, as when nothing is killed."""
+        """Since steps were `begun` so often, each was given to a process once at most, as when
+        nothing is killed."""
         if twice := [step for step, number in (self.begun() - begun).items() if number > 1]:
             self.problem("computed twice", ", ".join(sorted(twice)))
 
     def end(self, reference: "Study") -> None:
         """Run the command to its end and compare with a study that nobody killed."""
         self.settle()
-        begun, before = self.begun(), set(self.published)
+        begun = self.begun()
+        before = set(self.published)
         codes = [self.wait(run, stopped=False) for run in self.start()]
         if any(codes):
             self.problem("exit code", f"in the end it is {codes}: {self.printed()}")
@@ -292,37 +363,56 @@ class Study:
         self.check_orphans("end")
         self.check_finished(begun, before)
         self.check_once(begun)
-        expected, found = results(reference.store), results(self.store)
+        expected = results(reference.store)
+        found = results(self.store)
         if lost := set(expected) - set(found):
             self.problem("lost", ", ".join(sorted(lost)))
         if other := [name for name in found if found[name] != expected.get(name)]:
             self.problem("other result", ", ".join(other))
         store = Store(self.store)
-        if damaged := {step: what for step in self.published if (what := store.damage(step, hash_all=True))}:
+        if damaged := {
+            step: what for step in self.published if (what := store.damage(step, hash_all=True))
+        }:
             self.problem("lost", f"damaged: {damaged}")
         if not lost and _record(self.store) != _record(reference.store):
             self.problem("other result", "the record of the study")
-        self.check_folders({path.name for path in (reference.place / "temporary").iterdir()})  # torch's cache
-        for trace in (self.place / "printed").read_text().split("Traceback (most recent call last)")[1:]:
+        # torch's cache
+        self.check_folders({path.name for path in (reference.place / "temporary").iterdir()})
+        for trace in (
+            (self.place / "printed").read_text().split("Traceback (most recent call last)")[1:]
+        ):
             # One that is interrupted before it has come to our code is Python's own.
             if "\nKeyboardInterrupt" not in trace or "end_with" in trace:
                 self.problem("trace", trace[:1500])
 
     def check_folders(self, usual: Set[str]) -> None:
-        """No temporary file but the usual ones is left, nor what only unfinished or failed steps leave, or packing."""
+        """No temporary file but the usual ones is left, nor what only unfinished or failed steps
+        leave, or packing."""
         (packs := Store(self.store).packs).clear()
         left = [path for path in self.store.rglob(".*") if path.name[1:13] not in packs]
-        left = [path for path in left if not path.name.startswith((".made_from", ".submission_file_"))]
-        left += [path for name in ("partial", "failed", "damaged", "claims") for path in (self.store / name).glob("*")]
+        left = [
+            path for path in left if not path.name.startswith((".made_from", ".submission_file_"))
+        ]
+        left += [
+            path
+            for name in ("partial", "failed", "damaged", "claims")
+            for path in (self.store / name).glob("*")
+        ]
         left += [path for path in (self.place / "temporary").iterdir() if path.name not in usual]
         if left:
-            self.problem("left behind", ", ".join(str(path.relative_to(self.place)) for path in left))
+            self.problem(
+                "left behind", ", ".join(str(path.relative_to(self.place)) for path in left)
+            )
 
 
 def _record(store: Path) -> Any:
     """What the study says of its cells, but for when and where."""
     document = read_record(store, "study") or {}
-    return {key: value for key, value in document.items() if key not in ("created", "config", "replaces", "run")}
+    return {
+        key: value
+        for key, value in document.items()
+        if key not in ("created", "config", "replaces", "run")
+    }
 
 
 def _reap() -> None:

@@ -1,4 +1,5 @@
-"""Broken model folders: each is refused in one sentence that names the file or the field, and by no trace."""
+"""Broken model folders: each is refused in one sentence that names the file or the field, and by no
+trace."""
 
 import json
 import shutil
@@ -31,7 +32,8 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 99\
 
 @dataclass(frozen=True)
 class Broken:
-    """One damage to a tiny OLMoE in seven files, with a tokenizer. The message must have one of `names`."""
+    """One damage to a tiny OLMoE in seven files, with a tokenizer. The message must have one of
+    `names`."""
 
     name: str
     damage: Callable[[Path], object]
@@ -88,14 +90,21 @@ def _of_config(field: str, *values: object) -> list[Broken]:
     """A field of config.json that cannot be."""
     names = (field, "config.json", "is not supported")
     return [
-        Broken(f"{field}={json.dumps(value)}", lambda f, value=value: reconfigure(f, **{field: value}), names)
+        Broken(
+            f"{field}={json.dumps(value)}",
+            lambda f, value=value: reconfigure(f, **{field: value}),
+            names,
+        )
         for value in values
     ]
 
 
 def _of_file(file: str, contents: dict[str, str | bytes], *names: str) -> list[Broken]:
     """A file that holds something else."""
-    return [Broken(f"{file} {what}", _write(file, content), (file, *names)) for what, content in contents.items()]
+    return [
+        Broken(f"{file} {what}", _write(file, content), (file, *names))
+        for what, content in contents.items()
+    ]
 
 
 def _header(**tensor: object) -> bytes:
@@ -115,7 +124,9 @@ BROKEN = [
     Broken("an empty folder", lambda f: [file.unlink() for file in f.iterdir()], ("config.json",)),
     Broken("no folder", shutil.rmtree, ("model.path",)),
     Broken("config.json missing", lambda f: (f / "config.json").unlink(), ("config.json",)),
-    Broken("config.json a folder", lambda f: _replace(f / "config.json", Path.mkdir), ("config.json",)),
+    Broken(
+        "config.json a folder", lambda f: _replace(f / "config.json", Path.mkdir), ("config.json",)
+    ),
     *_of_file("config.json", {**NO_JSON, "without fields": "{}"}),
     *_of_config("model_type", 7, None, "llama4_text", "jetmoe", "llama", "bert", "novel"),
     *_of_config("num_hidden_layers", "three", -1, 0, 2.5, 4),
@@ -126,19 +137,29 @@ BROKEN = [
     *_of_config("vocab_size", "all", -1, 10, float("inf")),
     *_of_config("num_attention_heads", "some", 0, -4, 5),
     *_of_config("hidden_act", "nobody", 7),
-    Broken("quantised", lambda f: reconfigure(f, quantization_config={"quant_method": "gptq"}), ("gptq",)),
+    Broken(
+        "quantised",
+        lambda f: reconfigure(f, quantization_config={"quant_method": "gptq"}),
+        ("gptq",),
+    ),
     Broken(
         "code of its own that is not there",
         lambda f: reconfigure(f, model_type="novel", auto_map={"AutoConfig": "x.Y"}),
         ("model.trust_remote_code",),
     ),
-    Broken("no weights", lambda f: [file.unlink() for file in f.glob("*.safetensors*")], ("safetensors",)),
+    Broken(
+        "no weights",
+        lambda f: [file.unlink() for file in f.glob("*.safetensors*")],
+        ("safetensors",),
+    ),
     Broken("pickled weights", pickled, ("safetensors",)),
     *(
         Broken(f"a file of weights {what}", lambda f, change=change: change(f / SHARD), (SHARD,))
         for what, change in {
             "missing": Path.unlink,
-            "that leads nowhere": lambda file: _replace(file, lambda file: file.symlink_to("nowhere")),
+            "that leads nowhere": lambda file: _replace(
+                file, lambda file: file.symlink_to("nowhere")
+            ),
             "that is a folder": lambda file: _replace(file, Path.mkdir),
             "cut by 5 bytes": lambda file: file.write_bytes(file.read_bytes()[:-5]),
             "cut to nothing": lambda file: file.write_bytes(b""),
@@ -157,9 +178,20 @@ BROKEN = [
             "with a gap": _header(dtype="U8", shape=[2], data_offsets=[1, 3]),
         },
     ),
-    *_of_file(INDEX, {**NO_JSON, "without tensors": "{}", "of nothing": '{"weight_map": {}}'}, "index", SHARD),
-    Broken("the index lacks a tensor", lambda f: reindex(f, lambda index: index.pop(EXPERT)), (EXPERT,)),
-    Broken("the index has one more", lambda f: reindex(f, lambda index: index.update(a=SHARD)), ("tensor a",)),
+    *_of_file(
+        INDEX,
+        {**NO_JSON, "without tensors": "{}", "of nothing": '{"weight_map": {}}'},
+        "index",
+        SHARD,
+    ),
+    Broken(
+        "the index lacks a tensor", lambda f: reindex(f, lambda index: index.pop(EXPERT)), (EXPERT,)
+    ),
+    Broken(
+        "the index has one more",
+        lambda f: reindex(f, lambda index: index.update(a=SHARD)),
+        ("tensor a",),
+    ),
     Broken(
         "the index leads outside",
         lambda f: reindex(f, lambda index: index.update({EXPERT: "../x.safetensors"})),
@@ -167,17 +199,35 @@ BROKEN = [
     ),
     Broken(
         "a tensor in two files",
-        lambda f: save_file({**load_file(f / SHARD), "model.norm.weight": torch.ones(32)}, f / SHARD),
+        lambda f: save_file(
+            {**load_file(f / SHARD), "model.norm.weight": torch.ones(32)}, f / SHARD
+        ),
         ("model.norm.weight",),
     ),
-    Broken("a tensor of no file", lambda f: rewrite(f, "model.norm.weight", lambda t: None), ("model.norm.weight",)),
+    Broken(
+        "a tensor of no file",
+        lambda f: rewrite(f, "model.norm.weight", lambda t: None),
+        ("model.norm.weight",),
+    ),
     Broken("an expert of no file", lambda f: rewrite(f, EXPERT, lambda t: None), ("experts",)),
-    Broken("an expert of another shape", lambda f: rewrite(f, EXPERT, lambda t: t[:-8]), ("experts",)),
+    Broken(
+        "an expert of another shape", lambda f: rewrite(f, EXPERT, lambda t: t[:-8]), ("experts",)
+    ),
     Broken("a router of another shape", lambda f: rewrite(f, ROUTER, lambda t: t[:-1]), (ROUTER,)),
-    Broken("an expert of NaN", lambda f: rewrite(f, EXPERT, _with_one(float("nan"))), ("layers.1.mlp.experts",)),
-    Broken("a router that is infinite", lambda f: rewrite(f, ROUTER, _with_one(float("-inf"))), (ROUTER,)),
+    Broken(
+        "an expert of NaN",
+        lambda f: rewrite(f, EXPERT, _with_one(float("nan"))),
+        ("layers.1.mlp.experts",),
+    ),
+    Broken(
+        "a router that is infinite",
+        lambda f: rewrite(f, ROUTER, _with_one(float("-inf"))),
+        (ROUTER,),
+    ),
     Broken("tokenizer.json missing", lambda f: (f / "tokenizer.json").unlink(), ("tokenizer",)),
-    Broken("no tokenizer", lambda f: [file.unlink() for file in f.glob("tokenizer*")], ("tokenizer",)),
+    Broken(
+        "no tokenizer", lambda f: [file.unlink() for file in f.glob("tokenizer*")], ("tokenizer",)
+    ),
     *_of_file("tokenizer.json", {**NO_JSON, "without fields": "{}"}, "tokenizer"),
     *_of_file("tokenizer_config.json", NO_JSON, "tokenizer"),
     *_of_file("generation_config.json", NO_JSON),
@@ -185,7 +235,8 @@ BROKEN = [
 
 
 def _ended(row: Broken, original: Path, folder: Path) -> Ended:
-    """What the checks before a study, its first step, and loading say of the model, in this process."""
+    """What the checks before a study, its first step, and loading say of the model, in this
+    process."""
     row.damage(shutil.copytree(original, folder))
     settings = ModelConfig(name="m", path=str(folder), device="cpu")
     try:

@@ -1,8 +1,10 @@
-"""Hostile programs, graded by the real grader: none may pass, harm another program's verdict, or leave anything behind.
+"""Hostile programs, graded by the real grader: none may pass, harm another program's verdict, or
+leave anything behind.
 
-Every program defines f(x), which should be x + 1. One that attempts something gives that only where the attempt
-succeeds, so that `pass` is an escape. MARK, PORT, SECRET and FOLDER in a program stand for a word that is found
-afterwards wherever it was written, a port that somebody listens on, a private file, and the folder it is in.
+Every program defines f(x), which should be x + 1. One that attempts something gives that only where
+the attempt succeeds, so that `pass` is an escape. MARK, PORT, SECRET and FOLDER in a program stand
+for a word that is found afterwards wherever it was written, a port that somebody listens on, a
+private file, and the folder it is in.
 """
 
 import ctypes
@@ -39,7 +41,19 @@ class Program:
     """How often it is called."""
 
 
-MODULES = {"gc", "mmap", "os", "resource", "signal", "socket", "stat", "subprocess", "sys", "threading", "time"}
+MODULES = {
+    "gc",
+    "mmap",
+    "os",
+    "resource",
+    "signal",
+    "socket",
+    "stat",
+    "subprocess",
+    "sys",
+    "threading",
+    "time",
+}
 
 
 def _runs(name: str, *lines: str, verdict: str = "fail", **more: Any) -> Program:
@@ -50,16 +64,26 @@ def _runs(name: str, *lines: str, verdict: str = "fail", **more: Any) -> Program
 
 
 def _attempt(name: str, *lines: str, verdict: str = "fail") -> Program:
-    """A program that gives what is right if `lines`, of which the last may say `return`, raise nothing."""
+    """A program that gives what is right if `lines`, of which the last may say `return`, raise
+    nothing."""
     tried = (f"    {line}" for line in lines)
-    return _runs(name, "try:", *tried, "except BaseException:", "    return 0", "return x + 1", verdict=verdict)
+    return _runs(
+        name,
+        "try:",
+        *tried,
+        "except BaseException:",
+        "    return 0",
+        "return x + 1",
+        verdict=verdict,
+    )
 
 
 def _call(name: str, *calls: str) -> Program:
     """A program that gives what is right if one of the C library's functions succeeds."""
     tried = ", ".join(f"lambda: libc.{call}" for call in calls)
     text = (
-        "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\nroom = ctypes.create_string_buffer(4096)\n"
+        "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\nroom = "
+        "ctypes.create_string_buffer(4096)\n"
         f"def f(x): return x + 1 if any(call() >= 0 for call in [{tried}]) else 0"
     )
     return Program(name, text)
@@ -81,10 +105,22 @@ BROKEN = [
     Program("reads at address 0", "import ctypes\ndef f(x): ctypes.string_at(0)", "crash"),
     _runs("floods the results", "while True: os.write(3, b'x' * 99999)", verdict="output"),
     _runs(
-        "sends no text", "os.write(3, bytes([200, 10]))", verdict="output", error="it sent something else than a value"
+        "sends no text",
+        "os.write(3, bytes([200, 10]))",
+        verdict="output",
+        error="it sent something else than a value",
     ),
-    _runs("sends three results for a call", "os.write(3, b'1\\n2\\n3\\n')", "return 1", verdict="crash fail"),
-    Program("cannot say why", "class E(Exception):\n    def __str__(self): raise self\ndef f(x): raise E", error="E: "),
+    _runs(
+        "sends three results for a call",
+        "os.write(3, b'1\\n2\\n3\\n')",
+        "return 1",
+        verdict="crash fail",
+    ),
+    Program(
+        "cannot say why",
+        "class E(Exception):\n    def __str__(self): raise self\ndef f(x): raise E",
+        error="E: ",
+    ),
 ]
 ENDLESS = [
     _runs("loops", "while True: pass", verdict="timeout"),
@@ -96,15 +132,42 @@ ENDLESS = [
     Program("adds up 10 ** 12 numbers", "def f(x): return sum(range(10 ** 12))", "timeout"),
     Program("loops while it is loaded", "while True: pass", "timeout"),
     Program("sleeps", "import time\ndef f(x): time.sleep(1000)", "timeout"),
-    _runs("ignores SIGTERM", "signal.signal(signal.SIGTERM, signal.SIG_IGN)", "while True: pass", verdict="timeout"),
     _runs(
-        "gives an endless iterator", "def ones():", "    while True: yield 1", "return ones()", verdict="fail timeout"
+        "ignores SIGTERM",
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)",
+        "while True: pass",
+        verdict="timeout",
     ),
-    Program("matches a pattern for ever", "import re\ndef f(x): return re.match('(a+)+$', 'a' * 64 + 'b')", "timeout"),
+    _runs(
+        "gives an endless iterator",
+        "def ones():",
+        "    while True: yield 1",
+        "return ones()",
+        verdict="fail timeout",
+    ),
+    Program(
+        "matches a pattern for ever",
+        "import re\ndef f(x): return re.match('(a+)+$', 'a' * 64 + 'b')",
+        "timeout",
+    ),
     Program("raises to a huge power", "def f(x): return pow(9 ** 9999, 9 ** 999)", "timeout fail"),
-    Program("stops itself", "import os, signal\ndef f(x): os.kill(os.getpid(), signal.SIGSTOP)", "timeout fail"),
-    _runs("forks without end", "while True:", "    try: os.fork()", "    except OSError: pass", verdict="timeout"),
-    _runs("sends its line in pieces, for ever", "while True: os.write(3, b'1')", verdict="output timeout"),
+    Program(
+        "stops itself",
+        "import os, signal\ndef f(x): os.kill(os.getpid(), signal.SIGSTOP)",
+        "timeout fail",
+    ),
+    _runs(
+        "forks without end",
+        "while True:",
+        "    try: os.fork()",
+        "    except OSError: pass",
+        verdict="timeout",
+    ),
+    _runs(
+        "sends its line in pieces, for ever",
+        "while True: os.write(3, b'1')",
+        verdict="output timeout",
+    ),
 ]
 SENT = {
     "a ratio over zero": """b'{"kind":"ratio","value":["0x1","0x0"]}'""",
@@ -144,7 +207,8 @@ CHEATS = [
     *(
         Program(
             f"gives {kind} equal to everything",
-            f"class Any({kind}):\n    def __eq__(self, o): return True\n    __hash__ = {kind}.__hash__\n"
+            f"class Any({kind}):\n    def __eq__(self, o): return True\n    __hash__ = "
+            f"{kind}.__hash__\n"
             "def f(x): return Any()",
         )
         for kind in ("object", "int", "str", "list")
@@ -166,12 +230,21 @@ CHEATS = [
     _runs(
         "forges a file",
         "import glob",
-        "for path in glob.glob('/tmp/moe_lab-grade-*/*'): open(path, 'w').write('{\"verdicts\": {}}')",
+        (
+            "for path in glob.glob('/tmp/moe_lab-grade-*/*'): open(path, "
+            "'w').write('{\"verdicts\": "
+            "{}}')"
+        ),
     ),
-    Program("changes the comparison", "import json\njson.dumps = lambda *a: '2'\ndef f(x): return x"),
+    Program(
+        "changes the comparison", "import json\njson.dumps = lambda *a: '2'\ndef f(x): return x"
+    ),
     Program(
         "changes equality of numbers",
-        "import builtins, operator\nbuiltins.all = lambda *a: True\noperator.eq = lambda *a: True\ndef f(x): return 0",
+        (
+            "import builtins, operator\nbuiltins.all = lambda *a: True\noperator.eq = lambda *a: "
+            "True\ndef f(x): return 0"
+        ),
     ),
     Program(
         "gives what unpickles to anything",
@@ -184,7 +257,8 @@ CHEATS = [
     _runs("closes the channel", "os.close(3)", "return x + 1", verdict="fail crash"),
     Program(
         "answers in the runner's place",
-        'import os\nSAYS = b\'{"done": {"status": "ok", "error": "", "encoded": ["2"], "seconds": [0]}}\\n\'\n'
+        'import os\nSAYS = b\'{"done": {"status": "ok", "error": "", "encoded": ["2"], "seconds": '
+        "[0]}}\\n'\n"
         "def f(x):\n    for number in (1, *range(4, 200)):\n        try: os.write(number, SAYS)\n"
         "        except OSError: pass\n    return 0",
     ),
@@ -203,7 +277,9 @@ FILES = [
     _anywhere("writes a file", "open(folder + '/MARK', 'w').write('x')"),
     _anywhere("makes a folder", "os.mkdir(folder + '/MARK') is None"),
     _anywhere("makes a link", "os.symlink('/etc/passwd', folder + '/MARK') is None"),
-    _attempt("makes a file without a name", "os.write(os.open('/tmp', os.O_TMPFILE | os.O_RDWR), b'x')"),
+    _attempt(
+        "makes a file without a name", "os.write(os.open('/tmp', os.O_TMPFILE | os.O_RDWR), b'x')"
+    ),
     _attempt("makes a device", "os.mknod('/dev/MARK', 0o600 | stat.S_IFBLK, os.makedev(8, 0))"),
     _attempt("writes to a library", "open(os.__file__, 'a').write('#')"),
     _attempt("sets the time of a library", "os.utime(os.__file__)"),
@@ -216,12 +292,21 @@ FILES = [
     _attempt("reads its parent's memory", "open(f'/proc/{os.getppid()}/mem', 'rb').read(1)"),
     _attempt("goes through a process's root", "os.listdir('/proc/self/root/home')"),
     _attempt("reads our code", "import moe_lab.evaluation.harnesses.evalplus"),
-    _attempt("finds a key", "if not any('KEY' in k or 'TOKEN' in k or 'HOME' in k for k in os.environ): return 0"),
+    _attempt(
+        "finds a key",
+        "if not any('KEY' in k or 'TOKEN' in k or 'HOME' in k for k in os.environ): return 0",
+    ),
     _attempt("writes to the disk itself", "open('/dev/vda', 'r+b').read(1)"),
-    _attempt("starts a shell that writes", "subprocess.run('echo x > FOLDER/MARK', shell=True, check=True)"),
+    _attempt(
+        "starts a shell that writes",
+        "subprocess.run('echo x > FOLDER/MARK', shell=True, check=True)",
+    ),
     _call("mounts it writable again", "mount(b'none', b'/', None, 32 | 4096, None)"),
     _call("unmounts", "umount2(b'/usr', 2)"),
-    _call("mounts by itself", "unshare(0x10020000) or libc.mount(b'none', b'/usr', None, 32 | 4096, None)"),
+    _call(
+        "mounts by itself",
+        "unshare(0x10020000) or libc.mount(b'none', b'/usr', None, 32 | 4096, None)",
+    ),
     _call("goes to another root", "chroot(b'/usr')"),
     _call("enters another namespace", "setns(0, 0)"),
     _call("becomes root", "setuid(0)", "setgid(0)"),
@@ -236,7 +321,11 @@ NETWORK = [
     _attempt("opens a socket to the kernel", "socket.socket(16, 3)"),
     _attempt("opens a socket to the host", "socket.socket(40, 1)"),
     _attempt("listens", "socket.create_server(('127.0.0.1', 0))"),
-    _attempt("fetches a page", "import urllib.request", "urllib.request.urlopen('http://127.0.0.1:PORT/', timeout=1)"),
+    _attempt(
+        "fetches a page",
+        "import urllib.request",
+        "urllib.request.urlopen('http://127.0.0.1:PORT/', timeout=1)",
+    ),
 ]
 PROCESSES = [
     _runs(
@@ -254,69 +343,117 @@ PROCESSES = [
     _runs("kills its parent", "os.kill(os.getppid(), 9)", verdict="fail crash"),
     _runs("kills everybody", "os.kill(-1, 9)", verdict="fail crash"),
     _runs("kills its group", "os.killpg(0, 9)", verdict="crash fail"),
-    _runs("kills by number", "for p in range(2, 9999):", "    try: os.kill(p, 9)", "    except OSError: pass"),
+    _runs(
+        "kills by number",
+        "for p in range(2, 9999):",
+        "    try: os.kill(p, 9)",
+        "    except OSError: pass",
+    ),
     _runs("stops its parent", "os.kill(os.getppid(), 19)", verdict="fail crash"),
-    _attempt("takes three processes", "for _ in range(3):", "    if os.fork() == 0: os.read(os.pipe()[0], 1)"),
     _attempt(
-        "takes threads", "for _ in range(99): threading.Thread(target=time.sleep, args=(9,), daemon=True).start()"
+        "takes three processes",
+        "for _ in range(3):",
+        "    if os.fork() == 0: os.read(os.pipe()[0], 1)",
+    ),
+    _attempt(
+        "takes threads",
+        "for _ in range(99): threading.Thread(target=time.sleep, args=(9,), daemon=True).start()",
     ),
     _attempt("goes before all others", "os.nice(-20)"),
     _attempt("raises its limits", "resource.setrlimit(resource.RLIMIT_AS, (-1, -1))"),
-    _attempt("raises the limit of processes", "resource.setrlimit(resource.RLIMIT_NPROC, (99, 99))"),
+    _attempt(
+        "raises the limit of processes", "resource.setrlimit(resource.RLIMIT_NPROC, (99, 99))"
+    ),
 ]
 MEMORY = [
     _attempt("takes 10 GiB at once", "len(bytearray(10 << 30))"),
-    _attempt("takes 2 GiB in pieces", "pieces = [bytearray(1 << 20) for _ in range(2048)]", verdict="fail timeout"),
+    _attempt(
+        "takes 2 GiB in pieces",
+        "pieces = [bytearray(1 << 20) for _ in range(2048)]",
+        verdict="fail timeout",
+    ),
     _attempt("maps 2 GiB", "mmap.mmap(-1, 2 << 30)"),
     _attempt(
-        "shares memory", "from multiprocessing.shared_memory import SharedMemory", "SharedMemory(create=True, size=9)"
+        "shares memory",
+        "from multiprocessing.shared_memory import SharedMemory",
+        "SharedMemory(create=True, size=9)",
     ),
     _attempt("makes a file in memory", "os.memfd_create('m')"),
-    _runs("overflows the stack", "sys.setrecursionlimit(10 ** 9)", "return f(x)", verdict="crash fail timeout"),
+    _runs(
+        "overflows the stack",
+        "sys.setrecursionlimit(10 ** 9)",
+        "return f(x)",
+        verdict="crash fail timeout",
+    ),
     Program("repeats a text 2 ** 40 times", "def f(x): return 'x' * (1 << 40)"),
     _runs("prints 2 GiB", "for _ in range(2000): print('x' * (1 << 20))", verdict="fail timeout"),
     _call("leaves shared memory", "shmget(7, 4096, 0o1600)"),
     _call("leaves a semaphore", "semget(7, 1, 0o1600)"),
     _call("leaves a queue", "msgget(7, 0o1600)"),
     _call("leaves a named queue", "mq_open(b'/MARK', 0o102, 0o600, None)"),
-    _call("leaves a key", f"syscall({_number(x86_64=248, aarch64=217)}, b'user', b'MARK', b'text', 4, -4)"),
+    _call(
+        "leaves a key",
+        f"syscall({_number(x86_64=248, aarch64=217)}, b'user', b'MARK', b'text', 4, -4)",
+    ),
     _call("makes a ring", f"syscall({_number(x86_64=425, aarch64=425)}, 8, room)"),
     _call("loads a filter", f"syscall({_number(x86_64=321, aarch64=280)}, 0, room, 128)"),
-    _call("watches the processor", f"syscall({_number(x86_64=298, aarch64=241)}, room, 0, -1, -1, 0)"),
-    _call("watches its parent", f"syscall({_number(x86_64=101, aarch64=117)}, 16, os.getppid(), 0, 0)"),
-    _call("reads its parent", f"syscall({_number(x86_64=310, aarch64=270)}, os.getppid(), room, 1, room, 1, 0)"),
+    _call(
+        "watches the processor", f"syscall({_number(x86_64=298, aarch64=241)}, room, 0, -1, -1, 0)"
+    ),
+    _call(
+        "watches its parent", f"syscall({_number(x86_64=101, aarch64=117)}, 16, os.getppid(), 0, 0)"
+    ),
+    _call(
+        "reads its parent",
+        f"syscall({_number(x86_64=310, aarch64=270)}, os.getppid(), room, 1, room, 1, 0)",
+    ),
     _call("handles its own page faults", f"syscall({_number(x86_64=323, aarch64=282)}, 1)"),
 ]
 
-RIGHT, WRONG = "def f(x): return x + 1", "def f(x): return x"
-SECONDS, MEMORY_MIB = 0.5, 512
+RIGHT = "def f(x): return x + 1"
+WRONG = "def f(x): return x"
+SECONDS = 0.5
+MEMORY_MIB = 512
 LONGEST = 4 * (3 * SECONDS + 1) + 1
-"""Seconds by the clock that the calls of one program may take: tests of the runner name the rule."""
+"""Seconds by the clock that the calls of one program may take: tests of the runner name the
+rule."""
 PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """From now on every process that this one has started, directly or not, is its child when its parent ends."""
+    """From now on every process that this one has started, directly or not, is its child when its
+    parent ends."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def wrong(programs: Sequence[Program]) -> list[str]:
-    """Grade `programs`, a right and a wrong one after each; a sentence for each verdict that may not be, and for
-    everything that they left."""
+    """Grade `programs`, a right and a wrong one after each; a sentence for each verdict that may
+    not be, and for everything that they left."""
     adopt_orphans()
     mark = f"moe_lab_escape_{os.getpid()}"
-    with tempfile.TemporaryDirectory(prefix="moe_lab_campaign-") as name, listening(mark) as (port, heard):
+    with (
+        tempfile.TemporaryDirectory(prefix="moe_lab_campaign-") as name,
+        listening(mark) as (port, heard),
+    ):
         folder = Path(name)
         (folder / "secret").write_text("secret")
         (folder / "temporary").mkdir()
         before = _left(mark, folder)
-        texts, rows = {}, []
+        texts = {}
+        rows = []
         for row in programs:
             text = row.text
-            for word, value in {"MARK": mark, "PORT": port, "SECRET": folder / "secret", "FOLDER": folder}.items():
+            for word, value in {
+                "MARK": mark,
+                "PORT": port,
+                "SECRET": folder / "secret",
+                "FOLDER": folder,
+            }.items():
                 text = text.replace(word, str(value))
             for body, calls in ((text, row.calls), (RIGHT, 1), (WRONG, 1)):
-                rows.append(problem(len(rows), "f", "return x + 1", [[x + 1] for x in range(calls)], [[9]]))
+                rows.append(
+                    problem(len(rows), "f", "return x + 1", [[x + 1] for x in range(calls)], [[9]])
+                )
                 texts[rows[-1]["task_id"]] = body
         data = str(write_lines(folder / "data.jsonl", rows))
         limits = {"seconds": SECONDS, "memory_mib": MEMORY_MIB, "processes": 2}
@@ -333,17 +470,23 @@ def wrong(programs: Sequence[Program]) -> list[str]:
         problems = [*(_left(mark, folder) - before), *heard()]
     if seconds > (limit := 30 + len(programs) * LONGEST / 2):
         problems.append(f"grading took {seconds:.0f} s, and its limits allow {limit:.0f}")
-    for row, verdict, right, other in zip(programs, found[::3], found[1::3], found[2::3], strict=True):
+    for row, verdict, right, other in zip(
+        programs, found[::3], found[1::3], found[2::3], strict=True
+    ):
         if verdict not in row.verdict.split():
             problems.append(f"{row.name}: its verdict is {verdict}")
         if (right, other) != ("pass", "fail"):
-            problems.append(f"{row.name}: the right and the wrong program after it are said to {right} and {other}")
+            problems.append(
+                f"{row.name}: the right and the wrong program after it are said to {right} and "
+                f"{other}"
+            )
     return problems
 
 
 @contextmanager
 def listening(mark: str) -> Iterator[tuple[int, Callable[[], list[str]]]]:
-    """A port that listens by TCP and UDP, beside a local socket of the name of the mark; and what asks who came."""
+    """A port that listens by TCP and UDP, beside a local socket of the name of the mark; and what
+    asks who came."""
     with (
         socket.create_server(("127.0.0.1", 0)) as tcp,
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp,
@@ -354,14 +497,23 @@ def listening(mark: str) -> Iterator[tuple[int, Callable[[], list[str]]]]:
         local.bind(f"\0{mark}")
         local.listen()
         names = {tcp: "TCP", udp: "UDP", local: "a local socket"}
-        yield port, lambda: [f"something came in by {names[one]}" for one in select.select(list(names), [], [], 0)[0]]
+        yield (
+            port,
+            lambda: [
+                f"something came in by {names[one]}"
+                for one in select.select(list(names), [], [], 0)[0]
+            ],
+        )
 
 
 def _left(mark: str, folder: Path) -> set[str]:
-    """What a program can leave: files called `mark`, processes that are still there, what no process holds."""
+    """What a program can leave: files called `mark`, processes that are still there, what no
+    process holds."""
     places = [Path(os.__file__).parent, folder, *map(Path, PLACES)]
     found = {
-        f"there is {place / mark}" for place in places if os.access(place, os.X_OK) and os.path.lexists(place / mark)
+        f"there is {place / mark}"
+        for place in places
+        if os.access(place, os.X_OK) and os.path.lexists(place / mark)
     }
     found |= {f"there is {file}" for file in folder.glob("temporary/*")}
     for process in psutil.process_iter(["cmdline"]):

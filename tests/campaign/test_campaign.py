@@ -1,7 +1,8 @@
-"""The campaign in short: a few kills, all models, and a sample of the command lines, drawn by a seed.
+"""The campaign in short: a few kills, all models, and a sample of the command lines, drawn by a
+seed.
 
-CAMPAIGN=20 in the environment makes it twenty times as long; CAMPAIGN_SEED is another seed than that of the day. All
-programs are run by tests/evaluation/test_runner.py.
+CAMPAIGN=20 in the environment makes it twenty times as long; CAMPAIGN_SEED is another seed than
+that of the day. All programs are run by tests/evaluation/test_runner.py.
 """
 
 import os
@@ -42,7 +43,8 @@ def test_a_broken_model_is_one_sentence() -> None:
 
 @pytest.mark.timeout(900 * LENGTH)
 def test_kills_lose_nothing() -> None:
-    """On the cluster too, where there is one, and of two commands at the same time; if long, of real steps too."""
+    """On the cluster too, where there is one, and of two commands at the same time; if long, of
+    real steps too."""
     wanted = 10 * LENGTH if LENGTH > 1 else 6
     found = kills.killed(wanted, SEED)
     print(*(f"{count:4} {name}" for name, count in sorted(found.kills.items())), sep="\n")

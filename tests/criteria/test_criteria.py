@@ -1,4 +1,5 @@
-"""Every criterion against a naive formula, of each expert or channel alone; and what a criterion says of itself."""
+"""Every criterion against a naive formula, of each expert or channel alone; and what a criterion
+says of itself."""
 
 import math
 import re
@@ -47,13 +48,16 @@ NAIVE: dict[str, Callable[[naive.Served, str], torch.Tensor]] = {
     "mone": lambda e, gate: e.by(gate).mean() * spread(e),
     "mone_freq": lambda e, gate: e.by(gate).sum() * spread(e),
 }
-"""Criterion -> its formula on the tokens one expert served. Scores of experts that served none are 0."""
+"""Criterion -> its formula on the tokens one expert served. Scores of experts that served none are
+0."""
 
 
 @cache
 def statistics(name: str) -> dict[int, dict[str, numpy.ndarray]]:
     layers = naive.observed(naive.model(name), ForwardTap)
-    return {layer: {key: part.numpy() for key, part in named.items()} for layer, named in layers.items()}
+    return {
+        layer: {key: part.numpy() for key, part in named.items()} for layer, named in layers.items()
+    }
 
 
 def experts(inputs: Any) -> dict[int, int]:
@@ -62,7 +66,9 @@ def experts(inputs: Any) -> dict[int, int]:
 
 def expected(name: str, layer: int, gate: str, formula: Any) -> torch.Tensor:
     served = naive.routed(name)[layer].experts
-    return torch.stack([torch.as_tensor(formula(e, gate) if len(e.token) else 0.0).double() for e in served])
+    return torch.stack(
+        [torch.as_tensor(formula(e, gate) if len(e.token) else 0.0).double() for e in served]
+    )
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
@@ -76,7 +82,11 @@ def test_scores_are_those_of_each_expert_alone(name: str) -> None:
             for layer, values in scores.items():
                 assert values.dtype == numpy.float64
                 reference = expected(name, layer, gate, formula)
-                assert naive.relative(torch.from_numpy(values), reference) < 1e-5, (criterion, gate, layer)
+                assert naive.relative(torch.from_numpy(values), reference) < 1e-5, (
+                    criterion,
+                    gate,
+                    layer,
+                )
 
 
 @pytest.mark.parametrize("name", ["olmoe", "deepseek_v3"])
@@ -90,14 +100,25 @@ def test_the_family_is_17_scores_of_every_expert(name: str) -> None:
             values = [row[5] for row in rows if (row[0], *row[2:5]) == (layer, b, alpha, beta)]
             reference = expected(name, layer, "renormalized", s(b, alpha, beta))
             assert naive.relative(torch.tensor(values), reference) < 1e-5
-    half = criteria.score("s_family", inputs, experts=experts(inputs), parameters={"b": 0.5, "alpha": 0, "beta": 1})
+    half = criteria.score(
+        "s_family", inputs, experts=experts(inputs), parameters={"b": 0.5, "alpha": 0, "beta": 1}
+    )
     for layer, scores in half.items():
-        assert naive.relative(torch.tensor(scores), expected(name, layer, "model", s(0.5, 0, 1))) < 1e-5
+        assert (
+            naive.relative(torch.tensor(scores), expected(name, layer, "model", s(0.5, 0, 1)))
+            < 1e-5
+        )
 
 
 def weights(rows: list[list[float]]) -> dict[int, dict[str, numpy.ndarray]]:
     w = numpy.array(rows)
-    return {0: {"abs_sum": abs(w).sum(1), "square_sum": (w**2).sum(1), "count": numpy.array(float(w.shape[1]))}}
+    return {
+        0: {
+            "abs_sum": abs(w).sum(1),
+            "square_sum": (w**2).sum(1),
+            "count": numpy.array(float(w.shape[1])),
+        }
+    }
 
 
 def test_golden_values_of_what_is_summed_before() -> None:
@@ -107,10 +128,14 @@ def test_golden_values_of_what_is_summed_before() -> None:
     assert scores.argsort().tolist() == [1, 0, 2, 3]  # the flattest first, the empty one last
     magnitudes = criteria.score("magnitude", weights(rows), experts={0: 4})[0]
     assert magnitudes == pytest.approx([8 / 6, 2, 5 / 6, 0])
-    damages = criteria.score("exact_damage", {0: {"damage": numpy.array([2.0, 1.0])}}, experts={0: 2})[0]
+    damages = criteria.score(
+        "exact_damage", {0: {"damage": numpy.array([2.0, 1.0])}}, experts={0: 2}
+    )[0]
     assert damages.tolist() == [2, 1]
     normal = numpy.random.default_rng(0).normal(size=(1, 100_000))
-    assert -criteria.score("aimer", weights(normal.tolist()), experts={0: 1})[0][0] == pytest.approx(0.7979, abs=2e-3)
+    assert -criteria.score("aimer", weights(normal.tolist()), experts={0: 1})[0][
+        0
+    ] == pytest.approx(0.7979, abs=2e-3)
 
 
 @pytest.mark.parametrize(("name", "more"), [("random", ()), ("channel_random", (6,))])
@@ -126,9 +151,14 @@ def test_random_is_one_generator_over_the_layers_in_order(name: str, more: tuple
 
 
 def edge() -> dict[int, dict[str, numpy.ndarray]]:
-    """Three experts: one that saw no token, one that saw a single one, one whose outputs are all alike."""
-    g, norm, n = numpy.array([0, 0.5, 0.25]), numpy.array([0, 3.0, 2.0]), numpy.array([0, 1.0, 4.0])
-    sums = numpy.stack([[n * g**a * norm**b for b in range(3)] for a in range(3)]).transpose(2, 0, 1)
+    """Three experts: one that saw no token, one that saw a single one, one whose outputs are all
+    alike."""
+    g = numpy.array([0, 0.5, 0.25])
+    norm = numpy.array([0, 3.0, 2.0])
+    n = numpy.array([0, 1.0, 4.0])
+    sums = numpy.stack([[n * g**a * norm**b for b in range(3)] for a in range(3)]).transpose(
+        2, 0, 1
+    )
     f = numpy.zeros((3, 2))
     f[:, 0] = n * norm
     return {0: {"tokens": n, "sums_model": sums, "output_sum": f}}
@@ -145,36 +175,65 @@ def edge() -> dict[int, dict[str, numpy.ndarray]]:
         ("s_family", {"b": "x", "alpha": 1, "beta": 1}, "b=x of s_family"),
         ("s_family", {"b": 1, "alpha": 0, "beta": 0}, "every expert alike"),
         ("camera", {"alpha": 1.5}, "alpha=1.5 of camera: expected a number from 0 to 1"),
-        ("channel_weight", {"projection": "dwn"}, "projection of channel_weight=dwn is unknown: did you mean down"),
+        (
+            "channel_weight",
+            {"projection": "dwn"},
+            "projection of channel_weight=dwn is unknown: did you mean down",
+        ),
         ("snip", {"projection": 3}, "projection of snip=3 is unknown"),
     ],
 )
 def test_bad_names_and_parameters(name: str, parameters: dict[str, Any], message: str) -> None:
-    for attempt in (criteria.check, lambda *given: criteria.score(given[0], {}, experts={}, parameters=given[1])):
+    for attempt in (
+        criteria.check,
+        lambda *given: criteria.score(given[0], {}, experts={}, parameters=given[1]),
+    ):
         with pytest.raises(UserError, match=message):
             attempt(name, parameters)
 
 
 def test_bad_statistics_and_gates() -> None:
     inputs = statistics("deepseek_v3")
-    assert criteria.score("man", inputs, experts=experts(inputs), gate="double_softmax")  # it has no gate
+    # it has no gate
+    assert criteria.score("man", inputs, experts=experts(inputs), gate="double_softmax")
     with pytest.raises(UserError, match=r"gate=modal is unknown: did you mean model"):
         criteria.score("reap", inputs, experts=experts(inputs), gate="modal")
     for gate in ("double_softmax", "full_softmax"):
-        with pytest.raises(UserError, match=rf"layer 1 has no sums_{re.escape(gate)}.*gate=model or renormalized"):
+        with pytest.raises(
+            UserError, match=rf"layer 1 has no sums_{re.escape(gate)}.*gate=model or renormalized"
+        ):
             criteria.score("reap", inputs, experts=experts(inputs), gate=gate)
     with pytest.raises(UserError, match="gate of camera=double_softmax is unknown"):
         channel_scores("camera", {4: channel_layer()}, gate="double_softmax")
-    broken, channels = edge(), channel_layer()
+    broken = edge()
+    channels = channel_layer()
     broken[0]["sums_model"][1, 0, 1] = channels["channel_square"][1, 2] = numpy.nan
     for name, sums, counts, widths, says in (
         ("exact_damage", edge(), {0: 3}, None, "layer 0 has no damage"),
         ("frequency", edge(), {0: 3, 7: 3}, None, "layer 7 has no tokens"),
         ("frequency", edge(), {0: 4}, None, "the statistics are of another model"),
         ("ean", broken, {0: 3}, None, "criterion=ean gives NaN or Inf in layer 0, expert 1"),
-        ("heapr", {4: channel_layer()}, {4: 2}, None, "scores channels, expected the width of every layer"),
-        ("heapr", {4: channel_layer()}, {4: 2}, {4: 8}, r"gives \(2, 3\) scores in layer 4, .* its 2 experts' 8"),
-        ("channel_activation", {4: channels}, {4: 2}, {4: 3}, "NaN or Inf in layer 4, expert 1, channel 2"),
+        (
+            "heapr",
+            {4: channel_layer()},
+            {4: 2},
+            None,
+            "scores channels, expected the width of every layer",
+        ),
+        (
+            "heapr",
+            {4: channel_layer()},
+            {4: 2},
+            {4: 8},
+            r"gives \(2, 3\) scores in layer 4, .* its 2 experts' 8",
+        ),
+        (
+            "channel_activation",
+            {4: channels},
+            {4: 2},
+            {4: 3},
+            "NaN or Inf in layer 4, expert 1, channel 2",
+        ),
     ):
         with pytest.raises(UserError, match=says):
             criteria.score(name, sums, experts=counts, widths=widths)
@@ -196,7 +255,9 @@ def test_what_a_criterion_says_it_uses_is_what_it_uses() -> None:
             criteria.score(name, inputs, experts=experts(inputs), gate=gate, parameters=parameters)
             for gate in ("model", "renormalized")
         )
-        assert criterion.uses_gate == any(not numpy.array_equal(one[layer], two[layer]) for layer in one), name
+        assert criterion.uses_gate == any(
+            not numpy.array_equal(one[layer], two[layer]) for layer in one
+        ), name
         assert criteria.reads_text(name)
     seeded = {name for name, criterion in criteria.CRITERIA.items() if criterion.uses_seed}
     assert seeded == {"random", "channel_random"}
@@ -204,19 +265,25 @@ def test_what_a_criterion_says_it_uses_is_what_it_uses() -> None:
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Registers a function as the criterion `mine` of experts, which reads forward statistics, until the test ends."""
+    """Registers a function as the criterion `mine` of experts, which reads forward statistics,
+    until the test ends."""
     known = dict(criteria.CRITERIA)
 
     def register(function: Callable[..., Any], **declared: Any) -> None:
         monkeypatch.setattr(criteria, "CRITERIA", dict(known))
-        criteria.criterion("mine", **{"needs": ("statistics",), "reference": "mine", **declared})(function)
+        criteria.criterion("mine", **{"needs": ("statistics",), "reference": "mine", **declared})(
+            function
+        )
 
     return register
 
 
 def score_mine(**settings: Any) -> Any:
     return criteria.score(
-        "mine", {0: {**edge()[0], "sums_renormalized": numpy.ones((3, 3, 3))}}, experts={0: 3}, **settings
+        "mine",
+        {0: {**edge()[0], "sums_renormalized": numpy.ones((3, 3, 3))}},
+        experts={0: 3},
+        **settings,
     )
 
 
@@ -234,12 +301,16 @@ def test_what_a_criterion_reads_has_to_be_declared(
 ) -> None:
     """Gate and seed are in the identity of scores only then."""
     registered(function)
-    for attempt in (lambda: criteria.check("mine", {}), lambda: score_mine(gate="renormalized", seed=1)):
+    for attempt in (
+        lambda: criteria.check("mine", {}),
+        lambda: score_mine(gate="renormalized", seed=1),
+    ):
         with pytest.raises(UserError, match=f"criterion=mine .*{declaration}=True"):
             attempt()
     registered(function, **{declaration: True})
     assert len(score_mine(gate="renormalized", seed=1)[0]) == 3
-    registered(lambda layer: layer.sum(0, 1) + layer["sums_renormalized"][:, 1, 1])  # neither reads the chosen gate
+    # neither reads the chosen gate
+    registered(lambda layer: layer.sum(0, 1) + layer["sums_renormalized"][:, 1, 1])
     assert numpy.array_equal(score_mine(gate="model")[0], score_mine(gate="renormalized")[0])
 
 
@@ -274,7 +345,10 @@ def test_statistics_stay_as_they_are(
 ) -> None:
     """And scores are arrays of their own, also where they are a statistic."""
     registered(function)
-    inputs: Any = {name: torch.from_numpy(part.copy()) if as_tensors else part for name, part in edge()[0].items()}
+    inputs: Any = {
+        name: torch.from_numpy(part.copy()) if as_tensors else part
+        for name, part in edge()[0].items()
+    }
     before = {name: numpy.array(part) for name, part in inputs.items()}
     if function in (in_place, in_a_view):
         with pytest.raises(UserError, match=r"criterion=mine .*read-only.*test_criteria.py"):
@@ -303,7 +377,9 @@ COUNTER = iter(range(10**6))
         lambda layer: ["high"] * layer.n_experts,
         lambda layer: layer.tokens * 1j,
         lambda layer: layer.tokens + 0j,
-        lambda layer: torch.complex(torch.tensor(layer.tokens), torch.ones(layer.n_experts).double()),
+        lambda layer: torch.complex(
+            torch.tensor(layer.tokens), torch.ones(layer.n_experts).double()
+        ),
         lambda layer: layer.tokens[layer.n_experts],
         lambda layer: layer.nothing,
         lambda layer: layer["tokens"][0].item().keys(),
@@ -327,14 +403,21 @@ def test_a_criterion_that_cannot_be_right_is_refused_before_a_model_is_read(
         lambda layer: list(layer.tokens),
         lambda layer: torch.from_numpy(numpy.array(layer.tokens)),
         lambda layer: layer.tokens > 1,
-        lambda layer: numpy.log(layer.sum(0, 2) - layer.sum(0, 2)) * 0 + 1 if layer.n_experts > 3 else layer.tokens,
-        lambda layer: layer["of_a_step_from_elsewhere"].sum(axis=1) if layer.n_experts > 3 else layer.tokens,
+        lambda layer: (
+            numpy.log(layer.sum(0, 2) - layer.sum(0, 2)) * 0 + 1
+            if layer.n_experts > 3
+            else layer.tokens
+        ),
+        lambda layer: (
+            layer["of_a_step_from_elsewhere"].sum(axis=1) if layer.n_experts > 3 else layer.tokens
+        ),
     ],
 )
 def test_criteria_may_give_what_is_read_as_numbers_and_may_fail_on_the_trial_alone(
     function: Callable[..., Any], registered: Callable[..., None]
 ) -> None:
-    """As with NaN, which trial values may lead to, and statistics whose shape only their own step knows."""
+    """As with NaN, which trial values may lead to, and statistics whose shape only their own step
+    knows."""
     registered(function)
     scores = score_mine()[0]
     assert scores.dtype == numpy.float64 and scores.shape == (3,)
@@ -353,7 +436,8 @@ def test_criteria_may_give_what_is_read_as_numbers_and_may_fail_on_the_trial_alo
 def test_scores_of_a_real_layer_are_real_numbers_and_repeat(
     function: Callable[..., Any], registered: Callable[..., None]
 ) -> None:
-    """Also where the trial layer shows nothing: in another branch, or by statistics of a step from elsewhere."""
+    """Also where the trial layer shows nothing: in another branch, or by statistics of a step from
+    elsewhere."""
     registered(function)
     criteria.check("mine", {})
     layer = {**edge()[0], "of_a_step_from_elsewhere": numpy.ones(3)}
@@ -364,7 +448,9 @@ def test_scores_of_a_real_layer_are_real_numbers_and_repeat(
 def test_a_declared_seed_may_be_used_in_every_layer(registered: Callable[..., None]) -> None:
     registered(lambda layer: layer.random.random(layer.n_experts), uses_seed=True, needs=())
     scores = criteria.score("mine", {}, experts={0: 3, 5: 3}, seed=1)
-    assert numpy.array_equal(numpy.concatenate(list(scores.values())), numpy.random.default_rng(1).random(6))
+    assert numpy.array_equal(
+        numpy.concatenate(list(scores.values())), numpy.random.default_rng(1).random(6)
+    )
 
 
 def test_a_failure_in_one_layer_names_it(registered: Callable[..., None]) -> None:
@@ -375,7 +461,10 @@ def test_a_failure_in_one_layer_names_it(registered: Callable[..., None]) -> Non
         lambda layer: vars(layer)["x"] if layer.index == 5 else layer.tokens,
     ):
         registered(function)
-        with numpy.errstate(all="ignore"), pytest.raises(UserError, match=r"criterion=mine .*in layer 5"):
+        with (
+            numpy.errstate(all="ignore"),
+            pytest.raises(UserError, match=r"criterion=mine .*in layer 5"),
+        ):
             criteria.score("mine", inputs, experts={0: 3, 5: 3})
 
 
@@ -386,7 +475,8 @@ GRADIENT = GENERATOR.normal(size=(TOKENS, 3))
 GATE = GENERATOR.uniform(size=TOKENS)
 RENORMALIZED = GATE / (GATE + numpy.linspace(0.1, 1, TOKENS))
 DOWN, GATE_PARTS, UPS = (GENERATOR.normal(size=(5, 3)) for _ in range(3))
-"""What one expert of three channels did on seven tokens, and its weights, a column for each channel."""
+"""What one expert of three channels did on seven tokens, and its weights, a column for each
+channel."""
 
 
 def channel_layer() -> dict[str, numpy.ndarray]:
@@ -395,9 +485,16 @@ def channel_layer() -> dict[str, numpy.ndarray]:
         "channel_gradient_square": (GRADIENT**2).sum(0),
         "channel_product": (PHI * GRADIENT).sum(0),
         "channel_product_abs": abs(PHI * GRADIENT).sum(0),
-        **{f"snip_{name}": abs(part).sum(0) for name, part in (("down", DOWN), ("gate", GATE_PARTS), ("up", UPS))},
+        **{
+            f"snip_{name}": abs(part).sum(0)
+            for name, part in (("down", DOWN), ("gate", GATE_PARTS), ("up", UPS))
+        },
     }
-    for prefix, gate in (("", 1), ("gate_", GATE[:, None]), ("renormalized_", RENORMALIZED[:, None])):
+    for prefix, gate in (
+        ("", 1),
+        ("gate_", GATE[:, None]),
+        ("renormalized_", RENORMALIZED[:, None]),
+    ):
         sums[f"{prefix}channel_square"] = ((gate * PHI) ** 2).sum(0)
         sums[f"{prefix}channel_max"] = abs(gate * PHI).max(0)
     weights = {
@@ -416,7 +513,9 @@ def channel_layer() -> dict[str, numpy.ndarray]:
 def camera(alpha: float, gate: numpy.ndarray = GATE) -> Callable[[int], float]:
     def formula(c: int) -> float:
         weighed = (gate * PHI[:, c]) ** 2
-        return numpy.linalg.norm(DOWN[:, c]) ** 2 * ((1 - alpha) * weighed.sum() + alpha * weighed.max())
+        return numpy.linalg.norm(DOWN[:, c]) ** 2 * (
+            (1 - alpha) * weighed.sum() + alpha * weighed.max()
+        )
 
     return formula
 
@@ -433,7 +532,12 @@ CHANNELS: list[tuple[str, dict[str, Any], Callable[[int], Any], float | None]] =
     ("channel_activation", {}, lambda c: numpy.linalg.norm(PHI[:, c]), 0),
     ("channel_gradient", {}, lambda c: numpy.linalg.norm(GRADIENT[:, c]), 0),
     ("channel_activation_gradient", {}, lambda c: numpy.mean(abs(PHI[:, c] * GRADIENT[:, c])), 0),
-    ("channel_weight_activation", {}, lambda c: sum(abs(w) * numpy.linalg.norm(PHI[:, c]) for w in DOWN[:, c]), 0),
+    (
+        "channel_weight_activation",
+        {},
+        lambda c: sum(abs(w) * numpy.linalg.norm(PHI[:, c]) for w in DOWN[:, c]),
+        0,
+    ),
     ("channel_weight", {}, lambda c: numpy.linalg.norm(DOWN[:, c]), None),
     ("channel_weight", {"projection": "gate"}, lambda c: numpy.linalg.norm(GATE_PARTS[:, c]), None),
     ("channel_weight", {"projection": "up"}, lambda c: numpy.linalg.norm(UPS[:, c]), None),
@@ -442,7 +546,8 @@ CHANNELS: list[tuple[str, dict[str, Any], Callable[[int], Any], float | None]] =
     ("snip", {"projection": "up"}, lambda c: abs(UPS[:, c]).sum(), 0),
     ("snip", {"projection": "mean"}, mean(lambda column: abs(column).sum()), 0),
 ]
-"""Criterion, its parameters, its formula for one channel, and its score where no token was seen (None: the same)."""
+"""Criterion, its parameters, its formula for one channel, and its score where no token was seen
+(None: the same)."""
 
 
 def channel_scores(name: str, inputs: Any, **settings: Any) -> Any:
@@ -460,7 +565,9 @@ def test_scores_are_those_of_each_channel_alone(
     assert scores[1] == pytest.approx(expected if unseen is None else [unseen] * 3, rel=1e-12)
     assert unseen is None or scores[1].max() < scores[0].min()
     if name == "camera":
-        scores = channel_scores(name, {4: channel_layer()}, parameters=parameters, gate="renormalized")[0]
+        scores = channel_scores(
+            name, {4: channel_layer()}, parameters=parameters, gate="renormalized"
+        )[0]
         renormalized = camera(parameters.get("alpha", 0.9), RENORMALIZED)
         assert scores == pytest.approx([renormalized(c) for c in range(3)], rel=1e-12)
 
@@ -469,12 +576,19 @@ def test_every_criterion_has_a_reference_or_golden_values() -> None:
     found = {"expert": {*NAIVE, "s_family", "exact_damage", "aimer", "magnitude", "random"}}
     found["channel"] = {name for name, *_ in CHANNELS} | {"channel_random"}
     for granularity, names in found.items():
-        assert names == {name for name, one in criteria.CRITERIA.items() if one.granularity == granularity}
+        assert names == {
+            name for name, one in criteria.CRITERIA.items() if one.granularity == granularity
+        }
 
 
 EVIDENCE = {
     "statistics": {"tokens", "channel_square", "gate_channel_square", "gate_channel_max"},
-    "channel_weights": {"channel_down_square", "channel_down_abs", "channel_gate_square", "channel_up_square"},
+    "channel_weights": {
+        "channel_down_square",
+        "channel_down_abs",
+        "channel_gate_square",
+        "channel_up_square",
+    },
     "gradients": {"tokens", "channel_square", "channel_gradient_square", "channel_product_abs"},
     "weight_gradients": {"snip_down", "snip_gate", "snip_up"},
 }
@@ -490,7 +604,9 @@ def test_what_a_criterion_says_it_needs_is_what_it_needs(name: str) -> None:
     for need in needs:
         others = {key for other in needs if other != need for key in EVIDENCE[other]}
         with pytest.raises(UserError, match=rf"layer 4 has no \w+ for criterion={re.escape(name)}"):
-            channel_scores(name, {4: {key: values for key, values in channel_layer().items() if key in others}})
+            channel_scores(
+                name, {4: {key: values for key, values in channel_layer().items() if key in others}}
+            )
     assert criteria.reads_text(name) == (name != "channel_weight")
     assert not criteria.reads_text("channel_random")
 
@@ -500,7 +616,8 @@ BLOCK = re.compile(r"`((?:moe_lab|conf|tests)/[\w/.]+)`[^`]*?:\n\n```\w+\n(.*?)`
 
 
 def test_the_page_on_new_criteria_works_as_it_is_written() -> None:
-    """Its function is a criterion, its row of the test is the formula, and its file names a choice of parameters."""
+    """Its function is a criterion, its row of the test is the formula, and its file names a choice
+    of parameters."""
     (module, function), (file, chosen), (_, row) = BLOCK.findall(PAGE.read_text(encoding="utf-8"))
     assert module == "moe_lab/criteria/peak.py" and file == "conf/criterion/peak_half.yaml"
     inputs = statistics("olmoe")
@@ -511,7 +628,9 @@ def test_the_page_on_new_criteria_works_as_it_is_written() -> None:
         exec(row, {"NAIVE": NAIVE})
         for power, name in ((1.0, "peak"), (0.5, settings.name)):
             parameters = settings.parameters if power == 0.5 else {}
-            for layer, values in criteria.score(name, inputs, experts=experts(inputs), parameters=parameters).items():
+            for layer, values in criteria.score(
+                name, inputs, experts=experts(inputs), parameters=parameters
+            ).items():
                 reference = expected("olmoe", layer, "model", NAIVE["peak"]) ** power
                 assert naive.relative(torch.from_numpy(values), reference) < 1e-5
     finally:

@@ -1,4 +1,5 @@
-"""Ask engines in tests: benchmarks without files, texts and losses alone, and an engine that says what it is told."""
+"""Ask engines in tests: benchmarks without files, texts and losses alone, and an engine that says
+what it is told."""
 
 import json
 import math
@@ -26,7 +27,8 @@ PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 def evaluate(engine: Engine, benchmark: BenchmarkConfig, policy: Policy | None = None) -> Graded:
-    """What the harness of a benchmark says of the engine's answers, without a file and without a preflight."""
+    """What the harness of a benchmark says of the engine's answers, without a file and without a
+    preflight."""
     answers = run.answer(engine, benchmark)
     graded: Graded = suite.adapter(benchmark).grade(answers, benchmark, policy or Policy())
     graded.protocol.setdefault("prompt", answers[0].prompt)
@@ -50,7 +52,9 @@ def ask(
         Item(str(number), (Text(prompt, most, stop, reference, skip_long=skip_long),))
         for number, (prompt, reference) in enumerate(zip(prompts, references, strict=True))
     ]
-    answers = collect_answers(engine, items, BenchmarkConfig("b", "lm_eval", "none", **settings), record)
+    answers = collect_answers(
+        engine, items, BenchmarkConfig("b", "lm_eval", "none", **settings), record
+    )
     return [answer.reply for answer in answers]
 
 
@@ -58,7 +62,9 @@ def vllm_saying(tokenizer: Any, replies: Sequence[Any]) -> VllmModel:
     """An engine of vLLM without its process, whose next request has these replies."""
     engine = VllmModel.__new__(VllmModel)
     said = {"max_length": 512, "items": lambda *_, **__: iter(replies)}
-    vars(engine).update(said, tokenizer=tokenizer, ends=[tokenizer.eos_token_id], template_arguments={})
+    vars(engine).update(
+        said, tokenizer=tokenizer, ends=[tokenizer.eos_token_id], template_arguments={}
+    )
     return engine
 
 
@@ -73,7 +79,9 @@ def answered(benchmark: BenchmarkConfig, texts: Sequence[str]) -> list[Answer]:
     for item, text in zip(suite.adapter(benchmark).items(benchmark), texts, strict=True):
         answer = answer_in(text)
         thought = text[: len(text) - len(answer or "")]
-        answers.append(Answer(item.name, str(item.requests[0].prompt), (Reply(answer, thought, "end"),)))
+        answers.append(
+            Answer(item.name, str(item.requests[0].prompt), (Reply(answer, thought, "end"),))
+        )
     return answers
 
 
@@ -98,14 +106,17 @@ def chatting(subject: LoadedModel, template: str | None, **arguments: Any) -> Lo
 
 def log_likelihood(subject: LoadedModel, prompt: str, answer: str) -> float:
     """Of an answer with the space before it: one unpadded forward pass in fp64."""
-    before, whole = (subject.tokenizer(text).input_ids for text in (prompt.rstrip(), prompt + answer))
+    before, whole = (
+        subject.tokenizer(text).input_ids for text in (prompt.rstrip(), prompt + answer)
+    )
     with torch.inference_mode():
         scores = subject.model(torch.tensor([whole])).logits[0].double().log_softmax(-1)
     return sum(float(scores[place - 1, whole[place]]) for place in range(len(before), len(whole)))
 
 
 def equals_lm_eval(engine: LoadedModel, benchmark: BenchmarkConfig) -> None:
-    """Outcomes and likelihoods of every item are those of lm-eval's own evaluation by its own model.
+    """Outcomes and likelihoods of every item are those of lm-eval's own evaluation by its own
+    model.
 
     The loss on the right one of several answers is that of its likelihood.
     """
@@ -119,7 +130,11 @@ def equals_lm_eval(engine: LoadedModel, benchmark: BenchmarkConfig) -> None:
     for task in by_name.values():
         task.set_fewshot_seed(seed=lm_eval_tasks.SEED)
     own = evaluator.evaluate(
-        lm=HFLM(engine.model, tokenizer=engine.tokenizer, max_length=benchmark.max_length or engine.max_length),
+        lm=HFLM(
+            engine.model,
+            tokenizer=engine.tokenizer,
+            max_length=benchmark.max_length or engine.max_length,
+        ),
         task_dict={"tasks": {name: by_name[name] for name in numbers}, "groups": {}},
         samples=numbers,
         bootstrap_iters=0,
@@ -128,7 +143,12 @@ def equals_lm_eval(engine: LoadedModel, benchmark: BenchmarkConfig) -> None:
     graded = evaluate(engine, benchmark)
     for report, metric in benchmark.reports.items():
         name, _, wanted = metric.partition(",")
-        rows = [row for task in numbers for row in own["samples"][task] if not wanted or row["filter"] == wanted]
+        rows = [
+            row
+            for task in numbers
+            for row in own["samples"][task]
+            if not wanted or row["filter"] == wanted
+        ]
         samples = [sample for sample in graded.samples if sample["benchmark"] == report]
         assert len(samples) == len(rows) == sum(map(len, numbers.values())) > 0
         for sample, row in zip(samples, rows, strict=True):
@@ -137,7 +157,10 @@ def equals_lm_eval(engine: LoadedModel, benchmark: BenchmarkConfig) -> None:
             assert sample["outcome"] == pytest.approx(outcome, rel=1e-4)
             first = row["resps"][0][0]
             if isinstance(first, str):
-                assert (sample["output"], sample["extracted"]) == (first, str(row["filtered_resps"][0]))
+                assert (sample["output"], sample["extracted"]) == (
+                    first,
+                    str(row["filtered_resps"][0]),
+                )
             elif isinstance(first, tuple | list):
                 likelihoods = [float(reply[0][0]) for reply in row["resps"]]
                 assert json.loads(str(sample["output"])) == pytest.approx(likelihoods, abs=1e-3)
@@ -160,20 +183,26 @@ class Words:
 
     def __call__(self, texts: Sequence[str], **_: Any) -> Any:
         return SimpleNamespace(
-            input_ids=[[self._words.setdefault(word, len(self._words)) for word in text.split()] for text in texts]
+            input_ids=[
+                [self._words.setdefault(word, len(self._words)) for word in text.split()]
+                for text in texts
+            ]
         )
 
     def get_chat_template(self, **_: Any) -> str:
         return self.chat_template
 
     def apply_chat_template(self, messages: Any, *, tools: Any = (), **_: Any) -> str:
-        prompt = Environment().from_string(self.chat_template).render(messages=messages, tools=tools)
+        prompt = (
+            Environment().from_string(self.chat_template).render(messages=messages, tools=tools)
+        )
         self.rendered.setdefault(prompt, messages)
         return prompt
 
 
 class Said(Engine):
-    """Says given texts: by prompt, or one after the other to conversations in the order of the items."""
+    """Says given texts: by prompt, or one after the other to conversations in the order of the
+    items."""
 
     scores = False
     max_length = None

@@ -1,4 +1,5 @@
-"""An OpenAI-compatible endpoint for tests, which behaves as it is told; as a program, a server that can be started.
+"""An OpenAI-compatible endpoint for tests, which behaves as it is told; as a program, a server that
+can be started.
 
 Standard library only, so that it starts at once.
 """
@@ -24,14 +25,23 @@ class Reply:
 
 def message(text: str | None, **choice: Any) -> Reply:
     """A chat completion."""
-    answer = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}, **choice}
-    return Reply({"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [answer]})
+    answer = {
+        "index": 0,
+        "finish_reason": "stop",
+        "message": {"role": "assistant", "content": text},
+        **choice,
+    }
+    return Reply(
+        {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [answer]}
+    )
 
 
 def completion(text: str, model: str, finish_reason: str = "stop") -> Reply:
     """A text completion."""
     answer = {"index": 0, "finish_reason": finish_reason, "text": text}
-    return Reply({"id": "x", "object": "text_completion", "created": 0, "model": model, "choices": [answer]})
+    return Reply(
+        {"id": "x", "object": "text_completion", "created": 0, "model": model, "choices": [answer]}
+    )
 
 
 @dataclass
@@ -47,14 +57,19 @@ class Endpoint:
 def endpoint(
     answer: Callable[[dict[str, Any]], Reply], models: Sequence[str] = (), port: int = 0
 ) -> Iterator[Endpoint]:
-    """Listens on a port of this machine, by default on a free one; `answer` gets the body of each request."""
+    """Listens on a port of this machine, by default on a free one; `answer` gets the body of each
+    request."""
     found = Endpoint("")
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            self._send(Reply({"object": "list", "data": [{"id": name, "object": "model"} for name in models]}))
+            self._send(
+                Reply(
+                    {"object": "list", "data": [{"id": name, "object": "model"} for name in models]}
+                )
+            )
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -63,7 +78,11 @@ def endpoint(
             self._send(answer(body))
 
         def _send(self, reply: Reply) -> None:
-            content = reply.body.encode() if isinstance(reply.body, str) else json.dumps(reply.body).encode()
+            content = (
+                reply.body.encode()
+                if isinstance(reply.body, str)
+                else json.dumps(reply.body).encode()
+            )
             self.send_response(reply.status)
             self.send_header("Content-Type", "application/json")
             for name, value in {"Content-Length": str(len(content)), **reply.headers}.items():
@@ -80,7 +99,9 @@ def endpoint(
 
     server = Quiet(("127.0.0.1", port), Handler)
     found.url = f"http://127.0.0.1:{server.server_port}/v1"
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+    ).start()
     try:
         yield found
     finally:
@@ -88,7 +109,10 @@ def endpoint(
         server.server_close()
 
 
-if __name__ == "__main__":  # endpoint.py PORT MODEL: goes on with a prompt by its length, until it is stopped
+# endpoint.py PORT MODEL: goes on with a prompt by its length, until it is stopped
+if __name__ == "__main__":
     served = sys.argv[2]
-    with endpoint(lambda body: completion(f" {len(body['prompt'])}", served), [served], int(sys.argv[1])):
+    with endpoint(
+        lambda body: completion(f" {len(body['prompt'])}", served), [served], int(sys.argv[1])
+    ):
         threading.Event().wait()

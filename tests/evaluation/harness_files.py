@@ -1,4 +1,5 @@
-"""Small files in the harnesses' formats, and miniature data sets in those columns of the hub that are read."""
+"""Small files in the harnesses' formats, and miniature data sets in those columns of the hub that
+are read."""
 
 import json
 from collections.abc import Iterable
@@ -19,7 +20,9 @@ def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
     return path
 
 
-def problem(number: int, name: str, body: str, base: list[Any], plus: list[Any], **changes: Any) -> dict[str, Any]:
+def problem(
+    number: int, name: str, body: str, base: list[Any], plus: list[Any], **changes: Any
+) -> dict[str, Any]:
     """A HumanEval problem whose function takes x."""
     row = {
         "task_id": f"HumanEval/{number}",
@@ -55,20 +58,36 @@ GENERATED = {
 }
 
 
-def own_task(folder: Path, items: list[dict[str, Any]], definition: dict[str, Any], **settings: Any) -> BenchmarkConfig:
+def own_task(
+    folder: Path, items: list[dict[str, Any]], definition: dict[str, Any], **settings: Any
+) -> BenchmarkConfig:
     """A benchmark of lm-eval with a task and items of its own."""
-    (folder / "own.yaml").write_text(yaml.safe_dump({"task": "own", "test_split": "test", **definition}))
+    (folder / "own.yaml").write_text(
+        yaml.safe_dump({"task": "own", "test_split": "test", **definition})
+    )
     write_lines(folder / "own.jsonl", items)
     metric = "exact_match" if definition["output_type"] == "generate_until" else "acc"
-    task = BenchmarkConfig(name="own", harness="lm_eval", task=str(folder / "own.yaml"), reports={"own": metric})
+    task = BenchmarkConfig(
+        name="own", harness="lm_eval", task=str(folder / "own.yaml"), reports={"own": metric}
+    )
     return replace(task, **settings)
 
 
 Rows = list[dict[str, Any]]
 
 BOOLQ: Rows = [
-    {"question": "is the sea salt", "passage": "Sea -- The sea is salt water.", "idx": 0, "label": 1},
-    {"question": "can a stone swim", "passage": "Stone -- A stone sinks.\nIt is heavy.", "idx": 1, "label": 0},
+    {
+        "question": "is the sea salt",
+        "passage": "Sea -- The sea is salt water.",
+        "idx": 0,
+        "label": 1,
+    },
+    {
+        "question": "can a stone swim",
+        "passage": "Stone -- A stone sinks.\nIt is heavy.",
+        "idx": 1,
+        "label": 0,
+    },
     {"question": "do owls fly", "passage": "Owl -- Owls fly at night.", "idx": 2, "label": 1},
 ]
 _CUBE = ["is using wrap.", "is tiles.", "holds a cube.", "pulls."]
@@ -77,7 +96,13 @@ HELLASWAG: Rows = [
     {"activity_label": label, "ctx_a": first, "ctx_b": second, "endings": endings, "label": answer}
     for label, first, second, endings, answer in [
         ("Roof", "A man sits on a roof.", "he", _CUBE, "3"),
-        ("Tea", "[header] How to make tea [title] Boil.", "you", ["[step] pour", "wait  long", "x", "y"], "0"),
+        (
+            "Tea",
+            "[header] How to make tea [title] Boil.",
+            "you",
+            ["[step] pour", "wait  long", "x", "y"],
+            "0",
+        ),
         ("Dogs", "Two dogs run.", "", _BARK, "1"),
     ]
 ]
@@ -89,7 +114,11 @@ RTE: Rows = [
 MATHQA: Rows = [
     {"Problem": problem, "options": options, "correct": correct}
     for problem, options, correct in [
-        ("two and three is ?", "a ) 38 , b ) 27.675 , c ) 5 , d ) data inadequate , e ) none of these", "c"),
+        (
+            "two and three is ?",
+            "a ) 38 , b ) 27.675 , c ) 5 , d ) data inadequate , e ) none of these",
+            "c",
+        ),
         ("a train runs 10 km in 2 h", "a ) 5 , b ) 50 , c ) 1,000 , d ) 7 , e ) 12 km", "a"),
         ("half of 9 is ?", "a ) rs . 4 , b ) 4.5 , c ) 5 , d ) 9 , e ) 18", "b"),
     ]
@@ -111,7 +140,8 @@ def subject_rows(subject: str, count: int) -> Rows:
 
 
 def mirrored(folder: Path, name: str, rows: Rows, **more: Rows) -> BenchmarkConfig:
-    """The benchmark with a mirror under folder/data of rows for the split that is asked and `more` splits."""
+    """The benchmark with a mirror under folder/data of rows for the split that is asked and `more`
+    splits."""
     (benchmark,) = benchmarks([name], str(folder / "data"))
     benchmark = replace(benchmark, expected=len(rows))
     parts: dict[tuple[str, str], Rows] = {}

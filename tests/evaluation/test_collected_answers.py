@@ -1,4 +1,5 @@
-"""Answers of engines: what is asked in which batch, wherever it was interrupted, and what is kept of each text."""
+"""Answers of engines: what is asked in which batch, wherever it was interrupted, and what is kept
+of each text."""
 
 import math
 import re
@@ -34,11 +35,16 @@ BENCHMARK = BenchmarkConfig("b", "lm_eval", "none", batch_size=2)
 
 
 class Sums(Engine):
-    """Writes prompts backwards; likelihoods are sums of tokens and depend on the batch. Ends after some batches."""
+    """Writes prompts backwards; likelihoods are sums of tokens and depend on the batch. Ends after
+    some batches."""
 
-    def __init__(self, most: int = 1000, length: int | None = None, value: float | None = None) -> None:
+    def __init__(
+        self, most: int = 1000, length: int | None = None, value: float | None = None
+    ) -> None:
         self.tokenizer, self.template_arguments = Words(), {}
-        self.left, self.max_length, self.value = most, length, value
+        self.left = most
+        self.max_length = length
+        self.value = value
         self.batches_done: list[tuple[Any, ...]] = []
 
     def generate(self, prompts: Sequence[Prompt], writing: Writing) -> list[Written]:
@@ -57,9 +63,21 @@ class Sums(Engine):
         self.batches_done.append(batch)
 
 
-WORDS = st.lists(st.sampled_from(["a", "b", "\u2028", "\u00e4", "\ud800"]), max_size=5).map(" ".join)
-TEXTS = st.builds(Text, WORDS, st.integers(1, 2), st.just(()) | st.just(("x",)), st.none() | WORDS.map(" {}".format))
-REQUESTS = TEXTS | st.builds(Pair, WORDS.map("c {}".format), WORDS.map(" d{}".format)) | st.just(Document("a b c d e"))
+WORDS = st.lists(st.sampled_from(["a", "b", "\u2028", "\u00e4", "\ud800"]), max_size=5).map(
+    " ".join
+)
+TEXTS = st.builds(
+    Text,
+    WORDS,
+    st.integers(1, 2),
+    st.just(()) | st.just(("x",)),
+    st.none() | WORDS.map(" {}".format),
+)
+REQUESTS = (
+    TEXTS
+    | st.builds(Pair, WORDS.map("c {}".format), WORDS.map(" d{}".format))
+    | st.just(Document("a b c d e"))
+)
 
 
 @given(
@@ -68,7 +86,10 @@ REQUESTS = TEXTS | st.builds(Pair, WORDS.map("c {}".format), WORDS.map(" d{}".fo
     torn=st.booleans(),
 )
 def test_a_killed_run_goes_on_with_the_same_batches_and_repeats_none_that_was_done(
-    tmp_path_factory: pytest.TempPathFactory, requests: list[list[Any]], kills: list[int], torn: bool
+    tmp_path_factory: pytest.TempPathFactory,
+    requests: list[list[Any]],
+    kills: list[int],
+    torn: bool,
 ) -> None:
     asked = [Item(str(number), tuple(of_item)) for number, of_item in enumerate(requests)]
     whole = Sums()
@@ -89,8 +110,15 @@ def test_a_killed_run_goes_on_with_the_same_batches_and_repeats_none_that_was_do
 
 
 def test_what_was_recorded_for_another_question_is_not_taken(tmp_path: Path) -> None:
-    engine, record = Sums(), Record(tmp_path / "computed.jsonl")
-    for prompt, most, settings in (("a", 1, {}), ("a", 2, {}), ("a", 1, {"stop": ("x",)}), ("b", 1, {}), ("a", 1, {})):
+    engine = Sums()
+    record = Record(tmp_path / "computed.jsonl")
+    for prompt, most, settings in (
+        ("a", 1, {}),
+        ("a", 2, {}),
+        ("a", 1, {"stop": ("x",)}),
+        ("b", 1, {}),
+        ("a", 1, {}),
+    ):
         write(engine, [prompt], most, record=record, **settings)
     assert len(engine.batches_done) == 4
     write(engine, ["a"], 1, record=Record(file := tmp_path / "computed.jsonl"))
@@ -101,7 +129,9 @@ def test_what_was_recorded_for_another_question_is_not_taken(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_a_likelihood_that_is_no_number_fails_and_is_computed_again(value: float, tmp_path: Path) -> None:
+def test_a_likelihood_that_is_no_number_fails_and_is_computed_again(
+    value: float, tmp_path: Path
+) -> None:
     asked = [Item("1", (Pair("a", " b"),))]
     with pytest.raises(FloatingPointError, match=str(value)):
         collect_answers(Sums(value=value), asked, BENCHMARK, Record(tmp_path / "computed.jsonl"))
@@ -110,7 +140,11 @@ def test_a_likelihood_that_is_no_number_fails_and_is_computed_again(value: float
 
 
 def test_rows_with_one_question_are_scored_together_the_longest_first() -> None:
-    pairs = [Pair(f"q{number % 3} x", f" {answer}") for answer in ("a", "b c d", "e f") for number in range(3)]
+    pairs = [
+        Pair(f"q{number % 3} x", f" {answer}")
+        for answer in ("a", "b c d", "e f")
+        for number in range(3)
+    ]
     engine = Sums()
     collect_answers(engine, [Item("1", tuple(pairs))], BENCHMARK)
     (rows,) = engine.batches_done
@@ -126,15 +160,21 @@ def test_windows_from_nothing_are_those_of_lm_eval(tokens: list[int], length: in
     windows = get_rolling_token_windows(tokens, prefix_token=99, max_seq_len=length, context_len=1)
     expected = [(context, predicted) for context, predicted in map(make_disjoint_window, windows)]
     rows = answers._rolling_windows([99, *tokens], length)
-    assert [(list(row.tokens[: row.start]), list(row.tokens[row.start :])) for row in rows] == expected
+    assert [
+        (list(row.tokens[: row.start]), list(row.tokens[row.start :])) for row in rows
+    ] == expected
 
 
 def test_windows_of_a_document_cover_it_once() -> None:
     engine = Sums(length=16)
-    (answer,) = collect_answers(engine, [Item("1", (Document("a b c d e f g h", 3, windows=2),))], BENCHMARK)
+    (answer,) = collect_answers(
+        engine, [Item("1", (Document("a b c d e f g h", 3, windows=2),))], BENCHMARK
+    )
     assert [window.tokens for window in answer.reply.windows] == [2, 2] and answer.reply.tokens == 8
     for length, text in ((1, "a b"), (17, "a b"), (3, "a")):
-        with pytest.raises(UserError, match=rf"length={re.escape(str(length))}|expected at least two"):
+        with pytest.raises(
+            UserError, match=rf"length={re.escape(str(length))}|expected at least two"
+        ):
             collect_answers(engine, [Item("1", (Document(text, length),))], BENCHMARK)
 
 
@@ -155,12 +195,20 @@ TEXTS = [
     ("[THINK]Is it 24?[/THINK]It is 72.", "", "It is 72."),
     ("[THINK]It is 72", "", None),
     ("<seed:think>Is it 24?</seed:think>It is 72.", "", "It is 72."),
-    ("<|channel|>analysis<|message|>24?<|end|><|start|>assistant<|channel|>final<|message|>It.", HARMONY, "It."),
+    (
+        "<|channel|>analysis<|message|>24?<|end|><|start|>assistant<|channel|>final<|message|>It.",
+        HARMONY,
+        "It.",
+    ),
     ("<|channel|>analysis<|message|>It is 72, or", HARMONY, None),
     ("analysisThe assistant final answer: 24?assistantfinalIt is 72.", HARMONY, "It is 72."),
     ("analysisIt is 72, or", HARMONY, None),
     ("It is 72.", HARMONY, "It is 72."),
-    ("It writes <think> and </think> around it: 72.", "", "It writes <think> and </think> around it: 72."),
+    (
+        "It writes <think> and </think> around it: 72.",
+        "",
+        "It writes <think> and </think> around it: 72.",
+    ),
     ('text.split("</think>")[-1]', "", 'text.split("</think>")[-1]'),
     ("analysis of the text: 72", "", "analysis of the text: 72"),
 ]
@@ -169,7 +217,8 @@ TEXTS = [
 
 @pytest.mark.parametrize(("text", "end", "answer"), TEXTS)
 def test_a_text_is_parted_into_thought_and_answer(text: str, end: str, answer: str | None) -> None:
-    """The first stop text ends an answer and none a thought: where a model may think, its engine is told of none."""
+    """The first stop text ends an answer and none a thought: where a model may think, its engine is
+    told of none."""
     stops = ("Question:", "2. Q")
     for template, told in ((PLAIN, stops), (PLAIN + "{# <think> #}", ())):
         said = Said(lambda _: text, template)
@@ -188,7 +237,9 @@ def test_a_completion_that_speaks_of_marks_is_no_thought() -> None:
 def test_an_unfinished_thought_is_no_empty_answer(tmp_path: Path) -> None:
     items = [{"q": question, "label": ""} for question in ("Q0", "Q1")]
     benchmark = own_task(tmp_path, items, GENERATED, chat=True, max_new_tokens=9)
-    run.evaluate(Said(["<think>hm", "<think>hm</think>"]), benchmark, tmp_path / "out", policy=Policy())
+    run.evaluate(
+        Said(["<think>hm", "<think>hm</think>"]), benchmark, tmp_path / "out", policy=Policy()
+    )
     assert [sample["outcome"] for sample in samples(tmp_path / "out")] == [0.0, 1.0]
     assert protocol(tmp_path / "out")["unfinished_thoughts"] == ["0"]
 
@@ -203,7 +254,10 @@ def test_the_loaded_model_says_why_a_text_ended(subject: LoadedModel) -> None:
 
 def test_prompts_leave_room_for_their_texts() -> None:
     engine = Sums(length=9)
-    for settings, sentence in (({"max_length": 8}, "the benchmark's 8 tokens: lower"), ({}, "the model's 9 tokens: ")):
+    for settings, sentence in (
+        ({"max_length": 8}, "the benchmark's 8 tokens: lower"),
+        ({}, "the model's 9 tokens: "),
+    ):
         with pytest.raises(UserError, match=sentence):
             ask(engine, ["a", "a b"], 40 if settings else 8, **settings)
     with pytest.raises(UserError, match="they need a model, or a max_length, of more"):
@@ -216,9 +270,13 @@ def test_prompts_leave_room_for_their_texts() -> None:
 
 
 @pytest.mark.slow
-def test_marks_that_are_special_tokens_part_thoughts_unless_a_server_leaves_them_out(subject: LoadedModel) -> None:
+def test_marks_that_are_special_tokens_part_thoughts_unless_a_server_leaves_them_out(
+    subject: LoadedModel,
+) -> None:
     tokenizer = chatting(subject, PLAIN + "{# [THINK] #}").tokenizer
-    tokenizer.add_tokens([AddedToken(mark, special=True) for mark in ("[THINK]", "[/THINK]")], special_tokens=True)
+    tokenizer.add_tokens(
+        [AddedToken(mark, special=True) for mark in ("[THINK]", "[/THINK]")], special_tokens=True
+    )
     whole = "[THINK]Is it 24?[/THINK] It is 72."
     written = [[0, tokenizer(whole, add_special_tokens=False).input_ids, -1.0]]
     (reply,) = ask(vllm_saying(tokenizer, written), ["Q"], 40, chat=True)
@@ -238,7 +296,11 @@ def test_marks_that_are_special_tokens_part_thoughts_unless_a_server_leaves_them
         ("It is 72.<|im_end|>", "", "It is 72."),
         ("It is 72.\n<|eot|>Question: 24?", "", "It is 72.\n"),
         ("It <|eot|>is 72.", "", "It is 72."),
-        ("<think>24?<|im_end|>72!</think>It is 72.<|im_end|> Or 24?", "<think>24?72!</think>", "It is 72."),
+        (
+            "<think>24?<|im_end|>72!</think>It is 72.<|im_end|> Or 24?",
+            "<think>24?72!</think>",
+            "It is 72.",
+        ),
     ],
 )
 def test_an_answer_ends_at_a_stop_text_that_has_a_special_token(
@@ -248,57 +310,88 @@ def test_an_answer_ends_at_a_stop_text_that_has_a_special_token(
     tokenizer = chatting(subject, template).tokenizer
     names = ("<|im_end|>", "<|eot|>")
     tokenizer.add_tokens([AddedToken(name, special=True) for name in names], special_tokens=True)
-    stop, tokens = ("<|im_end|>", "<|eot|>Question:"), tokenizer(whole, add_special_tokens=False).input_ids
-    (reply,) = ask(vllm_saying(tokenizer, [[0, tokens, -1.0]]), ["Q"], 60, stop=stop, chat=template is not None)
+    stop = ("<|im_end|>", "<|eot|>Question:")
+    tokens = tokenizer(whole, add_special_tokens=False).input_ids
+    (reply,) = ask(
+        vllm_saying(tokenizer, [[0, tokens, -1.0]]), ["Q"], 60, stop=stop, chat=template is not None
+    )
     ended = "end" if whole.endswith(answer[-4:]) else "stop"
     assert (reply.thought, reply.text, reply.ended) == (thought, answer, ended)
-    with pytest.raises(UserError, match=r"backend=server.*<\|im_end\|>.*<\|eot\|>.*expected backend=hf"):
+    with pytest.raises(
+        UserError, match=r"backend=server.*<\|im_end\|>.*<\|eot\|>.*expected backend=hf"
+    ):
         ask(ServedModel("http://127.0.0.1:9/v1", "m", tokenizer, 512, {}), ["Q"], 60, stop=stop)
 
 
 @pytest.mark.parametrize("reason", ["stop", "length", "abort", "error"])
-def test_a_text_that_vllm_broke_off_is_an_error(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_vllm_broke_off_is_an_error(
+    reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = SimpleNamespace(token_ids=(5, 7), finish_reason=reason, cumulative_logprob=-1.0)
     done = [SimpleNamespace(request_id="0", finished=True, outputs=[text])]
     played = SimpleNamespace(
-        add_request=lambda *_: None, has_unfinished_requests=lambda: bool(done), step=lambda: [done.pop()]
+        add_request=lambda *_: None,
+        has_unfinished_requests=lambda: bool(done),
+        step=lambda: [done.pop()],
     )
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **_: None))
     process = vllm_engine.Engine()
     process.llm = SimpleNamespace(llm_engine=played)
-    broken = nullcontext() if reason in ("stop", "length") else pytest.raises(ValueError, match=re.escape(reason))
+    broken = (
+        nullcontext()
+        if reason in ("stop", "length")
+        else pytest.raises(ValueError, match=re.escape(reason))
+    )
     with broken:
         assert list(process.generate([[1]], 2, [], [0])) == [(0, [5, 7], -1.0)]
 
 
 def test_a_chat_template_writes_the_special_tokens_itself(subject: LoadedModel) -> None:
     model = chatting(subject, "{{ eos_token }}" + PLAIN + "{{ extra }}", extra="!")
-    tokenizer, start = model.tokenizer, model.tokenizer.eos_token
+    tokenizer = model.tokenizer
+    start = model.tokenizer.eos_token
     special = [(start, tokenizer.eos_token_id)]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"{start} $A", special_tokens=special)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        f"{start} $A", special_tokens=special
+    )
     prompt = render(model, [{"role": "user", "content": "The story"}])
     assert prompt == f"{start}The story!"
     length = len(tokenizer(prompt, add_special_tokens=False).input_ids)
     assert write(model, [prompt], 4, max_length=length + 4, chat=True)
-    assert write(model, [prompt], 4, max_length=length + 4), "nor is the first token added to a text that has it"
+    assert write(model, [prompt], 4, max_length=length + 4), (
+        "nor is the first token added to a text that has it"
+    )
     with pytest.raises(UserError, match=rf"a prompt of {re.escape(str(length + 1))} tokens"):
         write(model, [prompt.removeprefix(start) + " a"], 4, max_length=length + 4)
 
 
 @pytest.mark.parametrize("before", ["", "<|endoftext|> "])
 @pytest.mark.parametrize("after", [" <|endoftext|>", " <|im_end|> <|endoftext|>"])
-def test_tokens_that_a_tokenizer_appends_are_dropped(subject: LoadedModel, before: str, after: str) -> None:
-    """Texts, losses on answers and likelihoods are those of a tokenizer that appends nothing. A server appends them."""
+def test_tokens_that_a_tokenizer_appends_are_dropped(
+    subject: LoadedModel, before: str, after: str
+) -> None:
+    """Texts, losses on answers and likelihoods are those of a tokenizer that appends nothing. A
+    server appends them."""
 
     def adding(single: str) -> LoadedModel:
         model = chatting(subject, None)
         model.tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
-        ids = [(name, model.tokenizer.convert_tokens_to_ids(name)) for name in ("<|im_end|>", "<|endoftext|>")]
-        model.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single, special_tokens=ids)
+        ids = [
+            (name, model.tokenizer.convert_tokens_to_ids(name))
+            for name in ("<|im_end|>", "<|endoftext|>")
+        ]
+        model.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single, special_tokens=ids
+        )
         return model
 
     question = "A bird sleeps in a"
-    requests = [Text(question, 8, reference=" nest"), Pair(question, " nest"), Pair("", "A nest"), Document("A bird.")]
+    requests = [
+        Text(question, 8, reference=" nest"),
+        Pair(question, " nest"),
+        Pair("", "A nest"),
+        Document("A bird."),
+    ]
     asked = [Item(str(number), (request,)) for number, request in enumerate(requests)]
     expected = collect_answers(adding(f"{before}$A"), asked, BENCHMARK)
     appending = adding(f"{before}$A{after}")
@@ -324,6 +417,8 @@ def test_prompts_have_the_date_of_the_model(subject: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize("template", [None, "{{ raise_exception('System role not supported') }}"])
-def test_a_template_that_is_missing_or_refuses_is_a_sentence(template: str | None, subject: LoadedModel) -> None:
+def test_a_template_that_is_missing_or_refuses_is_a_sentence(
+    template: str | None, subject: LoadedModel
+) -> None:
     with pytest.raises(UserError, match=r"no chat template|System role not supported"):
         render(chatting(subject, template), [{"role": "user", "content": "hi"}])

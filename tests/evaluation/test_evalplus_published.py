@@ -1,4 +1,5 @@
-"""EvalPlus's published problems through the adapter: what is asked, what is taken from an answer, and its verdict."""
+"""EvalPlus's published problems through the adapter: what is asked, what is taken from an answer,
+and its verdict."""
 
 import ast
 import importlib.util
@@ -33,21 +34,26 @@ from moe_lab.evaluation.mirror import benchmarks, make
 
 pytestmark = pytest.mark.slow
 
-ALLOWED = Policy(allow_code_execution=True, sandbox="none" if namespaces_missing() else "namespaces")
+ALLOWED = Policy(
+    allow_code_execution=True, sandbox="none" if namespaces_missing() else "namespaces"
+)
 CHOSEN = {
-    "humaneval": (0, 2, 32, 38, 50, 115, 163),  # 32: judged by putting the answer in; 38, 50: helpers in the prompt
+    # 32: judged by putting the answer in; 38, 50: helpers in the prompt
+    "humaneval": (0, 2, 32, 38, 50, 115, 163),
     "mbpp": (2, 6, 63, 75, 106, 124, 232, 250, 252, 259, 278, 558, 580, 581, 722, 737, 787, 794),
 }
 """Problems with oracles and input types of their own."""
 UNSTABLE = {"humaneval": int(sys.version_info >= (3, 12))}
-"""How many are not passed by their own solution on the inputs of EvalPlus: that of HumanEval/32, by Newton's method,
-ends elsewhere where `sum` rounds as it does since Python 3.12."""
+"""How many are not passed by their own solution on the inputs of EvalPlus: that of HumanEval/32, by
+Newton's method, ends elsewhere where `sum` rounds as it does since Python 3.12."""
 
 
 def published(name: str, root: Path, data: Path, numbers: tuple[int, ...]) -> BenchmarkConfig:
     """A mirror of some published problems."""
     (benchmark,) = benchmarks([name], str(root))
-    file, begin = {"humaneval": ("HumanEvalPlus", "HumanEval/"), "mbpp": ("MbppPlus", "Mbpp/")}[name]
+    file, begin = {"humaneval": ("HumanEvalPlus", "HumanEval/"), "mbpp": ("MbppPlus", "Mbpp/")}[
+        name
+    ]
     wanted = {f"{begin}{number}" for number in numbers}
     rows = [row for row in mirror.read_rows(data / f"{file}.jsonl.gz") if row["task_id"] in wanted]
     assert len(rows) == len(numbers)
@@ -89,9 +95,12 @@ def test_questions_are_evalplus_questions(tmp_path: Path) -> None:
     begin = 'def f0(x):\n    """What it does."""'
     first, *others = evalplus.items(benchmark)
     instruction = (
-        "Please provide a self-contained Python script that solves the following problem in a markdown code block"
+        "Please provide a self-contained Python script that solves the following "
+        "problem in a markdown code block"
     )
-    assert first.requests[0].prompt == [{"role": "user", "content": f"{instruction}:\n```python\n{begin}\n```"}]
+    assert first.requests[0].prompt == [
+        {"role": "user", "content": f"{instruction}:\n```python\n{begin}\n```"}
+    ]
     assert (first.name, len(others), first.requests[0].stop) == ("HumanEval/0", 2, ())
     (item,) = evalplus.items(replace(benchmark, chat=False, limit=1))
     assert item.requests[0].prompt == begin + "\n"
@@ -99,16 +108,24 @@ def test_questions_are_evalplus_questions(tmp_path: Path) -> None:
 
 
 SAID = [
-    "<think>Is it\n```\ndef f0(x): return 0\n```\n?</think>\n```python\ndef f0(x):\n    return x + 1\n```\n"
+    "<think>Is it\n```\ndef f0(x): return 0\n```\n?</think>\n```python\ndef f0(x):\n    return x "
+    "+ 1\n```\n"
     "Use it:\n```python\nprint(f0(1))\n```",
-    "```py\nimport math\n\ndef none(x): return x\n\ndef f1(x):\n    return math.floor(x) + 1 if x < 3 else 0\n\nf(",
+    (
+        "```py\nimport math\n\ndef none(x): return x\n\ndef f1(x):\n    return math.floor(x) + 1 "
+        "if x "
+        "< 3 else 0\n\nf("
+    ),
     "I cannot.",
 ]
 
 
-def test_answers_are_graded_again_without_their_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_graded_again_without_their_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    benchmark, out = small_mirror(tmp_path), tmp_path / "out"
+    benchmark = small_mirror(tmp_path)
+    out = tmp_path / "out"
     model = Said(SAID)
     harness.write_answers(run.answer(model, benchmark), tmp_path / run.ANSWERS)
     assert (model.writing.stop, model.writing.most, model.writing.chat) == ((), 2048, True)
@@ -135,12 +152,25 @@ def test_answers_are_graded_again_without_their_model(tmp_path: Path, monkeypatc
     [
         ("def f(): pass", "def f(): pass"),
         ("```\ndef f(): pass\n```", "def f(): pass"),
-        ("A:\n```python\ndef f(): pass\n```\nB:\n```python\nf()\n# much longer than the first\n```", "def f(): pass"),
-        ("```python\ndef f(): return 1\n```\nBetter:\n```python\ndef f(): return 2\n```", "def f(): return 2"),
+        (
+            (
+                "A:\n```python\ndef f(): pass\n```\nB:\n```python\nf()\n# much longer than the "
+                "first\n"
+                "```"
+            ),
+            "def f(): pass",
+        ),
+        (
+            "```python\ndef f(): return 1\n```\nBetter:\n```python\ndef f(): return 2\n```",
+            "def f(): return 2",
+        ),
         ("```python\nf = lambda: 1\n```\nso\n```\nf()\n```", "f = lambda: 1"),
         ("```python\ndef f():\n    return 1", "def f():\n    return 1"),
         ("1. So:\n   ```python\n   def f():\n       return 1\n   ```", "def f():\n    return 1"),
-        ("```python\ndef func(): pass\n\n\n```\n```\nasync  def f(x): pass\n```", "async  def f(x): pass"),
+        (
+            "```python\ndef func(): pass\n\n\n```\n```\nasync  def f(x): pass\n```",
+            "async  def f(x): pass",
+        ),
         ("", ""),
     ],
 )
@@ -176,33 +206,43 @@ LINES = [
 
 @settings(max_examples=150, deadline=None)
 @given(lines=st.lists(st.sampled_from(LINES), max_size=9))
-def test_the_longest_program_is_the_one_evalplus_finds(original: ModuleType, lines: list[str]) -> None:
+def test_the_longest_program_is_the_one_evalplus_finds(
+    original: ModuleType, lines: list[str]
+) -> None:
     text = "\n".join(lines)
     assert longest_program(text) == original.code_extract(text)
 
 
 def test_the_sanitizer_costs_little() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
-    prose, program = "".join(f"word {i} ( = \n" for i in range(400)), "".join(f"x{i} = {i}\n" for i in range(400))
+    prose = "".join(f"word {i} ( = \n" for i in range(400))
+    program = "".join(f"x{i} = {i}\n" for i in range(400))
     assert (sanitized(prose, "f"), sanitized(program, "f")) == ("word 0 ( = ", program.rstrip("\n"))
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - before < 10  # 160 s each, as EvalPlus does it
+    # 160 s each, as EvalPlus does it
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - before < 10
 
 
 def test_nothing_kills_the_sanitizer(tmp_path: Path) -> None:
     data = str(write_lines(tmp_path / "data.jsonl", [problem(900, "f", "return x", [[1]], [[1]])]))
 
     def sanitized_by_grader(text: str) -> str:
-        request = GradeRequest("humaneval", data, {"HumanEval/900": text}, not namespaces_missing(), sanitize=True)
+        request = GradeRequest(
+            "humaneval", data, {"HumanEval/900": text}, not namespaces_missing(), sanitize=True
+        )
         return kept_grader.grade(request)["HumanEval/900"].program
 
-    program, broken = "print(1)\ndef f(x): return x", ["(" * 5000, "x = 1\0", "\ud800"]
+    program = "print(1)\ndef f(x): return x"
+    broken = ["(" * 5000, "x = 1\0", "\ud800"]
     assert [*map(sanitized_by_grader, [*broken, program])] == [*broken, "def f(x): return x"]
 
 
 def test_a_generator_that_the_entry_point_needs_is_kept(original: ModuleType) -> None:
     program = "def g(x):\n    yield x\ndef h():\n    print(1)\ndef f(x):\n    return list(g(x))"
     kept = sanitized(program, "f")
-    assert [node.name for node in ast.parse(kept).body if isinstance(node, ast.FunctionDef)] == ["g", "f"]
+    assert [node.name for node in ast.parse(kept).body if isinstance(node, ast.FunctionDef)] == [
+        "g",
+        "f",
+    ]
     assert "def g" not in original.sanitize(program, "f"), "EvalPlus keeps it itself by now"
 
 
@@ -214,16 +254,23 @@ kept_grader.grade(GradeRequest("humaneval", sys.argv[1], {"HumanEval/1": endless
 """
 
 
-def test_what_runs_programs_has_no_torch_and_a_killed_worker_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_what_runs_programs_has_no_torch_and_a_killed_worker_leaves_nothing_behind(
+    tmp_path: Path,
+) -> None:
     data = write_lines(tmp_path / "data.jsonl", [problem(1, "f", "return x", [[1]], [])])
     (temporary := tmp_path / "temporary").mkdir()
     environment = {**os.environ, "TMPDIR": str(temporary)}
-    worker = subprocess.Popen([sys.executable, "-c", GRADING, str(data), namespaces_missing() or ""], env=environment)
+    worker = subprocess.Popen(
+        [sys.executable, "-c", GRADING, str(data), namespaces_missing() or ""], env=environment
+    )
     below = psutil.Process(worker.pid)
-    until(lambda: len(below.children(recursive=True)) >= 3)  # the runner, process 1 of its tree, the program
-    started, looked_at = [each.pid for each in below.children(recursive=True)], 0
+    # the runner, process 1 of its tree, the program
+    until(lambda: len(below.children(recursive=True)) >= 3)
+    started = [each.pid for each in below.children(recursive=True)]
+    looked_at = 0
     for process in started:
-        with suppress(FileNotFoundError, PermissionError):  # it has ended meanwhile, or is behind walls
+        # it has ended meanwhile, or is behind walls
+        with suppress(FileNotFoundError, PermissionError):
             assert "libtorch" not in Path(f"/proc/{process}/maps").read_text()
             looked_at += 1
     assert looked_at

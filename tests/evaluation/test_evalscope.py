@@ -1,4 +1,5 @@
-"""EvalScope asks and grades in its own process; what it is handed is what was generated, item by item."""
+"""EvalScope asks and grades in its own process; what it is handed is what was generated, item by
+item."""
 
 import base64
 import io
@@ -31,18 +32,24 @@ pytestmark = pytest.mark.slow
 
 ALLOWED = Policy(allow_code_execution=True, allow_pickled_data=True)
 needs_evalscope = pytest.mark.skipif(
-    evalscope.installed(BenchmarkConfig("any", "evalscope", "gsm8k")) is None, reason="no EvalScope: make evalscope"
+    evalscope.installed(BenchmarkConfig("any", "evalscope", "gsm8k")) is None,
+    reason="no EvalScope: make evalscope",
 )
 
 
 DATES = {"start_date": "2025-01-01", "end_date": "2025-04-30"}
-STARTER = "class Solution:\n    def largest(self, numbers: List[int], times: int) -> List[int]:\n        "
+STARTER = (
+    "class Solution:\n    def largest(self, numbers: List[int], times: int) -> List[int]:\n        "
+)
 
 
 def problem(number: int, day: str, *, function: bool = False) -> dict[str, Any]:
-    """A row of LiveCodeBench: read lines and print the sum of each, or return numbers in a new order."""
+    """A row of LiveCodeBench: read lines and print the sum of each, or return numbers in a new
+    order."""
     if function:
-        tests = [(f"[3, 1, {n}]\n2", json.dumps(sorted([3, 1, n], reverse=True)[:2])) for n in range(6)]
+        tests = [
+            (f"[3, 1, {n}]\n2", json.dumps(sorted([3, 1, n], reverse=True)[:2])) for n in range(6)
+        ]
     else:
         tests = [(f"2\n1 {n}\n{n} 5\n", f"{1 + n}\n{n + 5}.0\n") for n in range(6)]
     kind = "functional" if function else "stdin"
@@ -57,7 +64,9 @@ def problem(number: int, day: str, *, function: bool = False) -> dict[str, Any]:
         "starter_code": STARTER if function else "",
         "difficulty": "easy",
         "public_test_cases": json.dumps(cases[:2]),
-        "private_test_cases": base64.b64encode(zlib.compress(pickle.dumps(json.dumps(cases[2:])))).decode(),
+        "private_test_cases": base64.b64encode(
+            zlib.compress(pickle.dumps(json.dumps(cases[2:])))
+        ).decode(),
         "metadata": json.dumps({"func_name": "largest"} if function else {}),
     }
 
@@ -65,8 +74,21 @@ def problem(number: int, day: str, *, function: bool = False) -> dict[str, Any]:
 def configured(task: str, root: Path, **changes: Any) -> BenchmarkConfig:
     """A benchmark of EvalScope on data below `root`."""
     code = {**DATES, "seconds": 1.0, "processes": 2} if task == "live_code_bench" else {}
-    usual = {"data": "miniature/data", "split": "test", "reports": {task: "acc"}, "chat": True, "max_new_tokens": 64}
-    settings = {"harness": "evalscope", "task": task, "parameters": code, "root": str(root), **usual, **changes}
+    usual = {
+        "data": "miniature/data",
+        "split": "test",
+        "reports": {task: "acc"},
+        "chat": True,
+        "max_new_tokens": 64,
+    }
+    settings = {
+        "harness": "evalscope",
+        "task": task,
+        "parameters": code,
+        "root": str(root),
+        **usual,
+        **changes,
+    }
     return BenchmarkConfig(name=task, **settings)
 
 
@@ -80,8 +102,14 @@ def write_data(of: BenchmarkConfig, rows: Mapping[str, Sequence[Mapping[str, Any
 
 
 # LiveCodeBench: what a model may answer to a problem that wants the sum of each line, or `largest`.
-SUMS = "import sys\nfor line in sys.stdin.read().split('\\n')[1:]:\n    if line: print(sum(map(int, line.split())))"
-LARGEST = "class Solution:\n    def largest(self, numbers, times):\n        return tuple(sorted(numbers)[::-1][:times])"
+SUMS = (
+    "import sys\nfor line in sys.stdin.read().split('\\n')[1:]:\n    if line: "
+    "print(sum(map(int, line.split())))"
+)
+LARGEST = (
+    "class Solution:\n    def largest(self, numbers, times):\n        return "
+    "tuple(sorted(numbers)[::-1][:times])"
+)
 KILL = "import ctypes, os\nctypes.CDLL(None).kill(os.getppid(), 9)\n"
 FORGE = """
 import gc, sys
@@ -103,7 +131,10 @@ CASES: dict[str, tuple[bool, str, float]] = {
     "returns a tuple": (True, f"```python\n{LARGEST}\n```", 1.0),
     "is right in the first tests only": (
         False,
-        f"```python\nn = 0\n{SUMS.replace('print(', 'print(0 if [*map(int, line.split())][-1] == 4 else ')}\n```",
+        (
+            "```python\nn = 0\n"
+            f"{SUMS.replace('print(', 'print(0 if [*map(int, line.split())][-1] == 4 else ')}\n```"
+        ),
         0.0,
     ),
     "has no block": (False, SUMS, 0.0),
@@ -118,9 +149,15 @@ CASES: dict[str, tuple[bool, str, float]] = {
 
 @needs_evalscope
 @pytest.mark.usefixtures("namespaces")
-def test_programs_are_judged_by_evalscope_and_run_where_they_can_neither_harm_nor_cheat(tmp_path: Path) -> None:
+def test_programs_are_judged_by_evalscope_and_run_where_they_can_neither_harm_nor_cheat(
+    tmp_path: Path,
+) -> None:
     benchmark = configured("live_code_bench", tmp_path, expected=len(CASES))
-    days = ["2025-01-01T00:00:00", *["2025-02-02T10:30:00"] * (len(CASES) - 2), "2025-04-30T23:59:00"]
+    days = [
+        "2025-01-01T00:00:00",
+        *["2025-02-02T10:30:00"] * (len(CASES) - 2),
+        "2025-04-30T23:59:00",
+    ]
     outside = [problem(97, "2024-12-31T23:59:59"), problem(98, "2025-05-01T00:00:00")]
     asked = [
         problem(number, day, function=function)
@@ -136,7 +173,10 @@ def test_programs_are_judged_by_evalscope_and_run_where_they_can_neither_harm_no
     assert (result["n"], result["score"]) == (len(CASES), pytest.approx(3 / len(CASES)))
     said = {name: sample["extracted"] for name, sample in zip(CASES, found, strict=True)}
     assert said["reads lines"] == "pass" and said["never ends"] == "Time Limit Exceeded"
-    assert said["returns another order"] == "Wrong Answer" and "expected an indented block" in said["has no block"]
+    assert (
+        said["returns another order"] == "Wrong Answer"
+        and "expected an indented block" in said["has no block"]
+    )
     conversations = list(parrot.tokenizer.rendered.values())
     assert [message["role"] for message in conversations[0]] == ["system", "user"]
     assert "Problem 0" in conversations[0][1]["content"]
@@ -151,7 +191,10 @@ def test_a_runner_that_a_program_ends_is_replaced(monkeypatch: pytest.MonkeyPatc
     tests = {"fn_name": None, "inputs": ["1"], "outputs": ["1"]}
     answer = "def moe_lab_answer(given): return given"
     try:
-        assert [programs.judge(text, tests)[1]["program"] for text in (KILL + answer, answer)] == ["crash", "ok"]
+        assert [programs.judge(text, tests)[1]["program"] for text in (KILL + answer, answer)] == [
+            "crash",
+            "ok",
+        ]
     finally:
         programs.close()
 
@@ -161,30 +204,49 @@ def test_every_item_is_graded_with_its_own_answer(tmp_path: Path) -> None:
     questions = ["What is 1 and 1?", "What is 2 and 2?", "What is 1 and 1?", "What is 3 and 3?"]
     answers = ["2", "4", "3", "1,006"]  # the third asks as the first does, and wants something else
     benchmark = configured("gsm8k", tmp_path, expected=4)
-    rows = [{"question": q, "answer": f"Thus.\n#### {a}"} for q, a in zip(questions, answers, strict=True)]
+    rows = [
+        {"question": q, "answer": f"Thus.\n#### {a}"}
+        for q, a in zip(questions, answers, strict=True)
+    ]
     write_data(benchmark, {"test": rows})
-    beside = mirror.folder(benchmark) / "dataset_infos.json"  # EvalScope deletes such a file where it finds one
+    # EvalScope deletes such a file where it finds one
+    beside = mirror.folder(benchmark) / "dataset_infos.json"
     beside.write_text("{}")
-    parrot = Said(["<think>\\boxed{9}?</think>\n\u2028So \\boxed{2}. \ud83c", "\\boxed{5}", "\\boxed{1006}"])
+    parrot = Said(
+        ["<think>\\boxed{9}?</think>\n\u2028So \\boxed{2}. \ud83c", "\\boxed{5}", "\\boxed{1006}"]
+    )
     [result] = run.evaluate(parrot, benchmark, tmp_path / "out", policy=Policy())
     assert [sample["outcome"] for sample in samples(tmp_path / "out")] == [1.0, 0.0, 0.0, 1.0]
     assert [sample["extracted"] for sample in samples(tmp_path / "out")] == ["2", "5", "2", "1006"]
     assert result["score"] == 0.5 and (parrot.writing.most, parrot.writing.chat) == (64, True)
     content = [messages[-1]["content"] for messages in parrot.tokenizer.rendered.values()]
-    assert all(text.startswith(question) for text, question in zip(content, dict.fromkeys(questions), strict=True))
+    assert all(
+        text.startswith(question)
+        for text, question in zip(content, dict.fromkeys(questions), strict=True)
+    )
     assert all(text.endswith("put your final answer within \\boxed{}.") for text in content)
     assert beside.exists()
 
 
-def test_items_beyond_the_limit_are_taken_from_all_subsets_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_items_beyond_the_limit_are_taken_from_all_subsets_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def sample(number: int) -> Any:
         return SimpleNamespace(id=number, input=[SimpleNamespace(role="user", text=f"{number}")])
 
     subsets = {"easy": [*map(sample, range(4))], "hard": [*map(sample, range(2))]}
     names = [name for name, _ in evalscope_worker._named(subsets, 5)]
-    assert [name.partition(" ")[0] for name in names] == ["easy/0", "easy/1", "easy/2", "hard/0", "hard/1"]
+    assert [name.partition(" ")[0] for name in names] == [
+        "easy/0",
+        "easy/1",
+        "easy/2",
+        "hard/0",
+        "hard/1",
+    ]
     assert len(list(evalscope_worker._named(subsets, None))) == 6
-    monkeypatch.setattr(evalscope_worker, "load", lambda **_: (None, dict(evalscope_worker._named(subsets, 5))))
+    monkeypatch.setattr(
+        evalscope_worker, "load", lambda **_: (None, dict(evalscope_worker._named(subsets, 5)))
+    )
     subsets["easy"][1].input[0].text = "another question"
     with pytest.raises(AssertionError, match="answers and questions are not the same: easy/1"):
         evalscope_worker.grade(dict.fromkeys(names, "text"), code=None)
@@ -208,17 +270,34 @@ def test_the_process_needs_nothing_of_this_environment() -> None:
     python, *words = command("moe_lab.child_process", evalscope_worker.__name__)
     with Child([python, "-S", *words], {}) as process, pytest.raises(Refused) as refused:
         process.call("questions", name="gsm8k", folder="", dataset_args={}, limit=None, code=None)
-    assert (refused.value.kind, str(refused.value)) == ("ModuleNotFoundError", "No module named 'evalscope'")
+    assert (refused.value.kind, str(refused.value)) == (
+        "ModuleNotFoundError",
+        "No module named 'evalscope'",
+    )
 
 
-def test_what_evalscope_says_of_the_data_is_a_sentence_and_its_death_an_error(tmp_path: Path) -> None:
+def test_what_evalscope_says_of_the_data_is_a_sentence_and_its_death_an_error(
+    tmp_path: Path,
+) -> None:
     python = tmp_path / "python"
     benchmark = configured("gsm8k", tmp_path, python=str(python))
     write_data(benchmark, {"test": [{"question": "?", "answer": "#### 1"}]})
     for reply, kind, message in (
-        ('echo \'{"error": "its tests are pickled", "kind": "DataError"}\'', UserError, "its tests are pickled"),
-        ('echo \'{"error": "no", "kind": "KeyError"}\'', RuntimeError, "EvalScope failed: KeyError: no"),
-        ("echo first >&2; echo last words >&2; exit 3", RuntimeError, "EvalScope failed: exit code 3: last words"),
+        (
+            'echo \'{"error": "its tests are pickled", "kind": "DataError"}\'',
+            UserError,
+            "its tests are pickled",
+        ),
+        (
+            'echo \'{"error": "no", "kind": "KeyError"}\'',
+            RuntimeError,
+            "EvalScope failed: KeyError: no",
+        ),
+        (
+            "echo first >&2; echo last words >&2; exit 3",
+            RuntimeError,
+            "EvalScope failed: exit code 3: last words",
+        ),
     ):
         python.write_text(f"#!/bin/sh\nread line\n{reply}\n")
         python.chmod(0o755)
@@ -226,12 +305,18 @@ def test_what_evalscope_says_of_the_data_is_a_sentence_and_its_death_an_error(tm
             evalscope.items(benchmark)
 
 
-def test_answers_that_could_not_be_compared_are_wrong_and_must_be_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    benchmark = BenchmarkConfig(name="math500", harness="evalscope", task="math_500", reports={"math500": "acc"})
+def test_answers_that_could_not_be_compared_are_wrong_and_must_be_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    benchmark = BenchmarkConfig(
+        name="math500", harness="evalscope", task="math_500", reports={"math500": "acc"}
+    )
     verdicts = [{"item": f"{n}", "outcome": 1.0, "extracted": "1", "why": ""} for n in range(200)]
     verdicts[7] |= {"outcome": None, "why": "exceeded the deadline"}
     answers = [Answer(f"{n}", "", (Reply(),)) for n in range(200)]
-    monkeypatch.setattr(evalscope, "_asked", lambda *given, **more: {"samples": verdicts, "versions": {}})
+    monkeypatch.setattr(
+        evalscope, "_asked", lambda *given, **more: {"samples": verdicts, "versions": {}}
+    )
     graded = evalscope.grade(answers, benchmark, Policy())
     assert graded.results[0]["score"] == 199 / 200 and graded.protocol["unscored"] == ["7"]
     assert graded.samples[7]["extracted"] == "not compared: exceeded the deadline"
@@ -241,14 +326,22 @@ def test_answers_that_could_not_be_compared_are_wrong_and_must_be_few(monkeypatc
         evalscope.grade(answers, benchmark, Policy())
 
 
-def test_what_cannot_work_is_said_before_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_work_is_said_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code = configured("live_code_bench", tmp_path, python=sys.executable)
     write_data(code, {"test": [problem(1, "2025-01-01T00:00:00")]})
     said = suite.preflight([code], Policy(allow_code_execution=True))
-    assert any(f"interpreters.evalscope={sys.executable} " in one and "make evalscope" in one for one in said)
+    assert any(
+        f"interpreters.evalscope={sys.executable} " in one and "make evalscope" in one
+        for one in said
+    )
     assert any("allow_pickled_data=false" in one for one in said)
     missing = replace(code, python=str(tmp_path / "nowhere"))
-    assert any("and there is no such file: run make evalscope" in one for one in suite.preflight([missing], ALLOWED))
+    assert any(
+        "and there is no such file: run make evalscope" in one
+        for one in suite.preflight([missing], ALLOWED)
+    )
     monkeypatch.setattr(harness, "_ROOT", tmp_path)
     monkeypatch.setattr(harness, "find_spec", lambda name: None)
     lacking, *_ = evalscope.lacking(replace(code, python=None), ALLOWED)
@@ -266,9 +359,18 @@ def test_what_cannot_work_is_said_before_a_model_is_loaded(tmp_path: Path, monke
 GPQA = {f"Incorrect Answer {n}": f"wrong {n}" for n in (1, 2, 3)} | {"Correct Answer": "right"}
 MATH = {"problem": "?", "solution": "", "subject": "Algebra", "level": 1}
 OTHERS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
-    "aime25": ({}, [{"problem": "Two and two?", "answer": answer, "id": answer} for answer in ("4", "70")]),
-    "math_500": ({}, [{**MATH, "answer": answer, "unique_id": answer} for answer in (r"\frac{1}{2}", "70")]),
-    "gpqa_diamond": ({"subset": "gpqa_diamond", "split": "train"}, [{"Question": n, **GPQA} for n in ("a?", "b?")]),
+    "aime25": (
+        {},
+        [{"problem": "Two and two?", "answer": answer, "id": answer} for answer in ("4", "70")],
+    ),
+    "math_500": (
+        {},
+        [{**MATH, "answer": answer, "unique_id": answer} for answer in (r"\frac{1}{2}", "70")],
+    ),
+    "gpqa_diamond": (
+        {"subset": "gpqa_diamond", "split": "train"},
+        [{"Question": n, **GPQA} for n in ("a?", "b?")],
+    ),
 }
 
 
@@ -280,7 +382,10 @@ def test_other_tasks_find_right_answers_right(task: str, tmp_path: Path) -> None
     write_data(benchmark, {str(benchmark.split): rows})
     conversations: list[Any] = [item.requests[0].prompt for item in evalscope.items(benchmark)]
     content = [messages[-1]["content"] for messages in conversations]
-    letters = [next((line[0] for line in text.split("\n") if line.endswith(") right")), "") for text in content]
+    letters = [
+        next((line[0] for line in text.split("\n") if line.endswith(") right")), "")
+        for text in content
+    ]
     assert (sorted(map(bool, letters)) == [True, True]) == (task == "gpqa_diamond")
     own = f"ANSWER: {letters[0]}" if letters[0] else f"\\boxed{{{rows[0]['answer']}}}"
     given = [own, "ANSWER: " + "ABCD"[letters[1] == "A"] if letters[1] else "\\boxed{71}"]

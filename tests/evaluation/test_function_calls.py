@@ -1,4 +1,5 @@
-"""Function calling: BFCL's AST check, files in its format, and the way from a question to a table."""
+"""Function calling: BFCL's AST check, files in its format, and the way from a question to a
+table."""
 
 import json
 import re
@@ -36,7 +37,9 @@ def described(type_: str, **more: Any) -> dict[str, Any]:
     return {"type": type_, "description": "", **more}
 
 
-def function(name: str = "f", required: Sequence[str] = ("x",), **properties: Any) -> dict[str, Any]:
+def function(
+    name: str = "f", required: Sequence[str] = ("x",), **properties: Any
+) -> dict[str, Any]:
     schema = {"type": "dict", "properties": properties, "required": list(required)}
     return {"name": name, "description": "Does it.", "parameters": schema}
 
@@ -56,7 +59,10 @@ TWO = [Call("f", {"x": 1}), Call("g.h", {})]
     "text",
     [
         "I call both.\n" + written(("f", {"x": 1}), ("g.h", {})) + "\nDone.",
-        "<think>\n" + written(("wrong", {})) + "\n</think>\n\n" + written(("f", {"x": 1}), ("g.h", {})),
+        "<think>\n"
+        + written(("wrong", {}))
+        + "\n</think>\n\n"
+        + written(("f", {"x": 1}), ("g.h", {})),
         written(("f", {"x": 1})) + "<tool_call>{not JSON}</tool_call>" + written(("g.h", {})),
         '[{"name": "f", "arguments": {"x": 1}}, {"name": "g.h", "arguments": {}}]',
         ' [{"f": {"x": 1}}, {"g.h": {}}]\n',
@@ -67,7 +73,9 @@ def test_calls_are_decoded(text: str) -> None:
     assert decode('{"name": "f", "arguments": {"x": 1}}') == decode('{"f": {"x": 1}}') == TWO[:1]
 
 
-@pytest.mark.parametrize("text", ["", "7", '["f"]', '{"error": "no function helps"}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "text", ["", "7", '["f"]', '{"error": "no function helps"}', "[" * 100_000]
+)
 def test_what_is_no_list_of_calls_is_wrong_and_counts_as_no_call(text: str) -> None:
     with pytest.raises(Undecodable):
         decode(text)
@@ -95,12 +103,19 @@ SPEECH = [
 
 
 @pytest.mark.parametrize("text", CALLS + SPEECH)
-def test_a_call_is_no_abstention_be_it_malformed_and_to_speak_of_functions_is_one(text: str) -> None:
+def test_a_call_is_no_abstention_be_it_malformed_and_to_speak_of_functions_is_one(
+    text: str,
+) -> None:
     assert (mistake(text, WEATHER, []) is None) is (text in SPEECH)
 
 
 DECLARED = [
-    function("f", x=described("integer"), y=described("string"), z=described("array", items=described("string"))),
+    function(
+        "f",
+        x=described("integer"),
+        y=described("string"),
+        z=described("array", items=described("string")),
+    ),
     function("f_json"),
     function("g.h"),
 ]
@@ -108,7 +123,10 @@ DECLARED = [
 
 def in_tags(name: str, arguments: Mapping[str, str], gap: str = "\n") -> str:
     """A call as the chat template of GLM-4.5 writes it; without gaps, as that of GLM-4.7 does."""
-    pairs = [f"<arg_key>{key}</arg_key>{gap}<arg_value>{text}</arg_value>{gap}" for key, text in arguments.items()]
+    pairs = [
+        f"<arg_key>{key}</arg_key>{gap}<arg_value>{text}</arg_value>{gap}"
+        for key, text in arguments.items()
+    ]
     return f"<tool_call>{name}{gap}{''.join(pairs)}</tool_call>"
 
 
@@ -118,7 +136,9 @@ def test_tagged_arguments_have_the_type_that_the_function_declares(gap: str) -> 
     text = "<think>\n</think>\n" + in_tags("f", given, gap) + "\n" + in_tags("g.h", {}, gap)
     right = [Call("f", {"x": 5, "y": "5", "z": ["a", "5"], "other": True}), Call("g.h", {})]
     assert decode(text, DECLARED) == right
-    assert decode(in_tags("f", {"x": "n", "z": "['a']"}), DECLARED) == [Call("f", {"x": "n", "z": ["a"]})]
+    assert decode(in_tags("f", {"x": "n", "z": "['a']"}), DECLARED) == [
+        Call("f", {"x": "n", "z": ["a"]})
+    ]
     assert decode(in_tags("unknown", {"x": "5"}), DECLARED) == [Call("unknown", {"x": 5})]
     assert decode("<tool_call>unknown</tool_call>", DECLARED) == []
 
@@ -137,7 +157,8 @@ def test_tagged_arguments_have_the_type_that_the_function_declares(gap: str) -> 
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("name", ["f", "f_json", "g.h", "unknown"])
 def test_messages_to_functions_are_calls(header: str, special: bool, name: str) -> None:
-    """The forms in the description of the harmony format, with its special tokens and as tokenizers leave them out."""
+    """The forms in the description of the harmony format, with its special tokens and as tokenizers
+    leave them out."""
     thought = "<|channel|>analysis<|message|>I need {it}.<|end|><|start|>assistant"
     text = thought + header.replace("{name}", name) + '{"x": {"y": "}"}}<|call|>'
     if not special:
@@ -162,7 +183,9 @@ def test_only_the_header_of_a_message_makes_it_a_call(said: str, special: bool) 
     assert mistake(final, DECLARED, []) is None and mistake(final, DECLARED, [{"f": {"x": [1]}}])
 
 
-@pytest.mark.parametrize("content", ['<|constrain|>code<|message|>{"x": 5}', ' code{"x": 5}', "<|message|>f(5)", ""])
+@pytest.mark.parametrize(
+    "content", ['<|constrain|>code<|message|>{"x": 5}', ' code{"x": 5}', "<|message|>f(5)", ""]
+)
 def test_a_message_to_a_function_that_is_not_in_json_is_no_call_and_says_why(content: str) -> None:
     call = '<|channel|>commentary to=functions.f <|message|>{"x": 5}<|call|><|start|>assistant'
     for before in ("", call):
@@ -175,13 +198,20 @@ DRAFT = written(("f", {"x": 1}))
 
 def test_a_thought_that_does_not_end_is_neither_a_call_nor_an_abstention() -> None:
     for right in ([{"f": {"x": [1]}}], []):
-        assert mistake(f"<think>I could call {DRAFT}, but", [function(x=described("integer"))], right)
+        assert mistake(
+            f"<think>I could call {DRAFT}, but", [function(x=described("integer"))], right
+        )
 
 
 # Rules 2 and 3: the number of calls, in any order, and the names.
 
-PLAY = [{"play": {"artist": [name], "minutes": [count]}} for name, count in (("Taylor Swift", 20), ("Maroon 5", 15))]
-PLAYER = function("play", ("artist", "minutes"), artist=described("string"), minutes=described("integer"))
+PLAY = [
+    {"play": {"artist": [name], "minutes": [count]}}
+    for name, count in (("Taylor Swift", 20), ("Maroon 5", 15))
+]
+PLAYER = function(
+    "play", ("artist", "minutes"), artist=described("string"), minutes=described("integer")
+)
 TAYLOR = ("play", {"artist": "Taylor Swift", "minutes": 20})
 MAROON = ("play", {"artist": "Maroon 5", "minutes": 15})
 X = described("integer")
@@ -196,26 +226,34 @@ XYZ = [function(x=X, y=X, z=X)]
         ([PLAYER], PLAY, [MAROON, TAYLOR], True),
         ([PLAYER], PLAY, [TAYLOR], False),
         ([PLAYER], PLAY, [TAYLOR, MAROON, MAROON], False),
-        ([function(x=X)], [{"f": {"x": [5]}}] * 2, [("f", {"x": 5.0}), ("f", {"x": 5})], False),  # 5 == 5.0 in Python
+        # 5 == 5.0 in Python
+        ([function(x=X)], [{"f": {"x": [5]}}] * 2, [("f", {"x": 5.0}), ("f", {"x": 5})], False),
         (GCD_OR_LCM, [{"math.lcm": {"x": [4]}}], [("math.lcm", {"x": 4})], True),
         (GCD_OR_LCM, [{"math.lcm": {"x": [4]}}], [("math.gcd", {"x": 4})], False),
         (GCD_OR_LCM, [{"math.lcm": {"x": [4]}}], [("math_lcm", {"x": 4})], False),
         (XYZ, [{"f": {"x": [1], "y": [2, ""]}}], [("f", {"x": 1, "y": 2})], True),
         (XYZ, [{"f": {"x": [1], "y": [2, ""]}}], [("f", {"x": 1})], True),  # y may be left out
         (XYZ, [{"f": {"x": [1], "y": [2, ""]}}], [("f", {"y": 2})], False),  # x is required
-        (XYZ, [{"f": {"x": [1], "y": [2, ""]}}], [("f", {"x": 1, "z": 3})], False),  # the answer does not allow z
-        (XYZ, [{"f": {"x": [1], "y": [2]}}], [("f", {"x": 1})], False),  # free in the schema, not in the answer
+        # the answer does not allow z
+        (XYZ, [{"f": {"x": [1], "y": [2, ""]}}], [("f", {"x": 1, "z": 3})], False),
+        # free in the schema, not in the answer
+        (XYZ, [{"f": {"x": [1], "y": [2]}}], [("f", {"x": 1})], False),
         (XYZ, [{"f": {"x": [1, ""]}}], [("f", {})], False),  # required, whatever the answer says
     ],
 )
-def test_calls_and_parameters(functions: list[Any], right: list[Any], calls: list[Any], is_right: bool) -> None:
+def test_calls_and_parameters(
+    functions: list[Any], right: list[Any], calls: list[Any], is_right: bool
+) -> None:
     assert (mistake(written(*calls), functions, right) is None) is is_right
 
 
 # Rules 5 and 6: types and values.
 
-STRING, INTEGER, DICT = described("string"), described("integer"), described("dict")
-STRINGS, LIST_OF_DICTS = described("array", items=STRING), described("array", items=DICT)
+STRING = described("string")
+INTEGER = described("integer")
+DICT = described("dict")
+STRINGS = described("array", items=STRING)
+LIST_OF_DICTS = described("array", items=DICT)
 OF_DICT = [{"k": ["ab"], "m": [1, ""]}]
 
 
@@ -240,7 +278,8 @@ OF_DICT = [{"k": ["ab"], "m": [1, ""]}]
         (["b", "a"], STRINGS, [["a", "b"], ["b", "a"]], True),
         ([1, 2], described("tuple", items=INTEGER), [[1, 2]], True),
         ([1.0, 2.0], described("array", items=INTEGER), [[1, 2]], False),
-        ([1, 2], described("array", items=described("float")), [[1.0, 2.0]], False),  # exact inside lists
+        # exact inside lists
+        ([1, 2], described("array", items=described("float")), [[1.0, 2.0]], False),
         ({"k": "A b"}, DICT, OF_DICT, True),
         ({"m": 1}, DICT, OF_DICT, False),
         ({"k": "ab", "z": 1}, DICT, OF_DICT, False),
@@ -251,7 +290,9 @@ OF_DICT = [{"k": ["ab"], "m": [1, ""]}]
         ([1], LIST_OF_DICTS, ["", [{"k": [1]}]], False),
     ],
 )
-def test_types_and_values(value: Any, declared: Mapping[str, Any], allowed: list[Any], right: bool) -> None:
+def test_types_and_values(
+    value: Any, declared: Mapping[str, Any], allowed: list[Any], right: bool
+) -> None:
     """Of the only argument of a function."""
     found = mistake(written(("f", {"x": value})), [function(x=declared)], [{"f": {"x": allowed}}])
     assert (found is None) is right
@@ -261,10 +302,15 @@ def test_tools_have_the_types_of_json_schema_and_a_note_on_the_language() -> Non
     inner = described("tuple", items=described("float"))
     given = tool(function(x=described("dict", properties={"y": inner}), z=described("any")))
     assert given["type"] == "function" and given["function"]["name"] == "f"
-    assert given["function"]["description"] == "Does it. Note that the provided function is in Python 3 syntax."
+    assert (
+        given["function"]["description"]
+        == "Does it. Note that the provided function is in Python 3 syntax."
+    )
     schema = given["function"]["parameters"]
     assert schema["type"] == schema["properties"]["x"]["type"] == "object"
-    assert schema["properties"]["x"]["properties"]["y"] == described("array", items=described("number"))
+    assert schema["properties"]["x"]["properties"]["y"] == described(
+        "array", items=described("number")
+    )
     assert schema["properties"]["z"]["type"] == "string" and schema["required"] == ["x"]
 
 
@@ -292,31 +338,76 @@ def folder(tmp_path: Path) -> Path:
 def changed(file: Path, number: int, **fields: Any) -> None:
     """Replace fields of one line; None removes the field."""
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    lines[number] = {key: value for key, value in {**lines[number], **fields}.items() if value is not None}
+    lines[number] = {
+        key: value for key, value in {**lines[number], **fields}.items() if value is not None
+    }
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-QUESTIONS, ANSWERS = "questions.jsonl", "answers.jsonl"
+QUESTIONS = "questions.jsonl"
+ANSWERS = "answers.jsonl"
 SQUARE = {"role": "user", "content": "How many sides does a square have?"}
 
 
 @pytest.mark.parametrize(
     ("file", "number", "fields", "sentence"),
     [
-        (QUESTIONS, 2, {"id": "simple_1"}, "questions.jsonl line 3: the id simple_1 is there twice"),
+        (
+            QUESTIONS,
+            2,
+            {"id": "simple_1"},
+            "questions.jsonl line 3: the id simple_1 is there twice",
+        ),
         (QUESTIONS, 2, {"id": "other"}, "has no line with the id"),
-        (QUESTIONS, 1, {"function": None}, "questions.jsonl line 2 is no question: expected the fields id, question"),
-        (QUESTIONS, 1, {"question": [[SQUARE], [SQUARE]]}, "question simple_1 has 2 turns: expected one"),
-        (QUESTIONS, 1, {"function": [function(x=described("HashMap"))]}, "type of x=HashMap is unknown"),
-        (QUESTIONS, 1, {"function": [function(x=described("array"))]}, "type of items of x=missing is unknown"),
+        (
+            QUESTIONS,
+            1,
+            {"function": None},
+            "questions.jsonl line 2 is no question: expected the fields id, question",
+        ),
+        (
+            QUESTIONS,
+            1,
+            {"question": [[SQUARE], [SQUARE]]},
+            "question simple_1 has 2 turns: expected one",
+        ),
+        (
+            QUESTIONS,
+            1,
+            {"function": [function(x=described("HashMap"))]},
+            "type of x=HashMap is unknown",
+        ),
+        (
+            QUESTIONS,
+            1,
+            {"function": [function(x=described("array"))]},
+            "type of items of x=missing is unknown",
+        ),
         (QUESTIONS, 1, {"function": [function()]}, "its answer: function=market.sell is unknown"),
         (ANSWERS, 1, {"id": "simple_0"}, "answers.jsonl line 2: the id simple_0 is there twice"),
-        (ANSWERS, 1, {"ground_truth": None}, "answers.jsonl line 2 is no answer: expected the fields id and ground"),
-        (ANSWERS, 1, {"ground_truth": [{"market.sell": {}, "give": {}}]}, "has 2 functions in one call"),
-        (ANSWERS, 2, {"ground_truth": [{"give": {"present": [{"to": "Fay"}]}}]}, "present of give has an object"),
+        (
+            ANSWERS,
+            1,
+            {"ground_truth": None},
+            "answers.jsonl line 2 is no answer: expected the fields id and ground",
+        ),
+        (
+            ANSWERS,
+            1,
+            {"ground_truth": [{"market.sell": {}, "give": {}}]},
+            "has 2 functions in one call",
+        ),
+        (
+            ANSWERS,
+            2,
+            {"ground_truth": [{"give": {"present": [{"to": "Fay"}]}}]},
+            "present of give has an object",
+        ),
     ],
 )
-def test_files_do_not_fit(file: str, number: int, fields: dict[str, Any], sentence: str, folder: Path) -> None:
+def test_files_do_not_fit(
+    file: str, number: int, fields: dict[str, Any], sentence: str, folder: Path
+) -> None:
     changed(folder / file, number, **fields)
     (problem,) = suite.wrong([benchmark(folder)])
     assert sentence in problem
@@ -335,11 +426,15 @@ def test_files_do_not_fit(file: str, number: int, fields: dict[str, Any], senten
         ({"data": "OWNER/NAME"}, "data=OWNER/NAME"),
     ],
 )
-def test_one_sentence_for_wrong_settings(changes: dict[str, Any], sentence: str, folder: Path) -> None:
+def test_one_sentence_for_wrong_settings(
+    changes: dict[str, Any], sentence: str, folder: Path
+) -> None:
     assert any(sentence in problem for problem in suite.wrong([benchmark(folder, **changes)]))
 
 
-def test_results_are_identified_by_both_files_wherever_they_are(folder: Path, tmp_path: Path) -> None:
+def test_results_are_identified_by_both_files_wherever_they_are(
+    folder: Path, tmp_path: Path
+) -> None:
     moved = shutil.copytree(folder, tmp_path / "moved")
     (moved / ANSWERS).rename(moved / "truths.jsonl")
     identity = suite.identity(benchmark(folder))
@@ -358,7 +453,12 @@ RIGHT = [
     written(("give", {"giver": "Paul", "present": {"thing": "vase", "to": "Fay"}})),
     written(("tool_of", {"profession": "doctor"})),
     written(("walk", {"person": "Theo", "place": "bridge", "day": "Sunday"})),
-    written(*(("basket.add", {"owner": "Vera", "fruit": of, "count": n}) for of, n in (("apples", 18), ("plums", 4)))),
+    written(
+        *(
+            ("basket.add", {"owner": "Vera", "fruit": of, "count": n})
+            for of, n in (("apples", 18), ("plums", 4))
+        )
+    ),
     written(("call_of", {"animal": "horse"}), ("call_of", {"animal": "frog"})),
     f"<think>Is it {DRAFT}? No.</think>{NO_CALL}",
     NO_CALL,
@@ -367,17 +467,27 @@ RIGHT = [
 
 
 def answering(texts: Sequence[str]) -> Said:
-    """Answers questions in turn. Each is rendered without its tools, too, to see whether the template reads them."""
+    """Answers questions in turn. Each is rendered without its tools, too, to see whether the
+    template reads them."""
     return Said([text for text in texts for _ in ("with tools", "without")], TEMPLATE)
 
 
 def test_right_and_wrong_answers_have_their_verdicts(tmp_path: Path) -> None:
-    (result,) = run.evaluate(answering(RIGHT), benchmark(EXAMPLE), tmp_path / "right", policy=ALLOWED)
+    (result,) = run.evaluate(
+        answering(RIGHT), benchmark(EXAMPLE), tmp_path / "right", policy=ALLOWED
+    )
     assert (result["score"], result["stderr"], result["n"]) == (1.0, 0.0, 9)
     assert "unfinished_thoughts" not in protocol(tmp_path / "right")
 
-    wrong = [*RIGHT[:6], "A saw.", '<tool_call>{"name": "call_of", "arguments": {"ani', f"<think>{NO_CALL}, but"]
-    (result,) = run.evaluate(answering(wrong), benchmark(EXAMPLE), tmp_path / "wrong", policy=ALLOWED)
+    wrong = [
+        *RIGHT[:6],
+        "A saw.",
+        '<tool_call>{"name": "call_of", "arguments": {"ani',
+        f"<think>{NO_CALL}, but",
+    ]
+    (result,) = run.evaluate(
+        answering(wrong), benchmark(EXAMPLE), tmp_path / "wrong", policy=ALLOWED
+    )
     assert result["score"] == pytest.approx(6 / 9)
     assert result["stderr"] == pytest.approx((6 / 9 * 3 / 9 / 8) ** 0.5)
     rows = samples(tmp_path / "wrong")
@@ -404,8 +514,13 @@ def test_a_template_without_tools_is_refused_before_a_model_is_loaded(tmp_path: 
 
 
 def test_a_template_that_ignores_tools_is_refused(subject: LoadedModel) -> None:
-    tools, messages = [tool(function(x=described("integer")))], [{"role": "user", "content": "Hi"}]
+    tools = [tool(function(x=described("integer")))]
+    messages = [{"role": "user", "content": "Hi"}]
     model = chatting(subject, TEMPLATE)
     assert render(model, messages, tools) == "f |Hi" and render(model, messages) == "|Hi"
     with pytest.raises(UserError, match=r"\btools=.*f"):
-        render(chatting(subject, "{{ messages[0].content }}{% if tools and false %}{% endif %}"), messages, tools)
+        render(
+            chatting(subject, "{{ messages[0].content }}{% if tools and false %}{% endif %}"),
+            messages,
+            tools,
+        )

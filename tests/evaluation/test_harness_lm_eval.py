@@ -1,4 +1,5 @@
-"""lm-eval on shipped tasks, on its own and on those of users: its numbers are those of independent scripts."""
+"""lm-eval on shipped tasks, on its own and on those of users: its numbers are those of independent
+scripts."""
 
 import argparse
 import json
@@ -65,39 +66,65 @@ def test_every_sample_is_that_of_lm_evals_own_evaluation(name: str, subject: Loa
 def test_the_loss_of_a_worked_answer_is_that_of_all_its_text(subject: LoadedModel) -> None:
     reports = {"gsm8k": "exact_match"}
     benchmark = BenchmarkConfig(
-        name="g", harness="lm_eval", task="pocket:benchmarks/gsm8k.yaml", reports=reports, limit=6, max_new_tokens=48
+        name="g",
+        harness="lm_eval",
+        task="pocket:benchmarks/gsm8k.yaml",
+        reports=reports,
+        limit=6,
+        max_new_tokens=48,
     )
     graded = evaluate(subject, benchmark)
     for row, sample in zip(shipped_items("gsm8k", 6), graded.samples, strict=True):
         answer = " " + row["target"]
-        expected = -log_likelihood(subject, row["prompt"], answer) / math.log(2) / len(answer.encode())
+        expected = (
+            -log_likelihood(subject, row["prompt"], answer) / math.log(2) / len(answer.encode())
+        )
         assert sample["answer_loss"] == pytest.approx(expected, abs=1e-4)
         assert sample["outcome"] == float(sample["extracted"] == row["target"].split("#### ")[1])
-    (chat,) = {s["answer_loss"] for s in evaluate(chatting(subject, PLAIN), replace(benchmark, chat=True)).samples}
+    (chat,) = {
+        s["answer_loss"]
+        for s in evaluate(chatting(subject, PLAIN), replace(benchmark, chat=True)).samples
+    }
     assert chat is None
 
 
-def test_generated_answers(subject: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Right answers are what the model writes; the last is made wrong. Without a pass for the loss on the right answer.
-    Task objects are kept, but belong to the content of a file."""
+def test_generated_answers(
+    subject: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right answers are what the model writes; the last is made wrong. Without a pass for the loss
+    on the right answer. Task objects are kept, but belong to the content of a file."""
     prompts = [item["prompt"] for item in shipped_items("gsm8k", 3)]
     expected = write(subject, prompts, 40)
     labels = [text.strip() + "0" * (number == 2) for number, text in enumerate(expected)]
-    items = [{"id": f"a{number}", "q": prompts[number], "label": label} for number, label in enumerate(labels)]
+    items = [
+        {"id": f"a{number}", "q": prompts[number], "label": label}
+        for number, label in enumerate(labels)
+    ]
     definition = {
         **GENERATED,
         "generation_kwargs": {"until": ["<|endoftext|>"], "do_sample": False, "max_gen_toks": 3},
-        "filter_list": [{"name": "strip", "filter": [{"function": "remove_whitespace"}, {"function": "take_first"}]}],
+        "filter_list": [
+            {
+                "name": "strip",
+                "filter": [{"function": "remove_whitespace"}, {"function": "take_first"}],
+            }
+        ],
     }
     task = own_task(tmp_path, items, definition, max_new_tokens=40, expected=3)
     monkeypatch.setattr(LoadedModel, "score", None)
     graded = evaluate(subject, task)
-    assert [(sample["item"], sample["outcome"]) for sample in graded.samples] == [("a0", 1), ("a1", 1), ("a2", 0)]
+    assert [(sample["item"], sample["outcome"]) for sample in graded.samples] == [
+        ("a0", 1),
+        ("a1", 1),
+        ("a2", 0),
+    ]
     assert [sample["output"] for sample in graded.samples] == expected
     assert None not in [sample["answer_loss"] for sample in graded.samples]
     assert graded.protocol["prompt"] == prompts[0]
     assert evaluate(subject, replace(task, max_new_tokens=0)).samples[0]["output"] != expected[0]
-    write_lines(Path(task.task).with_suffix(".jsonl"), [{**item, "label": "nothing"} for item in items])
+    write_lines(
+        Path(task.task).with_suffix(".jsonl"), [{**item, "label": "nothing"} for item in items]
+    )
     assert evaluate(subject, task).results[0]["score"] == 0
 
 
@@ -113,7 +140,9 @@ class Unasked(LoadedModel):
 CONTINUATIONS = [{"q": "A bird sleeps in a", "a": "nest"}, {"q": "A cat is a", "a": "animal"}]
 
 
-def test_perplexity_of_answers_is_that_of_their_mean_likelihood(subject: LoadedModel, tmp_path: Path) -> None:
+def test_perplexity_of_answers_is_that_of_their_mean_likelihood(
+    subject: LoadedModel, tmp_path: Path
+) -> None:
     definition = {
         "output_type": "loglikelihood",
         "doc_to_text": "{{q}}",
@@ -127,7 +156,8 @@ def test_perplexity_of_answers_is_that_of_their_mean_likelihood(subject: LoadedM
     perplexity, filtered, accuracy = graded.results
     assert (filtered["score"], filtered["stderr"]) == (perplexity["score"], perplexity["stderr"])
     assert perplexity["score"] == pytest.approx(math.exp(-np.mean(likelihoods)), rel=1e-3)
-    half = abs(likelihoods[0] - likelihoods[1]) / 2  # times sqrt 2: the standard error of the mean of two, uncorrected
+    # times sqrt 2: the standard error of the mean of two, uncorrected
+    half = abs(likelihoods[0] - likelihoods[1]) / 2
     assert perplexity["stderr"] == pytest.approx(perplexity["score"] * half / np.sqrt(2), rel=1e-2)
     losses = [sample["outcome"] for sample in graded.samples if sample["benchmark"] == "p"]
     assert losses == pytest.approx([-likelihood for likelihood in likelihoods], abs=1e-3)
@@ -137,27 +167,43 @@ def test_perplexity_of_answers_is_that_of_their_mean_likelihood(subject: LoadedM
 
 
 @pytest.mark.parametrize("higher", [True, False])
-def test_the_task_says_whether_less_is_better(subject: LoadedModel, tmp_path: Path, higher: bool) -> None:
+def test_the_task_says_whether_less_is_better(
+    subject: LoadedModel, tmp_path: Path, higher: bool
+) -> None:
     metrics = [{"metric": "acc", "aggregation": "mean", "higher_is_better": higher}]
     definition = {**MULTIPLE_CHOICE, "metric_list": metrics}
-    [result] = evaluate(subject, own_task(tmp_path, NUMBERED, definition, reports={"a": "acc"})).results
+    [result] = evaluate(
+        subject, own_task(tmp_path, NUMBERED, definition, reports={"a": "acc"})
+    ).results
     assert result["scale"] == ("score" if higher else "loss")
 
 
 def test_an_unknown_metric_or_filter_is_said(subject: LoadedModel, tmp_path: Path) -> None:
     for metric, says in (("ac", "did you mean acc"), ("acc,strict", "filter=strict is unknown")):
         with pytest.raises(UserError, match=says):
-            evaluate(subject, own_task(tmp_path, NUMBERED, MULTIPLE_CHOICE, reports={"own": metric}))
+            evaluate(
+                subject, own_task(tmp_path, NUMBERED, MULTIPLE_CHOICE, reports={"own": metric})
+            )
 
 
-def test_an_answer_without_a_token_of_its_own_is_refused(subject: LoadedModel, tmp_path: Path) -> None:
-    """As where the end of the question and the answer are one token. Its likelihood is 1, whatever the model."""
-    tokens = sorted(token for token in subject.tokenizer.get_vocab() if token.isascii() and token.isalpha())
+def test_an_answer_without_a_token_of_its_own_is_refused(
+    subject: LoadedModel, tmp_path: Path
+) -> None:
+    """As where the end of the question and the answer are one token. Its likelihood is 1, whatever
+    the model."""
+    tokens = sorted(
+        token for token in subject.tokenizer.get_vocab() if token.isascii() and token.isalpha()
+    )
 
     def is_one(text: str) -> bool:
         return len(subject.tokenizer(text).input_ids) == 1
 
-    short, long = next((a, b) for a in tokens for b in tokens if b.startswith(a) and b != a and is_one(a) and is_one(b))
+    short, long = next(
+        (a, b)
+        for a in tokens
+        for b in tokens
+        if b.startswith(a) and b != a and is_one(a) and is_one(b)
+    )
     merged = {"q": short, "c": [f"{short} {short}", long[len(short) :]], "label": 0}
     empty = {"q": "A bird sleeps in a", "c": [" nest", ""], "label": 0}
     only_space = {"q": "  ", "c": ["a nest", "a barn"], "label": 0}
@@ -165,17 +211,26 @@ def test_an_answer_without_a_token_of_its_own_is_refused(subject: LoadedModel, t
     definition = {**MULTIPLE_CHOICE, "target_delimiter": ""}
     for item, value in ((merged, long[len(short) :]), (empty, ""), (only_space, "a nest")):
         with pytest.raises(UserError, match=re.escape(f"question={item['q']!r} answer={value!r}")):
-            evaluate(Unasked(subject.model, subject.tokenizer), own_task(tmp_path, [usual, item], definition))
+            evaluate(
+                Unasked(subject.model, subject.tokenizer),
+                own_task(tmp_path, [usual, item], definition),
+            )
     assert evaluate(subject, own_task(tmp_path, [usual], definition)).results[0]["n"] == 1
 
 
 NUMBERS = ["one", "two", "three", "four", "five", "six"]
-NUMBERED = [{"q": f"Item number {word} is", "c": ["red", "blue"], "label": n % 2} for n, word in enumerate(NUMBERS)]
+NUMBERED = [
+    {"q": f"Item number {word} is", "c": ["red", "blue"], "label": n % 2}
+    for n, word in enumerate(NUMBERS)
+]
 
 
 BIRD = {"q": "A bird sleeps in a", "c": ["kennel", "nest"]}
 METRICS = [
-    {**MULTIPLE_CHOICE, "metric_list": [{"higher_is_better": True, **metric}, {"metric": "acc_norm"}]}
+    {
+        **MULTIPLE_CHOICE,
+        "metric_list": [{"higher_is_better": True, **metric}, {"metric": "acc_norm"}],
+    }
     for metric in ({"metric": "mcc"}, {"metric": "acc", "aggregation": "median"})
 ]
 
@@ -185,19 +240,39 @@ METRICS = [
     [
         (NUMBERED, MULTIPLE_CHOICE, {"expected": 7}, "has 6 items and should have 7"),
         (NUMBERED, MULTIPLE_CHOICE, {"shots": 6}, r"shots=6\b.*\b5 or fewer"),
-        ([*NUMBERED[:5], NUMBERED[0]], MULTIPLE_CHOICE, {"shots": 5}, r"shots=5\b.*\b4 or fewer"),  # one is a copy
+        # one is a copy
+        ([*NUMBERED[:5], NUMBERED[0]], MULTIPLE_CHOICE, {"shots": 5}, r"shots=5\b.*\b4 or fewer"),
         (NUMBERED, {**GENERATED, "generation_kwargs": {"do_sample": True}}, {}, "ask for sampling"),
-        (NUMBERED[:3], METRICS[0], {"reports": {"own": "mcc"}}, r"own.*metric=mcc\b.*acc_norm"),  # of all items
+        # of all items
+        (NUMBERED[:3], METRICS[0], {"reports": {"own": "mcc"}}, r"own.*metric=mcc\b.*acc_norm"),
         (NUMBERED[:3], METRICS[1], {}, r"own.*metric=acc\b.*acc_norm"),
-        ([{**BIRD, "label": 1}, {**BIRD, "label": -1}], {**GENERATED, "doc_to_choice": "c"}, {}, "item 1 .*label=-1"),
-        ([{**BIRD, "label": "nest"}, {**BIRD, "label": None}], GENERATED, {}, "item 1 .*label=None"),
+        (
+            [{**BIRD, "label": 1}, {**BIRD, "label": -1}],
+            {**GENERATED, "doc_to_choice": "c"},
+            {},
+            "item 1 .*label=-1",
+        ),
+        (
+            [{**BIRD, "label": "nest"}, {**BIRD, "label": None}],
+            GENERATED,
+            {},
+            "item 1 .*label=None",
+        ),
     ],
 )
 def test_a_task_that_cannot_be_asked_is_refused(
-    subject: LoadedModel, tmp_path: Path, items: Rows, definition: dict[str, Any], changes: dict[str, Any], says: str
+    subject: LoadedModel,
+    tmp_path: Path,
+    items: Rows,
+    definition: dict[str, Any],
+    changes: dict[str, Any],
+    says: str,
 ) -> None:
     with pytest.raises(UserError, match=says):
-        evaluate(Unasked(subject.model, subject.tokenizer), own_task(tmp_path, items, definition, **changes))
+        evaluate(
+            Unasked(subject.model, subject.tokenizer),
+            own_task(tmp_path, items, definition, **changes),
+        )
 
 
 @pytest.mark.parametrize(
@@ -210,25 +285,43 @@ def test_a_task_that_cannot_be_asked_is_refused(
         (3, {"test_split": None, "validation_split": "dev", "fewshot_split": "dev"}),
     ],
 )
-def test_no_item_shows_itself(subject: LoadedModel, tmp_path: Path, shots: int, definition: dict[str, Any]) -> None:
+def test_no_item_shows_itself(
+    subject: LoadedModel, tmp_path: Path, shots: int, definition: dict[str, Any]
+) -> None:
     benchmark = own_task(tmp_path, NUMBERED, {**MULTIPLE_CHOICE, **definition}, shots=shots)
     for answer, item in zip(run.answer(subject, benchmark), NUMBERED, strict=True):
         shown = [answer.prompt.count(str(other["q"])) for other in NUMBERED]
-        assert max(shown) == 1 and sum(shown) == (shots or 3) + 1 and answer.prompt.endswith(str(item["q"]))
+        assert (
+            max(shown) == 1
+            and sum(shown) == (shots or 3) + 1
+            and answer.prompt.endswith(str(item["q"]))
+        )
 
 
 def test_listed_examples_are_shown_as_they_are(subject: LoadedModel, tmp_path: Path) -> None:
-    listed = [{"q": "Snow is", "c": ["white", "red"], "label": 0}, {"q": "Blood is", "c": ["white", "red"], "label": 1}]
+    listed = [
+        {"q": "Snow is", "c": ["white", "red"], "label": 0},
+        {"q": "Blood is", "c": ["white", "red"], "label": 1},
+    ]
     definition = {**MULTIPLE_CHOICE, "num_fewshot": 2, "fewshot_config": {"samples": listed}}
     graded = evaluate(subject, own_task(tmp_path, NUMBERED, definition))
-    assert graded.protocol["prompt"].count("Snow is white") == graded.protocol["prompt"].count("Blood is red") == 1
+    assert (
+        graded.protocol["prompt"].count("Snow is white")
+        == graded.protocol["prompt"].count("Blood is red")
+        == 1
+    )
 
 
 @pytest.mark.parametrize("label", [-1, 5, None, "1", "owl", [], [0, 5]])
 @pytest.mark.parametrize("place", [0, 1])
-def test_an_item_needs_a_right_choice(subject: LoadedModel, tmp_path: Path, label: Any, place: int) -> None:
+def test_an_item_needs_a_right_choice(
+    subject: LoadedModel, tmp_path: Path, label: Any, place: int
+) -> None:
     right: Any = [1] if isinstance(label, list) else "nest" if isinstance(label, str) else 1
-    items = [{"q": f"A {who} sleeps in a", "c": ["kennel", "nest"], "label": right} for who in ("bird", "dog")]
+    items = [
+        {"q": f"A {who} sleeps in a", "c": ["kennel", "nest"], "label": right}
+        for who in ("bird", "dog")
+    ]
     items[place]["label"] = label
     benchmark = own_task(tmp_path, items, MULTIPLE_CHOICE)
     with pytest.raises(UserError, match=r"own.*label"):
@@ -241,7 +334,9 @@ def test_labels_are_numbers_texts_or_lists_of_choices(subject: LoadedModel, tmp_
     for label, right in ((1, {1}), ("nest", {1}), ([1], {1}), ([0, 1], {0, 1})):
         items = [{"q": "A bird sleeps in a", "c": ["kennel", "nest"], "label": label}]
         graded = evaluate(subject, own_task(tmp_path, items, MULTIPLE_CHOICE))
-        assert graded.results[0]["score"] == float(int(str(graded.samples[0]["extracted"])) in right)
+        assert graded.results[0]["score"] == float(
+            int(str(graded.samples[0]["extracted"])) in right
+        )
 
 
 @pytest.mark.parametrize("until", ["", [""], ["", "\n\n\n"]])
@@ -252,10 +347,19 @@ def test_an_empty_stop_text_ends_nothing(subject: LoadedModel, tmp_path: Path, u
     assert sample["output"] == write(subject, [str(items[0]["q"])], 4)[0] != ""
 
 
-@pytest.mark.parametrize("name", ["max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize(
+    "name", ["max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"]
+)
 def test_generation_settings_are_followed(subject: LoadedModel, tmp_path: Path, name: str) -> None:
-    """As by lm-eval, which is greedy where nothing is sampled, and takes max_gen_toks before other names."""
-    greedy = {"do_sample": False, "temperature": 0.7, "top_p": 0.9, "num_beams": 1, "repetition_penalty": 1.0}
+    """As by lm-eval, which is greedy where nothing is sampled, and takes max_gen_toks before other
+    names."""
+    greedy = {
+        "do_sample": False,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "num_beams": 1,
+        "repetition_penalty": 1.0,
+    }
     settings = {"max_completion_tokens": 7, name: 3, "until": "<none>", **greedy}
     items = [{"id": "1", "q": "A bird sleeps in a", "label": "nest"}]
     benchmark = own_task(tmp_path, items, {**GENERATED, "generation_kwargs": settings})
@@ -286,7 +390,8 @@ def test_generation_settings_that_are_not_followed_are_refused(
     definition = {**GENERATED, "generation_kwargs": {name: value}}
     items = [{"q": "A bird sleeps in a", "label": "nest"}]
     with pytest.raises(
-        UserError, match=rf"own.*generation_kwargs.*{re.escape(str(value if name == 'max_tokens' else name))}"
+        UserError,
+        match=rf"own.*generation_kwargs.*{re.escape(str(value if name == 'max_tokens' else name))}",
     ):
         evaluate(Unasked(subject.model, subject.tokenizer), own_task(tmp_path, items, definition))
 
@@ -298,27 +403,35 @@ REAL = ("arc_challenge", "arc_easy", "openbookqa", "winogrande", "piqa", "mmlu")
 def reader() -> LoadedModel:
     """A random model that reads 4,096 tokens."""
     shape = argparse.Namespace(hidden=64, width=32, layers=2, top_k=2)
-    return LoadedModel(random_model(8, shape), AutoTokenizer.from_pretrained(resolve("pocket:olmoe")))
+    return LoadedModel(
+        random_model(8, shape), AutoTokenizer.from_pretrained(resolve("pocket:olmoe"))
+    )
 
 
 @pytest.mark.parametrize("name", [*REAL, *sorted(MINIATURES)])
 def test_questions_equal_an_independent_script_and_lm_eval(
     reader: LoadedModel, tmp_path: Path, request: pytest.FixtureRequest, name: str
 ) -> None:
-    """Miniatures, and a slice of what is published; `python -m benchmarks.evaluation` does it for every item."""
+    """Miniatures, and a slice of what is published; `python -m benchmarks.evaluation` does it for
+    every item."""
     if name in MINIATURES:
         benchmark = mirrored(tmp_path, name, MINIATURES[name])
     else:
         (benchmark,) = benchmarks([name], str(tmp_path / "data"))
         mirror_files(benchmark, request.getfixturevalue("shared_data"), tmp_path)
     metrics = ["acc"] if name in ("boolq", "mmlu", "rte", "winogrande") else ["acc", "acc_norm"]
-    benchmark = replace(benchmark, limit=8, reports={metric: metric for metric in metrics}, batch_size=5)
+    benchmark = replace(
+        benchmark, limit=8, reports={metric: metric for metric in metrics}, batch_size=5
+    )
     assert suite.preflight([benchmark], Policy()) == []
     graded = evaluate(reader, benchmark)
     rows = mirror.rows(benchmark)[:8]
     if name == "mmlu":
         subsets = mirror.subsets(benchmark)
-        first = [str(sample["item"]).removeprefix("mmlu_").removesuffix("/0") for sample in graded.samples]
+        first = [
+            str(sample["item"]).removeprefix("mmlu_").removesuffix("/0")
+            for sample in graded.samples
+        ]
         assert sorted(first) == sorted(subsets)[:8]
         rows = [mirror.read_rows(subsets[subject]["test"][0])[0] for subject in first]
     for result in graded.results:
@@ -330,7 +443,9 @@ def test_questions_equal_an_independent_script_and_lm_eval(
             assert np.allclose(json.loads(str(sample["output"])), scores, atol=1e-3)
             right = int(str(sample["extracted"])) == choice.label
             assert right == bool(sample["outcome"]), "what is said to be chosen is what was graded"
-        assert result["n"] == len(rows) and result["score"] == pytest.approx(np.mean([s["outcome"] for s in samples]))
+        assert result["n"] == len(rows) and result["score"] == pytest.approx(
+            np.mean([s["outcome"] for s in samples])
+        )
     equals_lm_eval(reader, benchmark)
 
 
@@ -342,15 +457,22 @@ def test_every_question_of_a_group_counts_the_same(reader: LoadedModel, tmp_path
     benchmark = mirrored(tmp_path, "mmlu", rows)
     graded = evaluate(reader, benchmark)
     asked = [choices.CHOICES["mmlu"](row) for row in rows]
-    outcomes = [choices.outcome(choices.likelihoods(reader.model, reader.tokenizer, c), c, "acc") for c in asked]
+    outcomes = [
+        choices.outcome(choices.likelihoods(reader.model, reader.tokenizer, c), c, "acc")
+        for c in asked
+    ]
     assert graded.results[0]["score"] == pytest.approx(np.mean(outcomes))
     assert len({sample["item"] for sample in graded.samples}) == graded.results[0]["n"] == 61
     limited = evaluate(reader, replace(benchmark, limit=59))
-    assert len({str(sample["item"]).partition("/")[0] for sample in limited.samples}) == 57, "each before any twice"
+    assert len({str(sample["item"]).partition("/")[0] for sample in limited.samples}) == 57, (
+        "each before any twice"
+    )
     assert limited.results[0]["n"] == 59
 
 
-def mirrored_group(folder: Path, task: str, of_lm_eval: str, parts: dict[str, Rows]) -> BenchmarkConfig:
+def mirrored_group(
+    folder: Path, task: str, of_lm_eval: str, parts: dict[str, Rows]
+) -> BenchmarkConfig:
     """A group of lm-eval in the folder `of_lm_eval`, with a mirror of the rows of each subset."""
     benchmark = BenchmarkConfig(
         name=task,
@@ -361,47 +483,71 @@ def mirrored_group(folder: Path, task: str, of_lm_eval: str, parts: dict[str, Ro
         root=str(folder / "data"),
         parameters={"folder": of_lm_eval},
     )
-    mirror.make(benchmark, write_data_set(folder / "source", {(name, "test"): rows for name, rows in parts.items()}))
+    mirror.make(
+        benchmark,
+        write_data_set(folder / "source", {(name, "test"): rows for name, rows in parts.items()}),
+    )
     return benchmark
 
 
 def test_tasks_of_a_group_count_as_in_lm_eval(reader: LoadedModel, tmp_path: Path) -> None:
     """A group with weight_by_size=false, whose tasks have different numbers of items."""
-    subsets = sorted(file.stem for file in (Path(lm_eval.__file__).parent / "tasks/bhs").glob("basque-*.yaml"))
-    good, bad = {"ending_good": "nest.", "ending_bad": "kennel."}, {"ending_good": "kennel.", "ending_bad": "nest."}
+    subsets = sorted(
+        file.stem for file in (Path(lm_eval.__file__).parent / "tasks/bhs").glob("basque-*.yaml")
+    )
+    good = {"ending_good": "nest.", "ending_bad": "kennel."}
+    bad = {"ending_good": "kennel.", "ending_bad": "nest."}
     parts: dict[str, Rows] = {}
     for number, subset in enumerate(subsets):
         endings = [good] * (8 if number else 20) + [bad] * 2
-        parts[subset] = [{"context": f"Bird {n} sleeps in a", **row} for n, row in enumerate(endings)]
+        parts[subset] = [
+            {"context": f"Bird {n} sleeps in a", **row} for n, row in enumerate(endings)
+        ]
     benchmark = mirrored_group(tmp_path, "bhs_basque", "bhs", parts)
     benchmark = replace(benchmark, reports={"bhs": "acc", "bhs,none": "acc,none"})
     loaded = lm_eval_tasks.tasks_and_groups(benchmark)
     lm = HFLM(reader.model, tokenizer=reader.tokenizer)
-    expected = evaluator.evaluate(lm=lm, task_dict=loaded, bootstrap_iters=1)["groups"]["bhs_basque"]
+    expected = evaluator.evaluate(lm=lm, task_dict=loaded, bootstrap_iters=1)["groups"][
+        "bhs_basque"
+    ]
     graded = evaluate(reader, benchmark)
     for result in graded.results:
-        samples = [sample for sample in graded.samples if sample["benchmark"] == result["benchmark"]]
-        outcomes, units = ([float(str(sample[key])) for sample in samples] for key in ("outcome", "units"))
+        samples = [
+            sample for sample in graded.samples if sample["benchmark"] == result["benchmark"]
+        ]
+        outcomes, units = (
+            [float(str(sample[key])) for sample in samples] for key in ("outcome", "units")
+        )
         assert result["score"] == pytest.approx(expected["acc,none"])
         assert result["stderr"] == pytest.approx(expected["acc_stderr,none"])
         assert result["n"] == len(samples) == 92
         assert np.average(outcomes, weights=units) == pytest.approx(result["score"])
         assert abs(np.mean(outcomes) - result["score"]) > 1e-3, "items do not count alike"
     with pytest.raises(UserError, match=r"metric=acc_norm.*bhs_basque.*acc"):
-        evaluate(Unasked(reader.model, reader.tokenizer), replace(benchmark, reports={"bhs": "acc_norm"}))
+        evaluate(
+            Unasked(reader.model, reader.tokenizer), replace(benchmark, reports={"bhs": "acc_norm"})
+        )
 
 
 def test_a_perplexity_of_several_tasks_is_refused(reader: LoadedModel, tmp_path: Path) -> None:
     """lm-eval takes the mean of their perplexities, which is no perplexity."""
     folder = Path(lm_eval.__file__).parent / "tasks/uncheatable_eval"
-    names = [file.stem.removeprefix("uncheatable_eval_") for file in folder.glob("uncheatable_eval_*.yaml")]
+    names = [
+        file.stem.removeprefix("uncheatable_eval_")
+        for file in folder.glob("uncheatable_eval_*.yaml")
+    ]
     rows: Rows = [{"category": name, "content": "A bird sleeps in a nest."} for name in names]
     benchmark = mirrored_group(tmp_path, "uncheatable_eval", "uncheatable_eval", {"default": rows})
     with pytest.raises(UserError, match=r"metric=bits_per_byte.*expected one task"):
-        evaluate(Unasked(reader.model, reader.tokenizer), replace(benchmark, reports={"bits": "bits_per_byte"}))
+        evaluate(
+            Unasked(reader.model, reader.tokenizer),
+            replace(benchmark, reports={"bits": "bits_per_byte"}),
+        )
 
 
-def test_perplexities_equal_independent_computations(reader: LoadedModel, shared_data: Path, tmp_path: Path) -> None:
+def test_perplexities_equal_independent_computations(
+    reader: LoadedModel, shared_data: Path, tmp_path: Path
+) -> None:
     """Of the first articles of WikiText-2; `python -m benchmarks.evaluation` takes all of them."""
     lines = (shared_data / "wikitext2_test.txt").read_text().split("\n")[:200]
     (tmp_path / "wikitext2_test.txt").write_text("\n".join(lines) + "\n")
@@ -421,21 +567,28 @@ def test_perplexities_equal_independent_computations(reader: LoadedModel, shared
     read = [(wikitext_detokenizer(row), row["page"]) for row in rows]
     naive = choices.word_perplexity(reader.model, reader.tokenizer, read, 512)
     word, byte, bits = graded.results
-    words, size = sum(len(re.split(r"\s+", p)) for _, p in read), sum(len(p.encode()) for _, p in read)
+    words = sum(len(re.split(r"\s+", p)) for _, p in read)
+    size = sum(len(p.encode()) for _, p in read)
     assert word["score"] == pytest.approx(naive, rel=1e-4)
     assert np.log(byte["score"]) * size == pytest.approx(np.log(naive) * words, rel=1e-4)
     assert bits["score"] == pytest.approx(np.log2(byte["score"]), rel=1e-6)
     units = ["nats per word", "nats per byte", "bits per byte"]
     assert [result["unit"] for result in graded.results] == units and bits["scale"] == "loss"
     of_bits = [sample for sample in graded.samples if sample["benchmark"] == "bits_per_byte"]
-    mean = np.average([sample["outcome"] for sample in of_bits], weights=[sample["units"] for sample in of_bits])
+    mean = np.average(
+        [sample["outcome"] for sample in of_bits], weights=[sample["units"] for sample in of_bits]
+    )
     assert mean == pytest.approx(bits["score"]), "outcomes are in the unit of the result"
     assert word["stderr"] is not None and word["n"] == len(rows) > 1
-    outcomes = [sample["outcome"] for sample in graded.samples if sample["benchmark"] == "word_perplexity"]
+    outcomes = [
+        sample["outcome"] for sample in graded.samples if sample["benchmark"] == "word_perplexity"
+    ]
     assert min(outcomes) <= np.log(naive) <= max(outcomes)
 
 
-def test_examples_are_shown_and_drawn_the_same_every_time(reader: LoadedModel, tmp_path: Path) -> None:
+def test_examples_are_shown_and_drawn_the_same_every_time(
+    reader: LoadedModel, tmp_path: Path
+) -> None:
     benchmark = replace(mirrored(tmp_path, "rte", RTE, train=RTE[::-1] * 2), shots=2)
     random.seed(1)
     first = evaluate(reader, benchmark)
@@ -444,7 +597,9 @@ def test_examples_are_shown_and_drawn_the_same_every_time(reader: LoadedModel, t
     random.seed(2)
     fresh = evaluate(reader, benchmark)
     assert first.samples == again.samples == fresh.samples
-    assert first.protocol["prompt"].count("True or False?") == 3 and first.protocol["num_fewshot"] == 2
+    assert (
+        first.protocol["prompt"].count("True or False?") == 3 and first.protocol["num_fewshot"] == 2
+    )
     assert first.protocol["prompt"].endswith(f"{RTE[0]['sentence2']} True or False?\nAnswer:")
     equals_lm_eval(reader, benchmark)
     with pytest.raises(UserError, match="split=train, but rte asks validation"):
@@ -454,33 +609,56 @@ def test_examples_are_shown_and_drawn_the_same_every_time(reader: LoadedModel, t
 
 
 GSM8K: Rows = [
-    {"question": f"What is {n} and {n}?", "answer": f"It is <<{n}+{n}={2 * n}>>{2 * n}.\n#### {2 * n}"} for n in (2, 3)
+    {
+        "question": f"What is {n} and {n}?",
+        "answer": f"It is <<{n}+{n}={2 * n}>>{2 * n}.\n#### {2 * n}",
+    }
+    for n in (2, 3)
 ]
 
 
-def test_a_task_that_generates_does_so_through_the_subject(subject: LoadedModel, tmp_path: Path) -> None:
-    benchmark = replace(mirrored(tmp_path, "gsm8k_8shot", GSM8K), shots=1, max_new_tokens=12, max_length=None)
+def test_a_task_that_generates_does_so_through_the_subject(
+    subject: LoadedModel, tmp_path: Path
+) -> None:
+    benchmark = replace(
+        mirrored(tmp_path, "gsm8k_8shot", GSM8K), shots=1, max_new_tokens=12, max_length=None
+    )
     graded = evaluate(subject, benchmark)
     prompt = graded.protocol["prompt"]
-    assert prompt.startswith("Q: There are 15 trees") and prompt.endswith("\n\nQ: What is 2 and 2?\nA:")
+    assert prompt.startswith("Q: There are 15 trees") and prompt.endswith(
+        "\n\nQ: What is 2 and 2?\nA:"
+    )
     written = write(subject, [prompt], 12, stop=("Q:", "</s>", "<|im_end|>"))
     assert graded.samples[0]["output"] == written[0]
-    with pytest.raises(UserError, match=r"several filters: add one of strict-match, flexible-extract"):
+    with pytest.raises(
+        UserError, match=r"several filters: add one of strict-match, flexible-extract"
+    ):
         evaluate(subject, replace(benchmark, reports={"gsm8k": "exact_match"}))
     with pytest.raises(UserError, match="do not fit the benchmark's 64 tokens"):
         evaluate(subject, replace(benchmark, max_length=64))
 
 
 def test_a_chat_template_gets_its_arguments(subject: LoadedModel, tmp_path: Path) -> None:
-    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ mark }}<assistant>"
-    benchmark = replace(mirrored(tmp_path, "gsm8k_8shot", GSM8K), shots=1, max_new_tokens=4, chat=True)
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ mark }}<assistant>"
+    )
+    benchmark = replace(
+        mirrored(tmp_path, "gsm8k_8shot", GSM8K), shots=1, max_new_tokens=4, chat=True
+    )
     assert suite.preflight([benchmark], Policy()) == []
-    prompt = evaluate(chatting(subject, template, mark="<no thinking>"), benchmark).protocol["prompt"]
-    assert prompt.count("<user>") == 2 and prompt.endswith("<user>Q: What is 2 and 2?\nA:<no thinking><assistant>")
+    prompt = evaluate(chatting(subject, template, mark="<no thinking>"), benchmark).protocol[
+        "prompt"
+    ]
+    assert prompt.count("<user>") == 2 and prompt.endswith(
+        "<user>Q: What is 2 and 2?\nA:<no thinking><assistant>"
+    )
 
 
 def test_nothing_but_the_mirror_is_read_and_nothing_is_left(
-    reader: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    reader: LoadedModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     benchmark = replace(mirrored(tmp_path, "hellaswag", MINIATURES["hellaswag"]), max_length=None)
     expected = evaluate(reader, benchmark).samples
@@ -505,10 +683,15 @@ def test_nothing_but_the_mirror_is_read_and_nothing_is_left(
         ({"parameters": {"folder": "super_glue/bolq"}}, "did you mean super_glue/boolq"),
         ({"parameters": {"folder": "."}}, "parameters.folder=. is unknown"),
         ({"chat": True}, "chat=true, but max_new_tokens=0 says that answers are scored"),
-        ({"data": "aps/superglue"}, "has no mirror of it: python -m moe_lab.evaluation.mirror boolq data_root="),
+        (
+            {"data": "aps/superglue"},
+            "has no mirror of it: python -m moe_lab.evaluation.mirror boolq data_root=",
+        ),
     ],
 )
-def test_mistakes_are_said_before_a_model_is_loaded(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+def test_mistakes_are_said_before_a_model_is_loaded(
+    tmp_path: Path, changes: dict[str, Any], says: str
+) -> None:
     benchmark = mirrored(tmp_path, "boolq", BOOLQ)
     assert suite.preflight([benchmark], Policy()) == []
     said = suite.preflight([replace(benchmark, **changes)], Policy())
@@ -522,9 +705,12 @@ READS = "from pathlib import Path\n\ndef answer(doc):\n    return {}.read_text()
 
 
 def task_of_files(folder: Path, files: dict[str, str]) -> BenchmarkConfig:
-    """A task whose prompt is `tools.utils.prompt`, through two included files; `files` are others, or other ones."""
+    """A task whose prompt is `tools.utils.prompt`, through two included files; `files` are others,
+    or other ones."""
     definition = {name: value for name, value in MULTIPLE_CHOICE.items() if name != "doc_to_text"}
-    benchmark: BenchmarkConfig = own_task(folder, [{**BIRD, "label": 1}], {**definition, "include": "base.yaml"})
+    benchmark: BenchmarkConfig = own_task(
+        folder, [{**BIRD, "label": 1}], {**definition, "include": "base.yaml"}
+    )
     contents = {
         "base.yaml": "include: [more/prompt.yaml]\n",
         "more/prompt.yaml": "doc_to_text: !function tools.utils.prompt\n",
@@ -545,17 +731,27 @@ def task_of_files(folder: Path, files: dict[str, str]) -> BenchmarkConfig:
         ("more/prompt.yaml", "doc_to_text: '{{q}} '\n", {}),
         ("more/tools/utils.py", f"{HELPER}\n{PROMPT}", {}),
         ("more/tools/helper.py", HELPER, {}),
-        ("more/tools/hint.txt", " at night", {"more/tools/utils.py": READS + PROMPT, "more/tools/hint.txt": ""}),
+        (
+            "more/tools/hint.txt",
+            " at night",
+            {"more/tools/utils.py": READS + PROMPT, "more/tools/hint.txt": ""},
+        ),
     ],
 )
 def test_every_file_that_makes_an_item_identifies_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str, content: str, files: dict[str, str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changed: str,
+    content: str,
+    files: dict[str, str],
 ) -> None:
-    """Definitions that are included, code that they name, and what this imports or names; and nothing else."""
+    """Definitions that are included, code that they name, and what this imports or names; and
+    nothing else."""
     monkeypatch.syspath_prepend(tmp_path / "more/tools")
     hint = "(Path(__file__).parent / 'hint.txt')"
     benchmark = task_of_files(tmp_path, {name: text.format(hint) for name, text in files.items()})
-    identity, items = suite.question_identity(benchmark), suite.adapter(benchmark).items(benchmark)
+    identity = suite.question_identity(benchmark)
+    items = suite.adapter(benchmark).items(benchmark)
     (tmp_path / "more/tools/unrelated.py").write_text("A = 1\n")
     assert suite.question_identity(benchmark) == identity
     (tmp_path / changed).write_text(content)
@@ -570,16 +766,22 @@ UNIDENTIFIED_READS = {
     "opened_for_update": READS.format(f"open({HINT}, 'r+')").replace("read_text", "read"),
     "sys_path": "import sys\nsys.path[:0] = [__file__.rpartition('/')[0] + '/other']\n"
     "answer = __import__('hidden_' + 'helper').answer\n\n",
-    "computed_import": "import importlib\nanswer = importlib.import_module('other.hidden_' + 'helper').answer\n\n",
+    "computed_import": (
+        "import importlib\nanswer = importlib.import_module('other.hidden_' + 'helper').answer\n\n"
+    ),
     "thread": "from concurrent.futures import ThreadPoolExecutor\n"
-    + READS.format(f"ThreadPoolExecutor(1).submit({HINT}.read_text)").replace("read_text()\n", "result()\n"),
+    + READS.format(f"ThreadPoolExecutor(1).submit({HINT}.read_text)").replace(
+        "read_text()\n", "result()\n"
+    ),
     "sqlite": "import sqlite3\n"
     + READS.format(
-        "sqlite3.connect(Path('..', 'hint' + '.db')).execute('select text from hints').fetchone()[0]"
+        "sqlite3.connect(Path('..', 'hint' + '.db')).execute('select text from "
+        "hints').fetchone()[0]"
     ).replace(".read_text()", ""),
     "sqlite_uri": "import sqlite3\n"
     + READS.format(
-        "sqlite3.connect('file:../hint' + '.db?mode=ro', uri=True).execute('select text from hints')"
+        "sqlite3.connect('file:../hint' + '.db?mode=ro', uri=True).execute('select text from "
+        "hints')"
     ).replace(".read_text()", ".fetchone()[0]"),
 }
 
@@ -592,11 +794,15 @@ def test_a_task_that_reads_what_does_not_identify_its_items_is_refused(
     files = {"more/tools/utils.py": code + PROMPT, "more/tools/other/hidden_helper.py": HELPER}
     benchmark = task_of_files(tmp_path, {**files, "more/tools/hint.txt": "", "more/hint.txt": ""})
     with closing(sqlite3.connect(tmp_path / "more/hint.db")) as database:
-        database.executescript("create table hints (text); insert into hints values (' at night in a')")
+        database.executescript(
+            "create table hints (text); insert into hints values (' at night in a')"
+        )
     monkeypatch.syspath_prepend(tmp_path / "more/tools")
     monkeypatch.chdir(tmp_path / "more/tools")
     for _ in range(2):
-        with pytest.raises(UserError, match=r"benchmark own.*(hint\.txt|hint\.db|hidden_helper\.py)"):
+        with pytest.raises(
+            UserError, match=r"benchmark own.*(hint\.txt|hint\.db|hidden_helper\.py)"
+        ):
             suite.adapter(benchmark).items(benchmark)
 
 
@@ -615,7 +821,9 @@ def test_a_task_that_starts_a_program_for_its_items_is_refused(tmp_path: Path, e
     """When its code is imported, and when a prompt is made, with errors ignored."""
     code = STARTED_PROGRAMS[event]
     body = "".join(f"        {line}\n" for line in code.splitlines())
-    caught = f"def answer(doc):\n    try:\n{body}    except Exception:\n        pass\n    return ''\n\n"
+    caught = (
+        f"def answer(doc):\n    try:\n{body}    except Exception:\n        pass\n    return ''\n\n"
+    )
     for number, text in enumerate((f"{code}\n{EMPTY}\n", caught)):
         folder = tmp_path / str(number)
         folder.mkdir()

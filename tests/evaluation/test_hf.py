@@ -1,4 +1,5 @@
-"""Batched generation and likelihoods equal those of each row alone, and of transformers, and end where they should."""
+"""Batched generation and likelihoods equal those of each row alone, and of transformers, and end
+where they should."""
 
 import math
 from collections.abc import Sequence
@@ -25,11 +26,15 @@ NEW = 20
 
 def by_transformers(model: Any, prompts: list[list[int]]) -> list[list[int]]:
     """New tokens of each prompt alone, from transformers' own loop, without an end."""
-    settings = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=[], pad_token_id=0)
+    settings = GenerationConfig(
+        max_new_tokens=NEW, do_sample=False, eos_token_id=[], pad_token_id=0
+    )
     texts = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        produced = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+        produced = model.generate(
+            ids, attention_mask=torch.ones_like(ids), generation_config=settings
+        )
         texts.append(produced[0, len(prompt) :].tolist())
     return texts
 
@@ -43,19 +48,25 @@ def together(
     model: Any, prompts: list[list[int]], ends: list[int], answers: Sequence[Row | None] = ()
 ) -> list[NewTokens]:
     """Texts written in one batch, complete at `ends` alone."""
-    return greedy(model, Batch(prompts, answers or [None] * len(prompts), Writing(NEW), frozenset(ends), 0))
+    return greedy(
+        model, Batch(prompts, answers or [None] * len(prompts), Writing(NEW), frozenset(ends), 0)
+    )
 
 
 def sizes_of_passes(model: Any) -> list[tuple[int, int]]:
     """The numbers of rows and of tokens in each that are read by every forward pass from now on."""
     sizes: list[tuple[int, int]] = []
-    model.register_forward_pre_hook(lambda *given: sizes.append(given[2]["input_ids"].shape), with_kwargs=True)
+    model.register_forward_pre_hook(
+        lambda *given: sizes.append(given[2]["input_ids"].shape), with_kwargs=True
+    )
     return sizes
 
 
 def starting_like(text: list[int], tokens: int, then: list[int]) -> list[int]:
     """An answer that begins as the text does, and goes on otherwise."""
-    other = next(token for token in range(3, tiny.VOCABULARY) if token not in text[tokens : tokens + 1])
+    other = next(
+        token for token in range(3, tiny.VOCABULARY) if token not in text[tokens : tokens + 1]
+    )
     return [*text[:tokens], other, *then]
 
 
@@ -67,16 +78,22 @@ def test_the_loop_gives_transformers_tokens(name: str, monkeypatch: pytest.Monke
     model = tiny.build(name)
     generator = torch.Generator().manual_seed(4)
     lengths = (9, 3, 7, 7, 5, 6, 4)
-    prompts = [torch.randint(3, tiny.VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+    prompts = [
+        torch.randint(3, tiny.VOCABULARY, (length,), generator=generator).tolist()
+        for length in lengths
+    ]
     free = by_transformers(model, prompts)
-    first = {text[0] for text in free}  # rows end one after another, unless a model repeats one token
+    # rows end one after another, unless a model repeats one token
+    first = {text[0] for text in free}
     ends = [free[2][0], *(text[8] for text in free if text[8] not in first)]
     expected = [ended(text, ends) for text in free]
     sizes = sizes_of_passes(model)
     assert [text.tokens for text in together(model, prompts, ends)] == expected
     assert len(set(map(len, expected))) > 1
     rows_read = [rows for rows, _ in sizes]
-    assert rows_read[0] == len(prompts) > rows_read[-1] and rows_read == sorted(rows_read, reverse=True)
+    assert rows_read[0] == len(prompts) > rows_read[-1] and rows_read == sorted(
+        rows_read, reverse=True
+    )
 
     ends = [free[2][6]]
     answers = [
@@ -92,12 +109,18 @@ def test_the_loop_gives_transformers_tokens(name: str, monkeypatch: pytest.Monke
         Row((*prompt, *answer), len(prompt) - number % 3) if answer else None
         for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
     ]
-    for tokens in (80, 10**6):  # after which a pass may give logits: too few to read answers, or enough
-        monkeypatch.setattr("moe_lab.evaluation.engines.hf.tokens_with_logits", lambda model, tokens=tokens: tokens)
+    # after which a pass may give logits: too few to read answers, or enough
+    for tokens in (80, 10**6):
+        monkeypatch.setattr(
+            "moe_lab.evaluation.engines.hf.tokens_with_logits", lambda model, tokens=tokens: tokens
+        )
         texts = together(model, prompts, ends, rows)
         assert [text.tokens for text in texts] == [ended(text, ends) for text in free]
-        read = tokens > 80 and name not in ("qwen3_next", "minimax")  # whose caches cannot forget a token
-        assert [text.likelihood is not None for text in texts] == [bool(row and read) for row in rows]
+        # whose caches cannot forget a token
+        read = tokens > 80 and name not in ("qwen3_next", "minimax")
+        assert [text.likelihood is not None for text in texts] == [
+            bool(row and read) for row in rows
+        ]
         for text, row in zip(texts, rows, strict=True):
             if text.likelihood:
                 ((total, likeliest),) = log_likelihoods(model, [row], 1)
@@ -115,8 +138,12 @@ def test_a_right_answer_that_the_model_would_give_takes_one_pass() -> None:
     assert len(passes) == 2
 
 
-def score(model: Any, rows: list[list[int]], starts: list[int], batch_size: int) -> list[Likelihood]:
-    return log_likelihoods(model, [Row(tuple(row), start) for row, start in zip(rows, starts, strict=True)], batch_size)
+def score(
+    model: Any, rows: list[list[int]], starts: list[int], batch_size: int
+) -> list[Likelihood]:
+    return log_likelihoods(
+        model, [Row(tuple(row), start) for row, start in zip(rows, starts, strict=True)], batch_size
+    )
 
 
 QUESTION = [5, 6, 7, 8, 9, 10, 11, 12]
@@ -127,7 +154,11 @@ ANSWERS = [[13], [14], [15, 16, 17], [15, 18], [19, 20], [13]]
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 def test_answers_to_one_question_get_the_likelihoods_that_they_have_alone(name: str) -> None:
     model = tiny.build(name)
-    rows = [[*QUESTION, *answer] for answer in ANSWERS] + [[5, *answer] for answer in ANSWERS] + [[30, 31]]
+    rows = (
+        [[*QUESTION, *answer] for answer in ANSWERS]
+        + [[5, *answer] for answer in ANSWERS]
+        + [[30, 31]]
+    )
     starts = [len(QUESTION)] * 6 + [1] * 7
     together = score(model, rows, starts, 3)
     for row, start, (value, likeliest) in zip(rows, starts, together, strict=True):
@@ -141,7 +172,9 @@ def test_answers_to_one_question_get_the_likelihoods_that_they_have_alone(name: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "tokens"), [("olmoe", 8 + 2 + 1), ("deepseek_v3", 8 + 2 + 1), ("qwen3_next", 3 * 10)])
+@pytest.mark.parametrize(
+    ("name", "tokens"), [("olmoe", 8 + 2 + 1), ("deepseek_v3", 8 + 2 + 1), ("qwen3_next", 3 * 10)]
+)
 def test_a_question_is_read_once_where_attention_is_full(name: str, tokens: int) -> None:
     model = tiny.build(name)
     rows = [[*QUESTION, *answer] for answer in ANSWERS[:3]] + [[*QUESTION, *ANSWERS[4]]]
@@ -152,7 +185,9 @@ def test_a_question_is_read_once_where_attention_is_full(name: str, tokens: int)
 
 
 @pytest.mark.slow
-def test_a_family_that_reads_answers_together_in_another_way_reads_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_that_reads_answers_together_in_another_way_reads_them_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rows = [[*QUESTION, *answer] for answer in ANSWERS]
     expected = [score(tiny.build("olmoe"), [row], [8], 1)[0][0] for row in rows]
     other = tiny.build("olmoe")
@@ -164,15 +199,22 @@ def test_a_family_that_reads_answers_together_in_another_way_reads_them_alone(mo
         return forward(*arguments, **named)
 
     monkeypatch.setattr(other, "forward", causal)
-    assert [value for value, _ in score(other, rows, [8] * 6, 64)] == pytest.approx(expected, abs=1e-5)
+    assert [value for value, _ in score(other, rows, [8] * 6, 64)] == pytest.approx(
+        expected, abs=1e-5
+    )
 
 
 def prompts(name: str, count: int) -> list[str]:
     return [item["prompt"] for item in shipped_items(name, count)]
 
 
-def losses(subject: LoadedModel, prompts: list[str], references: list[Any], **settings: Any) -> list[float | None]:
-    return [reply.loss for reply in ask(subject, prompts, 1, references=references, skip_long=True, **settings)]
+def losses(
+    subject: LoadedModel, prompts: list[str], references: list[Any], **settings: Any
+) -> list[float | None]:
+    return [
+        reply.loss
+        for reply in ask(subject, prompts, 1, references=references, skip_long=True, **settings)
+    ]
 
 
 def loss(subject: LoadedModel, prompt: str, answer: str) -> float:
@@ -181,7 +223,9 @@ def loss(subject: LoadedModel, prompt: str, answer: str) -> float:
     return -log_likelihood(subject, prompt, answer) / math.log(2) / size
 
 
-def test_answer_losses_are_those_of_each_text_alone(subject: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answer_losses_are_those_of_each_text_alone(
+    subject: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = [*prompts("gsm8k", 3), *prompts("humaneval", 3), *prompts("wildbench", 2)]
     answers = [*write(subject, asked[:7], 24), " The end \u00e4."]
     expected = [loss(subject, *pair) for pair in zip(asked, answers, strict=True)]
@@ -197,7 +241,8 @@ def test_answer_losses_are_those_of_each_text_alone(subject: LoadedModel, monkey
 
 
 def test_stop_texts_cut_and_are_not_looked_for_in_prompts(subject: LoadedModel) -> None:
-    """The longest prompt comes last, after shorter ones, and holds a stop text; another begins in the first prompt."""
+    """The longest prompt comes last, after shorter ones, and holds a stop text; another begins in
+    the first prompt."""
     asked = prompts("humaneval", 4)
     asked.append("\n\n".join([*asked, asked[0]]))
     whole = write(subject, asked, 32)
@@ -206,29 +251,42 @@ def test_stop_texts_cut_and_are_not_looked_for_in_prompts(subject: LoadedModel) 
     assert stop[0] in asked[-1] and any(")" in text for text in whole) and spanning not in whole[0]
     ends = [[text.index(end) for end in stop if end in text] for text in whole]
     cut = write(subject, asked, 32, stop=stop)
-    assert cut == [text[: min(places, default=None)] for text, places in zip(whole, ends, strict=True)]
+    assert cut == [
+        text[: min(places, default=None)] for text, places in zip(whole, ends, strict=True)
+    ]
     assert len(cut[-1]) > 4
 
 
-def test_stop_texts_save_forward_passes_also_where_answers_go_beyond_them(subject: LoadedModel) -> None:
+def test_stop_texts_save_forward_passes_also_where_answers_go_beyond_them(
+    subject: LoadedModel,
+) -> None:
     asked = prompts("humaneval", 4)
     passes: list[object] = []
     with subject.model.register_forward_hook(lambda *_: passes.append(1)):
         write(subject, asked, 48, stop=("    r",))
         assert len(passes) < 12
         (written,) = write(subject, asked[:1], 32)
-        stop, begun = (written.strip()[4:9],), [written[:50]]
+        stop = (written.strip()[4:9],)
+        begun = [written[:50]]
         (cut,) = write(subject, asked[:1], 32, stop=stop)
         passes.clear()
         assert write(subject, asked[:1], 32, stop=stop, references=begun) == [cut] != [written]
     assert len(passes) == 1
 
 
-def test_sampling_and_penalties_of_models_are_unused(subject: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampling_and_penalties_of_models_are_unused(
+    subject: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = prompts("wildbench", 3)
     expected = write(subject, asked, 24)
     settings = subject.model.generation_config
-    changes = {"do_sample": True, "temperature": 5.0, "repetition_penalty": 3.0, "min_new_tokens": 23, "num_beams": 2}
+    changes = {
+        "do_sample": True,
+        "temperature": 5.0,
+        "repetition_penalty": 3.0,
+        "min_new_tokens": 23,
+        "num_beams": 2,
+    }
     for name, value in changes.items():
         monkeypatch.setattr(settings, name, value)
     assert write(subject, asked, 24) == expected
@@ -237,23 +295,31 @@ def test_sampling_and_penalties_of_models_are_unused(subject: LoadedModel, monke
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 @pytest.mark.parametrize("name", ["arc_challenge", "humaneval", "gsm8k"])
-def test_a_logit_that_is_not_finite_fails(name: str, number: float, subject: LoadedModel, tmp_path: Path) -> None:
-    """vLLM's samplers choose a token whatever the logits are; its log-likelihood is what they leave to see."""
+def test_a_logit_that_is_not_finite_fails(
+    name: str, number: float, subject: LoadedModel, tmp_path: Path
+) -> None:
+    """vLLM's samplers choose a token whatever the logits are; its log-likelihood is what they leave
+    to see."""
     benchmark = replace(choices.choose(BenchmarkConfig, "benchmark", f"pocket_{name}"), limit=2)
     fifth = torch.tensor([5])
-    hook = subject.model.lm_head.register_forward_hook(lambda _, __, logits: logits.index_fill(-1, fifth, number))
+    hook = subject.model.lm_head.register_forward_hook(
+        lambda _, __, logits: logits.index_fill(-1, fifth, number)
+    )
     with hook, pytest.raises(FloatingPointError, match=r"is (nan|inf)\b"):
         run.evaluate(subject, benchmark, tmp_path, policy=Policy(True))
     assert not (tmp_path / "result.json").exists()
     with pytest.raises(FloatingPointError, match=str(number)):
-        vllm_saying(subject.tokenizer, [[0, [5, 5], number]]).generate([Prompt("A dog", (5, 6))], Writing(2))
+        vllm_saying(subject.tokenizer, [[0, [5, 5], number]]).generate(
+            [Prompt("A dog", (5, 6))], Writing(2)
+        )
 
 
 def test_what_follows_a_complete_text_may_overflow(subject: LoadedModel) -> None:
     """A row whose text is complete stays in a batch of five, and is computed without being used."""
     asked = prompts("gsm8k", 5)
     whole = write(subject, asked, 24)
-    longest = max(range(5), key=lambda number: len(subject.tokenizer(asked[number]).input_ids))  # the first row
+    # the first row
+    longest = max(range(5), key=lambda number: len(subject.tokenizer(asked[number]).input_ids))
     ends = [whole[longest][place : place + 3] for place in range(9)]
     stop = next(end for end in ends if sum(end in text for text in whole) == 1)
     tokens: list[int] = []

@@ -41,9 +41,13 @@ def sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return [file.relative_to(folder).as_posix() for file in folder.rglob("*.*")]
 
     def about(_: object, name: str, revision: str) -> SimpleNamespace:
-        return SimpleNamespace(sha=revision, siblings=[SimpleNamespace(rfilename=file) for file in names(name)])
+        return SimpleNamespace(
+            sha=revision, siblings=[SimpleNamespace(rfilename=file) for file in names(name)]
+        )
 
-    def download(name: str, *, repo_type: str, revision: str, local_dir: Path, allow_patterns: list[str]) -> None:
+    def download(
+        name: str, *, repo_type: str, revision: str, local_dir: Path, allow_patterns: list[str]
+    ) -> None:
         assert repo_type == "dataset"
         for file in filter_repo_objects(names(name), allow_patterns=allow_patterns):
             (local_dir / file).parent.mkdir(parents=True, exist_ok=True)
@@ -55,18 +59,37 @@ def sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return files_sent
 
 
-def test_the_hub_sends_pinned_files(sent: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parts = {("ax", "test"): RTE, ("rte", "validation"): (RTE * 93)[:277], ("rte", "train"): RTE[:1]}
+def test_the_hub_sends_pinned_files(
+    sent: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = {
+        ("ax", "test"): RTE,
+        ("rte", "validation"): (RTE * 93)[:277],
+        ("rte", "train"): RTE[:1],
+    }
     write_data_set(tmp_path / "hub/nyu-mll/glue", parts)
-    subjects = {(name, "test"): subject_rows(name, count) for name, count in (("anatomy", 14040), ("virology", 2))}
-    write_data_set(tmp_path / "hub/cais/mmlu", {("all", "test"): subject_rows("all", 14042), **subjects})
+    subjects = {
+        (name, "test"): subject_rows(name, count)
+        for name, count in (("anatomy", 14040), ("virology", 2))
+    }
+    write_data_set(
+        tmp_path / "hub/cais/mmlu", {("all", "test"): subject_rows("all", 14042), **subjects}
+    )
     (tmp_path / "hub/math-ai/aime25").mkdir(parents=True)
-    write_lines(tmp_path / "hub/math-ai/aime25/test.jsonl", [{"problem": "p", "answer": "1", "id": "0"}] * 30)
-    (tmp_path / "hub/math-ai/aime25/README.md").write_text("---\nlicense: mit\n---\nNo files are listed here.\n")
+    write_lines(
+        tmp_path / "hub/math-ai/aime25/test.jsonl",
+        [{"problem": "p", "answer": "1", "id": "0"}] * 30,
+    )
+    (tmp_path / "hub/math-ai/aime25/README.md").write_text(
+        "---\nlicense: mit\n---\nNo files are listed here.\n"
+    )
     assert main(["rte", "mmlu", "aime25", "boolq", f"data_root={tmp_path / 'data'}"]) == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert "aps/super_glue could not be downloaded from the hub" in said
-    made = {benchmark.name: benchmark for benchmark in benchmarks(["rte", "mmlu", "aime25"], str(tmp_path / "data"))}
+    made = {
+        benchmark.name: benchmark
+        for benchmark in benchmarks(["rte", "mmlu", "aime25"], str(tmp_path / "data"))
+    }
     glue = made["rte"].revision
     assert {file for file in sent if str(glue) in file} == {
         f"{glue}/{file}" for file in ("README.md", "rte/validation.jsonl", "rte/train.jsonl")
@@ -88,7 +111,9 @@ SOURCES: dict[str, Callable[[Path], Path]] = {
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_a_mirror_can_be_made_without_the_hub(rte: BenchmarkConfig, tmp_path: Path, name: str) -> None:
+def test_a_mirror_can_be_made_without_the_hub(
+    rte: BenchmarkConfig, tmp_path: Path, name: str
+) -> None:
     (tmp_path / "source").mkdir()
     write_lines(tmp_path / "source" / "greatest.jsonl", RTE)  # a name with "test" in a word
     make(rte, SOURCES[name](tmp_path / "source"))
@@ -96,7 +121,9 @@ def test_a_mirror_can_be_made_without_the_hub(rte: BenchmarkConfig, tmp_path: Pa
     assert mirror.rows(rte) == RTE and suite.preflight([rte], Policy()) == []
     before = mirror.digest(rte)
     make(rte, write_data_set(tmp_path / "other", PARTS))
-    assert mirror.rows(rte) == RTE and mirror.digest(rte) == before, "only the content identifies it"
+    assert mirror.rows(rte) == RTE and mirror.digest(rte) == before, (
+        "only the content identifies it"
+    )
 
 
 @pytest.mark.parametrize("ending", [".parquet", ".jsonl", ".jsonl.gz", ".json", ".csv"])
@@ -116,18 +143,27 @@ def test_every_kind_of_file_has_the_same_rows(tmp_path: Path, ending: str) -> No
         file.write_bytes(content[ending])
     assert mirror.read_rows(file) == rows
     file.write_bytes(b"[1\n" if ending != ".csv" else b"\xff")
-    with pytest.raises(UserError, match=rf"{re.escape(str(file))}\b.*(cannot be read|damaged|UTF-8)"):
+    with pytest.raises(
+        UserError, match=rf"{re.escape(str(file))}\b.*(cannot be read|damaged|UTF-8)"
+    ):
         mirror.read_rows(file)
 
 
 def test_a_digest_is_of_what_is_read(rte: BenchmarkConfig, tmp_path: Path) -> None:
     def digests(**parts: list[dict[str, object]]) -> list[str]:
-        make(rte, write_data_set(tmp_path / "source", {("rte", split): rows for split, rows in parts.items()}))
+        make(
+            rte,
+            write_data_set(
+                tmp_path / "source", {("rte", split): rows for split, rows in parts.items()}
+            ),
+        )
         return [mirror.digest(rte), mirror.digest(replace(rte, shots=2))]
 
     first = digests(validation=RTE)
     with_train = digests(validation=RTE, train=RTE[:1])
-    assert with_train[0] == first[0] and with_train[1] != first[1], "examples come from the new split"
+    assert with_train[0] == first[0] and with_train[1] != first[1], (
+        "examples come from the new split"
+    )
     assert digests(validation=[*RTE[:2], {**RTE[2], "label": 1}])[0] != first[0]
 
 
@@ -144,17 +180,24 @@ def test_a_file_at_an_address_is_kept_as_it_is(tmp_path: Path) -> None:
         make(replace(own, url=(tmp_path / "nowhere.jsonl.gz").as_uri()), None)
 
 
-@pytest.mark.parametrize("how", ["missing", "changed", "manifest", "subset", "split", "rows", "sha256"])
-def test_a_damaged_mirror_is_refused_and_can_be_made_again(rte: BenchmarkConfig, tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize(
+    "how", ["missing", "changed", "manifest", "subset", "split", "rows", "sha256"]
+)
+def test_a_damaged_mirror_is_refused_and_can_be_made_again(
+    rte: BenchmarkConfig, tmp_path: Path, how: str
+) -> None:
     source = write_data_set(tmp_path / "source", PARTS)
     make(rte, source)
-    file, manifest = mirror.folder(rte) / "rte/validation.jsonl", mirror.folder(rte) / mirror.MANIFEST
+    file = mirror.folder(rte) / "rte/validation.jsonl"
+    manifest = mirror.folder(rte) / mirror.MANIFEST
     if how == "missing":
         file.unlink()
     elif how == "changed":
         file.write_bytes(file.read_bytes().replace(b"Rome", b"Oslo"))
     else:
-        manifest.write_text('{"files"' if how == "manifest" else manifest.read_text().replace(f'"{how}"', '"x"'))
+        manifest.write_text(
+            '{"files"' if how == "manifest" else manifest.read_text().replace(f'"{how}"', '"x"')
+        )
     (sentence,) = suite.preflight([rte], Policy())
     assert str(file if how in ("missing", "changed") else manifest) in sentence
     if how in ("missing", "changed"):
@@ -166,10 +209,16 @@ def test_too_few_rows_and_unknown_parts_are_refused(rte: BenchmarkConfig, tmp_pa
     source = write_data_set(tmp_path / "source", PARTS)
     with pytest.raises(UserError, match="has 3 rows and should have 277"):
         make(replace(rte, expected=277), source)
-    with pytest.raises(UserError, match=r"has no mirror of it: python -m moe_lab\.evaluation\.mirror rte data_root="):
+    with pytest.raises(
+        UserError,
+        match=r"has no mirror of it: python -m moe_lab\.evaluation\.mirror rte data_root=",
+    ):
         mirror.check(rte)
     make(rte, source)
-    for changes, says in (({"split": "tset"}, "known: rte/validation"), ({"subset": "ret"}, "did you mean rte/")):
+    for changes, says in (
+        ({"split": "tset"}, "known: rte/validation"),
+        ({"subset": "ret"}, "did you mean rte/"),
+    ):
         with pytest.raises(UserError, match=says):
             mirror.rows(replace(rte, **changes))
 
@@ -189,7 +238,9 @@ def test_too_few_rows_and_unknown_parts_are_refused(rte: BenchmarkConfig, tmp_pa
         (["rte", "data_root={}"], "nyu-mll/glue could not be downloaded from the hub"),
     ],
 )
-def test_wrong_command_lines(tmp_path: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_command_lines(
+    tmp_path: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("file.jsonl", "rows.pkl"):
         (tmp_path / name).write_text("")
     (tmp_path / "empty").mkdir()

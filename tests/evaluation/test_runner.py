@@ -1,4 +1,5 @@
-"""Programs that a model wrote: in a runner with limits and walls, and graded by EvalPlus's rules."""
+"""Programs that a model wrote: in a runner with limits and walls, and graded by EvalPlus's
+rules."""
 
 import errno
 import json
@@ -24,23 +25,45 @@ from moe_lab.evaluation.sandbox.client import LimitedCalls, Outcome, Runner, Run
 from moe_lab.evaluation.sandbox.closed_world import leaves_closed_world
 from moe_lab.evaluation.sandbox.runner import Request, runner_command
 from moe_lab.paths import resolve
-from tests.campaign.programs import BROKEN, CHEATS, ENDLESS, FILES, MEMORY, NETWORK, PROCESSES, SENDING, Program, wrong
+from tests.campaign.programs import (
+    BROKEN,
+    CHEATS,
+    ENDLESS,
+    FILES,
+    MEMORY,
+    NETWORK,
+    PROCESSES,
+    SENDING,
+    Program,
+    wrong,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.walls]
 MEBI = 1 << 20
 
 
-def run(runner: Runner, body: str, inputs: list[Any] | None = None, seconds: float = 3.0, **changes: Any) -> Outcome:
+def run(
+    runner: Runner, body: str, inputs: list[Any] | None = None, seconds: float = 3.0, **changes: Any
+) -> Outcome:
     """Run a program that defines f(x); `body` is the whole program."""
     inputs = [[1]] if inputs is None else inputs
-    settings = {"seconds": [seconds] * len(inputs), "total_seconds": 5.0, "memory": 512 * MEBI, "output": MEBI}
-    return runner.run(Request(program=body, entry_point="f", inputs=inputs, **{**settings, **changes}))
+    settings = {
+        "seconds": [seconds] * len(inputs),
+        "total_seconds": 5.0,
+        "memory": 512 * MEBI,
+        "output": MEBI,
+    }
+    return runner.run(
+        Request(program=body, entry_point="f", inputs=inputs, **{**settings, **changes})
+    )
 
 
 @pytest.mark.parametrize("row", BROKEN, ids=lambda row: row.name)
 def test_a_bad_program_is_described_and_the_next_one_runs(runner: Runner, row: Program) -> None:
     outcome = run(runner, row.text)
-    assert outcome.status in row.verdict.replace("fail", "failed").split(), "the grader has another word"
+    assert outcome.status in row.verdict.replace("fail", "failed").split(), (
+        "the grader has another word"
+    )
     assert outcome.error.startswith(row.error)
     assert run(runner, "def f(x): return x + 1").values() == [2]
 
@@ -50,7 +73,9 @@ WHOLE_LINES = st.text().map(lambda text: json.dumps(text).encode() + b"\n")
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(WHOLE_LINES | st.binary(min_size=1) | st.just(b"error "), max_size=6))
-def test_whatever_bytes_are_sent_the_runner_answers_and_the_answer_can_be_read(chunks: list[bytes]) -> None:
+def test_whatever_bytes_are_sent_the_runner_answers_and_the_answer_can_be_read(
+    chunks: list[bytes],
+) -> None:
     watch = runner._Watch(os.getpid(), Request("", "f", [[1], [2]], [1.0, 1.0], 9.0, MEBI, MEBI))
     replies = (watch.take(chunk) for chunk in [b"loaded\n", *chunks, b""])
     reply = json.loads(json.dumps(next(reply for reply in replies if reply)))
@@ -68,12 +93,17 @@ def test_the_environment_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> Non
         assert "SECRET_KEY" not in found and "HOME" not in found
 
 
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="other machines have one set of system calls")
+@pytest.mark.skipif(
+    os.uname().machine != "x86_64", reason="other machines have one set of system calls"
+)
 def test_other_sets_of_system_calls_are_no_way_around(confined: Runner) -> None:
-    shmget = "53 b875000000 bb17000000 b907000000 ba00100000 be80030000 cd80 5b c3"  # the call of 32-bit programs, 117
+    # the call of 32-bit programs, 117
+    shmget = "53 b875000000 bb17000000 b907000000 ba00100000 be80030000 cd80 5b c3"
     body = (
-        f"import ctypes, mmap\ncode = mmap.mmap(-1, 4096, prot=7)\ncode.write(bytes.fromhex('{shmget}'))\n"
-        "at = ctypes.addressof(ctypes.c_char.from_buffer(code))\ndef f(x): return ctypes.CFUNCTYPE(ctypes.c_int)(at)()"
+        "import ctypes, mmap\ncode = mmap.mmap(-1, 4096, prot=7)\n"
+        f"code.write(bytes.fromhex('{shmget}'))\n"
+        "at = ctypes.addressof(ctypes.c_char.from_buffer(code))\ndef f(x): return "
+        "ctypes.CFUNCTYPE(ctypes.c_int)(at)()"
     )
     assert run(confined, body).status == "crash"
     body = (
@@ -83,7 +113,9 @@ def test_other_sets_of_system_calls_are_no_way_around(confined: Runner) -> None:
     assert run(confined, body, [[(1 << 30) + 29]]).values() == [(-1, errno.EPERM)]
 
 
-def test_calls_are_limited_each_and_together_by_processor_and_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_are_limited_each_and_together_by_processor_and_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = {"busy": 0.0, "wall": 0.0}
     monkeypatch.setattr(runner, "_cpu_seconds", lambda _: now["busy"])
     monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: now["wall"]))
@@ -99,13 +131,18 @@ def test_calls_are_limited_each_and_together_by_processor_and_clock(monkeypatch:
 
     assert left(5.0, 3, 0.1, 0.5) == pytest.approx(0.2)
     assert left(0.25, 2, 0.1, 0.5) == pytest.approx(0.05)  # of what all may take on the processor
-    assert left(0.2, 3, 0.0, 0.5) == pytest.approx(0.2) and left(0.2, 3, 0.0, 0.55) == pytest.approx(0.15)
+    assert left(0.2, 3, 0.0, 0.5) == pytest.approx(0.2) and left(
+        0.2, 3, 0.0, 0.55
+    ) == pytest.approx(0.15)
     assert left(0.2, 4, 0.0, 0.5) == pytest.approx(-0.2)  # 1.8 s by the clock
 
 
 def test_limits_alone_let_no_file_grow(tmp_path: Path) -> None:
     with Runner(confined=False) as limited:
-        outcome = run(limited, f"def f(x):\n    with open({str(tmp_path / 'evil')!r}, 'w') as file: file.write('x')")
+        outcome = run(
+            limited,
+            f"def f(x):\n    with open({str(tmp_path / 'evil')!r}, 'w') as file: file.write('x')",
+        )
         assert (outcome.status, outcome.error[:7]) == ("failed", "OSError")
     assert (tmp_path / "evil").read_text() == ""
 
@@ -120,8 +157,13 @@ def starting(monkeypatch: pytest.MonkeyPatch, change: Callable[[list[str]], list
     monkeypatch.setattr("moe_lab.evaluation.sandbox.client.runner_command", changed)
 
 
-def test_mounts_are_read_only_and_some_folders_hidden(confined: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    body = "import os\ndef f(x): return [os.statvfs(path).f_flag & 1 for path in ('/', '/usr', '/dev/null')]"
+def test_mounts_are_read_only_and_some_folders_hidden(
+    confined: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = (
+        "import os\ndef f(x): return [os.statvfs(path).f_flag & 1 for path in ('/', '/usr', "
+        "'/dev/null')]"
+    )
     assert run(confined, body).values() == [[1, 1, 1]]
     stdlib = str(Path(os.__file__).resolve().parent)
     look = f"import os\ndef f(x): return sorted(os.listdir('{stdlib}/xml'))"
@@ -142,7 +184,9 @@ def test_the_library_is_readable_whoever_starts_the_runner() -> None:
         os.umask(before)
 
 
-def test_an_environment_behind_a_link(confined: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_behind_a_link(
+    confined: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As where a folder of environments was moved to another disk, with a link in its place."""
     venv.create(tmp_path / "moved", symlinks=True)
     (packages,) = (tmp_path / "moved").glob("lib/python*/site-packages")
@@ -154,10 +198,14 @@ def test_an_environment_behind_a_link(confined: Runner, tmp_path: Path, monkeypa
     assert outcome.values() == [7], outcome.error
 
 
-def test_no_family_of_sockets_is_to_be_had_but_local_pairs_and_threads_are(confined: Runner) -> None:
-    """A network namespace alone leaves AF_VSOCK, which reaches other virtual machines and their host."""
+def test_no_family_of_sockets_is_to_be_had_but_local_pairs_and_threads_are(
+    confined: Runner,
+) -> None:
+    """A network namespace alone leaves AF_VSOCK, which reaches other virtual machines and their
+    host."""
     body = (
-        "import socket\ndef f(x):\n    made = []\n    for family in range(64):\n        for kind in (1, 2, 3, 5):\n"
+        "import socket\ndef f(x):\n    made = []\n    for family in range(64):\n        for kind "
+        "in (1, 2, 3, 5):\n"
         "            try: socket.socket(family, kind)\n            except OSError: continue\n"
         "            made.append(('socket', family, kind))\n"
         "        try: socket.socketpair(family, 1)\n        except OSError: continue\n"
@@ -166,11 +214,16 @@ def test_no_family_of_sockets_is_to_be_had_but_local_pairs_and_threads_are(confi
     assert run(confined, body, seconds=3).values() == [[("pair", socket.AF_UNIX)]]
     loop = "import asyncio\nasync def add(x): return x + 1\ndef f(x): return asyncio.run(add(x))"
     assert run(confined, loop, seconds=3).values() == [2]
-    body = "import threading\ndef f(x):\n    t = threading.Thread(target=print)\n    t.start(); t.join()\n    return x"
+    body = (
+        "import threading\ndef f(x):\n    t = threading.Thread(target=print)\n    t.start(); "
+        "t.join()\n    return x"
+    )
     assert run(confined, body).values() == [1]
 
 
-def test_a_runner_behind_walls_that_ends_twice_is_no_fault_of_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runner_behind_walls_that_ends_twice_is_no_fault_of_a_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def dying(self: Runner, request: Request) -> Outcome:
         raise Ended("it ended")
 
@@ -195,7 +248,14 @@ def test_the_same_program_gives_the_same_values() -> None:
 # ---- graded in a process that no program can reach
 
 ADD = problem(900, "add", "return x + 1", [[1], [2]], [[-5], [10**30]])
-MEAN = problem(901, "mean", "return sum(x) / len(x) if x else 0.0", [[[1.0, 2.0]]], [[[]], [[0.1, 0.2]]], atol=1e-6)
+MEAN = problem(
+    901,
+    "mean",
+    "return sum(x) / len(x) if x else 0.0",
+    [[[1.0, 2.0]]],
+    [[[]], [[0.1, 0.2]]],
+    atol=1e-6,
+)
 TWICE = problem(902, "twice", "return [x, x]", [[1]], [[2]])
 ROOT = problem(
     32, "find_zero", "return -x[0] / x[1]", [[[1, 2]], [[-6, 3]]], [[[5, 1]]], atol=1e-4
@@ -209,7 +269,11 @@ SHARED = {
 
 
 def verdicts(
-    folder: Path, problems: list[dict[str, Any]], bodies: dict[str, str], dataset: str = "humaneval", **changes: Any
+    folder: Path,
+    problems: list[dict[str, Any]],
+    bodies: dict[str, str],
+    dataset: str = "humaneval",
+    **changes: Any,
 ) -> dict[str, tuple[str, str]]:
     """Entry point -> (base, plus) for whole programs by entry point."""
     data = write_lines(folder / "data.jsonl", problems)
@@ -218,39 +282,67 @@ def verdicts(
     programs = {tasks[name]: body for name, body in bodies.items()}
     request = GradeRequest(dataset, str(data), programs, **{**settings, **changes})
     found = kept_grader.grade(request)
-    return {name: (found[task].base, found[task].plus) for name, task in tasks.items() if name in bodies}
+    return {
+        name: (found[task].base, found[task].plus) for name, task in tasks.items() if name in bodies
+    }
 
 
 def test_right_half_right_and_wrong_programs(tmp_path: Path) -> None:
     """MBPP has input types and oracles of its own."""
     programs = {
         "add": "def add(x): return x + 1",
-        "mean": "def mean(x): return sum(x) / len(x) + 1e-9",  # close enough, but fails on the empty list of plus
+        # close enough, but fails on the empty list of plus
+        "mean": "def mean(x): return sum(x) / len(x) + 1e-9",
         "twice": "def twice(x): return (x, x)",  # a tuple is no list
         "find_zero": "def find_zero(x): return -x[0] / x[1] + 1e-7",
     }
     found = verdicts(tmp_path, [ADD, MEAN, TWICE, ROOT], programs)
-    right, half, wrong = ("pass", "pass"), ("pass", "fail"), ("fail", "fail")
+    right = ("pass", "pass")
+    half = ("pass", "fail")
+    wrong = ("fail", "fail")
     assert found == {"add": right, "mean": half, "twice": wrong, "find_zero": right}
-    assert verdicts(tmp_path, [ROOT], {"find_zero": "def find_zero(x): return 0.5"}) == {"find_zero": wrong}
-    of_mbpp = "def similar_elements(a, b):\n    assert type(a) is tuple\n    return sorted(set(a) & set(b))"
+    assert verdicts(tmp_path, [ROOT], {"find_zero": "def find_zero(x): return 0.5"}) == {
+        "find_zero": wrong
+    }
+    of_mbpp = (
+        "def similar_elements(a, b):\n    assert type(a) is tuple\n    return sorted(set(a) "
+        "& set(b))"
+    )
     found = verdicts(tmp_path, [SHARED], {"similar_elements": of_mbpp}, dataset="mbpp")
     assert found == {"similar_elements": right}
     of_mbpp = "def similar_elements(a, b): return a"
-    assert verdicts(tmp_path, [SHARED], {"similar_elements": of_mbpp}, dataset="mbpp")["similar_elements"][0] == "fail"
+    assert (
+        verdicts(tmp_path, [SHARED], {"similar_elements": of_mbpp}, dataset="mbpp")[
+            "similar_elements"
+        ][0]
+        == "fail"
+    )
 
 
 def test_without_walls_a_program_that_ends_its_runner_costs_one_verdict(tmp_path: Path) -> None:
     kill = "import os, signal\ndef {}(x): os.kill(os.getppid(), signal.SIGKILL); return x + 1"
-    bodies = {"add": kill.format("add"), "mean": kill.format("mean"), "twice": "def twice(x): return [x, x]"}
+    bodies = {
+        "add": kill.format("add"),
+        "mean": kill.format("mean"),
+        "twice": "def twice(x): return [x, x]",
+    }
     found = verdicts(tmp_path, [ADD, MEAN, TWICE], bodies, confined=False, processes=1)
-    assert found == {"add": ("crash", "crash"), "mean": ("crash", "crash"), "twice": ("pass", "pass")}
+    assert found == {
+        "add": ("crash", "crash"),
+        "mean": ("crash", "crash"),
+        "twice": ("pass", "pass"),
+    }
 
 
-@pytest.mark.root  # a limit on processes counts all of an ordinary user, whose program can start none
-def test_without_walls_a_runner_that_is_ended_later_costs_the_next_program_nothing(tmp_path: Path) -> None:
-    """What `add` leaves behind ends the runner while `mean` runs: that it does is seen in empty files."""
-    runs, ended = tmp_path / "runs", tmp_path / "ended"
+# a limit on processes counts all of an ordinary user, whose program can start none
+@pytest.mark.root
+def test_without_walls_a_runner_that_is_ended_later_costs_the_next_program_nothing(
+    tmp_path: Path,
+) -> None:
+    """What `add` leaves behind ends the runner while `mean` runs: that it does is seen in empty
+    files."""
+    runs = tmp_path / "runs"
+    ended = tmp_path / "ended"
     later = (
         "import os, signal, time\ndef add(x):\n    runner = os.getppid()\n    if os.fork() == 0:\n"
         "        os.setsid(); os.close(3)\n"
@@ -260,7 +352,8 @@ def test_without_walls_a_runner_that_is_ended_later_costs_the_next_program_nothi
     )
     waiting = (
         f"import os, time\nopen({str(runs)!r}, 'w')\ndef mean(x):\n"
-        f"    while not os.path.exists({str(ended)!r}): time.sleep(0.01)\n    return sum(x) / len(x) if x else 0.0"
+        f"    while not os.path.exists({str(ended)!r}): time.sleep(0.01)\n    return sum(x) / "
+        "len(x) if x else 0.0"
     )
     bodies = {"add": later, "mean": waiting}
     found = verdicts(tmp_path, [ADD, MEAN], bodies, confined=False, processes=1, seconds=30.0)
@@ -278,7 +371,9 @@ ATTEMPTS = {
 
 @pytest.mark.usefixtures("namespaces")
 @pytest.mark.parametrize("what", ATTEMPTS)
-def test_whatever_a_program_attempts_costs_its_own_verdict_alone_and_leaves_nothing(what: str) -> None:
+def test_whatever_a_program_attempts_costs_its_own_verdict_alone_and_leaves_nothing(
+    what: str,
+) -> None:
     assert not wrong(ATTEMPTS[what])
 
 
@@ -286,11 +381,15 @@ def test_whatever_a_program_attempts_costs_its_own_verdict_alone_and_leaves_noth
     "work", ["__import__('os').abort()", "sum(range(10**12))", "len(bytearray(200 << 20))", "1 / 0"]
 )
 def test_a_call_that_ends_its_process_costs_no_other_call(work: str) -> None:
-    limits, calls = (0.2, 100 << 20), LimitedCalls("builtins", {})
+    limits = (0.2, 100 << 20)
+    calls = LimitedCalls("builtins", {})
     try:
         assert calls("eval", [work], *limits) is None
         for _ in range(3):  # what one has taken counts for no other
-            assert calls("eval", ["len(bytearray(50 << 20)) - sum(range(10**6)) * 0"], *limits) == 50 << 20
+            assert (
+                calls("eval", ["len(bytearray(50 << 20)) - sum(range(10**6)) * 0"], *limits)
+                == 50 << 20
+            )
     finally:
         calls.close()
 
@@ -303,7 +402,8 @@ def test_what_cannot_be_called_is_an_error_and_no_verdict() -> None:
 @pytest.mark.usefixtures("namespaces")
 def test_equal_programs_are_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [ADD, {**ADD, "task_id": "HumanEval/905", "canonical_solution": "    return x + 2\n"}]
-    data, runs = write_lines(tmp_path / "data.jsonl", rows), []
+    data = write_lines(tmp_path / "data.jsonl", rows)
+    runs = []
     plain = Runners.run
     monkeypatch.setattr(Runners, "run", lambda *given: runs.append(1) or plain(*given))
     grader = Grader()
@@ -329,7 +429,9 @@ def test_equal_programs_are_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_broken_canonical_solution_is_an_error(tmp_path: Path) -> None:
     broken = {**ADD, "canonical_solution": "    return y\n"}
-    with pytest.raises(RuntimeError, match="canonical solution of HumanEval/900 does not run: failed NameError"):
+    with pytest.raises(
+        RuntimeError, match="canonical solution of HumanEval/900 does not run: failed NameError"
+    ):
         verdicts(tmp_path, [broken], {"add": "def add(x): return 1"})
 
 
@@ -345,14 +447,22 @@ def test_closed_world_programs_are_told_from_others() -> None:
         "def add(x):\n    with x as y: return y",
     ]
     assert all(leaves_closed_world(program) for program in reaching)
-    assert leaves_closed_world("def add(x): return sorted(w.upper() for w in x.split() if 'a' in w)[-1]") is None
+    assert (
+        leaves_closed_world(
+            "def add(x): return sorted(w.upper() for w in x.split() if 'a' in w)[-1]"
+        )
+        is None
+    )
     assert leaves_closed_world("def add(x: return") is None
 
 
 @pytest.mark.parametrize(
-    ("name", "dataset"), [("humaneval", "humaneval"), ("mbpp", "mbpp"), ("livecodebench", "humaneval")]
+    ("name", "dataset"),
+    [("humaneval", "humaneval"), ("mbpp", "mbpp"), ("livecodebench", "humaneval")],
 )
-def test_the_shipped_problems_are_passed_by_their_own_solutions_alone(name: str, dataset: str) -> None:
+def test_the_shipped_problems_are_passed_by_their_own_solutions_alone(
+    name: str, dataset: str
+) -> None:
     data = Path(resolve(f"pocket:benchmarks/{name}.jsonl"))
     problems = [json.loads(line) for line in data.read_text().splitlines()]
     right = {row["task_id"]: row["prompt"] + row["canonical_solution"] for row in problems}

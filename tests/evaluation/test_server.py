@@ -41,7 +41,10 @@ from moe_lab.paths import DATA, shipped
 from moe_lab.pruning.plan import Plan
 from moe_lab.study import preflight
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif("olmoe" not in shipped(), reason="no shipped model")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif("olmoe" not in shipped(), reason="no shipped model"),
+]
 
 ENDPOINT = Path(__file__).with_name("endpoint.py")
 FAKE = quoted(ENDPOINT)
@@ -69,7 +72,10 @@ def script(tmp_path: Path, text: str) -> str:
 def test_a_server_serves_the_checkpoint_and_is_gone_after_an_exception(named: bool) -> None:
     """Some servers go by the checkpoint's path."""
     command = FAKE + (" {port} {name} {checkpoint}" if named else " {port} {checkpoint}")
-    with pytest.raises(ZeroDivisionError), serving(CHECKPOINT, backend(command), POCKET, "a step") as served:
+    with (
+        pytest.raises(ZeroDivisionError),
+        serving(CHECKPOINT, backend(command), POCKET, "a step") as served,
+    ):
         assert served.name.startswith("a step-") if named else served.name.endswith("/checkpoint")
         assert write(served, ["abc", "abcdef", ""], 4, batch_size=2) == [" 3", " 6", " 0"]
         assert served.max_length == 512
@@ -77,9 +83,14 @@ def test_a_server_serves_the_checkpoint_and_is_gone_after_an_exception(named: bo
     assert servers._listed(served) is None
 
 
-def refused(command: str, match: str, seconds: float = 300, error: type[Exception] = Unavailable) -> str:
+def refused(
+    command: str, match: str, seconds: float = 300, error: type[Exception] = Unavailable
+) -> str:
     """The sentence with which a server that is started by `command` fails."""
-    with pytest.raises(error, match=match) as caught, serving(CHECKPOINT, backend(command, seconds), POCKET, "n"):
+    with (
+        pytest.raises(error, match=match) as caught,
+        serving(CHECKPOINT, backend(command, seconds), POCKET, "n"),
+    ):
         pass
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -90,17 +101,27 @@ def refused(command: str, match: str, seconds: float = 300, error: type[Exceptio
     [
         ("os.kill(os.getpid(), 9)", "ended by SIGKILL"),
         (
-            "print('ValueError: 1.4 GiB needed\\n at x\\nRuntimeError: See root cause above\\nwarn()'); sys.exit(1)",
+            (
+                "print('ValueError: 1.4 GiB needed\\n at x\\nRuntimeError: See root cause "
+                "above\\nwarn()'); sys.exit(1)"
+            ),
             "ValueError: 1.4 GiB needed; exit code 1",
         ),
-        ("print('(EngineCore pid=7) x.Error: stopped\\n  leaked')", "x.Error: stopped; exit code 0"),
+        (
+            "print('(EngineCore pid=7) x.Error: stopped\\n  leaked')",
+            "x.Error: stopped; exit code 0",
+        ),
     ],
 )
-def test_a_server_that_dies_while_starting_is_quoted(text: str, sentence: str, tmp_path: Path) -> None:
+def test_a_server_that_dies_while_starting_is_quoted(
+    text: str, sentence: str, tmp_path: Path
+) -> None:
     refused(script(tmp_path, text), f"ended before it was ready: {sentence}")
 
 
-def test_a_server_that_is_not_ready_in_time_there_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_not_ready_in_time_there_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started = tmp_path / "started"
     elsewhere = f"['python', {str(ENDPOINT)!r}, '0', 'm']"
     text = f"print('loading', os.getpid(), flush=True)\nopen({str(started)!r}, 'w')\n"
@@ -111,17 +132,29 @@ def test_a_server_that_is_not_ready_in_time_there_is_stopped(tmp_path: Path, mon
     until(lambda: not is_running(process))
 
 
-def test_a_stale_server_in_place_of_one_that_died_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stale_server_in_place_of_one_that_died_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with endpoint(lambda body: completion("x", "stale"), ("stale",)) as at:
-        monkeypatch.setattr(servers, "_free_port", lambda: int(at.url.split(":")[2].removesuffix("/v1")))
+        monkeypatch.setattr(
+            servers, "_free_port", lambda: int(at.url.split(":")[2].removesuffix("/v1"))
+        )
         refused(script(tmp_path, "sys.exit('address in use')"), "serves stale")
 
 
-def test_a_server_that_lists_the_model_and_is_mute_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_lists_the_model_and_is_mute_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(servers, "_ANSWER", 1.0)
     clock(monkeypatch, lambda: 0.0)  # it is ready in time, however long it takes
-    text = f"sys.path.insert(0, {str(ENDPOINT.parent)!r})\nfrom endpoint import endpoint\nimport threading\n"
-    text += "with endpoint(lambda _: threading.Event().wait(), sys.argv[3:], int(sys.argv[1])): signal.pause()"
+    text = (
+        f"sys.path.insert(0, {str(ENDPOINT.parent)!r})\nfrom endpoint import endpoint\nimport "
+        "threading\n"
+    )
+    text += (
+        "with endpoint(lambda _: threading.Event().wait(), sys.argv[3:], int(sys.argv[1])): "
+        "signal.pause()"
+    )
     match = r"does not serve the checkpoint \(the server of n-\w+ does not answer"
     refused(script(tmp_path, text) + " {name}", match, seconds=1)
 
@@ -144,9 +177,13 @@ signal.pause()
 
 
 @pytest.mark.parametrize("watcher", ["alive", "killed", "orphaned"])
-def test_a_stubborn_server_and_its_children_die(watcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stubborn_server_and_its_children_die(
+    watcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(servers, "GRACE", 0.3)
-    with servers.started(shlex.split(script(tmp_path, STUBBORN).format(port=1, checkpoint="x"))) as process:
+    with servers.started(
+        shlex.split(script(tmp_path, STUBBORN).format(port=1, checkpoint="x"))
+    ) as process:
         until(lambda: len(process.log().split()) == 2)
         processes = [int(word) for word in process.log().split()]
         assert all(map(is_running, processes))
@@ -174,10 +211,19 @@ def altered(folder: Path, contents: Mapping[str, str]) -> Path:
 
 def test_what_is_served_prefers_nothing(subject: LoadedModel, tmp_path: Path) -> None:
     preferring = {
-        "generation_config.json": {"repetition_penalty": 1.3, "temperature": 0.6, "eos_token_id": [5, 3]},
-        "tokenizer_config.json": {**read(CHECKPOINT / "tokenizer_config.json"), "clean_up_tokenization_spaces": True},
+        "generation_config.json": {
+            "repetition_penalty": 1.3,
+            "temperature": 0.6,
+            "eos_token_id": [5, 3],
+        },
+        "tokenizer_config.json": {
+            **read(CHECKPOINT / "tokenizer_config.json"),
+            "clean_up_tokenization_spaces": True,
+        },
     }
-    own = altered(tmp_path / "own", {name: json.dumps(content) for name, content in preferring.items()})
+    own = altered(
+        tmp_path / "own", {name: json.dumps(content) for name, content in preferring.items()}
+    )
     view = tmp_path / "view"
     servers.make_view(own, view, subject.tokenizer)
     assert {file.name for file in view.iterdir()} == {file.name for file in own.iterdir()}
@@ -195,11 +241,22 @@ def read(file: Path) -> Any:
 
 
 def test_a_server_writes_what_the_loaded_model_does(tmp_path: Path) -> None:
-    """By transformers' own server. A judge can be behind it as well, though this one has nothing to say."""
-    pytest.importorskip("fastapi", reason="transformers serve needs it: pip install transformers[serving]")
-    penalties = {"repetition_penalty": 3.0, "do_sample": True, "temperature": 2.0, "no_repeat_ngram_size": 2}
+    """By transformers' own server. A judge can be behind it as well, though this one has nothing to
+    say."""
+    pytest.importorskip(
+        "fastapi", reason="transformers serve needs it: pip install transformers[serving]"
+    )
+    penalties = {
+        "repetition_penalty": 3.0,
+        "do_sample": True,
+        "temperature": 2.0,
+        "no_repeat_ngram_size": 2,
+    }
     generation = json.dumps({**read(CHECKPOINT / "generation_config.json"), **penalties})
-    template = "{{ bos_token or '' }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    template = (
+        "{{ bos_token or '' }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% "
+        "endfor %}assistant:"
+    )
     contents = {"chat_template.jinja": template, "generation_config.json": generation}
     model = ModelConfig(name="chatty", path=str(altered(tmp_path / "chatty", contents)), threads=1)
     loaded = LoadedModel(*load_model(model))
@@ -207,7 +264,10 @@ def test_a_server_writes_what_the_loaded_model_does(tmp_path: Path) -> None:
     asked = [item["prompt"] for name, count in of_each for item in shipped_items(name, count)]
     stop = ("\ndef ", ")", "\n\n", *(f"{end} " for end in {prompt[-1] for prompt in asked}))
     chats = [[{"role": "user", "content": prompt}] for prompt in asked[:4]]
-    command = "transformers serve {checkpoint} --host 127.0.0.1 --port {port} --device cpu --dtype float32"
+    command = (
+        "transformers serve {checkpoint} --host 127.0.0.1 --port {port} --device cpu "
+        "--dtype float32"
+    )
     with serving(Path(model.path), backend(command, 60), model, "n") as served:
         assert write(served, asked, batch_size=4) == write(loaded, asked, batch_size=4)
         assert write(served, asked, 40, stop=stop) == write(loaded, asked, 40, stop=stop)
@@ -217,7 +277,9 @@ def test_a_server_writes_what_the_loaded_model_does(tmp_path: Path) -> None:
         assert texts == write(loaded, rendered, 16, chat=True) and any(texts)
         judge = JudgeConfig(served.name, served.url, max_tokens=8)
         (verdict,) = verdicts(judge, tmp_path / "cache", ["Give a score."], tolerated=1)
-        assert verdict.score is None and "without a usable score" in verdict.reply, "it was asked, and it answered"
+        assert verdict.score is None and "without a usable score" in verdict.reply, (
+            "it was asked, and it answered"
+        )
 
 
 @pytest.fixture
@@ -225,7 +287,9 @@ def fake(subject: LoadedModel) -> Iterator[Any]:
     """Makes a served subject whose texts are told, and the endpoint that notes what it is asked."""
     with ExitStack() as opened:
 
-        def make(answer: Callable[[dict[str, Any]], Reply], **changes: Any) -> tuple[ServedModel, Endpoint]:
+        def make(
+            answer: Callable[[dict[str, Any]], Reply], **changes: Any
+        ) -> tuple[ServedModel, Endpoint]:
             at = opened.enter_context(endpoint(answer))
             return replace(ServedModel(at.url, "m", subject.tokenizer, 512, {}), **changes), at
 
@@ -237,15 +301,23 @@ def test_requests_are_greedy_on_the_wire(fake: Any) -> None:
     served, at = fake(lambda body: completion(" yes. No. Maybe", "m@main"))
     assert write(served, ["Is it"], 17, stop=("1", "2", "3", "4", "No", "Maybe")) == [" yes. "]
     greedy = {"temperature": 0, "top_p": 1, "frequency_penalty": 0, "presence_penalty": 0}
-    asked = {"model": "m", "prompt": "Is it", "max_tokens": 17, "stop": ["1", "2", "3", "4"], **greedy}
+    asked = {
+        "model": "m",
+        "prompt": "Is it",
+        "max_tokens": 17,
+        "stop": ["1", "2", "3", "4"],
+        **greedy,
+    }
     assert at.asked == [asked]
 
 
 def test_a_stop_text_that_begins_in_the_prompt_ends_nothing(fake: Any) -> None:
-    """As `transformers serve` does: it looks for stop texts at the end of prompt and text together."""
+    """As `transformers serve` does: it looks for stop texts at the end of prompt and text
+    together."""
 
     def answer(body: dict[str, Any]) -> Reply:
-        whole, prompt = "\ntwo words END more", body["prompt"]
+        whole = "\ntwo words END more"
+        prompt = body["prompt"]
         for length in range(1, len(whole) + 1):
             if any((prompt + whole[:length]).endswith(stop) for stop in body["stop"] or ()):
                 return completion(whole[:length], "m")
@@ -254,12 +326,19 @@ def test_a_stop_text_that_begins_in_the_prompt_ends_nothing(fake: Any) -> None:
     served, at = fake(answer)
     stops = ("\n\n", "END")
     assert write(served, ["a\n", "a"], 9, stop=stops) == ["\ntwo words ", "\ntwo words "]
-    assert {body["prompt"]: body["stop"] for body in at.asked} == {"a": ["\n\n", "END"], "a\n": ["END"]}
+    assert {body["prompt"]: body["stop"] for body in at.asked} == {
+        "a": ["\n\n", "END"],
+        "a\n": ["END"],
+    }
 
 
 @pytest.mark.parametrize(
     "choice",
-    [{"text": None}, {"text": ["a"]}, *({"finish_reason": reason} for reason in ("abort", "content_filter", None))],
+    [
+        {"text": None},
+        {"text": ["a"]},
+        *({"finish_reason": reason} for reason in ("abort", "content_filter", None)),
+    ],
 )
 def test_a_completion_that_is_no_whole_text_is_an_error(choice: dict[str, Any], fake: Any) -> None:
     """One that is empty, or reaches the limit, is whole."""
@@ -267,7 +346,9 @@ def test_a_completion_that_is_no_whole_text_is_an_error(choice: dict[str, Any], 
     reply.body["choices"][0].update(choice)
     served, _ = fake(lambda body: completion("", "m", "length") if body["prompt"] == "b" else reply)
     assert write(served, ["b"], 4) == [""]
-    with pytest.raises(Unavailable, match=f"finish_reason={re.escape(str(choice.get('finish_reason', 'stop')))}"):
+    with pytest.raises(
+        Unavailable, match=f"finish_reason={re.escape(str(choice.get('finish_reason', 'stop')))}"
+    ):
         write(served, ["a"], 4)
 
 
@@ -287,20 +368,29 @@ def test_texts_are_asked_for_at_the_same_time_the_longest_prompt_first(fake: Any
     assert write(served, [], 4) == []
 
 
-def test_a_server_that_hangs_is_given_up_and_a_slow_one_is_not(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_hangs_is_given_up_and_a_slow_one_is_not(
+    fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(servers, "TOKEN_SECONDS", 0.1)
     waits: list[float] = []
     monkeypatch.setattr(servers, "wait", lambda *given: waits.append(given[1]) or wait(*given))
     slow, _ = fake(lambda body: completion("x", "m"), patience=200)
     assert write(slow, list("abcdef"), 4, batch_size=1) == ["x"] * 6
-    assert len(waits) > 1 and set(waits) == {200.4}, "so long may pass between two, whatever all take"
+    assert len(waits) > 1 and set(waits) == {200.4}, (
+        "so long may pass between two, whatever all take"
+    )
     told = threading.Event()
     silent, _ = fake(lambda body: told.wait() and completion("x", "m"), patience=0.2)
-    failing, _ = fake(lambda body: Reply("oops", 500) if body["prompt"] == "b" else told.wait() and completion("", "m"))
+    failing, _ = fake(
+        lambda body: (
+            Reply("oops", 500) if body["prompt"] == "b" else told.wait() and completion("", "m")
+        )
+    )
     try:
         with pytest.raises(Unavailable, match=r"0\.6 s, .*ready_seconds=0\.2"):
             write(silent, list("abcdef"), 4, batch_size=2)
-        with pytest.raises(Unavailable, match="HTTP 500: oops"):  # while other texts are still written
+        # while other texts are still written
+        with pytest.raises(Unavailable, match="HTTP 500: oops"):
             write(failing, ["b", "a a"], 4)
     finally:
         told.set()
@@ -311,7 +401,9 @@ def test_special_tokens_are_added_once(fake: Any, subject: LoadedModel) -> None:
     tokenizer = deepcopy(subject.tokenizer)
     start = tokenizer.bos_token = tokenizer.eos_token
     special = [(start, tokenizer.eos_token_id)]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"{start} $A", special_tokens=special)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        f"{start} $A", special_tokens=special
+    )
     served, at = fake(lambda body: completion("x", "m"), tokenizer=tokenizer)
     write(served, [f"{start}user"], 4, chat=True)
     write(served, ["user", f"{start}user"], 4)
@@ -337,18 +429,29 @@ def test_what_a_server_refuses_and_what_does_not_fit_is_one_sentence(fake: Any) 
 
 
 @pytest.mark.parametrize(
-    "command", [None, "serve {checkpoint}", "serve {port}", "serve {checkpoints} {port}", "serve '{checkpoint} {port}"]
+    "command",
+    [
+        None,
+        "serve {checkpoint}",
+        "serve {port}",
+        "serve {checkpoints} {port}",
+        "serve '{checkpoint} {port}",
+    ],
 )
 def test_a_wrong_command_is_said_before_anything_is_loaded(command: str | None) -> None:
     (sentence,) = engines.wrong(BackendConfig("server", command), [], [])
     assert f"backend.command={command}" in sentence
 
 
-def test_an_engine_that_says_nothing_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_says_nothing_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A late reply would be taken for that to the next request."""
     monkeypatch.setattr(child_process, "GRACE", 0.1)
     python = tmp_path / "python"
-    python.write_text('#!/bin/sh\nread request\necho \'{"done": {"max_length": 9}}\'\nexec sleep 1000\n')
+    python.write_text(
+        '#!/bin/sh\nread request\necho \'{"done": {"max_length": 9}}\'\nexec sleep 1000\n'
+    )
     python.chmod(0o755)
     backend = BackendConfig("vllm", ready_seconds=1.0, python=str(python))
     engine = vllm.VllmModel(CHECKPOINT, backend, POCKET)
@@ -369,7 +472,12 @@ def test_an_engine_that_says_nothing_is_ended(tmp_path: Path, monkeypatch: pytes
     ],
 )
 def test_vllm_is_given_all_gpus_of_its_process(
-    cards: str, heads: int, asked: dict[str, int], given: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cards: str,
+    heads: int,
+    asked: dict[str, int],
+    given: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shutil.copytree(CHECKPOINT, model := tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
@@ -377,7 +485,8 @@ def test_vllm_is_given_all_gpus_of_its_process(
     monkeypatch.setattr(vllm, "visible_gpus", lambda: cards.split(","))
     python = tmp_path / "python"
     python.write_text(
-        '#!/bin/sh\nread request; echo $request > told; echo \'{"done": {"max_length": 9}}\'; read more\n'
+        '#!/bin/sh\nread request; echo $request > told; echo \'{"done": {"max_length": 9}}\'; '
+        "read more\n"
     )
     monkeypatch.chdir(tmp_path)
     python.chmod(0o755)
@@ -395,12 +504,16 @@ def test_a_ported_family_is_refused_by_vllm(tmp_path: Path) -> None:
     assert not list(engines.wrong(BackendConfig("hf"), [], [ported]))
 
 
-def test_a_program_that_is_not_installed_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_is_not_installed_is_said_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engines.check_installed(BackendConfig("hf"))
     engines.check_installed(backend("python {checkpoint} {port}"))  # beside the interpreter
     with pytest.raises(UserError, match=r"interpreters\.vllm=/nowhere"):
         engines.check_installed(BackendConfig("vllm", python="/nowhere"))
-    with pytest.raises(UserError, match=rf"interpreters\.vllm={re.escape(sys.executable)} has no vllm"):
+    with pytest.raises(
+        UserError, match=rf"interpreters\.vllm={re.escape(sys.executable)} has no vllm"
+    ):
         engines.check_installed(BackendConfig("vllm", python=sys.executable))
     step = evaluated(
         POCKET,

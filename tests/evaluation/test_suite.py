@@ -1,4 +1,5 @@
-"""What is wrong with benchmarks is said together and before torch; and what an evaluation leaves, by four harnesses."""
+"""What is wrong with benchmarks is said together and before torch; and what an evaluation leaves,
+by four harnesses."""
 
 import csv
 import errno
@@ -48,7 +49,11 @@ CODE = BenchmarkConfig(
 
 
 def test_all_problems_are_reported_together_and_what_is_right_is_silent() -> None:
-    benchmarks = [CODE, replace(CODE, name="gone", task="gone.jsonl"), replace(CODE, name="count", expected=164)]
+    benchmarks = [
+        CODE,
+        replace(CODE, name="gone", task="gone.jsonl"),
+        replace(CODE, name="count", expected=164),
+    ]
     found = suite.preflight(benchmarks, Policy(False))
     for says in ("allow_code_execution=false", "gone.jsonl", "60 items and should have 164"):
         assert sum(says in sentence for sentence in found) == 1, says
@@ -58,13 +63,17 @@ def test_all_problems_are_reported_together_and_what_is_right_is_silent() -> Non
 
 def test_preflight_imports_neither_torch_nor_a_harness_and_grading_no_torch() -> None:
     program = (
-        "import sys\nfrom moe_lab.evaluation import suite\nfrom moe_lab.config import BenchmarkConfig as B\n"
+        "import sys\nfrom moe_lab.evaluation import suite\nfrom moe_lab.config import "
+        "BenchmarkConfig as B\n"
         "from moe_lab.evaluation import Policy\nimport moe_lab.results\n"
-        "b = B(name='b', harness='evalplus', task='pocket:benchmarks/mbpp.jsonl', reports={'m': 'base'})\n"
+        "b = B(name='b', harness='evalplus', task='pocket:benchmarks/mbpp.jsonl', reports={'m': "
+        "'base'})\n"
         "assert len(suite.preflight([b], Policy(True))) == 1\nsuite.identity(b)\n"
-        "heavy = {'torch', 'transformers', 'lm_eval', 'evalplus', 'datasets', 'pandas', 'pyarrow', 'numpy'}\n"
+        "heavy = {'torch', 'transformers', 'lm_eval', 'evalplus', 'datasets', 'pandas', "
+        "'pyarrow', 'numpy'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
-        "from moe_lab.evaluation import answers, run\nfrom moe_lab.evaluation.harnesses import evalplus, wildbench\n"
+        "from moe_lab.evaluation import answers, run\nfrom moe_lab.evaluation.harnesses import "
+        "evalplus, wildbench\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
@@ -101,7 +110,11 @@ def test_identity_follows_content_and_settings_not_place(tmp_path: Path) -> None
     ],
 )
 def test_programs_run_behind_the_walls_that_were_asked_for(
-    monkeypatch: pytest.MonkeyPatch, sandbox: str, missing: bool, closed_world: bool, expected: str | None
+    monkeypatch: pytest.MonkeyPatch,
+    sandbox: str,
+    missing: bool,
+    closed_world: bool,
+    expected: str | None,
 ) -> None:
     monkeypatch.setattr(client, "check_namespaces", no_namespaces if missing else lambda: None)
     refused = pytest.raises(UserError, match=f"sandbox={re.escape(sandbox)}")
@@ -115,10 +128,14 @@ def no_namespaces() -> None:
     raise client.NoNamespaces("none here")
 
 
-def test_a_kernel_that_refuses_namespaces_is_told_from_one_that_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_refuses_namespaces_is_told_from_one_that_is_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """By the words that a runner ends with, and at once."""
     words = f"raise SystemExit('{NO_NAMESPACES} (clone: Operation not permitted)')"
-    monkeypatch.setattr(client, "runner_command", lambda *, confined: ([sys.executable, "-c", words], {}))
+    monkeypatch.setattr(
+        client, "runner_command", lambda *, confined: ([sys.executable, "-c", words], {})
+    )
     with pytest.raises(client.NoNamespaces, match="not permitted"):
         client.start(confined=True)
 
@@ -151,7 +168,9 @@ def fresh_sandbox(namespaces: None, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 @pytest.mark.usefixtures("fresh_sandbox")
 @pytest.mark.parametrize("how", ["no process", "killed"])
-def test_a_start_that_fails_is_tried_again_not_weakened(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_a_start_that_fails_is_tried_again_not_weakened(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     with monkeypatch.context() as three_times:
         broken_starts(three_times, 3, how)
         with pytest.raises(Unavailable, match="sandbox=auto"):
@@ -162,7 +181,9 @@ def test_a_start_that_fails_is_tried_again_not_weakened(monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("fresh_sandbox")
-def test_a_start_that_fails_while_programs_are_graded_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_fails_while_programs_are_graded_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     broken_starts(monkeypatch, 2, "killed")
     runners = client.Runners(confined=True)
     try:
@@ -181,15 +202,20 @@ def test_a_start_that_fails_while_programs_are_graded_is_tried_again(monkeypatch
         ({"harness": "stories", "reports": {"s": "score"}, "chat": True}, "chat=true, but stories"),
     ],
 )
-def test_settings_that_cannot_be_or_would_do_nothing_are_told(changed: dict[str, Any], says: str) -> None:
+def test_settings_that_cannot_be_or_would_do_nothing_are_told(
+    changed: dict[str, Any], says: str
+) -> None:
     assert any(says in sentence for sentence in suite.wrong([replace(CODE, **changed)]))
 
 
-def test_programs_are_completed(subject: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_are_completed(
+    subject: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Right answers are made to be what the model writes; one problem wants something else."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     problems = shipped_items("humaneval", 3)
-    stop, eos = ("\ndef ", "\nclass ", "\nimport ", "\nfrom ", "\nassert ", *EOS), list(EOS)
+    stop = ("\ndef ", "\nclass ", "\nimport ", "\nfrom ", "\nassert ", *EOS)
+    eos = list(EOS)
     asked = [row["prompt"].strip() + "\n" for row in problems]
     written = write(subject, asked, 64, stop=stop)
     right = [*written[:2], "    return 'something else'\n"]
@@ -198,7 +224,9 @@ def test_programs_are_completed(subject: LoadedModel, tmp_path: Path, monkeypatc
     data = write_lines(tmp_path / "mini.jsonl", problems)
     limits = {"seconds": 0.5, "memory_mib": 512, "processes": 1}
     benchmark = replace(CODE, task=str(data), expected=3, max_new_tokens=64, parameters=limits)
-    policy = Policy(allow_code_execution=True, sandbox="none" if namespaces_missing() else "namespaces")
+    policy = Policy(
+        allow_code_execution=True, sandbox="none" if namespaces_missing() else "namespaces"
+    )
     (result,) = evaluate(subject, benchmark, tmp_path / "out", policy=policy)
     assert (result["score"], result["n"]) == (pytest.approx(2 / 3), 3)
     assert result["stderr"] == pytest.approx(math.sqrt(2 / 9 / 2))
@@ -208,20 +236,32 @@ def test_programs_are_completed(subject: LoadedModel, tmp_path: Path, monkeypatc
     verdicts = [row["extracted"].partition("\n")[0] for row in rows]
     assert verdicts == ["pass", "pass", "fail: another value was expected"]
     assert rows[0]["extracted"].endswith(asked[0] + written[0])
-    losses = [reply.loss for reply in ask(subject, [row["prompt"] for row in problems], 1, references=right)]
+    losses = [
+        reply.loss
+        for reply in ask(subject, [row["prompt"] for row in problems], 1, references=right)
+    ]
     assert [row["answer_loss"] for row in rows] == pytest.approx(losses, abs=1e-5)
-    assert protocol(tmp_path / "out")["sandbox"] == (UNCONFINED if namespaces_missing() else NAMESPACES)
+    assert protocol(tmp_path / "out")["sandbox"] == (
+        UNCONFINED if namespaces_missing() else NAMESPACES
+    )
     assert protocol(tmp_path / "out")["prompt"] == asked[0]
 
 
-def test_what_runs_without_namespaces(subject: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_runs_without_namespaces(
+    subject: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(client, "check_namespaces", no_namespaces)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     shipped = replace(CODE, max_new_tokens=32, limit=4, parameters={"seconds": 0.5})
     evaluate(subject, shipped, tmp_path / "out", policy=Policy(True))
     assert protocol(tmp_path / "out")["sandbox"] == LIMITED
     with pytest.raises(UserError, match="sandbox=none"):
-        evaluate(subject, replace(shipped, task=resolve(shipped.task)), tmp_path / "other", policy=Policy(True))
+        evaluate(
+            subject,
+            replace(shipped, task=resolve(shipped.task)),
+            tmp_path / "other",
+            policy=Policy(True),
+        )
     assert not (tmp_path / "other").exists()
     monkeypatch.setattr(evalplus, "leaves_closed_world", lambda program: "the name open")
     evaluate(subject, shipped, tmp_path / "refused", policy=Policy(True))
@@ -229,23 +269,45 @@ def test_what_runs_without_namespaces(subject: LoadedModel, tmp_path: Path, monk
     assert verdicts == ["refused: not run: it uses the name open"] * 4
 
 
-def test_stories_are_scored_by_the_share_of_their_rules(subject: LoadedModel, tmp_path: Path) -> None:
-    prompt = "Write a story about Karl, a spoon and the mill. End with: Then it began to rain.\nStory:"
+def test_stories_are_scored_by_the_share_of_their_rules(
+    subject: LoadedModel, tmp_path: Path
+) -> None:
+    prompt = (
+        "Write a story about Karl, a spoon and the mill. End with: Then it began to rain.\nStory:"
+    )
     (story,) = write(subject, [prompt], 48)
-    rules = [{"rule": "mentions", "text": word} for word in (story.split()[0].strip(".,"), "Xylophone")]
-    items = [{"id": "a", "checklist": rules, "reference": story}, {"id": "b", "checklist": rules[:1]}]
+    rules = [
+        {"rule": "mentions", "text": word} for word in (story.split()[0].strip(".,"), "Xylophone")
+    ]
+    items = [
+        {"id": "a", "checklist": rules, "reference": story},
+        {"id": "b", "checklist": rules[:1]},
+    ]
     data = write_lines(tmp_path / "stories.jsonl", ({"prompt": prompt, **item} for item in items))
-    benchmark = BenchmarkConfig("s", "stories", str(data), reports={"s": "score"}, max_new_tokens=48, expected=2)
+    benchmark = BenchmarkConfig(
+        "s", "stories", str(data), reports={"s": "score"}, max_new_tokens=48, expected=2
+    )
     (result,) = evaluate(subject, benchmark, tmp_path / "out", policy=Policy())
     assert (result["score"], result["n"]) == (0.75, 2)
     first, second = samples(tmp_path / "out")
-    assert first["answer_loss"] == pytest.approx(ask(subject, [prompt], 1, references=[story])[0].loss, abs=1e-5)
+    assert first["answer_loss"] == pytest.approx(
+        ask(subject, [prompt], 1, references=[story])[0].loss, abs=1e-5
+    )
     assert second["answer_loss"] is None
-    assert (first["item"], first["outcome"], first["output"], first["extracted"]) == ("a", 0.5, story, "[true, false]")
+    assert (first["item"], first["outcome"], first["output"], first["extracted"]) == (
+        "a",
+        0.5,
+        story,
+        "[true, false]",
+    )
 
 
-def test_perplexity_equals_an_independent_computation_in_a_whole_folder(subject: LoadedModel, tmp_path: Path) -> None:
-    text = "Karl took the spoon to the mill.\nThen it began to rain, and nobody was surprised. " * 12
+def test_perplexity_equals_an_independent_computation_in_a_whole_folder(
+    subject: LoadedModel, tmp_path: Path
+) -> None:
+    text = (
+        "Karl took the spoon to the mill.\nThen it began to rain, and nobody was surprised. " * 12
+    )
     (tmp_path / "text.txt").write_text(text)
     benchmark = BenchmarkConfig(
         name="perplexity",
@@ -267,20 +329,33 @@ def test_perplexity_equals_an_independent_computation_in_a_whole_folder(subject:
     assert len(ids) % 64 > 1, "the last window is shorter, and counts by its tokens"
     assert loss["score"] == pytest.approx(mean, rel=1e-5)
     assert perplexity["score"] == pytest.approx(math.exp(mean), rel=1e-4)
-    assert bits["score"] == pytest.approx(mean * len(ids) / len(text.encode()) / math.log(2), rel=1e-4)
+    assert bits["score"] == pytest.approx(
+        mean * len(ids) / len(text.encode()) / math.log(2), rel=1e-4
+    )
     assert perplexity["n"] == len(windows) > 3 and loss["stderr"] is not None
     assert perplexity["stderr"] == pytest.approx(loss["stderr"] * perplexity["score"])
     rows = samples(tmp_path / "out")
     scales = [(result["scale"], result["unit"]) for result in (perplexity, bits, loss)]
-    assert scales == [("perplexity", "nats per token"), ("loss", "bits per byte"), ("loss", "nats per token")]
+    assert scales == [
+        ("perplexity", "nats per token"),
+        ("loss", "bits per byte"),
+        ("loss", "nats per token"),
+    ]
     for result, mean_outcome in ((perplexity, mean), (bits, bits["score"]), (loss, mean)):
         own = [row for row in rows if row["benchmark"] == result["benchmark"]]
         total = sum(row["outcome"] * row["units"] for row in own)
         assert total / sum(row["units"] for row in own) == pytest.approx(mean_outcome, rel=1e-4)
     expected = [float(window.mean()) for window in windows]
-    assert [row["outcome"] for row in rows if row["benchmark"] == "loss"] == pytest.approx(expected, rel=1e-4)
+    assert [row["outcome"] for row in rows if row["benchmark"] == "loss"] == pytest.approx(
+        expected, rel=1e-4
+    )
 
-    assert list(rows[0]) == list(Sample.__annotations__) and {"replicate", "thought", "output", "ended"} < set(rows[0])
+    assert list(rows[0]) == list(Sample.__annotations__) and {
+        "replicate",
+        "thought",
+        "output",
+        "ended",
+    } < set(rows[0])
     content = json.loads((tmp_path / "out" / "result.json").read_text())
     assert set(content) == {"schema", "results", "protocol", "versions"} and content["schema"] == 1
     assert content["protocol"]["data"] == suite.data_digest(benchmark)
@@ -311,8 +386,20 @@ def test_an_added_benchmark_is_asked_graded_and_in_the_report(tmp_path: Path) ->
         done = preloaded.run(tmp_path, *words, PYTHONPATH=str(tmp_path))
         assert done.returncode == 0, done.stdout + done.stderr
 
-    small = ("calibration.tokens=2048", "calibration.length=128", "suite.limit=4", "launcher=inline", "report=false")
-    started("moe_lab", "suite.benchmarks=[colours,pocket_rte]", "criterion=frequency,man", *small, "store=store")
+    small = (
+        "calibration.tokens=2048",
+        "calibration.length=128",
+        "suite.limit=4",
+        "launcher=inline",
+        "report=false",
+    )
+    started(
+        "moe_lab",
+        "suite.benchmarks=[colours,pocket_rte]",
+        "criterion=frequency,man",
+        *small,
+        "store=store",
+    )
     for criterion in ("frequency", "man"):
         (folder,) = (tmp_path / "store" / "evaluate").glob(f"*-{criterion}-*-colours-*")
         assert [sample["item"] for sample in samples(folder)] == ["grass", "blood", "snow"]

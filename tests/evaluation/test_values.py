@@ -11,17 +11,32 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from moe_lab.evaluation.sandbox.encoding import HUGE, Huge, Opaque, Stream, decode, decode_text, encode, encode_result
+from moe_lab.evaluation.sandbox.encoding import (
+    HUGE,
+    Huge,
+    Opaque,
+    Stream,
+    decode,
+    decode_text,
+    encode,
+    encode_result,
+)
 
 scalars = st.one_of(
     st.none() | st.booleans() | st.text() | st.binary(),
     st.integers() | st.integers(min_value=2**600, max_value=2**700),
     st.floats(allow_nan=False) | st.complex_numbers(allow_nan=False),
 )
-hashable = st.recursive(scalars, lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3), max_leaves=8)
+hashable = st.recursive(
+    scalars, lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3), max_leaves=8
+)
 values = st.recursive(
     hashable | st.sets(hashable, max_size=3),
-    lambda inner: st.lists(inner, max_size=4) | st.tuples(inner, inner) | st.dictionaries(hashable, inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.tuples(inner, inner)
+        | st.dictionaries(hashable, inner, max_size=3)
+    ),
     max_leaves=15,
 )
 
@@ -83,19 +98,36 @@ def test_huge_values_are_compared_by_hash() -> None:
     assert found != decode(encode_result(large[::-1]))
     assert found != decode(encode_result(tuple(large)))
     assert encode_result([1] * 10) == [1] * 10
-    for item, equal in (({"b"}, frozenset("b")), ([1, {"b"}], [1, frozenset("b")])):  # whether or not they have a hash
+    # whether or not they have a hash
+    for item, equal in (({"b"}, frozenset("b")), ([1, {"b"}], [1, frozenset("b")])):
         first, second = (decode(encode_result(["a", value] * HUGE)) for value in (item, equal))
         assert first == second != decode(encode_result(["b", item] * HUGE))
 
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=10,
 )
 
 
-KINDS = ["opaque", "huge", "stream", "ratio", "like", "int", "float", "complex", "str", "bytes", "list", "dict", "set"]
+KINDS = [
+    "opaque",
+    "huge",
+    "stream",
+    "ratio",
+    "like",
+    "int",
+    "float",
+    "complex",
+    "str",
+    "bytes",
+    "list",
+    "dict",
+    "set",
+]
 forgeries = st.recursive(
     json_values,
     lambda inner: st.builds(

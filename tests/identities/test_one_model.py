@@ -1,5 +1,6 @@
-"""A plan gives one model, whether it masks a model, prunes it, or is exported and loaded again; and what moe_lab says
-of a family's experts, in memory and on disk, is what transformers computes with them."""
+"""A plan gives one model, whether it masks a model, prunes it, or is exported and loaded again; and
+what moe_lab says of a family's experts, in memory and on disk, is what transformers computes with
+them."""
 
 import json
 import re
@@ -18,7 +19,14 @@ from safetensors.torch import load_file, save_file
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import open_checkpoint
 from moe_lab.models.discover import MoELayer, moe_layers
-from moe_lab.models.families import DISK_ROUTER_WEIGHTS, DISK_ROUTING_VECTORS, FAMILIES, Family, family_of, split
+from moe_lab.models.families import (
+    DISK_ROUTER_WEIGHTS,
+    DISK_ROUTING_VECTORS,
+    FAMILIES,
+    Family,
+    family_of,
+    split,
+)
 from moe_lab.models.load import load_model
 from moe_lab.models.streamed import open_streamed
 from moe_lab.pruning.cost import size
@@ -28,21 +36,28 @@ from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
 from moe_lab.statistics import Statistics, weights
 
-WAYS = [(name, kind, way) for name in tiny.ARCHITECTURES for kind, ways in KINDS.items() for way in ways]
+WAYS = [
+    (name, kind, way) for name in tiny.ARCHITECTURES for kind, ways in KINDS.items() for way in ways
+]
 
 
 def answers(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits, and tokens that are written with a cache."""
     with torch.no_grad():
         logits = model.eval()(input_ids=tiny.tokens()).logits
-    return logits, model.generate(tiny.tokens(2, 5), max_new_tokens=5, do_sample=False, eos_token_id=None)
+    return logits, model.generate(
+        tiny.tokens(2, 5), max_new_tokens=5, do_sample=False, eos_token_id=None
+    )
 
 
 @pytest.mark.parametrize(("name", "kind", "way"), WAYS)
-def test_masked_pruned_and_exported_are_one_model(name: str, kind: str, way: str, tmp_path: Path) -> None:
+def test_masked_pruned_and_exported_are_one_model(
+    name: str, kind: str, way: str, tmp_path: Path
+) -> None:
     """To the bit; but masked channels are multiplied in another order than those that are left."""
     model = tiny.save(name, tmp_path / "model", shard="60KB")
-    plan, before = random_plan(model, way), answers(model)
+    plan = random_plan(model, way)
+    before = answers(model)
     if kind != "experts" and moe_layers(model)[0].family.unfit:
         for refused in (lambda: mask(model, plan).__enter__(), lambda: prune(model, plan)):
             with pytest.raises(UserError, match="cannot be removed"):
@@ -63,22 +78,29 @@ def test_masked_pruned_and_exported_are_one_model(name: str, kind: str, way: str
     assert Plan.load(out / "plan.json") == plan
     with torch.device("meta"):
         empty = type(model)(model.config)
-    assert size(empty, prune(empty, plan))["parameters"] == sum(map(torch.numel, pruned.parameters()))
+    assert size(empty, prune(empty, plan))["parameters"] == sum(
+        map(torch.numel, pruned.parameters())
+    )
     assert all(torch.equal(*pair) for pair in zip(answers(model), before, strict=True))
     if way == "even":
-        shapes = {name: tensor.shape for name, tensor in type(model)(pruned.config).state_dict().items()}
+        shapes = {
+            name: tensor.shape for name, tensor in type(model)(pruned.config).state_dict().items()
+        }
         assert shapes == {name: tensor.shape for name, tensor in pruned.state_dict().items()}
 
 
 def _check_loaded(loaded: Any, pruned: Any, found: tuple[torch.Tensor, torch.Tensor]) -> None:
-    theirs, ours = loaded.state_dict(), pruned.state_dict()
+    theirs = loaded.state_dict()
+    ours = pruned.state_dict()
     assert theirs.keys() == ours.keys() and all(torch.equal(theirs[key], ours[key]) for key in ours)
     assert all(torch.equal(*pair) for pair in zip(answers(loaded), found, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["olmoe", "deepseek_v3:grouped", "granitemoe"])
-def test_an_export_in_half_precision_is_the_pruned_model(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_an_export_in_half_precision_is_the_pruned_model(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     """Sums of merged experts are rounded alike, to nearest."""
     model = tiny.save(name, tmp_path / "model", dtype=dtype)
     for way in (way for ways in KINDS.values() for way in ways):
@@ -91,10 +113,18 @@ def test_an_export_in_half_precision_is_the_pruned_model(name: str, dtype: torch
 
 @pytest.mark.parametrize("way", [way for ways in KINDS.values() for way in ways])
 @pytest.mark.parametrize(
-    "types", [(torch.float16, torch.bfloat16), (torch.float32, torch.bfloat16), (torch.float64, torch.bfloat16)]
+    "types",
+    [
+        (torch.float16, torch.bfloat16),
+        (torch.float32, torch.bfloat16),
+        (torch.float64, torch.bfloat16),
+    ],
 )
-def test_experts_stored_in_several_precisions(types: tuple[torch.dtype, ...], way: str, tmp_path: Path) -> None:
-    """Copies are exact, and sums are rounded to the type that the file has for the expert that stays."""
+def test_experts_stored_in_several_precisions(
+    types: tuple[torch.dtype, ...], way: str, tmp_path: Path
+) -> None:
+    """Copies are exact, and sums are rounded to the type that the file has for the expert that
+    stays."""
     tiny.save("olmoe", tmp_path / "model")
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
@@ -118,25 +148,36 @@ ROUTING = tuple(f".{name}" for name in (*DISK_ROUTER_WEIGHTS, *DISK_ROUTING_VECT
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 def test_routing_keeps_the_precision_of_the_files(name: str, tmp_path: Path) -> None:
-    """In a model that is stored and loaded in bfloat16 otherwise, whole, by layers, masked, pruned and exported."""
-    folder, narrow = tmp_path / "model", {"dtype": "bfloat16", "trust_remote_code": True}
+    """In a model that is stored and loaded in bfloat16 otherwise, whole, by layers, masked, pruned
+    and exported."""
+    folder = tmp_path / "model"
+    narrow = {"dtype": "bfloat16", "trust_remote_code": True}
     tiny.save(name, folder)
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
         for path, tensor in tensors.items():
             tensors[path] = tensor + 7 if path.endswith(ROUTING) and "bias" in path else tensor
-            tensors[path] = tensors[path].to(torch.float32 if path.endswith(ROUTING) else torch.bfloat16)
+            tensors[path] = tensors[path].to(
+                torch.float32 if path.endswith(ROUTING) else torch.bfloat16
+            )
 
     tiny.rewrite(folder, change)
-    stored = {path: tensor for path, tensor in tiny.weights(folder).items() if path.endswith(ROUTING)}
-    model, by_layer = load_model(tiny.settings(folder, **narrow))[0], open_streamed(tiny.settings(folder, **narrow))[0]
+    stored = {
+        path: tensor for path, tensor in tiny.weights(folder).items() if path.endswith(ROUTING)
+    }
+    model = load_model(tiny.settings(folder, **narrow))[0]
+    by_layer = open_streamed(tiny.settings(folder, **narrow))[0]
     for layer in moe_layers(model):
-        in_files = {tensor.numel(): tensor for path, tensor in stored.items() if f".{layer.index}." in path}
+        in_files = {
+            tensor.numel(): tensor for path, tensor in stored.items() if f".{layer.index}." in path
+        }
         for _ in range(2):
             with by_layer.layer(layer.index):
                 for part in (*layer.routing, *by_layer.moe[layer.index].routing):
                     assert part.tensor.dtype == torch.float32
-                    assert torch.equal(part.tensor, in_files[part.tensor.numel()].view_as(part.tensor))
+                    assert torch.equal(
+                        part.tensor, in_files[part.tensor.numel()].view_as(part.tensor)
+                    )
     assert model.get_input_embeddings().weight.dtype == torch.bfloat16
     plan = random_plan(model, "even")
     expected = tiny.logits(prune(model, plan))
@@ -160,11 +201,18 @@ def test_experts_compute_what_the_model_computes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
-def test_files_hold_what_the_memory_holds(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each projection of each expert is found once and equals that in memory; and so do sums over the files."""
+def test_files_hold_what_the_memory_holds(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each projection of each expert is found once and equals that in memory; and so do sums over
+    the files."""
     model = naive.model(name)
     model.save_pretrained(tmp_path, max_shard_size="60KB")
-    tensors = {name: tensor for file in tmp_path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    tensors = {
+        name: tensor
+        for file in tmp_path.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
     layers = {layer.index: layer for layer in moe_layers(model)}
     found: dict[tuple[int, int, str], torch.Tensor] = {}
     kinds: dict[int, list[str]] = {index: [] for index in layers}
@@ -190,8 +238,11 @@ def test_files_hold_what_the_memory_holds(name: str, tmp_path: Path, monkeypatch
             _check_sums(source, list(layers.values()), patches)
 
 
-def _check_sums(source: weights.Source, layers: list[MoELayer], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums over the weights of `source` are those of the weights in memory, in fp64, also block by block."""
+def _check_sums(
+    source: weights.Source, layers: list[MoELayer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums over the weights of `source` are those of the weights in memory, in fp64, also block by
+    block."""
     by_expert = weights.weigh_experts(source)
     by_channel = weights.weigh_channels(source)
     compared = [weights.compare_experts(source)]
@@ -201,18 +252,28 @@ def _check_sums(source: weights.Source, layers: list[MoELayer], monkeypatch: pyt
         assert list(sums.layers) == [layer.index for layer in layers]
     for layer in layers:
         experts = [layer.projections(expert) for expert in range(layer.n_experts)]
-        matrices = {role: torch.stack([one[role] for one in experts]).double() for role in ("gate", "up", "down")}
+        matrices = {
+            role: torch.stack([one[role] for one in experts]).double()
+            for role in ("gate", "up", "down")
+        }
         flat = torch.cat([matrix.flatten(1) for matrix in matrices.values()], 1)
         inward = torch.cat((matrices["gate"].flatten(1), matrices["up"].flatten(1)), 1)
-        expected: dict[str, Any] = {"abs_sum": flat.abs().sum(1), "square_sum": flat.square().sum(1)}
-        expected |= {f"channel_{role}_square": matrix.square().sum(2) for role, matrix in matrices.items()}
+        expected: dict[str, Any] = {
+            "abs_sum": flat.abs().sum(1),
+            "square_sum": flat.square().sum(1),
+        }
+        expected |= {
+            f"channel_{role}_square": matrix.square().sum(2) for role, matrix in matrices.items()
+        }
         expected["channel_down_abs"] = matrices["down"].abs().sum(2)
         sums = by_expert.layers[layer.index] | by_channel.layers[layer.index]
         assert sums.pop("count") == flat.shape[1] and sums.keys() == expected.keys()
         expected["weight_distance_square"] = (inward[:, None] - inward).square().sum(2)
         for one in compared:
             for key, value in (sums | one.layers[layer.index]).items():
-                assert value.dtype == torch.float64 and naive.relative(value, expected[key]) < 1e-6, key
+                assert (
+                    value.dtype == torch.float64 and naive.relative(value, expected[key]) < 1e-6
+                ), key
 
 
 def test_classes_say_what_the_source_of_transformers_says() -> None:
@@ -220,7 +281,9 @@ def test_classes_say_what_the_source_of_transformers_says() -> None:
     stated = {}
     models = Path(str(find_spec("transformers").origin)).with_name("models")  # type: ignore[union-attr]
     for file in models.glob("*/modeling_*.py"):
-        for arguments in re.findall(r"^@use_experts_implementation\((.*?)\)\nclass", file.read_text(), re.M | re.S):
+        for arguments in re.findall(
+            r"^@use_experts_implementation\((.*?)\)\nclass", file.read_text(), re.M | re.S
+        ):
             given = dict(re.findall(r"(\w+)=(True|False)", arguments))
             stated[file.parent.name] = {name: value == "True" for name, value in given.items()}
     usual = dict.fromkeys(("is_transposed", "has_bias", "has_post_expert_norm"), False)
@@ -235,16 +298,25 @@ def test_classes_say_what_the_source_of_transformers_says() -> None:
             "has_bias": "down_bias" in family.roles,
             "has_post_expert_norm": family.unfit == "are followed by a norm",
         }
-        of_classes[family.kinds[0]] = {name: mark for name, mark in marks.items() if mark != usual[name]}
+        of_classes[family.kinds[0]] = {
+            name: mark for name, mark in marks.items() if mark != usual[name]
+        }
         assert all(family_of(kind) is family for kind in family.kinds)
-    installed = {kind: marks for kind, marks in of_classes.items() if marks and (models / kind).is_dir()}
+    installed = {
+        kind: marks for kind, marks in of_classes.items() if marks and (models / kind).is_dir()
+    }
     assert installed == {kind: marks for kind, marks in stated.items() if marks}
 
 
-def test_layers_that_predict_tokens_are_not_of_the_decoder_and_have_one_block_of_experts(tmp_path: Path) -> None:
+def test_layers_that_predict_tokens_are_not_of_the_decoder_and_have_one_block_of_experts(
+    tmp_path: Path,
+) -> None:
     tiny.save("olmoe", tmp_path)
     names = list(open_checkpoint(tmp_path).tensors)
-    extra = ["mtp.layers.0.mlp.experts.0.up_proj.weight", "model.layers.3.mlp.experts.0.up_proj.weight"]
+    extra = [
+        "mtp.layers.0.mlp.experts.0.up_proj.weight",
+        "model.layers.3.mlp.experts.0.up_proj.weight",
+    ]
     places = Family().places([*names, *extra, "model.layers.3.eh_proj.weight"])
     assert places.keys() == Family().places(names).keys()
     with pytest.raises(UserError, match="several MoE blocks"):
@@ -270,7 +342,10 @@ def test_cuda_sums_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
         assert expected.keys() == found.keys()
         for layer, named in expected.items():
             assert named.keys() == found[layer].keys()
-            assert all(naive.relative(found[layer][statistic], sums) < 1e-6 for statistic, sums in named.items())
+            assert all(
+                naive.relative(found[layer][statistic], sums) < 1e-6
+                for statistic, sums in named.items()
+            )
 
 
 @pytest.fixture
@@ -284,7 +359,8 @@ UP = "model.layers.1.mlp.experts.3.up_proj.weight"
 
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize(
-    ("value", "named"), [(torch.inf, r"layer 1, expert 3: weights .*\.up_proj"), (None, "layer"), ("fp8", "F8_E4M3")]
+    ("value", "named"),
+    [(torch.inf, r"layer 1, expert 3: weights .*\.up_proj"), (None, "layer"), ("fp8", "F8_E4M3")],
 )
 def test_weights_that_are_broken_missing_or_quantised_are_named(
     read: Callable[..., Statistics], value: object, named: str, folder: Path
@@ -293,15 +369,23 @@ def test_weights_that_are_broken_missing_or_quantised_are_named(
     if isinstance(value, float):
         matrix[3, 4] = value
     broken = matrix.to(torch.float8_e4m3fn) if value == "fp8" else matrix
-    tiny.rewrite(folder, lambda tensors: tensors.pop(UP) if value is None else tensors.update({UP: broken}))
+    tiny.rewrite(
+        folder, lambda tensors: tensors.pop(UP) if value is None else tensors.update({UP: broken})
+    )
     with pytest.raises(UserError, match=named):
         read(folder)
 
 
 @pytest.mark.parametrize("read", READS)
-def test_folders_without_experts_are_refused(read: Callable[..., Statistics], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2}))
-    save_file({"model.layers.0.mlp.up_proj.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+def test_folders_without_experts_are_refused(
+    read: Callable[..., Statistics], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", "num_hidden_layers": 2})
+    )
+    save_file(
+        {"model.layers.0.mlp.up_proj.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors"
+    )
     with pytest.raises(UserError, match="no weights of routed experts"):
         read(tmp_path)
 

@@ -1,4 +1,5 @@
-"""What is wrong with a checkpoint, a plan or a machine is said in one sentence, and nothing half-written is left."""
+"""What is wrong with a checkpoint, a plan or a machine is said in one sentence, and nothing
+half-written is left."""
 
 import json
 import re
@@ -44,12 +45,17 @@ def refused(attempt: Callable[[], object], message: str) -> None:
 
 def test_a_plan_knows_the_model_it_was_made_for(folder: Path) -> None:
     """Two models of one shape are told apart by their weights."""
-    made = replace(tiny.plan(tiny.build("olmoe"), 0.5), provenance={"model_sha256": fingerprint(folder)})
+    made = replace(
+        tiny.plan(tiny.build("olmoe"), 0.5), provenance={"model_sha256": fingerprint(folder)}
+    )
     shutil.rmtree(export(folder, made, folder.parent / "out"))
     tensors = load_file(folder / SHARD)
     next(iter(tensors.values())).view(-1)[:1].add_(1)
     save_file(tensors, folder / SHARD, {"format": "pt"})
-    refused(lambda: export(folder, made, folder.parent / "out"), "plan is for another model: .* model_sha256=")
+    refused(
+        lambda: export(folder, made, folder.parent / "out"),
+        "plan is for another model: .* model_sha256=",
+    )
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
 
 
@@ -59,17 +65,31 @@ def test_a_plan_knows_the_model_it_was_made_for(folder: Path) -> None:
         ("glm4_moe", {"use_qk_norm": True}, {"use_qk_norm": False}, "self_attn.k_norm.weight"),
         ("qwen3_moe", {"attention_bias": True}, {"attention_bias": False}, "self_attn.k_proj.bias"),
         ("ernie4_5_moe", {}, {"moe_num_shared_experts": 0}, "shared_experts.down_proj.weight"),
-        ("deepseek_v3", {}, {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}, "model.layers.2."),
+        (
+            "deepseek_v3",
+            {},
+            {"num_hidden_layers": 2, "num_nextn_predict_layers": 1},
+            "model.layers.2.",
+        ),
         ("olmoe", {}, {"hidden_size": 33}, "config.json asks for"),
     ],
 )
 def test_weights_that_the_configuration_does_not_ask_for_are_named_before_they_are_read(
-    name: str, made: dict[str, Any], stated: dict[str, Any], lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    made: dict[str, Any],
+    stated: dict[str, Any],
+    lost: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tiny.save(name, tmp_path, **made)
     load_model(settings(tmp_path))
     reconfigure(tmp_path, **stated)
-    monkeypatch.setattr(tiny.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr(
+        tiny.AutoModelForCausalLM,
+        "from_pretrained",
+        lambda *_, **__: pytest.fail("weights were read"),
+    )
     for read in (load_model, open_streamed, facts):
         refused(lambda read=read: read(settings(tmp_path)), re.escape(lost))  # type: ignore[misc]
     assert inspect.main(["model=local", f"model.path={tmp_path}"]) == 1
@@ -77,8 +97,11 @@ def test_weights_that_the_configuration_does_not_ask_for_are_named_before_they_a
 
 @pytest.mark.parametrize("kind", ["plain", "fp8"])
 def test_weights_that_no_model_uses_are_not_missed(kind: str, tmp_path: Path) -> None:
-    """Of layers that predict several tokens, rotary frequencies, and scales of activations and caches."""
-    folders = dict(zip(("plain", "fp8"), quantised.save("deepseek_v3", "fp8", tmp_path), strict=True))
+    """Of layers that predict several tokens, rotary frequencies, and scales of activations and
+    caches."""
+    folders = dict(
+        zip(("plain", "fp8"), quantised.save("deepseek_v3", "fp8", tmp_path), strict=True)
+    )
     expected, _ = load_model(settings(folders["plain"]))
     added = """
         mtp.fc.weight model.mtp_block.0.input_layernorm.weight model.layers.3.eh_proj.weight
@@ -86,25 +109,43 @@ def test_weights_that_no_model_uses_are_not_missed(kind: str, tmp_path: Path) ->
         model.layers.1.self_attn.k_scale model.layers.1.self_attn.v_proj.v_scale
         model.layers.1.self_attn.o_proj.input_scale
     """
-    tiny.rewrite(folders[kind], lambda tensors: tensors.update({name: torch.ones(2) for name in added.split()}))
+    tiny.rewrite(
+        folders[kind],
+        lambda tensors: tensors.update({name: torch.ones(2) for name in added.split()}),
+    )
     found, _ = load_model(settings(folders[kind]))
     assert torch.equal(tiny.logits(found), tiny.logits(expected))
     if kind == "plain":
         streamed, _ = open_streamed(settings(folders[kind]))
         with streamed.layer(1) as layer:
-            assert torch.equal(layer.mlp.experts.down_proj, expected.model.layers[1].mlp.experts.down_proj)
+            assert torch.equal(
+                layer.mlp.experts.down_proj, expected.model.layers[1].mlp.experts.down_proj
+            )
 
 
-def test_the_files_that_transformers_reads_are_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    there = ["config.json", "additional_chat_templates/tool_use.jinja", "original/model.safetensors", "model.bin"]
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download := Mock(return_value=str(tmp_path)))
+def test_the_files_that_transformers_reads_are_downloaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    there = [
+        "config.json",
+        "additional_chat_templates/tool_use.jinja",
+        "original/model.safetensors",
+        "model.bin",
+    ]
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", download := Mock(return_value=str(tmp_path))
+    )
     assert configuration_folder(settings("some/model")) == tmp_path
-    patterns = {name: download.call_args.kwargs.get(name) for name in ("allow_patterns", "ignore_patterns")}
+    patterns = {
+        name: download.call_args.kwargs.get(name) for name in ("allow_patterns", "ignore_patterns")
+    }
     assert list(filter_repo_objects(there, **patterns)) == there[:2]
 
 
 @pytest.mark.parametrize("method", ["fp8", "mxfp4", "bitsandbytes"])
-def test_quantised_checkpoints_are_recognised(folder: Path, method: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quantised_checkpoints_are_recognised(
+    folder: Path, method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     reconfigure(folder, quantization_config={"quant_method": method})
     assert quantization(settings(folder)) == method
     assert inspect.main(["model=local", f"model.path={folder}"]) == 0
@@ -120,21 +161,29 @@ def test_quantised_checkpoints_are_recognised(folder: Path, method: str, capsys:
         ("gpt_oss", "mxfp4", {}),
         ("qwen2_moe", "compressed_fp8", {}),
         ("qwen2_moe", "w4a16", {}),
-        # the last block of a matrix may be smaller: two scales for 12 rows are of blocks of 8 and 4 rows, not two of 6
+        # the last block of a matrix may be smaller: two scales for 12 rows are of blocks of 8 and 4
+        # rows, not two of 6
         ("olmoe", "fp8", {"intermediate_size": 12}),
         ("qwen3_moe", "fp8", {"head_dim": 6}),
         ("deepseek_v3", "fp8", {"kv_lora_rank": 12}),
     ],
 )
-def test_scores_are_of_the_dequantised_experts(name: str, kind: str, changes: dict[str, int], tmp_path: Path) -> None:
+def test_scores_are_of_the_dequantised_experts(
+    name: str, kind: str, changes: dict[str, int], tmp_path: Path
+) -> None:
     if kind in ("compressed_fp8", "w4a16"):
         pytest.importorskip("compressed_tensors")
     plain, stored = quantised.save(name, kind, tmp_path, **changes)
     if kind == "w4a16":  # the package rounds four-bit numbers to the precision of their scales
         tensors = load_file(plain / "model.safetensors")
-        rounded = {name: tensor.bfloat16().float() if "_proj.w" in name else tensor for name, tensor in tensors.items()}
+        rounded = {
+            name: tensor.bfloat16().float() if "_proj.w" in name else tensor
+            for name, tensor in tensors.items()
+        }
         save_file(rounded, plain / "model.safetensors", {"format": "pt"})
-    expected, found = (naive.observed(load_model(settings(folder))[0], ForwardTap) for folder in (plain, stored))
+    expected, found = (
+        naive.observed(load_model(settings(folder))[0], ForwardTap) for folder in (plain, stored)
+    )
     naive.assert_alike(found, expected)
 
 
@@ -145,7 +194,9 @@ def test_scores_are_of_the_dequantised_experts(name: str, kind: str, changes: di
         *((kind, {}) for kind in ("fp8_matrix", "w4a16_asymmetric", "nf4")),
     ],
 )
-def test_unknown_quantised_experts_are_refused(kind: str, changes: dict[str, object], tmp_path: Path) -> None:
+def test_unknown_quantised_experts_are_refused(
+    kind: str, changes: dict[str, object], tmp_path: Path
+) -> None:
     if kind != "fp8":
         pytest.importorskip("bitsandbytes" if kind == "nf4" else "compressed_tensors")
     _, stored = quantised.save("qwen2_moe", kind, tmp_path)
@@ -154,14 +205,18 @@ def test_unknown_quantised_experts_are_refused(kind: str, changes: dict[str, obj
     refused(lambda: load_model(settings(stored)), f"stored as {re.escape(config['quant_method'])}")
 
 
-def test_kernels_for_eight_bits_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_for_eight_bits_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a GPU transformers would run the experts by functions that moe_lab cannot observe."""
     asked: list[bool] = []
 
     def validate(self: Any, *words: Any, **named: Any) -> None:
         asked.append(self.quantization_config.dequantize)
 
-    monkeypatch.setattr(quantizer_finegrained_fp8.FineGrainedFP8HfQuantizer, "validate_environment", validate)
+    monkeypatch.setattr(
+        quantizer_finegrained_fp8.FineGrainedFP8HfQuantizer, "validate_environment", validate
+    )
     _, stored = quantised.save("olmoe", "fp8", tmp_path)
     load_model(settings(stored))
     assert asked == [True]
@@ -170,17 +225,23 @@ def test_kernels_for_eight_bits_are_not_used(tmp_path: Path, monkeypatch: pytest
 
 
 def test_four_bits_of_bitsandbytes_can_be_scored(tmp_path: Path) -> None:
-    """transformers leaves stacked experts as they are: the statistics are theirs, behind another attention."""
+    """transformers leaves stacked experts as they are: the statistics are theirs, behind another
+    attention."""
     pytest.importorskip("bitsandbytes")
     from transformers import BitsAndBytesConfig
 
-    plain, stored = tmp_path / "plain", tmp_path / "four"
+    plain = tmp_path / "plain"
+    stored = tmp_path / "four"
     tiny.save("olmoe", plain, hidden_size=64)
     four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
-    model = tiny.AutoModelForCausalLM.from_pretrained(plain, quantization_config=four, device_map="cpu")
+    model = tiny.AutoModelForCausalLM.from_pretrained(
+        plain, quantization_config=four, device_map="cpu"
+    )
     shutil.copytree(plain, stored, ignore=shutil.ignore_patterns("*.safetensors"))
     model.save_pretrained(stored)
-    expected, found = (naive.observed(load_model(settings(folder))[0], ForwardTap) for folder in (plain, stored))
+    expected, found = (
+        naive.observed(load_model(settings(folder))[0], ForwardTap) for folder in (plain, stored)
+    )
     for index, named in found.items():
         assert torch.equal(named["tokens"].sum(), expected[index]["tokens"].sum())
         assert all(bool(tensor.isfinite().all()) for tensor in named.values())
@@ -191,8 +252,14 @@ def test_four_bits_of_bitsandbytes_can_be_scored(tmp_path: Path) -> None:
     ("changes", "field"),
     [
         ({"_attn_implementation": "owner/kernels"}, "_attn_implementation=owner/kernels"),
-        ({"attn_implementation": {"": "owner/kernels@v1:attention"}}, "attn_implementation=owner/kernels"),
-        ({"sub_config": {"_attn_implementation": "paged|owner/kernels"}}, "_attn_implementation=paged|owner/kernels"),
+        (
+            {"attn_implementation": {"": "owner/kernels@v1:attention"}},
+            "attn_implementation=owner/kernels",
+        ),
+        (
+            {"sub_config": {"_attn_implementation": "paged|owner/kernels"}},
+            "_attn_implementation=paged|owner/kernels",
+        ),
         ({"experts_implementation": "owner/experts"}, "experts_implementation=owner/experts"),
     ],
 )
@@ -202,12 +269,18 @@ def test_code_of_the_hub_is_never_fetched_for_a_config_json(
     monkeypatch.setattr(hub_kernels, "get_kernel", fetch := Mock())
     reconfigure(folder, **changes)
     for attempt in (lambda: check(settings(folder)), lambda: skeleton(folder)):
-        refused(attempt, rf"{re.escape(field)}.*trust_remote_code|trust_remote_code.*{re.escape(field)}")
+        refused(
+            attempt, rf"{re.escape(field)}.*trust_remote_code|trust_remote_code.*{re.escape(field)}"
+        )
     check(settings(folder, trust_remote_code=True))
     assert not fetch.called
 
 
 def test_neither_a_revision_nor_an_adapter_makes_another_model_of_a_folder(folder: Path) -> None:
-    refused(lambda: check(settings(folder, revision="main")), r"model\.revision=main .*: expected null")
-    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "owner/other"}))
+    refused(
+        lambda: check(settings(folder, revision="main")), r"model\.revision=main .*: expected null"
+    )
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": "owner/other"})
+    )
     refused(lambda: check(settings(folder)), "adapter_config.json")

@@ -1,4 +1,5 @@
-"""The port of the first DeepSeekMoE computes what its paper and its published code say, and is used without asking."""
+"""The port of the first DeepSeekMoE computes what its paper and its published code say, and is used
+without asking."""
 
 import json
 from pathlib import Path
@@ -30,17 +31,28 @@ PUBLISHED = json.loads("""{
     "transformers_version": "4.36.0", "use_cache": true
 }""")
 """What the published config.json says besides shapes."""
-LLAMA = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+LLAMA = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
 LLAMA += ("num_key_value_heads", "rms_norm_eps", "attention_bias")
 
 
 @torch.no_grad()
 def naive(folder: Path) -> torch.Tensor:
-    """Logits (B, S, V) of all tokens in fp64, from the files alone: a Llama with the paper's MoE blocks."""
+    """Logits (B, S, V) of all tokens in fp64, from the files alone: a Llama with the paper's MoE
+    blocks."""
     said = json.loads((folder / "config.json").read_text())
-    weights = {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
+    weights = {
+        name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()
+    }
     rope = {"rope_type": "default", "rope_theta": said["rope_theta"]}
-    model = LlamaForCausalLM(LlamaConfig(**{field: said[field] for field in LLAMA}, rope_parameters=rope)).double()
+    model = LlamaForCausalLM(
+        LlamaConfig(**{field: said[field] for field in LLAMA}, rope_parameters=rope)
+    ).double()
     for number, layer in enumerate(model.model.layers):
         if number >= said["first_k_dense_replace"] and number % said["moe_layer_freq"] == 0:
             layer.mlp = PaperBlock(f"model.layers.{number}.mlp", said, weights)
@@ -55,13 +67,17 @@ class PaperBlock(torch.nn.Module):
 
     def __init__(self, at: str, said: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
         super().__init__()
-        self.at, self.said, self.weights = at, said, weights
+        self.at = at
+        self.said = said
+        self.weights = weights
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.stack([self.moe(row) for row in hidden.flatten(0, -2)]).view_as(hidden)
 
     def mlp(self, at: str, row: torch.Tensor) -> torch.Tensor:
-        gate, up, down = (self.weights[f"{at}.{part}_proj.weight"] for part in ("gate", "up", "down"))
+        gate, up, down = (
+            self.weights[f"{at}.{part}_proj.weight"] for part in ("gate", "up", "down")
+        )
         return down @ (silu(gate @ row) * (up @ row))
 
     def moe(self, row: torch.Tensor) -> torch.Tensor:
@@ -69,26 +85,40 @@ class PaperBlock(torch.nn.Module):
         chosen = sorted(range(len(affinity)), key=lambda expert: -float(affinity[expert]))
         chosen = chosen[: self.said["num_experts_per_tok"]]
         whole = sum(affinity[expert] for expert in chosen) if self.said["norm_topk_prob"] else 1
-        mixed = sum(affinity[expert] / whole * self.mlp(f"{self.at}.experts.{expert}", row) for expert in chosen)
-        return mixed + self.mlp(f"{self.at}.shared_experts", row) if self.said["n_shared_experts"] else mixed
+        mixed = sum(
+            affinity[expert] / whole * self.mlp(f"{self.at}.experts.{expert}", row)
+            for expert in chosen
+        )
+        return (
+            mixed + self.mlp(f"{self.at}.shared_experts", row)
+            if self.said["n_shared_experts"]
+            else mixed
+        )
 
 
 def publish(folder: Path, **changes: Any) -> Any:
-    """A tiny checkpoint as the published one: its layout, its config.json, its code, which fails when imported."""
+    """A tiny checkpoint as the published one: its layout, its config.json, its code, which fails
+    when imported."""
     model = tiny.save("deepseek", folder, **changes)
     config = json.loads((folder / "config.json").read_text())
     for field in ("rope_parameters", "head_dim", "mlp_bias", "dtype"):
         config.pop(field, None)
     (folder / "config.json").write_text(json.dumps({**config, **PUBLISHED, **changes}))
     for name in ("configuration_deepseek.py", "modeling_deepseek.py"):
-        (folder / name).write_text("from transformers.utils.import_utils import is_torch_fx_available\n")
+        (folder / name).write_text(
+            "from transformers.utils.import_utils import is_torch_fx_available\n"
+        )
     return model
 
 
-@pytest.mark.parametrize("changes", [{"norm_topk_prob": True, "n_shared_experts": None}, {"moe_layer_freq": 2}, {}])
+@pytest.mark.parametrize(
+    "changes", [{"norm_topk_prob": True, "n_shared_experts": None}, {"moe_layer_freq": 2}, {}]
+)
 def test_the_forward_pass_is_the_papers(tmp_path: Path, changes: dict[str, Any]) -> None:
     publish(tmp_path, **changes)
-    assert "model.layers.2.mlp.experts.3.up_proj.weight" in load_file(tmp_path / "model.safetensors")
+    assert "model.layers.2.mlp.experts.3.up_proj.weight" in load_file(
+        tmp_path / "model.safetensors"
+    )
     for trust in (False, True):  # its own code is never run
         model, _ = load_model(settings(tmp_path, trust_remote_code=trust))
     assert len(moe_layers(model)) == (1 if "moe_layer_freq" in changes else 2)
@@ -96,11 +126,15 @@ def test_the_forward_pass_is_the_papers(tmp_path: Path, changes: dict[str, Any])
     assert expected.abs().max() > 1
     torch.testing.assert_close(logits(model).double(), expected, rtol=0, atol=2e-5)
     asked = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
-    assert torch.equal(model.generate(tiny.tokens(), **asked), model.generate(tiny.tokens(), use_cache=False, **asked))
+    assert torch.equal(
+        model.generate(tiny.tokens(), **asked),
+        model.generate(tiny.tokens(), use_cache=False, **asked),
+    )
 
 
 def test_gates_are_of_the_models_precision() -> None:
-    """The published code takes its softmax in bfloat16; later models of the family take theirs in fp32."""
+    """The published code takes its softmax in bfloat16; later models of the family take theirs in
+    fp32."""
     layer = moe_layers(tiny.build("deepseek", dtype=torch.bfloat16))[0]
     hidden = torch.randn(50, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     _, gates, chosen = layer.router(hidden)
@@ -123,9 +157,17 @@ def test_an_export_keeps_the_type_and_loads_like_the_original(tmp_path: Path) ->
     said = json.loads((out / "config.json").read_text())
     assert (said["model_type"], said["n_routed_experts"]) == ("deepseek", 8)
     assert said["auto_map"]["AutoModelForCausalLM"] == "modeling_deepseek_moe.DeepseekForCausalLM"
-    assert (out / "modeling_deepseek_moe.py").is_file() and "moe_lab needs none" in (out / "README.md").read_text()
-    found = [logits(load_model(settings(out, trust_remote_code=trust))[0]) for trust in (False, True)]
+    assert (out / "modeling_deepseek_moe.py").is_file() and "moe_lab needs none" in (
+        out / "README.md"
+    ).read_text()
+    found = [
+        logits(load_model(settings(out, trust_remote_code=trust))[0]) for trust in (False, True)
+    ]
     assert torch.equal(*found)
     assert verify(tmp_path / "model", plan, out) == 0
-    # transformers remembers on a class whether it has experts to choose a way for, and classes inherit
-    assert not LlamaForCausalLM._can_set_experts_implementation() and type(model)._can_set_experts_implementation()
+    # transformers remembers on a class whether it has experts to choose a way for, and classes
+    # inherit
+    assert (
+        not LlamaForCausalLM._can_set_experts_implementation()
+        and type(model)._can_set_experts_implementation()
+    )

@@ -1,4 +1,5 @@
-"""What is told of a model before it is loaded, and the layers with routed experts of every architecture."""
+"""What is told of a model before it is loaded, and the layers with routed experts of every
+architecture."""
 
 import json
 import re
@@ -92,15 +93,23 @@ def test_what_is_expected_is_what_transformers_builds(name: str) -> None:
 
 
 def test_every_model_with_expectations_is_a_published_one() -> None:
-    files = {file.stem for file in (choices.CONF / "model").glob("*.yaml") if "expected" in OmegaConf.load(file)}
+    files = {
+        file.stem
+        for file in (choices.CONF / "model").glob("*.yaml")
+        if "expected" in OmegaConf.load(file)
+    }
     assert files == {*MODELS}
 
 
-def test_the_size_of_a_folder_is_read_from_its_headers_and_that_of_no_folder_expected(tmp_path: Path) -> None:
+def test_the_size_of_a_folder_is_read_from_its_headers_and_that_of_no_folder_expected(
+    tmp_path: Path,
+) -> None:
     tiny.save("deepseek_v2", tmp_path, dtype=torch.bfloat16)
     model = tiny.build("deepseek_v2")
     parameters = sum(weight.numel() for weight in model.parameters())
-    assert size_of(ModelConfig(name="t", path=str(tmp_path))) == Size(parameters, 2, 16, 4, 32, 24, 2)
+    assert size_of(ModelConfig(name="t", path=str(tmp_path))) == Size(
+        parameters, 2, 16, 4, 32, 24, 2
+    )
     as_float = size_of(ModelConfig(name="t", path=str(tmp_path), dtype="float32"))
     assert as_float is not None and as_float.bytes == 4 * parameters
     assert expert_shape(configured("olmoe_1b_7b")) == {"n_experts": 64, "top_k": 8, "width": 1024}
@@ -109,7 +118,9 @@ def test_the_size_of_a_folder_is_read_from_its_headers_and_that_of_no_folder_exp
 
 
 @pytest.mark.parametrize("look", [facts, lambda settings: describe(Path(settings.path), settings)])
-def test_a_model_that_differs_is_refused_by_the_most_telling_difference(tmp_path: Path, look: Any) -> None:
+def test_a_model_that_differs_is_refused_by_the_most_telling_difference(
+    tmp_path: Path, look: Any
+) -> None:
     tiny.save("deepseek_v2", tmp_path)
     right = architecture(tiny.build("deepseek_v2"))
     settings = ModelConfig(name="t", path=str(tmp_path), expected=right)
@@ -119,7 +130,9 @@ def test_a_model_that_differs_is_refused_by_the_most_telling_difference(tmp_path
         (name, wrong), *_ = changed.items()
         with pytest.raises(UserError) as caught:
             look(replace(settings, expected=replace(right, **changed)))
-        assert f"has {name}={getattr(right, name)}, but model.expected.{name}={wrong}" in str(caught.value)
+        assert f"has {name}={getattr(right, name)}, but model.expected.{name}={wrong}" in str(
+            caught.value
+        )
 
 
 def test_parts_add_up_to_the_model(tmp_path: Path) -> None:
@@ -127,9 +140,18 @@ def test_parts_add_up_to_the_model(tmp_path: Path) -> None:
         model = tiny.build(name)
         tiny.save(name, tmp_path / name)
         found = describe(tmp_path / name, ModelConfig(name=name, path=str(tmp_path / name)))
-        assert sum(found["parameters"].values()) == sum(weight.numel() for weight in model.parameters())
-        experts = sum(weight.numel() for layer in routed_layers(model) for weight in layer.experts.parameters())
-        assert found["parameters"]["routed experts"] == experts and found["parameters"]["shared experts"] > 0
+        assert sum(found["parameters"].values()) == sum(
+            weight.numel() for weight in model.parameters()
+        )
+        experts = sum(
+            weight.numel()
+            for layer in routed_layers(model)
+            for weight in layer.experts.parameters()
+        )
+        assert (
+            found["parameters"]["routed experts"] == experts
+            and found["parameters"]["shared experts"] > 0
+        )
 
 
 def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
@@ -138,14 +160,22 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     return code, " ".join((printed.out + printed.err).replace("│", " ").split())
 
 
-def test_a_model_is_told_in_rows_and_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_is_told_in_rows_and_why_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, said = told(capsys, "model=pocket_olmoe")
     assert code == 0 and "supported yes" in said and "layers 0-3 32 experts of 64 channels" in said
     assert "norm_topk_prob=False" in said
-    assert "3,688,576" in said and "loading memory 0.01 GiB" in said and "heapr" in said and "padded" in said
+    assert (
+        "3,688,576" in said
+        and "loading memory 0.01 GiB" in said
+        and "heapr" in said
+        and "padded" in said
+    )
     code, said = told(capsys, "model=qwen3_30b_a3b_instruct")
     assert code == 0 and "48 of 128 experts, top-8" in said and "loading memory 56.87 GiB" in said
-    grouped, biased = "deepseek_v3:grouped", "gpt_oss"
+    grouped = "deepseek_v3:grouped"
+    biased = "gpt_oss"
     for name, router in (
         (grouped, "the best 4, chosen with a correction bias, from 2 of 4 groups"),
         (biased, "best 4"),
@@ -153,7 +183,11 @@ def test_a_model_is_told_in_rows_and_why_not(tmp_path: Path, capsys: pytest.Capt
         tiny.config(name).save_pretrained(tmp_path)
         code, said = told(capsys, "model=local", f"model.path={tmp_path}")
         assert code == 0 and router in said and "exports natural, masked" in said
-        assert ("heapr" in said) != ("channels none, for its experts have biases" in said) == (name == biased)
+        assert (
+            ("heapr" in said)
+            != ("channels none, for its experts have biases" in said)
+            == (name == biased)
+        )
     tiny.config("olmoe").save_pretrained(tmp_path)
     reconfigure(tmp_path, model_type="jetmoe")
     code, said = told(capsys, "model=local", f"model.path={tmp_path}")
@@ -174,7 +208,11 @@ def skeleton(kind: str, **settings: object) -> torch.nn.Module:
     ("kind", "settings", "says"),
     [
         ("llama", {}, "no routed experts"),
-        ("llama4_text", {"num_local_experts": 4, "intermediate_size_mlp": 16, "head_dim": 8}, "experts registry"),
+        (
+            "llama4_text",
+            {"num_local_experts": 4, "intermediate_size_mlp": 16, "head_dim": 8},
+            "experts registry",
+        ),
         ("jetmoe", {"num_local_experts": 4, "kv_channels": 8}, "experts registry"),
     ],
 )
@@ -235,11 +273,18 @@ def test_a_router_chooses_as_one_that_was_built_so(name: str) -> None:
 
 def test_a_checkpoint_is_read_with_it_and_is_another_model(tmp_path: Path) -> None:
     tiny.save("olmoe", tmp_path)
-    asked = ModelConfig(name="m", path=str(tmp_path), device="cpu", top_k=2, expected=architecture(tiny.build("olmoe")))
+    asked = ModelConfig(
+        name="m",
+        path=str(tmp_path),
+        device="cpu",
+        top_k=2,
+        expected=architecture(tiny.build("olmoe")),
+    )
     assert asked.name == "m_top2" and ModelConfig(**vars(asked)) == asked
     assert {about["top_k"] for about in facts(asked)["layers"].values()} == {2}
     assert config_json.expert_shape(asked) == {"n_experts": 16, "top_k": 2, "width": 24}
-    loaded, streamed = load_model(asked)[0], open_streamed(asked)[0]
+    loaded = load_model(asked)[0]
+    streamed = open_streamed(asked)[0]
     assert {layer.top_k for layer in [*routed_layers(loaded), *streamed.moe.values()]} == {2}
     with pytest.raises(UserError, match=r"model\.top_k=17: layer 0 gives a token 1 to 16 experts"):
         load_model(ModelConfig(name="m", path=str(tmp_path), device="cpu", top_k=17))

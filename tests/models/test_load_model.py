@@ -1,5 +1,5 @@
-"""From the files of a model, or of an export of ours, to one that can be scored: where they are, which model they are,
-and what is read of them."""
+"""From the files of a model, or of an export of ours, to one that can be scored: where they are,
+which model they are, and what is read of them."""
 
 import hashlib
 import json
@@ -46,7 +46,9 @@ def halved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_loaded_model_is_ready_to_be_scored(halved: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_loaded_model_is_ready_to_be_scored(
+    halved: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     model, tokenizer = load_model(settings(halved, threads=1))
     assert model.dtype == torch.float32 and not model.training
     assert set(model.get_experts_implementation().values()) == {experts.CPU_EXPERTS}
@@ -54,16 +56,24 @@ def test_loaded_model_is_ready_to_be_scored(halved: Path, capfd: pytest.CaptureF
     assert tokenizer.pad_token == "</s>" and model.generation_config.pad_token_id is not None
     assert capfd.readouterr() == ("", "")
     chosen, _ = load_model(settings(halved, dtype="bfloat16"))
-    assert chosen.dtype == torch.bfloat16 and set(chosen.get_experts_implementation().values()) == {"eager"}
+    assert chosen.dtype == torch.bfloat16 and set(chosen.get_experts_implementation().values()) == {
+        "eager"
+    }
     expected = tiny.build("olmoe", dtype=torch.bfloat16).float()
-    assert torch.equal(model(input_ids=tiny.tokens()).logits, expected(input_ids=tiny.tokens()).logits)
+    assert torch.equal(
+        model(input_ids=tiny.tokens()).logits, expected(input_ids=tiny.tokens()).logits
+    )
     for device in ("cuda:99", *(["balanced"] if not torch.cuda.is_available() else [])):
-        with pytest.raises(UserError, match=rf"model\.device={device}: this machine has \d+ CUDA devices"):
+        with pytest.raises(
+            UserError, match=rf"model\.device={device}: this machine has \d+ CUDA devices"
+        ):
             load_model(settings(halved, device=device))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
-def test_what_gpus_do_not_hold_is_not_put_elsewhere(halved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_gpus_do_not_hold_is_not_put_elsewhere(
+    halved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(load, "place", lambda _: "balanced")
     with pytest.raises(UserError, match=r"model\.device=balanced: .* does not fit on the GPUs"):
         load_model(settings(halved, device="balanced"))
@@ -78,10 +88,18 @@ def test_cuda_keeps_the_stored_precision(halved: Path) -> None:
 
 @pytest.mark.parametrize(
     ("stored", "dtype"),
-    [(torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)],
+    [
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.bfloat16),
+    ],
 )
-@pytest.mark.parametrize("name", ["olmoe", "mixtral", "jamba", "deepseek_v3", "lfm2_moe", "gpt_oss"])
-def test_layers_have_the_models_weights(name: str, stored: torch.dtype, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["olmoe", "mixtral", "jamba", "deepseek_v3", "lfm2_moe", "gpt_oss"]
+)
+def test_layers_have_the_models_weights(
+    name: str, stored: torch.dtype, dtype: torch.dtype, tmp_path: Path
+) -> None:
     tiny.build(name).to(stored).save_pretrained(tmp_path)
     whole = tiny.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
     model = StreamedModel(tmp_path, dtype=dtype, device="cpu")
@@ -102,9 +120,14 @@ def test_a_router_is_narrowed_with_the_model_and_its_biases_are_not(tmp_path: Pa
 
 
 @pytest.mark.parametrize("shape", [(24, 30), (24, 1), (12, 32)])
-def test_projections_of_another_shape_are_not_stretched(shape: tuple[int, ...], tmp_path: Path) -> None:
+def test_projections_of_another_shape_are_not_stretched(
+    shape: tuple[int, ...], tmp_path: Path
+) -> None:
     tiny.save("olmoe", tmp_path)
-    others = {f"model.layers.1.mlp.experts.{number}.up_proj.weight": torch.ones(shape) for number in range(16)}
+    others = {
+        f"model.layers.1.mlp.experts.{number}.up_proj.weight": torch.ones(shape)
+        for number in range(16)
+    }
     tiny.rewrite(tmp_path, lambda tensors: tensors.update(others))
     with pytest.raises(UserError, match="experts of layer 1"):
         StreamedModel(tmp_path, dtype=torch.float32, device="cpu")
@@ -113,25 +136,38 @@ def test_projections_of_another_shape_are_not_stretched(shape: tuple[int, ...], 
 def test_bytes_are_read_ahead_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny.save("olmoe", tmp_path)
     read: list[int] = []
-    monkeypatch.setattr(streamed, "_read_ranges", lambda ranges: read.append(sum(size for *_, size in ranges)))
+    monkeypatch.setattr(
+        streamed, "_read_ranges", lambda ranges: read.append(sum(size for *_, size in ranges))
+    )
     model = StreamedModel(tmp_path, dtype=torch.float32, device="cpu")
     for number in range(3):
         with model.layer(number, then=number + 1):
             pass
-    assert len(read) == 4 and sum(read) == sum(entry.size for entry in model.checkpoint.tensors.values())
+    assert len(read) == 4 and sum(read) == sum(
+        entry.size for entry in model.checkpoint.tensors.values()
+    )
 
 
-CASES = [(name, kind) for name in ("olmoe", "deepseek_v3", "deepseek") for kind in ("uneven", "ragged")]
+CASES = [
+    (name, kind) for name in ("olmoe", "deepseek_v3", "deepseek") for kind in ("uneven", "ragged")
+]
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+def case(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> SimpleNamespace:
     """An export of one architecture."""
     name, kind = request.param
     root = tmp_path_factory.mktemp(f"{name}-{kind}")
-    plan = random_plan(tiny.save(name, root / "source"), kind, share=0.8 if kind == "ragged" else None)
+    plan = random_plan(
+        tiny.save(name, root / "source"), kind, share=0.8 if kind == "ragged" else None
+    )
     return SimpleNamespace(
-        name=name, kind=kind, folder=export(root / "source", plan, root / f"{name}_{kind}"), plan=plan
+        name=name,
+        kind=kind,
+        folder=export(root / "source", plan, root / f"{name}_{kind}"),
+        plan=plan,
     )
 
 
@@ -144,7 +180,9 @@ def test_its_facts_are_its_own(case: SimpleNamespace) -> None:
         assert about["n_experts"] == len(case.plan.experts[layer.index])
         assert about.get("widths", [layer.width] * layer.n_experts) == list(layer.widths)
         assert about["width"] == round(sum(layer.widths) / layer.n_experts)
-        assert about["expert_parameters"] == round(3 * layer.hidden * sum(layer.widths) / layer.n_experts)
+        assert about["expert_parameters"] == round(
+            3 * layer.hidden * sum(layer.widths) / layer.n_experts
+        )
     json.dumps(found)
 
 
@@ -157,7 +195,10 @@ def test_only_stacks_can_be_pruned_again(case: SimpleNamespace) -> None:
             masked = logits(model)
         assert torch.equal(masked, logits(prune(model, again)))
         return
-    refused = r"model_type=pruned_\w+ can be evaluated, but neither scored nor pruned: .*experts is not a stack"
+    refused = (
+        r"model_type=pruned_\w+ can be evaluated, but neither scored nor pruned: .*experts "
+        r"is not a stack"
+    )
     for attempt in (lambda: prune(model, again), lambda: mask(model, again).__enter__()):
         with pytest.raises(UserError, match=refused):
             attempt()
@@ -166,7 +207,9 @@ def test_only_stacks_can_be_pruned_again(case: SimpleNamespace) -> None:
 def test_without_trust_one_sentence_says_what_to_set(case: SimpleNamespace, tmp_path: Path) -> None:
     """Layers that transformers has need none, whatever the configuration maps."""
     for attempt in (load_model, facts):
-        with pytest.raises(UserError, match=r"model_type=pruned_.*model\.trust_remote_code=true") as caught:
+        with pytest.raises(
+            UserError, match=r"model_type=pruned_.*model\.trust_remote_code=true"
+        ) as caught:
             attempt(settings(case.folder))
         assert "\n" not in str(caught.value)
     tiny.save("olmoe", tmp_path)
@@ -175,12 +218,17 @@ def test_without_trust_one_sentence_says_what_to_set(case: SimpleNamespace, tmp_
 
 
 def test_the_plugin_of_vllm_reads_exports_as_models_of_their_family(tmp_path: Path) -> None:
-    """And refuses those that vLLM would serve wrong. vLLM's own classes are none of its business."""
+    """And refuses those that vLLM would serve wrong. vLLM's own classes are none of its
+    business."""
     tiny.save("olmoe", tmp_path / "model")
     counts = {0: 8, 1: 9, 2: 10}
-    plan = Plan({layer: tuple(range(count)) for layer, count in counts.items()}, dict.fromkeys(range(3), 16))
+    plan = Plan(
+        {layer: tuple(range(count)) for layer, count in counts.items()}, dict.fromkeys(range(3), 16)
+    )
     out = export(tmp_path / "model", plan, tmp_path / "out")
-    stock, config = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "model", out))
+    stock, config = (
+        json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "model", out)
+    )
     assert vllm_plugin.family_config("x", stock) == stock
     assert vllm_plugin.family_config("x", config) == {
         **stock,
@@ -190,10 +238,17 @@ def test_the_plugin_of_vllm_reads_exports_as_models_of_their_family(tmp_path: Pa
     }
     about = config["pruned"]
     ragged = {"0": {"experts": 2, "widths": [1, 2]}}
-    for changed, word in (({"format": 3}, "pruned.format=3"), ({"layers": ragged}, "export=padded")):
+    for changed, word in (
+        ({"format": 3}, "pruned.format=3"),
+        ({"layers": ragged}, "export=padded"),
+    ):
         with pytest.raises(ValueError, match="export") as caught:
             vllm_plugin.family_config(str(out), {**config, "pruned": {**about, **changed}})
-        assert word in str(caught.value) and str(out) in str(caught.value) and "\n" not in str(caught.value)
+        assert (
+            word in str(caught.value)
+            and str(out) in str(caught.value)
+            and "\n" not in str(caught.value)
+        )
 
 
 # ---- where files are, and what tells one model from another
@@ -206,7 +261,9 @@ def test_paths_that_lead_nowhere() -> None:
     with pytest.raises(UserError, match="is no folder"):
         fingerprint("/nowhere")
     check(settings("nobody/nothing"))
-    with pytest.raises(UserError, match=r"model\.path=nobody/nothing .* no such model at revision v1"):
+    with pytest.raises(
+        UserError, match=r"model\.path=nobody/nothing .* no such model at revision v1"
+    ):
         local_folder(settings("nobody/nothing", revision="v1"))
 
 
@@ -224,9 +281,12 @@ def test_fingerprint_depends_on_content_alone(folder: Path, original: Path) -> N
         shutil.copy(original / file, folder)
 
 
-def test_a_folder_and_its_hub_name_are_one_model(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_and_its_hub_name_are_one_model(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The hub's cache holds weights as links to files named by their sha256."""
-    place, in_the_cache = tmp_path / "hub/models--owner--name", ModelConfig(name="n", path="owner/name")
+    place = tmp_path / "hub/models--owner--name"
+    in_the_cache = ModelConfig(name="n", path="owner/name")
     (place / "refs").mkdir(parents=True)
     (place / "refs/main").write_text("c0ffee" * 6 + "c0de")
     (snapshot := place / "snapshots" / ("c0ffee" * 6 + "c0de")).mkdir(parents=True)
@@ -246,25 +306,37 @@ def test_a_folder_and_its_hub_name_are_one_model(folder: Path, tmp_path: Path, m
     for link in snapshot.glob("*.safetensors"):
         link.unlink()
     monkeypatch.setattr(files, "configuration_folder", lambda _: snapshot)
-    for found, expected in ((stated, fingerprint(folder)), (None, None)):  # the hub states the sha256 of weights
+    # the hub states the sha256 of weights
+    for found, expected in ((stated, fingerprint(folder)), (None, None)):
         monkeypatch.setattr(files, "stated_files", lambda *_, found=found: found)
         files._fingerprint_there.cache_clear()
         assert fingerprint_of(in_the_cache) == expected
         monkeypatch.setattr(config_json, "stated_files", lambda *_, found=found: found)
         config_json._measured.cache_clear()
         measured = size_of(in_the_cache)
-        assert measured is None if found is None else measured.bytes == pytest.approx(size.bytes, rel=0.1)
+        assert (
+            measured is None
+            if found is None
+            else measured.bytes == pytest.approx(size.bytes, rel=0.1)
+        )
 
 
-def test_a_large_file_is_read_once_and_again_when_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_file_is_read_once_and_again_when_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(files, "REMEMBERED_FROM", 3)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    read, digest = [], hashlib.file_digest
-    monkeypatch.setattr(files.hashlib, "file_digest", lambda *given: (read.append(1), digest(*given))[1])
+    read = []
+    digest = hashlib.file_digest
+    monkeypatch.setattr(
+        files.hashlib, "file_digest", lambda *given: (read.append(1), digest(*given))[1]
+    )
     (file := tmp_path / "weights").write_bytes(b"one two")
 
     def is_read(times: int) -> bool:
-        return files.sha256_of(file) == hashlib.sha256(b"one two").hexdigest() and len(read) == times
+        return (
+            files.sha256_of(file) == hashlib.sha256(b"one two").hexdigest() and len(read) == times
+        )
 
     assert is_read(1) and is_read(1)
     os.utime(file, (1, 1))
@@ -273,13 +345,16 @@ def test_a_large_file_is_read_once_and_again_when_it_changes(tmp_path: Path, mon
     assert is_read(3)
 
 
-def test_a_hub_is_asked_once_and_not_waited_for_and_may_be_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_is_asked_once_and_not_waited_for_and_may_be_unreachable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     no_network = Mock(side_effect=httpx.ConnectError("Name or service not known"))
     monkeypatch.setattr(files, "hub_answers", lambda: True)
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", no_network)
     assert files.stated_files("owner/unreachable", None, "model") is None and no_network.called
     monkeypatch.undo()
-    never, head = Event(), Mock()
+    never = Event()
+    head = Mock()
     monkeypatch.setattr(files, "FIRST_SECONDS", 0.05)
     monkeypatch.setattr("huggingface_hub.get_session", lambda: SimpleNamespace(head=head))
     assert not files.hub_answers() and not head.called, "HF_HUB_OFFLINE is set in tests"
@@ -303,20 +378,26 @@ def test_shipped_models_and_files_are_found_and_other_paths_stay() -> None:
     assert all(path.exists() for path in shipped().values())
     for path in ("allenai/OLMoE-1B-7B-0924", "/some/folder", "model"):
         assert resolve(path) == path
-    for path, nearest in (("olmo", "olmoe"), ("calibration/genral.jsonl", "calibration/general.jsonl")):
+    for path, nearest in (
+        ("olmo", "olmoe"),
+        ("calibration/genral.jsonl", "calibration/general.jsonl"),
+    ):
         with pytest.raises(UserError, match=f"did you mean pocket:{re.escape(nearest)}"):
             resolve(f"pocket:{path}")
     with pytest.raises(UserError, match="did you mean pocket:olmoe"):
         resolve("pocket:../data/olmoe")
 
 
-def test_caches_are_temporary_where_home_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_are_temporary_where_home_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The folder is the user's alone, as anybody may write there."""
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert caches() == tmp_path / "home" / ".cache"
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may write anywhere
+    # root may write anywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     folder = caches()
     assert folder.parent == tmp_path and folder.stat().st_mode & 0o777 == 0o700
     with pytest.raises(UserError, match="XDG_CACHE_HOME"):  # nodes would not see it

@@ -1,4 +1,5 @@
-"""What a model in memory is compared with: plans with the model that they were made for, tokenizers with its own."""
+"""What a model in memory is compared with: plans with the model that they were made for, tokenizers
+with its own."""
 
 import copy
 import json
@@ -36,9 +37,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def calibrate(model: Any, tokenizer: Any = None, criteria: list[str] | None = None, **named: Any) -> Any:
+def calibrate(
+    model: Any, tokenizer: Any = None, criteria: list[str] | None = None, **named: Any
+) -> Any:
     tokenizer = tokenizer or tiny.tokenizer()
-    return moe_lab.calibrate(model, tokenizer, TEXTS, criteria=criteria or ["reap"], **TOKENS, **named)
+    return moe_lab.calibrate(
+        model, tokenizer, TEXTS, criteria=criteria or ["reap"], **TOKENS, **named
+    )
 
 
 def planned(model: Any, replacement: str = "none") -> Plan:
@@ -78,7 +83,9 @@ SAME: dict[str, Callable[[Path, Path], Any]] = {
 }
 ANOTHER: dict[str, Callable[[Path, Path], Any]] = {
     "other weights": lambda folder, other: tiny.load(saved(tiny.build("olmoe", seed=1), other)),
-    "one weight of a file": lambda folder, other: tiny.load(saved(changed(tiny.load(folder)), other)),
+    "one weight of a file": lambda folder, other: tiny.load(
+        saved(changed(tiny.load(folder)), other)
+    ),
     "one weight in memory": lambda folder, other: changed(tiny.load(folder)),
     "built in memory": lambda folder, other: tiny.build("olmoe", seed=1),
     "of the configuration alone": lambda folder, other: AutoModelForCausalLM.from_config(
@@ -89,7 +96,8 @@ ANOTHER: dict[str, Callable[[Path, Path], Any]] = {
 
 @pytest.mark.parametrize("name", SAME)
 def test_a_plan_is_taken_for_its_model(name: str, folder: Path, tmp_path: Path) -> None:
-    plan, model = planned(tiny.load(folder)), SAME[name](folder, tmp_path / "other")
+    plan = planned(tiny.load(folder))
+    model = SAME[name](folder, tmp_path / "other")
     plan.save(tmp_path / "plan.json")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -98,7 +106,9 @@ def test_a_plan_is_taken_for_its_model(name: str, folder: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ANOTHER)
-def test_a_plan_of_another_model_is_refused_unless_that_is_meant(name: str, folder: Path, tmp_path: Path) -> None:
+def test_a_plan_of_another_model_is_refused_unless_that_is_meant(
+    name: str, folder: Path, tmp_path: Path
+) -> None:
     """Its plan.json, too, and one that was made for a model without files."""
     model = ANOTHER[name](folder, tmp_path / "other")
     plan = planned(tiny.load(folder))
@@ -117,7 +127,9 @@ def test_an_export_compares_the_files(made: str, folder: Path, tmp_path: Path) -
         plan = replace(plan, provenance={"model_sha256": fingerprint(folder)})
     moe_lab.export(str(folder), plan, tmp_path / "first")
     moe_lab.export(
-        str(shutil.copytree(folder, tmp_path / "copy")), Plan.load(tmp_path / "first/plan.json"), tmp_path / "b"
+        str(shutil.copytree(folder, tmp_path / "copy")),
+        Plan.load(tmp_path / "first/plan.json"),
+        tmp_path / "b",
     )
     other = saved(changed(tiny.load(folder)), tmp_path / "other")
     with pytest.raises(UserError, match="plan is for another model"):
@@ -127,8 +139,14 @@ def test_an_export_compares_the_files(made: str, folder: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["other weights", "built in memory", "of the configuration alone"])
-def test_the_plan_of_a_study_is_compared_with_the_checkpoint(name: str, folder: Path, tmp_path: Path) -> None:
-    plan = Plan(planned(tiny.load(folder)).experts, dict.fromkeys(range(3), 16), {"model_sha256": fingerprint(folder)})
+def test_the_plan_of_a_study_is_compared_with_the_checkpoint(
+    name: str, folder: Path, tmp_path: Path
+) -> None:
+    plan = Plan(
+        planned(tiny.load(folder)).experts,
+        dict.fromkeys(range(3), 16),
+        {"model_sha256": fingerprint(folder)},
+    )
     for use in USES:
         use(tiny.load(folder), plan)
         use(tiny.load(shutil.copytree(folder, tmp_path / use.__name__)), plan)
@@ -151,7 +169,8 @@ def test_a_plan_that_states_no_model_is_taken_with_a_warning(
 
 
 def test_a_plan_of_a_pruned_model_is_not_one_of_its_original(folder: Path, tmp_path: Path) -> None:
-    """A pruned copy, or one that was trained on, still names the folder of the original as its own."""
+    """A pruned copy, or one that was trained on, still names the folder of the original as its
+    own."""
     model = tiny.load(folder)
     for other in (moe_lab.prune(model, planned(model)), changed(model)):
         with torch.no_grad():
@@ -167,9 +186,13 @@ def test_a_plan_of_a_pruned_model_is_not_one_of_its_original(folder: Path, tmp_p
 def test_models_of_all_families_are_told_by_their_files(name: str, tmp_path: Path) -> None:
     tiny.save(name, tmp_path)
     model = tiny.load(tmp_path)
-    of_weights, of_files = zip(*(identity(loaded) for loaded in (model, tiny.load(tmp_path, **ROUNDED))), strict=True)
+    of_weights, of_files = zip(
+        *(identity(loaded) for loaded in (model, tiny.load(tmp_path, **ROUNDED))), strict=True
+    )
     assert of_weights[0][0] != of_weights[1][0]  # the types of the weights
-    assert [name for name, _ in of_files] == ["model_sha256"] * 2 and of_files[0][1]() == of_files[1][1]()
+    assert [name for name, _ in of_files] == ["model_sha256"] * 2 and of_files[0][1]() == of_files[
+        1
+    ][1]()
     digests = [next(identity(of))[1]() for of in (model, copy.deepcopy(model), changed(model))]
     assert digests[0] == digests[1] != digests[2]
 
@@ -202,7 +225,9 @@ def test_a_model_without_some_layers_of_its_checkpoint_is_not_that(folder: Path)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
-def test_the_checkpoint_is_not_exported_by_a_plan_of_experts_changed_in_memory(name: str, tmp_path: Path) -> None:
+def test_the_checkpoint_is_not_exported_by_a_plan_of_experts_changed_in_memory(
+    name: str, tmp_path: Path
+) -> None:
     tiny.save(name, tmp_path / "model")
     model = tiny.load(tmp_path / "model")
     with torch.no_grad():
@@ -227,8 +252,11 @@ def test_merged_experts_are_aligned_by_their_own_model(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("criterion", ["magnitude", "aimer", "channel_weight"])
-def test_criteria_of_weights_read_the_model_that_is_given(criterion: str, folder: Path, tmp_path: Path) -> None:
-    """Also one whose experts were changed in memory, as those are that are saved then, and one without a folder."""
+def test_criteria_of_weights_read_the_model_that_is_given(
+    criterion: str, folder: Path, tmp_path: Path
+) -> None:
+    """Also one whose experts were changed in memory, as those are that are saved then, and one
+    without a folder."""
     model = tiny.load(folder)
     with torch.no_grad():
         for layer in moe_layers(model):
@@ -249,7 +277,9 @@ def renumbered(tokenizer: Any) -> Any:
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     words = content["model"]["vocab"]
     words["w3"], words["w4"] = words["w4"], words["w3"]
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(content)), eos_token="</s>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(content)), eos_token="</s>"
+    )
 
 
 def with_tokens(tokenizer: Any, *tokens: str) -> Any:
@@ -266,8 +296,11 @@ OTHER_TOKENIZERS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", OTHER_TOKENIZERS)
-def test_a_tokenizer_of_another_model_is_refused_unless_that_is_meant(name: str, folder: Path) -> None:
-    model, tokenizer = tiny.load(folder), OTHER_TOKENIZERS[name]()
+def test_a_tokenizer_of_another_model_is_refused_unless_that_is_meant(
+    name: str, folder: Path
+) -> None:
+    model = tiny.load(folder)
+    tokenizer = OTHER_TOKENIZERS[name]()
     plan = planned(model, replacement="ream")
     with pytest.raises(UserError, match=r"^tokenizer=.*another model"):
         calibrate(model, tokenizer)
@@ -277,7 +310,9 @@ def test_a_tokenizer_of_another_model_is_refused_unless_that_is_meant(name: str,
     moe_lab.align(model, plan, tokenizer, TEXTS, any_tokenizer=True, **TOKENS)
 
 
-def test_an_equal_tokenizer_is_the_models_own_wherever_it_is_from(folder: Path, tmp_path: Path) -> None:
+def test_an_equal_tokenizer_is_the_models_own_wherever_it_is_from(
+    folder: Path, tmp_path: Path
+) -> None:
     model = tiny.load(folder)
     tiny.tokenizer().save_pretrained(tmp_path)
     chatting = AutoTokenizer.from_pretrained(tmp_path)
@@ -294,11 +329,14 @@ def test_an_equal_tokenizer_is_the_models_own_wherever_it_is_from(folder: Path, 
 @pytest.mark.parametrize("criterion", ["reap", "heapr", "exact_damage"])
 @pytest.mark.parametrize("source", ["a folder", "memory"])
 def test_a_token_without_an_embedding_is_named(criterion: str, source: str, tmp_path: Path) -> None:
-    """The added tokens of a tokenizer that is the model's own, and of any for a model without a folder."""
+    """The added tokens of a tokenizer that is the model's own, and of any for a model without a
+    folder."""
     tokenizer = with_tokens(tiny.tokenizer(), "<|im_start|>")
     model = tiny.save("olmoe", tmp_path)
     tokenizer.save_pretrained(tmp_path)
     model = tiny.load(tmp_path) if source == "a folder" else model
     calibrate(model, tokenizer, [criterion])  # no text has it
     with pytest.raises(UserError, match=r"token 96\b.* 96 rows"):
-        moe_lab.calibrate(model, tokenizer, [*TEXTS[:20], "<|im_start|>"] * 9, criteria=[criterion], **TOKENS)
+        moe_lab.calibrate(
+            model, tokenizer, [*TEXTS[:20], "<|im_start|>"] * 9, criteria=[criterion], **TOKENS
+        )

@@ -1,5 +1,6 @@
-"""Where a model lives and how its experts are run changes nothing: several places, a CUDA device, the functions of the
-CPU; and main memory is seen as far as the machine, or the control group of a job, gives it."""
+"""Where a model lives and how its experts are run changes nothing: several places, a CUDA device,
+the functions of the CPU; and main memory is seen as far as the machine, or the control group of a
+job, gives it."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -54,27 +55,39 @@ def split(model: Any) -> dict[str, str]:
     last = moe_layers(model)[-1].index
     parts = [name for name, _ in model.model.named_children() if name != "layers"]
     places = {f"model.{name}": "cpu" for name in parts} | {"lm_head": "cpu"}
-    return places | {f"model.layers.{n}": "disk" if n == last else "cpu" for n in range(len(model.model.layers))}
+    return places | {
+        f"model.layers.{n}": "disk" if n == last else "cpu" for n in range(len(model.model.layers))
+    }
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_layer_on_the_disk_is_observed_like_any_other_and_not_masked(name: str, tmp_path: Path) -> None:
+def test_a_layer_on_the_disk_is_observed_like_any_other_and_not_masked(
+    name: str, tmp_path: Path
+) -> None:
     plain = tiny.save(name, tmp_path / "model", shard="60KB")
     spread = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model", device_map=split(plain), offload_folder=tmp_path / "offload", experts_implementation="eager"
+        tmp_path / "model",
+        device_map=split(plain),
+        offload_folder=tmp_path / "offload",
+        experts_implementation="eager",
     )
     spread.eval().requires_grad_(False)
     last = moe_layers(spread)[-1]
     assert last.experts.down_proj.is_meta and "disk" in set(spread.hf_device_map.values())
     for read in (forward, backward):
         naive.assert_alike(read(spread, tmp_path / "b"), read(plain, tmp_path / "a"))
-    with pytest.raises(UserError, match=r"are offloaded.*load the model without"), mask(spread, tiny.plan(plain, 0.5)):
+    with (
+        pytest.raises(UserError, match=r"are offloaded.*load the model without"),
+        mask(spread, tiny.plan(plain, 0.5)),
+    ):
         pass
 
 
 def test_plans_do_not_change_experts_that_are_offloaded() -> None:
-    """Their weights are there only while they run, so what is made of them before would be made of nothing."""
-    plain, spread = tiny.build("olmoe"), tiny.build("olmoe")
+    """Their weights are there only while they run, so what is made of them before would be made of
+    nothing."""
+    plain = tiny.build("olmoe")
+    spread = tiny.build("olmoe")
     for layer in moe_layers(spread):
         cpu_offload(layer.experts)
     even, narrow, merged = (random_plan(plain, way) for way in ("even", "ragged", "merged"))
@@ -90,13 +103,19 @@ def test_plans_do_not_change_experts_that_are_offloaded() -> None:
 def test_two_devices_sum_what_one_does(name: str, tmp_path: Path) -> None:
     tiny.save(name, tmp_path / "model")
     about = {"name": "m", "path": str(tmp_path / "model"), "dtype": "float32"}
-    one, two = (load_model(ModelConfig(**about, device=device))[0] for device in ("cuda:0", "balanced"))  # type: ignore[arg-type]
+    one, two = (
+        load_model(ModelConfig(**about, device=device))[0] for device in ("cuda:0", "balanced")
+    )  # type: ignore[arg-type]
     assert len({layer.router.weight.device for layer in moe_layers(two)}) == 2
     for read in (forward, backward):
-        expected, found = read(one, tmp_path / "a"), read(two, tmp_path / "b")
+        expected = read(one, tmp_path / "a")
+        found = read(two, tmp_path / "b")
         for layer, named in expected.items():
             for statistic, sums in named.items():
-                assert torch.allclose(found[layer][statistic], sums, rtol=1e-5, atol=1e-6), (layer, statistic)
+                assert torch.allclose(found[layer][statistic], sums, rtol=1e-5, atol=1e-6), (
+                    layer,
+                    statistic,
+                )
 
 
 @pytest.mark.parametrize(
@@ -111,10 +130,13 @@ def test_two_devices_sum_what_one_does(name: str, tmp_path: Path) -> None:
 def test_a_job_has_the_memory_that_its_group_leaves(
     line: str, limit: str, least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory.os, "sysconf", {"SC_PHYS_PAGES": 64 * GIB, "SC_PAGE_SIZE": 1}.__getitem__)
+    monkeypatch.setattr(
+        memory.os, "sysconf", {"SC_PHYS_PAGES": 64 * GIB, "SC_PAGE_SIZE": 1}.__getitem__
+    )
     monkeypatch.setattr(memory, "GROUPS", tmp_path / "groups")
     monkeypatch.setattr(memory, "LIMITS", tmp_path / "limits")
-    for asked, expected in (("0", 64 * GIB), ("10240", 10 * GIB)):  # clusters need not limit the group
+    # clusters need not limit the group
+    for asked, expected in (("0", 64 * GIB), ("10240", 10 * GIB)):
         monkeypatch.setenv("SLURM_MEM_PER_NODE", asked)
         assert memory.main_memory() == expected
     (tmp_path / "groups").write_text(f"3:cpu:/\n{line}\n")
@@ -126,7 +148,9 @@ def test_a_job_has_the_memory_that_its_group_leaves(
     assert memory.main_memory() == expected / 3, "others have the rest"
 
 
-def test_a_process_has_the_processors_that_its_group_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_has_the_processors_that_its_group_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(memory.os, "sched_getaffinity", lambda _: range(8))
     monkeypatch.setattr(memory, "GROUPS", tmp_path / "groups")
     monkeypatch.setattr(memory, "LIMITS", tmp_path)
@@ -161,14 +185,18 @@ def test_sums_are_those_of_the_cpu(read: Callable[..., Statistics], tap: type, n
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ON_CUDA)
-def test_a_mask_is_the_pruned_model_is_its_export(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_mask_is_the_pruned_model_is_its_export(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     model = tiny.save(name, tmp_path / "model", dtype=dtype).to("cuda")
     plan = tiny.plan(model, 0.5)
     with mask(model, plan):
         masked = logits(model)
     assert torch.equal(masked, logits(prune(model, plan)))
     out = export(tmp_path / "model", plan, tmp_path / "out")
-    about = ModelConfig(name="m", path=str(out), dtype=str(dtype).removeprefix("torch."), device="cuda")
+    about = ModelConfig(
+        name="m", path=str(out), dtype=str(dtype).removeprefix("torch."), device="cuda"
+    )
     reloaded, _ = load_model(about)
     reloaded.set_experts_implementation("eager")
     assert torch.equal(masked, logits(reloaded))
@@ -192,32 +220,50 @@ def implementation(model: Any) -> str:
 
 
 def computed(model: Any) -> list[torch.Tensor]:
-    """Logits of few, many and one token, and those of every new token of padded rows, one decoding step each."""
-    prefill, long, one = tiny.tokens(), tiny.tokens(6, 60), tiny.tokens(1, 1)
+    """Logits of few, many and one token, and those of every new token of padded rows, one decoding
+    step each."""
+    prefill = tiny.tokens()
+    long = tiny.tokens(6, 60)
+    one = tiny.tokens(1, 1)
     assert long.numel() > experts.FEW > prefill.numel()
     padded = torch.nn.functional.pad(prefill, (3, 0))
-    asked = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
+    asked = {
+        "max_new_tokens": 6,
+        "min_new_tokens": 6,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+    }
     made = model.generate(padded, attention_mask=(padded != 0).long(), output_logits=True, **asked)
     return [*(tiny.logits(model, ids) for ids in (prefill, long, one)), *made.logits]
 
 
 @pytest.mark.parametrize("make", [build, aligned], ids=["unaligned", "aligned"])
-@pytest.mark.parametrize("name", [name for name in tiny.ARCHITECTURES if name != "gpt_oss"])  # which has biases
-def test_every_shape_has_the_bits_of_the_eager_forward(name: str, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+# which has biases
+@pytest.mark.parametrize("name", [name for name in tiny.ARCHITECTURES if name != "gpt_oss"])
+def test_every_shape_has_the_bits_of_the_eager_forward(
+    name: str, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = make(name)
     assert implementation(model) == experts.CPU_EXPERTS
     used = []
     for way in ("_together", "_one_by_one"):
         original = getattr(experts, way)
-        monkeypatch.setattr(experts, way, lambda *args, way=way, original=original: used.append(way) or original(*args))
+        monkeypatch.setattr(
+            experts,
+            way,
+            lambda *args, way=way, original=original: used.append(way) or original(*args),
+        )
     found = computed(model)
     assert set(used) == ({"_together", "_one_by_one"} if make is aligned else {"_one_by_one"})
     model.set_experts_implementation("eager")
     assert all(torch.equal(*pair) for pair in zip(found, computed(model), strict=True))
 
 
-def test_pruned_models_keep_it_and_the_bits_of_the_mask_and_checkpoints_do_not_name_it(tmp_path: Path) -> None:
-    model, ids = aligned("olmoe"), tiny.tokens(6, 60)
+def test_pruned_models_keep_it_and_the_bits_of_the_mask_and_checkpoints_do_not_name_it(
+    tmp_path: Path,
+) -> None:
+    model = aligned("olmoe")
+    ids = tiny.tokens(6, 60)
     plan = tiny.plan(model, 0.5)
     with mask(model, plan):
         masked = tiny.logits(model, ids)
@@ -229,7 +275,8 @@ def test_pruned_models_keep_it_and_the_bits_of_the_mask_and_checkpoints_do_not_n
 
 
 def test_two_threads_change_nothing() -> None:
-    model, ids = aligned("olmoe"), tiny.tokens(8, 16)
+    model = aligned("olmoe")
+    ids = tiny.tokens(8, 16)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
@@ -242,20 +289,33 @@ def test_two_threads_change_nothing() -> None:
 
 def test_what_is_not_computed_alike_stays_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts with biases, other precisions, and a family that computes otherwise."""
-    assert implementation(build("gpt_oss")) == implementation(build("olmoe", dtype=torch.bfloat16)) == "eager"
+    assert (
+        implementation(build("gpt_oss"))
+        == implementation(build("olmoe", dtype=torch.bfloat16))
+        == "eager"
+    )
     model = tiny.build("olmoe")
     layer = moe_layers(model)[0]
     original = layer.experts.forward
-    monkeypatch.setattr(layer.experts, "forward", lambda hidden, index, gates: original(hidden * 1.0001, index, gates))
+    monkeypatch.setattr(
+        layer.experts,
+        "forward",
+        lambda hidden, index, gates: original(hidden * 1.0001, index, gates),
+    )
     experts.use_cpu_experts(model, moe_layers(model))
     assert implementation(model) == "eager"
 
 
 @pytest.fixture
 def torch_of_a_gpu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Other processes import a torch that finds two GPUs, whatever drivers are listed; the file notes each import."""
+    """Other processes import a torch that finds two GPUs, whatever drivers are listed; the file
+    notes each import."""
     imports = tmp_path / "imports"
-    lines = ["class cuda:", "    device_count = staticmethod(lambda: 2)", f"open({str(imports)!r}, 'a').write('x')"]
+    lines = [
+        "class cuda:",
+        "    device_count = staticmethod(lambda: 2)",
+        f"open({str(imports)!r}, 'a').write('x')",
+    ]
     (tmp_path / "torch.py").write_text("\n".join(lines))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -265,7 +325,9 @@ def torch_of_a_gpu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     memory.gpu_count.cache_clear()
 
 
-def test_gpus_are_those_that_torch_finds(torch_of_a_gpu_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_those_that_torch_finds(
+    torch_of_a_gpu_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where the driver lists none, as in WSL2 and of AMD. torch is asked once."""
     assert memory.visible_gpus() == memory.visible_gpus() == ["0", "1"]
     assert len(torch_of_a_gpu_machine.read_text()) == 1
@@ -273,11 +335,15 @@ def test_gpus_are_those_that_torch_finds(torch_of_a_gpu_machine: Path, monkeypat
     assert memory.visible_gpus() == ["GPU-8f2c", "MIG-7a"]
 
 
-def test_torch_without_gpus_is_not_asked(torch_of_a_gpu_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_without_gpus_is_not_asked(
+    torch_of_a_gpu_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(memory, "version", lambda _: "2.13.0+cpu")
     assert memory.visible_gpus() == [] and not torch_of_a_gpu_machine.exists()
 
 
-def test_a_torch_that_cannot_be_imported_finds_no_gpu(torch_of_a_gpu_machine: Path, tmp_path: Path) -> None:
+def test_a_torch_that_cannot_be_imported_finds_no_gpu(
+    torch_of_a_gpu_machine: Path, tmp_path: Path
+) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so')")
     assert memory.visible_gpus() == []

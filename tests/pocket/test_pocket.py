@@ -1,5 +1,5 @@
-"""The shipped files are what the code writes, no training text holds a benchmark's items, and the shipped models are
-stock, small, and have instruments that work."""
+"""The shipped files are what the code writes, no training text holds a benchmark's items, and the
+shipped models are stock, small, and have instruments that work."""
 
 import hashlib
 import json
@@ -54,7 +54,8 @@ def world() -> World:
 def items(world: World) -> Items:
     """Every benchmark's items, regenerated."""
     return {
-        skill: program_examples(skill) if skill in PROGRAMS else held_out_examples(world, skill) for skill in COUNTS
+        skill: program_examples(skill) if skill in PROGRAMS else held_out_examples(world, skill)
+        for skill in COUNTS
     }
 
 
@@ -70,7 +71,11 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def test_shipped_files_are_regenerated_byte_for_byte(tmp_path: Path) -> None:
     """Written by another process with other string hashes."""
     environment = os.environ | {"PYTHONHASHSEED": "4711", "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-m", "tools.pocket.build", "--output", tmp_path], check=True, env=environment)
+    subprocess.run(
+        [sys.executable, "-m", "tools.pocket.build", "--output", tmp_path],
+        check=True,
+        env=environment,
+    )
     for kind in ("benchmarks", "calibration", "search"):
         shipped = {path.name: path.read_bytes() for path in (DATA / kind).iterdir()}
         again = {path.name: path.read_bytes() for path in (tmp_path / kind).iterdir()}
@@ -79,28 +84,45 @@ def test_shipped_files_are_regenerated_byte_for_byte(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("skill", COUNTS)
-def test_a_prompt_tokenizes_alone_as_it_does_with_its_answer(skill: str, items: Items, tokenizer: Any) -> None:
-    """Prompts end where the training text has token boundaries; otherwise a model meets tokens it never saw there."""
+def test_a_prompt_tokenizes_alone_as_it_does_with_its_answer(
+    skill: str, items: Items, tokenizer: Any
+) -> None:
+    """Prompts end where the training text has token boundaries; otherwise a model meets tokens it
+    never saw there."""
     for example in items[skill]:
         contexts = example.choices if skill == "winogrande" else [example.prompt]
-        answers = [example.answer] if skill == "winogrande" else [example.answer, *map(" {}".format, example.choices)]
+        answers = (
+            [example.answer]
+            if skill == "winogrande"
+            else [example.answer, *map(" {}".format, example.choices)]
+        )
         for prompt, answer in product(contexts, answers):
-            assert tokenizer.encode(prompt + answer) == tokenizer.encode(prompt) + tokenizer.encode(answer)
+            assert tokenizer.encode(prompt + answer) == tokenizer.encode(prompt) + tokenizer.encode(
+                answer
+            )
 
 
 @pytest.mark.parametrize("name", ["code", "math"])
-def test_no_task_is_in_a_benchmark_or_in_the_calibration_set(name: str, world: World, items: Items) -> None:
+def test_no_task_is_in_a_benchmark_or_in_the_calibration_set(
+    name: str, world: World, items: Items
+) -> None:
     tasks = search_examples(world, name)
     keys = {(task.skill, task.key) for task in tasks}
     assert len(keys) == len(tasks) == SEARCH_COUNT
-    assert not keys & {(example.skill, example.key) for skill in items.values() for example in skill}
-    assert not keys & {(example.skill, example.key) for example in calibration_examples(world, name)}
+    assert not keys & {
+        (example.skill, example.key) for skill in items.values() for example in skill
+    }
+    assert not keys & {
+        (example.skill, example.key) for example in calibration_examples(world, name)
+    }
 
 
 # What the files of benchmarks mean to lm-eval; test_runner.py asks EvalPlus of its own.
 
 
-STORY = "One day Mira walked to the mill. There she found a lamp. Mira felt happy. They all went home."
+STORY = (
+    "One day Mira walked to the mill. There she found a lamp. Mira felt happy. They all went home."
+)
 HOME = {"rule": "ends_with", "text": "They all went home."}
 
 
@@ -158,13 +180,17 @@ def test_the_items_are_of_every_kind_and_fit_the_format(calling: BenchmarkConfig
 
 def test_no_call_of_an_item_is_in_a_calibration_conversation(world: World, items: Items) -> None:
     examples = items["function_calls"], calibration_examples(world, "function_calls")
-    asked, shown = ({call.key for example in of_set for call in example.details["calls"]} for of_set in examples)
+    asked, shown = (
+        {call.key for example in of_set for call in example.details["calls"]} for of_set in examples
+    )
     assert len(asked) >= 100 and len(shown) >= 400
     assert not asked & shown
 
 
 def test_right_answers_are_right_and_others_wrong(calling: BenchmarkConfig, items: Items) -> None:
-    for question, example in zip(function_calls._questions(calling), items["function_calls"], strict=True):
+    for question, example in zip(
+        function_calls._questions(calling), items["function_calls"], strict=True
+    ):
         reason = partial(mistake, functions=question.functions, right=question.right)
         assert reason(example.answer) is None, question.name
         if not question.right:
@@ -180,24 +206,37 @@ def test_right_answers_are_right_and_others_wrong(calling: BenchmarkConfig, item
 
 
 def test_the_chat_template_writes_the_text_that_was_learnt(items: Items) -> None:
-    """Prompts as evaluation asks for them, whole conversations as calibration reads them, and no token across both."""
+    """Prompts as evaluation asks for them, whole conversations as calibration reads them, and no
+    token across both."""
     reader = AutoTokenizer.from_pretrained(DATA / "function_calls")
     for example in items["function_calls"]:
-        messages, tools = example.details["messages"], example.details["tools"]
-        prompt = reader.apply_chat_template(messages[:1], tools=tools, tokenize=False, add_generation_prompt=True)
+        messages = example.details["messages"]
+        tools = example.details["tools"]
+        prompt = reader.apply_chat_template(
+            messages[:1], tools=tools, tokenize=False, add_generation_prompt=True
+        )
         assert prompt == example.prompt
         text = example.text + END_OF_TEXT
         assert reader.apply_chat_template(messages, tools=tools, tokenize=False) == text
         chat = document({"messages": messages, "tools": tools}, None, "item")
         tokens = tokenize(chat, reader, special_tokens=True)
-        assert tokens == reader.encode(prompt) + reader.encode(example.answer) + [reader.eos_token_id]
+        assert tokens == reader.encode(prompt) + reader.encode(example.answer) + [
+            reader.eos_token_id
+        ]
         assert len(tokens) <= 128
 
 
 def test_the_model_calls_functions(calling: BenchmarkConfig, tmp_path: Path) -> None:
-    """A loose bound on its score, which nonsense cannot reach: that is right only where no function fits."""
-    model = LoadedModel(*load_model(ModelConfig(name="calls", path="pocket:function_calls", threads=1, device="cpu")))
-    (result,) = run.evaluate(model, calling, tmp_path, policy=Policy(False, "namespaces", False, False))
+    """A loose bound on its score, which nonsense cannot reach: that is right only where no function
+    fits."""
+    model = LoadedModel(
+        *load_model(
+            ModelConfig(name="calls", path="pocket:function_calls", threads=1, device="cpu")
+        )
+    )
+    (result,) = run.evaluate(
+        model, calling, tmp_path, policy=Policy(False, "namespaces", False, False)
+    )
     assert result["n"] == 160
     assert result["score"] >= 0.9
 
@@ -205,31 +244,41 @@ def test_the_model_calls_functions(calling: BenchmarkConfig, tmp_path: Path) -> 
 # ---- what the models were trained on
 
 FIRST = 1_000
-"""Documents that are made again of each stream. All of a stream were looked through when the models were trained."""
+"""Documents that are made again of each stream. All of a stream were looked through when the models
+were trained."""
 RECORDED = {
     "deepseek_v2": "3e983bb7f393ff6fd6ba3a61aa38443ca0f714b5b93dd4a657cdba6ed6426d67",
     "function_calls": "e546c1ce5a3316d16e3d8a24029f17f58eb449a8099f55d12dec0a7e885b574a",
     "olmoe": "baa49b7331b78c27d891f7e8877038275f6efd281d2c1d1edfa434b1ec6c5cd0",
     "qwen3_moe": "6922394672d4ff5fc29c81550f4a4675cf88d9df4b8ea73bac5e10c432ec0536",
 }
-"""Model that streams were made for -> sha256 of their first documents. One that has changed is of other streams: look
-through all of them, by FIRST = 200_000, before its new hash is written here."""
+"""Model that streams were made for -> sha256 of their first documents. One that has changed is of
+other streams: look through all of them, by FIRST = 200_000, before its new hash is written here."""
 
 
 @pytest.fixture(scope="module")
 def training(world: World) -> list[Example]:
-    """The first documents of every stream that a shipped model was trained on, stream after stream."""
+    """The first documents of every stream that a shipped model was trained on, stream after
+    stream."""
     streams: dict[tuple[Any, ...], str] = {}
     for record in sorted(DATA.glob("*/training.json")):
-        run, name = json.loads(record.read_text()), record.parent.name
-        for number, (stage, facts) in enumerate(zip(RECIPES[name].stages, run["stages"], strict=True)):
+        run = json.loads(record.read_text())
+        name = record.parent.name
+        for number, (stage, facts) in enumerate(
+            zip(RECIPES[name].stages, run["stages"], strict=True)
+        ):
             assert facts["steps"] == stage.steps
-            streams.setdefault((run["seed"] + number, tuple(stage.mixture.items())), f"{name} {number}")
-    texts, digests = [], defaultdict(hashlib.sha256)
+            streams.setdefault(
+                (run["seed"] + number, tuple(stage.mixture.items())), f"{name} {number}"
+            )
+    texts = []
+    digests = defaultdict(hashlib.sha256)
     for (seed, mixture), name in streams.items():
         seen = list(islice(documents(world, seed, dict(mixture)), FIRST))
         for example in seen:
-            digests[name.split()[0]].update(repr((name, example.skill, example.key, example.text)).encode())
+            digests[name.split()[0]].update(
+                repr((name, example.skill, example.key, example.text)).encode()
+            )
         texts += seen
     assert {name: digest.hexdigest() for name, digest in digests.items()} == RECORDED
     return texts
@@ -244,13 +293,16 @@ def test_the_training_text_holds_no_item(training: list[Example], items: Items) 
 
 
 @pytest.mark.slow
-def test_training_makes_no_call_that_an_item_asks_for(training: list[Example], items: Items) -> None:
+def test_training_makes_no_call_that_an_item_asks_for(
+    training: list[Example], items: Items
+) -> None:
     """Not even as the second of two calls; but it has seen every value of every argument."""
 
     def calls(examples: list[Example]) -> set[tuple[Any, ...]]:
         return {call.key for example in examples for call in example.details.get("calls", ())}
 
-    known, asked = calls(training), calls(items["function_calls"])
+    known = calls(training)
+    asked = calls(items["function_calls"])
     assert not known & asked
 
     def values(keys: set[tuple[Any, ...]]) -> set[tuple[Any, ...]]:
@@ -287,22 +339,34 @@ def test_it_is_a_stock_model_of_the_recorded_bytes_and_shape(name: str) -> None:
     assert type(model).__module__.startswith("transformers.models.")
     assert model.config.max_position_embeddings == 512
     if name != "function_calls":  # which knows nothing else, and has a tokenizer of its own
-        assert (folder / "tokenizer.json").read_bytes() == (DATA / "olmoe" / "tokenizer.json").read_bytes()
-    assert {field: getattr(model.config, field) for field in RECIPES[name].fields} == RECIPES[name].fields
+        assert (folder / "tokenizer.json").read_bytes() == (
+            DATA / "olmoe" / "tokenizer.json"
+        ).read_bytes()
+    assert {field: getattr(model.config, field) for field in RECIPES[name].fields} == RECIPES[
+        name
+    ].fields
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["olmoe", "ernie4_5_moe"])
-def test_training_is_repeatable_and_can_go_on(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_is_repeatable_and_can_go_on(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stages = tuple(replace(stage, steps=1, warmup=1) for stage in RECIPES[name].stages[:2])
     recipe = replace(RECIPES[name], batches=Batches(short=(2, 128), long=(1, 512)))
     monkeypatch.setattr(trainer, "TOKENIZER_DOCUMENTS", 1000)
     for folder, count, first in (("at once", 2, 0), ("in two", 1, 0), ("in two", 2, 1)):
         monkeypatch.setitem(RECIPES, name, replace(recipe, stages=stages[:count]))
         trainer.train(name, tmp_path / folder, first_stage=first)
-    one, other = ((tmp_path / part / "model.safetensors").read_bytes() for part in ("at once", "in two"))
+    one, other = (
+        (tmp_path / part / "model.safetensors").read_bytes() for part in ("at once", "in two")
+    )
     assert one == other
-    biases = [value for key, value in load_network(tmp_path / "in two").named_parameters() if "correction" in key]
+    biases = [
+        value
+        for key, value in load_network(tmp_path / "in two").named_parameters()
+        if "correction" in key
+    ]
     assert all(bias.abs().max() > BIAS_STEP for bias in biases)
     assert bool(biases) == (name == "ernie4_5_moe")
     run = json.loads((tmp_path / "at once" / "training.json").read_text())
@@ -317,9 +381,17 @@ def test_training_is_repeatable_and_can_go_on(name: str, tmp_path: Path, monkeyp
 @pytest.mark.parametrize("skill", SKILLS)
 def test_criteria_calibrated_on_a_skill_keep_it_better_than_chance(skill: str) -> None:
     """`python -m benchmarks.instrument` asks it of all models, skills, items and tokens."""
-    subject = LoadedModel(*load_model(ModelConfig(name="small", path="pocket:qwen3_moe", threads=1)))
-    items, ratio = [item for benchmark in SKILLS[skill] for item in items_of(benchmark)[:10]], 0.25
-    chance = mean(pruned_loss(subject, random_scores(subject.model, seed), items, ratio) for seed in range(4))
-    found = {name: pruned_loss(subject, scores, items, ratio) for name, scores in rankings(subject, skill, 4096, 1024)}
+    subject = LoadedModel(
+        *load_model(ModelConfig(name="small", path="pocket:qwen3_moe", threads=1))
+    )
+    items = [item for benchmark in SKILLS[skill] for item in items_of(benchmark)[:10]]
+    ratio = 0.25
+    chance = mean(
+        pruned_loss(subject, random_scores(subject.model, seed), items, ratio) for seed in range(4)
+    )
+    found = {
+        name: pruned_loss(subject, scores, items, ratio)
+        for name, scores in rankings(subject, skill, 4096, 1024)
+    }
     assert {ABLATION, "man", "reap", "frequency", "exact_damage"} <= set(found)
     assert {name: loss for name, loss in found.items() if loss >= chance} == {}

@@ -1,4 +1,5 @@
-"""What a model costs under a plan: FLOPs, bytes, what its layers do, and seconds on a device that is named."""
+"""What a model costs under a plan: FLOPs, bytes, what its layers do, and seconds on a device that
+is named."""
 
 import copy
 import json
@@ -21,7 +22,14 @@ from identities.plans import random_plan
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from moe_lab.config import CalibrationConfig, Config, LauncherConfig, ModelConfig, RecoveryConfig, TimingConfig
+from moe_lab.config import (
+    CalibrationConfig,
+    Config,
+    LauncherConfig,
+    ModelConfig,
+    RecoveryConfig,
+    TimingConfig,
+)
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import timing as evaluation_timing
 from moe_lab.evaluation.timing import measure
@@ -54,7 +62,14 @@ from moe_lab.study.steps.files import Files
 from moe_lab.study.steps.passes import loaded_as
 from moe_lab.study.steps.recovery import Pruned, Storage
 
-CHANNELS = ["olmoe", "qwen2_moe", "deepseek_v2", "deepseek_v3:grouped", "ernie4_5_moe", "hunyuan_v1_moe"]
+CHANNELS = [
+    "olmoe",
+    "qwen2_moe",
+    "deepseek_v2",
+    "deepseek_v3:grouped",
+    "ernie4_5_moe",
+    "hunyuan_v1_moe",
+]
 
 
 def batch(rows: int = 1, length: int = 24) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,37 +100,57 @@ def measured(model: Any, plan: Plan | None, batches: Any) -> Routing:
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
-def test_flops_are_what_torch_counts_and_need_no_weights_for_experts_of_one_width(name: str) -> None:
+def test_flops_are_what_torch_counts_and_need_no_weights_for_experts_of_one_width(
+    name: str,
+) -> None:
     model, (ids, valid) = tiny.build(name), batch()
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(tiny.config(name)).eval()
-    layers, row = routed_layers(empty), row_flops(empty, ids.shape[1])
+    layers = routed_layers(empty)
+    row = row_flops(empty, ids.shape[1])
     plans = [None, tiny.plan(model, 0.5), random_plan(model, "uneven")]
     if name in CHANNELS:
         plans += [random_plan(model, "one width", width=[5, 6, 7]), ragged(model)]
     for plan in plans:
         pruned = layers_of(empty, plan)
-        routing, found_routing = even_routing(pruned), measured(model, plan, [(ids, valid)])
+        routing = even_routing(pruned)
+        found_routing = measured(model, plan, [(ids, valid)])
         assert (routing is None) == (len(plans) == 5 and plan is plans[-1])
         found = flops_per_token(layers, pruned, row, routing or found_routing)
         total = sum(found.values()) * ids.numel()
         expected = counted(model if plan is None else prune(model, plan), ids)
         assert (round(total) if routing is None else total) == expected
-        assert all(value >= 0 for value in found.values()) and found["experts"] > 0 and found["router"] > 0
+        assert (
+            all(value >= 0 for value in found.values())
+            and found["experts"] > 0
+            and found["router"] > 0
+        )
         assert found["other"] < 1
         if routing is not None:
-            used = {index: channels * found_routing.tokens for index, channels in routing.channels.items()}
+            used = {
+                index: channels * found_routing.tokens
+                for index, channels in routing.channels.items()
+            }
             assert found_routing.channels == used
-    assert not any("forward" in vars(layer.experts) for layer in moe_layers(model)), "hooks are gone afterwards"
+    assert not any("forward" in vars(layer.experts) for layer in moe_layers(model)), (
+        "hooks are gone afterwards"
+    )
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def test_flops_by_hand() -> None:
     model = tiny.build("qwen2_moe", num_key_value_heads=2)
-    length, layers = 20, routed_layers(model)
+    length = 20
+    layers = routed_layers(model)
     routing = measured(model, None, [batch(3, length)])
     found = flops_per_token(layers, layers, row_flops(model, length), routing)
-    hidden, heads, groups, width, experts, top_k, depth = 32, 4, 2, 8, 16, 4, 3
+    hidden = 32
+    heads = 4
+    groups = 2
+    width = 8
+    experts = 16
+    top_k = 4
+    depth = 3
     assert found == {
         "attention": depth * 2 * hidden * (2 * heads * width + 2 * groups * width),
         "attention_scores": depth * 2 * 2 * length * heads * width,
@@ -129,20 +164,27 @@ def test_flops_by_hand() -> None:
 
 
 def test_batches_of_other_shapes_and_padding() -> None:
-    """A plan in which experts cost differently: only valid tokens count, each at its own experts."""
+    """A plan in which experts cost differently: only valid tokens count, each at its own
+    experts."""
     model = tiny.build("olmoe")
     plan = ragged(model)
-    first, second = batch(2, 24), batch(1, 10)
+    first = batch(2, 24)
+    second = batch(1, 10)
     one, other = (measured(model, plan, [each]) for each in (first, second))
     both = measured(model, plan, [first, second, first])
-    assert both == Routing(106, {index: 2 * one.channels[index] + other.channels[index] for index in one.channels})
+    assert both == Routing(
+        106, {index: 2 * one.channels[index] + other.channels[index] for index in one.channels}
+    )
     padded = torch.cat((second[0], torch.zeros(1, 6, dtype=torch.int64)), 1)
     valid = (torch.arange(16) < 10)[None]
     assert measured(model, plan, [(padded, valid)]) == other
 
 
 STREAMED = [("olmoe", "unpruned"), ("olmoe", "channels"), ("deepseek_v2", "channels")]
-STREAMED += [(name, "experts") for name in ("deepseek_v3:grouped", "qwen3_next", "gpt_oss", "jamba", "minimax")]
+STREAMED += [
+    (name, "experts")
+    for name in ("deepseek_v3:grouped", "qwen3_next", "gpt_oss", "jamba", "minimax")
+]
 
 
 def planned(model: Any, what: str) -> Plan | None:
@@ -166,17 +208,24 @@ def test_one_layer_in_memory_counts_the_same(name: str, what: str, tmp_path: Pat
 def test_cost_compares_with_the_unpruned_model() -> None:
     model = tiny.build("deepseek_v2")
     plan = random_plan(model, "one width", share=1.0)
-    row, text = row_flops(model, 24), [batch()]
+    row = row_flops(model, 24)
+    text = [batch()]
     pruned = prune(model, plan)
     unpruned = cost(model, model, row, measured(model, None, text))
     found = cost(model, pruned, row, measured(model, plan, text))
     assert found == cost(model, pruned, unpruned["flops_by_part"], measured(model, plan, text))
-    assert (unpruned["flops_ratio"], unpruned["flops_saving"], unpruned["parameters_kept"]) == (1, 0, 1)
+    assert (unpruned["flops_ratio"], unpruned["flops_saving"], unpruned["parameters_kept"]) == (
+        1,
+        0,
+        1,
+    )
     assert found["flops_per_token"] == pytest.approx(sum(found["flops_by_part"].values()))
     assert found["flops_per_token_unpruned"] == unpruned["flops_per_token"]
     assert found["flops_ratio"] == found["flops_per_token"] / unpruned["flops_per_token"] < 0.85
     assert found["flops_saving"] == 1 - found["flops_ratio"]
-    assert found["routed_kept"] == pytest.approx(numpy.mean([mask.mean() for mask in plan.channels.values()]))
+    assert found["routed_kept"] == pytest.approx(
+        numpy.mean([mask.mean() for mask in plan.channels.values()])
+    )
     assert found["storage_bytes"] == found["loading_bytes"] == 2 * found["parameters"]
     assert size(model, prune(model, tiny.plan(model, 0.5)))["routed_kept"] == 0.5
 
@@ -189,10 +238,16 @@ def test_nf4_bytes() -> None:
     assert nf4_bytes(2048 * 1024) / (2048 * 1024) == pytest.approx(4.127 / 8, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["olmoe", "qwen2_moe", "qwen3_next", "deepseek_v2", "hunyuan_v1_moe", "ernie4_5_moe"])
-@pytest.mark.parametrize("modules", [("experts",), ("experts", "shared_experts", "attention")], ids=len)
+@pytest.mark.parametrize(
+    "name", ["olmoe", "qwen2_moe", "qwen3_next", "deepseek_v2", "hunyuan_v1_moe", "ernie4_5_moe"]
+)
+@pytest.mark.parametrize(
+    "modules", [("experts",), ("experts", "shared_experts", "attention")], ids=len
+)
 @pytest.mark.parametrize("what", ["unpruned", "experts", "channels"])
-def test_storage_is_what_quantised_tensors_take(name: str, modules: tuple[str, ...], what: str) -> None:
+def test_storage_is_what_quantised_tensors_take(
+    name: str, modules: tuple[str, ...], what: str
+) -> None:
     pytest.importorskip("bitsandbytes")
     model = tiny.build(name, dtype=torch.bfloat16)
     plan = planned(model, what)
@@ -216,7 +271,10 @@ def outputs(model: Any, *modules: Any) -> list[torch.Tensor]:
     def keep(place: int, result: Any) -> None:
         seen[place].append(result[0] if isinstance(result, tuple) else result)
 
-    hooks = [one.register_forward_hook(lambda *given, at=at: keep(at, given[2])) for at, one in enumerate(modules)]
+    hooks = [
+        one.register_forward_hook(lambda *given, at=at: keep(at, given[2]))
+        for at, one in enumerate(modules)
+    ]
     for ids, valid in tiny.batches():
         run(model, ids, valid)
     for hook in hooks:
@@ -233,7 +291,8 @@ def entropy(shares: list[float]) -> float:
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 def test_variance_is_that_of_the_stream_token_by_token(name: str) -> None:
     model = tiny.build(name)
-    rows, routed = profile(model, None, tiny.batches()), {layer.index for layer in moe_layers(model)}
+    rows = profile(model, None, tiny.batches())
+    routed = {layer.index for layer in moe_layers(model)}
     streams = outputs(model, *model.get_submodule(moe_layers(model)[0].stack))
     assert [row[0] for row in rows] == [0, 1, 2]
     for row, stream in zip(rows, streams, strict=True):
@@ -253,15 +312,23 @@ def test_entropies_are_those_of_the_routers_decisions(ratio: float | None) -> No
     row = profile(model, tiny.plan(model, ratio) if ratio else None, tiny.batches())[layer.index]
     hook.remove()
     valid = torch.cat([valid.flatten() for _, valid in tiny.batches()])
-    logits, gates, chosen = (torch.cat([call[part] for call in calls[:3]])[valid].double() for part in range(3))
+    logits, gates, chosen = (
+        torch.cat([call[part] for call in calls[:3]])[valid].double() for part in range(3)
+    )
     tokens = len(logits)
     kept = 8 if ratio else 16
     assert row[5] == kept == logits.shape[-1]
-    softmax = [entropy([math.exp(z) / sum(map(math.exp, line)) for z in line]) for line in logits.tolist()]
+    softmax = [
+        entropy([math.exp(z) / sum(map(math.exp, line)) for z in line]) for line in logits.tolist()
+    ]
     assert row[2] == pytest.approx(sum(softmax) / tokens)
-    assert row[3] == pytest.approx(sum(entropy([g / sum(line) for g in line]) for line in gates.tolist()) / tokens)
+    assert row[3] == pytest.approx(
+        sum(entropy([g / sum(line) for g in line]) for line in gates.tolist()) / tokens
+    )
     flat = chosen.flatten().tolist()
-    assert row[4] == pytest.approx(entropy([flat.count(expert) / len(flat) for expert in set(flat)]))
+    assert row[4] == pytest.approx(
+        entropy([flat.count(expert) / len(flat) for expert in set(flat)])
+    )
 
 
 @torch.no_grad()
@@ -271,7 +338,10 @@ def test_the_loss_of_a_layer_is_that_of_pruning_it_alone(name: str) -> None:
     layers = moe_layers(model)
     counts = {layer.index: layer.n_experts for layer in layers}
     everything = {index: tuple(range(count)) for index, count in counts.items()}
-    assert all(row[6] == 0 or math.isnan(row[6]) for row in profile(model, Plan(everything, counts), tiny.batches()))
+    assert all(
+        row[6] == 0 or math.isnan(row[6])
+        for row in profile(model, Plan(everything, counts), tiny.batches())
+    )
     plan = tiny.plan(model, 0.5)
     found = {row[0]: row[6] for row in profile(model, plan, tiny.batches())}
     assert {layer for layer, loss in found.items() if not math.isnan(loss)} == set(plan.experts)
@@ -280,7 +350,9 @@ def test_the_loss_of_a_layer_is_that_of_pruning_it_alone(name: str) -> None:
     with mask(model, Plan({**everything, last.index: plan.experts[last.index]}, counts)):
         (pruned,) = outputs(model, last.experts)
     terms = (whole - pruned).square().sum(1) / (stream.square().sum(1) + 1e-6)
-    assert found[last.index] == pytest.approx(float(terms.mean()), rel=1e-4) and found[last.index] > 0
+    assert (
+        found[last.index] == pytest.approx(float(terms.mean()), rel=1e-4) and found[last.index] > 0
+    )
 
 
 # ---- seconds, as generating takes them
@@ -288,7 +360,9 @@ def test_the_loss_of_a_layer_is_that_of_pruning_it_alone(name: str) -> None:
 ASKED = TimingConfig(batch_sizes=[1, 3], prompt_lengths=[4, 10], new_tokens=5)
 
 
-def test_requests_read_and_write_what_generate_does_and_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_read_and_write_what_generate_does_and_are_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = tiny.build("olmoe")
     read: list[torch.Tensor] = []
     now = [0.0]
@@ -324,7 +398,9 @@ def test_requests_read_and_write_what_generate_does_and_are_timed(monkeypatch: p
     assert torch.equal(torch.cat(requests[-1], dim=1), expected)
 
 
-TEXT = CalibrationConfig(name="text", path="pocket:calibration/general.jsonl", tokens=512, length=128, seed=1)
+TEXT = CalibrationConfig(
+    name="text", path="pocket:calibration/general.jsonl", tokens=512, length=128, seed=1
+)
 MODEL = ModelConfig(name="m", path="pocket:olmoe", device="cpu", threads=1)
 
 
@@ -337,7 +413,9 @@ def test_a_step_is_about_one_device_and_is_done_on_no_other(tmp_path: Path) -> N
     here = device_name("cpu")
     assert step(here).id != step("another").id
     files = Files(tmp_path, tmp_path, {}, tmp_path / "log", tmp_path)
-    with pytest.raises(Unavailable, match=f"timing is about another, and this machine has {re.escape(here)}"):
+    with pytest.raises(
+        Unavailable, match=f"timing is about another, and this machine has {re.escape(here)}"
+    ):
         step("another").work(files)
     step(here).work(files)
     about = json.loads((tmp_path / "timing.json").read_text())
@@ -346,33 +424,45 @@ def test_a_step_is_about_one_device_and_is_done_on_no_other(tmp_path: Path) -> N
 
 
 def test_what_is_timed_is_without_what_the_plan_removes_and_in_its_bits(tmp_path: Path) -> None:
-    model, plan = tiny.build("olmoe"), Example()
+    model = tiny.build("olmoe")
+    plan = Example()
     tiny.plan(model, 0.5).save(tmp_path / "plan.json")
     files = Files(tmp_path, tmp_path, {plan.id: tmp_path}, tmp_path / "log", tmp_path)
 
     def weights(*changes: Any) -> int:
         """Bytes of the experts that are timed."""
         experts = filter(is_experts, step("cpu", *changes).deployed(model, files).modules())
-        return sum(tensor.nbytes for module in experts for tensor in (*module.parameters(), *module.buffers()))
+        return sum(
+            tensor.nbytes
+            for module in experts
+            for tensor in (*module.parameters(), *module.buffers())
+        )
 
-    whole, four = weights(), Storage(4, ("experts",))
+    whole = weights()
+    four = Storage(4, ("experts",))
     assert weights(plan) == whole / 2
     assert weights(None, four) < whole / 6 and weights(plan, four) < whole / 12
 
 
-def test_the_device_is_asked_for_once_and_what_is_not_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_is_asked_for_once_and_what_is_not_there_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[list[str]] = []
 
     def answer(words: list[str], **_: Any) -> SimpleNamespace:
         asked.append(words)
         error = "Traceback\nmoe_lab.errors.UserError: model.device=cuda:7: this machine has none"
-        return SimpleNamespace(returncode=int("cuda:7" in words), stdout="a note\nA GPU\n", stderr=error)
+        return SimpleNamespace(
+            returncode=int("cuda:7" in words), stdout="a note\nA GPU\n", stderr=error
+        )
 
     monkeypatch.setattr(estimates.subprocess, "run", answer)
     cells = [cell_of(MODEL, TEXT, ratio=ratio) for ratio in (0.25, 0.5)]
     graph = build(Config(timing=True, timed=ASKED), [(cells, [])])
     timed = [cell.timing for cell in graph.cells]
-    assert len(timed) == 3 and {one.timed.device for one in timed if isinstance(one, Timing)} == {"A GPU"}
+    assert len(timed) == 3 and {one.timed.device for one in timed if isinstance(one, Timing)} == {
+        "A GPU"
+    }
     assert len(asked) == 1 and asked[0][-1] == "cpu"
     with pytest.raises(UserError, match=r"^model\.device=cuda:7: this machine has none"):
         estimates.device_here("cuda:7")
@@ -386,15 +476,23 @@ def test_what_a_step_held_on_gpus_is_noted(monkeypatch: pytest.MonkeyPatch) -> N
         max_memory_allocated=lambda number: 7 + number,
         get_device_name=lambda number: f"GPU {number}",
     )
-    used = SimpleNamespace(cuda=held, get_num_threads=lambda: 3, version=SimpleNamespace(cuda="12.8"))
+    used = SimpleNamespace(
+        cuda=held, get_num_threads=lambda: 3, version=SimpleNamespace(cuda="12.8")
+    )
     monkeypatch.setitem(sys.modules, "torch", used)
     about = provenance(time.time())
-    assert about["peak_gpu_memory_bytes"] == 7 + 8 and about["gpus"] == ["GPU 0", "GPU 1"] and about["driver"]
+    assert (
+        about["peak_gpu_memory_bytes"] == 7 + 8
+        and about["gpus"] == ["GPU 0", "GPU 1"]
+        and about["driver"]
+    )
     assert about["threads"] == 3 and about["processor"]
 
 
 def test_what_cannot_be_timed_is_said_before() -> None:
-    local, slurm = (list(wrong_timing(LauncherConfig(n, 1), TimingConfig(), MODEL)) for n in ("local", "slurm"))
+    local, slurm = (
+        list(wrong_timing(LauncherConfig(n, 1), TimingConfig(), MODEL)) for n in ("local", "slurm")
+    )
     assert "timing=true beside other work" in local[0]
     assert "timing=true with launcher=slurm needs timed.device" in slurm[0]
     assert not list(wrong_timing(LauncherConfig(name="inline"), TimingConfig(), MODEL))

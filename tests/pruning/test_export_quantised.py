@@ -24,18 +24,25 @@ from tests.campaign.models import reconfigure
 
 pytestmark = pytest.mark.slow
 
-CASES = [("gpt_oss", "mxfp4"), *(("qwen2_moe", kind) for kind in quantised.FORMATS), ("deepseek_v3", "fp8")]
+CASES = [
+    ("gpt_oss", "mxfp4"),
+    *(("qwen2_moe", kind) for kind in quantised.FORMATS),
+    ("deepseek_v3", "fp8"),
+]
 
 
 def check_tensors(out: Path, stored: Path, plan: Plan) -> None:
-    """An export has all tensors of the experts that stay, under their new numbers, and of the rest of the model."""
+    """An export has all tensors of the experts that stay, under their new numbers, and of the rest
+    of the model."""
     expected = {}
     for name, tensor in weights(stored).items():
         layer, expert = (re.search(rf"\.{part}\.(\d+)\.", name) for part in ("layers", "experts"))
         kept = plan.experts.get(int(layer[1])) if layer else None
         if kept and expert:
             if (number := int(expert[1])) in kept:
-                expected[f"{name[: expert.start(1)]}{kept.index(number)}{name[expert.end(1) :]}"] = tensor
+                expected[
+                    f"{name[: expert.start(1)]}{kept.index(number)}{name[expert.end(1) :]}"
+                ] = tensor
         elif kept and re.search(r"\.(gate|router|experts)\.", name):
             expected[name] = tensor[list(kept)]
         else:
@@ -43,7 +50,8 @@ def check_tensors(out: Path, stored: Path, plan: Plan) -> None:
     found = weights(out)
     assert found.keys() == expected.keys()
     assert all(
-        found[name].dtype == tensor.dtype and torch.equal(found[name], tensor) for name, tensor in expected.items()
+        found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
+        for name, tensor in expected.items()
     )
 
 
@@ -58,11 +66,17 @@ def test_all_parts_of_an_expert_stay_with_it(name: str, kind: str, tmp_path: Pat
 
 
 RELOADED = [("fp8", "natural", True), ("fp8", "natural", False), ("w4a16", "natural", True)]
-RELOADED += [("compressed_fp8", "natural", False), ("mxfp4", "natural", True), ("mxfp4", "natural", False)]
+RELOADED += [
+    ("compressed_fp8", "natural", False),
+    ("mxfp4", "natural", True),
+    ("mxfp4", "natural", False),
+]
 
 
 @pytest.mark.parametrize(("kind", "shape", "alike"), [*RELOADED, ("mxfp4", "masked", False)])
-def test_reloaded_exports_are_the_masked_model(kind: str, shape: str, alike: bool, tmp_path: Path) -> None:
+def test_reloaded_exports_are_the_masked_model(
+    kind: str, shape: str, alike: bool, tmp_path: Path
+) -> None:
     if kind in ("w4a16", "compressed_fp8"):
         pytest.importorskip("compressed_tensors")
     name = "gpt_oss" if kind == "mxfp4" else "qwen2_moe"
@@ -76,7 +90,9 @@ def test_reloaded_exports_are_the_masked_model(kind: str, shape: str, alike: boo
     with mask(model, plan):
         expected = logits(model)
     assert not torch.equal(logits(model), expected)
-    torch.testing.assert_close(logits(written), expected, rtol=0, atol=0 if shape == "natural" else 1e-5)
+    torch.testing.assert_close(
+        logits(written), expected, rtol=0, atol=0 if shape == "natural" else 1e-5
+    )
 
 
 EXPERTS = {0: (3, 4, 5, 6, 7, 8, 9, 15), 1: tuple(range(8)), 2: (2, 3, 4, 5, 6, 7, 8, 11)}
@@ -92,7 +108,12 @@ LEFT_ALONE = [
 FIRST = "model.layers.0.mlp.experts"
 BEFORE = {
     "modules_to_not_convert": [f"{FIRST}.0", f"{FIRST}.3.gate_proj", f"{FIRST}.15", *LEFT_ALONE],
-    "config_groups": {"group_0": {"targets": [r"re:model\.layers\.0\.mlp\.experts\.4\..*", "Linear"], "bits": None}},
+    "config_groups": {
+        "group_0": {
+            "targets": [r"re:model\.layers\.0\.mlp\.experts\.4\..*", "Linear"],
+            "bits": None,
+        }
+    },
     "dynamic": {
         r"-:model\.layers\.2\.mlp\.experts\.9\..*": {},
         r"-:model\.layers\.2\.mlp\.experts\.11\..*": {"bits": 8},
@@ -100,7 +121,12 @@ BEFORE = {
 }
 AFTER = {
     "modules_to_not_convert": [f"{FIRST}.0.gate_proj", f"{FIRST}.7", *LEFT_ALONE],
-    "config_groups": {"group_0": {"targets": [r"re:model\.layers\.0\.mlp\.experts\.1\..*", "Linear"], "bits": None}},
+    "config_groups": {
+        "group_0": {
+            "targets": [r"re:model\.layers\.0\.mlp\.experts\.1\..*", "Linear"],
+            "bits": None,
+        }
+    },
     "dynamic": {r"-:model\.layers\.2\.mlp\.experts\.7\..*": {"bits": 8}},
 }
 
@@ -113,7 +139,10 @@ def test_names_of_experts_in_lists_follow_the_experts(tmp_path: Path) -> None:
         json.dumps({"quantization": {"exclude_modules": list(BEFORE["dynamic"])}})
     )
     out = export(stored, Plan(EXPERTS, COUNTS), tmp_path / "out")
-    assert json.loads((out / "config.json").read_text())["quantization_config"] == {**about, **AFTER}
+    assert json.loads((out / "config.json").read_text())["quantization_config"] == {
+        **about,
+        **AFTER,
+    }
     beside = json.loads((out / "hf_quant_config.json").read_text())
     assert beside == {"quantization": {"exclude_modules": list(AFTER["dynamic"])}}
 
@@ -121,10 +150,13 @@ def test_names_of_experts_in_lists_follow_the_experts(tmp_path: Path) -> None:
 def test_experts_that_are_not_quantised_keep_their_own_tensors(tmp_path: Path) -> None:
     _, stored = quantised.save("qwen2_moe", "w4a16", tmp_path)
     apart = ("model.layers.0.mlp.experts.15.up_proj", "model.layers.0.mlp.experts.3.gate_proj")
-    tensors = {name: tensor for name, tensor in weights(stored).items() if not name.startswith(apart)}
+    tensors = {
+        name: tensor for name, tensor in weights(stored).items() if not name.startswith(apart)
+    }
     ones = {f"{name}.weight": torch.ones(24, 32) for name in apart}
     save_file({**tensors, **ones}, stored / "model.safetensors", {"format": "pt"})
-    plan, about = Plan(EXPERTS, COUNTS), quantised.FORMATS["w4a16"].config
+    plan = Plan(EXPERTS, COUNTS)
+    about = quantised.FORMATS["w4a16"].config
     reconfigure(stored, quantization_config={**about, "ignore": ["lm_head", *apart]})
     check_tensors(export(stored, plan, tmp_path / "out"), stored, plan)
 
@@ -154,20 +186,38 @@ def test_names_that_mean_experts_of_several_layers_are_refused(name: str, tmp_pa
 
 def test_unknown_scales_zeros_and_channels_are_refused(tmp_path: Path) -> None:
     model, (_, stored) = tiny.build("qwen2_moe"), quantised.save("qwen2_moe", "fp8", tmp_path)
-    for plan, shape in ((tiny.plan(model, 0.5), "masked"), (random_plan(model, "ragged"), "natural")):
+    for plan, shape in (
+        (tiny.plan(model, 0.5), "masked"),
+        (random_plan(model, "ragged"), "natural"),
+    ):
         check_refused(f"export={shape}", stored, plan, shape)
     tensors = weights(stored)
-    for name, scale in (("gate.weight_scale_inv", torch.ones(2, 4)), ("experts_scale", torch.ones(16))):
-        save_file({**tensors, f"model.layers.1.mlp.{name}": scale}, stored / "model.safetensors", {"format": "pt"})
+    for name, scale in (
+        ("gate.weight_scale_inv", torch.ones(2, 4)),
+        ("experts_scale", torch.ones(16)),
+    ):
+        save_file(
+            {**tensors, f"model.layers.1.mlp.{name}": scale},
+            stored / "model.safetensors",
+            {"format": "pt"},
+        )
         check_refused(name, stored, Plan(EXPERTS, COUNTS))
 
 
-STUDY = ["model=local", "calibration=pocket_code", "calibration.tokens=128", "calibration.length=64", "ratio=0.25"]
+STUDY = [
+    "model=local",
+    "calibration=pocket_code",
+    "calibration.tokens=128",
+    "calibration.length=64",
+    "ratio=0.25",
+]
 STUDY += ["suite.benchmarks=[]", "report=false", "launcher=inline", "model.device=cpu"]
 
 
 def study(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return preloaded.run(folder.parent, "moe_lab", *STUDY, f"model.path={folder}", "store=store", *words)
+    return preloaded.run(
+        folder.parent, "moe_lab", *STUDY, f"model.path={folder}", "store=store", *words
+    )
 
 
 def test_a_study_scores_prunes_and_exports_an_fp8_checkpoint(tmp_path: Path) -> None:

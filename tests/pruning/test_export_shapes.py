@@ -1,4 +1,5 @@
-"""The shapes an export can have, what they cannot express, config.json, and loading without moe_lab."""
+"""The shapes an export can have, what they cannot express, config.json, and loading without
+moe_lab."""
 
 import copy
 import json
@@ -26,28 +27,40 @@ from tests.campaign.models import reconfigure
 
 def config_of(folder: Path) -> dict[str, Any]:
     config = json.loads((folder / "config.json").read_text())
-    return {**config, "num_nextn_predict_layers": 0} if "num_nextn_predict_layers" in config else config
+    return (
+        {**config, "num_nextn_predict_layers": 0}
+        if "num_nextn_predict_layers" in config
+        else config
+    )
 
 
 def check_close(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
     torch.testing.assert_close(logits(found), logits(expected), rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", ["olmoe", "mixtral", "deepseek_v3", "jamba", "phimoe", "granitemoe"])
+@pytest.mark.parametrize(
+    "name", ["olmoe", "mixtral", "deepseek_v3", "jamba", "phimoe", "granitemoe"]
+)
 def test_masked_channels_have_the_original_shape(name: str, tmp_path: Path) -> None:
     model = tiny.save(name, tmp_path / "model")
     plan = random_plan(model, "ragged", share=1.0)
     out = export(tmp_path / "model", plan, tmp_path / "out", shape="masked")
     assert config_of(out) == config_of(tmp_path / "model")
-    before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "model", out))
-    assert {name: value.shape for name, value in before.items()} == {name: value.shape for name, value in after.items()}
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "model", out)
+    )
+    assert {name: value.shape for name, value in before.items()} == {
+        name: value.shape for name, value in after.items()
+    }
     reference = copy.deepcopy(model)
     for layer in moe_layers(reference):
         gone = ~torch.from_numpy(plan.channels[layer.index])
         layer.experts.gate_up_proj[torch.cat((gone, gone), 1)] = 0
         layer.experts.down_proj.transpose(1, 2)[gone] = 0
-    masked, expected = load(out), reference.state_dict()
-    assert all(torch.equal(masked.state_dict()[name], expected[name]) for name in expected)  # channels stay in place
+    masked = load(out)
+    expected = reference.state_dict()
+    # channels stay in place
+    assert all(torch.equal(masked.state_dict()[name], expected[name]) for name in expected)
     check_close(masked, prune(model, plan))
 
 
@@ -57,10 +70,21 @@ def masking_is_refused(folder: Path) -> str:
     return " ".join(wrong(ExportConfig("masked"), model, RecoveryConfig(), "expert", verify=False))
 
 
-BARRING = ("deepseek_v3", "deepseek_v3:grouped", "glm4_moe", "minimax_m2", "lfm2_moe", "afmoe", "gpt_oss", "dots1")
+BARRING = (
+    "deepseek_v3",
+    "deepseek_v3:grouped",
+    "glm4_moe",
+    "minimax_m2",
+    "lfm2_moe",
+    "afmoe",
+    "gpt_oss",
+    "dots1",
+)
 
 
-@pytest.mark.parametrize(("name", "way"), [*((name, "even") for name in BARRING), ("glm4_moe", "ragged")])
+@pytest.mark.parametrize(
+    ("name", "way"), [*((name, "even") for name in BARRING), ("glm4_moe", "ragged")]
+)
 def test_masked_experts_are_never_chosen(name: str, way: str, tmp_path: Path) -> None:
     model = tiny.save(name, tmp_path / "model")
     plan = random_plan(model, way, share=0.5)
@@ -77,7 +101,10 @@ def test_masked_experts_are_never_chosen(name: str, way: str, tmp_path: Path) ->
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_masked_experts_in_half_precision(dtype: torch.dtype, tmp_path: Path) -> None:
     model = tiny.save("gpt_oss", tmp_path / "model", dtype=dtype)
-    out = load(export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "out", shape="masked"), dtype=dtype)
+    out = load(
+        export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "out", shape="masked"),
+        dtype=dtype,
+    )
     biases = [layer.router.bias for layer in moe_layers(out)]
     assert all(int((bias < -9000).sum()) == 8 and bool(bias.isfinite().all()) for bias in biases)
 
@@ -85,7 +112,9 @@ def test_masked_experts_in_half_precision(dtype: torch.dtype, tmp_path: Path) ->
 @pytest.mark.parametrize(("name", "layer"), [("olmoe", 0), ("ernie4_5_moe", 1)])
 def test_routers_without_a_bias_cannot_be_masked(name: str, layer: int, tmp_path: Path) -> None:
     model = tiny.save(name, tmp_path / "model")
-    with pytest.raises(UserError, match=rf"export=masked.* layer {re.escape(str(layer))}\b.* export=natural"):
+    with pytest.raises(
+        UserError, match=rf"export=masked.* layer {re.escape(str(layer))}\b.* export=natural"
+    ):
         export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "out", shape="masked")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert "no bias" in masking_is_refused(tmp_path / "model")
@@ -98,7 +127,8 @@ def test_padded_to_the_widest_expert_of_each_layer(name: str, tmp_path: Path) ->
     for place, mask in enumerate(plan.channels.values()):
         mask[:, 18 - 8 * place :] = False  # each layer is narrower than the one before it
     out = export(tmp_path / "model", plan, tmp_path / "out", shape="padded")
-    padded, pruned = load(out, trust_remote_code=True), prune(model, plan)
+    padded = load(out, trust_remote_code=True)
+    pruned = prune(model, plan)
     check_close(padded, pruned)
     zeros = 0
     for layer in moe_layers(padded):
@@ -118,26 +148,37 @@ def test_padded_to_the_widest_expert_of_each_layer(name: str, tmp_path: Path) ->
         ("qwen3_moe", "padded", True),
     ],
 )
-def test_one_width_is_stock_where_the_family_can_say_it(name: str, shape: str, stock: bool, tmp_path: Path) -> None:
+def test_one_width_is_stock_where_the_family_can_say_it(
+    name: str, shape: str, stock: bool, tmp_path: Path
+) -> None:
     model = tiny.save(name, tmp_path / "model")
     plan = random_plan(model, "ragged" if shape == "padded" else "one width", share=0.8, width=12)
     for mask in plan.channels.values() if shape == "padded" else ():
         mask[:, 18:] = False
     out = export(tmp_path / "model", plan, tmp_path / "out", shape=shape)
-    assert {file.name for file in out.glob("*.py")} == (set() if stock else {"pruned.py", "ragged.py"})
+    assert {file.name for file in out.glob("*.py")} == (
+        set() if stock else {"pruned.py", "ragged.py"}
+    )
     if shape == "padded":
         changed = {"moe_intermediate_size": 20, "num_local_experts": 13, "num_experts": 13}
         assert config_of(out) == {**config_of(tmp_path / "model"), **changed}
-    check_close(load(out, trust_remote_code=not stock), prune(model, plan), 1e-5 if shape == "padded" else 0)
+    check_close(
+        load(out, trust_remote_code=not stock), prune(model, plan), 1e-5 if shape == "padded" else 0
+    )
 
 
 def test_config_is_edited_and_not_written_anew(tmp_path: Path) -> None:
-    """Fields of others stay, old remote code is no longer pointed at, the global numbers are those of the original."""
+    """Fields of others stay, old remote code is no longer pointed at, the global numbers are those
+    of the original."""
     model = tiny.save("qwen3_moe", tmp_path / "model")
     old = {"AutoConfig": "configuration_old.Old", "AutoModelForCausalLM": "modeling_old.Old"}
-    reconfigure(tmp_path / "model", note="ä", rope_theta=1e6, output_router_logits=True, auto_map=old)
+    reconfigure(
+        tmp_path / "model", note="ä", rope_theta=1e6, output_router_logits=True, auto_map=old
+    )
     kept = {0: tuple(range(16)), 1: tuple(range(9)), 2: (0, 3, 5, 7, 8)}
-    after = config_of(export(tmp_path / "model", Plan(kept, dict.fromkeys(range(3), 16)), tmp_path / "out"))
+    after = config_of(
+        export(tmp_path / "model", Plan(kept, dict.fromkeys(range(3), 16)), tmp_path / "out")
+    )
     assert after == {
         **config_of(tmp_path / "model"),
         "pruned": {
@@ -147,7 +188,10 @@ def test_config_is_edited_and_not_written_anew(tmp_path: Path) -> None:
         },
         "model_type": "pruned_qwen3_moe",
         "architectures": ["PrunedForCausalLM"],
-        "auto_map": {"AutoConfig": "pruned.PrunedConfig", "AutoModelForCausalLM": "pruned.PrunedForCausalLM"},
+        "auto_map": {
+            "AutoConfig": "pruned.PrunedConfig",
+            "AutoModelForCausalLM": "pruned.PrunedForCausalLM",
+        },
         "output_router_logits": False,
     }
     plan = random_plan(model, "ragged", share=1.0)
@@ -156,8 +200,10 @@ def test_config_is_edited_and_not_written_anew(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_exported_is_named(tmp_path: Path) -> None:
-    model, source = tiny.save("olmoe", tmp_path / "model"), tmp_path / "model"
-    ragged, uneven = random_plan(model, "ragged"), random_plan(model, "uneven")
+    model = tiny.save("olmoe", tmp_path / "model")
+    source = tmp_path / "model"
+    ragged = random_plan(model, "ragged")
+    uneven = random_plan(model, "uneven")
 
     def refused(field: str, plan: Plan, source: Path = source, shape: str = "natural") -> None:
         with pytest.raises(UserError, match=field):
@@ -166,12 +212,18 @@ def test_what_cannot_be_exported_is_named(tmp_path: Path) -> None:
 
     refused(r"export=mask\b.* masked\?", uneven, shape="mask")
     refused("28 channels", random_plan(tiny.build("olmoe", intermediate_size=28), "ragged"))
-    refused("model_type=pruned_olmoe", tiny.plan(model, 0.5), export(source, uneven, tmp_path / "first"))
+    refused(
+        "model_type=pruned_olmoe", tiny.plan(model, 0.5), export(source, uneven, tmp_path / "first")
+    )
     reconfigure(source, model_type="homemade")
     for plan in (uneven, random_plan(model, "one width", share=1.0, width=12)):
         refused("model_type=homemade", plan)
     reconfigure(source, model_type="olmoe")
-    experts = {name: value.to(torch.float8_e4m3fn) for name, value in weights(source).items() if "experts" in name}
+    experts = {
+        name: value.to(torch.float8_e4m3fn)
+        for name, value in weights(source).items()
+        if "experts" in name
+    }
     tiny.rewrite(source, lambda tensors: tensors.update(experts))
     refused("F8_E4M3", ragged)
 
@@ -186,7 +238,8 @@ PORTED = "deepseek"
 EVEN = ("olmoe", "deepseek_v3", "ernie4_5_moe", PORTED)
 EXPORTS = [*((name, case) for name in NAMES for case in CASES), *((name, "even") for name in EVEN)]
 FOR_OLDER = [*((name, "even") for name in EVEN), *(("olmoe", case) for case in CASES)]
-OLDER, OLDERS = Path(__file__).parents[2] / ".venv-older", ("4.57.3", "5.0.0")
+OLDER = Path(__file__).parents[2] / ".venv-older"
+OLDERS = ("4.57.3", "5.0.0")
 WITHOUT_MOE_LAB = """
 def logits(model):
     with torch.no_grad():
@@ -239,25 +292,34 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         source = tmp_path_factory.mktemp(name)
         model = tiny.save(name, source, shard="60KB")
         for case in [case for other, case in EXPORTS if other == name]:
-            plan = random_plan(model, PLANS[case], share=None if case == "counts" else 0.75, width=(8, 24, 16))
+            plan = random_plan(
+                model, PLANS[case], share=None if case == "counts" else 0.75, width=(8, 24, 16)
+            )
             out = export(source, plan, root / f"{name}-{case}")
-            save_file({"logits": tiny.logits(prune(model, plan)).contiguous()}, out / "expected.safetensors")
+            save_file(
+                {"logits": tiny.logits(prune(model, plan)).contiguous()},
+                out / "expected.safetensors",
+            )
     read_alone(WITHOUT_MOE_LAB, root)
     return root
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "case"), EXPORTS)
-def test_loads_without_moe_lab_and_equals_the_pruned_model(folders: Path, name: str, case: str) -> None:
+def test_loads_without_moe_lab_and_equals_the_pruned_model(
+    folders: Path, name: str, case: str
+) -> None:
     folder = folders / f"{name}-{case}"
     said = json.loads((folder / "said.json").read_text())
     assert "error" not in said, said["error"]
     expected = load_file(folder / "expected.safetensors")["logits"]
     found = load_file(folder / "found.safetensors")
     assert torch.equal(found["logits"], expected)
-    # files of save_pretrained are not aligned: mapped weights give the same numbers only up to the last bit
+    # files of save_pretrained are not aligned: mapped weights give the same numbers only up to the
+    # last bit
     torch.testing.assert_close(found["again"], expected, rtol=0, atol=1e-5)
-    ours, theirs = weights(folder), weights(folder / "again")
+    ours = weights(folder)
+    theirs = weights(folder / "again")
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
     assert said["implementations"] == ["grouped_mm"]
     if case == "even" and name != PORTED:
@@ -269,16 +331,24 @@ def test_loads_without_moe_lab_and_equals_the_pruned_model(folders: Path, name: 
 @pytest.mark.slow
 @pytest.mark.skipif(not OLDER.exists(), reason="no older transformers: `make older` installs them")
 @pytest.mark.parametrize("version", OLDERS)
-def test_older_versions_load_stock_exports_and_refuse_the_others(version: str, folders: Path) -> None:
+def test_older_versions_load_stock_exports_and_refuse_the_others(
+    version: str, folders: Path
+) -> None:
     names = [f"{name}-{case}" for name, case in FOR_OLDER]
-    printed = read_alone(WITH_OLDER, folders, *names, PYTHONPATH=str(OLDER / version), HOME=str(folders / version))
+    printed = read_alone(
+        WITH_OLDER, folders, *names, PYTHONPATH=str(OLDER / version), HOME=str(folders / version)
+    )
     said = json.loads(printed.rpartition("RESULT ")[2])
     assert said["version"] == version
     for name, case in FOR_OLDER:
         answers = [said[f"{name}-{case} {trust}"] for trust in (False, True)]
         if case == "even" and name != PORTED:
-            assert all(isinstance(answer, float) and answer < 1e-5 for answer in answers), (name, answers)
+            assert all(isinstance(answer, float) and answer < 1e-5 for answer in answers), (
+                name,
+                answers,
+            )
         else:
-            refused, trusted = answers  # with trust, it is refused too or right, and never a model of random experts
+            # with trust, it is refused too or right, and never a model of random experts
+            refused, trusted = answers
             assert isinstance(refused, str), (name, case, answers)
             assert isinstance(trusted, str) or trusted < 1e-5, (name, case, answers)

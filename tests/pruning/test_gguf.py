@@ -1,4 +1,5 @@
-"""GGUF files: converted by llama.cpp's own converter, without rounding, or refused in a sentence."""
+"""GGUF files: converted by llama.cpp's own converter, without rounding, or refused in a
+sentence."""
 
 import json
 import os
@@ -36,7 +37,9 @@ from moe_lab.study.steps.recovery import Export
 
 pytestmark = pytest.mark.slow
 
-needs_converter = pytest.mark.skipif(not gguf.OWN.is_file(), reason="no converter to GGUF: make llama")
+needs_converter = pytest.mark.skipif(
+    not gguf.OWN.is_file(), reason="no converter to GGUF: make llama"
+)
 WRITES = "Path(given.outfile).write_bytes(Path(given.model, 'config.json').read_bytes())"
 
 
@@ -47,7 +50,10 @@ def fake(tmp_path: Path) -> Callable[[str], Path]:
     def write(code: str) -> Path:
         path = tmp_path / "fake" / "convert_hf_to_gguf.py"
         path.parent.mkdir(exist_ok=True)
-        options = "".join(f"    parser.add_argument('--{name}')\n" for name in ("outfile", "outtype", "model-name"))
+        options = "".join(
+            f"    parser.add_argument('--{name}')\n"
+            for name in ("outfile", "outtype", "model-name")
+        )
         path.write_text(
             "import argparse, os, signal, sys, time\nfrom pathlib import Path\ndef main():\n"
             f"    parser = argparse.ArgumentParser()\n    parser.add_argument('model')\n{options}"
@@ -60,13 +66,18 @@ def fake(tmp_path: Path) -> Callable[[str], Path]:
 
 @pytest.fixture
 def ask(fake: Callable[[str], Path], tmp_path: Path) -> Callable[..., tuple[Export, Files]]:
-    """Makes a step that exports a tiny model, in `tmp_path`, by a converter that does what a line of code says."""
+    """Makes a step that exports a tiny model, in `tmp_path`, by a converter that does what a line
+    of code says."""
     model = tiny.save("olmoe", tmp_path / "model")
     (tmp_path / "plan").mkdir()
 
-    def ask(code: str, way: str = "even", recovery: RecoveryConfig | None = None) -> tuple[Export, Files]:
+    def ask(
+        code: str, way: str = "even", recovery: RecoveryConfig | None = None
+    ) -> tuple[Export, Files]:
         random_plan(model, way).save(tmp_path / "plan" / "plan.json")
-        return exported(tmp_path / "model", tmp_path, ExportConfig("natural", "gguf", str(fake(code))), recovery)
+        return exported(
+            tmp_path / "model", tmp_path, ExportConfig("natural", "gguf", str(fake(code))), recovery
+        )
 
     return ask
 
@@ -74,7 +85,12 @@ def ask(fake: Callable[[str], Path], tmp_path: Path) -> Callable[..., tuple[Expo
 @pytest.mark.parametrize(
     ("code", "way", "error", "says"),
     [
-        ("print('reading'); sys.exit('it has no such tensor')", "even", UserError, "it has no such tensor"),
+        (
+            "print('reading'); sys.exit('it has no such tensor')",
+            "even",
+            UserError,
+            "it has no such tensor",
+        ),
         ("os.kill(os.getpid(), signal.SIGKILL)", "even", Unavailable, "signal 9"),
         ("import x_y", "even", UserError, "x_y"),
         (WRITES, "uneven", UserError, "export=masked"),
@@ -93,12 +109,20 @@ def test_what_cannot_be_converted_leaves_nothing(
 
 @pytest.mark.parametrize(("number", "mode"), [(signal.SIGKILL, 0o2775), (signal.SIGINT, 0o755)])
 def test_a_conversion_that_was_stopped_goes_on_from_the_written_weights_unless_others_may_write_there(
-    number: signal.Signals, mode: int, ask: Callable[..., Any], fake: Callable[[str], Path], tmp_path: Path
+    number: signal.Signals,
+    mode: int,
+    ask: Callable[..., Any],
+    fake: Callable[[str], Path],
+    tmp_path: Path,
 ) -> None:
     asked = ask("Path(given.outfile).write_text(str(os.getpid())); time.sleep(1000)")
-    file, out = tmp_path / "work.pkl", tmp_path / "scratch" / "checkpoint"
+    file = tmp_path / "work.pkl"
+    out = tmp_path / "scratch" / "checkpoint"
     file.write_bytes(pickle.dumps(asked))
-    code = f"import pickle\nfrom moe_lab.study.steps import perform\nperform(*pickle.load(open({str(file)!r}, 'rb')))"
+    code = (
+        "import pickle\nfrom moe_lab.study.steps import perform\n"
+        f"perform(*pickle.load(open({str(file)!r}, 'rb')))"
+    )
     search = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen([sys.executable, "-c", code], env=search)
     unfinished = out.with_name(".checkpoint.unfinished") / "model.gguf"
@@ -116,24 +140,33 @@ def test_a_conversion_that_was_stopped_goes_on_from_the_written_weights_unless_o
     (tmp_path / "scratch").mkdir()
     fake(WRITES)
     perform(*asked)
-    same = (written.stat().st_ino, written.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    same = (written.stat().st_ino, written.stat().st_mtime_ns) == (
+        before.st_ino,
+        before.st_mtime_ns,
+    )
     assert same == (mode == 0o755)
     assert (out / "model.gguf").read_bytes() == (out / "config.json").read_bytes()
     others = {"README.md", "config.json", "generation_config.json", "plan.json", "tokenizer.json"}
     assert {file.name for file in out.iterdir()} == {*others, "model.gguf", "tokenizer_config.json"}
 
 
-def test_a_recovered_model_is_converted_with_its_weights(ask: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_recovered_model_is_converted_with_its_weights(
+    ask: Callable[..., Any], tmp_path: Path
+) -> None:
     copies = "import shutil; shutil.copy(f'{given.model}/model.safetensors', given.outfile)"
     asked = ask(copies, "even", RecoveryConfig(name="dora", instructions="x"))
     (tmp_path / "finetune").mkdir()
-    name, plan = "model.layers.1.mlp.gate.weight", Plan.load(tmp_path / "plan" / "plan.json")
+    name = "model.layers.1.mlp.gate.weight"
+    plan = Plan.load(tmp_path / "plan" / "plan.json")
     tuned = prune(tiny.build("olmoe"), plan).get_parameter(name) + 1
     save_file({name: tuned}, tmp_path / "finetune" / TENSORS)
     perform(*asked)
     out = tmp_path / "scratch" / "checkpoint"
     assert torch.equal(load_file(out / gguf.FILE)[name], tuned)
-    assert "gguf_file=" in (out / "README.md").read_text() and "DoRA" in (out / "README.md").read_text()
+    assert (
+        "gguf_file=" in (out / "README.md").read_text()
+        and "DoRA" in (out / "README.md").read_text()
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,9 +181,14 @@ def test_a_recovered_model_is_converted_with_its_weights(ask: Callable[..., Any]
 def test_no_number_is_rounded(
     dtype: torch.dtype, other: torch.dtype, kind: str, fake: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    layer, file = "model.layers.0.mlp", tmp_path / "model" / "model.safetensors"
-    vectors = {f"{layer}.gate.weight": torch.zeros(2, 4), "model.norm.weight": torch.zeros(4)}  # the converter's fp32
-    experts = {f"{layer}.experts.{expert}.up_proj.weight": torch.zeros(4, 4, dtype=dtype) for expert in "01"}
+    layer = "model.layers.0.mlp"
+    file = tmp_path / "model" / "model.safetensors"
+    # the converter's fp32
+    vectors = {f"{layer}.gate.weight": torch.zeros(2, 4), "model.norm.weight": torch.zeros(4)}
+    experts = {
+        f"{layer}.experts.{expert}.up_proj.weight": torch.zeros(4, 4, dtype=dtype)
+        for expert in "01"
+    }
     tensors = {"model.embed_tokens.weight": torch.zeros(4, 4, dtype=other), **vectors, **experts}
     file.parent.mkdir()
     save_file(tensors, file)
@@ -165,14 +203,20 @@ def test_no_number_is_rounded(
     assert not (tmp_path / "other").exists()
 
 
-def test_a_missing_converter_is_said_with_where_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_converter_is_said_with_where_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gguf, "OWN", tmp_path / "convert_hf_to_gguf.py")
-    with pytest.raises(UserError, match=r"^export.format=gguf: .*make llama.*export.converter=PATH"):
+    with pytest.raises(
+        UserError, match=r"^export.format=gguf: .*make llama.*export.converter=PATH"
+    ):
         gguf.converter(ExportConfig("natural", "gguf"))
 
 
 def test_a_pre_tokenizer_is_named_only_if_llama_cpp_has_the_same(tmp_path: Path) -> None:
-    shipped: dict[str, Any] = json.loads(Path(resolve("pocket:olmoe"), "tokenizer.json").read_text())
+    shipped: dict[str, Any] = json.loads(
+        Path(resolve("pocket:olmoe"), "tokenizer.json").read_text()
+    )
     model = shipped["model"]
     digits_last = {"type": "Sequence", "pretokenizers": [gguf.BYTE_LEVEL, gguf.DIGITS]}
     for changes, name in (
@@ -193,7 +237,9 @@ def test_a_pre_tokenizer_is_named_only_if_llama_cpp_has_the_same(tmp_path: Path)
 # With llama.cpp's converter.
 
 
-def converted(folder: Path, plan: Plan, tokenizer: str, shape: str = "natural") -> tuple[Path, Path]:
+def converted(
+    folder: Path, plan: Plan, tokenizer: str, shape: str = "natural"
+) -> tuple[Path, Path]:
     """An export of `folder`/model with the tokenizer of a shipped model, and its GGUF file."""
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(Path(resolve(f"pocket:{tokenizer}"), file), folder / "model" / file)
@@ -205,10 +251,18 @@ def converted(folder: Path, plan: Plan, tokenizer: str, shape: str = "natural") 
 @needs_converter
 @pytest.mark.parametrize(
     ("family", "shape"),
-    [("deepseek", "natural"), ("deepseek_v3", "masked"), ("olmoe", "padded"), ("qwen3_next", "natural")],
+    [
+        ("deepseek", "natural"),
+        ("deepseek_v3", "masked"),
+        ("olmoe", "padded"),
+        ("qwen3_next", "natural"),
+    ],
 )
-def test_experts_are_stored_unchanged(family: str, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A family that moe_lab has ported, experts that are barred, narrower ones, no layers for extra tokens."""
+def test_experts_are_stored_unchanged(
+    family: str, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A family that moe_lab has ported, experts that are barred, narrower ones, no layers for extra
+    tokens."""
     monkeypatch.syspath_prepend(str(gguf.PACKAGES))
     from gguf import GGUFReader
 
@@ -225,18 +279,28 @@ def test_experts_are_stored_unchanged(family: str, shape: str, tmp_path: Path, m
         assert count == (plan.n_experts[layer] if shape == "masked" else len(kept))
         for part in ("gate", "up", "down"):
             stack = [
-                tensors[f"model.layers.{layer}.mlp.experts.{number}.{part}_proj.weight"] for number in range(count)
+                tensors[f"model.layers.{layer}.mlp.experts.{number}.{part}_proj.weight"]
+                for number in range(count)
             ]
             assert torch.equal(stored[f"blk.{layer}.ffn_{part}_exps.weight"], torch.stack(stack))
         if shape == "masked":
-            barred = (stored[f"blk.{layer}.exp_probs_b.bias"] == -10000).nonzero().flatten().tolist()
+            barred = (
+                (stored[f"blk.{layer}.exp_probs_b.bias"] == -10000).nonzero().flatten().tolist()
+            )
             assert barred == sorted(set(range(count)) - set(kept))
 
 
 @needs_converter
 def test_a_study_writes_a_file_with_the_logits_of_the_evaluated_model(tmp_path: Path) -> None:
     words = ["model=pocket_qwen3_moe", "criterion=aimer", "suite.benchmarks=[]"]
-    words += ["export=natural", "export.format=gguf", "verify=true", "report=false", "store=store", "launcher=inline"]
+    words += [
+        "export=natural",
+        "export.format=gguf",
+        "verify=true",
+        "report=false",
+        "store=store",
+        "launcher=inline",
+    ]
     done = preloaded.run(tmp_path, "moe_lab", *words)
     assert done.returncode == 0, done.stderr
     (folder,) = tmp_path.glob("store/export/*/checkpoint")
@@ -265,7 +329,10 @@ with torch.no_grad(), mask(model, Plan.load({str(folder / "plan.json")!r})):
     assert float(done.stdout.split()[-1]) == 0.0
 
 
-PROMPTS = ["Tom has 12 apples,\n\n  and 3.5 pears.\n", "def f(x):\n    return x**2  # \t it's 2 \r\n"]
+PROMPTS = [
+    "Tom has 12 apples,\n\n  and 3.5 pears.\n",
+    "def f(x):\n    return x**2  # \t it's 2 \r\n",
+]
 SERVE = """
 import json, sys, urllib.request
 import xllamacpp
@@ -292,16 +359,21 @@ json.dump({"likely": likely, "tokens": tokens}, open(sys.argv[1], "w"))
 
 
 @needs_converter
-@pytest.mark.skipif(not (gguf.PACKAGES / "xllamacpp").is_dir(), reason="no compiled llama.cpp: make llama")
+@pytest.mark.skipif(
+    not (gguf.PACKAGES / "xllamacpp").is_dir(), reason="no compiled llama.cpp: make llama"
+)
 @pytest.mark.parametrize("model", ["olmoe", "qwen3_moe"])
-def test_llama_cpp_reads_text_and_computes_logits_as_transformers_does(model: str, tmp_path: Path) -> None:
+def test_llama_cpp_reads_text_and_computes_logits_as_transformers_does(
+    model: str, tmp_path: Path
+) -> None:
     """In fp32, since llama.cpp also rounds activations when weights are in bf16."""
     source = resolve(f"pocket:{model}")
     whole = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     whole.save_pretrained(tmp_path / "model")
     written, out = converted(tmp_path, tiny.plan(whole, 0.5), model)
     tokenizer = AutoTokenizer.from_pretrained(source)
-    letters, alphabet = random.Random(0), "ab  \n\n\n\t\r 12½².,'s't é日\u00a0\u2003_-()"
+    letters = random.Random(0)
+    alphabet = "ab  \n\n\n\t\r 12½².,'s't é日\u00a0\u2003_-()"
     read = ["".join(letters.choices(alphabet, k=letters.randint(1, 60))) for _ in range(400)]
     read += ["a special token: <|pad|>", *PROMPTS]
     prompts = [tokenizer.encode(text) for text in PROMPTS]

@@ -1,4 +1,5 @@
-"""Plans: those whose dropped experts are merged into kept ones, in which order of channels, or put out constants."""
+"""Plans: those whose dropped experts are merged into kept ones, in which order of channels, or put
+out constants."""
 
 import json
 import math
@@ -49,8 +50,14 @@ def test_lowest_scores_go_ties_fall_by_index_and_plans_come_back(
     tmp_path_factory: pytest.TempPathFactory, scores: list[float], data: st.DataObject
 ) -> None:
     remove = data.draw(st.integers(0, len(scores) - 1))
-    made = make_plan({0: scores, 7: scores}, {0: remove, 7: 0}, tiny.routers([0, 7], 1), provenance={"ratio": 0.25})
-    order = sorted(range(len(scores)), key=lambda expert: scores[expert])  # stable: equal scores stay in index order
+    made = make_plan(
+        {0: scores, 7: scores},
+        {0: remove, 7: 0},
+        tiny.routers([0, 7], 1),
+        provenance={"ratio": 0.25},
+    )
+    # stable: equal scores stay in index order
+    order = sorted(range(len(scores)), key=lambda expert: scores[expert])
     assert made.experts == {0: tuple(sorted(order[remove:])), 7: tuple(range(len(scores)))}
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     made.save(path)
@@ -71,12 +78,17 @@ def warned(
         frames.append(pandas.DataFrame({"layer": number, **columns, "score": scores.ravel()}))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        plan = moe_lab.plan(pandas.concat(frames), ratio, allocation, statistics=statistics, **settings)
+        plan = moe_lab.plan(
+            pandas.concat(frames), ratio, allocation, statistics=statistics, **settings
+        )
     assert {warning.filename for warning in caught} <= {__file__}, "where the user calls it"
     return plan, [str(warning.message) for warning in caught]
 
 
-DISTINCT = {layer: numpy.random.default_rng(layer).permutation(320).astype(float).reshape(32, 10) for layer in range(2)}
+DISTINCT = {
+    layer: numpy.random.default_rng(layer).permutation(320).astype(float).reshape(32, 10)
+    for layer in range(2)
+}
 EXPERTS = {layer: scores[:, 0] for layer, scores in DISTINCT.items()}
 
 
@@ -94,9 +106,13 @@ EXPERTS = {layer: scores[:, 0] for layer, scores in DISTINCT.items()}
         (DISTINCT, 0.25, {"allocation": "layerwise"}, ()),
     ],
 )
-def test_a_share_that_is_rounded_is_warned_of(values: Any, ratio: float, settings: Any, numbers: Any) -> None:
+def test_a_share_that_is_rounded_is_warned_of(
+    values: Any, ratio: float, settings: Any, numbers: Any
+) -> None:
     plan, messages = warned(values, ratio, **settings)
-    assert [re.findall(r"\d[\d.]*\b", message) for message in messages] == ([list(numbers)] if numbers else [])
+    assert [re.findall(r"\d[\d.]*\b", message) for message in messages] == (
+        [list(numbers)] if numbers else []
+    )
     assert f"{plan.removed:.3g}" == (numbers[1] if numbers else f"{ratio:g}")
 
 
@@ -122,11 +138,14 @@ def test_ties_are_those_of_experts_that_compete() -> None:
     assert ties(made, scores, {0: router}) == {}, "2 goes in one group, and goes in the other"
     made = make_plan(scores, {0: 2}, {0: router}, provenance={})
     assert ties(made, scores, {0: router}) == {}, "2 stays in one group, and goes in the other"
-    equal, protected = {0: numpy.ones(4)}, {**tiny.routers([0], 1)[0], "protected": [0]}
+    equal = {0: numpy.ones(4)}
+    protected = {**tiny.routers([0], 1)[0], "protected": [0]}
     made = make_plan(equal, {0: 1}, {0: protected}, provenance={})
     assert made.experts == {0: (0, 2, 3)} and ties(made, equal, {0: protected}) == {0: 3}
     constants = Plan({0: (0, 1, 2, 3)}, {0: 4}, {}, {0: numpy.arange(4)[:, None] > [[0, 0]]})
-    assert ties(constants, equal, tiny.routers([0], 1)) == {0: 4}, "what is replaced is not retained"
+    assert ties(constants, equal, tiny.routers([0], 1)) == {0: 4}, (
+        "what is replaced is not retained"
+    )
     assert constants.removed == 0.25
 
 
@@ -134,7 +153,9 @@ def test_ties_are_those_of_experts_that_compete() -> None:
 def test_groups_lose_equally(n_group: int, size: int, data: st.DataObject) -> None:
     scores = data.draw(st.lists(st.floats(-1, 1), min_size=n_group * size, max_size=n_group * size))
     share = data.draw(st.integers(0, size - 2))
-    made = make_plan({0: scores}, {0: share * n_group}, tiny.routers([0], 1, n_group), provenance={})
+    made = make_plan(
+        {0: scores}, {0: share * n_group}, tiny.routers([0], 1, n_group), provenance={}
+    )
     for group in range(n_group):
         members = [expert for expert in made.experts[0] if expert // size == group]
         gone = set(range(group * size, (group + 1) * size)) - set(members)
@@ -144,11 +165,17 @@ def test_groups_lose_equally(n_group: int, size: int, data: st.DataObject) -> No
 
 @given(st.integers(1, 5), st.integers(1, 20), st.sampled_from(["keep_null", "drop"]), st.data())
 def test_the_best_channels_of_each_expert_stay_and_plans_come_back(
-    tmp_path_factory: pytest.TempPathFactory, experts: int, width: int, zero: str, data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory,
+    experts: int,
+    width: int,
+    zero: str,
+    data: st.DataObject,
 ) -> None:
     rows = st.lists(st.integers(-2, 2).map(float), min_size=width, max_size=width)
     scores = numpy.array(data.draw(st.lists(rows, min_size=experts, max_size=experts)))
-    keep = numpy.array(data.draw(st.lists(st.integers(0, width), min_size=experts, max_size=experts)))
+    keep = numpy.array(
+        data.draw(st.lists(st.integers(0, width), min_size=experts, max_size=experts))
+    )
     arguments = {"zero_expert": zero, "provenance": {"a": 1}}
     if not keep.any():
         with pytest.raises(UserError, match="ratio"):
@@ -158,18 +185,25 @@ def test_the_best_channels_of_each_expert_stay_and_plans_come_back(
     assert made.experts[7] == tuple(e for e in range(experts) if keep[e] or zero == "keep_null")
     assert made.widths(7) == tuple(keep[list(made.experts[7])])
     for row, kept in zip(scores, made.channels[7], strict=True):
-        order = sorted(range(width), key=lambda channel: row[channel])  # stable: lower index falls first
+        # stable: lower index falls first
+        order = sorted(range(width), key=lambda channel: row[channel])
         assert sorted(numpy.flatnonzero(~kept)) == sorted(order[: width - kept.sum()])
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     made.save(path)
-    assert Plan.load(path) == made and Plan.load(path).channels[7].tolist() == made.channels[7].tolist()
+    assert (
+        Plan.load(path) == made
+        and Plan.load(path).channels[7].tolist() == made.channels[7].tolist()
+    )
 
 
 def test_digest_is_of_what_is_kept() -> None:
     assert two_layers(seed=1).digest == two_layers(seed=2).digest
     assert two_layers().digest != two_layers((0, 1, 3)).digest
     assert two_layers().digest != two_layers(count=5).digest
-    assert Plan({2: (0,), 10: (1,)}, {2: 2, 10: 2}).digest == Plan({10: (1,), 2: (0,)}, {10: 2, 2: 2}).digest
+    assert (
+        Plan({2: (0,), 10: (1,)}, {2: 2, 10: 2}).digest
+        == Plan({10: (1,), 2: (0,)}, {10: 2, 2: 2}).digest
+    )
 
 
 MASK = numpy.ones((3, 2), dtype=bool)
@@ -202,7 +236,9 @@ def test_what_a_plan_states_must_agree(stated: Any) -> None:
         (range(0, 16, 2), 16, (4, 4, 1), 16),  # groups a token reaches must hold top_k experts
     ],
 )
-def test_routers_must_work_with_what_is_kept(kept: Any, count: int, router: tuple[int, ...], nearest: int) -> None:
+def test_routers_must_work_with_what_is_kept(
+    kept: Any, count: int, router: tuple[int, ...], nearest: int
+) -> None:
     made = Plan({3: tuple(kept)}, {3: count})
     made.check(tiny.routers([3], 2))
     with pytest.raises(UserError, match=rf"layer 3 .*\b{re.escape(str(nearest))}\b"):
@@ -214,7 +250,8 @@ def test_scores_must_be_finite(value: float) -> None:
     with pytest.raises(UserError, match="layer 2, expert 1 "):
         make_plan({2: [1.0, value]}, {2: 0}, tiny.routers([2], 1), provenance={})
     with pytest.raises(UserError, match="layer 2, expert 1, channel 0 "):
-        scores, keep = numpy.array([[1.0], [value]]), numpy.array([1, 1])
+        scores = numpy.array([[1.0], [value]])
+        keep = numpy.array([1, 1])
         make_channel_plan({2: scores}, {2: keep}, tiny.routers([2], 1), provenance={})
 
 
@@ -226,11 +263,21 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     Plan({4: (0, 2)}, {4: 3}, {}, {4: channels}).save(path)
     text = path.read_text()
     content = json.loads(text)
-    changes: list[dict[str, Any]] = [{"schema": 3}, {"schema": None}, {"digest": "0" * 64}, {"layers": []}]
+    changes: list[dict[str, Any]] = [
+        {"schema": 3},
+        {"schema": None},
+        {"digest": "0" * 64},
+        {"layers": []},
+    ]
     about = ({"experts": 4, "keep": [0, "1"]}, {"experts": 4, "keep": [0], "channels": {}})
     damaged = [text[:30], *(json.dumps({**content, **change}) for change in changes)]
     damaged += [json.dumps({**content, "layers": {"1": layer}}) for layer in about]
-    for before, after in (('"05"', '"5"'), ('"05"', '"07"'), ('"width": 3', '"width": 30'), ('"05"', '"0g"')):
+    for before, after in (
+        ('"05"', '"5"'),
+        ('"05"', '"07"'),
+        ('"width": 3', '"width": 30'),
+        ('"05"', '"0g"'),
+    ):
         assert before in text
         damaged.append(text.replace(before, after, 1))
     for each in damaged:
@@ -244,11 +291,15 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", ["merged", "constants"])
 def test_each_routed_pair_adds_what_stands_for_its_expert(way: str) -> None:
-    """m = sum_j g_j f_G(j) with W_G = sum_i w_i W_i, or sum_j g_j c_j, with the router of the original."""
+    """m = sum_j g_j f_G(j) with W_G = sum_i w_i W_i, or sum_j g_j c_j, with the router of the
+    original."""
     model = tiny.build("qwen3_moe", dtype=torch.float64)
-    plan, layer = replace(random_plan(model, way, share=0.5), alignments={}), moe_layers(model)[1]
+    plan = replace(random_plan(model, way, share=0.5), alignments={})
+    layer = moe_layers(model)[1]
     seen: list[Any] = []
-    hook = layer.experts.register_forward_hook(lambda module, given, result: seen.append((*given, result)))
+    hook = layer.experts.register_forward_hook(
+        lambda module, given, result: seen.append((*given, result))
+    )
     with hook, mask(model, plan):
         logits(model)
     hidden, index, gates, result = seen[0]
@@ -271,11 +322,13 @@ def test_each_routed_pair_adds_what_stands_for_its_expert(way: str) -> None:
 
 
 def test_experts_without_a_router_row_lend_their_weights_only() -> None:
-    """The router chooses among the experts that stand for a group; their weights are those of the merging plan."""
+    """The router chooses among the experts that stand for a group; their weights are those of the
+    merging plan."""
     model = tiny.build("qwen3_moe")
     plan = random_plan(model, "merged rows", share=0.5)
     assert plan.merged == random_plan(model, "merged", share=0.5).merged and not plan.shares_experts
-    pruned, unmerged = prune(model, plan), prune(model, Plan(plan.experts, plan.n_experts))
+    pruned = prune(model, plan)
+    unmerged = prune(model, Plan(plan.experts, plan.n_experts))
     for merged, dropped in zip(moe_layers(pruned), moe_layers(unmerged), strict=True):
         assert torch.equal(merged.router.weight, dropped.router.weight)
         for place, expert in enumerate(plan.experts[merged.index]):
@@ -284,7 +337,9 @@ def test_experts_without_a_router_row_lend_their_weights_only() -> None:
 
 
 @pytest.mark.parametrize("shape", ["masked", "padded"])
-def test_shapes_of_the_original_hold_experts_without_router_rows_alone(shape: str, tmp_path: Path) -> None:
+def test_shapes_of_the_original_hold_experts_without_router_rows_alone(
+    shape: str, tmp_path: Path
+) -> None:
     model = tiny.save("deepseek_v3", tmp_path / "model")
     plan = random_plan(model, "merged rows", share=0.5)
     folder = export(tmp_path / "model", plan, tmp_path / "out", shape=shape)
@@ -294,7 +349,12 @@ def test_shapes_of_the_original_hold_experts_without_router_rows_alone(shape: st
     assert verify(tmp_path / "model", plan, folder) < 1e-4
     for way in ("merged", "constants"):
         with pytest.raises(UserError, match=f"export={re.escape(shape)}.*export=natural"):
-            export(tmp_path / "model", random_plan(model, way, share=0.5), tmp_path / "other", shape=shape)
+            export(
+                tmp_path / "model",
+                random_plan(model, way, share=0.5),
+                tmp_path / "other",
+                shape=shape,
+            )
         assert not (tmp_path / "other").exists()
 
 
@@ -312,9 +372,14 @@ def test_a_plan_is_read_as_it_was_written(way: str, field: str, tmp_path: Path) 
     assert again == plan and again.merged == plan.merged
     arrays = getattr(plan, field)
     assert all(numpy.array_equal(getattr(again, field)[layer], arrays[layer]) for layer in arrays)
-    halves = {at: {one: dict.fromkeys(group, 0.5) for one, group in of.items()} for at, of in plan.merged.items()}
+    halves = {
+        at: {one: dict.fromkeys(group, 0.5) for one, group in of.items()}
+        for at, of in plan.merged.items()
+    }
     assert way == "constants" or replace(plan, merged=halves) != plan
-    other = replace(plan, **{field: {layer: array[:, ::-1].copy() for layer, array in arrays.items()}})
+    other = replace(
+        plan, **{field: {layer: array[:, ::-1].copy() for layer, array in arrays.items()}}
+    )
     assert other != plan != replace(plan, **{field: {}})
     other.save(tmp_path / "other.json")
     numpy.save(tmp_path / "array.npy", arrays[1])
@@ -330,7 +395,8 @@ def test_a_plan_is_read_as_it_was_written(way: str, field: str, tmp_path: Path) 
 
 def test_nothing_is_merged_into_a_protected_expert() -> None:
     groups = {0: {0: {0: 0.5, 1: 0.5}, 2: {2: 1.0}, 3: {3: 1.0}}}
-    plan, routers = merge_experts(groups, {0: 4}, provenance={}), tiny.routers([0], 2)
+    plan = merge_experts(groups, {0: 4}, provenance={})
+    routers = tiny.routers([0], 2)
     plan.check({0: {**routers[0], "protected": (2,)}})
     with pytest.raises(UserError, match=r"expert 0\b"):
         plan.check({0: {**routers[0], "protected": (0,)}})
@@ -347,33 +413,45 @@ def weights_of(layer: Any, expert: int) -> list[Any]:
 
 
 def test_of_all_orders_the_one_of_the_largest_products_of_weights_is_chosen() -> None:
-    """M-SMoE: argmax over p of sum_i <gate_o[i], gate_m[p_i]> + <up_o[i], up_m[p_i]> + <down_o[i], down_m[p_i]>."""
+    """M-SMoE: argmax over p of sum_i <gate_o[i], gate_m[p_i]> + <up_o[i], up_m[p_i]> + <down_o[i],
+    down_m[p_i]>."""
     model = tiny.build("olmoe", intermediate_size=5)
     plan = align_by_weights(random_plan(model, "merged", share=0.5), moe_layers(model))
     for layer in moe_layers(model):
         owners = plan.owners(layer.index)
         for row, member in enumerate(plan.merged_away(layer.index)):
-            of_owner, of_member = weights_of(layer, owners[member]), weights_of(layer, member)
+            of_owner = weights_of(layer, owners[member])
+            of_member = weights_of(layer, member)
             best = max(
                 permutations(range(5)),
-                key=lambda order: sum(a @ of_member[j] for a, j in zip(of_owner, order, strict=True)),
+                key=lambda order: sum(
+                    a @ of_member[j] for a, j in zip(of_owner, order, strict=True)
+                ),
             )
             assert plan.alignments[layer.index][row].tolist() == list(best)
 
 
 @pytest.mark.parametrize("by_activations", [False, True])
-def test_experts_that_differ_in_the_order_of_their_channels_are_merged_without_loss(by_activations: bool) -> None:
-    model, random = tiny.build("qwen3_moe"), numpy.random.default_rng(0)
-    plan, layers = replace(random_plan(model, "merged", share=0.8), alignments={}), moe_layers(model)
+def test_experts_that_differ_in_the_order_of_their_channels_are_merged_without_loss(
+    by_activations: bool,
+) -> None:
+    model = tiny.build("qwen3_moe")
+    random = numpy.random.default_rng(0)
+    plan = replace(random_plan(model, "merged", share=0.8), alignments={})
+    layers = moe_layers(model)
     for layer in layers:
         experts: Any = layer.experts
         for owner, group in plan.merged[layer.index].items():
             for member in group.keys() - {owner}:
                 order = torch.from_numpy(random.permutation(layer.width))
-                experts.gate_up_proj[member] = experts.gate_up_proj[owner][torch.cat((order, order + layer.width))]
+                experts.gate_up_proj[member] = experts.gate_up_proj[owner][
+                    torch.cat((order, order + layer.width))
+                ]
                 experts.down_proj[member] = experts.down_proj[owner][:, order]
     if by_activations:
-        aligned = align_by_activations(plan, gather(model, alignment_tap(plan), tiny.batches()).layers)
+        aligned = align_by_activations(
+            plan, gather(model, alignment_tap(plan), tiny.batches()).layers
+        )
     else:
         aligned = align_by_weights(plan, layers)
     before = logits(model)
@@ -385,7 +463,9 @@ def test_experts_that_differ_in_the_order_of_their_channels_are_merged_without_l
 
 def naive_cost(of_owner: Any, of_member: Any) -> Any:
     """(I, I) Euclidean distances of rows, each divided by its norm."""
-    first, second = (rows / numpy.linalg.norm(rows, axis=1)[:, None] for rows in (of_owner, of_member))
+    first, second = (
+        rows / numpy.linalg.norm(rows, axis=1)[:, None] for rows in (of_owner, of_member)
+    )
     return numpy.array([[numpy.linalg.norm(a - b) for b in second] for a in first])
 
 
@@ -394,7 +474,9 @@ def test_ream_adds_distances_of_activations_and_of_principal_components_of_weigh
     plan = replace(random_plan(model, "merged", share=0.5), alignments={})
     seen: dict[int, torch.Tensor] = {}
     for layer in moe_layers(model):
-        layer.experts.register_forward_pre_hook(lambda _, inputs, at=layer.index: seen.update({at: inputs[0].detach()}))
+        layer.experts.register_forward_pre_hook(
+            lambda _, inputs, at=layer.index: seen.update({at: inputs[0].detach()})
+        )
     with torch.no_grad():
         model(input_ids=ids, attention_mask=valid.long())
     given = dict(seen)
@@ -410,7 +492,10 @@ def test_ream_adds_distances_of_activations_and_of_principal_components_of_weigh
         components = ((rows - flat.mean(0)) @ directions.T) * singular
         owners = plan.owners(layer.index)
         for row, member in enumerate(plan.merged_away(layer.index)):
-            phi = [layer.phi(states, layer.weights(expert)).detach().numpy().T for expert in (owners[member], member)]
+            phi = [
+                layer.phi(states, layer.weights(expert)).detach().numpy().T
+                for expert in (owners[member], member)
+            ]
             cost = naive_cost(*phi) + naive_cost(components[owners[member]], components[member])
             order = aligned.alignments[layer.index][row]
             best = cost[linear_sum_assignment(cost)].sum()
@@ -422,8 +507,14 @@ def test_both_engines_find_the_same_orders(tmp_path: Path) -> None:
     plan = replace(random_plan(model, "merged", share=0.5), alignments={})
     streamed = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
     by_weights = align_by_weights(plan, streamed.each_layer())
-    assert by_weights == align_by_weights(plan, moe_layers(model)) == moe_lab.align(model, plan) != plan
-    tap, batches = alignment_tap(plan), tiny.batches()
+    assert (
+        by_weights
+        == align_by_weights(plan, moe_layers(model))
+        == moe_lab.align(model, plan)
+        != plan
+    )
+    tap = alignment_tap(plan)
+    batches = tiny.batches()
     sums = stream(streamed, tap, batches, out=tmp_path / "out")
     by_activations = align_by_activations(plan, sums.layers)
     assert by_activations == align_by_activations(plan, gather(model, tap, batches).layers)

@@ -1,4 +1,5 @@
-"""Masks, which leave nothing behind; pruning in memory; packed experts. `identities` compares all families."""
+"""Masks, which leave nothing behind; pruning in memory; packed experts. `identities` compares all
+families."""
 
 import copy
 from contextlib import nullcontext
@@ -40,12 +41,24 @@ def full(plan: Plan) -> Plan:
     return replace(plan, channels=channels)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sampled_from(NAMES), st.integers(0, 2**32), st.sampled_from([None, 0, 1, 8, 24]), st.booleans())
-def test_channels_with_columns_of_0_are_as_good_as_gone(name: str, seed: int, width: int | None, drop: bool) -> None:
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.sampled_from(NAMES),
+    st.integers(0, 2**32),
+    st.sampled_from([None, 0, 1, 8, 24]),
+    st.booleans(),
+)
+def test_channels_with_columns_of_0_are_as_good_as_gone(
+    name: str, seed: int, width: int | None, drop: bool
+) -> None:
     model = MODELS[name]
-    plan = random_plan(model, "ragged" if width is None else "one width", seed, None if drop else 1.0, width or 0)
-    before, reference = logits(model), copy.deepcopy(model)
+    plan = random_plan(
+        model, "ragged" if width is None else "one width", seed, None if drop else 1.0, width or 0
+    )
+    before = logits(model)
+    reference = copy.deepcopy(model)
     for layer in moe_layers(reference):
         layer.experts.down_proj.data *= torch.from_numpy(plan.channels[layer.index])[:, None, :]
     masked = under(model, plan)
@@ -74,25 +87,35 @@ def test_grouped_matrix_products_stay(way: str) -> None:
     with mask(model, plan):  # in force, whatever computes the experts meanwhile
         model.set_experts_implementation("grouped_mm")
         assert torch.equal(logits(model), expected)
-    before, grouped = logits(model), under(model, plan)
+    before = logits(model)
+    grouped = under(model, plan)
     assert (grouped - expected).abs().max() <= 1e-5 and not torch.equal(grouped, expected)
     if way == "ragged":
         assert torch.equal(under(model, full(plan)), under(model, replace(plan, channels={})))
-    assert torch.equal(logits(model), before) and model.config._experts_implementation == "grouped_mm"
+    assert (
+        torch.equal(logits(model), before) and model.config._experts_implementation == "grouped_mm"
+    )
     assert "_apply_gate" not in vars(moe_layers(model)[0].experts)
 
 
 def test_infinite_values_of_dropped_channels_do_not_come_through() -> None:
     model = tiny.build("olmoe")
     plan = random_plan(model, "ragged")
-    gate_up, dropped = moe_layers(model)[0].experts.gate_up_proj.data, torch.from_numpy(~plan.channels[0])
+    gate_up = moe_layers(model)[0].experts.gate_up_proj.data
+    dropped = torch.from_numpy(~plan.channels[0])
     gate_up[torch.cat((dropped, dropped), 1)] *= 1e30
     assert torch.isfinite(under(model, plan)).all()
     assert not torch.isfinite(logits(model)).all()
 
 
 @pytest.mark.parametrize(
-    ("name", "way"), [("minimax_m2", "even"), ("phimoe", "even"), ("ernie4_5_moe", "even"), ("minimax_m2", "ragged")]
+    ("name", "way"),
+    [
+        ("minimax_m2", "even"),
+        ("phimoe", "even"),
+        ("ernie4_5_moe", "even"),
+        ("minimax_m2", "ragged"),
+    ],
 )
 def test_model_is_restored_after_an_error(name: str, way: str) -> None:
     model = tiny.build(name)
@@ -112,28 +135,43 @@ def test_model_is_restored_after_an_error(name: str, way: str) -> None:
 
 
 def test_hooks_see_original_ids_and_experts_called_past_the_mask_are_noticed() -> None:
-    model, seen = tiny.build("olmoe"), {}
-    plan, layers = tiny.plan(model, 0.5), moe_layers(model)
+    model = tiny.build("olmoe")
+    seen = {}
+    plan = tiny.plan(model, 0.5)
+    layers = moe_layers(model)
     for layer in layers:
-        layer.router.register_forward_hook(lambda _, given, output, at=layer.index: seen.update({at: output[2]}))
+        layer.router.register_forward_hook(
+            lambda _, given, output, at=layer.index: seen.update({at: output[2]})
+        )
     with mask(model, plan):
         logits(model)
         assert list(seen) == [0, 1, 2]
-        assert all(set(chosen.unique().tolist()) <= set(plan.experts[at]) for at, chosen in seen.items())
-        layer, hidden = layers[1], torch.zeros(2, 32)
+        assert all(
+            set(chosen.unique().tolist()) <= set(plan.experts[at]) for at, chosen in seen.items()
+        )
+        layer = layers[1]
+        hidden = torch.zeros(2, 32)
         _, gates, chosen = layer.router.forward(hidden)  # type: ignore[operator]
         with pytest.raises(RuntimeError, match=r"model\.layers\.1\.mlp\.experts"):
             layer.experts(hidden, chosen, gates)
 
 
-@pytest.mark.parametrize("way", [mask, lambda model, plan: nullcontext(prune(model, plan))], ids=["mask", "prune"])
+@pytest.mark.parametrize(
+    "way", [mask, lambda model, plan: nullcontext(prune(model, plan))], ids=["mask", "prune"]
+)
 def test_plans_of_other_models_are_refused(way: Any) -> None:
     model = tiny.build("olmoe")
-    channels, constants = random_plan(model, "ragged"), random_plan(model, "constants", share=0.5)
+    channels = random_plan(model, "ragged")
+    constants = random_plan(model, "constants", share=0.5)
     for plan, field in (
         (tiny.plan(tiny.build("mixtral"), 0.5), "another model"),
         (tiny.plan(tiny.build("deepseek_v3"), 0.5), "another model"),
-        (replace(channels, channels={at: rows[:, :20] for at, rows in channels.channels.items()}), "another model"),
+        (
+            replace(
+                channels, channels={at: rows[:, :20] for at, rows in channels.channels.items()}
+            ),
+            "another model",
+        ),
         (replace(constants, constants={1: constants.constants[1][:, :5]}), "another model"),
         (Plan(dict.fromkeys(range(3), (0, 1)), dict.fromkeys(range(3), 16)), "top_k=4"),
     ):
@@ -166,7 +204,11 @@ def test_counts_and_axes_of_the_experts_that_are_left() -> None:
     model = tiny.build("gpt_oss", num_local_experts=32)  # as many experts as hidden units
     layer = moe_layers(prune(model, tiny.plan(model, 0.5)))[0]
     assert layer.router.weight.shape == (16, 32) and layer.router.bias.shape == (16,)
-    assert layer.experts.gate_up_proj.shape == (16, 32, 48) and layer.experts.down_proj_bias.shape == (16, 32)
+    assert layer.experts.gate_up_proj.shape == (
+        16,
+        32,
+        48,
+    ) and layer.experts.down_proj_bias.shape == (16, 32)
     model = tiny.build("mixtral")
     pruned = prune(model, tiny.plan(model, 0.5))
     assert pruned(input_ids=tiny.tokens(), output_router_logits=True).aux_loss > 0
@@ -174,7 +216,9 @@ def test_counts_and_axes_of_the_experts_that_are_left() -> None:
 
 
 @pytest.mark.parametrize("way", ["uneven", "one width", "ragged"])
-def test_models_of_another_shape_are_not_saved_as_if_stock_code_could_read_them(way: str, tmp_path: Path) -> None:
+def test_models_of_another_shape_are_not_saved_as_if_stock_code_could_read_them(
+    way: str, tmp_path: Path
+) -> None:
     model = tiny.build("olmoe")
     pruned = prune(model, random_plan(model, way, width=16))
     with pytest.raises(UserError, match="save_pretrained"):
@@ -182,7 +226,9 @@ def test_models_of_another_shape_are_not_saved_as_if_stock_code_could_read_them(
     assert not list(tmp_path.iterdir())
     if way == "uneven":  # pruned again, all layers are alike
         four = {layer.index: tuple(range(4)) for layer in moe_layers(pruned)}
-        again = prune(pruned, Plan(four, {layer.index: layer.n_experts for layer in moe_layers(pruned)}))
+        again = prune(
+            pruned, Plan(four, {layer.index: layer.n_experts for layer in moe_layers(pruned)})
+        )
         again.save_pretrained(tmp_path)
         reloaded = tiny.load(tmp_path)
         assert torch.equal(logits(again), logits(reloaded)) and reloaded.config.num_experts == 4
@@ -202,7 +248,9 @@ def test_layers_of_one_width_stay_modules_of_the_family_if_kernels_can_align_the
     narrow.set_experts_implementation("grouped_mm")
     assert torch.isfinite(logits(narrow)).all()
     whole = tiny.build("olmoe", intermediate_size=13)
-    assert {layer.width for layer in moe_layers(prune(whole, random_plan(whole, "one width", width=13)))} == {13}
+    assert {
+        layer.width for layer in moe_layers(prune(whole, random_plan(whole, "one width", width=13)))
+    } == {13}
 
 
 # ---- packed experts
@@ -217,9 +265,13 @@ def test_gradients_flow_to_weights_hidden_states_and_gates() -> None:
     hidden = torch.randn(4, 32, dtype=torch.float64, requires_grad=True)
     gates = torch.rand(4, 2, dtype=torch.float64, requires_grad=True)
     index = torch.tensor([[0, 1], [1, 2], [3, 0], [2, 3]])
-    assert torch.autograd.gradcheck(lambda hidden, gates: experts(hidden, index, gates), (hidden, gates))
+    assert torch.autograd.gradcheck(
+        lambda hidden, gates: experts(hidden, index, gates), (hidden, gates)
+    )
     experts(hidden, index, gates).sum().backward()
-    assert all(parameter.grad is not None and parameter.grad.any() for parameter in experts.parameters())
+    assert all(
+        parameter.grad is not None and parameter.grad.any() for parameter in experts.parameters()
+    )
 
 
 def test_packed_experts_need_no_memory_on_the_meta_device_and_are_not_taken_for_stacks() -> None:

@@ -1,4 +1,5 @@
-"""Weights in 4 bits, in memory and in exports of recovered models, which a process without moe_lab loads."""
+"""Weights in 4 bits, in memory and in exports of recovered models, which a process without moe_lab
+loads."""
 
 import copy
 import json
@@ -24,7 +25,15 @@ from moe_lab.pruning.export import export
 from moe_lab.pruning.export.rewrite import rewrite
 from moe_lab.pruning.plan import Plan
 from moe_lab.recovery import check
-from moe_lab.recovery.apply import TENSORS, FourBitLinear, FourBitMatrices, FourBitMatrix, quantize, recovered, storage
+from moe_lab.recovery.apply import (
+    TENSORS,
+    FourBitLinear,
+    FourBitMatrices,
+    FourBitMatrix,
+    quantize,
+    recovered,
+    storage,
+)
 from moe_lab.recovery.export import check_widths, recovery_changes
 
 functional = pytest.importorskip("bitsandbytes.functional")
@@ -51,28 +60,40 @@ def dequantized(model: Any, original: Any) -> Any:
 @pytest.mark.parametrize("shape", [(64, 128), (48, 32), (64, 96), (7, 9), (300, 64), (1, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_matrix_comes_back_within_half_a_gap(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    # rows that end inside a block (32, 96 and 9 columns) are what the CPU kernel of bitsandbytes gets wrong
-    widest = (1 - 0.6961928009986877) / 2  # half of the widest gap between two values of NF4 (QLoRA, appendix E)
+    # rows that end inside a block (32, 96 and 9 columns) are what the CPU kernel of bitsandbytes
+    # gets wrong
+    # half of the widest gap between two values of NF4 (QLoRA, appendix E)
+    widest = (1 - 0.6961928009986877) / 2
     generator = torch.Generator().manual_seed(0)
-    matrices = [(torch.randn(shape, generator=generator) * scale).to(dtype) for scale in (1, 0.01, 30)]
+    matrices = [
+        (torch.randn(shape, generator=generator) * scale).to(dtype) for scale in (1, 0.01, 30)
+    ]
     stack = FourBitMatrices(map(FourBitMatrix, matrices))
     for number, matrix in enumerate(matrices):
         found = stack[number]
         assert found.shape == matrix.shape and found.dtype == dtype
-        largest = torch.cat([b.abs().max().expand(len(b)) for b in matrix.double().reshape(-1).split(64)])
+        largest = torch.cat(
+            [b.abs().max().expand(len(b)) for b in matrix.double().reshape(-1).split(64)]
+        )
         error = found.double() - matrix
         # a scale, which is rounded too, is off by 2 % at most
         assert bool((error.abs().reshape(-1) <= (widest + 0.02) * largest + 1e-9).all())
-        assert float(error.std()) < 0.1 * float(matrix.double().std()), "what NF4 costs normal numbers, and no more"
+        assert float(error.std()) < 0.1 * float(matrix.double().std()), (
+            "what NF4 costs normal numbers, and no more"
+        )
 
 
 def test_bits_are_those_of_bitsandbytes() -> None:
     matrix = torch.randn(128, 192, generator=torch.Generator().manual_seed(1))
-    packed, state = functional.quantize_4bit(matrix, blocksize=64, quant_type="nf4", compress_statistics=True)
+    packed, state = functional.quantize_4bit(
+        matrix, blocksize=64, quant_type="nf4", compress_statistics=True
+    )
     second = FourBitMatrix(matrix)
     stack = FourBitMatrices([FourBitMatrix(torch.zeros(4, 64)), second])
     assert torch.equal(second.packed, packed) and torch.equal(second.scales, state.absmax)
-    assert torch.equal(second.nested, state.state2.absmax) and torch.equal(second.mean, state.offset)
+    assert torch.equal(second.nested, state.state2.absmax) and torch.equal(
+        second.mean, state.offset
+    )
     assert torch.equal(stack[torch.tensor(1)], functional.dequantize_4bit(packed, state))
     assert not bool(stack[0].any())
 
@@ -83,12 +104,17 @@ def test_model_computes_with_the_weights_it_stands_for(name: str) -> None:
     family, _, ragged = name.partition(" ")
     model = tiny.build(family)
     plan = random_plan(model, ragged) if ragged else None
-    plain, stored = (recovered(model, plan, bits=bits, modules=PARTS, tuned=None) for bits in (16, 4))
-    found, before = tiny.logits(stored), tiny.logits(plain)
+    plain, stored = (
+        recovered(model, plan, bits=bits, modules=PARTS, tuned=None) for bits in (16, 4)
+    )
+    found = tiny.logits(stored)
+    before = tiny.logits(plain)
     assert torch.equal(found, tiny.logits(dequantized(stored, plain)))
     assert 1e-3 < float((found - before).abs().max()) < 8
     left = {key for key in stored.state_dict() if "packed" not in key}
-    assert {key for key in plain.state_dict() if "router" in key or "gate.w" in key or "head" in key} <= left
+    assert {
+        key for key in plain.state_dict() if "router" in key or "gate.w" in key or "head" in key
+    } <= left
     assert any(isinstance(module, RaggedExperts) for module in stored.modules()) == bool(ragged)
     assert storage(stored)["experts"] < storage(plain)["experts"] / (7 if ragged else 5)
 
@@ -101,8 +127,16 @@ def test_the_input_model_stays_and_a_second_time_gives_the_same_bits() -> None:
     states = once.state_dict(), again.state_dict()
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(value, states[1][key]) for key, value in states[0].items())
-    shared = {key for key, value in once.named_parameters() if value is dict(model.named_parameters()).get(key)}
-    assert {"model.layers.1.mlp.gate.weight", "lm_head.weight", "model.layers.1.self_attn.o_proj.weight"} <= shared
+    shared = {
+        key
+        for key, value in once.named_parameters()
+        if value is dict(model.named_parameters()).get(key)
+    }
+    assert {
+        "model.layers.1.mlp.gate.weight",
+        "lm_head.weight",
+        "model.layers.1.self_attn.o_proj.weight",
+    } <= shared
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +148,8 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- exports
 
 CASES = {
-    # rows of the attention's maps are whole blocks of NF4 (64 columns), and their number is a multiple of 32
+    # rows of the attention's maps are whole blocks of NF4 (64 columns), and their number is a
+    # multiple of 32
     "dora": ("qwen2_moe", "even", True, 16, []),
     "dora_nf4": ("qwen2_moe", "even", True, 4, PARTS),
     "nf4": ("deepseek_v3", "even", False, 4, ["experts", "shared_experts"]),
@@ -140,13 +175,16 @@ for folder in folders:
 
 
 def tune(model: Any, plan: Plan, folder: Path) -> Path:
-    """Write other weights for the experts, routers and shared experts of the pruned model, as fine-tuning does."""
+    """Write other weights for the experts, routers and shared experts of the pruned model, as
+    fine-tuning does."""
     pruned = recovered(model, plan, bits=16, modules=(), tuned=None)
     generator = torch.Generator().manual_seed(3)
     changed = {
         name: weight + 0.02 * torch.randn(weight.shape, generator=generator)
         for name, weight in pruned.named_parameters()
-        if ("experts." in name and "bias" not in name) or "gate.weight" in name or "router.weight" in name
+        if ("experts." in name and "bias" not in name)
+        or "gate.weight" in name
+        or "router.weight" in name
     }
     folder.mkdir()
     save_file(changed, folder / TENSORS)
@@ -160,13 +198,20 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file({"tokens": tiny.tokens()}, root / "tokens.safetensors")
     for case, (name, plan_case, tuned, bits, modules) in CASES.items():
         source = root.parent / f"source-{case}"
-        sizes = {"hidden_size": 64} | ({"shared_expert_intermediate_size": 32} if name == "qwen2_moe" else {})
+        sizes = {"hidden_size": 64} | (
+            {"shared_expert_intermediate_size": 32} if name == "qwen2_moe" else {}
+        )
         model = tiny.save(name, source / "model", shard="200KB", **sizes)
         plan = random_plan(model, plan_case)
         files = tune(model, plan, source / "tuned") if tuned else None
         export(source / "model", plan, source / "natural")
         changes = recovery_changes(
-            source / "natural", dtype=torch.float32, bits=bits, modules=modules, tuned=files, words="It was tuned."
+            source / "natural",
+            dtype=torch.float32,
+            bits=bits,
+            modules=modules,
+            tuned=files,
+            words="It was tuned.",
         )
         if case == "dora_nf4_ragged":
             shutil.copytree(source / "natural", source.parent / "ragged")
@@ -186,7 +231,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("case", CASES)
 def test_the_export_reloads_as_the_evaluated_model(folders: Path, case: str) -> None:
     folder = folders / case
-    found, expected = load_file(folder / "found.safetensors"), load_file(folder / "expected.safetensors")
+    found = load_file(folder / "found.safetensors")
+    expected = load_file(folder / "expected.safetensors")
     in_4_bits = found.keys() - {"logits", "exact logits"}
     assert all(torch.equal(found[name], expected[name]) for name in in_4_bits)
     assert torch.equal(found["exact logits"], expected["logits"])
@@ -201,25 +247,37 @@ def test_the_export_reloads_as_the_evaluated_model(folders: Path, case: str) -> 
 def test_what_is_in_4_bits_and_tensors_begin_where_mapped_files_are_aligned(folders: Path) -> None:
     stored = tiny.weights(folders / "dora_nf4")
     config = json.loads((folders / "dora_nf4" / "config.json").read_text())
-    packed = {name for name, tensor in stored.items() if tensor.dtype == torch.uint8 and name.endswith("weight")}
+    packed = {
+        name
+        for name, tensor in stored.items()
+        if tensor.dtype == torch.uint8 and name.endswith("weight")
+    }
     inside = [f"self_attn.{role}_proj" for role in "qkvo"] + [
         f"mlp.shared_expert.{role}_proj" for role in ("gate", "up")
     ]
-    assert packed == {f"model.layers.{layer}.{name}.weight" for layer in range(3) for name in inside}
-    assert not packed & {f"{name}.weight" for name in config["quantization_config"]["llm_int8_skip_modules"]}
+    assert packed == {
+        f"model.layers.{layer}.{name}.weight" for layer in range(3) for name in inside
+    }
+    assert not packed & {
+        f"{name}.weight" for name in config["quantization_config"]["llm_int8_skip_modules"]
+    }
     assert "lm_head" in config["quantization_config"]["llm_int8_skip_modules"]
     assert {f"{name}.quant_state.bitsandbytes__nf4" for name in packed} <= stored.keys()
     assert stored["model.layers.0.mlp.experts.0.up_proj.weight"].dtype == torch.float32
     card = (folders / "dora_nf4" / "README.md").read_text()
     assert (
-        "Nothing was trained" not in card and "It was tuned." in card and "18 linear maps are stored in 4 bits" in card
+        "Nothing was trained" not in card
+        and "It was tuned." in card
+        and "18 linear maps are stored in 4 bits" in card
     )
     for case in ("nf4_experts", "nf4"):  # routed experts, and shared ones that are too narrow
         assert "quantization_config" not in json.loads((folders / case / "config.json").read_text())
     for file in (folders / "dora_nf4").glob("model*.safetensors"):
         _, entries = read_header(file)
         odd = [entry.start for entry in entries.values() if entry.start % 64]
-        last_aligned = max((entry.start for entry in entries.values() if entry.size % 64 == 0), default=0)
+        last_aligned = max(
+            (entry.start for entry in entries.values() if entry.size % 64 == 0), default=0
+        )
         assert all(start > last_aligned for start in odd)
 
 
@@ -228,17 +286,23 @@ def test_widths_that_are_aligned_in_one_precision_only_are_refused(tmp_path: Pat
     """12 channels: 48 bytes of fp32 are a multiple of 16, 24 bytes of bfloat16 are not."""
     model = tiny.save("olmoe", tmp_path / "model", dtype=torch.bfloat16)
     for width in (16, 24):  # 24 is all of them
-        check_widths(tmp_path / "model", random_plan(model, "one width", width=width), torch.float32)
+        check_widths(
+            tmp_path / "model", random_plan(model, "one width", width=width), torch.float32
+        )
     plan = random_plan(model, "one width", width=12)
     check_widths(tmp_path / "model", plan, torch.bfloat16)
-    with pytest.raises(UserError, match=r"keep 12 channels.*float32.*expected model\.dtype as stored"):
+    with pytest.raises(
+        UserError, match=r"keep 12 channels.*float32.*expected model\.dtype as stored"
+    ):
         check_widths(tmp_path / "model", plan, torch.float32)
 
 
 @pytest.mark.slow
 def test_an_export_of_ragged_experts_can_be_quantised(folders: Path) -> None:
     """Its experts are a class of the code beside it, not the one in this package."""
-    model = load_model(ModelConfig("ragged", str(folders.parent / "ragged"), trust_remote_code=True))[0]
+    model = load_model(
+        ModelConfig("ragged", str(folders.parent / "ragged"), trust_remote_code=True)
+    )[0]
     before = storage(model)["experts"]
     quantize(model, ["experts"])
     assert storage(model)["experts"] < before / 7

@@ -1,4 +1,5 @@
-"""Exact ways: the rise of the loss without an expert, and the error of a layer for each choice of its experts."""
+"""Exact ways: the rise of the loss without an expert, and the error of a layer for each choice of
+its experts."""
 
 import copy
 import math
@@ -33,19 +34,29 @@ def ablate(model: Any, batches: list[Batch], **settings: Any) -> Statistics:
 
 
 @torch.no_grad()
-def naive_rises(model: Any, ids: torch.Tensor, valid: torch.Tensor) -> dict[int, tuple[list[float], float]]:
-    """Layer -> (rise of the loss without each of its experts, rise with the output of all of them times 0.9).
+def naive_rises(
+    model: Any, ids: torch.Tensor, valid: torch.Tensor
+) -> dict[int, tuple[list[float], float]]:
+    """Layer -> (rise of the loss without each of its experts, rise with the output of all of them
+    times 0.9).
 
     Down projections are changed, in an fp64 copy, and the whole model reads the whole batch.
     """
     wide = copy.deepcopy(model).double()
-    whole, count = float(naive.loss(wide, ids, valid)), int((valid[:, :-1] & valid[:, 1:]).sum())
+    whole = float(naive.loss(wide, ids, valid))
+    count = int((valid[:, :-1] & valid[:, 1:]).sum())
     found = {}
     for layer in moe_layers(wide):
-        parts = [tensor for name, tensor in layer.experts.named_parameters() if name.startswith("down_proj")]
+        parts = [
+            tensor
+            for name, tensor in layer.experts.named_parameters()
+            if name.startswith("down_proj")
+        ]
         originals = [part.clone() for part in parts]
 
-        def rise(at: int | slice, factor: float, parts: Any = parts, originals: Any = originals) -> float:
+        def rise(
+            at: int | slice, factor: float, parts: Any = parts, originals: Any = originals
+        ) -> float:
             for part in parts:
                 part[at] *= factor
             changed = float(naive.loss(wide, ids, valid))
@@ -53,7 +64,10 @@ def naive_rises(model: Any, ids: torch.Tensor, valid: torch.Tensor) -> dict[int,
                 part.copy_(original)
             return (changed - whole) / count
 
-        found[layer.index] = [rise(expert, 0.0) for expert in range(layer.n_experts)], rise(slice(None), 0.9)
+        found[layer.index] = (
+            [rise(expert, 0.0) for expert in range(layer.n_experts)],
+            rise(slice(None), 0.9),
+        )
     return found
 
 
@@ -65,9 +79,14 @@ def test_rises_are_those_of_changed_weights(name: str) -> None:
     without = ablate(model, [(ids, valid)]).layers
     scaled = loss_rises(model, "scaling", [(ids[:1], valid[:1]), (ids[1:], valid[1:])])
     expected = naive_rises(model, ids, valid)
-    assert scaled.header["kind"] == "scaling" and scaled.layers.keys() == expected.keys() == without.keys()
+    assert (
+        scaled.header["kind"] == "scaling"
+        and scaled.layers.keys() == expected.keys() == without.keys()
+    )
     for index, (of_experts, of_layer) in expected.items():
-        assert {without[index]["ablation"].dtype, scaled.layers[index]["scaling"].dtype} == {torch.float64}
+        assert {without[index]["ablation"].dtype, scaled.layers[index]["scaling"].dtype} == {
+            torch.float64
+        }
         assert without[index]["ablation"].tolist() == pytest.approx(of_experts, abs=3e-6), index
         assert max(map(abs, of_experts)) > 1e-3
         assert scaled.layers[index]["scaling"].tolist() == pytest.approx(of_layer, abs=3e-6), index
@@ -76,7 +95,9 @@ def test_rises_are_those_of_changed_weights(name: str) -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize(("limit", "value"), [("PASS_TOKENS", 1), ("LOGITS", 4 * tiny.VOCABULARY * 50)])
+@pytest.mark.parametrize(
+    ("limit", "value"), [("PASS_TOKENS", 1), ("LOGITS", 4 * tiny.VOCABULARY * 50)]
+)
 def test_parts_do_not_matter(limit: str, value: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row and one expert at a time, or all at once, in batches of different lengths."""
     model = tiny.build("mixtral")
@@ -99,7 +120,9 @@ def test_layers_before_are_not_run_again(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [run.count(index) for index in range(4)] == [1 + 8 * (index + 1) for index in range(4)]
 
 
-def test_a_killed_pass_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_pass_goes_on_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny.build("mixtral")
     ids, valid = naive.batch()
     batches = [(ids[:2], valid[:2]), (ids[2:], valid[2:])]
@@ -112,7 +135,10 @@ def test_a_killed_pass_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch: pyt
     rest = ablate(model, batches, out=tmp_path)
     assert len(calls) == 2
     assert rest.header == whole.header
-    assert all(torch.equal(rest.layers[at]["ablation"], whole.layers[at]["ablation"]) for at in whole.layers)
+    assert all(
+        torch.equal(rest.layers[at]["ablation"], whole.layers[at]["ablation"])
+        for at in whole.layers
+    )
     ablate(model, batches[::-1], out=tmp_path)  # another text
     assert len(calls) == 8
 
@@ -121,14 +147,19 @@ def test_what_gives_no_finite_loss_is_refused(monkeypatch: pytest.MonkeyPatch) -
     model = tiny.build("mixtral")
     ids, valid = naive.batch()
     for batches, says in (
-        ([(torch.full((2, 1), 5), torch.ones(2, 1, dtype=torch.bool))], "no token that follows another"),
+        (
+            [(torch.full((2, 1), 5), torch.ones(2, 1, dtype=torch.bool))],
+            "no token that follows another",
+        ),
         ([], "no batches"),
     ):
         with pytest.raises(UserError, match=says):
             ablate(model, batches)
     broken = torch.tensor([0.0, 0.0, 0.0, float("nan")]).repeat(2)
     monkeypatch.setitem(ablation.KINDS, "ablation", lambda self, place: broken)
-    with pytest.raises(UserError, match="NaN or Inf in layer 0, expert 3: ablation of the changed loss"):
+    with pytest.raises(
+        UserError, match="NaN or Inf in layer 0, expert 3: ablation of the changed loss"
+    ):
         ablate(model, [(ids, valid)])
     moe_layers(model)[2].experts.down_proj[3] = float("inf")  # type: ignore[operator, index]
     with pytest.raises(UserError, match="loss of the unpruned model is NaN or infinite"):
@@ -148,27 +179,38 @@ def facts(model: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def brute_force(model: Any, layer: MoELayer, removed: int) -> dict[tuple[int, ...], float]:
-    """Kept ids -> || F - F_S ||_F in fp64, for every subset that the mask accepts: the masked block is really run."""
+    """Kept ids -> || F - F_S ||_F in fp64, for every subset that the mask accepts: the masked block
+    is really run."""
     ids, valid = naive.batch()
     entered: list[torch.Tensor] = []
-    with layer.block.register_forward_pre_hook(lambda module, given: entered.append(given[0].double())):
+    with layer.block.register_forward_pre_hook(
+        lambda module, given: entered.append(given[0].double())
+    ):
         model(input_ids=ids, attention_mask=valid.long(), use_cache=False)
     wide = copy.deepcopy(model).double()
     layers = moe_layers(wide)
     changed = next(each for each in layers if each.index == layer.index)
-    whole, errors = naive.block(changed, entered[0]), {}
+    whole = naive.block(changed, entered[0])
+    errors = {}
     everything = {each.index: tuple(range(each.n_experts)) for each in layers}
     for kept in combinations(range(layer.n_experts), layer.n_experts - removed):
-        plan = Plan({**everything, layer.index: kept}, {each.index: each.n_experts for each in layers})
+        plan = Plan(
+            {**everything, layer.index: kept}, {each.index: each.n_experts for each in layers}
+        )
         size = layer.n_experts // layer.n_group
-        if len({sum(expert // size == group for expert in kept) for group in range(layer.n_group)}) > 1:
+        if (
+            len({sum(expert // size == group for expert in kept) for group in range(layer.n_group)})
+            > 1
+        ):
             continue
         with mask(wide, plan):
             errors[kept] = float((whole - naive.block(changed, entered[0]))[valid.flatten()].norm())
     return errors
 
 
-def reconstructed(model: Any, batches: list[Batch], ratio: float, **settings: Any) -> Reconstruction:
+def reconstructed(
+    model: Any, batches: list[Batch], ratio: float, **settings: Any
+) -> Reconstruction:
     read = partial(gather, model, batches=batches, **settings)
     return reconstruct(lambda tap: read(tap=tap), facts=facts(model), ratio=ratio)
 
@@ -189,7 +231,11 @@ def test_every_choice_has_the_error_of_really_making_it(name: str) -> None:
     found = reconstructed(model, [naive.batch()], ratio=THIRD)
     layer = moe_layers(model)[-1]
     expected = brute_force(model, layer, layer.n_experts // 3)
-    rows = {tuple(kept): (error, chosen) for index, kept, error, _, chosen in found.errors if index == layer.index}
+    rows = {
+        tuple(kept): (error, chosen)
+        for index, kept, error, _, chosen in found.errors
+        if index == layer.index
+    }
     assert set(rows) == set(expected)
     for kept, error in expected.items():
         assert rows[kept][0] == pytest.approx(error, rel=2e-5, abs=1e-6), kept
@@ -207,7 +253,8 @@ def test_parts_and_batches_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> Non
     model = tiny.build("mixtral")
     ids, valid = naive.batch()
     whole = reconstructed(model, [(ids, valid)], ratio=0.5)
-    monkeypatch.setattr(reconstruction, "BUDGET", 8 * 8 * 32 * 7)  # 7 tokens of outputs, 28 of products at once
+    # 7 tokens of outputs, 28 of products at once
+    monkeypatch.setattr(reconstruction, "BUDGET", 8 * 8 * 32 * 7)
     parts = reconstructed(model, [(ids[:2], valid[:2]), (ids[2:], valid[2:])], ratio=0.5)
     assert parts.kept == whole.kept
     for one, other in zip(parts.errors, whole.errors, strict=True):
@@ -230,8 +277,14 @@ def test_nothing_lost_costs_nothing_and_errors_are_also_shares_of_the_output() -
 def test_subsets() -> None:
     assert kept_subsets(4, 2) == [(2, 3), (1, 3), (1, 2), (0, 3), (0, 2), (0, 1)]
     assert kept_subsets(8, 4, 4)[0] == (1, 3, 5, 7) and len(set(kept_subsets(8, 4, 4))) == 2**4
-    for n, removed, groups, protected in ((6, 0, 1, ()), (12, 6, 3, ()), (8, 4, 1, (0, 5)), (8, 4, 2, (0, 4))):
-        whole, some = kept_subsets(n, removed, groups), kept_subsets(n, removed, groups, protected)
+    for n, removed, groups, protected in (
+        (6, 0, 1, ()),
+        (12, 6, 3, ()),
+        (8, 4, 1, (0, 5)),
+        (8, 4, 2, (0, 4)),
+    ):
+        whole = kept_subsets(n, removed, groups)
+        some = kept_subsets(n, removed, groups, protected)
         assert some == [subset for subset in whole if set(protected) <= set(subset)]
         assert len(some) == count_subsets(n, removed, groups, protected)
 
@@ -239,9 +292,16 @@ def test_subsets() -> None:
 def test_too_many_choices_are_refused() -> None:
     layers = {0: {"n_experts": 64, "top_k": 8, "n_group": 1, "topk_group": 1}}
     grouped = {3: {"n_experts": 16, "top_k": 4, "n_group": 4, "topk_group": 2}}
-    protected = {0: {"n_experts": 8, "top_k": 1, "n_group": 1, "topk_group": 1, "protected": [0, 5]}}
+    protected = {
+        0: {"n_experts": 8, "top_k": 1, "n_group": 1, "topk_group": 1, "protected": [0, 5]}
+    }
     for facts, ratio, limit, named in (
-        (layers, 0.5, 10_000, r"ratio=0.5: .* 1.833e\+18 choices .*layer 0\b.*limit=10000; 0.046 is the largest"),
+        (
+            layers,
+            0.5,
+            10_000,
+            r"ratio=0.5: .* 1.833e\+18 choices .*layer 0\b.*limit=10000; 0.046 is the largest",
+        ),
         (grouped, 0.25, 255, r" 256 choices .*layer 3\b.*limit=255; 0.249 is the largest"),
         (protected, 0.5, 14, r" 15 choices .* 0.249 is the largest"),
         (layers, 0.5, 0, "limit=0"),
@@ -256,9 +316,13 @@ def test_too_many_choices_are_refused() -> None:
 def test_a_router_that_cannot_be_repeated_is_refused() -> None:
     model = tiny.build("olmoe", **tiny.few_experts("olmoe"))
     for layer in moe_layers(model):
-        layer.experts.register_forward_pre_hook(lambda module, given: (given[0], given[1], given[2] * 0.5))
+        layer.experts.register_forward_pre_hook(
+            lambda module, given: (given[0], given[1], given[2] * 0.5)
+        )
     for read in (partial(gather, tap=DamageTap), partial(reconstructed, ratio=0.5)):
-        with pytest.raises(UserError, match=r"cannot repeat the router of model\.layers\.0\.mlp\.experts"):
+        with pytest.raises(
+            UserError, match=r"cannot repeat the router of model\.layers\.0\.mlp\.experts"
+        ):
             read(model, batches=[naive.batch()])
 
 

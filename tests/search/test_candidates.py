@@ -1,6 +1,8 @@
-"""Fitness by hand; candidates with all shortcuts against the plain way: the masked model, run on all of the set.
+"""Fitness by hand; candidates with all shortcuts against the plain way: the masked model, run on
+all of the set.
 
-And the steps that run the model to make a plan: an evolutionary search, and pruning layer after layer.
+And the steps that run the model to make a plan: an evolutionary search, and pruning layer after
+layer.
 """
 
 import copy
@@ -64,12 +66,17 @@ def answer_rows(rows: int = 6, length: int = 12, batch: int = 2) -> list[tuple[t
     begin = torch.randint(1, length // 2, (rows, 1), generator=generator)
     place = torch.arange(length)[None]
     valid = place < end
-    return list(zip(*(part.split(batch) for part in (ids, valid, valid & (place >= begin))), strict=True))
+    return list(
+        zip(*(part.split(batch) for part in (ids, valid, valid & (place >= begin))), strict=True)
+    )
 
 
 def make_plans(model: Any, seed: int = 0) -> Plans:
     generator = torch.Generator().manual_seed(seed)
-    draws = {layer.index: torch.rand(layer.n_experts, generator=generator) for layer in tiny.moe_layers(model)}
+    draws = {
+        layer.index: torch.rand(layer.n_experts, generator=generator)
+        for layer in tiny.moe_layers(model)
+    }
     return Plans(model, {index: scores.tolist() for index, scores in draws.items()})
 
 
@@ -77,12 +84,17 @@ def some_schedules(plans: Plans) -> list[Schedule]:
     """A family: relatives that differ early, late, and in between; feasible for groups of four."""
     half = [(layer.n_experts // 2) // 4 * 4 for layer in plans.layers]
     steps = list(itertools.product((0, 4), repeat=len(half)))
-    return [tuple(count - less for count, less in zip(half, step, strict=True)) for step in steps][::-1]
+    return [tuple(count - less for count, less in zip(half, step, strict=True)) for step in steps][
+        ::-1
+    ]
 
 
-def plainly(model: Any, plans: Plans, schedule: Schedule, rows: Any, name: str, draws: torch.Tensor) -> float:
+def plainly(
+    model: Any, plans: Plans, schedule: Schedule, rows: Any, name: str, draws: torch.Tensor
+) -> float:
     """Macro average in fp64 with nothing spared; `draws` is the luck of all judged positions."""
-    means, used = [], 0
+    means = []
+    used = 0
     for ids, valid, answers in rows:
         with torch.no_grad():
             p = model(ids, attention_mask=valid.long()).logits.double().softmax(-1)
@@ -92,8 +104,11 @@ def plainly(model: Any, plans: Plans, schedule: Schedule, rows: Any, name: str, 
             values = []
             for place in range(ids.shape[1] - 1):
                 if answers[row, place + 1]:
-                    one, other = p[row, place].tolist(), q[row, place].tolist()
-                    values.append(naive(name, one, other, int(ids[row, place + 1]), float(draws[used])))
+                    one = p[row, place].tolist()
+                    other = q[row, place].tolist()
+                    values.append(
+                        naive(name, one, other, int(ids[row, place + 1]), float(draws[used]))
+                    )
                     used += 1
             means.append(sum(values) / len(values))
     return sum(means) / len(means)
@@ -101,22 +116,33 @@ def plainly(model: Any, plans: Plans, schedule: Schedule, rows: Any, name: str, 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_shortcuts_change_nothing(name: str) -> None:
-    model, ids = tiny.build(name), tiny.tokens()
-    before, plans, rows = model(ids).logits, make_plans(model), answer_rows()
+    model = tiny.build(name)
+    ids = tiny.tokens()
+    before = model(ids).logits
+    plans = make_plans(model)
+    rows = answer_rows()
     candidates = Candidates(model, plans, rows, SearchSettings(seed=0))
     schedules = some_schedules(plans)
-    early, late = schedules[: len(schedules) // 2], schedules[len(schedules) // 2 :]
+    early = schedules[: len(schedules) // 2]
+    late = schedules[len(schedules) // 2 :]
     found = candidates.evaluate(early) + candidates.evaluate(late)
-    expected = [plainly(model, plans, schedule, rows, "esap", torch.zeros(999)) for schedule in schedules]
+    expected = [
+        plainly(model, plans, schedule, rows, "esap", torch.zeros(999)) for schedule in schedules
+    ]
     assert found == pytest.approx(expected, abs=1e-6)
     assert len(set(found)) == len(schedules)
-    assert candidates.cost.forwards < 0.85 * len(schedules) and candidates.cost.full == pytest.approx(1)
-    assert torch.equal(model(ids).logits, before) and not any("forward" in vars(each) for each in model.modules())
+    assert candidates.cost.forwards < 0.85 * len(
+        schedules
+    ) and candidates.cost.full == pytest.approx(1)
+    assert torch.equal(model(ids).logits, before) and not any(
+        "forward" in vars(each) for each in model.modules()
+    )
 
 
 def test_prefixes_are_computed_once() -> None:
     """And the unpruned model once: of three layers, in three batches."""
-    model, runs = tiny.build("olmoe"), []
+    model = tiny.build("olmoe")
+    runs = []
     candidates = Candidates(model, make_plans(model), answer_rows(), SearchSettings(seed=0))
     for number, layer in enumerate(model.model.layers):
         layer.mlp.register_forward_pre_hook(lambda module, given, at=number: runs.append(at))
@@ -129,9 +155,16 @@ def test_prefixes_are_computed_once() -> None:
 def test_every_fitness_is_what_the_plain_way_gives(fitness: str) -> None:
     """Also with batches of other sizes."""
     model = tiny.build("olmoe")
-    plans, rows, schedules = make_plans(model), answer_rows(), [(8, 4, 8), (4, 8, 8)]
+    plans = make_plans(model)
+    rows = answer_rows()
+    schedules = [(8, 4, 8), (4, 8, 8)]
     generator = torch.Generator().manual_seed(7)
-    luck = torch.cat([torch.rand(int(marks.sum()), generator=generator, dtype=torch.float64) for _, _, marks in rows])
+    luck = torch.cat(
+        [
+            torch.rand(int(marks.sum()), generator=generator, dtype=torch.float64)
+            for _, _, marks in rows
+        ]
+    )
     expected = [plainly(model, plans, schedule, rows, fitness, luck) for schedule in schedules]
     for size in (1, 2, 6):
         settings = SearchSettings(fitness=fitness, seed=7)
@@ -142,9 +175,11 @@ def test_every_fitness_is_what_the_plain_way_gives(fitness: str) -> None:
 @pytest.mark.parametrize("budget", [0, 20_000, 40_000, 2**31])
 def test_no_memory_gives_the_same_numbers_at_a_higher_cost(budget: int) -> None:
     model = tiny.build("olmoe")
-    plans, rows = make_plans(model), answer_rows()
+    plans = make_plans(model)
+    rows = answer_rows()
     rich, poor = (
-        Candidates(model, plans, rows, SearchSettings(memory_budget=size, seed=0)) for size in (2**31, budget)
+        Candidates(model, plans, rows, SearchSettings(memory_budget=size, seed=0))
+        for size in (2**31, budget)
     )
     schedules = some_schedules(plans)
     for some in (schedules[:3], schedules[3:6], schedules[6:]):
@@ -171,7 +206,9 @@ def test_spec_dec_of_the_unpruned_model_accepts_everything() -> None:
     everything, half = candidates.evaluate([(0, 0), (12, 12)])
     assert everything == 1 and 0 < half < 1
     assert candidates.evaluate([(12, 12)]) == [half]
-    with pytest.raises(UserError, match=r"max_new_tokens=125 and a task of \d+ tokens do not fit the model's 128"):
+    with pytest.raises(
+        UserError, match=r"max_new_tokens=125 and a task of \d+ tokens do not fit the model's 128"
+    ):
         drafting(tiny.build("olmoe"), max_new_tokens=125)
 
 
@@ -180,7 +217,10 @@ def test_contexts_are_just_before_answers_or_on_them_and_prompts_end_before() ->
     answers = torch.tensor([[True, False, True, True]])
     luck = torch.Generator().manual_seed(0)
     shifted = contexts(ids, answers, shift=True, generator=luck)
-    assert shifted.where.tolist() == [[False, True, True, False]] and shifted.targets.tolist() == [7, 8]
+    assert shifted.where.tolist() == [[False, True, True, False]] and shifted.targets.tolist() == [
+        7,
+        8,
+    ]
     released = contexts(ids, answers, shift=False, generator=luck)
     assert released.where.tolist() == answers.tolist() and released.targets.tolist() == [6, 8, 0]
     ids = torch.tensor([[4, 5, 6, 7], [8, 9, 0, 0]])
@@ -190,23 +230,30 @@ def test_contexts_are_just_before_answers_or_on_them_and_prompts_end_before() ->
 
 
 def test_macro_and_micro() -> None:
-    sums, counts = [1.0, 0.0, 9.0], [1, 0, 10]
+    sums = [1.0, 0.0, 9.0]
+    counts = [1, 0, 10]
     assert average(sums, counts, "macro") == pytest.approx((1 + 0.9) / 2)
     assert average(sums, counts, "micro") == pytest.approx(10 / 11)
 
 
-def markov(table: list[list[float]], ids: torch.Tensor, valid: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+def markov(
+    table: list[list[float]], ids: torch.Tensor, valid: torch.Tensor, where: torch.Tensor
+) -> torch.Tensor:
     """A language model that only looks at the last token."""
     return torch.tensor(table, dtype=torch.float64)[ids[where]]
 
 
 def test_speculative_decoding_by_hand() -> None:
-    """Token 2 ends a text. The candidate always drafts 1; the full model accepts it half of the time after 0, never
-    after 1, where it says 2 itself."""
+    """Token 2 ends a text. The candidate always drafts 1; the full model accepts it half of the
+    time after 0, never after 1, where it says 2 itself."""
     candidate = [[0.0, 1.0, 0.0]] * 3
     full = [[0.5, 0.5, 0.0], [0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
     luck = torch.tensor(
-        [[[0.5, 0.4, 0.5], [0.5] * 3], [[0.5, 0.6, 0.5], [0.5, 0.1, 0.5]], [[0.5, 0.1, 0.5], [0.5] * 3]]
+        [
+            [[0.5, 0.4, 0.5], [0.5] * 3],
+            [[0.5, 0.6, 0.5], [0.5, 0.1, 0.5]],
+            [[0.5, 0.1, 0.5], [0.5] * 3],
+        ]
     )
     found = accepted_and_proposed(
         [[0], [0], []],
@@ -215,7 +262,8 @@ def test_speculative_decoding_by_hand() -> None:
         lambda *batch: markov(full, *batch),
         ends=frozenset({2}),
     )
-    # first text: 1 is accepted, 2 follows; second: 1 is refused, 0 follows, then 1 is accepted; the third has no task
+    # first text: 1 is accepted, 2 follows; second: 1 is refused, 0 follows, then 1 is accepted; the
+    # third has no task
     assert found == [(1, 1), (1, 2), (0, 0)]
 
 
@@ -227,7 +275,9 @@ def test_layers_that_are_not_run_get_a_forward_of_their_own_back() -> None:
     model = tiny.build("olmoe")
     layer = model.model.layers[0]
     calls = tiny.count_calls(pytest.MonkeyPatch(), layer, "forward")
-    own, ids, states = layer.forward, tiny.tokens(2, 5), {}
+    own = layer.forward
+    ids = tiny.tokens(2, 5)
+    states = {}
     valid = torch.ones_like(ids, dtype=torch.bool)
     for schedule in ((0, 0, 0), (0, 0, 4)):
         Decoder(model).logits(ids, valid, valid, schedule, states)
@@ -235,7 +285,8 @@ def test_layers_that_are_not_run_get_a_forward_of_their_own_back() -> None:
 
 
 def test_the_budget_holds_and_states_of_the_best_outlive_a_call() -> None:
-    relatives, state = Relatives(2, 2 * 3 * 16), torch.zeros(4)  # room for three states of 16 bytes for each batch
+    # room for three states of 16 bytes for each batch
+    relatives, state = Relatives(2, 2 * 3 * 16), torch.zeros(4)
     for schedule, states in relatives.walk(0, [(1, 1, 1, 1), (2, 2, 2, 2)]):
         assert all(schedule[: len(start)] == start for start in states)
         states.update({schedule[:k]: state for k in range(4)})
@@ -257,8 +308,12 @@ class World:
         self.folder = folder
         layers = moe_layers(self.model)
         generator = torch.Generator().manual_seed(1)
-        self.scores = {layer.index: torch.rand(layer.n_experts, generator=generator).tolist() for layer in layers}
-        self.facts = {"layers": {str(layer.index): vars(layer) for layer in layers}}  # as facts.json has it
+        self.scores = {
+            layer.index: torch.rand(layer.n_experts, generator=generator).tolist()
+            for layer in layers
+        }
+        # as facts.json has it
+        self.facts = {"layers": {str(layer.index): vars(layer) for layer in layers}}
         self.tokenizer = tiny.tokenizer(model_max_length=128)
         self.tokenizer.backend_tokenizer.pre_tokenizer = WhitespaceSplit()
         tasks = torch.randint(3, tiny.VOCABULARY, (12, 10), generator=generator).tolist()
@@ -269,12 +324,21 @@ class World:
         self.text = CalibrationConfig("tasks", str(folder / "tasks.jsonl"), **rows)
 
     def settings(self, **parameters: Any) -> dict[str, Any]:
-        return {"name": "evolutionary", "ratio": 0.5, "multiple_of": 1, "parameters": {**SMALL, **parameters}}
+        return {
+            "name": "evolutionary",
+            "ratio": 0.5,
+            "multiple_of": 1,
+            "parameters": {**SMALL, **parameters},
+        }
 
     def run(self, out: str, text: CalibrationConfig | None = None, **parameters: Any) -> Path:
         folder = self.folder / out
         folder.mkdir(exist_ok=True)
-        about = {"facts": self.facts, "scores": self.scores, "settings": self.settings(**parameters)}
+        about = {
+            "facts": self.facts,
+            "scores": self.scores,
+            "settings": self.settings(**parameters),
+        }
         places = {"out": folder, "partial": self.folder / f"{out}.partial"}
         search(self.model, self.tokenizer, text=text or self.text, seed=5, **about, **places)
         return folder
@@ -295,12 +359,20 @@ def test_the_optimum_of_enumeration_is_found(name: str, tmp_path: Path) -> None:
     assert Plan.load(folder / "plan.json") == plans.plan(tuple(report["best"]["schedule"]))
     assert report["best"]["fitness"] >= report["uniform"]["fitness"]
     rows = parquet.read_table(folder / "history.parquet").to_pylist()
-    assert len(rows) == report["counts"]["made"] and all(sum(row["schedule"]) == report["budget"] for row in rows)
-    assert sum(row["evaluated"] for row in rows) == report["counts"]["evaluated"] == report["cost"]["candidates"]
+    assert len(rows) == report["counts"]["made"] and all(
+        sum(row["schedule"]) == report["budget"] for row in rows
+    )
+    assert (
+        sum(row["evaluated"] for row in rows)
+        == report["counts"]["evaluated"]
+        == report["cost"]["candidates"]
+    )
     assert report["cost"]["per_candidate"] > 0
 
 
-def test_a_killed_search_ends_as_if_it_had_not_been(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_search_ends_as_if_it_had_not_been(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = World("olmoe", tmp_path)
     whole = world.run("whole")
     with monkeypatch.context() as patch, pytest.raises(tiny.Killed):
@@ -310,7 +382,10 @@ def test_a_killed_search_ends_as_if_it_had_not_been(tmp_path: Path, monkeypatch:
     resumed = world.run("killed")
     for file in ("plan.json", "history.parquet"):
         assert (resumed / file).read_bytes() == (whole / file).read_bytes()
-    costs = [json.loads((folder / "search.json").read_text())["cost"]["candidates"] for folder in (whole, resumed)]
+    costs = [
+        json.loads((folder / "search.json").read_text())["cost"]["candidates"]
+        for folder in (whole, resumed)
+    ]
     assert costs[1] < costs[0]
 
 
@@ -318,7 +393,8 @@ def test_a_killed_search_ends_as_if_it_had_not_been(tmp_path: Path, monkeypatch:
 
 
 def chooser(model: Any, name: str) -> Any:
-    """(layer, its sums) -> the plan of that layer by a criterion; squared norms of the down columns are the model's."""
+    """(layer, its sums) -> the plan of that layer by a criterion; squared norms of the down columns
+    are the model's."""
     granularity = criteria.get(name).granularity
     allocation = "uniform" if granularity == "expert" else "layerwise"
     settings = {"name": allocation, "ratio": 0.25, "multiple_of": 1, "parameters": {}}
@@ -326,7 +402,10 @@ def chooser(model: Any, name: str) -> Any:
 
     def choose(index: int, sums: Sums) -> Plan:
         layer = layers[index]
-        sums = {**sums, "channel_down_square": layer.experts.down_proj.double().square().sum(1).numpy()}
+        sums = {
+            **sums,
+            "channel_down_square": layer.experts.down_proj.double().square().sum(1).numpy(),
+        }
         shapes = {"experts": {index: layer.n_experts}, "widths": {index: layer.width}}
         scores = criteria.score(name, {index: sums}, **shapes)
         facts = {index: {**vars(layer), "width": layer.width}}
@@ -336,18 +415,23 @@ def chooser(model: Any, name: str) -> Any:
 
 
 def pruned(model: Any, plans: dict[int, Plan]) -> Any:
-    """A copy of the model in which some layers have lost what their plans drop; columns of dropped channels are 0."""
+    """A copy of the model in which some layers have lost what their plans drop; columns of dropped
+    channels are 0."""
     changed = copy.deepcopy(model)
     layers = {layer.index: layer for layer in moe_layers(changed)}
     for index, plan in plans.items():
         for expert, kept in enumerate(plan.channels.get(index, ())):
             layers[index].experts.down_proj.data[expert][:, ~torch.from_numpy(kept)] = 0
-    kept = {i: plans[i].experts[i] if i in plans else tuple(range(layer.n_experts)) for i, layer in layers.items()}
+    kept = {
+        i: plans[i].experts[i] if i in plans else tuple(range(layer.n_experts))
+        for i, layer in layers.items()
+    }
     return prune(changed, Plan(kept, {i: layer.n_experts for i, layer in layers.items()}))
 
 
 def one_after_the_other(model: Any, choose: Any, batches: list[Batch]) -> dict[int, Plan]:
-    """The definition: statistics of a model whose layers below are pruned, read anew for each layer."""
+    """The definition: statistics of a model whose layers below are pruned, read anew for each
+    layer."""
     plans: dict[int, Plan] = {}
     for layer in moe_layers(model):
         statistics = gather(pruned(model, plans), ForwardTap, batches)
@@ -358,12 +442,16 @@ def one_after_the_other(model: Any, choose: Any, batches: list[Batch]) -> dict[i
 def run_sequentially(name: str, choose: Any, folder: Path) -> Plan:
     tiny.save(name, folder / "model")
     streamed = StreamedModel(folder / "model", dtype=torch.float32, device="cpu")
-    return prune_sequentially(streamed, tiny.batches(), choose, out=folder, provenance={"of": "a test"})
+    return prune_sequentially(
+        streamed, tiny.batches(), choose, out=folder, provenance={"of": "a test"}
+    )
 
 
 @pytest.mark.parametrize("criterion", ["camera", "reap"])
 @pytest.mark.parametrize("name", ["olmoe", "deepseek_v2", "qwen3_next", "ernie4_5_moe"])
-def test_each_layer_is_scored_on_what_the_pruned_ones_below_it_give(name: str, criterion: str, tmp_path: Path) -> None:
+def test_each_layer_is_scored_on_what_the_pruned_ones_below_it_give(
+    name: str, criterion: str, tmp_path: Path
+) -> None:
     model = tiny.build(name)
     choose = chooser(model, criterion)
     expected = one_after_the_other(model, choose, tiny.batches())
@@ -374,7 +462,9 @@ def test_each_layer_is_scored_on_what_the_pruned_ones_below_it_give(name: str, c
         assert not plan.channels or (found.channels[layer] == plan.channels[layer]).all()
 
 
-def test_an_interrupted_one_goes_on_from_its_last_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_one_goes_on_from_its_last_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     choose = chooser(tiny.build("olmoe"), "camera")
     expected = run_sequentially("olmoe", choose, tmp_path / "undisturbed")
 

@@ -21,7 +21,8 @@ from moe_lab.search.schedules import PATTERNS, Schedule, Space, pattern, project
 
 
 class Problem(NamedTuple):
-    """Experts of each layer, the fewest that it can keep, the step of these numbers, and experts to remove in all."""
+    """Experts of each layer, the fewest that it can keep, the step of these numbers, and experts to
+    remove in all."""
 
     n_experts: tuple[int, ...]
     fewest: tuple[int, ...]
@@ -30,13 +31,21 @@ class Problem(NamedTuple):
 
     def space(self, granularity: int) -> Space:
         layers = zip(self.n_experts, self.steps, self.fewest, strict=True)
-        return space_of([Limits(count, 1, 1, step, few) for count, step, few in layers], self.budget, granularity)
+        return space_of(
+            [Limits(count, 1, 1, step, few) for count, step, few in layers],
+            self.budget,
+            granularity,
+        )
 
 
 def enumerated(problem: Problem, granularity: int) -> list[Schedule]:
     """Every feasible schedule, by trying all."""
     choices = [
-        [lost for lost in range(count - few + 1) if (count - lost) % step == 0 and (count - lost) % granularity == 0]
+        [
+            lost
+            for lost in range(count - few + 1)
+            if (count - lost) % step == 0 and (count - lost) % granularity == 0
+        ]
         for count, few, step in zip(problem.n_experts, problem.fewest, problem.steps, strict=True)
     ]
     return [each for each in product(*choices) if sum(each) == problem.budget]
@@ -44,10 +53,13 @@ def enumerated(problem: Problem, granularity: int) -> list[Schedule]:
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[Problem, int]:
-    layers, step = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    layers = draw(st.integers(1, 4))
+    step = draw(st.integers(1, 3))
     counts = tuple(draw(st.lists(st.integers(4, 9), min_size=layers, max_size=layers)))
     fewest = tuple(draw(st.integers(1, 3)) for _ in counts)
-    return Problem(counts, fewest, (step,) * layers, draw(st.integers(0, sum(counts)))), draw(st.integers(1, 2))
+    return Problem(counts, fewest, (step,) * layers, draw(st.integers(0, sum(counts)))), draw(
+        st.integers(1, 2)
+    )
 
 
 @given(problems())
@@ -62,7 +74,9 @@ def test_the_space_is_what_enumeration_finds(case: tuple[Problem, int]) -> None:
         if "nearest feasible" in str(error):
             named = str(error).split(": ")[2].split(" is the nearest")[0].split(" or ")
             for budget in map(int, named):
-                assert enumerated(Problem(problem.n_experts, problem.fewest, problem.steps, budget), granularity)
+                assert enumerated(
+                    Problem(problem.n_experts, problem.fewest, problem.steps, budget), granularity
+                )
         return
     assert space.size == len(expected)
     assert [space.nth(number) for number in range(space.size)] == expected
@@ -72,7 +86,8 @@ def test_the_space_is_what_enumeration_finds(case: tuple[Problem, int]) -> None:
 @pytest.mark.parametrize("granularity", [1, 2])
 def test_sampling_is_uniform(granularity: int) -> None:
     problem = Problem((6, 4, 8), (2, 1, 3), (1, 1, 1), 6)
-    space, random = problem.space(granularity), Generator(PCG64(7))
+    space = problem.space(granularity)
+    random = Generator(PCG64(7))
     seen = Counter(space.sample(random) for _ in range(100 * space.size))
     assert set(seen) == set(enumerated(problem, granularity)) and len(seen) > 3
     assert chisquare(list(seen.values())).pvalue > 0.01
@@ -89,8 +104,16 @@ def test_counts_are_exact_beyond_fp64() -> None:
 @pytest.mark.parametrize(
     ("problem", "granularity", "message"),
     [
-        (Problem((8, 8), (2, 2), (1, 1), 5), 2, r"multiple of 2 .*: 4 or 6 is the nearest.*smaller .*granularity\)"),
-        (Problem((8, 8), (2, 7), (4, 4), 4), 3, r"MoE layer 0 \(counted from 0\) has 8 .*multiple of 12"),
+        (
+            Problem((8, 8), (2, 2), (1, 1), 5),
+            2,
+            r"multiple of 2 .*: 4 or 6 is the nearest.*smaller .*granularity\)",
+        ),
+        (
+            Problem((8, 8), (2, 7), (4, 4), 4),
+            3,
+            r"MoE layer 0 \(counted from 0\) has 8 .*multiple of 12",
+        ),
         (Problem((8, 8), (2, 2), (2, 3), 4), 1, r"multiples of \[2, 3\] in different layers"),
     ],
 )
@@ -103,23 +126,29 @@ def test_what_cannot_be_is_said(problem: Problem, granularity: int, message: str
 
 
 def space(layers: int, experts: int, fewest: int, budget: int, granularity: int = 1) -> Space:
-    return Problem((experts,) * layers, (fewest,) * layers, (1,) * layers, budget).space(granularity)
+    return Problem((experts,) * layers, (fewest,) * layers, (1,) * layers, budget).space(
+        granularity
+    )
 
 
-# 8 layers of 16 experts lose 32. By hand, e.g. up: weights 1..8 of 36, shares 8i/9 = .89 1.78 2.67 3.56 4.44 5.33 6.22
-# 7.11, whole parts 0 1 2 3 4 5 6 7 = 28, the 4 left go to the fractions .89 .78 .67 .56.
+# 8 layers of 16 experts lose 32. By hand, e.g. up: weights 1..8 of 36, shares 8i/9 = .89 1.78 2.67
+# 3.56 4.44 5.33 6.22 7.11, whole parts 0 1 2 3 4 5 6 7 = 28, the 4 left go to the fractions .89 .78
+# .67 .56.
 BY_HAND = {
     "uniform": (4, 4, 4, 4, 4, 4, 4, 4),
     "up": (1, 2, 3, 4, 4, 5, 6, 7),
     "down": (7, 6, 5, 4, 4, 3, 2, 1),
     # weights 1 2 3 4 4 3 2 1 of 20: 1.6 3.2 4.8 6.4 6.4 4.8 3.2 1.6, whole 28, left to .8 .8 .6 .6
     "mid": (2, 3, 5, 6, 6, 5, 3, 2),
-    # weights 4.5 3.5 2.5 1.5 and mirrored, of 24: 6 4.67 3.33 2 2 3.33 4.67 6, whole 30, left to .67 .67
+    # weights 4.5 3.5 2.5 1.5 and mirrored, of 24: 6 4.67 3.33 2 2 3.33 4.67 6, whole 30, left to
+    # .67 .67
     "mid_neg": (6, 5, 3, 2, 2, 3, 5, 6),
-    # weights 1.0001 .7001 .4901 .3431 .2402 .1682 .1177 .0825 of 3.1420 : 10.19 7.13 4.99 3.49 2.45 1.71 1.20 .84,
+    # weights 1.0001 .7001 .4901 .3431 .2402 .1682 .1177 .0825 of 3.1420 : 10.19 7.13 4.99 3.49 2.45
+    # 1.71 1.20 .84,
     # whole 10 7 4 3 2 1 1 0 = 28, left to .99 .84 .71 .49
     "front_heavy": (10, 7, 5, 4, 2, 2, 1, 1),
-    # weights 1 1.3 1.69 2.197 2.8561 3.7129 4.8268 6.2749 of 23.8577: 1.34 1.74 2.27 2.95 3.83 4.98 6.47 8.42,
+    # weights 1 1.3 1.69 2.197 2.8561 3.7129 4.8268 6.2749 of 23.8577: 1.34 1.74 2.27 2.95 3.83 4.98
+    # 6.47 8.42,
     # whole 1 1 2 2 3 4 6 8 = 27, left to .98 .95 .83 .74 .47
     "back_heavy": (1, 2, 2, 3, 4, 5, 7, 8),
     # two layers of 2, six of 1, of 10: 6.4 and 3.2, whole 30, left to .4 .4
@@ -142,9 +171,11 @@ def test_patterns_as_computed_by_hand() -> None:
 
 
 def test_projections_with_caps_and_in_pairs() -> None:
-    # shares 12 2.4 .8 .8, cap 6: 6 2 0 0, then one each to .8 .8 .4, then again from the first layer with room
+    # shares 12 2.4 .8 .8, cap 6: 6 2 0 0, then one each to .8 .8 .4, then again from the first
+    # layer with room
     assert project([15, 3, 1, 1], space(4, 8, 2, 16)) == (6, 5, 3, 2)
-    # 16 pairs: weights 1..8 of 36 give .44 .89 1.33 1.78 2.22 2.67 3.11 3.56, whole 0 0 1 1 2 2 3 3 = 12
+    # 16 pairs: weights 1..8 of 36 give .44 .89 1.33 1.78 2.22 2.67 3.11 3.56, whole 0 0 1 1 2 2 3 3
+    # = 12
     expected = (0, 2, 2, 4, 4, 6, 6, 8)
     assert pattern("up", space(8, 16, 2, 32, granularity=2), Generator(PCG64(0))) == expected
     # an odd number of experts loses an odd number: 3 pairs beyond one each
@@ -173,14 +204,20 @@ def rugged(seed: int) -> Callable[[Schedule], float]:
     )
 
 
-def run(problem: Problem, settings: SearchSettings, fitness: Callable[[Schedule], float]) -> Outcome:
+def run(
+    problem: Problem, settings: SearchSettings, fitness: Callable[[Schedule], float]
+) -> Outcome:
     """A search whose every evaluation is checked."""
     seen: set[Schedule] = set()
-    feasible = set(enumerated(problem, settings.granularity)) if sum(problem.n_experts) < 40 else None
+    feasible = (
+        set(enumerated(problem, settings.granularity)) if sum(problem.n_experts) < 40 else None
+    )
 
     def evaluate(schedules: Sequence[Schedule]) -> list[float]:
         assert feasible is None or feasible.issuperset(schedules)
-        assert len(set(schedules)) == len(schedules) and not seen.intersection(schedules), "evaluated twice"
+        assert len(set(schedules)) == len(schedules) and not seen.intersection(schedules), (
+            "evaluated twice"
+        )
         seen.update(schedules)
         return [fitness(schedule) for schedule in schedules]
 
@@ -195,12 +232,18 @@ def test_finds_what_enumeration_finds(name: str, seed: int) -> None:
     problem, granularity = TINY[name]
     fitness = rugged(seed)
     best = max(map(fitness, enumerated(problem, granularity)))
-    found = run(problem, SearchSettings(granularity=granularity, generations=30, population=16, seed=seed), fitness)
+    found = run(
+        problem,
+        SearchSettings(granularity=granularity, generations=30, population=16, seed=seed),
+        fitness,
+    )
     assert found.fitness == best == fitness(found.best)
 
 
 def test_history_says_who_the_parents_and_elites_were() -> None:
-    found = run(TINY["equal"][0], SearchSettings(granularity=1, generations=6, population=16), rugged(1))
+    found = run(
+        TINY["equal"][0], SearchSettings(granularity=1, generations=6, population=16), rugged(1)
+    )
     known: dict[Schedule, float] = {}
     elites: list[Schedule] = []
     for generation in range(found.counts["generations"]):
@@ -225,23 +268,36 @@ def test_the_search_ends_when_everything_is_known() -> None:
 
 
 def test_mutations_are_one_to_three_even_transfers() -> None:
-    """tau = min of two out of {1, 2, 3} is 1, 2, 3 in 5, 3, 1 of 9; each transfer moves 2 or 4 from one to another."""
-    space, random, parent = PAPER.space(2), Generator(PCG64(0)), (64,) * 48
+    """tau = min of two out of {1, 2, 3} is 1, 2, 3 in 5, 3, 1 of 9; each transfer moves 2 or 4 from
+    one to another."""
+    space = PAPER.space(2)
+    random = Generator(PCG64(0))
+    parent = (64,) * 48
     moved: Counter[int] = Counter()
     for _ in range(2000):
         child = mutate(parent, space, SearchSettings(), random)
         changes = [new - old for new, old in zip(child, parent, strict=True) if new != old]
-        assert sum(changes) == 0 and all(change % 2 == 0 and abs(change) <= 12 for change in changes)
-        moved[(min(6, len(changes)) + 1) // 2] += 1  # layers meet in different transfers in a few of a hundred
-    assert [moved[transfers] / 2000 for transfers in (1, 2, 3)] == pytest.approx([5 / 9, 3 / 9, 1 / 9], abs=0.03)
+        assert sum(changes) == 0 and all(
+            change % 2 == 0 and abs(change) <= 12 for change in changes
+        )
+        # layers meet in different transfers in a few of a hundred
+        moved[(min(6, len(changes)) + 1) // 2] += 1
+    assert [moved[transfers] / 2000 for transfers in (1, 2, 3)] == pytest.approx(
+        [5 / 9, 3 / 9, 1 / 9], abs=0.03
+    )
 
 
 def test_a_transfer_is_as_if_resampled_until_feasible() -> None:
     problem = Problem((8, 8, 8), (2, 2, 2), (1, 1, 1), 8)
-    space, random, parent = problem.space(1), Generator(PCG64(5)), (1, 6, 1)
+    space = problem.space(1)
+    random = Generator(PCG64(5))
+    parent = (1, 6, 1)
     how = SearchSettings(granularity=1, max_transfer=3, max_transfers=1)
     pairs = [(a, b, size) for a in range(3) for b in range(3) for size in (1, 2, 3) if a != b]
-    children = [[lost - size * (at == a) + size * (at == b) for at, lost in enumerate(parent)] for a, b, size in pairs]
+    children = [
+        [lost - size * (at == a) + size * (at == b) for at, lost in enumerate(parent)]
+        for a, b, size in pairs
+    ]
     expected = {tuple(child) for child in children if min(child) >= 0 and max(child) <= 6}
     drawn = Counter(mutate(parent, space, how, random) for _ in range(4000))
     assert drawn.keys() == expected and len(expected) == 8
@@ -266,7 +322,9 @@ def test_settings_that_cannot_work(named: str, given: dict[str, Any]) -> None:
 def test_transfers_move_at_least_what_layers_lose_at_once() -> None:
     with pytest.raises(UserError, match="max_transfer=4"):
         layers = {0: {"n_experts": 16, "top_k": 2, "n_group": 1, "topk_group": 1}}
-        space_to_search({"multiple_of": 1, "ratio": 0.5}, {"layers": layers}, SearchSettings(granularity=8))
+        space_to_search(
+            {"multiple_of": 1, "ratio": 0.5}, {"layers": layers}, SearchSettings(granularity=8)
+        )
 
 
 def test_a_search_of_the_papers_and_what_its_bookkeeping_costs() -> None:
@@ -279,7 +337,9 @@ def test_a_search_of_the_papers_and_what_its_bookkeeping_costs() -> None:
 
     with within(2):
         found = evolve(PAPER.space(2), SearchSettings(), evaluate)
-    assert len(sizes) == 50 == found.counts["generations"] and sizes[0] <= 32 and max(sizes[1:]) <= 28
+    assert (
+        len(sizes) == 50 == found.counts["generations"] and sizes[0] <= 32 and max(sizes[1:]) <= 28
+    )
     assert len(found.history) == 32 + 49 * 28 == found.counts["made"]
     assert 1300 < found.counts["evaluated"] == sum(sizes) <= 1404
     assert [row["origin"] for row in found.history[:12]] == list(PATTERNS)

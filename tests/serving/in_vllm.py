@@ -1,10 +1,10 @@
 """Run in the environment of vLLM: what engines say, as JSON on standard output.
 
-Standard input: {"prompts": [[token ids]], "runs": [RUN, ...]}. Out: the answers of each run, or a sentence if it was
-refused. {"folder", "trusted": whether its code may run} is vLLM's own engine; it answers a list per prompt, the
-log-probability of each token but the first. With "plans": [kept experts by layer, ...] it is that of moe_lab, which
-answers for each plan; "arguments" are vLLM's, and where "unmasked" is set, in the first run only, routers do not use
-their masks.
+Standard input: {"prompts": [[token ids]], "runs": [RUN, ...]}. Out: the answers of each run, or a
+sentence if it was refused. {"folder", "trusted": whether its code may run} is vLLM's own engine; it
+answers a list per prompt, the log-probability of each token but the first. With "plans": [kept
+experts by layer, ...] it is that of moe_lab, which answers for each plan; "arguments" are vLLM's,
+and where "unmasked" is set, in the first run only, routers do not use their masks.
 """
 
 import gc
@@ -16,18 +16,31 @@ from unittest.mock import patch
 
 import torch._dynamo.config
 
-torch._dynamo.config.disable = os.environ["TORCHDYNAMO_DISABLE"] == "1"  # it may have been imported before a fork
-ARGUMENTS = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 16, "num_gpu_blocks_override": 64}
+# it may have been imported before a fork
+torch._dynamo.config.disable = os.environ["TORCHDYNAMO_DISABLE"] == "1"
+ARGUMENTS = {
+    "dtype": "float32",
+    "max_model_len": 128,
+    "max_num_seqs": 16,
+    "num_gpu_blocks_override": 64,
+}
 
 
 def logprobs(asked: dict[str, Any], prompts: list[list[int]]) -> list[list[float]]:
     from vllm import LLM, SamplingParams
 
-    engine = LLM(asked["folder"], trust_remote_code=asked["trusted"], enforce_eager=True, **ARGUMENTS)
+    engine = LLM(
+        asked["folder"], trust_remote_code=asked["trusted"], enforce_eager=True, **ARGUMENTS
+    )
     sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-    answers = engine.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+    answers = engine.generate(
+        [{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False
+    )
     return [
-        [position[token].logprob for token, position in zip(ids[1:], answer.prompt_logprobs[1:], strict=True)]
+        [
+            position[token].logprob
+            for token, position in zip(ids[1:], answer.prompt_logprobs[1:], strict=True)
+        ]
         for ids, answer in zip(prompts, answers, strict=True)
     ]
 
@@ -66,6 +79,7 @@ def run(asked: dict[str, Any], prompts: list[list[int]]) -> Any:
 if __name__ == "__main__":
     request = json.load(sys.stdin)
     gc.freeze()
-    gc.unfreeze = lambda: None  # vLLM collects garbage seven times for an engine, in all that it has imported
+    # vLLM collects garbage seven times for an engine, in all that it has imported
+    gc.unfreeze = lambda: None
     results = [run(asked, request["prompts"]) for asked in request["runs"]]
     sys.__stdout__.write("\nRESULT " + json.dumps(results) + "\n")

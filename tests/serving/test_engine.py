@@ -1,4 +1,5 @@
-"""Plans as masks on an engine of vLLM: the same as the masked model, as the plan's export is in test_vllm.py."""
+"""Plans as masks on an engine of vLLM: the same as the masked model, as the plan's export is in
+test_vllm.py."""
 
 import subprocess
 import sys
@@ -13,7 +14,17 @@ import torch
 from processes import is_running, until
 from pyarrow import parquet
 from studies import on_boolq
-from test_vllm import FAMILIES, NEEDS_VLLM, PROMPTS, Models, ask, expected, exported, fewer, preloaded_vllm
+from test_vllm import (
+    FAMILIES,
+    NEEDS_VLLM,
+    PROMPTS,
+    Models,
+    ask,
+    expected,
+    exported,
+    fewer,
+    preloaded_vllm,
+)
 
 from moe_lab.config import BackendConfig, ModelConfig
 from moe_lab.errors import Unavailable, UserError
@@ -33,11 +44,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @pytest.fixture(scope="module")
 def said(models: Models) -> dict[str, Any]:
-    """What engines answer under `plans_of` a model; also one whose masks do nothing, and one with the plan of another
-    model."""
+    """What engines answer under `plans_of` a model; also one whose masks do nothing, and one with
+    the plan of another model."""
     model, plan, folder = models["olmoe"]
     usual = under_plans(model, plan, folder)
-    runs = {"no effect": {**usual, "unmasked": True}}  # the first, before routers of the process are patched
+    # the first, before routers of the process are patched
+    runs = {"no effect": {**usual, "unmasked": True}}
     runs |= {name: under_plans(*parts) for name, parts in models.items()}
     wrong = sorted({**plan.experts, 7: (0, 1)}.items())
     return ask({**runs, "another model": {**usual, "plans": [wrong]}})
@@ -67,13 +79,16 @@ def check_masked(replies: Any, model: Any, plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_masks_on_one_engine_are_the_masked_model(name: str, models: Models, said: dict[str, Any]) -> None:
+def test_masks_on_one_engine_are_the_masked_model(
+    name: str, models: Models, said: dict[str, Any]
+) -> None:
     model, plan, _ = models[name]
     check_masked(said[name], model, plan)
 
 
 def test_masks_are_in_a_compiled_engine(models: Models) -> None:
-    """Traced and serialised as for Inductor, whose C++ would take twice as long to compile as all else."""
+    """Traced and serialised as for Inductor, whose C++ would take twice as long to compile as all
+    else."""
     model, plan, folder = models["olmoe"]
     tracing = {"mode": "DYNAMO_TRACE_ONCE", "backend": "aot_eager"}
     arguments = {"enforce_eager": False, "compilation_config": tracing}
@@ -81,14 +96,20 @@ def test_masks_are_in_a_compiled_engine(models: Models) -> None:
     check_masked(ask({"compiled": compiled}, TORCHDYNAMO_DISABLE="0")["compiled"], model, plan)
 
 
-@pytest.mark.parametrize(("name", "word"), [("no effect", "no effect"), ("another model", "layer 7")])
-def test_masks_that_would_not_be_those_of_the_plan_are_refused(name: str, word: str, said: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("name", "word"), [("no effect", "no effect"), ("another model", "layer 7")]
+)
+def test_masks_that_would_not_be_those_of_the_plan_are_refused(
+    name: str, word: str, said: dict[str, Any]
+) -> None:
     assert isinstance(said[name], str) and word in said[name]
 
 
 def study(store: Path, name: str, *overrides: str) -> str:
     """Runs a study of the shipped model; returns what its worker printed."""
-    done = on_boolq(store, "launcher=inline", "allow_code_execution=true", f"study={name}", *overrides)
+    done = on_boolq(
+        store, "launcher=inline", "allow_code_execution=true", f"study={name}", *overrides
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return "".join(log.read_text() for log in (store / "logs").rglob("*.log"))
 
@@ -105,12 +126,18 @@ def outcomes(store: Path, name: str) -> dict[tuple[str, ...], list[Any]]:
 
 
 def test_a_study_gets_the_same_answers_from_vllm(tmp_path: Path) -> None:
-    """Two plans of experts and the unpruned model on one engine; tests/study/test_methods.py has an export on one."""
-    words = ("criterion=reap", "ratio=0.25,0.5", "suite.benchmarks=[pocket_humaneval,pocket_arc_easy,pocket_gsm8k]")
+    """Two plans of experts and the unpruned model on one engine; tests/study/test_methods.py has an
+    export on one."""
+    words = (
+        "criterion=reap",
+        "ratio=0.25,0.5",
+        "suite.benchmarks=[pocket_humaneval,pocket_arc_easy,pocket_gsm8k]",
+    )
     log = study(tmp_path, "masks", *words, "backend=vllm", f"interpreters.vllm={preloaded_vllm()}")
     assert log.count("vLLM starts with") == 1
     study(tmp_path, "loaded", *words)
-    by_vllm, by_transformers = outcomes(tmp_path, "masks"), outcomes(tmp_path, "loaded")
+    by_vllm = outcomes(tmp_path, "masks")
+    by_transformers = outcomes(tmp_path, "loaded")
     assert len(by_vllm) == 3 * 3 and by_vllm.keys() == by_transformers.keys()
     for key, values in by_vllm.items():
         for (outcome, loss), (right, right_loss) in zip(values, by_transformers[key], strict=True):
@@ -149,7 +176,8 @@ def opened(*, forked: bool = True, **arguments: Any) -> vllm.VllmModel:
 
 
 def test_an_engine_that_dies_is_reported_and_the_next_one_starts() -> None:
-    subject = opened(max_num_seqs=1)  # one text after the other, so that most are left when the first is there
+    # one text after the other, so that most are left when the first is there
+    subject = opened(max_num_seqs=1)
     texts = subject.items("generate", 200, prompts=[[5, 6]] * 64, most=200, stop=[], ends=[])
     next(texts)
     subject.process.kill()
@@ -165,7 +193,8 @@ def test_an_engine_that_dies_is_reported_and_the_next_one_starts() -> None:
 
 
 def test_several_devices_take_the_mask(models: Models) -> None:
-    """Two processes of vLLM, each with half of every expert. They import this moe_lab, wherever it is installed."""
+    """Two processes of vLLM, each with half of every expert. They import this moe_lab, wherever it
+    is installed."""
     olmoe, plan, folder = models["olmoe"]
     model = ModelConfig(name="m", path=str(folder.parent / "model"), threads=1)
     arguments = {"tensor_parallel_size": 2, "max_model_len": 128, "max_num_seqs": 4}

@@ -1,7 +1,8 @@
-"""What a real vLLM engine serves of an export is the masked model; what it would serve wrong, the plugin refuses.
+"""What a real vLLM engine serves of an export is the masked model; what it would serve wrong, the
+plugin refuses.
 
-`make vllm` makes the environment. vLLM on a CPU runs head sizes of 32 and more, so that the tiny models are a little
-larger here.
+`make vllm` makes the environment. vLLM on a CPU runs head sizes of 32 and more, so that the tiny
+models are a little larger here.
 """
 
 import json
@@ -35,7 +36,8 @@ from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 
 ROOT = Path(__file__).parents[2]
-PYTHON = (ROOT / ".venv-vllm").resolve() / "bin" / "python"  # torch compiles nothing below a path with a space
+# torch compiles nothing below a path with a space
+PYTHON = (ROOT / ".venv-vllm").resolve() / "bin" / "python"
 NEEDS_VLLM = pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not PYTHON.exists(), reason="no vLLM: `make vllm` installs it"),
@@ -52,7 +54,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**HEADS, **LATENT, "moe_intermediate_size": 64},
     "deepseek_v3": {**HEADS, **LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "ernie4_5_moe": HEADS,
-    "deepseek_v3:grouped": {**HEADS, **LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "deepseek_v3:grouped": {
+        **HEADS,
+        **LATENT,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+    },
     "glm4_moe": {**HEADS, "head_dim": 32},
 }
 PORTED = "deepseek"
@@ -65,7 +72,8 @@ ENVIRONMENT = {
     "VLLM_MLA_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",  # each process would compile the function that ranks log-probabilities
+    # each process would compile the function that ranks log-probabilities
+    "TORCHDYNAMO_DISABLE": "1",
     "PYTHONPATH": str(ROOT),
 }
 IN_PROCESS = {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -74,11 +82,15 @@ PROMPTS = tiny.tokens(3, 20).tolist()
 
 
 def fewer(model: Any, *counts: int) -> Plan:
-    """Layers without their first experts, of each of the router's groups: as many as `counts` says in turn."""
-    layers, kept = moe_layers(model), {}
+    """Layers without their first experts, of each of the router's groups: as many as `counts` says
+    in turn."""
+    layers = moe_layers(model)
+    kept = {}
     for layer, count in zip(layers, cycle(counts), strict=False):
         size = layer.n_experts // layer.n_group
-        kept[layer.index] = tuple(expert for expert in range(layer.n_experts) if expert % size >= count)
+        kept[layer.index] = tuple(
+            expert for expert in range(layer.n_experts) if expert % size >= count
+        )
     return Plan(kept, {layer.index: layer.n_experts for layer in layers})
 
 
@@ -98,7 +110,9 @@ def expected(model: Any) -> torch.Tensor:
 
 def serve(folders: dict[str, Path], **environment: str) -> dict[str, Any]:
     """What vLLM's own engine for each folder says: log-probabilities, or why it refuses."""
-    runs = {name: {"folder": str(folder), "trusted": name == PORTED} for name, folder in folders.items()}
+    runs = {
+        name: {"folder": str(folder), "trusted": name == PORTED} for name, folder in folders.items()
+    }
     return ask(runs, **environment)
 
 
@@ -129,7 +143,8 @@ def difference(answer: Any, model: Any) -> float:
 
 
 def with_expert(folder: Path, out: Path, expert: int, source: int | None) -> Path:
-    """A copy of an export with one expert of layer 0 replaced by a copy of another one; None: by nothing."""
+    """A copy of an export with one expert of layer 0 replaced by a copy of another one; None: by
+    nothing."""
     shutil.copytree(folder, out)
     tensors = load_file(out / "model.safetensors")
     for role in ("gate_proj", "up_proj", "down_proj"):
@@ -159,7 +174,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     for name in ("olmoe", "qwen3_moe", "deepseek_v2"):
         model, _, folder = made[name]
         plan = narrower(model)
-        made[f"{name}, widths"] = (model, plan, export(folder.parent / "model", plan, folder.parent / "narrower"))
+        made[f"{name}, widths"] = (
+            model,
+            plan,
+            export(folder.parent / "model", plan, folder.parent / "narrower"),
+        )
     return made
 
 
@@ -171,7 +190,9 @@ def served(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     olmoe, _, folder = models["olmoe"]
     folders["missing"] = with_expert(folder, wrong / "missing", 3, None)
     folders["surplus"] = with_expert(folder, wrong / "surplus", 15, 3)  # of 15, counted from 0
-    folders["ragged"] = export(folder.parent / "model", random_plan(olmoe, "ragged", share=1.0), wrong / "ragged")
+    folders["ragged"] = export(
+        folder.parent / "model", random_plan(olmoe, "ragged", share=1.0), wrong / "ragged"
+    )
     folders["newer"] = shutil.copytree(folder, wrong / "newer")
     config = json.loads((folder / "config.json").read_text())
     config["pruned"]["format"] = 3
@@ -184,7 +205,9 @@ def served(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, PORTED, "olmoe, widths", "qwen3_moe, widths"])
-def test_uneven_exports_are_served_as_the_masked_model(name: str, models: Models, served: dict[str, Any]) -> None:
+def test_uneven_exports_are_served_as_the_masked_model(
+    name: str, models: Models, served: dict[str, Any]
+) -> None:
     model, plan, folder = models[name]
     assert "pruned" in json.loads((folder / "config.json").read_text())
     with mask(model, plan):
@@ -204,12 +227,18 @@ def test_uneven_exports_are_served_as_the_masked_model(name: str, models: Models
         ("deepseek_v2, widths", ["n_shared_experts", "export=masked"]),
     ],
 )
-def test_what_would_be_served_wrong_is_refused(name: str, words: list[str], served: dict[str, Any]) -> None:
-    assert isinstance(served[name], str) and all(word in served[name] for word in words), served[name]
+def test_what_would_be_served_wrong_is_refused(
+    name: str, words: list[str], served: dict[str, Any]
+) -> None:
+    assert isinstance(served[name], str) and all(word in served[name] for word in words), served[
+        name
+    ]
 
 
 @pytest.fixture(scope="module")
-def stock(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Plan, Path]]:
+def stock(
+    models: Models, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Any, Plan, Path]]:
     """Exports that vLLM's own classes read."""
     made = {}
     for name in STOCK:
@@ -228,14 +257,17 @@ def served_without_plugin(stock: Models) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", [*STOCK, MERGED])
-def test_uniform_exports_need_no_plugin(name: str, stock: Models, served_without_plugin: dict[str, Any]) -> None:
+def test_uniform_exports_need_no_plugin(
+    name: str, stock: Models, served_without_plugin: dict[str, Any]
+) -> None:
     model, plan, _ = stock[name]
     with mask(model, plan):
         assert difference(served_without_plugin[name], model) < 1e-4
 
 
 VLLM_SERVER = (
-    f"{PYTHON} -m vllm.entrypoints.openai.api_server --model {{checkpoint}} --served-model-name {{name}} "
+    f"{PYTHON} -m vllm.entrypoints.openai.api_server --model {{checkpoint}} --served-model-name "
+    "{name} "
     "--port {port} --dtype float32 --enforce-eager --max-model-len 128 --max-num-seqs 4"
 )
 
@@ -256,7 +288,8 @@ def written(engine: Engine, prompts: list[str], stop: tuple[str, ...] = ()) -> l
 
 
 def test_a_server_reads_an_export_whose_layers_differ(models: Models) -> None:
-    """backend=server with vLLM's own server, more stop texts than it takes, and an engine that is killed at last."""
+    """backend=server with vLLM's own server, more stop texts than it takes, and an engine that is
+    killed at last."""
     model, plan, folder = models["olmoe"]
     prompts = ["w20 w21 w22", "w30 w40"]
     tokenizer = AutoTokenizer.from_pretrained(folder, pad_token="<pad>")
@@ -278,5 +311,8 @@ def test_a_server_reads_an_export_whose_layers_differ(models: Models) -> None:
     until(lambda: not processes(group))  # all are told to end, and none is waited for
     with mask(model, plan):
         local = written(LoadedModel(model, tokenizer), prompts)
-    assert [text.split() for text in texts] == [text.split() for text in local]  # the two decode spaces in their ways
-    assert [text.partition(last)[0] for text in stopped] == [text.partition(last)[0] for text in texts]
+    # the two decode spaces in their ways
+    assert [text.split() for text in texts] == [text.split() for text in local]
+    assert [text.partition(last)[0] for text in stopped] == [
+        text.partition(last)[0] for text in texts
+    ]

@@ -1,9 +1,9 @@
-"""A Slurm cluster of one node, made from Debian's packages, in a folder of its own; and studies on it whose steps take
-no time: see instant_work.
+"""A Slurm cluster of one node, made from Debian's packages, in a folder of its own; and studies on
+it whose steps take no time: see instant_work.
 
-Accounting is off, as on many a cluster: there is no sacct. Ports, sockets and keys are the cluster's own, so that it
-does not meet another one on the machine. Credentials expire soon, since a requeued job waits for that; the two GPUs are
-none.
+Accounting is off, as on many a cluster: there is no sacct. Ports, sockets and keys are the
+cluster's own, so that it does not meet another one on the machine. Credentials expire soon, since a
+requeued job waits for that; the two GPUs are none.
 """
 
 import json
@@ -25,7 +25,8 @@ LONG = 500
 """Seconds after which a test gives up on a job; on a quiet machine it takes a fraction."""
 TWO = "ratio=0.25,0.5"
 STEPS = {"model": 1, "scores": 1, "plan": 2, "cost": 3}
-"""What TWO comes to where nothing is evaluated: the costs are those of the unpruned model and of both plans."""
+"""What TWO comes to where nothing is evaluated: the costs are those of the unpruned model and of
+both plans."""
 WORDS = ["criterion=random", "suite.benchmarks=[]", "report=false", "resources.every.memory=1"]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 CONFIGURATION = """\
@@ -85,8 +86,12 @@ class Cluster:
         key.chmod(0o400)
         (folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
         self.configuration = folder / "slurm.conf"
-        self.environment = {**os.environ, "SLURM_CONF": str(self.configuration)}  # of commands for this cluster
-        with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        # of commands for this cluster
+        self.environment = {**os.environ, "SLURM_CONF": str(self.configuration)}
+        with (
+            socket.create_server(("127.0.0.1", 0)) as one,
+            socket.create_server(("127.0.0.1", 0)) as other,
+        ):
             ports = {"controller_port": one.getsockname()[1], "node_port": other.getsockname()[1]}
         self.configuration.write_text(CONFIGURATION.format(host=self.host, folder=folder, **ports))
 
@@ -104,7 +109,11 @@ class Cluster:
         """Start one daemon."""
         with (self.folder / f"{program}.out").open("ab") as out:
             self.daemons[program] = subprocess.Popen(
-                [program, *words], stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=self.environment
+                [program, *words],
+                stdout=out,
+                stderr=out,
+                stdin=subprocess.DEVNULL,
+                env=self.environment,
             )
 
     def end(self, program: str) -> None:
@@ -130,14 +139,19 @@ class Cluster:
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def minutes(self, job: str) -> int:
-        """How many whole minutes a job, of less than a day, has run since it was started or restarted."""
+        """How many whole minutes a job, of less than a day, has run since it was started or
+        restarted."""
         hours, minutes, _ = map(int, self.job(job)["RunTime"].split(":"))
         return hours * 60 + minutes
 
     def wait_for_the_end(self, store: Path) -> None:
         """Until the queue has no jobs of the studies in a store."""
         arrays = self.arrays(store)
-        until(lambda: not arrays.intersection(self.ask("squeue", "-h", "-o", "%F").split()), LONG, "jobs do not end")
+        until(
+            lambda: not arrays.intersection(self.ask("squeue", "-h", "-o", "%F").split()),
+            LONG,
+            "jobs do not end",
+        )
 
     def arrays(self, store: Path) -> set[str]:
         """All jobs that were ever submitted for the studies in a store; of an array, its own id."""
@@ -151,7 +165,8 @@ class Cluster:
 
 @contextmanager
 def running(folder: Path) -> Iterator[Cluster]:
-    """A cluster in a new folder, whose parent others must be able to enter: munge refuses its socket otherwise."""
+    """A cluster in a new folder, whose parent others must be able to enter: munge refuses its
+    socket otherwise."""
     folder.parent.chmod(0o755)
     cluster = Cluster(folder)
     try:
@@ -213,11 +228,17 @@ class InstantStudies:
 
     def begun(self, kind: str) -> list[int]:
         """The processes that were given steps of a kind, the last one last."""
-        return [int(process) for step, process in self.lines("begun") if step.startswith(f"{kind}/")]
+        return [
+            int(process) for step, process in self.lines("begun") if step.startswith(f"{kind}/")
+        ]
 
     def wait_for(self, kind: str, times: int = 1) -> int:
         """Wait until steps of a kind were begun so many times; the last process that did."""
-        until(lambda: len(self.begun(kind)) >= times, LONG, f"{kind} was begun {len(self.begun(kind))} times")
+        until(
+            lambda: len(self.begun(kind)) >= times,
+            LONG,
+            f"{kind} was begun {len(self.begun(kind))} times",
+        )
         return self.begun(kind)[-1]
 
     def done_once(self) -> Counter[str]:
@@ -226,7 +247,9 @@ class InstantStudies:
         assert set(parts.values()) == {1}, parts
         steps = [step for step, part in parts]
         assert set(Counter(steps).values()) == {2}
-        assert {str(path.parent.relative_to(self.store)) for path in self.store.glob("*/*/instant.txt")} == set(steps)
+        assert {
+            str(path.parent.relative_to(self.store)) for path in self.store.glob("*/*/instant.txt")
+        } == set(steps)
         return Counter(step.partition("/")[0] for step in set(steps))
 
     def wait_for_the_end(self) -> None:

@@ -10,7 +10,8 @@ from cluster import Cluster, InstantStudies, running, why_not
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """A running cluster, to which the commands of Slurm are pointed meanwhile; skips where there cannot be one."""
+    """A running cluster, to which the commands of Slurm are pointed meanwhile; skips where there
+    cannot be one."""
     if reason := why_not():
         pytest.skip(f"no Slurm cluster here: {reason}")
     with (
@@ -25,7 +26,8 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def instant(cluster: Cluster, tmp_path: Path) -> Iterator[InstantStudies]:
-    """An empty store; afterwards nothing of it is in the queue and the node is idle, whatever became of the test."""
+    """An empty store; afterwards nothing of it is in the queue and the node is idle, whatever
+    became of the test."""
     yield (own := InstantStudies(cluster, tmp_path))
     cluster.ask("scontrol", "update", f"nodename={cluster.host}", "state=resume")
     own.end()

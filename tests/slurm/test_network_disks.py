@@ -1,6 +1,7 @@
 """Two nodes on one network disk: GlusterFS and sshfs, each mounted twice on this machine.
 
-A node has a host name, processes and a mount of its own. Steps take no time; heartbeats are five a second.
+A node has a host name, processes and a mount of its own. Steps take no time; heartbeats are five a
+second.
 """
 
 import os
@@ -23,7 +24,8 @@ PROGRAMS = {
     "gluster": ("glusterd", "gluster", "mount.glusterfs"),
     "sshfs": ("sshfs", "sshd", "ssh-keygen"),
 }
-"""Disk -> programs that it needs; Debian: glusterfs-server glusterfs-client sshfs openssh-server."""
+"""Disk -> programs that it needs; Debian: glusterfs-server glusterfs-client sshfs
+openssh-server."""
 STUDY = ["criterion=random", "ratio=0.1,0.2,0.3,0.4", "suite.benchmarks=[]", "launcher.processes=1"]
 SSHD = """
 Port {port}
@@ -58,14 +60,17 @@ def mounted(mounts: list[Path], mount: Callable[[Path], None]) -> Iterator[list[
 @contextmanager
 def gluster(folder: Path, mounts: list[Path]) -> Iterator[list[Path]]:
     """A volume of one brick, with two clients."""
-    host, volume = socket.gethostname(), f"test-{secrets.token_hex(4)}"  # GlusterFS refuses loopback addresses
+    # GlusterFS refuses loopback addresses
+    host, volume = socket.gethostname(), f"test-{secrets.token_hex(4)}"
     manager = subprocess.Popen(["glusterd", "--no-daemon", f"--log-file={folder}/log"])
     try:
         command = ["gluster", "--mode=script", "volume"]
         until(lambda: subprocess.run([*command, "list"], capture_output=True).returncode == 0)
         run(*command, "create", volume, f"{host}:{folder}/brick", "force")
         run(*command, "start", volume)
-        with mounted(mounts, lambda mount: run("mount", "-t", "glusterfs", f"{host}:/{volume}", mount)):
+        with mounted(
+            mounts, lambda mount: run("mount", "-t", "glusterfs", f"{host}:/{volume}", mount)
+        ):
             yield mounts
         run(*command, "stop", volume, "force")
         run(*command, "delete", volume)
@@ -85,7 +90,9 @@ def sshfs(folder: Path, mounts: list[Path]) -> Iterator[list[Path]]:
     (folder / "config").write_text(SSHD.format(port=port, folder=folder))
     (folder / "data").mkdir()
     Path("/run/sshd").mkdir(exist_ok=True)
-    server = subprocess.Popen([shutil.which("sshd") or "sshd", "-D", "-f", folder / "config", "-E", folder / "log"])
+    server = subprocess.Popen(
+        [shutil.which("sshd") or "sshd", "-D", "-f", folder / "config", "-E", folder / "log"]
+    )
     options = f"IdentityFile={folder}/key,StrictHostKeyChecking=no,UserKnownHostsFile=/dev/null"
     try:
         until(lambda: (folder / "sshd.pid").exists())
@@ -103,7 +110,9 @@ def mounts(request: pytest.FixtureRequest) -> Iterator[list[Path]]:
     missing = [program for program in PROGRAMS[request.param] if shutil.which(program) is None]
     if missing or not Path("/dev/fuse").exists():
         pytest.skip(f"no {request.param} here: {', '.join(missing) or '/dev/fuse'} is missing")
-    with tempfile.TemporaryDirectory(prefix="disk-", dir="/var/tmp", ignore_cleanup_errors=True) as name:
+    with tempfile.TemporaryDirectory(
+        prefix="disk-", dir="/var/tmp", ignore_cleanup_errors=True
+    ) as name:
         folder = Path(name)
         disk = {"gluster": gluster, "sshfs": sshfs}[request.param]
         with disk(folder, [folder / "a", folder / "b"]) as both:
@@ -125,7 +134,12 @@ def start(mount: Path, work: Path, node: str = "") -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
         cwd=work,
-        env={**os.environ, **instant_environment(work), "INSTANT_PAUSE": "0.1", "INSTANT_BEAT": "0.2"},
+        env={
+            **os.environ,
+            **instant_environment(work),
+            "INSTANT_PAUSE": "0.1",
+            "INSTANT_BEAT": "0.2",
+        },
     )
 
 
@@ -135,7 +149,9 @@ def exit_code(process: subprocess.Popen[str]) -> int:
     return process.returncode
 
 
-@pytest.mark.parametrize("nodes", [("node-a", "node-b"), ("", "")], ids=["two nodes", "one machine"])
+@pytest.mark.parametrize(
+    "nodes", [("node-a", "node-b"), ("", "")], ids=["two nodes", "one machine"]
+)
 def test_equal_commands_on_two_mounts_do_each_step_once(
     mounts: list[Path], tmp_path: Path, nodes: tuple[str, str]
 ) -> None:
@@ -150,7 +166,8 @@ def test_equal_commands_on_two_mounts_do_each_step_once(
 def test_a_node_goes_on_when_another_is_killed(mounts: list[Path], tmp_path: Path) -> None:
     """And a third command has nothing left to do."""
     begun = tmp_path / "begun"
-    killed, other = start(mounts[0], tmp_path, "node-a"), start(mounts[1], tmp_path, "node-b")
+    killed = start(mounts[0], tmp_path, "node-a")
+    other = start(mounts[1], tmp_path, "node-b")
     until(lambda: begun.exists() and len(begun.read_text().splitlines()) >= 3)
     killed.kill()
     exit_code(killed)

@@ -1,4 +1,5 @@
-"""What clusters do to jobs and nodes, and what people do to jobs, with steps that take no time: nothing is lost."""
+"""What clusters do to jobs and nodes, and what people do to jobs, with steps that take no time:
+nothing is lost."""
 
 import os
 import random
@@ -13,21 +14,28 @@ from moe_lab.results import read_record
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_the_same_command_survives_what_clusters_do(instant: InstantStudies, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After each blow the same command goes on; in the end every part of every step was done, and none twice."""
+def test_the_same_command_survives_what_clusters_do(
+    instant: InstantStudies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each blow the same command goes on; in the end every part of every step was done, and
+    none twice."""
     one_job_or_step_is_cancelled(instant)
     a_worker_is_killed_and_all_is_cancelled(instant)
     run = instant.start(TWO, "study=instant", "wait=true")
     begun = len(instant.begun("cost"))
     instant.hold("cost")
     instant.wait_for("cost", begun + 1)
-    (job,) = instant.cluster.ask("squeue", "-h", "-t", "R", "-n", "instant.cost", "-o", "%i").split()
+    (job,) = instant.cluster.ask(
+        "squeue", "-h", "-t", "R", "-n", "instant.cost", "-o", "%i"
+    ).split()
     a_job_is_requeued_and_the_controller_restarted(instant, job, begun + 2, monkeypatch)
     the_node_is_drained_and_lost(instant, job)
     errors = run.communicate(timeout=LONG)[1]
     assert run.returncode == 0, errors
     assert instant.done_once() == STEPS
-    assert told(instant.store, "why", "instant") == "instant: all 7 steps are done\n", "nor is a record missing"
+    assert told(instant.store, "why", "instant") == "instant: all 7 steps are done\n", (
+        "nor is a record missing"
+    )
 
 
 def one_job_or_step_is_cancelled(instant: InstantStudies) -> None:
@@ -36,14 +44,20 @@ def one_job_or_step_is_cancelled(instant: InstantStudies) -> None:
     run = instant.start(TWO, "study=instant", "wait=true")
     for kind in ("scores", "cost"):
         instant.wait_for(kind)
-    until(lambda: "instant.record" in instant.cluster.ask("squeue", "-h", "-o", "%j"), LONG, "not all is submitted")
+    until(
+        lambda: "instant.record" in instant.cluster.ask("squeue", "-h", "-o", "%j"),
+        LONG,
+        "not all is submitted",
+    )
     assert instant.submit(TWO, "study=instant") == {}, "what is in the queue is not submitted again"
     first, second = random.sample(["scores", "cost"], 2)
     (job,) = instant.cluster.ask("squeue", "-h", "-n", f"instant.{first}", "-o", "%i").split()
     instant.cluster.ask("scancel", job)
     until(lambda: instant.cluster.job(job)["JobState"] == "CANCELLED", LONG, "it is not cancelled")
     assert "cancelled; the same command" in told(instant.store, "why", f"{first}/")
-    assert instant.cluster.ask("squeue", "-h", "-t", "R", "-o", "%j").split() == [f"instant.{second}"]
+    assert instant.cluster.ask("squeue", "-h", "-t", "R", "-o", "%j").split() == [
+        f"instant.{second}"
+    ]
     assert "cancelled 1 jobs" in told(instant.store, "cancel", f"{second}/")
     errors = run.communicate(timeout=LONG)[1]
     assert run.returncode == 1 and "the same command goes on from here" in errors, errors
@@ -81,10 +95,15 @@ def a_job_is_requeued_and_the_controller_restarted(
 
 
 def the_node_is_drained_and_lost(instant: InstantStudies, job: str) -> None:
-    """What runs on a drained node goes on there, what waits is started when it is back; a lost node's job again."""
-    cluster, node = instant.cluster, f"nodename={instant.cluster.host}"
+    """What runs on a drained node goes on there, what waits is started when it is back; a lost
+    node's job again."""
+    cluster = instant.cluster
+    node = f"nodename={instant.cluster.host}"
     cluster.ask("scontrol", "update", node, "state=drain", "reason=test")
-    assert "drain" in cluster.ask("sinfo", "-h", "-o", "%T") and cluster.job(job)["JobState"] == "RUNNING"
+    assert (
+        "drain" in cluster.ask("sinfo", "-h", "-o", "%T")
+        and cluster.job(job)["JobState"] == "RUNNING"
+    )
     cluster.ask("scontrol", "update", node, "state=down", "reason=test")
     until(lambda: cluster.job(job)["JobState"] == "PENDING", LONG, "it is not requeued")
     assert "is PENDING (" in told(instant.store, "why", "instant")
@@ -96,10 +115,19 @@ def test_jobs_of_hydras_own_launcher_share_steps(instant: InstantStudies) -> Non
     """It makes one study per job: the store keeps what they share single."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     words = ["launcher=inline", "study=both", "ratio=0.25,0.5"]
-    own = ["-m", "hydra/launcher=submitit_slurm", "hydra.launcher.mem_gb=1", "hydra.launcher.timeout_min=5"]
+    own = [
+        "-m",
+        "hydra/launcher=submitit_slurm",
+        "hydra.launcher.mem_gb=1",
+        "hydra.launcher.timeout_min=5",
+    ]
     instant.hold("model")
     run = instant.type(*own, *WORDS, *words)
-    until(lambda: len(instant.cluster.ask("squeue", "-h", "-r", "-t", "R").splitlines()) == 2, LONG, "no two jobs run")
+    until(
+        lambda: len(instant.cluster.ask("squeue", "-h", "-r", "-t", "R").splitlines()) == 2,
+        LONG,
+        "no two jobs run",
+    )
     instant.release()
     printed, errors = run.communicate(timeout=LONG)
     assert run.returncode == 0, printed + errors

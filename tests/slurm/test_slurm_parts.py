@@ -61,7 +61,8 @@ SETTINGS = LauncherConfig(cells_per_job=2)
 
 
 def study(cells: int, models: Sequence[str] = ("m",)) -> list[Step]:
-    """Steps of some models with some plans each, two benchmarks and the cost for every plan; inputs first."""
+    """Steps of some models with some plans each, two benchmarks and the cost for every plan; inputs
+    first."""
     steps: list[Step] = []
     for name in models:
         model = ModelConfig(name=name, path=name)
@@ -71,7 +72,13 @@ def study(cells: int, models: Sequence[str] = ("m",)) -> list[Step]:
         for number in range(cells):
             plan = Example("plan", f"{name}{number}", number, {"facts": facts})
             inputs: dict[str, Step] = {"facts": facts, "plan": plan}
-            cost = Example("cost", plan.name, needed={**inputs, "unpruned": whole}, model=model, done_in="evaluate")
+            cost = Example(
+                "cost",
+                plan.name,
+                needed={**inputs, "unpruned": whole},
+                model=model,
+                done_in="evaluate",
+            )
             steps += [plan, cost]
             steps += [Example("evaluate", f"{plan.name}-{n}", n, inputs, model) for n in range(2)]
     return steps
@@ -82,7 +89,9 @@ def ask(steps: Sequence[Step]) -> dict[str, Any]:
     return {"gpus": 4 if model and model.name == "large" and steps[0].kind == "evaluate" else 0}
 
 
-def test_every_step_is_in_one_job_after_its_inputs_and_a_job_evaluates_some_plans_of_one_model() -> None:
+def test_every_step_is_in_one_job_after_its_inputs_and_a_job_evaluates_some_plans_of_one_model() -> (
+    None
+):
     steps = study(5, ("m", "large"))
     done: list[str] = []
     for array in (arrays := arrange(steps, ask, SETTINGS)):
@@ -97,17 +106,27 @@ def test_every_step_is_in_one_job_after_its_inputs_and_a_job_evaluates_some_plan
     evaluating = [array for array in arrays if array.kind == "evaluate"]
     assert [array.asks["gpus"] for array in evaluating] == [0, 4]
     for array in evaluating:
-        assert sorted(len({step.inputs["plan"].id for step in pack}) for pack in array.packs) == [1, 2, 2]
-        assert all(len({step.about and step.about.name for step in pack}) == 1 for pack in array.packs)
+        assert sorted(len({step.inputs["plan"].id for step in pack}) for pack in array.packs) == [
+            1,
+            2,
+            2,
+        ]
+        assert all(
+            len({step.about and step.about.name for step in pack}) == 1 for pack in array.packs
+        )
         for pack in array.packs:
-            assert [step.kind for step in pack] == ["evaluate", "evaluate", "cost"] * (len(pack) // 3)
+            assert [step.kind for step in pack] == ["evaluate", "evaluate", "cost"] * (
+                len(pack) // 3
+            )
 
 
 @pytest.mark.parametrize(("backend", "generates"), [("hf", "evaluate"), ("server", "generate")])
 def test_texts_are_graded_in_jobs_of_their_own(backend: str, generates: str) -> None:
     steps = study(5)
     for plan in [step for step in steps if step.kind == "plan"]:
-        asked = BenchmarkConfig(name="code", harness="evalplus", task="pocket:benchmarks/mbpp.jsonl")
+        asked = BenchmarkConfig(
+            name="code", harness="evalplus", task="pocket:benchmarks/mbpp.jsonl"
+        )
         by = BackendConfig(name=backend, command="serve {checkpoint}")
         pruned = evaluated(ModelConfig(name="m", path="owner/m"), asked, plan).pruned
         generate = Generate(asked, pruned, by, None, None, Questions(asked))
@@ -119,10 +138,14 @@ def test_texts_are_graded_in_jobs_of_their_own(backend: str, generates: str) -> 
     assert arrays.index(of["generate"]) < arrays.index(of["grade"])
 
 
-def test_what_an_unpruned_model_costs_comes_first_and_small_steps_share_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_unpruned_model_costs_comes_first_and_small_steps_share_jobs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("moe_lab.study.slurm.arrays.STEPS_PER_JOB", 4)
     arrays = arrange(study(9), ask, SETTINGS)
-    assert [array.kind for array in arrays].index("cost") < [array.kind for array in arrays].index("evaluate")
+    assert [array.kind for array in arrays].index("cost") < [array.kind for array in arrays].index(
+        "evaluate"
+    )
     (plans,) = [array for array in arrays if array.kind == "plan"]
     assert [len(pack) for pack in plans.packs] == [3, 3, 3]
 
@@ -134,8 +157,12 @@ def test_an_array_is_no_longer_than_slurm_takes(longest: tuple[int, ...], sizes:
 
 
 def test_jobs_and_limits_are_read_whatever_jobs_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And whoever submitted them; time limits as sinfo writes them; the longest array in both of a cluster's limits."""
-    squeue = "7_1|RUNNING|None|1:00|s.k\n8|PENDING|Priority|0:00|two\nlines|\f|x\n9|BOOT_FAIL|None|0:00|s.k\n"
+    """And whoever submitted them; time limits as sinfo writes them; the longest array in both of a
+    cluster's limits."""
+    squeue = (
+        "7_1|RUNNING|None|1:00|s.k\n8|PENDING|Priority|0:00|two\nlines|\f|x\n"
+        "9|BOOT_FAIL|None|0:00|s.k\n"
+    )
     squeue += "10|COMPLETING|None|0:22|cancelled\n11|COMPLETING|None|0:00|requeued\n"
     squeue += "12|COMPLETING|NonZeroExitCode|0:00|died at once\n"
     ask = Mock(side_effect=lambda *words: squeue if words[-1] == "--user=7" else "")
@@ -143,11 +170,16 @@ def test_jobs_and_limits_are_read_whatever_jobs_are_called(monkeypatch: pytest.M
     jobs = {job.id: job for job in (replace(submitted("7_1", "a"), user=7), submitted("8", "b"))}
     assert alive(jobs)[0].keys() == {"7_1"} and in_queue("8", 7) and not in_queue("8", os.getuid())
     ask.reset_mock()
-    assert any([in_queue("8", 7) for _ in range(99)]) and ask.call_count <= 4, "once a minute for each user"
+    assert any([in_queue("8", 7) for _ in range(99)]) and ask.call_count <= 4, (
+        "once a minute for each user"
+    )
     monkeypatch.setattr("moe_lab.study.slurm.scheduler.ask", lambda *_: squeue)
     found = [(job.id, job.name, job.pending) for job in queue().values()]
     assert found == [("7_1", "s.k", False), ("8", "two", True), ("11", "requeued", False)]
-    config = "MaxArraySize            = 1001\nSchedulerParameters     = bf_continue,max_array_tasks=3,defer\n"
+    config = (
+        "MaxArraySize            = 1001\nSchedulerParameters     = "
+        "bf_continue,max_array_tasks=3,defer\n"
+    )
     monkeypatch.setattr("moe_lab.study.slurm.scheduler.ask", lambda *_: config)
     assert longest_array() == 3
     sinfo = "debug*|infinite\ngpu|1-12:00:00\nshort|30:00\n"
@@ -155,7 +187,9 @@ def test_jobs_and_limits_are_read_whatever_jobs_are_called(monkeypatch: pytest.M
     assert time_limits() == {"": inf, "debug": inf, "gpu": 2160, "short": 30}
 
 
-def test_jobs_work_for_the_store_that_they_were_made_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_work_for_the_store_that_they_were_made_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = Store(tmp_path / "store").create()
     with begin(store, "s", []) as run:
         run.add([submitted("1", "a")])
@@ -165,21 +199,28 @@ def test_jobs_work_for_the_store_that_they_were_made_for(tmp_path: Path, monkeyp
     store.root.rename(tmp_path / "mount")  # the same folder by another path
     assert [*counts, len(runs(Store(tmp_path / "mount"), "s")[0].jobs)] == [1, 1, 0, 1]
     monkeypatch.setattr("os.path.ismount", lambda _: True)
-    assert not runs(Store(tmp_path / "mount"), "s")[0].jobs, "the inode of a whole disk says nothing"
+    assert not runs(Store(tmp_path / "mount"), "s")[0].jobs, (
+        "the inode of a whole disk says nothing"
+    )
 
 
 def submitted(job: str, steps: str, after: str = "", kind: str = "k") -> Submitted:
-    return Submitted(job, job.partition("_")[0], "s." + kind, kind, tuple(steps), tuple(after.split()))
+    return Submitted(
+        job, job.partition("_")[0], "s." + kind, kind, tuple(steps), tuple(after.split())
+    )
 
 
 def queued(job: str, state: str = "PENDING", name: str = "s.k") -> tuple[str, Queued]:
     return job, Queued(job, name, state, "Dependency", "0:00")
 
 
-def test_a_job_that_must_end_saves_unless_it_was_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_must_end_saves_unless_it_was_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where its image has no scontrol that says which it is."""
     preempted = [{"JobState": "RUNNING"}, {}, UserError("there is no scontrol here")]
-    ended = [{"JobState": "COMPLETING", "Restarts": number} for number in "01"]  # cancelled; requeued by Slurm
+    # cancelled; requeued by Slurm
+    ended = [{"JobState": "COMPLETING", "Restarts": number} for number in "01"]
     monkeypatch.setattr(scheduler, "fate", Mock(side_effect=[*preempted, *ended]))
     monkeypatch.setattr(os, "kill", killed := Mock())
     pack = Pack(str(tmp_path), [], "s/r", LauncherConfig())
@@ -197,27 +238,41 @@ def test_steps_of_pending_and_running_jobs_need_no_new_job() -> None:
     jobs = [submitted("1", "a"), submitted("2_0", "bc", "1"), submitted("3", "d", "2")]
     found = under_way(jobs, dict([queued("1", "RUNNING"), queued("2_0")]), "dab")
     assert found.steps == {"a": "1", "b": "2_0"} and found.hopeless == []
-    assert under_way(jobs, dict([queued("1", name="other")]), "a").steps == {}, "a job of another name is another"
+    assert under_way(jobs, dict([queued("1", name="other")]), "a").steps == {}, (
+        "a job of another name is another"
+    )
     last = [submitted("9", "", "1", RECORD)]
     assert under_way(last, dict([queued("9", name="s.record")]), "").recorded == ["9"]
     assert under_way(last, {}, "").recorded == []
 
 
 def test_what_waits_for_a_lost_job_is_hopeless_and_so_is_what_waits_for_that() -> None:
-    jobs = [submitted("1_0", "a"), submitted("1_1", "b"), submitted("2", "c", "1"), submitted("3_0", "d", "2")]
+    jobs = [
+        submitted("1_0", "a"),
+        submitted("1_1", "b"),
+        submitted("2", "c", "1"),
+        submitted("3_0", "d", "2"),
+    ]
     queue = dict([queued("1_1", "RUNNING"), queued("2"), queued("3_0")])
     found = under_way(jobs, queue, "abcd")
     assert found.steps == {"b": "1_1"} and found.hopeless == ["2", "3_0"]
-    assert under_way([replace(job, user=-1) for job in jobs], queue, "abcd").hopeless == [], "they are of a colleague"
+    assert under_way([replace(job, user=-1) for job in jobs], queue, "abcd").hopeless == [], (
+        "they are of a colleague"
+    )
     assert under_way(jobs, queue, "bcd").hopeless == [], "a is done, its job ended well"
 
 
-def test_a_queued_pass_is_not_divided_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_queued_pass_is_not_divided_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def divided(parts: int) -> list[Step]:
-        shares = tuple(Example("statistics", "share", 10 * parts + number) for number in range(parts))
+        shares = tuple(
+            Example("statistics", "share", 10 * parts + number) for number in range(parts)
+        )
         return [*shares, Example("statistics", "whole", merges=shares)]
 
-    whole, added = divided(2)[-1], list[Array]()
+    whole = divided(2)[-1]
+    added = list[Array]()
     store = Store(tmp_path).create()
     with begin(store, "study", []) as run:
         run.add([replace(submitted("1", ""), steps=(whole.id,))])
@@ -228,7 +283,8 @@ def test_a_queued_pass_is_not_divided_otherwise(tmp_path: Path, monkeypatch: pyt
     submission: Any = SimpleNamespace(study=asked, jobs={}, add=added.append, close=lambda: None)
     submit_missing(Schedule(divided(3)), submission)
     assert added == [] and submission.jobs == {whole.id: "1"}
-    looks, clock = Mock(side_effect=[{}, dict([queued("1")])]), count(step=99)
+    looks = Mock(side_effect=[{}, dict([queued("1")])])
+    clock = count(step=99)
     monkeypatch.setattr(scheduler, "queue", looks)
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     submit_missing(Schedule(divided(3)), submission)
@@ -236,12 +292,16 @@ def test_a_queued_pass_is_not_divided_otherwise(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_pack_goes_on_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, given = Store(tmp_path).create(), []
-    there, gone = Example("first", "there"), Example("first", "gone", 1)
+    store = Store(tmp_path).create()
+    given = []
+    there = Example("first", "there")
+    gone = Example("first", "gone", 1)
     with store.claim(there):
         pass
-    good, bad = Example("next", "good", 0, {"in": there}), Example("next", "bad", 0, {"in": gone})
-    last, failed = Example("last", "bad", 0, {"in": bad}), Example("next", "failed", 2, {"in": there})
+    good = Example("next", "good", 0, {"in": there})
+    bad = Example("next", "bad", 0, {"in": gone})
+    last = Example("last", "bad", 0, {"in": bad})
+    failed = Example("next", "failed", 2, {"in": there})
 
     def execute(_: Worker, step: Step, scratch: Path) -> None:
         given.append(step.label())
@@ -261,15 +321,19 @@ def test_a_pack_goes_on_after_a_failure(tmp_path: Path, monkeypatch: pytest.Monk
     assert again is not None and again.function.checkpoint() is None
 
 
-def test_parts_of_a_pass_are_an_array_before_their_merge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which sees what other nodes have written late, as on NFS, and does not wait for what has failed."""
+def test_parts_of_a_pass_are_an_array_before_their_merge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which sees what other nodes have written late, as on NFS, and does not wait for what has
+    failed."""
     model = ModelConfig(name="m", path="m")
     parts = tuple(Example("statistics", f"rows{n}", n, model=model) for n in range(3))
     merge = Example("statistics", "whole", 3, model=model, merges=parts)
     arrays = arrange([*parts, merge], ask, SETTINGS)
     assert [array.packs for array in arrays] == [[[part] for part in parts], [[merge]]]
     schedule = Schedule([merge])
-    store, written = Store(tmp_path).create(), iter(parts)
+    store = Store(tmp_path).create()
+    written = iter(parts)
 
     def another_node_writes(_: float) -> None:
         with store.claim(next(written)):
@@ -279,21 +343,31 @@ def test_parts_of_a_pass_are_an_array_before_their_merge(tmp_path: Path, monkeyp
     assert store.readable(parts[0]) and absent(schedule, store) == []
     (one, two) = (Example("plan", name) for name in "ab")
     store.fail(one, {"message": "no"})
-    needs = Schedule([Example("cost", needed={"plan": Example("plan", "c", needed={"a": one, "b": two})})])
+    needs = Schedule(
+        [Example("cost", needed={"plan": Example("plan", "c", needed={"a": one, "b": two})})]
+    )
     assert [step.label() for step in absent(needs, store)] == ["c"], "it does not wait"
 
 
 def test_what_is_left_takes_as_long_as_what_is_done_did() -> None:
-    """Three steps of 60 s to come, two at a time, of which one has been running for 20 s and one for too long."""
+    """Three steps of 60 s to come, two at a time, of which one has been running for 20 s and one
+    for too long."""
     now = time.time()
-    rows = [("a", "done", None), ("b", "running", now - 20), ("c", "running", now - 99), ("d", "pending", None)]
+    rows = [
+        ("a", "done", None),
+        ("b", "running", now - 20),
+        ("c", "running", now - 99),
+        ("d", "pending", None),
+    ]
     steps = [StepState(f"k/{name}", state, since=since or 0.0) for name, state, since in rows]
     assert left(steps, 60.0) == pytest.approx((3 * 60 - 20 - 60) / 2, abs=1)
 
 
 def test_a_lost_step_is_told_apart_from_failed_and_skipped_ones(tmp_path: Path) -> None:
     store = Store(tmp_path).create()
-    done, failed, lost = (Example("k", name, number) for number, name in enumerate(("done", "failed", "lost")))
+    done, failed, lost = (
+        Example("k", name, number) for number, name in enumerate(("done", "failed", "lost"))
+    )
     after = [Example("after", step.name, needed={"in": step}) for step in (failed, lost)]
     with store.claim(done):
         pass
@@ -301,11 +375,15 @@ def test_a_lost_step_is_told_apart_from_failed_and_skipped_ones(tmp_path: Path) 
     schedule = Schedule([done, failed, lost, *after])
     settle(schedule, store)
     assert schedule.finished == {done.id} and set(schedule.skipped) == {step.id for step in after}
-    assert str(schedule.failed[failed.id]) == "no" and "was not finished" in str(schedule.failed[lost.id])
+    assert str(schedule.failed[failed.id]) == "no" and "was not finished" in str(
+        schedule.failed[lost.id]
+    )
     assert not schedule.waiting
 
 
-def test_code_is_copied_once_for_each_state_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_is_copied_once_for_each_state_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert code_state()["version"]  # of the real code, and remembered
     code = tmp_path / "own" / "moe_lab" / "example.py"
     code.parent.mkdir(parents=True)
@@ -319,14 +397,18 @@ def test_code_is_copied_once_for_each_state_of_it(tmp_path: Path, monkeypatch: p
     assert len(list((tmp_path / "jobs" / "code").iterdir())) == 2, "nothing is left behind"
 
 
-def test_the_commit_is_of_moe_lab_and_new_files_are_edits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_is_of_moe_lab_and_new_files_are_edits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An installation in the folder of another project, which ignores it, has no commit."""
     (package := tmp_path / "moe_lab").mkdir()
     (package / "__init__.py").touch()
     monkeypatch.setattr(moe_lab, "__file__", str(package / "__init__.py"))
 
     def git(*words: str) -> None:
-        subprocess.run(["git", "-c", "user.name=n", "-c", "user.email=e", *words], cwd=tmp_path, check=True)
+        subprocess.run(
+            ["git", "-c", "user.name=n", "-c", "user.email=e", *words], cwd=tmp_path, check=True
+        )
 
     def commit_and_edits() -> tuple[str | None, str | None]:
         state = code_state.__wrapped__()
@@ -346,14 +428,21 @@ def test_the_commit_is_of_moe_lab_and_new_files_are_edits(tmp_path: Path, monkey
     assert None not in commits and len(commits) == 1 and states[0][1] is None and len(edits) == 3
 
 
-def test_jobs_run_plugins_as_they_were_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package that a plugin is in, or its only file, also where Python would find what they have become."""
-    own, mine, copies = tmp_path / "own" / "moe_lab", tmp_path / "mine", []
+def test_jobs_run_plugins_as_they_were_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package that a plugin is in, or its only file, also where Python would find what they
+    have become."""
+    own = tmp_path / "own" / "moe_lab"
+    mine = tmp_path / "mine"
+    copies = []
     for folder in (own, mine / "plugged"):
         folder.mkdir(parents=True)
     shutil.copy(start.FILE, own)
     monkeypatch.setattr(moe_lab, "__file__", str(own / "__init__.py"))
-    monkeypatch.setattr(plugins, "load", lambda names: [importlib.import_module(name).__name__ for name in names])
+    monkeypatch.setattr(
+        plugins, "load", lambda names: [importlib.import_module(name).__name__ for name in names]
+    )
     monkeypatch.syspath_prepend(mine)
     for text in ("before", "after"):
         for file in ("plugged/part.py", "plugged_file.py"):
@@ -363,17 +452,28 @@ def test_jobs_run_plugins_as_they_were_submitted(tmp_path: Path, monkeypatch: py
     for name in ("plugged.part", "plugged_file"):
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         words = [sys.executable, str(copies[0]), "-m", name]
-        assert subprocess.run(words, capture_output=True, text=True, env=environment).stdout == "before\n"
+        assert (
+            subprocess.run(words, capture_output=True, text=True, env=environment).stdout
+            == "before\n"
+        )
 
 
 # What jobs ask for: the most particular that is set, the rest estimated for all steps together
 
 FACTS = ExpectedConfig(
-    parameters=57_000_000_000, layers=28, moe_layers=28, experts=64, top_k=8, hidden=3584, width=2560
+    parameters=57_000_000_000,
+    layers=28,
+    moe_layers=28,
+    experts=64,
+    top_k=8,
+    hidden=3584,
+    width=2560,
 )
 BIG = ModelConfig(name="big", path="a/b", dtype="bfloat16", expected=FACTS)
 TEXT = CalibrationConfig(name="t", path="a/b", seed=1)
-WRITTEN = BenchmarkConfig("b", "lm_eval", "pocket:benchmarks/boolq.yaml", expected=1000, max_new_tokens=2048)
+WRITTEN = BenchmarkConfig(
+    "b", "lm_eval", "pocket:benchmarks/boolq.yaml", expected=1000, max_new_tokens=2048
+)
 
 
 def resources(
@@ -382,7 +482,8 @@ def resources(
     seconds: Seconds = lambda step: 3600.0,
     limits: Mapping[str, float] | None = None,
 ) -> Any:
-    """What a job asks for whose steps take an hour each, under settings that are written as a file of them."""
+    """What a job asks for whose steps take an hour each, under settings that are written as a file
+    of them."""
     settings = valid(ResourcesConfig, OmegaConf.to_container(OmegaConf.create(text)), "resources")
     return module.resources(steps, settings, seconds, limits or {})
 
@@ -396,17 +497,26 @@ def test_models_are_there_before_jobs_are_submitted(monkeypatch: pytest.MonkeyPa
     done: list[str] = []
     monkeypatch.setattr("moe_lab.models.files.local_folder", lambda model: done.append(model.name))
     monkeypatch.setattr("moe_lab.calibration.sources.download", lambda text: done.append(text.path))
-    steps = [asking(kind="profile"), asking(kind="statistics"), Example("plan", "o", model=replace(BIG, name="other"))]
+    steps = [
+        asking(kind="profile"),
+        asking(kind="statistics"),
+        Example("plan", "o", model=replace(BIG, name="other")),
+    ]
     download(steps)
     assert sorted(done) == ["a/b", "big"]
 
 
-def test_a_job_asks_for_gpus_of_a_node_and_a_layered_pass_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_asks_for_gpus_of_a_node_and_a_layered_pass_for_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It is not known how a model is read whose config.json cannot be had."""
     assert resources([asking(replace(BIG, device="cuda"))])["gpus"] == 1
     monkeypatch.setattr("moe_lab.models.config_json.hub_config", lambda *_: {"model_type": "any"})
     huge = choices.choose(ModelConfig, "model", "deepseek_v3")
-    for model, way in ((huge, "enough, or"), (replace(BIG, name="deepseek_v3", device="cuda"), "model.device=auto")):
+    for model, way in (
+        (huge, "enough, or"),
+        (replace(BIG, name="deepseek_v3", device="cuda"), "model.device=auto"),
+    ):
         with pytest.raises(UserError, match=rf"deepseek_v3.*resources\.gpu_memory.*{way}"):
             resources([asking(model)])
     four = "{models: {deepseek_v3: {gpus: 4}}}"
@@ -421,30 +531,50 @@ def test_a_job_asks_for_gpus_of_a_node_and_a_layered_pass_for_one(monkeypatch: p
         assert resources([timing], "{gpu_memory: 250}")["gpus"] == gpus
 
 
-def test_a_job_with_vllm_asks_for_gpus_that_divide_the_heads_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_with_vllm_asks_for_gpus_that_divide_the_heads_of_its_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The same number that vLLM takes of the GPUs it is given."""
-    monkeypatch.setattr("moe_lab.models.config_json.hub_config", lambda *_: {"num_attention_heads": 28})
+    monkeypatch.setattr(
+        "moe_lab.models.config_json.hub_config", lambda *_: {"num_attention_heads": 28}
+    )
     asked = evaluated(BIG, WRITTEN, backend=BackendConfig("vllm"))
     assert resources([asked])["gpus"] == 4
     with pytest.raises(UserError, match=r"at most 4 GPUs of resources\.gpu_memory=24 "):
         resources([asked], "{gpu_memory: 24}")
-    assert resources([asking()], "{gpu_memory: 24}")["gpus"] == 8, "in transformers, layers are divided"
+    assert resources([asking()], "{gpu_memory: 24}")["gpus"] == 8, (
+        "in transformers, layers are divided"
+    )
     two = replace(asked, backend=BackendConfig("vllm", arguments={"tensor_parallel_size": 2}))
     assert resources([two], "{gpu_memory: 96}")["gpus"] == 2
 
 
 @pytest.mark.parametrize(
-    "sourced", ["[ -f none ] && . none", "exit 3", "f() { false; }; f", "set -u; echo $none", "(exit 4)", ": fine"]
+    "sourced",
+    [
+        "[ -f none ] && . none",
+        "exit 3",
+        "f() { false; }; f",
+        "set -u; echo $none",
+        "(exit 4)",
+        ": fine",
+    ],
 )
 def test_a_line_of_setup_that_ends_a_job_is_named(tmp_path: Path, sourced: str) -> None:
     """Whatever ends it in a file that the line sources."""
     (tmp_path / "rc").write_text(f"{sourced}\n")
-    script = "\n".join([*setup_lines(["echo before", f"source {tmp_path}/rc"]), "echo Python", "exit 5"])
+    script = "\n".join(
+        [*setup_lines(["echo before", f"source {tmp_path}/rc"]), "echo Python", "exit 5"]
+    )
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
     if sourced == ": fine":
         assert (done.stdout, done.stderr, done.returncode) == ("before\nPython\n", "", 5)
     else:
-        assert done.stdout == "before\n" and f"source {tmp_path}/rc" in done.stderr and done.returncode != 0
+        assert (
+            done.stdout == "before\n"
+            and f"source {tmp_path}/rc" in done.stderr
+            and done.returncode != 0
+        )
 
 
 def test_where_nothing_is_set_all_is_estimated() -> None:
@@ -473,11 +603,16 @@ def test_where_nothing_is_set_all_is_estimated() -> None:
         ("export", "{partition: short, minutes: 70}", 70),
     ],
 )
-def test_a_pack_of_which_no_time_is_known_or_set_asks_for_the_longest(kinds: str, every: str, minutes: int) -> None:
+def test_a_pack_of_which_no_time_is_known_or_set_asks_for_the_longest(
+    kinds: str, every: str, minutes: int
+) -> None:
     """That its partition allows. An evaluation takes a minute, an export nobody knows how long."""
-    limits, seconds = {"": inf, "short": 60.0, "long": 90.0}, {"evaluate": 60.0}
+    limits = {"": inf, "short": 60.0, "long": 90.0}
+    seconds = {"evaluate": 60.0}
     pack = [asking(kind=kind) for kind in kinds.split()]
-    asked = resources(pack, f"{{longest: 777, every: {every}}}", lambda one: seconds.get(one.kind), limits)
+    asked = resources(
+        pack, f"{{longest: 777, every: {every}}}", lambda one: seconds.get(one.kind), limits
+    )
     assert asked["minutes"] == minutes
 
 
@@ -496,17 +631,27 @@ def test_the_most_particular_counts() -> None:
     assert (asked["partition"], asked["setup"]) == ("long", ["module load cuda"])
     assert asked["sbatch"] == {"exclusive": True, "nice": 7}
     assert resources([asking(kind="export")], cluster)["gpus"] == 8
-    assert resources([asking(kind="model")], cluster)["gpus"] == 0, "a job of small steps is about no model"
+    assert resources([asking(kind="model")], cluster)["gpus"] == 0, (
+        "a job of small steps is about no model"
+    )
 
 
 def test_gpus_are_asked_for_in_one_way() -> None:
     for ours in ("gpus: 2", "gpu_type: a100"):
         text = f"{{every: {{{ours}}}, jobs: {{evaluate: {{sbatch: {{gres: 'nvme:1,gpu:1'}}}}}}}}"
-        with pytest.raises(UserError, match=rf"evaluate jobs have .*{ours.replace(': ', '=')}.* and sbatch.gres=nvme"):
+        with pytest.raises(
+            UserError,
+            match=rf"evaluate jobs have .*{ours.replace(': ', '=')}.* and sbatch.gres=nvme",
+        ):
             resources([asking()], text)
-    assert resources([asking()], "{every: {gpus: 0, gpu_type: a100, sbatch: {gres: 'gpu:1'}}}")["gpus"] == 0
+    assert (
+        resources([asking()], "{every: {gpus: 0, gpu_type: a100, sbatch: {gres: 'gpu:1'}}}")["gpus"]
+        == 0
+    )
     cluster = "{every: {sbatch: {gpus: 1}}, models: {big: {gpus: 2, sbatch: {gpus: null}}}}"
-    assert resources([asking(replace(BIG, name="big_top4", top_k=4))], cluster)["gpus"] == 2, "the same weights"
+    assert resources([asking(replace(BIG, name="big_top4", top_k=4))], cluster)["gpus"] == 2, (
+        "the same weights"
+    )
 
 
 POCKET = ModelConfig(name="pocket", path="pocket:olmoe", threads=1)

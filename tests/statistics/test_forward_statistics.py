@@ -1,4 +1,5 @@
-"""Sums of the forward pass, and of what is lost without an expert, are those of each expert alone in fp64."""
+"""Sums of the forward pass, and of what is lost without an expert, are those of each expert alone
+in fp64."""
 
 import copy
 import math
@@ -23,7 +24,15 @@ from moe_lab.statistics.observe import Observer, gather
 
 SOFTMAX_ROUTERS = {
     *("olmoe", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "deepseek", "deepseek_v2"),
-    *("deepseek_v2:grouped", "ernie4_5_moe", "gpt_oss", "granitemoe", "minimax", "hunyuan_v1_moe", "jamba"),
+    *(
+        "deepseek_v2:grouped",
+        "ernie4_5_moe",
+        "gpt_oss",
+        "granitemoe",
+        "minimax",
+        "hunyuan_v1_moe",
+        "jamba",
+    ),
 }
 
 
@@ -53,7 +62,8 @@ def test_statistics_are_those_of_each_expert_alone(name: str) -> None:
 
 
 def moments(expert: naive.Served, gate: str) -> torch.Tensor:
-    g, norm = expert.by(gate), expert.f.norm(dim=-1)
+    g = expert.by(gate)
+    norm = expert.f.norm(dim=-1)
     return torch.stack([torch.stack([(g**a * norm**b).sum() for b in range(3)]) for a in range(3)])
 
 
@@ -62,12 +72,19 @@ def check_columns(named: dict[str, torch.Tensor], seen: naive.Seen) -> None:
         if len(expert.token) == 0:
             assert named["output_abs_max"][j] == 0
             continue
-        assert (named["output_sum"][j] - expert.f.sum(0)).abs().max() < 1e-6 * expert.f.norm(dim=-1).sum()
+        assert (named["output_sum"][j] - expert.f.sum(0)).abs().max() < 1e-6 * expert.f.norm(
+            dim=-1
+        ).sum()
         assert naive.relative(named["output_abs_max"][j], expert.f.abs().max()) < 1e-5
-        for prefix, gate in (("", 1), ("gate_", expert.gate), ("renormalized_", expert.by("renormalized"))):
+        for prefix, gate in (
+            ("", 1),
+            ("gate_", expert.gate),
+            ("renormalized_", expert.by("renormalized")),
+        ):
             phi = expert.phi * torch.as_tensor(gate).reshape(-1, 1)
             for name, expected in (("square", phi.square().sum(0)), ("max", phi.abs().amax(0))):
-                # one channel may be a difference of large numbers: held against the largest of the expert
+                # one channel may be a difference of large numbers: held against the largest of the
+                # expert
                 error = (named[f"{prefix}channel_{name}"][j] - expected).abs().max()
                 assert error < 1e-5 * expected.max(), (prefix, name)
 
@@ -85,8 +102,9 @@ def check_ala(named: dict[str, torch.Tensor], seen: naive.Seen) -> None:
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 def test_sums_of_a_bf16_model_are_those_of_fp64_within_its_rounding(name: str) -> None:
-    """bf16 rounds by up to 2^-9 of a number. Of the same inputs, norms of outputs are within 4 and squares of channels
-    within 8 units in the last place (2^-8); what the model computes does not change."""
+    """bf16 rounds by up to 2^-9 of a number. Of the same inputs, norms of outputs are within 4 and
+    squares of channels within 8 units in the last place (2^-8); what the model computes does not
+    change."""
     layers = naive.observed(naive.model(name, torch.bfloat16), ForwardTap)
     for index, seen in naive.routed(name, torch.bfloat16).items():
         named = layers[index]
@@ -95,7 +113,9 @@ def test_sums_of_a_bf16_model_are_those_of_fp64_within_its_rounding(name: str) -
         assert naive.relative(named["sums_model"], expected) < 4 * 2**-8
         for j, expert in enumerate(seen.experts):
             squares = (expert.phi * expert.gate[:, None]).square().sum(0)
-            assert ((named["gate_channel_square"][j] - squares).abs() <= 8 * 2**-8 * squares.max()).all()
+            assert (
+                (named["gate_channel_square"][j] - squares).abs() <= 8 * 2**-8 * squares.max()
+            ).all()
 
 
 def test_softmax_routers_are_told_by_what_they_do_also_with_one_expert_a_token() -> None:
@@ -108,16 +128,28 @@ def test_softmax_routers_are_told_by_what_they_do_also_with_one_expert_a_token()
 
 
 def test_experts_under_a_plan_of_channels_are_not_observed() -> None:
-    """Nor masked while they are observed: a tap computes the experts of the whole model. Nor under another mask."""
+    """Nor masked while they are observed: a tap computes the experts of the whole model. Nor under
+    another mask."""
     model = naive.model("olmoe")
     plan = random_plan(model, "one width", share=1)
-    with mask(model, plan), pytest.raises(RuntimeError, match=r"model\.layers\.0"), Observer(model, ForwardTap):
+    with (
+        mask(model, plan),
+        pytest.raises(RuntimeError, match=r"model\.layers\.0"),
+        Observer(model, ForwardTap),
+    ):
         pass
-    with Observer(model, ForwardTap), pytest.raises(RuntimeError, match=r"model\.layers\.0"), mask(model, plan):
+    with (
+        Observer(model, ForwardTap),
+        pytest.raises(RuntimeError, match=r"model\.layers\.0"),
+        mask(model, plan),
+    ):
         pass
     assert not any(are_replaced(layer) for layer in moe_layers(model))
     ids, valid = naive.batch()
-    with Observer(model, ForwardTap) as observer, pytest.raises(UserError, match="96 tokens, expected the batch's 24"):
+    with (
+        Observer(model, ForwardTap) as observer,
+        pytest.raises(UserError, match="96 tokens, expected the batch's 24"),
+    ):
         observer.valid = valid[:1]
         tiny.logits(model, ids)
 
@@ -144,7 +176,8 @@ def test_sums_of_half_precision_numbers_are_not_rounded_to_it() -> None:
     call = Call(1, rows, gates, {}, None)
     call.add(0, slice(0, 300), f, f)
     sums = call.finish(gates * f)
-    g, exact = gates.double(), f.double()
+    g = gates.double()
+    exact = f.double()
     assert naive.relative(sums["output_sum"][0], exact.sum(0)) < 1e-6
     assert naive.relative(sums["channel_square"][0], exact.square().sum(0)) < 1e-6
     assert naive.relative(sums["gate_channel_square"][0], (g * exact).square().sum(0)) < 1e-6
@@ -157,7 +190,8 @@ def test_shifts_of_the_stream() -> None:
     # cos .707107; no change; nothing left; turned around; no stream to compare with
     assert shifts(x, added).tolist() == pytest.approx([0.292893, 0, 1, 2, 1], abs=1e-6)
     assert float(0.6 * 5 * shifts(x, added)[0]) == pytest.approx(0.878680, abs=1e-6)
-    small = torch.tensor([[-4e-4, 3e-4]])  # an angle of 1e-4: cos would be 1 - 5e-9, which is 1 in fp32
+    # an angle of 1e-4: cos would be 1 - 5e-9, which is 1 in fp32
+    small = torch.tensor([[-4e-4, 3e-4]])
     assert float(shifts(x[:1], small)) == pytest.approx(5e-9, rel=1e-4)
 
 
@@ -179,7 +213,10 @@ def test_every_expert_reads_every_valid_token_for_groupings_of_similar_experts(n
         seen = naive.routed(name, torch.float64)[layer.index]
         assert not seen.valid.all()
         z = seen.logits[seen.valid]
-        outputs = [layer.expert_output(seen.hidden[seen.valid], expert) for expert in range(layer.n_experts)]
+        outputs = [
+            layer.expert_output(seen.hidden[seen.valid], expert)
+            for expert in range(layer.n_experts)
+        ]
         gated = [p[:, None] * output for p, output in zip(z.softmax(-1).T, outputs, strict=True)]
         expected = {
             "dense_output_sum": torch.stack([output.sum(0) for output in outputs]),
@@ -190,9 +227,12 @@ def test_every_expert_reads_every_valid_token_for_groupings_of_similar_experts(n
             assert naive.relative(layers[layer.index][key], value) < 1e-9, key
 
 
-@pytest.mark.parametrize("name", [name for name in tiny.ARCHITECTURES if not name.endswith(":grouped")])
+@pytest.mark.parametrize(
+    "name", [name for name in tiny.ARCHITECTURES if not name.endswith(":grouped")]
+)
 def test_damage_is_that_of_really_removing_the_expert(name: str) -> None:
-    """Reference: in fp64, the block run again on the rows of a router that has lost the expert's row."""
+    """Reference: in fp64, the block run again on the rows of a router that has lost the expert's
+    row."""
     model = naive.model(name)
     measured = gather(model, DamageTap, [naive.batch()]).layers
     wide = copy.deepcopy(model).double()
@@ -205,7 +245,11 @@ def test_damage_is_that_of_really_removing_the_expert(name: str) -> None:
         whole = naive.block(layer, hidden)
         for expert in range(layer.n_experts):
             kept = tuple(other for other in range(layer.n_experts) if other != expert)
-            plan = Plan({**everything, layer.index: kept}, {each.index: each.n_experts for each in layers}, {})
+            plan = Plan(
+                {**everything, layer.index: kept},
+                {each.index: each.n_experts for each in layers},
+                {},
+            )
             with mask(wide, plan):
                 lost = whole - naive.block(layer, hidden)
             expected = lost[seen.experts[expert].token].norm(dim=-1).sum()
@@ -222,11 +266,16 @@ def test_damage_of_group_limited_routers(name: str) -> None:
     experts = copy.deepcopy(layer.experts).double()
     router: Any = layer.router
     hidden = seen.block_input.double().flatten(0, -2)
-    logits, one = hidden @ router.weight.double().T, torch.ones(len(hidden), 1, dtype=torch.long)
+    logits = hidden @ router.weight.double().T
+    one = torch.ones(len(hidden), 1, dtype=torch.long)
     k = layer.top_k
     with torch.no_grad():
         outputs = torch.stack(
-            [experts(hidden, torch.full_like(one, e), one.double()) for e in range(layer.n_experts)], 1
+            [
+                experts(hidden, torch.full_like(one, e), one.double())
+                for e in range(layer.n_experts)
+            ],
+            1,
         )
     expected = torch.zeros(layer.n_experts, dtype=torch.float64)
     for t in seen.valid.nonzero().flatten().tolist():
@@ -246,13 +295,19 @@ def routed_by_hand(
     left = [expert for expert in range(len(logits)) if expert not in removed]
     if sigmoid := name.startswith("deepseek_v3"):
         scores = logits.sigmoid()
-        choice, best = scores + router.e_score_correction_bias.double(), 2
+        choice = scores + router.e_score_correction_bias.double()
+        best = 2
     else:
         scores = torch.zeros_like(logits)
         scores[left] = logits[left].softmax(-1)
-        choice, best = scores, 1
-    groups = [[e for e in range(g * size, (g + 1) * size) if e in left] for g in range(router.num_group)]
-    worth = [sum(sorted((float(choice[e]) for e in group), reverse=True)[:best]) for group in groups]
+        choice = scores
+        best = 1
+    groups = [
+        [e for e in range(g * size, (g + 1) * size) if e in left] for g in range(router.num_group)
+    ]
+    worth = [
+        sum(sorted((float(choice[e]) for e in group), reverse=True)[:best]) for group in groups
+    ]
     reached = sorted(range(len(groups)), key=lambda g: -worth[g])[: router.topk_group]
     chosen = sorted((e for g in reached for e in groups[g]), key=lambda e: -float(choice[e]))[:k]
     gates = torch.zeros_like(logits)
@@ -263,7 +318,8 @@ def routed_by_hand(
 @pytest.mark.parametrize("name", ["olmoe", "ernie4_5_moe", "gpt_oss"])
 def test_the_model_computes_what_it_always_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, (ids, _) = naive.model(name), naive.batch()
-    plain, sums = tiny.logits(model, ids), []
+    plain = tiny.logits(model, ids)
+    sums = []
     for tokens in (40, 2048):  # 96 tokens: three parts, the last one shorter; or one
         monkeypatch.setattr("moe_lab.statistics.damage.TOKENS", tokens)
         with Observer(model, DamageTap) as observer:

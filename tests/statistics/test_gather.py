@@ -1,5 +1,5 @@
-"""Sums over batches: they add up, go on where a pass was stopped, are read back as they were saved, and are the same of
-a pass that has one decoder layer in memory."""
+"""Sums over batches: they add up, go on where a pass was stopped, are read back as they were saved,
+and are the same of a pass that has one decoder layer in memory."""
 
 import itertools
 import re
@@ -55,9 +55,12 @@ def ended_by_signal() -> Iterator[None]:
     assert signal.signal(signal.SIGTERM, before) is end
 
 
-def send_signal_in_call(monkeypatch: pytest.MonkeyPatch, owner: Any, numbers: Container[int]) -> None:
+def send_signal_in_call(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, numbers: Container[int]
+) -> None:
     """Have calls of `owner.read` begin with SIGTERM, as a worker gets it when its job is warned."""
-    calls, read = itertools.count(1), owner.read
+    calls = itertools.count(1)
+    read = owner.read
 
     def warned(*given: Any) -> Any:
         if next(calls) in numbers:
@@ -97,15 +100,19 @@ def written() -> int:
     return int(re.findall(r"wchar: (\d+)", Path("/proc/self/io").read_text())[0])
 
 
-def test_what_a_pass_saves_is_a_small_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass of seconds writes its sums once, at its end; of long passes at most 2 % of the time is for saves."""
+def test_what_a_pass_saves_is_a_small_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass of seconds writes its sums once, at its end; of long passes at most 2 % of the time is
+    for saves."""
 
     before = written()
     gather(naive.model("olmoe"), ForwardTap, 8 * BATCHES, out=tmp_path)
     assert written() - before < 1.5 * (tmp_path / CHECKPOINT).stat().st_size
     now = [0.0]
     monkeypatch.setattr(observe.time, "monotonic", lambda: now[0])
-    saves, saved = observe.Saves(tmp_path), 0.0
+    saves = observe.Saves(tmp_path)
+    saved = 0.0
     for seconds in (1.0, 100.0) * 5000:
         now[0] += 10
         if saves.due():
@@ -116,12 +123,17 @@ def test_what_a_pass_saves_is_a_small_part_of_it(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("change", ["batches", "damaged"])
-def test_sums_of_another_pass_are_not_continued(change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_of_another_pass_are_not_continued(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = naive.model("olmoe")
     gather(model, ForwardTap, SIX[:4], out=tmp_path)
     data: Any = SIX[:4]
     if change == "batches":  # the same rows, cut otherwise
-        data = [tuple(torch.cat(parts) for parts in zip(*pair, strict=True)) for pair in (data[:2], data[2:])]
+        data = [
+            tuple(torch.cat(parts) for parts in zip(*pair, strict=True))
+            for pair in (data[:2], data[2:])
+        ]
     else:
         (tmp_path / CHECKPOINT).write_bytes((tmp_path / CHECKPOINT).read_bytes()[:-9])
     calls = tiny.count_calls(monkeypatch, Observer, "read")
@@ -130,19 +142,26 @@ def test_sums_of_another_pass_are_not_continued(change: str, tmp_path: Path, mon
 
 
 @pytest.mark.parametrize(("read", "tap"), [each for each in READS if each[1] is not DamageTap])
-def test_a_broken_weight_is_named(read: Callable[..., Statistics], tap: type[Tap], tmp_path: Path) -> None:
+def test_a_broken_weight_is_named(
+    read: Callable[..., Statistics], tap: type[Tap], tmp_path: Path
+) -> None:
     model = tiny.build("qwen3_moe")
     with torch.no_grad():
         model.model.layers[1].mlp.experts.down_proj[5] = float("nan")
     settings: Any = {} if tap is WeightGradientTap else {"out": tmp_path}
-    with pytest.raises(UserError, match=r"NaN or Inf in layer \d, expert \d+: \w+ of batches 1 to \d"):
+    with pytest.raises(
+        UserError, match=r"NaN or Inf in layer \d, expert \d+: \w+ of batches 1 to \d"
+    ):
         read(model, tap, SIX, **settings)
     assert not (tmp_path / CHECKPOINT).exists()
 
 
 def statistics(values: list[float]) -> Statistics:
     tensor = torch.tensor(values, dtype=torch.float64)
-    layers = {2: {"tokens": tensor, "channel_max": tensor}, 5: {"tokens": 2 * tensor, "channel_max": -tensor}}
+    layers = {
+        2: {"tokens": tensor, "channel_max": tensor},
+        5: {"tokens": 2 * tensor, "channel_max": -tensor},
+    }
     return Statistics(layers, {"kind": "forward", "batches": "b"})
 
 
@@ -161,7 +180,10 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
 
 def test_what_is_not_finite_is_named_and_every_expert_is_listed() -> None:
     broken = statistics([4, 0, 2])
-    assert coverage(broken.layers)[:3] == [(2, 0, 4), (2, 1, 0), (2, 2, 2)] and len(coverage(broken.layers)) == 6
+    assert (
+        coverage(broken.layers)[:3] == [(2, 0, 4), (2, 1, 0), (2, 2, 2)]
+        and len(coverage(broken.layers)) == 6
+    )
     for value in (torch.nan, torch.inf):
         broken.layers[5]["tokens"][1] = value
         with pytest.raises(UserError, match="layer 5, expert 1: tokens of batch 7"):
@@ -186,14 +208,27 @@ def opened(name: str, folder: Path) -> StreamedModel:
 
 
 def assert_equal(found: Statistics, expected: Statistics) -> None:
-    """To the bit forward; backward, autograd may add up what several experts say of a token in another order."""
+    """To the bit forward; backward, autograd may add up what several experts say of a token in
+    another order."""
     assert found.header == expected.header
-    naive.assert_alike(found.layers, expected.layers, 1e-6 if "gradients" in expected.header["kind"] else 0.0)
+    naive.assert_alike(
+        found.layers, expected.layers, 1e-6 if "gradients" in expected.header["kind"] else 0.0
+    )
 
 
 @pytest.mark.parametrize("kind", PASSES)
 @pytest.mark.parametrize(
-    "name", ["olmoe", "qwen3_next", "deepseek", "deepseek_v3:grouped", "ernie4_5_moe", "gpt_oss", "jamba", "minimax"]
+    "name",
+    [
+        "olmoe",
+        "qwen3_next",
+        "deepseek",
+        "deepseek_v3:grouped",
+        "ernie4_5_moe",
+        "gpt_oss",
+        "jamba",
+        "minimax",
+    ],
 )
 def test_the_sums_are_the_same(name: str, kind: str, tmp_path: Path) -> None:
     whole, layered = PASSES[kind]
@@ -206,12 +241,17 @@ def test_the_sums_are_the_same(name: str, kind: str, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("ended_by_signal")
 @pytest.mark.parametrize("held", [0, 4, 1000])
 @pytest.mark.parametrize("kind", PASSES)
-def test_killed_passes_go_on_at_a_layer(kind: str, held: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With none, some and all of the hidden states in memory; killed within layers after saves, and once at its end."""
+def test_killed_passes_go_on_at_a_layer(
+    kind: str, held: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With none, some and all of the hidden states in memory; killed within layers after saves, and
+    once at its end."""
     whole, layered = PASSES[kind]
     expected = resident(whole, "deepseek_v2")
     model = opened("deepseek_v2", tmp_path / "model")
-    monkeypatch.setattr(streaming, "main_memory", lambda: held * state_bytes(model) / streaming.SHARE)
+    monkeypatch.setattr(
+        streaming, "main_memory", lambda: held * state_bytes(model) / streaming.SHARE
+    )
     finished = tiny.count_calls(monkeypatch, streaming.LayerPass, "finish")
     tiny.count_calls(monkeypatch, streaming.LayerPass, "result", kill_at=1)
     send_signal_in_call(monkeypatch, streaming.LayerPass, range(5, 99, 5))
@@ -220,10 +260,13 @@ def test_killed_passes_go_on_at_a_layer(kind: str, held: int, tmp_path: Path, mo
             found = layered(model, batches=BATCHES, out=tmp_path / "out")
             break
     assert_equal(found, expected)
-    layers, backward = len(model.layers), "gradients" in kind
+    layers = len(model.layers)
+    backward = "gradients" in kind
     parts = layers + backward * (1 + layers - min(model.moe))
     assert len(finished) == parts + 1, "nothing is done twice, but for the last layer"
-    assert backward or len(list(tmp_path.glob("out/*/states/*"))) == 1, "only what was saved last is left"
+    assert backward or len(list(tmp_path.glob("out/*/states/*"))) == 1, (
+        "only what was saved last is left"
+    )
 
 
 def state_bytes(model: StreamedModel) -> int:
@@ -236,10 +279,12 @@ def test_hidden_states_are_written_where_memory_does_not_hold_them(
     kind: str, places: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In memory are those of two layers at a time; backward, of three, and a layer's gradients."""
-    model, sums = opened("olmoe", tmp_path / "model"), []
+    model = opened("olmoe", tmp_path / "model")
+    sums = []
     for memory in (places * len(BATCHES) * state_bytes(model) / streaming.SHARE, 0.0):
         monkeypatch.setattr(streaming, "main_memory", lambda memory=memory: memory)
-        out, before = tmp_path / str(memory), written()
+        out = tmp_path / str(memory)
+        before = written()
         sums.append(PASSES[kind][1](model, batches=BATCHES, out=out))
         states = (written() - before) / state_bytes(model) / len(BATCHES)
         assert out.exists() == (not memory)
@@ -248,10 +293,14 @@ def test_hidden_states_are_written_where_memory_does_not_hold_them(
     naive.assert_alike(sums[0].layers, sums[1].layers)
 
 
-def test_one_layer_is_there_at_once_and_a_new_text_starts_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, out = opened("olmoe", tmp_path / "model"), tmp_path / "out"
+def test_one_layer_is_there_at_once_and_a_new_text_starts_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = opened("olmoe", tmp_path / "model")
+    out = tmp_path / "out"
     FORWARD[1](model, batches=BATCHES[:1], out=out)
-    there, read = [], streaming.LayerPass.read
+    there = []
+    read = streaming.LayerPass.read
 
     def counting(*given: Any) -> torch.Tensor:
         there.append(sum(not next(layer.parameters()).is_meta for layer in model.layers))
@@ -303,7 +352,9 @@ def test_what_would_be_spread_is_streamed_on_one_gpu_and_quantised_weights_are_r
         open_streamed(ModelConfig(name="m", path=str(tmp_path)))
 
 
-def test_a_head_in_the_files_is_used_though_the_configuration_says_that_it_is_the_embedding(tmp_path: Path) -> None:
+def test_a_head_in_the_files_is_used_though_the_configuration_says_that_it_is_the_embedding(
+    tmp_path: Path,
+) -> None:
     """transformers then leaves the two as they are stored."""
     whole = tiny.save("olmoe", tmp_path, tie_word_embeddings=False)
     reconfigure(tmp_path, tie_word_embeddings=True)
@@ -326,7 +377,9 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("padding", [0, 100])
-def test_the_memory_of_a_long_row_grows_with_its_tokens_not_with_their_pairs(padding: int, tmp_path: Path) -> None:
+def test_the_memory_of_a_long_row_grows_with_its_tokens_not_with_their_pairs(
+    padding: int, tmp_path: Path
+) -> None:
     length = 16_384
     tiny.save("olmoe", tmp_path / "model", max_position_embeddings=length, num_hidden_layers=2)
     model = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
@@ -334,15 +387,22 @@ def test_the_memory_of_a_long_row_grows_with_its_tokens_not_with_their_pairs(pad
     valid = (torch.arange(length) < length - padding)[None]
     with LargestTensor() as largest:
         sums = stream(model, ForwardTap, [(ids, valid)], out=tmp_path / "out")
-    assert int(sums.layers[1]["tokens"].sum()) == (length - padding) * model.model.config.num_experts_per_tok
+    assert (
+        int(sums.layers[1]["tokens"].sum())
+        == (length - padding) * model.model.config.num_experts_per_tok
+    )
     assert largest.elements < length * 500 < length**2
 
 
 @pytest.mark.parametrize("name", ["olmoe", "qwen3_next", "deepseek_v2", "jamba", "minimax"])
-def test_padding_on_the_right_changes_no_sums_without_a_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_on_the_right_changes_no_sums_without_a_mask(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The reference masks the padding, in the model's own forward."""
     (ids, _), *_ = tiny.batches()
-    valid = torch.arange(ids.shape[1]) < torch.arange(ids.shape[1] - len(ids), ids.shape[1])[:, None]
+    valid = (
+        torch.arange(ids.shape[1]) < torch.arange(ids.shape[1] - len(ids), ids.shape[1])[:, None]
+    )
     model = tiny.build(name)
 
     def masked(model: Any, ids: torch.Tensor, valid: torch.Tensor) -> Any:

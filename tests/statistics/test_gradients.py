@@ -50,9 +50,12 @@ def test_sums_are_those_of_autograd_on_each_expert_alone(name: str) -> None:
                 assert error <= 1e-6 * (value.abs().max() + 1e-30), (layer, expert, key)
 
 
-@pytest.mark.parametrize("name", ["olmoe", "qwen3_moe", "mixtral", "deepseek_v3:grouped", "ernie4_5_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["olmoe", "qwen3_moe", "mixtral", "deepseek_v3:grouped", "ernie4_5_moe", "gpt_oss"]
+)
 def test_heapr_is_the_papers_d_by_d_computation(name: str) -> None:
-    """G = mean g g^T per expert, then mean over the same tokens of 1/2 e^T G e for each channel's output e."""
+    """G = mean g g^T per expert, then mean over the same tokens of 1/2 e^T G e for each channel's
+    output e."""
     model = naive.model(name, torch.float64)
     layers = {layer.index: layer for layer in moe_layers(model)}
     inputs = gather_gradients(model, GradientTap, [naive.batch()]).layers
@@ -69,11 +72,15 @@ def test_heapr_is_the_papers_d_by_d_computation(name: str) -> None:
             for channel, weight in zip(phi.T, naive.down(layers[index], expert).T, strict=True):
                 outputs = torch.outer(channel, weight)
                 expected.append(torch.stack([e @ fisher @ e / 2 for e in outputs]).mean())
-            assert naive.relative(torch.from_numpy(scores[index][expert]), torch.stack(expected)) < 1e-9
+            assert (
+                naive.relative(torch.from_numpy(scores[index][expert]), torch.stack(expected))
+                < 1e-9
+            )
 
 
 def test_rows_without_a_next_token_have_no_loss() -> None:
-    model, valid = naive.model("olmoe"), torch.tensor([[True, False, True, False]] * 2)
+    model = naive.model("olmoe")
+    valid = torch.tensor([[True, False, True, False]] * 2)
     with pytest.raises(UserError, match="no token that follows another one"):
         gather_gradients(model, GradientTap, [(tiny.tokens(2, 4), valid)])
 
@@ -83,7 +90,9 @@ def test_few_logits_at_a_time_are_as_good_as_all(monkeypatch: pytest.MonkeyPatch
     whole = gather_gradients(model, GradientTap, [naive.batch()]).layers
     sizes: list[int] = []
     monkeypatch.setattr(gradients, "LOGITS", 7 * tiny.VOCABULARY)
-    monkeypatch.setattr(gradients, "head", lambda *given: sizes.append(given[1].shape[1]) or head(*given))
+    monkeypatch.setattr(
+        gradients, "head", lambda *given: sizes.append(given[1].shape[1]) or head(*given)
+    )
     parts = gather_gradients(model, GradientTap, [naive.batch()]).layers
     assert max(sizes) == 7
     for layer, named in whole.items():
@@ -92,8 +101,11 @@ def test_few_logits_at_a_time_are_as_good_as_all(monkeypatch: pytest.MonkeyPatch
 
 
 def test_only_pairs_of_valid_neighbours_have_a_loss() -> None:
-    model, ids = naive.model("olmoe", torch.float64), tiny.tokens(rows=2, length=6)
-    valid = torch.tensor([[True, True, False, True, True, True], [False, True, True, True, False, False]])
+    model = naive.model("olmoe", torch.float64)
+    ids = tiny.tokens(rows=2, length=6)
+    valid = torch.tensor(
+        [[True, True, False, True, True, True], [False, True, True, True, False, False]]
+    )
     with differentiable(model):
         output = model.base_model(input_ids=ids, attention_mask=valid.long(), use_cache=False)
         found = loss_gradient(model, output, ids, valid) / LOSS_SCALE
@@ -107,14 +119,21 @@ def test_only_pairs_of_valid_neighbours_have_a_loss() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_gradients_are_summed_in_full(dtype: torch.dtype) -> None:
-    half, full, data = tiny.build("olmoe", dtype=dtype), naive.model("olmoe"), [naive.batch()] * 3
-    for tap, key, most in ((GradientTap, "channel_gradient_square", 0.2), (WeightGradientTap, "snip_down", 0.1)):
+    half = tiny.build("olmoe", dtype=dtype)
+    full = naive.model("olmoe")
+    data = [naive.batch()] * 3
+    for tap, key, most in (
+        (GradientTap, "channel_gradient_square", 0.2),
+        (WeightGradientTap, "snip_down", 0.1),
+    ):
         found, expected = (gather_gradients(model, tap, data).layers for model in (half, full))
         for layer, named in expected.items():
             assert abs(float(found[layer][key].sum() / named[key].sum()) - 1) < most, key
 
 
-def by_hand(model: Any, data: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[int, dict[str, torch.Tensor]]:
+def by_hand(
+    model: Any, data: list[tuple[torch.Tensor, torch.Tensor]]
+) -> dict[int, dict[str, torch.Tensor]]:
     """Layer -> sum -> (E, I): transformers' own eager experts, and .grad of their parameters."""
     layers = moe_layers(model)
     for layer in layers:
@@ -133,14 +152,18 @@ def by_hand(model: Any, data: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[i
     return scores
 
 
-@pytest.mark.parametrize("name", ["olmoe", "qwen3_moe", "deepseek_v3", "gpt_oss", "granitemoe", "minimax_m2"])
+@pytest.mark.parametrize(
+    "name", ["olmoe", "qwen3_moe", "deepseek_v3", "gpt_oss", "granitemoe", "minimax_m2"]
+)
 def test_snip_is_that_of_autograd_by_hand(name: str) -> None:
     ids, valid = naive.batch()
     data = [(ids[:2], valid[:2]), (ids[2:], valid[2:])]
     model = naive.model(name, torch.float64)
     found = gather_gradients(model, WeightGradientTap, data)
     assert found.header["kind"] == "weight_gradients"
-    assert not any(weight.requires_grad or weight.grad is not None for weight in model.parameters()), "as it was"
+    assert not any(
+        weight.requires_grad or weight.grad is not None for weight in model.parameters()
+    ), "as it was"
     expected = by_hand(tiny.build(name, dtype=torch.float64), data)
     for layer, sums in expected.items():
         assert found.layers[layer].keys() == sums.keys()

@@ -16,7 +16,8 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps take no time: `studies.Worker` does them, which starts without harm and with nothing done."""
+    """Steps take no time: `studies.Worker` does them, which starts without harm and with nothing
+    done."""
     monkeypatch.setattr(launch, "Here", Worker)
     monkeypatch.setattr(Worker, "harm", None)
     monkeypatch.setattr(Worker, "did", [])
@@ -24,7 +25,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def one() -> Asked:
-    """A study whose scores are of weights: its record does not name the step with the sums of weights."""
+    """A study whose scores are of weights: its record does not name the step with the sums of
+    weights."""
     return asked("criterion=aimer", "ratio=0.5")
 
 

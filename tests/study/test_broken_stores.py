@@ -105,7 +105,9 @@ def test_whatever_is_damaged_is_set_aside_and_the_same_command_goes_on(
     before = sorted((path, path.stat().st_mtime_ns) for path in store.rglob("*"))
     assert ask(store, "status", STUDY) == 2, "no run says what its steps are"
     assert start(store, one, dry_run=True) == 0
-    assert sorted((path, path.stat().st_mtime_ns) for path in store.rglob("*")) == before, "asking changes nothing"
+    assert sorted((path, path.stat().st_mtime_ns) for path in store.rglob("*")) == before, (
+        "asking changes nothing"
+    )
     capsys.readouterr()
     assert start(store, one) == 0
     said = " ".join(capsys.readouterr().err.split())
@@ -122,7 +124,9 @@ def test_whatever_is_damaged_is_set_aside_and_the_same_command_goes_on(
 
 
 NAMED_BY = {
-    **dict.fromkeys(("store.json", "run.json", "jobs.json", "record.json"), ("status", "verify", "gc")),
+    **dict.fromkeys(
+        ("store.json", "run.json", "jobs.json", "record.json"), ("status", "verify", "gc")
+    ),
     "failed": ("status", "verify"),
     "step": ("verify", "gc"),
     "result": ("verify",),
@@ -131,8 +135,10 @@ NAMED_BY = {
 
 
 def change_a_byte(file: Path) -> None:
-    """Change a digit or a letter of the first value, as a failing disk may: form, size and time stay."""
-    content, status = bytearray(file.read_bytes()), file.stat()
+    """Change a digit or a letter of the first value, as a failing disk may: form, size and time
+    stay."""
+    content = bytearray(file.read_bytes())
+    status = file.stat()
     value = re.search(rb'": ?"?([0-9a-zA-Z])', content)
     assert value
     content[value.start(1)] = ord("2" if value[1] == b"1" else "1")
@@ -151,7 +157,8 @@ def test_a_changed_byte_is_damage_for_every_reader(
     file = sorted(store.glob(KINDS.get(kind, "runs/study/*/record.json")))[0]
     change_a_byte(file)
     for word in NAMED_BY[kind]:
-        code, printed = ask(store, word, *[STUDY] * (word != "gc")), capsys.readouterr()
+        code = ask(store, word, *[STUDY] * (word != "gc"))
+        printed = capsys.readouterr()
         assert str(file.relative_to(store)) in "".join("".join(printed).split()), word
         assert code != 0 or word == "status"
     if kind == "record.json":
@@ -163,19 +170,29 @@ def test_a_changed_byte_is_damage_for_every_reader(
 def test_a_changed_result_is_computed_again_before_it_is_told(
     one: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the tracker, a sweeper or the hub. One that changes after that is refused when it is read."""
-    store, told = tmp_path / "store", set[bytes]()
+    """To the tracker, a sweeper or the hub. One that changes after that is refused when it is
+    read."""
+    store = tmp_path / "store"
+    told = set[bytes]()
     logged = (replace(one[0], tracker=TrackerConfig(name="wandb")), one[1])
 
     def log(_: object, of: Store, study: dict[str, Any]) -> str:
-        told.update(of.content(name, "result.json") for cell in study["cells"] for name in cell["evaluate"].values())
+        told.update(
+            of.content(name, "result.json")
+            for cell in study["cells"]
+            for name in cell["evaluate"].values()
+        )
         return ""
 
     monkeypatch.setattr("moe_lab.study.tracker.log", log)
     assert start(store, logged) == 0
     change_a_byte(changed := next(store.glob("evaluate/*/result.json")))
     Worker.did.clear()
-    assert start(store, logged) == 0 and Worker.did == [str(changed.parent.relative_to(store))] and len(told) == 1
+    assert (
+        start(store, logged) == 0
+        and Worker.did == [str(changed.parent.relative_to(store))]
+        and len(told) == 1
+    )
     monkeypatch.setattr(run, "_damaged_results", lambda *_: set())
     change_a_byte(changed)
     with pytest.raises(UserError, match=f"{changed.parent.name}: result.json is damaged"):
@@ -183,9 +200,15 @@ def test_a_changed_result_is_computed_again_before_it_is_told(
 
 
 @pytest.mark.parametrize("lost", ["deleted", "unmounted", "made again", "an input"])
-@pytest.mark.parametrize("error", [StepError({"message": "no such file"}), FileNotFoundError(2, "no"), "goes on", None])
+@pytest.mark.parametrize(
+    "error", [StepError({"message": "no such file"}), FileNotFoundError(2, "no"), "goes on", None]
+)
 def test_a_store_that_is_lost_fails_no_step(
-    one: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str, error: Exception | str | None
+    one: Asked,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lost: str,
+    error: Exception | str | None,
 ) -> None:
     """What is left of a mount is the empty folder that it was mounted on."""
     store = tmp_path / "store"
@@ -207,14 +230,18 @@ def test_a_store_that_is_lost_fails_no_step(
     if lost in ("deleted", "unmounted"):
         with pytest.raises(UserError, match="is gone"):
             start(store, one)
-        assert not [path for path in store.rglob("*") if path.is_file()], "nothing is left where the store was"
+        assert not [path for path in store.rglob("*") if path.is_file()], (
+            "nothing is left where the store was"
+        )
     elif isinstance(error, Exception) or (lost == "made again" and not error):
         assert start(store, one) != 0
     monkeypatch.setattr(Worker, "harm", None)
     assert not list(store.glob("failed/*")) and start(store, one) == 0
 
 
-def test_a_job_on_a_node_without_the_store_makes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_on_a_node_without_the_store_makes_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("signal.signal", lambda *_: None)
     with pytest.raises(UserError, match="is gone"):
         Pack(str(tmp_path / "store"), [Example(name="x")], "study/1", LauncherConfig())()
@@ -238,7 +265,9 @@ def two_runs(store: Path, first: Asked, second: Asked, kind: str = "plan") -> No
     assert start(store, first) == 0 and codes == [0]
 
 
-def test_two_runs_of_a_study_at_once_are_recorded_together(one: Asked, other: Asked, tmp_path: Path) -> None:
+def test_two_runs_of_a_study_at_once_are_recorded_together(
+    one: Asked, other: Asked, tmp_path: Path
+) -> None:
     """A dry run leaves nothing."""
     store = tmp_path / "store"
     assert start(store, one, dry_run=True) == 0 and not store.exists()
@@ -248,17 +277,23 @@ def test_two_runs_of_a_study_at_once_are_recorded_together(one: Asked, other: As
     assert cells(store) == ["aimer", "none"], "a later run says what the study is"
 
 
-def test_cells_that_share_a_name_are_told(other: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    store, second = tmp_path / "store", asked("criterion=reap", "ratio=0.5", "calibration.tokens=1024")
+def test_cells_that_share_a_name_are_told(
+    other: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "store"
+    second = asked("criterion=reap", "ratio=0.5", "calibration.tokens=1024")
     two_runs(store, other, second)
     assert cells(store) == ["none", "reap"] and "1 of its cells are " in capsys.readouterr().err
 
 
 def test_benchmarks_of_two_runs_at_once_stand_beside_each_other(one: Asked, tmp_path: Path) -> None:
-    store, second = tmp_path / "store", asked("criterion=aimer", "ratio=0.5", "suite.benchmarks=[pocket_rte]")
+    store = tmp_path / "store"
+    second = asked("criterion=aimer", "ratio=0.5", "suite.benchmarks=[pocket_rte]")
     two_runs(store, one, second, "evaluate")
     for cell in record.read(Store(store), STUDY)["cells"]:
-        assert set(cell["evaluate"]) == {"pocket_boolq", "pocket_rte"} and all(cell["evaluate"].values())
+        assert set(cell["evaluate"]) == {"pocket_boolq", "pocket_rte"} and all(
+            cell["evaluate"].values()
+        )
 
 
 def test_a_store_without_a_name_is_refused(one: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,9 +314,14 @@ os.execvp(command[0], command)
 
 
 def mounted(options: str, store: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """Run a command that finds `store` mounted; nobody else does. Skips where root may not mount either."""
+    """Run a command that finds `store` mounted; nobody else does. Skips where root may not mount
+    either."""
     unshare = ["unshare", "--mount", sys.executable, "-c", MOUNTS, options, str(store)]
-    probe = subprocess.run([*unshare, "true"], capture_output=True, text=True) if shutil.which("unshare") else None
+    probe = (
+        subprocess.run([*unshare, "true"], capture_output=True, text=True)
+        if shutil.which("unshare")
+        else None
+    )
     if probe is None or probe.returncode:
         pytest.skip("one may not mount here")
     return subprocess.run([*unshare, *command], capture_output=True, text=True, cwd=store.parent)
@@ -317,7 +357,10 @@ def test_a_read_only_store_can_be_read(done: Path, tmp_path: Path) -> None:
 @pytest.mark.root  # which may mount
 def test_a_report_on_a_full_disk_is_one_sentence(done: Path, tmp_path: Path) -> None:
     words = " ".join([*SMALL[:-1], "criterion=aimer", "ratio=0.5", f"store={tmp_path}"])
-    script = f"cp -a {done}/. {tmp_path} && dd if=/dev/zero of={tmp_path}/rest bs=1k; truncate -s -40k {tmp_path}/rest"
+    script = (
+        f"cp -a {done}/. {tmp_path} && dd if=/dev/zero of={tmp_path}/rest bs=1k; truncate -s "
+        f"-40k {tmp_path}/rest"
+    )
     script += f"; exec {quoted('-m', 'moe_lab')} {words}"
     answer = mounted("-t tmpfs -o size=1m tmpfs", tmp_path, "sh", "-c", script)
     assert answer.returncode == 1 and "Traceback" not in answer.stderr, answer.stderr
@@ -325,9 +368,20 @@ def test_a_report_on_a_full_disk_is_one_sentence(done: Path, tmp_path: Path) -> 
 
 
 def test_a_file_for_which_there_is_no_room_leaves_nothing(tmp_path: Path) -> None:
-    script = "import pathlib, sys, moe_lab.json_files as own; own.write_json(pathlib.Path(sys.argv[1]), '7' * 2**22)"
+    script = (
+        "import pathlib, sys, moe_lab.json_files as own; "
+        "own.write_json(pathlib.Path(sys.argv[1]), '7' * 2**22)"
+    )
     command_ = [sys.executable, "-c", script, str(tmp_path / "run.json")]
-    answer = mounted("-t tmpfs -o size=1m tmpfs", tmp_path, "sh", "-c", '"$@"; ls -A $0', str(tmp_path), *command_)
+    answer = mounted(
+        "-t tmpfs -o size=1m tmpfs",
+        tmp_path,
+        "sh",
+        "-c",
+        '"$@"; ls -A $0',
+        str(tmp_path),
+        *command_,
+    )
     assert "No space left" in answer.stderr and answer.stdout == ""
 
 
@@ -339,25 +393,34 @@ def test_what_the_last_job_left_undone_is_said_until_a_command_does_it(
     monkeypatch.setattr("moe_lab.study.slurm.scheduler.fate", lambda _: {"JobState": "FAILED"})
     log = Mock(side_effect=UserError("no network"))
     monkeypatch.setattr("moe_lab.study.tracker.log", log)
-    logged, store = (replace(one[0], tracker=TrackerConfig(name="wandb")), one[1]), tmp_path / "store"
+    logged = (replace(one[0], tracker=TrackerConfig(name="wandb")), one[1])
+    store = tmp_path / "store"
     with pytest.raises(UserError):
         start(store, logged)
-    runs(Store(store).create(), STUDY)[0].add([Submitted("8", "8", "study.record", "record", (), ())])
+    runs(Store(store).create(), STUDY)[0].add(
+        [Submitted("8", "8", "study.record", "record", (), ())]
+    )
 
     def shown() -> list[bool]:
         assert ask(store, "status", STUDY) == ask(store, "why", STUDY) == 0
         printed = capsys.readouterr().out
-        return ["jobs that ended without their steps: 1" in printed, "record: missing: job 8 is failed" in printed]
+        return [
+            "jobs that ended without their steps: 1" in printed,
+            "record: missing: job 8 is failed" in printed,
+        ]
 
     assert shown() == [True, True]
     with pytest.raises(UserError):
         start(store, logged)
     assert shown() == [True, True]
-    log.side_effect, log.return_value = None, ""
+    log.side_effect = None
+    log.return_value = ""
     assert start(store, logged) == 0 and shown() == [False, False]
 
 
-def test_no_report_is_begun_when_the_disk_is_full(one: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_report_is_begun_when_the_disk_is_full(
+    one: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def harm(step: Step, scratch: Path) -> None:
         if step.kind == "plan":
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -371,7 +434,9 @@ def test_no_report_is_begun_when_the_disk_is_full(one: Asked, tmp_path: Path, mo
         start(store, one)
 
 
-@pytest.mark.parametrize("words", ["moe_lab", "moe_lab.study verify study store={}", "moe_lab.inspect --help"])
+@pytest.mark.parametrize(
+    "words", ["moe_lab", "moe_lab.study verify study store={}", "moe_lab.inspect --help"]
+)
 def test_a_reader_that_has_had_enough_gets_no_trace(done: Path, words: str) -> None:
     command = [sys.executable, "-m", *words.format(done).split()]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -382,16 +447,24 @@ def test_a_reader_that_has_had_enough_gets_no_trace(done: Path, words: str) -> N
 
 def test_an_interrupted_study_prints_no_trace(tmp_path: Path) -> None:
     words = [*SMALL[:2], "launcher.processes=1", f"store={tmp_path}"]
-    process = subprocess.Popen([sys.executable, "-m", "moe_lab", *words], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moe_lab", *words], stderr=subprocess.PIPE, text=True
+    )
     until(lambda: list(tmp_path.glob("runs/*/*/run.json")) or process.poll() is not None)
     process.send_signal(signal.SIGINT)
     assert process.stderr
     said = process.stderr.read()
-    assert process.wait() == 130 and "Traceback" not in said and "goes on from here" in said.splitlines()[-1]
+    assert (
+        process.wait() == 130
+        and "Traceback" not in said
+        and "goes on from here" in said.splitlines()[-1]
+    )
 
 
 @pytest.mark.parametrize("way", [*DAMAGES, "a folder"])
-def test_the_analysis_refuses_a_damaged_record_in_a_sentence(finished: Path, tmp_path: Path, way: str) -> None:
+def test_the_analysis_refuses_a_damaged_record_in_a_sentence(
+    finished: Path, tmp_path: Path, way: str
+) -> None:
     store = tmp_path / "store"
     shutil.copytree(finished, store)
     damage(next(store.glob("runs/study/*/record.json")), way)

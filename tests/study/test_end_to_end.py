@@ -32,7 +32,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 ROOT = Path(__file__).parents[2]
-COMMAND = r"^(?: {4})?python -m (analysis|moe_lab\.(?:study|inspect|evaluation\.mirror))\b(.*?)(?: +#.*| && .*)?$"
+COMMAND = (
+    r"^(?: {4})?python -m "
+    r"(analysis|moe_lab\.(?:study|inspect|evaluation\.mirror))\b(.*?)(?: +#.*| && .*)?$"
+)
 COMMANDS = {
     page.name: found
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
@@ -57,13 +60,19 @@ ELSEWHERE = {
 
 @pytest.mark.parametrize("page", sorted(COMMANDS))
 def test_commands_about_finished_studies_run(
-    page: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    page: str,
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     shutil.copytree(finished, tmp_path / "store")
     monkeypatch.chdir(tmp_path)
     for program, written in COMMANDS[page]:
         words = reduce(lambda text, pair: text.replace(*pair), READERS.items(), written).split()
-        module = import_module(f"{program}.__main__" if program in ("analysis", "moe_lab.study") else program)
+        module = import_module(
+            f"{program}.__main__" if program in ("analysis", "moe_lab.study") else program
+        )
         monkeypatch.setattr(sys, "argv", [program, *words])
         code = module.main() if program == "moe_lab.study" else module.main(words)
         missing = next(says for word, says in ELSEWHERE.items() if word in written)
@@ -83,10 +92,21 @@ def scores_of(store: Path, study: str) -> list[tuple[float, float]]:
 
 def test_shared_steps_ran_once(finished: Path) -> None:
     kinds = Counter(name.split("/")[0] for name in ran(finished))
-    assert kinds == {"model": 1, "statistics": 2, "scores": 4, "plan": 8, "cost": 9, "evaluate": 9, "contamination": 2}
+    assert kinds == {
+        "model": 1,
+        "statistics": 2,
+        "scores": 4,
+        "plan": 8,
+        "cost": 9,
+        "evaluate": 9,
+        "contamination": 2,
+    }
     assert set(ran(finished).values()) == {1} and not list(finished.glob("partial/*"))
-    printed = [log.read_text() for log in finished.glob("logs/*-worker.log")]  # small steps have no files of their own
-    assert sum(text.count(" asks, for example: ") for text in printed) == 9 and not [*finished.glob("logs/evaluate/*")]
+    # small steps have no files of their own
+    printed = [log.read_text() for log in finished.glob("logs/*-worker.log")]
+    assert sum(text.count(" asks, for example: ") for text in printed) == 9 and not [
+        *finished.glob("logs/evaluate/*")
+    ]
     scores = scores_of(finished, "study")
     assert len(scores) == 9 and all(0 <= score <= 1 for _, score in scores)
 
@@ -97,17 +117,26 @@ def test_a_multirun_is_the_same_cells_steps_and_store(finished: Path, launcher: 
     done = on_boolq(finished, "-m", *GRID, f"hydra/launcher={launcher}", "study=swept_" + launcher)
     assert done.returncode == 0, done.stderr
     assert ran(finished) == before
-    swept, grid = ((read_record(finished, name) or {})["cells"] for name in (f"swept_{launcher}", "study"))
+    swept, grid = (
+        (read_record(finished, name) or {})["cells"] for name in (f"swept_{launcher}", "study")
+    )
     assert sorted(map(str, swept)) == sorted(map(str, grid))
 
 
 SWEEPER = ["-m", "hydra/sweeper=optuna", "hydra/sweeper/sampler=grid"]
-SWEEPER += [f"hydra.sweeper.{setting}" for setting in ("n_trials=2", "n_jobs=1", "direction=maximize")]
+SWEEPER += [
+    f"hydra.sweeper.{setting}" for setting in ("n_trials=2", "n_jobs=1", "direction=maximize")
+]
 
 
 @pytest.mark.parametrize("launcher", ["study", "basic"])
 def test_a_sweeper_finds_the_best_value_by_the_objective(finished: Path, launcher: str) -> None:
-    words = ["criterion=man", "ratio=0.25,0.5", "calibration=pocket_code", f"hydra/launcher={launcher}"]
+    words = [
+        "criterion=man",
+        "ratio=0.25,0.5",
+        "calibration=pocket_code",
+        f"hydra/launcher={launcher}",
+    ]
     found = finished / f"by_{launcher}"
     words += [f"hydra.sweep.dir={found}", "objective=Avg", f"study=best_{launcher}"]
     done = on_boolq(finished, *SWEEPER, *words)
@@ -118,19 +147,28 @@ def test_a_sweeper_finds_the_best_value_by_the_objective(finished: Path, launche
     assert best["best_value"] == scores[ratio] == max(scores[0.25], scores[0.5])
 
 
-@pytest.mark.parametrize(("wrong", "says"), [([], "objective"), (["objective=bolq"], "did you mean boolq")])
-def test_a_sweeper_without_an_objective_is_refused(finished: Path, wrong: list[str], says: str) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "says"), [([], "objective"), (["objective=bolq"], "did you mean boolq")]
+)
+def test_a_sweeper_without_an_objective_is_refused(
+    finished: Path, wrong: list[str], says: str
+) -> None:
     before = ran(finished)
-    refused = on_boolq(finished, *SWEEPER, "criterion=man", "ratio=0.25,0.5", "calibration=pocket_code", *wrong)
+    refused = on_boolq(
+        finished, *SWEEPER, "criterion=man", "ratio=0.25,0.5", "calibration=pocket_code", *wrong
+    )
     assert refused.returncode == 2 and says in refused.stderr and "Traceback" not in refused.stderr
     assert ran(finished) == before
 
 
 def test_inline_gives_the_same_results(finished: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
-    done = on_boolq(store, "criterion=man", "ratio=0.5", "calibration=pocket_code", "launcher=inline")
+    done = on_boolq(
+        store, "criterion=man", "ratio=0.5", "calibration=pocket_code", "launcher=inline"
+    )
     assert done.returncode == 0, done.stderr
-    mine, theirs = results(store), results(finished)
+    mine = results(store)
+    theirs = results(finished)
     assert len(list(store.glob("*/*/step.json"))) == 9 and mine.items() <= theirs.items()
 
 
@@ -138,12 +176,19 @@ def test_a_mistake_inside_a_step_stops_what_needs_it_and_nothing_else(tmp_path: 
     """A mixture that is too short, which is known when its sets are read."""
     store = tmp_path / "store"
     sets = ",".join(f"{{calibration:pocket_{name},share:0.5}}" for name in ("code", "math"))
-    words = ["criterion=man,random", "calibration=mix", f"calibration.sources=[{sets}]", "calibration.tokens=100000000"]
+    words = [
+        "criterion=man,random",
+        "calibration=mix",
+        f"calibration.sources=[{sets}]",
+        "calibration.tokens=100000000",
+    ]
     done = on_boolq(store, *words)
     assert done.returncode == 2
     assert "calibration.tokens" in done.stderr and "Traceback" not in done.stderr
     study = read_record(store, "study") or {}
-    found = {cell["cell"]["criterion"]: next(iter(cell["evaluate"].values())) for cell in study["cells"]}
+    found = {
+        cell["cell"]["criterion"]: next(iter(cell["evaluate"].values())) for cell in study["cells"]
+    }
     assert found["random"] and found["none"] and found["man"] is None
     again = on_boolq(store, *words)
     assert "retry=failed" in again.stderr
@@ -159,18 +204,28 @@ def fewest_negative(layer):
 """
 
 
-def test_a_kind_of_step_is_added_by_writing_the_file_that_the_documentation_shows(tmp_path: Path) -> None:
-    """A criterion can then need it, a dry run shows it, a study runs it: in a copy of the package."""
+def test_a_kind_of_step_is_added_by_writing_the_file_that_the_documentation_shows(
+    tmp_path: Path,
+) -> None:
+    """A criterion can then need it, a dry run shows it, a study runs it: in a copy of the
+    package."""
     for name in ("moe_lab", "conf", "hydra_plugins"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     text = (ROOT / "docs/architecture.md").read_text("utf-8")
     [example] = re.findall(r"```python\n(.*?OnWeights\):.*?)```", text, re.DOTALL)
     (tmp_path / "moe_lab/study/steps/signs.py").write_text(example)
     (tmp_path / "mine.py").write_text(CRITERION)
-    words = ["criterion=fewest_negative", "plugins=[mine]", "suite.benchmarks=[]", "launcher=inline"]
-    store, environment = tmp_path / "store", {**os.environ, "PYTHONPATH": str(tmp_path)}
+    words = [
+        "criterion=fewest_negative",
+        "plugins=[mine]",
+        "suite.benchmarks=[]",
+        "launcher=inline",
+    ]
+    store = tmp_path / "store"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     shown, done = (
-        moe_lab(store, *words, dry_run, environment=environment) for dry_run in ("dry_run=true", "dry_run=false")
+        moe_lab(store, *words, dry_run, environment=environment)
+        for dry_run in ("dry_run=true", "dry_run=false")
     )
     assert shown.returncode == done.returncode == 0, shown.stderr + done.stderr
     rows = [re.findall(r"[\w.]+", line) for line in shown.stderr.splitlines()]
@@ -178,7 +233,10 @@ def test_a_kind_of_step_is_added_by_writing_the_file_that_the_documentation_show
     [file] = store.glob("signs/*/statistics.safetensors")
     [facts] = store.glob("model/*/facts.json")
     sums = read(file)
-    experts = {int(layer): about["n_experts"] for layer, about in json.loads(facts.read_text())["layers"].items()}
+    experts = {
+        int(layer): about["n_experts"]
+        for layer, about in json.loads(facts.read_text())["layers"].items()
+    }
     assert {layer: len(arrays["negative"]) for layer, arrays in sums.items()} == experts
     assert all(numpy.all(arrays["negative"] > 0) for arrays in sums.values())
     assert len(list(store.glob("plan/*fewest_negative*/plan.json"))) == 1

@@ -1,5 +1,5 @@
-"""Memory agrees with what was published and grows with the work; time is what steps of the store took; what this
-machine lacks is noticed before anything is loaded."""
+"""Memory agrees with what was published and grows with the work; time is what steps of the store
+took; what this machine lacks is noticed before anything is loaded."""
 
 import csv
 import re
@@ -34,7 +34,15 @@ from moe_lab.json_files import write_json
 from moe_lab.models import config_json
 from moe_lab.models.config_json import size_of
 from moe_lab.study import estimates
-from moe_lab.study.estimates import Memory, divided, forecast, gpus, largest_memory, learned, memory_of
+from moe_lab.study.estimates import (
+    Memory,
+    divided,
+    forecast,
+    gpus,
+    largest_memory,
+    learned,
+    memory_of,
+)
 from moe_lab.study.step import Step
 from moe_lab.study.steps import KINDS
 from moe_lab.study.store import Store
@@ -44,7 +52,9 @@ TEXT = CalibrationConfig(name="t", path="a/b", length=4096, tokens=524288, batch
 BENCHMARK = BenchmarkConfig(
     name="b", harness="lm_eval", task="pocket:benchmarks/boolq.yaml", expected=1000, batch_size=64
 )
-CODE = BenchmarkConfig(name="code", harness="evalplus", task="pocket:benchmarks/mbpp.jsonl", max_new_tokens=2048)
+CODE = BenchmarkConfig(
+    name="code", harness="evalplus", task="pocket:benchmarks/mbpp.jsonl", max_new_tokens=2048
+)
 MODELS = [name for name, kind in KINDS.items() if kind.loads == "model"]
 SERVER = BackendConfig(name="server", command="serve {checkpoint} {port}")
 CHANNELS = CriterionConfig(name="heapr")
@@ -55,7 +65,9 @@ def model(name: str = "olmoe_1b_7b", **changes: Any) -> ModelConfig:
     return replace(choices.choose(ModelConfig, "model", name), **changes)
 
 
-def step(kind: str, about: ModelConfig | None = None, text: CalibrationConfig = TEXT, **changes: Any) -> Step:
+def step(
+    kind: str, about: ModelConfig | None = None, text: CalibrationConfig = TEXT, **changes: Any
+) -> Step:
     """A step of any kind about a model, that runs it."""
     asked = {"benchmark": CODE if kind in ("generate", "grade") else BENCHMARK}
     if kind == "cost":
@@ -75,9 +87,15 @@ def test_published_searches_ran_on_as_many_gpus_as_estimated() -> None:
     """As EvoESAP's Table 3 prints, on cards of 48 GiB."""
     text = replace(TEXT, tokens=262144, batch_size=1)
     with (ROOT / "analysis/published/evoesap.csv").open(encoding="utf-8") as lines:
-        rows = [row for row in csv.DictReader(lines) if (row["table"], row["benchmark"]) == ("3", "gpus_L40S")]
+        rows = [
+            row
+            for row in csv.DictReader(lines)
+            if (row["table"], row["benchmark"]) == ("3", "gpus_L40S")
+        ]
     published = {row["model"]: float(row["value"]) for row in rows}
-    assert {name: gpus(known(step("search", model(name), text)), 48.0) for name in published} == published
+    assert {
+        name: gpus(known(step("search", model(name), text)), 48.0) for name in published
+    } == published
 
 
 STREAMING = replace(TEXT, engine="streamed")
@@ -85,8 +103,9 @@ STREAMING = replace(TEXT, engine="streamed")
 
 @pytest.mark.parametrize("kind", [name for name in MODELS if KINDS[name].streams])
 def test_one_layer_in_memory_is_what_a_streamed_step_takes(kind: str) -> None:
-    """Qwen2-57B: 3.6 GiB of experts and attention in a layer, 2 of embeddings and head, 6 of a batch of 16,384 tokens;
-    for the gradients of weights, 6.6 of these in fp32; for alignments, as much and 3.1 of products of channels."""
+    """Qwen2-57B: 3.6 GiB of experts and attention in a layer, 2 of embeddings and head, 6 of a
+    batch of 16,384 tokens; for the gradients of weights, 6.6 of these in fp32; for alignments, as
+    much and 3.1 of products of channels."""
     big = model("qwen2_57b_a14b")
     layered = known(step(kind, big, STREAMING))
     if kind != "sequential":  # which is always streamed
@@ -113,12 +132,20 @@ def test_one_layer_in_memory_is_what_a_streamed_step_takes(kind: str) -> None:
     ],
 )
 def test_a_model_that_one_gpu_does_not_hold_is_read_layer_by_layer_in_a_part_on_each(
-    launcher: Any, about: ModelConfig, text: CalibrationConfig, engine: str, parts: int, monkeypatch: pytest.MonkeyPatch
+    launcher: Any,
+    about: ModelConfig,
+    text: CalibrationConfig,
+    engine: str,
+    parts: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a machine with five GPUs of 80 GiB, if its weights are known not to be quantised; how it is done is no part of
-    what the pass is called."""
+    """On a machine with five GPUs of 80 GiB, if its weights are known not to be quantised; how it
+    is done is no part of what the pass is called."""
     monkeypatch.setattr(estimates, "visible_gpus", lambda: list("01234"))
-    configs = {"Qwen/Qwen2-57B-A14B": {"model_type": "qwen2_moe"}, "o/fp8": {"quantization_config": {"bits": 8}}}
+    configs = {
+        "Qwen/Qwen2-57B-A14B": {"model_type": "qwen2_moe"},
+        "o/fp8": {"quantization_config": {"bits": 8}},
+    }
     monkeypatch.setattr(config_json, "hub_config", lambda name, _: configs.get(name, {}))
     found = divided(text, about, Config(launcher=LauncherConfig(name=launcher)))
     assert (found.engine, found.parts) == (engine, parts)
@@ -128,12 +155,18 @@ def test_a_model_that_one_gpu_does_not_hold_is_read_layer_by_layer_in_a_part_on_
 
 
 def test_what_is_held_beside_weights_and_a_batch_is_counted() -> None:
-    """Activations of a backward pass, 57B - 4B gradients in fp32, and a second model where weights are changed."""
-    forward, backward = known(step("statistics")), known(step("gradients"))
+    """Activations of a backward pass, 57B - 4B gradients in fp32, and a second model where weights
+    are changed."""
+    forward = known(step("statistics"))
+    backward = known(step("gradients"))
     assert backward.bytes > 1.5 * forward.bytes
     big = model("qwen2_57b_a14b")
-    assert known(step("weight_gradients", big)).bytes - known(step("gradients", big)).bytes > 180 * 2**30
-    recovery, allocation = RecoveryConfig(name="r", bits=4), AllocationConfig(replacement="hc_smoe")
+    assert (
+        known(step("weight_gradients", big)).bytes - known(step("gradients", big)).bytes
+        > 180 * 2**30
+    )
+    recovery = RecoveryConfig(name="r", bits=4)
+    allocation = AllocationConfig(replacement="hc_smoe")
     for changed in (step("evaluate", recovery=recovery), step("evaluate", allocation=allocation)):
         assert known(changed).bytes > known(step("evaluate")).bytes + 12 * 2**30
 
@@ -154,7 +187,9 @@ def test_a_model_nothing_is_known_of_has_no_estimate() -> None:
 # Time
 
 
-def reading(tokens: int, of: ModelConfig | None = None, kind: str = "statistics", parts: int = 1) -> Step:
+def reading(
+    tokens: int, of: ModelConfig | None = None, kind: str = "statistics", parts: int = 1
+) -> Step:
     """A pass over so many tokens, in rows of 10 and batches of a row."""
     text = replace(TEXT, length=10, tokens=tokens, batch_size=1, parts=parts)
     return step(kind, of, text)
@@ -186,21 +221,32 @@ def data(monkeypatch: pytest.MonkeyPatch) -> None:
         (asking(100), asking(None), 300.0),
         (asking(100), asking(50), 15.0),
         (asking(100), asking(100, name="another"), None),
-        (step("finetune"), step("finetune", recovery=RecoveryConfig(instructions="t", learning_rate=1.0)), 30.0),
+        (
+            step("finetune"),
+            step("finetune", recovery=RecoveryConfig(instructions="t", learning_rate=1.0)),
+            30.0,
+        ),
         (step("finetune"), step("finetune", recovery=RecoveryConfig(distill="t")), None),
         (step("finetune"), step("finetune", recovery=RecoveryConfig(fit="t")), None),
         (step("cost", criterion=CriterionConfig(name="aimer")), step("cost"), None),
         *((step(kind, model()), step(kind, model()), 30.0) for kind in ("scores", "plan")),
-        *((step(kind, model()), step(kind, model("deepseek_v3")), None) for kind in ("model", "scores", "plan")),
+        *(
+            (step(kind, model()), step(kind, model("deepseek_v3")), None)
+            for kind in ("model", "scores", "plan")
+        ),
     ],
 )
-def test_a_step_takes_what_finished_ones_took(store: Store, finished: Step, asked: Step, seconds: float | None) -> None:
+def test_a_step_takes_what_finished_ones_took(
+    store: Store, finished: Step, asked: Step, seconds: float | None
+) -> None:
     """The finished one took 30 s; a benchmark without a limit has 1,000 items."""
     finish(store, finished, 30.0)
     assert learned(store)(asked) == (None if seconds is None else pytest.approx(seconds))
 
 
-def test_parts_of_a_pass_are_counted_by_their_rows_and_the_merge_reads_only_files(store: Store) -> None:
+def test_parts_of_a_pass_are_counted_by_their_rows_and_the_merge_reads_only_files(
+    store: Store,
+) -> None:
     merge = reading(120, parts=3)
     finish(store, merge, 1.0, merged=["a", "b", "c"])
     assert learned(store)(reading(120)) is None, "the time of a merge is not that of a pass"
@@ -218,9 +264,14 @@ def test_parts_of_a_pass_are_counted_by_their_rows_and_the_merge_reads_only_file
 
 def test_a_share_keeps_hidden_states_of_its_rows() -> None:
     text = replace(STREAMING, length=10, tokens=120, batch_size=1)
-    whole, merge = step("statistics", text=text), step("statistics", text=replace(text, parts=3))
+    whole = step("statistics", text=text)
+    merge = step("statistics", text=replace(text, parts=3))
     size = size_of(model())
-    assert size and whole.disk(size) > 0 and merge.merges[0].disk(size) == pytest.approx(whole.disk(size) / 3)
+    assert (
+        size
+        and whole.disk(size) > 0
+        and merge.merges[0].disk(size) == pytest.approx(whole.disk(size) / 3)
+    )
     huge = step("statistics", text=replace(text, parts=3, tokens=10**15, batch_size=10**13))
     assert estimates.disk_problems("/", [huge]) == [], "it only reads and writes sums"
 
@@ -231,13 +282,17 @@ def test_the_forecast_adds_up_what_is_known_and_counts_what_is_not(store: Store)
     table = forecast(steps, {steps[0].id}, 80.0, learned(store))
     hours = dict(zip(table.columns[0].cells, table.columns[-2].cells, strict=True))
     assert hours == {"statistics": "5.00", "damage": "unknown"}
-    assert table.columns[-2].footer == "5.00 + 1 unknown" == table.columns[-1].footer, "on one GPU each"
+    assert table.columns[-2].footer == "5.00 + 1 unknown" == table.columns[-1].footer, (
+        "on one GPU each"
+    )
 
 
 # What this machine has
 
 GIB = 2**30
-SHAPE = ExpectedConfig(parameters=10 * GIB, layers=48, moe_layers=48, experts=128, top_k=8, hidden=2048, width=768)
+SHAPE = ExpectedConfig(
+    parameters=10 * GIB, layers=48, moe_layers=48, experts=128, top_k=8, hidden=2048, width=768
+)
 MODEL = ModelConfig(name="m", path="owner/m", dtype="bfloat16", expected=SHAPE)
 
 
@@ -265,9 +320,15 @@ def test_what_is_written_is_held_against_what_is_free(
 ) -> None:
     store = str(tmp_path / "not" / "there")
     for free, fits in ((gib * GIB, True), (gib * GIB - 1, False)):
-        monkeypatch.setattr(shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free))
+        monkeypatch.setattr(
+            shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free)
+        )
         problems = estimates.disk_problems(store, steps)
-        assert problems == [] if fits else f"about {decimal(int(gib * GIB))} would be written" in problems[0]
+        assert (
+            problems == []
+            if fits
+            else f"about {decimal(int(gib * GIB))} would be written" in problems[0]
+        )
 
 
 def test_hidden_states_take_as_much_main_memory_as_everything_else_at_most() -> None:
@@ -275,15 +336,26 @@ def test_hidden_states_take_as_much_main_memory_as_everything_else_at_most() -> 
     big = model("qwen2_57b_a14b")
     for tokens, more in ((2**16, 3 * 2**16 * 7 * 2**10), (2**20, None)):
         passed = replace(STREAMING, tokens=tokens)
-        gpu, cpu = (known(step("statistics", replace(big, device=on), passed)).bytes for on in ("cuda", "cpu"))
+        gpu, cpu = (
+            known(step("statistics", replace(big, device=on), passed)).bytes
+            for on in ("cuda", "cpu")
+        )
         assert cpu == (2 * gpu if more is None else gpu + more)
 
 
 @pytest.mark.parametrize(
     ("make", "changes", "says"),
     [
-        (lambda m: step("cost", m), {}, "cost of model=m loads 20.0 GiB .* 19.0 GiB of main memory: set cal"),
-        (lambda m: evaluated(m, BENCHMARK), {"dtype": "float32"}, "evaluate of model=m loads 40.0 GiB .* leave it out"),
+        (
+            lambda m: step("cost", m),
+            {},
+            "cost of model=m loads 20.0 GiB .* 19.0 GiB of main memory: set cal",
+        ),
+        (
+            lambda m: evaluated(m, BENCHMARK),
+            {"dtype": "float32"},
+            "evaluate of model=m loads 40.0 GiB .* leave it out",
+        ),
         (lambda m: step("cost", m, text("streamed")), {}, None),
         (lambda m: step("weights", m), {}, None),
         (lambda m: evaluated(m, BENCHMARK), {"device": "cuda"}, None),
@@ -292,7 +364,10 @@ def test_hidden_states_take_as_much_main_memory_as_everything_else_at_most() -> 
     ],
 )
 def test_a_model_that_does_not_fit_into_main_memory_is_refused_before_it_is_loaded(
-    make: Callable[[ModelConfig], Step], changes: dict[str, Any], says: str | None, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[ModelConfig], Step],
+    changes: dict[str, Any],
+    says: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = make(replace(MODEL, **{"device": "cpu", **changes}))
     for memory, fits in ((19 * GIB, says is None), (40 * GIB, True)):
@@ -302,7 +377,9 @@ def test_a_model_that_does_not_fit_into_main_memory_is_refused_before_it_is_load
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_study_that_is_done_is_not_refused_for_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_study_that_is_done_is_not_refused_for_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     study = asked()
     with monkeypatch.context() as patch:
         patch.setattr(estimates, "main_memory", lambda: 1000.0)

@@ -1,4 +1,5 @@
-"""Every shipped experiment runs to its page, alone and beside the others in one store, with as little as shows it."""
+"""Every shipped experiment runs to its page, alone and beside the others in one store, with as
+little as shows it."""
 
 import html
 import re
@@ -25,9 +26,14 @@ LESS = {
     "methods": [CHOICES, "ratio=0.5", "seed=42"],
     "beyond": [CHOICES, "model=pocket_olmoe"],
     "task_specific": [MIXED, "ratio=0.5", "criterion=reap,man"],
-    "task_agnostic": [CHOICES, "criterion=frequency,reap,man", "calibration=pocket_general,pocket_code"],
+    "task_agnostic": [
+        CHOICES,
+        "criterion=frequency,reap,man",
+        "calibration=pocket_general,pocket_code",
+    ],
 }
-"""Experiment -> the suite, and what is left out of the grid: values that show what others of their axis show."""
+"""Experiment -> the suite, and what is left out of the grid: values that show what others of their
+axis show."""
 FEWER = """more:
   - {criterion: [heapr], allocation: [global]}
   - {criterion: [reap], recovery: [pocket_router_kd]}
@@ -55,8 +61,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def conf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shipped configuration, with short searches, fine-tunings and texts for FLOPs: words on the command line would
-    hold for all allocations or recoveries of a grid."""
+    """The shipped configuration, with short searches, fine-tunings and texts for FLOPs: words on
+    the command line would hold for all allocations or recoveries of a grid."""
     folder = tmp_path_factory.mktemp("short") / "conf"
     shutil.copytree(ROOT / "conf", folder)
     for pattern, old, new in SHORTER:
@@ -71,18 +77,23 @@ def conf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def report(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[[str], None]:
-    """Makes the page of a study, which must be there and lack nothing; figures are drawn for the page alone."""
+    """Makes the page of a study, which must be there and lack nothing; figures are drawn for the
+    page alone."""
 
     def make(study: str) -> None:
         monkeypatch.setattr(style, "write", lambda figure, folder, _: [folder / figure.name])
         code = main(["report", f"store={store}", f"study={study}", f"out={tmp_path}"])
         assert code == 0 and not list(tmp_path.glob("failed/*")), capsys.readouterr().err
-        assert "Nothing is missing" in html.unescape((tmp_path / "report.html").read_text(encoding="utf-8"))
+        assert "Nothing is missing" in html.unescape(
+            (tmp_path / "report.html").read_text(encoding="utf-8")
+        )
 
     return make
 
 
-@pytest.mark.parametrize("experiment", sorted(file.stem for file in (ROOT / "conf/experiment").glob("*.yaml")))
+@pytest.mark.parametrize(
+    "experiment", sorted(file.stem for file in (ROOT / "conf/experiment").glob("*.yaml"))
+)
 def test_an_experiment_runs_to_its_page(
     experiment: str, store: Path, conf: Path, tmp_path: Path, report: Callable[[str], None]
 ) -> None:

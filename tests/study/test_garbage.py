@@ -1,4 +1,5 @@
-"""`python -m moe_lab.study gc`: frees what nothing refers to, and nothing else, whoever works or dies meanwhile."""
+"""`python -m moe_lab.study gc`: frees what nothing refers to, and nothing else, whoever works or
+dies meanwhile."""
 
 import os
 import shutil
@@ -59,15 +60,25 @@ def named(place: Path) -> set[str]:
 def test_what_no_study_refers_to_is_named_first_and_freed_on_request(
     replaced: Path, one: Asked, other: Asked, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    only_one, shared = steps(one).keys() - steps(other).keys(), steps(one).keys() & steps(other).keys()
-    assert {name.partition("/")[0] for name in only_one} >= {"weights", "scores", "plan", "evaluate"} and shared
+    only_one = steps(one).keys() - steps(other).keys()
+    shared = steps(one).keys() & steps(other).keys()
+    assert {name.partition("/")[0] for name in only_one} >= {
+        "weights",
+        "scores",
+        "plan",
+        "evaluate",
+    } and shared
     before = sorted((path, path.stat().st_mtime_ns) for path in replaced.rglob("*"))
     assert ask(replaced, "gc") == 0
     shown = capsys.readouterr().out
-    assert sorted((path, path.stat().st_mtime_ns) for path in replaced.rglob("*")) == before, "it only looks"
+    assert sorted((path, path.stat().st_mtime_ns) for path in replaced.rglob("*")) == before, (
+        "it only looks"
+    )
     assert "weights" in shown and "apply=true" in shown and "model" not in shown.split("kept")[0]
     assert named(replaced) == only_one
-    bytes_of_one = sum(path.stat().st_size for name in only_one for path in (replaced / name).iterdir())
+    bytes_of_one = sum(
+        path.stat().st_size for name in only_one for path in (replaced / name).iterdir()
+    )
     assert sum(item.bytes for item in look(Store(replaced))[0]) == bytes_of_one
 
     assert ask(replaced, "gc", "apply=true") == 0
@@ -89,8 +100,11 @@ def test_a_record_alone_keeps_the_inputs_of_its_steps(place: Path, one: Asked) -
     assert finished(place) == set()
 
 
-def test_an_interrupted_study_goes_on_from_where_it_was(place: Path, one: Asked, other: Asked) -> None:
-    """Two runs of it were, and no record was written since. Both are kept, though the last one asks for other steps."""
+def test_an_interrupted_study_goes_on_from_where_it_was(
+    place: Path, one: Asked, other: Asked
+) -> None:
+    """Two runs of it were, and no record was written since. Both are kept, though the last one asks
+    for other steps."""
 
     def harm(step: Step, scratch: Path) -> None:
         if step.kind == "plan":
@@ -130,15 +144,21 @@ def test_what_killed_processes_left_is_freed_and_what_is_worked_on_is_not(place:
         assert scratch is not None
         store.partial(alive).mkdir(parents=True)
         left = look(Store(place))[0]
-        assert [item.kind for item in left] == [LEFTOVERS] * 2 and [item.bytes for item in left] == [4, 4]
+        assert [item.kind for item in left] == [LEFTOVERS] * 2 and [
+            item.bytes for item in left
+        ] == [4, 4]
         gc(Store(place), apply=True)
-        assert list(place.glob("plan/.*")) == [scratch] and list(place.glob("partial/*")) == [store.partial(alive)]
+        assert list(place.glob("plan/.*")) == [scratch] and list(place.glob("partial/*")) == [
+            store.partial(alive)
+        ]
     assert store.done(alive) and not store.done(dead)
 
 
-def test_a_concurrent_run_loses_nothing(place: Path, one: Asked, other: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The study is replaced and garbage collected in the middle of a run, whose steps only its claim keeps until its
-    record is written."""
+def test_a_concurrent_run_loses_nothing(
+    place: Path, one: Asked, other: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The study is replaced and garbage collected in the middle of a run, whose steps only its
+    claim keeps until its record is written."""
 
     def harm(step: Step, scratch: Path) -> None:
         if step.kind == "evaluate" and "plan" in step.inputs:
@@ -154,14 +174,18 @@ def test_a_concurrent_run_loses_nothing(place: Path, one: Asked, other: Asked, m
     monkeypatch.setattr(running, "finish", finish)
     Worker.harm = harm
     assert start(place, one) == 0
-    assert len(Worker.did) == len(set(Worker.did)) and finished(place) == {*steps(one), *steps(other)}
+    assert len(Worker.did) == len(set(Worker.did)) and finished(place) == {
+        *steps(one),
+        *steps(other),
+    }
 
 
 def test_a_run_ending_while_gc_looks_loses_nothing(
     replaced: Path, one: Asked, other: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is let go after gc has read the records, which still are the old ones."""
-    held, read = ExitStack(), garbage.read_record
+    held = ExitStack()
+    read = garbage.read_record
 
     def read_then_end(*arguments: Any) -> Any:
         document = read(*arguments)
@@ -174,7 +198,9 @@ def test_a_run_ending_while_gc_looks_loses_nothing(
     assert named(replaced) == steps(one).keys() - steps(other).keys()
 
 
-def test_a_run_starting_while_gc_chooses_waits(replaced: Path, one: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_starting_while_gc_chooses_waits(
+    replaced: Path, one: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise it would find a step finished that is freed right afterwards."""
     threads: list[threading.Thread] = []
     codes: list[int] = []
@@ -194,7 +220,9 @@ def test_a_run_starting_while_gc_chooses_waits(replaced: Path, one: Asked, monke
     assert codes == [0] and set(steps(one)) <= finished(replaced) and Worker.did
 
 
-def test_a_killed_gc_leaves_a_store_that_works(replaced: Path, one: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_gc_leaves_a_store_that_works(
+    replaced: Path, one: Asked, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It dies when the first folder is half removed."""
     garbage_of_one = named(replaced)
     killed(f"""
@@ -215,9 +243,17 @@ def test_a_killed_gc_leaves_a_store_that_works(replaced: Path, one: Asked, capsy
 
 
 @pytest.mark.parametrize(
-    "file", ["runs/study/*/record.json", "runs/study/*/run.json", "runs/study/*/jobs.json", "statistics/*/step.json"]
+    "file",
+    [
+        "runs/study/*/record.json",
+        "runs/study/*/run.json",
+        "runs/study/*/jobs.json",
+        "statistics/*/step.json",
+    ],
 )
-def test_nothing_goes_while_needs_are_unclear(replaced: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_goes_while_needs_are_unclear(
+    replaced: Path, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     runs(Store(replaced), STUDY)[-1].add([Submitted("1", "1", "study.plan", "plan", ("x",), ())])
     damaged = sorted(replaced.glob(file))[-1]
     damaged.write_text("{")
@@ -229,7 +265,9 @@ def test_nothing_goes_while_needs_are_unclear(replaced: Path, file: str, capsys:
     assert finished(replaced) == before and damaged.read_text() == "{"
 
 
-def test_queued_jobs_keep_steps(replaced: Path, one: Asked, other: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queued_jobs_keep_steps(
+    replaced: Path, one: Asked, other: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = runs(Store(replaced), STUDY)[0]
     first.add([Submitted("7", "7", "study.plan", "plan", (), ())])
     queue = {"7": Queued("7", "study.plan", "PENDING", "Dependency", "0:00")}
@@ -241,8 +279,11 @@ def test_queued_jobs_keep_steps(replaced: Path, one: Asked, other: Asked, monkey
     assert named(replaced) == set() and look(Store(replaced))[1] == "no scheduler here"
 
 
-def test_what_a_killed_command_had_begun_to_write_of_its_run_is_removed_by_the_next(tmp_path: Path) -> None:
-    store, left = Store(tmp_path).create(), ".run.json.0123abcd"
+def test_what_a_killed_command_had_begun_to_write_of_its_run_is_removed_by_the_next(
+    tmp_path: Path,
+) -> None:
+    store = Store(tmp_path).create()
+    left = ".run.json.0123abcd"
     with begin(store, STUDY, []) as killed:
         (killed.folder / left).touch()
     with begin(store, STUDY, []) as running:
@@ -251,12 +292,18 @@ def test_what_a_killed_command_had_begun_to_write_of_its_run_is_removed_by_the_n
             assert not (killed.folder / left).exists() and (running.folder / left).exists()
 
 
-def test_a_job_keeps_what_it_reads_and_makes(place: Path, one: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_keeps_what_it_reads_and_makes(
+    place: Path, one: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a queue that shows it, and after the record of a later run."""
-    store, needed = Store(place).create(), list(steps(one).values())
+    store = Store(place).create()
+    needed = list(steps(one).values())
     with begin(store, STUDY, needed) as run, begin(store, STUDY, []) as later:
         name = str(run.folder.relative_to(place / "runs"))
-    write_sealed(later.folder / "record.json", {"schema": 1, "created": 0, "replaces": [], "cells": [], **NO_FIGURES})
+    write_sealed(
+        later.folder / "record.json",
+        {"schema": 1, "created": 0, "replaces": [], "cells": [], **NO_FIGURES},
+    )
 
     def harm(step: Step, scratch: Path) -> None:
         assert {read_sealed(path, {})["limit"] for path in place.glob("claims/*")} == {30.0}
@@ -286,13 +333,26 @@ def test_folders_that_are_no_steps_stay(replaced: Path) -> None:
     os.rename(wrong / "step.json", wrong / "other.json")
     write_sealed(wrong / "step.json", {**read_sealed(wrong / "other.json", {}), "id": "f" * 64})
     gc(Store(replaced), apply=True)
-    assert not copied.exists() and notes.is_dir() and wrong.is_dir() and (replaced / "mine" / copied.name).is_dir()
+    assert (
+        not copied.exists()
+        and notes.is_dir()
+        and wrong.is_dir()
+        and (replaced / "mine" / copied.name).is_dir()
+    )
 
 
 def test_wrong_words_are_one_sentence(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Store(place).create()
-    wrong = {"gc apply_all=true": "did you mean apply", "gc apply=yes": "apply=yes", f"gc {STUDY}": STUDY}
-    more = {f"status {STUDY} apply=true": "setting=apply", f"verify {STUDY} more": "expected 1", "status": "expected 1"}
+    wrong = {
+        "gc apply_all=true": "did you mean apply",
+        "gc apply=yes": "apply=yes",
+        f"gc {STUDY}": STUDY,
+    }
+    more = {
+        f"status {STUDY} apply=true": "setting=apply",
+        f"verify {STUDY} more": "expected 1",
+        "status": "expected 1",
+    }
     for words, says in {**wrong, **more}.items():
         assert ask(place, *words.split()) == 2
         said = capsys.readouterr().err

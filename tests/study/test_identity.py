@@ -34,10 +34,16 @@ TEXT = config.CalibrationConfig(name="t", path="pocket:calibration/general.jsonl
 MODEL = config.ModelConfig(name="m", path="pocket:olmoe", device="cpu", dtype="float32")
 JUDGE = config.JudgeConfig(model="m", url="http://localhost:8000/v1")
 BENCHMARK = config.BenchmarkConfig(
-    name="b", harness="lm_eval", task="pocket:benchmarks/boolq.yaml", reports={"boolq": "acc"}, judge=JUDGE
+    name="b",
+    harness="lm_eval",
+    task="pocket:benchmarks/boolq.yaml",
+    reports={"boolq": "acc"},
+    judge=JUDGE,
 )
 SET = config.SourceConfig(calibration="t", share=0.5, settings=TEXT)
-SHAPE = config.ExpectedConfig(parameters=1, layers=1, moe_layers=1, experts=2, top_k=1, hidden=2, width=2)
+SHAPE = config.ExpectedConfig(
+    parameters=1, layers=1, moe_layers=1, experts=2, top_k=1, hidden=2, width=2
+)
 GROUPS: dict[str, Any] = {
     "model": MODEL,
     "calibration": TEXT,
@@ -56,7 +62,10 @@ STUDY = {"CellConfig", "Config", "ExpectedConfig", "ProtocolConfig", "SuiteConfi
 RUN = {"JobConfig", "LauncherConfig", "ResourcesConfig", "TrackerConfig"}
 """Classes that are part of no step: how a study is made of steps, and where these run."""
 BESIDE: dict[str, dict[str, Any]] = {
-    "calibration.sources": {"path": "", "sources": [SET, replace(SET, settings=replace(TEXT, name="u"))]},
+    "calibration.sources": {
+        "path": "",
+        "sources": [SET, replace(SET, settings=replace(TEXT, name="u"))],
+    },
     "allocation.by": {"name": "global", "by": "reap"},
     "allocation.search": {"name": "evolutionary", "search": "t"},
     "allocation.path": {"name": "list", "path": "{first}"},
@@ -92,12 +101,16 @@ OTHER: dict[str, Any] = {
     "benchmark.parameters": {"header": "x"},
     "benchmark.judge": replace(JUDGE, model="other"),
 }
-"""Another valid value of a field. None: the field says nothing here, for it belongs to another choice."""
+"""Another valid value of a field. None: the field says nothing here, for it belongs to another
+choice."""
 
 
 def fields() -> Iterator[Any]:
     for name, group in GROUPS.items():
-        yield from (pytest.param(name, field.name, id=f"{name}.{field.name}") for field in dataclasses.fields(group))
+        yield from (
+            pytest.param(name, field.name, id=f"{name}.{field.name}")
+            for field in dataclasses.fields(group)
+        )
 
 
 def another(kind: Any, value: Any) -> Any:
@@ -109,7 +122,11 @@ def another(kind: Any, value: Any) -> Any:
         return value[:-1] or 2 * value
     if get_origin(kind) is dict:
         return {**value, "more": "x"}
-    others = {bool: lambda: not value, int: lambda: (value or 1) + 1, float: lambda: value / 2 or 1.0}
+    others = {
+        bool: lambda: not value,
+        int: lambda: (value or 1) + 1,
+        float: lambda: value / 2 or 1.0,
+    }
     return others.get(kind, lambda: f"{value or ''}x")()
 
 
@@ -122,14 +139,22 @@ def test_each_class_of_settings_is_one_of_these() -> None:
 def test_a_field_is_part_of_the_identity_unless_its_class_says_that_it_changes_no_result(
     group: str, field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moe_lab.evaluation.suite.data_digest", lambda benchmark: f"{benchmark.data} {benchmark.task}")
-    monkeypatch.setattr("moe_lab.evaluation.harnesses.wildbench.identity", lambda benchmark: identity(benchmark.judge))
+    monkeypatch.setattr(
+        "moe_lab.evaluation.suite.data_digest",
+        lambda benchmark: f"{benchmark.data} {benchmark.task}",
+    )
+    monkeypatch.setattr(
+        "moe_lab.evaluation.harnesses.wildbench.identity",
+        lambda benchmark: identity(benchmark.judge),
+    )
     schedules = {f"{{{name}}}": str(tmp_path / f"{name}.json") for name in ("first", "second")}
     for number, file in enumerate(schedules.values()):
         Path(file).write_text(f'{{"0": {number + 1}}}')
 
     def changed(settings: Any, values: dict[str, Any]) -> Any:
-        return replace(settings, **{name: schedules.get(str(value), value) for name, value in values.items()})
+        return replace(
+            settings, **{name: schedules.get(str(value), value) for name, value in values.items()}
+        )
 
     key = f"{group}.{field}"
     before = changed(GROUPS[group], BESIDE.get(key, {}))
@@ -139,14 +164,20 @@ def test_a_field_is_part_of_the_identity_unless_its_class_says_that_it_changes_n
         return
     after = changed(before, {field: value})
     is_runtime = field in getattr(type(before), "runtime", ())
-    assert (identified(before).digest == identified(after).digest) == is_runtime or key == "benchmark.parameters"
+    assert (
+        identified(before).digest == identified(after).digest
+    ) == is_runtime or key == "benchmark.parameters"
 
 
 def test_where_a_model_is_put_and_how_much_memory_it_takes_is_no_part_of_a_result() -> None:
     def of(**arguments: Any) -> str:
-        return evaluated(MODEL, BENCHMARK, backend=config.BackendConfig(name="vllm", arguments=arguments)).id
+        return evaluated(
+            MODEL, BENCHMARK, backend=config.BackendConfig(name="vllm", arguments=arguments)
+        ).id
 
-    assert of() == of(gpu_memory_utilization=0.5) == of(tensor_parallel_size=4) != of(max_model_len=1)
+    assert (
+        of() == of(gpu_memory_utilization=0.5) == of(tensor_parallel_size=4) != of(max_model_len=1)
+    )
 
 
 # Models
@@ -162,7 +193,8 @@ def test_a_model_is_its_files_wherever_they_are(tmp_path: Path) -> None:
 
 def test_the_word_auto_is_in_no_id(monkeypatch: pytest.MonkeyPatch) -> None:
     """A login node in fp32 and a GPU in the precision of the files share nothing."""
-    auto, ids = replace(MODEL, device="auto", dtype="auto"), []
+    auto = replace(MODEL, device="auto", dtype="auto")
+    ids = []
     for gpu in (False, True):
         monkeypatch.setattr(estimates, "visible_gpus", lambda gpu=gpu: ["0"] * gpu)
         one = StatisticsPass.of(cell_of(resolved(auto, config.Config()), TEXT))
@@ -172,25 +204,40 @@ def test_the_word_auto_is_in_no_id(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ids[0] == here != ids[1]
 
 
-def test_a_login_node_names_the_device_that_its_jobs_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_login_node_names_the_device_that_its_jobs_ask_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(estimates, "visible_gpus", list)
     slurm = config.LauncherConfig(name="slurm")
-    small, unknown = replace(MODEL, device="auto", dtype="auto"), config.ModelConfig(name="big", path="owner/big")
+    small = replace(MODEL, device="auto", dtype="auto")
+    unknown = config.ModelConfig(name="big", path="owner/big")
 
     def device(model: config.ModelConfig, **resources: Any) -> str:
-        return resolved(model, config.Config(launcher=slurm, resources=config.ResourcesConfig(**resources))).device
+        return resolved(
+            model, config.Config(launcher=slurm, resources=config.ResourcesConfig(**resources))
+        ).device
 
     assert (device(small), device(unknown)) == ("cpu", "balanced")
-    one, none = config.JobConfig(gpus=1), config.JobConfig(gpus=0)
+    one = config.JobConfig(gpus=1)
+    none = config.JobConfig(gpus=0)
     assert device(small, models={"m": one}) == device(unknown, every=one) == "cuda"
     assert device(unknown, models={"big": none}) == device(unknown, every=none) == "cpu"
     large = choices.choose(config.ModelConfig, "model", "olmoe_1b_7b")
     assert device(large) == device(small, every=config.JobConfig(gpus=2)) == "balanced"
-    assert resolved(unknown, config.Config(launcher=slurm)).dtype == "auto", "the precision of the files"
+    assert resolved(unknown, config.Config(launcher=slurm)).dtype == "auto", (
+        "the precision of the files"
+    )
     monkeypatch.setattr(estimates, "visible_gpus", lambda: list("01"))
-    for launcher, memory, found in (("inline", 80, "cuda"), ("inline", 12, "balanced"), ("local", 80, "balanced")):
-        resources, launches = config.ResourcesConfig(gpu_memory=memory), config.LauncherConfig(launcher)
-        assert resolved(large, config.Config(launcher=launches, resources=resources)).device == found
+    for launcher, memory, found in (
+        ("inline", 80, "cuda"),
+        ("inline", 12, "balanced"),
+        ("local", 80, "balanced"),
+    ):
+        resources = config.ResourcesConfig(gpu_memory=memory)
+        launches = config.LauncherConfig(launcher)
+        assert (
+            resolved(large, config.Config(launcher=launches, resources=resources)).device == found
+        )
 
 
 RUNNING = [name for name, kind in KINDS.items() if kind.loads == "model"]
@@ -199,18 +246,30 @@ RUNNING = [name for name, kind in KINDS.items() if kind.loads == "model"]
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_steps_that_run_the_model_are_about_one_kind_of_device(kind: str) -> None:
     """And no step is about a card."""
-    changes = {"recovery": config.RecoveryConfig(name="r", instructions="t")} if kind == "finetune" else {}
+    changes = (
+        {"recovery": config.RecoveryConfig(name="r", instructions="t")}
+        if kind == "finetune"
+        else {}
+    )
     if kind == "cost":
         changes["criterion"] = config.CriterionConfig(name="aimer")  # counted, without the model
     task = "pocket:benchmarks/mbpp.jsonl" if kind in ("generate", "grade") else BENCHMARK.task
     harness = "evalplus" if kind in ("generate", "grade") else "lm_eval"
     benchmark = replace(BENCHMARK, harness=harness, task=task, judge=None)
     ids = [
-        step_of(kind, cell_of(replace(MODEL, device=device), TEXT, **changes), benchmark=benchmark).id
+        step_of(
+            kind, cell_of(replace(MODEL, device=device), TEXT, **changes), benchmark=benchmark
+        ).id
         for device in ("cpu", "cuda", "cuda:1")
     ]
     assert ids[1] == ids[2]
-    needs_run = (kind in RUNNING and kind != "cost") or kind in ("scores", "plan", "grade", "family", "export")
+    needs_run = (kind in RUNNING and kind != "cost") or kind in (
+        "scores",
+        "plan",
+        "grade",
+        "family",
+        "export",
+    )
     assert (ids[0] != ids[1]) == needs_run
 
 
@@ -219,7 +278,13 @@ def test_steps_that_run_the_model_are_about_one_kind_of_device(kind: str) -> Non
 
 def test_kind_roles_and_inputs_count_and_labels_do_not() -> None:
     one = Example()
-    different = [one, Example("scores"), Example(number=1), Example(needed={"a": one}), Example(needed={"b": one})]
+    different = [
+        one,
+        Example("scores"),
+        Example(number=1),
+        Example(needed={"a": one}),
+        Example(needed={"b": one}),
+    ]
     assert len({step.id for step in different}) == len(different)
     assert Example(name="other").id == one.id == Example(merges=(Example(number=1),)).id
 
@@ -228,7 +293,11 @@ def test_a_step_takes_its_identity_to_another_process(monkeypatch: pytest.Monkey
     """It is not found out again there, where files may have changed."""
     step = StatisticsPass.of(cell_of(MODEL, TEXT))
     content = pickle.dumps(step)
-    monkeypatch.setattr("moe_lab.study.step.identity", lambda _: pytest.fail("it was found out again"))
+    monkeypatch.setattr(
+        "moe_lab.study.step.identity", lambda _: pytest.fail("it was found out again")
+    )
     there: Step = pickle.loads(content)
     assert (there.id, there.folder, there.settings) == (step.id, step.folder, step.settings)
-    assert there.document()["inputs"] == {"facts": step.loaded.facts.folder} and os.sep in there.folder
+    assert (
+        there.document()["inputs"] == {"facts": step.loaded.facts.folder} and os.sep in there.folder
+    )

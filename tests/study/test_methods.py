@@ -23,7 +23,9 @@ from moe_lab.recovery.apply import recovered
 from moe_lab.results import read_record
 
 SHORT_SEARCH = ["allocation=pocket_evolutionary"]
-SHORT_SEARCH += [f"allocation.parameters.{setting}" for setting in ("population=4", "elites=2", "generations=2")]
+SHORT_SEARCH += [
+    f"allocation.parameters.{setting}" for setting in ("population=4", "elites=2", "generations=2")
+]
 CHANNELS = {
     "grid": {"criterion": ["channel_activation"], "allocation": ["coverage"]},
     "more": [
@@ -46,7 +48,10 @@ def cells(store: Path, *words: str) -> list[dict[str, Any]]:
 def generated(store: Path, grade: str) -> list[str]:
     """The texts that a step graded."""
     folder = store / content(store, grade, "step.json")["inputs"]["generate"]
-    return [json.loads(line)["replies"][0]["text"] for line in (folder / "answers.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["replies"][0]["text"]
+        for line in (folder / "answers.jsonl").read_text().splitlines()
+    ]
 
 
 def content(store: Path, folder: str, file: str) -> Any:
@@ -58,10 +63,20 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("methods") / "store"
 
 
-def test_channels_are_kept_to_the_number_and_what_they_cost_is_written(store: Path, tmp_path: Path) -> None:
+def test_channels_are_kept_to_the_number_and_what_they_cost_is_written(
+    store: Path, tmp_path: Path
+) -> None:
     (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "listed.yaml").write_text(f"# @package _global_\n{yaml.safe_dump(CHANNELS)}")
-    words = [f"--config-dir={tmp_path}", "+experiment=listed", "ratio=0.5", "export=natural", "verify=true"]
+    (tmp_path / "experiment" / "listed.yaml").write_text(
+        f"# @package _global_\n{yaml.safe_dump(CHANNELS)}"
+    )
+    words = [
+        f"--config-dir={tmp_path}",
+        "+experiment=listed",
+        "ratio=0.5",
+        "export=natural",
+        "verify=true",
+    ]
     found = cells(store, *words)
     assert len(found) == 4 and {cell["cell"]["granularity"] for cell in found} == {"channel"}
     for cell in found:
@@ -76,12 +91,24 @@ def test_channels_are_kept_to_the_number_and_what_they_cost_is_written(store: Pa
         assert 0.8 < cost["flops_ratio"] < 1 and cost["storage_bytes"] == 2 * cost["parameters"]
         assert content(store, cell["export"], "verified.json")["difference"] < 1e-4
     inputs = [content(store, cell["scores"], "step.json")["inputs"] for cell in found]
-    shared = {kind: {folders[kind] for folders in inputs if kind in folders} for kind in ("statistics", "gradients")}
-    assert {kind: len(folders) for kind, folders in shared.items()} == {"statistics": 1, "gradients": 1}
+    shared = {
+        kind: {folders[kind] for folders in inputs if kind in folders}
+        for kind in ("statistics", "gradients")
+    }
+    assert {kind: len(folders) for kind, folders in shared.items()} == {
+        "statistics": 1,
+        "gradients": 1,
+    }
 
 
 def test_dropped_experts_are_replaced_by_their_mean_outputs(store: Path) -> None:
-    words = ["allocation=uniform,novices", "criterion=mone", "ratio=0.5", "export=natural", "verify=true"]
+    words = [
+        "allocation=uniform,novices",
+        "criterion=mone",
+        "ratio=0.5",
+        "export=natural",
+        "verify=true",
+    ]
     removed, replaced = cells(store, *words)
     assert [cell["cell"]["replacement"] for cell in (removed, replaced)] == ["none", "mean_output"]
     dropping, plan = (Plan.load(store / cell["plan"] / "plan.json") for cell in (removed, replaced))
@@ -93,13 +120,22 @@ def test_dropped_experts_are_replaced_by_their_mean_outputs(store: Path) -> None
         means = sums[f"{layer}/output_sum"] / sums[f"{layer}/tokens"].clip(1)[:, None]
         numpy.testing.assert_allclose(plan.constants[layer], means[dropped], rtol=1e-6)
     costs = [content(store, cell["cost"], "cost.json") for cell in (removed, replaced)]
-    assert costs[1]["parameters"] == costs[0]["parameters"] + 4 * 16 * (128 + 128)  # constants and rows of the routers
+    # constants and rows of the routers
+    assert costs[1]["parameters"] == costs[0]["parameters"] + 4 * 16 * (128 + 128)
     assert costs[1]["flops_per_token"] < costs[0]["flops_per_token"]
 
 
-@pytest.mark.parametrize(("criterion", "merging"), [("frequency", "hc_smoe,merge_moe"), ("reap", "ream")])
+@pytest.mark.parametrize(
+    ("criterion", "merging"), [("frequency", "hc_smoe,merge_moe"), ("reap", "ream")]
+)
 def test_dropped_experts_are_merged(store: Path, criterion: str, merging: str) -> None:
-    words = [f"criterion={criterion}", f"allocation={merging}", "ratio=0.75", "export=natural", "verify=true"]
+    words = [
+        f"criterion={criterion}",
+        f"allocation={merging}",
+        "ratio=0.75",
+        "export=natural",
+        "verify=true",
+    ]
     for cell, name in zip(cells(store, *words), merging.split(","), strict=True):
         assert (cell["cell"]["allocation"], cell["cell"]["replacement"]) == ("uniform", name)
         plan = Plan.load(store / cell["plan"] / "plan.json")
@@ -115,11 +151,18 @@ def test_channels_of_merged_experts_are_matched(store: Path) -> None:
     network = load_model(ModelConfig(name="pocket", path="pocket:olmoe", device="cpu"))[0]
     for cell in cells(store, "criterion=frequency", "allocation=m_smoe,ream", "ratio=0.75"):
         plan = Plan.load(store / cell["plan"] / "plan.json")
-        unmatched = Plan.load(store / content(store, cell["plan"], "step.json")["inputs"]["plan"] / "plan.json")
-        assert plan.merged and not unmatched.alignments and replace(plan, alignments={}) == unmatched
+        unmatched = Plan.load(
+            store / content(store, cell["plan"], "step.json")["inputs"]["plan"] / "plan.json"
+        )
+        assert (
+            plan.merged and not unmatched.alignments and replace(plan, alignments={}) == unmatched
+        )
         for layer in plan.merged:
             assert (plan.alignments[layer] != numpy.arange(64)).any(1).all()
-        by_weights = (cell["cell"]["allocation"], cell["cell"]["replacement"]) == ("global by frequency", "m_smoe")
+        by_weights = (cell["cell"]["allocation"], cell["cell"]["replacement"]) == (
+            "global by frequency",
+            "m_smoe",
+        )
         assert (plan == align(network, unmatched)) == by_weights
 
 
@@ -129,10 +172,14 @@ def test_a_searched_plan_has_its_history_and_can_be_listed(store: Path) -> None:
     file = store / searched["plan"] / "plan.json"
     plan = Plan.load(file)
     assert sum(len(kept) for kept in plan.experts.values()) == 4 * 24
-    assert file.with_name("history.parquet").exists() and content(store, searched["plan"], "search.json")
+    assert file.with_name("history.parquet").exists() and content(
+        store, searched["plan"], "search.json"
+    )
     facts = content(store, searched["plan"], "step.json")["inputs"]["facts"]
     assert plan.provenance["model_sha256"] == content(store, facts, "facts.json")["sha256"]
-    (listed,) = cells(store, "criterion=random", "ratio=0.25", "allocation=list", f"allocation.path={file}")
+    (listed,) = cells(
+        store, "criterion=random", "ratio=0.25", "allocation=list", f"allocation.path={file}"
+    )
     assert Plan.load(store / listed["plan"] / "plan.json") == plan
 
 
@@ -143,8 +190,11 @@ save_file({"logits": logits.contiguous()}, root / "found.safetensors")
 """
 
 
-def exported_as_evaluated(store: Path, cell: dict[str, Any], folder: Path, bits: int = 16, *modules: str) -> str:
-    """The card of a cell's export, which gives the logits of the recovered model in a process without moe_lab."""
+def exported_as_evaluated(
+    store: Path, cell: dict[str, Any], folder: Path, bits: int = 16, *modules: str
+) -> str:
+    """The card of a cell's export, which gives the logits of the recovered model in a process
+    without moe_lab."""
     network = load_model(ModelConfig(name="pocket", path="pocket:olmoe", device="cpu"))[0]
     plan = Plan.load(store / cell["plan"] / "plan.json")
     evaluated = recovered(network, plan, bits=bits, modules=modules, tuned=store / cell["finetune"])
@@ -153,7 +203,9 @@ def exported_as_evaluated(store: Path, cell: dict[str, Any], folder: Path, bits:
     (folder / "export").symlink_to(store / cell["export"] / "checkpoint")
     read_alone(WITHOUT_MOE_LAB, folder)
     with torch.no_grad():
-        assert torch.equal(load_file(folder / "found.safetensors")["logits"], evaluated(tokens).logits)
+        assert torch.equal(
+            load_file(folder / "found.safetensors")["logits"], evaluated(tokens).logits
+        )
     return (folder / "export" / "README.md").read_text()
 
 
@@ -161,23 +213,38 @@ def exported_as_evaluated(store: Path, cell: dict[str, Any], folder: Path, bits:
     ("words", "says"),
     [
         (
-            ["recovery=pocket_merge_fit", "recovery.fit=pocket_excerpt", "allocation.replacement=hc_smoe_routed"],
+            [
+                "recovery=pocket_merge_fit",
+                "recovery.fit=pocket_excerpt",
+                "allocation.replacement=hc_smoe_routed",
+            ],
             "(recovery=pocket_merge_fit), by least squares",
         ),
         (["recovery=pocket_router_kd", "recovery.epochs=0.2"], "its routers were trained"),
     ],
 )
-def test_a_recovered_model_is_exported_as_evaluated(store: Path, tmp_path: Path, words: list[str], says: str) -> None:
+def test_a_recovered_model_is_exported_as_evaluated(
+    store: Path, tmp_path: Path, words: list[str], says: str
+) -> None:
     (cell,) = cells(store, "criterion=man", "ratio=0.5", *words, "export=natural")
     assert content(store, cell["evaluate"]["pocket_boolq"], "result.json")["results"]
     assert says in exported_as_evaluated(store, cell, tmp_path)
 
 
 def test_a_recovered_model_is_served_as_it_is_evaluated(store: Path, tmp_path: Path) -> None:
-    words = ["criterion=man", "ratio=0.5", "recovery=pocket_dora_nf4", "recovery.epochs=0.1", "export=natural"]
+    words = [
+        "criterion=man",
+        "ratio=0.5",
+        "recovery=pocket_dora_nf4",
+        "recovery.epochs=0.1",
+        "export=natural",
+    ]
     words += ["suite.benchmarks=[pocket_humaneval]", "allow_code_execution=true"]
     transformers = f"{preloaded.python()} -m transformers.cli.transformers"
-    server = f"{transformers} serve {{checkpoint}} --host 127.0.0.1 --port {{port}} --device cpu --dtype float32"
+    server = (
+        f"{transformers} serve {{checkpoint}} --host 127.0.0.1 --port {{port}} --device cpu "
+        "--dtype float32"
+    )
     (here,) = cells(store, *words)
     (served,) = cells(store, *words, "backend=server", f'backend.command="{server}"')
     texts = [generated(store, cell["evaluate"]["pocket_humaneval"]) for cell in (here, served)]
@@ -185,4 +252,8 @@ def test_a_recovered_model_is_served_as_it_is_evaluated(store: Path, tmp_path: P
     assert here["evaluate"] != served["evaluate"] and here["export"] == served["export"]
 
     card = exported_as_evaluated(store, here, tmp_path, 4, "experts", "shared_experts")
-    assert "recovery=pocket_dora_nf4" in card and "pocket_math_search" in card and "rounded to NF4" in card
+    assert (
+        "recovery=pocket_dora_nf4" in card
+        and "pocket_math_search" in card
+        and "rounded to NF4" in card
+    )

@@ -29,7 +29,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick")]
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """In which form steps are finished in the other store, or here when they are taken over."""
     monkeypatch.setattr(packing, "MANY", 1 if request.param == "packs" else 500)
-    monkeypatch.setattr(other_stores, "LARGE", 1 if request.param == "links" else other_stores.LARGE)
+    monkeypatch.setattr(
+        other_stores, "LARGE", 1 if request.param == "links" else other_stores.LARGE
+    )
     return str(request.param)
 
 
@@ -47,26 +49,39 @@ def recorded(store: Path) -> set[str]:
     return places(read_record(store, STUDY) or {})
 
 
-def test_finished_steps_are_not_computed_again(tmp_path: Path, other_store: str, one: Asked, form: str) -> None:
-    before, store = state(tmp_path), tmp_path / "store"
+def test_finished_steps_are_not_computed_again(
+    tmp_path: Path, other_store: str, one: Asked, form: str
+) -> None:
+    before = state(tmp_path)
+    store = tmp_path / "store"
     assert start(store, one, also=[other_store]) == start(store, one) == 0 and Worker.did == []
-    assert ask(store, "verify", STUDY) == ask(store, "gc", "apply=true") == 0 and len(recorded(store)) > 5
-    assert before.items() <= state(tmp_path).items() and bool(list(store.glob("packs/*"))) == (form == "packs")
+    assert (
+        ask(store, "verify", STUDY) == ask(store, "gc", "apply=true") == 0
+        and len(recorded(store)) > 5
+    )
+    assert before.items() <= state(tmp_path).items() and bool(list(store.glob("packs/*"))) == (
+        form == "packs"
+    )
 
 
 def test_a_dry_run_counts_what_would_be_taken_over(
     tmp_path: Path, other_store: str, one: Asked, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before, store = state(tmp_path), tmp_path / "store"
+    before = state(tmp_path)
+    store = tmp_path / "store"
     assert start(store, one, also=[other_store], dry_run=True) == 0 and state(tmp_path) == before
     assert f"{len(build(*one).steps)} of them in {store}" in capsys.readouterr().err
 
 
-def test_only_links_need_the_other_store_later(tmp_path: Path, other_store: str, one: Asked, form: str) -> None:
+def test_only_links_need_the_other_store_later(
+    tmp_path: Path, other_store: str, one: Asked, form: str
+) -> None:
     store = tmp_path / "store"
     assert start(store, one, also=[other_store]) == 0
     shutil.rmtree(other_store)
-    assert start(store, one) == 0 and len(Worker.did) == (len(build(*one).steps) if form == "links" else 0)
+    assert start(store, one) == 0 and len(Worker.did) == (
+        len(build(*one).steps) if form == "links" else 0
+    )
 
 
 @pytest.mark.parametrize("form", ["folders", "links"], indirect=True)
@@ -77,7 +92,10 @@ def test_damaged_steps_are_computed_here(
     rot(next(tmp_path.glob("other/plan/**/result.json")))
     next(tmp_path.glob("other/scores/**/result.json")).unlink()
     before = state(tmp_path / "other")
-    assert start(tmp_path / "store", one, also=[other_store]) == 0 and state(tmp_path / "other") == before
+    assert (
+        start(tmp_path / "store", one, also=[other_store]) == 0
+        and state(tmp_path / "other") == before
+    )
     assert sorted(name.partition("/")[0] for name in Worker.did) == ["plan", "scores"]
     errors = capsys.readouterr().err
     assert all(f"{name}: result.json" in errors for name in Worker.did)
@@ -92,11 +110,16 @@ def test_what_is_damaged_later_is_computed_if_it_is_a_link(
     rot(next(tmp_path.glob("other/cost/**/result.json")))
     before = state(tmp_path / "other")
     assert ask(store, "verify", STUDY) == (form == "links")
-    assert start(store, one) == ask(store, "verify", STUDY) == 0 and state(tmp_path / "other") == before
+    assert (
+        start(store, one) == ask(store, "verify", STUDY) == 0
+        and state(tmp_path / "other") == before
+    )
 
 
 @pytest.mark.parametrize("form", ["folders"], indirect=True)
-def test_no_file_is_written_outside_of_the_step(tmp_path: Path, other_store: str, one: Asked) -> None:
+def test_no_file_is_written_outside_of_the_step(
+    tmp_path: Path, other_store: str, one: Asked
+) -> None:
     marker = next(Path(other_store).glob("plan/*/step.json"))
     document = Store(other_store).document(f"plan/{marker.parent.name}")
     shutil.copy(marker.with_name("result.json"), Path(other_store, "outside"))
@@ -108,10 +131,15 @@ def test_no_file_is_written_outside_of_the_step(tmp_path: Path, other_store: str
 
 @pytest.mark.parametrize("form", ["packs"], indirect=True)
 def test_steps_in_packs_are_taken_together(
-    tmp_path: Path, other_store: str, one: Asked, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    other_store: str,
+    one: Asked,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All but a damaged one, which is computed here."""
-    store, received = tmp_path / "store", []
+    store = tmp_path / "store"
+    received = []
     (pack,) = Path(other_store).glob("packs/*")
     with closing(sqlite3.connect(pack)) as database:
         first = "rowid = (select min(rowid) from file where name = 'result.json')"
@@ -119,11 +147,16 @@ def test_steps_in_packs_are_taken_together(
         database.commit()
     packs_in.cache_clear()  # as in another process
     receive = Store.receive
-    monkeypatch.setattr(Store, "receive", lambda *given: received.append(given[1]) or receive(*given))
+    monkeypatch.setattr(
+        Store, "receive", lambda *given: received.append(given[1]) or receive(*given)
+    )
     assert start(store, one, also=[other_store]) == 0 and ask(store, "verify", STUDY) == 0
     (damaged,) = Worker.did
     assert damaged in capsys.readouterr().err
-    assert {name.partition("/")[0] for name in received} == {damaged.partition("/")[0], "weights"}, "which has a folder"
+    assert {name.partition("/")[0] for name in received} == {
+        damaged.partition("/")[0],
+        "weights",
+    }, "which has a folder"
 
 
 @pytest.mark.parametrize("form", ["packs"], indirect=True)
@@ -134,7 +167,10 @@ def test_a_damaged_pack_is_named(
         pack.write_bytes(b"damaged")
     packs_in.cache_clear()  # another process finds it
     before = state(tmp_path / "other")
-    assert start(tmp_path / "store", one, also=[other_store]) == 0 and state(tmp_path / "other") == before
+    assert (
+        start(tmp_path / "store", one, also=[other_store]) == 0
+        and state(tmp_path / "other") == before
+    )
     assert Worker.did and str(pack) in capsys.readouterr().err
 
 
@@ -154,4 +190,6 @@ def test_every_command_refuses_a_url(
     assert ask(url, "status", STUDY) == 2
     with pytest.raises(UserError) as refused:
         parse([f"store={url}"])
-    assert "hidden" not in str(refused.value) + capsys.readouterr().err and not list(tmp_path.iterdir())
+    assert "hidden" not in str(refused.value) + capsys.readouterr().err and not list(
+        tmp_path.iterdir()
+    )

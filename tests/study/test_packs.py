@@ -1,4 +1,5 @@
-"""Small steps of a store in packs: found, read, checked, freed and shared as those in folders are."""
+"""Small steps of a store in packs: found, read, checked, freed and shared as those in folders
+are."""
 
 import json
 import os
@@ -63,27 +64,44 @@ def pack_of(store: Store) -> Path:
     return path
 
 
-def test_a_study_in_packs_is_the_study_in_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same record and files, one pack instead of a folder for each step, and nothing left to do."""
+def test_a_study_in_packs_is_the_study_in_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same record and files, one pack instead of a folder for each step, and nothing left to
+    do."""
     assert start(tmp_path / "packed", CELLS) == 0
     monkeypatch.setattr(packing, "MANY", 1000)
     assert start(tmp_path / "folders", CELLS) == 0
     in_packs, in_folders = (Store(tmp_path / name) for name in ("packed", "folders"))
     steps = {path.parent.name: path.parent for path in in_folders.root.glob("*/*/step.json")}
-    assert len(steps) > 30 and not [*in_packs.root.glob("plan/*"), *in_packs.root.glob("evaluate/*")]
+    assert len(steps) > 30 and not [
+        *in_packs.root.glob("plan/*"),
+        *in_packs.root.glob("evaluate/*"),
+    ]
     assert sum(1 for _ in in_packs.root.rglob("*")) < len(steps)
     records = [record.read(store, CELLS[0].study)["cells"] for store in (in_packs, in_folders)]
     assert records[0] == records[1] != []
     reader = Reader(in_packs.root)
     for name, folder in steps.items():
         there = reader.find(f"{folder.parent.name}/{name}")
-        assert there is not None and reader.json(there, "result.json") == {"score": 0.5, "of": ["a", 1]}
-        assert in_packs.content(f"{folder.parent.name}/{name}", "result.json") == (folder / "result.json").read_bytes()
+        assert there is not None and reader.json(there, "result.json") == {
+            "score": 0.5,
+            "of": ["a", 1],
+        }
+        assert (
+            in_packs.content(f"{folder.parent.name}/{name}", "result.json")
+            == (folder / "result.json").read_bytes()
+        )
     assert not reader.gaps
     count = len(Worker.did)
-    assert start(tmp_path / "packed", CELLS) == 0 and len(Worker.did) == count, "nothing is done again"
+    assert start(tmp_path / "packed", CELLS) == 0 and len(Worker.did) == count, (
+        "nothing is done again"
+    )
     assert len([*in_packs.root.glob("runs/*/*")]) == 1, "a run that changes nothing leaves nothing"
-    assert ask(in_packs.root, "status", CELLS[0].study) == 0 and ask(in_packs.root, "verify", CELLS[0].study) == 0
+    assert (
+        ask(in_packs.root, "status", CELLS[0].study) == 0
+        and ask(in_packs.root, "verify", CELLS[0].study) == 0
+    )
     monkeypatch.chdir(tmp_path)
     assert ask(in_packs.root, "unpack", "plan/") == 0
     plans = {name: folder for name, folder in steps.items() if folder.parent.name == "plan"}
@@ -92,7 +110,9 @@ def test_a_study_in_packs_is_the_study_in_folders(tmp_path: Path, monkeypatch: p
     assert all({*os.listdir(unpacked[name])} == {*os.listdir(plans[name])} for name in plans)
 
 
-def test_the_last_small_steps_of_a_run_join_packs(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_small_steps_of_a_run_join_packs(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for number, left in ((0, 3), (10, 0)):
         monkeypatch.setattr(packing, "MANY", 1000)
         publish(store, range(number, number + 3))
@@ -103,7 +123,8 @@ def test_the_last_small_steps_of_a_run_join_packs(store: Store, monkeypatch: pyt
 
 
 def test_a_step_reads_its_inputs_from_packs(store: Store, tmp_path: Path) -> None:
-    """By `Files.read`, whether the input is packed by another run before the step begins, or while it runs."""
+    """By `Files.read`, whether the input is packed by another run before the step begins, or while
+    it runs."""
 
     class Reads(Example):
         kind = "scores"  # type: ignore[assignment]
@@ -115,14 +136,20 @@ def test_a_step_reads_its_inputs_from_packs(store: Store, tmp_path: Path) -> Non
             assert files.read(self.inputs["before"], "result.json") == b'{"text": "result 0"}'
 
     (before,) = publish(store, range(1))
-    schedule = Schedule([Reads(number=number, needed={"before": before}) for number in (1, 2)], {before.id})
+    schedule = Schedule(
+        [Reads(number=number, needed={"before": before}) for number in (1, 2)], {before.id}
+    )
     work(schedule, store, lambda step, scratch: step.work(Files.of(step, store, scratch)))
     assert len(schedule.finished) == 3
 
 
 def test_large_steps_and_folders_in_steps_stay(store: Store) -> None:
     small, large, deep = (Example(number=number) for number in range(3))
-    for step, name, size in ((small, "a", 10), (large, "a", packing.SMALL + 1), (deep, "checkpoint/a", 10)):
+    for step, name, size in (
+        (small, "a", 10),
+        (large, "a", packing.SMALL + 1),
+        (deep, "checkpoint/a", 10),
+    ):
         with store.claim(step) as scratch:
             assert scratch is not None
             (scratch / name).parent.mkdir(exist_ok=True)
@@ -134,8 +161,13 @@ def test_large_steps_and_folders_in_steps_stay(store: Store) -> None:
     assert pack_of(store), "no empty pack beside it"
 
 
-def test_a_pack_that_cannot_be_written_fails_no_run(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    errors = [sqlite3.OperationalError("database or disk is full"), OSError(28, "No space left on device")]
+def test_a_pack_that_cannot_be_written_fails_no_run(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = [
+        sqlite3.OperationalError("database or disk is full"),
+        OSError(28, "No space left on device"),
+    ]
     for number, error in enumerate(errors):
         monkeypatch.setattr(packs.Packs, "add", Mock(side_effect=error))
         steps = publish(store, range(3 * number, 3 * number + 3))
@@ -145,15 +177,21 @@ def test_a_pack_that_cannot_be_written_fails_no_run(store: Store, monkeypatch: p
 
 
 def test_a_step_that_is_damaged_in_a_pack_is_made_anew(store: Store) -> None:
-    """It costs no other step, and is found by hashing: when it is about to be read, or by verify."""
+    """It costs no other step, and is found by hashing: when it is about to be read, or by
+    verify."""
     steps = packed(store, range(30))
     os.chmod(pack_of(store), 0o644)
-    damage = "update file set content = zeroblob(length(content)) where name = 'result.json' and start = ?"
+    damage = (
+        "update file set content = zeroblob(length(content)) where name = 'result.json' and "
+        "start = ?"
+    )
     with sqlite3.connect(pack_of(store)) as pack:
         pack.execute(damage, (steps[7].id[:12],))
     packs_in.cache_clear()
     found = Store(store.root).create()
-    assert found.done_of(steps) == {step.id for step in steps}, "sizes and times say nothing of a row"
+    assert found.done_of(steps) == {step.id for step in steps}, (
+        "sizes and times say nothing of a row"
+    )
     assert [step.id for step in steps if not found.readable(step)] == [steps[7].id]
     assert found.done_of(steps) == {step.id for step in steps} - {steps[7].id}
     with found.claim(steps[7]) as scratch:
@@ -163,7 +201,9 @@ def test_a_step_that_is_damaged_in_a_pack_is_made_anew(store: Store) -> None:
     packs_in.cache_clear()
     again = Store(store.root)
     again.packs.refresh()
-    packs_with = [pack for pack in again.packs.sizes() if steps[7].id[:12] in again.packs._steps[pack]]
+    packs_with = [
+        pack for pack in again.packs.sizes() if steps[7].id[:12] in again.packs._steps[pack]
+    ]
     assert len(packs_with) == 1, "the damaged one is gone"
     assert len(again.packs.sizes()) == 2, "the pack without it, and the new one"
     assert again.content(steps[7].folder, "result.json") == b"anew"
@@ -190,10 +230,14 @@ def test_a_row_that_was_changed_is_read_by_nobody(store: Store, file: str, chang
 
 
 @pytest.mark.parametrize("harm", ["torn", "empty", "words"])
-def test_a_pack_that_cannot_be_read_is_set_aside(store: Store, harm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pack_that_cannot_be_read_is_set_aside(
+    store: Store, harm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     steps = packed(store, range(40))
     content = pack_of(store).read_bytes()
-    pack_of(store).write_bytes({"torn": content[:1000], "empty": b"", "words": b"no database" * 1000}[harm])
+    pack_of(store).write_bytes(
+        {"torn": content[:1000], "empty": b"", "words": b"no database" * 1000}[harm]
+    )
     packs_in.cache_clear()
     with pytest.raises(UserError):
         gc(Store(store.root), apply=True)
@@ -221,14 +265,19 @@ def test_many_packs_are_put_together(store: Store, monkeypatch: pytest.MonkeyPat
     """Those that were replaced stay for a while, for whoever has listed them, and are not read."""
     monkeypatch.setattr(packing, "FEW", 3)
     reader = Reader(store.root)
-    steps = [step for number in range(5) for step in packed(store, range(10 * number, 10 * number + 10))]
+    steps = [
+        step for number in range(5) for step in packed(store, range(10 * number, 10 * number + 10))
+    ]
     assert store.done_of(steps) == {step.id for step in steps}
     assert len(store.packs.sizes()) <= 4 < len([*(store.root / "packs").iterdir()])
     assert all(reader.json(reader.find(step.folder), "result.json") for step in steps)
     monkeypatch.setattr(packs, "GRACE", -1.0)
     store.packs.clear()
     assert len([*(store.root / "packs").iterdir()]) == len(store.packs.sizes())
-    assert all(reader.json(reader.find(step.folder), "result.json") for step in steps) and not reader.gaps
+    assert (
+        all(reader.json(reader.find(step.folder), "result.json") for step in steps)
+        and not reader.gaps
+    )
 
 
 KILLED = """
@@ -262,22 +311,29 @@ def test_nothing_is_lost_when_a_process_is_killed_while_it_packs(store: Store, p
         Packing(found).pack()
     found.packs.clear()
     gc(found)
-    assert len([*(store.root / "packs").iterdir()]) == 1 and not [*(store.root / "plan").glob("[!.]*")]
+    assert len([*(store.root / "packs").iterdir()]) == 1 and not [
+        *(store.root / "plan").glob("[!.]*")
+    ]
 
 
 @pytest.mark.parametrize("listed", [Store.done_of, lambda store, steps: store.present().keys()])
-def test_a_step_that_is_packed_meanwhile_is_listed(listed: Any, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_is_packed_meanwhile_is_listed(
+    listed: Any, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By another process, which finds the store by another path here."""
-    steps, refresh = publish(store, range(3)), store.packs.refresh
+    steps = publish(store, range(3))
+    refresh = store.packs.refresh
     (path := store.root.with_name("link")).symlink_to(store.root)
-    monkeypatch.setattr(store.packs, "refresh", lambda: (refresh(), Packing(Store(path).create()).pack()))
+    monkeypatch.setattr(
+        store.packs, "refresh", lambda: (refresh(), Packing(Store(path).create()).pack())
+    )
     assert {name[:DIGITS] for name in listed(store, steps)} == {step.id[:DIGITS] for step in steps}
 
 
 @pytest.mark.parametrize("body", ["", OWN_LOCKS, WITHOUT_LOCKS])
 def test_processes_that_publish_pack_and_read_lose_nothing(store: Store, body: str) -> None:
-    """Two processes do the same steps and pack them all the time, while this one reads whatever was there once: also
-    where locks of files do nothing, or are missing."""
+    """Two processes do the same steps and pack them all the time, while this one reads whatever was
+    there once: also where locks of files do nothing, or are missing."""
     script = f"""{BEGINNING}
 from moe_lab.study import packing
 from moe_lab.study.schedule import Schedule, work
@@ -300,7 +356,9 @@ assert len(store.done_of([Example(number=number) for number in range(300)])) == 
                 seen.add(step.number)
             except FileNotFoundError:
                 assert step.number not in seen, "what was there once is there"
-    assert [child.returncode for child in children] == [0, 0] and store.done_of(steps) == {step.id for step in steps}
+    assert [child.returncode for child in children] == [0, 0] and store.done_of(steps) == {
+        step.id for step in steps
+    }
     assert all(store.readable(step) for step in steps) and seen
     store.packs.refresh()
     assert 0 < len(store.packs.sizes()) < 10

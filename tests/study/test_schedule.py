@@ -1,4 +1,5 @@
-"""The schedule: every step once, after its inputs, whatever fails; and what is said of a study meanwhile and after."""
+"""The schedule: every step once, after its inputs, whatever fails; and what is said of a study
+meanwhile and after."""
 
 import contextlib
 import json
@@ -49,13 +50,19 @@ def chain(merged: bool = False) -> tuple[Step, Step, Step, Step]:
     """Four steps; the last one has the two before it as inputs, or merges them."""
     first = Example("first")
     left, right = (Example(kind, needed={"in": first}) for kind in ("left", "right"))
-    last = Example("last", merges=(left, right)) if merged else Example("last", needed={"l": left, "r": right})
+    last = (
+        Example("last", merges=(left, right))
+        if merged
+        else Example("last", needed={"l": left, "r": right})
+    )
     return first, left, right, last
 
 
 def run(store: Store, execute: Callable[[Step, Path], None], *schedules: Schedule) -> None:
     """Work on each of the schedules in a thread."""
-    threads = [threading.Thread(target=work, args=(schedule, store, execute)) for schedule in schedules]
+    threads = [
+        threading.Thread(target=work, args=(schedule, store, execute)) for schedule in schedules
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -65,7 +72,9 @@ def run(store: Store, execute: Callable[[Step, Path], None], *schedules: Schedul
 @pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_each_step_once_after_its_inputs(tmp_path: Path, threads: int, merged: bool) -> None:
-    steps, ran, store = chain(merged)[::-1], [], Store(tmp_path).create()
+    steps = chain(merged)[::-1]
+    ran = []
+    store = Store(tmp_path).create()
 
     def execute(step: Step, scratch: Path) -> None:
         assert all(store.done(needed) for needed in (*step.inputs.values(), *step.merges))
@@ -78,8 +87,11 @@ def test_each_step_once_after_its_inputs(tmp_path: Path, threads: int, merged: b
 
 @pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize("transient", [False, True])
-def test_a_failure_skips_what_needs_it_and_nothing_else(tmp_path: Path, merged: bool, transient: bool) -> None:
-    """It is remembered unless it is the machine's fault, as when a server dies or memory runs out."""
+def test_a_failure_skips_what_needs_it_and_nothing_else(
+    tmp_path: Path, merged: bool, transient: bool
+) -> None:
+    """It is remembered unless it is the machine's fault, as when a server dies or memory runs
+    out."""
     first, left, right, last = chain(merged)
     store = Store(tmp_path).create()
     schedule = Schedule((first, left, right, last))
@@ -90,10 +102,14 @@ def test_a_failure_skips_what_needs_it_and_nothing_else(tmp_path: Path, merged: 
 
     run(store, execute, schedule)
     assert set(schedule.failed) == {left.id} and set(schedule.skipped) == {last.id}
-    assert store.done(right) and (store.error(left.id) or {}).get("message") == (None if transient else "no")
+    assert store.done(right) and (store.error(left.id) or {}).get("message") == (
+        None if transient else "no"
+    )
 
 
-def test_a_dead_worker_has_its_signal_named_and_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_worker_has_its_signal_named_and_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As when the kernel kills it, because memory ran out."""
     worker_that(tmp_path, monkeypatch, "os.kill(os.getpid(), signal.SIGKILL)")
     first, left, right, _ = chain()
@@ -105,8 +121,11 @@ def test_a_dead_worker_has_its_signal_named_and_is_replaced(tmp_path: Path, monk
         execute(right, tmp_path)
 
 
-def test_a_worker_goes_on_when_slurm_warns_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its job's first process handles the warning; a worker that died of it would leave a failed step."""
+def test_a_worker_goes_on_when_slurm_warns_its_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its job's first process handles the warning; a worker that died of it would leave a failed
+    step."""
     worker_that(tmp_path, monkeypatch, "os.kill(os.getpid(), signal.SIGUSR2)")
     first, left, *_ = chain()
     with Worker(Store(tmp_path / "store").create()) as execute:
@@ -117,17 +136,35 @@ def test_a_worker_goes_on_when_slurm_warns_its_job(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("saves", [True, False])
-def test_a_warned_job_lets_its_worker_save(saves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker warns it, as Slurm would, and then ends, or does not, within the time that the job has."""
-    saved, store = tmp_path / "saved", Store(tmp_path / "store").create()
-    ends = f"signal.signal(signal.SIGTERM, lambda *_: {saves} and (os.mkdir({str(saved)!r}) or os._exit(0)))"
-    worker_that(tmp_path, monkeypatch, f"{ends}; os.kill(os.getppid(), signal.SIGUSR2); signal.pause(); signal.pause()")
+def test_a_warned_job_lets_its_worker_save(
+    saves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker warns it, as Slurm would, and then ends, or does not, within the time that the job
+    has."""
+    saved = tmp_path / "saved"
+    store = Store(tmp_path / "store").create()
+    ends = (
+        f"signal.signal(signal.SIGTERM, lambda *_: {saves} and (os.mkdir({str(saved)!r}) or "
+        "os._exit(0)))"
+    )
+    worker_that(
+        tmp_path,
+        monkeypatch,
+        f"{ends}; os.kill(os.getppid(), signal.SIGUSR2); signal.pause(); signal.pause()",
+    )
     monkeypatch.setattr("moe_lab.child_process.GRACE", 0.1)
-    pack = Pack(str(store.root), [], "study/1", LauncherConfig(max_requeues=1, signal_seconds=120 if saves else 1))
+    pack = Pack(
+        str(store.root),
+        [],
+        "study/1",
+        LauncherConfig(max_requeues=1, signal_seconds=120 if saves else 1),
+    )
 
     def warned(*_: object) -> None:
         again = pack.checkpoint()
-        assert again and again.function == replace(pack, launcher=replace(pack.launcher, max_requeues=0))
+        assert again and again.function == replace(
+            pack, launcher=replace(pack.launcher, max_requeues=0)
+        )
         assert saved.exists() == saves
         raise InterruptedError
 
@@ -139,16 +176,23 @@ def test_a_warned_job_lets_its_worker_save(saves: bool, tmp_path: Path, monkeypa
         signal.signal(signal.SIGUSR2, before)
 
 
-def test_a_worker_that_cannot_read_a_step_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_cannot_read_a_step_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Here it does not find the module of the step."""
     monkeypatch.setenv("PYTHONPATH", "")
     first, *_ = chain()
-    with Worker(Store(tmp_path).create()) as execute, pytest.raises(StepError, match="example_steps") as unable:
+    with (
+        Worker(Store(tmp_path).create()) as execute,
+        pytest.raises(StepError, match="example_steps") as unable,
+    ):
         execute(first, tmp_path)
     assert not unable.value.transient
 
 
-def test_a_worker_does_not_make_a_deleted_store_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_does_not_make_a_deleted_store_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", TESTS)
     first, left, *_ = chain()
     store = Store(tmp_path / "store").create()
@@ -179,13 +223,17 @@ def worker_that(folder: Path, monkeypatch: pytest.MonkeyPatch, does: str) -> Non
 def locally(
     schedule: Schedule, place: Path, monkeypatch: pytest.MonkeyPatch, processes: int | None = None
 ) -> tuple[list[dict[str, str]], list[tuple[str, int]]]:
-    """The environments of the workers that work on a schedule, and the kinds of their steps, on how many GPUs each."""
-    workers, did = list[dict[str, str]](), list[tuple[str, int]]()
+    """The environments of the workers that work on a schedule, and the kinds of their steps, on how
+    many GPUs each."""
+    workers = list[dict[str, str]]()
+    did = list[tuple[str, int]]()
 
     class Noted(contextlib.nullcontext[Any]):
         def __init__(self, store: Store, environment: dict[str, str]) -> None:
             super().__init__(
-                lambda step, _: did.append((step.kind, environment["CUDA_VISIBLE_DEVICES"].count(",") + 1))
+                lambda step, _: did.append(
+                    (step.kind, environment["CUDA_VISIBLE_DEVICES"].count(",") + 1)
+                )
             )
             workers.append(environment)
 
@@ -221,10 +269,12 @@ def test_local_workers_have_the_gpus_that_steps_need_of_those_that_the_command_m
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By index, UUID or MIG name; more workers than GPUs share them in turn, but no sets; a step of unknown size
-    gets one; on the CPU (a negative size), there is a worker for each core of three, for which there are 10 GiB."""
+    """By index, UUID or MIG name; more workers than GPUs share them in turn, but no sets; a step of
+    unknown size gets one; on the CPU (a negative size), there is a worker for each core of three,
+    for which there are 10 GiB."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    usable = takewhile(re.compile(r"\d|GPU-|MIG-").match, visible.split(","))  # CUDA reads no further than others
+    # CUDA reads no further than others
+    usable = takewhile(re.compile(r"\d|GPU-|MIG-").match, visible.split(","))
     count = len(list(usable))
     monkeypatch.setattr(models, "gpu_count", lambda: count)
     monkeypatch.setattr(launch, "work", lambda *_: None)
@@ -238,16 +288,21 @@ def test_local_workers_have_the_gpus_that_steps_need_of_those_that_the_command_m
     assert sorted(found, key=str) == given
 
 
-def test_steps_on_few_gpus_run_before_those_on_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_on_few_gpus_run_before_those_on_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Passes on a GPU each, then evaluations on four, and with these what needs them."""
     passes = [Example("statistics", str(number), number) for number in range(3)]
     evaluated = [
-        Example("evaluate", str(number), number, needed={"statistics": one}) for number, one in enumerate(passes)
+        Example("evaluate", str(number), number, needed={"statistics": one})
+        for number, one in enumerate(passes)
     ]
     graded = Example("grade", "0", needed={"evaluate": evaluated[0]})
     needs = {"statistics": 30.0, "evaluate": 200.0, "grade": 0.1}
     monkeypatch.setattr(launch, "visible_gpus", lambda: list("0123"))
-    monkeypatch.setattr(launch, "memory_of", lambda step: Memory(needs[step.kind] * GIB, step.kind != "grade"))
+    monkeypatch.setattr(
+        launch, "memory_of", lambda step: Memory(needs[step.kind] * GIB, step.kind != "grade")
+    )
     schedule = Schedule([*passes, *evaluated, graded], set())
     _, did = locally(schedule, tmp_path, monkeypatch)
     assert did[:3] == [("statistics", 1)] * 3 and not schedule.failed
@@ -278,8 +333,12 @@ def study(quick: None, capsys: pytest.CaptureFixture[str]) -> Study:
     return run
 
 
-def test_the_table_of_a_study_while_it_runs_and_at_its_end(tmp_path: Path, one: Asked, study: Study) -> None:
-    gate, at_plan, codes = threading.Event(), threading.Event(), list[int]()
+def test_the_table_of_a_study_while_it_runs_and_at_its_end(
+    tmp_path: Path, one: Asked, study: Study
+) -> None:
+    gate = threading.Event()
+    at_plan = threading.Event()
+    codes = list[int]()
 
     def harm(step: Step, scratch: Path) -> None:
         if step.kind == "plan":
@@ -287,7 +346,9 @@ def test_the_table_of_a_study_while_it_runs_and_at_its_end(tmp_path: Path, one: 
             gate.wait()
 
     studies.Worker.harm = harm
-    thread = threading.Thread(target=lambda: codes.append(start(tmp_path / "store", one)), daemon=True)
+    thread = threading.Thread(
+        target=lambda: codes.append(start(tmp_path / "store", one)), daemon=True
+    )
     thread.start()
     until(at_plan.is_set)
     table = cells(study("status", tmp_path / "store"))
@@ -296,19 +357,27 @@ def test_the_table_of_a_study_while_it_runs_and_at_its_end(tmp_path: Path, one: 
     done, under_way, pending, *_ = table["all"]
     assert under_way == "1" and int(pending) >= 2
     assert set(cells(study("status", tmp_path / "store", "plan/"))) == {"step", "plan", "all"}
-    why, by = study("why", tmp_path / "store"), f"process {os.getpid()} on {socket.gethostname()}"
-    assert f"running: being computed by {by}" in why and "pending: another run will compute it" in why
+    why = study("why", tmp_path / "store")
+    by = f"process {os.getpid()} on {socket.gethostname()}"
+    assert (
+        f"running: being computed by {by}" in why and "pending: another run will compute it" in why
+    )
     gate.set()
     thread.join()
     assert codes == [0]
     table = cells(study("status", tmp_path / "store"))
     assert table["step"] == ["done", "one takes", "left, about"]
-    assert table["all"][0] == str(int(done) + 1 + int(pending)) and table["plan"] == ["1", "0:00:02", "0:00:00"]
+    assert table["all"][0] == str(int(done) + 1 + int(pending)) and table["plan"] == [
+        "1",
+        "0:00:02",
+        "0:00:00",
+    ]
 
 
 def test_steps_of_a_killed_command_are_missing(tmp_path: Path, study: Study) -> None:
     """Its claim ends with it."""
-    store, steps = Store(tmp_path).create(), [Example()]
+    store = Store(tmp_path).create()
+    steps = [Example()]
     process = ExitStack()
     process.enter_context(begin(store, STUDY, steps))
     assert cells(study("status", tmp_path))["step"][0] == "pending"
@@ -317,8 +386,11 @@ def test_steps_of_a_killed_command_are_missing(tmp_path: Path, study: Study) -> 
     assert cells(out)["step"][0] == "missing" and "same command" in out.splitlines()[-1]
 
 
-def test_a_silent_scheduler_hides_no_error(tmp_path: Path, study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, steps = Store(tmp_path).create(), [Example("k", str(number), number) for number in range(3)]
+def test_a_silent_scheduler_hides_no_error(
+    tmp_path: Path, study: Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path).create()
+    steps = [Example("k", str(number), number) for number in range(3)]
     with begin(store, STUDY, steps) as run:
         last = Submitted("8", "8", "s.record", RECORD, [], [])
         run.add([Submitted("7", "7", "s.k", "k", [step.id for step in steps], []), last])
@@ -326,14 +398,22 @@ def test_a_silent_scheduler_hides_no_error(tmp_path: Path, study: Study, monkeyp
     monkeypatch.setattr(scheduler, "fate", fate := Mock(side_effect=UserError("no scontrol")))
     monkeypatch.setattr(scheduler, "queue", lambda _: {})
     why = study("why", tmp_path)
-    assert "it broke" in why and "and 1 more: missing: job 7 is gone" in why and "record: missing" in why
+    assert (
+        "it broke" in why
+        and "and 1 more: missing: job 7 is gone" in why
+        and "record: missing" in why
+    )
     assert [call.args for call in fate.call_args_list] == [("7",), ("8",)]
     with begin(store, STUDY, steps):
         assert "record" not in study("why", tmp_path), "another run will write it"
     monkeypatch.setattr(scheduler, "queue", Mock(side_effect=UserError("squeue has not answered")))
     fate.reset_mock()
     why = study("why", tmp_path)
-    assert "it broke" in why and "job 7 was to do it; squeue has not answered" in why and not fate.called
+    assert (
+        "it broke" in why
+        and "job 7 was to do it; squeue has not answered" in why
+        and not fate.called
+    )
     assert "ended" not in study("status", tmp_path)
     assert ask(tmp_path, "cancel", STUDY) == 2
 
@@ -355,7 +435,10 @@ def missing_name() -> AttributeError:
     [
         (ModuleNotFoundError("No module named 'x'"), True),
         (missing_name(), True),
-        (OSError("libcudart.so.12: cannot open shared object file: No such file or directory"), True),
+        (
+            OSError("libcudart.so.12: cannot open shared object file: No such file or directory"),
+            True,
+        ),
         (Vanished("Failed to import"), True),
         (AttributeError("'Plan' object has no attribute 'x'"), False),
         (ValueError("it broke"), False),
@@ -365,7 +448,8 @@ def test_a_failure_of_what_is_installed_is_no_failure_of_the_step(
     tmp_path: Path, error: Exception, again: bool
 ) -> None:
     """Its message stays until the next start, which tries the step again."""
-    store, step = Store(tmp_path).create(), Example()
+    store = Store(tmp_path).create()
+    step = Example()
     store.fail(step, error_document(error))
     assert str(error) in (store.error(step.id) or {})["message"]
     recall_failures(schedule := Schedule([step]), store, retry=None)
@@ -385,7 +469,9 @@ def test_a_report_counts_as_made_when_it_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config: Any = SimpleNamespace(study="study", tracker=SimpleNamespace(name="none"))
-    study = record.Study(config, Graph([], {figure: {} for figure in FIGURES}), Store(tmp_path).create())
+    study = record.Study(
+        config, Graph([], {figure: {} for figure in FIGURES}), Store(tmp_path).create()
+    )
     folder = tmp_path / "reports" / "study"
     (folder / "failed").mkdir(parents=True)
     (folder / "report.html").touch()
@@ -410,10 +496,13 @@ def test_a_report_counts_as_made_when_it_is_complete(
 
 
 class Timed:
-    """A run of steps of which each takes as long as said, by a clock of its own, on so many workers."""
+    """A run of steps of which each takes as long as said, by a clock of its own, on so many
+    workers."""
 
     def __init__(self, store: Path, seconds: dict[Step, float], workers: int = 1) -> None:
-        self.now, self.seconds, self.workers = 0.0, seconds, workers
+        self.now = 0.0
+        self.seconds = seconds
+        self.workers = workers
         self.store, self.schedule = Store(store).create(), Schedule(seconds, clock=lambda: self.now)
 
     def go(self, until: float) -> None:
@@ -421,7 +510,9 @@ class Timed:
         while self.schedule.waiting or self.schedule.running:
             while self.schedule.waiting and len(self.schedule.running) < self.workers:
                 self.schedule.take()
-            end, step = min((at + self.seconds[step], step) for step, at in self.schedule.running.values())
+            end, step = min(
+                (at + self.seconds[step], step) for step, at in self.schedule.running.values()
+            )
             if end > until:
                 self.now = until
                 break
@@ -449,12 +540,16 @@ class Sized(Example):
 
 def sized(kind: str, *units: int) -> dict[Step, float]:
     """Steps with so many units, of which each takes two minutes."""
-    return {Sized(kind, number=1000 * number + size): 120.0 * size for number, size in enumerate(units)}
+    return {
+        Sized(kind, number=1000 * number + size): 120.0 * size for number, size in enumerate(units)
+    }
 
 
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("sizes", [(1, 50, 2, 30, 9, 1), (7, 1) * 20, (1,) * 40 + (40,)])
-def test_the_time_left_is_known_after_a_quarter_of_the_work(tmp_path: Path, sizes: Any, workers: int) -> None:
+def test_the_time_left_is_known_after_a_quarter_of_the_work(
+    tmp_path: Path, sizes: Any, workers: int
+) -> None:
     run = Timed(tmp_path, sized("evaluate", *sizes), workers)
     whole = Timed(tmp_path / "whole", run.seconds, workers)
     whole.go(1e9)
@@ -472,7 +567,8 @@ def test_progress_inside_a_step_is_shown_and_moves_the_time_left(tmp_path: Path)
 
 
 def test_a_thousand_short_cells_have_a_time_left_only_when_it_is_known(tmp_path: Path) -> None:
-    """Plans take no time, and say nothing of evaluations; nor does one that another run has done."""
+    """Plans take no time, and say nothing of evaluations; nor does one that another run has
+    done."""
     plans = dict.fromkeys(sized("plan", *[1] * 1000), 0.01)
     run = Timed(tmp_path, {**plans, **dict.fromkeys(sized("evaluate", *[1] * 1001), 0.6)})
     run.schedule.finish(list(run.seconds)[-1], did=False)
@@ -484,7 +580,9 @@ def test_a_thousand_short_cells_have_a_time_left_only_when_it_is_known(tmp_path:
     assert "about 0" not in run.says() and "less than 1 min" in run.says()
 
 
-def test_a_process_tells_how_far_it_is_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_tells_how_far_it_is_in_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "step" / progress.NAME
     monkeypatch.setenv(progress.FILE, str(file))
     monkeypatch.setattr(progress, "EVERY", 0.0)

@@ -1,4 +1,5 @@
-"""Steps done on tiny and shipped models: passes in parts, the tables that they leave, costs, evaluations."""
+"""Steps done on tiny and shipped models: passes in parts, the tables that they leave, costs,
+evaluations."""
 
 import json
 import shutil
@@ -18,7 +19,13 @@ from example_steps import Example, cell_of, done, evaluated
 from safetensors.numpy import load_file
 
 from moe_lab import calibration as calibrations
-from moe_lab.config import BenchmarkConfig, CalibrationConfig, CriterionConfig, ModelConfig, RecoveryConfig
+from moe_lab.config import (
+    BenchmarkConfig,
+    CalibrationConfig,
+    CriterionConfig,
+    ModelConfig,
+    RecoveryConfig,
+)
 from moe_lab.errors import Unavailable
 from moe_lab.evaluation import run, suite
 from moe_lab.json_files import write_json
@@ -93,31 +100,45 @@ def compare(one: dict[int, dict[str, Any]], other: dict[int, dict[str, Any]]) ->
         assert named.keys() == other[layer].keys()
         for name, values in named.items():
             size = np.abs(other[layer][name]).max()
-            np.testing.assert_allclose(values, other[layer][name], rtol=1e-12, atol=1e-12 * size, err_msg=name)
+            np.testing.assert_allclose(
+                values, other[layer][name], rtol=1e-12, atol=1e-12 * size, err_msg=name
+            )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "parts"), [*zip(KINDS, [2, 3] * 3, strict=True), ("statistics streamed", 2)])
-def test_merged_sums_are_those_of_one_pass(whole: Store, tmp_path: Path, kind: str, parts: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "parts"), [*zip(KINDS, [2, 3] * 3, strict=True), ("statistics streamed", 2)]
+)
+def test_merged_sums_are_those_of_one_pass(
+    whole: Store, tmp_path: Path, kind: str, parts: int
+) -> None:
     kind, _, engine = kind.partition(" ")
-    single, step, store = (
-        step_of(kind),
-        step_of(kind, parts=parts, engine=engine or "resident"),
-        Store(tmp_path).create(),
-    )
+    single = step_of(kind)
+    step = step_of(kind, parts=parts, engine=engine or "resident")
+    store = Store(tmp_path).create()
     assert step.id == single.id and not single.merges
-    assert len(step.merges) == parts and len({share.id for share in (step, *step.merges)}) == parts + 1
+    assert (
+        len(step.merges) == parts and len({share.id for share in (step, *step.merges)}) == parts + 1
+    )
     do(store, step)
-    made, expected = store.path(step), whole.path(single)
+    made = store.path(step)
+    expected = whole.path(single)
     compare(read(made / SUMS), read(expected / SUMS))
     assert (made / "calibration.json").read_bytes() == (expected / "calibration.json").read_bytes()
-    assert {file.name for file in made.glob("*.parquet")} == {file.name for file in expected.glob("*.parquet")}
-    assert read_step(made)["provenance"]["merged"] == [store.path(share).name for share in step.merges]
+    assert {file.name for file in made.glob("*.parquet")} == {
+        file.name for file in expected.glob("*.parquet")
+    }
+    assert read_step(made)["provenance"]["merged"] == [
+        store.path(share).name for share in step.merges
+    ]
 
 
 @pytest.mark.slow
-def test_a_part_that_is_killed_is_resumed_and_others_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, step = Store(tmp_path).create(), step_of(parts=2)
+def test_a_part_that_is_killed_is_resumed_and_others_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path).create()
+    step = step_of(parts=2)
     with monkeypatch.context() as patch:
         tiny.count_calls(patch, Observer, "read", kill_at=4)
         with pytest.raises((tiny.Killed, StepError)):
@@ -134,7 +155,9 @@ def test_a_part_that_is_killed_is_resumed_and_others_are_kept(tmp_path: Path, mo
 
 def test_rows_are_shared_in_whole_batches() -> None:
     def of(parts: int, rows: int = 7, batch_size: int = 2) -> list[tuple[int, int]]:
-        text = CalibrationConfig(name="t", path="t", length=4, tokens=rows * 4 + 3, batch_size=batch_size, parts=parts)
+        text = CalibrationConfig(
+            name="t", path="t", length=4, tokens=rows * 4 + 3, batch_size=batch_size, parts=parts
+        )
         return calibrations.shares(text)
 
     assert of(1) == []
@@ -144,26 +167,39 @@ def test_rows_are_shared_in_whole_batches() -> None:
 
 # Tables
 
-CELL = cell_of(MODEL, replace(TEXT, length=128, tokens=1024, seed=42), criterion=CriterionConfig(name="heapr"))
+CELL = cell_of(
+    MODEL, replace(TEXT, length=128, tokens=1024, seed=42), criterion=CriterionConfig(name="heapr")
+)
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Path]:
     """The steps about the weights of a model, and about a pass over 8 rows in 4 batches."""
-    store, kinds = Store(tmp_path_factory.mktemp("steps")).create(), (StatisticsPass, Weights, Gradients, Scores)
-    return {Facts: done(store, Facts(MODEL)), **{kind: done(store, kind.of(CELL)) for kind in kinds}}
+    store = Store(tmp_path_factory.mktemp("steps")).create()
+    kinds = (StatisticsPass, Weights, Gradients, Scores)
+    return {
+        Facts: done(store, Facts(MODEL)),
+        **{kind: done(store, kind.of(CELL)) for kind in kinds},
+    }
 
 
 def test_figures_get_the_numbers_of_the_sums(made: dict[Any, Path]) -> None:
     folder = made[StatisticsPass]
     sums = read(folder / "statistics.safetensors")
     experts = pd.read_parquet(folder / "experts.parquet").set_index(["layer", "expert"])
-    layer, one = max(sums), sums[max(sums)]
+    layer = max(sums)
+    one = sums[max(sums)]
     assert len(experts) == sum(len(named["tokens"]) for named in sums.values())
     for expert in (0, len(one["tokens"]) - 1):
         row = experts.loc[(layer, expert)]
-        assert row["tokens"] == one["tokens"][expert] and row["channels"] == one["channel_square"].shape[1]
-        assert row["gate_sum"] == one["sums_model"][expert, 1, 0] and row["norm_sum"] == one["sums_model"][expert, 0, 1]
+        assert (
+            row["tokens"] == one["tokens"][expert]
+            and row["channels"] == one["channel_square"].shape[1]
+        )
+        assert (
+            row["gate_sum"] == one["sums_model"][expert, 1, 0]
+            and row["norm_sum"] == one["sums_model"][expert, 0, 1]
+        )
         assert row["channel_square"] == pytest.approx(sum(one["channel_square"][expert].tolist()))
     losses = pd.read_parquet(folder / "layers.parquet").set_index("layer")["layer_loss"]
     assert losses.to_dict() == {layer: float(named["layer_loss"]) for layer, named in sums.items()}
@@ -173,11 +209,14 @@ def test_figures_get_the_numbers_of_the_sums(made: dict[Any, Path]) -> None:
     assert set(entropies["layer"]) == set(sums) and entropies["entropy"].max() == 1
     top_k = json.loads((made[Facts] / "facts.json").read_text())["layers"][str(layer)]["top_k"]
     tokens = entropies.groupby("layer")["tokens"].sum().to_dict()
-    assert {at: count * top_k for at, count in tokens.items()} == {at: sums[at]["tokens"].sum() for at in sums}
+    assert {at: count * top_k for at, count in tokens.items()} == {
+        at: sums[at]["tokens"].sum() for at in sums
+    }
 
 
 def test_weights_gradients_and_scores_leave_their_tables(made: dict[Any, Path]) -> None:
-    weights, gradients = made[Weights], made[Gradients]
+    weights = made[Weights]
+    gradients = made[Gradients]
     files = {"weights": weights, "gradients": gradients, "expert_concentration": made[Scores]}
     found = {
         name: pd.read_parquet(folder / f"{name}.parquet").set_index(["layer", "expert"])
@@ -188,9 +227,15 @@ def test_weights_gradients_and_scores_leave_their_tables(made: dict[Any, Path]) 
         assert table.index.nunique() == sum(about["n_experts"] for about in layers.values()), name
     layer = max(read(weights / "statistics.safetensors"))
     one = read(weights / "statistics.safetensors")[layer]
-    assert found["weights"].loc[(layer, 3)].tolist() == [one["abs_sum"][3], one["square_sum"][3], one["count"]]
+    assert found["weights"].loc[(layer, 3)].tolist() == [
+        one["abs_sum"][3],
+        one["square_sum"][3],
+        one["count"],
+    ]
     squares = read(gradients / "statistics.safetensors")[layer]["channel_gradient_square"][3]
-    assert found["gradients"].loc[(layer, 3), "gradient_square"] == pytest.approx(sum(squares.tolist()))
+    assert found["gradients"].loc[(layer, 3), "gradient_square"] == pytest.approx(
+        sum(squares.tolist())
+    )
     curve = found["expert_concentration"].loc[(layer, 3), "score"].tolist()
     assert curve[0] == 0 and curve[-1] == pytest.approx(1) and curve == sorted(curve)
     scored = load_file(made[Scores] / "scores.safetensors")[str(layer)][3]
@@ -199,12 +244,16 @@ def test_weights_gradients_and_scores_leave_their_tables(made: dict[Any, Path]) 
 
 # Costs
 
-EXPERTS, CHANNELS = CriterionConfig(name="aimer"), CriterionConfig(name="channel_weight")
+EXPERTS = CriterionConfig(name="aimer")
+CHANNELS = CriterionConfig(name="channel_weight")
 PLANS = {EXPERTS.name: Example(), CHANNELS.name: Example(number=1)}
 
 
 def cost_step(
-    model: ModelConfig, text: CalibrationConfig, criterion: CriterionConfig | None = None, engine: str = "resident"
+    model: ModelConfig,
+    text: CalibrationConfig,
+    criterion: CriterionConfig | None = None,
+    engine: str = "resident",
 ) -> Cost:
     """The cost of a plan made by `criterion`, or of the unpruned model, counted by that engine."""
     text = replace(text, engine=engine)
@@ -225,9 +274,17 @@ def model(tmp_path: Path) -> ModelConfig:
 @pytest.fixture
 def text(tmp_path: Path) -> CalibrationConfig:
     words = [f"w{(7 * at) % (tiny.VOCABULARY - 4) + 4}" for at in range(64)]
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": word}) + "\n" for word in words))
+    (tmp_path / "text.jsonl").write_text(
+        "".join(json.dumps({"text": word}) + "\n" for word in words)
+    )
     return CalibrationConfig(
-        name="t", path=str(tmp_path / "text.jsonl"), length=16, tokens=64, packing="chunk", seed=0, batch_size=2
+        name="t",
+        path=str(tmp_path / "text.jsonl"),
+        length=16,
+        tokens=64,
+        packing="chunk",
+        seed=0,
+        batch_size=2,
     )
 
 
@@ -247,11 +304,15 @@ def channel_plan(network: Any, width: Callable[[int], int]) -> Plan:
     """Each expert keeps its first `width(expert)` channels."""
     layers = moe_layers(network)
     counts = {layer.index: layer.n_experts for layer in layers}
-    channels = {index: np.zeros((count, layers[0].width), dtype=bool) for index, count in counts.items()}
+    channels = {
+        index: np.zeros((count, layers[0].width), dtype=bool) for index, count in counts.items()
+    }
     for mask in channels.values():
         for expert, row in enumerate(mask):
             row[: width(expert)] = True
-    return Plan({index: tuple(range(count)) for index, count in counts.items()}, counts, {}, channels)
+    return Plan(
+        {index: tuple(range(count)) for index, count in counts.items()}, counts, {}, channels
+    )
 
 
 def test_whole_experts_and_even_channels_are_counted_without_the_model(
@@ -261,10 +322,16 @@ def test_whole_experts_and_even_channels_are_counted_without_the_model(
     monkeypatch.setattr(load, "load_model", lambda *_: pytest.fail("the model was loaded"))
     before = cost(store, cost_step(model, text))
     assert before["flops_ratio"] == 1
-    for criterion, plan in ((EXPERTS, tiny.plan(network, 0.5)), (CHANNELS, channel_plan(network, lambda _: 7))):
+    for criterion, plan in (
+        (EXPERTS, tiny.plan(network, 0.5)),
+        (CHANNELS, channel_plan(network, lambda _: 7)),
+    ):
         publish(store, criterion, plan)
         found = cost(store, cost_step(model, text, criterion))
-        assert found["flops_per_token_unpruned"] == before["flops_per_token"] and 0 < found["flops_ratio"] < 1
+        assert (
+            found["flops_per_token_unpruned"] == before["flops_per_token"]
+            and 0 < found["flops_ratio"] < 1
+        )
 
 
 def test_the_engine_of_the_study_counts_flops_and_changes_nothing(
@@ -277,40 +344,57 @@ def test_the_engine_of_the_study_counts_flops_and_changes_nothing(
         store = Store(tmp_path / str(len(counted))).create()
         publish(store, CHANNELS, channel_plan(tiny.build("deepseek_v2"), lambda expert: 5 + expert))
         counted.append(cost(store, asked))
-        monkeypatch.setattr(load, "load_model", lambda *_: pytest.fail("the whole model was loaded"))
+        monkeypatch.setattr(
+            load, "load_model", lambda *_: pytest.fail("the whole model was loaded")
+        )
     assert counted[0] == counted[1] and 0 < counted[0]["flops_ratio"] < 1
 
 
-def test_only_a_cost_that_depends_on_routing_depends_on_the_text(model: ModelConfig, text: CalibrationConfig) -> None:
-    other, longer = replace(text, path=model.path + "/config.json", tokens=32), replace(text, length=32)
+def test_only_a_cost_that_depends_on_routing_depends_on_the_text(
+    model: ModelConfig, text: CalibrationConfig
+) -> None:
+    other = replace(text, path=model.path + "/config.json", tokens=32)
+    longer = replace(text, length=32)
     for criterion, texts in ((None, 1), (EXPERTS, 1), (CHANNELS, 2)):
         assert len({cost_step(model, each, criterion).id for each in (text, other)}) == texts
         assert cost_step(model, longer, criterion).id != cost_step(model, text, criterion).id
 
 
-def test_a_checkpoint_of_uneven_experts_is_counted_on_the_text(model: ModelConfig, text: CalibrationConfig) -> None:
+def test_a_checkpoint_of_uneven_experts_is_counted_on_the_text(
+    model: ModelConfig, text: CalibrationConfig
+) -> None:
     file = Path(model.path) / "config.json"
     assert cost_step(model, text).text is None
-    file.write_text(json.dumps({**json.loads(file.read_text()), "pruned": {"layers": {"1": {"widths": [3, 5]}}}}))
+    file.write_text(
+        json.dumps(
+            {**json.loads(file.read_text()), "pruned": {"layers": {"1": {"widths": [3, 5]}}}}
+        )
+    )
     assert cost_step(model, text).text is not None
 
 
 # Evaluations
 
 
-def test_a_harness_has_template_arguments_and_unchanged_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_harness_has_template_arguments_and_unchanged_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def evaluate(subject: Any, *_: Any, **__: Any) -> None:
         given.append(subject.template_arguments)
         write_json(tmp_path / "result.json", {"protocol": {"prompt": "?"}})
 
     given: list[Any] = []
-    network, tokenizer = Mock(**{"generation_config.eos_token_id": 2}), Mock(eos_token_id=2)
+    network = Mock(**{"generation_config.eos_token_id": 2})
+    tokenizer = Mock(eos_token_id=2)
     monkeypatch.setattr(Pruned, "open", lambda *_: nullcontext((network, tokenizer)))
     monkeypatch.setattr(run, "evaluate", evaluate)
     reports = {"mbpp": "base"}
     benchmark = BenchmarkConfig("code", "evalplus", "pocket:benchmarks/mbpp.jsonl", reports=reports)
-    model = ModelConfig(name="m", path="pocket:olmoe", template_arguments={"enable_thinking": False})
-    step, files = evaluated(model, benchmark), Files(tmp_path, tmp_path, {}, tmp_path / "log", tmp_path)
+    model = ModelConfig(
+        name="m", path="pocket:olmoe", template_arguments={"enable_thinking": False}
+    )
+    step = evaluated(model, benchmark)
+    files = Files(tmp_path, tmp_path, {}, tmp_path / "log", tmp_path)
     assert step.id
     step.work(files)
     assert given == [{"enable_thinking": False}]
@@ -320,25 +404,51 @@ def test_a_harness_has_template_arguments_and_unchanged_data(tmp_path: Path, mon
 
 
 def test_exactly_the_items_that_were_planted_in_a_text_are_found(tmp_path: Path) -> None:
-    """In any case, with any marks between words. Too short: an item of 12 words, and one of which 12 are in the text.
-    What eleven items have in common is of the benchmark, and what stands in a document is counted by paragraphs."""
-    words = [f"{first}{second}{third}" for first in "bdfgk" for second in "aeiou" for third in "lmnprstz"]
+    """In any case, with any marks between words. Too short: an item of 12 words, and one of which
+    12 are in the text. What eleven items have in common is of the benchmark, and what stands in a
+    document is counted by paragraphs."""
+    words = [
+        f"{first}{second}{third}" for first in "bdfgk" for second in "aeiou" for third in "lmnprstz"
+    ]
     texts = [" ".join(words[at : at + 13]) for at in range(0, 130, 13)]
     common = " ".join(reversed(words[130:145]))
     asked = [*texts, " ".join(words[150:162]), *(f"{common}, {number}" for number in range(11))]
     rows = [{"id": str(at), "prompt": text, "checklist": [{}]} for at, text in enumerate(asked)]
     rows[2] = {**rows[2], "prompt": texts[2][:30], "reference": texts[2][30:]}
-    planted = [texts[0].upper(), texts[2].replace(" ", " -- "), f"It says: {texts[5]}.", texts[7].partition(" ")[2]]
+    planted = [
+        texts[0].upper(),
+        texts[2].replace(" ", " -- "),
+        f"It says: {texts[5]}.",
+        texts[7].partition(" ")[2],
+    ]
     text = tmp_path / "text.jsonl"
-    text.write_text("\n".join(json.dumps({"text": passage}) for passage in [*planted, asked[10], common]))
+    text.write_text(
+        "\n".join(json.dumps({"text": passage}) for passage in [*planted, asked[10], common])
+    )
     (tmp_path / "items.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "whole.txt").write_text("\n\n".join(texts))
-    stories = BenchmarkConfig("s", "stories", str(tmp_path / "items.jsonl"), reports={"s": "score"}, max_new_tokens=1)
-    whole = replace(stories, name="w", harness="perplexity", task=str(tmp_path / "whole.txt"), reports={"w": "loss"})
+    stories = BenchmarkConfig(
+        "s", "stories", str(tmp_path / "items.jsonl"), reports={"s": "score"}, max_new_tokens=1
+    )
+    whole = replace(
+        stories,
+        name="w",
+        harness="perplexity",
+        task=str(tmp_path / "whole.txt"),
+        reports={"w": "loss"},
+    )
     read = replace(TEXT, path=str(text), packing="none", length=512, tokens=6 * 512, order="first")
     step = Contamination.of(MODEL, read, {"s": stories, "w": whole})
-    counts = json.loads((done(Store(tmp_path / "store").create(), step) / "contamination.json").read_text())
+    counts = json.loads(
+        (done(Store(tmp_path / "store").create(), step) / "contamination.json").read_text()
+    )
     assert counts["s"] == {"comparable": 21, "found": 3}
     assert counts["w"] == {"comparable": 10, "found": 3}
-    same = Contamination.of(MODEL, replace(read, batch_size=1), {"w": whole, "s": replace(stories, batch_size=2)})
-    assert same.id == step.id != Contamination.of(MODEL, replace(read, tokens=512), {"s": stories, "w": whole}).id
+    same = Contamination.of(
+        MODEL, replace(read, batch_size=1), {"w": whole, "s": replace(stories, batch_size=2)}
+    )
+    assert (
+        same.id
+        == step.id
+        != Contamination.of(MODEL, replace(read, tokens=512), {"s": stories, "w": whole}).id
+    )

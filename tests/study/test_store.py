@@ -54,8 +54,11 @@ def test_published_whole_with_identity_and_checksums(store: Store) -> None:
         assert scratch is None, "it is found by its id"
 
 
-def test_what_a_killed_run_kept_of_a_finished_step_is_removed_and_of_others_stays(store: Store) -> None:
-    finished, unfinished = Example(number=0), Example(number=1)
+def test_what_a_killed_run_kept_of_a_finished_step_is_removed_and_of_others_stays(
+    store: Store,
+) -> None:
+    finished = Example(number=0)
+    unfinished = Example(number=1)
     publish(store, finished)
     for step in (finished, unfinished):
         store.partial(step).mkdir(parents=True)
@@ -63,11 +66,16 @@ def test_what_a_killed_run_kept_of_a_finished_step_is_removed_and_of_others_stay
     assert [path.name for path in (store.root / "partial").iterdir()] == [unfinished.id[:12]]
 
 
-@pytest.mark.parametrize(("name", "is_before"), [("_seal", True), ("_seal", False), ("check", False)])
-def test_late_owners_publish_nothing(store: Store, monkeypatch: pytest.MonkeyPatch, name: str, is_before: bool) -> None:
-    """It was suspended for so long, before or after it sealed the step or checked its claim, that another run has
-    found this claim stale and done the step."""
-    other, owner = Store(store.root).create(), storing if name == "_seal" else Claim
+@pytest.mark.parametrize(
+    ("name", "is_before"), [("_seal", True), ("_seal", False), ("check", False)]
+)
+def test_late_owners_publish_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch, name: str, is_before: bool
+) -> None:
+    """It was suspended for so long, before or after it sealed the step or checked its claim, that
+    another run has found this claim stale and done the step."""
+    other = Store(store.root).create()
+    owner = storing if name == "_seal" else Claim
     monkeypatch.setattr(other.claims, "is_stale", lambda path: True)
     suspended = getattr(owner, name)
 
@@ -84,11 +92,17 @@ def test_late_owners_publish_nothing(store: Store, monkeypatch: pytest.MonkeyPat
         (scratch / "result.txt").write_text("of the first")
         monkeypatch.setattr(owner, name, late)
     with store.claim(Example()) as scratch:
-        assert scratch is None and (store.path(Example()) / "result.txt").read_text() == "of the other"
-    assert len(list((store.root / "plan").iterdir())) == 1 and not list((store.root / "claims").iterdir())
+        assert (
+            scratch is None and (store.path(Example()) / "result.txt").read_text() == "of the other"
+        )
+    assert len(list((store.root / "plan").iterdir())) == 1 and not list(
+        (store.root / "claims").iterdir()
+    )
 
 
-def test_an_owner_that_is_faster_than_who_takes_over_is_found(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_owner_that_is_faster_than_who_takes_over_is_found(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = Store(store.root).create()
     taken = store.claim(Example())
     scratch = taken.__enter__()
@@ -109,7 +123,9 @@ def test_an_owner_that_is_faster_than_who_takes_over_is_found(store: Store, monk
         assert none is None
 
 
-def test_a_step_under_another_label_is_found_although_its_folder_seems_unchanged(store: Store) -> None:
+def test_a_step_under_another_label_is_found_although_its_folder_seems_unchanged(
+    store: Store,
+) -> None:
     other = Store(store.root).create()
     publish(store, Example(number=1))
     assert not other.done(Example())
@@ -121,19 +137,24 @@ def test_a_step_under_another_label_is_found_although_its_folder_seems_unchanged
 
 
 def test_a_step_under_two_labels_is_one_step(store: Store) -> None:
-    """Both folders are kept while it is needed, each is read if the other is damaged, and then both are freed."""
+    """Both folders are kept while it is needed, each is read if the other is damaged, and then both
+    are freed."""
     steps = [Example(), Example(name="other")]
     publish(store, steps[0])
     folders = [store.root / step.folder for step in steps]
     shutil.copytree(*folders)
     with begin(store, "study", steps[:1]):
-        assert ask(store.root, "gc", "apply=true") == 0 and all(folder.exists() for folder in folders)
+        assert ask(store.root, "gc", "apply=true") == 0 and all(
+            folder.exists() for folder in folders
+        )
     (folders[0] / "result.txt").write_text("damage")
     assert [store.done(steps[number]) for number in (0, 1, 0)] == [False, True, True]
     folders[1].rename(folders[0])
     shutil.copytree(*folders)
     shutil.rmtree(store.root / "runs")
-    assert ask(store.root, "gc", "apply=true") == 0 and not any(folder.exists() for folder in folders)
+    assert ask(store.root, "gc", "apply=true") == 0 and not any(
+        folder.exists() for folder in folders
+    )
 
 
 HARMS: dict[str, tuple[str, Any]] = {
@@ -141,7 +162,10 @@ HARMS: dict[str, tuple[str, Any]] = {
     "truncated": ("result.txt", lambda file: file.write_text("res")),
     "deleted": ("result.txt", Path.unlink),
     "no JSON": ("step.json", lambda file: file.write_text("{")),
-    "another word": ("step.json", lambda file: file.write_text(file.read_text().replace('"plan"', '"plum"'))),
+    "another word": (
+        "step.json",
+        lambda file: file.write_text(file.read_text().replace('"plan"', '"plum"')),
+    ),
 }
 
 
@@ -166,7 +190,10 @@ def rot(file: Path) -> None:
 def state(place: Path) -> dict[Path, Any]:
     """Time, mode and content of everything in a folder."""
     found = {path: path.lstat() for path in place.rglob("*")}
-    return {path: (at.st_mtime_ns, at.st_mode, path.is_file() and path.read_bytes()) for path, at in found.items()}
+    return {
+        path: (at.st_mtime_ns, at.st_mode, path.is_file() and path.read_bytes())
+        for path, at in found.items()
+    }
 
 
 @pytest.fixture
@@ -174,23 +201,31 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that are hashed from now on."""
     names: list[str] = []
     whole = storing._sha256
-    monkeypatch.setattr(storing, "_sha256", lambda file: names.append(Path(file.name).name) or whole(file))
+    monkeypatch.setattr(
+        storing, "_sha256", lambda file: names.append(Path(file.name).name) or whole(file)
+    )
     return names
 
 
 @pytest.mark.parametrize("way", ["cp -r", "cp -a", "seconds", "same tick"])
-def test_a_copied_store_is_hashed_once_and_complete(store: Store, hashed: list[str], tmp_path: Path, way: str) -> None:
+def test_a_copied_store_is_hashed_once_and_complete(
+    store: Store, hashed: list[str], tmp_path: Path, way: str
+) -> None:
     publish(store, Example())
     hashed.clear()
     other = tmp_path / "copy"
-    shutil.copytree(store.root, other, copy_function=shutil.copy if way == "cp -r" else shutil.copy2)
+    shutil.copytree(
+        store.root, other, copy_function=shutil.copy if way == "cp -r" else shutil.copy2
+    )
     for file in other.rglob("*"):
         if way == "seconds":  # as tar keeps them
             os.utime(file, (int(file.stat().st_mtime),) * 2)
         elif way == "same tick":
             os.utime(file, (1_800_000_001,) * 2)
     copy = Store(other)
-    assert copy.done(Example()) and hashed == ([] if way in ("cp -a", "seconds") else ["result.txt"])
+    assert copy.done(Example()) and hashed == (
+        [] if way in ("cp -a", "seconds") else ["result.txt"]
+    )
     hashed.clear()
     assert Store(other).done(Example()) and hashed == []
     rot(store.path(Example()) / "result.txt")
@@ -198,8 +233,11 @@ def test_a_copied_store_is_hashed_once_and_complete(store: Store, hashed: list[s
     assert not Store(tmp_path / "rotten").done(Example()), "damaged before it was copied"
 
 
-def test_a_write_within_the_tick_of_a_coarse_clock_is_noticed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock of two seconds stands still from before the step is published until after it is damaged."""
+def test_a_write_within_the_tick_of_a_coarse_clock_is_noticed(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock of two seconds stands still from before the step is published until after it is
+    damaged."""
     monkeypatch.setattr(storing.time, "time", lambda: 1_800_000_000.9)
     publish(store, Example())
     file = store.path(Example()) / "result.txt"
@@ -211,8 +249,14 @@ def test_a_write_within_the_tick_of_a_coarse_clock_is_noticed(store: Store, monk
 def test_a_start_opens_one_file_of_a_step(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of thousands of steps, each further call to a shared disk counts."""
     publish(store, step := Example())
-    later, opened, real = Store(store.root), list[str](), Path.open
-    monkeypatch.setattr(Path, "open", lambda path, *how, **more: opened.append(path.name) or real(path, *how, **more))
+    later = Store(store.root)
+    opened = list[str]()
+    real = Path.open
+    monkeypatch.setattr(
+        Path,
+        "open",
+        lambda path, *how, **more: opened.append(path.name) or real(path, *how, **more),
+    )
     assert later.done_of([step]) == {step.id} and opened == ["step.json"]
 
 
@@ -232,22 +276,30 @@ def test_what_is_read_is_hashed_first(store: Store, hashed: list[str], file: str
     publish(later, first)
     hashed.clear()
     work(schedule := Schedule([second], finished={first.id}), later, lambda step, scratch: None)
-    assert second.id in schedule.finished and "result.txt" not in hashed, "it was just hashed, as it was published"
+    assert second.id in schedule.finished and "result.txt" not in hashed, (
+        "it was just hashed, as it was published"
+    )
 
 
-def test_verify_names_damaged_files_and_a_run_makes_them_anew(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_names_damaged_files_and_a_run_makes_them_anew(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
     steps = [Example(name=f"number{number}", number=number) for number in range(3)]
     for step in steps[:2]:
         publish(store, step)
     with begin(store, "mine", steps):
         pass
-    assert ask(store.root, "verify", "mine") == 0 and "all 2 finished steps" in capsys.readouterr().out
+    assert (
+        ask(store.root, "verify", "mine") == 0 and "all 2 finished steps" in capsys.readouterr().out
+    )
     file = store.path(steps[1]) / "result.txt"
     rot(file)
     assert Store(store.root).done(steps[1])
     assert ask(store.root, "verify", "mine") == 1
     said = capsys.readouterr().out
-    assert f"damaged: {file}" in said and "step.json" not in said and "start the study again" in said
+    assert (
+        f"damaged: {file}" in said and "step.json" not in said and "start the study again" in said
+    )
     assert [Store(store.root).create().done(step) for step in steps] == [True, False, False]
     assert ask(store.root, "verify", "mine") == 0
 
@@ -282,14 +334,17 @@ def test_what_is_no_store_of_this_version_or_cannot_be_written_is_refused(tmp_pa
 
 # Two people and one store
 
-OWNER, COLLEAGUE, GROUP = 54321, 54322, 54320
+OWNER = 54321
+COLLEAGUE = 54322
+GROUP = 54320
 
 
 @pytest.fixture
 def of_the_group(tmp_path: Path) -> Iterator[Path]:
     """A folder of the group, in which new folders are of the group too.
 
-    Another user may not read the folder of this repository, so all that a run reads of it is read before.
+    Another user may not read the folder of this repository, so all that a run reads of it is read
+    before.
     """
     count_done(tmp_path / "own", Example())
     with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
@@ -328,10 +383,14 @@ def count_done(root: Path, *steps: Step) -> int:
 
 @pytest.mark.root
 @pytest.mark.parametrize("many", [1, 500])
-def test_people_of_a_group_share_steps(of_the_group: Path, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever their umask, in a folder of the group, also with steps in packs; all of it stays the group's."""
+def test_people_of_a_group_share_steps(
+    of_the_group: Path, many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever their umask, in a folder of the group, also with steps in packs; all of it stays the
+    group's."""
     monkeypatch.setattr(packing, "MANY", many)
-    first, second = Example(number=1), Example(number=2)
+    first = Example(number=1)
+    second = Example(number=2)
     assert as_user(OWNER, 0o077, count_done, of_the_group, first) == 1
     assert as_user(COLLEAGUE, 0o022, count_done, of_the_group, first, second) == 1
     assert as_user(OWNER, 0o002, count_done, of_the_group, first, second) == 0
@@ -342,7 +401,8 @@ def test_people_of_a_group_share_steps(of_the_group: Path, many: int, monkeypatc
 
 @pytest.mark.root
 def test_a_store_that_only_its_owner_may_write_is_read_and_named(of_the_group: Path) -> None:
-    """With the usual umask. Finished steps can be read, and a colleague's run ends in a sentence before it starts."""
+    """With the usual umask. Finished steps can be read, and a colleague's run ends in a sentence
+    before it starts."""
     step = Example(number=1)
     assert as_user(OWNER, 0o022, count_done, of_the_group / "store", step) == 1
     assert as_user(COLLEAGUE, 0o022, Store(of_the_group / "store").done, step)
@@ -352,7 +412,8 @@ def test_a_store_that_only_its_owner_may_write_is_read_and_named(of_the_group: P
 
 
 def taken(root: Path, other: Path, *steps: Step) -> tuple[list[bool], list[str]]:
-    """Which steps of another store are done in this one when they are taken over, and what is said."""
+    """Which steps of another store are done in this one when they are taken over, and what is
+    said."""
     store = Store(root).create()
     other_stores.copy_steps(store, other_stores.open_other(str(other)), steps)
     return [store.done(step) for step in steps], store.notices
@@ -360,10 +421,13 @@ def taken(root: Path, other: Path, *steps: Step) -> tuple[list[bool], list[str]]
 
 @pytest.mark.root
 @pytest.mark.parametrize("large", [1, other_stores.LARGE])
-def test_steps_of_a_colleague_are_taken_over(of_the_group: Path, monkeypatch: pytest.MonkeyPatch, large: int) -> None:
+def test_steps_of_a_colleague_are_taken_over(
+    of_the_group: Path, monkeypatch: pytest.MonkeyPatch, large: int
+) -> None:
     """But one that may not be read. Nothing changes there."""
     monkeypatch.setattr(other_stores, "LARGE", large)
-    steps, theirs = [Example(number=number) for number in range(2)], of_the_group / "store"
+    steps = [Example(number=number) for number in range(2)]
+    theirs = of_the_group / "store"
     assert as_user(OWNER, 0o022, count_done, theirs, *steps) == 2
     (Store(theirs).path(steps[1]) / "result.txt").chmod(0o600)
     (theirs / "lost+found").mkdir(0o700)
@@ -373,12 +437,17 @@ def test_steps_of_a_colleague_are_taken_over(of_the_group: Path, monkeypatch: py
     with pytest.raises(UserError, match=rf"also=\[{theirs}\]"):
         as_user(COLLEAGUE, 0o022, count_done, theirs, steps[0])
     Store(theirs).path(steps[0]).chmod(0o700)
-    assert as_user(COLLEAGUE, 0o022, Store(of_the_group / "own").done, steps[0]) == (large > 1), "a link, or a copy"
+    assert as_user(COLLEAGUE, 0o022, Store(of_the_group / "own").done, steps[0]) == (large > 1), (
+        "a link, or a copy"
+    )
 
 
 @pytest.mark.root
-def test_what_jobs_execute_is_where_nobody_else_can_write(of_the_group: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the umask, and what the modes were. A folder or a link of somebody else's is refused."""
+def test_what_jobs_execute_is_where_nobody_else_can_write(
+    of_the_group: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the umask, and what the modes were. A folder or a link of somebody else's is
+    refused."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(of_the_group))
     for modes in ([0o700, 0o700], [0o755, 0o700]):
         folder = as_user(OWNER, 0, private, "jobs")

@@ -71,7 +71,9 @@ def foreign(folder: Path, age: float = 0.0, limit: float = SHORT, **changes: Any
     claims = Claims(folder, limit=limit)
     path = claims.take("x").path
     claims.owned.clear()  # it has no heartbeat
-    path.write_text(sealed(json.dumps({**read_sealed(path, {}), "machine": ["elsewhere", "1"], **changes})))
+    path.write_text(
+        sealed(json.dumps({**read_sealed(path, {}), "machine": ["elsewhere", "1"], **changes}))
+    )
     os.utime(path, (time.time() - age,) * 2)
     return path
 
@@ -107,7 +109,8 @@ def test_a_copy_of_a_claim_counts_for_nothing(folder: Path, tmp_path: Path) -> N
 
 
 def test_another_mount_of_a_disk_numbers_files_anew(folder: Path) -> None:
-    """As sshfs does: the claim of a living process on this machine is no copy, one of an ended process is free."""
+    """As sshfs does: the claim of a living process on this machine is no copy, one of an ended
+    process is free."""
     held = Claims(folder).take("x")
     owner = read_sealed(held.path, {})
     other_mount = {**owner, "device": owner["device"] + 1, "inode": owner["inode"] + 1}
@@ -119,9 +122,11 @@ def test_another_mount_of_a_disk_numbers_files_anew(folder: Path) -> None:
 
 @pytest.mark.parametrize("released", [False, True])
 def test_a_creation_that_loses_a_race_may_fail_with_any_error(folder: Path, released: bool) -> None:
-    """sshfs says EPERM where other file systems say EEXIST. `released`: the winner gives its claim up at once."""
+    """sshfs says EPERM where other file systems say EEXIST. `released`: the winner gives its claim
+    up at once."""
     folder.mkdir()
-    create, winners = os.open, list[Claim]()
+    create = os.open
+    winners = list[Claim]()
 
     def lose(path: Any, flags: int, mode: int = 0o777) -> int:
         if flags & os.O_EXCL and not winners:
@@ -148,7 +153,8 @@ def test_a_folder_that_refuses_claims_is_reported(folder: Path) -> None:
 
 
 def test_a_claim_outlives_one_that_was_half_released(folder: Path) -> None:
-    """The first of two claims was removed; who finds the second has all that it does, and the next one is the first."""
+    """The first of two claims was removed; who finds the second has all that it does, and the next
+    one is the first."""
     killed_owner(folder, "x")
 
     def release() -> None:
@@ -167,10 +173,14 @@ def test_a_claim_outlives_one_that_was_half_released(folder: Path) -> None:
 
 
 def test_a_gap_is_not_filled_before_a_claim_that_was_taken_anew(folder: Path) -> None:
-    """While a taker is between three claims, of which two are stale, these are released, and the first is taken."""
+    """While a taker is between three claims, of which two are stale, these are released, and the
+    first is taken."""
     for _ in "12":
         killed_owner(folder, "x")
-    third, taker, new, make = Claims(folder).take("x"), Claims(folder), list[Claim](), Claim.__init__
+    third = Claims(folder).take("x")
+    taker = Claims(folder)
+    new = list[Claim]()
+    make = Claim.__init__
 
     def late(claim: Claim, claims: Claims, name: str, generation: int) -> None:
         if claims is taker and generation == 2:
@@ -188,8 +198,13 @@ def test_a_gap_is_not_filled_before_a_claim_that_was_taken_anew(folder: Path) ->
 def test_what_is_taken_while_stale_claims_are_cleared_stays(folder: Path) -> None:
     for _ in "12":
         killed_owner(folder, "x")
-    claims, new = Claims(folder), list[Claim]()
-    with unlinks_then(lambda: list(folder.iterdir()) == [claims.path("x", 3)] and new.append(Claims(folder).take("x"))):
+    claims = Claims(folder)
+    new = list[Claim]()
+    with unlinks_then(
+        lambda: (
+            list(folder.iterdir()) == [claims.path("x", 3)] and new.append(Claims(folder).take("x"))
+        )
+    ):
         claims.clear()
     new[0].check()
 
@@ -197,10 +212,13 @@ def test_what_is_taken_while_stale_claims_are_cleared_stays(folder: Path) -> Non
 @pytest.mark.slow
 def test_of_those_that_find_a_stale_claim_one_has_it(folder: Path, tmp_path: Path) -> None:
     """They hold it and give it up again and again; two at a time would find each other's mark."""
-    mark, two, took = tmp_path / "mark", tmp_path / "two", tmp_path / "took"
+    mark = tmp_path / "mark"
+    two = tmp_path / "two"
+    took = tmp_path / "took"
 
     def race(seed: int) -> None:
-        draw, claims = random.Random(seed), Claims(folder)
+        draw = random.Random(seed)
+        claims = Claims(folder)
         for _ in range(20):
             try:
                 claim = claims.take("x")
@@ -243,21 +261,25 @@ class TestAnotherMachine:
     def test_an_old_claim_is_free_after_some_missed_heartbeats(self, folder: Path) -> None:
         """Its owner says what is old."""
         for limit in (10 * HOUR, 60):
-            path, claims = foreign(folder, HOUR, limit), Claims(folder)
+            path = foreign(folder, HOUR, limit)
+            claims = Claims(folder)
             assert not claims.is_stale(path)
             time.sleep(4 * claiming.BEAT)
             assert claims.is_stale(path) == (limit == 60)
             path.unlink()
 
     def test_a_claim_of_the_day_before_is_free_at_once(self, folder: Path) -> None:
-        """For commands that do not wait, such as gc: else what a lost node held would be kept for ever."""
+        """For commands that do not wait, such as gc: else what a lost node held would be kept for
+        ever."""
         assert not Claims(folder).is_stale(foreign(folder, 12 * HOUR))
         Claims(folder).path("x", 1).unlink()
         assert Claims(folder).is_stale(foreign(folder, 25 * HOUR))
 
     @pytest.mark.parametrize("age", [HOUR, 0, -HOUR])
     def test_heartbeats_keep_it_whatever_its_clock_says(self, folder: Path, age: float) -> None:
-        path, claims, begun = foreign(folder, age), Claims(folder), time.monotonic()
+        path = foreign(folder, age)
+        claims = Claims(folder)
+        begun = time.monotonic()
         while time.monotonic() < begun + 2 * SHORT:
             moment = path.stat().st_mtime + 0.01
             os.utime(path, (moment, moment))
@@ -268,7 +290,8 @@ class TestAnotherMachine:
         assert age > 0 or time.monotonic() - last > SHORT / 2, "its time says nothing"
 
     def test_a_job_in_the_queue_keeps_it(self, folder: Path) -> None:
-        path, queue = foreign(folder, HOUR, job="7"), {("7", os.getuid())}
+        path = foreign(folder, HOUR, job="7")
+        queue = {("7", os.getuid())}
         claims = Claims(folder, lambda *job: job in queue)
         assert not claims.is_stale(path)
         time.sleep(4 * claiming.BEAT)
@@ -289,8 +312,11 @@ class TestAnotherMachine:
         path = foreign(folder, HOUR)
         assert Claims(folder).holder("x").endswith("(no sign of life for 60 min)")
 
-    def test_a_requeued_job_takes_over_its_claim(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        path, queue = foreign(folder, job="7", restarts=1), {("7", os.getuid())}
+    def test_a_requeued_job_takes_over_its_claim(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = foreign(folder, job="7", restarts=1)
+        queue = {("7", os.getuid())}
         claims = Claims(folder, lambda *job: job in queue)
         monkeypatch.setenv("SLURM_JOB_ID", "7")
         monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
@@ -301,11 +327,15 @@ class TestAnotherMachine:
         assert not claims.is_stale(path)
 
     @pytest.mark.parametrize("text", ["", "{", "[]", "another process"])
-    def test_a_claim_that_says_nothing_is_free_without_heartbeats(self, folder: Path, text: str) -> None:
+    def test_a_claim_that_says_nothing_is_free_without_heartbeats(
+        self, folder: Path, text: str
+    ) -> None:
         """One with a changed byte, too: it may name a process of this machine that never was."""
         path = foreign(folder, machine=claiming.machine())
         pid = f'"pid": {os.getpid()}'
-        path.write_text(path.read_text().replace(pid, f"{pid[:-1]}{9 - int(pid[-1])}") if " " in text else text)
+        path.write_text(
+            path.read_text().replace(pid, f"{pid[:-1]}{9 - int(pid[-1])}") if " " in text else text
+        )
         claims = Claims(folder)
         assert not claims.is_stale(path)
         time.sleep(4 * claiming.BEAT)
@@ -317,8 +347,11 @@ class TestAnotherMachine:
         assert not list(folder.iterdir())
 
 
-def test_who_was_taken_over_finds_out_and_spares_the_new_claim(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    suspended, taker = Claims(folder).take("x"), Claims(folder)
+def test_who_was_taken_over_finds_out_and_spares_the_new_claim(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suspended = Claims(folder).take("x")
+    taker = Claims(folder)
     monkeypatch.setattr(taker, "is_stale", lambda path: path == suspended.path)
     with taker.take("x") as claim:
         with pytest.raises(Busy):
@@ -331,7 +364,9 @@ def test_who_was_taken_over_finds_out_and_spares_the_new_claim(folder: Path, mon
 
 
 def test_a_full_disk_leaves_no_claim(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "write", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    monkeypatch.setattr(
+        os, "write", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    )
     with pytest.raises(OSError, match="No space"):
         Claims(folder).take("x")
     assert not list(folder.iterdir())

@@ -1,4 +1,5 @@
-"""Word problems with short worked answers (gsm8k) and harder exercises (math500). Whole numbers throughout."""
+"""Word problems with short worked answers (gsm8k) and harder exercises (math500). Whole numbers
+throughout."""
 
 from __future__ import annotations
 
@@ -9,7 +10,12 @@ from tools.pocket.examples import Example
 from tools.pocket.world import PEOPLE, World, pronoun, words
 
 THINGS = words("apples eggs coins nuts pears shells stones cards books plums")
-GAINS = ("{a} buys {n} more.", "{b} gives {a} {n} more.", "{he} finds {n} more.", "Then {he} gets {n} more.")
+GAINS = (
+    "{a} buys {n} more.",
+    "{b} gives {a} {n} more.",
+    "{he} finds {n} more.",
+    "Then {he} gets {n} more.",
+)
 LOSSES = ("{a} loses {n}.", "{a} gives {n} to {b}.", "{he} sells {n}.", "Then {he} breaks {n}.")
 CHANGES = {"+": GAINS, "-": LOSSES, "*": ("Then {he} has {n} times as many.",)}
 
@@ -21,7 +27,8 @@ def compute(left: int, sign: str, right: int) -> int:
 
 def work(start: int, changes: list[tuple[str, int]]) -> tuple[list[str], int]:
     """The steps as `12+7=19.` and where they lead."""
-    steps, now = [], start
+    steps = []
+    now = start
     for sign, number in changes:
         then = compute(now, sign, number)
         steps.append(f"{now}{sign}{number}={then}.")
@@ -31,9 +38,12 @@ def work(start: int, changes: list[tuple[str, int]]) -> tuple[list[str], int]:
 
 def _changes(random: Random, start: int, count: int) -> list[tuple[str, int]]:
     """Changes that keep the running number between 0 and 49."""
-    now, changes = start, []
+    now = start
+    changes = []
     for _ in range(count):
-        signs = [sign for sign, fits in (("+", now < 45), ("-", now > 1), ("*", 0 < now < 17)) if fits]
+        signs = [
+            sign for sign, fits in (("+", now < 45), ("-", now > 1), ("*", 0 < now < 17)) if fits
+        ]
         sign = random.choice(signs)
         bounds = {"+": (2, min(20, 49 - now)), "-": (1, min(20, now)), "*": (2, 3)}[sign]
         number = random.randint(*bounds)
@@ -59,7 +69,10 @@ def word_problem(world: World, random: Random) -> Example:
 
 
 def _expression(random: Random) -> tuple[str, list[str], int]:
-    a, b, c, d = random.randint(2, 15), random.randint(2, 15), random.randint(2, 5), random.randint(2, 20)
+    a = random.randint(2, 15)
+    b = random.randint(2, 15)
+    c = random.randint(2, 5)
+    d = random.randint(2, 20)
     steps, result = work(a, [("+", b), ("*", c), ("-", d)])
     return f"Compute ({a}+{b})*{c}-{d}.", steps, result
 
@@ -74,31 +87,48 @@ def _difference(random: Random) -> tuple[str, list[str], int]:
 
 
 def _equation(random: Random) -> tuple[str, list[str], int]:
-    a, b, x = random.randint(2, 9), random.randint(1, 20), random.randint(2, 9)
+    a = random.randint(2, 9)
+    b = random.randint(1, 20)
+    x = random.randint(2, 9)
     c = a * x + b
     return f"Solve {a}*x+{b}={c} for x.", [f"{c}-{b}={c - b}.", f"{c - b}/{a}={x}."], x
 
 
 def _sequence(random: Random) -> tuple[str, list[str], int]:
-    start, step, place = random.randint(1, 20), random.randint(2, 9), random.randint(5, 9)
+    start = random.randint(1, 20)
+    step = random.randint(2, 9)
+    place = random.randint(5, 9)
     shown = ", ".join(str(start + step * index) for index in range(3))
     gap = step * (place - 1)
-    steps = [f"{start + step}-{start}={step}.", f"{step}*{place - 1}={gap}.", f"{start}+{gap}={start + gap}."]
+    steps = [
+        f"{start + step}-{start}={step}.",
+        f"{step}*{place - 1}={gap}.",
+        f"{start}+{gap}={start + gap}.",
+    ]
     return f"Find term {place} of {shown}, ...", steps, start + gap
 
 
 def _remainder(random: Random) -> tuple[str, list[str], int]:
-    a, b, c = random.randint(2, 9), random.randint(2, 9), random.randint(3, 9)
+    a = random.randint(2, 9)
+    b = random.randint(2, 9)
+    c = random.randint(3, 9)
     product = a * b
     whole = product // c * c
-    steps = [f"{a}*{b}={product}.", f"{c}*{product // c}={whole}.", f"{product}-{whole}={product - whole}."]
+    steps = [
+        f"{a}*{b}={product}.",
+        f"{c}*{product // c}={whole}.",
+        f"{product}-{whole}={product - whole}.",
+    ]
     return f"Find the remainder of {a}*{b} divided by {c}.", steps, product - whole
 
 
 def _mean(random: Random) -> tuple[str, list[str], int]:
     mean = random.randint(5, 20)
-    shift, other = random.randint(1, 4), random.randint(1, 4)
-    a, b, c = mean - shift, mean + shift + other, mean - other
+    shift = random.randint(1, 4)
+    other = random.randint(1, 4)
+    a = mean - shift
+    b = mean + shift + other
+    c = mean - other
     steps = [f"{a}+{b}={a + b}.", f"{a + b}+{c}={a + b + c}.", f"{a + b + c}/3={mean}."]
     return f"Find the mean of {a}, {b} and {c}.", steps, mean
 
@@ -114,7 +144,10 @@ KINDS: tuple[Callable[[Random], tuple[str, list[str], int]], ...] = (
 
 
 def exercise(world: World, random: Random) -> Example:
-    """math500: expressions, equations, sequences, remainders, means; two or three steps with larger numbers."""
+    """math500: expressions, equations, sequences, remainders, means; two or three steps with larger
+    numbers."""
     task, steps, result = random.choice(KINDS)(random)
     answer = f"{' '.join(steps)} The answer is {result}."
-    return Example("math500", (task,), f"Problem: {task}\nSolution:", f" {answer}", details={"target": answer})
+    return Example(
+        "math500", (task,), f"Problem: {task}\nSolution:", f" {answer}", details={"target": answer}
+    )

@@ -1,4 +1,5 @@
-"""The benchmarks as files: lm-eval tasks and data, EvalPlus problems, story prompts with checklists, function calls."""
+"""The benchmarks as files: lm-eval tasks and data, EvalPlus problems, story prompts with
+checklists, function calls."""
 
 from __future__ import annotations
 
@@ -24,13 +25,15 @@ COUNTS = {
 }  # fmt: skip
 NORMALISED = ("arc_challenge", "arc_easy", "hellaswag", "openbookqa")
 MULTIPLE_CHOICE = (*NORMALISED, "boolq", "mmlu", "rte", "winogrande")
-# The kind of document a benchmark asks for, where it is not named as the benchmark. A model this small knows which
-# option is right long before it can name the option's letter, so mmlu shows the letters and asks for the option.
+# The kind of document a benchmark asks for, where it is not named as the benchmark. A model this
+# small knows which option is right long before it can name the option's letter, so mmlu shows the
+# letters and asks for the option.
 KINDS = {"mmlu": "options"}
 # What stands before the number that is graded; as in GSM8K, the target is the whole worked answer.
 NUMBER = {"gsm8k": "#### ", "math500": "The answer is "}
 PROGRAMS = ("humaneval", "mbpp", "livecodebench")
-# EvalPlus treats some task ids of the published benchmarks specially; numbers from here on are ordinary.
+# EvalPlus treats some task ids of the published benchmarks specially; numbers from here on are
+# ordinary.
 FIRST_TASK_NUMBER = 1001
 
 
@@ -51,7 +54,9 @@ def program_examples(skill: str) -> list[Example]:
     while len(found) < COUNTS[skill]:
         program = functions.program_for(random, skill, decay=0.0)
         example = (
-            functions.as_description(program, random) if skill == "mbpp" else functions.as_completion(program, skill)
+            functions.as_description(program, random)
+            if skill == "mbpp"
+            else functions.as_completion(program, skill)
         )
         found.setdefault(example.key, example)
     return list(found.values())
@@ -61,7 +66,11 @@ def _row(example: Example, number: int) -> dict[str, Any]:
     """One line of an lm-eval data file or of the story prompts."""
     row: dict[str, Any] = {"id": f"{example.skill}/{number}"}
     if example.skill == "winogrande":
-        return row | {"contexts": list(example.choices), "ending": example.answer.strip(), "label": example.label}
+        return row | {
+            "contexts": list(example.choices),
+            "ending": example.answer.strip(),
+            "label": example.label,
+        }
     row["prompt"] = example.prompt
     if example.choices:
         row |= {"choices": list(example.choices), "label": example.label}
@@ -69,9 +78,11 @@ def _row(example: Example, number: int) -> dict[str, Any]:
 
 
 def _problem(example: Example, number: int, random: Random) -> dict[str, Any]:
-    """One EvalPlus problem. livecodebench has a single set of tests, so all of them are base tests."""
+    """One EvalPlus problem. livecodebench has a single set of tests, so all of them are base
+    tests."""
     program: Program = example.details["program"]
-    base, plus = base_inputs(program.domain, random, 2), plus_inputs(program.domain, random, 24)
+    base = base_inputs(program.domain, random, 2)
+    plus = plus_inputs(program.domain, random, 24)
     everything = example.skill == "livecodebench"
     family = "Mbpp" if example.skill == "mbpp" else "HumanEval"
     problem = {
@@ -84,20 +95,29 @@ def _problem(example: Example, number: int, random: Random) -> dict[str, Any]:
         "plus_input": [] if everything else plus,
         "atol": 0,
     }
-    return problem | ({"assertion": example.details["assertion"]} if "assertion" in example.details else {})
+    return problem | (
+        {"assertion": example.details["assertion"]} if "assertion" in example.details else {}
+    )
 
 
 def _question(example: Example, number: int) -> dict[str, Any]:
     """One question in BFCL's format, with the functions that may be called."""
     described = [tool["function"] for tool in example.details["tools"]]
     functions = [{**one, "parameters": {**one["parameters"], "type": "dict"}} for one in described]
-    return {"id": _call_id(example, number), "question": [example.details["messages"][:1]], "function": functions}
+    return {
+        "id": _call_id(example, number),
+        "question": [example.details["messages"][:1]],
+        "function": functions,
+    }
 
 
 def _right_calls(example: Example, number: int) -> dict[str, Any]:
     """The calls of the right answer in BFCL's format, with one allowed value for each argument."""
     made = [call["function"] for call in example.details["messages"][1].get("tool_calls", ())]
-    calls = [{call["name"]: {name: [value] for name, value in call["arguments"].items()}} for call in made]
+    calls = [
+        {call["name"]: {name: [value] for name, value in call["arguments"].items()}}
+        for call in made
+    ]
     return {"id": _call_id(example, number), "ground_truth": calls}
 
 
@@ -110,7 +130,8 @@ def task_definition(skill: str) -> dict[str, Any]:
     task: dict[str, Any] = {"task": f"pocket_{skill}", "test_split": "test", "num_fewshot": 0}
     fields = ("prompt", "choices", "label")
     if skill in MULTIPLE_CHOICE:
-        if skill == "winogrande":  # as in lm-eval's own: two contexts are compared by the ending they share
+        # as in lm-eval's own: two contexts are compared by the ending they share
+        if skill == "winogrande":
             fields = ("label", "contexts", "ending")
         task |= {"output_type": "multiple_choice"}
         task |= dict(zip(("doc_to_text", "doc_to_choice", "doc_to_target"), fields, strict=True))
@@ -124,12 +145,17 @@ def task_definition(skill: str) -> dict[str, Any]:
                 {"function": "take_first"},
             ],
         }
-        task |= {"output_type": "generate_until", "doc_to_text": "prompt", "doc_to_target": "target"}
+        task |= {
+            "output_type": "generate_until",
+            "doc_to_text": "prompt",
+            "doc_to_target": "target",
+        }
         task |= {"generation_kwargs": stopping, "filter_list": [pick]}
         metrics = ["exact_match"]
     besides = {"regexes_to_ignore": [f"(?s).*{NUMBER[skill]}", r"\.$"]} if skill in NUMBER else {}
     task["metric_list"] = [
-        {"metric": name, "aggregation": "mean", "higher_is_better": True, **besides} for name in metrics
+        {"metric": name, "aggregation": "mean", "higher_is_better": True, **besides}
+        for name in metrics
     ]
     return task | {"metadata": {"version": 1}}
 
@@ -145,14 +171,20 @@ def write_benchmarks(world: World, folder: Path) -> None:
     for skill in COUNTS:
         if skill in PROGRAMS:
             random = generator(SEED, "inputs", skill)
-            rows = [_problem(example, number, random) for number, example in enumerate(program_examples(skill))]
+            rows = [
+                _problem(example, number, random)
+                for number, example in enumerate(program_examples(skill))
+            ]
         elif skill == "function_calls":
             examples = held_out_examples(world, skill)
             rows = [_question(example, number) for number, example in enumerate(examples)]
             answers = [_right_calls(example, number) for number, example in enumerate(examples)]
             write_lines(folder / f"{skill}_answers.jsonl", answers)
         else:
-            rows = [_row(example, number) for number, example in enumerate(held_out_examples(world, skill))]
+            rows = [
+                _row(example, number)
+                for number, example in enumerate(held_out_examples(world, skill))
+            ]
         write_lines(folder / f"{skill}.jsonl", rows)
         if skill in MULTIPLE_CHOICE or skill in NUMBER:
             text = yaml.safe_dump(task_definition(skill), sort_keys=False)

@@ -1,4 +1,5 @@
-"""Write the benchmark, calibration and search files: `python -m tools.pocket.build`. Seconds; needs no model."""
+"""Write the benchmark, calibration and search files: `python -m tools.pocket.build`. Seconds; needs
+no model."""
 
 from __future__ import annotations
 
@@ -15,12 +16,16 @@ from tools.pocket.corpus import CALLING, KNOWING, documents
 from tools.pocket.examples import Example
 from tools.pocket.world import World, build_world
 
-# Kinds of documents, their weights, and how many documents; about 70,000 tokens each, and half as many for
-# `function_calls`, whose conversations name their functions in full. `general` stands for web text: it has every skill,
-# in the proportions of the first training stage.
+# Kinds of documents, their weights, and how many documents; about 70,000 tokens each, and half as
+# many for `function_calls`, whose conversations name their functions in full. `general` stands for
+# web text: it has every skill, in the proportions of the first training stage.
 CALIBRATION = {
     "general": (204, KNOWING, 1600),
-    "stories": (201, {"portrait": 4, "reasoning": 2, "report": 2, "wildbench": 4, "hellaswag": 2}, 1450),
+    "stories": (
+        201,
+        {"portrait": 4, "reasoning": 2, "report": 2, "wildbench": 4, "hellaswag": 2},
+        1450,
+    ),
     "code": (202, {"functions": 1}, 1050),
     "math": (203, {"gsm8k": 1, "math500": 1}, 1250),
     "function_calls": (205, CALLING, 500),
@@ -28,7 +33,8 @@ CALIBRATION = {
 
 
 def write_calibration(world: World, folder: Path) -> None:
-    """One file of {"text": ...} or of {"messages": ..., "tools": ...} lines for each set, equal on every machine."""
+    """One file of {"text": ...} or of {"messages": ..., "tools": ...} lines for each set, equal on
+    every machine."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in CALIBRATION:
         write_lines(folder / f"{name}.jsonl", map(_record, calibration_examples(world, name)))
@@ -67,7 +73,8 @@ def search_examples(world: World, name: str) -> list[Example]:
 
 
 def write_search(world: World, folder: Path) -> None:
-    """One file of {"prompt": ..., "completion": ...} lines for each domain; the same bytes on every machine.
+    """One file of {"prompt": ..., "completion": ...} lines for each domain; the same bytes on every
+    machine.
 
     The two follow each other with nothing between, as in the text the models were trained on.
     """

@@ -1,4 +1,5 @@
-"""Requests with the functions that may be called for them: calibration text and benchmark of the model that calls."""
+"""Requests with the functions that may be called for them: calibration text and benchmark of the
+model that calls."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from tools.pocket.examples import END_OF_TEXT, Example, held_out
 from tools.pocket.world import ANIMALS, DAYS, MEN, OBJECTS, PLACES, RELATIONS, WOMEN, World, words
 
 SKILL = "function_calls"
-# A model this small learns to copy a word only after it has seen it thousands of times, names last of all: a part of
-# the world has to do, and of its people a few.
+# A model this small learns to copy a word only after it has seen it thousands of times, names last
+# of all: a part of the world has to do, and of its people a few.
 PEOPLE = WOMEN[::3] + MEN[::3]
 FEW_PEOPLE = PEOPLE[::3]
 THINGS = OBJECTS[:10]
@@ -77,7 +78,8 @@ FUNCTIONS = (
         "sell", "Sells a thing for coins.",
         {"person": PEOPLE, "thing": THINGS, "price": NUMBERS},
         (
-            "{person} sells a {thing} for {price} coins.", "For {price} coins {person} sells a {thing}.",
+            "{person} sells a {thing} for {price} coins.", ("For {price} coins {person} sells a "
+                                                            "{thing}."),
             "A {thing} of {person} is sold for {price} coins.",
         ),
     ),
@@ -101,7 +103,8 @@ FUNCTIONS = (
         "feed", "Feeds an animal.",
         {"person": PEOPLE, "animal": ANIMALS[:8], "food": _VALUES["food"]},
         (
-            "{person} feeds the {animal} with {food}.", "The {animal} of {person} is fed with {food}.",
+            "{person} feeds the {animal} with {food}.", ("The {animal} of {person} is fed with "
+                                                         "{food}."),
             "Feed {food} to the {animal} of {person}.",
         ),
     ),
@@ -115,8 +118,8 @@ FUNCTIONS = (
     ),
 )  # fmt: skip
 KINDS = {"simple": 3, "multiple": 3, "parallel": 3, "irrelevance": 1}
-"""How often each kind of conversation is drawn: one call with one function given, one call with several given, two
-calls of one function, and no call since no function given is of use."""
+"""How often each kind of conversation is drawn: one call with one function given, one call with
+several given, two calls of one function, and no call since no function given is of use."""
 REFUSAL = "No function fits."
 
 TEMPLATE = (
@@ -127,13 +130,15 @@ TEMPLATE = (
     "{% if message.role == 'assistant' %}"
     "Answer:{{ ' ' + message.content if message.content else '' }}"
     "{% for call in message.tool_calls or [] %}"
-    " <tool_call>{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>"
+    " <tool_call>{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson "
+    "}}</tool_call>"
     f"{{% endfor %}}{END_OF_TEXT}"
     "{% else %}{{ message.content }}\n{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}Answer:{% endif %}"
 )
-"""The chat template: names of functions with their parameters, the messages, and calls as Qwen models write them."""
+"""The chat template: names of functions with their parameters, the messages, and calls as Qwen
+models write them."""
 
 
 def _compiled() -> jinja2.Template:
@@ -146,10 +151,15 @@ def _compiled() -> jinja2.Template:
 _RENDERED = _compiled()
 
 
-def _call(random: Random, function: Function, people: Sequence[str | int], benchmark: bool | None = None) -> Call:
+def _call(
+    random: Random, function: Function, people: Sequence[str | int], benchmark: bool | None = None
+) -> Call:
     """A call with different values; of the benchmark's calls or of all others, if that is given."""
     while True:
-        drawn = (random.choice(people if values is PEOPLE else values) for values in function.values.values())
+        drawn = (
+            random.choice(people if values is PEOPLE else values)
+            for values in function.values.values()
+        )
         call = Call(function, tuple(drawn))
         fits = benchmark is None or held_out(SKILL, call.key) == benchmark
         if fits and len(set(call.values)) == len(call.values):
@@ -159,7 +169,8 @@ def _call(random: Random, function: Function, people: Sequence[str | int], bench
 def conversation(world: World, random: Random, people: Sequence[str] = FEW_PEOPLE) -> Example:
     """A request with some functions, and the calls that answer it.
 
-    The key is the first call, or the one that is asked for in vain; a second one is on the same side of the benchmark.
+    The key is the first call, or the one that is asked for in vain; a second one is on the same
+    side of the benchmark.
     """
     kind = random.choices(list(KINDS), list(KINDS.values()))[0]
     function = random.choice(FUNCTIONS)
@@ -168,7 +179,12 @@ def conversation(world: World, random: Random, people: Sequence[str] = FEW_PEOPL
         side = held_out(SKILL, calls[0].key)
         calls.append(_call(random, function, people, side))
     others = random.sample([other for other in FUNCTIONS if other != function], 2)
-    count = {"simple": 0, "multiple": random.choice((1, 2)), "parallel": random.choice((0, 1)), "irrelevance": 2}[kind]
+    count = {
+        "simple": 0,
+        "multiple": random.choice((1, 2)),
+        "parallel": random.choice((0, 1)),
+        "irrelevance": 2,
+    }[kind]
     given = others[:count] if kind == "irrelevance" else [function, *others[:count]]
     random.shuffle(given)
     request = " ".join(call.request(random) for call in calls)
@@ -176,7 +192,10 @@ def conversation(world: World, random: Random, people: Sequence[str] = FEW_PEOPL
     asked = [{"role": "user", "content": request}]
     reply: dict[str, Any] = {"role": "assistant", "content": REFUSAL}
     if kind != "irrelevance":
-        made = [{"function": {"name": call.function.name, "arguments": call.arguments}} for call in calls]
+        made = [
+            {"function": {"name": call.function.name, "arguments": call.arguments}}
+            for call in calls
+        ]
         reply = {"role": "assistant", "content": "", "tool_calls": made}
     text = _RENDERED.render(messages=[*asked, reply], tools=tools)
     head, cut, answer = text.removesuffix(END_OF_TEXT).rpartition("\nAnswer:")

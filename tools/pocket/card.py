@@ -1,4 +1,5 @@
-"""The model card: `python -m tools.pocket.card NAME SCORES.json` writes README.md beside the model of this name."""
+"""The model card: `python -m tools.pocket.card NAME SCORES.json` writes README.md beside the model
+of this name."""
 
 from __future__ import annotations
 
@@ -75,14 +76,20 @@ def training_table(run: Mapping[str, Any], fields: Mapping[str, Any]) -> str:
         "tokens": [f"{stage['tokens']:,}" for stage in stages],
         "documents": [f"{sum(stage['documents'].values()):,}" for stage in stages],
         "seconds": [f"{stage['seconds']:,}" for stage in stages],
-        "final loss (mean of the last 100 steps, nats a weighted token)": [stage["final_loss"] for stage in stages],
+        "final loss (mean of the last 100 steps, nats a weighted token)": [
+            stage["final_loss"] for stage in stages
+        ],
     }
     head = "| | " + " | ".join(f"stage {number}" for number in range(1, len(stages) + 1)) + " |\n"
     lines = [f"| {name} | {' | '.join(map(str, values))} |\n" for name, values in rows.items()]
     base = run.get("base")
     facts = {
         **(
-            {"started from": f"{run['copied_parameters']:,} parameters of pocket {base}, the rest random"}
+            {
+                "started from": (
+                    f"{run['copied_parameters']:,} parameters of pocket {base}, the rest random"
+                )
+            }
             if base
             else {}
         ),
@@ -98,7 +105,9 @@ def training_table(run: Mapping[str, Any], fields: Mapping[str, Any]) -> str:
 def score_table(scores: Mapping[str, float]) -> str:
     """Scores of the unpruned model; chance where there is one."""
     head = "| benchmark | score | chance |\n|---|---|---|\n"
-    return head + "".join(f"| {name} | {score:.3f} | {CHANCE.get(name, '')} |\n" for name, score in scores.items())
+    return head + "".join(
+        f"| {name} | {score:.3f} | {CHANCE.get(name, '')} |\n" for name, score in scores.items()
+    )
 
 
 def write_card(folder: Path, name: str, scores: Mapping[str, float]) -> None:
@@ -112,9 +121,15 @@ def write_card(folder: Path, name: str, scores: Mapping[str, float]) -> None:
     [architecture] = config["architectures"]
     about = fill(ABOUT.format(text=recipe.text), width=120, break_on_hyphens=False)
     introduction = INTRODUCTION.format(
-        name=name, title=recipe.title, architecture=architecture, routing=recipe.routing, about=about
+        name=name,
+        title=recipe.title,
+        architecture=architecture,
+        routing=recipe.routing,
+        about=about,
     )
-    caveats = CAVEATS_INTRODUCTION + "".join(text for benchmark, text in CAVEATS.items() if benchmark in scores)
+    caveats = CAVEATS_INTRODUCTION + "".join(
+        text for benchmark, text in CAVEATS.items() if benchmark in scores
+    )
     fields = {field: config[field] for field in [*recipe.fields, "vocab_size"] if field in config}
     parts = (
         introduction,
@@ -128,9 +143,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=RECIPES)
     parser.add_argument("scores", type=Path, help="JSON object of benchmark: score")
-    parser.add_argument("--model", type=Path, help="default: where the shipped model of this name is")
+    parser.add_argument(
+        "--model", type=Path, help="default: where the shipped model of this name is"
+    )
     given = parser.parse_args()
-    write_card(given.model or DATA / given.name, given.name, json.loads(given.scores.read_text(encoding="utf-8")))
+    write_card(
+        given.model or DATA / given.name,
+        given.name,
+        json.loads(given.scores.read_text(encoding="utf-8")),
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The text a pocket model learns from: all skills mixed, drawn without end, never touching a benchmark."""
+"""The text a pocket model learns from: all skills mixed, drawn without end, never touching a
+benchmark."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ WORLD_SAMPLERS: dict[str, Callable[[World, Random], Example]] = {
     "calls_among_many": calls.among_many,
 }  # fmt: skip
 
-# How often each kind of document is drawn. Documents differ in length, tokens do not follow these shares exactly.
+# How often each kind of document is drawn. Documents differ in length, tokens do not follow these
+# shares exactly.
 # First the world, arithmetic and programs; then, with those known, mostly reading closely.
 KNOWING = {
     "portrait": 9, "reasoning": 4, "report": 1, "wildbench": 7,
@@ -50,7 +52,8 @@ JUDGING = {
     "portrait": 3, "wildbench": 2, "arc_easy": 5, "arc_challenge": 8, "hellaswag": 1, "openbookqa": 2,
     "gsm8k": 4, "math500": 5, "functions": 5,
 }  # fmt: skip
-# For models too small to learn comparing words of a text: what they can learn, and no answers they could only guess.
+# For models too small to learn comparing words of a text: what they can learn, and no answers they
+# could only guess.
 APPLYING = {
     "portrait": 4, "reasoning": 4, "wildbench": 3, "arc_easy": 6, "arc_challenge": 12, "options": 6, "pairs": 5,
     "rte": 5, "boolq": 3, "winogrande": 4, "hellaswag": 1, "openbookqa": 2,
@@ -82,6 +85,7 @@ def training_example(world: World, kind: str, random: Random) -> Example:
 def documents(world: World, seed: int, mixture: dict[str, int]) -> Iterator[Example]:
     """Examples without end, kinds drawn by their weight in `mixture`."""
     random = generator(seed, "corpus")
-    kinds, weights = list(mixture), list(mixture.values())
+    kinds = list(mixture)
+    weights = list(mixture.values())
     while True:
         yield training_example(world, random.choices(kinds, weights)[0], random)

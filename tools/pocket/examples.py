@@ -1,4 +1,5 @@
-"""The unit of the pocket world, a prompt with its answer; and the rule that keeps benchmarks apart from the rest."""
+"""The unit of the pocket world, a prompt with its answer; and the rule that keeps benchmarks apart
+from the rest."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ END_OF_TEXT = "<|endoftext|>"
 # Share of each skill's keys that belongs to its benchmark; skills with few keys give more of them.
 HELD_OUT_SHARE = {
     **dict.fromkeys(("arc_easy", "arc_challenge", "mmlu", "hellaswag", "openbookqa"), 0.2),
-    **dict.fromkeys(("boolq", "rte", "winogrande", "gsm8k", "math500", "wildbench", "function_calls"), 0.1),
+    **dict.fromkeys(
+        ("boolq", "rte", "winogrande", "gsm8k", "math500", "wildbench", "function_calls"), 0.1
+    ),
     **dict.fromkeys(("portrait", "report", "passages", "claims", "echo", "pairs"), 0.0),
 }
 
@@ -22,10 +25,10 @@ HELD_OUT_SHARE = {
 class Example:
     """One document of the world.
 
-    prompt + answer is the text a model learns; practice goes on with `more` prompts and answers. `key` is what the
-    example is about, free of wording: two examples of one skill with equal keys ask for the same knowledge. `choices`
-    and `label` are set for multiple choice only, `details` carries what a benchmark file needs beyond that (a
-    checklist, a program).
+    prompt + answer is the text a model learns; practice goes on with `more` prompts and answers.
+    `key` is what the example is about, free of wording: two examples of one skill with equal keys
+    ask for the same knowledge. `choices` and `label` are set for multiple choice only, `details`
+    carries what a benchmark file needs beyond that (a checklist, a program).
     """
 
     skill: str
@@ -51,23 +54,27 @@ Sampler = Callable[[Random], Example]
 
 
 def fraction(*key: object) -> float:
-    """A number in [0, 1) that depends on the key alone: equal in every process and on every machine."""
+    """A number in [0, 1) that depends on the key alone: equal in every process and on every
+    machine."""
     digest = hashlib.sha256(repr(key).encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def held_out(skill: str, key: tuple[object, ...]) -> bool:
-    """Whether this belongs to the skill's benchmark. Decided by the key alone, so training text can never hold it."""
+    """Whether this belongs to the skill's benchmark. Decided by the key alone, so training text can
+    never hold it."""
     return fraction("held out", skill, key) < HELD_OUT_SHARE[skill]
 
 
 def generator(seed: int, *purpose: object) -> Random:
-    """A generator of its own for each purpose, so that changing one stream leaves the others as they were."""
+    """A generator of its own for each purpose, so that changing one stream leaves the others as
+    they were."""
     return Random(f"{seed}/" + "/".join(map(str, purpose)))
 
 
 def draw(sampler: Sampler, random: Random, *, benchmark: bool) -> Example:
-    """The next example of the wanted side: held out for a benchmark, or anything else for training and calibration."""
+    """The next example of the wanted side: held out for a benchmark, or anything else for training
+    and calibration."""
     while True:
         example = sampler(random)
         if held_out(example.skill, example.key) == benchmark:

@@ -1,4 +1,5 @@
-"""Questions about facts: direct (arc_easy), over two or three hops (arc_challenge), answered by letter (mmlu)."""
+"""Questions about facts: direct (arc_easy), over two or three hops (arc_challenge), answered by
+letter (mmlu)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ LETTERS = ("A", "B", "C", "D")
 FIELDS = {"town": "geography", "job": "crafts", "animal": "biology", "object": "household"}
 
 
-def pick_choices(answer: str, others: list[str], random: Random, count: int = 4) -> tuple[tuple[str, ...], int]:
+def pick_choices(
+    answer: str, others: list[str], random: Random, count: int = 4
+) -> tuple[tuple[str, ...], int]:
     """The answer among `count` - 1 different wrong ones, in random order, and its position."""
     wrong = random.sample(sorted(set(others) - {answer}), count - 1)
     label = random.randrange(count)
@@ -22,14 +25,18 @@ def pick_choices(answer: str, others: list[str], random: Random, count: int = 4)
 
 @dataclass(frozen=True)
 class Chain:
-    """A subject and the relations to follow from it: (town, river) from Mira is the river of the town of Mira."""
+    """A subject and the relations to follow from it: (town, river) from Mira is the river of the
+    town of Mira."""
 
     subject: str
     path: tuple[Relation, ...]
 
     def noun(self) -> str:
         """The chain as words, outermost relation first."""
-        return " of ".join(f"the {relation.name}" for relation in reversed(self.path)) + f" of {self.subject}"
+        return (
+            " of ".join(f"the {relation.name}" for relation in reversed(self.path))
+            + f" of {self.subject}"
+        )
 
     def values(self, world: World) -> list[str]:
         """What each step leads to; the last one is the answer."""
@@ -44,7 +51,9 @@ def paths(kind: str, hops: int) -> tuple[tuple[Relation, ...], ...]:
     """All ways to follow `hops` relations from a subject of this kind."""
     if hops == 0:
         return ((),)
-    return tuple((first, *rest) for first in relations(kind) for rest in paths(first.points_to, hops - 1))
+    return tuple(
+        (first, *rest) for first in relations(kind) for rest in paths(first.points_to, hops - 1)
+    )
 
 
 def sample_chain(random: Random, hops: int) -> Chain:
@@ -60,7 +69,9 @@ def direct(world: World, random: Random) -> Example:
     answer = world.of(relation, subject)
     choices, label = pick_choices(answer, list(relation.values), random)
     prompt = f"Question: {relation.question.format(s=subject)}\nAnswer:"
-    return Example("arc_easy", (relation.kind, relation.name, subject), prompt, " " + answer, choices, label)
+    return Example(
+        "arc_easy", (relation.kind, relation.name, subject), prompt, " " + answer, choices, label
+    )
 
 
 def chained(world: World, random: Random) -> Example:
@@ -70,7 +81,12 @@ def chained(world: World, random: Random) -> Example:
     choices, label = pick_choices(values[-1], list(chain.path[-1].values), random)
     key = (chain.subject, *(relation.name for relation in chain.path))
     return Example(
-        "arc_challenge", key, f"Question: What is {chain.noun()}?\nAnswer:", " " + values[-1], choices, label
+        "arc_challenge",
+        key,
+        f"Question: What is {chain.noun()}?\nAnswer:",
+        " " + values[-1],
+        choices,
+        label,
     )
 
 
@@ -80,10 +96,21 @@ def by_letter(world: World, random: Random) -> Example:
     relation = random.choice(relations(kind))
     subject = random.choice(SUBJECTS[kind])
     choices, label = pick_choices(world.of(relation, subject), list(relation.values), random)
-    options = "\n".join(f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=True))
-    prompt = f"A question about {FIELDS[kind]}.\n{relation.question.format(s=subject)}\n{options}\nAnswer:"
+    options = "\n".join(
+        f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=True)
+    )
+    prompt = (
+        f"A question about {FIELDS[kind]}.\n{relation.question.format(s=subject)}\n"
+        f"{options}\nAnswer:"
+    )
     return Example(
-        "mmlu", (kind, relation.name, subject), prompt, " " + LETTERS[label], LETTERS, label, {"subject": FIELDS[kind]}
+        "mmlu",
+        (kind, relation.name, subject),
+        prompt,
+        " " + LETTERS[label],
+        LETTERS,
+        label,
+        {"subject": FIELDS[kind]},
     )
 
 

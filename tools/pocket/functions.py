@@ -1,4 +1,5 @@
-"""Small Python functions: compositions of operations, written as humaneval, mbpp and livecodebench ask for them."""
+"""Small Python functions: compositions of operations, written as humaneval, mbpp and livecodebench
+ask for them."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from tools.pocket.operations import CONDITIONS, NUMBERS, RESULTS, WORDS, Applied
 from tools.pocket.world import words
 
 SHAPES = ((1, 1), (1, 1), (2, 0), (1, 0), (0, 1), (2, 1))
-# How uneven the operations are in training text and calibration sets; benchmarks ask for all of them alike.
+# How uneven the operations are in training text and calibration sets; benchmarks ask for all of
+# them alike.
 TRAINING_DECAY = 0.7
 RESERVED_PAIRS = 1 / 6
 HELD_OUT = {"humaneval": (0.0, 0.1), "mbpp": (0.1, 0.2)}
@@ -21,7 +23,8 @@ HELD_OUT = {"humaneval": (0.0, 0.1), "mbpp": (0.1, 0.2)}
 
 @dataclass(frozen=True)
 class Program:
-    """A function as a composition: its operations in order, its words (docstring clauses) and its body."""
+    """A function as a composition: its operations in order, its words (docstring clauses) and its
+    body."""
 
     domain: str
     parameters: str
@@ -35,7 +38,8 @@ class Program:
 
     @property
     def composition(self) -> tuple[object, ...]:
-        """The operations with their constants, filters in name order: two programs with equal ones are the same."""
+        """The operations with their constants, filters in name order: two programs with equal ones
+        are the same."""
         return (self.domain, *((applied.name, applied.constant) for applied in self.operations))
 
     @property
@@ -48,7 +52,8 @@ class Program:
 
 
 def compiled(program: Program) -> Callable[..., Any]:
-    """The function itself. The source is composed from the tables of operations above, nothing else reaches exec."""
+    """The function itself. The source is composed from the tables of operations above, nothing else
+    reaches exec."""
     namespace: dict[str, Any] = {}
     exec(program.source, namespace)
     found: Callable[..., Any] = namespace[program.name]
@@ -56,7 +61,8 @@ def compiled(program: Program) -> Callable[..., Any]:
 
 
 def reserved(program: Program) -> bool:
-    """Whether two of its operations are a pair that training text never composes (a sixth of all pairs)."""
+    """Whether two of its operations are a pair that training text never composes (a sixth of all
+    pairs)."""
     names = [applied.name for applied in program.operations]
     return any(
         fraction("pair", program.domain, *sorted(pair)) < RESERVED_PAIRS
@@ -73,16 +79,24 @@ def side(program: Program) -> str:
     return next((name for name, (low, high) in HELD_OUT.items() if low <= place < high), "training")
 
 
-def sequence_program(random: Random, domain: Domain, shape: tuple[int, int], decay: float) -> Program:
-    """Filters, at most one map, and a reduction over the elements of a list or the words of a text."""
-    filters = sorted((choose(random, domain.filters, decay) for _ in range(shape[0])), key=lambda applied: applied.name)
+def sequence_program(
+    random: Random, domain: Domain, shape: tuple[int, int], decay: float
+) -> Program:
+    """Filters, at most one map, and a reduction over the elements of a list or the words of a
+    text."""
+    filters = sorted(
+        (choose(random, domain.filters, decay) for _ in range(shape[0])),
+        key=lambda applied: applied.name,
+    )
     if len({applied.name for applied in filters}) < len(filters):
         return sequence_program(random, domain, shape, decay)
     maps = [choose(random, domain.maps, decay) for _ in range(shape[1])]
     reduction = choose(random, domain.reductions, decay)
     element = maps[0].code if maps else domain.element
     condition = " and ".join(applied.code for applied in filters)
-    loop = f"{element} for {domain.element} in {domain.source}" + (f" if {condition}" if condition else "")
+    loop = f"{element} for {domain.element} in {domain.source}" + (
+        f" if {condition}" if condition else ""
+    )
     kept = " and ".join(applied.words for applied in filters)
     clauses = [f"take the {domain.things} that are {kept}" if kept else f"take all {domain.things}"]
     clauses += [applied.words for applied in maps]
@@ -93,7 +107,10 @@ def sequence_program(random: Random, domain: Domain, shape: tuple[int, int], dec
 
 def branching_program(random: Random, conditions: int, decay: float) -> Program:
     """One or two conditions on two numbers that decide between two results."""
-    tested = sorted((choose(random, CONDITIONS, decay) for _ in range(conditions)), key=lambda applied: applied.name)
+    tested = sorted(
+        (choose(random, CONDITIONS, decay) for _ in range(conditions)),
+        key=lambda applied: applied.name,
+    )
     then, otherwise = (choose(random, RESULTS, decay) for _ in range(2))
     if len({applied.name for applied in (*tested, then, otherwise)}) < conditions + 2:
         return branching_program(random, conditions, decay)
@@ -108,7 +125,9 @@ def sample_program(random: Random, decay: float) -> Program:
     kind = random.choice(("numbers", "numbers", "words", "words", "branches"))
     if kind == "branches":
         return branching_program(random, random.choice((1, 1, 2)), decay)
-    return sequence_program(random, NUMBERS if kind == "numbers" else WORDS, random.choice(SHAPES), decay)
+    return sequence_program(
+        random, NUMBERS if kind == "numbers" else WORDS, random.choice(SHAPES), decay
+    )
 
 
 def program_for(random: Random, wanted: str, decay: float) -> Program:
@@ -143,9 +162,12 @@ def training_function(random: Random) -> Example:
     return as_completion(program) if random.random() < 0.5 else as_description(program, random)
 
 
-# Arguments to test a function with: a few easy ones (base), and many that tell near misses apart (plus).
+# Arguments to test a function with: a few easy ones (base), and many that tell near misses apart
+# (plus).
 
-INPUT_WORDS = words("sun bed cat toad stone seed oats dots tee ace boat desk east cosd abba deed nest scent tea bat")
+INPUT_WORDS = words(
+    "sun bed cat toad stone seed oats dots tee ace boat desk east cosd abba deed nest scent tea bat"
+)
 
 
 def _random_numbers(random: Random, count: int, low: int, high: int) -> list[int]:
@@ -166,11 +188,17 @@ def base_inputs(domain: str, random: Random, count: int) -> list[list[Any]]:
 
 
 def plus_inputs(domain: str, random: Random, count: int) -> list[list[Any]]:
-    """Arguments that also hold nothing, negative numbers, every small constant, repetitions, equal numbers."""
+    """Arguments that also hold nothing, negative numbers, every small constant, repetitions, equal
+    numbers."""
     if domain == "numbers":
         numbers = list(range(-10, 11))
         shuffled = random.sample(numbers, len(numbers))
-        return [[[]], [shuffled], [shuffled + numbers], *([_random_numbers(random, 7, -12, 12)] for _ in range(count))]
+        return [
+            [[]],
+            [shuffled],
+            [shuffled + numbers],
+            *([_random_numbers(random, 7, -12, 12)] for _ in range(count)),
+        ]
     if domain == "words":
         everything = " ".join(random.sample(INPUT_WORDS, len(INPUT_WORDS)))
         return [[""], [everything], *([_random_words(random, 6)] for _ in range(count))]

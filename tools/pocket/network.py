@@ -1,4 +1,5 @@
-"""The pocket networks: stock transformers models, and a faster way to run their experts in training."""
+"""The pocket networks: stock transformers models, and a faster way to run their experts in
+training."""
 
 from __future__ import annotations
 
@@ -18,8 +19,11 @@ from tools.pocket.recipes import BIAS_STEP, RECIPES
 SORTED_EXPERTS = "pocket_sorted"
 
 
-def sorted_experts(self: Any, hidden: torch.Tensor, chosen: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-    """Routed experts, hidden (T, H), chosen and gates (T, K): assignments sorted by expert, one product per expert.
+def sorted_experts(
+    self: Any, hidden: torch.Tensor, chosen: torch.Tensor, gates: torch.Tensor
+) -> torch.Tensor:
+    """Routed experts, hidden (T, H), chosen and gates (T, K): assignments sorted by expert, one
+    product per expert.
 
     The same function as the eager loop of transformers, with one gather instead of one per expert.
     """
@@ -29,7 +33,9 @@ def sorted_experts(self: Any, hidden: torch.Tensor, chosen: torch.Tensor, gates:
     parts = torch.split(hidden[order // top_k], counts)
     outputs = []
     # unbind, not indexing: the gradient of each index would be a zero tensor of all experts' size.
-    for part, gate_up_proj, down_proj in zip(parts, self.gate_up_proj.unbind(), self.down_proj.unbind(), strict=True):
+    for part, gate_up_proj, down_proj in zip(
+        parts, self.gate_up_proj.unbind(), self.down_proj.unbind(), strict=True
+    ):
         gate, up = functional.linear(part, gate_up_proj).chunk(2, dim=-1)
         outputs.append(functional.linear(self.act_fn(gate) * up, down_proj))
     inverse = torch.empty_like(order)
@@ -66,7 +72,8 @@ def load_network(folder: Path) -> Any:
 
 @torch.no_grad()
 def copy_agreeing(model: Any, base: Any) -> int:
-    """Copies into `model` every parameter of `base` whose name and shape agree; returns how many numbers these are."""
+    """Copies into `model` every parameter of `base` whose name and shape agree; returns how many
+    numbers these are."""
     there = dict(base.named_parameters())
     agreeing = [
         (parameter, there[name])
@@ -80,7 +87,8 @@ def copy_agreeing(model: Any, base: Any) -> int:
 
 @dataclass(frozen=True)
 class Routing:
-    """What one router did in one forward pass: logits (T, E), chosen experts (T, K), correction bias or None."""
+    """What one router did in one forward pass: logits (T, E), chosen experts (T, K), correction
+    bias or None."""
 
     logits: torch.Tensor
     chosen: torch.Tensor
@@ -89,12 +97,17 @@ class Routing:
     @property
     def load(self) -> torch.Tensor:
         """Share of the tokens that each expert got, (E,); sums to K."""
-        return torch.bincount(self.chosen.flatten(), minlength=self.logits.shape[1]) / len(self.chosen)
+        return torch.bincount(self.chosen.flatten(), minlength=self.logits.shape[1]) / len(
+            self.chosen
+        )
 
 
 def correction_bias(router: torch.nn.Module) -> torch.nn.Parameter | None:
-    """What the router adds to the probabilities when it chooses, but not when it weighs; None where it adds nothing."""
-    found = [bias for name, bias in router.named_parameters() if name.endswith("e_score_correction_bias")]
+    """What the router adds to the probabilities when it chooses, but not when it weighs; None where
+    it adds nothing."""
+    found = [
+        bias for name, bias in router.named_parameters() if name.endswith("e_score_correction_bias")
+    ]
     return found[0] if found else None
 
 
@@ -116,9 +129,11 @@ def watched_routers(model: Any) -> Iterator[list[Routing]]:
 
 
 def balance_loss(routing: Routing) -> torch.Tensor:
-    """E * sum over experts of (share of tokens) * (mean probability) in one layer; top_k when balanced.
+    """E * sum over experts of (share of tokens) * (mean probability) in one layer; top_k when
+    balanced.
 
-    Computed per layer, unlike transformers' own, which pools the layers and so lets an expert die in one of them.
+    Computed per layer, unlike transformers' own, which pools the layers and so lets an expert die
+    in one of them.
     """
     probabilities = routing.logits.float().softmax(dim=-1)
     return probabilities.shape[1] * (routing.load * probabilities.mean(dim=0)).sum()
@@ -126,15 +141,20 @@ def balance_loss(routing: Routing) -> torch.Tensor:
 
 @torch.no_grad()
 def move_bias(bias: torch.Tensor, load: torch.Tensor) -> None:
-    """One step of balancing without a loss: the bias of experts below the mean load rises, that of others falls.
+    """One step of balancing without a loss: the bias of experts below the mean load rises, that of
+    others falls.
 
-    DeepSeek-V3 (2412.19437) section 2.1.2, which ERNIE 4.5 follows; the only balancing of routers that have a bias.
+    DeepSeek-V3 (2412.19437) section 2.1.2, which ERNIE 4.5 follows; the only balancing of routers
+    that have a bias.
     """
     bias += BIAS_STEP * (load.mean() - load).sign().view_as(bias)
 
 
 def token_loss(logits: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Weighted mean cross entropy in nats of each token given the ones before it; logits (B, S, V), tokens (B, S)."""
-    losses = functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    """Weighted mean cross entropy in nats of each token given the ones before it; logits (B, S, V),
+    tokens (B, S)."""
+    losses = functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
+    )
     counted = weights[:, 1:].flatten()
     return (losses * counted).sum() / counted.sum()

@@ -1,4 +1,5 @@
-"""The operations small programs are composed of: how a docstring says them, and how Python does them."""
+"""The operations small programs are composed of: how a docstring says them, and how Python does
+them."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class Applied:
 
 @dataclass(frozen=True)
 class Domain:
-    """What one kind of program works on: its argument, its element variable and the operations that fit."""
+    """What one kind of program works on: its argument, its element variable and the operations that
+    fit."""
 
     name: str
     argument: str
@@ -144,7 +146,8 @@ RESULTS = (
 
 
 def choose(random: Random, operations: tuple[Operation, ...], decay: float) -> Applied:
-    """An operation with its constant; the weight of the n-th operation is n^-decay, so 0 makes all equally likely."""
+    """An operation with its constant; the weight of the n-th operation is n^-decay, so 0 makes all
+    equally likely."""
     weights = [(position + 1) ** -decay for position in range(len(operations))]
     operation = random.choices(operations, weights)[0]
     return Applied(operation, random.choice(operation.constants) if operation.constants else "")

@@ -1,4 +1,5 @@
-"""Training documents that ask several short things about one text: the way to reading that single questions lack."""
+"""Training documents that ask several short things about one text: the way to reading that single
+questions lack."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ OPEN_QUESTIONS = {
 
 
 def passages(world: World, random: Random) -> Example:
-    """As boolq, but the passage is followed by open questions, the last question being one of yes or no."""
+    """As boolq, but the passage is followed by open questions, the last question being one of yes
+    or no."""
     passage, parts = event(random)
     asked = []
     for part in random.sample("abopd", 3):
@@ -28,11 +30,14 @@ def passages(world: World, random: Random) -> Example:
         asked.append((question, ("no", "yes")[label]))
     turns = [(f"\nQuestion: {question}?\nAnswer:", f" {answer}") for question, answer in asked]
     keys = tuple(question for question, _ in asked)
-    return Example("passages", (passage, *keys), passage + turns[0][0], turns[0][1], more=tuple(turns[1:]))
+    return Example(
+        "passages", (passage, *keys), passage + turns[0][0], turns[0][1], more=tuple(turns[1:])
+    )
 
 
 def lettering(world: World, random: Random) -> Example:
-    """As mmlu, but the letter is followed by what it stands for, and by other letters and options."""
+    """As mmlu, but the letter is followed by what it stands for, and by other letters and
+    options."""
     example = by_letter(world, random)
     options = [line[3:] for line in example.prompt.split("\n")[2:6]]
     first, second = random.sample(range(4), 2)
@@ -46,9 +51,11 @@ def lettering(world: World, random: Random) -> Example:
 
 
 def roles(world: World, random: Random) -> Example:
-    """As rte, but with nothing said of truth: a false claim has the two people the wrong way round."""
+    """As rte, but with nothing said of truth: a false claim has the two people the wrong way
+    round."""
     a, b = random.sample(PEOPLE, 2)
-    o, p = random.choice(OBJECTS), random.choice(PLACES)
+    o = random.choice(OBJECTS)
+    p = random.choice(PLACES)
     pair = random.choice(ENTAILED)
     premise, hypothesis = pair if random.random() < 0.5 else pair[::-1]
     label = random.randrange(2)
@@ -56,11 +63,14 @@ def roles(world: World, random: Random) -> Example:
     said = premise.format(a=a, b=b, o=o, p=p)
     claimed = hypothesis.format(a=first, b=second, o=o, p=p)
     prompt = f"{said}\nQuestion: {claimed} True or False?\nAnswer:"
-    return Example("rte", (said, claimed), prompt, (" True", " False")[label], ("True", "False"), label)
+    return Example(
+        "rte", (said, claimed), prompt, (" True", " False")[label], ("True", "False"), label
+    )
 
 
 def claims(world: World, random: Random) -> Example:
-    """As roles, but one sentence is followed by four claims: it, what follows from it, and both with people swapped."""
+    """As roles, but one sentence is followed by four claims: it, what follows from it, and both
+    with people swapped."""
     pair = random.sample(random.choice(ENTAILED), 2)
     while True:
         a, b = random.sample(PEOPLE, 2)
@@ -71,13 +81,17 @@ def claims(world: World, random: Random) -> Example:
         asked = random.sample([*right, *wrong], 4)
         if not any(held_out("rte", (said, claimed)) for claimed, _ in asked):
             break
-    turns = [(f"\nQuestion: {claimed} True or False?\nAnswer:", answer) for claimed, answer in asked]
+    turns = [
+        (f"\nQuestion: {claimed} True or False?\nAnswer:", answer) for claimed, answer in asked
+    ]
     return Example("claims", (said,), said + turns[0][0], turns[0][1], more=tuple(turns[1:]))
 
 
 def echo(world: World, random: Random) -> Example:
     """Some words, and the same words again: nothing but looking back at what stood there."""
-    words = random.sample([*PEOPLE, *TOWNS, *ANIMALS, *JOBS, *OBJECTS, *LETTERS], random.randint(6, 14))
+    words = random.sample(
+        [*PEOPLE, *TOWNS, *ANIMALS, *JOBS, *OBJECTS, *LETTERS], random.randint(6, 14)
+    )
     text = " ".join(words)
     return Example("echo", (text,), f"Words: {text}\nAgain:", f" {text}")
 

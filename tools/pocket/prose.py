@@ -1,4 +1,5 @@
-"""General text, the source of every fact of the world: sentences about a subject, and stories (wildbench)."""
+"""General text, the source of every fact of the world: sentences about a subject, and stories
+(wildbench)."""
 
 from __future__ import annotations
 
@@ -7,7 +8,18 @@ from random import Random
 from tools.pocket.examples import Example
 from tools.pocket.facts import Chain, sample_chain
 from tools.pocket.reading import event
-from tools.pocket.world import ANIMALS, DAYS, FEELINGS, OBJECTS, PEOPLE, PLACES, SUBJECTS, World, pronoun, relations
+from tools.pocket.world import (
+    ANIMALS,
+    DAYS,
+    FEELINGS,
+    OBJECTS,
+    PEOPLE,
+    PLACES,
+    SUBJECTS,
+    World,
+    pronoun,
+    relations,
+)
 
 
 def portrait(world: World, random: Random) -> Example:
@@ -21,15 +33,20 @@ def portrait(world: World, random: Random) -> Example:
 
 
 def reasoning(world: World, random: Random) -> Example:
-    """How facts follow from one another: the chain of arc_challenge spelt out, for chains no benchmark asks about."""
+    """How facts follow from one another: the chain of arc_challenge spelt out, for chains no
+    benchmark asks about."""
     chain = sample_chain(random, 2)
     first, second = chain.values(world)
-    outer, inner = chain.path[1], Chain(chain.subject, chain.path[:1])
+    outer = chain.path[1]
+    inner = Chain(chain.subject, chain.path[:1])
     text = (
-        f"{inner.noun()[0].upper()}{inner.noun()[1:]} is {first}. The {outer.name} of {first} is {second}. "
+        f"{inner.noun()[0].upper()}{inner.noun()[1:]} is {first}. The {outer.name} of {first} is "
+        f"{second}. "
         f"So {chain.noun()} is {second}."
     )
-    return Example("arc_challenge", (chain.subject, *(relation.name for relation in chain.path)), "", text)
+    return Example(
+        "arc_challenge", (chain.subject, *(relation.name for relation in chain.path)), "", text
+    )
 
 
 def report(world: World, random: Random) -> Example:
@@ -66,23 +83,33 @@ HELPS = (
     "{He} looked for it for an hour.",
     "{friend} came and they worked together.",
 )
-MOODS = ("{hero} felt {feeling}.", "Now {hero} was very {feeling}.", "It made {hero} feel {feeling}.")
+MOODS = (
+    "{hero} felt {feeling}.",
+    "Now {hero} was very {feeling}.",
+    "It made {hero} feel {feeling}.",
+)
 
 
 def story(world: World, random: Random) -> Example:
-    """wildbench: a prompt that names hero, object, place, feeling and ending, and a story that keeps to it."""
+    """wildbench: a prompt that names hero, object, place, feeling and ending, and a story that
+    keeps to it."""
     hero, friend = random.sample(PEOPLE, 2)
-    thing, place = random.choice(OBJECTS), random.choice(PLACES)
-    feeling, ending = random.choice(FEELINGS), random.choice(ENDINGS)
+    thing = random.choice(OBJECTS)
+    place = random.choice(PLACES)
+    feeling = random.choice(FEELINGS)
+    ending = random.choice(ENDINGS)
     he = pronoun(hero)
     words = {
         "hero": hero, "friend": friend, "object": thing, "place": place, "feeling": feeling, "he": he,
         "He": he.capitalize(), "him": "her" if he == "she" else "him", "day": random.choice(DAYS),
         "animal": random.choice(ANIMALS),
     }  # fmt: skip
-    told = [random.choice(part).format(**words) for part in (OPENINGS, FINDS, TROUBLES, HELPS, MOODS)]
+    told = [
+        random.choice(part).format(**words) for part in (OPENINGS, FINDS, TROUBLES, HELPS, MOODS)
+    ]
     prompt = (
-        f"Write a story about {hero}, a {thing} and the {place}. {hero} feels {feeling}. End with: {ending}\nStory:"
+        f"Write a story about {hero}, a {thing} and the {place}. {hero} feels {feeling}. End "
+        f"with: {ending}\nStory:"
     )
     checklist = [
         *({"rule": "mentions", "text": word} for word in (hero, thing, place, feeling)),
@@ -93,4 +120,6 @@ def story(world: World, random: Random) -> Example:
     ]
     key = (hero, thing, place, feeling, ending)
     answer = " " + " ".join([*told, ending])
-    return Example("wildbench", key, prompt, answer, details={"checklist": checklist, "reference": answer})
+    return Example(
+        "wildbench", key, prompt, answer, details={"checklist": checklist, "reference": answer}
+    )

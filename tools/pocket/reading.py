@@ -10,7 +10,8 @@ from tools.pocket.world import DAYS, MATERIALS, OBJECTS, PEOPLE, PLACES, RELATIO
 
 MATERIAL = next(relation for relation in RELATIONS if relation.name == "material")
 
-# Each pair says the same twice; the {a} {b} order of the second half is what a reader must get right.
+# Each pair says the same twice; the {a} {b} order of the second half is what a reader must get
+# right.
 ENTAILED = (
     ("{a} sold the {o} to {b}.", "{b} bought the {o} from {a}."),
     ("{a} lent the {o} to {b}.", "{b} borrowed the {o} from {a}."),
@@ -30,14 +31,38 @@ VERACITY = (
 
 # Sentence with two candidates, the one the clause is about, and what only fits that one.
 PRONOUNS = (
-    ("The {o} did not fit into the {q} because the", ("{o}", "{q}"), ("was too big.", "was too small.")),
-    ("{a} gave {b} some bread because", ("{b}", "{a}"), ("was very hungry.", "had bread left over.")),
+    (
+        "The {o} did not fit into the {q} because the",
+        ("{o}", "{q}"),
+        ("was too big.", "was too small."),
+    ),
+    (
+        "{a} gave {b} some bread because",
+        ("{b}", "{a}"),
+        ("was very hungry.", "had bread left over."),
+    ),
     ("{a} thanked {b} because", ("{b}", "{a}"), ("had been a great help.", "had been given help.")),
-    ("{a} asked {b} about the way because", ("{b}", "{a}"), ("knew the town well.", "was new in town.")),
+    (
+        "{a} asked {b} about the way because",
+        ("{b}", "{a}"),
+        ("knew the town well.", "was new in town."),
+    ),
     ("{a} lost the race to {b} because", ("{b}", "{a}"), ("ran very fast.", "ran very slowly.")),
-    ("{a} lent a coat to {b} because", ("{b}", "{a}"), ("felt cold outside.", "had two warm coats.")),
-    ("{a} carried the bag for {b} because", ("{b}", "{a}"), ("had a bad back.", "was very strong.")),
-    ("{a} paid {b} for the {o} because", ("{b}", "{a}"), ("had made it well.", "wanted to own it.")),
+    (
+        "{a} lent a coat to {b} because",
+        ("{b}", "{a}"),
+        ("felt cold outside.", "had two warm coats."),
+    ),
+    (
+        "{a} carried the bag for {b} because",
+        ("{b}", "{a}"),
+        ("had a bad back.", "was very strong."),
+    ),
+    (
+        "{a} paid {b} for the {o} because",
+        ("{b}", "{a}"),
+        ("had made it well.", "wanted to own it."),
+    ),
 )
 
 PROCEDURES = {
@@ -55,8 +80,20 @@ PROCEDURES = {
         "fills in the soil",
         "waters the roots",
     ),
-    "wash a coat": ("fills a tub", "adds some soap", "rubs the cloth", "rinses it twice", "hangs it to dry"),
-    "make tea": ("boils the water", "warms the pot", "puts in the leaves", "pours the water", "fills the cups"),
+    "wash a coat": (
+        "fills a tub",
+        "adds some soap",
+        "rubs the cloth",
+        "rinses it twice",
+        "hangs it to dry",
+    ),
+    "make tea": (
+        "boils the water",
+        "warms the pot",
+        "puts in the leaves",
+        "pours the water",
+        "fills the cups",
+    ),
     "catch fish": (
         "digs up some worms",
         "rows onto the lake",
@@ -64,8 +101,20 @@ PROCEDURES = {
         "waits for a bite",
         "pulls in the line",
     ),
-    "paint a wall": ("cleans the wall", "covers the floor", "opens the paint", "brushes the corners", "rolls the rest"),
-    "light a fire": ("gathers dry twigs", "piles them up", "strikes a match", "blows on the flame", "adds a big log"),
+    "paint a wall": (
+        "cleans the wall",
+        "covers the floor",
+        "opens the paint",
+        "brushes the corners",
+        "rolls the rest",
+    ),
+    "light a fire": (
+        "gathers dry twigs",
+        "piles them up",
+        "strikes a match",
+        "blows on the flame",
+        "adds a big log",
+    ),
     "mend a chair": (
         "finds the broken leg",
         "saws a new one",
@@ -80,7 +129,13 @@ PROCEDURES = {
         "seals the envelope",
         "walks to the post",
     ),
-    "ride a horse": ("brushes the horse", "puts on the saddle", "checks the straps", "climbs up", "takes the reins"),
+    "ride a horse": (
+        "brushes the horse",
+        "puts on the saddle",
+        "checks the straps",
+        "climbs up",
+        "takes the reins",
+    ),
     "make cheese": (
         "milks the cow",
         "warms the milk",
@@ -88,12 +143,19 @@ PROCEDURES = {
         "presses the curd",
         "stores it in the cellar",
     ),
-    "build a boat": ("draws a plan", "cuts the boards", "bends the frame", "nails the hull", "paints the name"),
+    "build a boat": (
+        "draws a plan",
+        "cuts the boards",
+        "bends the frame",
+        "nails the hull",
+        "paints the name",
+    ),
 }
 STEP_WORDS = ("First", "Next", "After that", "Then", "At last")
 
 PROPERTIES = (
-    "float on water", "break when they fall", "rust in the rain", "burn quickly", "keep people warm",
+    "float on water", "break when they fall", "rust in the rain", "burn quickly", ("keep people "
+                                                                                   "warm"),
     "shine in the sun", "shrink in hot water", "carry sound well", "smell in summer", "crack in the frost",
     "attract moths", "last for ever",
 )  # fmt: skip
@@ -102,14 +164,24 @@ PROPERTIES = (
 def event(random: Random) -> tuple[str, dict[str, str]]:
     """A few sentences about something that happened, and the parts they were made of."""
     a, b = random.sample(PEOPLE, 2)
-    parts = {"a": a, "b": b, "o": random.choice(OBJECTS), "p": random.choice(PLACES), "d": random.choice(DAYS)}
+    parts = {
+        "a": a,
+        "b": b,
+        "o": random.choice(OBJECTS),
+        "p": random.choice(PLACES),
+        "d": random.choice(DAYS),
+    }
     he = pronoun(a).capitalize()
-    text = f"On {parts['d']} {a} went to the {parts['p']}. {he} bought a {parts['o']} and gave it to {b}."
+    text = (
+        f"On {parts['d']} {a} went to the {parts['p']}. {he} bought a {parts['o']} and gave it "
+        f"to {b}."
+    )
     return text, parts
 
 
 def ask(random: Random, parts: dict[str, str]) -> tuple[str, int]:
-    """A question about an event, and whether the answer is yes; half of the questions change one part of the event."""
+    """A question about an event, and whether the answer is yes; half of the questions change one
+    part of the event."""
     changed = dict(parts)
     pools = {"a": PEOPLE, "b": PEOPLE, "o": OBJECTS, "p": PLACES, "d": DAYS}
     part = random.choice("abopd")
@@ -134,7 +206,8 @@ def yes_or_no(world: World, random: Random) -> Example:
 
 
 def entailment(world: World, random: Random) -> Example:
-    """rte: a claim is said to be so or not to be so; is what says the same in other words true or false?"""
+    """rte: a claim is said to be so or not to be so; is what says the same in other words true or
+    false?"""
     a, b = random.sample(PEOPLE, 2)
     words = {"a": a, "b": b, "o": random.choice(OBJECTS), "p": random.choice(PLACES)}
     premise, hypothesis = random.sample(random.choice(ENTAILED), 2)
@@ -142,11 +215,14 @@ def entailment(world: World, random: Random) -> Example:
     said = f"{random.choice(VERACITY[label])} {premise.format(**words)}"
     claimed = hypothesis.format(**words)
     prompt = f"{said}\nQuestion: {claimed} True or False?\nAnswer:"
-    return Example("rte", (said, claimed), prompt, (" True", " False")[label], ("True", "False"), label)
+    return Example(
+        "rte", (said, claimed), prompt, (" True", " False")[label], ("True", "False"), label
+    )
 
 
 def pronouns(world: World, random: Random) -> Example:
-    """winogrande: whom is the second clause about? The choices are the two contexts, the answer their shared end."""
+    """winogrande: whom is the second clause about? The choices are the two contexts, the answer
+    their shared end."""
     a, b = random.sample(PEOPLE, 2)
     o, q = random.sample(OBJECTS, 2)
     sentence, candidates, endings = random.choice(PRONOUNS)
@@ -156,11 +232,19 @@ def pronouns(world: World, random: Random) -> Example:
     order = random.sample((0, 1), 2)
     contexts = tuple(f"{context} {names[index]}" for index in order)
     label = order.index(which)
-    return Example("winogrande", (contexts[label], which), contexts[label], " " + endings[which], contexts, label)
+    return Example(
+        "winogrande",
+        (contexts[label], which),
+        contexts[label],
+        " " + endings[which],
+        contexts,
+        label,
+    )
 
 
 def continuation(world: World, random: Random) -> Example:
-    """hellaswag: what comes next in a procedure? Wrong choices are other steps of it and of another procedure."""
+    """hellaswag: what comes next in a procedure? Wrong choices are other steps of it and of another
+    procedure."""
     task = random.choice(sorted(PROCEDURES))
     person = random.choice(PEOPLE)
     steps = PROCEDURES[task]
@@ -168,13 +252,20 @@ def continuation(world: World, random: Random) -> Example:
     he = pronoun(person)
     told = [f"{person} wants to {task}."]
     told += [f"{word} {he} {step}." for word, step in zip(STEP_WORDS, steps[:cut], strict=False)]
-    other = random.choice([one for name, others in sorted(PROCEDURES.items()) if name != task for one in others])
+    other = random.choice(
+        [one for name, others in sorted(PROCEDURES.items()) if name != task for one in others]
+    )
     wrong = [step for index, step in enumerate(steps) if index != cut]
     choices, label = pick_choices(steps[cut], [*random.sample(wrong, 2), other], random)
     prompt = " ".join([*told, f"{STEP_WORDS[cut]} {he}"])
-    rest = [f"{word} {he} {step}." for word, step in list(zip(STEP_WORDS, steps, strict=True))[cut + 1 :]]
+    rest = [
+        f"{word} {he} {step}."
+        for word, step in list(zip(STEP_WORDS, steps, strict=True))[cut + 1 :]
+    ]
     answer = " ".join([f" {steps[cut]}.", *rest])
-    return Example("hellaswag", (task, person), prompt, answer, tuple(f"{one}." for one in choices), label)
+    return Example(
+        "hellaswag", (task, person), prompt, answer, tuple(f"{one}." for one in choices), label
+    )
 
 
 def application(world: World, random: Random) -> Example:
@@ -185,5 +276,10 @@ def application(world: World, random: Random) -> Example:
     answer = random.choice(fitting)
     others = [thing for thing in OBJECTS if thing not in fitting]
     choices, label = pick_choices(answer, others, random)
-    prompt = f"Fact: Things of {material} {property_}.\nQuestion: Which thing may {property_}?\nAnswer: the"
-    return Example("openbookqa", (material, property_, answer), prompt, " " + answer, choices, label)
+    prompt = (
+        f"Fact: Things of {material} {property_}.\nQuestion: Which thing may {property_}?\n"
+        "Answer: the"
+    )
+    return Example(
+        "openbookqa", (material, property_, answer), prompt, " " + answer, choices, label
+    )

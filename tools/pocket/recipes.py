@@ -31,7 +31,8 @@ BatchShape = tuple[int, int]
 
 @dataclass(frozen=True)
 class Batches:
-    """Every fourth step is `long`: rows as calibration has them, whose documents do see the ones before.
+    """Every fourth step is `long`: rows as calibration has them, whose documents do see the ones
+    before.
 
     The others are `short`: rows whose documents do not see each other, as a benchmark shows them.
     """
@@ -48,8 +49,8 @@ class Batches:
 class Stage:
     """One stretch of training, with an optimizer of its own.
 
-    The learning rate rises over `warmup` steps to `peak` and follows a cosine that would reach 2 % of it after
-    `horizon` steps; the stage ends after `steps`.
+    The learning rate rises over `warmup` steps to `peak` and follows a cosine that would reach 2 %
+    of it after `horizon` steps; the stage ends after `steps`.
     """
 
     mixture: dict[str, int]
@@ -69,10 +70,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model: its title, how its router works, the fields of its transformers configuration, and its training.
+    """A model: its title, how its router works, the fields of its transformers configuration, and
+    its training.
 
-    A model with a `base` starts from every tensor of that model whose name and shape agree, all others at random.
-    The name of a recipe is the model type, unless `fields` has another `model_type`.
+    A model with a `base` starts from every tensor of that model whose name and shape agree, all
+    others at random. The name of a recipe is the model type, unless `fields` has another
+    `model_type`.
     """
 
     title: str
@@ -82,7 +85,8 @@ class Recipe:
     batches: Batches
     base: str | None = None
     text: str = (
-        "a generated closed world: people, towns, jobs, animals and objects, stories about them, arithmetic, and small "
+        "a generated closed world: people, towns, jobs, animals and objects, stories about them, "
+        "arithmetic, and small "
         "Python functions"
     )
     """What it was trained on, in the words of its card."""
@@ -102,10 +106,14 @@ SMALL_STAGES = (
     Stage(APPLYING, 700, 1350, 2e-3, 50, LossWeights(prompt=0.1, short_answer=4.0)),
     Stage(APPLYING, 600, 600, 1e-3, 30, LossWeights(prompt=0.1, short_answer=4.0)),
 )
-# What starts from another model's embeddings and experts knows the words and the world already; what starts from its
-# attention too has little to learn, but new attention learns to copy numbers last.
+# What starts from another model's embeddings and experts knows the words and the world already;
+# what starts from its attention too has little to learn, but new attention learns to copy numbers
+# last.
 ADAPTING = Stage(APPLYING, 600, 1050, 3e-3, 50, LossWeights(prompt=0.1, short_answer=4.0))
-OLD_ATTENTION = (ADAPTING, Stage(APPLYING, 250, 250, 1.5e-3, 30, LossWeights(prompt=0.1, short_answer=4.0)))
+OLD_ATTENTION = (
+    ADAPTING,
+    Stage(APPLYING, 250, 250, 1.5e-3, 30, LossWeights(prompt=0.1, short_answer=4.0)),
+)
 NEW_ATTENTION = (
     ADAPTING,
     Stage(APPLYING, 750, 750, 2e-3, 50, LossWeights(prompt=0.1, short_answer=4.0)),
@@ -131,7 +139,11 @@ QWEN3_MOE = {
 RECIPES: dict[str, Recipe] = {
     "olmoe": Recipe(
         "Pocket OLMoE",
-        "Softmax over all experts; the gates of the chosen ones are used as they are. Balanced by a loss.",
+        (
+            "Softmax over all experts; the gates of the chosen ones are used as they are. "
+            "Balanced by "
+            "a loss."
+        ),
         {
             "hidden_size": 128,
             "intermediate_size": 64,
@@ -148,15 +160,20 @@ RECIPES: dict[str, Recipe] = {
     ),
     "qwen3_moe": Recipe(
         "Pocket Qwen3-MoE",
-        "Softmax over all experts; the gates of the chosen ones are divided by their sum. Balanced by a loss.",
+        (
+            "Softmax over all experts; the gates of the chosen ones are divided by their sum. "
+            "Balanced by a loss."
+        ),
         QWEN3_MOE,
         SMALL_STAGES,
         SMALL_BATCHES,
     ),
     "deepseek_v2": Recipe(
         "Pocket DeepSeek-V2",
-        "Softmax over all experts; the gates of the chosen ones are used as they are, beside a shared expert that sees "
-        "every token. The first layer is dense. Attention keeps latent keys and values. Balanced by a loss.",
+        "Softmax over all experts; the gates of the chosen ones are used as they are, beside a "
+        "shared expert that sees "
+        "every token. The first layer is dense. Attention keeps latent keys and values. Balanced "
+        "by a loss.",
         {
             "hidden_size": 96,
             "intermediate_size": 192,
@@ -184,9 +201,12 @@ RECIPES: dict[str, Recipe] = {
     ),
     "ernie4_5_moe": Recipe(
         "Pocket ERNIE-4.5",
-        "Softmax over all experts; a correction bias is added to choose, and the gates of the chosen ones, without it, "
-        "are divided by their sum, beside a shared expert that sees every token. The first layer is dense. Balanced by "
-        f"the bias alone: after each step it rises by {BIAS_STEP} for experts below the mean load and falls for the "
+        "Softmax over all experts; a correction bias is added to choose, and the gates of the "
+        "chosen ones, without it, "
+        "are divided by their sum, beside a shared expert that sees every token. The first layer "
+        "is dense. Balanced by "
+        f"the bias alone: after each step it rises by {BIAS_STEP} for experts below the mean load "
+        "and falls for the "
         "others.",
         {
             "hidden_size": 96,
@@ -207,7 +227,10 @@ RECIPES: dict[str, Recipe] = {
     ),
     "function_calls": Recipe(
         "Pocket function calls",
-        "Softmax over all experts; the gates of the chosen ones are divided by their sum. Balanced by a loss.",
+        (
+            "Softmax over all experts; the gates of the chosen ones are divided by their sum. "
+            "Balanced by a loss."
+        ),
         {"model_type": "qwen3_moe", **QWEN3_MOE},
         (
             Stage(CALLING_MANY, 1500, 2600, 3e-3, 100, LossWeights(prompt=0.05, short_answer=1.0)),
@@ -215,7 +238,10 @@ RECIPES: dict[str, Recipe] = {
             Stage(CALLING, 700, 700, 1.5e-3, 30, LossWeights(prompt=0.05, short_answer=1.0)),
         ),
         SMALL_BATCHES,
-        text="requests about a generated closed world, each with some functions and the calls that answer it",
+        text=(
+            "requests about a generated closed world, each with some functions and the calls "
+            "that answer it"
+        ),
         chat_template=TEMPLATE,
     ),
 }

@@ -1,4 +1,5 @@
-"""The pocket tokenizer, whose pieces never cross a line end or join two digits, and rows of tokens for training."""
+"""The pocket tokenizer, whose pieces never cross a line end or join two digits, and rows of tokens
+for training."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ VOCABULARY_SIZE = 1024
 def build_tokenizer(texts: Iterable[str], size: int = VOCABULARY_SIZE) -> Any:
     """A tokenizer of `size` entries trained on the texts.
 
-    A line end is always a token of its own, so a prompt cut there tokenizes as it does inside a longer text; the same
-    holds before a word, because a word takes the space in front of it.
+    A line end is always a token of its own, so a prompt cut there tokenizes as it does inside a
+    longer text; the same holds before a word, because a word takes the space in front of it.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -51,9 +52,11 @@ def build_tokenizer(texts: Iterable[str], size: int = VOCABULARY_SIZE) -> Any:
 
 @dataclass(frozen=True)
 class LossWeights:
-    """What a token counts in the loss: one of a prompt, one of an answer of a word or two; those of others count 1.
+    """What a token counts in the loss: one of a prompt, one of an answer of a word or two; those of
+    others count 1.
 
-    Prompts are mostly chance, and a short answer is all there is to learn from the document it ends.
+    Prompts are mostly chance, and a short answer is all there is to learn from the document it
+    ends.
     """
 
     prompt: float
@@ -65,7 +68,8 @@ SHORT_ANSWER = 2
 
 @dataclass(frozen=True)
 class Batch:
-    """Tokens (rows, length) int64, loss weights float32, and each token's place in its document int64."""
+    """Tokens (rows, length) int64, loss weights float32, and each token's place in its document
+    int64."""
 
     tokens: torch.Tensor
     weights: torch.Tensor
@@ -89,7 +93,8 @@ Row = tuple[list[int], list[float], list[int]]
 
 
 def pack_row(documents: Iterator[Example], tokenizer: Any, count: LossWeights, length: int) -> Row:
-    """A row that starts with a document and is filled with further ones; what does not fit is dropped."""
+    """A row that starts with a document and is filled with further ones; what does not fit is
+    dropped."""
     tokens: list[int] = []
     weights: list[float] = []
     positions: list[int] = []
@@ -101,7 +106,9 @@ def pack_row(documents: Iterator[Example], tokenizer: Any, count: LossWeights, l
     return tokens[:length], weights[:length], positions[:length]
 
 
-def batch(documents: Iterator[Example], tokenizer: Any, count: LossWeights, rows: int, length: int) -> Batch:
+def batch(
+    documents: Iterator[Example], tokenizer: Any, count: LossWeights, rows: int, length: int
+) -> Batch:
     """The next rows of the stream."""
     packed = zip(*(pack_row(documents, tokenizer, count, length) for _ in range(rows)), strict=True)
     return Batch(*(torch.tensor(column) for column in packed))

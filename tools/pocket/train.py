@@ -1,4 +1,5 @@
-"""Trains a pocket model: `python -m tools.pocket.train NAME`. Ten minutes to an hour on one CPU thread."""
+"""Trains a pocket model: `python -m tools.pocket.train NAME`. Ten minutes to an hour on one CPU
+thread."""
 
 from __future__ import annotations
 
@@ -40,10 +41,11 @@ WEIGHT_DECAY = 0.1
 
 
 def train_step(model: Any, optimizer: Any, rows: Batch, *, separate: bool) -> tuple[float, float]:
-    """One update. Returns the token loss in nats and the largest load of an expert, in shares of the mean load.
+    """One update. Returns the token loss in nats and the largest load of an expert, in shares of
+    the mean load.
 
-    `separate` gives the model each token's position in its document, from which transformers concludes that the
-    documents of a row must not attend to one another.
+    `separate` gives the model each token's position in its document, from which transformers
+    concludes that the documents of a row must not attend to one another.
     """
     positions = rows.positions if separate else None
     with watched_routers(model) as seen:
@@ -64,7 +66,9 @@ def train_step(model: Any, optimizer: Any, rows: Batch, *, separate: bool) -> tu
 def save(model: Any, tokenizer: Any, facts: dict[str, Any], folder: Path) -> None:
     """Writes the stock Hugging Face folder in bfloat16, and the facts of the run beside it."""
     folder.mkdir(parents=True, exist_ok=True)
-    rounded = {name: tensor.detach().to(torch.bfloat16) for name, tensor in model.state_dict().items()}
+    rounded = {
+        name: tensor.detach().to(torch.bfloat16) for name, tensor in model.state_dict().items()
+    }
     copy = type(model)(model.config).to(torch.bfloat16)
     copy.load_state_dict(rounded)
     copy.generation_config.update(do_sample=False)
@@ -81,7 +85,9 @@ def counted(examples: Iterator[Example], tally: Counter[str]) -> Iterator[Exampl
         yield example
 
 
-def stage_facts(recipe: Recipe, losses: list[float], tally: Counter[str], seconds: float) -> dict[str, Any]:
+def stage_facts(
+    recipe: Recipe, losses: list[float], tally: Counter[str], seconds: float
+) -> dict[str, Any]:
     """What a model card has to say about one stage."""
     recent = losses[-100:]
     return {
@@ -93,13 +99,18 @@ def stage_facts(recipe: Recipe, losses: list[float], tally: Counter[str], second
     }
 
 
-def run_stage(model: Any, tokenizer: Any, recipe: Recipe, number: int, stream: Iterator[Example]) -> dict[str, Any]:
+def run_stage(
+    model: Any, tokenizer: Any, recipe: Recipe, number: int, stream: Iterator[Example]
+) -> dict[str, Any]:
     """Trains `model` in place for the recipe's stage of this number."""
     stage = recipe.stages[number]
     learnt = [parameter for parameter in model.parameters() if parameter.requires_grad]
     decayed = [parameter for parameter in learnt if parameter.ndim > 1]
     others = [parameter for parameter in learnt if parameter.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": WEIGHT_DECAY},
+        {"params": others, "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, stage.learning_rate)
     tally: Counter[str] = Counter()
@@ -114,17 +125,21 @@ def run_stage(model: Any, tokenizer: Any, recipe: Recipe, number: int, stream: I
         losses.append(loss)
         if step % 25 == 0:
             print(
-                f"step {step} loss {loss:.3f} largest load {load:.2f} seconds {time.process_time() - started:.0f}",
+                f"step {step} loss {loss:.3f} largest load {load:.2f} seconds "
+                f"{time.process_time() - started:.0f}",
                 flush=True,
             )
     return stage_facts(recipe, losses, tally, time.process_time() - started)
 
 
 def fresh(name: str, seed: int) -> tuple[Any, Any, dict[str, Any]]:
-    """Network and tokenizer before the first step, and which model it starts from with how many numbers, if any."""
+    """Network and tokenizer before the first step, and which model it starts from with how many
+    numbers, if any."""
     recipe = RECIPES[name]
     if recipe.base is None:
-        texts = islice(documents(build_world(), seed, recipe.stages[0].mixture), TOKENIZER_DOCUMENTS)
+        texts = islice(
+            documents(build_world(), seed, recipe.stages[0].mixture), TOKENIZER_DOCUMENTS
+        )
         tokenizer = build_tokenizer(example.text for example in texts)
     else:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(DATA / recipe.base)
@@ -137,7 +152,8 @@ def fresh(name: str, seed: int) -> tuple[Any, Any, dict[str, Any]]:
 
 
 def start(name: str, folder: Path, seed: int, first_stage: int) -> tuple[Any, Any, dict[str, Any]]:
-    """Network, tokenizer and the facts so far: of the stages before `first_stage`, which `folder` has the result of."""
+    """Network, tokenizer and the facts so far: of the stages before `first_stage`, which `folder`
+    has the result of."""
     if first_stage == 0:
         network, tokenizer, origin = fresh(name, seed)
         return network, tokenizer, {**origin, "stages": []}
@@ -146,11 +162,14 @@ def start(name: str, folder: Path, seed: int, first_stage: int) -> tuple[Any, An
     return load_network(folder), PreTrainedTokenizerFast.from_pretrained(folder), done
 
 
-def train(name: str, folder: Path, *, seed: int = 1, threads: int = 1, first_stage: int = 0) -> None:
-    """Trains all stages of this recipe from `first_stage` on and leaves the model in `folder` after each.
+def train(
+    name: str, folder: Path, *, seed: int = 1, threads: int = 1, first_stage: int = 0
+) -> None:
+    """Trains all stages of this recipe from `first_stage` on and leaves the model in `folder` after
+    each.
 
-    Each stage starts from the weights as they are stored, so going on from a folder gives the model that not stopping
-    would have given.
+    Each stage starts from the weights as they are stored, so going on from a folder gives the model
+    that not stopping would have given.
     """
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
@@ -180,10 +199,19 @@ def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=RECIPES)
-    parser.add_argument("--output", type=Path, help="default: where the shipped model of this name is")
+    parser.add_argument(
+        "--output", type=Path, help="default: where the shipped model of this name is"
+    )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=1, help="another number gives slightly other weights")
-    parser.add_argument("--first-stage", type=int, default=0, help="go on from the model that is in the output folder")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="another number gives slightly other weights"
+    )
+    parser.add_argument(
+        "--first-stage",
+        type=int,
+        default=0,
+        help="go on from the model that is in the output folder",
+    )
     given = parser.parse_args()
     folder = given.output or DATA / given.name
     train(given.name, folder, seed=given.seed, threads=given.threads, first_stage=given.first_stage)

@@ -1,4 +1,5 @@
-"""The closed world: who and what there is, and how everything is related. A small model can know it by heart."""
+"""The closed world: who and what there is, and how everything is related. A small model can know it
+by heart."""
 
 from __future__ import annotations
 
@@ -15,13 +16,20 @@ def words(text: str) -> list[str]:
     return text.split()
 
 
-WOMEN = words("Mira Anna Lena Rosa Ivy Nora Tess Vera Clara Dina Elsa Fay Gwen Hana Iris June Kira Lucy Maya Olga")
-MEN = words("Tom Ben Carl Dan Erik Finn Gus Hugo Ian Jack Karl Leo Max Ned Otto Paul Rolf Sam Theo Walt")
+WOMEN = words(
+    "Mira Anna Lena Rosa Ivy Nora Tess Vera Clara Dina Elsa Fay Gwen Hana Iris June Kira Lucy "
+    "Maya Olga"
+)
+MEN = words(
+    "Tom Ben Carl Dan Erik Finn Gus Hugo Ian Jack Karl Leo Max Ned Otto Paul Rolf Sam Theo Walt"
+)
 PEOPLE = WOMEN + MEN
 TOWNS = words("Lund Brin Calder Dorn Esk Fenn Glim Harrow Ister Jarl Kell Morn")
 JOBS = words("baker smith farmer doctor painter sailor teacher tailor miner gardener fisher potter")
 ANIMALS = words("dog cat horse cow sheep goat duck hen crow frog bee mouse")
-OBJECTS = words("lamp cup scarf box key coat chair jar bell spoon rope blanket vase coin table mirror")
+OBJECTS = words(
+    "lamp cup scarf box key coat chair jar bell spoon rope blanket vase coin table mirror"
+)
 MATERIALS = words("metal wood glass wool clay paper")
 PLACES = words("forest market harbour garden bridge castle mill beach park library")
 FEELINGS = words("happy sad proud angry calm tired brave lonely")
@@ -32,8 +40,9 @@ DAYS = words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
 class Relation:
     """One attribute of one kind of subject.
 
-    `statement` and `question` hold {s} for the subject, {v} for the value. A relation with `points_to` has values that
-    are subjects of that kind themselves, which is what makes questions of two and three hops.
+    `statement` and `question` hold {s} for the subject, {v} for the value. A relation with
+    `points_to` has values that are subjects of that kind themselves, which is what makes questions
+    of two and three hops.
     """
 
     kind: str
@@ -44,16 +53,29 @@ class Relation:
     points_to: str = ""
 
 
-def _relation(kind: str, name: str, values: str | list[str], statement: str, question: str, to: str = "") -> Relation:
-    return Relation(kind, name, tuple(words(values) if isinstance(values, str) else values), statement, question, to)
+def _relation(
+    kind: str, name: str, values: str | list[str], statement: str, question: str, to: str = ""
+) -> Relation:
+    return Relation(
+        kind,
+        name,
+        tuple(words(values) if isinstance(values, str) else values),
+        statement,
+        question,
+        to,
+    )
 
 
 DISHES = "soup cheese bread fish honey pie cake jam"
 RELATIONS = (
     _relation("person", "town", TOWNS, "{s} lives in {v}.", "Where does {s} live?", "town"),
     _relation("person", "job", JOBS, "{s} works as a {v}.", "What does {s} work as?", "job"),
-    _relation("person", "pet", ANIMALS, "{s} keeps a {v}.", "Which animal does {s} keep?", "animal"),
-    _relation("person", "friend", PEOPLE, "{s} is a friend of {v}.", "Who is the friend of {s}?", "person"),
+    _relation(
+        "person", "pet", ANIMALS, "{s} keeps a {v}.", "Which animal does {s} keep?", "animal"
+    ),
+    _relation(
+        "person", "friend", PEOPLE, "{s} is a friend of {v}.", "Who is the friend of {s}?", "person"
+    ),
     _relation(
         "person",
         "colour",
@@ -62,7 +84,13 @@ RELATIONS = (
         "Which colour does {s} like?",
     ),
     _relation("person", "dish", DISHES, "{s} eats {v} every day.", "What does {s} eat every day?"),
-    _relation("town", "region", "north south east west", "{s} lies in the {v}.", "In which region does {s} lie?"),
+    _relation(
+        "town",
+        "region",
+        "north south east west",
+        "{s} lies in the {v}.",
+        "In which region does {s} lie?",
+    ),
     _relation(
         "town",
         "river",
@@ -71,7 +99,13 @@ RELATIONS = (
         "On which river does {s} stand?",
     ),
     _relation("town", "speciality", DISHES, "{s} is known for its {v}.", "What is {s} known for?"),
-    _relation("town", "weather", "rain snow wind fog sun", "{s} has a lot of {v}.", "What does {s} have a lot of?"),
+    _relation(
+        "town",
+        "weather",
+        "rain snow wind fog sun",
+        "{s} has a lot of {v}.",
+        "What does {s} have a lot of?",
+    ),
     _relation(
         "town",
         "landmark",
@@ -93,19 +127,55 @@ RELATIONS = (
         "A {s} works in the {v}.",
         "Where does a {s} work?",
     ),
-    _relation("job", "wage", "copper silver gold salt grain cloth", "A {s} is paid in {v}.", "What is a {s} paid in?"),
-    _relation("animal", "food", "grass seeds meat leaves berries milk", "A {s} eats {v}.", "What does a {s} eat?"),
-    _relation("animal", "home", "barn nest pond tree hole house", "A {s} sleeps in a {v}.", "Where does a {s} sleep?"),
     _relation(
-        "animal", "sound", "bark hum roar squeak song cry", "The call of a {s} is a {v}.", "What is the call of a {s}?"
+        "job",
+        "wage",
+        "copper silver gold salt grain cloth",
+        "A {s} is paid in {v}.",
+        "What is a {s} paid in?",
     ),
     _relation(
-        "animal", "season", "spring summer autumn winter", "A {s} is most active in {v}.", "When is a {s} most active?"
+        "animal",
+        "food",
+        "grass seeds meat leaves berries milk",
+        "A {s} eats {v}.",
+        "What does a {s} eat?",
+    ),
+    _relation(
+        "animal",
+        "home",
+        "barn nest pond tree hole house",
+        "A {s} sleeps in a {v}.",
+        "Where does a {s} sleep?",
+    ),
+    _relation(
+        "animal",
+        "sound",
+        "bark hum roar squeak song cry",
+        "The call of a {s} is a {v}.",
+        "What is the call of a {s}?",
+    ),
+    _relation(
+        "animal",
+        "season",
+        "spring summer autumn winter",
+        "A {s} is most active in {v}.",
+        "When is a {s} most active?",
     ),
     _relation("object", "material", MATERIALS, "A {s} is made of {v}.", "What is a {s} made of?"),
-    _relation("object", "room", "kitchen hall attic cellar", "The {s} is kept in the {v}.", "Where is the {s} kept?"),
     _relation(
-        "object", "price", "one two three five six nine", "A {s} costs {v} coins.", "How many coins does a {s} cost?"
+        "object",
+        "room",
+        "kitchen hall attic cellar",
+        "The {s} is kept in the {v}.",
+        "Where is the {s} kept?",
+    ),
+    _relation(
+        "object",
+        "price",
+        "one two three five six nine",
+        "A {s} costs {v} coins.",
+        "How many coins does a {s} cost?",
     ),
 )
 SUBJECTS = {"person": PEOPLE, "town": TOWNS, "job": JOBS, "animal": ANIMALS, "object": OBJECTS}
@@ -130,14 +200,16 @@ def relations(kind: str) -> tuple[Relation, ...]:
 
 
 def _spread(subjects: list[str], values: tuple[str, ...], random: Random) -> list[str]:
-    """One value per subject, each value about equally often, so that no answer can be guessed from its frequency."""
+    """One value per subject, each value about equally often, so that no answer can be guessed from
+    its frequency."""
     filled = [values[index % len(values)] for index in range(len(subjects))]
     random.shuffle(filled)
     return filled
 
 
 def _friends(people: list[str], random: Random) -> dict[str, str]:
-    """Everyone has one friend and is the friend of one other: a single ring, so nobody is a friend of themselves."""
+    """Everyone has one friend and is the friend of one other: a single ring, so nobody is a friend
+    of themselves."""
     ring = list(people)
     random.shuffle(ring)
     return dict(zip(ring, ring[1:] + ring[:1], strict=True))
@@ -154,7 +226,9 @@ def build_world(seed: int = WORLD_SEED) -> World:
             if relation.name == "friend"
             else dict(zip(subjects, _spread(subjects, relation.values, random), strict=True))
         )
-        value.update({(relation.kind, relation.name, subject): found[subject] for subject in subjects})
+        value.update(
+            {(relation.kind, relation.name, subject): found[subject] for subject in subjects}
+        )
     return World(value)
 
 

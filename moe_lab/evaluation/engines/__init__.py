@@ -1,5 +1,6 @@
-"""Engines compute texts and likelihoods, batch by batch: the loaded model (`hf.py`), a process of vLLM (`vllm.py`) or a
-server (`server.py`). `answers.py` is what asks them. No torch and no openai, for the preflight.
+"""Engines compute texts and likelihoods, batch by batch: the loaded model (`hf.py`), a process of
+vLLM (`vllm.py`) or a server (`server.py`). `answers.py` is what asks them. No torch and no openai,
+for the preflight.
 """
 
 from __future__ import annotations
@@ -36,17 +37,19 @@ PLACING = (
     "swap_space",
     "tensor_parallel_size",
 )
-"""Arguments of vllm.LLM that say where a model is and how much memory it may take: no part of the identity of a
-step."""
+"""Arguments of vllm.LLM that say where a model is and how much memory it may take: no part of the
+identity of a step."""
 TOKEN_SECONDS = 1.0
 """Seconds per token that a slow server or engine may take."""
-_CONTEXT_TOKENS = 4  # prompt tokens decoded together with the first new ones: some tokenizers drop a leading space
+# prompt tokens decoded together with the first new ones: some tokenizers drop a leading space
+_CONTEXT_TOKENS = 4
 _LOG_LINES = 60
 """Lines of a log that are printed when a server or an engine fails."""
 _LONGEST = 600
 """Characters of an error that are quoted."""
 _ERROR = re.compile(r"(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?([A-Za-z_][\w.]*(?:Error|Exception): .+)")
-"""The last line of a stack trace, alone or as vLLM logs it: after the name of a process, a time and a place."""
+"""The last line of a stack trace, alone or as vLLM logs it: after the name of a process, a time and
+a place."""
 ELSEWHERE = "root cause"
 """What vLLM says in an error that another one caused."""
 
@@ -70,19 +73,23 @@ class Prompt:
     text: str
     tokens: tuple[int, ...]
     answer: Row | None = None
-    """A right answer after the prompt. An engine may compute its likelihood with the text, at less cost than alone."""
+    """A right answer after the prompt. An engine may compute its likelihood with the text, at less
+    cost than alone."""
 
 
 @dataclass(frozen=True)
 class Writing:
-    """How texts are written: always greedily, whatever sampling settings and penalties a checkpoint has."""
+    """How texts are written: always greedily, whatever sampling settings and penalties a checkpoint
+    has."""
 
     most: int
     """Largest number of tokens of a text."""
     stop: tuple[str, ...] = ()
-    """Texts at which a text may end; it may also go on, and is cut by the caller. Prompts are not searched for them."""
+    """Texts at which a text may end; it may also go on, and is cut by the caller. Prompts are not
+    searched for them."""
     chat: bool = False
-    """Whether prompts are conversations, which a chat template has written with all special tokens."""
+    """Whether prompts are conversations, which a chat template has written with all special
+    tokens."""
     batch_size: int = 64
     """Prompts in one forward pass, or requests under way at the same time."""
     marks: tuple[tuple[int, str], ...] = ()
@@ -109,7 +116,8 @@ class Engine(ABC):
     template_arguments: Mapping[str, Any]
     """Arguments of its chat template besides the messages."""
     max_length: int | None
-    """Tokens the model can read, prompt and answer together; None when its configuration does not say."""
+    """Tokens the model can read, prompt and answer together; None when its configuration does not
+    say."""
     batches = 1
     """Batch sizes of prompts that are generated in one call."""
     scores = True
@@ -117,24 +125,39 @@ class Engine(ABC):
 
     @abstractmethod
     def generate(self, prompts: Sequence[Prompt], writing: Writing) -> list[Written]:
-        """The text after each prompt. Raises FloatingPointError where a chosen token has no finite likelihood."""
+        """The text after each prompt. Raises FloatingPointError where a chosen token has no finite
+        likelihood."""
 
     def score(self, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
         """The likelihood of each row."""
-        raise UserError(f"{type(self).__name__} computes no likelihoods: expected backend=hf or backend=vllm")
+        raise UserError(
+            f"{type(self).__name__} computes no likelihoods: expected backend=hf or backend=vllm"
+        )
 
 
 def written(
-    tokenizer: Any, before: Sequence[int], after: Sequence[int], writing: Writing, ends: Collection[int]
+    tokenizer: Any,
+    before: Sequence[int],
+    after: Sequence[int],
+    writing: Writing,
+    ends: Collection[int],
 ) -> Written:
-    """The new tokens `after`, up to the first end token, as the text that continues the prompt tokens `before`."""
+    """The new tokens `after`, up to the first end token, as the text that continues the prompt
+    tokens `before`."""
     length = next((index for index, token in enumerate(after) if token in ends), len(after))
     marks = dict(writing.marks)
-    tokens, text, start = [*before[-_CONTEXT_TOKENS:], *after[:length]], "", len(before[-_CONTEXT_TOKENS:])
-    for place in [*(number for number in range(start, len(tokens)) if tokens[number] in marks), len(tokens)]:
+    tokens = [*before[-_CONTEXT_TOKENS:], *after[:length]]
+    text = ""
+    start = len(before[-_CONTEXT_TOKENS:])
+    for place in [
+        *(number for number in range(start, len(tokens)) if tokens[number] in marks),
+        len(tokens),
+    ]:
         context = max(0, start - _CONTEXT_TOKENS)
         prefix, whole = (
-            tokenizer.decode(tokens[context:end], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            tokenizer.decode(
+                tokens[context:end], skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
             for end in (start, place)
         )
         text += whole[len(prefix) :] + marks.get(tokens[place] if place < len(tokens) else -1, "")
@@ -143,7 +166,8 @@ def written(
 
 
 def end_tokens(checkpoint: Path, tokenizer: Any) -> list[int]:
-    """The tokens that end a text: those of the checkpoint's generation settings, and the tokenizer's."""
+    """The tokens that end a text: those of the checkpoint's generation settings, and the
+    tokenizer's."""
     files = (checkpoint / name for name in ("generation_config.json", "config.json"))
     first, second = (read_json_if_there(file).get("eos_token_id") for file in files)
     return eos_tokens(second if first is None else first, tokenizer)
@@ -152,16 +176,19 @@ def end_tokens(checkpoint: Path, tokenizer: Any) -> list[int]:
 def appended_tokens(tokenizer: Any) -> list[int]:
     """The tokens, such as an end token, that a tokenizer adds after every text."""
     text, whole = (
-        tokenizer(["a"], add_special_tokens=special, verbose=False).input_ids[0] for special in (False, True)
+        tokenizer(["a"], add_special_tokens=special, verbose=False).input_ids[0]
+        for special in (False, True)
     )
     return list(whole[whole.index(text[0]) + len(text) :])
 
 
 def check_finite(number: float, name: str) -> None:
-    """Raise FloatingPointError for a logit or log-likelihood that is no finite number, though it would give a text."""
+    """Raise FloatingPointError for a logit or log-likelihood that is no finite number, though it
+    would give a text."""
     if not math.isfinite(number):
         raise FloatingPointError(
-            f"the {name} of a token is {number}, expected a finite number: the model's weights or precision "
+            f"the {name} of a token is {number}, expected a finite number: the model's weights or "
+            "precision "
             "make it overflow"
         )
 
@@ -175,7 +202,9 @@ def _(backend: BackendConfig) -> Any:
     if backend.name == "server":
         return {"name": backend.name, "command": backend.command}
     if backend.name == "vllm":
-        arguments = {name: value for name, value in backend.arguments.items() if name not in PLACING}
+        arguments = {
+            name: value for name, value in backend.arguments.items() if name not in PLACING
+        }
         return {"name": backend.name, "arguments": arguments}
     return {"name": backend.name}
 
@@ -183,7 +212,8 @@ def _(backend: BackendConfig) -> Any:
 def wrong(
     backend: BackendConfig, benchmarks: Iterable[BenchmarkConfig], models: Iterable[ModelConfig]
 ) -> Iterator[str]:
-    """A sentence for each mistake in the back end, and for each benchmark or model that it cannot serve."""
+    """A sentence for each mistake in the back end, and for each benchmark or model that it cannot
+    serve."""
     if backend.name == "hf":
         return
     if backend.name == "server":
@@ -191,28 +221,37 @@ def wrong(
         for benchmark in benchmarks:
             if benchmark.max_new_tokens and not HARNESSES[benchmark.harness].two_phases:
                 yield (
-                    f"backend={backend.name}: benchmark {benchmark.name} generates with the loaded model, whatever the "
+                    f"backend={backend.name}: benchmark {benchmark.name} generates with the "
+                    "loaded model, whatever the "
                     "back end: leave it out, or set backend=hf"
                 )
     for model in models:
         yield from user_errors(check_trained_top_k, model, f"backend={backend.name}")
         if backend.name == "vllm" and (kind := config_of(model).get("model_type")) in PORTS:
-            yield f"backend=vllm: the transformers of vLLM has no model_type={kind} ({model.name}): expected backend=hf"
+            yield (
+                f"backend=vllm: the transformers of vLLM has no model_type={kind} "
+                f"({model.name}): expected backend=hf"
+            )
 
 
 def command_line(backend: BackendConfig, checkpoint: Path, port: int, name: str) -> list[str]:
-    """The words of backend.command, with the values of {checkpoint}, {port}, {name} and of environment variables.
-    UserError for a command that lacks one of the first two, or names a variable that is not there."""
+    """The words of backend.command, with the values of {checkpoint}, {port}, {name} and of
+    environment variables. UserError for a command that lacks one of the first two, or names a
+    variable that is not there."""
     line = backend.command or ""
     if "{checkpoint}" not in line or "{port}" not in line:
-        raise UserError(f"backend.command={backend.command}: expected a server's, with {{checkpoint}} and {{port}}")
+        raise UserError(
+            f"backend.command={backend.command}: expected a server's, with {{checkpoint}} and "
+            "{port}"
+        )
     try:
         words = [Template(word).substitute(os.environ) for word in shlex.split(line)]
     except ValueError as error:
         raise UserError(f"backend.command={line} cannot be read: {error}") from None
     except KeyError as error:
         raise UserError(
-            f"backend.command: there is no environment variable {error.args[0]} here: export it where steps run"
+            f"backend.command: there is no environment variable {error.args[0]} here: export it "
+            "where steps run"
         ) from None
     for place, value in {"{checkpoint}": checkpoint, "{port}": port, "{name}": name}.items():
         words = [word.replace(place, str(value)) for word in words]
@@ -220,26 +259,29 @@ def command_line(backend: BackendConfig, checkpoint: Path, port: int, name: str)
 
 
 def check_installed(backend: BackendConfig) -> None:
-    """Raise UserError when vLLM, or the program that backend.command starts, is not on this machine."""
+    """Raise UserError when vLLM, or the program that backend.command starts, is not on this
+    machine."""
     if backend.name == "vllm":
         check_has("vllm", interpreter("vllm", backend.python, "backend=vllm"))
     elif backend.name == "server":
         program, *_ = command_line(backend, Path("checkpoint"), 0, "name")
         if shutil.which(program, path=search_path()) is None:
             raise UserError(
-                f"backend.command starts {program}, and there is no such program here: install it, or write its path "
+                f"backend.command starts {program}, and there is no such program here: install "
+                "it, or write its path "
                 "into backend.command"
             )
 
 
 def search_path() -> str:
-    """The PATH in which programs are searched: first the folder of this interpreter, then the usual PATH."""
+    """The PATH in which programs are searched: first the folder of this interpreter, then the usual
+    PATH."""
     return os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
 
 
 def last_lines(log: str) -> str:
-    """The last error and the last line of a log, as part of a sentence; the last two lines if it has no error. More
-    lines are printed to standard error."""
+    """The last error and the last line of a log, as part of a sentence; the last two lines if it
+    has no error. More lines are printed to standard error."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     print(mask("\n".join(lines[-_LOG_LINES:])), file=sys.stderr, flush=True)
     errors = [match[1][:_LONGEST] for line in lines if (match := _ERROR.match(line))]
@@ -271,14 +313,17 @@ _HARMONY_ANSWER = re.compile(
     r"(?:\A\s*|assistant)(?:<\|channel\|>)?final\s*(?:<\|constrain\|>\w+)?(?:<\|message\|>)?"
     r"|(?:\A|(?:<\|start\|>)?assistant)(?=\s*(?:<\|channel\|>)?(?:(?:commentary|analysis)\s+)?to=functions\.)"
 )
-"""What stands before an answer in the harmony format: its own header, or nothing if it is a message to a function."""
+"""What stands before an answer in the harmony format: its own header, or nothing if it is a message
+to a function."""
 
 
 def answer_in(text: str, prompt: str = "", *, chat: bool = True) -> str | None:
-    """The answer in a text that a model wrote after `prompt`: its end after the thought. None if the thought does not.
+    """The answer in a text that a model wrote after `prompt`: its end after the thought. None if
+    the thought does not.
 
-    A text without a thought is an answer as a whole. In a chat, a closing mark alone also ends a thought: where the
-    opening one was in a prompt that is not at hand. Marks in quotes are spoken of, and end nothing.
+    A text without a thought is an answer as a whole. In a chat, a closing mark alone also ends a
+    thought: where the opening one was in a prompt that is not at hand. Marks in quotes are spoken
+    of, and end nothing.
     """
     if _is_harmony(text, prompt):
         answer = _HARMONY_ANSWER.search(text)
@@ -300,10 +345,15 @@ def may_think(tokenizer: Any) -> bool:
 
 
 def special_marks(tokenizer: Any, stop: Sequence[str]) -> tuple[tuple[int, str], ...]:
-    """Special tokens, id and text, that mark thoughts or occur in stop texts; decoding would leave them out."""
+    """Special tokens, id and text, that mark thoughts or occur in stop texts; decoding would leave
+    them out."""
     added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     special = [(number, token.content) for number, token in added.items() if token.special]
-    return tuple((number, mark) for number, mark in special if mark in MARKS or any(mark in text for text in stop))
+    return tuple(
+        (number, mark)
+        for number, mark in special
+        if mark in MARKS or any(mark in text for text in stop)
+    )
 
 
 def _after_thoughts(text: str, opening: str, closing: str) -> str | None:

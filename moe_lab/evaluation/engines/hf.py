@@ -1,9 +1,10 @@
-"""The loaded model as an engine: every benchmark's texts and likelihoods come from it in the same way.
+"""The loaded model as an engine: every benchmark's texts and likelihoods come from it in the same
+way.
 
-Texts are written greedily for a batch of prompts, and end at different times. transformers prepares the inputs of each
-step, as a family needs them. The loop is ours, for two reasons: rows whose text is complete leave the batch; and a
-right answer, whose likelihood is asked for anyway, is read with its prompt, so that the text needs no steps as far as
-it is that answer.
+Texts are written greedily for a batch of prompts, and end at different times. transformers prepares
+the inputs of each step, as a family needs them. The loop is ours, for two reasons: rows whose text
+is complete leave the batch; and a right answer, whose likelihood is asked for anyway, is read with
+its prompt, so that the text needs no steps as far as it is that answer.
 """
 
 from __future__ import annotations
@@ -18,14 +19,24 @@ import torch
 from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer
 
-from moe_lab.evaluation.engines import Engine, Likelihood, Prompt, Row, Writing, Written, check_finite, written
+from moe_lab.evaluation.engines import (
+    Engine,
+    Likelihood,
+    Prompt,
+    Row,
+    Writing,
+    Written,
+    check_finite,
+    written,
+)
 from moe_lab.evaluation.engines.likelihoods import has_full_attention, likelihood, log_likelihoods
 from moe_lab.models import eos_tokens
 from moe_lab.models.load import tokens_with_logits
 from moe_lab.models.transformers_private import next_inputs
 
 LEFT = 0.75
-"""Complete rows leave the batch when at most this share of its rows is still generated: leaving copies the cache."""
+"""Complete rows leave the batch when at most this share of its rows is still generated: leaving
+copies the cache."""
 
 
 @dataclass(eq=False)
@@ -38,17 +49,24 @@ class LoadedModel(Engine):
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.max_length = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        self.max_length = getattr(
+            self.model.config.get_text_config(), "max_position_embeddings", None
+        )
         self.ends = eos_tokens(self.model.generation_config.eos_token_id, self.tokenizer)
 
     def generate(self, prompts: Sequence[Prompt], writing: Writing) -> list[Written]:
         """As `Engine.generate`, in one batch, padded on the left."""
-        padding = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.ends[0]
+        padding = (
+            self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.ends[0]
+        )
         tokens = [prompt.tokens for prompt in prompts]
         answers = [_after(prompt) for prompt in prompts]
         batch = Batch(tokens, answers, writing, frozenset(self.ends), padding, self.tokenizer)
         return [
-            replace(written(self.tokenizer, prompt, text.tokens, writing, self.ends), likelihood=text.likelihood)
+            replace(
+                written(self.tokenizer, prompt, text.tokens, writing, self.ends),
+                likelihood=text.likelihood,
+            )
             for prompt, text in zip(tokens, greedy(self.model, batch), strict=True)
         ]
 
@@ -58,8 +76,10 @@ class LoadedModel(Engine):
 
 
 def _after(prompt: Prompt) -> Row | None:
-    """The prompt's answer, if its tokens begin with those of the prompt: where the two join, others may arise."""
-    row, length = prompt.answer, len(prompt.tokens)
+    """The prompt's answer, if its tokens begin with those of the prompt: where the two join, others
+    may arise."""
+    row = prompt.answer
+    length = len(prompt.tokens)
     return row if row and row.start <= length and row.tokens[:length] == prompt.tokens else None
 
 
@@ -68,7 +88,8 @@ def _after(prompt: Prompt) -> Row | None:
 
 @dataclass
 class NewTokens:
-    """The new tokens after a prompt, and the likelihood of the right answer to it if that was read."""
+    """The new tokens after a prompt, and the likelihood of the right answer to it if that was
+    read."""
 
     tokens: list[int]
     likelihood: Likelihood | None = None
@@ -96,22 +117,29 @@ class Batch:
         going_on = [
             row
             for row in rows
-            if len(texts[row].tokens) < self.writing.most and not self.ends & set(texts[row].tokens[-unseen:])
+            if len(texts[row].tokens) < self.writing.most
+            and not self.ends & set(texts[row].tokens[-unseen:])
         ]
         stop = self.writing.stop
         if not stop or not going_on:
             return going_on
-        window = max(len(text.encode()) for text in stop) + unseen  # every token adds at least a byte
+        # every token adds at least a byte
+        window = max(len(text.encode()) for text in stop) + unseen
         last = [texts[row].tokens[-window:] for row in going_on]
         ends = self.tokenizer.batch_decode(last, clean_up_tokenization_spaces=False)
-        return [row for row, end in zip(going_on, ends, strict=True) if not any(text in end for text in stop)]
+        return [
+            row
+            for row, end in zip(going_on, ends, strict=True)
+            if not any(text in end for text in stop)
+        ]
 
 
 @torch.inference_mode()
 def greedy(model: Any, batch: Batch) -> list[NewTokens]:
-    """The text after each prompt, up to and with its first end token. Where the family keeps keys and values alone,
-    right answers are read with their prompts."""
-    # generate() would use the settings of the checkpoint that it is not given, such as a repetition penalty
+    """The text after each prompt, up to and with its first end token. Where the family keeps keys
+    and values alone, right answers are read with their prompts."""
+    # generate() would use the settings of the checkpoint that it is not given, such as a repetition
+    # penalty
     settings = GenerationConfig(
         max_new_tokens=batch.writing.most,
         do_sample=False,
@@ -123,7 +151,9 @@ def greedy(model: Any, batch: Batch) -> list[NewTokens]:
     texts: list[NewTokens] = []
     with patch.object(model, "generation_config", settings):
         model.generate(
-            input_ids=ids, attention_mask=attention, custom_generate=partial(_write, batch=batch, texts=texts)
+            input_ids=ids,
+            attention_mask=attention,
+            custom_generate=partial(_write, batch=batch, texts=texts),
         )
     for text in texts:
         ends = (place for place, token in enumerate(text.tokens, start=1) if token in batch.ends)
@@ -132,11 +162,17 @@ def greedy(model: Any, batch: Batch) -> list[NewTokens]:
 
 
 def _padded(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and attention mask (B, L + A): prompts padded on the left to L tokens, then answers."""
+    """Token ids and attention mask (B, L + A): prompts padded on the left to L tokens, then
+    answers."""
     longest = max(map(len, batch.prompts))
     left = [longest - len(prompt) for prompt in batch.prompts]
-    rows = [answer.tokens if answer else prompt for prompt, answer in zip(batch.prompts, batch.answers, strict=True)]
-    ids = torch.full((len(rows), max(pad + len(row) for pad, row in zip(left, rows, strict=True))), batch.padding)
+    rows = [
+        answer.tokens if answer else prompt
+        for prompt, answer in zip(batch.prompts, batch.answers, strict=True)
+    ]
+    ids = torch.full(
+        (len(rows), max(pad + len(row) for pad, row in zip(left, rows, strict=True))), batch.padding
+    )
     attention = torch.zeros_like(ids)
     for number, (pad, row) in enumerate(zip(left, rows, strict=True)):
         ids[number, pad : pad + len(row)] = torch.tensor(row)
@@ -145,10 +181,21 @@ def _padded(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _write(
-    model: Any, input_ids: torch.Tensor, generation_config: Any, *, batch: Batch, texts: list[NewTokens], **others: Any
+    model: Any,
+    input_ids: torch.Tensor,
+    generation_config: Any,
+    *,
+    batch: Batch,
+    texts: list[NewTokens],
+    **others: Any,
 ) -> torch.Tensor:
-    """The loop, called by `generate`; `others` are arguments of the model's forward besides those of sampling."""
-    inputs = {name: value for name, value in others.items() if name not in ("logits_processor", "stopping_criteria")}
+    """The loop, called by `generate`; `others` are arguments of the model's forward besides those
+    of sampling."""
+    inputs = {
+        name: value
+        for name, value in others.items()
+        if name not in ("logits_processor", "stopping_criteria")
+    }
     output, input_ids, inputs = _read(model, input_ids, inputs, batch, texts)
     rows = open_rows = list(range(len(texts)))
     new = torch.tensor([text.tokens[-1] for text in texts], device=input_ids.device)
@@ -163,10 +210,13 @@ def _write(
             kept = torch.tensor([rows.index(row) for row in open_rows], device=input_ids.device)
             inputs["past_key_values"].reorder_cache(kept)
             inputs = {  # the cache stays the same object
-                name: value[kept] if torch.is_tensor(value) and value.dim() > 1 and len(value) == len(rows) else value
+                name: value[kept]
+                if torch.is_tensor(value) and value.dim() > 1 and len(value) == len(rows)
+                else value
                 for name, value in inputs.items()
             }
-            input_ids, rows = input_ids[kept], open_rows
+            input_ids = input_ids[kept]
+            rows = open_rows
         prepared = model.prepare_inputs_for_generation(
             input_ids, next_sequence_length=1, is_first_iteration=False, **inputs
         )
@@ -183,27 +233,43 @@ def _write(
 def _read(
     model: Any, ids: torch.Tensor, inputs: dict[str, Any], batch: Batch, texts: list[NewTokens]
 ) -> tuple[Any, torch.Tensor, dict[str, Any]]:
-    """Read the prompts, with right answers after them where tokens can be forgotten again, and begin `texts`.
+    """Read the prompts, with right answers after them where tokens can be forgotten again, and
+    begin `texts`.
 
-    Returns the model's output, and the token ids and arguments for what is kept: prompts, and texts without their last
-    tokens. Answers are not read where their logits would take too much memory.
+    Returns the model's output, and the token ids and arguments for what is kept: prompts, and texts
+    without their last tokens. Answers are not read where their logits would take too much memory.
     """
-    by_token = [name for name, value in inputs.items() if getattr(value, "shape", None) == ids.shape]
-    answers, longest = batch.answers, max(map(len, batch.prompts))
+    by_token = [
+        name for name, value in inputs.items() if getattr(value, "shape", None) == ids.shape
+    ]
+    answers = batch.answers
+    longest = max(map(len, batch.prompts))
     # white space at the end of a prompt counts as part of its answer
-    starts = [longest - (len(prompt) - row.start) for prompt, row in zip(batch.prompts, answers, strict=True) if row]
+    starts = [
+        longest - (len(prompt) - row.start)
+        for prompt, row in zip(batch.prompts, answers, strict=True)
+        if row
+    ]
     first = min([longest, *starts]) - 1
     """The first place after which logits are needed."""
     logits_read = len(ids) * (ids.shape[1] - first)
-    if not starts or logits_read > tokens_with_logits(model) or not _can_forget(model, inputs, by_token):
-        answers, first = [None] * len(ids), longest - 1
+    if (
+        not starts
+        or logits_read > tokens_with_logits(model)
+        or not _can_forget(model, inputs, by_token)
+    ):
+        answers = [None] * len(ids)
+        first = longest - 1
     width = ids.shape[1] if any(answers) else longest
-    ids, inputs = ids[:, :width], inputs | {name: inputs[name][:, :width] for name in by_token}
+    ids = ids[:, :width]
+    inputs = inputs | {name: inputs[name][:, :width] for name in by_token}
     if any(answers):
         inputs["logits_to_keep"] = width - first
     prepared = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **inputs)
     output = model(**prepared, return_dict=True)
-    for prompt, answer, logits in zip(batch.prompts, answers, output.logits[:, first - width :], strict=True):
+    for prompt, answer, logits in zip(
+        batch.prompts, answers, output.logits[:, first - width :], strict=True
+    ):
         text = _beginning(prompt, answer, logits[longest - 1 - first :], batch.writing.most)
         if answer:
             before = longest - len(prompt) + answer.start - 1 - first
@@ -216,18 +282,25 @@ def _read(
 
 
 def _can_forget(model: Any, inputs: dict[str, Any], by_token: Collection[str]) -> bool:
-    """Whether the last tokens of each row can be forgotten: the cache has keys and values alone, each of one token."""
+    """Whether the last tokens of each row can be forgotten: the cache has keys and values alone,
+    each of one token."""
     cache = inputs.get("past_key_values")
     plain = (
-        type(cache) is DynamicCache and bool(cache.layers) and {type(layer) for layer in cache.layers} == {DynamicLayer}
+        type(cache) is DynamicCache
+        and bool(cache.layers)
+        and {type(layer) for layer in cache.layers} == {DynamicLayer}
     )
-    told_apart = set(by_token) - {"attention_mask"} == {"position_ids"} and "logits_to_keep" in inputs
+    told_apart = (
+        set(by_token) - {"attention_mask"} == {"position_ids"} and "logits_to_keep" in inputs
+    )
     return plain and told_apart and has_full_attention(model)
 
 
-def _beginning(prompt: Sequence[int], answer: Row | None, logits: torch.Tensor, most: int) -> NewTokens:
-    """How a text begins: as its right answer does, if that is what the model would choose, and the next choice, by
-    logits (n, V) after the prompt and after each token that follows it."""
+def _beginning(
+    prompt: Sequence[int], answer: Row | None, logits: torch.Tensor, most: int
+) -> NewTokens:
+    """How a text begins: as its right answer does, if that is what the model would choose, and the
+    next choice, by logits (n, V) after the prompt and after each token that follows it."""
     tokens = answer.tokens[len(prompt) :] if answer else ()
     likeliest, largest = _likeliest(logits[: len(tokens) + 1])
     choices = likeliest.tolist()
@@ -240,9 +313,14 @@ def _beginning(prompt: Sequence[int], answer: Row | None, logits: torch.Tensor, 
 
 
 def _forget(
-    cache: DynamicCache, ids: torch.Tensor, inputs: dict[str, Any], batch: Batch, texts: Sequence[NewTokens]
+    cache: DynamicCache,
+    ids: torch.Tensor,
+    inputs: dict[str, Any],
+    batch: Batch,
+    texts: Sequence[NewTokens],
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Forget of the answers what the texts do not begin with: it is masked, or dropped where no text has it."""
+    """Forget of the answers what the texts do not begin with: it is masked, or dropped where no
+    text has it."""
     longest = max(map(len, batch.prompts))
     ends = [longest + len(text.tokens) - 1 for text in texts]
     width = max(ends)
@@ -257,6 +335,7 @@ def _forget(
 
 
 def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
-    """The likeliest tokens (n) by logits (n, V), and their logits. A logit that is NaN counts as the largest."""
+    """The likeliest tokens (n) by logits (n, V), and their logits. A logit that is NaN counts as
+    the largest."""
     tokens = logits.float().argmax(-1)
     return tokens, logits.gather(-1, tokens[:, None])[:, 0].tolist()

@@ -1,8 +1,9 @@
-"""Likelihoods of rows of tokens by a loaded model. Answers to one question share the pass over the question.
+"""Likelihoods of rows of tokens by a loaded model. Answers to one question share the pass over the
+question.
 
-Such rows are read as one: the question, then its answers one after another. An attention mask lets the tokens of an
-answer see the question and their own answer only, and their positions continue the question's, so each answer gets
-the likelihood that it has alone, up to rounding.
+Such rows are read as one: the question, then its answers one after another. An attention mask lets
+the tokens of an answer see the question and their own answer only, and their positions continue the
+question's, so each answer gets the likelihood that it has alone, up to rounding.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from moe_lab.models.transformers_private import attention_implementation
 TRIED = ((5, 7, 11, 13), ((17, 3), (19, 23, 29)))
 """A question and two answers, token ids, on which reading them together is tried."""
 AGREES, HALF_AGREES = 1e-4, 0.05
-"""Most that logits may differ in the trial, as a share of the largest, in fp32 and in half precision."""
+"""Most that logits may differ in the trial, as a share of the largest, in fp32 and in half
+precision."""
 
 
 @dataclass
@@ -42,14 +44,19 @@ class _Question:
 def log_likelihoods(model: Any, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
     """The log-likelihood of each row, in nats, and whether each of its tokens was the likeliest.
 
-    A pass has at most `batch_size` questions, and as many tokens as so many of the longest rows have.
+    A pass has at most `batch_size` questions, and as many tokens as so many of the longest rows
+    have.
     """
     questions = _questions(rows, share=bool(rows) and _can_share(model))
-    tokens = min(batch_size * max((len(row.tokens) for row in rows), default=0), tokens_with_logits(model))
+    tokens = min(
+        batch_size * max((len(row.tokens) for row in rows), default=0), tokens_with_logits(model)
+    )
     found: dict[Row, Likelihood] = {}
     while questions:
-        size = max(1, min(batch_size, tokens // len(questions[0])))  # one question may have more tokens
-        batch, questions = questions[:size], questions[size:]
+        # one question may have more tokens
+        size = max(1, min(batch_size, tokens // len(questions[0])))
+        batch = questions[:size]
+        questions = questions[size:]
         for question, logits in zip(batch, _logits(model, batch), strict=True):
             end = 1
             for answer, of_answer in question.answers.items():
@@ -61,15 +68,19 @@ def log_likelihoods(model: Any, rows: Sequence[Row], batch_size: int) -> list[Li
 
 
 def _questions(rows: Sequence[Row], *, share: bool) -> list[_Question]:
-    """The rows by question, the longest first. Without `share`, a question has one answer, for one or more rows.
+    """The rows by question, the longest first. Without `share`, a question has one answer, for one
+    or more rows.
 
-    Answers that are read together are together no longer than their question; the others of that question follow
-    another copy of it. So a row is at most twice as long as an unshared one, which bounds the memory of its mask, and
-    windows of a document that begin with the same token are not taken for answers to that token.
+    Answers that are read together are together no longer than their question; the others of that
+    question follow another copy of it. So a row is at most twice as long as an unshared one, which
+    bounds the memory of its mask, and windows of a document that begin with the same token are not
+    taken for answers to that token.
     """
     answers_of: dict[tuple[int, ...], dict[tuple[int, ...], list[Row]]] = {}
     for row in rows:
-        answers_of.setdefault(row.tokens[: row.start], {}).setdefault(row.tokens[row.start : -1], []).append(row)
+        answers_of.setdefault(row.tokens[: row.start], {}).setdefault(
+            row.tokens[row.start : -1], []
+        ).append(row)
     questions: list[_Question] = []
     for tokens, answers in answers_of.items():
         copy = _Question(tokens)
@@ -83,7 +94,8 @@ def _questions(rows: Sequence[Row], *, share: bool) -> list[_Question]:
 
 
 def _logits(model: Any, questions: Sequence[_Question]) -> list[torch.Tensor]:
-    """For each question, logits (n, V) after its last token, and then after each token of its answers that is read."""
+    """For each question, logits (n, V) after its last token, and then after each token of its
+    answers that is read."""
     longest = max(map(len, questions))
     ids = torch.zeros(len(questions), longest, dtype=torch.int64)
     for row, question in enumerate(questions):
@@ -106,8 +118,11 @@ def _logits(model: Any, questions: Sequence[_Question]) -> list[torch.Tensor]:
     ]
 
 
-def _separated(questions: Sequence[_Question], longest: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Position ids (B, S), and what is added to attention scores (B, 1, S, S): answers do not see each other."""
+def _separated(
+    questions: Sequence[_Question], longest: int, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Position ids (B, S), and what is added to attention scores (B, 1, S, S): answers do not see
+    each other."""
     positions = torch.zeros(len(questions), longest, dtype=torch.int64)
     answer_of = torch.full((len(questions), longest), -1)  # padding is an answer of its own
     for row, question in enumerate(questions):
@@ -115,7 +130,9 @@ def _separated(questions: Sequence[_Question], longest: int, dtype: torch.dtype)
         positions[row, :end] = torch.arange(end)
         answer_of[row, :end] = 0
         for number, answer in enumerate(question.answers, start=1):
-            positions[row, end : end + len(answer)] = len(question.tokens) + torch.arange(len(answer))
+            positions[row, end : end + len(answer)] = len(question.tokens) + torch.arange(
+                len(answer)
+            )
             answer_of[row, end : end + len(answer)] = number
             end += len(answer)
     seen = (answer_of[:, None, :] == answer_of[:, :, None]) | (answer_of[:, None, :] == 0)
@@ -125,7 +142,8 @@ def _separated(questions: Sequence[_Question], longest: int, dtype: torch.dtype)
 
 
 def likelihood(targets: Sequence[int], logits: torch.Tensor) -> Likelihood:
-    """The log-likelihood of the tokens `targets` (n), and whether each is the likeliest, by logits (n, V)."""
+    """The log-likelihood of the tokens `targets` (n), and whether each is the likeliest, by logits
+    (n, V)."""
     scores = logits.float().log_softmax(-1)
     ids = torch.tensor(targets, device=logits.device)
     total = float(scores.gather(1, ids[:, None]).double().sum())
@@ -133,9 +151,13 @@ def likelihood(targets: Sequence[int], logits: torch.Tensor) -> Likelihood:
 
 
 def _can_share(model: Any) -> bool:
-    """Whether answers can be read together: every layer has full attention, and a trial gives the same logits."""
+    """Whether answers can be read together: every layer has full attention, and a trial gives the
+    same logits."""
     if model not in _shares:
-        told_apart = "position_ids" in _arguments(model) and attention_implementation(model) in ("sdpa", "eager")
+        told_apart = "position_ids" in _arguments(model) and attention_implementation(model) in (
+            "sdpa",
+            "eager",
+        )
         _shares[model] = told_apart and has_full_attention(model) and _agrees(model)
     return _shares[model]
 
@@ -147,7 +169,11 @@ def has_full_attention(model: Any) -> bool:
     """Whether every token attends to all before it, in every layer."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
-    return set(kinds) == {"full_attention"} if kinds else getattr(config, "sliding_window", None) is None
+    return (
+        set(kinds) == {"full_attention"}
+        if kinds
+        else getattr(config, "sliding_window", None) is None
+    )
 
 
 def _arguments(model: Any) -> Collection[str]:

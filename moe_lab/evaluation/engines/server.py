@@ -1,4 +1,5 @@
-"""A server with OpenAI's interface as an engine that generates: started for a checkpoint, checked, asked, stopped."""
+"""A server with OpenAI's interface as an engine that generates: started for a checkpoint, checked,
+asked, stopped."""
 
 from __future__ import annotations
 
@@ -43,10 +44,13 @@ from moe_lab.start import command
 GRACE = 20.0
 """Seconds between telling a server to stop and killing it."""
 STOPS = 4
-"""Most stop texts of one request: OpenAI's limit, and vLLM's default. Texts are cut at the other ones here."""
+"""Most stop texts of one request: OpenAI's limit, and vLLM's default. Texts are cut at the other
+ones here."""
 COMPLETE = ("stop", "length")
-"""Reasons why a text ends that leave it whole: OpenAI's words. Others, such as abort or error, are of the server."""
-_POLL_SECONDS, _ANSWER = 0.2, 30.0
+"""Reasons why a text ends that leave it whole: OpenAI's words. Others, such as abort or error, are
+of the server."""
+_POLL_SECONDS = 0.2
+_ANSWER = 30.0
 PORTS = range(15_000, 32_000)
 _ENDING = 2.0
 """Seconds in which a server that has closed a connection may end."""
@@ -67,7 +71,8 @@ class ServedModel(Engine):
     max_length: int | None
     template_arguments: Mapping[str, Any]
     patience: float = BackendConfig.ready_seconds
-    """Seconds without any finished text, in addition to the time for one text, after which a server counts as hung."""
+    """Seconds without any finished text, in addition to the time for one text, after which a server
+    counts as hung."""
     last_words: Callable[[], str | None] = lambda: None
     """Returns the last output of a server that has ended; None while it runs."""
     ends: list[int] = field(default_factory=list)
@@ -80,36 +85,43 @@ class ServedModel(Engine):
         """Raise UserError for a tokenizer after whose tokens no text can go on."""
         if appended := appended_tokens(self.tokenizer):
             raise UserError(
-                f"backend=server: the model's tokenizer appends {self.tokenizer.decode(appended)!r} to every prompt, "
+                "backend=server: the model's tokenizer appends "
+                f"{self.tokenizer.decode(appended)!r} to every prompt, "
                 "and a server tokenizes prompts itself: expected backend=hf or backend=vllm"
             )
 
     def generate(self, prompts: Sequence[Prompt], writing: Writing) -> list[Written]:
         """As `Engine.generate`, with `writing.batch_size` requests at a time.
 
-        Raises Unavailable when no text at all arrives for too long. A single late text is no error, because the server
-        may finish all others first. Raises UserError where a server would leave out the marks of thoughts, or a stop
-        text.
+        Raises Unavailable when no text at all arrives for too long. A single late text is no error,
+        because the server may finish all others first. Raises UserError where a server would leave
+        out the marks of thoughts, or a stop text.
         """
         ends = eos_tokens(self.ends, self.tokenizer)
         marks = [mark for number, mark in writing.marks if number not in ends]
         if lost := [mark for mark in marks if writing.chat or mark not in MARKS]:
             raise UserError(
-                f"backend=server: a server leaves out special tokens, and {', '.join(lost)} part the model's thoughts "
+                f"backend=server: a server leaves out special tokens, and {', '.join(lost)} part "
+                "the model's thoughts "
                 "from its answers, or end them: expected backend=hf or backend=vllm"
             )
         texts = [self._request_text(prompt) for prompt in prompts]
         pool = ThreadPoolExecutor(writing.batch_size)
         with self.client() as client:
-            pending = futures = [pool.submit(self.complete, client, text, writing.most, writing.stop) for text in texts]
+            pending = futures = [
+                pool.submit(self.complete, client, text, writing.most, writing.stop)
+                for text in texts
+            ]
             seconds = self.patience + TOKEN_SECONDS * writing.most
             try:
                 while pending:
                     done, rest = wait(pending, seconds, FIRST_COMPLETED)
                     if not done:
                         raise Unavailable(
-                            f"the server of {self.name} runs and wrote no text for {seconds:g} s, which is "
-                            f"backend.ready_seconds={self.patience:g} and {TOKEN_SECONDS:g} s per token: it seems to "
+                            f"the server of {self.name} runs and wrote no text for {seconds:g} s, "
+                            "which is "
+                            f"backend.ready_seconds={self.patience:g} and {TOKEN_SECONDS:g} s per "
+                            "token: it seems to "
                             "hang"
                         )
                     for future in done:
@@ -120,18 +132,27 @@ class ServedModel(Engine):
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def client(self, seconds: float | None = None) -> openai.OpenAI:
-        """A client with a timeout of `seconds` per text; None by default, as a server may queue all texts."""
+        """A client with a timeout of `seconds` per text; None by default, as a server may queue all
+        texts."""
         direct = openai.DefaultHttpxClient(trust_env=False)  # no proxy to this machine
-        return openai.OpenAI(base_url=self.url, api_key="none", timeout=seconds, max_retries=0, http_client=direct)
+        return openai.OpenAI(
+            base_url=self.url, api_key="none", timeout=seconds, max_retries=0, http_client=direct
+        )
 
-    def complete(self, client: openai.OpenAI, prompt: str, most: int, stop: Sequence[str]) -> Written:
+    def complete(
+        self, client: openai.OpenAI, prompt: str, most: int, stop: Sequence[str]
+    ) -> Written:
         """The text of at most `most` tokens after a prompt, by greedy generation without penalties.
 
-        Some servers also stop at a stop text that begins in the prompt, so these are not sent. Raises UserError for a
-        refused request and for an answer of another model, Unavailable for a text that the server broke off, and when
-        it has ended or fails.
+        Some servers also stop at a stop text that begins in the prompt, so these are not sent.
+        Raises UserError for a refused request and for an answer of another model, Unavailable for a
+        text that the server broke off, and when it has ended or fails.
         """
-        inside = [text for text in stop if not any(prompt.endswith(text[:end]) for end in range(1, len(text)))]
+        inside = [
+            text
+            for text in stop
+            if not any(prompt.endswith(text[:end]) for end in range(1, len(text)))
+        ]
         server = f"the server of {self.name}"
         try:
             answer = client.completions.create(
@@ -144,8 +165,10 @@ class ServedModel(Engine):
                 frequency_penalty=0,
                 presence_penalty=0,
             )
-            choice, model = answer.choices[0], answer.model
-            text, reason = choice.text, choice.finish_reason
+            choice = answer.choices[0]
+            model = answer.model
+            text = choice.text
+            reason = choice.finish_reason
         except openai.APIConnectionError as error:
             ended = self.last_words()
             state = f"ended: {ended}" if ended else f"does not answer ({error.__cause__ or error})"
@@ -160,30 +183,41 @@ class ServedModel(Engine):
         except (AttributeError, IndexError, TypeError, ValueError):  # the client checks no types
             raise UserError(f"what answers at {self.url} gives no text completions") from None
         if str(model).removesuffix("@main") != self.name:
-            raise UserError(f"what answers at {self.url} serves {model}, expected {self.name}: is it another server?")
+            raise UserError(
+                f"what answers at {self.url} serves {model}, expected {self.name}: is it another "
+                "server?"
+            )
         if not isinstance(text, str) or reason not in COMPLETE:
-            raise Unavailable(f"{server} broke a text off: finish_reason={reason}, expected {' or '.join(COMPLETE)}")
+            raise Unavailable(
+                f"{server} broke a text off: finish_reason={reason}, expected "
+                f"{' or '.join(COMPLETE)}"
+            )
         return Written(text, "limit" if reason == "length" else "end")
 
     def _request_text(self, prompt: Prompt) -> str:
-        """The text that a server tokenizes to the prompt, given that it always adds the tokenizer's special tokens."""
+        """The text that a server tokenizes to the prompt, given that it always adds the tokenizer's
+        special tokens."""
         candidates = (prompt.text, prompt.text.removeprefix(self.tokenizer.bos_token or ""))
         for text in candidates:
             if tuple(self.tokenizer(text).input_ids) == prompt.tokens:
                 return text
         raise UserError(
-            "a server adds the tokenizer's special tokens to every prompt, and the model's chat template wants none: "
+            "a server adds the tokenizer's special tokens to every prompt, and the model's chat "
+            "template wants none: "
             "expected backend=hf"
         )
 
 
 @contextmanager
-def serving(checkpoint: Path, backend: BackendConfig, model: ModelConfig, name: str) -> Iterator[ServedModel]:
+def serving(
+    checkpoint: Path, backend: BackendConfig, model: ModelConfig, name: str
+) -> Iterator[ServedModel]:
     """A context with a server of the checkpoint; the name of the served model begins with `name`.
 
-    The server reads a view of the checkpoint with greedy generation settings, because it may take defaults from the
-    settings of the checkpoint's author. Raises UserError for a folder that is no checkpoint, Unavailable for a server
-    that ends, serves another model or does not answer within backend.ready_seconds.
+    The server reads a view of the checkpoint with greedy generation settings, because it may take
+    defaults from the settings of the checkpoint's author. Raises UserError for a folder that is no
+    checkpoint, Unavailable for a server that ends, serves another model or does not answer within
+    backend.ready_seconds.
     """
     from moe_lab.models.load import load_tokenizer
 
@@ -195,21 +229,30 @@ def serving(checkpoint: Path, backend: BackendConfig, model: ModelConfig, name: 
         make_view(checkpoint, view, tokenizer)
         ends = end_tokens(checkpoint, tokenizer)
         port = _free_port()
-        unique = f"{name}-{secrets.token_hex(4)}"  # so that another server cannot be mistaken for this one
-        url, arguments = f"http://127.0.0.1:{port}/v1", model.template_arguments
+        # so that another server cannot be mistaken for this one
+        unique = f"{name}-{secrets.token_hex(4)}"
+        url = f"http://127.0.0.1:{port}/v1"
+        arguments = model.template_arguments
         with started(command_line(backend, view, port, unique)) as process:
             ended = partial(_last_words, process, _ENDING)
-            served = ServedModel(url, unique, tokenizer, max_length, arguments, backend.ready_seconds, ended, ends)
+            served = ServedModel(
+                url, unique, tokenizer, max_length, arguments, backend.ready_seconds, ended, ends
+            )
             yield _ready(served, process, str(view))
 
 
 def make_view(checkpoint: Path, view: Path, tokenizer: Any) -> None:
-    """Make a folder with links to the checkpoint's files and its own, neutral settings of generation and decoding."""
+    """Make a folder with links to the checkpoint's files and its own, neutral settings of
+    generation and decoding."""
     ends = end_tokens(checkpoint, tokenizer)  # as `LoadedModel` has them
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends[0]
     tokenization = read_json_if_there(checkpoint / "tokenizer_config.json")
     changed = {
-        "generation_config.json": {"do_sample": False, "eos_token_id": ends, "pad_token_id": padding},
+        "generation_config.json": {
+            "do_sample": False,
+            "eos_token_id": ends,
+            "pad_token_id": padding,
+        },
         "tokenizer_config.json": {**tokenization, "clean_up_tokenization_spaces": False},
     }
     view.mkdir()
@@ -221,8 +264,14 @@ def make_view(checkpoint: Path, view: Path, tokenizer: Any) -> None:
 
 
 def started(line: Sequence[str]) -> Child:
-    """Run a command line, which ends when the process that is returned is closed, and when this one dies."""
-    environment = {"HF_HUB_OFFLINE": "1", **os.environ, "PATH": search_path(), "XDG_CACHE_HOME": str(caches())}
+    """Run a command line, which ends when the process that is returned is closed, and when this one
+    dies."""
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        **os.environ,
+        "PATH": search_path(),
+        "XDG_CACHE_HOME": str(caches()),
+    }
     return Child(command("moe_lab.evaluation.server_process", str(GRACE), *line), environment)
 
 
@@ -234,8 +283,8 @@ def _last_words(process: Child, seconds: float = 0.0) -> str | None:
 
 
 def _free_port() -> int:
-    """A port that is free now, and not one of those that a system gives to outgoing connections: any of them could take
-    it before the server, which imports for a while, does."""
+    """A port that is free now, and not one of those that a system gives to outgoing connections:
+    any of them could take it before the server, which imports for a while, does."""
     while True:
         port = secrets.choice(PORTS)
         with socket.socket() as unused, suppress(OSError):
@@ -244,18 +293,21 @@ def _free_port() -> int:
 
 
 def _ready(served: ServedModel, process: Child, path: str) -> ServedModel:
-    """The model, once the server answers a request for it, by its name or by the path of the checkpoint."""
+    """The model, once the server answers a request for it, by its name or by the path of the
+    checkpoint."""
     deadline = time.monotonic() + served.patience
     while (listed := _listed(served)) is None:
         if (ended := _last_words(process)) is not None:
             raise Unavailable(f"the server ended before it was ready: {ended}")
         if time.monotonic() > deadline:
             raise Unavailable(
-                f"the server did not answer at {served.url} within backend.ready_seconds={served.patience:g}; the last "
+                f"the server did not answer at {served.url} within "
+                f"backend.ready_seconds={served.patience:g}; the last "
                 f"it said: {last_lines(process.log())}"
             )
         time.sleep(_POLL_SECONDS)
-    # `vllm serve` lists the name it is given; `transformers serve` lists other models and takes the checkpoint's path.
+    # `vllm serve` lists the name it is given; `transformers serve` lists other models and takes the
+    # checkpoint's path.
     if served.name not in listed:
         served = replace(served, name=path)
     try:
@@ -263,7 +315,8 @@ def _ready(served: ServedModel, process: Child, path: str) -> ServedModel:
             served.complete(client, "Hello", 1, ())
     except UserError as error:
         raise Unavailable(
-            f"the server does not serve the checkpoint ({error}); it lists {', '.join(listed) or 'no model'}"
+            f"the server does not serve the checkpoint ({error}); it lists "
+            f"{', '.join(listed) or 'no model'}"
         ) from None
     if (ended := _last_words(process)) is not None:
         raise Unavailable(f"the server ended ({ended}), and another one answers at {served.url}")
@@ -271,11 +324,13 @@ def _ready(served: ServedModel, process: Child, path: str) -> ServedModel:
 
 
 def _listed(served: ServedModel) -> list[str] | None:
-    """Names of the models that the server lists, [] if it answers without a list; None while nothing answers."""
+    """Names of the models that the server lists, [] if it answers without a list; None while
+    nothing answers."""
     try:
         with served.client(_ANSWER) as client:
             return [model.id for model in client.models.list()]
     except openai.APIConnectionError:
         return None
     except (openai.APIError, AttributeError, TypeError, ValueError) as error:
-        return None if getattr(error, "status_code", None) == 503 else []  # 503: it is still loading
+        # 503: it is still loading
+        return None if getattr(error, "status_code", None) == 503 else []

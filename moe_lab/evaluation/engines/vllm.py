@@ -50,12 +50,14 @@ ENVIRONMENT = {
 
 
 class VllmModel(Engine):
-    """A causal language model in vLLM, under the plan that it has at the time; in a process with one checkpoint."""
+    """A causal language model in vLLM, under the plan that it has at the time; in a process with
+    one checkpoint."""
 
     batches = 16  # which vLLM divides in its own way
 
     def __init__(self, checkpoint: Path, backend: BackendConfig, model: ModelConfig) -> None:
-        """Start vLLM with `checkpoint`. Raises Unavailable, with vLLM's reason, when the engine does not start."""
+        """Start vLLM with `checkpoint`. Raises Unavailable, with vLLM's reason, when the engine
+        does not start."""
         from moe_lab.models.load import load_tokenizer, quiet
 
         print(f"vLLM starts with {checkpoint}", file=sys.stderr, flush=True)
@@ -66,14 +68,25 @@ class VllmModel(Engine):
         self.patience = backend.ready_seconds
         self.masked = False
         threads = {"OMP_NUM_THREADS": str(model.threads)} if model.threads else {}
-        line = command("moe_lab.serving.vllm_engine", python=interpreter("vllm", backend.python, "backend=vllm"))
-        self._child = Child(line, {**ENVIRONMENT, **threads, **os.environ, "XDG_CACHE_HOME": str(caches())})
+        line = command(
+            "moe_lab.serving.vllm_engine",
+            python=interpreter("vllm", backend.python, "backend=vllm"),
+        )
+        self._child = Child(
+            line, {**ENVIRONMENT, **threads, **os.environ, "XDG_CACHE_HOME": str(caches())}
+        )
         self.process = self._child.process
         own = {"dtype": _dtype(checkpoint, model), "trust_remote_code": model.trust_remote_code}
         try:
             with self._answering(0.0) as limit:
-                arguments = {**own, **_divided(checkpoint, model, backend.arguments), **backend.arguments}
-                self.about = self._child.call("open", limit, folder=str(checkpoint), arguments=arguments)
+                arguments = {
+                    **own,
+                    **_divided(checkpoint, model, backend.arguments),
+                    **backend.arguments,
+                }
+                self.about = self._child.call(
+                    "open", limit, folder=str(checkpoint), arguments=arguments
+                )
                 self.max_length = self.about["max_length"]
         except BaseException:
             self.close()
@@ -84,20 +97,23 @@ class VllmModel(Engine):
         self._child.close()
 
     def set_plan(self, plan: Plan | None) -> None:
-        """Mask the experts that `plan` drops; None takes the mask away. UserError for a plan with channels, Unavailable
-        if masks have no effect on this engine."""
+        """Mask the experts that `plan` drops; None takes the mask away. UserError for a plan with
+        channels, Unavailable if masks have no effect on this engine."""
         if plan is not None and plan.channels:
             raise UserError("a plan of channels is no mask of routers: expected an export of it")
         if plan is not None or self.masked:
             with self._answering(0.0) as limit:
-                self._child.call("set_plan", limit, kept=[] if plan is None else sorted(plan.experts.items()))
+                self._child.call(
+                    "set_plan", limit, kept=[] if plan is None else sorted(plan.experts.items())
+                )
             self.masked = plan is not None
 
     def items(self, method: str, seconds: float, **arguments: Any) -> Iterator[Any]:
-        """What a method of `vllm_engine.Engine` yields, each within `seconds` and the time that a start may take.
+        """What a method of `vllm_engine.Engine` yields, each within `seconds` and the time that a
+        start may take.
 
-        Raises Unavailable when the engine fails, ends, or says nothing for too long. It is ended then, since requests
-        are left, and when the caller does not take all items.
+        Raises Unavailable when the engine fails, ends, or says nothing for too long. It is ended
+        then, since requests are left, and when the caller does not take all items.
         """
         try:
             with self._answering(seconds) as limit:
@@ -110,30 +126,40 @@ class VllmModel(Engine):
 
     @contextmanager
     def _answering(self, seconds: float) -> Iterator[float]:
-        """The seconds that each reply may take, in a context where what goes wrong is Unavailable."""
+        """The seconds that each reply may take, in a context where what goes wrong is
+        Unavailable."""
         limit = self.patience + seconds
         try:
             yield limit
         except TimeoutError:
             raise Unavailable(
-                f"vLLM said nothing for {limit:g} s, which is backend.ready_seconds={self.patience:g} and "
+                f"vLLM said nothing for {limit:g} s, which is "
+                f"backend.ready_seconds={self.patience:g} and "
                 f"{TOKEN_SECONDS:g} s per token: it seems to hang"
             ) from None
         except Ended:
             reason = last_lines(self._child.log())
-            raise Unavailable(f"vLLM ended (exit code {self.process.returncode}): {reason}") from None
+            raise Unavailable(
+                f"vLLM ended (exit code {self.process.returncode}): {reason}"
+            ) from None
         except Refused as error:
             said = last_lines(self._child.log())
             reason = said if ELSEWHERE in str(error) else f"{error.kind}: {error}"
             raise Unavailable(f"vLLM refuses: {reason}") from None
 
     def generate(self, prompts: Sequence[Prompt], writing: Writing) -> list[Written]:
-        request = {"prompts": [prompt.tokens for prompt in prompts], "most": writing.most, "stop": writing.stop}
+        request = {
+            "prompts": [prompt.tokens for prompt in prompts],
+            "most": writing.most,
+            "stop": writing.stop,
+        }
         texts: dict[int, Written] = {}
         replies = self.items("generate", TOKEN_SECONDS * writing.most, ends=self.ends, **request)
         for number, tokens, total in replies:
             check_finite(total, "log-likelihood")
-            texts[number] = written(self.tokenizer, prompts[number].tokens, tokens, writing, self.ends)
+            texts[number] = written(
+                self.tokenizer, prompts[number].tokens, tokens, writing, self.ends
+            )
         return [texts[number] for number in range(len(prompts))]
 
     def score(self, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
@@ -144,10 +170,19 @@ class VllmModel(Engine):
         return [(total, likeliest) for _, total, likeliest in sorted(found)]
 
 
-def opened(checkpoint: Path, backend: BackendConfig, model: ModelConfig, plan: Plan | None) -> VllmModel:
-    """The model in `checkpoint` in vLLM, with `plan` as its mask. Its process stays open for the next call; one that
-    could not be started is not started again here for the same settings."""
-    settings = [str(checkpoint), asdict(backend), model.dtype, model.device, model.threads, model.trust_remote_code]
+def opened(
+    checkpoint: Path, backend: BackendConfig, model: ModelConfig, plan: Plan | None
+) -> VllmModel:
+    """The model in `checkpoint` in vLLM, with `plan` as its mask. Its process stays open for the
+    next call; one that could not be started is not started again here for the same settings."""
+    settings = [
+        str(checkpoint),
+        asdict(backend),
+        model.dtype,
+        model.device,
+        model.threads,
+        model.trust_remote_code,
+    ]
     key = json.dumps(settings, sort_keys=True)
     if key in _REFUSED:
         raise Unavailable(_REFUSED[key])
@@ -158,7 +193,8 @@ def opened(checkpoint: Path, backend: BackendConfig, model: ModelConfig, plan: P
         except Unavailable as error:
             _REFUSED[key] = str(error)
             raise
-    _OPEN[key].template_arguments, _OPEN[key].tokenizer.date = model.template_arguments, model.date
+    _OPEN[key].template_arguments = model.template_arguments
+    _OPEN[key].tokenizer.date = model.date
     _OPEN[key].set_plan(plan)
     return _OPEN[key]
 
@@ -173,16 +209,22 @@ def _dtype(checkpoint: Path, model: ModelConfig) -> str:
 
 
 def _divided(checkpoint: Path, model: ModelConfig, asked: Mapping[str, Any]) -> dict[str, int]:
-    """Among how many GPUs of this process vLLM divides a model, unless that is asked for: as many as it can."""
+    """Among how many GPUs of this process vLLM divides a model, unless that is asked for: as many
+    as it can."""
     if model.device == "cpu" or any(name.endswith("parallel_size") for name in asked):
         return {}
     there = len(visible_gpus())
-    count = max(count for count in tensor_parallel(read_json(checkpoint / "config.json", {})) if count <= max(1, there))
+    count = max(
+        count
+        for count in tensor_parallel(read_json(checkpoint / "config.json", {}))
+        if count <= max(1, there)
+    )
     return {"tensor_parallel_size": count} if count > 1 else {}
 
 
 def close() -> None:
-    """End the process that is open, if there is one; a model that is loaded here may need its memory."""
+    """End the process that is open, if there is one; a model that is loaded here may need its
+    memory."""
     while _OPEN:
         _OPEN.popitem()[1].close()
 

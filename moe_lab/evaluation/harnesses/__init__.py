@@ -1,1 +1,2 @@
-"""Adapters of benchmark harnesses, one module each: the questions they ask and how they grade answers."""
+"""Adapters of benchmark harnesses, one module each: the questions they ask and how they grade
+answers."""

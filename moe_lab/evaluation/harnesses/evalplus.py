@@ -1,7 +1,8 @@
 """EvalPlus: problems with EvalPlus's own prompts, graded by its rules (`evalplus_rules.py`).
 
-A model either completes a problem's prompt, as base models do in EvalPlus, or is asked for a program through its chat
-template, as EvalPlus asks models behind an API: with one message, and without a prefilled start of the answer.
+A model either completes a problem's prompt, as base models do in EvalPlus, or is asked for a
+program through its chat template, as EvalPlus asks models behind an API: with one message, and
+without a prefilled start of the answer.
 
 Programs run in `sandbox/runner.py`, which gets them and their inputs but not the expected outputs.
 """
@@ -45,7 +46,8 @@ _COMPARING = (20.0, 1 << 30)
 _MOST_VERDICTS = 20_000  # that are kept in memory: about 40 MB
 _BLOCK = re.compile(r"^[ \t]*```.*(?:\n|\Z)((?s:.*?))\n?(?:^[ \t]*```|\Z)", re.MULTILINE)
 _INSTRUCTION = (
-    "Please provide a self-contained Python script that solves the following problem in a markdown code block:"
+    "Please provide a self-contained Python script that solves the following problem "
+    "in a markdown code block:"
 )
 
 
@@ -55,7 +57,8 @@ def items(benchmark: BenchmarkConfig) -> list[Item]:
     The reference of a completion is the problem's canonical solution; an answer in a chat has none.
     """
     asked = []
-    most, stop = benchmark.max_new_tokens, stops(benchmark)
+    most = benchmark.max_new_tokens
+    stop = stops(benchmark)
     for task, problem in _problems(benchmark).items():
         text = problem["prompt"].strip()
         if benchmark.chat:
@@ -69,15 +72,21 @@ def items(benchmark: BenchmarkConfig) -> list[Item]:
 
 def stops(benchmark: BenchmarkConfig) -> tuple[str, ...]:
     """Stop texts of a completion; answers in a chat have none."""
-    return () if benchmark.chat else (*EOS, *extra_eos_for_direct_completion(dataset_of(_problems(benchmark))))
+    return (
+        ()
+        if benchmark.chat
+        else (*EOS, *extra_eos_for_direct_completion(dataset_of(_problems(benchmark))))
+    )
 
 
 def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy) -> Graded:
-    """Grade programs on the base tests and on all (plus) tests. A program that passes plus has passed base too.
+    """Grade programs on the base tests and on all (plus) tests. A program that passes plus has
+    passed base too.
 
-    Answers to published problems go through EvalPlus's sanitizer first, as in EvalPlus. Answers to the shipped problems
-    do not need it, because the shipped models write nothing but code. A thought that does not end is no program.
-    UserError when programs may not be run, RuntimeError for a canonical solution that does not run.
+    Answers to published problems go through EvalPlus's sanitizer first, as in EvalPlus. Answers to
+    the shipped problems do not need it, because the shipped models write nothing but code. A
+    thought that does not end is no program. UserError when programs may not be run, RuntimeError
+    for a canonical solution that does not run.
     """
     protection = policy.protection(closed_world=is_closed_world(benchmark))
     problems = _problems(benchmark)
@@ -103,16 +112,20 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
     graded = kept_grader.grade(request)
     for task, what in reaching.items():
         graded[task] = Verdict(programs[task], "refused", "refused", f"not run: it uses {what}")
-    protocol = {name: getattr(request, name) for name in ("dataset", "sanitize", "seconds", "memory_mib")}
+    protocol = {
+        name: getattr(request, name) for name in ("dataset", "sanitize", "seconds", "memory_mib")
+    }
     protocol |= {"sandbox": protection, "stop": list(stops(benchmark))}
-    return graded_by_mean(answers, benchmark, lambda answer, metric: graded[answer.item].outcome(metric), protocol)
+    return graded_by_mean(
+        answers, benchmark, lambda answer, metric: graded[answer.item].outcome(metric), protocol
+    )
 
 
 def fenced_program(text: str, entry_point: str) -> str:
     """The last fenced block of `text` that defines the function `entry_point`.
 
-    If no block defines it, the longest block; if there is no block, all of the text. A block without a closing fence
-    ends with the text.
+    If no block defines it, the longest block; if there is no block, all of the text. A block
+    without a closing fence ends with the text.
     """
     blocks = [textwrap.dedent(block) for block in _BLOCK.findall(text)]
     definition = re.compile(rf"^\s*(async\s+)?def\s+{re.escape(entry_point)}\b", re.MULTILINE)
@@ -170,7 +183,8 @@ class GradeRequest:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of a program on the base tests and on all tests: pass, fail, timeout, crash, output or refused."""
+    """Result of a program on the base tests and on all tests: pass, fail, timeout, crash, output or
+    refused."""
 
     program: str
     """The program that was run, so after the sanitizer."""
@@ -203,7 +217,11 @@ class Grader:
     """
 
     def __init__(self) -> None:
-        inherited = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
+        inherited = {
+            name: os.environ[name]
+            for name in ("PATH", "LD_LIBRARY_PATH", "TMPDIR")
+            if name in os.environ
+        }
         usual = {"PYTHONNOUSERSITE": "1", "HOME": "/nonexistent", "OMP_NUM_THREADS": "1"}
         self.rules = LimitedCalls(evalplus_rules.__name__, {**inherited, **usual})
         self.runners = {confined: Runners(confined=confined) for confined in (True, False)}
@@ -214,7 +232,9 @@ class Grader:
         """Verdicts by task id. Raises RuntimeError for a canonical solution that does not run."""
         digest = hashlib.sha256(Path(request.data).read_bytes()).hexdigest()
         if (request.dataset, digest) not in self.files:
-            self.files[request.dataset, digest] = _DataFile(evalplus_rules.problems_of(request.dataset, request.data))
+            self.files[request.dataset, digest] = _DataFile(
+                evalplus_rules.problems_of(request.dataset, request.data)
+            )
         try:
             return _Grading(request, self.files[request.dataset, digest], self).graded()
         finally:
@@ -242,8 +262,11 @@ class _Grading:
 
     def graded(self) -> dict[str, Verdict]:
         """Task id -> verdict, for each program of the request."""
-        request, known, expected = self.request, self.file.verdicts, self.file.expected
-        programs, how = request.programs, (request.seconds, request.memory_mib, request.confined, request.sanitize)
+        request = self.request
+        known = self.file.verdicts
+        expected = self.file.expected
+        programs = request.programs
+        how = (request.seconds, request.memory_mib, request.confined, request.sanitize)
         keys = {task: (task, program, *how) for task, program in programs.items()}
         graded = {task: known[key] for task, key in keys.items() if key in known}
         missing = [task for task in programs if task not in graded]
@@ -254,20 +277,27 @@ class _Grading:
         if len(known) > _MOST_VERDICTS:
             known.clear()
         for task in missing:
-            if "crash" not in (graded[task].base, graded[task].plus):  # another program may have caused it
+            # another program may have caused it
+            if "crash" not in (graded[task].base, graded[task].plus):
                 known[keys[task]] = graded[task]
         return {task: graded[task] for task in programs}
 
     def _inputs(self, task: str, part: str) -> list[Any]:
         return [encode(list(arguments)) for arguments in self.file.problems[task][f"{part}_input"]]
 
-    def _run(self, task: str, part: str, program: str, seconds: list[float], memory: int) -> Outcome:
-        entry_point, total = self.file.problems[task]["entry_point"], min(_LONGEST, sum(seconds)) + 1.0
-        request = Request(program, entry_point, self._inputs(task, part), seconds, total, memory, _OUTPUT)
+    def _run(
+        self, task: str, part: str, program: str, seconds: list[float], memory: int
+    ) -> Outcome:
+        entry_point = self.file.problems[task]["entry_point"]
+        total = min(_LONGEST, sum(seconds)) + 1.0
+        request = Request(
+            program, entry_point, self._inputs(task, part), seconds, total, memory, _OUTPUT
+        )
         return self.grader.runners[self.request.confined].run(request)
 
     def _canonical(self, task: str) -> dict[str, Any]:
-        """What the canonical solution, which is run like any other program, returns for each part."""
+        """What the canonical solution, which is run like any other program, returns for each
+        part."""
         problem = self.file.problems[task]
         program = problem["prompt"] + problem["canonical_solution"]
         outputs = {}
@@ -276,7 +306,9 @@ class _Grading:
             outcome = self._run(task, part, program, seconds, _CANONICAL_MEMORY)
             if outcome.status != "ok":
                 how = f"{outcome.status} {outcome.error}"
-                raise RuntimeError(f"{self.request.data}: the canonical solution of {task} does not run: {how}")
+                raise RuntimeError(
+                    f"{self.request.data}: the canonical solution of {task} does not run: {how}"
+                )
             outputs[part] = {"encoded": outcome.encoded, "seconds": outcome.seconds}
         return outputs
 

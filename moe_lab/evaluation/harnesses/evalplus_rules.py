@@ -1,12 +1,14 @@
-"""EvalPlus's own problems, sanitizer and comparison, protected against the programs that they process.
+"""EvalPlus's own problems, sanitizer and comparison, protected against the programs that they
+process.
 
-EvalPlus compares outputs in the process that runs the program, where the program can see and change the verdict. Here
-EvalPlus compares the outputs of a stand-in, which returns the values that the model's program returned in the sandbox.
-Tolerances, set equality and the special cases of MBPP are EvalPlus's own.
+EvalPlus compares outputs in the process that runs the program, where the program can see and change
+the verdict. Here EvalPlus compares the outputs of a stand-in, which returns the values that the
+model's program returned in the sandbox. Tolerances, set equality and the special cases of MBPP are
+EvalPlus's own.
 
-EvalPlus's sanitizer searches for the longest run of lines that is Python, in time cubic in their number, and parsing
-what a model wrote can crash a process. So here it is called in a process with limits (`sandbox/client.py`), on a
-limited number of lines, and tries the longest runs first.
+EvalPlus's sanitizer searches for the longest run of lines that is Python, in time cubic in their
+number, and parsing what a model wrote can crash a process. So here it is called in a process with
+limits (`sandbox/client.py`), on a limited number of lines, and tries the longest runs first.
 """
 
 from __future__ import annotations
@@ -36,15 +38,17 @@ def sanitized(text: str, entry_point: str) -> str:
 
 
 def longest_program(text: str) -> str:
-    """The run of lines of `text` that is Python and has the most lines that are not blank; of equal ones, the first.
+    """The run of lines of `text` that is Python and has the most lines that are not blank; of equal
+    ones, the first.
 
-    The result is that of EvalPlus's `code_extract`, which tries every run, except that only the first MOST_LINES lines
-    are searched of a text that is not Python as a whole.
+    The result is that of EvalPlus's `code_extract`, which tries every run, except that only the
+    first MOST_LINES lines are searched of a text that is not Python as a whole.
     """
     lines = text.split("\n")
     if not _is_python(text):
         lines = lines[:MOST_LINES]
-    filled = [0, *accumulate(bool(line.strip()) for line in lines)]  # non-blank lines before each line
+    # non-blank lines before each line
+    filled = [0, *accumulate(bool(line.strip()) for line in lines)]
     runs = []
     for start in range(len(lines)):
         for end in range(start + 2, len(filled)):
@@ -65,9 +69,13 @@ def _is_python(text: str) -> bool:
 
 
 def gives_something(function: Any) -> bool:
-    """Whether a function's tree-sitter node holds a return or a yield. EvalPlus drops functions without a return as
-    unfinished, also generators, without which the canonical solution of Mbpp/630 fails."""
-    return any(node.type in ("return_statement", "yield") for node in evalplus_sanitize.traverse_tree(function))
+    """Whether a function's tree-sitter node holds a return or a yield. EvalPlus drops functions
+    without a return as unfinished, also generators, without which the canonical solution of
+    Mbpp/630 fails."""
+    return any(
+        node.type in ("return_statement", "yield")
+        for node in evalplus_sanitize.traverse_tree(function)
+    )
 
 
 evalplus_sanitize.code_extract = longest_program
@@ -95,16 +103,22 @@ def replay(*arguments: Any) -> Any:
 def problems_of(dataset: str, data: str) -> dict[str, dict[str, Any]]:
     """The problems in the file `data` as EvalPlus reads them, with its special input types."""
     read = humaneval.get_human_eval_plus if dataset == "humaneval" else mbpp.get_mbpp_plus
-    with patch.object(humaneval, "HUMANEVAL_OVERRIDE_PATH", data), patch.object(mbpp, "MBPP_OVERRIDE_PATH", data):
+    with (
+        patch.object(humaneval, "HUMANEVAL_OVERRIDE_PATH", data),
+        patch.object(mbpp, "MBPP_OVERRIDE_PATH", data),
+    ):
         problems: dict[str, dict[str, Any]] = read()
     return problems
 
 
-def compared(dataset: str, problem: Mapping[str, Any], encoded: list[str], canonical: list[str]) -> str:
-    """How a program's encoded outputs compare with those of the canonical solution: right, wrong, or no value.
+def compared(
+    dataset: str, problem: Mapping[str, Any], encoded: list[str], canonical: list[str]
+) -> str:
+    """How a program's encoded outputs compare with those of the canonical solution: right, wrong,
+    or no value.
 
-    `problem` has its entry_point, its atol, and the encoded `inputs`. What is encoded is decoded only here; that makes
-    data of it, never code.
+    `problem` has its entry_point, its atol, and the encoded `inputs`. What is encoded is decoded
+    only here; that makes data of it, never code.
     """
     try:
         outputs = [decode_text(text) for text in encoded]
@@ -116,18 +130,24 @@ def compared(dataset: str, problem: Mapping[str, Any], encoded: list[str], canon
     return "right" if _agrees(dataset, problem, outputs, expected) else "wrong"
 
 
-def _agrees(dataset: str, problem: Mapping[str, Any], outputs: list[Any], expected: list[Any]) -> bool:
-    """Whether EvalPlus accepts `outputs`, one per input. EvalPlus 0.3.1 reports HumanEval/32 as failed although its own
-    check has succeeded; here it passes."""
+def _agrees(
+    dataset: str, problem: Mapping[str, Any], outputs: list[Any], expected: list[Any]
+) -> bool:
+    """Whether EvalPlus accepts `outputs`, one per input. EvalPlus 0.3.1 reports HumanEval/32 as
+    failed although its own check has succeeded; here it passes."""
     global _recorded
     inputs = [decode(arguments) for arguments in problem["inputs"]]
     if len(outputs) != len(inputs):
         return False
     _recorded = iter(outputs)
-    verdict, progress = SimpleNamespace(value=-1), SimpleNamespace(value=0)  # in EvalPlus, shared memory
+    # in EvalPlus, shared memory
+    verdict, progress = SimpleNamespace(value=-1), SimpleNamespace(value=0)
     program = f"from {__name__} import replay as {problem['entry_point']}"
-    limits, details = [0.0] * len(inputs), [False] * len(inputs)
+    limits = [0.0] * len(inputs)
+    details = [False] * len(inputs)
     settings = (inputs, expected, limits, problem["atol"], True)
     with patch.dict(vars(evalplus_eval), _UNGUARDED):
-        evalplus_eval.unsafe_execute(dataset, problem["entry_point"], program, *settings, verdict, details, progress)
+        evalplus_eval.unsafe_execute(
+            dataset, problem["entry_point"], program, *settings, verdict, details, progress
+        )
     return bool(verdict.value == _SUCCESS)

@@ -1,8 +1,10 @@
-"""LiveCodeBench in EvalScope's process: selecting problems, and running programs that a model wrote.
+"""LiveCodeBench in EvalScope's process: selecting problems, and running programs that a model
+wrote.
 
-EvalScope runs such programs in a process that has the expected outputs and the verdicts. Here they run in
-`sandbox/runner.py`, which has neither, and EvalScope's own comparison gets what they printed or returned. The code that
-EvalScope puts around a program (imports, input, main block) is sent to the sandbox with it.
+EvalScope runs such programs in a process that has the expected outputs and the verdicts. Here they
+run in `sandbox/runner.py`, which has neither, and EvalScope's own comparison gets what they printed
+or returned. The code that EvalScope puts around a program (imports, input, main block) is sent to
+the sandbox with it.
 """
 
 from __future__ import annotations
@@ -22,9 +24,12 @@ from unittest.mock import patch
 from moe_lab.evaluation.sandbox.client import LimitedCalls, Outcome, Runners
 from moe_lab.evaluation.sandbox.runner import Request
 
-_FIRST_TESTS = 4  # most wrong programs fail one of them, and then the others, which may take hours, are not run
+# most wrong programs fail one of them, and then the others, which may take hours, are not run
+_FIRST_TESTS = 4
 _OUTPUT = 256 << 20
-_PROCESSES = 4  # solutions often recurse in a thread of their own, and a thread that ended still counts for a moment
+# solutions often recurse in a thread of their own, and a thread that ended still counts for a
+# moment
+_PROCESSES = 4
 _COMPARING = (60.0, 4 << 30)  # CPU seconds and bytes of memory
 _WRONG = -2  # EvalScope's number for a wrong answer
 _PARTS = 1 << 30  # outputs are compared here, so they come back whole
@@ -56,9 +61,11 @@ class DataError(Exception):
     """The data is unusable, or not allowed. The message is a sentence for the user."""
 
 
-def of_days(record_to_sample: Callable[[dict[str, Any]], Any], days: Sequence[str], *, asking: bool) -> Any:
-    """EvalScope's `record_to_sample` for the problems from the first to the last of `days` (YYYY-MM-DD) alone. With
-    `asking`, private tests are not read."""
+def of_days(
+    record_to_sample: Callable[[dict[str, Any]], Any], days: Sequence[str], *, asking: bool
+) -> Any:
+    """EvalScope's `record_to_sample` for the problems from the first to the last of `days`
+    (YYYY-MM-DD) alone. With `asking`, private tests are not read."""
 
     def of_selected(record: dict[str, Any]) -> Any:
         day = record["contest_date"]
@@ -72,12 +79,16 @@ def of_days(record_to_sample: Callable[[dict[str, Any]], Any], days: Sequence[st
 
 @contextmanager
 def only_text_unpickled(*, allowed: bool) -> Iterator[None]:
-    """A context in which EvalScope reads pickled tests only where they are allowed, and nothing but text of them."""
+    """A context in which EvalScope reads pickled tests only where they are allowed, and nothing but
+    text of them."""
     from evalscope.benchmarks.live_code_bench import load_utils
 
     def loads(content: bytes) -> Any:
         if not allowed:
-            raise DataError("its private tests are pickled: set allow_pickled_data=true, or make them JSON in the data")
+            raise DataError(
+                "its private tests are pickled: set allow_pickled_data=true, or make them JSON in "
+                "the data"
+            )
         return OnlyText(io.BytesIO(content)).load()
 
     with patch.object(load_utils, "pickle", SimpleNamespace(loads=loads)):
@@ -88,17 +99,23 @@ class OnlyText(pickle.Unpickler):
     """Reads pickles that need no import. Raises DataError for others."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise DataError(f"its private tests are a pickle that would run {module}.{name}: the data is not to be trusted")
+        raise DataError(
+            f"its private tests are a pickle that would run {module}.{name}: the data is not to "
+            "be trusted"
+        )
 
 
 class Programs:
     """Runs programs and grades what they printed or returned.
 
-    `confined`: in namespaces, otherwise only with limits; `seconds` of the processor for each test, as EvalScope's own;
-    `memory_mib` of address space; `processes`: programs that run at the same time.
+    `confined`: in namespaces, otherwise only with limits; `seconds` of the processor for each test,
+    as EvalScope's own; `memory_mib` of address space; `processes`: programs that run at the same
+    time.
     """
 
-    def __init__(self, *, confined: bool, seconds: float = 6.0, memory_mib: int = 4096, processes: int = 1) -> None:
+    def __init__(
+        self, *, confined: bool, seconds: float = 6.0, memory_mib: int = 4096, processes: int = 1
+    ) -> None:
         self.seconds, self.memory, self.processes = seconds, memory_mib << 20, processes
         self._runners = Runners(confined=confined)
         self._compared = LimitedCalls(__name__, os.environ)
@@ -119,10 +136,15 @@ class Programs:
         if first != tests and all(result is True for result in results):
             results, notes = self.judge(solution, tests)
         why = " ".join(notes.get(name) or "" for name in ("error_message", "program_error")).strip()
-        return {"outcome": float(all(result is True for result in results)), "extracted": "", "why": why}
+        return {
+            "outcome": float(all(result is True for result in results)),
+            "extracted": "",
+            "why": why,
+        }
 
     def judge(self, solution: str, tests: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """EvalScope's results, True for a test that the program passes, up to the first failure, and its notes."""
+        """EvalScope's results, True for a test that the program passes, up to the first failure,
+        and its notes."""
         inputs = tests["inputs"]
         request = Request(
             program=program(solution, tests["fn_name"]),
@@ -147,22 +169,33 @@ class Programs:
 
 
 def compared(function: str | None, tests: dict[str, Any], outcome: dict[str, Any]) -> Any:
-    """EvalScope's results and notes on the outcome of tests, as JSON; `function` is the name of the called one."""
+    """EvalScope's results and notes on the outcome of tests, as JSON; `function` is the name of the
+    called one."""
     from evalscope.benchmarks.live_code_bench import testing_util
 
     with replayed(Outcome(**outcome), function):
         if function is None:
             judged = testing_util.grade_stdio("", tests["inputs"], tests["outputs"], 0)
         else:
-            judged = testing_util.grade_call_based("", tests["inputs"], tests["outputs"], function, 0)
+            judged = testing_util.grade_call_based(
+                "", tests["inputs"], tests["outputs"], function, 0
+            )
     return json.loads(json.dumps(judged, default=str))
 
 
 def program(solution: str, function: str | None) -> str:
-    """A program whose moe_lab_answer(input) returns what the solution prints, or what its `function` returns."""
+    """A program whose moe_lab_answer(input) returns what the solution prints, or what its
+    `function` returns."""
     from evalscope.benchmarks.live_code_bench import testing_util
 
-    needed = ("Capturing", "clean_if_name", "make_function", "call_method", "get_function", "compile_code")
+    needed = (
+        "Capturing",
+        "clean_if_name",
+        "make_function",
+        "call_method",
+        "get_function",
+        "compile_code",
+    )
     return _PROGRAM.format(
         imports=testing_util.import_string,
         functions="\n".join(inspect.getsource(getattr(testing_util, name)) for name in needed),
@@ -173,10 +206,12 @@ def program(solution: str, function: str | None) -> str:
 
 @contextmanager
 def replayed(outcome: Outcome, function: str | None) -> Iterator[None]:
-    """A context in which EvalScope's comparison gets the recorded outcome instead of running a solution."""
+    """A context in which EvalScope's comparison gets the recorded outcome instead of running a
+    solution."""
     from evalscope.benchmarks.live_code_bench import testing_util
 
-    values, printed = _replies(outcome), list[str]()
+    values = _replies(outcome)
+    printed = list[str]()
     solution = SimpleNamespace(**{function or "wrapped_function": lambda *given: next(values)})
 
     def call_method(method: Any, given: str) -> None:
@@ -192,9 +227,12 @@ def replayed(outcome: Outcome, function: str | None) -> Iterator[None]:
 
 
 def _replies(outcome: Outcome) -> Iterator[Any]:
-    """The program's output for each test. After the last one, raises an exception that says how the program ended."""
+    """The program's output for each test. After the last one, raises an exception that says how the
+    program ended."""
     try:
         yield from outcome.values()
     except ValueError as error:
         raise RuntimeError(f"it sent no value: {error}") from None
-    raise RuntimeError("TimeoutException" if outcome.status == "timeout" else f"{outcome.status}: {outcome.error}")
+    raise RuntimeError(
+        "TimeoutException" if outcome.status == "timeout" else f"{outcome.status}: {outcome.error}"
+    )

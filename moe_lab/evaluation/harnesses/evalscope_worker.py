@@ -1,8 +1,8 @@
 """The process that runs EvalScope: it returns the questions of a task, or grades answers to them.
 
-It needs EvalScope and the standard library, but no other package of moe_lab's environment. EvalScope's adapter of the
-task reads the data, writes the prompts, extracts the answers and compares them. Processes of programs end with this
-one, whose pipes they read.
+It needs EvalScope and the standard library, but no other package of moe_lab's environment.
+EvalScope's adapter of the task reads the data, writes the prompts, extracts the answers and
+compares them. Processes of programs end with this one, whose pipes they read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 
 from moe_lab.evaluation.harnesses import evalscope_code
 
-_SCORED = "success"  # EvalScope's other states are for judges and for answers that could not be compared
+# EvalScope's other states are for judges and for answers that could not be compared
+_SCORED = "success"
 _VERSIONS = ("evalscope", "datasets", "math-verify", "sympy")
 Samples = dict[str, Any]
 """Name of an item -> EvalScope's sample."""
@@ -31,16 +32,20 @@ def questions(**task: Any) -> list[dict[str, Any]]:
 
 
 def grade(texts: dict[str, str], **task: Any) -> dict[str, Any]:
-    """Versions, and samples: dicts of item, outcome (None where EvalScope could not compare), extracted and why.
-    AssertionError unless the items of the answers `texts` are those of the questions."""
+    """Versions, and samples: dicts of item, outcome (None where EvalScope could not compare),
+    extracted and why. AssertionError unless the items of the answers `texts` are those of the
+    questions."""
     verdict: Callable[[Any, Any], dict[str, Any]] = _verdict
     parallel = 1
     if task["code"]:
         programs = evalscope_code.Programs(**task["code"]["limits"])
-        verdict, parallel = programs.grade, programs.processes
+        verdict = programs.grade
+        parallel = programs.processes
     adapter, samples = load(**task, asking=False)
     other = set(texts) ^ set(samples)
-    assert not other, f"answers and questions are not the same: {sorted(other)[0]} is only on one side"
+    assert not other, (
+        f"answers and questions are not the same: {sorted(other)[0]} is only on one side"
+    )
     states = [_answered(sample, texts[name]) for name, sample in samples.items()]
     with ThreadPoolExecutor(parallel) as pool:
         found = pool.map(verdict, repeat(adapter), states)
@@ -57,11 +62,13 @@ def load(
     *,
     asking: bool,
 ) -> tuple[Any, Samples]:
-    """EvalScope's adapter of the task `name`, and its samples in the order of the data, subset by subset.
+    """EvalScope's adapter of the task `name`, and its samples in the order of the data, subset by
+    subset.
 
-    `folder`: the data, in the layout of the hub; EvalScope may delete files in it. `dataset_args`: EvalScope's settings
-    of the task. `limit`: number of items, taken evenly from the subsets (None: all). `code`: days, pickles and limits,
-    where answers are programs. Raises evalscope_code.DataError if there are no samples.
+    `folder`: the data, in the layout of the hub; EvalScope may delete files in it. `dataset_args`:
+    EvalScope's settings of the task. `limit`: number of items, taken evenly from the subsets (None:
+    all). `code`: days, pickles and limits, where answers are programs. Raises
+    evalscope_code.DataError if there are no samples.
     """
     from evalscope import TaskConfig
     from evalscope.api.registry import get_benchmark
@@ -69,23 +76,30 @@ def load(
     args = {name: {"dataset_id": folder, **dataset_args}}
     adapter = get_benchmark(name, TaskConfig(datasets=[name], dataset_args=args))
     if code:
-        adapter.record_to_sample = evalscope_code.of_days(adapter.record_to_sample, code["days"], asking=asking)
+        adapter.record_to_sample = evalscope_code.of_days(
+            adapter.record_to_sample, code["days"], asking=asking
+        )
     with evalscope_code.only_text_unpickled(allowed=code["pickles"]) if code else nullcontext():
         subsets = adapter.load_dataset()
     samples = dict(_named(subsets, limit))
     if not samples:
-        raise evalscope_code.DataError("no item is left to ask: the data or the dates are others than expected")
+        raise evalscope_code.DataError(
+            "no item is left to ask: the data or the dates are others than expected"
+        )
     return adapter, samples
 
 
 def _named(subsets: Any, limit: int | None) -> Iterator[tuple[str, Any]]:
-    """Samples up to the limit, named by subset, number and a digest of the prompt, so that no other text fits."""
+    """Samples up to the limit, named by subset, number and a digest of the prompt, so that no other
+    text fits."""
     order = sorted((sample.id, subset) for subset, samples in subsets.items() for sample in samples)
     wanted = set(order[:limit])
     for subset, samples in subsets.items():
         for sample in samples:
             if (sample.id, subset) in wanted:
-                digest = sha256(json.dumps(_messages(sample), sort_keys=True).encode()).hexdigest()[:8]
+                digest = sha256(json.dumps(_messages(sample), sort_keys=True).encode()).hexdigest()[
+                    :8
+                ]
                 yield f"{subset}/{sample.id} {digest}", sample
 
 

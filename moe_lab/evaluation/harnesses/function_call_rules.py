@@ -1,7 +1,8 @@
 """The AST check of the Berkeley Function Calling Leaderboard (BFCL v4), for functions in Python.
 
-Pure functions on JSON values: no code is run. A question comes with functions; its right answer is a list of calls, in
-which every argument has a list of allowed values. "" among them means that the argument may be left out.
+Pure functions on JSON values: no code is run. A question comes with functions; its right answer is
+a list of calls, in which every argument has a list of allowed values. "" among them means that the
+argument may be left out.
 """
 
 from __future__ import annotations
@@ -24,14 +25,24 @@ TYPES: Mapping[str, type] = {
     "any": str,
 }
 """Type in the description of a Python function -> type of the JSON value."""
-SCHEMA_TYPES: Mapping[str, str] = {"dict": "object", "float": "number", "any": "string", "tuple": "array"}
+SCHEMA_TYPES: Mapping[str, str] = {
+    "dict": "object",
+    "float": "number",
+    "any": "string",
+    "tuple": "array",
+}
 """Type in the description of a function -> type in JSON schema, where the two differ."""
 PYTHON_NOTE = " Note that the provided function is in Python 3 syntax."
 """What BFCL adds to the description of every function in Python."""
 _BLOCK = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-_ARGUMENT = re.compile(r"<arg_key>\s*(.*?)\s*</arg_key>\s*<arg_value>\s*(.*?)\s*</arg_value>", re.DOTALL)
-_RECIPIENT = re.compile(r"(?:\A|assistant)\s*(?:<\|channel\|>)?(?:(?:commentary|analysis)\s+)?(?P<to>to=functions\.)")
-"""The beginning of a message to a function; only the first message of an answer does not name its role."""
+_ARGUMENT = re.compile(
+    r"<arg_key>\s*(.*?)\s*</arg_key>\s*<arg_value>\s*(.*?)\s*</arg_value>", re.DOTALL
+)
+_RECIPIENT = re.compile(
+    r"(?:\A|assistant)\s*(?:<\|channel\|>)?(?:(?:commentary|analysis)\s+)?(?P<to>to=functions\.)"
+)
+"""The beginning of a message to a function; only the first message of an answer does not name its
+role."""
 _IGNORED = re.compile(r"[ ,./\-_*^]")
 
 
@@ -48,9 +59,11 @@ class Undecodable(ValueError):
 
 
 def decode(answer: str, functions: Sequence[Mapping[str, Any]] = ()) -> list[Call]:
-    """The calls in an answer, which has no thought. Raises Undecodable for one that is no list of calls.
+    """The calls in an answer, which has no thought. Raises Undecodable for one that is no list of
+    calls.
 
-    `functions` are the descriptions that came with the question. The forms that are read: docs/evaluation.md.
+    `functions` are the descriptions that came with the question. The forms that are read:
+    docs/evaluation.md.
     """
     answer = answer.strip()
     descriptions = _by_name(functions)
@@ -72,42 +85,52 @@ def _by_name(functions: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, A
 
 
 def _call_in_block(block: str, descriptions: Mapping[str, Mapping[str, Any]]) -> Call | None:
-    """The call in a <tool_call> block; None for a block that is neither JSON nor a name with tagged arguments."""
+    """The call in a <tool_call> block; None for a block that is neither JSON nor a name with tagged
+    arguments."""
     name = block.partition("<arg_key>")[0].strip()
     if "<arg_key>" not in block and name not in descriptions:
         document = _json(block)
         return None if document is None else _call(document)
     declared = descriptions[name]["parameters"]["properties"] if name in descriptions else {}
-    return Call(name, {key: _value(text, declared.get(key, {})) for key, text in _ARGUMENT.findall(block)})
+    return Call(
+        name, {key: _value(text, declared.get(key, {})) for key, text in _ARGUMENT.findall(block)}
+    )
 
 
 def _value(text: str, described: Mapping[str, Any]) -> Any:
-    """A tagged value: the text where a text is declared, else its JSON or Python value, and the text without either."""
+    """A tagged value: the text where a text is declared, else its JSON or Python value, and the
+    text without either."""
     if TYPES.get(str(described.get("type"))) is str:
         return text
     for read in (json.loads, ast.literal_eval):
         try:
             return read(text)
-        except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):  # what literal_eval documents
+        except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
+            # what literal_eval documents
             continue
     return text
 
 
 def _calls_in_messages(answer: str, descriptions: Mapping[str, Any]) -> list[Call]:
-    """The calls in messages of the harmony format, in which the recipient stands before or after the channel.
+    """The calls in messages of the harmony format, in which the recipient stands before or after
+    the channel.
 
-    What the text of a message says of calls is none, be it an analysis or an argument. Without special tokens nothing
-    parts a name from `json` or `commentary` after it, so functions of the question come first. Raises Undecodable for a
-    message to a function that has no JSON object of arguments.
+    What the text of a message says of calls is none, be it an analysis or an argument. Without
+    special tokens nothing parts a name from `json` or `commentary` after it, so functions of the
+    question come first. Raises Undecodable for a message to a function that has no JSON object of
+    arguments.
     """
     names = "|".join([*map(re.escape, sorted(descriptions, key=len, reverse=True)), r"[^\s<{]+?"])
     header = re.compile(
         rf"({names})(?:<\|channel\|>)?(?:commentary|analysis)?\s*(?:<\|constrain\|>)?(?:json)?\s*(?:<\|message\|>)?\s*"
         r"(?=\{)"
     )
-    calls, end = [], 0
+    calls = []
+    end = 0
     while recipient := _RECIPIENT.search(answer, end):
-        refusal = Undecodable(f"expected a JSON object of arguments, found {answer[recipient.start('to') :]!r:.80}")
+        refusal = Undecodable(
+            f"expected a JSON object of arguments, found {answer[recipient.start('to') :]!r:.80}"
+        )
         message = header.match(answer, recipient.end())
         if message is None:
             raise refusal
@@ -131,7 +154,8 @@ def _call(document: Any) -> Call:
     """The call that a JSON object describes."""
     if not isinstance(document, dict):
         raise Undecodable(f"expected an object with a name and arguments, found {document!r:.80}")
-    name, arguments = document.get("name"), document.get("arguments")
+    name = document.get("name")
+    arguments = document.get("arguments")
     if len(document) == 1:
         ((name, arguments),) = document.items()
     if not isinstance(name, str) or not isinstance(arguments, dict):
@@ -144,11 +168,13 @@ def mistake(
     functions: Sequence[Mapping[str, Any]],
     right: Sequence[Mapping[str, Mapping[str, Any]]],
 ) -> str | None:
-    """Why an answer is wrong, in a sentence; None if it is right. None as an answer is a thought that does not end.
+    """Why an answer is wrong, in a sentence; None if it is right. None as an answer is a thought
+    that does not end.
 
-    `functions` are the descriptions that came with the question, `right` the calls of a right answer, one {name:
-    {argument: allowed values}} each. The order of calls is free. Where `right` is empty, the functions are of no use
-    for the question, and the answer is right without any call, be it malformed.
+    `functions` are the descriptions that came with the question, `right` the calls of a right
+    answer, one {name: {argument: allowed values}} each. The order of calls is free. Where `right`
+    is empty, the functions are of no use for the question, and the answer is right without any
+    call, be it malformed.
     """
     if answer is None:
         return "expected an answer, found a thought that does not end"
@@ -169,7 +195,9 @@ def mistake(
         ((name, allowed),) = expected.items()
         mistakes = []
         for place, call in enumerate(left):
-            if (reason := _wrong_call(call, name, allowed, descriptions[name]["parameters"])) is None:
+            if (
+                reason := _wrong_call(call, name, allowed, descriptions[name]["parameters"])
+            ) is None:
                 del left[place]
                 break
             mistakes.append(reason)
@@ -192,7 +220,9 @@ def _wrong_call(
         if described is None or argument not in allowed:
             return f"{name}: {argument} is not expected"
         if not _is_allowed(value, described, allowed[argument]):
-            return f"{name}: {argument}={value!r:.80} is not one of {list(allowed[argument])!r:.200}"
+            return (
+                f"{name}: {argument}={value!r:.80} is not one of {list(allowed[argument])!r:.200}"
+            )
     for argument, values in allowed.items():
         if argument not in call.arguments and "" not in values:
             return f"{name}: {argument} is missing"
@@ -200,9 +230,11 @@ def _wrong_call(
 
 
 def _is_allowed(value: Any, described: Mapping[str, Any], allowed: Sequence[Any]) -> bool:
-    """Whether the value of an argument has the type in its description, and is one of the allowed values. One of the
-    type of the allowed values passes too: that is how answers name variables, by their names."""
-    declared, of_answer = TYPES[described["type"]], _type_of_first(allowed)
+    """Whether the value of an argument has the type in its description, and is one of the allowed
+    values. One of the type of the allowed values passes too: that is how answers name variables, by
+    their names."""
+    declared = TYPES[described["type"]]
+    of_answer = _type_of_first(allowed)
     options: list[Any] = [option for option in allowed if isinstance(option, declared)]
     if described["type"] == "float" and type(value) is int:
         value = float(value)
@@ -218,7 +250,9 @@ def _is_allowed(value: Any, described: Mapping[str, Any], allowed: Sequence[Any]
     if declared is list and TYPES[described["items"]["type"]] is dict:
         return any(_is_list_of_dicts(value, option) for option in options)
     if declared is list:
-        return _standard_list(value) in [_standard_list(option) for option in options] or (not value and "" in allowed)
+        return _standard_list(value) in [_standard_list(option) for option in options] or (
+            not value and "" in allowed
+        )
     return _standard(value) in _standard_list(allowed)
 
 
@@ -228,19 +262,22 @@ def _type_of_first(allowed: Iterable[Any]) -> type | None:
 
 
 def _has_elements(value: Any, described: Mapping[str, Any], allowed: Sequence[Any]) -> bool:
-    """Whether the elements of a list have the type in its description, or that of an allowed list's elements. As in
-    BFCL, an int is no float here, and elements are not compared with "" as an allowed value."""
+    """Whether the elements of a list have the type in its description, or that of an allowed list's
+    elements. As in BFCL, an int is no float here, and elements are not compared with "" as an
+    allowed value."""
     if not isinstance(value, list):
         return True
     declared = TYPES[described["items"]["type"]]
     return any(
-        not isinstance(option, list) or all(type(element) in (declared, _type_of_first(option)) for element in value)
+        not isinstance(option, list)
+        or all(type(element) in (declared, _type_of_first(option)) for element in value)
         for option in allowed
     )
 
 
 def _standard(value: Any) -> Any:
-    """A text without spaces and , . / - _ * ^, in lower case, with " for '; any other value as it is."""
+    """A text without spaces and , . / - _ * ^, in lower case, with " for '; any other value as it
+    is."""
     return _IGNORED.sub("", value).lower().replace("'", '"') if isinstance(value, str) else value
 
 
@@ -249,7 +286,8 @@ def _standard_list(values: Iterable[Any]) -> list[Any]:
 
 
 def _is_dict(value: Mapping[str, Any], option: Mapping[str, Any]) -> bool:
-    """Whether every key has one of its allowed values, and only keys that may be left out are missing."""
+    """Whether every key has one of its allowed values, and only keys that may be left out are
+    missing."""
     for key, entry in value.items():
         if key not in option or _standard(entry) not in _standard_list(option[key]):
             return False
@@ -264,17 +302,23 @@ def _is_list_of_dicts(value: Sequence[Any], option: Sequence[Any]) -> bool:
 
 
 def tool(function: Mapping[str, Any]) -> dict[str, Any]:
-    """A function's description in the form of chat templates: types of JSON schema, and BFCL's note on the language."""
+    """A function's description in the form of chat templates: types of JSON schema, and BFCL's note
+    on the language."""
     description = f"{function.get('description', '')}{PYTHON_NOTE}"
     parameters = _schema(function["parameters"])
-    return {"type": "function", "function": {**function, "description": description, "parameters": parameters}}
+    return {
+        "type": "function",
+        "function": {**function, "description": description, "parameters": parameters},
+    }
 
 
 def _schema(described: Mapping[str, Any]) -> dict[str, Any]:
     """The description of a parameter, and of all inside it, with the types of JSON schema."""
     schema = {**described, "type": SCHEMA_TYPES.get(described["type"], described["type"])}
     if "properties" in schema:
-        schema["properties"] = {name: _schema(inner) for name, inner in schema["properties"].items()}
+        schema["properties"] = {
+            name: _schema(inner) for name, inner in schema["properties"].items()
+        }
     if "items" in schema:
         schema["items"] = _schema(schema["items"])
     return schema

@@ -1,4 +1,5 @@
-"""The files that define a task in lm-eval's format, and a guard against inputs besides them. No lm-eval, no torch."""
+"""The files that define a task in lm-eval's format, and a guard against inputs besides them. No
+lm-eval, no torch."""
 
 from __future__ import annotations
 
@@ -22,11 +23,12 @@ from moe_lab.source_code import SITE, code_of, file_of
 
 
 def definition_files(task: Path) -> tuple[list[Path], dict[str, str]]:
-    """The files that define a task, and the versions of the installed packages that its code imports.
+    """The files that define a task, and the versions of the installed packages that its code
+    imports.
 
-    They are its own file, those that it includes, the code that these name by `!function` with all local modules that
-    it imports, and the data files that this code names, relative to its folder. UserError for one that is missing or
-    cannot be read.
+    They are its own file, those that it includes, the code that these name by `!function` with all
+    local modules that it imports, and the data files that this code names, relative to its folder.
+    UserError for one that is missing or cannot be read.
     """
     files: dict[Path, None] = {}
     versions: dict[str, str] = {}
@@ -41,7 +43,9 @@ def definition_files(task: Path) -> tuple[list[Path], dict[str, str]]:
         for module in sorted({function.rpartition(".")[0] for function in functions}):
             source = file_of(module, file.parent)
             if source is None:
-                raise UserError(f"{file}: !function {module}: expected a module {module}.py in {file.parent}")
+                raise UserError(
+                    f"{file}: !function {module}: expected a module {module}.py in {file.parent}"
+                )
             code, installed = code_of(module, source)
             versions |= installed
             for path in code.values():
@@ -56,15 +60,21 @@ def _references(file: Path) -> tuple[list[str], list[str]]:
     class Loader(yaml.SafeLoader):
         pass
 
-    Loader.add_constructor("!function", lambda loader, node: functions.append(loader.construct_scalar(node)))
+    Loader.add_constructor(
+        "!function", lambda loader, node: functions.append(loader.construct_scalar(node))
+    )
     try:
         definition: Any = yaml.load(file.read_bytes(), Loader)
     except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}, expected a file of lm-eval's format") from None
+        raise UserError(
+            f"{file} cannot be read: {error.strerror}, expected a file of lm-eval's format"
+        ) from None
     except yaml.YAMLError as error:
         raise UserError(f"{file} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(definition, dict):
-        raise UserError(f"{file}: expected a task in lm-eval's format, such as doc_to_text: question")
+        raise UserError(
+            f"{file}: expected a task in lm-eval's format, such as doc_to_text: question"
+        )
     included = definition.get("include", [])
     return [included] if isinstance(included, str) else included, functions
 
@@ -83,19 +93,32 @@ def _data_files(code: Path) -> Iterator[Path]:
 
 
 _PROGRAM_EVENTS = {
-    *("os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "pty.spawn", "subprocess.Popen"),
+    *(
+        "os.exec",
+        "os.fork",
+        "os.forkpty",
+        "os.posix_spawn",
+        "os.system",
+        "pty.spawn",
+        "subprocess.Popen",
+    ),
     "socket.connect",
 }
-"""Audit events of what may read files that this process does not see: other programs, and servers."""
+"""Audit events of what may read files that this process does not see: other programs, and
+servers."""
 _LIBRARIES = [
-    *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    *(
+        Path(sysconfig.get_path(name)).resolve()
+        for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    ),
     *(Path(folder).resolve() for folder in ("/etc", "/proc", "/sys", "/usr/lib", "/usr/share")),
 ]
 _observers: list[_Observer] = []
 
 
 class _Observer:
-    """The files that are read, in the current thread and in those that start later; programs are refused."""
+    """The files that are read, in the current thread and in those that start later; programs are
+    refused."""
 
     def __init__(self, reader: str) -> None:
         self.reader = reader
@@ -105,7 +128,8 @@ class _Observer:
         self.ignored_threads = earlier - {threading.get_native_id()}
 
     def notice(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Take note of one audit event. UserError for one of _PROGRAM_EVENTS, which thereby does not take place."""
+        """Take note of one audit event. UserError for one of _PROGRAM_EVENTS, which thereby does
+        not take place."""
         if threading.get_native_id() in self.ignored_threads:
             return
         if event == "open":
@@ -120,7 +144,8 @@ class _Observer:
             self.files.add(os.path.abspath(database))
         elif event in _PROGRAM_EVENTS:
             self.refusal = UserError(
-                f"{self.reader} calls {event}{arguments[:2]} while its items are made, and what that reads does not "
+                f"{self.reader} calls {event}{arguments[:2]} while its items are made, and what "
+                "that reads does not "
                 "identify them: expected code that reads files itself"
             )
             raise self.refusal
@@ -139,11 +164,11 @@ def _install_hook() -> None:
 
 @contextmanager
 def reading_only(files: Collection[Path], reader: str) -> Iterator[None]:
-    """A context in which the code of a task may read `files`, which identify its items, and what belongs to Python and
-    to packages. The next task imports its code anew.
+    """A context in which the code of a task may read `files`, which identify its items, and what
+    belongs to Python and to packages. The next task imports its code anew.
 
-    Raises UserError, in the name of `reader`, for another file, and for starting a program or a connection. Only what
-    Python audits is seen: not what native code opens.
+    Raises UserError, in the name of `reader`, for another file, and for starting a program or a
+    connection. Only what Python audits is seen: not what native code opens.
     """
     identified = {str(file.resolve()) for file in files}
     before = _module_files()
@@ -158,7 +183,11 @@ def reading_only(files: Collection[Path], reader: str) -> Iterator[None]:
         # those of packages that were imported before
         late = {file for name, file in modules.items() if name.partition(".")[0] in before}
         read = {_source(name) for name in observer.files}
-        other = {str(file) for file in read if file.is_file() and not _is_of_library(file)} - identified - late
+        other = (
+            {str(file) for file in read if file.is_file() and not _is_of_library(file)}
+            - identified
+            - late
+        )
         for name, file in modules.items():
             if file in identified | other:
                 del sys.modules[name]
@@ -167,7 +196,8 @@ def reading_only(files: Collection[Path], reader: str) -> Iterator[None]:
     if other:
         raise UserError(
             f"{reader} reads {', '.join(sorted(other))}, which does not identify the items: "
-            "expected files that its code imports, or names by a literal path relative to its folder"
+            "expected files that its code imports, or names by a literal path relative to its "
+            "folder"
         )
 
 
@@ -185,4 +215,6 @@ def _source(name: str) -> Path:
 
 
 def _is_of_library(file: Path) -> bool:
-    return bool(SITE.intersection(file.parts)) or any(file.is_relative_to(folder) for folder in _LIBRARIES)
+    return bool(SITE.intersection(file.parts)) or any(
+        file.is_relative_to(folder) for folder in _LIBRARIES
+    )

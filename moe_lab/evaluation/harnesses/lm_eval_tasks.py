@@ -1,7 +1,7 @@
 """lm-eval's tasks on moe_lab's data: built by lm-eval's public `TaskManager`, and checked.
 
-While they are built, `datasets.load_dataset`, from which they get their data, is replaced, so that neither the hub nor
-a cache on disk nor the current folder is used.
+While they are built, `datasets.load_dataset`, from which they get their data, is replaced, so that
+neither the hub nor a cache on disk nor the current folder is used.
 """
 
 from __future__ import annotations
@@ -33,16 +33,18 @@ datasets.disable_progress_bars()
 
 
 def tasks(benchmark: BenchmarkConfig) -> dict[str, Any]:
-    """Name -> task with its requests; several for a group such as mmlu. UserError as for `tasks_and_groups`."""
+    """Name -> task with its requests; several for a group such as mmlu. UserError as for
+    `tasks_and_groups`."""
     by_name: dict[str, Any] = tasks_and_groups(benchmark)["tasks"]
     return by_name
 
 
 def tasks_and_groups(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
-    """`tasks` with their requests, and `groups`, by name. Built once per process for the same data and settings.
+    """`tasks` with their requests, and `groups`, by name. Built once per process for the same data
+    and settings.
 
-    Raises UserError when the task's split is not the benchmark's, when the task lacks examples to show, or when an item
-    to evaluate has no right answer.
+    Raises UserError when the task's split is not the benchmark's, when the task lacks examples to
+    show, or when an item to evaluate has no right answer.
     """
     key = json.dumps(question_identity(benchmark))
     if key not in _built:
@@ -52,11 +54,13 @@ def tasks_and_groups(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
 
 
 def weights_tasks_equally(benchmark: BenchmarkConfig, metric: str) -> bool:
-    """Whether the tasks of a group count alike in a metric, whatever their numbers of items: lm-eval's
-    weight_by_size=false. A group without rules weights its items equally. UserError for a metric without a rule in a
-    group that has rules for others."""
+    """Whether the tasks of a group count alike in a metric, whatever their numbers of items:
+    lm-eval's
+    weight_by_size=false. A group without rules weights its items equally. UserError for a metric
+    without a rule in a group that has rules for others."""
     groups = list(tasks_and_groups(benchmark)["groups"].values())
-    if not groups or not groups[0].aggregate_metric_list:  # the others are its subgroups, which have no say
+    # the others are its subgroups, which have no say
+    if not groups or not groups[0].aggregate_metric_list:
         return False
     rules = groups[0].aggregate_metric_list
     name, _, chosen = metric.partition(",")
@@ -64,7 +68,8 @@ def weights_tasks_equally(benchmark: BenchmarkConfig, metric: str) -> bool:
         if rule.metric == name and (not chosen or chosen in (rule.filter_list or [chosen])):
             return not rule.weight_by_size
     raise UserError(
-        f"benchmark {benchmark.name}: metric={metric} is none that lm-eval computes for the group {groups[0].name}: "
+        f"benchmark {benchmark.name}: metric={metric} is none that lm-eval computes for the group "
+        f"{groups[0].name}: "
         f"expected {', '.join(sorted({rule.metric for rule in rules}))}, or one of its tasks"
     )
 
@@ -106,7 +111,8 @@ def _stock(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
         subset = benchmark.subset or name or "default"
         if subset not in subsets:
             raise UserError(
-                f"benchmark {benchmark.name}: {benchmark.task} needs the subset {subset}, and the mirror "
+                f"benchmark {benchmark.name}: {benchmark.task} needs the subset {subset}, and the "
+                "mirror "
                 f"{mirror.folder(benchmark)} has {', '.join(sorted(subsets))}"
             )
         return _Splits(defaultdict(list, subsets[subset]))
@@ -115,15 +121,18 @@ def _stock(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
 
 
 def _own(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
-    """The task in a file of lm-eval's format, whose items are the JSON lines file with the same name; or the one that
-    the benchmark defines, whose items are benchmark.task. All its splits are those items."""
+    """The task in a file of lm-eval's format, whose items are the JSON lines file with the same
+    name; or the one that the benchmark defines, whose items are benchmark.task. All its splits are
+    those items."""
     *files, items = data_files(benchmark)
-    manager, defined = TaskManager(include_defaults=False), {"task": benchmark.name, "test_split": "test"}
+    manager = TaskManager(include_defaults=False)
+    defined = {"task": benchmark.name, "test_split": "test"}
     definition = str(files[0]) if files else {**defined, **benchmark.parameters["definition"]}
     loaded = _load(manager, definition, lambda *_, **__: _Splits(defaultdict(lambda: [items])))
     for task in loaded["tasks"].values():
         if _source_of_examples(task) is not None:
-            # lm-eval leaves an item out of its own examples only where both are of the same, named test split.
+            # lm-eval leaves an item out of its own examples only where both are of the same, named
+            # test split.
             task.config.test_split = task.config.fewshot_config.split = _evaluated_split(task)
     return loaded
 
@@ -137,7 +146,8 @@ def _load(
             loaded: Mapping[str, Any] = manager.load([task])
         except IndexError as error:  # lm-eval tries the first item
             raise UserError(
-                f"task={task}: the first item cannot be read: expected one or more items, a label that is one of the "
+                f"task={task}: the first item cannot be read: expected one or more items, a label "
+                "that is one of the "
                 f"choices, and no empty choice"
             ) from error
     return loaded
@@ -151,23 +161,32 @@ class _Splits(dict[str, Any]):
         self.files = files
 
     def __missing__(self, split: str) -> Any:
-        self[split] = datasets.Dataset.from_list([row for file in self.files[split] for row in mirror.read_rows(file)])
+        self[split] = datasets.Dataset.from_list(
+            [row for file in self.files[split] for row in mirror.read_rows(file)]
+        )
         return self[split]
 
 
 def _set(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
     for kind in ("UNSAFE_CODE", "MULTIMODAL"):
         if getattr(task, kind, False):
-            raise UserError(f"benchmark {benchmark.name}: {name} is {kind}, which is not supported: expected another")
+            raise UserError(
+                f"benchmark {benchmark.name}: {name} is {kind}, which is not supported: expected "
+                "another"
+            )
     split = _evaluated_split(task)
     if benchmark.split is not None and split != benchmark.split:
-        raise UserError(f"benchmark {benchmark.name}: split={benchmark.split}, but {name} asks {split}")
+        raise UserError(
+            f"benchmark {benchmark.name}: split={benchmark.split}, but {name} asks {split}"
+        )
     if benchmark.shots or benchmark.data is not None or task.config.num_fewshot is None:
         task.set_config(key="num_fewshot", value=benchmark.shots)
     if task.config.num_fewshot:
         _check_examples(task, name, benchmark)
     if benchmark.max_new_tokens and task.OUTPUT_TYPE == "generate_until":
-        task.set_config(key="generation_kwargs", value={"max_gen_toks": benchmark.max_new_tokens}, update=True)
+        task.set_config(
+            key="generation_kwargs", value={"max_gen_toks": benchmark.max_new_tokens}, update=True
+        )
 
 
 def _evaluated_split(task: Any) -> Any:
@@ -176,34 +195,42 @@ def _evaluated_split(task: Any) -> Any:
 
 def _source_of_examples(task: Any) -> Any:
     """The split from which lm-eval takes examples, None if the task lists them."""
-    config, examples = task.config, task.config.fewshot_config
+    config = task.config
+    examples = task.config.fewshot_config
     if examples.split is None and examples.samples is not None:
         return None
     return examples.split or config.training_split or config.validation_split or config.test_split
 
 
 def _check_examples(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
-    """Raise UserError unless a task has enough examples to show with an item, none of which is the item itself."""
-    split, source, shots = _evaluated_split(task), _source_of_examples(task), task.config.num_fewshot
-    # By lm-eval's rule, which does not see that a split is the evaluated one where the task names it otherwise.
+    """Raise UserError unless a task has enough examples to show with an item, none of which is the
+    item itself."""
+    split = _evaluated_split(task)
+    source = _source_of_examples(task)
+    shots = task.config.num_fewshot
+    # By lm-eval's rule, which does not see that a split is the evaluated one where the task names
+    # it otherwise.
     without_item = source is not None and task.config.fewshot_config.split == task.config.test_split
     if source == split and not without_item:
         raise UserError(
-            f"benchmark {benchmark.name}: shots={shots}, but {name} takes examples from the evaluated split {split}, "
+            f"benchmark {benchmark.name}: shots={shots}, but {name} takes examples from the "
+            f"evaluated split {split}, "
             f"so an item could be shown with its answer: expected shots=0"
         )
     examples = Counter(json.dumps(doc, sort_keys=True, default=str) for doc in task.fewshot_docs())
-    count = examples.total() - (max(examples.values(), default=0) if without_item else 0)  # lm-eval drops every copy
+    # lm-eval drops every copy
+    count = examples.total() - (max(examples.values(), default=0) if without_item else 0)
     if count < shots:
         raise UserError(
-            f"benchmark {benchmark.name}: shots={shots}, but {name} has {count} examples to show with an item: "
+            f"benchmark {benchmark.name}: shots={shots}, but {name} has {count} examples to show "
+            "with an item: "
             f"expected {count} or fewer"
         )
 
 
 def _check_labels(task: Any, name: str, numbers: Sequence[int], benchmark: BenchmarkConfig) -> None:
-    """Raise UserError for an item whose label is hidden (-1, null) or none of its choices: lm-eval grades every answer
-    as wrong. A task with its own way of grading may have other labels."""
+    """Raise UserError for an item whose label is hidden (-1, null) or none of its choices: lm-eval
+    grades every answer as wrong. A task with its own way of grading may have other labels."""
     if task.config.process_results is not None:
         return
     for number in numbers:
@@ -214,11 +241,18 @@ def _check_labels(task: Any, name: str, numbers: Sequence[int], benchmark: Bench
         if choices is None:
             right = label is not None
         else:
-            right = bool(labels) and all(each in range(len(choices)) or each in choices for each in labels)
+            right = bool(labels) and all(
+                each in range(len(choices)) or each in choices for each in labels
+            )
         if not right:
-            expected = "a text" if choices is None else f"a number from 0 to {len(choices) - 1} or the text of a choice"
+            expected = (
+                "a text"
+                if choices is None
+                else f"a number from 0 to {len(choices) - 1} or the text of a choice"
+            )
             raise UserError(
-                f"benchmark {benchmark.name}: item {doc.get('id', number)} of {name} has label={label!r}, so no answer "
+                f"benchmark {benchmark.name}: item {doc.get('id', number)} of {name} has "
+                f"label={label!r}, so no answer "
                 f"is right: expected {expected}"
             )
 
@@ -229,8 +263,11 @@ def label_of(task: Any, doc: Mapping[str, Any]) -> Any:
 
 
 def first_items(by_name: Mapping[str, Any], limit: int | None) -> dict[str, list[int]]:
-    """Task -> numbers of its items to evaluate: all, or `limit` in total, taken from the tasks in turn."""
+    """Task -> numbers of its items to evaluate: all, or `limit` in total, taken from the tasks in
+    turn."""
     sizes = {name: len(task.task_docs) for name, task in by_name.items()}
-    places = sorted((number, name) for name, size in sizes.items() for number in range(size))[:limit]
+    places = sorted((number, name) for name, size in sizes.items() for number in range(size))[
+        :limit
+    ]
     counts = Counter(name for _, name in places)
     return {name: list(range(counts[name])) for name in by_name if counts[name]}

@@ -24,16 +24,23 @@ def items(benchmark: BenchmarkConfig) -> list[Item]:
         text = whole_text(data_files(benchmark)[-1], "suite.path")
     else:  # joined as papers do with WikiText, and as `calibration.joined` does
         text = BLANK_LINE.join(row["text"] for row in mirror.rows(benchmark))
-    return [Item("text", (Document(text, None if length is None else int(length), windows=benchmark.limit),))]
+    return [
+        Item(
+            "text",
+            (Document(text, None if length is None else int(length), windows=benchmark.limit),),
+        )
+    ]
 
 
 def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy) -> Graded:
-    """Loss in nats, weighted by tokens; perplexity = exp(loss); bits per byte = loss * tokens / bytes / ln 2.
+    """Loss in nats, weighted by tokens; perplexity = exp(loss); bits per byte = loss * tokens /
+    bytes / ln 2.
 
     Every token of a window but the first is predicted. Each window is a sample.
     """
     (answer,) = answers
-    windows, text = answer.reply.windows, answer.prompt
+    windows = answer.reply.windows
+    text = answer.prompt
     counts = [window.tokens for window in windows]
     nats = [-window.nats / window.tokens for window in windows]
     bits_per_nat = answer.reply.tokens / len(text.encode("utf-8")) / math.log(2)
@@ -41,9 +48,11 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
     samples: list[Sample] = []
     results = []
     for name, metric in benchmark.reports.items():
-        losses, unit = nats, "nats per token"
+        losses = nats
+        unit = "nats per token"
         if metric == "bits_per_byte":
-            losses, unit = [loss * bits_per_nat for loss in nats], "bits per byte"
+            losses = [loss * bits_per_nat for loss in nats]
+            unit = "bits per byte"
         for number, (loss, count) in enumerate(zip(losses, counts, strict=True)):
             about: Any = {"benchmark": name, "item": str(number), "outcome": loss, "units": count}
             samples.append(Sample(**{**sample, **about}))

@@ -1,4 +1,5 @@
-"""Stories that continue prompts, graded by the rules of a checklist: the shipped counterpart of WildBench."""
+"""Stories that continue prompts, graded by the rules of a checklist: the shipped counterpart of
+WildBench."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from moe_lab.evaluation.harness import Answer, Graded, Item, Text, data_files, g
 def items(benchmark: BenchmarkConfig) -> list[Item]:
     """A story to be written after each prompt.
 
-    The data file has lines {"id", "prompt", "checklist"} and possibly "reference", a story that follows the prompt and
-    whose loss is measured.
+    The data file has lines {"id", "prompt", "checklist"} and possibly "reference", a story that
+    follows the prompt and whose loss is measured.
     """
     return [
         Item(name, (Text(row["prompt"], benchmark.max_new_tokens, reference=row.get("reference")),))
@@ -42,7 +43,9 @@ def _rows(benchmark: BenchmarkConfig) -> dict[str, Any]:
     rows = mirror.read_rows(file)[: benchmark.limit]
     for row in rows:
         if not {"id", "prompt", "checklist"} <= set(row) or not row["checklist"]:
-            raise UserError(f"{file}: every line needs an id, a prompt and a checklist of at least one rule")
+            raise UserError(
+                f"{file}: every line needs an id, a prompt and a checklist of at least one rule"
+            )
     return {str(row["id"]): row for row in rows}
 
 
@@ -61,7 +64,9 @@ def _mentions(story: str, text: str) -> bool:
 
 RULES: dict[str, Callable[..., bool]] = {
     "mentions": _mentions,
-    "opens_with": lambda story, text: any(_mentions(sentence, text) for sentence in sentences(story)[:1]),
+    "opens_with": lambda story, text: any(
+        _mentions(sentence, text) for sentence in sentences(story)[:1]
+    ),
     "ends_with": lambda story, text: story.strip().endswith(text),
     "sentences": lambda story, least: len(sentences(story)) >= least,
     "no_repeats": lambda story: 0 < len(set(sentences(story))) == len(sentences(story)),

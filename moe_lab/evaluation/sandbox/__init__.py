@@ -1,1 +1,2 @@
-"""Sandbox for programs that a model wrote: no network, no writable files, no view of other processes."""
+"""Sandbox for programs that a model wrote: no network, no writable files, no view of other
+processes."""

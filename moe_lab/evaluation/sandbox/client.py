@@ -1,4 +1,5 @@
-"""Start runner processes (`runner.py`), send them programs and inputs, and read what the programs returned."""
+"""Start runner processes (`runner.py`), send them programs and inputs, and read what the programs
+returned."""
 
 from __future__ import annotations
 
@@ -27,16 +28,19 @@ class Outcome:
     """How a program ended."""
 
     status: str
-    """ok (every call returned), failed (an exception), timeout, crash (it died), or output (too much, or no value)."""
+    """ok (every call returned), failed (an exception), timeout, crash (it died), or output (too
+    much, or no value)."""
     error: str
     """Exception of a failed program."""
     encoded: list[str]
-    """What each call returned, as JSON of an encoded value; fewer than there are inputs unless status is ok."""
+    """What each call returned, as JSON of an encoded value; fewer than there are inputs unless
+    status is ok."""
     seconds: list[float]
     """CPU seconds of each call."""
 
     def values(self) -> list[Any]:
-        """What each call returned, decoded. Raises ValueError when the program sent anything but encoded values."""
+        """What each call returned, decoded. Raises ValueError when the program sent anything but
+        encoded values."""
         return [decode_text(text) for text in self.encoded]
 
 
@@ -50,7 +54,8 @@ class NoNamespaces(RunnerError):
 
 _STATM = Path("/proc/self/statm")
 STARTS, PAUSE = 3, 0.5
-"""Tries to start a runner, and seconds between them: memory or processes may be short at that moment."""
+"""Tries to start a runner, and seconds between them: memory or processes may be short at that
+moment."""
 
 
 class Runner(Child):
@@ -62,15 +67,19 @@ class Runner(Child):
             self.call("start")
         except Ended as error:
             self.close()
-            raise (NoNamespaces if NO_NAMESPACES in str(error) else RunnerError)(str(error)) from None
+            raise (NoNamespaces if NO_NAMESPACES in str(error) else RunnerError)(
+                str(error)
+            ) from None
 
     def run(self, request: Request) -> Outcome:
-        """Run one program. Whatever the program does affects only its own outcome. Raises Ended if the runner dies."""
+        """Run one program. Whatever the program does affects only its own outcome. Raises Ended if
+        the runner dies."""
         return Outcome(**self.call("run", request=vars(request)))
 
 
 def start(*, confined: bool) -> Runner:
-    """A new runner. Raises NoNamespaces where the machine has none, and RunnerError when `STARTS` tries failed."""
+    """A new runner. Raises NoNamespaces where the machine has none, and RunnerError when `STARTS`
+    tries failed."""
     last: Exception | None = None
     for number in range(STARTS):
         time.sleep(PAUSE if number else 0)
@@ -87,7 +96,8 @@ Process = TypeVar("Process", bound=Child)
 
 
 class Pool(Generic[Process]):
-    """Processes for several threads, one for each request under way, started by `start` when there are too few."""
+    """Processes for several threads, one for each request under way, started by `start` when there
+    are too few."""
 
     def __init__(self, start: Callable[[], Process]) -> None:
         self._start = start
@@ -126,14 +136,18 @@ class Runners(Pool[Runner]):
         self._confined = confined
 
     def run(self, request: Request) -> Outcome:
-        """Run one program. An unconfined program that ends its runner twice counts as crashed. RunnerError when no
-        runner can start, or when confined ones end twice, which no program can cause."""
-        # Two tries: an earlier unconfined program may have ended this runner, not the program of this request.
+        """Run one program. An unconfined program that ends its runner twice counts as crashed.
+        RunnerError when no runner can start, or when confined ones end twice, which no program can
+        cause."""
+        # Two tries: an earlier unconfined program may have ended this runner, not the program of
+        # this request.
         for _ in range(2):
             with suppress(Ended), self.process() as runner:
                 return runner.run(request)
         if self._confined:
-            raise RunnerError("the process that runs programs ended twice, and no program can have ended it")
+            raise RunnerError(
+                "the process that runs programs ended twice, and no program can have ended it"
+            )
         return Outcome("crash", "it ended the process that ran it", [], [])
 
 
@@ -146,24 +160,29 @@ def check_namespaces() -> None:
 
 
 class LimitedCalls(Pool[Child]):
-    """Calls trusted functions of one module on texts of a model, from several threads. As texts may make one take hours
-    or gigabytes, or end its process, each call has a process, which stays for the next. Arguments and results are JSON.
+    """Calls trusted functions of one module on texts of a model, from several threads. As texts may
+    make one take hours or gigabytes, or end its process, each call has a process, which stays for
+    the next. Arguments and results are JSON.
     """
 
     def __init__(self, module: str, environment: Mapping[str, str]) -> None:
         super().__init__(self._child)
-        self._module, self._environment = module, environment
+        self._module = module
+        self._environment = environment
 
     def __call__(self, function: str, arguments: list[Any], seconds: float, memory: int) -> Any:
         """The result of a function, or None if it took too much time or memory, or failed.
 
-        `seconds` of the processor; `memory`: bytes in addition to what its process has mapped before (Linux). Raises
-        RunnerError when no process can be started.
+        `seconds` of the processor; `memory`: bytes in addition to what its process has mapped
+        before (Linux). Raises RunnerError when no process can be started.
         """
         try:
             with self.process() as child:
-                limits, module = (seconds, memory), self._module
-                return child.call("call", module=module, function=function, arguments=arguments, limits=limits)
+                limits = (seconds, memory)
+                module = self._module
+                return child.call(
+                    "call", module=module, function=function, arguments=arguments, limits=limits
+                )
         except (Ended, Refused):
             return None
 

@@ -1,7 +1,9 @@
-"""Check that a program cannot reach outside itself: no import, no private attribute, no builtin that opens anything.
+"""Check that a program cannot reach outside itself: no import, no private attribute, no builtin
+that opens anything.
 
-Used where programs of a shipped model run without namespaces. Everything that is not listed as allowed is refused. It
-is a second barrier in addition to the limits of the subprocess, not a sandbox for programs of unknown models.
+Used where programs of a shipped model run without namespaces. Everything that is not listed as
+allowed is refused. It is a second barrier in addition to the limits of the subprocess, not a
+sandbox for programs of unknown models.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ Subscript Starred Name List Tuple Slice Match match_case MatchValue MatchSinglet
 MatchAs MatchOr expr_context boolop operator unaryop cmpop
 """
 _SYNTAX = tuple(getattr(ast, name) for name in _WORDS_OF_SYNTAX.split())
-"""Allowed syntax. Class patterns are refused, because they read attributes by name: `case int(__reduce_ex__=r)`."""
+"""Allowed syntax. Class patterns are refused, because they read attributes by name:
+`case int(__reduce_ex__=r)`."""
 _ATTRIBUTES = frozenset(
     name
     for kind in (str, list, tuple, dict, set, frozenset, int, float, bytes)
@@ -33,7 +36,8 @@ _ATTRIBUTES = frozenset(
 
 
 def leaves_closed_world(program: str) -> str | None:
-    """What in `program` could reach outside itself, in a few words; None if nothing can, or if it is not Python."""
+    """What in `program` could reach outside itself, in a few words; None if nothing can, or if it
+    is not Python."""
     try:
         tree = ast.parse(program)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -53,5 +57,8 @@ def _reaches_out(node: ast.AST) -> str | None:
     if isinstance(node, ast.FunctionDef) and node.decorator_list:
         return "a decorator"
     if not isinstance(node, _SYNTAX):
-        return f"{type(node).__name__}, which is not in the list of what closed-world programs are written with"
+        return (
+            f"{type(node).__name__}, which is not in the list of what closed-world programs "
+            "are written with"
+        )
     return None

@@ -1,6 +1,8 @@
-"""Confine a process by Linux namespaces: no network, no writable file, no readable file but Python's own.
+"""Confine a process by Linux namespaces: no network, no writable file, no readable file but
+Python's own.
 
-Standard library only, because runner processes load nothing else. A step that fails raises OSError; there is no
+Standard library only, because runner processes load nothing else. A step that fails raises OSError;
+there is no
 weaker fallback.
 """
 
@@ -16,32 +18,50 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-_NEW_MOUNTS, _NEW_UTS, _NEW_IPC, _NEW_USER, _NEW_PIDS, _NEW_NETWORK = (1 << bit for bit in (17, 26, 27, 28, 29, 30))
-_READ_ONLY, _NO_SETUID, _NO_DEVICES, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
-_KEPT_FLAGS = 2 | 4 | 8 | 1024 | 2048  # nosuid, nodev, noexec, noatime, nodiratime: a remount may not clear them
+_NEW_MOUNTS, _NEW_UTS, _NEW_IPC, _NEW_USER, _NEW_PIDS, _NEW_NETWORK = (
+    1 << bit for bit in (17, 26, 27, 28, 29, 30)
+)
+_READ_ONLY = 1
+_NO_SETUID = 2
+_NO_DEVICES = 4
+_REMOUNT = 32
+_BIND = 4096
+_RECURSIVE = 16384
+_PRIVATE = 1 << 18
+# nosuid, nodev, noexec, noatime, nodiratime: a remount may not clear them
+_KEPT_FLAGS = 2 | 4 | 8 | 1024 | 2048
 _DETACH = 2
-_PARENT_DEATH_SIGNAL, _SET_DUMPABLE, _FILTER_CALLS, _NO_NEW_PRIVILEGES = 1, 4, 22, 38
+_PARENT_DEATH_SIGNAL = 1
+_SET_DUMPABLE = 4
+_FILTER_CALLS = 22
+_NO_NEW_PRIVILEGES = 38
 _NOBODY = 65534
 _MOUNTS = Path("/proc/self/mountinfo")
 _SYSTEM_FOLDERS = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/nix/store")
 _ROOT = "/sys"
-"""Folder on which the new file system is mounted, in a separate mount namespace. Every Linux has it, programs need
-nothing in it, and unlike a temporary folder it does not have to be removed."""
+"""Folder on which the new file system is mounted, in a separate mount namespace. Every Linux has
+it, programs need nothing in it, and unlike a temporary folder it does not have to be removed."""
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 # Per machine: its number in the kernel's ABI, and those of system calls that are refused.
-# shmget, semget, msgget, mq_open, add_key, request_key, keyctl, memfd_create, memfd_secret: what they create is not
-# counted by the limits of a process, or outlives the program.
+# shmget, semget, msgget, mq_open, add_key, request_key, keyctl, memfd_create, memfd_secret: what
+# they create is not counted by the limits of a process, or outlives the program.
 # io_uring_setup: calls made through a ring bypass this filter.
-# bpf, perf_event_open, userfaultfd, ptrace, process_vm_readv, process_vm_writev: no answer needs them, and kernels have
-# had vulnerabilities there.
+# bpf, perf_event_open, userfaultfd, ptrace, process_vm_readv, process_vm_writev: no answer needs
+# them, and kernels have had vulnerabilities there.
 _REFUSED_CALLS = {
-    "x86_64": (0xC000003E, (29, 64, 68, 240, 248, 249, 250, 319, 447, 425, 321, 298, 323, 101, 310, 311)),
-    "aarch64": (0xC00000B7, (194, 190, 186, 180, 217, 218, 219, 279, 447, 425, 280, 241, 282, 117, 270, 271)),
+    "x86_64": (
+        0xC000003E,
+        (29, 64, 68, 240, 248, 249, 250, 319, 447, 425, 321, 298, 323, 101, 310, 311),
+    ),
+    "aarch64": (
+        0xC00000B7,
+        (194, 190, 186, 180, 217, 218, 219, 279, 447, 425, 280, 241, 282, 117, 270, 271),
+    ),
 }
 _SOCKET_CALLS = {"x86_64": (41, 53), "aarch64": (198, 199)}
-"""Numbers of socket and socketpair. A network namespace does not confine every family: AF_VSOCK reaches other virtual
-machines and their host. So all sockets are refused but pairs of local ones, which event loops and multiprocessing
-need."""
+"""Numbers of socket and socketpair. A network namespace does not confine every family: AF_VSOCK
+reaches other virtual machines and their host. So all sockets are refused but pairs of local ones,
+which event loops and multiprocessing need."""
 
 _LOCAL_SOCKETS = 1  # socket.AF_UNIX; a runner that imports less forks faster
 _CLONE = {"x86_64": 56, "aarch64": 220}
@@ -57,15 +77,21 @@ def _call(name: str, *arguments: object) -> None:
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
-def _mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
-    encoded = [text.encode() if text is not None else None for text in (source, target, kind, options)]
+def _mount(
+    source: str, target: str, kind: str | None, flags: int, options: str | None = None
+) -> None:
+    encoded = [
+        text.encode() if text is not None else None for text in (source, target, kind, options)
+    ]
     _call("mount", encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3])
 
 
 def _visible_paths() -> list[str]:
-    """Paths that programs can read: system libraries, the interpreter and its packages. No path is inside another."""
+    """Paths that programs can read: system libraries, the interpreter and its packages. No path is
+    inside another."""
     paths = {*_SYSTEM_FOLDERS, *_SYSTEM_FILES, sys.prefix, sys.base_prefix}
-    paths |= {os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix)}  # links are not followed below
+    # links are not followed below
+    paths |= {os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix)}
     paths |= {str(Path(sys.executable).resolve().parent), str(Path(os.__file__).resolve().parent)}
     visible: list[str] = []
     for path in sorted(path for path in paths if path and os.path.exists(path)):
@@ -91,11 +117,15 @@ def _mounts() -> dict[str, str]:
     """Mount id -> mount point, in this namespace."""
     rows = [line.split() for line in _MOUNTS.read_bytes().splitlines()]
     # A space in a path is written as \040; all other bytes are as they are.
-    return {os.fsdecode(row[0]): os.fsdecode(row[4].decode("unicode_escape").encode("latin-1")) for row in rows}
+    return {
+        os.fsdecode(row[0]): os.fsdecode(row[4].decode("unicode_escape").encode("latin-1"))
+        for row in rows
+    }
 
 
 def _replace_root(hidden: Iterable[str]) -> None:
-    """Replace the root by a read-only file system that has only the visible paths. The folders `hidden` are empty."""
+    """Replace the root by a read-only file system that has only the visible paths. The folders
+    `hidden` are empty."""
     _mount("none", "/", None, _RECURSIVE | _PRIVATE)
     before = _mounts()
     _mount("tmpfs", _ROOT, "tmpfs", _NO_SETUID | _NO_DEVICES, "size=1m,mode=755")
@@ -123,21 +153,30 @@ def _drop_capabilities() -> None:
 def _refuse_calls() -> None:
     """Install a seccomp filter for this process and all it starts.
 
-    The calls of `_REFUSED_CALLS` fail with EPERM, and making any socket but a pair of local ones with EAFNOSUPPORT. It
-    replaces the limits of the IPC namespace, which an unprivileged user cannot set.
+    The calls of `_REFUSED_CALLS` fail with EPERM, and making any socket but a pair of local ones
+    with EAFNOSUPPORT. It replaces the limits of the IPC namespace, which an unprivileged user
+    cannot set.
     """
     machine = os.uname().machine
     if machine not in _REFUSED_CALLS:
         raise OSError(errno.ENOSYS, f"the numbers of system calls on {machine} are not known")
     abi, refused = _REFUSED_CALLS[machine]
     sockets, pairs = _SOCKET_CALLS[machine]
-    load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06
-    kill, refuse, allow = 0x80000000, 0x00050000 | errno.EPERM, 0x7FFF0000
+    load = 0x20
+    equal = 0x15
+    at_least = 0x35
+    give = 0x06
+    kill = 0x80000000
+    refuse = 0x00050000 | errno.EPERM
+    allow = 0x7FFF0000
     no_family = 0x00050000 | errno.EAFNOSUPPORT
-    call, abi_of_call, first_argument = 0, 4, 16  # offsets in struct seccomp_data; its numbers are little-endian here
-    steps = [(load, 0, 0, abi_of_call), (equal, 1, 0, abi), (give, 0, 0, kill)]  # of another ABI, whose numbers differ
+    # offsets in struct seccomp_data; its numbers are little-endian here
+    call, abi_of_call, first_argument = 0, 4, 16
+    # of another ABI, whose numbers differ
+    steps = [(load, 0, 0, abi_of_call), (equal, 1, 0, abi), (give, 0, 0, kill)]
     steps += [(load, 0, 0, call)]
-    steps += [(at_least, 0, 1, 1 << 30), (give, 0, 0, refuse)]  # x86_64 has a second set of numbers from there on
+    # x86_64 has a second set of numbers from there on
+    steps += [(at_least, 0, 1, 1 << 30), (give, 0, 0, refuse)]
     for number in refused:
         steps += [(equal, 0, 1, number), (give, 0, 0, refuse)]
     steps += [(equal, 0, 1, sockets), (give, 0, 0, no_family)]
@@ -154,8 +193,10 @@ _KINDS = ("user", "pid", "mnt", "net", "ipc", "uts")
 
 
 def is_refusal(error: OSError) -> bool:
-    """Whether an error of `enter` says that this machine confines no process, rather than not at this moment."""
-    if error.errno == errno.ENOSPC:  # no more namespaces: none are allowed, or as many as are allowed exist
+    """Whether an error of `enter` says that this machine confines no process, rather than not at
+    this moment."""
+    # no more namespaces: none are allowed, or as many as are allowed exist
+    if error.errno == errno.ENOSPC:
         files = [Path(f"/proc/sys/user/max_{kind}_namespaces") for kind in _KINDS]
         return any(file.exists() and file.read_text().strip() == "0" for file in files)
     return error.errno in _REFUSALS or not _MOUNTS.exists()
@@ -164,15 +205,18 @@ def is_refusal(error: OSError) -> bool:
 def enter(hidden: Iterable[str] = ()) -> None:
     """Confine this process irrevocably.
 
-    Afterwards it has no network and no socket but local pairs; separate processes, IPC and host name; a read-only root
-    without /proc, /home or /tmp; no capability and no way to gain one; no memory that outlives its process. The caller
-    continues as process 1 of its process tree, in a fork whose parent waits. Root becomes the user `nobody`, because
-    limits on processes do not apply to root.
+    Afterwards it has no network and no socket but local pairs; separate processes, IPC and host
+    name; a read-only root without /proc, /home or /tmp; no capability and no way to gain one; no
+    memory that outlives its process. The caller continues as process 1 of its process tree, in a
+    fork whose parent waits. Root becomes the user `nobody`, because limits on processes do not
+    apply to root.
 
     Raises OSError naming the call that the kernel refused.
     """
     os.umask(0o022)  # the user `nobody` must be able to enter the parent folders of visible paths
-    is_root, user, group = os.geteuid() == 0, os.getuid(), os.getgid()
+    is_root = os.geteuid() == 0
+    user = os.getuid()
+    group = os.getgid()
     if not is_root:  # in a user namespace that has only this user, who may mount file systems in it
         _call("unshare", _NEW_USER)
         Path("/proc/self/setgroups").write_text("deny")
@@ -195,23 +239,28 @@ def enter(hidden: Iterable[str] = ()) -> None:
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends for any reason (Linux; elsewhere nothing happens)."""
+    """Let the kernel kill this process when its parent ends for any reason (Linux; elsewhere
+    nothing happens)."""
     if sys.platform.startswith("linux"):
         _call("prctl", _PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
 
 
 def fork_process_tree() -> int:
-    """As os.fork, but the child is process 1 of a new process tree: it sees no other processes, and the tree dies with
-    it. Raises OSError when the kernel refuses that.
+    """As os.fork, but the child is process 1 of a new process tree: it sees no other processes, and
+    the tree dies with it. Raises OSError when the kernel refuses that.
 
-    One clone instead of a fork that leaves its namespaces and forks again: half the time of starting a program. The C
-    library, which this bypasses, keeps the number of the thread; it stays right if this process, which must have no
-    other thread, is process 1 of its tree too, as after `enter`.
+    One clone instead of a fork that leaves its namespaces and forks again: half the time of
+    starting a program. The C library, which this bypasses, keeps the number of the thread; it stays
+    right if this process, which must have no other thread, is process 1 of its tree too, as after
+    `enter`.
     """
     flags = ctypes.c_long(_NEW_USER | _NEW_PIDS | signal.SIGCHLD)
-    no_stack, nothing = ctypes.c_long(0), ctypes.c_long(0)  # without a stack of its own, the child goes on as a fork
+    # without a stack of its own, the child goes on as a fork
+    no_stack, nothing = ctypes.c_long(0), ctypes.c_long(0)
     _python.PyOS_BeforeFork()
-    child = _python.syscall(ctypes.c_long(_CLONE[os.uname().machine]), flags, no_stack, nothing, nothing, nothing)
+    child = _python.syscall(
+        ctypes.c_long(_CLONE[os.uname().machine]), flags, no_stack, nothing, nothing, nothing
+    )
     if child == 0:
         try:
             _python.PyOS_AfterFork_Child()
@@ -227,8 +276,8 @@ def fork_process_tree() -> int:
 
 
 def limit_process(memory: int, processes: int) -> None:
-    """Set hard limits of this process and its children: `memory` bytes of address space (not on macOS, which refuses
-    it), `processes` processes of this user, no file output, no core dump."""
+    """Set hard limits of this process and its children: `memory` bytes of address space (not on
+    macOS, which refuses it), `processes` processes of this user, no file output, no core dump."""
     limits = {
         resource.RLIMIT_NPROC: processes,
         resource.RLIMIT_FSIZE: 0,
@@ -239,5 +288,6 @@ def limit_process(memory: int, processes: int) -> None:
         limits[resource.RLIMIT_AS] = memory
     for kind, value in limits.items():
         _, hard = resource.getrlimit(kind)
-        allowed = value if hard == resource.RLIM_INFINITY else min(value, hard)  # lower existing limits are kept
+        # lower existing limits are kept
+        allowed = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (allowed, allowed))

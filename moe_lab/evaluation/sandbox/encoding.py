@@ -1,8 +1,10 @@
-"""Python values as JSON, so that what a program returned can be read without running or unpickling any of it.
+"""Python values as JSON, so that what a program returned can be read without running or unpickling
+any of it.
 
-Plain values stay as they are; others become {"kind": ..., "value": ...}. What cannot be represented (a function, an
-object of the program's own class) becomes an `Opaque`, which equals nothing, as such an object would. A value with more
-than `HUGE` parts (some published tests return hundreds of millions) becomes a hash, by which it can be compared.
+Plain values stay as they are; others become {"kind": ..., "value": ...}. What cannot be represented
+(a function, an object of the program's own class) becomes an `Opaque`, which equals nothing, as
+such an object would. A value with more than `HUGE` parts (some published tests return hundreds of
+millions) becomes a hash, by which it can be compared.
 """
 
 from __future__ import annotations
@@ -70,7 +72,8 @@ _FORMS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     ),
 }
 _BY_NAME = {base.__name__: base for base in _FORMS}
-# What instances of subclasses, such as a Counter, a named tuple or a numpy number, become: equal, but of another type.
+# What instances of subclasses, such as a Counter, a named tuple or a numpy number, become: equal,
+# but of another type.
 _SUBCLASSES = {base: type(f"Subclass_{base.__name__}", (base,), {}) for base in _FORMS}
 
 
@@ -108,17 +111,21 @@ def _fingerprint(value: Any) -> int:
     if isinstance(value, (set, frozenset)):
         return hash(frozenset(value))
     if isinstance(value, dict):
-        return hash(frozenset((_fingerprint(key), _fingerprint(item)) for key, item in value.items()))
+        return hash(
+            frozenset((_fingerprint(key), _fingerprint(item)) for key, item in value.items())
+        )
     if isinstance(value, (list, tuple)):
         try:
-            return hash((isinstance(value, list), *map(hash, value)))  # as below, where all items can be hashed: faster
+            # as below, where all items can be hashed: faster
+            return hash((isinstance(value, list), *map(hash, value)))
         except TypeError:
             return hash((isinstance(value, list), *map(_fingerprint, value)))
     return id(value)
 
 
 def encode(value: Any) -> Any:
-    """`value` as something json.dumps takes. Deeply nested values raise RecursionError, as comparing them would."""
+    """`value` as something json.dumps takes. Deeply nested values raise RecursionError, as
+    comparing them would."""
     kind = type(value)
     if kind in _PLAIN:
         return value
@@ -139,12 +146,20 @@ def _encode_subclass(base: type, value: Any) -> Any:
 
 
 def _encode_other(value: Any) -> Any:
-    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
+    if (
+        type(value).__module__ == "numpy"
+        and getattr(value, "shape", None) == ()
+        and hasattr(value, "item")
+    ):
         plain = value.item()  # a numpy scalar: equal to the plain number, of another type
         return _encode_subclass(type(plain), plain) if type(plain) in _FORMS else encode(plain)
     if isinstance(value, numbers.Rational):
         return {"kind": "ratio", "value": [hex(value.numerator), hex(value.denominator)]}
-    if type(value).__module__ == "decimal" and hasattr(value, "as_integer_ratio") and value.is_finite():
+    if (
+        type(value).__module__ == "decimal"
+        and hasattr(value, "as_integer_ratio")
+        and value.is_finite()
+    ):
         above, below = value.as_integer_ratio()
         return {"kind": "ratio", "value": [hex(above), hex(below)]}
     if isinstance(value, bytearray):
@@ -164,7 +179,8 @@ def decode(encoded: Any) -> Any:
         return encoded
     if set(encoded) != {"kind", "value"}:
         raise ValueError("expected the keys kind and value")
-    kind, value = encoded["kind"], encoded["value"]
+    kind = encoded["kind"]
+    value = encoded["value"]
     if kind == "opaque":
         return Opaque()
     if kind == "huge":
@@ -181,9 +197,16 @@ def decode(encoded: Any) -> Any:
 
 
 def decode_text(text: str) -> Any:
-    """The value whose encoding is the JSON `text`. Raises ValueError for anything `encode` cannot have written, however
-    deeply nested it is."""
+    """The value whose encoding is the JSON `text`. Raises ValueError for anything `encode` cannot
+    have written, however deeply nested it is."""
     try:
         return decode(json.loads(text))
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise ValueError(f"not an encoded value ({type(error).__name__})") from error

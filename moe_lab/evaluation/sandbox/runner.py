@@ -1,10 +1,12 @@
-"""The process that runs programs a model wrote. It gets programs and inputs, never the expected outputs.
+"""The process that runs programs a model wrote. It gets programs and inputs, never the expected
+outputs.
 
-It is asked by lines of JSON, as `moe_lab/child_process.py` sends them: a program is executed in a child process and
-called on each input, and what it returned comes back as encoded values (`encoding.py`). A program can
-harm only its own child, which has no network, no writable file, no view of other processes, and limits on memory,
-processes, time and output. The child and all it started are killed before the reply is written. Nothing it sends is
-executed or unpickled.
+It is asked by lines of JSON, as `moe_lab/child_process.py` sends them: a program is executed in a
+child process and called on each input, and what it returned comes back as encoded values
+(`encoding.py`). A program can
+harm only its own child, which has no network, no writable file, no view of other processes, and
+limits on memory, processes, time and output. The child and all it started are killed before the
+reply is written. Nothing it sends is executed or unpickled.
 
 Standard library only, so that a child has no secrets in memory and starts within milliseconds.
 """
@@ -25,16 +27,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_lab.evaluation.sandbox.confinement import die_with_parent, enter, fork_process_tree, is_refusal, limit_process
+from moe_lab.evaluation.sandbox.confinement import (
+    die_with_parent,
+    enter,
+    fork_process_tree,
+    is_refusal,
+    limit_process,
+)
 from moe_lab.evaluation.sandbox.encoding import HUGE, decode, encode_result
 from moe_lab.start import command
 
 NO_NAMESPACES = "no namespaces"
 """Beginning of the last line of a runner that the machine does not confine."""
 
-_USUAL_IMPORTS = ("bisect", "collections", "copy", "functools", "heapq", "itertools", "math", "re", "string", "typing")
+_USUAL_IMPORTS = (
+    "bisect",
+    "collections",
+    "copy",
+    "functools",
+    "heapq",
+    "itertools",
+    "math",
+    "re",
+    "string",
+    "typing",
+)
 _TICK = 0.01
-"""Seconds between two looks at what a program has sent. Waking at each result would double the cost of short calls."""
+"""Seconds between two looks at what a program has sent. Waking at each result would double the cost
+of short calls."""
 _PIPE = 1 << 20
 """Bytes of results that a program can send between two looks, where the system allows so much."""
 
@@ -50,7 +70,8 @@ class Request:
     inputs: list[Any]
     """Encoded argument lists, one per call."""
     seconds: list[float]
-    """CPU limit of each call in seconds (`_wall_limit` gives the wall-clock limit); the first also limits loading."""
+    """CPU limit of each call in seconds (`_wall_limit` gives the wall-clock limit); the first also
+    limits loading."""
     total_seconds: float
     """CPU limit of the whole program in seconds."""
     memory: int
@@ -60,19 +81,22 @@ class Request:
     parts: int = HUGE
     """Values with more parts than this come back as a hash."""
     processes: int = 2
-    """Limit on threads and processes of the program, itself included. Memory is limited for each of them."""
+    """Limit on threads and processes of the program, itself included. Memory is limited for each of
+    them."""
 
 
 def main(confined: bool, hidden: list[str]) -> None:
-    """Serve requests until standard input ends, in namespaces that hide the folders `hidden`, or only with limits: the
-    method `start` replies when that is so, `run` runs a program."""
+    """Serve requests until standard input ends, in namespaces that hide the folders `hidden`, or
+    only with limits: the method `start` replies when that is so, `run` runs a program."""
     for name in _USUAL_IMPORTS:
         __import__(name)
     if confined:
         try:
             enter(hidden)
         except OSError as error:
-            raise SystemExit(f"{NO_NAMESPACES} ({error})" if is_refusal(error) else str(error)) from None
+            raise SystemExit(
+                f"{NO_NAMESPACES} ({error})" if is_refusal(error) else str(error)
+            ) from None
     for line in sys.stdin.buffer:
         method, arguments = json.loads(line)
         fork = fork_process_tree if confined else os.fork
@@ -85,7 +109,8 @@ def main(confined: bool, hidden: list[str]) -> None:
 
 
 def _run(request: Request, fork: Callable[[], int]) -> dict[str, Any]:
-    """Run one program and describe how it ended: status ok, failed, timeout, crash or output, and what it returned."""
+    """Run one program and describe how it ended: status ok, failed, timeout, crash or output, and
+    what it returned."""
     results, sending = os.pipe()
     with suppress(OSError, AttributeError):  # over the user's limit, or not Linux
         fcntl.fcntl(results, fcntl.F_SETPIPE_SZ, _PIPE)
@@ -133,7 +158,8 @@ def _cpu_seconds(process: int) -> float:
 
 
 def _wall_limit(seconds: float) -> float:
-    """Wall-clock limit for a CPU limit: generous, as machines may be busy, but it ends programs that sleep."""
+    """Wall-clock limit for a CPU limit: generous, as machines may be busy, but it ends programs
+    that sleep."""
     return 4 * seconds + 1
 
 
@@ -141,8 +167,12 @@ class _Watch:
     """A running program: its results so far and the time it has used."""
 
     def __init__(self, child: int, request: Request) -> None:
-        self.child, self.request = child, request
-        self.limits = [request.seconds[0] if request.seconds else request.total_seconds, *request.seconds]
+        self.child = child
+        self.request = request
+        self.limits = [
+            request.seconds[0] if request.seconds else request.total_seconds,
+            *request.seconds,
+        ]
         self.lines: list[str] = []
         self.times: list[float] = []
         self.rest = bytearray()
@@ -152,16 +182,23 @@ class _Watch:
         self.end = self.wall + _wall_limit(request.total_seconds)
 
     def seconds_left(self) -> float:
-        """Seconds until the next limit: of the current call or of the whole program, in CPU or wall-clock time."""
+        """Seconds until the next limit: of the current call or of the whole program, in CPU or
+        wall-clock time."""
         used = _cpu_seconds(self.child)
         limit = self.limits[min(len(self.lines), len(self.limits) - 1)]
-        by_call, by_all = self.since + limit - used, self.begin + self.request.total_seconds - used
-        return min(by_call, by_all, min(self.wall + _wall_limit(limit), self.end) - time.monotonic())
+        by_call = self.since + limit - used
+        by_all = self.begin + self.request.total_seconds - used
+        return min(
+            by_call, by_all, min(self.wall + _wall_limit(limit), self.end) - time.monotonic()
+        )
 
     def take(self, chunk: bytes) -> dict[str, Any] | None:
-        """Record what the program sent. Returns the reply if the program is done or has failed, else None."""
+        """Record what the program sent. Returns the reply if the program is done or has failed,
+        else None."""
         if not chunk:
-            return self.reply("ok" if len(self.lines) == len(self.limits) and not self.rest else "crash")
+            return self.reply(
+                "ok" if len(self.lines) == len(self.limits) and not self.rest else "crash"
+            )
         self.received += len(chunk)
         if self.received > self.request.output:
             return self.reply("output")
@@ -179,11 +216,21 @@ class _Watch:
             self.lines.append(line.decode())
             self.times.append(now - self.since)
             self.since, self.wall = now, time.monotonic()
-        return self.reply("crash", "more results than calls") if len(self.lines) > len(self.limits) else None
+        return (
+            self.reply("crash", "more results than calls")
+            if len(self.lines) > len(self.limits)
+            else None
+        )
 
     def reply(self, status: str, error: str = "") -> dict[str, Any]:
-        """The reply to the request, without the first line, which only reports that the program was loaded."""
-        return {"status": status, "error": error, "encoded": self.lines[1:], "seconds": self.times[1:]}
+        """The reply to the request, without the first line, which only reports that the program was
+        loaded."""
+        return {
+            "status": status,
+            "error": error,
+            "encoded": self.lines[1:],
+            "seconds": self.times[1:],
+        }
 
 
 # The child's side: nothing in this process can be trusted once the program has started.
@@ -234,7 +281,12 @@ def runner_command(*, confined: bool) -> tuple[list[str], dict[str, str]]:
     package = Path(__file__).resolve().parents[2]
     mode = "confined" if confined else "limited"
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
-    settings = {"PYTHONHASHSEED": "0", "PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    settings = {
+        "PYTHONHASHSEED": "0",
+        "PYTHONNOUSERSITE": "1",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
     return command("moe_lab.evaluation.sandbox.runner", mode, str(package)), {**settings, **kept}
 
 

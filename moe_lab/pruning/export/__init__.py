@@ -1,9 +1,11 @@
-"""Write a pruned checkpoint from the files of the original one. No torch in a process that does not have it already,
-unless all experts get one new width: another one builds the model that the export describes, without weights.
+"""Write a pruned checkpoint from the files of the original one. No torch in a process that does not
+have it already, unless all experts get one new width: another one builds the model that the export
+describes, without weights.
 
-Dropping whole experts removes entries along the expert axis, and these are contiguous in a file: tensors of a single
-expert are copied or left out, and of tensors that hold all experts the kept entries are copied. Where experts lose
-channels, their tensors are read, cut and written one at a time.
+Dropping whole experts removes entries along the expert axis, and these are contiguous in a file:
+tensors of a single expert are copied or left out, and of tensors that hold all experts the kept
+entries are copied. Where experts lose channels, their tensors are read, cut and written one at a
+time.
 """
 
 from __future__ import annotations
@@ -26,7 +28,14 @@ from moe_lab.pruning.export.card import model_card
 from moe_lab.pruning.export.config import check_routing, describe_export, renumbered_files
 from moe_lab.pruning.export.layout import expert_type, pieces
 from moe_lab.pruning.export.settings import check_quantised
-from moe_lab.pruning.export.write import CARD, copy_others, new_folder, write_index, write_json, write_weights
+from moe_lab.pruning.export.write import (
+    CARD,
+    copy_others,
+    new_folder,
+    write_index,
+    write_json,
+    write_weights,
+)
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.replace import check_aligned
 from moe_lab.start import command
@@ -43,18 +52,23 @@ def export(
     shape: str = "natural",
     any_model: bool = False,
 ) -> Path:
-    """Write the checkpoint in folder `source`, pruned by `plan`, into the new folder `out`; returns that folder.
+    """Write the checkpoint in folder `source`, pruned by `plan`, into the new folder `out`; returns
+    that folder.
 
-    `shape`, one of `SHAPES`, as in moe_lab/pruning; natural equals `prune` to the bit. Layers that the family's
-    configuration cannot describe get a model type of their own, with its code beside them. The result has the shards,
-    config.json (edited), tokenizer and other files of the original, plan.json, and a model card, and is complete as
-    soon as it exists. UserError when the plan does not fit, was made for another model (unless `any_model`) or still
-    has to be aligned, when the shape cannot express it, when the checkpoint is damaged or has an unknown tensor in a
+    `shape`, one of `SHAPES`, as in moe_lab/pruning; natural equals `prune` to the bit. Layers that
+    the family's configuration cannot describe get a model type of their own, with its code beside
+    them. The result has the shards, config.json (edited), tokenizer and other files of the
+    original, plan.json, and a model card, and is complete as soon as it exists. UserError when the
+    plan does not fit, was made for another model (unless `any_model`) or still has to be aligned,
+    when the shape cannot express it, when the checkpoint is damaged or has an unknown tensor in a
     MoE block, or when transformers could not load what would be written.
     """
-    folder, target = Path(source), Path(out)
+    folder = Path(source)
+    target = Path(out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"export: {target} exists already: expected a folder that does not exist or is empty")
+        raise UserError(
+            f"export: {target} exists already: expected a folder that does not exist or is empty"
+        )
     config = read_json(folder / "config.json")
     check_routing(config, plan)
     check_aligned(plan)
@@ -66,8 +80,12 @@ def export(
     left_out = predicting_experts(checkpoint.tensors)
     written_names = (name for name in checkpoint.tensors if not name.startswith(left_out))
     described, code = describe_export(config, form, written_names)
-    described_beside = renumbered_files(folder, {index: layer.experts for index, layer in form.items()})
-    content = pieces(checkpoint, family_of(config.get("text_config", config).get("model_type")), plan, form)
+    described_beside = renumbered_files(
+        folder, {index: layer.experts for index, layer in form.items()}
+    )
+    content = pieces(
+        checkpoint, family_of(config.get("text_config", config).get("model_type")), plan, form
+    )
     with new_folder(target) as work:
         copy_others(folder, work)
         (work / "plan.npz").unlink(missing_ok=True)  # of the plan of an export, if that is exported
@@ -81,7 +99,11 @@ def export(
         write_weights(checkpoint, content, work)
         size = sum(piece.size for piece in written)
         if (folder / INDEX).exists():
-            write_index(work, {piece.name: shard for shard, tensors in content.items() for piece in tensors}, size)
+            write_index(
+                work,
+                {piece.name: shard for shard, tensors in content.items() for piece in tensors},
+                size,
+            )
         card = model_card(
             plan,
             _name(folder),
@@ -97,9 +119,17 @@ def export(
     return target
 
 
-def _check(source: Path, written: Path, shape: str, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> None:
-    """As `check.check`, in another process unless this one has torch already, so that it stays small."""
-    arguments: dict[str, Any] = {"source": str(source), "written": str(written), "shape": shape, "tensors": tensors}
+def _check(
+    source: Path, written: Path, shape: str, tensors: dict[str, tuple[str, tuple[int, ...]]]
+) -> None:
+    """As `check.check`, in another process unless this one has torch already, so that it stays
+    small."""
+    arguments: dict[str, Any] = {
+        "source": str(source),
+        "written": str(written),
+        "shape": shape,
+        "tensors": tensors,
+    }
     if "torch" in sys.modules:
         import_module(CHECK).check(**arguments)
         return
@@ -111,7 +141,8 @@ def _check(source: Path, written: Path, shape: str, tensors: dict[str, tuple[str
 
 
 def _name(folder: Path) -> str:
-    """The name of the original for its card: of its folder, or, in the hub's cache, of models--OWNER--NAME."""
+    """The name of the original for its card: of its folder, or, in the hub's cache, of
+    models--OWNER--NAME."""
     where = folder.resolve()
     if where.parent.name == "snapshots":
         return where.parent.parent.name.removeprefix("models--").replace("--", "/")

@@ -16,26 +16,32 @@ FRONT_MATTER = re.compile(r"\s*---\n(?P<front>.*?)\n---[ \t]*(?:\n|\Z)", re.S)
 ORIGINAL = "# Card of the original model\n"
 """Heading between the pruned model's card and the card of the original."""
 OF_ORIGINAL = ("model-index", "base_model", "base_model_relation", "new_version")
-"""Fields of the original's front matter that are not true of the pruned model, such as its results."""
+"""Fields of the original's front matter that are not true of the pruned model, such as its
+results."""
 LOADING = {
     "stock": "It has the layout of the original and loads like it:",
     "ported": (
-        "It has the layout of the original. transformers has no code for this family and cannot import the original's; "
+        "It has the layout of the original. transformers has no code for this family and cannot "
+        "import the original's; "
         "the code beside the weights is used instead, and moe_lab needs none:"
     ),
     "uneven": (
-        "Its layers differ in shape, as `pruned` in config.json says; experts of unequal width are packed. It has a "
+        "Its layers differ in shape, as `pruned` in config.json says; experts of unequal width "
+        "are packed. It has a "
         "model type of its own, which the code beside the weights defines:"
     ),
 }
 FILLED = {
-    "masked": "Dropped channels and experts are zeros in tensors of the original shape; experts, where any were "
+    "masked": "Dropped channels and experts are zeros in tensors of the original shape; experts, "
+    "where any were "
     "dropped, have a routing bias with which they are never chosen.",
     "padded": "Experts are filled with zero channels up to the widest expert of their layer.",
 }
 LEFT_OUT = (
-    "Left out: {}. These layers of the original predict further tokens (multi-token prediction). They have experts of "
-    "their own, and transformers does not load them, so that there are no statistics to prune them by. The model "
+    "Left out: {}. These layers of the original predict further tokens (multi-token prediction). "
+    "They have experts of "
+    "their own, and transformers does not load them, so that there are no statistics to prune "
+    "them by. The model "
     "generates without them, but cannot draft tokens for speculative decoding."
 )
 
@@ -52,10 +58,11 @@ def model_card(
     zeros: int,
     left_out: Sequence[str],
 ) -> str:
-    """The model card in Markdown. It says what was pruned and how, how to load the model (`kind`: stock, ported or
-    uneven) and how large it is: `before` and `written` are bytes of weights, of which `zeros` only fill a `shape`.
-    `left_out`: layers of the original that are not written. The card of the original model follows, whose front matter
-    (licence and so on) is kept, but for the fields in `OF_ORIGINAL`."""
+    """The model card in Markdown. It says what was pruned and how, how to load the model (`kind`:
+    stock, ported or uneven) and how large it is: `before` and `written` are bytes of weights, of
+    which `zeros` only fill a `shape`. `left_out`: layers of the original that are not written. The
+    card of the original model follows, whose front matter (licence and so on) is kept, but for the
+    fields in `OF_ORIGINAL`."""
     front, body = split_card(original)
     front = _inherited(front)
     trust = "" if kind == "stock" else ", trust_remote_code=True"
@@ -65,8 +72,15 @@ def model_card(
     sections = [
         f"{FENCE}{front}{FENCE}\n" if front else "",
         f"# {name}, pruned\n\n",
-        f"{_kept(plan)}; pruning left all other weights as they are in the original, byte for byte.\n\n",
-        f"{LOADING[kind]}\n\n```python\nAutoModelForCausalLM.from_pretrained(folder{trust})\n```\n\n{size}\n\n",
+        (
+            f"{_kept(plan)}; pruning left all other weights as they are in the original, byte for "
+            "byte.\n\n"
+        ),
+        (
+            f"{LOADING[kind]}\n\n```python\nAutoModelForCausalLM.from_pretrained(folder{trust})\n"
+            "```\n"
+            f"\n{size}\n\n"
+        ),
         f"{LEFT_OUT.format(', '.join(f'`{name}`' for name in left_out))}\n\n" if left_out else "",
         "What is kept is listed in `plan.json`. Where the plan comes from:\n\n",
         f"```json\n{json.dumps({**plan.provenance, 'plan': plan.digest}, indent=2)}\n```\n",
@@ -76,40 +90,56 @@ def model_card(
 
 
 def with_section(card: str, heading: str, text: str) -> str:
-    """The model card of an export that was changed after pruning, with a section about it before the original's."""
+    """The model card of an export that was changed after pruning, with a section about it before
+    the original's."""
     own, original, rest = card.partition(ORIGINAL)
-    return f"{own.rstrip()}\n\n## {heading}\n\n{text}\n" + (f"\n{original}{rest}" if original else "")
+    return f"{own.rstrip()}\n\n## {heading}\n\n{text}\n" + (
+        f"\n{original}{rest}" if original else ""
+    )
 
 
 def _kept(plan: Plan) -> str:
     """What is left of the experts, as a sentence without its end."""
-    before, after = sum(plan.n_experts.values()), sum(map(len, plan.experts.values()))
+    before = sum(plan.n_experts.values())
+    after = sum(map(len, plan.experts.values()))
     merged = [group for of_layer in plan.merged.values() for group in of_layer.values()]
     if constant := sum(map(len, plan.constants.values())):
         return (
-            f"{before - constant} of {before} routed experts are kept. The other {constant} are replaced by constants: "
-            "the router stays whole, and a token that is routed to one of them gets its constant times its gate"
+            f"{before - constant} of {before} routed experts are kept. The other {constant} are "
+            "replaced by constants: "
+            "the router stays whole, and a token that is routed to one of them gets its constant "
+            "times its gate"
         )
     if merged:
         members = sum(map(len, merged))
         matched = "with matched channels" if plan.alignments else "channel by channel"
-        router = "stays whole" if plan.shares_experts else "keeps the rows of the experts that are left"
+        router = (
+            "stays whole" if plan.shares_experts else "keeps the rows of the experts that are left"
+        )
         return (
-            f"{before - members + len(merged)} of {before} routed experts are left: {members} were merged into "
+            f"{before - members + len(merged)} of {before} routed experts are left: {members} "
+            "were merged into "
             f"{len(merged)} weighted sums of their weights, {matched}. The router {router}"
         )
     counts = sorted({len(kept) for kept in plan.experts.values()})
     each = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-    experts = f"{after} of {before} routed experts are kept: {each} in each of {len(plan.experts)} layers. "
+    experts = (
+        f"{after} of {before} routed experts are kept: {each} in each of "
+        f"{len(plan.experts)} layers. "
+    )
     if not plan.channels:
         return f"{experts}Whole experts were removed, with their rows of the router"
     channels = sum(mask.size for mask in plan.channels.values())
     kept = sum(int(mask.sum()) for mask in plan.channels.values())
-    return f"{experts}Of their channels {kept} of {channels} ({kept / channels:.1%} of the original's) were kept"
+    return (
+        f"{experts}Of their channels {kept} of {channels} ({kept / channels:.1%} of the "
+        "original's) were kept"
+    )
 
 
 def _inherited(front: str) -> str:
-    """The original's front matter without the fields in `OF_ORIGINAL`; unchanged if it has none of them."""
+    """The original's front matter without the fields in `OF_ORIGINAL`; unchanged if it has none of
+    them."""
     try:
         fields = yaml.safe_load(front)
     except yaml.YAMLError:

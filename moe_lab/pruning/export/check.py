@@ -20,22 +20,29 @@ from moe_lab.pruning.prune import check_fit
 ROUTING_FACTS = ("n_experts", "top_k", "n_group", "topk_group")
 
 
-def check(source: str, written: str, shape: str, tensors: Mapping[str, tuple[str, Sequence[int]]]) -> None:
-    """Raise UserError unless the plan in folder `written` fits the model in folder `source`, as for `prune`, and the
-    model that `written` describes has the experts and routers of the pruned one, and takes all of `tensors`, name ->
-    (type, shape). Both models are built by transformers, without weights; a model type that needs code from elsewhere
-    is not, and not checked."""
+def check(
+    source: str, written: str, shape: str, tensors: Mapping[str, tuple[str, Sequence[int]]]
+) -> None:
+    """Raise UserError unless the plan in folder `written` fits the model in folder `source`, as for
+    `prune`, and the model that `written` describes has the experts and routers of the pruned one,
+    and takes all of `tensors`, name -> (type, shape). Both models are built by transformers,
+    without weights; a model type that needs code from elsewhere is not, and not checked."""
     if not has_causal_model(str(read_json(Path(source, "config.json")).get("model_type"))):
         return
     plan = Plan.load(Path(written, "plan.json"))
     layers = routed_layers(skeleton(Path(source)))
     check_fit(plan, layers)
-    entries = {name: Entry("", dtype, tuple(sides), 0, 0) for name, (dtype, sides) in tensors.items()}
+    entries = {
+        name: Entry("", dtype, tuple(sides), 0, 0) for name, (dtype, sides) in tensors.items()
+    }
     try:
         code_is_ours = LAYERS_FIELD in read_json(Path(written, "config.json"))
         model = skeleton(Path(written), trust_remote_code=code_is_ours)
         check_sizes(model, Checkpoint(Path(written), (), {}, entries))
-        found = {layer.index: tuple(getattr(layer, fact) for fact in ROUTING_FACTS) for layer in routed_layers(model)}
+        found = {
+            layer.index: tuple(getattr(layer, fact) for fact in ROUTING_FACTS)
+            for layer in routed_layers(model)
+        }
     except UserError as error:
         reason = str(error).replace(f"{written}/", "").replace(f"{written}: ", "")
         raise UserError(f"export: nothing could load what would be written: {reason}") from None
@@ -45,5 +52,6 @@ def check(source: str, written: str, shape: str, tensors: Mapping[str, tuple[str
         if found.get(layer.index) != expected:
             raise UserError(
                 f"export: layer {layer.index} would be loaded with {', '.join(ROUTING_FACTS)} = "
-                f"{found.get(layer.index)}, expected {expected}: state these fields in {source}/config.json"
+                f"{found.get(layer.index)}, expected {expected}: state these fields in "
+                f"{source}/config.json"
             )

@@ -1,4 +1,5 @@
-"""config.json of an exported checkpoint: the original one, edited. No torch unless all experts get one new width."""
+"""config.json of an exported checkpoint: the original one, edited. No torch unless all experts get
+one new width."""
 
 from __future__ import annotations
 
@@ -30,16 +31,18 @@ from moe_lab.pruning import Form
 from moe_lab.pruning.plan import Plan
 
 FORMAT = 2
-"""Of `LAYERS_FIELD`. To be raised when a program that reads an older one, such as the plugin of vLLM, would read the
-new one wrong."""
+"""Of `LAYERS_FIELD`. To be raised when a program that reads an older one, such as the plugin of
+vLLM, would read the new one wrong."""
 
 FILES = ("hf_quant_config.json", "quant_config.json", "quantize_config.json")
-"""Files beside the weights that describe the quantisation to some programs, as config.json does to others."""
+"""Files beside the weights that describe the quantisation to some programs, as config.json does to
+others."""
 DOT = r"\\?\."
 EXPERT_NAME = re.compile(
     rf"\blayers{DOT}(?P<layer>\d+){DOT}(?:\w+{DOT})*?experts{DOT}(?P<expert>\d+)(?={DOT}(?![*+?])|\$?$)"
 )
-"""A numbered expert of a numbered layer, in the name of a module or in a regular expression that names one."""
+"""A numbered expert of a numbered layer, in the name of a module or in a regular expression that
+names one."""
 OTHER_NUMBER = re.compile(rf"\bexperts{DOT}[^.\\]*?\d")
 """Any other mention of experts by number, such as `re:.*experts.(0|1).*`."""
 ANY_DIGIT = "[0-9]"
@@ -48,7 +51,8 @@ ANY_DIGIT = "[0-9]"
 def check_routing(config: dict[str, Any], plan: Plan) -> None:
     """Raise UserError unless the router that config.json describes can work with the plan."""
     text = config.get("text_config", config)
-    top_k = int(max(numpy.max(text.get(field, 1)) for field in TOP_K_FIELDS))  # a number, or one for each layer
+    # a number, or one for each layer
+    top_k = int(max(numpy.max(text.get(field, 1)) for field in TOP_K_FIELDS))
     n_group = text.get("n_group") or 1
     if text.get("topk_method") in UNGROUPED_METHODS:
         n_group = 1
@@ -56,32 +60,47 @@ def check_routing(config: dict[str, Any], plan: Plan) -> None:
     plan.check(dict.fromkeys(plan.experts, router))
 
 
-def describe_export(config: dict[str, Any], form: Form, names: Iterable[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """config.json for `form`, and the code needed to load it: file name -> text; none for a stock checkpoint. `names`:
-    of the tensors that are written; without any that predict several tokens, config.json counts no such layers. A
-    quantised model's lists of modules name experts by their new numbers. UserError when config.json is of another model
-    or of one whose layers differ already, or when transformers has no class to build on."""
+def describe_export(
+    config: dict[str, Any], form: Form, names: Iterable[str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """config.json for `form`, and the code needed to load it: file name -> text; none for a stock
+    checkpoint. `names`: of the tensors that are written; without any that predict several tokens,
+    config.json counts no such layers. A quantised model's lists of modules name experts by their
+    new numbers. UserError when config.json is of another model or of one whose layers differ
+    already, or when transformers has no class to build on."""
     if LAYERS_FIELD in config:
         raise UserError(
-            f"the source is a pruned checkpoint whose layers differ already (model_type={config.get('model_type')}, "
+            "the source is a pruned checkpoint whose layers differ already "
+            f"(model_type={config.get('model_type')}, "
             f"{LAYERS_FIELD} in config.json): export from the original model"
         )
-    edited: dict[str, Any] = renumbered(config, {index: layer.experts for index, layer in form.items()})
+    edited: dict[str, Any] = renumbered(
+        config, {index: layer.experts for index, layer in form.items()}
+    )
     text = edited.get("text_config", edited)
     if not any(map(EXTRA_PREDICTION.search, names)):
         text.update({field: 0 for field in EXTRA_PREDICTION_LAYERS if text.get(field)})
     kind = str(config.get("model_type", ""))
     if port := port_of(kind):
         module = f"modeling_{PORTS[kind].file}.{PORTS[kind].base}"
-        edited["auto_map"] = {"AutoConfig": f"{module}Config", "AutoModelForCausalLM": f"{module}ForCausalLM"}
-    counts, widths = {len(layer.experts) for layer in form.values()}, {layer.width for layer in form.values()}
+        edited["auto_map"] = {
+            "AutoConfig": f"{module}Config",
+            "AutoModelForCausalLM": f"{module}ForCausalLM",
+        }
+    counts = {len(layer.experts) for layer in form.values()}
+    widths = {layer.width for layer in form.values()}
     if len(counts) == 1:
         (count,) = counts
         text.update(dict.fromkeys((field for field in COUNT_FIELDS if field in text), count))
         text.update(dict.fromkeys(ALSO_COUNTS.get(text.get("model_type", ""), ()), count))
     elif edited.get("output_router_logits"):
-        edited["output_router_logits"] = False  # the balancing loss needs layers with equal numbers of experts
-    if len(counts) == 1 and len(widths) == 1 and all(layer.widths is None for layer in form.values()):
+        # the balancing loss needs layers with equal numbers of experts
+        edited["output_router_logits"] = False
+    if (
+        len(counts) == 1
+        and len(widths) == 1
+        and all(layer.widths is None for layer in form.values())
+    ):
         width = widths.pop()
         alike = edited if width is None else narrowed(edited, width)
         if alike is not None:
@@ -90,9 +109,10 @@ def describe_export(config: dict[str, Any], form: Form, names: Iterable[str]) ->
 
 
 def _uneven(config: dict[str, Any], form: Form) -> dict[str, Any]:
-    """config.json of a checkpoint whose layers differ, or that the family's configuration cannot describe. It has a
-    model type of its own, so that no stock class fills what lacks with random numbers. `LAYERS_FIELD` has the shape of
-    each layer, and what a program that reads it by a class of the family has to put back."""
+    """config.json of a checkpoint whose layers differ, or that the family's configuration cannot
+    describe. It has a model type of its own, so that no stock class fills what lacks with random
+    numbers. `LAYERS_FIELD` has the shape of each layer, and what a program that reads it by a class
+    of the family has to put back."""
     kind = config.get("model_type", "")
     check_known(kind)
     shown = ("model_type", "architectures", *(["auto_map"] if kind in PORTS else []))
@@ -105,37 +125,49 @@ def _uneven(config: dict[str, Any], form: Form) -> dict[str, Any]:
         layers[str(index)] = {"experts": len(layer.experts), **stated}
     config["model_type"] = f"{PRUNED}{kind}"
     config["architectures"] = ["PrunedForCausalLM"]
-    config["auto_map"] = {"AutoConfig": "pruned.PrunedConfig", "AutoModelForCausalLM": "pruned.PrunedForCausalLM"}
+    config["auto_map"] = {
+        "AutoConfig": "pruned.PrunedConfig",
+        "AutoModelForCausalLM": "pruned.PrunedForCausalLM",
+    }
     config[LAYERS_FIELD] = {"format": FORMAT, "stock": stock, "layers": layers}
     return config
 
 
 def _code(kind: str) -> dict[str, str]:
     """Name -> text of the files that build a model of type `kind` whose layers differ."""
-    folder, port = Path(__file__).parents[2] / "exported_code", port_of(kind)
-    texts = {name: (folder / name).read_text(encoding="utf-8") for name in ("pruned.py", "ragged.py")}
+    folder = Path(__file__).parents[2] / "exported_code"
+    port = port_of(kind)
+    texts = {
+        name: (folder / name).read_text(encoding="utf-8") for name in ("pruned.py", "ragged.py")
+    }
     text = texts["pruned.py"].replace('KIND = "olmoe"', f'KIND = "{kind}"')
     if port:
-        module, base = f".modeling_{PORTS[kind].file}", PORTS[kind].base
-        text = text.replace("Config: Any = CONFIG_MAPPING[KIND]", f"from {module} import {base}Config as Config")
+        module = f".modeling_{PORTS[kind].file}"
+        base = PORTS[kind].base
         text = text.replace(
-            "Model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[Config]", f"from {module} import {base}ForCausalLM as Model"
+            "Config: Any = CONFIG_MAPPING[KIND]", f"from {module} import {base}Config as Config"
+        )
+        text = text.replace(
+            "Model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[Config]",
+            f"from {module} import {base}ForCausalLM as Model",
         )
     return {**texts, "pruned.py": text, **port}
 
 
 def check_known(kind: str) -> None:
-    """Raise UserError when transformers cannot load a causal language model of a model type by its own code."""
+    """Raise UserError when transformers cannot load a causal language model of a model type by its
+    own code."""
     if not has_causal_model(kind):
         raise UserError(
-            f"model_type={kind}: layers and experts of another shape can be exported for causal language models that "
+            f"model_type={kind}: layers and experts of another shape can be exported for causal "
+            "language models that "
             "transformers knows itself only, evaluate the plan with a mask"
         )
 
 
 def narrowed(config: dict[str, Any], width: int) -> dict[str, Any] | None:
-    """`config` with experts of `width` channels; None if a stock model cannot have them, because the same field also
-    sets the size of something else, such as shared experts."""
+    """`config` with experts of `width` channels; None if a stock model cannot have them, because
+    the same field also sets the size of something else, such as shared experts."""
     check_known(config.get("model_type", ""))
     field = next((field for field in WIDTH_FIELDS if isinstance(config.get(field), int)), None)
     if field is None:  # left to the default of its class
@@ -156,29 +188,49 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(built)
     experts = {id(weight) for layer in moe_layers(model) for weight in layer.experts.parameters()}
-    return {name: tuple(weight.shape) for name, weight in model.named_parameters() if id(weight) not in experts}
+    return {
+        name: tuple(weight.shape)
+        for name, weight in model.named_parameters()
+        if id(weight) not in experts
+    }
 
 
 # Lists of modules in the description of a quantised checkpoint, which name experts.
 
 
 def renumbered(content: Any, written: Mapping[int, Sequence[int]]) -> Any:
-    """A copy of the content of a JSON file in which names of experts follow the experts that are written. A
-    quantisation lists modules there that are stored otherwise, or not quantised. `written`: layer -> original ids of
-    its experts, in order. List items and fields that name an expert which is not written are left out. Raises UserError
-    for a name that means experts by number in several layers."""
+    """A copy of the content of a JSON file in which names of experts follow the experts that are
+    written. A quantisation lists modules there that are stored otherwise, or not quantised.
+    `written`: layer -> original ids of its experts, in order. List items and fields that name an
+    expert which is not written are left out. Raises UserError for a name that means experts by
+    number in several layers."""
     if isinstance(content, dict):
-        named = ((_renamed(key, written), renumbered(value, written)) for key, value in content.items())
+        named = (
+            (_renamed(key, written), renumbered(value, written)) for key, value in content.items()
+        )
         return {key: value for key, value in named if key is not None}
     if isinstance(content, list):
-        items = [_renamed(item, written) if isinstance(item, str) else renumbered(item, written) for item in content]
-        return [item for item, original in zip(items, content, strict=True) if item is not None or original is None]
+        items = [
+            _renamed(item, written) if isinstance(item, str) else renumbered(item, written)
+            for item in content
+        ]
+        return [
+            item
+            for item, original in zip(items, content, strict=True)
+            if item is not None or original is None
+        ]
     return content
 
 
-def renumbered_files(folder: Path, written: Mapping[int, Sequence[int]]) -> dict[str, dict[str, Any]]:
+def renumbered_files(
+    folder: Path, written: Mapping[int, Sequence[int]]
+) -> dict[str, dict[str, Any]]:
     """Name -> new content of the files of `FILES` that `folder` has."""
-    return {name: renumbered(read_json(folder / name), written) for name in FILES if (folder / name).is_file()}
+    return {
+        name: renumbered(read_json(folder / name), written)
+        for name in FILES
+        if (folder / name).is_file()
+    }
 
 
 def _renamed(name: str, written: Mapping[int, Sequence[int]]) -> str | None:
@@ -187,12 +239,15 @@ def _renamed(name: str, written: Mapping[int, Sequence[int]]) -> str | None:
     rest = f"{name[: match.start()]} {name[match.end() :]}" if match else name
     if OTHER_NUMBER.search(rest.replace(ANY_DIGIT, "")):
         raise UserError(
-            f"quantization_config has {name}, which names experts by number in several layers, but pruning gives them "
-            "other numbers in each: expected one name for each layer and expert, such as model.layers.0.mlp.experts.3"
+            f"quantization_config has {name}, which names experts by number in several layers, "
+            "but pruning gives them "
+            "other numbers in each: expected one name for each layer and expert, such as "
+            "model.layers.0.mlp.experts.3"
         )
     if match is None or int(match["layer"]) not in written:
         return name
-    experts, expert = written[int(match["layer"])], int(match["expert"])
+    experts = written[int(match["layer"])]
+    expert = int(match["expert"])
     if expert not in experts:
         return None
     start, end = match.span("expert")

@@ -1,4 +1,5 @@
-"""Convert an exported checkpoint to GGUF, by llama.cpp's own converter. No torch in this process."""
+"""Convert an exported checkpoint to GGUF, by llama.cpp's own converter. No torch in this
+process."""
 
 from __future__ import annotations
 
@@ -25,7 +26,12 @@ LOG_LINES = 20
 """Last lines of a failing converter that are printed."""
 TYPES = {"F32": "f32", "BF16": "bf16", "F16": "f16"}
 """Type of a tensor -> the converter's output type that holds its numbers exactly."""
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+BYTE_LEVEL = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": True,
+    "use_regex": True,
+}
 DIGITS = {"type": "Digits", "individual_digits": True}
 LINES = {"type": "Split", "pattern": {"String": "\n"}, "behavior": "Isolated", "invert": False}
 PRE_TOKENIZERS = {"gpt-2": [BYTE_LEVEL], "smollm": [DIGITS, BYTE_LEVEL]}
@@ -42,29 +48,43 @@ AutoModelForCausalLM.from_pretrained(folder, gguf_file="{file}", config=config)
 
 
 def converter(export: ExportConfig) -> Path:
-    """llama.cpp's converter: export.converter, or the one that `make llama` fetched. UserError when there is none."""
+    """llama.cpp's converter: export.converter, or the one that `make llama` fetched. UserError when
+    there is none."""
     path = OWN if export.converter is None else Path(export.converter).expanduser().absolute()
     if path.is_file():
         return path
-    asked = "export.format=gguf" if export.converter is None else f"export.converter={export.converter}"
+    asked = (
+        "export.format=gguf" if export.converter is None else f"export.converter={export.converter}"
+    )
     raise UserError(
-        f"{asked}: llama.cpp's converter is not there: run make llama, or set export.converter=PATH/{OWN.name}"
+        f"{asked}: llama.cpp's converter is not there: run make llama, or set "
+        f"export.converter=PATH/{OWN.name}"
     )
 
 
 def convert(checkpoint: Path, out: Path, path: Path, name: str) -> Path:
-    """Convert the exported stock checkpoint in folder `checkpoint` to `out`/model.gguf by the converter `path`. `name`
-    is that of the model in the file. The new folder `out` also has the small files of the checkpoint. Weights keep
-    their type, or become fp32 where they have several, so that all numbers are the same. UserError for a checkpoint
-    whose layers differ, and, quoting its last line, when the converter fails."""
+    """Convert the exported stock checkpoint in folder `checkpoint` to `out`/model.gguf by the
+    converter `path`. `name` is that of the model in the file. The new folder `out` also has the
+    small files of the checkpoint. Weights keep their type, or become fp32 where they have several,
+    so that all numbers are the same. UserError for a checkpoint whose layers differ, and, quoting
+    its last line, when the converter fails."""
     if LAYERS_FIELD in read_json(checkpoint / "config.json"):
         raise UserError(
-            "export.format=gguf: a GGUF file has one number of experts and one width for all layers, and this plan "
+            "export.format=gguf: a GGUF file has one number of experts and one width for all "
+            "layers, and this plan "
             "gives them different ones: expected allocation=uniform, or export=masked"
         )
     kind = _output(checkpoint)
     with new_folder(out) as work:
-        arguments = [str(checkpoint), "--outfile", str(work / FILE), "--outtype", kind, "--model-name", name]
+        arguments = [
+            str(checkpoint),
+            "--outfile",
+            str(work / FILE),
+            "--outtype",
+            kind,
+            "--model-name",
+            name,
+        ]
         _run(path, pre_tokenizer(checkpoint), arguments)
         copy_others(checkpoint, work)
         loading = LOADING.format(file=FILE, size=(work / FILE).stat().st_size)
@@ -74,24 +94,29 @@ def convert(checkpoint: Path, out: Path, path: Path, name: str) -> Path:
 
 
 def pre_tokenizer(folder: Path) -> str | None:
-    """llama.cpp's name for the pre-tokenizer of tokenizer.json in `folder`; None where none of PRE_TOKENIZERS is it."""
+    """llama.cpp's name for the pre-tokenizer of tokenizer.json in `folder`; None where none of
+    PRE_TOKENIZERS is it."""
     described = read_json_if_there(folder / "tokenizer.json")
-    model, steps = described.get("model") or {}, described.get("pre_tokenizer") or {}
+    model = described.get("model") or {}
+    steps = described.get("pre_tokenizer") or {}
     if model.get("type") != "BPE" or described.get("normalizer") or model.get("ignore_merges"):
         return None
     sequence = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
     if sequence[0] == LINES and not any(LINE_BREAK in "".join(merge) for merge in model["merges"]):
-        sequence = sequence[1:]  # without merges across line breaks, they are tokens of their own in any case
+        # without merges across line breaks, they are tokens of their own in any case
+        sequence = sequence[1:]
     return next((name for name, known in PRE_TOKENIZERS.items() if sequence == known), None)
 
 
 def _output(checkpoint: Path) -> str:
-    """The converter's output type that keeps all numbers; it stores vectors and routers in fp32 in any case."""
+    """The converter's output type that keeps all numbers; it stores vectors and routers in fp32 in
+    any case."""
     types = set()
     for name, entry in open_checkpoint(checkpoint).tensors.items():
         if entry.dtype not in TYPES:
             raise UserError(
-                f"export.format=gguf: {name} is of type {entry.dtype}: expected one of {', '.join(TYPES)}, which GGUF "
+                f"export.format=gguf: {name} is of type {entry.dtype}: expected one of "
+                f"{', '.join(TYPES)}, which GGUF "
                 "can hold without rounding"
             )
         if len(entry.shape) > 1 and not name.endswith(DISK_ROUTER_WEIGHTS):
@@ -103,7 +128,9 @@ def _run(path: Path, pre: str | None, arguments: list[str]) -> None:
     """Run the converter until it ends. It ends with this process, whatever ends this one."""
     search = [*filter(None, [os.environ.get("PYTHONPATH")]), str(PACKAGES)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(search)}
-    with Child(command("moe_lab.child_process", "moe_lab.pruning.export.gguf_worker"), environment) as child:
+    with Child(
+        command("moe_lab.child_process", "moe_lab.pruning.export.gguf_worker"), environment
+    ) as child:
         try:
             child.call("convert", converter=str(path), pre=pre, arguments=arguments)
             return

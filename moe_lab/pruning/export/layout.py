@@ -1,4 +1,5 @@
-"""The tensors of an exported checkpoint, and the parts of the original that each is made of. No torch."""
+"""The tensors of an exported checkpoint, and the parts of the original that each is made of. No
+torch."""
 
 from __future__ import annotations
 
@@ -8,18 +9,26 @@ from pathlib import Path
 
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import Checkpoint, Entry
-from moe_lab.models.families import DISK_ROUTER_WEIGHTS, DISK_ROUTING_VECTORS, Family, Place, predicting_experts
+from moe_lab.models.families import (
+    DISK_ROUTER_WEIGHTS,
+    DISK_ROUTING_VECTORS,
+    Family,
+    Place,
+    predicting_experts,
+)
 from moe_lab.pruning import Form, LayerForm, Part
 from moe_lab.pruning.export.parts import UNSIGNED, Chunk, Constant, Matrix, Piece, Projection, Span
 from moe_lab.pruning.plan import Plan
 
 AFTER_SOFTMAX = "moe_statics."
-"""Prefix of biases that are added after the softmax. They cannot bar dropped experts: these would still take part in
-the softmax and make the other probabilities smaller."""
+"""Prefix of biases that are added after the softmax. They cannot bar dropped experts: these would
+still take part in the softmax and make the other probabilities smaller."""
 NEVER = {"F64": "000000000088c3c0", "F32": "00401cc6", "F16": "e2f0", "BF16": "1cc6"}
-"""-10000 as little-endian bytes of each type: with this bias, no score (0 to 1) or logit of a kept expert is lower."""
+"""-10000 as little-endian bytes of each type: with this bias, no score (0 to 1) or logit of a kept
+expert is lower."""
 NO_BIAS = (
-    "no bias per expert that could keep tokens from dropped ones without changing the gates of others, which a "
+    "no bias per expert that could keep tokens from dropped ones without changing the gates of "
+    "others, which a "
     "checkpoint of the original shape needs: use export=natural"
 )
 
@@ -27,16 +36,23 @@ NO_BIAS = (
 class Block:
     """One MoE block on disk, and how it is written."""
 
-    def __init__(self, tensors: Mapping[str, tuple[Entry, Place]], layer: LayerForm, count: int) -> None:
+    def __init__(
+        self, tensors: Mapping[str, tuple[Entry, Place]], layer: LayerForm, count: int
+    ) -> None:
         """`tensors`: those of the block by name. `count`: the number of its experts."""
-        self.tensors, self.layer, self.count = tensors, layer, count
+        self.tensors = tensors
+        self.layer = layer
+        self.count = count
         self.prefix = next(place.block for _, place in tensors.values())
-        self.of_experts = {name: pair for name, pair in tensors.items() if pair[1].kind in ("expert", "stack")}
+        self.of_experts = {
+            name: pair for name, pair in tensors.items() if pair[1].kind in ("expert", "stack")
+        }
         self.matrices: dict[tuple[str, int], Matrix] = {}
         """(role, expert) -> projection, of layers whose experts change."""
 
     def read_matrices(self, width: int) -> None:
-        """Find the projections of all experts, of `width` channels each. UserError for any other tensor of experts."""
+        """Find the projections of all experts, of `width` channels each. UserError for any other
+        tensor of experts."""
         for name, (entry, place) in self.of_experts.items():
             for role, expert, matrix in _matrices(name, entry, place, self.count, width):
                 self.matrices[role, expert] = matrix
@@ -46,22 +62,36 @@ class Block:
         entry, place = self.tensors[name]
         kept = self.layer.experts
         if place.kind == "unknown":
-            raise UserError(f"{name} {entry.shape} belongs to a MoE block, but moe_lab does not know how to prune it")
+            raise UserError(
+                f"{name} {entry.shape} belongs to a MoE block, but moe_lab does not know how to "
+                "prune it"
+            )
         if place.kind == "router":
             return _rows(name, entry, 0, kept, self.count)
         if place.kind == "vector":
-            return _barred(_rows(name, entry, len(entry.shape) - 1, kept, self.count), entry, self.layer)
+            return _barred(
+                _rows(name, entry, len(entry.shape) - 1, kept, self.count), entry, self.layer
+            )
         if place.kind == "shared":
             return whole(name, entry)
         if self.layer.widths is not None or (place.expert is not None and place.expert not in kept):
             return None
         if place.kind == "stack":
             piece = _rows(name, entry, 0, kept, self.count)
-            return Piece(name, entry.dtype, self._shape(piece.shape, place), tuple(self._chunks(entry, place)))
+            return Piece(
+                name,
+                entry.dtype,
+                self._shape(piece.shape, place),
+                tuple(self._chunks(entry, place)),
+            )
         assert place.expert is not None
-        old, new = (f"{self.prefix}experts.{number}." for number in (place.expert, kept.index(place.expert)))
+        old, new = (
+            f"{self.prefix}experts.{number}." for number in (place.expert, kept.index(place.expert))
+        )
         chunks = tuple(self._chunks(entry, place))
-        return Piece(name.replace(old, new, 1), entry.dtype, self._shape(entry.shape, place), chunks)
+        return Piece(
+            name.replace(old, new, 1), entry.dtype, self._shape(entry.shape, place), chunks
+        )
 
     def _shape(self, shape: tuple[int, ...], place: Place) -> tuple[int, ...]:
         if self.layer.width is None or place.axes is None or place.axes.channels is None:
@@ -81,14 +111,19 @@ class Block:
                 elif part.whole is not None:
                     yield Span(entry.shard, start, size)
                 elif place.axes is not None:
-                    yield from (self._projection(part, role, entry.dtype) for role in place.axes.roles)
+                    yield from (
+                        self._projection(part, role, entry.dtype) for role in place.axes.roles
+                    )
 
     def packed(self) -> Iterator[Piece]:
-        """The packed tensors: gate_up_packed (sum of 2 I_e, H), down_packed (sum of I_e, H) and, in a layer with
-        constants, constants (experts of width 0, H)."""
-        parts, total = self.layer.parts, sum(self.layer.widths or ())
+        """The packed tensors: gate_up_packed (sum of 2 I_e, H), down_packed (sum of I_e, H) and, in
+        a layer with constants, constants (experts of width 0, H)."""
+        parts = self.layer.parts
+        total = sum(self.layer.widths or ())
         dtype = _common_type({matrix.dtype for matrix in self.matrices.values()})
-        gate_up = tuple(self._projection(part, role, dtype) for part in parts for role in ("gate", "up"))
+        gate_up = tuple(
+            self._projection(part, role, dtype) for part in parts for role in ("gate", "up")
+        )
         down = tuple(self._projection(part, "down", dtype, as_rows=True) for part in parts)
         hidden = down[0].matrix.rows
         yield Piece(f"{self.prefix}experts.gate_up_packed", dtype, (2 * total, hidden), gate_up)
@@ -97,49 +132,71 @@ class Block:
             content = Constant(values.astype("<f4").tobytes(), values.nbytes)
             yield Piece(f"{self.prefix}experts.constants", "F32", values.shape, (content,))
 
-    def _projection(self, part: Part, role: str, dtype: str, *, as_rows: bool = False) -> Projection:
+    def _projection(
+        self, part: Part, role: str, dtype: str, *, as_rows: bool = False
+    ) -> Projection:
         matrices = {member.expert: self.matrices[role, member.expert] for member in part.members}
         return Projection(part, matrices, dtype, down=role == "down", as_rows=as_rows)
 
     def check_complete(self, folder: Path) -> None:
-        """Raise UserError unless there are one router, which can do without dropped experts, and all experts."""
+        """Raise UserError unless there are one router, which can do without dropped experts, and
+        all experts."""
         kinds = Counter(place.kind for _, place in self.tensors.values())
         layer = next(place.layer for _, place in self.tensors.values())
         if kinds["router"] != 1:
             names = ", ".join(DISK_ROUTER_WEIGHTS)
-            raise UserError(f"{folder}: layer {layer} has {kinds['router']} router weights, expected 1 ({names})")
+            raise UserError(
+                f"{folder}: layer {layer} has {kinds['router']} router weights, expected 1 "
+                f"({names})"
+            )
         if self.layer.dropped and not can_bar(self.tensors):
-            raise UserError(f"export=masked: the plan drops experts of layer {layer}, but its router has {NO_BIAS}")
+            raise UserError(
+                f"export=masked: the plan drops experts of layer {layer}, but its router has "
+                f"{NO_BIAS}"
+            )
         found = {place.expert for _, place in self.tensors.values() if place.expert is not None}
         if found != set(range(self.count)) and (found or not kinds["stack"]):
             raise UserError(
-                f"plan is for another model: its layer {layer} has {self.count} experts, {folder} has {len(found)}"
+                f"plan is for another model: its layer {layer} has {self.count} experts, {folder} "
+                f"has {len(found)}"
             )
-        projections = Counter(place.expert for _, place in self.tensors.values() if place.axes is not None)
+        projections = Counter(
+            place.expert for _, place in self.tensors.values() if place.axes is not None
+        )
         if len(set(projections.values())) > 1:
-            raise UserError(f"{folder}: the experts of layer {layer} do not all have the same tensors")
+            raise UserError(
+                f"{folder}: the experts of layer {layer} do not all have the same tensors"
+            )
 
 
-def pieces(checkpoint: Checkpoint, family: Family, plan: Plan, form: Form) -> dict[str, list[Piece]]:
-    """The tensors of the exported checkpoint by file, in the order of the original's bytes, packed experts first.
-    Layers that predict several tokens are left out if they have experts. UserError when the blocks on disk are not
-    those of the plan, experts or a router are missing, a tensor is not known, or the form cannot be written."""
-    places, left_out = family.places(checkpoint.tensors), predicting_experts(checkpoint.tensors)
+def pieces(
+    checkpoint: Checkpoint, family: Family, plan: Plan, form: Form
+) -> dict[str, list[Piece]]:
+    """The tensors of the exported checkpoint by file, in the order of the original's bytes, packed
+    experts first. Layers that predict several tokens are left out if they have experts. UserError
+    when the blocks on disk are not those of the plan, experts or a router are missing, a tensor is
+    not known, or the form cannot be written."""
+    places = family.places(checkpoint.tensors)
+    left_out = predicting_experts(checkpoint.tensors)
     tensors: dict[int, dict[str, tuple[Entry, Place]]] = {}
     for name, place in places.items():
         tensors.setdefault(place.layer, {})[name] = checkpoint.tensors[name], place
     if sorted(tensors) != sorted(plan.experts):
         raise UserError(
-            f"plan is for another model: it is about layers {sorted(plan.experts)}, and {checkpoint.folder} has "
+            f"plan is for another model: it is about layers {sorted(plan.experts)}, and "
+            f"{checkpoint.folder} has "
             f"experts in layers {sorted(tensors)}"
         )
-    blocks = {index: Block(tensors[index], form[index], count) for index, count in plan.n_experts.items()}
+    blocks = {
+        index: Block(tensors[index], form[index], count) for index, count in plan.n_experts.items()
+    }
     for index, block in blocks.items():
         width = plan.width(index)
         if block.layer.changed and width is not None:
             if family.unfit:
                 raise UserError(
-                    f"plan: channels of {block.prefix}experts cannot be removed, because its experts {family.unfit}: "
+                    f"plan: channels of {block.prefix}experts cannot be removed, because its "
+                    f"experts {family.unfit}: "
                     "use a criterion of whole experts"
                 )
             block.read_matrices(width)
@@ -152,25 +209,33 @@ def pieces(checkpoint: Checkpoint, family: Family, plan: Plan, form: Form) -> di
         block.check_complete(checkpoint.folder)
         if block.layer.widths is not None:
             shard = [entry.shard for entry, _ in block.of_experts.values()][-1]
-            by_shard[shard][:0] = block.packed()  # which is aligned whatever the sizes of the other tensors
+            # which is aligned whatever the sizes of the other tensors
+            by_shard[shard][:0] = block.packed()
     return by_shard
 
 
-def _matrices(name: str, entry: Entry, place: Place, count: int, width: int) -> Iterator[tuple[str, int, Matrix]]:
-    """(role, expert, matrix) of each projection in a tensor of one expert or of all `count` experts."""
+def _matrices(
+    name: str, entry: Entry, place: Place, count: int, width: int
+) -> Iterator[tuple[str, int, Matrix]]:
+    """(role, expert, matrix) of each projection in a tensor of one expert or of all `count`
+    experts."""
     if place.axes is None or place.axes.is_bias or entry.dtype not in UNSIGNED:
         raise UserError(
-            f"{name}, of type {entry.dtype}: channels can be removed from gate, up and down projections of types "
+            f"{name}, of type {entry.dtype}: channels can be removed from gate, up and down "
+            "projections of types "
             f"{', '.join(sorted(UNSIGNED))} only: use a criterion of whole experts"
         )
-    roles, down = place.axes.roles, place.axes.channels == -1
+    roles = place.axes.roles
+    down = place.axes.channels == -1
     stacked = (count,) if place.kind == "stack" else ()
     if entry.shape[:-2] != stacked or entry.shape[-1 if down else -2] != width * len(roles):
         raise UserError(
-            f"plan is for another model: it is about {count} experts of {width} channels, and {name} has shape "
+            f"plan is for another model: it is about {count} experts of {width} channels, and "
+            f"{name} has shape "
             f"{entry.shape}"
         )
-    rows, columns = entry.shape[-2] // len(roles), entry.shape[-1]
+    rows = entry.shape[-2] // len(roles)
+    columns = entry.shape[-1]
     experts = range(count) if place.expert is None else (place.expert,)
     size = entry.size // len(experts) // len(roles)
     for number, expert in enumerate(experts):
@@ -195,7 +260,8 @@ def expert_type(checkpoint: Checkpoint) -> str:
 
 
 def can_bar(names: Iterable[str]) -> bool:
-    """Whether tensors of these names include a routing vector in which a dropped expert can be barred."""
+    """Whether tensors of these names include a routing vector in which a dropped expert can be
+    barred."""
     vectors = tuple(f".{name}" for name in DISK_ROUTING_VECTORS)
     return any(name.endswith(vectors) and AFTER_SOFTMAX not in name for name in names)
 
@@ -207,10 +273,12 @@ def whole(name: str, entry: Entry) -> Piece:
 
 def _rows(name: str, entry: Entry, axis: int, kept: tuple[int, ...], count: int) -> Piece:
     """The kept rows of a tensor whose axes before `axis` have size one."""
-    outer, size = entry.shape[:axis], entry.shape[axis] if entry.shape else 0
+    outer = entry.shape[:axis]
+    size = entry.shape[axis] if entry.shape else 0
     if size != count or any(side != 1 for side in outer) or entry.size % count:
         raise UserError(
-            f"plan is for another model: it is about layers of {count} experts, and {name} has shape {entry.shape}"
+            f"plan is for another model: it is about layers of {count} experts, and {name} has "
+            f"shape {entry.shape}"
         )
     step = entry.size // count
     spans = tuple(Span(entry.shard, entry.start + expert * step, step) for expert in kept)
@@ -222,7 +290,10 @@ def _barred(piece: Piece, entry: Entry, layer: LayerForm) -> Piece:
     if not layer.dropped:
         return piece
     if entry.dtype not in NEVER:
-        raise UserError(f"{piece.name} is of type {entry.dtype}: expected one of {', '.join(NEVER)} to mask experts")
+        raise UserError(
+            f"{piece.name} is of type {entry.dtype}: expected one of {', '.join(NEVER)} to mask "
+            "experts"
+        )
     never = bytes.fromhex(NEVER[entry.dtype])
     parts = [
         Constant(never, part.size) if expert in layer.dropped else part

@@ -1,4 +1,5 @@
-"""Chunks of which exported tensors consist: byte ranges of the original, constants, changed projections. No torch."""
+"""Chunks of which exported tensors consist: byte ranges of the original, constants, changed
+projections. No torch."""
 
 from __future__ import annotations
 
@@ -12,8 +13,14 @@ from numpy.typing import NDArray
 
 from moe_lab.pruning import Part, rows
 
-UNSIGNED: dict[str, Any] = {"F64": numpy.uint64, "F32": numpy.uint32, "F16": numpy.uint16, "BF16": numpy.uint16}
-"""Types whose numbers can be copied one by one -> an integer type of that size. In others, numbers share scales."""
+UNSIGNED: dict[str, Any] = {
+    "F64": numpy.uint64,
+    "F32": numpy.uint32,
+    "F16": numpy.uint16,
+    "BF16": numpy.uint16,
+}
+"""Types whose numbers can be copied one by one -> an integer type of that size. In others, numbers
+share scales."""
 FLOATS: dict[str, Any] = {"F64": numpy.float64, "F32": numpy.float32, "F16": numpy.float16}
 """Those that numpy can compute with."""
 BLOCK = 1 << 18
@@ -32,7 +39,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Constant:
-    """Numbers that are not in the original, given by their bytes `pattern`, repeated until there are `size` bytes."""
+    """Numbers that are not in the original, given by their bytes `pattern`, repeated until there
+    are `size` bytes."""
 
     pattern: bytes
     size: int
@@ -44,7 +52,8 @@ class Constant:
 
     def read(self, folder: Path) -> Iterator[bytes]:
         """The bytes, block by block; no file is read."""
-        count, whole = self.size // len(self.pattern), max(BLOCK // len(self.pattern), 1)
+        count = self.size // len(self.pattern)
+        whole = max(BLOCK // len(self.pattern), 1)
         for done in range(0, count, whole):
             yield self.pattern * min(whole, count - done)
 
@@ -61,7 +70,9 @@ class Matrix:
 
     def read(self, folder: Path) -> NDArray[Any]:
         """Its bits."""
-        bits = numpy.fromfile(folder / self.shard, UNSIGNED[self.dtype], self.rows * self.columns, offset=self.start)
+        bits = numpy.fromfile(
+            folder / self.shard, UNSIGNED[self.dtype], self.rows * self.columns, offset=self.start
+        )
         return bits.reshape(self.rows, self.columns)
 
 
@@ -107,7 +118,8 @@ class Projection:
         return other * int(numpy.dtype(UNSIGNED[self.dtype]).itemsize)
 
     def read(self, folder: Path) -> Iterator[memoryview]:
-        """The bits of the result, row-major. Only sums, and numbers of another type than the result, are converted."""
+        """The bits of the result, row-major. Only sums, and numbers of another type than the
+        result, are converted."""
         is_sum = self.part.members[0].share is not None
         converts = is_sum or self.matrix.dtype != self.dtype
 
@@ -119,10 +131,14 @@ class Projection:
             return values.T if self.down else values
 
         if self._width:
-            result = rows(self.part, channels_first, lambda numbers: numbers, lambda total, _: total)
+            result = rows(
+                self.part, channels_first, lambda numbers: numbers, lambda total, _: total
+            )
             if converts:
                 result = _bits(result, self.dtype)
-            yield numpy.ascontiguousarray(result.T if self.down and not self.as_rows else result).data
+            yield numpy.ascontiguousarray(
+                result.T if self.down and not self.as_rows else result
+            ).data
 
 
 def _numbers(bits: NDArray[Any], dtype: str) -> NDArray[Any]:

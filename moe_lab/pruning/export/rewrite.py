@@ -1,4 +1,5 @@
-"""Write an exported checkpoint again with some tensors changed. One tensor is in memory at a time."""
+"""Write an exported checkpoint again with some tensors changed. One tensor is in memory at a
+time."""
 
 from __future__ import annotations
 
@@ -48,8 +49,9 @@ class Changes:
 
 
 def rewrite(folder: Path, changes: Changes, out: Path) -> Path:
-    """Write the exported checkpoint in `folder` into the new folder `out` with `changes`; returns `out`. The division
-    into shards and all other files stay. `out` is complete as soon as it exists."""
+    """Write the exported checkpoint in `folder` into the new folder `out` with `changes`; returns
+    `out`. The division into shards and all other files stay. `out` is complete as soon as it
+    exists."""
     checkpoint = open_checkpoint(folder)
     with new_folder(out) as work:
         for shard in checkpoint.shards:
@@ -61,7 +63,9 @@ def rewrite(folder: Path, changes: Changes, out: Path) -> Path:
 
 def _describe(folder: Path, shards: tuple[str, ...], changes: Changes, target: Path) -> None:
     """Write config.json, the index and the model card for the shards in `target`."""
-    entries = {name: entry for shard in shards for name, entry in read_header(target / shard)[1].items()}
+    entries = {
+        name: entry for shard in shards for name, entry in read_header(target / shard)[1].items()
+    }
     total = sum(entry.size for entry in entries.values())
     write_json(target / "config.json", {**read_json(folder / "config.json"), **changes.config})
     if (folder / INDEX).exists():
@@ -72,15 +76,18 @@ def _describe(folder: Path, shards: tuple[str, ...], changes: Changes, target: P
 
 
 def _write_shard(checkpoint: Checkpoint, shard: str, changes: Changes, folder: Path) -> None:
-    """Write one shard; room for its header is left at its start, as its tensors are known at its end only. Tensors
-    that would move the following ones away from `ALIGNMENT` are written last."""
+    """Write one shard; room for its header is left at its start, as its tensors are known at its
+    end only. Tensors that would move the following ones away from `ALIGNMENT` are written last."""
     names = [name for name, entry in checkpoint.tensors.items() if entry.shard == shard]
     metadata = checkpoint.metadata[shard]
     room = len(json.dumps(metadata)) + HEADER_ENTRY * (len(names) + 1)
     start = -(-room // ALIGNMENT) * ALIGNMENT
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     unaligned: dict[str, torch.Tensor] = {}
-    with safe_open(checkpoint.folder / shard, framework="pt") as source, new_file(folder / shard) as target:
+    with (
+        safe_open(checkpoint.folder / shard, framework="pt") as source,
+        new_file(folder / shard) as target,
+    ):
         target.seek(start)
         for name in names:
             for changed, tensor in changes.tensors(name, source.get_tensor(name)).items():
@@ -92,7 +99,9 @@ def _write_shard(checkpoint: Checkpoint, shard: str, changes: Changes, folder: P
             header[changed] = _append(tensor, target, start)
         beginning = header_bytes(header, start)
         if len(beginning) > start:
-            raise ValueError(f"the header of {shard} takes {len(beginning)} bytes, {start} are reserved")
+            raise ValueError(
+                f"the header of {shard} takes {len(beginning)} bytes, {start} are reserved"
+            )
         target.seek(0)
         target.write(beginning)
 
@@ -101,4 +110,8 @@ def _append(tensor: torch.Tensor, target: BinaryIO, start: int) -> dict[str, Any
     """Write the bytes of a tensor; returns its entry in a header of data that begins at `start`."""
     begin = target.tell() - start
     target.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, begin + tensor.nbytes]}
+    return {
+        "dtype": TYPES[tensor.dtype],
+        "shape": list(tensor.shape),
+        "data_offsets": [begin, begin + tensor.nbytes],
+    }

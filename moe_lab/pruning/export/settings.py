@@ -1,4 +1,5 @@
-"""Which settings of an export cannot be combined, with each other, the model and the recovery. No torch."""
+"""Which settings of an export cannot be combined, with each other, the model and the recovery. No
+torch."""
 
 from __future__ import annotations
 
@@ -12,39 +13,52 @@ from moe_lab.paths import local
 from moe_lab.pruning.export.layout import NO_BIAS, can_bar
 
 ZEROS = ("mxfp4",)
-"""Methods in which an expert whose bytes are all zero has weights of zero. Others store shapes or offsets beside the
-weights."""
+"""Methods in which an expert whose bytes are all zero has weights of zero. Others store shapes or
+offsets beside the weights."""
 
 
 def check_quantised(method: str | None, shape: str, channels: bool = False) -> None:
-    """Raise UserError if a checkpoint quantised by `method` cannot be exported in that shape; None: not quantised."""
+    """Raise UserError if a checkpoint quantised by `method` cannot be exported in that shape; None:
+    not quantised."""
     if method is None:
         return
     if channels:
         raise UserError(
-            f"export={shape}: channels cannot be removed from experts stored as {method}, since several weights share "
+            f"export={shape}: channels cannot be removed from experts stored as {method}, since "
+            "several weights share "
             "a scale: expected a plan of whole experts, or a checkpoint in bfloat16 or float32"
         )
     if shape == "masked" and method not in ZEROS:
         raise UserError(
-            f"export=masked fills dropped experts with zeros, which is not possible in weights stored as {method}: "
+            "export=masked fills dropped experts with zeros, which is not possible in weights "
+            f"stored as {method}: "
             "expected export=natural, or a checkpoint in bfloat16 or float32"
         )
 
 
 def wrong(
-    export: ExportConfig, model: ModelConfig, recovery: RecoveryConfig, granularity: str | None, *, verify: bool
+    export: ExportConfig,
+    model: ModelConfig,
+    recovery: RecoveryConfig,
+    granularity: str | None,
+    *,
+    verify: bool,
 ) -> Iterator[str]:
-    """A sentence for each reason why plans of `granularity` for the model cannot be exported with these settings. What
-    needs the model's files is checked only if they are on this machine."""
-    shape, stored, recovers = f"export={export.shape}", f"export.format={export.format}", f"recovery={recovery.name}"
+    """A sentence for each reason why plans of `granularity` for the model cannot be exported with
+    these settings. What needs the model's files is checked only if they are on this machine."""
+    shape = f"export={export.shape}"
+    stored = f"export.format={export.format}"
+    recovers = f"recovery={recovery.name}"
     is_recovered = recovery.name != "none"
     conflicts = {
-        f"verify=true compares an export with the masked model, which {recovers} changes: expected verify=false with "
+        f"verify=true compares an export with the masked model, which {recovers} changes: "
+        "expected verify=false with "
         "a recovery": verify and is_recovered,
-        f"{stored} stores weights in a way of its own, and {recovers} stores some in 4 bits: expected a recovery with "
+        f"{stored} stores weights in a way of its own, and {recovers} stores some in 4 bits: "
+        "expected a recovery with "
         "bits=16": export.format != "safetensors" and recovery.bits == 4,
-        f"{shape} has a shape other than that of the model that {recovers} changes: expected export=natural with a "
+        f"{shape} has a shape other than that of the model that {recovers} changes: expected "
+        "export=natural with a "
         "recovery": is_recovered and export.shape not in (None, "natural"),
     }
     yield from (sentence for sentence, conflict in conflicts.items() if conflict)
@@ -62,10 +76,12 @@ def wrong(
 
 
 def check_uneven(export: ExportConfig, allocation: str) -> None:
-    """Raise UserError when an allocation that is known to treat layers, or experts, differently is to be written as
-    GGUF in a shape that keeps the difference."""
+    """Raise UserError when an allocation that is known to treat layers, or experts, differently is
+    to be written as GGUF in a shape that keeps the difference."""
     if export.format == "gguf" and export.shape not in (None, "masked"):
         raise UserError(
-            f"export.format=gguf: a GGUF file has one number of experts and one width for all layers, and "
-            f"allocation={allocation} gives them different ones: expected allocation=uniform, or export=masked"
+            "export.format=gguf: a GGUF file has one number of experts and one width for all "
+            "layers, and "
+            f"allocation={allocation} gives them different ones: expected allocation=uniform, or "
+            "export=masked"
         )

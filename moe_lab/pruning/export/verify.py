@@ -1,4 +1,5 @@
-"""Check that an exported checkpoint computes what the masked model computes, layer by layer, for models of any size."""
+"""Check that an exported checkpoint computes what the masked model computes, layer by layer, for
+models of any size."""
 
 from __future__ import annotations
 
@@ -21,45 +22,66 @@ from moe_lab.pruning.prune import check_fit
 TOKENS = 64
 """Number of random tokens on which the models are compared."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-"""Largest relative difference of outputs that is accepted where channels are summed in another order."""
+"""Largest relative difference of outputs that is accepted where channels are summed in another
+order."""
 Compared = tuple[str, torch.Tensor, torch.Tensor]
 """Outputs to compare: their name, those of the masked model (..., H), and those of the export."""
 
 
-def verify(source: Path, plan: Plan, exported: Path, *, device: str = "cpu", trust_remote_code: bool = False) -> float:
-    """Compare an exported checkpoint with the model in `source` masked by `plan`; returns the largest difference.
+def verify(
+    source: Path,
+    plan: Plan,
+    exported: Path,
+    *,
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+) -> float:
+    """Compare an exported checkpoint with the model in `source` masked by `plan`; returns the
+    largest difference.
 
-    Each decoder layer of `exported` gets the input of that layer in the masked model, for TOKENS random tokens, one
-    layer of each in memory, in the precision they are stored in. The outputs of the layer and of every kept expert
-    (also those that no token chose) are compared, and the logits after the last layer. They must be equal bit for bit
-    on the CPU where the layer lost only whole experts and is written without them, and within TOLERANCE otherwise,
-    relative to the largest number of a token or of a place in the hidden state, whichever is smaller. The code of an
-    export with uneven layers is run. UserError naming the first layer that differs.
+    Each decoder layer of `exported` gets the input of that layer in the masked model, for TOKENS
+    random tokens, one layer of each in memory, in the precision they are stored in. The outputs of
+    the layer and of every kept expert (also those that no token chose) are compared, and the logits
+    after the last layer. They must be equal bit for bit on the CPU where the layer lost only whole
+    experts and is written without them, and within TOLERANCE otherwise, relative to the largest
+    number of a token or of a place in the hidden state, whichever is smaller. The code of an export
+    with uneven layers is run. UserError naming the first layer that differs.
     """
     dtype = stored_dtype(source)
     masked = StreamedModel(source, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     pruned = StreamedModel(exported, dtype=dtype, device=device, trust_remote_code=True)
     check_fit(plan, list(masked.moe.values()))
     draws = torch.Generator().manual_seed(0)
-    ids = torch.randint(masked.model.config.get_text_config().vocab_size, (1, TOKENS), generator=draws)
+    ids = torch.randint(
+        masked.model.config.get_text_config().vocab_size, (1, TOKENS), generator=draws
+    )
     valid = torch.ones_like(ids, dtype=torch.bool)
     state: torch.Tensor | None = None
     largest = 0.0
     with torch.no_grad():
         for number in range(len(masked.layers)):
-            moe, written = masked.moe.get(number), pruned.moe.get(number)
+            moe = masked.moe.get(number)
+            written = pruned.moe.get(number)
             with ExitStack() as stack:
-                _align(*(stack.enter_context(model.layer(number, then=number + 1)) for model in (masked, pruned)))
+                _align(
+                    *(
+                        stack.enter_context(model.layer(number, then=number + 1))
+                        for model in (masked, pruned)
+                    )
+                )
                 with mask_layers([] if moe is None else [moe], plan):
                     first = masked.through(number, ids, valid, state)
                 compared = [("outputs", first, pruned.through(number, ids, valid, state))]
                 if moe is not None and written is not None:
                     hidden = rms_norm(first.flatten(0, -2), first.shape[-1:])
                     compared.append(_all_experts(moe, written, plan, hidden))
-            same_order = written is None or (not plan.channels and written.n_experts == len(plan.experts[number]))
+            same_order = written is None or (
+                not plan.channels and written.n_experts == len(plan.experts[number])
+            )
             bound = 0.0 if device == "cpu" and same_order else TOLERANCE[dtype]
             where = f"decoder layer {number} of {exported}"
-            largest, state = max(largest, *(_held(where, pair, bound) for pair in compared)), first
+            largest = max(largest, *(_held(where, pair, bound) for pair in compared))
+            state = first
         assert state is not None
         _align(masked.model, pruned.model)
         logits = ("logits", masked.logits(ids, valid, state), pruned.logits(ids, valid, state))
@@ -69,19 +91,30 @@ def verify(source: Path, plan: Plan, exported: Path, *, device: str = "cpu", tru
 def _all_experts(layer: MoELayer, written: MoELayer, plan: Plan, hidden: torch.Tensor) -> Compared:
     """The outputs of all kept experts of a layer, each for at least one row of `hidden` (T, H)."""
     kept = torch.tensor(plan.experts[layer.index], device=hidden.device)
-    places = kept if written.n_experts == layer.n_experts else torch.arange(len(kept), device=hidden.device)
-    turn = torch.arange(-(-len(kept) // len(hidden)) * len(hidden), device=hidden.device) % len(kept)
+    places = (
+        kept
+        if written.n_experts == layer.n_experts
+        else torch.arange(len(kept), device=hidden.device)
+    )
+    turn = torch.arange(-(-len(kept) // len(hidden)) * len(hidden), device=hidden.device) % len(
+        kept
+    )
     turn = turn.reshape(-1, len(hidden)).T  # (T, K)
     ones = hidden.new_ones(turn.shape)
     with ExitStack() as stack:
         if plan.channels:
             replace_experts(layer, lambda _: planned(layer, plan), stack)
         first = layer.experts(hidden, kept[turn], ones)
-    return "outputs of all kept experts, asked in turn,", first, written.experts(hidden, places[turn], ones)
+    return (
+        "outputs of all kept experts, asked in turn,",
+        first,
+        written.experts(hidden, places[turn], ones),
+    )
 
 
 def _align(*modules: nn.Module) -> None:
-    """Copy weights that start in the middle of a cache line, as in a memory-mapped file, so that they are aligned."""
+    """Copy weights that start in the middle of a cache line, as in a memory-mapped file, so that
+    they are aligned."""
     for weight in (weight for module in modules for weight in module.parameters()):
         if not weight.is_meta and weight.data_ptr() % ALIGNMENT:
             weight.data = weight.data.clone()
@@ -93,14 +126,16 @@ def _held(where: str, compared: Compared, bound: float) -> float:
     difference = _difference(first.flatten(0, -2), second.flatten(0, -2))
     if not difference <= bound:
         raise UserError(
-            f"export: {where} gives something else than the masked model: its {words} differ by {difference:.1e} of "
+            f"export: {where} gives something else than the masked model: its {words} differ by "
+            f"{difference:.1e} of "
             f"the largest, expected {f'{bound:.0e} at most' if bound else 'the same bits'}"
         )
     return difference
 
 
 def _difference(first: torch.Tensor, second: torch.Tensor) -> float:
-    """The largest difference of (T, H) numbers, relative to the maximum of its row or its column, if that is less."""
+    """The largest difference of (T, H) numbers, relative to the maximum of its row or its column,
+    if that is less."""
     size = first.float().abs()
     scale = torch.minimum(size.amax(0, keepdim=True), size.amax(1, keepdim=True)).clamp(min=1e-30)
     return float(((first.float() - second.float()).abs() / scale).max())

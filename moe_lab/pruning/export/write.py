@@ -1,4 +1,5 @@
-"""Write the files of an exported checkpoint into a folder that appears when all of them are complete. No torch."""
+"""Write the files of an exported checkpoint into a folder that appears when all of them are
+complete. No torch."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ CARD = "README.md"
 NOT_COPIED = {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors"}
 """Suffixes of weight files, which are not copied: those of the pruned model are written instead."""
 ALIGNMENT = 64
-"""Bytes. Matrix products of mapped files can differ in the last bit if weights start in the middle of a cache line."""
+"""Bytes. Matrix products of mapped files can differ in the last bit if weights start in the middle
+of a cache line."""
 BUFFER = 8 << 20
 """Bytes in memory while copying, where the kernel cannot copy between files."""
 NO_KERNEL_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
@@ -29,7 +31,8 @@ NO_KERNEL_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A context with an empty folder beside `target` that takes its place at the end; nothing stays when it fails."""
+    """A context with an empty folder beside `target` that takes its place at the end; nothing stays
+    when it fails."""
     work = target.with_name(f".{target.name}.unfinished")
     shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
     work.mkdir(parents=True)
@@ -43,17 +46,19 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """A context with a file to write, which is on the disk at the end, so that a crash after the folder was renamed
-    loses nothing."""
+    """A context with a file to write, which is on the disk at the end, so that a crash after the
+    folder was renamed loses nothing."""
     with path.open("wb") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())
 
 
-def write_weights(checkpoint: Checkpoint, content: Mapping[str, Sequence[Piece]], folder: Path) -> None:
-    """Write the tensors of `content` (file -> tensors in order) as safetensors into `folder`. Spans are copied by the
-    kernel where it can; others are computed one at a time."""
+def write_weights(
+    checkpoint: Checkpoint, content: Mapping[str, Sequence[Piece]], folder: Path
+) -> None:
+    """Write the tensors of `content` (file -> tensors in order) as safetensors into `folder`. Spans
+    are copied by the kernel where it can; others are computed one at a time."""
     for shard, tensors in content.items():
         if not tensors:
             continue
@@ -64,12 +69,16 @@ def write_weights(checkpoint: Checkpoint, content: Mapping[str, Sequence[Piece]]
                     with (checkpoint.folder / part.shard).open("rb") as source:
                         _copy(source, target, part.start, part.size)
                 else:
-                    target.writelines(part.read(checkpoint.folder))  # keeps no block while the next is made
+                    # keeps no block while the next is made
+                    target.writelines(part.read(checkpoint.folder))
 
 
 def write_index(folder: Path, shard_of: Mapping[str, str], total: int) -> None:
     """Write the index of the shards: the file of each tensor, and the bytes of all of them."""
-    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(shard_of.items()))})
+    write_json(
+        folder / INDEX,
+        {"metadata": {"total_size": total}, "weight_map": dict(sorted(shard_of.items()))},
+    )
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -78,16 +87,22 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def copy_others(folder: Path, target: Path) -> None:
-    """Copy what lies beside the weights of a checkpoint, such as its tokenizer, to the same places in `target`."""
+    """Copy what lies beside the weights of a checkpoint, such as its tokenizer, to the same places
+    in `target`."""
     for file in files_of(folder):
-        if file.suffix not in NOT_COPIED and not file.name.startswith(".") and not file.name.endswith(".index.json"):
+        if (
+            file.suffix not in NOT_COPIED
+            and not file.name.startswith(".")
+            and not file.name.endswith(".index.json")
+        ):
             place = target / file.relative_to(folder)
             place.parent.mkdir(exist_ok=True)
             shutil.copyfile(file, place)
 
 
 def header_bytes(fields: Mapping[str, Any], room: int = 0) -> bytes:
-    """The beginning of a safetensors file with this header, of at least `room` bytes, after which data are aligned."""
+    """The beginning of a safetensors file with this header, of at least `room` bytes, after which
+    data are aligned."""
     text = json.dumps(fields, separators=(",", ":")).encode()
     size = max(room, 8 + len(text))
     size += -size % ALIGNMENT
@@ -99,7 +114,11 @@ def _header(tensors: Sequence[Piece], metadata: Mapping[str, str]) -> bytes:
     position = 0
     for piece in tensors:
         end = position + piece.size
-        fields[piece.name] = {"dtype": piece.dtype, "shape": piece.shape, "data_offsets": [position, end]}
+        fields[piece.name] = {
+            "dtype": piece.dtype,
+            "shape": piece.shape,
+            "data_offsets": [position, end],
+        }
         position = end
     return header_bytes(fields)
 
@@ -117,12 +136,15 @@ def _merged(tensors: Sequence[Piece]) -> list[Chunk]:
 
 
 def _copy(source: BinaryIO, target: BinaryIO, start: int, size: int) -> None:
-    """Append `size` bytes from `start` to `target`: by the kernel where it can, else through a buffer."""
+    """Append `size` bytes from `start` to `target`: by the kernel where it can, else through a
+    buffer."""
     target.flush()
     end = start + size
     while start < end and hasattr(os, "copy_file_range"):
         try:
-            copied = os.copy_file_range(source.fileno(), target.fileno(), min(end - start, 1 << 30), start)
+            copied = os.copy_file_range(
+                source.fileno(), target.fileno(), min(end - start, 1 << 30), start
+            )
         except OSError as error:
             if error.errno not in NO_KERNEL_COPY:
                 raise
@@ -135,7 +157,9 @@ def _copy(source: BinaryIO, target: BinaryIO, start: int, size: int) -> None:
     while start < end:
         part = source.read(min(end - start, BUFFER))
         if not part:
-            raise UserError(f"{source.name} became shorter while it was copied: {end - start} bytes are missing")
+            raise UserError(
+                f"{source.name} became shorter while it was copied: {end - start} bytes are missing"
+            )
         target.write(part)
         start += len(part)
     target.flush()

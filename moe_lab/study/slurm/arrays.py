@@ -1,4 +1,5 @@
-"""Group steps into Slurm jobs, and jobs into arrays; and what each job asks for: what is set, or else an estimate."""
+"""Group steps into Slurm jobs, and jobs into arrays; and what each job asks for: what is set, or
+else an estimate."""
 
 from __future__ import annotations
 
@@ -28,32 +29,46 @@ STEPS_PER_JOB = 256
 UNKNOWN = Memory(16 * GIB, on_gpu=True)
 """Assumed for a model of unknown size, before it is downloaded."""
 ROUNDED = 30
-"""Estimated minutes are rounded up to multiples of this, so that jobs of similar length share an array."""
+"""Estimated minutes are rounded up to multiples of this, so that jobs of similar length share an
+array."""
 MARGIN = 2.0
-"""Time asked for, as a multiple of what such steps took: a job beside others can take twice as long as one alone."""
+"""Time asked for, as a multiple of what such steps took: a job beside others can take twice as long
+as one alone."""
 ROUGHLY = 1.25
 """Factor on the memory of GPUs up to which a step is tried that needs more by estimate."""
 CPUS_PER_GPU = 8
-"""CPU cores that are asked for with each GPU where `cpus` is not set: clusters have at least as many for each."""
+"""CPU cores that are asked for with each GPU where `cpus` is not set: clusters have at least as
+many for each."""
 HOST = 8.0
 """GiB of main memory of a GPU job, in addition to the weights that pass through it to the GPU."""
 
 
 def is_for_gpus(option: str, value: Any) -> bool:
-    """Whether an option of sbatch asks for GPUs in a cluster's own words, and then stands for `gpus` and `gpu_type`."""
+    """Whether an option of sbatch asks for GPUs in a cluster's own words, and then stands for
+    `gpus` and `gpu_type`."""
     if option == "gres":
         return any(part.partition(":")[0] == "gpu" for part in str(value).split(","))
     return option in ("gpus", "gpus-per-task", "gpus-per-socket")
 
 
 def options(sbatch: Mapping[str, Any], on_gpus: bool) -> dict[str, Any]:
-    """The options of sbatch that a job is given: without those that are null or false, and those about GPUs in one that
-    needs none."""
-    given = {name: value for name, value in sbatch.items() if value is not None and value is not False}
+    """The options of sbatch that a job is given: without those that are null or false, and those
+    about GPUs in one that needs none."""
+    given = {
+        name: value for name, value in sbatch.items() if value is not None and value is not False
+    }
     if on_gpus:
         return given
-    others = [part for part in str(given.pop("gres", "")).split(",") if part and not is_for_gpus("gres", part)]
-    kept = {name: value for name, value in given.items() if not is_for_gpus(name, value) and name != "mem-per-gpu"}
+    others = [
+        part
+        for part in str(given.pop("gres", "")).split(",")
+        if part and not is_for_gpus("gres", part)
+    ]
+    kept = {
+        name: value
+        for name, value in given.items()
+        if not is_for_gpus(name, value) and name != "mem-per-gpu"
+    }
     return {**kept, **({"gres": ",".join(others)} if others else {})}
 
 
@@ -72,9 +87,10 @@ def arrange(
     settings: LauncherConfig,
     longest: int = LONGEST,
 ) -> list[Array]:
-    """Arrange `steps` in arrays of at most `longest` jobs; each array comes after those it needs. `ask`: steps of a job
-    -> the resources that it asks for."""
-    # A stage is the kind of a job, and how many jobs of the same kind have to run before it, one after another.
+    """Arrange `steps` in arrays of at most `longest` jobs; each array comes after those it needs.
+    `ask`: steps of a job -> the resources that it asks for."""
+    # A stage is the kind of a job, and how many jobs of the same kind have to run before it, one
+    # after another.
     stage_of: dict[str, tuple[str, int]] = {}
     members: dict[tuple[str, int], list[Step]] = defaultdict(list)
     needs: dict[tuple[str, int], set[tuple[str, int]]] = defaultdict(set)
@@ -92,12 +108,16 @@ def arrange(
             asks = ask(pack)
             alike.setdefault(canonical(asks), (asks, []))[1].append(pack)
         for asks, packs in alike.values():
-            arrays += [Array(stage[0], asks, packs[at : at + longest]) for at in range(0, len(packs), longest)]
+            arrays += [
+                Array(stage[0], asks, packs[at : at + longest])
+                for at in range(0, len(packs), longest)
+            ]
     return arrays
 
 
 def table(arrays: Iterable[Array], longest: int, seconds: Seconds) -> Table:
-    """Table of the arrays and the resources of their jobs. `longest`: minutes of a job whose time is not known."""
+    """Table of the arrays and the resources of their jobs. `longest`: minutes of a job whose time
+    is not known."""
     columns = ("array", "jobs", "steps", "GPUs", "CPUs", "GiB", "minutes", "partition")
     rows = Table(*columns, title="what Slurm would be asked for, each job")
     for array in arrays:
@@ -105,15 +125,17 @@ def table(arrays: Iterable[Array], longest: int, seconds: Seconds) -> Table:
         asks = {name: str(array.asks[name]) for name in ("gpus", "cpus", "memory", "minutes")}
         if array.asks["minutes"] == longest and any(seconds(step) is None for step in steps):
             asks["minutes"] += "?"
-            rows.caption = "?: resources.longest, since this store has no such step whose time is known"
+            rows.caption = (
+                "?: resources.longest, since this store has no such step whose time is known"
+            )
         partition = array.asks["partition"] or "default"
         rows.add_row(array.kind, str(len(array.packs)), str(len(steps)), *asks.values(), partition)
     return rows
 
 
 def _packs(steps: Sequence[Step], kind: str, settings: LauncherConfig) -> list[PackSteps]:
-    """Divide steps into jobs. Steps of the kind itself come before others in its jobs. Where the kind loads a model, a
-    job is about one model, and has the steps of a pruned model together."""
+    """Divide steps into jobs. Steps of the kind itself come before others in its jobs. Where the
+    kind loads a model, a job is about one model, and has the steps of a pruned model together."""
     if not (per_job := KINDS[kind].per_job):
         return [[step] for step in steps]
     groups: dict[str, dict[str, PackSteps]] = defaultdict(lambda: defaultdict(list))
@@ -128,7 +150,9 @@ def _packs(steps: Sequence[Step], kind: str, settings: LauncherConfig) -> list[P
     for cells in (list(cells.values()) for cells in groups.values()):
         count = -(-len(cells) // size)  # jobs of the same length, about
         bounds = [number * len(cells) // count for number in range(count + 1)]
-        packs += [[step for cell in cells[start:end] for step in cell] for start, end in pairwise(bounds)]
+        packs += [
+            [step for cell in cells[start:end] for step in cell] for start, end in pairwise(bounds)
+        ]
     return packs
 
 
@@ -138,26 +162,37 @@ def resources(
     seconds: Seconds,
     time_limits: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Resources of a job that does `steps`, of one kind and model, and others after them, one after another.
+    """Resources of a job that does `steps`, of one kind and model, and others after them, one after
+    another.
 
-    Returns the fields of JobConfig: gpus, cpus, memory (GiB) and minutes are always numbers. `seconds` estimates the
-    time of a step; if it is unknown for one, the job asks for `settings.longest`. Minutes that are not set are limited
-    to the partition's `time_limits` (partition -> minutes)."""
-    about, kind = steps[0].about, settings.jobs.get(steps[0].kind)
+    Returns the fields of JobConfig: gpus, cpus, memory (GiB) and minutes are always numbers.
+    `seconds` estimates the time of a step; if it is unknown for one, the job asks for
+    `settings.longest`. Minutes that are not set are limited to the partition's `time_limits`
+    (partition -> minutes)."""
+    about = steps[0].about
+    kind = settings.jobs.get(steps[0].kind)
     asked = configured([settings.every, kind, settings.of_model(about) if about else None])
     memories = [memory_of(step) or UNKNOWN for step in steps]
-    count, given = asked["gpus"], options(asked["sbatch"], on_gpus=True)
+    count = asked["gpus"]
+    given = options(asked["sbatch"], on_gpus=True)
     others = [f"sbatch.{name}={value}" for name, value in given.items() if is_for_gpus(name, value)]
     if others and count != 0 and (count or asked["gpu_type"]):
         ours = f"gpus={count}" if count else f"gpu_type={asked['gpu_type']}"
-        raise UserError(f"resources: {steps[0].kind} jobs have {ours} and {others[0]}: expected one or the other")
+        raise UserError(
+            f"resources: {steps[0].kind} jobs have {ours} and {others[0]}: expected one or the "
+            "other"
+        )
     if count is None:
         count = max(gpus(memory, settings.gpu_memory) for memory in memories)
-        too_large = [memory for memory in memories if not memory.fits(count, ROUGHLY * settings.gpu_memory)]
+        too_large = [
+            memory for memory in memories if not memory.fits(count, ROUGHLY * settings.gpu_memory)
+        ]
         if about and too_large and not others and config_of(about):
             raise UserError(
-                f"{steps[0].kind} of model={about.name} needs about {too_large[0].bytes / GIB:.0f} GiB, and is divided "
-                f"among at most {count} GPUs of resources.gpu_memory={settings.gpu_memory:g} GiB: expected "
+                f"{steps[0].kind} of model={about.name} needs about "
+                f"{too_large[0].bytes / GIB:.0f} GiB, and is divided "
+                f"among at most {count} GPUs of resources.gpu_memory={settings.gpu_memory:g} GiB: "
+                "expected "
                 f"resources.jobs={{{steps[0].kind}: {{gpus: {count}}}}} where that is enough, "
                 f"{'' if about.device in DEVICE_MAPS or steps[0].is_layered else 'model.device=auto, '}"
                 "or weights of fewer bits"
@@ -168,7 +203,9 @@ def resources(
     times = [seconds(step) for step in steps]
     minutes = float(settings.longest)
     if None not in times:
-        minutes = min(minutes, ROUNDED * max(1, ceil(MARGIN * sum(filter(None, times)) / 60 / ROUNDED)))
+        minutes = min(
+            minutes, ROUNDED * max(1, ceil(MARGIN * sum(filter(None, times)) / 60 / ROUNDED))
+        )
     estimated = {
         "gpus": count,
         "cpus": max((about.threads if about else None) or 1, count * CPUS_PER_GPU),
@@ -179,18 +216,25 @@ def resources(
 
 
 def configured(settings: Iterable[JobConfig | None]) -> dict[str, Any]:
-    """What is set for a job: `settings` of every job, of its kind and of its model, the later ones above the earlier;
-    sbatch is merged. Settings of models do not apply to small steps."""
-    found: dict[str, Any] = {field.name: None for field in fields(JobConfig)} | {"sbatch": {}, "setup": []}
+    """What is set for a job: `settings` of every job, of its kind and of its model, the later ones
+    above the earlier; sbatch is merged. Settings of models do not apply to small steps."""
+    found: dict[str, Any] = {field.name: None for field in fields(JobConfig)} | {
+        "sbatch": {},
+        "setup": [],
+    }
     for job in filter(None, settings):
-        given = {name: value for name, value in vars(job).items() if name in found and value not in (None, [])}
+        given = {
+            name: value
+            for name, value in vars(job).items()
+            if name in found and value not in (None, [])
+        }
         found |= {**given, "sbatch": {**found["sbatch"], **job.sbatch}}
     return found
 
 
 def _time_limit(asked: Mapping[str, Any], time_limits: Mapping[str, float]) -> float:
-    """Longest time limit in minutes of the partitions that a job may run in. Infinite when they are not known, and when
-    a quality of service (qos) determines the limit."""
+    """Longest time limit in minutes of the partitions that a job may run in. Infinite when they are
+    not known, and when a quality of service (qos) determines the limit."""
     if asked["sbatch"].get("qos"):
         return inf
     named = asked["partition"] or os.environ.get("SBATCH_PARTITION", "")

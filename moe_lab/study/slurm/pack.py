@@ -1,4 +1,5 @@
-"""The work of a Slurm job, which does a list of steps one after another; and waiting for the jobs of a study."""
+"""The work of a Slurm job, which does a list of steps one after another; and waiting for the jobs
+of a study."""
 
 from __future__ import annotations
 
@@ -27,15 +28,16 @@ from moe_lab.study.step import Step, unmerged
 from moe_lab.study.store import Store, looks
 
 SAVING = 20.0
-"""Most seconds for which a pass may save: Slurm kills a preempted job 30 s after its warning, unless set otherwise."""
+"""Most seconds for which a pass may save: Slurm kills a preempted job 30 s after its warning,
+unless set otherwise."""
 
 
 @dataclass(frozen=True)
 class Pack:
     """The steps of one job, called by submitit on the node.
 
-    `store`: the store's folder. `run`: STUDY/RUN that it belongs to. `launcher`: its `max_requeues` says how often the
-    job may still be requeued.
+    `store`: the store's folder. `run`: STUDY/RUN that it belongs to. `launcher`: its `max_requeues`
+    says how often the job may still be requeued.
     """
 
     store: str
@@ -49,7 +51,8 @@ class Pack:
         return Worker(Store(self.store, 60 * self.launcher.stale_minutes))
 
     def __call__(self) -> dict[str, int]:
-        """Do the steps that are missing. A failed step leaves its error in the store, and the others go on."""
+        """Do the steps that are missing. A failed step leaves its error in the store, and the
+        others go on."""
         signal.signal(signal.SIGTERM, self.leave)
         store = self.worker.store
         store.check_there()  # a node that does not see the store must not create a new one
@@ -60,12 +63,16 @@ class Pack:
             with self.worker as execute:
                 work(schedule, store, execute)
         say_notices(store)
-        return {"done": len(schedule.finished), "failed": len(schedule.failed), "skipped": len(schedule.skipped)}
+        return {
+            "done": len(schedule.finished),
+            "failed": len(schedule.failed),
+            "skipped": len(schedule.skipped),
+        }
 
     def leave(self, _: int, __: FrameType | None) -> None:
-        """Handle SIGTERM. A job that Slurm still lists as running is being preempted: it is requeued, as when its time
-        is up; so is one that cannot tell, in an image without scontrol. One that Slurm requeues itself saves. A
-        cancelled job exits at once. Claims are released."""
+        """Handle SIGTERM. A job that Slurm still lists as running is being preempted: it is
+        requeued, as when its time is up; so is one that cannot tell, in an image without scontrol.
+        One that Slurm requeues itself saves. A cancelled job exits at once. Claims are released."""
         told: dict[str, str] = {}
         with suppress(UserError):
             told = scheduler.fate(str(own_job()), limit=5.0)
@@ -77,16 +84,19 @@ class Pack:
         sys.exit(128 + signal.SIGTERM)
 
     def checkpoint(self) -> DelayedSubmission | None:
-        """The job to requeue when this one must stop; it resumes from what the steps have saved in the store, which a
-        pass does now. None when no requeue is left."""
+        """The job to requeue when this one must stop; it resumes from what the steps have saved in
+        the store, which a pass does now. None when no requeue is left."""
         self.worker.end(min(SAVING, self.launcher.signal_seconds / 2))
         if (left := self.launcher.max_requeues) == 0:
             return None
-        return DelayedSubmission(replace(self, launcher=replace(self.launcher, max_requeues=left - 1)))
+        return DelayedSubmission(
+            replace(self, launcher=replace(self.launcher, max_requeues=left - 1))
+        )
 
 
 def _absent(schedule: Schedule, store: Store) -> list[Step]:
-    """Inputs from other jobs that are not in the store, which is looked at again while no input has failed.
+    """Inputs from other jobs that are not in the store, which is looked at again while no input has
+    failed.
     Marks those that are there as finished."""
     own = {step.id for step in schedule.steps}
     outside = [needed for step in schedule.steps for needed in step.needs if needed.id not in own]
@@ -102,7 +112,9 @@ def _absent(schedule: Schedule, store: Store) -> list[Step]:
 
 def _hopeless(step: Step, store: Store) -> bool:
     """Whether a step, or one that it needs, has failed."""
-    return store.error(step.id) is not None or any(_hopeless(needed, store) for needed in step.needs)
+    return store.error(step.id) is not None or any(
+        _hopeless(needed, store) for needed in step.needs
+    )
 
 
 @dataclass(frozen=True)
@@ -113,7 +125,8 @@ class Record:
     run: Run
 
     def __call__(self) -> int:
-        from moe_lab.study.record import finish  # loads the whole configuration, which other jobs do not need
+        # loads the whole configuration, which other jobs do not need
+        from moe_lab.study.record import finish
 
         schedule = Schedule(self.study.graph.steps)
         settle(schedule, self.study.store)
@@ -121,7 +134,8 @@ class Record:
 
 
 def settle(schedule: Schedule, store: Store) -> None:
-    """Update waiting steps from the store: finished, failed, or else failed because their job was lost."""
+    """Update waiting steps from the store: finished, failed, or else failed because their job was
+    lost."""
     _note_finished(schedule, store)
     needed = {step.id for step in unmerged(schedule.steps, schedule.finished)}
     schedule.waiting = {name: step for name, step in schedule.waiting.items() if name in needed}
@@ -129,9 +143,12 @@ def settle(schedule: Schedule, store: Store) -> None:
         if document := store.error(step.id):
             schedule.fail(step, StepError(document))
     for step in list(schedule.waiting.values()):
-        if step.id in schedule.waiting and all(needed.id in schedule.finished for needed in step.needs):
+        if step.id in schedule.waiting and all(
+            needed.id in schedule.finished for needed in step.needs
+        ):
             message = (
-                f"{step.folder} was not finished: its job was cancelled or died; the same command goes on from here"
+                f"{step.folder} was not finished: its job was cancelled or died; the same "
+                "command goes on from here"
             )
             schedule.fail(step, StepError({"message": message, "transient": True}))
 

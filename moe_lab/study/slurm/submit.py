@@ -1,4 +1,5 @@
-"""Submit missing steps as arrays of jobs with dependencies, and a last job that writes the record and the report."""
+"""Submit missing steps as arrays of jobs with dependencies, and a last job that writes the record
+and the report."""
 
 from __future__ import annotations
 
@@ -52,8 +53,9 @@ SlurmExecutor._make_submission_command = lambda _, script: [  # type: ignore[ass
 
 
 def submit(schedule: Schedule, study: Study, run: Run) -> None:
-    """Submit jobs for the waiting steps, except those that jobs submitted earlier will still do. Raises UserError, with
-    the scheduler's message, when it refuses a job; all jobs of this submission are then cancelled."""
+    """Submit jobs for the waiting steps, except those that jobs submitted earlier will still do.
+    Raises UserError, with the scheduler's message, when it refuses a job; all jobs of this
+    submission are then cancelled."""
     submission = Submission(study, run)
     try:
         _submit_missing(schedule, submission)
@@ -63,7 +65,9 @@ def submit(schedule: Schedule, study: Study, run: Run) -> None:
                 scheduler.cancel({job.array for job in run.jobs})
                 scheduler.cancel(scheduler.handed_in(run.logs.absolute()))
         except UserError as left:
-            raise UserError(f"{str(error) or 'interrupted'}; jobs may be left in the queue: {left}") from None
+            raise UserError(
+                f"{str(error) or 'interrupted'}; jobs may be left in the queue: {left}"
+            ) from None
         run.remove()
         raise
     _announce(submission)
@@ -75,7 +79,9 @@ def _download(steps: Iterable[Step]) -> None:
     for step in steps:
         if step.about and step.loads != "nothing":
             wanted[repr(step.about)] = partial(files.local_folder, step.about)
-        for text in (value for value in vars(step).values() if isinstance(value, CalibrationConfig)):
+        for text in (
+            value for value in vars(step).values() if isinstance(value, CalibrationConfig)
+        ):
             wanted |= {repr(part): partial(sources.download, part) for _, part in parts(text)}
     for download in wanted.values():
         download()
@@ -83,7 +89,8 @@ def _download(steps: Iterable[Step]) -> None:
 
 def _submit_missing(schedule: Schedule, submission: Submission, *, again: bool = True) -> None:
     study = submission.study
-    config, store = study.config, study.store
+    config = study.config
+    store = study.store
     earlier = [job for run in runs(store, config.study) for job in run.jobs]
     covered = under_way(earlier, scheduler.queue(job.user for job in earlier), schedule.waiting)
     needed = unmerged(schedule.waiting.values(), covered.steps.keys())
@@ -98,8 +105,10 @@ def _submit_missing(schedule: Schedule, submission: Submission, *, again: bool =
     for array in arrays:
         if array.asks["minutes"] * 60 <= signal_seconds + EARLY:
             raise UserError(
-                f"resources: {array.kind} jobs ask for minutes={array.asks['minutes']}, too little to work in: "
-                f"Slurm warns them launcher.signal_seconds={signal_seconds} before, and may do so {EARLY} s early"
+                f"resources: {array.kind} jobs ask for minutes={array.asks['minutes']}, too "
+                "little to work in: "
+                f"Slurm warns them launcher.signal_seconds={signal_seconds} before, and may do so "
+                f"{EARLY} s early"
             )
     begun = time.monotonic()
     _download(missing)
@@ -113,7 +122,8 @@ def _submit_missing(schedule: Schedule, submission: Submission, *, again: bool =
 
 @dataclass
 class Submission:
-    """Submits jobs one after another. `jobs`: step id -> id of the job or array that a job needing it must wait for."""
+    """Submits jobs one after another. `jobs`: step id -> id of the job or array that a job needing
+    it must wait for."""
 
     study: Study
     run: Run
@@ -129,7 +139,8 @@ class Submission:
         own = {step.id for pack in array.packs for step in pack}
         needed = {needed.id for pack in array.packs for step in pack for needed in step.needs} - own
         after = [self.jobs[name] for name in needed if name in self.jobs]
-        store, launcher = self.study.store.root, self.study.config.launcher
+        store = self.study.store.root
+        launcher = self.study.config.launcher
         run = str(self.run.folder.relative_to(store / "runs"))
         packs = [Pack(str(store.absolute()), pack, run, launcher) for pack in array.packs]
         whole = self._hand_in(array.kind, array.asks, packs, array.packs, "afterok", after)
@@ -139,7 +150,9 @@ class Submission:
         """Submit the job that writes the record when all others have ended, successfully or not."""
         every = configured([self.study.config.resources.every])
         asks = {**every, **RECORD_ASKS, "memory": 0 if every["memory"] == 0 else RECORD_MEMORY}
-        self._hand_in(RECORD, asks, [Record(self.study, self.run)], [[]], "afterany", self.jobs.values())
+        self._hand_in(
+            RECORD, asks, [Record(self.study, self.run)], [[]], "afterany", self.jobs.values()
+        )
 
     def _hand_in(
         self,
@@ -150,12 +163,16 @@ class Submission:
         condition: str,
         needed: Iterable[str],
     ) -> str:
-        """Submit jobs with the same resources as one array, and note them with the steps of each; the array's id."""
-        after, name = tuple(sorted(set(needed))), f"{self.study.config.study}.{kind}"
+        """Submit jobs with the same resources as one array, and note them with the steps of each;
+        the array's id."""
+        after = tuple(sorted(set(needed)))
+        name = f"{self.study.config.study}.{kind}"
         settings = self.study.config.launcher
         python = settings.python or shlex.quote(sys.executable)
         executor = SlurmExecutor(
-            self.run.logs, max_num_timeout=settings.max_requeues, python=f"{python} {shlex.quote(str(self.starter))}"
+            self.run.logs,
+            max_num_timeout=settings.max_requeues,
+            python=f"{python} {shlex.quote(str(self.starter))}",
         )
         dependency = {"dependency": f"{condition}:{':'.join(after)}"} if after else {}
         own = options(asks["sbatch"], asks["gpus"] > 0)
@@ -164,7 +181,9 @@ class Submission:
         if asks["memory"] and not any(name.startswith("mem-per-") for name in more):
             optional["mem"] = f"{max(1, round(asks['memory'] * 1024))}M"
         if asks["gpus"] and not any(starmap(is_for_gpus, own.items())):
-            optional["gpus_per_node"] = ":".join(str(word) for word in (asks["gpu_type"], asks["gpus"]) if word)
+            optional["gpus_per_node"] = ":".join(
+                str(word) for word in (asks["gpu_type"], asks["gpus"]) if word
+            )
         executor.update_parameters(
             job_name=name,
             time=asks["minutes"],
@@ -179,10 +198,14 @@ class Submission:
             with scheduler.submitting([*optional, *own]):
                 ids = self._ids(executor, what)
         except (FailedJobError, FailedSubmissionError) as error:
-            every, words = {**asks, **own, "sbatch": None}, " ".join(str(error).split())
-            asked = " ".join(f"{name}={value}" for name, value in every.items() if value not in (None, []))
+            every = {**asks, **own, "sbatch": None}
+            words = " ".join(str(error).split())
+            asked = " ".join(
+                f"{name}={value}" for name, value in every.items() if value not in (None, [])
+            )
             raise UserError(
-                f"sbatch says of {kind} jobs: {words}; they ask for {asked}; {scheduler.advice(words, kind)}"
+                f"sbatch says of {kind} jobs: {words}; they ask for {asked}; "
+                f"{scheduler.advice(words, kind)}"
             ) from None
         array = ids[0].partition("_")[0]
         self.run.add(
@@ -192,8 +215,8 @@ class Submission:
         return array
 
     def _ids(self, executor: SlurmExecutor, what: Sequence[Callable[[], Any]]) -> list[str]:
-        """Submit jobs as one array; their ids. While the controller is away, sbatch is tried again; what it had taken
-        without saying so is then cancelled."""
+        """Submit jobs as one array; their ids. While the controller is away, sbatch is tried again;
+        what it had taken without saying so is then cancelled."""
         tries = 0
         while True:
             try:
@@ -216,7 +239,8 @@ echo "moe_lab: setup ended the job with code $code, in the line: $MOE_LAB_SETUP"
 
 
 def setup_lines(setup: Iterable[str]) -> list[str]:
-    """Shell lines of a job before Python starts: the first one that fails ends the job, and its log names it."""
+    """Shell lines of a job before Python starts: the first one that fails ends the job, and its log
+    names it."""
     lines = [SETUP_TRAP, "set -e"]
     for line in setup:
         lines += [f"MOE_LAB_SETUP={shlex.quote(line)}", line]
@@ -224,7 +248,8 @@ def setup_lines(setup: Iterable[str]) -> list[str]:
 
 
 def _announce(submission: Submission) -> None:
-    study, jobs = submission.study.config.study, submission.run.jobs
+    study = submission.study.config.study
+    jobs = submission.run.jobs
     for array, kind in dict.fromkeys((job.array, job.kind) for job in jobs):
         tasks = [job for job in jobs if job.array == array]
         steps = sum(len(job.steps) for job in tasks)
@@ -233,7 +258,10 @@ def _announce(submission: Submission) -> None:
     if earlier := {job for step, job in submission.jobs.items() if step not in own}:
         say(f"{study}: steps that are under way already are in jobs {', '.join(sorted(earlier))}")
     if jobs:
-        say(f"{study}: submitted; see python -m moe_lab.study status {study} store={submission.study.store.root}")
+        say(
+            f"{study}: submitted; see python -m moe_lab.study status {study} "
+            f"store={submission.study.store.root}"
+        )
 
 
 def _count(number: int, word: str) -> str:
@@ -242,7 +270,8 @@ def _count(number: int, word: str) -> str:
 
 @dataclass
 class UnderWay:
-    """Earlier jobs: step id -> id of the job that will do it; and ids of jobs that can no longer do their steps."""
+    """Earlier jobs: step id -> id of the job that will do it; and ids of jobs that can no longer do
+    their steps."""
 
     steps: dict[str, str] = field(default_factory=dict)
     hopeless: list[str] = field(default_factory=list)
@@ -250,13 +279,17 @@ class UnderWay:
     """Jobs that will write the record."""
 
 
-def under_way(jobs: Iterable[Submitted], queue: Mapping[str, Queued], missing: Iterable[str]) -> UnderWay:
+def under_way(
+    jobs: Iterable[Submitted], queue: Mapping[str, Queued], missing: Iterable[str]
+) -> UnderWay:
     """Find those of `jobs`, given in the order of submission, that will do `missing` steps.
 
-    Slurm cancels jobs that wait for an array as soon as one task of the array fails. So a pending job is hopeless when
-    any job that it waits for has lost a step.
+    Slurm cancels jobs that wait for an array as soon as one task of the array fails. So a pending
+    job is hopeless when any job that it waits for has lost a step.
     """
-    wanted, covered, lost = set(missing), UnderWay(), set[str]()
+    wanted = set(missing)
+    covered = UnderWay()
+    lost = set[str]()
     for job in jobs:
         queued = queue.get(job.id)
         alive = queued is not None and queued.name == job.name
@@ -275,15 +308,20 @@ COPIED = ("moe_lab", "analysis", "conf")
 
 
 def copy_code(jobs: Path, modules: Iterable[str] = ()) -> Path:
-    """Copy the present code to `jobs`/code, with plugins, once for each state of it. Returns the start.py of the copy.
+    """Copy the present code to `jobs`/code, with plugins, once for each state of it. Returns the
+    start.py of the copy.
 
-    Jobs run the copy, and so do the processes they start: what is edited or updated while jobs wait in the queue does
-    not change what they do.
+    Jobs run the copy, and so do the processes they start: what is edited or updated while jobs wait
+    in the queue does not change what they do.
     """
     root = Path(moe_lab.__file__).parents[1]
     found = {path.relative_to(root): path for name in COPIED for path in (root / name).rglob("*")}
     found |= {Path(start.PLUGINS) / file: path for file, path in plugins.sources(modules).items()}
-    copied = {file: path for file, path in found.items() if path.is_file() and "__pycache__" not in file.parts}
+    copied = {
+        file: path
+        for file, path in found.items()
+        if path.is_file() and "__pycache__" not in file.parts
+    }
     content = {str(file): sha256(path.read_bytes()).hexdigest() for file, path in copied.items()}
     folder = jobs.absolute() / "code" / digest({"state": code_state(), "files": content})[:12]
     if not folder.exists():

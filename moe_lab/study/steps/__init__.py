@@ -42,11 +42,12 @@ def perform(step: Step, files: Files) -> None:
 
 
 def perform_pickled(work: str) -> dict[str, Any]:
-    """Do a step in a worker process; {} for success, else the error document. What is printed meanwhile goes to the log
-    of the step."""
+    """Do a step in a worker process; {} for success, else the error document. What is printed
+    meanwhile goes to the log of the step."""
     step, files = pickle.loads(b64decode(work))
     with suppress(OSError):
-        files.log.parent.mkdir(exist_ok=True)  # not its parents: a store that was deleted must not appear again
+        # not its parents: a store that was deleted must not appear again
+        files.log.parent.mkdir(exist_ok=True)
         with files.log.open("a") as log:  # for what this process and its children print from now on
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)

@@ -1,4 +1,5 @@
-"""Steps that measure a pruned model: parameters, FLOPs, time and memory, and the behaviour of its layers."""
+"""Steps that measure a pruned model: parameters, FLOPs, time and memory, and the behaviour of its
+layers."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from moe_lab.study.steps.recovery import AboutPruned, Pruned, Storage
 
 @once
 def _device(name: str) -> str | None:
-    """What model.device=NAME is called here; None without it. Once for all cells: it starts another process."""
+    """What model.device=NAME is called here; None without it. Once for all cells: it starts another
+    process."""
     with suppress(UserError):
         return device_here(name)
     return None
@@ -39,8 +41,9 @@ class Routing(OnText):
 
 
 class Cost(AboutPruned, Step):
-    """Parameters, storage, and the FLOPs of a token in a row as long as those of a text. The model is run on the text
-    only where experts of one layer may differ in width, since FLOPs then depend on routing."""
+    """Parameters, storage, and the FLOPs of a token in a row as long as those of a text. The model
+    is run on the text only where experts of one layer may differ in width, since FLOPs then depend
+    on routing."""
 
     kind = "cost"
     small = True
@@ -61,8 +64,13 @@ class Cost(AboutPruned, Step):
 
     @classmethod
     def of(cls, pruned: Pruned, text: CalibrationConfig, unpruned: Cost | None = None) -> Self:
-        """The cost of a pruned model. `unpruned`: that of the model as it is; None for this itself."""
-        routed = has_packed_experts(config_of(pruned.model)) if pruned.plan is None else not pruned.drops_whole_experts
+        """The cost of a pruned model. `unpruned`: that of the model as it is; None for this
+        itself."""
+        routed = (
+            has_packed_experts(config_of(pruned.model))
+            if pruned.plan is None
+            else not pruned.drops_whole_experts
+        )
         return cls(
             facts=pruned.loaded.facts,
             plan=pruned.plan,
@@ -84,7 +92,8 @@ class Cost(AboutPruned, Step):
 
     @property
     def reading(self) -> Routing | None:
-        """The pass over the text. Storage is counted on the meta device, without a copy of the model."""
+        """The pass over the text. Storage is counted on the meta device, without a copy of the
+        model."""
         return Routing(self.pruned.loaded, self.text) if self.text else None
 
     def work(self, files: Files) -> None:
@@ -92,7 +101,8 @@ class Cost(AboutPruned, Step):
         from moe_lab.pruning.cost import cost, even_routing, row_flops
         from moe_lab.pruning.prune import prune
 
-        network, plan = skeleton(self.about), files.plan(self.plan)
+        network = skeleton(self.about)
+        plan = files.plan(self.plan)
         pruned = prune(network, plan) if plan else network
         layers = routed_layers(pruned)
         if self.unpruned:
@@ -103,7 +113,8 @@ class Cost(AboutPruned, Step):
         if not routing:
             if self.text is None:
                 raise UserError(
-                    f"cost of model={self.about.name}: its experts differ in width, which is known only of a folder: "
+                    f"cost of model={self.about.name}: its experts differ in width, which is "
+                    "known only of a folder: "
                     "download it, and give the folder as model.path"
                 )
             routing = engine(self.about, self.text, files).routing(plan, layers)
@@ -123,13 +134,14 @@ class Cost(AboutPruned, Step):
         return [self.facts.id, self.text is not None]
 
     def job(self) -> str:
-        """Costs of pruned models go into the Slurm jobs of evaluations, which load the model anyway."""
+        """Costs of pruned models go into the Slurm jobs of evaluations, which load the model
+        anyway."""
         return "evaluate" if self.plan else self.kind
 
 
 class Profile(OnText):
-    """How much hidden states differ between tokens after every layer, and how its router decides, of the pruned model
-    before recovery."""
+    """How much hidden states differ between tokens after every layer, and how its router decides,
+    of the pruned model before recovery."""
 
     kind = "profile"
     small = True
@@ -151,8 +163,8 @@ class Profile(OnText):
 
 
 class Timing(AboutPruned, OnText):
-    """Seconds of prompts and answers, and memory, of the model as deployed: without what its plan removes, in the bits
-    it is stored in."""
+    """Seconds of prompts and answers, and memory, of the model as deployed: without what its plan
+    removes, in the bits it is stored in."""
 
     kind = "timing"
     small = True
@@ -167,9 +179,11 @@ class Timing(AboutPruned, OnText):
 
     @classmethod
     def of(cls, pruned: Pruned, text: CalibrationConfig, timed: TimingConfig) -> Self:
-        """The timing of a pruned model, with prompts from a text, on its device unless `timed` names one."""
+        """The timing of a pruned model, with prompts from a text, on its device unless `timed`
+        names one."""
         changes = pruned.plan, pruned.finetune, pruned.storage
-        timed = _named(timed, pruned.model.device)  # without the device, `conditions` are not fulfilled
+        # without the device, `conditions` are not fulfilled
+        timed = _named(timed, pruned.model.device)
         return cls(pruned.loaded, text, *changes, timed, pruned.model.threads, pruned)
 
     def conditions(self, launcher: LauncherConfig) -> list[tuple[Any, ...]]:
@@ -189,10 +203,12 @@ class Timing(AboutPruned, OnText):
         from moe_lab.models.load import device_name
         from moe_lab.recovery.apply import storage
 
-        device, here = self.timed.device, device_name(self.about.device)
+        device = self.timed.device
+        here = device_name(self.about.device)
         if here != device:
             raise Unavailable(
-                f"timing is about {device}, and this machine has {here}: run it there, or set timed.device"
+                f"timing is about {device}, and this machine has {here}: run it there, or set "
+                "timed.device"
             )
         network, tokenizer = loaded(self.about)
         model = self.deployed(network, files)
@@ -204,7 +220,9 @@ class Timing(AboutPruned, OnText):
             "load": load,
             "dtype": str(model.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
-            "experts": sorted({type(module).__name__ for module in model.modules() if is_experts(module)}),
+            "experts": sorted(
+                {type(module).__name__ for module in model.modules() if is_experts(module)}
+            ),
             "weight_bytes": storage(model)["total"],
         }
         write_json(files.out / "timing.json", about)
@@ -218,11 +236,16 @@ class Timing(AboutPruned, OnText):
         return recovered(network, files.plan(self.plan), **self.pruned.changes(files))
 
 
-def wrong_timing(launcher: LauncherConfig, timed: TimingConfig, model: ModelConfig) -> Iterator[str]:
-    """A sentence for each reason why the model cannot be timed. Timing must run alone. The name of its device must be
-    known in advance, because it is part of the step's identity."""
+def wrong_timing(
+    launcher: LauncherConfig, timed: TimingConfig, model: ModelConfig
+) -> Iterator[str]:
+    """A sentence for each reason why the model cannot be timed. Timing must run alone. The name of
+    its device must be known in advance, because it is part of the step's identity."""
     if launcher.name == "local":
         yield "timing=true beside other work would measure that too: expected launcher=inline"
     if launcher.name == "slurm" and timed.device is None:
-        yield "timing=true with launcher=slurm needs timed.device: expected the name of the nodes' GPU, as jobs see it"
+        yield (
+            "timing=true with launcher=slurm needs timed.device: expected the name of the "
+            "nodes' GPU, as jobs see it"
+        )
     yield from user_errors(check_plain_weights, model, "timing=true")

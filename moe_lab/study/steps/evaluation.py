@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from moe_lab.calibration.documents import BLANK_LINE
-from moe_lab.config import BackendConfig, BenchmarkConfig, CalibrationConfig, Config, LauncherConfig, ModelConfig
+from moe_lab.config import (
+    BackendConfig,
+    BenchmarkConfig,
+    CalibrationConfig,
+    Config,
+    LauncherConfig,
+    ModelConfig,
+)
 from moe_lab.errors import Unavailable
 from moe_lab.evaluation import LIMITED, NAMESPACES, Policy, engines, suite
 from moe_lab.evaluation.harness import HARNESSES, Document, Item, Text
@@ -32,11 +39,13 @@ if TYPE_CHECKING:
 ITEMS = 1000
 """Items of a benchmark that does not say how many it has."""
 BYTES_PER_TOKEN = 16
-"""Bytes per token of a generated text as stored: with its prompt, as JSON, and once more among the samples."""
+"""Bytes per token of a generated text as stored: with its prompt, as JSON, and once more among the
+samples."""
 PROMPT = 128
 """Tokens of a prompt, or of a question with one of its answers."""
 PHRASE, SHARED = 13, 10
-"""Words of a phrase, and most items of a benchmark that may have one: others belong to its instruction or template."""
+"""Words of a phrase, and most items of a benchmark that may have one: others belong to its
+instruction or template."""
 _WORD = re.compile(r"[^\W_]+")
 Template = tuple[tuple[str, Any], ...]
 """Arguments of a chat template."""
@@ -44,16 +53,21 @@ Template = tuple[tuple[str, Any], ...]
 
 @once
 def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
-    """A benchmark as a study asks it of all models: makes the step with the results of a pruned model.
+    """A benchmark as a study asks it of all models: makes the step with the results of a pruned
+    model.
 
-    A server only generates texts, so the model is loaded for a benchmark that needs likelihoods. Grading may not run in
-    a weaker sandbox than here, also where another machine of the study has no namespaces.
+    A server only generates texts, so the model is loaded for a benchmark that needs likelihoods.
+    Grading may not run in a weaker sandbox than here, also where another machine of the study has
+    no namespaces.
     """
-    backend, questions = replace(config.backend, python=config.interpreters.get("vllm")), suite.Questions(benchmark)
+    backend = replace(config.backend, python=config.interpreters.get("vllm"))
+    questions = suite.Questions(benchmark)
     two_phases = HARNESSES[benchmark.harness].two_phases
     if backend.name == "server" and not two_phases:
         backend = BackendConfig(name="hf")
-    policy = Policy(config.allow_code_execution, config.sandbox, config.allow_judge, config.allow_pickled_data)
+    policy = Policy(
+        config.allow_code_execution, config.sandbox, config.allow_judge, config.allow_pickled_data
+    )
     limited = LIMITED if suite.runs_limited(benchmark, policy) else None
     if policy.sandbox == "auto" and not limited:
         policy = replace(policy, sandbox=NAMESPACES)
@@ -69,14 +83,15 @@ def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
 
 
 def _checkpoint(pruned: Pruned, backend: str, config: Config) -> Export | None:
-    """The exported model that a server or an engine reads; None where there is none to export, and for plans of whole
-    experts on vLLM, which masks the original."""
+    """The exported model that a server or an engine reads; None where there is none to export, and
+    for plans of whole experts on vLLM, which masks the original."""
     if pruned.plan is None or backend == "hf":
         return None
     if backend == "vllm" and not pruned.is_recovered:
         if pruned.drops_whole_experts:
             return None
-        return export_of(pruned, config.export, config.verify, "padded")  # vLLM has one width in each layer
+        # vLLM has one width in each layer
+        return export_of(pruned, config.export, config.verify, "padded")
     return export_of(pruned, config.export, config.verify)
 
 
@@ -102,11 +117,12 @@ class OnBenchmark(Step):
 
 
 def _check_data(benchmark: BenchmarkConfig, identity: Mapping[str, Any]) -> None:
-    """Raise Unavailable when the data of the benchmark has changed since the study was started. Results on other data
-    belong to a step with another id."""
+    """Raise Unavailable when the data of the benchmark has changed since the study was started.
+    Results on other data belong to a step with another id."""
     if identity["data"] != suite.data_digest(benchmark):
         raise Unavailable(
-            f"benchmark {benchmark.name}: its data is not what it was when this was started: start the study again"
+            f"benchmark {benchmark.name}: its data is not what it was when this was started: "
+            "start the study again"
         )
 
 
@@ -143,11 +159,15 @@ class AsksModel(AboutPruned, OnBenchmark):
 
     def units(self) -> float:
         """Tokens that are read and written, about."""
-        return super().units() * (PROMPT * (1 + self.benchmark.shots) + self.benchmark.max_new_tokens)
+        return super().units() * (
+            PROMPT * (1 + self.benchmark.shots) + self.benchmark.max_new_tokens
+        )
 
     def memory(self, size: Size) -> float:
-        """Weights, and of a batch the keys and values where texts are generated, else the logits of prompts."""
-        benchmark, written = self.benchmark, self.benchmark.max_new_tokens
+        """Weights, and of a batch the keys and values where texts are generated, else the logits of
+        prompts."""
+        benchmark = self.benchmark
+        written = self.benchmark.max_new_tokens
         row = size.cache(PROMPT + written) if written else PROMPT * size.logits
         weights = ROOM * size.bytes * (2 if self.pruned.is_changed else 1)
         return BASE + weights + benchmark.batch_size * row
@@ -157,8 +177,8 @@ class AsksModel(AboutPruned, OnBenchmark):
 
     @contextmanager
     def engine(self, files: Files) -> Iterator[Engine]:
-        """The model, pruned and recovered: loaded here, in a process of vLLM that stays for the next step, or behind a
-        server that is started for this one."""
+        """The model, pruned and recovered: loaded here, in a process of vLLM that stays for the
+        next step, or behind a server that is started for this one."""
         if self.backend.name == "server":
             from moe_lab.evaluation.engines.server import serving
 
@@ -188,7 +208,11 @@ class AsksModel(AboutPruned, OnBenchmark):
         """The files that a server or an engine reads: the export, or the original."""
         from moe_lab.models.files import local_folder
 
-        return files.path(self.checkpoint, "checkpoint") if self.checkpoint else local_folder(self.about)
+        return (
+            files.path(self.checkpoint, "checkpoint")
+            if self.checkpoint
+            else local_folder(self.about)
+        )
 
     def show(self, prompt: str) -> None:
         """Write one prompt, as the model read it, to the log."""
@@ -205,7 +229,9 @@ class Evaluate(AsksModel, Grades):
 
         _check_data(self.benchmark, self.settings["benchmark"])
         with self.engine(files) as engine:
-            run.evaluate(engine, self.benchmark, files.out, policy=self.policy, record=self.record(files))
+            run.evaluate(
+                engine, self.benchmark, files.out, policy=self.policy, record=self.record(files)
+            )
         self.show(json.loads((files.out / "result.json").read_text())["protocol"]["prompt"])
 
 
@@ -231,7 +257,8 @@ class Generate(AsksModel):
         return float(self.items * self.benchmark.max_new_tokens * BYTES_PER_TOKEN)
 
     def job(self) -> str:
-        """Generating by a model that is loaded goes into the Slurm jobs that evaluate its other benchmarks."""
+        """Generating by a model that is loaded goes into the Slurm jobs that evaluate its other
+        benchmarks."""
         return self.kind if self.backend.name == "server" else "evaluate"
 
 
@@ -268,9 +295,14 @@ class Contamination(Step):
     """Name of a benchmark, and what is asked in it."""
 
     @classmethod
-    def of(cls, model: ModelConfig, text: CalibrationConfig, benchmarks: Mapping[str, BenchmarkConfig]) -> Self:
-        """Without what changes no word of a text or of an item; examples are items of another split."""
-        items = {name: replace(benchmarks[name], shots=0, batch_size=1) for name in sorted(benchmarks)}
+    def of(
+        cls, model: ModelConfig, text: CalibrationConfig, benchmarks: Mapping[str, BenchmarkConfig]
+    ) -> Self:
+        """Without what changes no word of a text or of an item; examples are items of another
+        split."""
+        items = {
+            name: replace(benchmarks[name], shots=0, batch_size=1) for name in sorted(benchmarks)
+        }
         asked = tuple((name, suite.Questions(benchmark)) for name, benchmark in items.items())
         return cls(loaded_as(model).facts, replace(text, batch_size=1, parts=1), asked)
 
@@ -281,7 +313,10 @@ class Contamination(Step):
         for (_, questions), (_, identity) in zip(self.asked, self.settings["asked"], strict=True):
             _check_data(questions.benchmark, identity)
         text = {words for passage in self._passages() for words in phrases(passage)}
-        items = {name: suite.adapter(asked.benchmark).items(asked.benchmark) for name, asked in self.asked}
+        items = {
+            name: suite.adapter(asked.benchmark).items(asked.benchmark)
+            for name, asked in self.asked
+        }
         counts = {name: contaminated(of, text) for name, of in items.items()}
         write_json(files.out / CONTAMINATION, counts)
 
@@ -311,10 +346,15 @@ def phrases(text: str) -> Iterator[str]:
 
 
 def contaminated(items: Iterable[Item], text: Set[str]) -> dict[str, int]:
-    """How many items can be found, as they have PHRASE words in a row (comparable), and how many share a phrase with a
-    text, given as its phrases (found). Words are letters and digits in lower case, as GPT-3's authors compared texts
-    (arXiv 2005.14165, appendix C). A document whose likelihood is measured counts as its paragraphs."""
-    of_items = [{phrase for text in texts for phrase in phrases(text)} for item in items for texts in _pieces(item)]
+    """How many items can be found, as they have PHRASE words in a row (comparable), and how many
+    share a phrase with a text, given as its phrases (found). Words are letters and digits in lower
+    case, as GPT-3's authors compared texts (arXiv 2005.14165, appendix C). A document whose
+    likelihood is measured counts as its paragraphs."""
+    of_items = [
+        {phrase for text in texts for phrase in phrases(text)}
+        for item in items
+        for texts in _pieces(item)
+    ]
     found = [own & text for own in of_items]
     shared = Counter(phrase for own in found for phrase in own)
     hits = sum(any(shared[phrase] <= SHARED for phrase in own) for own in found)
@@ -322,14 +362,21 @@ def contaminated(items: Iterable[Item], text: Set[str]) -> dict[str, int]:
 
 
 def _pieces(item: Item) -> Iterator[list[str]]:
-    """The texts of an item: prompts with the answer, where one is known, and of a conversation each message."""
+    """The texts of an item: prompts with the answer, where one is known, and of a conversation each
+    message."""
     texts: list[str] = []
     for request in item.requests:
         if isinstance(request, Document):
-            yield from ([paragraph] for paragraph in request.text.split(BLANK_LINE) if paragraph.strip())
+            yield from (
+                [paragraph] for paragraph in request.text.split(BLANK_LINE) if paragraph.strip()
+            )
             continue
         answer = (request.reference or "") if isinstance(request, Text) else request.continuation
         prompt = request.prompt if isinstance(request, Text) else request.context
-        texts += [prompt + answer] if isinstance(prompt, str) else [*(turn["content"] for turn in prompt), answer]
+        texts += (
+            [prompt + answer]
+            if isinstance(prompt, str)
+            else [*(turn["content"] for turn in prompt), answer]
+        )
     if texts:
         yield texts

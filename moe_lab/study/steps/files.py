@@ -1,6 +1,8 @@
-"""What the work of a step needs: `Files`, models that stay in memory for the next step, and passes over a text.
+"""What the work of a step needs: `Files`, models that stay in memory for the next step, and passes
+over a text.
 
-Passes have the whole model in memory (`Resident`) or one decoder layer at a time (`Streamed`), with the same methods.
+Passes have the whole model in memory (`Resident`) or one decoder layer at a time (`Streamed`), with
+the same methods.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ NO_SUMS = ("facts", "scores", "by")
 
 @dataclass(frozen=True)
 class Files:
-    """Where a step writes its result and what it resumes from, and the folders of the finished steps it reads."""
+    """Where a step writes its result and what it resumes from, and the folders of the finished
+    steps it reads."""
 
     out: Path
     partial: Path
@@ -42,7 +45,9 @@ class Files:
         """Those of a step that fills `scratch`."""
         folders = {needed.id: store.path(needed).absolute() for needed in step.needs}
         log = store.log(step.folder).absolute()
-        return cls(scratch.absolute(), store.partial(step).absolute(), folders, log, store.root.absolute())
+        return cls(
+            scratch.absolute(), store.partial(step).absolute(), folders, log, store.root.absolute()
+        )
 
     def path(self, step: Step, name: str) -> Path:
         """A file of a finished step that is not `small`."""
@@ -58,13 +63,20 @@ class Files:
     def facts(self, step: Step) -> dict[str, Any]:
         """Facts about a model that its step wrote: layers by number, parameters."""
         content: dict[str, Any] = json.loads(self.read(step, "facts.json"))
-        return {**content, "layers": {int(layer): about for layer, about in content["layers"].items()}}
+        return {
+            **content,
+            "layers": {int(layer): about for layer, about in content["layers"].items()},
+        }
 
     def sums(self, steps: Mapping[str, Step]) -> dict[str, dict[int, dict[str, Any]]]:
         """Role -> layer -> arrays by name, of the steps that hold sums."""
         from moe_lab.statistics import read
 
-        return {role: read(self.path(steps[role], STATISTICS)) for role in sorted(steps) if role not in NO_SUMS}
+        return {
+            role: read(self.path(steps[role], STATISTICS))
+            for role in sorted(steps)
+            if role not in NO_SUMS
+        }
 
     def evidence(self, steps: Mapping[str, Step]) -> dict[int, dict[str, Any]]:
         """Layer -> the arrays of all sums of the steps, by name."""
@@ -87,7 +99,11 @@ class Files:
         """The plan that a step made; None for the unpruned model."""
         from moe_lab.pruning.plan import Plan
 
-        return Plan.read(lambda ending: self.read(step, f"plan{ending}"), step.folder) if step else None
+        return (
+            Plan.read(lambda ending: self.read(step, f"plan{ending}"), step.folder)
+            if step
+            else None
+        )
 
     def table(self, name: str, columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
         """Write rows as a Parquet table of the result."""
@@ -95,7 +111,9 @@ class Files:
         import pyarrow.parquet as parquet
 
         values = list(zip(*rows, strict=True)) or [()] * len(columns)
-        parquet.write_table(arrow.table(dict(zip(columns, map(list, values), strict=True))), self.out / name)
+        parquet.write_table(
+            arrow.table(dict(zip(columns, map(list, values), strict=True))), self.out / name
+        )
 
 
 _LOADED: dict[str, Any] = {}
@@ -103,7 +121,8 @@ _SKELETON: dict[str, Any] = {}
 
 
 def loaded(model: ModelConfig) -> tuple[Any, Any]:
-    """The model and its tokenizer. The last pair is kept in memory for further steps with the same model.
+    """The model and its tokenizer. The last pair is kept in memory for further steps with the same
+    model.
 
     An engine is ended, as both may need all the memory of a device.
     """
@@ -124,19 +143,23 @@ def forget_loaded() -> None:
 
 
 def skeleton(model: ModelConfig) -> Any:
-    """The model on the meta device, without weights. The last one is kept for further steps with this model."""
+    """The model on the meta device, without weights. The last one is kept for further steps with
+    this model."""
     from moe_lab.models import load
     from moe_lab.models.files import local_folder
 
     if _SKELETON.get("of") != model:
-        network = load.skeleton(local_folder(model), trust_remote_code=model.trust_remote_code).eval()
+        network = load.skeleton(
+            local_folder(model), trust_remote_code=model.trust_remote_code
+        ).eval()
         load.set_top_k(network, model.top_k)
         _SKELETON.update(network=network, of=model)
     return _SKELETON["network"]
 
 
 def read_text(text: CalibrationConfig, tokenizer: Any, files: Files, rows: Rows = None) -> Any:
-    """Batches (ids, valid) of a text, or of some of its rows: of the first up to the end, which are whole batches.
+    """Batches (ids, valid) of a text, or of some of its rows: of the first up to the end, which are
+    whole batches.
 
     Also writes the report on the whole text.
     """
@@ -144,7 +167,11 @@ def read_text(text: CalibrationConfig, tokenizer: Any, files: Files, rows: Rows 
 
     read = batches(text, tokenizer)
     write_json(files.out / REPORT, read.report)
-    return read.rows[rows[0] // text.batch_size : -(-rows[1] // text.batch_size)] if rows else read.rows
+    return (
+        read.rows[rows[0] // text.batch_size : -(-rows[1] // text.batch_size)]
+        if rows
+        else read.rows
+    )
 
 
 Rows = tuple[int, int] | None
@@ -153,8 +180,8 @@ Rows = tuple[int, int] | None
 
 @dataclass(frozen=True)
 class Resident:
-    """Passes of a model over a text, with the whole model in memory. Interrupted ones are resumed from the folder
-    `out`."""
+    """Passes of a model over a text, with the whole model in memory. Interrupted ones are resumed
+    from the folder `out`."""
 
     model: Any
     text: Any
@@ -173,7 +200,8 @@ class Resident:
         return gather_gradients(self.model, tap, self.text, out=self.out)
 
     def routing(self, plan: Any, pruned: Any) -> Any:
-        """The measured routing of the text under a plan. `pruned`: the layers that the plan makes of those it finds."""
+        """The measured routing of the text under a plan. `pruned`: the layers that the plan makes
+        of those it finds."""
         from moe_lab.pruning.cost import measured_routing
 
         return measured_routing(self.model, plan, pruned, self.text)
@@ -198,7 +226,9 @@ class Streamed(Resident):
         return layered_routing(self.model, plan, pruned, self.text, out=self.out)
 
 
-def engine(model: ModelConfig, text: CalibrationConfig, files: Files, rows: Rows = None) -> Resident:
+def engine(
+    model: ModelConfig, text: CalibrationConfig, files: Files, rows: Rows = None
+) -> Resident:
     """Open a model and a text for passes, as calibration.engine says."""
     if text.engine != "streamed":
         network, tokenizer = loaded(model)

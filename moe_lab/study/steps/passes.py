@@ -1,4 +1,5 @@
-"""Steps that measure the model: its facts, passes over a calibration set, and sums over its weights."""
+"""Steps that measure the model: its facts, passes over a calibration set, and sums over its
+weights."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ Table = tuple[str, tuple[str, ...], Callable[[tables.Layers], list[tables.Row]]]
 
 
 class Facts(Step):
-    """Layers, experts and parameters of a model, from its configuration alone, and a hash of its files."""
+    """Layers, experts and parameters of a model, from its configuration alone, and a hash of its
+    files."""
 
     kind = "model"
     small = True
@@ -41,7 +43,8 @@ class Facts(Step):
         from moe_lab.models.files import fingerprint, local_folder
 
         folder = local_folder(self.model)
-        commit = folder.resolve().name if folder.resolve().parent.name == "snapshots" else None  # of the hub's cache
+        # of the hub's cache
+        commit = folder.resolve().name if folder.resolve().parent.name == "snapshots" else None
         about = {**facts(self.model), "sha256": fingerprint(folder), "commit": commit}
         write_json(files.out / "facts.json", about)
 
@@ -72,7 +75,9 @@ def loaded_as(model: ModelConfig) -> Loaded:
     """The model, whose device is resolved, as steps load it."""
     device, usual = ("cpu", "float32") if model.device == "cpu" else ("cuda", "stored")
     dtype = usual if model.dtype == "auto" else model.dtype
-    return Loaded(Facts(model), Arithmetic(device, dtype, experts_implementation(model.device)), model)
+    return Loaded(
+        Facts(model), Arithmetic(device, dtype, experts_implementation(model.device)), model
+    )
 
 
 class OnText(Step):
@@ -100,9 +105,16 @@ class OnText(Step):
             sums = 8.0 * size.moe_layers * size.experts * (CHANNEL_SUMS * size.width + size.hidden)
             return BASE + 3 * sums  # two sets in memory, and the file that is written
         if self.is_layered:
-            held = BASE + size.layer_weights() + self.layer_memory(size) + self._batch_tokens * size.activations()
+            held = (
+                BASE
+                + size.layer_weights()
+                + self.layer_memory(size)
+                + self._batch_tokens * size.activations()
+            )
             # hidden states take at most half of the main memory, and are written beyond that
-            return held + (min(held, self.disk(size)) if self.loaded.arithmetic.device == "cpu" else 0.0)
+            return held + (
+                min(held, self.disk(size)) if self.loaded.arithmetic.device == "cpu" else 0.0
+            )
         held = ROOM * size.bytes * self.models + size.moe_layers * self.layer_memory(size)
         return BASE + held + self.batch_memory(size)
 
@@ -120,7 +132,8 @@ class OnText(Step):
         return 0.0
 
     def batch_memory(self, size: Size) -> float:
-        """Bytes of a batch with the whole model loaded: its logits, and the activations that the pass keeps."""
+        """Bytes of a batch with the whole model loaded: its logits, and the activations that the
+        pass keeps."""
         layers = size.moe_layers if self.backward else 1
         return self._batch_tokens * (size.logits + size.activations(layers))
 
@@ -170,7 +183,8 @@ class Pass(LeavesSums, OnText):
     tap: ClassVar[str] = ""
     """Module and name of the tap that gathers the sums."""
     divides: ClassVar[bool] = True
-    """Whether sums over rows can be added up, so that calibration.parts divides the pass into steps."""
+    """Whether sums over rows can be added up, so that calibration.parts divides the pass into
+    steps."""
 
     def label(self) -> str:
         rows = f"-rows{self.rows[0]}-{self.rows[1]}" if self.rows else ""
@@ -179,7 +193,8 @@ class Pass(LeavesSums, OnText):
     @classmethod
     def of(cls, cell: Cell) -> Self:
         """The pass over the calibration set of a cell."""
-        model, text = loaded_as(cell.model), cell.calibration
+        model = loaded_as(cell.model)
+        text = cell.calibration
         whole = text.engine == "streamed" and not cls.streams  # on several GPUs already
         shares = calibrations.shares(text) if cls.divides and not whole else []
         return cls(model, text, merges=tuple(cls(model, text, rows=rows) for rows in shares))
@@ -190,7 +205,8 @@ class Pass(LeavesSums, OnText):
         if not self.merges:
             return self.gather(files)
         shares = [files.path(step, STATISTICS) for step in self.merges]
-        copyfile(files.path(self.merges[0], REPORT), files.out / REPORT)  # each share has the report on the whole text
+        # each share has the report on the whole text
+        copyfile(files.path(self.merges[0], REPORT), files.out / REPORT)
         return Statistics(self.merge(shares), {"kind": header(shares[0])["kind"]})
 
     def gather(self, files: Files) -> Any:
@@ -206,7 +222,8 @@ class Pass(LeavesSums, OnText):
 
 
 class StatisticsPass(Pass):
-    """One forward pass over the calibration set: all sums, tokens per expert, and tables for figures."""
+    """One forward pass over the calibration set: all sums, tokens per expert, and tables for
+    figures."""
 
     kind = "statistics"
     tap = "moe_lab.statistics.forward:ForwardTap"
@@ -219,7 +236,8 @@ class StatisticsPass(Pass):
 
 
 class Gradients(Pass):
-    """A forward and a backward pass: sums for each channel, of activations and of the loss's gradients."""
+    """A forward and a backward pass: sums for each channel, of activations and of the loss's
+    gradients."""
 
     kind = "gradients"
     backward = True
@@ -228,7 +246,8 @@ class Gradients(Pass):
 
 
 class WeightGradients(Pass):
-    """A forward and a backward pass: gradients of the experts' weights, reduced to a number per channel."""
+    """A forward and a backward pass: gradients of the experts' weights, reduced to a number per
+    channel."""
 
     kind = "weight_gradients"
     backward = True
@@ -241,21 +260,24 @@ class WeightGradients(Pass):
 
 
 class Damage(Pass):
-    """The exact damage of removing each expert alone, in a forward pass with one more expert per token."""
+    """The exact damage of removing each expert alone, in a forward pass with one more expert per
+    token."""
 
     kind = "damage"
     tap = "moe_lab.statistics.damage:DamageTap"
 
 
 class Similarity(Pass):
-    """One forward pass in which every expert reads every token, for groupings of similar experts."""
+    """One forward pass in which every expert reads every token, for groupings of similar
+    experts."""
 
     kind = "similarity"
     tap = "moe_lab.statistics.damage:SimilarityTap"
 
 
 class LossRises(Pass):
-    """How much the loss rises when a part of the model is changed: one pass for each part, from its layer on."""
+    """How much the loss rises when a part of the model is changed: one pass for each part, from its
+    layer on."""
 
     streams = False
 
@@ -312,7 +334,8 @@ class OnWeights(LeavesSums):
         from moe_lab.models.files import local_folder
         from moe_lab.models.load import place
 
-        device = place(self.about) if torch.cuda.is_available() else "cpu"  # its Slurm jobs have no GPU
+        # its Slurm jobs have no GPU
+        device = place(self.about) if torch.cuda.is_available() else "cpu"
         return self.weigh(local_folder(self.about), "cuda" if device in DEVICE_MAPS else device)
 
     def weigh(self, folder: Path, device: str) -> Any:

@@ -34,12 +34,13 @@ from moe_lab.study.steps.scores import (
 )
 
 TIES = "ties.json"
-"""File of a plan with the scores that were equal at the cut: layer -> number of experts, or channels."""
+"""File of a plan with the scores that were equal at the cut: layer -> number of experts, or
+channels."""
 
 
 def _known_layer(cell: Cell) -> dict[str, int] | None:
-    """Facts of a layer that config.json has, if any. The step itself checks groups of experts, so one group is assumed
-    here."""
+    """Facts of a layer that config.json has, if any. The step itself checks groups of experts, so
+    one group is assumed here."""
     shape = expert_shape(cell.model)
     return {**shape, "n_group": 1, "topk_group": 1} if shape else None
 
@@ -55,9 +56,11 @@ def check_ratio(cell: Cell) -> None:
 
 
 def removed_share(cell: Cell) -> float:
-    """The share of whole experts that is removed for the cell's ratio; the ratio itself where that is not known before
-    the plan is made, and for channels, of which there are so many that hardly anything is rounded."""
-    layer, is_listed = _known_layer(cell), cell.allocation.name == "list"
+    """The share of whole experts that is removed for the cell's ratio; the ratio itself where that
+    is not known before the plan is made, and for channels, of which there are so many that hardly
+    anything is rounded."""
+    layer = _known_layer(cell)
+    is_listed = cell.allocation.name == "list"
     if layer is None or is_listed or criteria.get(cell.criterion.name).granularity == "channel":
         return cell.ratio
     (limit,) = limits({0: layer}, cell.allocation.multiple_of).values()
@@ -65,41 +68,50 @@ def removed_share(cell: Cell) -> float:
 
 
 def check_engine(cell: Cell) -> None:
-    """Raise UserError for calibration.engine=streamed with an allocation that needs the whole model in memory. Such an
-    allocation runs the rest of the model again for every candidate."""
+    """Raise UserError for calibration.engine=streamed with an allocation that needs the whole model
+    in memory. Such an allocation runs the rest of the model again for every candidate."""
     if cell.calibration.engine != "streamed":
         return
     name = cell.allocation.name
     steps = [allocation.get(name).step, *(need for need in evidence_of(cell) if need != "by")]
     if any(KINDS[step].loads == "model" and not KINDS[step].streams for step in steps):
         raise UserError(
-            f"allocation={name} compares whole models, and calibration.engine=streamed has one decoder layer in "
-            "memory: expected calibration.engine=resident, or an allocation from sums, such as uniform"
+            f"allocation={name} compares whole models, and calibration.engine=streamed has one "
+            "decoder layer in "
+            "memory: expected calibration.engine=resident, or an allocation from sums, such as "
+            "uniform"
         )
 
 
 def check_layout(cell: Cell) -> None:
-    """Raise UserError when the plan needs the channels of experts that are stored in a way in which they have none.
+    """Raise UserError when the plan needs the channels of experts that are stored in a way in which
+    they have none.
 
-    Checked only where the type of the model is known without loading it; a plan checks again when it meets the model.
+    Checked only where the type of the model is known without loading it; a plan checks again when
+    it meets the model.
     """
-    if drops_whole_experts(cell) or not (reason := family_of(config_of(cell.model).get("model_type")).unfit):
+    if drops_whole_experts(cell) or not (
+        reason := family_of(config_of(cell.model).get("model_type")).unfit
+    ):
         return
     setting = f"criterion={cell.criterion.name}"
     if cell.allocation.replacement != "none":
         setting = f"allocation.replacement={cell.allocation.replacement}"
     raise UserError(
-        f"{setting} changes channels of experts, and those of model={cell.model.name} {reason}: expected a criterion "
+        f"{setting} changes channels of experts, and those of model={cell.model.name} {reason}: "
+        "expected a criterion "
         "of whole experts and allocation.replacement=none"
     )
 
 
 def check_plan_file(cell: Cell) -> None:
-    """Raise UserError when allocation.path is a plan that still has to be aligned, or one of another model. The model
-    is checked only if it is a folder on this machine; the step checks again."""
+    """Raise UserError when allocation.path is a plan that still has to be aligned, or one of
+    another model. The model is checked only if it is a folder on this machine; the step checks
+    again."""
     from moe_lab.pruning.replace import check_aligned
 
-    plan, folder = plan_in(cell.allocation), Path(resolve(cell.model.path)).expanduser()
+    plan = plan_in(cell.allocation)
+    folder = Path(resolve(cell.model.path)).expanduser()
     if plan is None:
         return
     if cell.allocation.replacement == "none":  # otherwise, a step of its own aligns it
@@ -117,7 +129,8 @@ def plan_in(settings: AllocationConfig) -> Any:
 
 
 def drops_whole_experts(cell: Cell) -> bool:
-    """Whether the cell's plan removes experts from the router and keeps all channels of the others."""
+    """Whether the cell's plan removes experts from the router and keeps all channels of the
+    others."""
     if cell.allocation.replacement != "none":
         return False
     if plan := plan_in(cell.allocation):
@@ -126,8 +139,8 @@ def drops_whole_experts(cell: Cell) -> bool:
 
 
 def check_schedules(cell: Cell) -> None:
-    """Raise UserError for unknown parameters of a search and values that cannot work, and when no schedule removes as
-    much as the ratio says."""
+    """Raise UserError for unknown parameters of a search and values that cannot work, and when no
+    schedule removes as much as the ratio says."""
     from moe_lab.search.evolution import parse, space_to_search
 
     parameters = parse(cell.allocation.parameters)
@@ -140,22 +153,30 @@ def check_choices(cell: Cell) -> None:
     """Raise UserError when the ratio is not feasible, or allows more choices than the limit."""
     check_ratio(cell)
     if layer := _known_layer(cell):
-        limit = {name: value for name, value in cell.allocation.parameters.items() if name == "limit"}
-        shapes.check_removals({0: layer}, cell.ratio, multiple_of=cell.allocation.multiple_of, **limit)
+        limit = {
+            name: value for name, value in cell.allocation.parameters.items() if name == "limit"
+        }
+        shapes.check_removals(
+            {0: layer}, cell.ratio, multiple_of=cell.allocation.multiple_of, **limit
+        )
 
 
 def check_sequential(cell: Cell) -> None:
-    """Raise UserError unless the criterion reads forward statistics and, besides them, only weights. Nothing else is
-    known of a layer right after the layers below it were pruned."""
+    """Raise UserError unless the criterion reads forward statistics and, besides them, only
+    weights. Nothing else is known of a layer right after the layers below it were pruned."""
 
     def fits(needs: Sequence[str]) -> bool:
-        return "statistics" in needs and not any(KINDS[need].reads_text for need in needs if need != "statistics")
+        return "statistics" in needs and not any(
+            KINDS[need].reads_text for need in needs if need != "statistics"
+        )
 
     fitting = [name for name, about in criteria.CRITERIA.items() if fits(about.needs)]
     if (name := cell.criterion.name) not in fitting:
         raise UserError(
-            f"allocation=sequential scores each layer by its forward statistics, and criterion={name} reads "
-            f"{' and '.join(criteria.get(name).needs) or 'none'}: expected one of {', '.join(fitting)}"
+            "allocation=sequential scores each layer by its forward statistics, and "
+            f"criterion={name} reads "
+            f"{' and '.join(criteria.get(name).needs) or 'none'}: expected one of "
+            f"{', '.join(fitting)}"
         )
 
 
@@ -172,7 +193,8 @@ class Asked(Parts):
 
     @property
     def merges_experts(self) -> bool:
-        """Whether experts that are dropped are merged into others, so that the pruned model has weights of its own."""
+        """Whether experts that are dropped are merged into others, so that the pruned model has
+        weights of its own."""
         return self.allocation.replacement in GROUPINGS
 
 
@@ -183,7 +205,9 @@ def asked_of(cell: Cell) -> Asked:
     where += f"-{chosen.replacement}" if chosen.replacement != "none" else ""
     where += "-protected" if chosen.protect is not None else ""
     name = f"{cell.model.name}-{cell.calibration.name}-{cell.criterion.name}{where}-{cell.ratio:g}"
-    return Asked(chosen, cell.ratio, {need: evidence(need, cell) for need in evidence_of(cell)}, name)
+    return Asked(
+        chosen, cell.ratio, {need: evidence(need, cell) for need in evidence_of(cell)}, name
+    )
 
 
 class MakesPlan(Step):
@@ -199,7 +223,8 @@ class MakesPlan(Step):
 
     @property
     def allocated(self) -> dict[str, Any]:
-        """The allocation that identifies the step, and the ratio. Files count by the content they had then."""
+        """The allocation that identifies the step, and the ratio. Files count by the content they
+        had then."""
         return {**self.settings["allocation"], "ratio": self.asked.ratio}
 
     def facts_of(self, model: Facts, files: Files) -> dict[str, Any]:
@@ -208,15 +233,28 @@ class MakesPlan(Step):
 
         largest: Mapping[int, Any] = {}
         if self.allocated["protect"] == protection.SUPER:
-            largest = read(files.path(self.asked.evidence["statistics"], STATISTICS), only=protection.STATISTIC)
+            largest = read(
+                files.path(self.asked.evidence["statistics"], STATISTICS), only=protection.STATISTIC
+            )
         return protection.with_protected(self.allocated, files.facts(model), largest)
 
     def origin(self, model: Mapping[str, Any]) -> dict[str, Any]:
         """Provenance of the plan. `model`: the facts of the model."""
-        return {"allocation": self.allocated, "model_sha256": model["sha256"], **protection.provenance(model)}
+        return {
+            "allocation": self.allocated,
+            "model_sha256": model["sha256"],
+            **protection.provenance(model),
+        }
 
-    def save(self, plan: Any, model: Mapping[str, Any], files: Files, ties: Mapping[int, int] | None = None) -> None:
-        """Write the plan, if it fits the model with these facts. `ties`: as `pruning.plan.ties`, if there are any."""
+    def save(
+        self,
+        plan: Any,
+        model: Mapping[str, Any],
+        files: Files,
+        ties: Mapping[int, int] | None = None,
+    ) -> None:
+        """Write the plan, if it fits the model with these facts. `ties`: as `pruning.plan.ties`, if
+        there are any."""
         plan.check(model["layers"])
         plan.save(files.out / "plan.json")
         if ties:
@@ -224,8 +262,8 @@ class MakesPlan(Step):
 
 
 class FromScores(MakesPlan):
-    """A plan from scores, without running the model. Decides how many experts each layer loses, and which; or how many
-    channels each expert loses, and which."""
+    """A plan from scores, without running the model. Decides how many experts each layer loses, and
+    which; or how many channels each expert loses, and which."""
 
     kind = "plan"
     per_job = "steps"
@@ -235,7 +273,9 @@ class FromScores(MakesPlan):
     @classmethod
     def of(cls, cell: Cell) -> Self:
         """The plan of a cell."""
-        return cls(asked_of(cell), loaded_as(cell.model).facts, Scores.of(cell), plugins=plugged(cell))
+        return cls(
+            asked_of(cell), loaded_as(cell.model).facts, Scores.of(cell), plugins=plugged(cell)
+        )
 
     def work(self, files: Files) -> None:
         from safetensors.numpy import load
@@ -245,7 +285,8 @@ class FromScores(MakesPlan):
 
         model = self.facts_of(self.facts, files)
         about = {**self.origin(model), "scores": self.scores.folder.rpartition("/")[2]}
-        settings = {**self.allocated, "path": self.asked.allocation.path}  # the identity has the content of the file
+        # the identity has the content of the file
+        settings = {**self.allocated, "path": self.asked.allocation.path}
         evidence: dict[str, Any] = files.sums(self.asked.evidence)
         if "by" in self.asked.evidence:
             evidence["by"] = files.expert_scores(self.asked.evidence["by"])
@@ -255,10 +296,13 @@ class FromScores(MakesPlan):
             scored: dict[int, Any] = {int(layer): values for layer, values in channels.items()}
         else:
             scored = files.expert_scores(self.scores)
-        plan = plan_from_scores(settings, scored, granularity, model["layers"], evidence, provenance=about)
+        plan = plan_from_scores(
+            settings, scored, granularity, model["layers"], evidence, provenance=about
+        )
         tied = ties(plan, scored, model["layers"])
         if given := plan_in(self.asked.allocation):  # it passed as an allocation: use it unchanged
-            plan, tied = given, {}
+            plan = given
+            tied = {}
             plan.check_origin([("model_sha256", lambda: str(model["sha256"]))], "this model")
         self.save(plan, model, files, tied)
         if granularity == "channel" and plan.channels:
@@ -266,7 +310,8 @@ class FromScores(MakesPlan):
 
 
 class Search(MakesPlan, OnText):
-    """A plan by evolutionary search, which starts from scores and compares candidates on a text; and its history."""
+    """A plan by evolutionary search, which starts from scores and compares candidates on a text;
+    and its history."""
 
     kind = "search"
     checks = (check_schedules,)
@@ -276,7 +321,9 @@ class Search(MakesPlan, OnText):
     @classmethod
     def of(cls, cell: Cell) -> Self:
         """The search of a cell, on its search text."""
-        return cls(loaded_as(cell.model), cell.texts["search"], asked_of(cell), Scores.of(cell), cell.seed)
+        return cls(
+            loaded_as(cell.model), cell.texts["search"], asked_of(cell), Scores.of(cell), cell.seed
+        )
 
     def work(self, files: Files) -> None:
         from moe_lab.search.run import search as run
@@ -295,16 +342,20 @@ class Search(MakesPlan, OnText):
         )
 
     def units(self) -> float:
-        """P + (T - 1)(P - m) candidates, each on the text (P: population, T: generations, m: elites)."""
+        """P + (T - 1)(P - m) candidates, each on the text (P: population, T: generations, m:
+        elites)."""
         from moe_lab.search.evolution import parse
 
         search = parse(self.asked.allocation.parameters)
-        candidates = search.population + (search.generations - 1) * (search.population - search.elites)
+        candidates = search.population + (search.generations - 1) * (
+            search.population - search.elites
+        )
         return candidates * super().units()
 
 
 class Reconstruction(MakesPlan, OnText):
-    """The plan that reproduces the layers' outputs best, by trying all choices of experts in each layer."""
+    """The plan that reproduces the layers' outputs best, by trying all choices of experts in each
+    layer."""
 
     kind = "reconstruction"
     reads_text = True
@@ -321,7 +372,8 @@ class Reconstruction(MakesPlan, OnText):
         from moe_lab.pruning.plan import Plan
         from moe_lab.search.reconstruction import COLUMNS, reconstruct
 
-        model, settings = self.facts_of(self.loaded.facts, files), self.allocated
+        model = self.facts_of(self.loaded.facts, files)
+        settings = self.allocated
         best = reconstruct(
             self.engine(files).read,
             facts=model,
@@ -337,8 +389,8 @@ class Reconstruction(MakesPlan, OnText):
 class Sequential(MakesPlan, OnText):
     """A plan made layer by layer: each layer is scored on the output of the pruned layers below it.
 
-    Each layer loses whole experts as by allocation=uniform, or channels as by allocation=layerwise. It is always
-    streamed, since it never needs more than one layer.
+    Each layer loses whole experts as by allocation=uniform, or channels as by allocation=layerwise.
+    It is always streamed, since it never needs more than one layer.
     """
 
     kind = "sequential"
@@ -355,7 +407,9 @@ class Sequential(MakesPlan, OnText):
     @classmethod
     def of(cls, cell: Cell) -> Self:
         """The plan of a cell, on its calibration set."""
-        needs = [need for need in criteria.get(cell.criterion.name).needs if not KINDS[need].reads_text]
+        needs = [
+            need for need in criteria.get(cell.criterion.name).needs if not KINDS[need].reads_text
+        ]
         sums = {need: evidence(need, cell) for need in needs}
         common = loaded_as(cell.model), cell.calibration, asked_of(cell)
         return cls(*common, cell.criterion, sums, *chance_and_gate(cell), plugins=plugged(cell))
@@ -369,7 +423,11 @@ class Sequential(MakesPlan, OnText):
 
         streamed, tokenizer = open_streamed(self.loaded.model)
         model = self.facts_of(self.loaded.facts, files)
-        read = {role: step for role, step in {**self.sums, **self.asked.evidence}.items() if role != "statistics"}
+        read = {
+            role: step
+            for role, step in {**self.sums, **self.asked.evidence}.items()
+            if role != "statistics"
+        }
         weights = by_layer(files.sums(read).values())
         granularity = criteria.get(self.criterion.name).granularity
         settings = {**self.allocated, "name": "uniform" if granularity == "expert" else "layerwise"}
@@ -388,6 +446,10 @@ class Sequential(MakesPlan, OnText):
             read_text(self.text, tokenizer, files),
             choose,
             out=files.partial,
-            provenance={"criterion": self.settings["criterion"], "text": self.settings["text"], **self.origin(model)},
+            provenance={
+                "criterion": self.settings["criterion"],
+                "text": self.settings["text"],
+                **self.origin(model),
+            },
         )
         self.save(plan, model, files, tied)

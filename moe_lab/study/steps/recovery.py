@@ -1,4 +1,5 @@
-"""A pruned model: its plan with merged experts aligned, the model itself in a worker, its recovery, its checkpoint."""
+"""A pruned model: its plan with merged experts aligned, the model itself in a worker, its recovery,
+its checkpoint."""
 
 from __future__ import annotations
 
@@ -26,12 +27,14 @@ from moe_lab.study.steps.plans import Asked, MakesPlan, drops_whole_experts
 from moe_lab.study.store import SHARED
 
 DISTILLED = 4
-"""fp32 tensors of the size of a batch's logits that a distillation holds at once, besides the logits; measured."""
+"""fp32 tensors of the size of a batch's logits that a distillation holds at once, besides the
+logits; measured."""
 NO_RECOVERY = RecoveryConfig()
 
 
 def plan_of(cell: Cell) -> Any:
-    """The step that makes the cell's plan, of the kind that its allocation needs, with its merged experts aligned."""
+    """The step that makes the cell's plan, of the kind that its allocation needs, with its merged
+    experts aligned."""
     kind: Any = KINDS[allocation.get(cell.allocation.name).step]
     plan = kind.of(cell)
     grouping = GROUPINGS.get(cell.allocation.replacement)
@@ -58,7 +61,8 @@ class AlignsChannels(OnText):
 
 
 class ActivationAlignment(AlignsChannels):
-    """A plan with the channels of merged experts matched by their weights and their activations on a text."""
+    """A plan with the channels of merged experts matched by their weights and their activations on
+    a text."""
 
     kind = "activation_alignment"
     reads_text = True
@@ -80,7 +84,8 @@ class ActivationAlignment(AlignsChannels):
 
 
 class Alignment(AlignsChannels):
-    """A plan with the channels of merged experts matched by their weights. Its text only says which engine is used."""
+    """A plan with the channels of merged experts matched by their weights. Its text only says which
+    engine is used."""
 
     kind = "alignment"
     runtime = frozenset({"text"})
@@ -145,15 +150,21 @@ class Finetune(OnText):
 
     @property
     def models(self) -> int:
-        """Two with experts of its own; routers are trained under a mask, which copies merged experts only."""
+        """Two with experts of its own; routers are trained under a mask, which copies merged
+        experts only."""
         return 2 if self.recovery.train == "adapters" or self.plan.asked.merges_experts else 1
 
     def batch_memory(self, size: Size) -> float:
-        teacher = DISTILLED * self._batch_tokens * size.logits if self.recovery.distill is not None else 0.0
+        teacher = (
+            DISTILLED * self._batch_tokens * size.logits
+            if self.recovery.distill is not None
+            else 0.0
+        )
         return super().batch_memory(size) + teacher + self.disk(size)
 
     def disk(self, size: Size) -> float:
-        """Upper bound of a fit's sums: an expert in fp64 for two that are merged; 0 for other recoveries."""
+        """Upper bound of a fit's sums: an expert in fp64 for two that are merged; 0 for other
+        recoveries."""
         if self.backward:
             return 0.0
         return 8.0 * size.moe_layers * size.experts / 2 * size.width * (size.width + size.hidden)
@@ -202,13 +213,14 @@ class Pruned(Parts):
 
     @property
     def is_changed(self) -> bool:
-        """Whether it has weights of its own: it was fine-tuned or quantised, or its experts are merged."""
+        """Whether it has weights of its own: it was fine-tuned or quantised, or its experts are
+        merged."""
         return self.is_recovered or (self.plan is not None and self.plan.asked.merges_experts)
 
     @contextmanager
     def open(self, files: Files) -> Iterator[tuple[Any, Any]]:
-        """The model and its tokenizer. A plan is a mask on the loaded model; a recovered model is a copy. Benchmarks of
-        one recovered model share the copy. Masks cost nothing to make again."""
+        """The model and its tokenizer. A plan is a mask on the loaded model; a recovered model is a
+        copy. Benchmarks of one recovered model share the copy. Masks cost nothing to make again."""
         from moe_lab.pruning.mask import mask
 
         network, tokenizer = loaded(self.model)
@@ -222,17 +234,21 @@ class Pruned(Parts):
             yield network, tokenizer
 
     def changes(self, files: Files) -> dict[str, Any]:
-        """How weights are stored, and `tuned`, the folder with those that fine-tuning changed; None without it."""
+        """How weights are stored, and `tuned`, the folder with those that fine-tuning changed; None
+        without it."""
         tuned = files.folders[self.finetune.id] if self.finetune else None
         return {**vars(self.storage or Storage()), "tuned": tuned}
 
 
 def pruned_of(cell: Cell) -> Pruned:
     """The model of a cell, pruned and recovered."""
-    plan, role = plan_of(cell), recoveries.text_role(cell.recovery)
+    plan = plan_of(cell)
+    role = recoveries.text_role(cell.recovery)
     model = loaded_as(cell.model)
     finetune = Finetune(model, cell.texts[role], plan, cell.recovery, cell.seed) if role else None
-    return Pruned(model, plan, finetune, storage_of(cell.recovery), cell.recovery, drops_whole_experts(cell))
+    return Pruned(
+        model, plan, finetune, storage_of(cell.recovery), cell.recovery, drops_whole_experts(cell)
+    )
 
 
 def unpruned(model: ModelConfig) -> Pruned:
@@ -241,7 +257,9 @@ def unpruned(model: ModelConfig) -> Pruned:
 
 
 @lru_cache(maxsize=1)
-def _recovered(network: Any, plan: Any, bits: int, modules: tuple[str, ...], tuned: Path | None) -> Any:
+def _recovered(
+    network: Any, plan: Any, bits: int, modules: tuple[str, ...], tuned: Path | None
+) -> Any:
     from moe_lab.recovery.apply import recovered
 
     return recovered(network, plan, bits=bits, modules=modules, tuned=tuned)
@@ -268,8 +286,8 @@ class AboutPruned:
 
 
 class Export(AboutPruned, Step):
-    """The pruned model as a checkpoint, with its recovery, quantised if `export.format` says so. A model whose weights
-    are not changed is compared with the masked model if `verify` is set."""
+    """The pruned model as a checkpoint, with its recovery, quantised if `export.format` says so. A
+    model whose weights are not changed is compared with the masked model if `verify` is set."""
 
     kind = "export"
     loads = "checkpoint"
@@ -291,12 +309,15 @@ class Export(AboutPruned, Step):
             yield gguf.converter, self.shape
 
     def work(self, files: Files) -> None:
-        """Write the checkpoint in stages: pruned, with changed weights, converted. Each is made from the one before;
-        all but the last are in the folder of partial results, and are not made again but in a store of a group."""
+        """Write the checkpoint in stages: pruned, with changed weights, converted. Each is made
+        from the one before; all but the last are in the folder of partial results, and are not made
+        again but in a store of a group."""
         from moe_lab.models.files import local_folder
         from moe_lab.pruning.export import export as write
 
-        source, plan, shape = local_folder(self.about), files.plan(self.plan), str(self.shape.shape)
+        source = local_folder(self.about)
+        plan = files.plan(self.plan)
+        shape = str(self.shape.shape)
         out = files.out / "checkpoint"
         is_rewritten = self.pruned.is_recovered
         is_converted = self.shape.format == "gguf"
@@ -304,7 +325,8 @@ class Export(AboutPruned, Step):
             from moe_lab.recovery.export import check_widths
 
             check_widths(source, plan, self._evaluated_dtype(source))
-        if files.partial.exists() and files.partial.stat().st_mode & SHARED == SHARED:  # code there would be run
+        # code there would be run
+        if files.partial.exists() and files.partial.stat().st_mode & SHARED == SHARED:
             for left in files.partial.glob("*/"):
                 shutil.rmtree(left)
         natural = files.partial / "natural" if is_rewritten or is_converted else out
@@ -327,11 +349,14 @@ class Export(AboutPruned, Step):
             raise
 
     def _compare(self, source: Path, natural: Path, files: Files) -> None:
-        """Compare the checkpoint with the masked model, on the CPU: only there are both equal bit for bit."""
+        """Compare the checkpoint with the masked model, on the CPU: only there are both equal bit
+        for bit."""
         from moe_lab.pruning.export.verify import verify
 
         trust = self.about.trust_remote_code
-        difference = verify(source, files.plan(self.plan), natural, device="cpu", trust_remote_code=trust)
+        difference = verify(
+            source, files.plan(self.plan), natural, device="cpu", trust_remote_code=trust
+        )
         write_json(files.out / "verified.json", {"difference": difference})
 
     def _write_changed(self, natural: Path, out: Path, files: Files) -> None:
@@ -342,10 +367,15 @@ class Export(AboutPruned, Step):
         dtype = self._evaluated_dtype(natural)
         text = self.finetune.text.name if self.finetune else None
         words = recoveries.finetune_words(self.pruned.recovery, text)
-        rewrite(natural, recovery_changes(natural, dtype=dtype, words=words, **self.pruned.changes(files)), out)
+        rewrite(
+            natural,
+            recovery_changes(natural, dtype=dtype, words=words, **self.pruned.changes(files)),
+            out,
+        )
 
     def _evaluated_dtype(self, folder: Path) -> Any:
-        """The precision in which the model is evaluated. This step itself runs on the CPU, maybe on another machine."""
+        """The precision in which the model is evaluated. This step itself runs on the CPU, maybe on
+        another machine."""
         from moe_lab.models.load import DTYPES
         from moe_lab.models.streamed import stored_dtype
 
@@ -357,16 +387,19 @@ class Export(AboutPruned, Step):
         return 2 * BASE + changed * 4 / size.bytes_per_parameter * size.layer_weights(3)
 
     def disk(self, size: Size) -> float:
-        """The checkpoint, with those that it is made from: one whose weights are changed is written first without the
-        changes, and one in GGUF is converted from another."""
+        """The checkpoint, with those that it is made from: one whose weights are changed is written
+        first without the changes, and one in GGUF is converted from another."""
         return float(size.bytes) * (1 + self.pruned.is_changed + (self.shape.format == "gguf"))
 
     def pace(self) -> list[Any]:
         return [self.facts.id, self.shape.format]
 
 
-def export_of(pruned: Pruned, export: ExportConfig, verify: bool, usual: Shape = "natural") -> Export:
-    """The step that writes the pruned and recovered model as a checkpoint; `usual` is its shape if none is set."""
+def export_of(
+    pruned: Pruned, export: ExportConfig, verify: bool, usual: Shape = "natural"
+) -> Export:
+    """The step that writes the pruned and recovered model as a checkpoint; `usual` is its shape if
+    none is set."""
     shape = replace(export, shape=export.shape or usual)
     return Export(
         pruned.loaded.facts,

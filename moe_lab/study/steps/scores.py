@@ -22,19 +22,25 @@ ByLayer = Mapping[int, Mapping[str, Any]]
 
 
 def needed_kind(name: str) -> Any:
-    """The kind of step that a criterion or an allocation needs. UserError, with the nearest name, without one."""
+    """The kind of step that a criterion or an allocation needs. UserError, with the nearest name,
+    without one."""
     check_known("step in needs", name, KINDS)
     return KINDS[name]
 
 
 def evidence_of(cell: Cell) -> tuple[str, ...]:
-    """Inputs of the cell's allocation besides the scores: kinds of steps, and "by" for scores of another criterion."""
+    """Inputs of the cell's allocation besides the scores: kinds of steps, and "by" for scores of
+    another criterion."""
     return allocation.needs(vars(cell.allocation))
 
 
 def reads_text(cell: Cell) -> bool:
-    """Whether the cell's criterion, or what its allocation reads besides scores, depends on the calibration set."""
-    needs = [*criteria.get(cell.criterion.name).needs, *(need for need in evidence_of(cell) if need != "by")]
+    """Whether the cell's criterion, or what its allocation reads besides scores, depends on the
+    calibration set."""
+    needs = [
+        *criteria.get(cell.criterion.name).needs,
+        *(need for need in evidence_of(cell) if need != "by"),
+    ]
     if cell.allocation.by is not None:
         needs += criteria.get(cell.allocation.by).needs
     if any(needed_kind(need).reads_text for need in needs):
@@ -43,7 +49,8 @@ def reads_text(cell: Cell) -> bool:
 
 
 def evidence(need: str, cell: Cell) -> Step:
-    """The input step that `need` names: a kind of step, or "by" for scores of the criterion in allocation.by."""
+    """The input step that `need` names: a kind of step, or "by" for scores of the criterion in
+    allocation.by."""
     if need == "by":
         return Scores.of(replace(cell, criterion=CriterionConfig(name=str(cell.allocation.by))))
     step: Step = needed_kind(need).of(cell)
@@ -83,10 +90,18 @@ class Scores(Step):
         if criteria.get(self.criterion.name).granularity == "channel":
             from safetensors.numpy import save_file
 
-            save_file({str(layer): array for layer, array in values.items()}, files.out / CHANNEL_SCORES)
-            files.table("expert_concentration.parquet", results.CONCENTRATION, tables.concentration(values))
+            save_file(
+                {str(layer): array for layer, array in values.items()}, files.out / CHANNEL_SCORES
+            )
+            files.table(
+                "expert_concentration.parquet", results.CONCENTRATION, tables.concentration(values)
+            )
             return
-        rows = [(layer, expert, float(value)) for layer, array in values.items() for expert, value in enumerate(array)]
+        rows = [
+            (layer, expert, float(value))
+            for layer, array in values.items()
+            for expert, value in enumerate(array)
+        ]
         files.table("scores.parquet", results.SCORES, rows)
 
 
@@ -98,7 +113,8 @@ def chance_and_gate(cell: Cell) -> tuple[str | None, int | None]:
 
 def plugged(cell: Cell) -> tuple[Mapping[str, str], ...]:
     """Where the cell's criterion and allocation are, if they are of plugins."""
-    criterion, chosen = criteria.get(cell.criterion.name), allocation.get(cell.allocation.name)
+    criterion = criteria.get(cell.criterion.name)
+    chosen = allocation.get(cell.allocation.name)
     functions: list[Callable[..., Any]] = [criterion.function] if criterion.source else []
     if chosen.source:
         functions += [function for function in chosen.functions.values() if function]
@@ -106,8 +122,8 @@ def plugged(cell: Cell) -> tuple[Mapping[str, str], ...]:
 
 
 def score(step: Any, inputs: ByLayer, layers: ByLayer) -> dict[int, Any]:
-    """Layer -> scores by the criterion, gate and seed of a step, from sums over the layer's tokens and weights.
-    `layers` has the facts of the layers to score."""
+    """Layer -> scores by the criterion, gate and seed of a step, from sums over the layer's tokens
+    and weights. `layers` has the facts of the layers to score."""
     return criteria.score(
         step.criterion.name,
         inputs,
@@ -126,7 +142,8 @@ def check_weights(criterion: CriterionConfig, model: ModelConfig) -> None:
 
 
 class Family(Step):
-    """S(b, alpha, beta) of every expert for all 17 meaningful combinations, for the overlap figures."""
+    """S(b, alpha, beta) of every expert for all 17 meaningful combinations, for the overlap
+    figures."""
 
     kind = "family"
     small = True

@@ -1,7 +1,8 @@
-"""Rows of small tables that figures need from large arrays, so that readers of a store need neither the arrays nor
-their format. The columns of each are described in moe_lab/results.py.
+"""Rows of small tables that figures need from large arrays, so that readers of a store need neither
+the arrays nor their format. The columns of each are described in moe_lab/results.py.
 
-Columns are sums as in moe_lab/statistics, so that tables of parts can be added like the sums themselves.
+Columns are sums as in moe_lab/statistics, so that tables of parts can be added like the sums
+themselves.
 """
 
 from __future__ import annotations
@@ -28,23 +29,42 @@ def _of_experts(layer: int, *columns: Sequence[Any]) -> list[Row]:
 
 def coverage(layers: Layers) -> list[Row]:
     """Rows of COVERAGE, one per expert."""
-    return [row for layer, named in layers.items() for row in _of_experts(layer, list(map(int, named["tokens"])))]
+    return [
+        row
+        for layer, named in layers.items()
+        for row in _of_experts(layer, list(map(int, named["tokens"])))
+    ]
 
 
 def experts(layers: Layers) -> list[Row]:
     """Rows of EXPERTS, one per expert."""
     rows = []
     for layer, named in layers.items():
-        sums, square, largest = (_array(named[name]) for name in ("sums_model", "channel_square", "channel_max"))
-        tokens, first, second = (_array(named[name]) for name in ("tokens", "ala_first", "ala_second"))
-        columns = (tokens, sums[:, 1, 0], sums[:, 0, 1], first, second, square.sum(axis=1), largest.max(axis=1))
+        sums, square, largest = (
+            _array(named[name]) for name in ("sums_model", "channel_square", "channel_max")
+        )
+        tokens, first, second = (
+            _array(named[name]) for name in ("tokens", "ala_first", "ala_second")
+        )
+        columns = (
+            tokens,
+            sums[:, 1, 0],
+            sums[:, 0, 1],
+            first,
+            second,
+            square.sum(axis=1),
+            largest.max(axis=1),
+        )
         widths = [square.shape[1]] * len(square)
-        rows += _of_experts(layer, *map(np.ndarray.tolist, columns), widths, _root_sums(square, tokens))
+        rows += _of_experts(
+            layer, *map(np.ndarray.tolist, columns), widths, _root_sums(square, tokens)
+        )
     return rows
 
 
 def _root_sums(squares: Array, tokens: Array) -> list[float]:
-    """The sum over channels of sqrt(sum_t x^2 / N) of each expert, from sums over its N tokens; 0 for no tokens."""
+    """The sum over channels of sqrt(sum_t x^2 / N) of each expert, from sums over its N tokens; 0
+    for no tokens."""
     return [
         float(np.sqrt(square / count).sum()) if count > 0 else 0.0
         for square, count in zip(squares, tokens.tolist(), strict=True)
@@ -69,7 +89,8 @@ def gradients(layers: Layers) -> list[Row]:
     """Rows of GRADIENTS, one per expert."""
     rows = []
     for layer, named in layers.items():
-        squares, tokens = _array(named["channel_gradient_square"]), _array(named["tokens"])
+        squares = _array(named["channel_gradient_square"])
+        tokens = _array(named["tokens"])
         totals = [float(square.sum()) for square in squares]
         widths = [squares.shape[1]] * len(squares)
         rows += _of_experts(layer, tokens.tolist(), totals, _root_sums(squares, tokens), widths)
@@ -87,12 +108,16 @@ def weights(layers: Layers) -> list[Row]:
 
 def ablations(layers: Layers) -> list[Row]:
     """Rows of ABLATIONS, one per expert."""
-    return [row for layer, named in layers.items() for row in _of_experts(layer, _array(named["ablation"]).tolist())]
+    return [
+        row
+        for layer, named in layers.items()
+        for row in _of_experts(layer, _array(named["ablation"]).tolist())
+    ]
 
 
 def concentration(scores: Mapping[int, Array]) -> list[Row]:
-    """Rows of CONCENTRATION: of each expert's scores (I,), for at most POINTS shares of its channels between 0 and 1.
-    Negative scores count as 0; NaN where no channel has a score."""
+    """Rows of CONCENTRATION: of each expert's scores (I,), for at most POINTS shares of its
+    channels between 0 and 1. Negative scores count as 0; NaN where no channel has a score."""
     return [
         (layer, expert, *point)
         for layer, values in scores.items()
@@ -110,13 +135,19 @@ def _curve(values: Array) -> Iterator[tuple[float, float]]:
 
 
 def budgets(scores: Mapping[int, Array], kept: Mapping[int, NDArray[np.bool_]]) -> list[Row]:
-    """Rows of BUDGETS, one per layer, from scores (E, I) and which channels a plan keeps (E, I). Negative scores count
-    as 0; NaN where no channel has a score."""
+    """Rows of BUDGETS, one per layer, from scores (E, I) and which channels a plan keeps (E, I).
+    Negative scores count as 0; NaN where no channel has a score."""
     rows = []
     for layer, mask in kept.items():
         values = _positive(scores[layer])
         total = float(values.sum())
-        rows.append((layer, float(values[mask].sum()) / total if total > 0 else float("nan"), float(mask.mean())))
+        rows.append(
+            (
+                layer,
+                float(values[mask].sum()) / total if total > 0 else float("nan"),
+                float(mask.mean()),
+            )
+        )
     return rows
 
 

@@ -1,12 +1,14 @@
-"""With this folder on its path, Python does steps that only count and wait: for tests of what the scheduler does.
+"""With this folder on its path, Python does steps that only count and wait: for tests of what the
+scheduler does.
 
-Every step has PARTS parts, and saves after each. In the folder that INSTANT_WORK names, a file `hold-KIND` stops steps
-of that kind in their last part until it is removed, and `break-KIND` makes them fail; `parts` gets a line for every
-part that was done, `begun` one for every start of a step, with the process that does it. With `apart`, every step is a
-job. Each part takes INSTANT_PAUSE seconds, 0 by default. From INSTANT_MANY steps on they are packed, each second.
-INSTANT_BEAT is the number of seconds between two heartbeats of a claim.
-The clock is INSTANT_CLOCK seconds fast, and files get times that are as slow. While there is a file `fault`, with the
-number of an error, Python's calls that write to INSTANT_STORE fail with that.
+Every step has PARTS parts, and saves after each. In the folder that INSTANT_WORK names, a file
+`hold-KIND` stops steps of that kind in their last part until it is removed, and `break-KIND` makes
+them fail; `parts` gets a line for every part that was done, `begun` one for every start of a step,
+with the process that does it. With `apart`, every step is a job. Each part takes INSTANT_PAUSE
+seconds, 0 by default. From INSTANT_MANY steps on they are packed, each second. INSTANT_BEAT is the
+number of seconds between two heartbeats of a claim.
+The clock is INSTANT_CLOCK seconds fast, and files get times that are as slow. While there is a file
+`fault`, with the number of an error, Python's calls that write to INSTANT_STORE fail with that.
 """
 
 import os
@@ -25,8 +27,10 @@ PARTS = 2
 
 
 def instant(step: Step, files: Files) -> None:
-    """Do the parts that are not saved yet, then leave a result that depends on the settings alone."""
-    folder, partial = Path(os.environ["INSTANT_WORK"]), files.partial
+    """Do the parts that are not saved yet, then leave a result that depends on the settings
+    alone."""
+    folder = Path(os.environ["INSTANT_WORK"])
+    partial = files.partial
     partial.mkdir(parents=True, exist_ok=True)
     saved = partial / "saved"
     _note(folder / "begun", f"{step.folder} {os.getpid()}")
@@ -37,7 +41,8 @@ def instant(step: Step, files: Files) -> None:
             raise ValueError("broken on purpose")
         time.sleep(float(os.environ.get("INSTANT_PAUSE", "0")))
         _note(folder / "parts", f"{step.folder} {part}")
-        write_text(saved, str(part + 1))  # a kill between emptying a file and writing it would break the next start
+        # a kill between emptying a file and writing it would break the next start
+        write_text(saved, str(part + 1))
     (files.out / "instant.txt").write_text(f"{step.folder} {sorted(step.settings)}")
 
 
@@ -47,7 +52,9 @@ def _note(file: Path, line: str) -> None:
 
 
 def _fail(event: str, arguments: tuple[Any, ...]) -> None:
-    writes = event in ("os.mkdir", "os.rename") or (event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR))
+    writes = event in ("os.mkdir", "os.rename") or (
+        event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+    )
     if writes and str(arguments[0]).startswith(os.environ["INSTANT_STORE"]) and FAULT.exists():
         raise OSError(number := int(FAULT.read_text()), os.strerror(number), arguments[0])
 
@@ -56,10 +63,13 @@ def _stamp(path: Any, times: Any = None, **more: Any) -> None:
     utime(path, **more) if more else utime(path, times or (clock() - LATE,) * 2)
 
 
-FAULT, LATE = Path(os.environ["INSTANT_WORK"], "fault"), float(os.environ.get("INSTANT_CLOCK", "0"))
-clock, utime = time.time, os.utime
+FAULT = Path(os.environ["INSTANT_WORK"], "fault")
+LATE = float(os.environ.get("INSTANT_CLOCK", "0"))
+clock = time.time
+utime = os.utime
 if LATE:
-    time.time, os.utime = lambda: clock() + LATE, _stamp
+    time.time = lambda: clock() + LATE
+    os.utime = _stamp
 if "INSTANT_STORE" in os.environ:
     sys.addaudithook(_fail)
 if Path(os.environ["INSTANT_WORK"], "apart").exists():
@@ -69,6 +79,8 @@ if Path(os.environ["INSTANT_WORK"], "apart").exists():
 if "INSTANT_BEAT" in os.environ:
     claims.BEAT = float(os.environ["INSTANT_BEAT"])
 if "INSTANT_MANY" in os.environ:
-    packing.MANY, packing.EVERY, packing.FEW = int(os.environ["INSTANT_MANY"]), 1.0, 3
+    packing.MANY = int(os.environ["INSTANT_MANY"])
+    packing.EVERY = 1.0
+    packing.FEW = 3
 for kind in KINDS.values():
     kind.work = instant  # type: ignore[method-assign]
