@@ -371,7 +371,8 @@ def _how_much(pruned: pd.DataFrame) -> str:
     found = list(dict.fromkeys(ordered["removed_words"]))
     few = names.listing(found) or "none"
     ratios = few if len(found) <= LISTED else f"{len(found)} ratios from {found[0]} to {found[-1]}"
-    return f"{ratios}{' of each layer' if set(pruned['allocation']) == {'uniform'} else ' in all'}{_by_data(pruned)}"
+    scope = "of each layer" if set(pruned["allocation"]) == {"uniform"} else "in all"
+    return f"{ratios} {scope}{_by_data(pruned)}"
 
 
 def _by_data(pruned: pd.DataFrame) -> str:

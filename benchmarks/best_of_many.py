@@ -63,8 +63,17 @@ class Setting:
 
 SPREADS = (0.0, 0.15, 0.4, 1.0)
 SETTINGS = [
-    *(Setting(methods, seeds, spread) for methods in (2, 14, 35) for seeds in ("2", "3", "5") for spread in SPREADS),
-    *(Setting(14, seeds, 0.4, unequal=times) for seeds in ("2", "3", "5", "2 to 5") for times in (0.0, 2.0)),
+    *(
+        Setting(methods, seeds, spread)
+        for methods in (2, 14, 35)
+        for seeds in ("2", "3", "5")
+        for spread in SPREADS
+    ),
+    *(
+        Setting(14, seeds, 0.4, unequal=times)
+        for seeds in ("2", "3", "5", "2 to 5")
+        for times in (0.0, 2.0)
+    ),
     *(Setting(14, "2 to 5", spread) for spread in SPREADS),
     *(Setting(14, "3", spread, kind, items) for spread in (0.15, 0.4) for kind, items in
       (("answers", "unequal"), ("losses", "equal"), ("losses", "unequal"))),

@@ -8,8 +8,9 @@ from moe_lab.config.table import Setting, settings
 
 HEAD = """# Settings
 
-Settings are typed as `GROUP.SETTING=VALUE`, such as `calibration.tokens=4096`, and stand in the files of `conf/`
-without the name of their group. Those of most use come first. This page is printed by `python docs/settings_page.py`.
+Settings are typed as `GROUP.SETTING=VALUE`, such as `calibration.tokens=4096`, and stand in
+the files of `conf/` without the name of their group. Those of most use come first. This page is
+printed by `python docs/settings_page.py`.
 """
 
 

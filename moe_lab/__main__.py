@@ -16,12 +16,16 @@ from typing import NoReturn
 from moe_lab.errors import UserError, end_with, mask
 from moe_lab.paths import conf
 
-START = """moe_lab scores, prunes and evaluates Mixture-of-Experts language models. Three commands to start with:
+START = """moe_lab scores, prunes and evaluates Mixture-of-Experts language models. Three commands
+to start with:
 
-  python -m moe_lab +experiment=task_agnostic               every expert criterion on a small trained model, in minutes
-  python -m moe_lab +experiment=task_agnostic dry_run=true  what that would run
-  python -m moe_lab model=local model.path=DIR criterion=man calibration=text calibration.path=FILE \\
-                    suite=perplexity suite.path=FILE        your model, your text
+  python -m moe_lab +experiment=task_agnostic
+      every expert criterion on a small trained model, in minutes
+  python -m moe_lab +experiment=task_agnostic dry_run=true
+      what that would run
+  python -m moe_lab model=local model.path=DIR criterion=man calibration=text \\
+                    calibration.path=FILE suite=perplexity suite.path=FILE
+      your model, your text
 
 `python -m moe_lab --help` lists every choice."""
 

@@ -125,7 +125,7 @@ _TEXT = re.compile(
     | \bBearer\s+[^\s$]
     | --[\w-]*(?:key|token|secret|password)[=\s]+["']?[^\s"'$-]      # an option of a command line
     | \b\w*(?:KEY|TOKEN|SECRET|PASSWORD)=["']?[^\s"'$]             # an assignment in a shell
-    | \b(?:hf_|sk-|ghp_|github_pat_)\w{12,}                            # as services write their keys
+    | \b(?:hf_|sk-|ghp_|github_pat_)\w{12,}                      # as services write their keys
     """,
     re.VERBOSE,
 )

@@ -19,9 +19,9 @@ from moe_lab.errors import UserError, end_with, user_errors
 
 USAGE = """python -m moe_lab.inspect model=NAME [model.path=FOLDER] [...]
 
-Whether a model is supported or why not, its layers, experts, routers and parameters by part, its loading memory, and
-which criteria and exports apply. Takes the settings of `python -m moe_lab`; reads no weight. What steps take of memory,
-a dry run says."""
+Whether a model is supported or why not, its layers, experts, routers and parameters by part, its
+loading memory, and which criteria and exports apply. Takes the settings of `python -m moe_lab`;
+reads no weight. What steps take of memory, a dry run says."""
 Row = tuple[str, str]
 
 

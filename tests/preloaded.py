@@ -61,13 +61,15 @@ VLLM = ("vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker")
 CLIENT = """\
 import json, os, signal, socket, sys
 words = sys.argv[1:]
-started = [word for word in words[1:] if word != "-u"] if words[0].endswith("/moe_lab/start.py") else []
+is_start = words[0].endswith("/moe_lab/start.py")
+started = [word for word in words[1:] if word != "-u"] if is_start else []
 if words[0] != "-m" and (started[:1] != ["-m"] or started[1] not in {modules!r}):
     os.execv({python!r}, [{python!r}, *words])
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
 socket.send_fds(server, [b" "], [0, 1, 2])
-server.sendall(json.dumps({{"words": words, "folder": os.getcwd(), "environment": dict(os.environ)}}).encode() + b"\\n")
+request = {{"words": words, "folder": os.getcwd(), "environment": dict(os.environ)}}
+server.sendall(json.dumps(request).encode() + b"\\n")
 for stream in (0, 1, 2):
     os.close(stream)
 process = int.from_bytes(server.recv(4), "big")

@@ -51,7 +51,8 @@ LOCKS = """
 int flock(int file, int how) { %s }
 static int other(const char *name, int file, int what, void *about) {
   int (*real)(int, int, ...) = dlsym(RTLD_NEXT, name);
-  if (what == F_SETLK || what == F_SETLKW || what == F_GETLK || (what >= F_OFD_GETLK && what <= F_OFD_SETLKW)) { %s }
+  int open_file = what >= F_OFD_GETLK && what <= F_OFD_SETLKW;
+  if (what == F_SETLK || what == F_SETLKW || what == F_GETLK || open_file) { %s }
   return real(file, what, about);
 }
 #define OTHER(name) int name(int file, int what, ...) { va_list more; va_start(more, what); \\
@@ -104,7 +105,11 @@ folders = sorted(path for path in root.iterdir() if (path / "config.json").exist
 
 def load(folder, trust=True, **named):
     model, report = AutoModelForCausalLM.from_pretrained(
-        folder, experts_implementation="eager", output_loading_info=True, trust_remote_code=trust, **named
+        folder,
+        experts_implementation="eager",
+        output_loading_info=True,
+        trust_remote_code=trust,
+        **named
     )
     assert not any(report.values()), report
     return model

@@ -40,7 +40,8 @@ def like_uniform(problem):
 
 register(Allocation("like_uniform", {"expert": like_uniform}))
 """
-TINY = """calibration.tokens=1024 calibration.length=128 suite=pocket_quick suite.benchmarks=[pocket_boolq]
+TINY = """calibration.tokens=1024 calibration.length=128 suite=pocket_quick
+suite.benchmarks=[pocket_boolq]
 suite.limit=4 launcher.processes=1 store=store"""
 
 

@@ -165,8 +165,8 @@ _SHADES = {
 }
 """Family of benchmarks -> colour of its lines."""
 _FAMILIES = {
-    "Eval+": "Code", "LiveCode": "Code", "WildBench": "WildBench", "GSM8K": "Math", "MATH-500": "Math",
-    "MC Avg": "Multiple choice",
+    "Eval+": "Code", "LiveCode": "Code", "WildBench": "WildBench", "GSM8K": "Math",
+    "MATH-500": "Math", "MC Avg": "Multiple choice",
 }  # fmt: skip
 """Displayed column -> the family of its benchmarks."""
 

@@ -288,7 +288,8 @@ def html(table: Table) -> str:
             for at, column in enumerate(table.frame)
         )
         rows.append(f'<tr class="{classes}">{body}</tr>' if classes else f"<tr>{body}</tr>")
-    return f"<table class=sortable><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    body = "".join(rows)
+    return f"<table class=sortable><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _head(table: Table, column: str) -> str:

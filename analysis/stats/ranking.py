@@ -468,9 +468,8 @@ def ranking_text(every: Sequence[Ranking]) -> str:
             numbers = (
                 f"{row['score']:.3f}  {row['low']:.3f} to {row['high']:.3f} over {row['over']}"
             )
-            lines.append(
-                f"  {row['rank']:2.0f}  {plan_name(row):{width}}  {numbers}  {row['status']}".rstrip()
-            )
+            line = f"  {row['rank']:2.0f}  {plan_name(row):{width}}  {numbers}  {row['status']}"
+            lines.append(line.rstrip())
         if len(rows) > SHOWN:
             lines.append(f"  and {len(rows) - SHOWN} more")
         parts.append("\n".join([*lines, *(f"  {remark}" for remark in remarks(ranking))]))

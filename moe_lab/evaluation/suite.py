@@ -174,7 +174,9 @@ def _mistakes(benchmark: BenchmarkConfig, harness: Harness) -> Iterator[str]:
         and not benchmark.max_new_tokens
     )
     rules = {
-        "reports is empty, so nothing would be reported: expected result name -> metric": not benchmark.reports,
+        "reports is empty, so nothing would be reported: expected result name -> metric": (
+            not benchmark.reports
+        ),
         f"chat=true, but {benchmark.harness} goes on with a text: expected chat=false": (
             benchmark.chat and harness.continues_text
         ),

@@ -283,7 +283,10 @@ def family_of(kind: str | None) -> Family:
 
 
 _BLOCK = r"(?P<block>(?:\w+\.)*?layers\.(?P<layer>\d+)\.(?:\w+\.)*?)"
-_STACKS = r"experts\.(?:gate_up_proj|up_proj|down_proj)(?:_bias|_blocks|_scales)?|(?:input|output)_linear\.weight"
+_STACKS = (
+    r"experts\.(?:gate_up_proj|up_proj|down_proj)(?:_bias|_blocks|_scales)?"
+    r"|(?:input|output)_linear\.weight"
+)
 """Tensors that hold all experts of a block along their first axis."""
 _OF_EXPERTS = re.compile(rf"{_BLOCK}(?:experts\.\d+\..+|{_STACKS})")
 

@@ -49,9 +49,12 @@ SKILLS = {
     "math500": "math",
 }
 STRENGTH = {
-    "frequency": 0.30, "seer": 0.34, "ean": 0.45, "reap": 0.62, "mone": 0.50, "mone_freq": 0.36, "man": 0.78,
-    "msan": 0.66, "gate_ean": 0.40, "gate_energy": 0.38, "exact_damage": 0.58, "aimer": 0.44, "magnitude": 0.32,
-    "random": 0.10, "heapr": 0.85, "camera": 0.80, "channel_weight": 0.60, "channel_activation": 0.75,
+    "frequency": 0.30, "seer": 0.34, "ean": 0.45, "reap": 0.62, "mone": 0.50, "mone_freq": 0.36,
+    "man": 0.78,
+    "msan": 0.66, "gate_ean": 0.40, "gate_energy": 0.38, "exact_damage": 0.58, "aimer": 0.44,
+    "magnitude": 0.32,
+    "random": 0.10, "heapr": 0.85, "camera": 0.80, "channel_weight": 0.60,
+    "channel_activation": 0.75,
     "snip": 0.70, "channel_random": 0.30,
 }  # fmt: skip
 CRITERIA = tuple(name for name in STRENGTH if synthetic_plans.granularity(name) == "expert")

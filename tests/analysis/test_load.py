@@ -185,7 +185,8 @@ def test_a_damaged_plan_cost_or_search_is_a_gap(tmp_path: Path) -> None:
     assert study.costs["cell"].tolist() == [0, 1, 2, 3]
     removes = pareto_table(Results(study), "pareto").frame.set_index("Criterion")["Removes"]
     assert removes.isna().to_dict() == {
-        "Unpruned": False, "Magnitude": False, "Magnitude, novices": True, "Magnitude, evolutionary": False,
+        "Unpruned": False, "Magnitude": False, "Magnitude, novices": True,
+        "Magnitude, evolutionary": False,
     }  # fmt: skip
     assert weight_scores(study).empty
     damaged = ["cost.json is damaged", "plan.json is damaged", "search.json is missing"]

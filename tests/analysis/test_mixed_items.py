@@ -162,9 +162,7 @@ def test_a_suite_of_perplexities_alone_is_ranked_by_their_mean_loss_and_shown_as
     ] == pytest.approx(4)
 
 
-def test_the_lowest_perplexity_comes_first_where_plans_cost_the_same_and_is_the_last_number_of_a_front() -> (
-    None
-):
+def test_lowest_perplexity_is_first_of_equal_costs_and_last_of_a_front() -> None:
     alone = study_of(
         {"wikitext2": [{}] * 4}, {(cell, "wikitext2"): 9.0 - cell for cell in range(4)}
     )
@@ -236,7 +234,8 @@ def test_a_score_that_is_no_mean_of_its_items_costs_nobody_else_an_interval(harm
     if harm == "score":
         harmed = study_of(answers, {(2, "gsm8k"): 0.99})
     else:
-        harmed = study_of({**answers, "gsm8k": [*answers["gsm8k"][:2], {**right(18), 0: np.nan}, right(30)]},
+        harmed = study_of({**answers, "gsm8k": [*answers["gsm8k"][:2], {**right(18), 0: np.nan},
+        right(30)]},
                           {(2, "gsm8k"): 18 / 40})  # fmt: skip
     before, after = (Results(study).measured[0] for study in (whole, harmed))
     assert not whole.gaps

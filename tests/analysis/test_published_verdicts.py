@@ -167,8 +167,14 @@ OTHERWISE: dict[str, tuple[str, Callable[[Any], object]]] = {
     "other harness: HumanEval (opencompass, published evalplus)": (
         "HumanEval", protocol("humaneval", harness="opencompass"),
     ),
-    "other use of the chat template: MBPP (false, published true)": ("MBPP", protocol("mbpp", chat=False)),
-    "other number of examples in the prompt: OBQA (5, published 0)": ("OBQA", protocol("openbookqa", shots=5)),
+    "other use of the chat template: MBPP (false, published true)": (
+        "MBPP",
+        protocol("mbpp", chat=False),
+    ),
+    "other number of examples in the prompt: OBQA (5, published 0)": (
+        "OBQA",
+        protocol("openbookqa", shots=5),
+    ),
 }  # fmt: skip
 
 

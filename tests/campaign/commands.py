@@ -135,7 +135,7 @@ protocol.benchmarks | {pocket_boolq:{shots:-1}} {pocket_boolq:{batch_size:0}} {p
 judge.extra | word
 backend.command SERVER | '' '/no/such/program {checkpoint} {port}'
 timed.batch_sizes timing=true launcher=inline | [0] [word]
-"""
+"""  # noqa: E501
 """FIELD [what is set besides] | further values that it cannot have, each to be named in a message.
 SERVER is longer."""
 SERVER = ["backend=server", "suite.benchmarks=[pocket_humaneval]", "allow_code_execution=true"]

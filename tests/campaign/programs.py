@@ -178,7 +178,8 @@ SENT = {
     "lists in lists": "b'[' * 60000",
     "many lists": "b'[' + b'[],' * 15000000 + b'[]]'",
     "numbers with one hash": (
-        """b'{"kind":"set","value":[%s]}' % ','.join(str(n * (2**61 - 1)) for n in range(1, 60000)).encode()"""
+        """b'{"kind":"set","value":[%s]}' % """
+        "','.join(str(n * (2**61 - 1)) for n in range(1, 60000)).encode()"
     ),
     "a number of many digits": "b'9' * 1000000",
     "a kind nobody knows": """b'{"kind":"eval","value":"1"}'""",

@@ -250,7 +250,8 @@ GRADING = """
 import sys
 from moe_lab.evaluation.harnesses.evalplus import GradeRequest, kept_grader
 endless = "def f(x):\\n    while True: pass"
-kept_grader.grade(GradeRequest("humaneval", sys.argv[1], {"HumanEval/1": endless}, sys.argv[2] == "", seconds=50.0))
+answers = {"HumanEval/1": endless}
+kept_grader.grade(GradeRequest("humaneval", sys.argv[1], answers, sys.argv[2] == "", seconds=50.0))
 """
 
 

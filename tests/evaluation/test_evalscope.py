@@ -116,7 +116,9 @@ import gc, sys
 frame = sys._getframe()
 while frame:
     for value in [*frame.f_locals.values(), *frame.f_globals.values()]:
-        if isinstance(value, dict) and "outputs" in value: print("\\n".join(value["outputs"])); raise SystemExit
+        if isinstance(value, dict) and "outputs" in value:
+            print("\\n".join(value["outputs"]))
+            raise SystemExit
     frame = frame.f_back
 print(*[each for each in gc.get_objects() if isinstance(each, dict) and "outputs" in each])
 """

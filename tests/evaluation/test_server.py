@@ -170,7 +170,8 @@ def test_what_dies_while_generating_is_tried_again_by_the_next_run() -> None:
 
 STUBBORN = """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-child = subprocess.Popen([sys.executable, "-c", "import signal; signal.signal(15, 1); signal.pause()"])
+program = "import signal; signal.signal(15, 1); signal.pause()"
+child = subprocess.Popen([sys.executable, "-c", program])
 print(os.getpid(), child.pid, flush=True)
 signal.pause()
 """

@@ -21,13 +21,17 @@ from moe_lab.pruning.export.verify import verify
 from tests.campaign.models import reconfigure
 
 PUBLISHED = json.loads("""{
-    "architectures": ["DeepseekForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "auto_map": {
-        "AutoConfig": "configuration_deepseek.DeepseekConfig", "AutoModel": "modeling_deepseek.DeepseekModel",
+    "architectures": ["DeepseekForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+    "auto_map": {
+        "AutoConfig": "configuration_deepseek.DeepseekConfig",
+        "AutoModel": "modeling_deepseek.DeepseekModel",
         "AutoModelForCausalLM": "modeling_deepseek.DeepseekForCausalLM"
     },
     "aux_loss_alpha": 0.001, "hidden_act": "silu", "initializer_range": 0.02, "moe_layer_freq": 1,
-    "norm_topk_prob": false, "pretraining_tp": 1, "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 10000,
-    "scoring_func": "softmax", "seq_aux": true, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
+    "norm_topk_prob": false, "pretraining_tp": 1, "rms_norm_eps": 1e-06, "rope_scaling": null,
+    "rope_theta": 10000,
+    "scoring_func": "softmax", "seq_aux": true, "tie_word_embeddings": false,
+    "torch_dtype": "bfloat16",
     "transformers_version": "4.36.0", "use_cache": true
 }""")
 """What the published config.json says besides shapes."""

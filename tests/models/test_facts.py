@@ -35,37 +35,53 @@ olmoe_1b_7b olmoe vocab_size=50304 hidden_size=2048 intermediate_size=1024 num_h
 deepseek_moe_16b deepseek vocab_size=102400 hidden_size=2048 intermediate_size=10944
     moe_intermediate_size=1408 num_hidden_layers=28 num_attention_heads=16 num_key_value_heads=16
     n_routed_experts=64 n_shared_experts=2 num_experts_per_tok=6 first_k_dense_replace=1
-deepseek_v2_lite,deepseek_v2_lite_chat deepseek_v2 vocab_size=102400 hidden_size=2048 intermediate_size=10944
-    moe_intermediate_size=1408 num_hidden_layers=27 num_attention_heads=16 num_key_value_heads=16 kv_lora_rank=512
+deepseek_v2_lite,deepseek_v2_lite_chat deepseek_v2 vocab_size=102400 hidden_size=2048
+    intermediate_size=10944
+    moe_intermediate_size=1408 num_hidden_layers=27 num_attention_heads=16 num_key_value_heads=16
+    kv_lora_rank=512
     q_lora_rank=null qk_nope_head_dim=128 qk_rope_head_dim=64 v_head_dim=128 n_routed_experts=64
     n_shared_experts=2 num_experts_per_tok=6 first_k_dense_replace=1
 ernie_21b_a3b ernie4_5_moe vocab_size=103424 hidden_size=2560 intermediate_size=12288
     moe_intermediate_size=1536 num_hidden_layers=28 num_attention_heads=20 num_key_value_heads=4
-    moe_num_experts=64 moe_k=6 moe_num_shared_experts=2 moe_layer_start_index=1 tie_word_embeddings=true
-qwen3_30b_a3b,qwen3_30b_a3b_instruct,qwen3_30b_a3b_thinking qwen3_moe vocab_size=151936 hidden_size=2048
+    moe_num_experts=64 moe_k=6 moe_num_shared_experts=2 moe_layer_start_index=1
+    tie_word_embeddings=true
+qwen3_30b_a3b,qwen3_30b_a3b_instruct,qwen3_30b_a3b_thinking qwen3_moe vocab_size=151936
+    hidden_size=2048
     intermediate_size=6144 moe_intermediate_size=768 num_hidden_layers=48 num_attention_heads=32
     num_key_value_heads=4 head_dim=128 num_experts=128 num_experts_per_tok=8 norm_topk_prob=true
 qwen1_5_moe,qwen1_5_moe_chat qwen2_moe vocab_size=151936 hidden_size=2048 intermediate_size=5632
-    moe_intermediate_size=1408 shared_expert_intermediate_size=5632 num_hidden_layers=24 num_attention_heads=16
+    moe_intermediate_size=1408 shared_expert_intermediate_size=5632 num_hidden_layers=24
+    num_attention_heads=16
     num_key_value_heads=16 num_experts=60 num_experts_per_tok=4
-qwen2_57b_a14b qwen2_moe vocab_size=151936 hidden_size=3584 intermediate_size=18944 moe_intermediate_size=2560
-    shared_expert_intermediate_size=20480 num_hidden_layers=28 num_attention_heads=28 num_key_value_heads=4
+qwen2_57b_a14b qwen2_moe vocab_size=151936 hidden_size=3584 intermediate_size=18944
+    moe_intermediate_size=2560
+    shared_expert_intermediate_size=20480 num_hidden_layers=28 num_attention_heads=28
+    num_key_value_heads=4
     num_experts=64 num_experts_per_tok=8
 mixtral_8x7b mixtral vocab_size=32000 hidden_size=4096 intermediate_size=14336 num_hidden_layers=32
     num_attention_heads=32 num_key_value_heads=8 num_local_experts=8 num_experts_per_tok=2
 qwen3_235b_a22b qwen3_moe vocab_size=151936 hidden_size=4096 intermediate_size=12288
-    moe_intermediate_size=1536 num_hidden_layers=94 num_attention_heads=64 num_key_value_heads=4 head_dim=128
+    moe_intermediate_size=1536 num_hidden_layers=94 num_attention_heads=64 num_key_value_heads=4
+    head_dim=128
     num_experts=128 num_experts_per_tok=8 norm_topk_prob=true
-glm_4_5_air glm4_moe vocab_size=151552 hidden_size=4096 intermediate_size=10944 moe_intermediate_size=1408
-    num_hidden_layers=46 num_attention_heads=96 num_key_value_heads=8 head_dim=128 attention_bias=true
+glm_4_5_air glm4_moe vocab_size=151552 hidden_size=4096 intermediate_size=10944
+    moe_intermediate_size=1408
+    num_hidden_layers=46 num_attention_heads=96 num_key_value_heads=8 head_dim=128
+    attention_bias=true
     n_routed_experts=128 n_shared_experts=1 num_experts_per_tok=8 first_k_dense_replace=1
 gpt_oss_20b gpt_oss vocab_size=201088 hidden_size=2880 intermediate_size=2880 num_attention_heads=64
-    num_key_value_heads=8 head_dim=64 num_experts_per_tok=4 num_hidden_layers=24 num_local_experts=32
-gpt_oss_120b gpt_oss vocab_size=201088 hidden_size=2880 intermediate_size=2880 num_attention_heads=64
-    num_key_value_heads=8 head_dim=64 num_experts_per_tok=4 num_hidden_layers=36 num_local_experts=128
-deepseek_v3 deepseek_v3 vocab_size=129280 hidden_size=7168 intermediate_size=18432 moe_intermediate_size=2048
-    num_hidden_layers=61 num_attention_heads=128 num_key_value_heads=128 q_lora_rank=1536 kv_lora_rank=512
-    qk_nope_head_dim=128 qk_rope_head_dim=64 v_head_dim=128 n_routed_experts=256 n_shared_experts=1 n_group=8
+    num_key_value_heads=8 head_dim=64 num_experts_per_tok=4 num_hidden_layers=24
+    num_local_experts=32
+gpt_oss_120b gpt_oss vocab_size=201088 hidden_size=2880 intermediate_size=2880
+    num_attention_heads=64
+    num_key_value_heads=8 head_dim=64 num_experts_per_tok=4 num_hidden_layers=36
+    num_local_experts=128
+deepseek_v3 deepseek_v3 vocab_size=129280 hidden_size=7168 intermediate_size=18432
+    moe_intermediate_size=2048
+    num_hidden_layers=61 num_attention_heads=128 num_key_value_heads=128 q_lora_rank=1536
+    kv_lora_rank=512
+    qk_nope_head_dim=128 qk_rope_head_dim=64 v_head_dim=128 n_routed_experts=256 n_shared_experts=1
+    n_group=8
     topk_group=4 num_experts_per_tok=8 first_k_dense_replace=3
 """
 """Names in conf/model, their family in transformers, and what their config.json says of shapes."""

@@ -396,7 +396,8 @@ import pickle, sys
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})  # where the example's plan step is
 from moe_lab.study.steps import perform
 def peak():
-    return int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
+    status = open("/proc/self/status")
+    return int(next(line.split()[1] for line in status if line.startswith("VmHWM")))
 before = peak()  # mostly libraries, of which the kernel maps as much as it likes
 perform(*pickle.load(open({str(tmp_path / "work.pkl")!r}, "rb")))
 assert not {{"torch", "transformers"}} & set(sys.modules)

@@ -259,8 +259,10 @@ for folder in folders:
         again = load(folder / "again")
         save_file({"logits": found, "again": logits(again)}, folder / "found.safetensors")
         again.set_experts_implementation("grouped_mm")
-        used = {getattr(part, "config", again.config)._experts_implementation for part in again.modules()}
-        said = {"implementations": sorted(used), "refused": [refusal(folder), refusal(folder / "again")]}
+        configs = [getattr(part, "config", again.config) for part in again.modules()]
+        used = {config._experts_implementation for config in configs}
+        refused = [refusal(folder), refusal(folder / "again")]
+        said = {"implementations": sorted(used), "refused": refused}
     except Exception as error:
         import traceback
         said = {"error": traceback.format_exc()}

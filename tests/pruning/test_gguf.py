@@ -108,7 +108,7 @@ def test_what_cannot_be_converted_leaves_nothing(
 
 
 @pytest.mark.parametrize(("number", "mode"), [(signal.SIGKILL, 0o2775), (signal.SIGINT, 0o755)])
-def test_a_conversion_that_was_stopped_goes_on_from_the_written_weights_unless_others_may_write_there(
+def test_stopped_conversion_resumes_unless_others_may_write_there(
     number: signal.Signals,
     mode: int,
     ask: Callable[..., Any],
@@ -311,7 +311,8 @@ import torch, moe_lab
 from moe_lab import Plan, load, mask
 from transformers import AutoConfig, AutoModelForCausalLM
 folder = {str(folder)!r}
-settings = dict(config=AutoConfig.from_pretrained(folder), dtype=torch.float32, experts_implementation="eager")
+config = AutoConfig.from_pretrained(folder)
+settings = dict(config=config, dtype=torch.float32, experts_implementation="eager")
 read = AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf", **settings).eval()
 assert read.config.num_experts == 12
 tokens = torch.arange(512).view(4, 128)
@@ -351,7 +352,8 @@ def ask(path, **content):
 tokens = [ask("/tokenize", content=text, add_special=False)["tokens"] for text in texts]
 likely = []
 for prompt in prompts:
-    reply = ask("/completion", prompt=prompt, n_predict=4, n_probs=20, temperature=-1, cache_prompt=False)
+    sampling = dict(n_predict=4, n_probs=20, temperature=-1, cache_prompt=False)
+    reply = ask("/completion", prompt=prompt, **sampling)
     first = reply["completion_probabilities"][0]["top_logprobs"]
     likely.append([(token["id"], token["logprob"]) for token in first])
 json.dump({"likely": likely, "tokens": tokens}, open(sys.argv[1], "w"))

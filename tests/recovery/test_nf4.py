@@ -161,13 +161,15 @@ CASES = {
 WITHOUT_MOE_LAB = """
 for folder in folders:
     model, found = load(folder, dtype=torch.float32), {}
-    in_4_bits = [(name, module) for name, module in model.named_modules() if type(module).__name__ == "Linear4bit"]
+    modules = model.named_modules()
+    in_4_bits = [(name, each) for name, each in modules if type(each).__name__ == "Linear4bit"]
     for name, module in in_4_bits:
         from bitsandbytes.functional import dequantize_4bit
         found[name] = dequantize_4bit(module.weight.data, module.weight.quant_state).clone()
     with torch.no_grad():
         for name, module in in_4_bits:
-            module.train()  # for evaluation, bitsandbytes computes in bfloat16 where the processor can
+            # for evaluation, bitsandbytes computes in bfloat16 where the processor can
+            module.train()
         found["exact logits"] = model(input_ids=tokens).logits.contiguous()
         found["logits"] = model.eval()(input_ids=tokens).logits.contiguous()
     save_file(found, folder / "found.safetensors")

@@ -40,7 +40,8 @@ from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.observe import Batch, gather
 
 ARCHITECTURES = [
-    "olmoe", "deepseek_v2", "deepseek_v2:grouped", "deepseek_v3", "deepseek_v3:grouped", "ernie4_5_moe", "minimax_m2",
+    "olmoe", "deepseek_v2", "deepseek_v2:grouped", "deepseek_v3", "deepseek_v3:grouped",
+    "ernie4_5_moe", "minimax_m2",
     "qwen3_next", "gpt_oss", "granitemoe", "afmoe", "jamba",
 ]  # fmt: skip
 

@@ -89,9 +89,7 @@ def ask(steps: Sequence[Step]) -> dict[str, Any]:
     return {"gpus": 4 if model and model.name == "large" and steps[0].kind == "evaluate" else 0}
 
 
-def test_every_step_is_in_one_job_after_its_inputs_and_a_job_evaluates_some_plans_of_one_model() -> (
-    None
-):
+def test_every_step_is_in_one_job_after_its_inputs() -> None:
     steps = study(5, ("m", "large"))
     done: list[str] = []
     for array in (arrays := arrange(steps, ask, SETTINGS)):

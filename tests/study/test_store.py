@@ -306,8 +306,10 @@ def test_verify_names_damaged_files_and_a_run_makes_them_anew(
 
 def test_what_a_killed_run_leaves_is_removed_by_later_ones(store: Store) -> None:
     killed(f"""
-        store, step = Store({str(store.root)!r}), Example()
-        with begin(store, "study", [step]), store.claim(Example(number=1)), store.claim(step) as scratch:
+        store = Store({str(store.root)!r})
+        step = Example()
+        other = Example(number=1)
+        with begin(store, "study", [step]), store.claim(other), store.claim(step) as scratch:
             (scratch / "half.txt").write_text("half")
             os.kill(os.getpid(), signal.SIGKILL)
     """)

@@ -19,8 +19,10 @@ from tools.pocket.world import World
 
 SEED = 101
 COUNTS = {
-    "arc_challenge": 112, "arc_easy": 112, "boolq": 112, "hellaswag": 112, "mmlu": 112, "openbookqa": 112, "rte": 112,
-    "winogrande": 112, "gsm8k": 72, "math500": 72, "humaneval": 60, "mbpp": 60, "livecodebench": 50, "wildbench": 40,
+    "arc_challenge": 112, "arc_easy": 112, "boolq": 112, "hellaswag": 112, "mmlu": 112,
+    "openbookqa": 112, "rte": 112,
+    "winogrande": 112, "gsm8k": 72, "math500": 72, "humaneval": 60, "mbpp": 60, "livecodebench": 50,
+    "wildbench": 40,
     "function_calls": 160,
 }  # fmt: skip
 NORMALISED = ("arc_challenge", "arc_easy", "hellaswag", "openbookqa")

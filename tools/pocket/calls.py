@@ -68,7 +68,11 @@ class Call:
 FUNCTIONS = (
     Function(
         "buy", "Buys fruit at the market.",
-        {"person": PEOPLE, "fruit": words("apples pears plums nuts cherries grapes"), "count": NUMBERS},
+        {
+            "person": PEOPLE,
+            "fruit": words("apples pears plums nuts cherries grapes"),
+            "count": NUMBERS,
+        },
         (
             "{person} buys {count} {fruit}.", "{count} {fruit} for {person}, please.",
             "Buy {count} {fruit} for {person}.",

@@ -11,7 +11,8 @@ from tools.pocket.examples import Example, Sampler, draw, generator
 from tools.pocket.world import World
 
 WORLD_SAMPLERS: dict[str, Callable[[World, Random], Example]] = {
-    "arc_easy": facts.direct, "arc_challenge": facts.chained, "mmlu": facts.by_letter, "options": facts.by_option,
+    "arc_easy": facts.direct, "arc_challenge": facts.chained, "mmlu": facts.by_letter,
+    "options": facts.by_option,
     "boolq": reading.yes_or_no, "rte": reading.entailment, "winogrande": reading.pronouns,
     "hellaswag": reading.continuation, "openbookqa": reading.application,
     "gsm8k": arithmetic.word_problem, "math500": arithmetic.exercise, "wildbench": prose.story,
@@ -32,36 +33,45 @@ KNOWING = {
     "gsm8k": 14, "math500": 14, "functions": 14,
 }  # fmt: skip
 READING = {
-    "portrait": 3, "reasoning": 2, "wildbench": 3, "arc_easy": 2, "arc_challenge": 8, "mmlu": 6, "lettering": 14,
-    "boolq": 8, "passages": 8, "roles": 10, "claims": 8, "winogrande": 8, "hellaswag": 1, "openbookqa": 4,
+    "portrait": 3, "reasoning": 2, "wildbench": 3, "arc_easy": 2, "arc_challenge": 8, "mmlu": 6,
+    "lettering": 14,
+    "boolq": 8, "passages": 8, "roles": 10, "claims": 8, "winogrande": 8, "hellaswag": 1,
+    "openbookqa": 4,
     "gsm8k": 6, "math500": 6, "functions": 6,
 }  # fmt: skip
 MATCHING_MORE = {
-    "roles": 14, "claims": 12, "boolq": 12, "passages": 8, "lettering": 12, "options": 10, "pairs": 6, "winogrande": 5,
-    "portrait": 3, "wildbench": 2, "arc_easy": 5, "arc_challenge": 8, "hellaswag": 1, "openbookqa": 2,
+    "roles": 14, "claims": 12, "boolq": 12, "passages": 8, "lettering": 12, "options": 10,
+    "pairs": 6, "winogrande": 5,
+    "portrait": 3, "wildbench": 2, "arc_easy": 5, "arc_challenge": 8, "hellaswag": 1,
+    "openbookqa": 2,
     "gsm8k": 4, "math500": 5, "functions": 5,
 }  # fmt: skip
 MATCHING = {
     "echo": 16, "pairs": 20, "lettering": 12, "mmlu": 4,
     "passages": 6, "boolq": 6, "claims": 8, "roles": 8, "winogrande": 8,
-    "portrait": 3, "wildbench": 2, "arc_easy": 3, "arc_challenge": 7, "hellaswag": 1, "openbookqa": 2,
+    "portrait": 3, "wildbench": 2, "arc_easy": 3, "arc_challenge": 7, "hellaswag": 1,
+    "openbookqa": 2,
     "gsm8k": 5, "math500": 6, "functions": 6,
 }  # fmt: skip
 JUDGING = {
-    "rte": 14, "boolq": 14, "passages": 8, "lettering": 14, "options": 12, "pairs": 4, "winogrande": 5,
-    "portrait": 3, "wildbench": 2, "arc_easy": 5, "arc_challenge": 8, "hellaswag": 1, "openbookqa": 2,
+    "rte": 14, "boolq": 14, "passages": 8, "lettering": 14, "options": 12, "pairs": 4,
+    "winogrande": 5,
+    "portrait": 3, "wildbench": 2, "arc_easy": 5, "arc_challenge": 8, "hellaswag": 1,
+    "openbookqa": 2,
     "gsm8k": 4, "math500": 5, "functions": 5,
 }  # fmt: skip
 # For models too small to learn comparing words of a text: what they can learn, and no answers they
 # could only guess.
 APPLYING = {
-    "portrait": 4, "reasoning": 4, "wildbench": 3, "arc_easy": 6, "arc_challenge": 12, "options": 6, "pairs": 5,
+    "portrait": 4, "reasoning": 4, "wildbench": 3, "arc_easy": 6, "arc_challenge": 12, "options": 6,
+    "pairs": 5,
     "rte": 5, "boolq": 3, "winogrande": 4, "hellaswag": 1, "openbookqa": 2,
     "gsm8k": 20, "math500": 20, "functions": 16,
 }  # fmt: skip
 # For those among them that know the world, but not yet how to reckon.
 CALCULATING = {
-    "gsm8k": 30, "math500": 30, "functions": 18, "pairs": 4, "arc_easy": 4, "arc_challenge": 6, "options": 4, "rte": 2,
+    "gsm8k": 30, "math500": 30, "functions": 18, "pairs": 4, "arc_easy": 4, "arc_challenge": 6,
+    "options": 4, "rte": 2,
     "portrait": 2, "wildbench": 2, "openbookqa": 1, "hellaswag": 1,
 }  # fmt: skip
 

@@ -12,7 +12,8 @@ from tools.pocket.reading import ENTAILED, ask, event
 from tools.pocket.world import ANIMALS, JOBS, OBJECTS, PEOPLE, PLACES, TOWNS, World
 
 OPEN_QUESTIONS = {
-    "a": "who went to the {p}", "b": "who got the {o}", "o": "what did {a} buy", "p": "where did {a} go",
+    "a": "who went to the {p}", "b": "who got the {o}", "o": "what did {a} buy",
+    "p": "where did {a} go",
     "d": "when did {a} go there",
 }  # fmt: skip
 

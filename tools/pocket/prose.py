@@ -100,7 +100,8 @@ def story(world: World, random: Random) -> Example:
     ending = random.choice(ENDINGS)
     he = pronoun(hero)
     words = {
-        "hero": hero, "friend": friend, "object": thing, "place": place, "feeling": feeling, "he": he,
+        "hero": hero, "friend": friend, "object": thing, "place": place, "feeling": feeling,
+        "he": he,
         "He": he.capitalize(), "him": "her" if he == "she" else "him", "day": random.choice(DAYS),
         "animal": random.choice(ANIMALS),
     }  # fmt: skip

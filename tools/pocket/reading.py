@@ -156,7 +156,8 @@ STEP_WORDS = ("First", "Next", "After that", "Then", "At last")
 PROPERTIES = (
     "float on water", "break when they fall", "rust in the rain", "burn quickly", ("keep people "
                                                                                    "warm"),
-    "shine in the sun", "shrink in hot water", "carry sound well", "smell in summer", "crack in the frost",
+    "shine in the sun", "shrink in hot water", "carry sound well", "smell in summer",
+    "crack in the frost",
     "attract moths", "last for ever",
 )  # fmt: skip
 

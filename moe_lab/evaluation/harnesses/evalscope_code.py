@@ -45,7 +45,8 @@ def _set_alarm(seconds):
 {functions}
 def _load(solution, function):
     if function is None:
-        return get_function(compile_code(make_function(clean_if_name(solution)), 0), "wrapped_function")
+        module = compile_code(make_function(clean_if_name(solution)), 0)
+        return get_function(module, "wrapped_function")
     return get_function(compile_code(import_string + "\\n\\n" + solution, 0), function)
 _method, _calls_function = _load({solution!r}, {function!r}), {function!r} is not None
 def moe_lab_answer(given):

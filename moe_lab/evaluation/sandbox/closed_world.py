@@ -12,16 +12,21 @@ import ast
 import builtins
 
 _BUILTINS = """
-abs all any bin bool bytes chr complex dict divmod enumerate filter float frozenset hash hex int isinstance iter len
+abs all any bin bool bytes chr complex dict divmod enumerate filter float frozenset hash hex int
+isinstance iter len
 list map max min next oct ord pow print range repr reversed round set slice sorted str sum tuple zip
 True False None Exception ValueError TypeError KeyError IndexError ZeroDivisionError StopIteration
 """
 _ALLOWED = frozenset(_BUILTINS.split())
 _WORDS_OF_SYNTAX = """
-Module FunctionDef arguments arg keyword Lambda Return Delete Assign AugAssign AnnAssign For While If Raise Try
-ExceptHandler Assert Global Nonlocal Expr Pass Break Continue BoolOp NamedExpr BinOp UnaryOp IfExp Dict Set ListComp
-SetComp DictComp GeneratorExp comprehension Yield YieldFrom Compare Call FormattedValue JoinedStr Constant Attribute
-Subscript Starred Name List Tuple Slice Match match_case MatchValue MatchSingleton MatchSequence MatchMapping MatchStar
+Module FunctionDef arguments arg keyword Lambda Return Delete Assign AugAssign AnnAssign For While
+If Raise Try
+ExceptHandler Assert Global Nonlocal Expr Pass Break Continue BoolOp NamedExpr BinOp UnaryOp IfExp
+Dict Set ListComp
+SetComp DictComp GeneratorExp comprehension Yield YieldFrom Compare Call FormattedValue JoinedStr
+Constant Attribute
+Subscript Starred Name List Tuple Slice Match match_case MatchValue MatchSingleton MatchSequence
+MatchMapping MatchStar
 MatchAs MatchOr expr_context boolop operator unaryop cmpop
 """
 _SYNTAX = tuple(getattr(ast, name) for name in _WORDS_OF_SYNTAX.split())

@@ -38,8 +38,9 @@ PRE_TOKENIZERS = {"gpt-2": [BYTE_LEVEL], "smollm": [DIGITS, BYTE_LEVEL]}
 """llama.cpp's name of a pre-tokenizer -> its steps in tokenizer.json."""
 LINE_BREAK = "Ċ"
 """A line break in the vocabulary of a byte-level tokenizer."""
-LOADING = """The weights are in `{file}` ({size:,} bytes), converted by llama.cpp's own converter without rounding, and
-not in safetensors. Load it with llama.cpp, or, for architectures that transformers reads from GGUF, with
+LOADING = """The weights are in `{file}` ({size:,} bytes), converted by llama.cpp's own converter
+without rounding, and not in safetensors. Load it with llama.cpp, or, for architectures that
+transformers reads from GGUF, with
 
 ```python
 config = AutoConfig.from_pretrained(folder)  # transformers does not read all of it from the file

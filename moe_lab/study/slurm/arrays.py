@@ -188,13 +188,14 @@ def resources(
             memory for memory in memories if not memory.fits(count, ROUGHLY * settings.gpu_memory)
         ]
         if about and too_large and not others and config_of(about):
+            can_divide = about.device in DEVICE_MAPS or steps[0].is_layered
             raise UserError(
                 f"{steps[0].kind} of model={about.name} needs about "
                 f"{too_large[0].bytes / GIB:.0f} GiB, and is divided "
                 f"among at most {count} GPUs of resources.gpu_memory={settings.gpu_memory:g} GiB: "
                 "expected "
                 f"resources.jobs={{{steps[0].kind}: {{gpus: {count}}}}} where that is enough, "
-                f"{'' if about.device in DEVICE_MAPS or steps[0].is_layered else 'model.device=auto, '}"
+                f"{'' if can_divide else 'model.device=auto, '}"
                 "or weights of fewer bits"
             )
     elif count and all(step.is_layered for step in steps):
