@@ -42,7 +42,7 @@ class Results:
     @cached_property
     def measured(self) -> list[Comparison]:
         """Models with at least one result."""
-        return [comparison for comparison in self._models if comparison.parts]
+        return [comparison for comparison in self._models if comparison.benchmarks_of]
 
     @cached_property
     def pruned(self) -> list[Comparison]:

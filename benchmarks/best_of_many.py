@@ -158,8 +158,8 @@ def comparison(
 def separated(study: Comparison) -> int:
     """How many methods are separated from the best one of a study by their mean over all
     benchmarks."""
-    target = tuple(study.parts)
-    order = study.score(target).sort_values(ascending=study.is_loss(target), kind="stable").index
+    target = tuple(study.benchmarks_of)
+    order = study.quantity(target).best_first(study.score(target)).index
     return sum(lead.p < LEVEL for lead in study.leads(target, [int(cell) for cell in order]))
 
 
@@ -167,7 +167,7 @@ def _relabelled(store: Path, name: str, studies: int) -> bool:
     """Print how often random plans are told apart when they are given out as plans of methods;
     whether a bar fails."""
     [plans] = Results(load(store, name)).comparisons
-    rows = np.flatnonzero(plans.every["criterion"] == "random")
+    rows = np.flatnonzero(plans.all_cells["criterion"] == "random")
     rng = np.random.default_rng(1)
     failed = False
     for seeds in (2, 3, 5):

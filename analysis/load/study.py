@@ -12,7 +12,7 @@ import pandas as pd
 
 from analysis import names
 from analysis.load import passes, plans, studies
-from analysis.load.evaluations import evaluations, remarks
+from analysis.load.evaluations import Entries, evaluations, remarks
 from analysis.load.reader import Gap, Reader, groups, records
 from analysis.load.settings import AXES, labels, removed_words, replaces
 from moe_lab.results import STEPS
@@ -157,10 +157,6 @@ def _contaminated(contaminations: passes.Reports) -> list[str]:
     ]
 
 
-Entries = dict[int, Mapping[str, Any]]
-"""Cell -> its entry in the record."""
-
-
 def _cells(document: Mapping[str, Any], reader: Reader) -> tuple[pd.DataFrame, Entries]:
     """One row per cell, and the entries; a cell that is listed twice counts once."""
     entries = dict(enumerate(document["cells"]))
@@ -206,7 +202,7 @@ def _one_row_per_plan(
         cells.loc[same_ratio.index, "removed_words"] = removed_words(
             same_ratio["removed"], requested
         )
-    merged: Entries = {}
+    merged: dict[int, Mapping[str, Any]] = {}
     for members in (
         cells.sort_values("requested", kind="stable")
         .groupby(list(AXES), sort=False)

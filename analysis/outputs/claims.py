@@ -154,7 +154,7 @@ def _row(
     }
     compared, found = pooled_difference(comparison, mean, ratios)
     tested = _tested(replace(found, value=sign * found.value))
-    if any(len(comparison.seeds[cell]) < 2 for cell in cells):
+    if not comparison.have_several_seeds(cells):
         tested["p"] = np.nan
     return {
         "claim": claim,

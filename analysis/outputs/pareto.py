@@ -64,7 +64,7 @@ def against_cost(study: Study, comparison: Comparison) -> pd.DataFrame:
     losses; a cell that lacks one has NaN and is on no front. `kind` is a key of KINDS: what the
     plan removes, and what it puts in the place of experts; NaN where the plan cannot be read.
     """
-    target = comparison.averaged(comparison.parts)
+    target = comparison.average
     scores = pd.DataFrame(dict(zip(("avg", "low", "high"), comparison.shown(target), strict=True)))
     axes = comparison.cells[["criterion", "method", "calibration", "ratio", "recovery"]]
     axes = axes.assign(
@@ -208,7 +208,7 @@ def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | N
     # columns of marks without a front say nothing
     if (pruned[list(AXES)].round(2).nunique() < 2).all():
         return None
-    quantity = comparison.quantity(comparison.averaged(comparison.parts))
+    quantity = comparison.quantity(comparison.average)
     pruned = pruned.assign(recovery=pruned["recovery"].map(_recovered))
     shades = {
         word: style.SHADES[at % len(style.SHADES)] for at, word in enumerate(_recoveries(pruned))
@@ -220,7 +220,7 @@ def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | N
     drawing = style.drawing(style.PAGE, 3.2)
     grid = drawing.subplots(1, len(AXES), sharey=True, gridspec_kw={"wspace": 0.09})
     for axes, (axis, title) in zip(grid, AXES.items(), strict=True):
-        unpruned = draw_unpruned(axes, comparison, comparison.averaged(comparison.parts))
+        unpruned = draw_unpruned(axes, comparison, comparison.average)
         _cells(axes, pruned, axis, shades)
         front = pruned[pruned[f"front_{axis}"]].sort_values(axis, kind="stable")
         axes.step(front[axis], front["avg"], where="post", zorder=1, **_FRONT)

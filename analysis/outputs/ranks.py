@@ -96,8 +96,12 @@ def _partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
     differ."""
     models_by_run: dict[str, dict[tuple[str, ...], list[str]]] = {}
     for comparison in comparisons:
-        for column in comparison.parts:
-            run = comparison.parts[column] if column in ranks.partial(comparison.parts) else ()
+        for column in comparison.benchmarks_of:
+            run = (
+                comparison.benchmarks_of[column]
+                if column in ranks.partial(comparison.benchmarks_of)
+                else ()
+            )
             models_by_run.setdefault(column, {}).setdefault(run, []).append(comparison.model)
     sentences = []
     for column, by_run in models_by_run.items():

@@ -226,11 +226,7 @@ def _rows(study: Study, block: Block, columns: Sequence[str], costs: Mapping[str
     if block.base is not None and targets:
         against = {cell: block.base for cell in pruned if cell != block.base}
         paired = differences(comparison, list(targets.values())[-1], against).reindex(list(labels))
-        tested = [
-            cell
-            for cell in against
-            if min(len(comparison.seeds[each]) for each in (cell, block.base)) > 1
-        ]
+        tested = [cell for cell in against if comparison.have_several_seeds((cell, block.base))]
         frame = frame.assign(**{DIFFERENCE: paired["difference"], P: paired.loc[tested, "p"]})
         low = low.assign(**{DIFFERENCE: paired["low"]})
         high = high.assign(**{DIFFERENCE: paired["high"]})

@@ -161,11 +161,7 @@ def _significant(
     several seeds.
 
     gains: column -> its `differences`. Holm's correction covers all columns and pairs."""
-    tested = [
-        cell
-        for cell, other in pairs.items()
-        if min(len(comparison.seeds[each]) for each in (cell, other)) > 1
-    ]
+    tested = [cell for cell, other in pairs.items() if comparison.have_several_seeds((cell, other))]
     p_values = np.array([gain["p"][tested].to_numpy(float) for gain in gains.values()])
     below = uncertainty.holm(p_values.ravel()).reshape(p_values.shape) < LEVEL
     significant = {}

@@ -157,19 +157,23 @@ def _scores(facts: Facts, comparison: Comparison, of: str) -> Found:
 
 def _run(comparison: Comparison, wanted: Iterable[str]) -> tuple[str, ...]:
     return tuple(
-        name for name in wanted if name in comparison.parts or name in comparison.benchmarks
+        name for name in wanted if name in comparison.benchmarks_of or name in comparison.benchmarks
     )
 
 
 def _lacking(comparison: Comparison, wanted: Sequence[str]) -> list[str]:
     """The benchmarks of a published average that the measured one lacks, as a reason."""
     here = _run(comparison, wanted)
-    parts = {column: names.COLUMNS.get(column, ()) for column in here if column in comparison.parts}
+    parts = {
+        column: names.COLUMNS.get(column, ())
+        for column in here
+        if column in comparison.benchmarks_of
+    }
     benchmarks = [
         name
         for column, every in parts.items()
         for name in every
-        if name not in comparison.parts[column]
+        if name not in comparison.benchmarks_of[column]
     ]
     missing = [*(name for name in wanted if name not in here), *benchmarks]
     return [f"measured without {names.listing(map(names.benchmark, missing))}"] if missing else []

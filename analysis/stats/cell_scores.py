@@ -12,15 +12,7 @@ import pandas as pd
 from analysis import names
 from analysis.load.study import Study
 from analysis.stats import ranks
-from analysis.stats.comparison import (
-    Comparison,
-    Panel,
-    Target,
-    displayed_targets,
-    group_targets,
-    means,
-    overall,
-)
+from analysis.stats.comparison import Comparison, Panel, Target, group_targets, means, overall
 from analysis.stats.quantity import AVG
 from analysis.stats.uncertainty import Estimate
 
@@ -60,12 +52,18 @@ def means_in_words(comparisons: Iterable[Comparison]) -> str:
 def not_averaged(comparisons: Iterable[Comparison]) -> list[str]:
     """A sentence about the displayed columns that Avg leaves out; empty when Avg is the mean of
     all."""
-    left = {
-        names.benchmark(column)
-        for comparison in comparisons
-        for column in set(comparison.parts) - set(comparison.averaged(comparison.parts))
-    }
-    return [f"Avg is without {names.listing(sorted(left))}: there, less is better."] if left else []
+    columns: set[str] = set()
+    for comparison in comparisons:
+        columns |= set(comparison.benchmarks_of) - set(comparison.average)
+    if not columns:
+        return []
+    return [
+        (
+            f"Avg is without {names.listing(sorted(map(names.benchmark, columns)))}: there, less "
+            "is "
+            "better."
+        )
+    ]
 
 
 def mean_target(comparison: Comparison, cells: Sequence[int], benchmarks: Iterable[str]) -> Target:
@@ -92,38 +90,27 @@ def column_targets(
     """Display name -> target, for those of `columns` on which these cells were evaluated.
 
     columns: benchmarks, displayed columns, GROUPS, COMMON and MEAN."""
-    groups = group_targets(comparison, cells)
     run = comparison.benchmarks.loc[list(cells)].notna().any()
-    means = {
+    targets: dict[str, Target] = {
         COMMON: mean_target(comparison, cells, names.COMMON_SENSE),
         MEAN: mean_target(comparison, cells, columns),
     }
-    every = {
-        **{str(name): (str(name),) for name in run.index[run]},
-        **displayed_targets(comparison, cells),
-        **groups,
-        **{name: target for name, target in means.items() if target},
-    }
+    for name in (*map(str, run.index[run]), *comparison.evaluated(cells)):
+        targets[name] = (name,)
+    targets |= group_targets(comparison, cells)
     mean = comparison.quantity(overall(comparison, cells)).mean
-    wanted = [mean if name == AVG else name for name in columns]
-    return {names.benchmark(name): every[name] for name in wanted if name in every}
+    shown = [mean if name == AVG else name for name in columns]
+    return {names.benchmark(name): targets[name] for name in shown if targets.get(name)}
 
 
 def scores(comparison: Comparison, cells: Sequence[int], targets: Mapping[str, Target]) -> Numbers:
     """Scores of `cells` (rows) on `targets` (columns) with their intervals; NaN where a cell lacks
     a benchmark."""
-    index = list(cells)
-    values = {name: comparison.shown(target) for name, target in targets.items()}
-    score, low, high = (
-        pd.DataFrame(
-            {name: parts[at][index].to_numpy() for name, parts in values.items()}, index=index
-        )
-        for at in range(3)
-    )
-    best = {
-        names.benchmark(name): comparison.quantity(target).best for name, target in targets.items()
-    }
-    return Numbers(score, low, high, best)
+    numbers = Numbers(*(pd.DataFrame(index=list(cells)) for _ in range(3)))
+    for name, target in targets.items():
+        numbers.frame[name], numbers.low[name], numbers.high[name] = comparison.shown(target)
+        numbers.best[names.benchmark(name)] = comparison.quantity(target).best
+    return numbers
 
 
 def differences(comparison: Comparison, target: Target, against: Mapping[int, int]) -> pd.DataFrame:
@@ -133,13 +120,12 @@ def differences(comparison: Comparison, target: Target, against: Mapping[int, in
     corrected). NaN where outcomes are missing. Differences are in the unit in which scores are
     shown.
     """
-    quantity = comparison.quantity(target)
     score = comparison.score(target)
     rows = []
     for cell, other in against.items():
         estimate = comparison.difference(target, cell, other)
-        ends = (estimate.value, *estimate.interval)
-        rows.append((*(quantity.shown_difference(score[other], end) for end in ends), estimate.p))
+        ends = np.array([estimate.value, *estimate.interval])
+        rows.append([*comparison.quantity(target).shown_difference(score[other], ends), estimate.p])
     return pd.DataFrame(
         rows, index=list(against), columns=["difference", "low", "high", "p"], dtype=float
     )
@@ -220,16 +206,18 @@ def task_block(
     math = domains["math"].cells
     competing = [name for name in code if name in math and (criteria is None or name in criteria)]
     unpruned = [] if comparison.unpruned is None else [comparison.unpruned]
-    cells = dict.fromkeys(names.CODE_COLUMNS, code) | dict.fromkeys(names.MATH_COLUMNS, math)
-    sources = {column: [cells[column][name] for name in competing] for column in cells}
+    panels = dict.fromkeys(names.CODE_COLUMNS, code) | dict.fromkeys(names.MATH_COLUMNS, math)
+    cells_of_column = {
+        column: [of_panel[name] for name in competing] for column, of_panel in panels.items()
+    }
 
     def gather(values: Callable[[str], pd.Series]) -> pd.DataFrame:
         missing = np.full(len(unpruned) + len(competing), np.nan)
         gathered = {
-            column: values(column).loc[unpruned + own].to_numpy()
-            if column in comparison.parts
+            column: values(column).loc[unpruned + cells].to_numpy()
+            if column in comparison.benchmarks_of
             else missing
-            for column, own in sources.items()
+            for column, cells in cells_of_column.items()
         }
         return pd.DataFrame(gathered, index=(["none"] if unpruned else []) + competing)
 

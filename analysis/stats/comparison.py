@@ -26,9 +26,9 @@ Target = tuple[str, ...]
 """Displayed columns or benchmarks, often a single one, whose mean is the score."""
 
 Kind = tuple[str, str]
-"""Granularity and recovery of a plan, in which random plans are like it."""
+"""Granularity and recovery of a plan: random plans are compared with plans of their kind."""
 _NORMAL = 1.96
-_ALIKE = [axis for axis in settings.AXES if axis not in ("model", "seed")]
+_REPLICATE_AXES = [axis for axis in settings.AXES if axis not in ("model", "seed")]
 """Cells of one model that are equal in these are replicates."""
 
 
@@ -58,7 +58,7 @@ class Panel:
     def columns(self, comparison: Comparison) -> Target:
         """Displayed columns on which at least one of these cells was evaluated; all of them when
         every cell failed."""
-        return comparison.evaluated(self.cells.values())
+        return comparison.evaluated(self.cells.values()) or tuple(comparison.columns)
 
     def averaged(self, comparison: Comparison) -> Target:
         """The columns that Avg averages: see `Comparison.averaged`."""
@@ -68,54 +68,57 @@ class Panel:
 @dataclass(frozen=True)
 class Comparison:
     """Scores and outcomes of one model's cells. Rows of frames and matrices are in the order of
-    `every`."""
+    `all_cells`."""
 
     model: str
-    every: pd.DataFrame
+    all_cells: pd.DataFrame
     """All cells, also those that differ from others in the seed alone."""
     results: pd.DataFrame
-    """(every, benchmarks) scores, of a perplexity its loss; NaN is a gap."""
-    parts: dict[str, tuple[str, ...]]
+    """(all_cells, benchmarks) scores, of a perplexity its loss; NaN is a gap."""
+    benchmarks_of: dict[str, tuple[str, ...]]
     """Displayed column -> its benchmarks."""
     quantities: Mapping[str, Quantity]
     """Benchmark -> what its numbers are; scores if it is not in it."""
     outcomes: dict[str, np.ndarray]
-    """Benchmark -> outcomes (every, items), NaN where a cell did not get an item; only if their
-    mean is the score."""
+    """Benchmark -> outcomes (all_cells, items), NaN where a cell did not get an item; only if their
+    mean is the score.
+    """
     standard_errors: pd.DataFrame
-    """(every, benchmarks) as the harness reported them."""
+    """(all_cells, benchmarks) as the harness reported them."""
     units: dict[str, np.ndarray] = field(default_factory=dict)
-    """Benchmark -> weights (items,) in the score; benchmarks whose items count alike are not in
-    it."""
+    """Benchmark -> weights (items,) in the score; benchmarks whose items have equal weights are not
+    in it."""
 
     @cached_property
-    def _first(self) -> pd.Series:
-        """The cell that stands for each cell of `every`: its replicate with the lowest seed."""
-        ordered = self.every.sort_values("seed", kind="stable")
+    def _representative(self) -> pd.Series:
+        """Cell of `all_cells` -> its replicate with the lowest seed, which stands for all
+        replicates."""
+        ordered = self.all_cells.sort_values("seed", kind="stable")
         labels = pd.Series(ordered.index, ordered.index)
-        return (
-            labels.groupby([ordered[axis] for axis in _ALIKE], sort=False)
-            .transform("first")
-            .loc[self.every.index]
-        )
+        replicates = labels.groupby([ordered[axis] for axis in _REPLICATE_AXES], sort=False)
+        return replicates.transform("first").loc[self.all_cells.index]
 
     @cached_property
     def cells(self) -> pd.DataFrame:
         """The cells that are compared, one for each group of replicates, without their seed."""
-        return self.every[self._first == self.every.index].drop(columns="seed")
+        return self.all_cells[self._representative == self.all_cells.index].drop(columns="seed")
 
     @cached_property
     def seeds(self) -> dict[int, dict[int, int]]:
         """Cell of `cells` -> seed -> the replicate with this seed."""
-        found: dict[int, dict[int, int]] = {int(str(cell)): {} for cell in self.cells.index}
-        for cell, first, seed in zip(
-            self.every.index, self._first, self.every["seed"], strict=True
+        replicates: dict[int, dict[int, int]] = {int(str(cell)): {} for cell in self.cells.index}
+        for plan, cell, seed in zip(
+            self.all_cells.index, self._representative, self.all_cells["seed"], strict=True
         ):
-            found[int(first)][int(seed)] = int(str(cell))
-        return found
+            replicates[int(cell)][int(seed)] = int(str(plan))
+        return replicates
+
+    def have_several_seeds(self, cells: Iterable[int]) -> bool:
+        """Whether each of these methods has several seeds, without which it is not tested."""
+        return all(len(self.seeds[cell]) > 1 for cell in cells)
 
     def _over_seeds(self, frame: pd.DataFrame) -> pd.DataFrame:
-        return frame.groupby(self._first, sort=False).mean().reindex(self.cells.index)
+        return frame.groupby(self._representative, sort=False).mean().reindex(self.cells.index)
 
     @cached_property
     def benchmarks(self) -> pd.DataFrame:
@@ -125,17 +128,16 @@ class Comparison:
     @cached_property
     def columns(self) -> pd.DataFrame:
         """(cells, displayed columns) scores, the mean over seeds."""
-        return self._over_seeds(ranks.component_columns(self.results, self.parts))
+        return self._over_seeds(ranks.component_columns(self.results, self.benchmarks_of))
 
     def removed(self, ratio: float) -> str:
         """What the cells of a requested ratio remove, in words."""
         return str(self.cells.loc[self.cells["ratio"] == ratio, "removed_words"].iloc[0])
 
     def evaluated(self, cells: Iterable[int]) -> Target:
-        """Displayed columns on which at least one of these cells was evaluated; all of them when
-        every cell failed."""
+        """Displayed columns on which at least one of these cells was evaluated."""
         run = self.columns.loc[list(cells)].notna().any()
-        return tuple(str(name) for name in (run.index[run] if run.any() else run.index))
+        return tuple(str(name) for name in run.index[run])
 
     @cached_property
     def unpruned(self) -> int | None:
@@ -146,33 +148,37 @@ class Comparison:
     def averaged(self, columns: Iterable[str]) -> Target:
         """Those of `columns` in which more is better, as a mean over both directions would be
         meaningless; if there are none, those in which less is better."""
-        every = tuple(columns)
-        better = tuple(
-            name for name in every if not set(self.weights((name,))) & set(self.lower_is_better)
-        )
-        return better or tuple(name for name in every if self.is_loss((name,)))
+        losses = []
+        scores = []
+        for column in columns:
+            if self.quantity((column,)).lower_is_better:
+                losses.append(column)
+            elif not set(self.weights((column,))) & set(self.lower_is_better):
+                scores.append(column)
+        return tuple(scores or losses)
+
+    @cached_property
+    def average(self) -> Target:
+        """`averaged` of all displayed columns."""
+        return self.averaged(self.benchmarks_of)
 
     def quantity(self, target: Target) -> Quantity:
         """What the numbers of a target are."""
         return common(self.quantities.get(name, Quantity()) for name in self.weights(target))
 
-    def is_loss(self, target: Target) -> bool:
-        """Whether less is better of a target."""
-        return self.quantity(target).lower_is_better
-
     @cached_property
     def lower_is_better(self) -> tuple[str, ...]:
         """Columns and benchmarks where less is better."""
-        every = dict.fromkeys([*map(str, self.results), *self.parts])
-        return tuple(name for name in every if self.is_loss((name,)))
+        names_of_both = dict.fromkeys([*map(str, self.results), *self.benchmarks_of])
+        return tuple(name for name in names_of_both if self.quantity((name,)).lower_is_better)
 
     def by_seed(self, target: Target) -> pd.Series:
-        """Score of every cell of `every`: the mean of the target's columns; NaN when one is a gap
-        or there is none."""
-        shares = self.weights(target)
-        if not shares:
-            return pd.Series(np.nan, self.every.index)
-        return (self.results[list(shares)] * pd.Series(shares)).sum(axis=1, skipna=False)
+        """Score of each of `all_cells`: the mean of the target's columns; NaN when one is a gap or
+        there is none."""
+        weights = self.weights(target)
+        if not weights:
+            return pd.Series(np.nan, self.all_cells.index)
+        return (self.results[list(weights)] * pd.Series(weights)).sum(axis=1, skipna=False)
 
     # cached, as many tables and figures use the same targets
     @cached_property
@@ -198,30 +204,30 @@ class Comparison:
         return cache(self._interval)
 
     def _interval(self, target: Target) -> tuple[pd.Series, pd.Series]:
-        ends = pd.DataFrame(
-            [self._ends(target, cell) for cell in self.seeds], list(self.seeds), dtype=float
-        )
-        centre = self.score(target)
-        shares = self.weights(target)
-        errors = self._over_seeds(self.standard_errors[list(shares)]).to_numpy(float) * np.array(
-            list(shares.values())
-        )
-        half = _NORMAL * np.sqrt(np.square(errors).sum(axis=1))
-        low = ends[0].fillna(centre - half)
-        high = ends[1].fillna(centre + half)
-        return (low, high) if self.is_loss(target) else (low.clip(lower=0), high.clip(upper=1))
+        from_items = [self._interval_from_items(target, cell) for cell in self.seeds]
+        ends = pd.DataFrame(from_items, list(self.seeds), dtype=float)
+        score = self.score(target)
+        weights = pd.Series(self.weights(target))
+        errors = self._over_seeds(self.standard_errors[list(weights.index)]) * weights
+        reach = _NORMAL * np.sqrt(errors.pow(2).sum(axis=1, skipna=False))
+        low = ends[0].fillna(score - reach)
+        high = ends[1].fillna(score + reach)
+        if self.quantity(target).lower_is_better:
+            return low, high
+        return low.clip(lower=0), high.clip(upper=1)
 
-    def _ends(self, target: Target, cell: int) -> tuple[float, float]:
+    def _interval_from_items(self, target: Target, cell: int) -> tuple[float, float]:
+        """Ends of a cell's interval from the outcomes of its items; NaN without outcomes."""
         answers = self._right_or_wrong(target)
-        plans = [self._place[plan] for plan in self.seeds[cell].values()]
-        own = (
-            None if answers is None or not np.isfinite(answers[plans]).any() else answers[plans[0]]
-        )
-        if own is None or len(plans) > 1:
+        plans = [self._row[plan] for plan in self.seeds[cell].values()]
+        if answers is None or np.isnan(answers[plans]).all():
+            return self.estimate(target, {cell: 1.0}).interval
+        if len(plans) > 1:
             estimate = self.estimate(target, {cell: 1.0})
-            if own is None or estimate.error != 0:
+            if estimate.error != 0:
                 return estimate.interval
-        low, high = uncertainty.wilson(np.nansum(own), np.isfinite(own).sum())
+        of_plan = answers[plans[0]]
+        low, high = uncertainty.wilson(np.nansum(of_plan), np.isfinite(of_plan).sum())
         return float(low), float(high)
 
     def estimate(self, target: Target, weights: Mapping[int, float]) -> Estimate:
@@ -248,28 +254,30 @@ class Comparison:
         in their order.
         """
         scored = self._scored(target)
-        plans = [
-            {seed: cell for seed, cell in self.seeds[each].items() if scored[self._place[cell]]}
-            for each in cells
+        rows_by_seed = [
+            {
+                seed: self._row[plan]
+                for seed, plan in self.seeds[cell].items()
+                if scored[self._row[plan]]
+            }
+            for cell in cells
         ]
-        several = [own for own in plans if len(own) > 1]
-        common = sorted(set.intersection(*map(set, several))) if several else []
-        if len(common) > 1:
-            columns = [
-                [own[seed] for seed in common] if len(own) > 1 else list(own.values())
-                for own in plans
-            ]
-        else:
-            columns = [list(own.values()) for own in plans]
-        rows = [len(column) for column in columns if len(column) != 1]
-        count = min(rows, default=1)
-        matched = [(column * count if len(column) == 1 else column)[:count] for column in columns]
-        return np.array([[self._place[cell] for cell in column] for column in matched], int).T
+        several = [set(by_seed) for by_seed in rows_by_seed if len(by_seed) > 1]
+        common_seeds = sorted(set.intersection(*several)) if several else []
+        rows_of_cells = []
+        for by_seed in rows_by_seed:
+            matched = len(by_seed) > 1 and len(common_seeds) > 1
+            rows_of_cells.append(
+                [by_seed[seed] for seed in common_seeds] if matched else list(by_seed.values())
+            )
+        count = min((len(rows) for rows in rows_of_cells if len(rows) != 1), default=1)
+        repeated = [(rows * count if len(rows) == 1 else rows)[:count] for rows in rows_of_cells]
+        return np.array(repeated, int).T
 
     @cached_property
-    def _place(self) -> dict[int, int]:
-        """Cell of `every` -> its row number."""
-        return {int(str(cell)): row for row, cell in enumerate(self.every.index)}
+    def _row(self) -> dict[int, int]:
+        """Cell of `all_cells` -> its row number."""
+        return {int(str(cell)): row for row, cell in enumerate(self.all_cells.index)}
 
     @cached_property
     def _scored(self) -> Callable[[Target], np.ndarray]:
@@ -286,13 +294,9 @@ class Comparison:
                 return []
             values = np.tensordot(self.outcomes[benchmark][plans], factors, (1, 0))
             shared = np.isfinite(values).all(axis=0)
-            units = (
-                self.units[benchmark][shared]
-                if benchmark in self.units
-                else np.ones(int(shared.sum()))
-            )
-            if not len(units):
+            if not shared.any():
                 return []
+            units = self.units.get(benchmark, np.ones(len(shared)))[shared]
             shares = units / units.sum()
             stratum = Stratum(values[:, shared] * shares * weight, shares)
             name = names.SAME_ITEMS.get(benchmark, benchmark)
@@ -318,21 +322,21 @@ class Comparison:
             or np.isnan(estimate.error)
         ):
             return estimate
-        pair = answers[[self._place[cell], self._place[other]]]
+        pair = answers[[self._row[cell], self._row[other]]]
         first, second = pair[:, np.isfinite(pair).all(axis=0)]
         return replace(estimate, exact=float(uncertainty.mcnemar(first, second)))
 
     def scored_plans(self, target: Target, cell: int) -> list[int]:
         """The replicates of a cell that have a score."""
         scored = self._scored(target)
-        return [plan for plan in self.seeds[cell].values() if scored[self._place[plan]]]
+        return [plan for plan in self.seeds[cell].values() if scored[self._row[plan]]]
 
     def leads(self, target: Target, cells: Sequence[int]) -> list[Estimate]:
         """Score of the first of `cells` minus that of each other, where the first is the best of
         them by these scores: see `uncertainty.best_of_many`. Scores are on the items that all of
         them got."""
         plans = [self.scored_plans(target, cell) for cell in cells]
-        rows = [self._place[plan] for of_cell in plans for plan in of_cell]
+        rows = [self._row[plan] for of_cell in plans for plan in of_cell]
         strata = self._strata(target, np.array(rows)[:, None], np.ones(1))
         pairs = [self.estimate(target, {cells[0]: 1.0, other: -1.0}) for other in cells[1:]]
         return uncertainty.best_of_many(
@@ -342,16 +346,15 @@ class Comparison:
     def weights(self, target: Target) -> dict[str, float]:
         """Benchmark -> its weight in the target; columns have equal weights, and so have the
         benchmarks of a column."""
-        parts = {name: self.parts.get(name, (name,)) for name in target}
-        return {
-            benchmark: 1 / len(benchmarks) / len(target)
-            for benchmarks in parts.values()
-            for benchmark in benchmarks
-        }
+        weights = {}
+        for column in target:
+            benchmarks = self.benchmarks_of.get(column, (column,))
+            weights |= dict.fromkeys(benchmarks, 1 / len(benchmarks) / len(target))
+        return weights
 
     def _right_or_wrong(self, target: Target) -> np.ndarray | None:
-        """The target's outcomes if it is one benchmark whose items are right or wrong and count
-        alike, else None."""
+        """The target's outcomes if it is one benchmark of right-or-wrong items with equal weights,
+        else None."""
         benchmarks = list(self.weights(target))
         return (
             self.outcomes[benchmarks[0]]
@@ -361,8 +364,8 @@ class Comparison:
 
     @cached_property
     def _binary(self) -> set[str]:
-        alike = self.outcomes.keys() - self.units.keys()
-        return {name for name in alike if evaluations.binary(self.outcomes[name])}
+        equal_weights = self.outcomes.keys() - self.units.keys()
+        return {name for name in equal_weights if evaluations.binary(self.outcomes[name])}
 
     @cached_property
     def panels(self) -> list[Panel]:
@@ -377,11 +380,13 @@ def compare(
     to its reader."""
     comparisons = []
     for model in dict.fromkeys(cells["model"]):
-        own = cells[cells["model"] == model]
-        own_results, own_samples = (
-            frame[frame["cell"].isin(own.index)] for frame in (results, samples)
+        of_model = cells[cells["model"] == model]
+        has_result, has_sample = (
+            frame["cell"].isin(of_model.index) for frame in (results, samples)
         )
-        comparisons.append(_comparison(model, own, own_results, own_samples, reader))
+        comparisons.append(
+            _comparison(model, of_model, results[has_result], samples[has_sample], reader)
+        )
     return comparisons
 
 
@@ -401,17 +406,16 @@ def _comparison(
         index=cells.index, columns=order
     )
     answers = evaluations.outcome_matrices(samples, scores.astype(float))
-    parts = ranks.displayed(order)
-    words = settings.labels(cells)
-    for cell, benchmark in answers.odd:
+    labels = settings.labels(cells)
+    for cell, benchmark in answers.unexplained:
         reader.gap(
-            f"the score of {benchmark} is not the mean of its items: it is not tested", words[cell]
+            f"the score of {benchmark} is not the mean of its items: it is not tested", labels[cell]
         )
     return Comparison(
         model=model,
-        every=cells,
+        all_cells=cells,
         results=scores.astype(float),
-        parts=parts,
+        benchmarks_of=ranks.displayed(order),
         quantities=quantities,
         outcomes=answers.matrices,
         standard_errors=errors.astype(float),
@@ -465,22 +469,14 @@ def group_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str, Tar
 def overall(comparison: Comparison, cells: Sequence[int]) -> Target:
     """The displayed columns of these cells in which more is better; where there are losses alone,
     these."""
-    return comparison.averaged(displayed_targets(comparison, cells))
+    return comparison.averaged(comparison.evaluated(cells))
 
 
 def means(comparisons: Iterable[Comparison]) -> dict[str, Quantity]:
     """Name of the mean over displayed columns -> what it is; several if models were measured
     differently."""
-    quantities = [
-        comparison.quantity(comparison.averaged(comparison.parts)) for comparison in comparisons
-    ]
+    quantities = [comparison.quantity(comparison.average) for comparison in comparisons]
     return {quantity.mean: quantity for quantity in quantities}
-
-
-def displayed_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str, Target]:
-    """The displayed columns that these cells were evaluated on."""
-    run = comparison.columns.loc[list(cells)].notna().any()
-    return {str(name): (str(name),) for name in run.index[run]}
 
 
 def random_scores(

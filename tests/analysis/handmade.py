@@ -88,7 +88,7 @@ def study_of(comparison: Comparison, costs: list[dict[str, float]] | None = None
     items = [outcomes[name].shape[1] if name in outcomes else 1 for name in comparison.benchmarks]
     results = pd.DataFrame({"n": items, "benchmark": comparison.benchmarks.columns, **SCORES})
     return HandmadeStudy(
-        cells=comparison.every,
+        cells=comparison.all_cells,
         results=results.assign(cell=comparison.cells.index[0]),
         calibrations={},
         origins=pd.DataFrame({"versions": []}),

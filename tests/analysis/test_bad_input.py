@@ -122,7 +122,7 @@ def test_a_lost_result_is_a_gap_everywhere_and_never_zero(store: Path, what: str
     if what == "other suite":
         assert "different sets of benchmarks" in " ".join(study.notes)
         assert [(gap.what, gap.where) for gap in study.gaps] == [
-            ("never asked for gsm8k, unlike other cells of the study", CELL)
+            ("not evaluated on gsm8k, unlike other cells of the study", CELL)
         ]
 
 

@@ -271,7 +271,7 @@ def test_mixed_sizes_metrics_and_versions_are_told(store: Path) -> None:
         "torch",
         "c1 (edits e1), c1 (edits e2)",
         "sandbox: limited",
-        "A limit was set: 1 benchmark ",
+        "A limit was set: one benchmark ",
     ):
         assert words in notes
     [comparison] = Results(study).measured

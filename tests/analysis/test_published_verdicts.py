@@ -140,7 +140,7 @@ def test_columns_are_compared_as_the_papers_average_them() -> None:
 def test_what_is_not_the_printed_row_finds_none(changes: dict[str, Any]) -> None:
     axes = {"criterion": "man", **changes}
     study, comparison = study_of(("man",))
-    comparison.every.loc[1, list(axes)] = list(axes.values())
+    comparison.all_cells.loc[1, list(axes)] = list(axes.values())
     found = verdicts(study, comparison)
     assert set(found["Criterion"]) == {"Unpruned"}
     note = published_table(Facts(study), [comparison], of="unified.table5").footnotes[-1]
@@ -232,7 +232,7 @@ def test_searches_are_compared_by_their_set_and_generations() -> None:
 
 def test_what_ships_here_stands_in_and_says_so() -> None:
     study, comparison = study_of(("man",), model="pocket_olmoe", calibration="pocket_general")
-    comparison.every["model"] = "pocket_olmoe"
+    comparison.all_cells["model"] = "pocket_olmoe"
     found = verdicts(study, comparison)
     assert len(found) == 2 * len(RUN)
     assert set(found["Verdict"]) == {
@@ -272,7 +272,7 @@ def test_mone_that_replaces_is_compared_with_the_whole_method_alone(
     right = round(quoted.value * 3270)
     outcomes = {"boolq": [[1] * 3270, [1] * right + [0] * (3270 - right)]}
     own = handmade.comparison_of([{**one, "model": key[0]} for one in axes], outcomes)
-    study.cells, study.calibrations = own.every, {f"c4@{key[0]}": {"rows": 100, "length": 4096}}
+    study.cells, study.calibrations = own.all_cells, {f"c4@{key[0]}": {"rows": 100, "length": 4096}}
     study.results = pd.DataFrame(
         {"cell": own.cells.index, "benchmark": "boolq", "metric": "acc", "folder": "f"}
     )

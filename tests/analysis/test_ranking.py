@@ -431,8 +431,8 @@ def test_models_are_random_effects() -> None:
     for model, (reap, ean) in scores.items():
         outcomes = [first(count, 60) for count in (60, reap, reap, ean, ean)]
         made.append(replace(comparison_of(axes, {"gsm8k": outcomes}), model=model))
-    rounded = made[0].every["removed_words"].replace("50 %", "46.9 % (50 % requested)")
-    made[0] = replace(made[0], every=made[0].every.assign(removed_words=rounded))
+    rounded = made[0].all_cells["removed_words"].replace("50 %", "46.9 % (50 % requested)")
+    made[0] = replace(made[0], all_cells=made[0].all_cells.assign(removed_words=rounded))
     *_, together = ranking.rankings(made)
     assert (together.model, together.pruned) == (
         ranking.ALL_MODELS,

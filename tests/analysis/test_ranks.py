@@ -114,9 +114,9 @@ def test_ranks_are_means_over_seeds_and_blocks_and_differ_where_seeds_and_blocks
     methods = ("ean", "man", "reap", "seer")
     made = seeded(np.random.default_rng(1), methods, 0.1)
     [found] = rank_tests.rank_tests(made)
-    every = made.results.assign(method=made.every["criterion"], seed=made.every["seed"]).query(
-        "method != 'none'"
-    )
+    every = made.results.assign(
+        method=made.all_cells["criterion"], seed=made.all_cells["seed"]
+    ).query("method != 'none'")
     of_seed = [
         plans.set_index("method")[list(SIX)].rank(ascending=False)
         for _, plans in every.groupby("seed")

@@ -69,11 +69,11 @@ def test_models_asked_by_protocols_of_their_own_have_the_columns_of_the_paper() 
     """Seven benchmarks, their plain mean, and no word about metrics that differ from model to
     model."""
     one, other = (made(AXES, dict.fromkeys(names.HEAPR, SOLVED["arc_easy"])) for _ in range(2))
-    other = replace(other, model="n", every=other.every.assign(model="n"))
+    other = replace(other, model="n", all_cells=other.all_cells.assign(model="n"))
     study = study_of(one, COSTS)
     asked = {"m": ("acc", "heapr"), "n": ("acc_norm", "heapr_norm")}
     study.cells = pd.concat(
-        [found.every.assign(protocol=asked[found.model][1]) for found in (one, other)],
+        [found.all_cells.assign(protocol=asked[found.model][1]) for found in (one, other)],
         ignore_index=True,
     )
     study.results = pd.DataFrame(
@@ -364,7 +364,11 @@ def test_gains_of_searches_are_paired_and_corrected_together() -> None:
         table.frame["Allocation"].tolist() == ["uniform", "evolutionary"] * 2
         and table.low is not None
     )
-    targets = {"MC Avg": ("MC Avg",), "Math": ("GSM8K", "MATH-500"), "Avg": tuple(comparison.parts)}
+    targets = {
+        "MC Avg": ("MC Avg",),
+        "Math": ("GSM8K", "MATH-500"),
+        "Avg": tuple(comparison.benchmarks_of),
+    }
     p_values = [
         [comparison.difference(target, *pair).p for target in targets.values()]
         for pair in pairs.items()
