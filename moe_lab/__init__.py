@@ -331,7 +331,7 @@ def plan(
     from moe_lab import allocation as allocations
     from moe_lab.allocation import protection
     from moe_lab.config import AllocationConfig
-    from moe_lab.config.base import identity, valid
+    from moe_lab.config.base import valid
     from moe_lab.errors import UserError
     from moe_lab.pruning.plan import ROUNDED, ties
     from moe_lab.pruning.replace import plan_from_scores
@@ -341,12 +341,13 @@ def plan(
         raise UserError("plan: these scores say nothing of their model: give its statistics=")
     given = {"multiple_of": multiple_of, "replacement": replacement, "protect": protect}
     given |= {"name": allocation, "parameters": parameters}
-    settings: AllocationConfig = valid(
+    checked: AllocationConfig = valid(
         AllocationConfig, given, "allocation", f"allocation={allocation}"
     )
+    settings = allocations.IdentifiedAllocation.of(checked)
     granularity: Literal["expert", "channel"] = "channel" if "channel" in scores else "expert"
     allocations.check(settings, granularity)
-    chosen = {**identity(settings), "ratio": ratio}
+    chosen = {**settings.identity, "ratio": ratio}
     if lacking := [need for need in allocations.needs(chosen) if need not in statistics.sums]:
         raise UserError(
             f"plan: allocation={allocation}, replacement={replacement} and protect={protect} read "

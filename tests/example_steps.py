@@ -5,6 +5,7 @@ from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
+from moe_lab.calibration import IdentifiedText
 from moe_lab.config import (
     AllocationConfig,
     BackendConfig,
@@ -18,13 +19,14 @@ from moe_lab.config import (
     TimingConfig,
 )
 from moe_lab.evaluation import Policy
+from moe_lab.evaluation.suite import IdentifiedBenchmark
 from moe_lab.grid import Cell
 from moe_lab.study.step import Step
 from moe_lab.study.steps import KINDS, perform
 from moe_lab.study.steps.costs import Cost, Profile, Timing
-from moe_lab.study.steps.evaluation import Contamination, Evaluate, task_of
+from moe_lab.study.steps.evaluation import Asking, Contamination, Evaluate, Grading, task_of
 from moe_lab.study.steps.files import Files
-from moe_lab.study.steps.passes import Facts, loaded_as
+from moe_lab.study.steps.passes import loaded_as
 from moe_lab.study.steps.plans import drops_whole_experts
 from moe_lab.study.steps.recovery import (
     Export,
@@ -79,7 +81,7 @@ def exported(
     """The step that exports a model under the plan in `folder`/plan, fine-tuned as in
     `folder`/finetune if there is a recovery; and its files."""
     (folder / "scratch").mkdir(exist_ok=True)
-    text = CalibrationConfig(name="x", path="owner/x", seed=1)
+    text = IdentifiedText.of(CalibrationConfig(name="x", path="owner/x", seed=1))
     plan = Example()
     loaded = loaded_as(ModelConfig(name="m", path=str(model), device="cpu"))
     finetune = Finetune(loaded, text, plan, recovery, 1) if recovery else None
@@ -116,9 +118,9 @@ def step_of(
         return plan_of(replace(cell, allocation=replace(cell.allocation, replacement=grouping)))  # type: ignore[no-any-return]
     changes = plan_of(cell), None, storage_of(cell.recovery)
     pruned = Pruned(loaded_as(cell.model), *changes, cell.recovery, drops_whole_experts(cell))
-    text = cell.texts["flops"]
+    text = IdentifiedText.of(cell.texts["flops"])
     made: dict[str, Callable[[], Any]] = {
-        "model": lambda: Facts(cell.model),
+        "model": lambda: loaded_as(cell.model).facts,
         "contamination": lambda: Contamination.of(cell.model, cell.calibration, {"b": benchmark}),  # type: ignore[dict-item]
         "finetune": lambda: pruned_of(cell).finetune,
         "export": lambda: export_of(pruned, config.export, config.verify),
@@ -138,13 +140,6 @@ def evaluated(
 ) -> Evaluate:
     """The step that evaluates a model under a plan on a benchmark."""
     pruned = Pruned(loaded_as(model), plan, None, None, RecoveryConfig(), True)
-    return Evaluate(
-        benchmark,
-        Policy(),
-        None,
-        pruned,
-        changes.pop("backend", BackendConfig()),
-        None,
-        None,
-        **changes,
-    )
+    grading = Grading(IdentifiedBenchmark.of(benchmark), Policy(), None)
+    asking = Asking(benchmark, None, changes.pop("backend", BackendConfig()))
+    return Evaluate(grading, asking, pruned, None, None, **changes)

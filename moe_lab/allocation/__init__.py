@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, make_dataclass
-from functools import partial
+from functools import cached_property, partial
 from hashlib import sha256
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -30,7 +30,7 @@ from moe_lab.allocation.problem import (
     own,
 )
 from moe_lab.config import AllocationConfig
-from moe_lab.config.base import SETTINGS, Positive, counting_fields, identity, valid
+from moe_lab.config.base import SETTINGS, Positive, counting_fields, valid
 from moe_lab.criteria import Granularity
 from moe_lab.errors import UserError, check_known
 from moe_lab.paths import check_name
@@ -136,18 +136,17 @@ def get(name: str) -> Allocation:
     return ALLOCATIONS[name]
 
 
-@identity.register
-def _(settings: AllocationConfig) -> Any:
-    """Its fields, with the content of the files that they name, and the source of a plugin."""
-    document = {
-        **counting_fields(settings),
-        **protection.identity(vars(settings)),
-        "source": get(settings.name).source,
-    }
-    if settings.path is not None:
-        content = json.dumps(shapes.read(settings.path), sort_keys=True)
-        document["path"] = sha256(content.encode()).hexdigest()
-    return document
+class IdentifiedAllocation(AllocationConfig):
+    """An allocation that is identified by its fields, with the content of the file that it names,
+    and the source of a plugin."""
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        document = {**counting_fields(self), "source": get(self.name).source}
+        if self.path is not None:
+            content = json.dumps(shapes.read(self.path), sort_keys=True)
+            document["path"] = sha256(content.encode()).hexdigest()
+        return document
 
 
 ZeroExpert = Literal["keep_null", "drop"]

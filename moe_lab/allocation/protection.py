@@ -41,15 +41,6 @@ def super_experts(largest: Mapping[int, ArrayLike], end: int) -> dict[int, list[
     return {layer: experts for layer, experts in chosen.items() if experts}
 
 
-def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What identifies the protection among the fields of AllocationConfig; {} without one."""
-    return (
-        {name: settings[name] for name in ("protect", "protect_layers")}
-        if settings["protect"]
-        else {}
-    )
-
-
 def needs(settings: Mapping[str, Any]) -> tuple[str, ...]:
     """The step that measures by what experts are protected."""
     return ("statistics",) if settings.get("protect") == SUPER else ()
@@ -61,8 +52,8 @@ def with_protected(
     statistics: Mapping[int, Mapping[str, Any]],
 ) -> dict[str, Any]:
     """The facts of a model in which each layer lists the ids of its protected experts, as
-    `protected`; as they are without protection. `settings`: as from `identity`, among others.
-    `statistics`: layer -> sums by name."""
+    `protected`; as they are without protection. `settings`: fields of AllocationConfig, among
+    others. `statistics`: layer -> sums by name."""
     if settings.get("protect") is None:
         return dict(model)
     evidence = {"statistics": statistics}

@@ -6,6 +6,7 @@ Here: checks of a set before it is read, and what identifies it.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from moe_lab.calibration.sources import (
     read,
 )
 from moe_lab.config import CalibrationConfig, ModelConfig
-from moe_lab.config.base import counting_fields, identity
+from moe_lab.config.base import counting_fields
 from moe_lab.config.pruning import OF_DOCUMENTS
 from moe_lab.errors import UserError
 from moe_lab.models import config_json
@@ -118,17 +119,19 @@ def order_seed(settings: CalibrationConfig) -> int | None:
     return settings.seed
 
 
-@identity.register
-def _(settings: CalibrationConfig) -> Any:
-    """All that changes what is read and in which batches: of a path the content, of a mixture its
-    sets and their shares, of the tokens how many rows they fill. The seed counts only where
-    documents are shuffled."""
-    document = {**counting_fields(settings, "sources", "tokens"), "rows": settings.rows}
-    if not settings.sources:
-        return {**document, **_documents(settings)}
-    sources = [{"share": share, **_documents(part)} for share, part in parts(settings)]
-    # each set has the seed of the mixture, or its own
-    return {**document, "sources": sources, "seed": None}
+class IdentifiedText(CalibrationConfig):
+    """A calibration set that is identified by all that changes what is read and in which batches:
+    of a path the content, of a mixture its sets and their shares, of the tokens how many rows they
+    fill. The seed counts only where documents are shuffled."""
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        document = {**counting_fields(self, "sources", "tokens"), "rows": self.rows}
+        if not self.sources:
+            return {**document, **_documents(self)}
+        sources = [{"share": share, **_documents(part)} for share, part in parts(self)]
+        # each set has the seed of the mixture, or its own
+        return {**document, "sources": sources, "seed": None}
 
 
 def _documents(settings: CalibrationConfig) -> dict[str, Any]:

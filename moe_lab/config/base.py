@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, is_dataclass
-from functools import singledispatch
 from types import NoneType, UnionType
 from typing import (
     Annotated,
@@ -82,6 +81,28 @@ class Group:
     """Fields that other settings set, which nobody can type."""
     runtime = frozenset[str]()
     """Fields that say how work is done and change no result: no part of an identity."""
+    references = frozenset[str]()
+    """Fields that stand for something outside of the settings, such as a path for the content of a
+    file. A class that is derived from this one, in the module of its subject, knows what identifies
+    it."""
+
+    @classmethod
+    def of(cls, settings: Any) -> Self:
+        """`settings`, of this class or of one that it is derived from, as an object of this
+        class."""
+        if isinstance(settings, cls):
+            return settings
+        return cls(**{each.name: getattr(settings, each.name) for each in fields(settings)})
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What of the settings changes a result, JSON-ready: all fields but those in `runtime`."""
+        if self.references:
+            raise TypeError(
+                f"{type(self).__name__} does not know what its {', '.join(self.references)} "
+                "stands for"
+            )
+        return counting_fields(self)
 
     @model_validator(mode="before")
     @classmethod
@@ -294,21 +315,18 @@ def is_text(kind: Any) -> bool:
     )
 
 
-@singledispatch
-def identity(setting: Any) -> Any:
-    """What of `setting` changes a result, JSON-ready.
-
-    A group of settings is its fields, except those that its class names in `runtime`. Where a
-    setting stands for something else, such as a path for the content of a file, the module of its
-    subject registers a function for it.
-    """
-    if is_dataclass(setting):
-        return counting_fields(setting)
-    if isinstance(setting, Mapping):
-        return {str(name): identity(value) for name, value in setting.items()}
-    if isinstance(setting, (list, tuple)):
-        return [identity(value) for value in setting]
-    return setting
+def identity(value: Any) -> Any:
+    """What of a value changes a result, JSON-ready: `identity` of an object that has it, the fields
+    of another dataclass, and of a mapping or a list that of its values."""
+    if hasattr(value, "identity"):
+        return value.identity
+    if is_dataclass(value):
+        return counting_fields(value)
+    if isinstance(value, Mapping):
+        return {str(name): identity(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [identity(inner) for inner in value]
+    return value
 
 
 def counting_fields(group: Any, *without: str) -> dict[str, Any]:

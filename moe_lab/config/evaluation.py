@@ -33,6 +33,18 @@ SET_BY_US = (
     "skip_tokenizer_init",
 )
 """Arguments of vllm.LLM that backend.arguments must not have."""
+PLACEMENT = (
+    "cpu_offload_gb",
+    "data_parallel_size",
+    "disable_log_stats",
+    "gpu_memory_utilization",
+    "max_parallel_loading_workers",
+    "pipeline_parallel_size",
+    "swap_space",
+    "tensor_parallel_size",
+)
+"""Arguments of vllm.LLM that say where a model is and how much memory it may take, and change no
+result."""
 
 
 @dataclass(config=SETTINGS, frozen=True)
@@ -90,6 +102,18 @@ class BackendConfig(Group):
     python: str | None = None
     """Set by interpreters.vllm."""
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Its name; of a server the command line, of vLLM the arguments but for `PLACEMENT`."""
+        if self.name == "server":
+            return {"name": self.name, "command": self.command}
+        if self.name == "vllm":
+            arguments = {
+                name: value for name, value in self.arguments.items() if name not in PLACEMENT
+            }
+            return {"name": self.name, "arguments": arguments}
+        return {"name": self.name}
+
     @model_validator(mode="after")
     def _arguments_are_of_vllm(self) -> Self:
         if self.arguments and self.name != "vllm":
@@ -113,6 +137,7 @@ class BenchmarkConfig(Group):
 
     internal = frozenset({"limit", "root", "judge", "python"})
     runtime = frozenset({"name", "revision", "url", "root", "python"})
+    references = frozenset({"task", "data"})
 
     name: Name
     """Name of this run in file names."""

@@ -88,6 +88,7 @@ class ModelConfig(Group):
             "search",
         }
     )
+    references = frozenset({"path"})
 
     name: Name
     """Name of the model in tables, file names and the report."""
@@ -132,6 +133,7 @@ class CriterionConfig(Group):
     """How experts are scored; higher always means keep."""
 
     basic = frozenset({"parameters"})
+    references = frozenset({"name"})
 
     name: str
     """Name in the criteria registry, as the papers call it."""
@@ -179,6 +181,7 @@ class CalibrationConfig(Group):
     basic = frozenset({"path", "sources", "tokens", "length", "batch_size", "engine"})
     internal = frozenset({"is_default"})
     runtime = frozenset({"name", "parts", "engine", "is_default"})
+    references = frozenset({"path", "sources"})
 
     name: Name
     """Name of the calibration set in tables and file names."""
@@ -293,6 +296,7 @@ class AllocationConfig(Group):
 
     basic = frozenset({"path", "protect", "parameters"})
     runtime = frozenset({"label", "search"})
+    references = frozenset({"name", "path"})
 
     name: str = "uniform"
     """Name in the allocation registry."""
@@ -398,6 +402,19 @@ class RecoveryConfig(Group):
     train=routers."""
     dropout: Share = 0.05
     """Share of an expert adapter's inputs that are set to 0 while training."""
+
+    @property
+    def text_role(self) -> str | None:
+        """The setting that names the text by which the recovery finds other weights; None where it
+        finds none."""
+        return next((role for role in TEXTS if getattr(self, role) is not None), None)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What changes the weights that the recovery finds, whatever the bits they are stored in
+        afterwards. Its text has an identity of its own, so here only counts what the text is used
+        for."""
+        return {**super().identity, "text": self.text_role}
 
     @model_validator(mode="after")
     def _is_one_recovery(self) -> Self:

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any, Literal
@@ -20,7 +21,6 @@ import numpy
 from numpy.typing import NDArray
 
 from moe_lab.config import GATES, CriterionConfig
-from moe_lab.config.base import identity
 from moe_lab.errors import UserError, check_known
 from moe_lab.paths import check_name
 from moe_lab.source_code import source_of
@@ -171,14 +171,16 @@ def criterion(
     return register
 
 
-@identity.register
-def _(settings: CriterionConfig) -> Any:
-    """Its name, its parameters, and the source of a plugin."""
-    return {
-        "name": settings.name,
-        "parameters": dict(settings.parameters),
-        "source": get(settings.name).source,
-    }
+class IdentifiedCriterion(CriterionConfig):
+    """A criterion that is identified by its name, its parameters, and the source of a plugin."""
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "parameters": dict(self.parameters),
+            "source": get(self.name).source,
+        }
 
 
 def get(name: str) -> Criterion:

@@ -8,13 +8,13 @@ import json
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from moe_lab.calibration.sources import whole_text
 from moe_lab.config import BenchmarkConfig
-from moe_lab.config.base import identity as settings_identity
 from moe_lab.errors import Unavailable, UserError, check_known, unknown, user_errors
 from moe_lab.evaluation import LIMITED, Policy
 from moe_lab.evaluation.harness import HARNESSES, Harness, check_count, data_files, installed
@@ -72,10 +72,10 @@ class Questions:
 
     benchmark: BenchmarkConfig
 
-
-@settings_identity.register
-def _(questions: Questions) -> Any:
-    return question_identity(questions.benchmark)
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """All settings of the benchmark that can change what a model answers."""
+        return question_identity(self.benchmark)
 
 
 def question_identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
@@ -103,7 +103,14 @@ def _version(benchmark: BenchmarkConfig) -> str | None:
     return installed(package) if package else own
 
 
-@settings_identity.register
+class IdentifiedBenchmark(BenchmarkConfig):
+    """A benchmark that is identified by all that can change its results."""
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        return identity(self)
+
+
 def identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
     """All settings of a benchmark that can change its results, so without the address of a
     judge."""

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
@@ -16,7 +16,7 @@ from typing import Any
 
 from moe_lab import json_files
 from moe_lab.config import ModelConfig
-from moe_lab.config.base import counting_fields, identity
+from moe_lab.config.base import counting_fields
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.models.checkpoint import open_checkpoint, read_json, read_json_if_there
 from moe_lab.models.families import UNSUPPORTED
@@ -322,13 +322,15 @@ def _digest(files: Mapping[str, tuple[int, str]]) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-@identity.register
-def _(model: ModelConfig) -> Any:
-    """The content of its files (its name on the hub where they are not known), and the number of
-    experts of a token."""
-    sha256 = fingerprint_of(model)
-    files = {"sha256": sha256} if sha256 else {UNRESOLVED: model.path, "revision": model.revision}
-    return {**counting_fields(model, "path"), "path": files}
+class IdentifiedModel(ModelConfig):
+    """A model that is identified by the content of its files (its name on the hub where they are
+    not known), and by the settings that change what it computes."""
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        sha256 = fingerprint_of(self)
+        files = {"sha256": sha256} if sha256 else {UNRESOLVED: self.path, "revision": self.revision}
+        return {**counting_fields(self, "path"), "path": files}
 
 
 def _check_folder(folder: Path, settings: ModelConfig) -> None:

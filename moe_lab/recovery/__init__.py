@@ -1,18 +1,14 @@
 """Recovery of a pruned model before it is evaluated: fine-tuning or a fit of merged experts, then
 4-bit weights.
 
-Here: checks before anything is loaded, and its identity. No torch.
+Here: checks before anything is loaded, and what is said of it. No torch.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from moe_lab.allocation import shapes as listed
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.config import AllocationConfig, ModelConfig, RecoveryConfig
-from moe_lab.config.base import counting_fields, identity
-from moe_lab.config.pruning import TEXTS
 from moe_lab.errors import UserError, need
 from moe_lab.models.config_json import check_plain_weights
 from moe_lab.pruning.plan import Plan
@@ -21,7 +17,7 @@ from moe_lab.pruning.plan import Plan
 def check(settings: RecoveryConfig) -> None:
     """Raise UserError for a recovery called none, and for a required package that is not
     installed."""
-    asked = "bits" if settings.bits == 4 else text_role(settings)
+    asked = "bits" if settings.bits == 4 else settings.text_role
     if settings.name == "none" and asked is not None:
         raise UserError(
             f"recovery.name=none means none, and recovery.{asked} asks for one: expected another "
@@ -29,12 +25,6 @@ def check(settings: RecoveryConfig) -> None:
         )
     if settings.bits == 4:
         need("bitsandbytes", "quantisation", "recovery.bits=4")
-
-
-def text_role(settings: RecoveryConfig) -> str | None:
-    """The setting that names the text by which the recovery finds other weights; None where it
-    finds none."""
-    return next((role for role in TEXTS if getattr(settings, role) is not None), None)
 
 
 def check_model(settings: RecoveryConfig, model: ModelConfig) -> None:
@@ -60,14 +50,6 @@ def check_merging(settings: RecoveryConfig, allocation: AllocationConfig, ratio:
             "of "
             f"{', '.join(GROUPINGS)} and a ratio above 0, or a plan that merges experts"
         )
-
-
-@identity.register
-def _(settings: RecoveryConfig) -> Any:
-    """What changes the weights that a recovery finds, whatever the bits they are stored in
-    afterwards. Its text has an identity of its own, so here only counts what the text is used
-    for."""
-    return {**counting_fields(settings), "text": text_role(settings)}
 
 
 def finetune_words(settings: RecoveryConfig, text: str | None) -> str:

@@ -27,7 +27,6 @@ from torch.nn.utils import parametrize
 from moe_lab import progress
 from moe_lab.calibration.batches import answer_batches, batches
 from moe_lab.config import CalibrationConfig, RecoveryConfig
-from moe_lab.config.base import identity
 from moe_lab.errors import UserError
 from moe_lab.models.discover import routed_layers
 from moe_lab.models.experts import wide
@@ -170,7 +169,7 @@ def train(
     steps = step_count(settings, len(rows))
     content = digest(tensor for row in rows for tensor in row)
     about = json.dumps(
-        {"settings": identity(settings), "seed": seed, "rows": content}, sort_keys=True
+        {"settings": settings.identity, "seed": seed, "rows": content}, sort_keys=True
     )
     losses = load_progress(partial, about, parameters, optimizer)
     for step in range(len(losses), steps):

@@ -27,7 +27,8 @@ from moe_lab.json_files import Number, fits
 from moe_lab.models import config_json, main_memory, visible_gpus
 from moe_lab.models.config_json import GPU_COUNTS, ROOM, Size, quantization, size_of
 from moe_lab.start import command
-from moe_lab.study.step import Step, canonical
+from moe_lab.study.identity import canonical
+from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
 GIB = 2**30

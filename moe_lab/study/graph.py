@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
+from moe_lab.allocation import IdentifiedAllocation
+from moe_lab.calibration import IdentifiedText
 from moe_lab.config import (
     AllocationConfig,
     BenchmarkConfig,
     CalibrationConfig,
     Config,
     CriterionConfig,
+    ModelConfig,
 )
+from moe_lab.criteria import IdentifiedCriterion
 from moe_lab.evaluation.harness import HARNESSES
 from moe_lab.grid import Cell, Request
 from moe_lab.models.files import UNRESOLVED
 from moe_lab.results import FIGURES, STEPS
 from moe_lab.study.estimates import divided, resolved
-from moe_lab.study.step import Identified, Step, once, uncollected
-from moe_lab.study.steps.costs import Cost, Profile, Timing
+from moe_lab.study.step import Step
+from moe_lab.study.steps.costs import Cost, Profile, Timing, timing_of
 from moe_lab.study.steps.evaluation import (
     Contamination,
     Evaluate,
@@ -29,15 +35,29 @@ from moe_lab.study.steps.evaluation import (
     Task,
     task_of,
 )
-from moe_lab.study.steps.passes import StatisticsPass
+from moe_lab.study.steps.passes import StatisticsPass, StepModel
 from moe_lab.study.steps.recovery import NO_RECOVERY, export_of, pruned_of
 from moe_lab.study.steps.recovery import unpruned as unpruned_model
 from moe_lab.study.steps.scores import Family, Scores, reads_text
 
+Result = TypeVar("Result")
 EXACT_DAMAGE = CriterionConfig(name="exact_damage")
 NO_CRITERION = CriterionConfig(name="none")
 NO_CALIBRATION = CalibrationConfig(name="none", path="none")
 NO_ALLOCATION = AllocationConfig(name="none")
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """A context in which Python does not search for garbage: half of the time of a large study
+    would go into it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True)
@@ -103,60 +123,91 @@ def unresolved(steps: Iterable[Step]) -> list[str]:
     there."""
     # which have data of their own
     others = (step for step in steps if not isinstance(step, OnBenchmark))
-    parts = {
-        id(part): part
-        for step in others
-        for part, _ in step.said.values()
-        if isinstance(part, Identified)
-    }
-    groups = [part.document for part in parts.values() if isinstance(part.document, dict)]
+    settings = [setting for step in others for setting in step.settings.values()]
+    groups = [setting for setting in settings if isinstance(setting, dict)]
     groups += [source for group in groups for source in group.get("sources", ())]
     paths = [group["path"] for group in groups if isinstance(group.get("path"), dict)]
     return list(dict.fromkeys(path[UNRESOLVED] for path in paths if UNRESOLVED in path))
 
 
-@once
-def _seeded(text: CalibrationConfig, seed: int) -> CalibrationConfig:
-    """The text with the cell's seed, which determines its order, unless the text has a seed of its
-    own."""
-    return text if text.seed is not None else replace(text, seed=seed)
+class _Resolver:
+    """Makes the cells of a study as its steps hold them. What cells share is made once, so that
+    their steps share it, too: its identity is computed once."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._results: dict[tuple[Any, ...], Any] = {}
+        self._arguments: list[tuple[Any, ...]] = []
+
+    def once(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """The result of a function, which is called once for the same objects and equal numbers."""
+        key = (function, *[value if isinstance(value, int) else id(value) for value in arguments])
+        if key not in self._results:
+            self._results[key] = function(*arguments)
+            self._arguments.append(arguments)  # no other object gets the id of one that exists
+        result: Result = self._results[key]
+        return result
+
+    def cell(self, cell: Cell) -> Cell:
+        """The cell with device, dtype, seed, engine and number of parts resolved."""
+        model = self.once(resolved_model, cell.model, self.config)
+
+        def text(given: CalibrationConfig) -> IdentifiedText:
+            return self.once(resolved_text, given, cell.seed, model, self.config)
+
+        return replace(
+            cell,
+            model=model,
+            criterion=self.once(IdentifiedCriterion.of, cell.criterion),
+            allocation=self.once(IdentifiedAllocation.of, cell.allocation),
+            calibration=text(cell.calibration),
+            texts={role: text(given) for role, given in cell.texts.items()},
+        )
 
 
-_located = once(resolved)
-_divided = once(divided)
-_unpruned_cost = once(lambda model, text: Cost.of(unpruned_model(model), text))
+def resolved_model(model: ModelConfig, config: Config) -> StepModel:
+    """The model with the device and the precision that auto stands for."""
+    return StepModel.of(resolved(model, config))
 
 
-def _resolved(cell: Cell, config: Config) -> Cell:
-    """The cell with all that its steps are named by, and divided by: the device and the precision
-    of its model, the seed, engine and parts of its texts."""
-    model = _located(cell.model, config)
+def resolved_text(
+    text: CalibrationConfig, seed: int, model: ModelConfig, config: Config
+) -> IdentifiedText:
+    """The text with its engine and number of parts, and with the cell's seed, unless it has a seed
+    of its own."""
+    seeded = text if text.seed is not None else replace(text, seed=seed)
+    return IdentifiedText.of(divided(seeded, model, config))
 
-    def text(given: CalibrationConfig) -> CalibrationConfig:
-        return _divided(_seeded(given, cell.seed), model, config)
 
-    texts = {role: text(given) for role, given in cell.texts.items()}
-    return replace(cell, model=model, calibration=text(cell.calibration), texts=texts)
+def _unpruned_cost(model: ModelConfig, text: IdentifiedText) -> Cost:
+    return Cost.of(unpruned_model(model), text)
 
 
 def _steps(
-    cell: Cell, tasks: Mapping[str, Task], config: Config, evaluated: dict[Any, dict[Task, Any]]
+    cell: Cell,
+    tasks: Mapping[str, Task],
+    resolver: _Resolver,
+    evaluated: dict[Any, dict[Task, Any]],
 ) -> CellSteps:
     """All steps of one cell; criterion "none" is the unpruned model. `evaluated`: what identifies a
     pruned model -> its evaluations, as cells may have one plan."""
-    named = _resolved(cell, config)
-    text = named.texts["flops"]
+    config = resolver.config
+    named = resolver.cell(cell)
+    text: Any = named.texts["flops"]
     is_pruned = cell.criterion is not NO_CRITERION
     pruned = pruned_of(named) if is_pruned else unpruned_model(named.model)
     scores = (getattr(pruned.plan, "scores", None) or Scores.of(named)) if is_pruned else None
     statistics = None
     if scores and reads_text(cell):
         statistics = scores.sums.get("statistics") or StatisticsPass.of(named)
-    cost = _unpruned_cost(named.model, text)
-    made = evaluated.setdefault(tuple([line for _, line in pruned.said.values()]), {})
+    cost = resolver.once(_unpruned_cost, named.model, text)
+    made = evaluated.setdefault(
+        tuple([entry.line for entry in pruned.identity_entries.values()]), {}
+    )
     for task in tasks.values():
         if task not in made:
             made[task] = task(pruned)
+    timed = resolver.once(timing_of, config.timed, named.model) if config.timing else config.timed
     return CellSteps(
         cell=cell,
         model=pruned.loaded.facts,
@@ -169,7 +220,7 @@ def _steps(
         else None,
         cost=Cost.of(pruned, text, cost) if is_pruned else cost,
         profile=Profile(pruned.loaded, text, pruned.plan) if config.profile else None,
-        timing=Timing.of(pruned, text, config.timed) if config.timing else None,
+        timing=Timing.of(pruned, text, timed) if config.timing else None,
         evaluate={name: made[task] for name, task in tasks.items()},
     )
 
@@ -202,12 +253,15 @@ def build(config: Config, requests: Iterable[Request]) -> Graph:
     """The graph of a study: its cells, each once with all its benchmarks, and the unpruned models.
     `config` has the settings that hold for all requests, such as permissions, exports and
     overlap."""
+    resolver = _Resolver(config)
     tasks_of: dict[Cell, dict[str, Task]] = {}
     figures: dict[str, dict[FigureKey, Step]] = {figure: {} for figure in FIGURES}
     seeds: dict[tuple[str, ...], int] = {}
     texts: dict[FigureKey, tuple[Cell, dict[str, BenchmarkConfig]]] = {}
     for cells, benchmarks in requests:
-        tasks = {benchmark.name: task_of(benchmark, config) for benchmark in benchmarks}
+        tasks = {
+            benchmark.name: resolver.once(task_of, benchmark, config) for benchmark in benchmarks
+        }
         listed = {
             benchmark.name: benchmark
             for benchmark in benchmarks
@@ -222,12 +276,12 @@ def build(config: Config, requests: Iterable[Request]) -> Graph:
             for candidate in (unpruned(cell), normalized(cell)):
                 tasks_of.setdefault(candidate, {}).update(tasks)
             if shown and config.overlap:
-                named = _resolved(cell, config)
+                named = resolver.cell(cell)
                 figures["families"][key] = Family.of(named)
                 figures["damages"][key] = Scores.of(replace(named, criterion=EXACT_DAMAGE))
     for key, (cell, asked) in texts.items():
-        named = _resolved(cell, config)
+        named = resolver.cell(cell)
         figures["contaminations"][key] = Contamination.of(named.model, named.calibration, asked)
     evaluated: dict[Any, dict[Task, Any]] = {}
-    steps = [_steps(cell, tasks, config, evaluated) for cell, tasks in tasks_of.items()]
+    steps = [_steps(cell, tasks, resolver, evaluated) for cell, tasks in tasks_of.items()]
     return Graph(steps, figures)

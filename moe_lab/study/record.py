@@ -25,10 +25,11 @@ from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged, Number, parse_sealed, read_json, write_sealed
 from moe_lab.results import DIGITS, KEY, RECORD, SCHEMA, current_records, joined, read_record
 from moe_lab.start import command
-from moe_lab.study.graph import CellSteps, Graph
+from moe_lab.study.failures import NO_ROOM
+from moe_lab.study.graph import CellSteps, Graph, uncollected
 from moe_lab.study.runs import ENDED, Run, runs
 from moe_lab.study.schedule import Schedule, say, say_notices, shown
-from moe_lab.study.step import NO_ROOM, Step, once, uncollected
+from moe_lab.study.step import Step
 from moe_lab.study.steps.plans import TIES
 from moe_lab.study.store import Store
 
@@ -338,7 +339,6 @@ def _called(name: str, parameters: Mapping[str, Any]) -> str:
     return f"{name}({values})" if values else name
 
 
-@once
 def allocation_columns(allocation: AllocationConfig) -> dict[str, str | None]:
     """An allocation in the record: its label, or its name with parameters and settings that are not
     default; what replaces dropped experts; what is protected, with an unusual share of layers."""

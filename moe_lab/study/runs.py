@@ -29,7 +29,9 @@ from moe_lab.paths import cache
 from moe_lab.results import DIGITS
 from moe_lab.results import RECORD as RECORD_FILE
 from moe_lab.study.claims import Claim
-from moe_lab.study.step import Step, code_state, uncollected
+from moe_lab.study.graph import uncollected
+from moe_lab.study.provenance import code_state
+from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
 RUN_SHAPE = {"time": Number, "steps": [str], "inputs": [[int]]}

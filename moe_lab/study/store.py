@@ -24,7 +24,8 @@ from moe_lab.packs import Packs, packs_in
 from moe_lab.paths import store_folder
 from moe_lab.results import DIGITS
 from moe_lab.study.claims import LIMIT, Claim, Claims
-from moe_lab.study.step import NO_ROOM, Step
+from moe_lab.study.failures import NO_ROOM
+from moe_lab.study.step import Step
 
 SCHEMA = 1
 MARKER = "store.json"

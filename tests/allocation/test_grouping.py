@@ -27,7 +27,7 @@ from moe_lab.allocation.grouping import (
     nearest,
     weighted,
 )
-from moe_lab.allocation.protection import identity, super_experts, with_protected
+from moe_lab.allocation.protection import super_experts, with_protected
 from moe_lab.allocation.shapes import check_removals
 from moe_lab.config import AllocationConfig
 from moe_lab.errors import UserError
@@ -258,7 +258,7 @@ def test_the_share_of_layers_is_rounded() -> None:
         sums[number]["output_abs_max"][7] = 50 + number
     for share, last in ((0.2, 0), (0.75, 3), (1, 5)):  # 0.75 * 6 = 4.5 is rounded to 4
         chosen = AllocationConfig(protect="super", protect_layers=share)
-        marked = with_protected(identity(vars(chosen)), model, sums)["layers"]
+        marked = with_protected(vars(chosen), model, sums)["layers"]
         found = {number: facts["protected"] for number, facts in marked.items()}
         assert found == {number: [7] if number <= last else [] for number in range(1, 6)}
 

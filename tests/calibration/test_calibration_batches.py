@@ -20,6 +20,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from moe_lab import grid
+from moe_lab.calibration import IdentifiedText
 from moe_lab.calibration.batches import (
     TOLERANCE,
     Calibration,
@@ -30,11 +31,16 @@ from moe_lab.calibration.batches import (
     reap,
 )
 from moe_lab.config import CalibrationConfig, Config, SourceConfig
-from moe_lab.config.base import identity
 from moe_lab.errors import UserError
 from moe_lab.paths import resolve
 
 Settings = Callable[..., CalibrationConfig]
+
+
+def identity(text: CalibrationConfig) -> dict[str, Any]:
+    return IdentifiedText.of(text).identity
+
+
 BOS, EOS, W = 1, 2, 5  # the ids of <s>, </s> and w0
 FILLER = -1
 

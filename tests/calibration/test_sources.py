@@ -20,11 +20,11 @@ from moe_lab.calibration.batches import answer_batches, batches
 from moe_lab.calibration.documents import Chat, Text, from_template, pair, tokenize
 from moe_lab.calibration.sources import first_record, locate, read, whole_text
 from moe_lab.config import BenchmarkConfig, CalibrationConfig, ModelConfig
-from moe_lab.config.base import identity
 from moe_lab.errors import UserError
 from moe_lab.evaluation import suite
 from moe_lab.evaluation.harness import Document
 from moe_lab.evaluation.harnesses import perplexity
+from moe_lab.models.files import IdentifiedModel
 from moe_lab.models.load import load_tokenizer
 
 Settings = Callable[..., CalibrationConfig]
@@ -673,7 +673,8 @@ def test_a_template_writes_the_date_of_the_model_and_not_todays(
     )
     usual = load_tokenizer(tmp_path / "model", replace(model, date="2024-11-30"))
     assert batches(chosen, usual).report["first_row"].startswith("w11 w30")
-    assert identity(model) != identity(replace(model, date="2024-11-30"))
+    other = replace(model, date="2024-11-30")
+    assert IdentifiedModel.of(model).identity != IdentifiedModel.of(other).identity
     tokenizer = tokenizer_with("{{ strftime_now('%Y-%m-%d') }}")
     assert from_template(MESSAGES, {}, tokenizer) == ModelConfig.date, (
         "also where the tokenizer is the user's"

@@ -24,7 +24,7 @@ from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import Policy, mirror, run, suite
 from moe_lab.evaluation.harnesses import wildbench
 from moe_lab.evaluation.harnesses.wildbench import Unparsable, score, verdicts
-from moe_lab.study.step import error_document
+from moe_lab.study.failures import error_document
 
 pytestmark = pytest.mark.slow
 

@@ -56,7 +56,8 @@ from moe_lab.recovery.apply import quantize, storage
 from moe_lab.results import TIMINGS
 from moe_lab.study import estimates
 from moe_lab.study.graph import build
-from moe_lab.study.step import Step, provenance
+from moe_lab.study.provenance import provenance
+from moe_lab.study.step import Step
 from moe_lab.study.steps.costs import Timing, wrong_timing
 from moe_lab.study.steps.files import Files
 from moe_lab.study.steps.passes import loaded_as

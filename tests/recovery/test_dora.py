@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from moe_lab.config import AllocationConfig, RecoveryConfig
-from moe_lab.config.base import identity
 from moe_lab.errors import UserError
 from moe_lab.models.discover import linears
 from moe_lab.pruning.plan import Plan
@@ -284,12 +283,12 @@ def test_identity_counts_a_text_by_its_use_and_not_the_bits_it_is_stored_in_afte
         RecoveryConfig(**{use: "c4"}) for use in ("instructions", "distill", "fit")
     )
     assert not any(
-        identity(one) == identity(other)
+        one.identity == other.identity
         for one, other in combinations((learnt, distilled, fitted), 2)
     )
     for use in (learnt, distilled, fitted):
         stored = dataclasses.replace(use, bits=4, modules=["attention"], name="other")
-        assert identity(stored) == identity(use)
+        assert stored.identity == use.identity
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,9 @@ from moe_lab.config import (
 from moe_lab.config.base import valid
 from moe_lab.errors import UserError
 from moe_lab.evaluation import Policy
-from moe_lab.evaluation.suite import Questions
+from moe_lab.evaluation.suite import IdentifiedBenchmark, Questions
 from moe_lab.study.estimates import Seconds
+from moe_lab.study.provenance import code_state
 from moe_lab.study.runs import RECORD, Submitted, begin, runs
 from moe_lab.study.schedule import Schedule, StepError, Worker
 from moe_lab.study.slurm import arrays as module
@@ -52,8 +53,8 @@ from moe_lab.study.slurm.submit import _download as download
 from moe_lab.study.slurm.submit import _submit_missing as submit_missing
 from moe_lab.study.slurm.submit import copy_code, setup_lines, under_way
 from moe_lab.study.status import StepState, alive, left
-from moe_lab.study.step import Step, code_state
-from moe_lab.study.steps.evaluation import Generate, Grade
+from moe_lab.study.step import Step
+from moe_lab.study.steps.evaluation import Asking, Generate, Grade, Grading
 from moe_lab.study.store import Store
 from moe_lab.study.store import _in_queue as in_queue
 
@@ -127,8 +128,12 @@ def test_texts_are_graded_in_jobs_of_their_own(backend: str, generates: str) -> 
         )
         by = BackendConfig(name=backend, command="serve {checkpoint}")
         pruned = evaluated(ModelConfig(name="m", path="owner/m"), asked, plan).pruned
-        generate = Generate(asked, pruned, by, None, None, Questions(asked))
-        steps += [pruned.loaded.facts, generate, Grade(asked, Policy(), None, generate)]
+        generate = Generate(Asking(asked, Questions(asked), by), pruned, None, None)
+        steps += [
+            pruned.loaded.facts,
+            generate,
+            Grade(Grading(IdentifiedBenchmark.of(asked), Policy(), None), generate),
+        ]
     arrays = arrange(steps, lambda pack: {"gpus": int(pack[0].kind != "grade")}, SETTINGS)
     of = {step.kind: array for array in arrays for pack in array.packs for step in pack}
     assert of["generate"].kind == generates and of["generate"].asks["gpus"] == 1
@@ -543,7 +548,9 @@ def test_a_job_with_vllm_asks_for_gpus_that_divide_the_heads_of_its_model(
     assert resources([asking()], "{gpu_memory: 24}")["gpus"] == 8, (
         "in transformers, layers are divided"
     )
-    two = replace(asked, backend=BackendConfig("vllm", arguments={"tensor_parallel_size": 2}))
+    two = evaluated(
+        BIG, WRITTEN, backend=BackendConfig("vllm", arguments={"tensor_parallel_size": 2})
+    )
     assert resources([two], "{gpu_memory: 96}")["gpus"] == 2
 
 

@@ -1,5 +1,6 @@
 """The graph: work that cells share stands in it once, and big grids are no obstacle."""
 
+import gc
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -97,6 +98,16 @@ def test_ten_thousand_cells_in_five_seconds() -> None:
         seen.add(step.id)
 
 
+def test_studies_in_one_process_leave_nothing_behind() -> None:
+    counts = []
+    frozen = gc.get_freeze_count()
+    for _ in range(3):
+        graph(criterion=SEVEN, calibration=SETS, ratio=[0.25, 0.5])
+        gc.collect()
+        counts.append(len(gc.get_objects()))
+    assert counts[2] <= counts[1] + 20 and gc.isenabled() and gc.get_freeze_count() == frozen
+
+
 CODE = BenchmarkConfig(
     name="code", harness="evalplus", task="pocket:benchmarks/mbpp.jsonl", reports={"mbpp": "base"}
 )
@@ -170,10 +181,10 @@ def test_a_step_runs_in_no_weaker_sandbox_than_its_identity_says(
         and limited["generate"].id == confined["generate"].id
     )
     grade: Any = limited["grade"]
-    assert grade.policy.protection(closed_world=True) == LIMITED
+    assert grade.grading.policy.protection(closed_world=True) == LIMITED
     grade = confined["grade"]
     with pytest.raises(UserError, match=r"sandbox=.*none here"):
-        grade.policy.protection(closed_world=True)
+        grade.grading.policy.protection(closed_world=True)
 
 
 def test_a_raised_pin_gives_new_results_of_its_harness_and_leaves_all_else(

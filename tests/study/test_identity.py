@@ -4,6 +4,8 @@ import dataclasses
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +16,19 @@ import pytest
 from example_steps import Example, cell_of, evaluated, step_of
 
 from moe_lab import config
-from moe_lab.config.base import Group, identity, type_at
+from moe_lab.allocation import IdentifiedAllocation
+from moe_lab.calibration import IdentifiedText
+from moe_lab.config.base import Group, type_at
+from moe_lab.criteria import IdentifiedCriterion
+from moe_lab.evaluation.suite import IdentifiedBenchmark
+from moe_lab.models.files import IdentifiedModel
 from moe_lab.paths import resolve
 from moe_lab.study import estimates
 from moe_lab.study.estimates import resolved
-from moe_lab.study.step import KINDS, Step, canonical, digest, identified
+from moe_lab.study.identity import canonical, digest
+from moe_lab.study.step import KINDS, Step
 from moe_lab.study.steps.passes import StatisticsPass
+from moe_lab.study.steps.scores import Scores
 
 
 def test_order_of_keys_does_not_matter_and_nan_has_no_identity() -> None:
@@ -47,7 +56,6 @@ SHAPE = config.ExpectedConfig(
 GROUPS: dict[str, Any] = {
     "model": MODEL,
     "calibration": TEXT,
-    "source": SET,
     "criterion": config.CriterionConfig(name="reap"),
     "allocation": config.AllocationConfig(),
     "recovery": config.RecoveryConfig(name="r", instructions="t"),
@@ -58,7 +66,16 @@ GROUPS: dict[str, Any] = {
     "benchmark": replace(BENCHMARK, data="owner/set"),
     "judge": JUDGE,
 }
-STUDY = {"CellConfig", "Config", "ExpectedConfig", "ProtocolConfig", "SuiteConfig"}
+IDENTIFIED = {
+    config.ModelConfig: IdentifiedModel,
+    config.CalibrationConfig: IdentifiedText,
+    config.CriterionConfig: IdentifiedCriterion,
+    config.AllocationConfig: IdentifiedAllocation,
+    config.BenchmarkConfig: IdentifiedBenchmark,
+}
+"""Class of settings that stand for something else, such as the content of a file -> the class that
+identifies it."""
+STUDY = {"CellConfig", "Config", "ExpectedConfig", "ProtocolConfig", "SourceConfig", "SuiteConfig"}
 RUN = {"JobConfig", "LauncherConfig", "ResourcesConfig", "TrackerConfig"}
 """Classes that are part of no step: how a study is made of steps, and where these run."""
 BESIDE: dict[str, dict[str, Any]] = {
@@ -87,8 +104,10 @@ OTHER: dict[str, Any] = {
     "calibration.length": 1024,
     "calibration.is_default": True,
     "calibration.tokens": 2**20,
-    "calibration.sources": [replace(SET, share=share) for share in (0.25, 0.75)],
-    "source.settings": replace(TEXT, path="pocket:calibration/code.jsonl"),
+    "calibration.sources": [
+        SET,
+        replace(SET, settings=replace(TEXT, path="pocket:calibration/code.jsonl")),
+    ],
     "criterion.name": "ean",
     "allocation.name": "global",
     "allocation.path": "{second}",
@@ -145,7 +164,7 @@ def test_a_field_is_part_of_the_identity_unless_its_class_says_that_it_changes_n
     )
     monkeypatch.setattr(
         "moe_lab.evaluation.harnesses.wildbench.identity",
-        lambda benchmark: identity(benchmark.judge),
+        lambda benchmark: benchmark.judge.identity,
     )
     schedules = {f"{{{name}}}": str(tmp_path / f"{name}.json") for name in ("first", "second")}
     for number, file in enumerate(schedules.values()):
@@ -164,9 +183,40 @@ def test_a_field_is_part_of_the_identity_unless_its_class_says_that_it_changes_n
         return
     after = changed(before, {field: value})
     is_runtime = field in getattr(type(before), "runtime", ())
-    assert (
-        identified(before).digest == identified(after).digest
-    ) == is_runtime or key == "benchmark.parameters"
+    assert (identity(before) == identity(after)) == is_runtime or key == "benchmark.parameters"
+
+
+def identity(settings: Any) -> Any:
+    return IDENTIFIED.get(type(settings), type(settings)).of(settings).identity
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_an_identity_does_not_depend_on_what_was_imported(group: str) -> None:
+    settings = replace(BENCHMARK, judge=None) if group == "benchmark" else GROUPS[group]
+    of = IDENTIFIED.get(type(settings), type(settings))
+    program = f"import pickle, sys; from {of.__module__} import {of.__name__} as of\n"
+    program += "print(of.of(pickle.load(sys.stdin.buffer)).identity)"
+    alone = subprocess.run(
+        [sys.executable, "-c", program], input=pickle.dumps(settings), capture_output=True
+    )
+    assert alone.stdout.decode().strip() == str(identity(settings)), alone.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    "settings", [GROUPS[name] for name in GROUPS if type(GROUPS[name]) in IDENTIFIED]
+)
+def test_settings_that_stand_for_a_file_have_no_identity_of_their_own(settings: Any) -> None:
+    with pytest.raises(TypeError):
+        _ = settings.identity
+
+
+def test_parameters_that_change_in_between_give_another_step() -> None:
+    criterion = config.CriterionConfig(name="s_family", parameters={"b": 1})
+    ids = set()
+    for b in (1, 2):
+        criterion.parameters["b"] = b
+        ids.add(Scores.of(cell_of(MODEL, TEXT, criterion=criterion)).id)
+    assert len(ids) == 2
 
 
 def test_where_a_model_is_put_and_how_much_memory_it_takes_is_no_part_of_a_result() -> None:
@@ -188,7 +238,7 @@ def test_a_model_is_its_files_wherever_they_are(tmp_path: Path) -> None:
     copy = replace(MODEL, name="other", path=str(tmp_path / "copy"))
     assert StatisticsPass.of(cell_of(copy, TEXT)).id == StatisticsPass.of(cell_of(MODEL, TEXT)).id
     (tmp_path / "copy/config.json").write_text((tmp_path / "copy/config.json").read_text() + " ")
-    assert identity(replace(copy, top_k=None)) != identity(MODEL)
+    assert identity(copy) != identity(MODEL)
 
 
 def test_the_word_auto_is_in_no_id(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +344,7 @@ def test_a_step_takes_its_identity_to_another_process(monkeypatch: pytest.Monkey
     step = StatisticsPass.of(cell_of(MODEL, TEXT))
     content = pickle.dumps(step)
     monkeypatch.setattr(
-        "moe_lab.study.step.identity", lambda _: pytest.fail("it was found out again")
+        "moe_lab.study.identity.identity", lambda _: pytest.fail("it was computed again")
     )
     there: Step = pickle.loads(content)
     assert (there.id, there.folder, there.settings) == (step.id, step.folder, step.settings)

@@ -34,12 +34,13 @@ from moe_lab.results import FIGURES
 from moe_lab.study import record
 from moe_lab.study import run as launch
 from moe_lab.study.estimates import GIB, Memory
+from moe_lab.study.failures import error_document
 from moe_lab.study.graph import Graph
 from moe_lab.study.runs import RECORD, Submitted, begin
 from moe_lab.study.schedule import Schedule, StepError, Worker, overview, recall_failures, work
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.pack import Pack
-from moe_lab.study.step import Step, error_document
+from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
 TESTS = f"{Path(__file__).parents[1]}{os.pathsep}{Path(__file__).parents[2]}"

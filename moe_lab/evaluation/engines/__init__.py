@@ -19,7 +19,6 @@ from string import Template
 from typing import Any
 
 from moe_lab.config import BackendConfig, BenchmarkConfig, ModelConfig
-from moe_lab.config.base import identity
 from moe_lab.errors import UserError, mask, user_errors
 from moe_lab.evaluation.harness import HARNESSES, check_has, interpreter
 from moe_lab.models import eos_tokens
@@ -27,18 +26,6 @@ from moe_lab.models.checkpoint import read_json_if_there
 from moe_lab.models.config_json import check_trained_top_k, config_of
 from moe_lab.models.families import PORTS
 
-PLACING = (
-    "cpu_offload_gb",
-    "data_parallel_size",
-    "disable_log_stats",
-    "gpu_memory_utilization",
-    "max_parallel_loading_workers",
-    "pipeline_parallel_size",
-    "swap_space",
-    "tensor_parallel_size",
-)
-"""Arguments of vllm.LLM that say where a model is and how much memory it may take: no part of the
-identity of a step."""
 TOKEN_SECONDS = 1.0
 """Seconds per token that a slow server or engine may take."""
 # prompt tokens decoded together with the first new ones: some tokenizers drop a leading space
@@ -194,19 +181,6 @@ def check_finite(number: float, name: str) -> None:
 
 
 # Settings of an engine.
-
-
-@identity.register
-def _(backend: BackendConfig) -> Any:
-    """Its name; of a server the command line, of vLLM the arguments but for `PLACING`."""
-    if backend.name == "server":
-        return {"name": backend.name, "command": backend.command}
-    if backend.name == "vllm":
-        arguments = {
-            name: value for name, value in backend.arguments.items() if name not in PLACING
-        }
-        return {"name": backend.name, "arguments": arguments}
-    return {"name": backend.name}
 
 
 def wrong(

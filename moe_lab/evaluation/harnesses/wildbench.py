@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from moe_lab.config import BenchmarkConfig, JudgeConfig
-from moe_lab.config.base import identity as settings_identity
 from moe_lab.errors import Unavailable, UserError, unknown, user_errors
 from moe_lab.evaluation import Policy, mirror
 from moe_lab.evaluation.engines import answer_in
@@ -260,7 +259,7 @@ def _verdict(
     the request."""
     import openai
 
-    asked = settings_identity(judge)  # without the address
+    asked = judge.identity  # without the address
     key = hashlib.sha256(json.dumps([asked, prompt], sort_keys=True).encode()).hexdigest()
     file = cache / key[:2] / f"{key}.json"
     with suppress(OSError, ValueError):  # not in the cache, or damaged: request it
@@ -345,7 +344,7 @@ def identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
     """All settings, besides the questions, that can change the results of a judged benchmark."""
     text = template(benchmark)
     return {
-        "judge": settings_identity(benchmark.judge),
+        "judge": benchmark.judge.identity if benchmark.judge else None,
         "template": hashlib.sha256(text.encode()).hexdigest(),
     }
 

@@ -20,8 +20,9 @@ from moe_lab.config.pruning import DEVICE_MAPS
 from moe_lab.errors import UserError
 from moe_lab.models.config_json import config_of
 from moe_lab.study.estimates import GIB, Memory, Seconds, gpus, memory_of
+from moe_lab.study.identity import canonical
 from moe_lab.study.slurm.scheduler import LONGEST
-from moe_lab.study.step import KINDS, Step, canonical
+from moe_lab.study.step import KINDS, Step
 
 PackSteps = list[Step]
 STEPS_PER_JOB = 256

@@ -29,6 +29,8 @@ from moe_lab.json_files import write_json
 from moe_lab.models import files
 from moe_lab.paths import private
 from moe_lab.study.estimates import learned
+from moe_lab.study.identity import digest
+from moe_lab.study.provenance import NOTED, code_state
 from moe_lab.study.record import Study
 from moe_lab.study.runs import RECORD, Run, Submitted, runs
 from moe_lab.study.schedule import Schedule, say
@@ -36,7 +38,7 @@ from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.arrays import Array, arrange, configured, is_for_gpus, options, resources
 from moe_lab.study.slurm.pack import Pack, Record
 from moe_lab.study.slurm.scheduler import Queued
-from moe_lab.study.step import NOTED, Step, code_state, digest, unmerged
+from moe_lab.study.step import Step, unmerged
 
 EARLY = 60
 """Seconds by which Slurm may send its warning signal earlier than asked for."""

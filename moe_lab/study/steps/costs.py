@@ -11,27 +11,24 @@ from dataclasses import asdict, replace
 from typing import Any, Self
 
 from moe_lab import results
+from moe_lab.calibration import IdentifiedText
 from moe_lab.config import CalibrationConfig, LauncherConfig, ModelConfig, TimingConfig
 from moe_lab.errors import Unavailable, UserError, user_errors
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import Size, check_plain_weights, config_of, has_packed_experts
 from moe_lab.study.estimates import device_here
-from moe_lab.study.step import Step, once
+from moe_lab.study.step import Step
 from moe_lab.study.steps.files import Files, engine, loaded, read_text, skeleton
 from moe_lab.study.steps.passes import Arithmetic, Facts, OnText
 from moe_lab.study.steps.recovery import AboutPruned, Pruned, Storage
 
 
-@once
-def _device(name: str) -> str | None:
-    """What model.device=NAME is called here; None without it. Once for all cells: it starts another
-    process."""
+def timing_of(timed: TimingConfig, model: ModelConfig) -> TimingConfig:
+    """The timing with the name that the model's device has here, unless it names one. Without the
+    device it names none, and `Timing.conditions` are not fulfilled."""
     with suppress(UserError):
-        return device_here(name)
-    return None
-
-
-_named = once(lambda timed, device: replace(timed, device=timed.device or _device(device)))
+        return timed if timed.device else replace(timed, device=device_here(model.device))
+    return timed
 
 
 class Routing(OnText):
@@ -56,7 +53,7 @@ class Cost(AboutPruned, Step):
     """Tokens of a row."""
     unpruned: Cost | None
     """The cost of the unpruned model, whose FLOPs are counted once for all plans."""
-    text: CalibrationConfig | None
+    text: IdentifiedText | None
     arithmetic: Arithmetic | None
     """How the model is run on the text; None without one."""
     pruned: Pruned
@@ -77,7 +74,7 @@ class Cost(AboutPruned, Step):
             storage=pruned.storage,
             row=text.length,
             unpruned=unpruned,
-            text=text if routed else None,
+            text=IdentifiedText.of(text) if routed else None,
             arithmetic=pruned.loaded.arithmetic if routed else None,
             pruned=pruned,
         )
@@ -179,12 +176,12 @@ class Timing(AboutPruned, OnText):
 
     @classmethod
     def of(cls, pruned: Pruned, text: CalibrationConfig, timed: TimingConfig) -> Self:
-        """The timing of a pruned model, with prompts from a text, on its device unless `timed`
-        names one."""
+        """The timing of a pruned model, with prompts from a text, on the device that `timed`
+        names."""
         changes = pruned.plan, pruned.finetune, pruned.storage
-        # without the device, `conditions` are not fulfilled
-        timed = _named(timed, pruned.model.device)
-        return cls(pruned.loaded, text, *changes, timed, pruned.model.threads, pruned)
+        return cls(
+            pruned.loaded, IdentifiedText.of(text), *changes, timed, pruned.model.threads, pruned
+        )
 
     def conditions(self, launcher: LauncherConfig) -> list[tuple[Any, ...]]:
         """Its device is here."""

@@ -13,6 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from moe_lab.calibration import IdentifiedText
 from moe_lab.calibration.documents import BLANK_LINE
 from moe_lab.config import (
     BackendConfig,
@@ -28,7 +29,8 @@ from moe_lab.evaluation.harness import HARNESSES, Document, Item, Text
 from moe_lab.json_files import Record, write_json
 from moe_lab.models.config_json import ROOM, Size
 from moe_lab.results import CONTAMINATION
-from moe_lab.study.step import BASE, Step, once
+from moe_lab.study.identity import StepFields
+from moe_lab.study.step import BASE, Step
 from moe_lab.study.steps.files import Files
 from moe_lab.study.steps.passes import Facts, loaded_as
 from moe_lab.study.steps.recovery import AboutPruned, Export, Pruned, export_of, forget_models
@@ -51,7 +53,6 @@ Template = tuple[tuple[str, Any], ...]
 """Arguments of a chat template."""
 
 
-@once
 def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
     """A benchmark as a study asks it of all models: makes the step with the results of a pruned
     model.
@@ -61,7 +62,6 @@ def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
     no namespaces.
     """
     backend = replace(config.backend, python=config.interpreters.get("vllm"))
-    questions = suite.Questions(benchmark)
     two_phases = HARNESSES[benchmark.harness].two_phases
     if backend.name == "server" and not two_phases:
         backend = BackendConfig(name="hf")
@@ -72,12 +72,15 @@ def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
     if policy.sandbox == "auto" and not limited:
         policy = replace(policy, sandbox=NAMESPACES)
 
+    grading = Grading(suite.IdentifiedBenchmark.of(benchmark), policy, limited)
+    asking = Asking(benchmark, suite.Questions(benchmark) if two_phases else None, backend)
+
     def results_of(pruned: Pruned) -> Evaluate | Grade:
         template = tuple(pruned.model.template_arguments.items()) if benchmark.chat else None
-        asked = pruned, backend, _checkpoint(pruned, backend.name, config), template
-        if not two_phases:
-            return Evaluate(benchmark, policy, limited, *asked)
-        return Grade(benchmark, policy, limited, Generate(benchmark, *asked, questions))
+        checkpoint = _checkpoint(pruned, backend.name, config)
+        if two_phases:
+            return Grade(grading, Generate(asking, pruned, checkpoint, template))
+        return Evaluate(grading, asking, pruned, checkpoint, template)
 
     return results_of
 
@@ -95,12 +98,37 @@ def _checkpoint(pruned: Pruned, backend: str, config: Config) -> Export | None:
     return export_of(pruned, config.export, config.verify)
 
 
+class Grading(StepFields):
+    """How answers to a benchmark are graded."""
+
+    benchmark: suite.IdentifiedBenchmark
+    policy: Policy
+    sandbox: str | None
+    """The sandbox, where it changes results: without namespaces some programs are not run."""
+    runtime = frozenset({"policy"})
+
+
+class Asking(StepFields):
+    """What a model is asked, and by what."""
+
+    benchmark: BenchmarkConfig
+    questions: suite.Questions | None
+    """What of the benchmark changes answers; None where these are graded at once, and all of it
+    counts."""
+    backend: BackendConfig
+    runtime = frozenset({"benchmark"})
+
+
 class OnBenchmark(Step):
     """A step about a benchmark."""
 
     small = True
     foreign = True
-    benchmark: BenchmarkConfig
+
+    @property
+    def benchmark(self) -> BenchmarkConfig:
+        """The benchmark."""
+        raise NotImplementedError
 
     @property
     def items(self) -> int:
@@ -130,24 +158,34 @@ class Grades(OnBenchmark):
     """A step that grades what a model has answered."""
 
     per_job = "cells"
-    policy: Policy
-    sandbox: str | None
-    """The sandbox, where it changes results: without namespaces some programs are not run."""
-    runtime = frozenset({"policy"})
+    grading: Grading
+
+    @property
+    def benchmark(self) -> BenchmarkConfig:
+        return self.grading.benchmark
 
     def conditions(self, launcher: LauncherConfig) -> Iterator[tuple[Any, ...]]:
-        yield suite.lacking, self.benchmark, self.policy
+        yield suite.lacking, self.benchmark, self.grading.policy
 
 
 class AsksModel(AboutPruned, OnBenchmark):
     """A step that asks a pruned model the questions of a benchmark."""
 
     loads = "model"
+    asking: Asking
     pruned: Pruned
-    backend: BackendConfig
     checkpoint: Export | None
     template: Template | None
     """Arguments of the model's chat template; None where the benchmark does not use it."""
+
+    @property
+    def benchmark(self) -> BenchmarkConfig:
+        return self.asking.benchmark
+
+    @property
+    def backend(self) -> BackendConfig:
+        """What asks the model."""
+        return self.asking.backend
 
     def conditions(self, launcher: LauncherConfig) -> Iterator[tuple[Any, ...]]:
         yield from super().conditions(launcher)
@@ -230,7 +268,11 @@ class Evaluate(AsksModel, Grades):
         _check_data(self.benchmark, self.settings["benchmark"])
         with self.engine(files) as engine:
             run.evaluate(
-                engine, self.benchmark, files.out, policy=self.policy, record=self.record(files)
+                engine,
+                self.benchmark,
+                files.out,
+                policy=self.grading.policy,
+                record=self.record(files),
             )
         self.show(json.loads((files.out / "result.json").read_text())["protocol"]["prompt"])
 
@@ -239,9 +281,6 @@ class Generate(AsksModel):
     """The answers to one benchmark."""
 
     kind = "generate"
-    questions: suite.Questions
-    """What of the benchmark changes answers."""
-    runtime = frozenset({"benchmark"})
 
     def work(self, files: Files) -> None:
         from moe_lab.evaluation import harness, run
@@ -277,7 +316,7 @@ class Grade(Grades):
 
         _check_data(self.benchmark, self.settings["benchmark"])
         answers = harness.read_answers(files.read(self.generate, run.ANSWERS))
-        run.grade(answers, self.benchmark, files.out, policy=self.policy)
+        run.grade(answers, self.benchmark, files.out, policy=self.grading.policy)
 
 
 class Contamination(Step):
@@ -290,7 +329,7 @@ class Contamination(Step):
     process_memory = 4.0 * 2**30
     facts: Facts
     """The model, whose tokenizer decides where the text ends."""
-    text: CalibrationConfig
+    text: IdentifiedText
     asked: tuple[tuple[str, suite.Questions], ...]
     """Name of a benchmark, and what is asked in it."""
 
@@ -304,7 +343,9 @@ class Contamination(Step):
             name: replace(benchmarks[name], shots=0, batch_size=1) for name in sorted(benchmarks)
         }
         asked = tuple((name, suite.Questions(benchmark)) for name, benchmark in items.items())
-        return cls(loaded_as(model).facts, replace(text, batch_size=1, parts=1), asked)
+        return cls(
+            loaded_as(model).facts, IdentifiedText.of(replace(text, batch_size=1, parts=1)), asked
+        )
 
     def label(self) -> str:
         return f"{self.text.name}-{self.facts.model.name}"

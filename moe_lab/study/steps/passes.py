@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from pkgutil import resolve_name
 from shutil import copyfile
@@ -12,11 +13,14 @@ from typing import Any, ClassVar, Self
 
 from moe_lab import calibration as calibrations
 from moe_lab import results
-from moe_lab.config import CalibrationConfig, ModelConfig
+from moe_lab.calibration import IdentifiedText
+from moe_lab.config import ModelConfig
 from moe_lab.grid import Cell
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import ROOM, Size, experts_implementation
-from moe_lab.study.step import BASE, Parts, Step, once
+from moe_lab.models.files import IdentifiedModel
+from moe_lab.study.identity import StepFields
+from moe_lab.study.step import BASE, Step
 from moe_lab.study.steps import tables
 from moe_lab.study.steps.files import REPORT, STATISTICS, Files, Rows, engine, loaded, read_text
 
@@ -33,7 +37,7 @@ class Facts(Step):
     kind = "model"
     small = True
     per_job = "steps"
-    model: ModelConfig
+    model: IdentifiedModel
 
     def label(self) -> str:
         return self.model.name
@@ -61,7 +65,7 @@ class Arithmetic:
     """The implementation of experts."""
 
 
-class Loaded(Parts):
+class Loaded(StepFields):
     """A model as it is loaded. Which one it is the step with its facts identifies."""
 
     facts: Facts
@@ -70,14 +74,23 @@ class Loaded(Parts):
     runtime = frozenset({"model"})
 
 
-@once
+class StepModel(IdentifiedModel):
+    """A model whose device is resolved, with the fields by which steps know it: all of its steps
+    share them."""
+
+    @cached_property
+    def loaded(self) -> Loaded:
+        """The model as steps load it."""
+        device, usual = ("cpu", "float32") if self.device == "cpu" else ("cuda", "stored")
+        dtype = usual if self.dtype == "auto" else self.dtype
+        return Loaded(
+            Facts(self), Arithmetic(device, dtype, experts_implementation(self.device)), self
+        )
+
+
 def loaded_as(model: ModelConfig) -> Loaded:
     """The model, whose device is resolved, as steps load it."""
-    device, usual = ("cpu", "float32") if model.device == "cpu" else ("cuda", "stored")
-    dtype = usual if model.dtype == "auto" else model.dtype
-    return Loaded(
-        Facts(model), Arithmetic(device, dtype, experts_implementation(model.device)), model
-    )
+    return StepModel.of(model).loaded
 
 
 class OnText(Step):
@@ -88,7 +101,7 @@ class OnText(Step):
     """Whether gradients come back through the layers."""
 
     loaded: Loaded
-    text: CalibrationConfig
+    text: IdentifiedText
     rows: Rows = field(default=None, kw_only=True)
     """The first row of a share of the text, and its end; None for all rows."""
 
@@ -194,7 +207,7 @@ class Pass(LeavesSums, OnText):
     def of(cls, cell: Cell) -> Self:
         """The pass over the calibration set of a cell."""
         model = loaded_as(cell.model)
-        text = cell.calibration
+        text = IdentifiedText.of(cell.calibration)
         whole = text.engine == "streamed" and not cls.streams  # on several GPUs already
         shares = calibrations.shares(text) if cls.divides and not whole else []
         return cls(model, text, merges=tuple(cls(model, text, rows=rows) for rows in shares))

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from moe_lab import allocation, criteria, results
-from moe_lab.allocation import protection, shapes
+from moe_lab.allocation import IdentifiedAllocation, protection, shapes
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.allocation.problem import limits
-from moe_lab.config import AllocationConfig, CriterionConfig
+from moe_lab.calibration import IdentifiedText
+from moe_lab.config import AllocationConfig
+from moe_lab.criteria import IdentifiedCriterion
 from moe_lab.errors import UserError
 from moe_lab.grid import Cell
 from moe_lab.json_files import write_sealed
@@ -19,7 +21,8 @@ from moe_lab.models.config_json import config_of, expert_shape
 from moe_lab.models.families import family_of
 from moe_lab.models.files import fingerprint
 from moe_lab.paths import resolve
-from moe_lab.study.step import KINDS, Parts, Step
+from moe_lab.study.identity import StepFields
+from moe_lab.study.step import KINDS, Step
 from moe_lab.study.steps import tables
 from moe_lab.study.steps.files import STATISTICS, Files, loaded, read_text
 from moe_lab.study.steps.passes import Facts, OnText, loaded_as
@@ -180,10 +183,10 @@ def check_sequential(cell: Cell) -> None:
         )
 
 
-class Asked(Parts):
+class Asked(StepFields):
     """What a cell asks of its plan, whatever step makes it."""
 
-    allocation: AllocationConfig
+    allocation: IdentifiedAllocation
     ratio: float
     evidence: dict[str, Step]
     """What the allocation reads besides the cell's scores: role -> step."""
@@ -205,9 +208,8 @@ def asked_of(cell: Cell) -> Asked:
     where += f"-{chosen.replacement}" if chosen.replacement != "none" else ""
     where += "-protected" if chosen.protect is not None else ""
     name = f"{cell.model.name}-{cell.calibration.name}-{cell.criterion.name}{where}-{cell.ratio:g}"
-    return Asked(
-        chosen, cell.ratio, {need: evidence(need, cell) for need in evidence_of(cell)}, name
-    )
+    needed = {need: evidence(need, cell) for need in evidence_of(cell)}
+    return Asked(IdentifiedAllocation.of(chosen), cell.ratio, needed, name)
 
 
 class MakesPlan(Step):
@@ -321,9 +323,8 @@ class Search(MakesPlan, OnText):
     @classmethod
     def of(cls, cell: Cell) -> Self:
         """The search of a cell, on its search text."""
-        return cls(
-            loaded_as(cell.model), cell.texts["search"], asked_of(cell), Scores.of(cell), cell.seed
-        )
+        text = IdentifiedText.of(cell.texts["search"])
+        return cls(loaded_as(cell.model), text, asked_of(cell), Scores.of(cell), cell.seed)
 
     def work(self, files: Files) -> None:
         from moe_lab.search.run import search as run
@@ -366,7 +367,8 @@ class Reconstruction(MakesPlan, OnText):
     @classmethod
     def of(cls, cell: Cell) -> Self:
         """The plan of a cell, on its calibration set."""
-        return cls(loaded_as(cell.model), cell.calibration, asked_of(cell), cell.seed)
+        text = IdentifiedText.of(cell.calibration)
+        return cls(loaded_as(cell.model), text, asked_of(cell), cell.seed)
 
     def work(self, files: Files) -> None:
         from moe_lab.pruning.plan import Plan
@@ -398,7 +400,7 @@ class Sequential(MakesPlan, OnText):
     streams = True
     is_layered = True
     checks = (check_sequential, check_ratio, check_layout)
-    criterion: CriterionConfig
+    criterion: IdentifiedCriterion
     sums: dict[str, Step]
     """Sums over weights that the criterion reads."""
     gate: str | None
@@ -411,8 +413,10 @@ class Sequential(MakesPlan, OnText):
             need for need in criteria.get(cell.criterion.name).needs if not KINDS[need].reads_text
         ]
         sums = {need: evidence(need, cell) for need in needs}
-        common = loaded_as(cell.model), cell.calibration, asked_of(cell)
-        return cls(*common, cell.criterion, sums, *chance_and_gate(cell), plugins=plugged(cell))
+        text = IdentifiedText.of(cell.calibration)
+        criterion = IdentifiedCriterion.of(cell.criterion)
+        common = loaded_as(cell.model), text, asked_of(cell)
+        return cls(*common, criterion, sums, *chance_and_gate(cell), plugins=plugged(cell))
 
     def work(self, files: Files) -> None:
         from moe_lab.models.streamed import open_streamed

@@ -14,13 +14,15 @@ from typing import Any
 from moe_lab import allocation
 from moe_lab import recovery as recoveries
 from moe_lab.allocation.grouping import GROUPINGS
+from moe_lab.calibration import IdentifiedText
 from moe_lab.config import ExportConfig, LauncherConfig, ModelConfig, RecoveryConfig
 from moe_lab.config.pruning import Shape
 from moe_lab.grid import Cell
 from moe_lab.json_files import write_json
 from moe_lab.models import release_memory
 from moe_lab.models.config_json import Size
-from moe_lab.study.step import BASE, KINDS, Parts, Step
+from moe_lab.study.identity import StepFields
+from moe_lab.study.step import BASE, KINDS, Step
 from moe_lab.study.steps.files import Files, forget_loaded, loaded
 from moe_lab.study.steps.passes import Facts, Loaded, OnText, loaded_as
 from moe_lab.study.steps.plans import Asked, MakesPlan, drops_whole_experts
@@ -41,7 +43,7 @@ def plan_of(cell: Cell) -> Any:
     if grouping is None or grouping.align is None:
         return plan
     how = {"weights": Alignment, "activations_and_weights": ActivationAlignment}[grouping.align]
-    return how(loaded_as(cell.model), cell.calibration, plan)
+    return how(loaded_as(cell.model), IdentifiedText.of(cell.calibration), plan)
 
 
 class AlignsChannels(OnText):
@@ -177,7 +179,7 @@ class Finetune(OnText):
         return [*super().pace(), tuned.train, tuned.distill is not None, tuned.fit is not None]
 
 
-class Pruned(Parts):
+class Pruned(StepFields):
     """A cell's model under its plan and recovery; without a plan, the unpruned model."""
 
     loaded: Loaded
@@ -243,9 +245,12 @@ class Pruned(Parts):
 def pruned_of(cell: Cell) -> Pruned:
     """The model of a cell, pruned and recovered."""
     plan = plan_of(cell)
-    role = recoveries.text_role(cell.recovery)
     model = loaded_as(cell.model)
-    finetune = Finetune(model, cell.texts[role], plan, cell.recovery, cell.seed) if role else None
+    finetune = None
+    if role := cell.recovery.text_role:
+        finetune = Finetune(
+            model, IdentifiedText.of(cell.texts[role]), plan, cell.recovery, cell.seed
+        )
     return Pruned(
         model, plan, finetune, storage_of(cell.recovery), cell.recovery, drops_whole_experts(cell)
     )

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from moe_lab import allocation, criteria, plugins, results
 from moe_lab.config import CriterionConfig, ModelConfig
+from moe_lab.criteria import IdentifiedCriterion
 from moe_lab.criteria.experts import family
 from moe_lab.errors import check_known
 from moe_lab.grid import Cell
@@ -64,7 +65,7 @@ class Scores(Step):
     small = True
     per_job = "steps"
     facts: Facts
-    criterion: CriterionConfig
+    criterion: IdentifiedCriterion
     sums: dict[str, Step]
     name: str
     gate: str | None
@@ -83,7 +84,8 @@ class Scores(Step):
         name = f"{cell.model.name}-{cell.calibration.name}-{criterion.name}"
         sums = {need: evidence(need, cell) for need in criterion.needs}
         facts = loaded_as(cell.model).facts
-        return cls(facts, cell.criterion, sums, name, *chance_and_gate(cell), plugins=plugged(cell))
+        chosen = IdentifiedCriterion.of(cell.criterion)
+        return cls(facts, chosen, sums, name, *chance_and_gate(cell), plugins=plugged(cell))
 
     def work(self, files: Files) -> None:
         values = score(self, files.evidence(self.sums), files.facts(self.facts)["layers"])
