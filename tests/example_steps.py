@@ -1,10 +1,11 @@
 """Steps for tests of stores, schedules and estimates."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
+from moe_lab.allocation import IdentifiedAllocation
 from moe_lab.calibration import IdentifiedText
 from moe_lab.config import (
     AllocationConfig,
@@ -21,13 +22,14 @@ from moe_lab.config import (
 from moe_lab.evaluation import Policy
 from moe_lab.evaluation.suite import IdentifiedBenchmark
 from moe_lab.grid import Cell
+from moe_lab.study.resources import Resources
 from moe_lab.study.step import Step
 from moe_lab.study.steps import KINDS, perform
 from moe_lab.study.steps.costs import Cost, Profile, Timing
 from moe_lab.study.steps.evaluation import Asking, Contamination, Evaluate, Grading, task_of
 from moe_lab.study.steps.files import Files
 from moe_lab.study.steps.passes import loaded_as
-from moe_lab.study.steps.plans import drops_whole_experts
+from moe_lab.study.steps.plans import PlanRequest, drops_whole_experts
 from moe_lab.study.steps.recovery import (
     Export,
     Finetune,
@@ -40,28 +42,38 @@ from moe_lab.study.steps.recovery import (
 )
 from moe_lab.study.store import Store
 
+PACKS: Mapping[str, Any] = {
+    "model": "short",
+    "scores": "short",
+    "plan": "short",
+    "grade": "cells",
+    "evaluate": "models",
+}
+"""Kind of Slurm jobs -> which of its steps share one."""
+
 
 class Example(Step):
     """A step of any kind, identified by that, a number and its inputs."""
 
-    kind: str = "plan"  # type: ignore[misc]
+    kind: str = "plan"
     name: str = "example"
     number: int = 0
     needed: dict[str, Step] = field(default_factory=dict)
     model: ModelConfig | None = None
     done_in: str | None = None
     """The kind of Slurm jobs that do it, if it is another."""
-    runtime = frozenset({"kind", "name", "model", "done_in"})
+    machine: dict[str, Any] = field(default_factory=dict)
+    """Fields of its resources that are not as usual."""
+    runtime = frozenset({"name", "model", "done_in", "machine"})
+    request = PlanRequest(IdentifiedAllocation.of(AllocationConfig()), 0.25, {}, "example")
 
     def label(self) -> str:
         return self.name
 
-    @property
-    def about(self) -> ModelConfig | None:
-        return self.model
-
-    def job(self) -> str:
-        return self.done_in or self.kind
+    def resources(self) -> Resources:
+        job = self.done_in or self.kind
+        usual = Resources(model=self.model, pace=[self.id], job=job, pack=PACKS.get(job, "one"))
+        return replace(usual, **self.machine)
 
 
 def done(store: Store, step: Step) -> Path:
@@ -131,7 +143,10 @@ def step_of(
             ("evaluate", "generate", "grade"), lambda: task_of(benchmark, config)(pruned)
         ),
     }
-    step: Any = made[kind]() if kind in made else KINDS[kind].of(cell)  # type: ignore[attr-defined]
+    step_class: Any = KINDS[kind]
+    step: Any = (
+        made[kind]() if kind in made else step_class.of(cell, *([kind] if step_class.kinds else []))
+    )
     return step.generate if kind == "generate" else step  # type: ignore[no-any-return]
 
 
@@ -142,4 +157,4 @@ def evaluated(
     pruned = Pruned(loaded_as(model), plan, None, None, RecoveryConfig(), True)
     grading = Grading(IdentifiedBenchmark.of(benchmark), Policy(), None)
     asking = Asking(benchmark, None, changes.pop("backend", BackendConfig()))
-    return Evaluate(grading, asking, pruned, None, None, **changes)
+    return Evaluate(asking, pruned, None, None, grading, **changes)

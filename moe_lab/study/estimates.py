@@ -11,9 +11,8 @@ import shutil
 import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
-from math import prod
 from pathlib import Path
 from statistics import median
 
@@ -21,19 +20,16 @@ from rich.filesize import decimal
 from rich.table import Column, Table
 
 from moe_lab.config import CalibrationConfig, Config, ModelConfig
-from moe_lab.config.pruning import DEVICE_MAPS
 from moe_lab.errors import UserError
 from moe_lab.json_files import Number, fits
 from moe_lab.models import config_json, main_memory, visible_gpus
-from moe_lab.models.config_json import GPU_COUNTS, ROOM, Size, quantization, size_of
+from moe_lab.models.config_json import GPU_COUNTS, Size, quantization, size_of
 from moe_lab.start import command
 from moe_lab.study.identity import canonical
+from moe_lab.study.resources import GIB, loaded_weights, on_gpu
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
-GIB = 2**30
-GPU_FROM = 2**30
-"""Bytes of weights from which Slurm's jobs are asked to put a model on a GPU."""
 TIMES_SHAPE = {"provenance": {"seconds": Number, "units": Number, "pace": list}}
 
 
@@ -69,7 +65,7 @@ def _auto_gpus(model: ModelConfig, config: Config) -> int:
 
 def _holding(size: Size, config: Config) -> int:
     """GPUs that hold the weights of a model of this size."""
-    return gpus(Memory(ROOM * size.bytes, on_gpu=True), config.resources.gpu_memory)
+    return loaded_weights(size).gpus(config.resources.gpu_memory)
 
 
 def divided(text: CalibrationConfig, model: ModelConfig, config: Config) -> CalibrationConfig:
@@ -87,11 +83,6 @@ def divided(text: CalibrationConfig, model: ModelConfig, config: Config) -> Cali
         return replace(text, engine="resident", parts=text.parts or 1)
     cards = {"slurm": needed, "local": len(visible_gpus())}.get(config.launcher.name, 1)
     return replace(text, engine="streamed", parts=text.parts or max(1, min(cards, text.batches)))
-
-
-def on_gpu(model: ModelConfig, size: Size) -> bool:
-    """Whether a model of this size is put on a GPU, where there may be one."""
-    return size.bytes >= GPU_FROM if model.device == "auto" else model.device != "cpu"
 
 
 def check_device(name: str) -> None:
@@ -113,79 +104,24 @@ def device_here(device: str) -> str:
     return answer.stdout.strip().splitlines()[-1]
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Estimated peak memory of one step."""
-
-    bytes: float
-    """Bytes including weights; of GPU memory if `on_gpu`, else of main memory."""
-    on_gpu: bool
-    """Whether the step uses GPUs."""
-    among: Sequence[int] = GPU_COUNTS
-    """Numbers of GPUs among which it can be divided, in ascending order."""
-
-    def fits(self, gpus: int, gpu_memory: float) -> bool:
-        """Whether so many GPUs of `gpu_memory` GiB hold it, when a tenth of each cannot be used."""
-        return not self.on_gpu or self.bytes <= gpus * 0.9 * gpu_memory * GIB
-
-
-def memory_of(step: Step) -> Memory | None:
-    """Estimated peak memory of `step`; None when it depends on a model of unknown size."""
-    model = step.about
-    if model is None or not (step.runs_model or step.merges or step.loads == "checkpoint"):
-        return Memory(step.process_memory, False)
-    size = size_of(model)
-    if size is None:
-        return None
-    return Memory(step.memory(size), step.runs_model and on_gpu(model, size), _among(step, model))
-
-
-def _among(step: Step, model: ModelConfig) -> Sequence[int]:
-    """Numbers of GPUs among which the engine of a step divides its model."""
-    backend = getattr(step, "backend", None)
-    timed = getattr(step, "timed", None)
-    # as in 8 x NVIDIA H100
-    if step.is_layered or (timed is not None and " x " not in str(timed.device)):
-        return GPU_COUNTS[:1]
-    # transformers divides layers, by a device map alone
-    if backend is None or backend.name != "vllm":
-        return GPU_COUNTS if model.device in ("auto", *DEVICE_MAPS) else GPU_COUNTS[:1]
-    asked = [size for name, size in backend.arguments.items() if name.endswith("parallel_size")]
-    return [prod(asked)] if asked else config_json.tensor_parallel(config_json.config_of(model))
-
-
 def check_memory(step: Step) -> None:
     """Raise UserError when the weights that a step loads whole on the CPU alone exceed the main
     memory of this machine. Only models of known size with plain (not quantised) weights are
     checked, and none that a server loads."""
-    model = step.about
-    backend = getattr(step, "backend", None)
-    is_served = backend is not None and backend.name == "server"
-    if (
-        model is None
-        or not step.runs_model
-        or step.is_layered
-        or model.device != "cpu"
-        or is_served
-    ):
+    needed = step.resources()
+    model = needed.model
+    if model is None or needed.weights != "model" or model.device != "cpu":
         return
     size = None if quantization(model) else size_of(model)
     there = main_memory()
     if size and size.bytes > there:
-        way = "set calibration.engine=streamed" if step.streams else "leave it out"
+        way = "leave it out" if step.whole_model else "set calibration.engine=streamed"
         raise UserError(
             f"model.device=cpu: {step.kind} of model={model.name} loads {size.bytes / GIB:.1f} "
             "GiB of weights, and "
             f"there are {there / GIB:.1f} GiB of main memory: {way}, or name another device or a "
             "smaller dtype"
         )
-
-
-def gpus(memory: Memory, gpu_memory: float) -> int:
-    """How many GPUs of `gpu_memory` GiB a step is given: as few as hold it, or else as many as it
-    can be divided among; 0 for a step on the CPU."""
-    counts = memory.among if memory.on_gpu else [0]
-    return next((count for count in counts if memory.fits(count, gpu_memory)), counts[-1])
 
 
 Seconds = Callable[[Step], float | None]
@@ -200,8 +136,9 @@ def learned(store: Store) -> Seconds:
     def seconds(step: Step) -> float | None:
         if step.merges:
             return 0.0  # reads and writes files
-        rates = rates_of(step.kind).get(canonical(step.pace()))
-        return median(rates) * step.units() if rates else None
+        needed = step.resources()
+        rates = rates_of(step.kind).get(canonical(needed.pace))
+        return median(rates) * needed.units if rates else None
 
     return seconds
 
@@ -264,9 +201,12 @@ they do."""
 def _work(step: Step) -> float:
     """Amount of work, comparable between steps of a kind: units, times the parameters of the model
     that is read."""
-    size = size_of(step.about) if step.about and step.loads != "nothing" else None
+    if step.merges:
+        return 0.0
+    needed = step.resources()
+    size = size_of(needed.model) if needed.model else None
     parameters = max(size.parameters, SMALL) if size else 1e9  # unknown: as of a usual model
-    return 0.0 if step.merges else step.units() * parameters
+    return needed.units * parameters
 
 
 def forecast(steps: Sequence[Step], done: set[str], gpu_memory: float, seconds: Seconds) -> Table:
@@ -305,8 +245,9 @@ def _hours(steps: Sequence[Step], gpu_memory: float, seconds: Seconds) -> tuple[
             unknown += 1
             continue
         work += takes / 3600
-        if memory := memory_of(step):
-            gpu_work += takes / 3600 * gpus(memory, gpu_memory)
+        needed = step.resources()
+        if needed.memory is not None:
+            gpu_work += takes / 3600 * needed.gpus(gpu_memory)
     if unknown and not work:  # merges of shares are nothing beside the shares
         return "unknown", "unknown"
     more = f" + {unknown} unknown" if unknown else ""
@@ -315,8 +256,8 @@ def _hours(steps: Sequence[Step], gpu_memory: float, seconds: Seconds) -> tuple[
 
 def largest_memory(steps: Iterable[Step]) -> str:
     """The largest estimated memory of any of the steps, as text."""
-    memories = [memory_of(step) for step in steps]
-    known = [memory.bytes for memory in memories if memory is not None]
+    memories = [step.resources().memory for step in steps]
+    known = [memory for memory in memories if memory is not None]
     unknown = " or more" if len(known) < len(memories) else ""
     return f"{max(known) / GIB:.1f} GiB{unknown}" if known else "unknown" if memories else ""
 
@@ -325,8 +266,7 @@ def disk_problems(store: str | Path, steps: Iterable[Step]) -> list[str]:
     """A sentence when `steps` would write more than is free on the disk of `store`. Estimates
     exported checkpoints, hidden states of streamed passes and generated texts; all other files are
     small."""
-    sizes = ((step, size_of(step.about)) for step in steps if step.about and not step.merges)
-    needed = sum(step.disk(size) for step, size in sizes if size)
+    needed = sum(step.resources().disk for step in steps)
     place = Path(store).expanduser().absolute()
     free = shutil.disk_usage(next(filter(Path.exists, (place, *place.parents)))).free
     if needed <= free:

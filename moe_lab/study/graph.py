@@ -28,14 +28,14 @@ from moe_lab.study.estimates import divided, resolved
 from moe_lab.study.step import Step
 from moe_lab.study.steps.costs import Cost, Profile, Timing, timing_of
 from moe_lab.study.steps.evaluation import (
+    BenchmarkRun,
     Contamination,
     Evaluate,
     Grade,
-    OnBenchmark,
     Task,
     task_of,
 )
-from moe_lab.study.steps.passes import StatisticsPass, StepModel
+from moe_lab.study.steps.passes import Pass, StepModel
 from moe_lab.study.steps.recovery import NO_RECOVERY, export_of, pruned_of
 from moe_lab.study.steps.recovery import unpruned as unpruned_model
 from moe_lab.study.steps.scores import Family, Scores, reads_text
@@ -122,7 +122,7 @@ def unresolved(steps: Iterable[Step]) -> list[str]:
     """Models and texts on the hub whose files are not known, so that steps are named by their names
     there."""
     # which have data of their own
-    others = (step for step in steps if not isinstance(step, OnBenchmark))
+    others = (step for step in steps if not isinstance(step, (BenchmarkRun, Grade)))
     settings = [setting for step in others for setting in step.settings.values()]
     groups = [setting for setting in settings if isinstance(setting, dict)]
     groups += [source for group in groups for source in group.get("sources", ())]
@@ -199,7 +199,7 @@ def _steps(
     scores = (getattr(pruned.plan, "scores", None) or Scores.of(named)) if is_pruned else None
     statistics = None
     if scores and reads_text(cell):
-        statistics = scores.sums.get("statistics") or StatisticsPass.of(named)
+        statistics = scores.sums.get("statistics") or Pass.of(named, "statistics")
     cost = resolver.once(_unpruned_cost, named.model, text)
     made = evaluated.setdefault(
         tuple([entry.line for entry in pruned.identity_entries.values()]), {}

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain, product
+from itertools import product
 from typing import Any
 
 from moe_lab import allocation, criteria
@@ -31,6 +31,7 @@ from moe_lab.pruning.plan import ROUNDED
 from moe_lab.results import RANDOM
 from moe_lab.study.estimates import check_device
 from moe_lab.study.other_stores import open_other
+from moe_lab.study.resources import Check
 from moe_lab.study.step import KINDS, Step
 from moe_lab.study.steps.costs import wrong_timing
 from moe_lab.study.steps.plans import check_engine, check_plan_file, plan_in, removed_share
@@ -136,21 +137,22 @@ def visible_difference(requests: Iterable[Request]) -> Iterator[str]:
 
 def lacking(steps: Sequence[Step], launcher: LauncherConfig) -> list[str]:
     """One sentence for everything that `steps` need and that is missing or not allowed here."""
-    here = () if launcher.name == "slurm" else steps  # nodes of a cluster have devices of their own
-    wanted = chain(
-        (condition for step in steps for condition in step.conditions(launcher)),
-        (
-            (check_device, about.device)
-            for step in here
-            if (about := step.about) and step.runs_model
-        ),
+    distinct: dict[tuple[Any, ...], Check] = {}
+    for step in steps:
+        needed = step.resources()
+        checks = [*needed.conditions, *(needed.programs if launcher.python is None else ())]
+        # nodes of a cluster have their own devices
+        if launcher.name != "slurm" and needed.model and needed.runs_model:
+            checks.append((check_device, needed.model.device))
+        distinct |= {
+            (check, *map(id, arguments)): (check, *arguments) for check, *arguments in checks
+        }
+    sentences = (
+        sentence
+        for check, *arguments in distinct.values()
+        for sentence in user_errors(check, *arguments)
     )
-    distinct = {(check, *map(id, of)): (check, of) for check, *of in wanted}
-    return list(
-        dict.fromkeys(
-            sentence for check, of in distinct.values() for sentence in user_errors(check, *of)
-        )
-    )
+    return list(dict.fromkeys(sentences))
 
 
 def _each(cells: Iterable[Cell], *groups: str) -> list[Cell]:

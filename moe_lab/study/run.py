@@ -14,7 +14,7 @@ from moe_lab.errors import Unavailable, UserError, check_known, user_errors
 from moe_lab.grid import Request
 from moe_lab.json_files import Number, parse
 from moe_lab.models import WORKERS, cores, main_memory, visible_gpus
-from moe_lab.study.estimates import check_memory, disk_problems, forecast, gpus, learned, memory_of
+from moe_lab.study.estimates import check_memory, disk_problems, forecast, learned
 from moe_lab.study.graph import build, normalized, unresolved
 from moe_lab.study.other_stores import copy_steps, finished_in, open_other
 from moe_lab.study.preflight import AVERAGE, lacking, remarks, visible_difference
@@ -46,18 +46,14 @@ def local(schedule: Schedule, study: Study, run: Run) -> bool:
     """Run steps in worker processes: launcher.processes of them, or one for each core, if there is
     memory for the largest step in each. With GPUs, steps that need one run first, in a process for
     each GPU; then those that need two, in a process for each pair; and so on."""
-    memories = {
-        name: memory for name, step in schedule.waiting.items() if (memory := memory_of(step))
-    }
-    on_gpu = len(memories) < len(schedule.waiting) or any(
-        memory.on_gpu for memory in memories.values()
-    )
+    resources = {name: step.resources() for name, step in schedule.waiting.items()}
+    known = {name: needed for name, needed in resources.items() if needed.memory is not None}
     needed = {
-        name: gpus(memory, study.config.resources.gpu_memory) or 1
-        for name, memory in memories.items()
+        name: needed.gpus(study.config.resources.gpu_memory) or 1 for name, needed in known.items()
     }
+    on_gpu = any(needed.on_gpu for needed in resources.values())
     if not (cards := visible_gpus() if on_gpu else []):
-        largest = max((memory.bytes for memory in memories.values()), default=1.0)
+        largest = max((needed.memory or 0.0 for needed in known.values()), default=1.0)
         count = study.config.launcher.processes or max(
             1, min(cores(), int(main_memory() // largest))
         )

@@ -259,7 +259,7 @@ class Here(Worker):
     """Does steps in this process, except those with foreign code, which run in a worker."""
 
     def __call__(self, step: Step, scratch: Path) -> None:
-        if step.foreign:
+        if step.resources().isolated:
             super().__call__(step, scratch)
             return
         try:

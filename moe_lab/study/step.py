@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import field
 from hashlib import sha256
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-from moe_lab.config import LauncherConfig, ModelConfig
-from moe_lab.models.config_json import ROOM, Size
 from moe_lab.paths import shortened
 from moe_lab.study.identity import MEANING, IdentityEntry, StepFields
+from moe_lab.study.resources import Resources
 
-BASE = 600 * 2**20
-"""Bytes of Python with torch and transformers loaded."""
 LONGEST_LABEL = 200
 """Most bytes of a label: it leaves room for longer names that are made from a folder's name."""
 
@@ -26,29 +23,20 @@ class Step(StepFields):
     does not count, one of `StepFields` counts as the fields in it, and a dictionary as its
     entries."""
 
-    kind: ClassVar[str] = ""
-    """The folder in the store, and the name in settings and tables. It registers the class."""
-    loads: ClassVar[Literal["nothing", "checkpoint", "model"]] = "nothing"
-    """What it reads of a model: no weights, as it works on files of other steps, and may concern
-    several models; the files once, with a piece of them in memory at a time; or the model, which is
-    run."""
+    kind: str = field(default="", init=False)
+    """The folder in the store, and the name in settings and tables. It registers the class. Steps
+    of a class with several kinds are each given theirs."""
+    kinds: ClassVar[Mapping[str, Any]] = {}
+    """Kinds of a class with several, by name: what differs between them."""
     reads_text: ClassVar[bool] = False
     """Whether a criterion or an allocation that needs such a step depends on the calibration
     set."""
-    streams: ClassVar[bool] = False
-    """Whether it can run the model with one decoder layer in memory at a time
-    (calibration.engine=streamed)."""
+    whole_model: ClassVar[bool] = False
+    """Whether it needs all weights in memory at a time, so that calibration.engine=streamed cannot
+    run it."""
     small: ClassVar[bool] = False
     """Whether its result is small as a rule, and read by `Files.read` alone: then it may be kept in
     a pack."""
-    foreign: ClassVar[bool] = False
-    """Whether it runs foreign code; launcher=inline then runs it in a worker process."""
-    per_job: ClassVar[Literal["", "steps", "cells"]] = ""
-    """What one Slurm job does: one step; many, where each takes seconds; or those of
-    `launcher.cells_per_job` pruned models of one model, whose weights are loaded once (as many
-    steps, where they load no model)."""
-    process_memory: ClassVar[float] = BASE
-    """Bytes of the whole process of a step that loads nothing."""
 
     merges: tuple[Step, ...] = field(default=(), kw_only=True)
     """Steps that each do a share of the work; this step then only merges their results."""
@@ -58,7 +46,7 @@ class Step(StepFields):
     """sha256 over kind, settings, inputs and `MEANING`."""
     needs: tuple[Step, ...] = field(init=False, repr=False)
     """The steps that have to be finished before this one starts."""
-    runtime: ClassVar[frozenset[str]] = frozenset({"merges", "plugins"})
+    runtime: ClassVar[frozenset[str]] = frozenset({"kind", "merges", "plugins"})
 
     def __post_init__(self) -> None:
         # a study has many steps, and few are asked for theirs
@@ -72,57 +60,18 @@ class Step(StepFields):
         """An input counts by its id."""
         return {role: IdentityEntry(self, f"{role}<{self.id}")}
 
-    def conditions(self, launcher: LauncherConfig) -> Iterable[tuple[Any, ...]]:
-        """What must hold where it is started, such as permissions: checks, which raise UserError or
-        give sentences, and their arguments. `launcher.python`: that it runs where other programs
-        are installed."""
-        return ()
-
     def label(self) -> str:
         """The readable part of its folder's name."""
+        raise NotImplementedError
+
+    def resources(self) -> Resources:
+        """What it needs, and how much work it is, by a function of `moe_lab.study.resources`."""
         raise NotImplementedError
 
     def work(self, files: Any) -> None:
         """Do it: read finished steps, write to `files.out` (`Files` of steps/files.py). Imports
         torch inside."""
         raise NotImplementedError
-
-    @property
-    def about(self) -> ModelConfig | None:
-        """The model whose weights it reads; None for a step that works on files of other steps."""
-        return None
-
-    @property
-    def runs_model(self) -> bool:
-        """Whether it loads the model and runs it."""
-        return self.loads == "model" and not self.merges
-
-    @property
-    def is_layered(self) -> bool:
-        """Whether it runs the model with one decoder layer in memory at a time."""
-        return False
-
-    def memory(self, size: Size) -> float:
-        """Bytes that a step holds which reads a model of this size, at most."""
-        return BASE + ROOM * size.bytes
-
-    def disk(self, size: Size) -> float:
-        """Upper bound of the bytes that it writes about a model of this size, counted only where
-        they are many."""
-        return 0.0
-
-    def units(self) -> float:
-        """Amount of work: the seconds that steps of this kind take are proportional to it."""
-        return 1.0
-
-    def pace(self) -> list[Any]:
-        """What decides the seconds of a unit, JSON-ready: steps of one kind with equal values take
-        equally long."""
-        return [self.inputs.get("facts", self).id]  # of the model
-
-    def job(self) -> str:
-        """The kind of the Slurm jobs that also do this step."""
-        return self.kind
 
     @property
     def inputs(self) -> dict[str, Step]:

@@ -86,7 +86,7 @@ def study(cells: int, models: Sequence[str] = ("m",)) -> list[Step]:
 
 
 def ask(steps: Sequence[Step]) -> dict[str, Any]:
-    model = steps[0].about
+    model = steps[0].resources().model
     return {"gpus": 4 if model and model.name == "large" and steps[0].kind == "evaluate" else 0}
 
 
@@ -110,9 +110,8 @@ def test_every_step_is_in_one_job_after_its_inputs() -> None:
             2,
             2,
         ]
-        assert all(
-            len({step.about and step.about.name for step in pack}) == 1 for pack in array.packs
-        )
+        for pack in array.packs:
+            assert len({repr(step.resources().model) for step in pack}) == 1
         for pack in array.packs:
             assert [step.kind for step in pack] == ["evaluate", "evaluate", "cost"] * (
                 len(pack) // 3
@@ -496,15 +495,11 @@ def asking(model: ModelConfig = BIG, kind: str = "evaluate") -> Step:
 
 
 def test_models_are_there_before_jobs_are_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each once, and their texts; none that no job loads."""
+    """Each once, and their texts; none that no step reads."""
     done: list[str] = []
     monkeypatch.setattr("moe_lab.models.files.local_folder", lambda model: done.append(model.name))
     monkeypatch.setattr("moe_lab.calibration.sources.download", lambda text: done.append(text.path))
-    steps = [
-        asking(kind="profile"),
-        asking(kind="statistics"),
-        Example("plan", "o", model=replace(BIG, name="other")),
-    ]
+    steps = [asking(kind="profile"), asking(kind="statistics"), Example("plan", "o")]
     download(steps)
     assert sorted(done) == ["a/b", "big"]
 

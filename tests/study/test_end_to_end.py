@@ -212,7 +212,7 @@ def test_a_kind_of_step_is_added_by_writing_the_file_that_the_documentation_show
     for name in ("moe_lab", "conf", "hydra_plugins"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     text = (ROOT / "docs/architecture.md").read_text("utf-8")
-    [example] = re.findall(r"```python\n(.*?OnWeights\):.*?)```", text, re.DOTALL)
+    [example] = re.findall(r"```python\n(.*?class Signs\(Step\):.*?)```", text, re.DOTALL)
     (tmp_path / "moe_lab/study/steps/signs.py").write_text(example)
     (tmp_path / "mine.py").write_text(CRITERION)
     words = [

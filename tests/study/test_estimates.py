@@ -32,17 +32,8 @@ from moe_lab.config import (
 from moe_lab.errors import UserError, user_errors
 from moe_lab.json_files import write_json
 from moe_lab.models import config_json
-from moe_lab.models.config_json import size_of
 from moe_lab.study import estimates
-from moe_lab.study.estimates import (
-    Memory,
-    divided,
-    forecast,
-    gpus,
-    largest_memory,
-    learned,
-    memory_of,
-)
+from moe_lab.study.estimates import divided, forecast, largest_memory, learned
 from moe_lab.study.step import Step
 from moe_lab.study.steps import KINDS
 from moe_lab.study.store import Store
@@ -55,7 +46,6 @@ BENCHMARK = BenchmarkConfig(
 CODE = BenchmarkConfig(
     name="code", harness="evalplus", task="pocket:benchmarks/mbpp.jsonl", max_new_tokens=2048
 )
-MODELS = [name for name, kind in KINDS.items() if kind.loads == "model"]
 SERVER = BackendConfig(name="server", command="serve {checkpoint} {port}")
 CHANNELS = CriterionConfig(name="heapr")
 """A criterion whose plans have FLOPs that depend on routing."""
@@ -77,10 +67,11 @@ def step(
     return step_of(kind, cell_of(about or model(), text, **changes), **asked)
 
 
-def known(one: Step) -> Memory:
-    memory = memory_of(one)
-    assert memory is not None
-    return memory
+def memory(one: Step) -> float:
+    """Estimated bytes of a step about a model of known size."""
+    estimated = one.resources().memory
+    assert estimated is not None
+    return estimated
 
 
 def test_published_searches_ran_on_as_many_gpus_as_estimated() -> None:
@@ -94,25 +85,30 @@ def test_published_searches_ran_on_as_many_gpus_as_estimated() -> None:
         ]
     published = {row["model"]: float(row["value"]) for row in rows}
     assert {
-        name: gpus(known(step("search", model(name), text)), 48.0) for name in published
+        name: step("search", model(name), text).resources().gpus(48.0) for name in published
     } == published
 
 
 STREAMING = replace(TEXT, engine="streamed")
+STREAMED = [
+    name
+    for name, kind in KINDS.items()
+    if not kind.whole_model and name != "contamination" and "text" in kind.__dataclass_fields__
+]
 
 
-@pytest.mark.parametrize("kind", [name for name in MODELS if KINDS[name].streams])
+@pytest.mark.parametrize("kind", STREAMED)
 def test_one_layer_in_memory_is_what_a_streamed_step_takes(kind: str) -> None:
     """Qwen2-57B: 3.6 GiB of experts and attention in a layer, 2 of embeddings and head, 6 of a
     batch of 16,384 tokens; for the gradients of weights, 6.6 of these in fp32; for alignments, as
     much and 3.1 of products of channels."""
     big = model("qwen2_57b_a14b")
-    layered = known(step(kind, big, STREAMING))
+    layered = step(kind, big, STREAMING)
     if kind != "sequential":  # which is always streamed
-        assert known(step(kind, big)).bytes > 117 * 2**30
+        assert memory(step(kind, big)) > 117 * 2**30
     sums = {"weight_gradients": 6.6, "activation_alignment": 9.7}.get(kind, 0)
-    assert 11 * 2**30 < layered.bytes - sums * 2**30 < 14 * 2**30
-    assert layered.on_gpu
+    assert 11 * 2**30 < memory(layered) - sums * 2**30 < 14 * 2**30
+    assert layered.resources().on_gpu
 
 
 @pytest.mark.parametrize(
@@ -151,35 +147,31 @@ def test_a_model_that_one_gpu_does_not_hold_is_read_layer_by_layer_in_a_part_on_
     assert (found.engine, found.parts) == (engine, parts)
     made, plain = (step("statistics", about, each) for each in (found, text))
     assert made.id == plain.id and len(made.merges) == (parts if parts > 1 else 0)
-    assert all(gpus(known(one), 80) == 1 for one in made.merges)
+    assert all(one.resources().gpus(80) == 1 for one in made.merges)
 
 
 def test_what_is_held_beside_weights_and_a_batch_is_counted() -> None:
     """Activations of a backward pass, 57B - 4B gradients in fp32, and a second model where weights
     are changed."""
-    forward = known(step("statistics"))
-    backward = known(step("gradients"))
-    assert backward.bytes > 1.5 * forward.bytes
+    assert memory(step("gradients")) > 1.5 * memory(step("statistics"))
     big = model("qwen2_57b_a14b")
-    assert (
-        known(step("weight_gradients", big)).bytes - known(step("gradients", big)).bytes
-        > 180 * 2**30
-    )
+    assert memory(step("weight_gradients", big)) - memory(step("gradients", big)) > 180 * 2**30
     recovery = RecoveryConfig(name="r", bits=4)
     allocation = AllocationConfig(replacement="hc_smoe")
     for changed in (step("evaluate", recovery=recovery), step("evaluate", allocation=allocation)):
-        assert known(changed).bytes > known(step("evaluate")).bytes + 12 * 2**30
+        assert memory(changed) > memory(step("evaluate")) + 12 * 2**30
 
 
 def test_weights_are_read_without_a_gpu_and_without_room_for_them() -> None:
-    for kind in (name for name, kind in KINDS.items() if kind.loads == "checkpoint"):
-        memory = known(step(kind, model("qwen3_30b_a3b")))
-        assert not memory.on_gpu and memory.bytes < 2 * 2**30
+    for kind in ("weights", "channel_weights", "weight_distances", "export"):
+        needed = step(kind, model("qwen3_30b_a3b")).resources()
+        assert needed.weights == "files" and not needed.on_gpu
+        assert needed.memory is not None and needed.memory < 2 * 2**30
 
 
 def test_a_model_nothing_is_known_of_has_no_estimate() -> None:
     nowhere = step("statistics", ModelConfig(name="n", path="a/b"))
-    assert memory_of(nowhere) is None
+    assert nowhere.resources().memory is None
     assert largest_memory([nowhere]) == "unknown" and largest_memory([]) == ""
     assert largest_memory([nowhere, step("statistics")]).endswith(" GiB or more")
 
@@ -202,7 +194,8 @@ def asking(limit: int | None, **changes: Any) -> Step:
 def finish(store: Store, done: Step, seconds: Any, **more: Any) -> None:
     with store.claim(done) as scratch:
         assert scratch is not None
-        times = {"seconds": seconds, "units": done.units(), "pace": done.pace()}
+        resources = done.resources()
+        times = {"seconds": seconds, "units": resources.units, "pace": list(resources.pace)}
         write_json(scratch / "provenance.json", {**times, **more})
 
 
@@ -258,20 +251,16 @@ def test_parts_of_a_pass_are_counted_by_their_rows_and_the_merge_reads_only_file
     assert seconds(merge) == 0
     table = forecast([*merge.merges, merge], set(), 80.0, seconds)
     assert list(table.columns[1].cells) == ["4"] and table.columns[-2].footer == "0.03"
-    assert all(known(share).on_gpu for share in merge.merges) and not known(merge).on_gpu
-    assert known(merge).bytes < known(reading(120)).bytes / 2
+    assert all(share.resources().on_gpu for share in merge.merges) and not merge.resources().on_gpu
+    assert memory(merge) < memory(reading(120)) / 2
 
 
 def test_a_share_keeps_hidden_states_of_its_rows() -> None:
     text = replace(STREAMING, length=10, tokens=120, batch_size=1)
     whole = step("statistics", text=text)
     merge = step("statistics", text=replace(text, parts=3))
-    size = size_of(model())
-    assert (
-        size
-        and whole.disk(size) > 0
-        and merge.merges[0].disk(size) == pytest.approx(whole.disk(size) / 3)
-    )
+    disk = whole.resources().disk
+    assert disk > 0 and merge.merges[0].resources().disk == pytest.approx(disk / 3)
     huge = step("statistics", text=replace(text, parts=3, tokens=10**15, batch_size=10**13))
     assert estimates.disk_problems("/", [huge]) == [], "it only reads and writes sums"
 
@@ -337,8 +326,7 @@ def test_hidden_states_take_as_much_main_memory_as_everything_else_at_most() -> 
     for tokens, more in ((2**16, 3 * 2**16 * 7 * 2**10), (2**20, None)):
         passed = replace(STREAMING, tokens=tokens)
         gpu, cpu = (
-            known(step("statistics", replace(big, device=on), passed)).bytes
-            for on in ("cuda", "cpu")
+            memory(step("statistics", replace(big, device=on), passed)) for on in ("cuda", "cpu")
         )
         assert cpu == (2 * gpu if more is None else gpu + more)
 

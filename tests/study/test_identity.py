@@ -27,7 +27,7 @@ from moe_lab.study import estimates
 from moe_lab.study.estimates import resolved
 from moe_lab.study.identity import canonical, digest
 from moe_lab.study.step import KINDS, Step
-from moe_lab.study.steps.passes import StatisticsPass
+from moe_lab.study.steps.passes import Pass
 from moe_lab.study.steps.scores import Scores
 
 
@@ -236,7 +236,10 @@ def test_where_a_model_is_put_and_how_much_memory_it_takes_is_no_part_of_a_resul
 def test_a_model_is_its_files_wherever_they_are(tmp_path: Path) -> None:
     shutil.copytree(resolve("pocket:olmoe"), tmp_path / "copy")
     copy = replace(MODEL, name="other", path=str(tmp_path / "copy"))
-    assert StatisticsPass.of(cell_of(copy, TEXT)).id == StatisticsPass.of(cell_of(MODEL, TEXT)).id
+    assert (
+        Pass.of(cell_of(copy, TEXT), "statistics").id
+        == Pass.of(cell_of(MODEL, TEXT), "statistics").id
+    )
     (tmp_path / "copy/config.json").write_text((tmp_path / "copy/config.json").read_text() + " ")
     assert identity(copy) != identity(MODEL)
 
@@ -247,10 +250,10 @@ def test_the_word_auto_is_in_no_id(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = []
     for gpu in (False, True):
         monkeypatch.setattr(estimates, "visible_gpus", lambda gpu=gpu: ["0"] * gpu)
-        one = StatisticsPass.of(cell_of(resolved(auto, config.Config()), TEXT))
+        one = Pass.of(cell_of(resolved(auto, config.Config()), TEXT), "statistics")
         ids.append(one.id)
         assert "auto" not in str(one.settings)
-    here = StatisticsPass.of(cell_of(MODEL, TEXT)).id
+    here = Pass.of(cell_of(MODEL, TEXT), "statistics").id
     assert ids[0] == here != ids[1]
 
 
@@ -290,9 +293,6 @@ def test_a_login_node_names_the_device_that_its_jobs_ask_for(
         )
 
 
-RUNNING = [name for name, kind in KINDS.items() if kind.loads == "model"]
-
-
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_steps_that_run_the_model_are_about_one_kind_of_device(kind: str) -> None:
     """And no step is about a card."""
@@ -306,21 +306,13 @@ def test_steps_that_run_the_model_are_about_one_kind_of_device(kind: str) -> Non
     task = "pocket:benchmarks/mbpp.jsonl" if kind in ("generate", "grade") else BENCHMARK.task
     harness = "evalplus" if kind in ("generate", "grade") else "lm_eval"
     benchmark = replace(BENCHMARK, harness=harness, task=task, judge=None)
-    ids = [
-        step_of(
-            kind, cell_of(replace(MODEL, device=device), TEXT, **changes), benchmark=benchmark
-        ).id
+    cpu, gpu, other_gpu = (
+        step_of(kind, cell_of(replace(MODEL, device=device), TEXT, **changes), benchmark=benchmark)
         for device in ("cpu", "cuda", "cuda:1")
-    ]
-    assert ids[1] == ids[2]
-    needs_run = (kind in RUNNING and kind != "cost") or kind in (
-        "scores",
-        "plan",
-        "grade",
-        "family",
-        "export",
     )
-    assert (ids[0] != ids[1]) == needs_run
+    assert gpu.id == other_gpu.id
+    reads_results_of_runs = kind in ("scores", "plan", "grade", "family", "export")
+    assert (cpu.id != gpu.id) == (gpu.resources().runs_model or reads_results_of_runs)
 
 
 # Steps
@@ -341,7 +333,7 @@ def test_kind_roles_and_inputs_count_and_labels_do_not() -> None:
 
 def test_a_step_takes_its_identity_to_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not found out again there, where files may have changed."""
-    step = StatisticsPass.of(cell_of(MODEL, TEXT))
+    step = Pass.of(cell_of(MODEL, TEXT), "statistics")
     content = pickle.dumps(step)
     monkeypatch.setattr(
         "moe_lab.study.identity.identity", lambda _: pytest.fail("it was computed again")

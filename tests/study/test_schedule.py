@@ -33,9 +33,9 @@ from moe_lab.models import WORKERS
 from moe_lab.results import FIGURES
 from moe_lab.study import record
 from moe_lab.study import run as launch
-from moe_lab.study.estimates import GIB, Memory
 from moe_lab.study.failures import error_document
 from moe_lab.study.graph import Graph
+from moe_lab.study.resources import GIB, Resources
 from moe_lab.study.runs import RECORD, Submitted, begin
 from moe_lab.study.schedule import Schedule, StepError, Worker, overview, recall_failures, work
 from moe_lab.study.slurm import scheduler
@@ -281,9 +281,11 @@ def test_local_workers_have_the_gpus_that_steps_need_of_those_that_the_command_m
     monkeypatch.setattr(launch, "work", lambda *_: None)
     monkeypatch.setattr(launch, "cores", lambda: 3)
     monkeypatch.setattr(launch, "main_memory", lambda: 10.0 * GIB)
-    needs = None if memory is None else Memory(abs(memory) * GIB, on_gpu=memory > 0)
-    monkeypatch.setattr(launch, "memory_of", lambda _: needs)
-    workers, _ = locally(Schedule([Example()], set()), tmp_path, monkeypatch, processes)
+    unknown = {"memory": None, "on_gpu": True}
+    machine = unknown if memory is None else {"memory": abs(memory) * GIB, "on_gpu": memory > 0}
+    workers, _ = locally(
+        Schedule([Example(machine=machine)], set()), tmp_path, monkeypatch, processes
+    )
     assert {environment[WORKERS] for environment in workers} == {str(len(given))}
     found = [environment.get("CUDA_VISIBLE_DEVICES") for environment in workers]
     assert sorted(found, key=str) == given
@@ -293,17 +295,14 @@ def test_steps_on_few_gpus_run_before_those_on_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Passes on a GPU each, then evaluations on four, and with these what needs them."""
-    passes = [Example("statistics", str(number), number) for number in range(3)]
+    one_gpu, four_gpus = ({"memory": gib * GIB, "on_gpu": True} for gib in (30, 200))
+    passes = [Example("statistics", str(number), number, machine=one_gpu) for number in range(3)]
     evaluated = [
-        Example("evaluate", str(number), number, needed={"statistics": one})
+        Example("evaluate", str(number), number, needed={"statistics": one}, machine=four_gpus)
         for number, one in enumerate(passes)
     ]
     graded = Example("grade", "0", needed={"evaluate": evaluated[0]})
-    needs = {"statistics": 30.0, "evaluate": 200.0, "grade": 0.1}
     monkeypatch.setattr(launch, "visible_gpus", lambda: list("0123"))
-    monkeypatch.setattr(
-        launch, "memory_of", lambda step: Memory(needs[step.kind] * GIB, step.kind != "grade")
-    )
     schedule = Schedule([*passes, *evaluated, graded], set())
     _, did = locally(schedule, tmp_path, monkeypatch)
     assert did[:3] == [("statistics", 1)] * 3 and not schedule.failed
@@ -532,8 +531,8 @@ class Timed:
 
 
 class Sized(Example):
-    def units(self) -> float:
-        return self.number % 1000
+    def resources(self) -> Resources:
+        return replace(super().resources(), units=float(self.number % 1000))
 
     def __lt__(self, other: "Sized") -> bool:
         return self.number < other.number

@@ -40,11 +40,10 @@ from moe_lab.study.step import Step, unmerged
 from moe_lab.study.steps.costs import Cost
 from moe_lab.study.steps.evaluation import Contamination
 from moe_lab.study.steps.files import Files
-from moe_lab.study.steps.passes import Facts, Gradients, StatisticsPass, Weights, loaded_as
+from moe_lab.study.steps.passes import loaded_as
 from moe_lab.study.steps.plans import drops_whole_experts
 from moe_lab.study.steps.recovery import Pruned
 from moe_lab.study.steps.recovery import unpruned as unpruned_model
-from moe_lab.study.steps.scores import Scores
 from moe_lab.study.store import Store, read_step
 
 MODEL = ModelConfig(name="pocket", path="pocket:olmoe", device="cpu", threads=1)
@@ -173,18 +172,15 @@ CELL = cell_of(
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Path]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The steps about the weights of a model, and about a pass over 8 rows in 4 batches."""
     store = Store(tmp_path_factory.mktemp("steps")).create()
-    kinds = (StatisticsPass, Weights, Gradients, Scores)
-    return {
-        Facts: done(store, loaded_as(MODEL).facts),
-        **{kind: done(store, kind.of(CELL)) for kind in kinds},
-    }
+    kinds = ("model", "statistics", "weights", "gradients", "scores")
+    return {kind: done(store, example_steps.step_of(kind, CELL)) for kind in kinds}
 
 
-def test_figures_get_the_numbers_of_the_sums(made: dict[Any, Path]) -> None:
-    folder = made[StatisticsPass]
+def test_figures_get_the_numbers_of_the_sums(made: dict[str, Path]) -> None:
+    folder = made["statistics"]
     sums = read(folder / "statistics.safetensors")
     experts = pd.read_parquet(folder / "experts.parquet").set_index(["layer", "expert"])
     layer = max(sums)
@@ -207,22 +203,22 @@ def test_figures_get_the_numbers_of_the_sums(made: dict[Any, Path]) -> None:
     assert row["channel_root_sum"] == pytest.approx(sum(roots))
     entropies = pd.read_parquet(folder / "entropy.parquet")
     assert set(entropies["layer"]) == set(sums) and entropies["entropy"].max() == 1
-    top_k = json.loads((made[Facts] / "facts.json").read_text())["layers"][str(layer)]["top_k"]
+    top_k = json.loads((made["model"] / "facts.json").read_text())["layers"][str(layer)]["top_k"]
     tokens = entropies.groupby("layer")["tokens"].sum().to_dict()
     assert {at: count * top_k for at, count in tokens.items()} == {
         at: sums[at]["tokens"].sum() for at in sums
     }
 
 
-def test_weights_gradients_and_scores_leave_their_tables(made: dict[Any, Path]) -> None:
-    weights = made[Weights]
-    gradients = made[Gradients]
-    files = {"weights": weights, "gradients": gradients, "expert_concentration": made[Scores]}
+def test_weights_gradients_and_scores_leave_their_tables(made: dict[str, Path]) -> None:
+    weights = made["weights"]
+    gradients = made["gradients"]
+    files = {"weights": weights, "gradients": gradients, "expert_concentration": made["scores"]}
     found = {
         name: pd.read_parquet(folder / f"{name}.parquet").set_index(["layer", "expert"])
         for name, folder in files.items()
     }
-    layers = json.loads((made[Facts] / "facts.json").read_text())["layers"]
+    layers = json.loads((made["model"] / "facts.json").read_text())["layers"]
     for name, table in found.items():
         assert table.index.nunique() == sum(about["n_experts"] for about in layers.values()), name
     layer = max(read(weights / "statistics.safetensors"))
@@ -238,7 +234,7 @@ def test_weights_gradients_and_scores_leave_their_tables(made: dict[Any, Path]) 
     )
     curve = found["expert_concentration"].loc[(layer, 3), "score"].tolist()
     assert curve[0] == 0 and curve[-1] == pytest.approx(1) and curve == sorted(curve)
-    scored = load_file(made[Scores] / "scores.safetensors")[str(layer)][3]
+    scored = load_file(made["scores"] / "scores.safetensors")[str(layer)][3]
     assert curve[1] > scored.max() / scored.sum() > 1 / len(scored)
 
 

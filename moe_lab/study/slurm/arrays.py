@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from graphlib import TopologicalSorter
 from itertools import pairwise
 from math import ceil, inf
@@ -18,17 +18,18 @@ from rich.table import Table
 from moe_lab.config import JobConfig, LauncherConfig, ResourcesConfig
 from moe_lab.config.pruning import DEVICE_MAPS
 from moe_lab.errors import UserError
-from moe_lab.models.config_json import config_of
-from moe_lab.study.estimates import GIB, Memory, Seconds, gpus, memory_of
+from moe_lab.models.config_json import GPU_COUNTS, config_of
+from moe_lab.study.estimates import Seconds
 from moe_lab.study.identity import canonical
+from moe_lab.study.resources import GIB
 from moe_lab.study.slurm.scheduler import LONGEST
-from moe_lab.study.step import KINDS, Step
+from moe_lab.study.step import Step
 
 PackSteps = list[Step]
 STEPS_PER_JOB = 256
 """Small steps of one job: each takes about a second, and a job some time in the queue."""
-UNKNOWN = Memory(16 * GIB, on_gpu=True)
-"""Assumed for a model of unknown size, before it is downloaded."""
+UNKNOWN = 16.0 * GIB
+"""Bytes of GPU memory assumed for a model of unknown size, before it is downloaded."""
 ROUNDED = 30
 """Estimated minutes are rounded up to multiples of this, so that jobs of similar length share an
 array."""
@@ -97,7 +98,7 @@ def arrange(
     needs: dict[tuple[str, int], set[tuple[str, int]]] = defaultdict(set)
     for step in steps:  # inputs come first
         before = {stage_of[needed.id] for needed in step.needs if needed.id in stage_of}
-        kind = step.job()
+        kind = step.resources().job or step.kind
         stage = (kind, max((depth + 1 for other, depth in before if other == kind), default=0))
         stage_of[step.id] = stage
         members[stage].append(step)
@@ -137,16 +138,16 @@ def table(arrays: Iterable[Array], longest: int, seconds: Seconds) -> Table:
 def _packs(steps: Sequence[Step], kind: str, settings: LauncherConfig) -> list[PackSteps]:
     """Divide steps into jobs. Steps of the kind itself come before others in its jobs. Where the
     kind loads a model, a job is about one model, and has the steps of a pruned model together."""
-    if not (per_job := KINDS[kind].per_job):
-        return [[step] for step in steps]
     groups: dict[str, dict[str, PackSteps]] = defaultdict(lambda: defaultdict(list))
     for step in sorted(steps, key=lambda step: step.kind != kind):
+        needed = step.resources()
         plan = step.inputs.get("plan")
-        if KINDS[kind].loads == "model":
-            groups[repr(step.about)][plan.id if plan else ""].append(step)
+        if needed.pack == "models":
+            groups[repr(needed.model)][plan.id if plan else ""].append(step)
         else:
             groups[""][step.id].append(step)
-    size = STEPS_PER_JOB if per_job == "steps" else settings.cells_per_job
+    pack = steps[0].resources().pack
+    size = {"one": 1, "short": STEPS_PER_JOB}.get(pack, settings.cells_per_job)
     packs = []
     for cells in (list(cells.values()) for cells in groups.values()):
         count = -(-len(cells) // size)  # jobs of the same length, about
@@ -170,10 +171,14 @@ def resources(
     `seconds` estimates the time of a step; if it is unknown for one, the job asks for
     `settings.longest`. Minutes that are not set are limited to the partition's `time_limits`
     (partition -> minutes)."""
-    about = steps[0].about
+    every = [step.resources() for step in steps]
+    needed = [
+        one if one.memory is not None else replace(one, memory=UNKNOWN, gpu_counts=GPU_COUNTS)
+        for one in every
+    ]
+    about = every[0].model
     kind = settings.jobs.get(steps[0].kind)
     asked = configured([settings.every, kind, settings.of_model(about) if about else None])
-    memories = [memory_of(step) or UNKNOWN for step in steps]
     count = asked["gpus"]
     given = options(asked["sbatch"], on_gpus=True)
     others = [f"sbatch.{name}={value}" for name, value in given.items() if is_for_gpus(name, value)]
@@ -184,24 +189,26 @@ def resources(
             "other"
         )
     if count is None:
-        count = max(gpus(memory, settings.gpu_memory) for memory in memories)
+        count = max(one.gpus(settings.gpu_memory) for one in needed)
         too_large = [
-            memory for memory in memories if not memory.fits(count, ROUGHLY * settings.gpu_memory)
+            one.memory
+            for one in needed
+            if one.memory and not one.fits(count, ROUGHLY * settings.gpu_memory)
         ]
         if about and too_large and not others and config_of(about):
-            can_divide = about.device in DEVICE_MAPS or steps[0].is_layered
+            can_divide = about.device in DEVICE_MAPS or every[0].weights == "layers"
             raise UserError(
-                f"{steps[0].kind} of model={about.name} needs about "
-                f"{too_large[0].bytes / GIB:.0f} GiB, and is divided "
+                f"{steps[0].kind} of model={about.name} needs about {too_large[0] / GIB:.0f} GiB, "
+                "and is divided "
                 f"among at most {count} GPUs of resources.gpu_memory={settings.gpu_memory:g} GiB: "
                 "expected "
                 f"resources.jobs={{{steps[0].kind}: {{gpus: {count}}}}} where that is enough, "
                 f"{'' if can_divide else 'model.device=auto, '}"
                 "or weights of fewer bits"
             )
-    elif count and all(step.is_layered for step in steps):
+    elif count and all(one.weights == "layers" for one in every):
         asked["gpus"] = count = 1  # the model is read layer by layer, each on the same GPU
-    largest = max(memory.bytes for memory in memories) / GIB
+    largest = max(one.memory or 0.0 for one in needed) / GIB
     times = [seconds(step) for step in steps]
     minutes = float(settings.longest)
     if None not in times:

@@ -79,8 +79,8 @@ def _download(steps: Iterable[Step]) -> None:
     """Download the models and texts of the hub that steps read, as nodes may have no network."""
     wanted: dict[str, Callable[[], object]] = {}
     for step in steps:
-        if step.about and step.loads != "nothing":
-            wanted[repr(step.about)] = partial(files.local_folder, step.about)
+        if model := step.resources().model:
+            wanted[repr(model)] = partial(files.local_folder, model)
         for text in (
             value for value in vars(step).values() if isinstance(value, CalibrationConfig)
         ):

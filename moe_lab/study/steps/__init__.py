@@ -27,9 +27,10 @@ __all__ = ["KINDS", "perform"]
 
 for _module in pkgutil.iter_modules(__path__):
     for _value in vars(importlib.import_module(f"{__name__}.{_module.name}")).values():
-        is_kind = isinstance(_value, type) and issubclass(_value, Step) and vars(_value).get("kind")
-        if is_kind and KINDS.setdefault(_value.kind, _value) is not _value:
-            raise ValueError(f"two kinds of steps are called {_value.kind}")
+        if isinstance(_value, type) and issubclass(_value, Step):
+            for _kind in _value.kinds or filter(None, [_value.kind]):
+                if KINDS.setdefault(_kind, _value) is not _value:
+                    raise ValueError(f"two kinds of steps are called {_kind}")
 
 
 def perform(step: Step, files: Files) -> None:
@@ -39,7 +40,8 @@ def perform(step: Step, files: Files) -> None:
     os.environ[progress.FILE] = str(files.partial / progress.NAME)
     step.work(files)
     merged = {"merged": [Path(share.folder).name for share in step.merges]} if step.merges else {}
-    about = {"units": step.units(), "pace": step.pace()}
+    resources = step.resources()
+    about = {"units": resources.units, "pace": list(resources.pace)}
     write_json(files.out / "provenance.json", {**provenance(start), **about, **merged})
 
 

@@ -15,37 +15,30 @@ from moe_lab.calibration import IdentifiedText
 from moe_lab.config import CalibrationConfig, LauncherConfig, ModelConfig, TimingConfig
 from moe_lab.errors import Unavailable, UserError, user_errors
 from moe_lab.json_files import write_json
-from moe_lab.models.config_json import Size, check_plain_weights, config_of, has_packed_experts
+from moe_lab.models.config_json import check_plain_weights, config_of, has_packed_experts
 from moe_lab.study.estimates import device_here
+from moe_lab.study.resources import Resources, text_pass
 from moe_lab.study.step import Step
 from moe_lab.study.steps.files import Files, engine, loaded, read_text, skeleton
-from moe_lab.study.steps.passes import Arithmetic, Facts, OnText
-from moe_lab.study.steps.recovery import AboutPruned, Pruned, Storage
+from moe_lab.study.steps.passes import Arithmetic, Facts, Loaded
+from moe_lab.study.steps.recovery import Pruned, Storage
 
 
 def timing_of(timed: TimingConfig, model: ModelConfig) -> TimingConfig:
     """The timing with the name that the model's device has here, unless it names one. Without the
-    device it names none, and `Timing.conditions` are not fulfilled."""
+    device it names none, and the conditions of the step are not fulfilled."""
     with suppress(UserError):
         return timed if timed.device else replace(timed, device=device_here(model.device))
     return timed
 
 
-class Routing(OnText):
-    """A pass over a text that measures where tokens go."""
-
-    streams = True
-
-
-class Cost(AboutPruned, Step):
+class Cost(Step):
     """Parameters, storage, and the FLOPs of a token in a row as long as those of a text. The model
     is run on the text only where experts of one layer may differ in width, since FLOPs then depend
     on routing."""
 
     kind = "cost"
     small = True
-    loads = "model"
-    streams = True
     facts: Facts
     plan: Any
     storage: Storage | None
@@ -79,26 +72,25 @@ class Cost(AboutPruned, Step):
             pruned=pruned,
         )
 
-    @property
-    def runs_model(self) -> bool:
-        return self.text is not None
+    def label(self) -> str:
+        return self.pruned.recovered_label
 
-    @property
-    def is_layered(self) -> bool:
-        return self.reading is not None and self.reading.is_layered
-
-    @property
-    def reading(self) -> Routing | None:
-        """The pass over the text. Storage is counted on the meta device, without a copy of the
-        model."""
-        return Routing(self.pruned.loaded, self.text) if self.text else None
+    def resources(self) -> Resources:
+        """Storage is counted on the meta device, without a copy of the model. Costs of pruned
+        models go into the Slurm jobs of evaluations, which load the model anyway."""
+        model = self.pruned.model
+        pace = [self.facts.id, self.text is not None]
+        needed = (
+            text_pass(model, self.text, pace) if self.text else Resources(model=model, pace=pace)
+        )
+        return replace(needed, job="evaluate", pack="models") if self.plan else needed
 
     def work(self, files: Files) -> None:
         from moe_lab.models.discover import routed_layers
         from moe_lab.pruning.cost import cost, even_routing, row_flops
         from moe_lab.pruning.prune import prune
 
-        network = skeleton(self.about)
+        network = skeleton(self.pruned.model)
         plan = files.plan(self.plan)
         pruned = prune(network, plan) if plan else network
         layers = routed_layers(pruned)
@@ -110,61 +102,52 @@ class Cost(AboutPruned, Step):
         if not routing:
             if self.text is None:
                 raise UserError(
-                    f"cost of model={self.about.name}: its experts differ in width, which is "
-                    "known only of a folder: "
-                    "download it, and give the folder as model.path"
+                    f"cost of model={self.pruned.model.name}: its experts differ in width, which "
+                    "is known only of a "
+                    "folder: download it, and give the folder as model.path"
                 )
-            routing = engine(self.about, self.text, files).routing(plan, layers)
+            routing = engine(self.pruned.model, self.text, files).routing(plan, layers)
         stored = asdict(self.storage) if self.storage else {}
         write_json(files.out / "cost.json", cost(network, pruned, row, routing, **stored))
 
-    def memory(self, size: Size) -> float:
-        return self.reading.memory(size) if self.reading else self.process_memory
 
-    def disk(self, size: Size) -> float:
-        return self.reading.disk(size) if self.reading else 0.0
-
-    def units(self) -> float:
-        return self.reading.units() if self.reading else 1.0
-
-    def pace(self) -> list[Any]:
-        return [self.facts.id, self.text is not None]
-
-    def job(self) -> str:
-        """Costs of pruned models go into the Slurm jobs of evaluations, which load the model
-        anyway."""
-        return "evaluate" if self.plan else self.kind
-
-
-class Profile(OnText):
+class Profile(Step):
     """How much hidden states differ between tokens after every layer, and how its router decides,
     of the pruned model before recovery."""
 
     kind = "profile"
     small = True
+    whole_model = True
+    loaded: Loaded
+    text: IdentifiedText
     plan: Any
 
     def label(self) -> str:
-        return self.plan.label() if self.plan else self.about.name
+        return self.plan.label() if self.plan else self.loaded.model.name
 
-    @property
-    def models(self) -> int:
-        return 2 if self.plan and self.plan.asked.merges_experts else 1
+    def resources(self) -> Resources:
+        copies = 2 if self.plan and self.plan.request.merges_experts else 1
+        return text_pass(
+            self.loaded.model, self.text, self.loaded.pace, engine="resident", copies=copies
+        )
 
     def work(self, files: Files) -> None:
         from moe_lab.pruning.profile import profile
 
-        network, tokenizer = loaded(self.about)
+        network, tokenizer = loaded(self.loaded.model)
         measured = profile(network, files.plan(self.plan), read_text(self.text, tokenizer, files))
         files.table("profile.parquet", results.PROFILES, measured)
 
 
-class Timing(AboutPruned, OnText):
+class Timing(Step):
     """Seconds of prompts and answers, and memory, of the model as deployed: without what its plan
     removes, in the bits it is stored in."""
 
     kind = "timing"
     small = True
+    whole_model = True
+    loaded: Loaded
+    text: IdentifiedText
     plan: Any
     finetune: Any
     storage: Storage | None
@@ -183,13 +166,16 @@ class Timing(AboutPruned, OnText):
             pruned.loaded, IdentifiedText.of(text), *changes, timed, pruned.model.threads, pruned
         )
 
-    def conditions(self, launcher: LauncherConfig) -> list[tuple[Any, ...]]:
-        """Its device is here."""
-        return [] if self.timed.device else [(device_here, self.about.device)]
+    def label(self) -> str:
+        return self.pruned.recovered_label
 
-    @property
-    def models(self) -> int:
-        return 2
+    def resources(self) -> Resources:
+        model = self.loaded.model
+        device = self.timed.device
+        run = text_pass(model, self.text, self.loaded.pace, engine="resident", copies=2)
+        if device is None:
+            return replace(run, gpu_counts=[1], conditions=[(device_here, model.device)])
+        return run if " x " in device else replace(run, gpu_counts=[1])  # as in 8 x NVIDIA H100
 
     def work(self, files: Files) -> None:
         """Raises Unavailable on another device than the one that identifies the step."""
@@ -201,13 +187,13 @@ class Timing(AboutPruned, OnText):
         from moe_lab.recovery.apply import storage
 
         device = self.timed.device
-        here = device_name(self.about.device)
+        here = device_name(self.loaded.model.device)
         if here != device:
             raise Unavailable(
                 f"timing is about {device}, and this machine has {here}: run it there, or set "
                 "timed.device"
             )
-        network, tokenizer = loaded(self.about)
+        network, tokenizer = loaded(self.loaded.model)
         model = self.deployed(network, files)
         tokens = torch.cat([ids[valid] for ids, valid in read_text(self.text, tokenizer, files)])
         load = os.getloadavg()[0]

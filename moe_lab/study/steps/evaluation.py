@@ -15,36 +15,30 @@ from typing import TYPE_CHECKING, Any, Self
 
 from moe_lab.calibration import IdentifiedText
 from moe_lab.calibration.documents import BLANK_LINE
-from moe_lab.config import (
-    BackendConfig,
-    BenchmarkConfig,
-    CalibrationConfig,
-    Config,
-    LauncherConfig,
-    ModelConfig,
-)
+from moe_lab.config import BackendConfig, BenchmarkConfig, CalibrationConfig, Config, ModelConfig
 from moe_lab.errors import Unavailable
 from moe_lab.evaluation import LIMITED, NAMESPACES, Policy, engines, suite
 from moe_lab.evaluation.harness import HARNESSES, Document, Item, Text
 from moe_lab.json_files import Record, write_json
-from moe_lab.models.config_json import ROOM, Size
 from moe_lab.results import CONTAMINATION
 from moe_lab.study.identity import StepFields
-from moe_lab.study.step import BASE, Step
+from moe_lab.study.resources import (
+    PROGRAMS,
+    Check,
+    Resources,
+    answer_bytes,
+    benchmark_pace,
+    benchmark_run,
+    items,
+)
+from moe_lab.study.step import Step
 from moe_lab.study.steps.files import Files
 from moe_lab.study.steps.passes import Facts, loaded_as
-from moe_lab.study.steps.recovery import AboutPruned, Export, Pruned, export_of, forget_models
+from moe_lab.study.steps.recovery import Export, Pruned, export_of, forget_models
 
 if TYPE_CHECKING:
     from moe_lab.evaluation.engines import Engine
 
-ITEMS = 1000
-"""Items of a benchmark that does not say how many it has."""
-BYTES_PER_TOKEN = 16
-"""Bytes per token of a generated text as stored: with its prompt, as JSON, and once more among the
-samples."""
-PROMPT = 128
-"""Tokens of a prompt, or of a question with one of its answers."""
 PHRASE, SHARED = 13, 10
 """Words of a phrase, and most items of a benchmark that may have one: others belong to its
 instruction or template."""
@@ -80,7 +74,7 @@ def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
         checkpoint = _checkpoint(pruned, backend.name, config)
         if two_phases:
             return Grade(grading, Generate(asking, pruned, checkpoint, template))
-        return Evaluate(grading, asking, pruned, checkpoint, template)
+        return Evaluate(asking, pruned, checkpoint, template, grading)
 
     return results_of
 
@@ -107,6 +101,11 @@ class Grading(StepFields):
     """The sandbox, where it changes results: without namespaces some programs are not run."""
     runtime = frozenset({"policy"})
 
+    @property
+    def conditions(self) -> list[Check]:
+        """What grading needs where it is started, such as permissions."""
+        return [(suite.lacking, self.benchmark, self.policy)]
+
 
 class Asking(StepFields):
     """What a model is asked, and by what."""
@@ -119,31 +118,6 @@ class Asking(StepFields):
     runtime = frozenset({"benchmark"})
 
 
-class OnBenchmark(Step):
-    """A step about a benchmark."""
-
-    small = True
-    foreign = True
-
-    @property
-    def benchmark(self) -> BenchmarkConfig:
-        """The benchmark."""
-        raise NotImplementedError
-
-    @property
-    def items(self) -> int:
-        """Items that are asked, about."""
-        count = self.benchmark.expected or ITEMS
-        return min(self.benchmark.limit or count, count)
-
-    def units(self) -> float:
-        return float(self.items)
-
-    def pace(self) -> list[Any]:
-        asked = self.benchmark
-        return [asked.name, asked.shots, asked.chat, asked.max_new_tokens]
-
-
 def _check_data(benchmark: BenchmarkConfig, identity: Mapping[str, Any]) -> None:
     """Raise Unavailable when the data of the benchmark has changed since the study was started.
     Results on other data belong to a step with another id."""
@@ -154,24 +128,11 @@ def _check_data(benchmark: BenchmarkConfig, identity: Mapping[str, Any]) -> None
         )
 
 
-class Grades(OnBenchmark):
-    """A step that grades what a model has answered."""
+class BenchmarkRun(Step):
+    """A step that runs a pruned model on the items of a benchmark."""
 
-    per_job = "cells"
-    grading: Grading
-
-    @property
-    def benchmark(self) -> BenchmarkConfig:
-        return self.grading.benchmark
-
-    def conditions(self, launcher: LauncherConfig) -> Iterator[tuple[Any, ...]]:
-        yield suite.lacking, self.benchmark, self.grading.policy
-
-
-class AsksModel(AboutPruned, OnBenchmark):
-    """A step that asks a pruned model the questions of a benchmark."""
-
-    loads = "model"
+    small = True
+    whole_model = True
     asking: Asking
     pruned: Pruned
     checkpoint: Export | None
@@ -180,6 +141,7 @@ class AsksModel(AboutPruned, OnBenchmark):
 
     @property
     def benchmark(self) -> BenchmarkConfig:
+        """The benchmark."""
         return self.asking.benchmark
 
     @property
@@ -187,31 +149,19 @@ class AsksModel(AboutPruned, OnBenchmark):
         """What asks the model."""
         return self.asking.backend
 
-    def conditions(self, launcher: LauncherConfig) -> Iterator[tuple[Any, ...]]:
-        yield from super().conditions(launcher)
-        if launcher.python is None:
-            yield engines.check_installed, self.backend
-
     def label(self) -> str:
-        return f"{super().label()}-{self.benchmark.name}"
+        return f"{self.pruned.recovered_label}-{self.benchmark.name}"
 
-    def units(self) -> float:
-        """Tokens that are read and written, about."""
-        return super().units() * (
-            PROMPT * (1 + self.benchmark.shots) + self.benchmark.max_new_tokens
+    def resources(self) -> Resources:
+        """The model is loaded for all its benchmarks in one Slurm job."""
+        pruned = self.pruned
+        copies = 2 if self.pruned.is_changed else 1
+        run = benchmark_run(
+            pruned.model, self.benchmark, self.backend, pruned.loaded.facts.id, copies=copies
         )
-
-    def memory(self, size: Size) -> float:
-        """Weights, and of a batch the keys and values where texts are generated, else the logits of
-        prompts."""
-        benchmark = self.benchmark
-        written = self.benchmark.max_new_tokens
-        row = size.cache(PROMPT + written) if written else PROMPT * size.logits
-        weights = ROOM * size.bytes * (2 if self.pruned.is_changed else 1)
-        return BASE + weights + benchmark.batch_size * row
-
-    def pace(self) -> list[Any]:
-        return [self.pruned.loaded.facts.id, self.backend.name, *super().pace()]
+        return replace(
+            run, job="evaluate", pack="models", programs=[(engines.check_installed, self.backend)]
+        )
 
     @contextmanager
     def engine(self, files: Files) -> Iterator[Engine]:
@@ -220,21 +170,23 @@ class AsksModel(AboutPruned, OnBenchmark):
         if self.backend.name == "server":
             from moe_lab.evaluation.engines.server import serving
 
-            with serving(self.weights(files), self.backend, self.about, self.folder) as served:
+            with serving(
+                self.weights(files), self.backend, self.pruned.model, self.folder
+            ) as served:
                 yield served
         elif self.backend.name == "vllm":
             from moe_lab.evaluation.engines import vllm
 
             forget_models()
             plan = None if self.checkpoint else files.plan(self.pruned.plan)
-            engine = vllm.opened(self.weights(files), self.backend, self.about, plan)
+            engine = vllm.opened(self.weights(files), self.backend, self.pruned.model, plan)
             write_json(files.out / "backend.json", engine.about)
             yield engine
         else:
             from moe_lab.evaluation.engines.hf import LoadedModel
 
             with self.pruned.open(files) as (network, tokenizer):
-                yield LoadedModel(network, tokenizer, self.about.template_arguments)
+                yield LoadedModel(network, tokenizer, self.pruned.model.template_arguments)
 
     def record(self, files: Files) -> Record:
         """What the model has computed so far."""
@@ -249,7 +201,7 @@ class AsksModel(AboutPruned, OnBenchmark):
         return (
             files.path(self.checkpoint, "checkpoint")
             if self.checkpoint
-            else local_folder(self.about)
+            else local_folder(self.pruned.model)
         )
 
     def show(self, prompt: str) -> None:
@@ -257,10 +209,14 @@ class AsksModel(AboutPruned, OnBenchmark):
         print(f"{self.folder} asks, for example: {prompt!r}", file=sys.stderr, flush=True)
 
 
-class Evaluate(AsksModel, Grades):
+class Evaluate(BenchmarkRun):
     """The results of one benchmark, which is graded while the model is asked."""
 
     kind = "evaluate"
+    grading: Grading
+
+    def resources(self) -> Resources:
+        return replace(super().resources(), conditions=self.grading.conditions)
 
     def work(self, files: Files) -> None:
         from moe_lab.evaluation import run
@@ -277,10 +233,15 @@ class Evaluate(AsksModel, Grades):
         self.show(json.loads((files.out / "result.json").read_text())["protocol"]["prompt"])
 
 
-class Generate(AsksModel):
+class Generate(BenchmarkRun):
     """The answers to one benchmark."""
 
     kind = "generate"
+
+    def resources(self) -> Resources:
+        run = replace(super().resources(), disk=answer_bytes(self.benchmark))
+        # a server loads the model for this step alone
+        return replace(run, job=None, pack="one") if self.backend.name == "server" else run
 
     def work(self, files: Files) -> None:
         from moe_lab.evaluation import harness, run
@@ -291,32 +252,36 @@ class Generate(AsksModel):
         harness.write_answers(answers, files.out / run.ANSWERS)
         self.show(answers[0].prompt)
 
-    def disk(self, size: Size) -> float:
-        """Generated texts, if each has the maximum length."""
-        return float(self.items * self.benchmark.max_new_tokens * BYTES_PER_TOKEN)
 
-    def job(self) -> str:
-        """Generating by a model that is loaded goes into the Slurm jobs that evaluate its other
-        benchmarks."""
-        return self.kind if self.backend.name == "server" else "evaluate"
-
-
-class Grade(Grades):
+class Grade(Step):
     """The results of one benchmark, from generated texts; needs no model."""
 
     kind = "grade"
-    process_memory = 4.0 * 2**30
+    small = True
+    grading: Grading
     generate: Generate
 
     def label(self) -> str:
         return self.generate.label()
 
+    def resources(self) -> Resources:
+        benchmark = self.grading.benchmark
+        return Resources(
+            memory=PROGRAMS,
+            isolated=True,
+            units=float(items(benchmark)),
+            pace=benchmark_pace(benchmark),
+            pack="cells",
+            conditions=self.grading.conditions,
+        )
+
     def work(self, files: Files) -> None:
         from moe_lab.evaluation import harness, run
 
-        _check_data(self.benchmark, self.settings["benchmark"])
+        benchmark = self.grading.benchmark
+        _check_data(benchmark, self.settings["benchmark"])
         answers = harness.read_answers(files.read(self.generate, run.ANSWERS))
-        run.grade(answers, self.benchmark, files.out, policy=self.grading.policy)
+        run.grade(answers, benchmark, files.out, policy=self.grading.policy)
 
 
 class Contamination(Step):
@@ -324,9 +289,6 @@ class Contamination(Step):
 
     kind = "contamination"
     small = True
-    foreign = True
-    per_job = "steps"
-    process_memory = 4.0 * 2**30
     facts: Facts
     """The model, whose tokenizer decides where the text ends."""
     text: IdentifiedText
@@ -349,6 +311,9 @@ class Contamination(Step):
 
     def label(self) -> str:
         return f"{self.text.name}-{self.facts.model.name}"
+
+    def resources(self) -> Resources:
+        return Resources(memory=PROGRAMS, isolated=True, pace=[self.facts.id], pack="short")
 
     def work(self, files: Files) -> None:
         for (_, questions), (_, identity) in zip(self.asked, self.settings["asked"], strict=True):

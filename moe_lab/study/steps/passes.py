@@ -3,7 +3,7 @@ weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,17 +17,26 @@ from moe_lab.calibration import IdentifiedText
 from moe_lab.config import ModelConfig
 from moe_lab.grid import Cell
 from moe_lab.json_files import write_json
-from moe_lab.models.config_json import ROOM, Size, experts_implementation
+from moe_lab.models.config_json import experts_implementation
 from moe_lab.models.files import IdentifiedModel
 from moe_lab.study.identity import StepFields
-from moe_lab.study.step import BASE, Step
+from moe_lab.study.resources import (
+    Bytes,
+    Resources,
+    expert_weights,
+    merged_sums,
+    read_files,
+    text_pass,
+)
+from moe_lab.study.step import Step
 from moe_lab.study.steps import tables
 from moe_lab.study.steps.files import REPORT, STATISTICS, Files, Rows, engine, loaded, read_text
 
-CHANNEL_SUMS = 7
-"""Sums of each channel that a pass gathers, at most."""
 Table = tuple[str, tuple[str, ...], Callable[[tables.Layers], list[tables.Row]]]
 """Name of a file, its columns, and the function that makes its rows from sums of layers."""
+
+
+LOSS_RISES = "moe_lab.search.ablation:loss_rises"
 
 
 class Facts(Step):
@@ -36,11 +45,13 @@ class Facts(Step):
 
     kind = "model"
     small = True
-    per_job = "steps"
     model: IdentifiedModel
 
     def label(self) -> str:
         return self.model.name
+
+    def resources(self) -> Resources:
+        return Resources(pace=[self.id], pack="short")
 
     def work(self, files: Files) -> None:
         from moe_lab.models.facts import facts
@@ -73,6 +84,11 @@ class Loaded(StepFields):
     model: ModelConfig
     runtime = frozenset({"model"})
 
+    @property
+    def pace(self) -> list[Any]:
+        """What decides how long the model takes for a token."""
+        return [self.facts.id, self.model.device]
+
 
 class StepModel(IdentifiedModel):
     """A model whose device is resolved, with the fields by which steps know it: all of its steps
@@ -93,139 +109,122 @@ def loaded_as(model: ModelConfig) -> Loaded:
     return StepModel.of(model).loaded
 
 
-class OnText(Step):
-    """A step that runs a model over a text."""
+def save_sums(sums: Any, figures: Iterable[Table], files: Files) -> None:
+    """Write sums for each layer, and the small tables that figures need of them."""
+    sums.save(files.out / STATISTICS)
+    for name, columns, rows in figures:
+        files.table(name, columns, rows(sums.layers))
 
-    loads = "model"
-    backward: ClassVar[bool] = False
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a kind of step measures, and how."""
+
+    function: str
+    """Module and name of what makes the sums: a hook for a pass over a text, or a function of a
+    checkpoint."""
+    figures: tuple[Table, ...] = ()
+    """Small tables for figures."""
+    backward: bool = False
     """Whether gradients come back through the layers."""
+    divides: bool = True
+    """Whether sums over rows can be added up, so that calibration.parts divides the pass into
+    steps."""
+    per_layer: Bytes | None = None
+    """Bytes that are held for each layer in memory, besides its weights."""
 
+
+class Pass(Step):
+    """Sums over the tokens of a calibration set."""
+
+    kinds: ClassVar[Mapping[str, Measurement]] = {
+        # one forward pass: all sums, tokens per expert, and tables for figures
+        "statistics": Measurement(
+            "moe_lab.statistics.forward:ForwardTap",
+            figures=(
+                ("coverage.parquet", results.COVERAGE, tables.coverage),
+                ("experts.parquet", results.EXPERTS, tables.experts),
+                ("layers.parquet", results.LOSSES, tables.losses),
+                ("entropy.parquet", results.ENTROPIES, tables.entropies),
+            ),
+        ),
+        # sums for each channel, of activations and of the loss's gradients
+        "gradients": Measurement(
+            "moe_lab.statistics.gradients:GradientTap",
+            figures=(("gradients.parquet", results.GRADIENTS, tables.gradients),),
+            backward=True,
+        ),
+        # gradients of the experts' weights, reduced to a number per channel
+        "weight_gradients": Measurement(
+            "moe_lab.statistics.gradients:WeightGradientTap",
+            backward=True,
+            divides=False,
+            per_layer=expert_weights,
+        ),
+        # the exact damage of removing each expert alone, with one more expert per token
+        "damage": Measurement("moe_lab.statistics.damage:DamageTap"),
+        # every expert reads every token, for groupings of similar experts
+        "similarity": Measurement("moe_lab.statistics.damage:SimilarityTap"),
+    }
+    reads_text = True
+    kind: str = field()
     loaded: Loaded
     text: IdentifiedText
     rows: Rows = field(default=None, kw_only=True)
     """The first row of a share of the text, and its end; None for all rows."""
-
-    @property
-    def about(self) -> ModelConfig:
-        return self.loaded.model
-
-    @property
-    def is_layered(self) -> bool:
-        return self.streams and self.text.engine == "streamed" and not self.merges
-
-    def memory(self, size: Size) -> float:
-        if self.merges:
-            sums = 8.0 * size.moe_layers * size.experts * (CHANNEL_SUMS * size.width + size.hidden)
-            return BASE + 3 * sums  # two sets in memory, and the file that is written
-        if self.is_layered:
-            held = (
-                BASE
-                + size.layer_weights()
-                + self.layer_memory(size)
-                + self._batch_tokens * size.activations()
-            )
-            # hidden states take at most half of the main memory, and are written beyond that
-            return held + (
-                min(held, self.disk(size)) if self.loaded.arithmetic.device == "cpu" else 0.0
-            )
-        held = ROOM * size.bytes * self.models + size.moe_layers * self.layer_memory(size)
-        return BASE + held + self.batch_memory(size)
-
-    @property
-    def models(self) -> int:
-        """How many copies of the weights are held."""
-        return 1
-
-    def engine(self, files: Files) -> Any:
-        """The model and the text, opened for passes; see `files.engine`."""
-        return engine(self.loaded.model, self.text, files, self.rows)
-
-    def layer_memory(self, size: Size) -> float:
-        """Bytes held for every layer whose weights are in memory, in addition to the weights."""
-        return 0.0
-
-    def batch_memory(self, size: Size) -> float:
-        """Bytes of a batch with the whole model loaded: its logits, and the activations that the
-        pass keeps."""
-        layers = size.moe_layers if self.backward else 1
-        return self._batch_tokens * (size.logits + size.activations(layers))
-
-    @property
-    def _tokens(self) -> int:
-        """Tokens of the text, or of its rows: of the first up to the end."""
-        return (self.rows[1] - self.rows[0]) * self.text.length if self.rows else self.text.tokens
-
-    @property
-    def _batch_tokens(self) -> int:
-        return min(self.text.batch_size * self.text.length, self._tokens)
-
-    def disk(self, size: Size) -> float:
-        if not self.is_layered:
-            return 0.0
-        return size.hidden_states(self._tokens, backward=self.backward)
-
-    def units(self) -> float:
-        return float(self._tokens)
-
-    def pace(self) -> list[Any]:
-        return [self.loaded.facts.id, self.loaded.model.device]
-
-
-class LeavesSums(Step):
-    """A step that leaves sums for each layer, and small tables that figures need of them."""
-
-    figures: ClassVar[tuple[Table, ...]] = ()
-    """The tables."""
-
-    def sums(self, files: Files) -> Any:
-        """The sums."""
-        raise NotImplementedError
-
-    def work(self, files: Files) -> None:
-        sums = self.sums(files)
-        sums.save(files.out / STATISTICS)
-        for name, columns, rows in self.figures:
-            files.table(name, columns, rows(sums.layers))
-
-
-class Pass(LeavesSums, OnText):
-    """A pass over the calibration set."""
-
-    reads_text = True
-    streams = True
-    tap: ClassVar[str] = ""
-    """Module and name of the tap that gathers the sums."""
-    divides: ClassVar[bool] = True
-    """Whether sums over rows can be added up, so that calibration.parts divides the pass into
-    steps."""
 
     def label(self) -> str:
         rows = f"-rows{self.rows[0]}-{self.rows[1]}" if self.rows else ""
         return f"{self.loaded.model.name}-{self.text.name}{rows}"
 
     @classmethod
-    def of(cls, cell: Cell) -> Self:
+    def of(cls, cell: Cell, kind: str) -> Self:
         """The pass over the calibration set of a cell."""
         model = loaded_as(cell.model)
         text = IdentifiedText.of(cell.calibration)
-        whole = text.engine == "streamed" and not cls.streams  # on several GPUs already
-        shares = calibrations.shares(text) if cls.divides and not whole else []
-        return cls(model, text, merges=tuple(cls(model, text, rows=rows) for rows in shares))
+        on_several_gpus = cls.whole_model and text.engine == "streamed"
+        shares = (
+            calibrations.shares(text) if cls.kinds[kind].divides and not on_several_gpus else []
+        )
+        return cls(
+            kind, model, text, merges=tuple(cls(kind, model, text, rows=rows) for rows in shares)
+        )
 
-    def sums(self, files: Files) -> Any:
+    def resources(self) -> Resources:
+        model = self.loaded.model
+        pace = self.loaded.pace
+        if self.merges:
+            return merged_sums(model, self.text, pace)
+        measurement = self.kinds[self.kind]
+        return text_pass(
+            model,
+            self.text,
+            pace,
+            rows=self.rows,
+            engine="resident" if self.whole_model else self.text.engine,
+            backward=measurement.backward,
+            per_layer=measurement.per_layer,
+        )
+
+    def work(self, files: Files) -> None:
         from moe_lab.statistics import Statistics, header
 
-        if not self.merges:
-            return self.gather(files)
-        shares = [files.path(step, STATISTICS) for step in self.merges]
-        # each share has the report on the whole text
-        copyfile(files.path(self.merges[0], REPORT), files.out / REPORT)
-        return Statistics(self.merge(shares), {"kind": header(shares[0])["kind"]})
+        if self.merges:
+            shares = [files.path(step, STATISTICS) for step in self.merges]
+            # all have the report on the whole text
+            copyfile(files.path(self.merges[0], REPORT), files.out / REPORT)
+            sums = Statistics(self.merge(shares), {"kind": header(shares[0])["kind"]})
+        else:
+            sums = self.gather(files)
+        save_sums(sums, self.kinds[self.kind].figures, files)
 
     def gather(self, files: Files) -> Any:
         """The sums of this pass."""
-        passes = self.engine(files)
-        return (passes.read_back if self.backward else passes.read)(resolve_name(self.tap))
+        measurement = self.kinds[self.kind]
+        passes = engine(self.loaded.model, self.text, files, self.rows)
+        return (passes.read_back if measurement.backward else passes.read)(
+            resolve_name(measurement.function)
+        )
 
     def merge(self, shares: list[Path]) -> Any:
         """The sums of the shares in these files together: layer -> name -> tensor."""
@@ -234,72 +233,24 @@ class Pass(LeavesSums, OnText):
         return merged(read(file, framework="pt") for file in shares)
 
 
-class StatisticsPass(Pass):
-    """One forward pass over the calibration set: all sums, tokens per expert, and tables for
-    figures."""
-
-    kind = "statistics"
-    tap = "moe_lab.statistics.forward:ForwardTap"
-    figures = (
-        ("coverage.parquet", results.COVERAGE, tables.coverage),
-        ("experts.parquet", results.EXPERTS, tables.experts),
-        ("layers.parquet", results.LOSSES, tables.losses),
-        ("entropy.parquet", results.ENTROPIES, tables.entropies),
-    )
-
-
-class Gradients(Pass):
-    """A forward and a backward pass: sums for each channel, of activations and of the loss's
-    gradients."""
-
-    kind = "gradients"
-    backward = True
-    tap = "moe_lab.statistics.gradients:GradientTap"
-    figures = (("gradients.parquet", results.GRADIENTS, tables.gradients),)
-
-
-class WeightGradients(Pass):
-    """A forward and a backward pass: gradients of the experts' weights, reduced to a number per
-    channel."""
-
-    kind = "weight_gradients"
-    backward = True
-    divides = False
-    tap = "moe_lab.statistics.gradients:WeightGradientTap"
-
-    def layer_memory(self, size: Size) -> float:
-        """The gradients of the weights of all experts, in fp32."""
-        return 4.0 * size.experts * size.expert
-
-
-class Damage(Pass):
-    """The exact damage of removing each expert alone, in a forward pass with one more expert per
-    token."""
-
-    kind = "damage"
-    tap = "moe_lab.statistics.damage:DamageTap"
-
-
-class Similarity(Pass):
-    """One forward pass in which every expert reads every token, for groupings of similar
-    experts."""
-
-    kind = "similarity"
-    tap = "moe_lab.statistics.damage:SimilarityTap"
-
-
-class LossRises(Pass):
+class LossRise(Pass):
     """How much the loss rises when a part of the model is changed: one pass for each part, from its
     layer on."""
 
-    streams = False
+    kinds: ClassVar[Mapping[str, Measurement]] = {
+        # the output of one expert is set to 0
+        "ablation": Measurement(
+            LOSS_RISES, figures=(("ablation.parquet", results.ABLATIONS, tables.ablations),)
+        ),
+        # the routed output of one layer is scaled
+        "scaling": Measurement(LOSS_RISES),
+    }
+    whole_model = True
 
     def gather(self, files: Files) -> Any:
-        from moe_lab.search.ablation import loss_rises
-
         network, tokenizer = loaded(self.loaded.model)
         text = read_text(self.text, tokenizer, files, self.rows)
-        return loss_rises(network, self.kind, text, out=files.partial)
+        return resolve_name(LOSS_RISES)(network, self.kind, text, out=files.partial)
 
     def merge(self, shares: list[Path]) -> Any:
         from moe_lab.statistics import Statistics, merged_means
@@ -307,78 +258,50 @@ class LossRises(Pass):
         return merged_means([Statistics.load(file) for file in shares])
 
 
-class Ablation(LossRises):
-    """The rise of the loss when one expert's output is set to 0."""
-
-    kind = "ablation"
-    figures = (("ablation.parquet", results.ABLATIONS, tables.ablations),)
-
-
-class Scaling(LossRises):
-    """The rise of the loss when the routed output of one layer is scaled."""
-
-    kind = "scaling"
-
-
-class OnWeights(LeavesSums):
+class WeightSums(Step):
     """Sums over the weights of a model, read from the checkpoint without building the model."""
 
-    loads = "checkpoint"
-    weigher: ClassVar[str] = ""
-    """Module and name of the function that adds them up."""
+    kinds: ClassVar[Mapping[str, Measurement]] = {
+        "weights": Measurement(
+            "moe_lab.statistics.weights:weigh_experts",
+            figures=(("weights.parquet", results.WEIGHTS, tables.weights),),
+        ),
+        "channel_weights": Measurement("moe_lab.statistics.weights:weigh_channels"),
+        # how far the weights of experts are from each other
+        "weight_distances": Measurement("moe_lab.statistics.weights:compare_experts"),
+    }
+    kind: str = field()
     facts: Facts
 
     def label(self) -> str:
-        return self.about.name
-
-    @property
-    def about(self) -> ModelConfig:
-        return self.facts.model
+        return self.facts.model.name
 
     @classmethod
-    def of(cls, cell: Cell) -> Self:
+    def of(cls, cell: Cell, kind: str) -> Self:
         """The sums over the weights of a cell's model."""
-        return cls(loaded_as(cell.model).facts)
+        return cls(kind, loaded_as(cell.model).facts)
 
-    def sums(self, files: Files) -> Any:
-        import torch
+    def resources(self) -> Resources:
+        return read_files(self.facts.model, [self.facts.id])
 
-        from moe_lab.config.pruning import DEVICE_MAPS
+    def work(self, files: Files) -> None:
         from moe_lab.models.files import local_folder
-        from moe_lab.models.load import place
 
-        # its Slurm jobs have no GPU
-        device = place(self.about) if torch.cuda.is_available() else "cpu"
-        return self.weigh(local_folder(self.about), "cuda" if device in DEVICE_MAPS else device)
-
-    def weigh(self, folder: Path, device: str) -> Any:
-        """Sums over the weights in a folder, added up on a device."""
-        return resolve_name(self.weigher)(folder, device=device)
-
-    def memory(self, size: Size) -> float:
-        return 2 * BASE
-
-    def pace(self) -> list[Any]:
-        return [self.facts.id]
+        model = self.facts.model
+        measurement = self.kinds[self.kind]
+        sums = resolve_name(measurement.function)(
+            local_folder(model), device=device_of_files(model)
+        )
+        save_sums(sums, measurement.figures, files)
 
 
-class Weights(OnWeights):
-    """Sums over the weights of each expert."""
+def device_of_files(model: ModelConfig) -> str:
+    """The device on which the weights of a checkpoint are added up: the CPU in Slurm's jobs, which
+    have no GPU."""
+    import torch
 
-    kind = "weights"
-    weigher = "moe_lab.statistics.weights:weigh_experts"
-    figures = (("weights.parquet", results.WEIGHTS, tables.weights),)
+    from moe_lab.config.pruning import DEVICE_MAPS
+    from moe_lab.models.load import place
 
-
-class ChannelWeights(OnWeights):
-    """Sums over the weights of each channel."""
-
-    kind = "channel_weights"
-    weigher = "moe_lab.statistics.weights:weigh_channels"
-
-
-class WeightDistances(OnWeights):
-    """How far the weights of experts are from each other."""
-
-    kind = "weight_distances"
-    weigher = "moe_lab.statistics.weights:compare_experts"
+    device = place(model) if torch.cuda.is_available() else "cpu"
+    return "cuda" if device in DEVICE_MAPS else device

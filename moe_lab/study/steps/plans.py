@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -22,10 +23,11 @@ from moe_lab.models.families import family_of
 from moe_lab.models.files import fingerprint
 from moe_lab.paths import resolve
 from moe_lab.study.identity import StepFields
+from moe_lab.study.resources import Resources, text_pass
 from moe_lab.study.step import KINDS, Step
 from moe_lab.study.steps import tables
-from moe_lab.study.steps.files import STATISTICS, Files, loaded, read_text
-from moe_lab.study.steps.passes import Facts, OnText, loaded_as
+from moe_lab.study.steps.files import STATISTICS, Files, engine, loaded, read_text
+from moe_lab.study.steps.passes import Facts, Loaded, loaded_as
 from moe_lab.study.steps.scores import (
     CHANNEL_SCORES,
     Scores,
@@ -77,7 +79,7 @@ def check_engine(cell: Cell) -> None:
         return
     name = cell.allocation.name
     steps = [allocation.get(name).step, *(need for need in evidence_of(cell) if need != "by")]
-    if any(KINDS[step].loads == "model" and not KINDS[step].streams for step in steps):
+    if any(KINDS[step].whole_model for step in steps):
         raise UserError(
             f"allocation={name} compares whole models, and calibration.engine=streamed has one "
             "decoder layer in "
@@ -183,8 +185,8 @@ def check_sequential(cell: Cell) -> None:
         )
 
 
-class Asked(StepFields):
-    """What a cell asks of its plan, whatever step makes it."""
+class PlanRequest(StepFields):
+    """The plan that a cell wants, whatever step makes it."""
 
     allocation: IdentifiedAllocation
     ratio: float
@@ -200,34 +202,11 @@ class Asked(StepFields):
         weights of its own."""
         return self.allocation.replacement in GROUPINGS
 
-
-def asked_of(cell: Cell) -> Asked:
-    """What a cell asks of its plan."""
-    chosen = cell.allocation
-    where = "" if chosen.name == "uniform" else f"-{chosen.name}"
-    where += f"-{chosen.replacement}" if chosen.replacement != "none" else ""
-    where += "-protected" if chosen.protect is not None else ""
-    name = f"{cell.model.name}-{cell.calibration.name}-{cell.criterion.name}{where}-{cell.ratio:g}"
-    needed = {need: evidence(need, cell) for need in evidence_of(cell)}
-    return Asked(IdentifiedAllocation.of(chosen), cell.ratio, needed, name)
-
-
-class MakesPlan(Step):
-    """A step that makes the plan of a cell."""
-
-    small = True
-    checks: ClassVar[tuple[Callable[[Cell], None], ...]] = (check_ratio, check_layout)
-    """Functions that raise UserError for a cell whose plan cannot be made."""
-    asked: Asked
-
-    def label(self) -> str:
-        return self.asked.name
-
     @property
     def allocated(self) -> dict[str, Any]:
         """The allocation that identifies the step, and the ratio. Files count by the content they
         had then."""
-        return {**self.settings["allocation"], "ratio": self.asked.ratio}
+        return {**self.identity_entries["allocation"].value, "ratio": self.ratio}
 
     def facts_of(self, model: Facts, files: Files) -> dict[str, Any]:
         """The facts of a model, with the experts that the plan must keep."""
@@ -236,7 +215,7 @@ class MakesPlan(Step):
         largest: Mapping[int, Any] = {}
         if self.allocated["protect"] == protection.SUPER:
             largest = read(
-                files.path(self.asked.evidence["statistics"], STATISTICS), only=protection.STATISTIC
+                files.path(self.evidence["statistics"], STATISTICS), only=protection.STATISTIC
             )
         return protection.with_protected(self.allocated, files.facts(model), largest)
 
@@ -248,35 +227,55 @@ class MakesPlan(Step):
             **protection.provenance(model),
         }
 
-    def save(
-        self,
-        plan: Any,
-        model: Mapping[str, Any],
-        files: Files,
-        ties: Mapping[int, int] | None = None,
-    ) -> None:
-        """Write the plan, if it fits the model with these facts. `ties`: as `pruning.plan.ties`, if
-        there are any."""
-        plan.check(model["layers"])
-        plan.save(files.out / "plan.json")
-        if ties:
-            write_sealed(files.out / TIES, {str(layer): count for layer, count in ties.items()})
+
+def plan_request(cell: Cell) -> PlanRequest:
+    """The plan that a cell wants."""
+    chosen = cell.allocation
+    where = "" if chosen.name == "uniform" else f"-{chosen.name}"
+    where += f"-{chosen.replacement}" if chosen.replacement != "none" else ""
+    where += "-protected" if chosen.protect is not None else ""
+    name = f"{cell.model.name}-{cell.calibration.name}-{cell.criterion.name}{where}-{cell.ratio:g}"
+    needed = {need: evidence(need, cell) for need in evidence_of(cell)}
+    return PlanRequest(IdentifiedAllocation.of(chosen), cell.ratio, needed, name)
 
 
-class FromScores(MakesPlan):
+def save_plan(
+    plan: Any, model: Mapping[str, Any], files: Files, ties: Mapping[int, int] | None = None
+) -> None:
+    """Write a plan, if it fits the model with these facts. `ties`: as `pruning.plan.ties`, if there
+    are any."""
+    plan.check(model["layers"])
+    plan.save(files.out / "plan.json")
+    if ties:
+        write_sealed(files.out / TIES, {str(layer): count for layer, count in ties.items()})
+
+
+Checks = tuple[Callable[[Cell], None], ...]
+"""Functions that raise UserError for a cell whose plan cannot be made."""
+
+
+class FromScores(Step):
     """A plan from scores, without running the model. Decides how many experts each layer loses, and
     which; or how many channels each expert loses, and which."""
 
     kind = "plan"
-    per_job = "steps"
+    small = True
+    checks: ClassVar[Checks] = (check_ratio, check_layout)
+    request: PlanRequest
     facts: Facts
     scores: Scores
+
+    def label(self) -> str:
+        return self.request.name
+
+    def resources(self) -> Resources:
+        return Resources(pace=[self.facts.id], pack="short")
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
         """The plan of a cell."""
         return cls(
-            asked_of(cell), loaded_as(cell.model).facts, Scores.of(cell), plugins=plugged(cell)
+            plan_request(cell), loaded_as(cell.model).facts, Scores.of(cell), plugins=plugged(cell)
         )
 
     def work(self, files: Files) -> None:
@@ -285,13 +284,15 @@ class FromScores(MakesPlan):
         from moe_lab.pruning.plan import ties
         from moe_lab.pruning.replace import plan_from_scores
 
-        model = self.facts_of(self.facts, files)
-        about = {**self.origin(model), "scores": self.scores.folder.rpartition("/")[2]}
-        # the identity has the content of the file
-        settings = {**self.allocated, "path": self.asked.allocation.path}
-        evidence: dict[str, Any] = files.sums(self.asked.evidence)
-        if "by" in self.asked.evidence:
-            evidence["by"] = files.expert_scores(self.asked.evidence["by"])
+        model = self.request.facts_of(self.facts, files)
+        about = {**self.request.origin(model), "scores": self.scores.folder.rpartition("/")[2]}
+        settings = {
+            **self.request.allocated,
+            "path": self.request.allocation.path,
+        }  # the identity has the content of the file
+        evidence: dict[str, Any] = files.sums(self.request.evidence)
+        if "by" in self.request.evidence:
+            evidence["by"] = files.expert_scores(self.request.evidence["by"])
         granularity = criteria.get(self.scores.criterion.name).granularity
         if granularity == "channel":
             channels = load(files.read(self.scores, CHANNEL_SCORES))
@@ -302,29 +303,50 @@ class FromScores(MakesPlan):
             settings, scored, granularity, model["layers"], evidence, provenance=about
         )
         tied = ties(plan, scored, model["layers"])
-        if given := plan_in(self.asked.allocation):  # it passed as an allocation: use it unchanged
+        # it passed as an allocation: use it unchanged
+        if given := plan_in(self.request.allocation):
             plan = given
             tied = {}
             plan.check_origin([("model_sha256", lambda: str(model["sha256"]))], "this model")
-        self.save(plan, model, files, tied)
+        save_plan(plan, model, files, tied)
         if granularity == "channel" and plan.channels:
             files.table("budgets.parquet", results.BUDGETS, tables.budgets(scored, plan.channels))
 
 
-class Search(MakesPlan, OnText):
+class Search(Step):
     """A plan by evolutionary search, which starts from scores and compares candidates on a text;
     and its history."""
 
     kind = "search"
-    checks = (check_schedules,)
+    small = True
+    whole_model = True
+    checks: ClassVar[Checks] = (check_schedules,)
+    loaded: Loaded
+    text: IdentifiedText
+    request: PlanRequest
     scores: Scores
     seed: int
+
+    def label(self) -> str:
+        return self.request.name
+
+    def resources(self) -> Resources:
+        """P + (T - 1)(P - m) candidates, each on the text (P: population, T: generations, m:
+        elites)."""
+        from moe_lab.search.evolution import parse
+
+        search = parse(self.request.allocation.parameters)
+        candidates = search.population + (search.generations - 1) * (
+            search.population - search.elites
+        )
+        run = text_pass(self.loaded.model, self.text, self.loaded.pace, engine="resident")
+        return replace(run, units=candidates * run.units)
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
         """The search of a cell, on its search text."""
         text = IdentifiedText.of(cell.texts["search"])
-        return cls(loaded_as(cell.model), text, asked_of(cell), Scores.of(cell), cell.seed)
+        return cls(loaded_as(cell.model), text, plan_request(cell), Scores.of(cell), cell.seed)
 
     def work(self, files: Files) -> None:
         from moe_lab.search.run import search as run
@@ -333,62 +355,60 @@ class Search(MakesPlan, OnText):
         run(
             network,
             tokenizer,
-            facts=self.facts_of(self.loaded.facts, files),
+            facts=self.request.facts_of(self.loaded.facts, files),
             scores=files.expert_scores(self.scores),
-            settings=self.allocated,
+            settings=self.request.allocated,
             text=self.text,
             out=files.out,
             partial=files.partial,
             seed=self.seed,
         )
 
-    def units(self) -> float:
-        """P + (T - 1)(P - m) candidates, each on the text (P: population, T: generations, m:
-        elites)."""
-        from moe_lab.search.evolution import parse
 
-        search = parse(self.asked.allocation.parameters)
-        candidates = search.population + (search.generations - 1) * (
-            search.population - search.elites
-        )
-        return candidates * super().units()
-
-
-class Reconstruction(MakesPlan, OnText):
+class Reconstruction(Step):
     """The plan that reproduces the layers' outputs best, by trying all choices of experts in each
     layer."""
 
     kind = "reconstruction"
+    small = True
     reads_text = True
-    streams = True
-    checks = (check_choices,)
+    checks: ClassVar[Checks] = (check_choices,)
+    loaded: Loaded
+    text: IdentifiedText
+    request: PlanRequest
     seed: int
+
+    def label(self) -> str:
+        return self.request.name
+
+    def resources(self) -> Resources:
+        return text_pass(self.loaded.model, self.text, self.loaded.pace)
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
         """The plan of a cell, on its calibration set."""
         text = IdentifiedText.of(cell.calibration)
-        return cls(loaded_as(cell.model), text, asked_of(cell), cell.seed)
+        return cls(loaded_as(cell.model), text, plan_request(cell), cell.seed)
 
     def work(self, files: Files) -> None:
         from moe_lab.pruning.plan import Plan
         from moe_lab.search.reconstruction import COLUMNS, reconstruct
 
-        model = self.facts_of(self.loaded.facts, files)
-        settings = self.allocated
+        model = self.request.facts_of(self.loaded.facts, files)
+        settings = self.request.allocated
         best = reconstruct(
-            self.engine(files).read,
+            engine(self.loaded.model, self.text, files).read,
             facts=model,
             ratio=settings["ratio"],
             multiple_of=settings["multiple_of"],
             **settings["parameters"],
         )
         counts = {layer: about["n_experts"] for layer, about in model["layers"].items()}
-        self.save(Plan(best.kept, counts, self.origin(model)), model, files)
+        save_plan(Plan(best.kept, counts, self.request.origin(model)), model, files)
         files.table("errors.parquet", COLUMNS, best.errors)
 
 
-class Sequential(MakesPlan, OnText):
+class Sequential(Step):
     """A plan made layer by layer: each layer is scored on the output of the pruned layers below it.
 
     Each layer loses whole experts as by allocation=uniform, or channels as by allocation=layerwise.
@@ -396,15 +416,23 @@ class Sequential(MakesPlan, OnText):
     """
 
     kind = "sequential"
+    small = True
     reads_text = True
-    streams = True
-    is_layered = True
-    checks = (check_sequential, check_ratio, check_layout)
+    checks: ClassVar[Checks] = (check_sequential, check_ratio, check_layout)
+    loaded: Loaded
+    text: IdentifiedText
+    request: PlanRequest
     criterion: IdentifiedCriterion
     sums: dict[str, Step]
     """Sums over weights that the criterion reads."""
     gate: str | None
     seed: int | None
+
+    def label(self) -> str:
+        return self.request.name
+
+    def resources(self) -> Resources:
+        return text_pass(self.loaded.model, self.text, self.loaded.pace, engine="streamed")
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
@@ -415,7 +443,7 @@ class Sequential(MakesPlan, OnText):
         sums = {need: evidence(need, cell) for need in needs}
         text = IdentifiedText.of(cell.calibration)
         criterion = IdentifiedCriterion.of(cell.criterion)
-        common = loaded_as(cell.model), text, asked_of(cell)
+        common = loaded_as(cell.model), text, plan_request(cell)
         return cls(*common, criterion, sums, *chance_and_gate(cell), plugins=plugged(cell))
 
     def work(self, files: Files) -> None:
@@ -426,15 +454,18 @@ class Sequential(MakesPlan, OnText):
         from moe_lab.statistics import by_layer
 
         streamed, tokenizer = open_streamed(self.loaded.model)
-        model = self.facts_of(self.loaded.facts, files)
+        model = self.request.facts_of(self.loaded.facts, files)
         read = {
             role: step
-            for role, step in {**self.sums, **self.asked.evidence}.items()
+            for role, step in {**self.sums, **self.request.evidence}.items()
             if role != "statistics"
         }
         weights = by_layer(files.sums(read).values())
         granularity = criteria.get(self.criterion.name).granularity
-        settings = {**self.allocated, "name": "uniform" if granularity == "expert" else "layerwise"}
+        settings = {
+            **self.request.allocated,
+            "name": "uniform" if granularity == "expert" else "layerwise",
+        }
 
         tied: dict[int, int] = {}
 
@@ -453,7 +484,7 @@ class Sequential(MakesPlan, OnText):
             provenance={
                 "criterion": self.settings["criterion"],
                 "text": self.settings["text"],
-                **self.origin(model),
+                **self.request.origin(model),
             },
         )
-        self.save(plan, model, files, tied)
+        save_plan(plan, model, files, tied)

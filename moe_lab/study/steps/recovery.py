@@ -15,22 +15,27 @@ from moe_lab import allocation
 from moe_lab import recovery as recoveries
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.calibration import IdentifiedText
-from moe_lab.config import ExportConfig, LauncherConfig, ModelConfig, RecoveryConfig
+from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
 from moe_lab.config.pruning import Shape
 from moe_lab.grid import Cell
 from moe_lab.json_files import write_json
 from moe_lab.models import release_memory
-from moe_lab.models.config_json import Size
+from moe_lab.study import resources
 from moe_lab.study.identity import StepFields
-from moe_lab.study.step import BASE, KINDS, Step
-from moe_lab.study.steps.files import Files, forget_loaded, loaded
-from moe_lab.study.steps.passes import Facts, Loaded, OnText, loaded_as
-from moe_lab.study.steps.plans import Asked, MakesPlan, drops_whole_experts
+from moe_lab.study.resources import Resources, channel_products, expert_weights, text_pass
+from moe_lab.study.step import KINDS, Step
+from moe_lab.study.steps.files import Files, engine, forget_loaded, loaded
+from moe_lab.study.steps.passes import Facts, Loaded, loaded_as
+from moe_lab.study.steps.plans import (
+    FromScores,
+    PlanRequest,
+    Reconstruction,
+    Search,
+    Sequential,
+    drops_whole_experts,
+)
 from moe_lab.study.store import SHARED
 
-DISTILLED = 4
-"""fp32 tensors of the size of a batch's logits that a distillation holds at once, besides the
-logits; measured."""
 NO_RECOVERY = RecoveryConfig()
 
 
@@ -46,51 +51,27 @@ def plan_of(cell: Cell) -> Any:
     return how(loaded_as(cell.model), IdentifiedText.of(cell.calibration), plan)
 
 
-class AlignsChannels(OnText):
-    """A step that matches the channels of experts that a plan merges."""
+class Alignment(Step):
+    """A plan with the channels of merged experts matched by their weights. Its text only says which
+    engine is used."""
 
+    kind = "alignment"
     small = True
-    streams = True
-    plan: MakesPlan
+    loaded: Loaded
+    text: IdentifiedText
+    plan: PlanStep
+    runtime = frozenset({"text"})
 
     def label(self) -> str:
         return self.plan.label()
 
     @property
-    def asked(self) -> Asked:
-        """What the cell asks of its plan."""
-        return self.plan.asked
+    def request(self) -> PlanRequest:
+        """The plan that the cell wants."""
+        return self.plan.request
 
-
-class ActivationAlignment(AlignsChannels):
-    """A plan with the channels of merged experts matched by their weights and their activations on
-    a text."""
-
-    kind = "activation_alignment"
-    reads_text = True
-
-    def work(self, files: Files) -> None:
-        from moe_lab.pruning.alignment import align_by_activations, alignment_tap
-
-        plan = files.plan(self.plan)
-        sums = self.engine(files).read(alignment_tap(plan))
-        align_by_activations(plan, sums.layers).save(files.out / "plan.json")
-
-    def layer_memory(self, size: Size) -> float:
-        """Products of channels, in fp64 for at most every expert."""
-        return 8.0 * size.experts * size.width**2
-
-    def memory(self, size: Size) -> float:
-        """With the weights of one layer's channels in fp32."""
-        return super().memory(size) + 4.0 * size.experts * size.expert
-
-
-class Alignment(AlignsChannels):
-    """A plan with the channels of merged experts matched by their weights. Its text only says which
-    engine is used."""
-
-    kind = "alignment"
-    runtime = frozenset({"text"})
+    def resources(self) -> Resources:
+        return text_pass(self.loaded.model, self.text, self.loaded.pace)
 
     def work(self, files: Files) -> None:
         from moe_lab.models.discover import moe_layers
@@ -99,7 +80,7 @@ class Alignment(AlignsChannels):
         from moe_lab.pruning.prune import check_fit
 
         plan = files.plan(self.plan)
-        if self.is_layered:
+        if self.text.engine == "streamed":
             streamed, _ = open_streamed(self.loaded.model)
             check_fit(plan, list(streamed.moe.values()))
             layers = streamed.each_layer()
@@ -108,6 +89,44 @@ class Alignment(AlignsChannels):
             check_fit(plan, resident)
             layers = iter(resident)
         align_by_weights(plan, layers).save(files.out / "plan.json")
+
+
+class ActivationAlignment(Step):
+    """A plan with the channels of merged experts matched by their weights and their activations on
+    a text."""
+
+    kind = "activation_alignment"
+    small = True
+    reads_text = True
+    loaded: Loaded
+    text: IdentifiedText
+    plan: PlanStep
+
+    def label(self) -> str:
+        return self.plan.label()
+
+    @property
+    def request(self) -> PlanRequest:
+        """The plan that the cell wants."""
+        return self.plan.request
+
+    def resources(self) -> Resources:
+        """With products of channels for each layer, and the weights of one layer's channels in
+        fp32."""
+        model = self.loaded.model
+        pace = self.loaded.pace
+        return text_pass(model, self.text, pace, per_layer=channel_products, more=expert_weights)
+
+    def work(self, files: Files) -> None:
+        from moe_lab.pruning.alignment import align_by_activations, alignment_tap
+
+        plan = files.plan(self.plan)
+        sums = engine(self.loaded.model, self.text, files).read(alignment_tap(plan))
+        align_by_activations(plan, sums.layers).save(files.out / "plan.json")
+
+
+PlanStep = FromScores | Search | Reconstruction | Sequential | Alignment | ActivationAlignment
+"""A step that makes the plan of a cell."""
 
 
 @dataclass(frozen=True)
@@ -124,16 +143,27 @@ def storage_of(recovery: RecoveryConfig) -> Storage | None:
     return Storage(4, tuple(sorted(set(recovery.modules)))) if recovery.bits == 4 else None
 
 
-class Finetune(OnText):
+class Finetune(Step):
     """Weights that change in fine-tuning a pruned model, or in fitting its merged experts."""
 
     kind = "finetune"
+    whole_model = True
+    loaded: Loaded
+    text: IdentifiedText
     plan: Any
     recovery: RecoveryConfig
     seed: int
 
     def label(self) -> str:
         return f"{self.plan.label()}-{self.recovery.name}"
+
+    def resources(self) -> Resources:
+        """Adapters change a copy of the model. Routers are trained under a mask, which copies
+        merged experts only."""
+        copies = 2 if self.recovery.train == "adapters" or self.plan.request.merges_experts else 1
+        model = self.loaded.model
+        pace = self.loaded.pace
+        return resources.finetuning(model, self.text, self.recovery, pace, copies=copies)
 
     def work(self, files: Files) -> None:
         from moe_lab.recovery.finetune import finetune
@@ -144,39 +174,6 @@ class Finetune(OnText):
             fit(*given, out=files.out, partial=files.partial)
         else:
             finetune(*given, out=files.out, partial=files.partial, seed=self.seed)
-
-    @property
-    def backward(self) -> bool:  # type: ignore[override]
-        """Whether gradients come back through the layers: not for a fit."""
-        return self.recovery.fit is None
-
-    @property
-    def models(self) -> int:
-        """Two with experts of its own; routers are trained under a mask, which copies merged
-        experts only."""
-        return 2 if self.recovery.train == "adapters" or self.plan.asked.merges_experts else 1
-
-    def batch_memory(self, size: Size) -> float:
-        teacher = (
-            DISTILLED * self._batch_tokens * size.logits
-            if self.recovery.distill is not None
-            else 0.0
-        )
-        return super().batch_memory(size) + teacher + self.disk(size)
-
-    def disk(self, size: Size) -> float:
-        """Upper bound of a fit's sums: an expert in fp64 for two that are merged; 0 for other
-        recoveries."""
-        if self.backward:
-            return 0.0
-        return 8.0 * size.moe_layers * size.experts / 2 * size.width * (size.width + size.hidden)
-
-    def units(self) -> float:
-        return self.recovery.epochs * super().units() if self.backward else super().units()
-
-    def pace(self) -> list[Any]:
-        tuned = self.recovery
-        return [*super().pace(), tuned.train, tuned.distill is not None, tuned.fit is not None]
 
 
 class Pruned(StepFields):
@@ -217,7 +214,7 @@ class Pruned(StepFields):
     def is_changed(self) -> bool:
         """Whether it has weights of its own: it was fine-tuned or quantised, or its experts are
         merged."""
-        return self.is_recovered or (self.plan is not None and self.plan.asked.merges_experts)
+        return self.is_recovered or (self.plan is not None and self.plan.request.merges_experts)
 
     @contextmanager
     def open(self, files: Files) -> Iterator[tuple[Any, Any]]:
@@ -277,25 +274,11 @@ def forget_models() -> None:
     release_memory()
 
 
-class AboutPruned:
-    """A step about a pruned model, which is its field of that name."""
-
-    pruned: Pruned
-
-    def label(self) -> str:
-        return self.pruned.recovered_label
-
-    @property
-    def about(self) -> ModelConfig:
-        return self.pruned.model
-
-
-class Export(AboutPruned, Step):
+class Export(Step):
     """The pruned model as a checkpoint, with its recovery, quantised if `export.format` says so. A
     model whose weights are not changed is compared with the masked model if `verify` is set."""
 
     kind = "export"
-    loads = "checkpoint"
     facts: Facts
     plan: Any
     finetune: Finetune | None
@@ -307,11 +290,21 @@ class Export(AboutPruned, Step):
     pruned: Pruned
     runtime = frozenset({"pruned"})
 
-    def conditions(self, launcher: LauncherConfig) -> Iterator[tuple[Any, ...]]:
-        if self.shape.format == "gguf" and launcher.python is None:
-            from moe_lab.pruning.export import gguf
+    def label(self) -> str:
+        return self.pruned.recovered_label
 
-            yield gguf.converter, self.shape
+    def resources(self) -> Resources:
+        pruned = self.pruned
+        is_converted = self.shape.format == "gguf"
+        pace = [self.facts.id, self.shape.format]
+        needed = resources.export(
+            pruned.model, pace, is_changed=pruned.is_changed, is_converted=is_converted
+        )
+        if not is_converted:
+            return needed
+        from moe_lab.pruning.export import gguf
+
+        return replace(needed, programs=[(gguf.converter, self.shape)])
 
     def work(self, files: Files) -> None:
         """Write the checkpoint in stages: pruned, with changed weights, converted. Each is made
@@ -320,7 +313,7 @@ class Export(AboutPruned, Step):
         from moe_lab.models.files import local_folder
         from moe_lab.pruning.export import export as write
 
-        source = local_folder(self.about)
+        source = local_folder(self.pruned.model)
         plan = files.plan(self.plan)
         shape = str(self.shape.shape)
         out = files.out / "checkpoint"
@@ -348,7 +341,9 @@ class Export(AboutPruned, Step):
             if is_converted:
                 from moe_lab.pruning.export import gguf
 
-                gguf.convert(plain, out, gguf.converter(self.shape), f"{self.about.name}, pruned")
+                gguf.convert(
+                    plain, out, gguf.converter(self.shape), f"{self.pruned.model.name}, pruned"
+                )
         except Exception:  # but not when the process is told to stop: then it resumes
             shutil.rmtree(files.partial, ignore_errors=True)
             raise
@@ -358,7 +353,7 @@ class Export(AboutPruned, Step):
         for bit."""
         from moe_lab.pruning.export.verify import verify
 
-        trust = self.about.trust_remote_code
+        trust = self.pruned.model.trust_remote_code
         difference = verify(
             source, files.plan(self.plan), natural, device="cpu", trust_remote_code=trust
         )
@@ -385,19 +380,6 @@ class Export(AboutPruned, Step):
         from moe_lab.models.streamed import stored_dtype
 
         return DTYPES.get(str(self.dtype)) or stored_dtype(folder)
-
-    def memory(self, size: Size) -> float:
-        """Where weights are changed or converted, a decoder layer three times in fp32."""
-        changed = self.pruned.is_changed or self.shape.format == "gguf"
-        return 2 * BASE + changed * 4 / size.bytes_per_parameter * size.layer_weights(3)
-
-    def disk(self, size: Size) -> float:
-        """The checkpoint, with those that it is made from: one whose weights are changed is written
-        first without the changes, and one in GGUF is converted from another."""
-        return float(size.bytes) * (1 + self.pruned.is_changed + (self.shape.format == "gguf"))
-
-    def pace(self) -> list[Any]:
-        return [self.facts.id, self.shape.format]
 
 
 def export_of(

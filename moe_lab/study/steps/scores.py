@@ -13,10 +13,11 @@ from moe_lab.criteria.experts import family
 from moe_lab.errors import check_known
 from moe_lab.grid import Cell
 from moe_lab.models.config_json import check_plain_weights
+from moe_lab.study.resources import Resources
 from moe_lab.study.step import KINDS, Step
 from moe_lab.study.steps import tables
 from moe_lab.study.steps.files import Files
-from moe_lab.study.steps.passes import Facts, StatisticsPass, loaded_as
+from moe_lab.study.steps.passes import Facts, Pass, loaded_as
 
 CHANNEL_SCORES = "scores.safetensors"
 ByLayer = Mapping[int, Mapping[str, Any]]
@@ -54,7 +55,7 @@ def evidence(need: str, cell: Cell) -> Step:
     allocation.by."""
     if need == "by":
         return Scores.of(replace(cell, criterion=CriterionConfig(name=str(cell.allocation.by))))
-    step: Step = needed_kind(need).of(cell)
+    step: Step = needed_kind(need).of(cell, need)
     return step
 
 
@@ -63,7 +64,6 @@ class Scores(Step):
 
     kind = "scores"
     small = True
-    per_job = "steps"
     facts: Facts
     criterion: IdentifiedCriterion
     sums: dict[str, Step]
@@ -76,6 +76,9 @@ class Scores(Step):
 
     def label(self) -> str:
         return self.name
+
+    def resources(self) -> Resources:
+        return Resources(pace=[self.facts.id], pack="short")
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
@@ -149,17 +152,19 @@ class Family(Step):
 
     kind = "family"
     small = True
-    per_job = "steps"
-    statistics: StatisticsPass
+    statistics: Pass
     gate: str
 
     def label(self) -> str:
         return self.statistics.label()
 
+    def resources(self) -> Resources:
+        return Resources(pace=[self.id], pack="short")
+
     @classmethod
     def of(cls, cell: Cell) -> Self:
         """The family of scores on a cell's calibration set."""
-        return cls(StatisticsPass.of(cell), cell.gate)
+        return cls(Pass.of(cell, "statistics"), cell.gate)
 
     def work(self, files: Files) -> None:
         table = family(files.evidence({"statistics": self.statistics}), gate=self.gate)
