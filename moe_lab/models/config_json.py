@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, prod
 from typing import Any
@@ -78,7 +78,7 @@ def expert_shape(settings: ModelConfig) -> dict[str, int] | None:
 
 
 def _expected(settings: ModelConfig) -> dict[str, int]:
-    return asdict(settings.expected) if settings.expected else {}
+    return dict(vars(settings.expected)) if settings.expected else {}
 
 
 def experts_implementation(device: str) -> str:
