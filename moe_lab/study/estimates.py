@@ -48,19 +48,24 @@ def resolved(model: ModelConfig, config: Config) -> ModelConfig:
 
 
 def _auto_gpus(model: ModelConfig, config: Config) -> int:
-    """The most GPUs that a process with a model may have: those that are here, inline as many as
-    hold the weights; in jobs, what is set, or what the largest step needs."""
-    if config.launcher.name != "slurm":
-        there = len(visible_gpus())
-        size = size_of(model) if config.launcher.name == "inline" and there > 1 else None
-        return min(there, _holding(size, config)) if size else there
-    of_model = config.resources.of_model(model)
+    """The most GPUs that a process with a model may have: those of this machine, inline as many as
+    hold the weights."""
+    if config.launcher.name == "slurm":
+        return _job_gpus(model, config)
+    visible = len(visible_gpus())
+    if config.launcher.name == "local" or visible <= 1:
+        return visible
     size = size_of(model)
-    asked = (
-        config.resources.every.gpus if of_model is None or of_model.gpus is None else of_model.gpus
-    )
-    estimated = GPU_COUNTS[-1] if size is None or on_gpu(model, size) else 0
-    return estimated if asked is None else asked
+    return min(visible, _holding(size, config)) if size else visible
+
+
+def _job_gpus(model: ModelConfig, config: Config) -> int:
+    """The GPUs of a job with a model: what is set, or else the most that a step may need."""
+    for job in (config.resources.of_model(model), config.resources.every):
+        if job is not None and job.gpus is not None:
+            return job.gpus
+    size = size_of(model)
+    return GPU_COUNTS[-1] if size is None or on_gpu(model, size) else 0
 
 
 def _holding(size: Size, config: Config) -> int:

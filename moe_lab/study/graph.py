@@ -121,13 +121,23 @@ class Graph:
 def unresolved(steps: Iterable[Step]) -> list[str]:
     """Models and texts on the hub whose files are not known, so that steps are named by their names
     there."""
-    # which have data of their own
-    others = (step for step in steps if not isinstance(step, (BenchmarkRun, Grade)))
-    settings = [setting for step in others for setting in step.settings.values()]
-    groups = [setting for setting in settings if isinstance(setting, dict)]
-    groups += [source for group in groups for source in group.get("sources", ())]
-    paths = [group["path"] for group in groups if isinstance(group.get("path"), dict)]
-    return list(dict.fromkeys(path[UNRESOLVED] for path in paths if UNRESOLVED in path))
+    names: dict[str, None] = {}
+    for step in steps:
+        if isinstance(step, (BenchmarkRun, Grade)):  # which have data of their own
+            continue
+        for entry in step.collect_entries().values():
+            names |= dict.fromkeys(_hub_names(entry.value))
+    return list(names)
+
+
+def _hub_names(setting: Any) -> Iterator[str]:
+    """Names in the identity of a model, or of a text and its sources, that stand for files."""
+    if not isinstance(setting, dict):
+        return
+    for group in (setting, *setting.get("sources", ())):
+        path = group.get("path")
+        if isinstance(path, dict) and UNRESOLVED in path:
+            yield path[UNRESOLVED]
 
 
 class _Resolver:

@@ -162,6 +162,36 @@ def test_what_is_held_beside_weights_and_a_batch_is_counted() -> None:
         assert memory(changed) > memory(step("evaluate")) + 12 * 2**30
 
 
+@pytest.mark.parametrize(
+    ("kind", "weights", "gib", "units", "job", "pack"),
+    [
+        ("statistics", "model", 132.15, 524288, None, "one"),
+        ("gradients", "model", 292.46, 524288, None, "one"),
+        ("weight_gradients", "model", 476.21, 524288, None, "one"),
+        ("search", "model", 132.15, 1404 * 524288, None, "one"),
+        ("sequential", "layers", 12.58, 524288, None, "one"),
+        ("activation_alignment", "model", 226.21, 524288, None, "one"),
+        ("finetune", "model", 410.09, 2 * 524288, None, "one"),
+        ("timing", "model", 249.77, 524288, None, "one"),
+        ("cost", "model", 132.15, 524288, "evaluate", "models"),
+        ("evaluate", "model", 122.21, 1000 * 128, "evaluate", "models"),
+        ("generate", "model", 170.27, 1000 * (128 + 2048), "evaluate", "models"),
+        ("grade", "none", 4.0, 1000, None, "cells"),
+        ("export", "files", 1.17, 1, None, "one"),
+        ("weights", "files", 1.17, 1, None, "one"),
+        ("scores", "none", 0.59, 1, None, "short"),
+        ("plan", "none", 0.59, 1, None, "short"),
+    ],
+)
+def test_resources_of_steps_about_qwen2_57b(
+    kind: str, weights: str, gib: float, units: float, job: str | None, pack: str
+) -> None:
+    needed = step(kind, model("qwen2_57b_a14b", device="cuda")).resources()
+    assert needed.memory == pytest.approx(gib * 2**30, abs=0.005 * 2**30)
+    assert (needed.weights, needed.units, needed.job, needed.pack) == (weights, units, job, pack)
+    assert needed.on_gpu == (weights in ("model", "layers"))
+
+
 def test_weights_are_read_without_a_gpu_and_without_room_for_them() -> None:
     for kind in ("weights", "channel_weights", "weight_distances", "export"):
         needed = step(kind, model("qwen3_30b_a3b")).resources()
