@@ -28,6 +28,7 @@ from moe_lab.study.steps import KINDS, perform
 from moe_lab.study.steps.costs import Cost, Profile, Timing
 from moe_lab.study.steps.evaluation import Asking, Contamination, Evaluate, Grading, task_of
 from moe_lab.study.steps.files import Files
+from moe_lab.study.steps.models import Models
 from moe_lab.study.steps.passes import loaded_as
 from moe_lab.study.steps.plans import PlanRequest, drops_whole_experts
 from moe_lab.study.steps.recovery import (
@@ -76,6 +77,10 @@ class Example(Step):
         return replace(usual, **self.machine)
 
 
+MODELS = Models()
+"""Those of this process."""
+
+
 def done(store: Store, step: Step) -> Path:
     """Do a step, and before it those it needs that are missing in the store; the folder of its
     result."""
@@ -83,7 +88,7 @@ def done(store: Store, step: Step) -> Path:
         done(store, needed)
     with store.claim(step) as scratch:
         if scratch is not None:
-            perform(step, Files.of(step, store, scratch))
+            perform(step, Files.of(step, store, scratch, MODELS))
     return store.path(step)
 
 

@@ -33,6 +33,7 @@ from moe_lab.study.provenance import code_state
 from moe_lab.study.step import Step
 from moe_lab.study.steps import perform
 from moe_lab.study.steps.files import Files
+from moe_lab.study.steps.models import Models
 from moe_lab.study.store import Gone, Store
 
 POLL = 0.5
@@ -258,12 +259,16 @@ class Worker(AbstractContextManager["Worker"]):
 class Here(Worker):
     """Does steps in this process, except those with foreign code, which run in a worker."""
 
+    def __init__(self, store: Store, environment: Mapping[str, str] = MappingProxyType({})) -> None:
+        super().__init__(store, environment)
+        self.models = Models()
+
     def __call__(self, step: Step, scratch: Path) -> None:
         if step.resources().isolated:
             super().__call__(step, scratch)
             return
         try:
-            perform(step, Files.of(step, self.store, scratch))
+            perform(step, Files.of(step, self.store, scratch, self.models))
         except Exception as error:
             raise StepError(error_document(error)) from error
 

@@ -168,11 +168,14 @@ def test_an_engine_ends_with_the_process_that_uses_it() -> None:
     assert not folder.exists()
 
 
+ENGINE = vllm.OpenEngine()
+
+
 def opened(*, forked: bool = True, **arguments: Any) -> vllm.VllmModel:
     model = ModelConfig(name="m", path="pocket:olmoe", threads=1)
     python = preloaded_vllm() if forked else None
     backend = BackendConfig("vllm", ready_seconds=280, arguments=arguments, python=python)
-    return vllm.opened(Path(resolve(model.path)), backend, model, None)
+    return ENGINE.open(Path(resolve(model.path)), backend, model, None)
 
 
 def test_an_engine_that_dies_is_reported_and_the_next_one_starts() -> None:
@@ -188,7 +191,7 @@ def test_an_engine_that_dies_is_reported_and_the_next_one_starts() -> None:
     assert again.process is not subject.process and again.generate([Prompt("", (5, 6))], Writing(2))
     with pytest.raises(UserError, match="channels"):
         again.set_plan(channels)
-    vllm.close()
+    ENGINE.close()
     assert again.process.poll() is not None
 
 

@@ -170,33 +170,51 @@ class VllmModel(Engine):
         return [(total, likeliest) for _, total, likeliest in sorted(found)]
 
 
-def opened(
-    checkpoint: Path, backend: BackendConfig, model: ModelConfig, plan: Plan | None
-) -> VllmModel:
-    """The model in `checkpoint` in vLLM, with `plan` as its mask. Its process stays open for the
-    next call; one that could not be started is not started again here for the same settings."""
-    settings = [
-        str(checkpoint),
-        asdict(backend),
-        model.dtype,
-        model.device,
-        model.threads,
-        model.trust_remote_code,
-    ]
-    key = json.dumps(settings, sort_keys=True)
-    if key in _REFUSED:
-        raise Unavailable(_REFUSED[key])
-    if key not in _OPEN or _OPEN[key].process.poll() is not None:
-        close()
-        try:
-            _OPEN[key] = VllmModel(checkpoint, backend, model)
-        except Unavailable as error:
-            _REFUSED[key] = str(error)
-            raise
-    _OPEN[key].template_arguments = model.template_arguments
-    _OPEN[key].tokenizer.date = model.date
-    _OPEN[key].set_plan(plan)
-    return _OPEN[key]
+class OpenEngine:
+    """The one process of vLLM that stays open for the next step."""
+
+    def __init__(self) -> None:
+        self._key = ""
+        self._engine: VllmModel | None = None
+        self._refused: dict[str, str] = {}
+        """Settings of an engine that did not start -> why."""
+
+    def open(
+        self, checkpoint: Path, backend: BackendConfig, model: ModelConfig, plan: Plan | None
+    ) -> VllmModel:
+        """The model in `checkpoint`, with `plan` as its mask. An engine that could not be started
+        is not started again for the same settings."""
+        settings = [
+            str(checkpoint),
+            asdict(backend),
+            model.dtype,
+            model.device,
+            model.threads,
+            model.trust_remote_code,
+        ]
+        key = json.dumps(settings, sort_keys=True)
+        if key in self._refused:
+            raise Unavailable(self._refused[key])
+        engine = self._engine
+        if engine is None or key != self._key or engine.process.poll() is not None:
+            self.close()
+            try:
+                engine = VllmModel(checkpoint, backend, model)
+            except Unavailable as error:
+                self._refused[key] = str(error)
+                raise
+            self._engine = engine
+            self._key = key
+        engine.template_arguments = model.template_arguments
+        engine.tokenizer.date = model.date
+        engine.set_plan(plan)
+        return engine
+
+    def close(self) -> None:
+        """End the process; a model that is loaded here may need its memory."""
+        if self._engine:
+            self._engine.close()
+        self._engine = None
 
 
 def _dtype(checkpoint: Path, model: ModelConfig) -> str:
@@ -220,16 +238,3 @@ def _divided(checkpoint: Path, model: ModelConfig, asked: Mapping[str, Any]) -> 
         if count <= max(1, there)
     )
     return {"tensor_parallel_size": count} if count > 1 else {}
-
-
-def close() -> None:
-    """End the process that is open, if there is one; a model that is loaded here may need its
-    memory."""
-    while _OPEN:
-        _OPEN.popitem()[1].close()
-
-
-_OPEN: dict[str, VllmModel] = {}
-"""Settings -> the engine that is open, at most one."""
-_REFUSED: dict[str, str] = {}
-"""Settings of an engine that did not start -> why."""

@@ -13,6 +13,7 @@ import sys
 import time
 from base64 import b64decode
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from moe_lab.study.failures import error_document
 from moe_lab.study.provenance import provenance
 from moe_lab.study.step import KINDS, Step
 from moe_lab.study.steps.files import Files
+from moe_lab.study.steps.models import Models
 
 __all__ = ["KINDS", "perform"]
 
@@ -45,10 +47,15 @@ def perform(step: Step, files: Files) -> None:
     write_json(files.out / "provenance.json", {**provenance(start), **about, **merged})
 
 
+_MODELS = Models()
+"""Those of a worker process."""
+
+
 def perform_pickled(work: str) -> dict[str, Any]:
     """Do a step in a worker process; {} for success, else the error document. What is printed
     meanwhile goes to the log of the step."""
     step, files = pickle.loads(b64decode(work))
+    files = replace(files, models=_MODELS)
     with suppress(OSError):
         # not its parents: a store that was deleted must not appear again
         files.log.parent.mkdir(exist_ok=True)

@@ -19,7 +19,7 @@ from moe_lab.models.config_json import check_plain_weights, config_of, has_packe
 from moe_lab.study.estimates import device_here
 from moe_lab.study.resources import Resources, text_pass
 from moe_lab.study.step import Step
-from moe_lab.study.steps.files import Files, engine, loaded, read_text, skeleton
+from moe_lab.study.steps.files import Files, engine, read_text
 from moe_lab.study.steps.passes import Arithmetic, Facts, Loaded
 from moe_lab.study.steps.recovery import Pruned, Storage
 
@@ -90,7 +90,7 @@ class Cost(Step):
         from moe_lab.pruning.cost import cost, even_routing, row_flops
         from moe_lab.pruning.prune import prune
 
-        network = skeleton(self.pruned.model)
+        network = files.models.skeleton(self.pruned.model)
         plan = files.plan(self.plan)
         pruned = prune(network, plan) if plan else network
         layers = routed_layers(pruned)
@@ -134,7 +134,7 @@ class Profile(Step):
     def work(self, files: Files) -> None:
         from moe_lab.pruning.profile import profile
 
-        network, tokenizer = loaded(self.loaded.model)
+        network, tokenizer = files.models.loaded(self.loaded.model)
         measured = profile(network, files.plan(self.plan), read_text(self.text, tokenizer, files))
         files.table("profile.parquet", results.PROFILES, measured)
 
@@ -193,7 +193,7 @@ class Timing(Step):
                 f"timing is about {device}, and this machine has {here}: run it there, or set "
                 "timed.device"
             )
-        network, tokenizer = loaded(self.loaded.model)
+        network, tokenizer = files.models.loaded(self.loaded.model)
         model = self.deployed(network, files)
         tokens = torch.cat([ids[valid] for ids, valid in read_text(self.text, tokenizer, files)])
         load = os.getloadavg()[0]

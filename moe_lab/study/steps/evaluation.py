@@ -34,7 +34,7 @@ from moe_lab.study.resources import (
 from moe_lab.study.step import Step
 from moe_lab.study.steps.files import Files
 from moe_lab.study.steps.passes import Facts, loaded_as
-from moe_lab.study.steps.recovery import Export, Pruned, export_of, forget_models
+from moe_lab.study.steps.recovery import Export, Pruned, export_of
 
 if TYPE_CHECKING:
     from moe_lab.evaluation.engines import Engine
@@ -175,11 +175,9 @@ class BenchmarkRun(Step):
             ) as served:
                 yield served
         elif self.backend.name == "vllm":
-            from moe_lab.evaluation.engines import vllm
-
-            forget_models()
             plan = None if self.checkpoint else files.plan(self.pruned.plan)
-            engine = vllm.opened(self.weights(files), self.backend, self.pruned.model, plan)
+            model = self.pruned.model
+            engine = files.models.engine(self.weights(files), self.backend, model, plan)
             write_json(files.out / "backend.json", engine.about)
             yield engine
         else:

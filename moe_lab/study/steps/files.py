@@ -1,5 +1,4 @@
-"""What the work of a step needs: `Files`, models that stay in memory for the next step, and passes
-over a text.
+"""What the work of a step needs: `Files`, and passes over a text.
 
 Passes have the whole model in memory (`Resident`) or one decoder layer at a time (`Streamed`), with
 the same methods.
@@ -8,9 +7,8 @@ the same methods.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from moe_lab.json_files import write_json
 from moe_lab.packs import packs_in
 from moe_lab.results import DIGITS
 from moe_lab.study.step import Step
+from moe_lab.study.steps.models import Models
 from moe_lab.study.store import Store
 
 STATISTICS = "statistics.safetensors"
@@ -39,15 +38,17 @@ class Files:
     log: Path
     """Where a worker keeps what is printed meanwhile."""
     store: Path
+    models: Models = field(default_factory=Models, compare=False)
+    """Models that earlier steps of this process have left in memory."""
 
     @classmethod
-    def of(cls, step: Step, store: Store, scratch: Path) -> Files:
-        """Those of a step that fills `scratch`."""
+    def of(cls, step: Step, store: Store, scratch: Path, models: Models | None = None) -> Files:
+        """Those of a step that fills `scratch`. `models`: those of this process."""
         folders = {needed.id: store.path(needed).absolute() for needed in step.needs}
         log = store.log(step.folder).absolute()
-        return cls(
-            scratch.absolute(), store.partial(step).absolute(), folders, log, store.root.absolute()
-        )
+        partial = store.partial(step).absolute()
+        root = store.root.absolute()
+        return cls(scratch.absolute(), partial, folders, log, root, models or Models())
 
     def path(self, step: Step, name: str) -> Path:
         """A file of a finished step that is not `small`."""
@@ -114,47 +115,6 @@ class Files:
         parquet.write_table(
             arrow.table(dict(zip(columns, map(list, values), strict=True))), self.out / name
         )
-
-
-_LOADED: dict[str, Any] = {}
-_SKELETON: dict[str, Any] = {}
-
-
-def loaded(model: ModelConfig) -> tuple[Any, Any]:
-    """The model and its tokenizer. The last pair is kept in memory for further steps with the same
-    model.
-
-    An engine is ended, as both may need all the memory of a device.
-    """
-    from moe_lab.models.load import load_model
-
-    if engines := sys.modules.get("moe_lab.evaluation.engines.vllm"):
-        engines.close()
-    if _LOADED.get("of") != model:
-        _LOADED.clear()
-        _LOADED.update(pair=load_model(model), of=model)
-    pair: tuple[Any, Any] = _LOADED["pair"]
-    return pair
-
-
-def forget_loaded() -> None:
-    """Forget the model that `loaded` keeps."""
-    _LOADED.clear()
-
-
-def skeleton(model: ModelConfig) -> Any:
-    """The model on the meta device, without weights. The last one is kept for further steps with
-    this model."""
-    from moe_lab.models import load
-    from moe_lab.models.files import local_folder
-
-    if _SKELETON.get("of") != model:
-        network = load.skeleton(
-            local_folder(model), trust_remote_code=model.trust_remote_code
-        ).eval()
-        load.set_top_k(network, model.top_k)
-        _SKELETON.update(network=network, of=model)
-    return _SKELETON["network"]
 
 
 def read_text(text: CalibrationConfig, tokenizer: Any, files: Files, rows: Rows = None) -> Any:
@@ -231,7 +191,7 @@ def engine(
 ) -> Resident:
     """Open a model and a text for passes, as calibration.engine says."""
     if text.engine != "streamed":
-        network, tokenizer = loaded(model)
+        network, tokenizer = files.models.loaded(model)
         return Resident(network, read_text(text, tokenizer, files, rows), files.partial)
     from moe_lab.models.streamed import open_streamed
 

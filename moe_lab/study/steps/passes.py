@@ -30,7 +30,7 @@ from moe_lab.study.resources import (
 )
 from moe_lab.study.step import Step
 from moe_lab.study.steps import tables
-from moe_lab.study.steps.files import REPORT, STATISTICS, Files, Rows, engine, loaded, read_text
+from moe_lab.study.steps.files import REPORT, STATISTICS, Files, Rows, engine, read_text
 
 Table = tuple[str, tuple[str, ...], Callable[[tables.Layers], list[tables.Row]]]
 """Name of a file, its columns, and the function that makes its rows from sums of layers."""
@@ -248,7 +248,7 @@ class LossRise(Pass):
     whole_model = True
 
     def gather(self, files: Files) -> Any:
-        network, tokenizer = loaded(self.loaded.model)
+        network, tokenizer = files.models.loaded(self.loaded.model)
         text = read_text(self.text, tokenizer, files, self.rows)
         return resolve_name(LOSS_RISES)(network, self.kind, text, out=files.partial)
 

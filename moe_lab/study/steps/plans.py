@@ -26,7 +26,7 @@ from moe_lab.study.identity import StepFields
 from moe_lab.study.resources import Resources, text_pass
 from moe_lab.study.step import KINDS, Step
 from moe_lab.study.steps import tables
-from moe_lab.study.steps.files import STATISTICS, Files, engine, loaded, read_text
+from moe_lab.study.steps.files import STATISTICS, Files, engine, read_text
 from moe_lab.study.steps.passes import Facts, Loaded, loaded_as
 from moe_lab.study.steps.scores import (
     CHANNEL_SCORES,
@@ -351,7 +351,7 @@ class Search(Step):
     def work(self, files: Files) -> None:
         from moe_lab.search.run import search as run
 
-        network, tokenizer = loaded(self.loaded.model)
+        network, tokenizer = files.models.loaded(self.loaded.model)
         run(
             network,
             tokenizer,

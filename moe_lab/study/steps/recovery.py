@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,11 @@ from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
 from moe_lab.config.pruning import Shape
 from moe_lab.grid import Cell
 from moe_lab.json_files import write_json
-from moe_lab.models import release_memory
 from moe_lab.study import resources
 from moe_lab.study.identity import StepFields
 from moe_lab.study.resources import Resources, channel_products, expert_weights, text_pass
 from moe_lab.study.step import KINDS, Step
-from moe_lab.study.steps.files import Files, engine, forget_loaded, loaded
+from moe_lab.study.steps.files import Files, engine
 from moe_lab.study.steps.passes import Facts, Loaded, loaded_as
 from moe_lab.study.steps.plans import (
     FromScores,
@@ -85,7 +83,7 @@ class Alignment(Step):
             check_fit(plan, list(streamed.moe.values()))
             layers = streamed.each_layer()
         else:
-            resident = moe_layers(loaded(self.loaded.model)[0])
+            resident = moe_layers(files.models.loaded(self.loaded.model)[0])
             check_fit(plan, resident)
             layers = iter(resident)
         align_by_weights(plan, layers).save(files.out / "plan.json")
@@ -169,7 +167,12 @@ class Finetune(Step):
         from moe_lab.recovery.finetune import finetune
         from moe_lab.recovery.merge_fit import fit
 
-        given = *loaded(self.loaded.model), files.plan(self.plan), self.recovery, self.text
+        given = (
+            *files.models.loaded(self.loaded.model),
+            files.plan(self.plan),
+            self.recovery,
+            self.text,
+        )
         if self.recovery.fit is not None:
             fit(*given, out=files.out, partial=files.partial)
         else:
@@ -222,10 +225,10 @@ class Pruned(StepFields):
         copy. Benchmarks of one recovered model share the copy. Masks cost nothing to make again."""
         from moe_lab.pruning.mask import mask
 
-        network, tokenizer = loaded(self.model)
+        network, tokenizer = files.models.loaded(self.model)
         plan = files.plan(self.plan)
         if self.is_recovered:
-            yield _recovered(network, plan, **self.changes(files)), tokenizer
+            yield files.models.recovered(self.model, plan, **self.changes(files)), tokenizer
         elif plan:
             with mask(network, plan):
                 yield network, tokenizer
@@ -256,22 +259,6 @@ def pruned_of(cell: Cell) -> Pruned:
 def unpruned(model: ModelConfig) -> Pruned:
     """A model as it is."""
     return Pruned(loaded_as(model), None, None, None, NO_RECOVERY, True)
-
-
-@lru_cache(maxsize=1)
-def _recovered(
-    network: Any, plan: Any, bits: int, modules: tuple[str, ...], tuned: Path | None
-) -> Any:
-    from moe_lab.recovery.apply import recovered
-
-    return recovered(network, plan, bits=bits, modules=modules, tuned=tuned)
-
-
-def forget_models() -> None:
-    """Free the memory of models that are kept for further steps."""
-    _recovered.cache_clear()
-    forget_loaded()
-    release_memory()
 
 
 class Export(Step):
