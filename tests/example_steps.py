@@ -74,7 +74,7 @@ class Example(Step):
     def resources(self) -> Resources:
         job = self.done_in or self.kind
         usual = Resources(model=self.model, pace=[self.id], job=job, pack=PACKS.get(job, "one"))
-        return replace(usual, **self.machine)
+        return usual._replace(**self.machine)
 
 
 MODELS = Models()

@@ -78,7 +78,7 @@ def expert_shape(settings: ModelConfig) -> dict[str, int] | None:
 
 
 def _expected(settings: ModelConfig) -> dict[str, int]:
-    return dict(vars(settings.expected)) if settings.expected else {}
+    return vars(settings.expected) if settings.expected else {}
 
 
 def experts_implementation(device: str) -> str:
@@ -255,14 +255,19 @@ class Size:
 def size_of(settings: ModelConfig) -> Size | None:
     """The size of a model, from `model.expected` or its files, which may not differ from it; None
     without either."""
-    numbers = dict(_expected(settings) or _measured(settings.path, settings.revision))
-    if settings.top_k:
-        numbers["top_k"] = settings.top_k
-    names = ("parameters", "moe_layers", "experts", "top_k", "hidden", "width")
-    if not numbers.keys() >= set(names):
+    numbers = _expected(settings) or _measured(settings.path, settings.revision)
+    try:
+        return Size(
+            parameters=numbers["parameters"],
+            moe_layers=numbers["moe_layers"],
+            experts=numbers["experts"],
+            top_k=settings.top_k or numbers["top_k"],
+            hidden=numbers["hidden"],
+            width=numbers["width"],
+            bytes_per_parameter=BYTES.get(settings.dtype, numbers.get("bytes", 2)),
+        )
+    except KeyError:
         return None
-    stated = {name: numbers[name] for name in names}
-    return Size(**stated, bytes_per_parameter=BYTES.get(settings.dtype, numbers.get("bytes", 2)))
 
 
 @lru_cache(maxsize=64)

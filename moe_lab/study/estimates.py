@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from rich.filesize import decimal
 from rich.table import Column, Table
@@ -228,21 +229,40 @@ def forecast(steps: Sequence[Step], done: set[str], gpu_memory: float, seconds: 
     )
     table = Table(*columns, title="what would run, and about what it takes", show_footer=True)
     missing = [step for step in steps if step.id not in done]
+    total = Hours()
     for kind in dict.fromkeys(step.kind for step in steps):
         of_kind = [step for step in steps if step.kind == kind]
         own = [step for step in missing if step.kind == kind]
         counts = (len(of_kind), len(of_kind) - len(own), len(own))
-        table.add_row(
-            kind, *map(str, counts), largest_memory(own), *_hours(own, gpu_memory, seconds)
+        hours = _hours(own, gpu_memory, seconds)
+        table.add_row(kind, *map(str, counts), largest_memory(own), *hours.texts())
+        total = Hours(
+            total.work + hours.work,
+            total.gpu_work + hours.gpu_work,
+            total.unknown + hours.unknown,
         )
-    for column, value in zip(table.columns[-2:], _hours(missing, gpu_memory, seconds), strict=True):
+    for column, value in zip(table.columns[-2:], total.texts(), strict=True):
         column.footer = value
     return table
 
 
-def _hours(steps: Sequence[Step], gpu_memory: float, seconds: Seconds) -> tuple[str, str]:
-    """Total hours of the steps run one after another, and GPU-hours, as text. A step on several
-    GPUs counts for all."""
+class Hours(NamedTuple):
+    """Hours of steps that run one after another; one on several GPUs counts for all of them."""
+
+    work: float = 0.0
+    gpu_work: float = 0.0
+    unknown: int = 0
+    """Steps of which no time is known."""
+
+    def texts(self) -> tuple[str, str]:
+        """Hours and GPU-hours for a table."""
+        if self.unknown and not self.work:  # merges of shares are nothing beside the shares
+            return "unknown", "unknown"
+        more = f" + {self.unknown} unknown" if self.unknown else ""
+        return f"{self.work:.2f}{more}", f"{self.gpu_work:.2f}{more}"
+
+
+def _hours(steps: Sequence[Step], gpu_memory: float, seconds: Seconds) -> Hours:
     work = gpu_work = 0.0
     unknown = 0
     for step in steps:
@@ -253,10 +273,7 @@ def _hours(steps: Sequence[Step], gpu_memory: float, seconds: Seconds) -> tuple[
         needed = step.resources()
         if needed.memory is not None:
             gpu_work += takes / 3600 * needed.gpus(gpu_memory)
-    if unknown and not work:  # merges of shares are nothing beside the shares
-        return "unknown", "unknown"
-    more = f" + {unknown} unknown" if unknown else ""
-    return f"{work:.2f}{more}", f"{gpu_work:.2f}{more}"
+    return Hours(work, gpu_work, unknown)
 
 
 def largest_memory(steps: Iterable[Step]) -> str:

@@ -532,7 +532,7 @@ class Timed:
 
 class Sized(Example):
     def resources(self) -> Resources:
-        return replace(super().resources(), units=float(self.number % 1000))
+        return super().resources()._replace(units=float(self.number % 1000))
 
     def __lt__(self, other: "Sized") -> bool:
         return self.number < other.number

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from graphlib import TopologicalSorter
 from itertools import pairwise
 from math import ceil, inf
@@ -173,7 +173,7 @@ def resources(
     (partition -> minutes)."""
     every = [step.resources() for step in steps]
     needed = [
-        one if one.memory is not None else replace(one, memory=UNKNOWN, gpu_counts=GPU_COUNTS)
+        one if one.memory is not None else one._replace(memory=UNKNOWN, gpu_counts=GPU_COUNTS)
         for one in every
     ]
     about = every[0].model

@@ -83,7 +83,7 @@ class Cost(Step):
         needed = (
             text_pass(model, self.text, pace) if self.text else Resources(model=model, pace=pace)
         )
-        return replace(needed, job="evaluate", pack="models") if self.plan else needed
+        return needed._replace(job="evaluate", pack="models") if self.plan else needed
 
     def work(self, files: Files) -> None:
         from moe_lab.models.discover import routed_layers
@@ -174,8 +174,8 @@ class Timing(Step):
         device = self.timed.device
         run = text_pass(model, self.text, self.loaded.pace, engine="resident", copies=2)
         if device is None:
-            return replace(run, gpu_counts=[1], conditions=[(device_here, model.device)])
-        return run if " x " in device else replace(run, gpu_counts=[1])  # as in 8 x NVIDIA H100
+            return run._replace(gpu_counts=[1], conditions=[(device_here, model.device)])
+        return run if " x " in device else run._replace(gpu_counts=[1])  # as in 8 x NVIDIA H100
 
     def work(self, files: Files) -> None:
         """Raises Unavailable on another device than the one that identifies the step."""

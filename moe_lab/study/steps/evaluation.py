@@ -154,13 +154,13 @@ class BenchmarkRun(Step):
 
     def resources(self) -> Resources:
         """The model is loaded for all its benchmarks in one Slurm job."""
-        pruned = self.pruned
-        copies = 2 if self.pruned.is_changed else 1
-        run = benchmark_run(
-            pruned.model, self.benchmark, self.backend, pruned.loaded.facts.id, copies=copies
-        )
-        return replace(
-            run, job="evaluate", pack="models", programs=[(engines.check_installed, self.backend)]
+        return benchmark_run(
+            self.pruned.model,
+            self.benchmark,
+            self.backend,
+            self.pruned.loaded.facts.id,
+            copies=2 if self.pruned.is_changed else 1,
+            programs=[(engines.check_installed, self.backend)],
         )
 
     @contextmanager
@@ -214,7 +214,7 @@ class Evaluate(BenchmarkRun):
     grading: Grading
 
     def resources(self) -> Resources:
-        return replace(super().resources(), conditions=self.grading.conditions)
+        return super().resources()._replace(conditions=self.grading.conditions)
 
     def work(self, files: Files) -> None:
         from moe_lab.evaluation import run
@@ -237,9 +237,9 @@ class Generate(BenchmarkRun):
     kind = "generate"
 
     def resources(self) -> Resources:
-        run = replace(super().resources(), disk=answer_bytes(self.benchmark))
+        run = super().resources()._replace(disk=answer_bytes(self.benchmark))
         # a server loads the model for this step alone
-        return replace(run, job=None, pack="one") if self.backend.name == "server" else run
+        return run._replace(job=None, pack="one") if self.backend.name == "server" else run
 
     def work(self, files: Files) -> None:
         from moe_lab.evaluation import harness, run

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -340,7 +339,7 @@ class Search(Step):
             search.population - search.elites
         )
         run = text_pass(self.loaded.model, self.text, self.loaded.pace, engine="resident")
-        return replace(run, units=candidates * run.units)
+        return run._replace(units=candidates * run.units)
 
     @classmethod
     def of(cls, cell: Cell) -> Self:

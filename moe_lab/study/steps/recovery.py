@@ -291,7 +291,7 @@ class Export(Step):
             return needed
         from moe_lab.pruning.export import gguf
 
-        return replace(needed, programs=[(gguf.converter, self.shape)])
+        return needed._replace(programs=[(gguf.converter, self.shape)])
 
     def work(self, files: Files) -> None:
         """Write the checkpoint in stages: pruned, with changed weights, converted. Each is made
