@@ -219,6 +219,6 @@ def test_too_little_memory_is_reported_in_a_sentence(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "0")  # a share of all main memory
     with pytest.raises(Unavailable, match="memory"):
         opened(gpu_memory_utilization=1.0)
-    assert not vllm._OPEN
+    assert ENGINE.engine is None
     with pytest.raises(Unavailable, match="memory"):  # at once
         opened(gpu_memory_utilization=1.0)

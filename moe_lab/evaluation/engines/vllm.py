@@ -175,7 +175,7 @@ class OpenEngine:
 
     def __init__(self) -> None:
         self._key = ""
-        self._engine: VllmModel | None = None
+        self.engine: VllmModel | None = None
         self._refused: dict[str, str] = {}
         """Settings of an engine that did not start -> why."""
 
@@ -195,7 +195,7 @@ class OpenEngine:
         key = json.dumps(settings, sort_keys=True)
         if key in self._refused:
             raise Unavailable(self._refused[key])
-        engine = self._engine
+        engine = self.engine
         if engine is None or key != self._key or engine.process.poll() is not None:
             self.close()
             try:
@@ -203,7 +203,7 @@ class OpenEngine:
             except Unavailable as error:
                 self._refused[key] = str(error)
                 raise
-            self._engine = engine
+            self.engine = engine
             self._key = key
         engine.template_arguments = model.template_arguments
         engine.tokenizer.date = model.date
@@ -212,9 +212,9 @@ class OpenEngine:
 
     def close(self) -> None:
         """End the process; a model that is loaded here may need its memory."""
-        if self._engine:
-            self._engine.close()
-        self._engine = None
+        if self.engine:
+            self.engine.close()
+        self.engine = None
 
 
 def _dtype(checkpoint: Path, model: ModelConfig) -> str:

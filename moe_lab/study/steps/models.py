@@ -10,7 +10,7 @@ from moe_lab.config import BackendConfig, ModelConfig
 from moe_lab.models import release_memory
 
 if TYPE_CHECKING:
-    from moe_lab.evaluation.engines.vllm import VllmModel
+    from moe_lab.evaluation.engines.vllm import OpenEngine, VllmModel
 
 
 class Models:
@@ -20,7 +20,7 @@ class Models:
 
     def __init__(self) -> None:
         self._held: dict[str, tuple[Any, Any]] = {}
-        self._engines: Any = None
+        self._engine: OpenEngine | None = None
 
     def _hold(self, sort: str, key: Any, make: Callable[[], Any]) -> Any:
         """The object of a sort, which is made if another one, or none, is held."""
@@ -34,8 +34,8 @@ class Models:
         device."""
         from moe_lab.models.load import load_model
 
-        if self._engines:
-            self._engines.close()
+        if self._engine:
+            self._engine.close()
         if self._held.get("loaded", (model,))[0] != model:
             self._held.pop("recovered", None)
         pair: tuple[Any, Any] = self._hold("loaded", model, lambda: load_model(model))
@@ -72,6 +72,5 @@ class Models:
 
         self._held.clear()
         release_memory()
-        self._engines = self._engines or OpenEngine()
-        engine: VllmModel = self._engines.open(checkpoint, backend, model, plan)
-        return engine
+        self._engine = self._engine or OpenEngine()
+        return self._engine.open(checkpoint, backend, model, plan)

@@ -1,0 +1,56 @@
+"""Models that a process holds from one step to the next."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_lab.config import BackendConfig, ModelConfig
+from moe_lab.evaluation.engines import vllm
+from moe_lab.models import load
+from moe_lab.recovery import apply
+from moe_lab.study.steps.models import Models
+
+MODEL = ModelConfig(name="m", path="pocket:olmoe", device="cpu")
+OTHER = replace(MODEL, name="other", top_k=2)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was made, in order. No weights are read, and no engine is started."""
+    made: list[str] = []
+
+    def note(name: str, result: Any) -> Any:
+        made.append(name)
+        return result
+
+    monkeypatch.setattr(load, "load_model", lambda model: note(model.name, (model.name, "tokens")))
+    monkeypatch.setattr(apply, "recovered", lambda network, plan, **_: note(network + plan, plan))
+    monkeypatch.setattr(vllm.OpenEngine, "open", lambda *_: note("engine", "engine"))
+    monkeypatch.setattr(vllm.OpenEngine, "close", lambda _: made.append("end"))
+    return made
+
+
+def test_a_model_and_its_copy_are_made_once_for_several_steps(calls: list[str]) -> None:
+    models = Models()
+    for plan in ("a", "a", "b"):
+        assert models.recovered(MODEL, plan, bits=4) == plan
+        models.loaded(replace(MODEL))
+    assert calls == ["m", "ma", "mb"]
+
+
+def test_another_model_takes_the_place_of_the_first_and_of_its_copy(calls: list[str]) -> None:
+    models = Models()
+    for model in (MODEL, OTHER, MODEL):
+        models.loaded(model)
+        models.recovered(model, "a")
+    assert calls == [f"{name}{plan}" for name in ("m", OTHER.name, "m") for plan in ("", "a")]
+
+
+def test_an_engine_and_a_loaded_model_are_not_held_together(calls: list[str]) -> None:
+    models = Models()
+    models.loaded(MODEL)
+    models.engine(Path("x"), BackendConfig(name="vllm"), MODEL, None)
+    models.loaded(MODEL)
+    assert calls == ["m", "engine", "end", "m"]
