@@ -202,22 +202,27 @@ def _steps(
     """All steps of one cell; criterion "none" is the unpruned model. `evaluated`: what identifies a
     pruned model -> its evaluations, as cells may have one plan."""
     config = resolver.config
-    named = resolver.cell(cell)
-    text: Any = named.texts["flops"]
+    resolved_cell = resolver.cell(cell)
+    model = resolved_cell.model
+    text: Any = resolved_cell.texts["flops"]
     is_pruned = cell.criterion is not NO_CRITERION
-    pruned = pruned_of(named) if is_pruned else unpruned_model(named.model)
-    scores = (getattr(pruned.plan, "scores", None) or Scores.of(named)) if is_pruned else None
-    statistics = None
-    if scores and reads_text(cell):
-        statistics = scores.sums.get("statistics") or Pass.of(named, "statistics")
-    cost = resolver.once(_unpruned_cost, named.model, text)
-    made = evaluated.setdefault(
-        tuple([entry.line for entry in pruned.identity_entries.values()]), {}
-    )
+    pruned = pruned_of(resolved_cell) if is_pruned else unpruned_model(model)
+    scores = statistics = export = timing = None
+    cost = resolver.once(_unpruned_cost, model, text)
+    if is_pruned:
+        scores = getattr(pruned.plan, "scores", None) or Scores.of(resolved_cell)
+        if reads_text(cell):
+            statistics = scores.sums.get("statistics") or Pass.of(resolved_cell, "statistics")
+        if config.export.shape:
+            export = export_of(pruned, config.export, config.verify)
+        cost = Cost.of(pruned, text, cost)
+    if config.timing:
+        timing = Timing.of(pruned, text, resolver.once(timing_of, config.timed, model))
+    identity = tuple([entry.line for entry in pruned.identity_entries.values()])
+    results = evaluated.setdefault(identity, {})
     for task in tasks.values():
-        if task not in made:
-            made[task] = task(pruned)
-    timed = resolver.once(timing_of, config.timed, named.model) if config.timing else config.timed
+        if task not in results:
+            results[task] = task(pruned)
     return CellSteps(
         cell=cell,
         model=pruned.loaded.facts,
@@ -225,13 +230,11 @@ def _steps(
         scores=scores,
         plan=pruned.plan,
         finetune=pruned.finetune,
-        export=export_of(pruned, config.export, config.verify)
-        if is_pruned and config.export.shape
-        else None,
-        cost=Cost.of(pruned, text, cost) if is_pruned else cost,
+        export=export,
+        cost=cost,
         profile=Profile(pruned.loaded, text, pruned.plan) if config.profile else None,
-        timing=Timing.of(pruned, text, timed) if config.timing else None,
-        evaluate={name: made[task] for name, task in tasks.items()},
+        timing=timing,
+        evaluate={name: results[task] for name, task in tasks.items()},
     )
 
 
@@ -264,14 +267,28 @@ def build(config: Config, requests: Iterable[Request]) -> Graph:
     `config` has the settings that hold for all requests, such as permissions, exports and
     overlap."""
     resolver = _Resolver(config)
+    requests = list(requests)
     tasks_of: dict[Cell, dict[str, Task]] = {}
-    figures: dict[str, dict[FigureKey, Step]] = {figure: {} for figure in FIGURES}
-    seeds: dict[tuple[str, ...], int] = {}
-    texts: dict[FigureKey, tuple[Cell, dict[str, BenchmarkConfig]]] = {}
     for cells, benchmarks in requests:
         tasks = {
             benchmark.name: resolver.once(task_of, benchmark, config) for benchmark in benchmarks
         }
+        for cell in cells:
+            for candidate in (unpruned(cell), normalized(cell)):
+                tasks_of.setdefault(candidate, {}).update(tasks)
+    evaluated: dict[Any, dict[Task, Any]] = {}
+    steps = [_steps(cell, tasks, resolver, evaluated) for cell, tasks in tasks_of.items()]
+    return Graph(steps, _figure_steps(resolver, requests))
+
+
+def _figure_steps(
+    resolver: _Resolver, requests: Iterable[Request]
+) -> dict[str, dict[FigureKey, Step]]:
+    """Steps for figures and remarks alone: of texts that are read, each with one seed."""
+    figures: dict[str, dict[FigureKey, Step]] = {figure: {} for figure in FIGURES}
+    seeds: dict[tuple[str, ...], int] = {}
+    compared: dict[FigureKey, tuple[Cell, dict[str, BenchmarkConfig]]] = {}
+    for cells, benchmarks in requests:
         listed = {
             benchmark.name: benchmark
             for benchmark in benchmarks
@@ -279,19 +296,18 @@ def build(config: Config, requests: Iterable[Request]) -> Graph:
         }
         for cell in cells:
             key = (cell.calibration.name, cell.model.name, cell.gate, cell.seed)
-            # Figures are of texts that are read, and of one seed.
-            shown = reads_text(cell) and seeds.setdefault(key[:3], cell.seed) == cell.seed
-            if shown and listed:
-                texts.setdefault(key, (cell, {}))[1].update(listed)
-            for candidate in (unpruned(cell), normalized(cell)):
-                tasks_of.setdefault(candidate, {}).update(tasks)
-            if shown and config.overlap:
-                named = resolver.cell(cell)
-                figures["families"][key] = Family.of(named)
-                figures["damages"][key] = Scores.of(replace(named, criterion=EXACT_DAMAGE))
-    for key, (cell, asked) in texts.items():
-        named = resolver.cell(cell)
-        figures["contaminations"][key] = Contamination.of(named.model, named.calibration, asked)
-    evaluated: dict[Any, dict[Task, Any]] = {}
-    steps = [_steps(cell, tasks, resolver, evaluated) for cell, tasks in tasks_of.items()]
-    return Graph(steps, figures)
+            if not reads_text(cell) or seeds.setdefault(key[:3], cell.seed) != cell.seed:
+                continue
+            if listed:
+                compared.setdefault(key, (cell, {}))[1].update(listed)
+            if resolver.config.overlap:
+                resolved_cell = resolver.cell(cell)
+                exact = replace(resolved_cell, criterion=EXACT_DAMAGE)
+                figures["families"][key] = Family.of(resolved_cell)
+                figures["damages"][key] = Scores.of(exact)
+    for key, (cell, listed) in compared.items():
+        resolved_cell = resolver.cell(cell)
+        figures["contaminations"][key] = Contamination.of(
+            resolved_cell.model, resolved_cell.calibration, listed
+        )
+    return figures

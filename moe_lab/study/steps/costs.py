@@ -21,7 +21,7 @@ from moe_lab.study.resources import Resources, text_pass
 from moe_lab.study.step import Step
 from moe_lab.study.steps.files import Files, engine, read_text
 from moe_lab.study.steps.passes import Arithmetic, Facts, Loaded
-from moe_lab.study.steps.recovery import Pruned, Storage
+from moe_lab.study.steps.recovery import Finetune, PlanStep, Pruned, Storage
 
 
 def timing_of(timed: TimingConfig, model: ModelConfig) -> TimingConfig:
@@ -40,7 +40,7 @@ class Cost(Step):
     kind = "cost"
     small = True
     facts: Facts
-    plan: Any
+    plan: PlanStep | None
     storage: Storage | None
     row: int
     """Tokens of a row."""
@@ -120,7 +120,7 @@ class Profile(Step):
     whole_model = True
     loaded: Loaded
     text: IdentifiedText
-    plan: Any
+    plan: PlanStep | None
 
     def label(self) -> str:
         return self.plan.label() if self.plan else self.loaded.model.name
@@ -148,8 +148,8 @@ class Timing(Step):
     whole_model = True
     loaded: Loaded
     text: IdentifiedText
-    plan: Any
-    finetune: Any
+    plan: PlanStep | None
+    finetune: Finetune | None
     storage: Storage | None
     timed: TimingConfig
     """With the name of the device that is timed."""

@@ -222,9 +222,8 @@ class Pass(Step):
         """The sums of this pass."""
         measurement = self.kinds[self.kind]
         passes = engine(self.loaded.model, self.text, files, self.rows)
-        return (passes.read_back if measurement.backward else passes.read)(
-            resolve_name(measurement.function)
-        )
+        hook = resolve_name(measurement.function)
+        return passes.read_back(hook) if measurement.backward else passes.read(hook)
 
     def merge(self, shares: list[Path]) -> Any:
         """The sums of the shares in these files together: layer -> name -> tensor."""

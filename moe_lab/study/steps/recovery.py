@@ -37,16 +37,19 @@ from moe_lab.study.store import SHARED
 NO_RECOVERY = RecoveryConfig()
 
 
-def plan_of(cell: Cell) -> Any:
+def plan_of(cell: Cell) -> PlanStep:
     """The step that makes the cell's plan, of the kind that its allocation needs, with its merged
     experts aligned."""
     kind: Any = KINDS[allocation.get(cell.allocation.name).step]
-    plan = kind.of(cell)
+    plan: PlanStep = kind.of(cell)
     grouping = GROUPINGS.get(cell.allocation.replacement)
     if grouping is None or grouping.align is None:
         return plan
-    how = {"weights": Alignment, "activations_and_weights": ActivationAlignment}[grouping.align]
-    return how(loaded_as(cell.model), IdentifiedText.of(cell.calibration), plan)
+    model = loaded_as(cell.model)
+    text = IdentifiedText.of(cell.calibration)
+    if grouping.align == "weights":
+        return Alignment(model, text, plan)
+    return ActivationAlignment(model, text, plan)
 
 
 class Alignment(Step):
@@ -148,7 +151,7 @@ class Finetune(Step):
     whole_model = True
     loaded: Loaded
     text: IdentifiedText
-    plan: Any
+    plan: PlanStep
     recovery: RecoveryConfig
     seed: int
 
@@ -183,7 +186,7 @@ class Pruned(StepFields):
     """A cell's model under its plan and recovery; without a plan, the unpruned model."""
 
     loaded: Loaded
-    plan: Any
+    plan: PlanStep | None
     """The step of its plan, or None."""
     finetune: Finetune | None
     storage: Storage | None
@@ -267,7 +270,7 @@ class Export(Step):
 
     kind = "export"
     facts: Facts
-    plan: Any
+    plan: PlanStep | None
     finetune: Finetune | None
     storage: Storage | None
     dtype: str | None
