@@ -46,20 +46,20 @@ LAYERS = 8
 @per_model("pruned")
 def kept_by_layer(results: Results, comparison: Comparison, name: str) -> list[Item | None]:
     """Kept share of each layer and of each expert."""
-    kept = results.study.kept
+    retained = results.study.retained
     return [
-        layer_figure(comparison, kept, name),
-        expert_figure(comparison, kept, f"{name}.experts"),
+        layer_figure(comparison, retained, name),
+        expert_figure(comparison, retained, f"{name}.experts"),
     ]
 
 
-def layer_shares(cells: pd.DataFrame, kept: pd.DataFrame) -> pd.DataFrame:
+def layer_shares(cells: pd.DataFrame, retained: pd.DataFrame) -> pd.DataFrame:
     """Share of its channels that each layer keeps (allocations, layers), the mean over its experts.
 
     Allocations with the same shares, to a thousandth, form one row whose label names them all.
     `kept`: cell, layer, expert, share. Cells without a plan are left out.
     """
-    counted = kept[kept["cell"].isin(cells.index)]
+    counted = retained[retained["cell"].isin(cells.index)]
     shares = counted.pivot_table(index="cell", columns="layer", values="share", aggfunc="mean")
     shares = shares.reindex([cell for cell in cells.index if cell in shares.index])
     same: dict[tuple[float, ...], list[int]] = {}
@@ -72,11 +72,11 @@ def layer_shares(cells: pd.DataFrame, kept: pd.DataFrame) -> pd.DataFrame:
     return shares.loc[list(labels)].rename(index=labels).rename_axis("allocation")
 
 
-def layer_figure(comparison: Comparison, kept: pd.DataFrame, name: str) -> Figure | None:
+def layer_figure(comparison: Comparison, retained: pd.DataFrame, name: str) -> Figure | None:
     """Draw the share of its channels that each layer keeps, a line per allocation. None without
     differing plans."""
     blocks = [
-        (ratio, layer_shares(cells, kept)) for ratio, cells in _compared_allocations(comparison)
+        (ratio, layer_shares(cells, retained)) for ratio, cells in _compared_allocations(comparison)
     ]
     blocks = [(ratio, shares) for ratio, shares in blocks if len(shares)]
     if not blocks:
@@ -105,7 +105,7 @@ def layer_figure(comparison: Comparison, kept: pd.DataFrame, name: str) -> Figur
 _DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)))
 
 
-def expert_figure(comparison: Comparison, kept: pd.DataFrame, name: str) -> Figure | None:
+def expert_figure(comparison: Comparison, retained: pd.DataFrame, name: str) -> Figure | None:
     """Draw the share of its channels that each expert keeps, sorted within layers; experts without
     any are crossed.
 
@@ -116,15 +116,15 @@ def expert_figure(comparison: Comparison, kept: pd.DataFrame, name: str) -> Figu
     ratio, cells = min(
         blocks, key=lambda block: abs(block[0] - HALF), default=(0.0, pd.DataFrame())
     )
-    maps = _uneven(cells, kept) if len(cells) else []
+    maps = _uneven(cells, retained) if len(cells) else []
     if not maps:
         return None
     down = -(-len(maps) // 2)
-    height = 0.2 * min(kept["layer"].nunique(), 24) + 0.45
+    height = 0.2 * min(retained["layer"].nunique(), 24) + 0.45
     drawing = style.drawing(style.PAGE, down * height + 0.7)
     for at, (cell, word) in enumerate(maps):
         axes = drawing.add_subplot(down, 2, at + 1)
-        shares = kept[kept["cell"] == cell].set_index("layer")["share"]
+        shares = retained[retained["cell"] == cell].set_index("layer")["share"]
         style.expert_rows(axes, shares, _level, named=at % 2 == 0)
         axes.set_title(word)
     handles = [Patch(**style.GONE, label="no channel")]
@@ -159,10 +159,10 @@ def _compared_allocations(comparison: Comparison) -> list[tuple[float, pd.DataFr
     return list(by_ratio(cells[cells["criterion"] == counts.idxmax()]))
 
 
-def _uneven(cells: pd.DataFrame, kept: pd.DataFrame) -> list[tuple[int, str]]:
+def _uneven(cells: pd.DataFrame, retained: pd.DataFrame) -> list[tuple[int, str]]:
     """Cells and names of allocations that keep different shares within a layer, layerwise and
     coverage first."""
-    counted = kept[kept["cell"].isin(cells.index)]
+    counted = retained[retained["cell"].isin(cells.index)]
     spread = counted.groupby(["cell", "layer"])["share"].agg(np.ptp).groupby("cell").max()
 
     def unusual(cell: int) -> tuple[bool, bool]:
@@ -197,12 +197,12 @@ def layer_budgets(study: Study, comparison: Comparison) -> pd.DataFrame:
     labels = settings.method_labels(chosen)
     frames = [pd.DataFrame(columns=["cell", "label", "smoothing", "calibration", *BUDGETS])]
     for cell, about in zip(chosen.index[:PLANS].map(int), records(chosen), strict=False):
-        kept = passes.read(
+        retained = passes.read(
             study.reader.find(str(about["plan_folder"])), "budgets.parquet", study.reader
         )
-        if kept is not None:
+        if retained is not None:
             labelled = {"label": labels[cell], "smoothing": _smoothing(study, about)}
-            frames.append(kept.assign(cell=cell, calibration=about["calibration"], **labelled))
+            frames.append(retained.assign(cell=cell, calibration=about["calibration"], **labelled))
     return pd.concat(frames[1:] or frames, ignore_index=True)
 
 
@@ -341,7 +341,7 @@ def stack_figure(results: Results, comparison: Comparison, name: str) -> Figure 
     experts = experts[
         (experts["model"] == comparison.model) & (experts["calibration"] == first["calibration"])
     ]
-    plan = study.kept.loc[study.kept["cell"] == first["cell"], ["layer", "expert", "share"]]
+    plan = study.retained.loc[study.retained["cell"] == first["cell"], ["layer", "expert", "share"]]
     both = experts[["layer", "expert", "first"]].merge(plan, on=["layer", "expert"])
     both["first"] = both["first"].clip(lower=0)
     if not both["first"].sum() > 0:

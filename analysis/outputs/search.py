@@ -201,8 +201,8 @@ def densities(study: Study, comparison: Comparison) -> pd.DataFrame:
     """Share of its experts that each layer keeps: one row per layer and cell of whole experts, with
     the cell's axes."""
     cells = comparison.cells[comparison.cells["granularity"] == "expert"]
-    kept = study.kept[study.kept["cell"].isin(cells.index)]
-    shares = kept.groupby(["cell", "layer"], as_index=False)["share"].mean()
+    retained = study.retained[study.retained["cell"].isin(cells.index)]
+    shares = retained.groupby(["cell", "layer"], as_index=False)["share"].mean()
     axes = ["criterion", "allocation", "ratio", "removed_words", "calibration", "recovery"]
     return pd.DataFrame(shares.join(cells[axes], on="cell"))
 

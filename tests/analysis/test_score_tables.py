@@ -219,7 +219,7 @@ def test_layers_keep_the_mean_of_their_experts_and_equal_lines_are_one() -> None
     }
     kept = pd.DataFrame(
         [
-            {"cell": number, "layer": layer, "expert": expert, "share": share, "null": False}
+            {"cell": number, "layer": layer, "expert": expert, "share": share}
             for number, shares in plans.items()
             for layer, values in enumerate(shares)
             for expert, share in enumerate(values)
