@@ -31,7 +31,7 @@ from moe_lab.evaluation.answers import collect_answers
 from moe_lab.evaluation.engines import Engine
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.engines.vllm import VllmModel
-from moe_lab.evaluation.harness import Item, Pair, Text
+from moe_lab.evaluation.items import Item, Pair, Text
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.files import local_folder
 from moe_lab.models.load import load_model

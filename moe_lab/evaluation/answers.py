@@ -16,20 +16,17 @@ from moe_lab.calibration.documents import TEMPLATE_ARGUMENTS, Tools, render_whol
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation.engines import (
-    MARKS,
     Engine,
     Likelihood,
     Prompt,
     Row,
     Writing,
     Written,
-    answer_in,
     appended_tokens,
     check_finite,
-    may_think,
-    special_marks,
 )
-from moe_lab.evaluation.harness import Answer, Document, Item, Messages, Pair, Reply, Text, Window
+from moe_lab.evaluation.items import Answer, Document, Item, Messages, Pair, Reply, Text, Window
+from moe_lab.evaluation.thoughts import MARKS, answer_in, may_think, special_marks
 from moe_lab.json_files import Record
 
 PARTS = 16

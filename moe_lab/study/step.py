@@ -27,7 +27,7 @@ import moe_lab
 from moe_lab.config import LauncherConfig, ModelConfig
 from moe_lab.config.base import identity
 from moe_lab.errors import DISK_FULL, Unavailable, UserError, mask
-from moe_lab.evaluation.harness import installed
+from moe_lab.evaluation.interpreters import installed
 from moe_lab.json_files import Damaged, read_json
 from moe_lab.models import processor
 from moe_lab.models.config_json import ROOM, Size

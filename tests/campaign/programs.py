@@ -24,8 +24,8 @@ from unittest import mock
 import psutil
 from harness_files import problem, write_lines
 
-from moe_lab.evaluation.harnesses import evalplus
-from moe_lab.evaluation.harnesses.evalplus import Grader, GradeRequest
+from moe_lab.evaluation.adapters import evalplus
+from moe_lab.evaluation.adapters.evalplus import Grader, GradeRequest
 
 
 @dataclass(frozen=True)

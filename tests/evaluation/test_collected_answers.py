@@ -23,12 +23,12 @@ from transformers import AddedToken
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import Policy, answers, harness, run
+from moe_lab.evaluation import Policy, answers, run
 from moe_lab.evaluation.answers import Record, collect_answers, render
 from moe_lab.evaluation.engines import Engine, Likelihood, Prompt, Row, Writing, Written
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.engines.server import ServedModel
-from moe_lab.evaluation.harness import Document, Item, Pair, Text
+from moe_lab.evaluation.items import Document, Item, Pair, Text, read_answers, write_answers
 from moe_lab.serving import vllm_engine
 
 BENCHMARK = BenchmarkConfig("b", "lm_eval", "none", batch_size=2)
@@ -105,8 +105,8 @@ def test_a_killed_run_goes_on_with_the_same_batches_and_repeats_none_that_was_do
             with file.open("a") as lines:
                 lines.write('["0 cut of')
     assert found == expected and done == whole.batches_done
-    harness.write_answers(found, file)
-    assert harness.read_answers(file.read_bytes()) == expected
+    write_answers(found, file)
+    assert read_answers(file.read_bytes()) == expected
 
 
 def test_what_was_recorded_for_another_question_is_not_taken(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from benchmarks.measure import namespaces_missing
 from moe_lab.child_process import Ended
-from moe_lab.evaluation.harnesses.evalplus import Grader, GradeRequest, kept_grader
+from moe_lab.evaluation.adapters.evalplus import GRADER, Grader, GradeRequest
 from moe_lab.evaluation.sandbox import runner
 from moe_lab.evaluation.sandbox.client import LimitedCalls, Outcome, Runner, RunnerError, Runners
 from moe_lab.evaluation.sandbox.closed_world import leaves_closed_world
@@ -281,7 +281,7 @@ def verdicts(
     settings = {"confined": not namespaces_missing(), "seconds": 2.0, "memory_mib": 512}
     programs = {tasks[name]: body for name, body in bodies.items()}
     request = GradeRequest(dataset, str(data), programs, **{**settings, **changes})
-    found = kept_grader.grade(request)
+    found = GRADER.grade(request)
     return {
         name: (found[task].base, found[task].plus) for name, task in tasks.items() if name in bodies
     }
@@ -470,4 +470,4 @@ def test_the_shipped_problems_are_passed_by_their_own_solutions_alone(
     wrong = {row["task_id"]: f"def {row['entry_point']}(*a): return None" for row in problems}
     for programs, status in ((right, "pass"), (wrong, "fail")):
         request = GradeRequest(dataset, str(data), programs, confined=not namespaces_missing())
-        assert {verdict.plus for verdict in kept_grader.grade(request).values()} == {status}
+        assert {verdict.plus for verdict in GRADER.grade(request).values()} == {status}

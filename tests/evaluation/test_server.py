@@ -35,7 +35,7 @@ from moe_lab.evaluation.engines import server as servers
 from moe_lab.evaluation.engines import vllm
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.engines.server import ServedModel, serving
-from moe_lab.evaluation.harnesses.wildbench import verdicts
+from moe_lab.evaluation.judge import verdicts
 from moe_lab.models.load import load_model
 from moe_lab.paths import DATA, shipped
 from moe_lab.pruning.plan import Plan

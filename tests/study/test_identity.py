@@ -15,6 +15,7 @@ from example_steps import Example, cell_of, evaluated, step_of
 
 from moe_lab import config
 from moe_lab.config.base import Group, identity, type_at
+from moe_lab.evaluation.harness import Harness
 from moe_lab.paths import resolve
 from moe_lab.study import estimates
 from moe_lab.study.estimates import resolved
@@ -140,12 +141,7 @@ def test_a_field_is_part_of_the_identity_unless_its_class_says_that_it_changes_n
     group: str, field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "moe_lab.evaluation.suite.data_digest",
-        lambda benchmark: f"{benchmark.data} {benchmark.task}",
-    )
-    monkeypatch.setattr(
-        "moe_lab.evaluation.harnesses.wildbench.identity",
-        lambda benchmark: identity(benchmark.judge),
+        Harness, "data_digest", lambda _, benchmark: f"{benchmark.data} {benchmark.task}"
     )
     schedules = {f"{{{name}}}": str(tmp_path / f"{name}.json") for name in ("first", "second")}
     for number, file in enumerate(schedules.values()):

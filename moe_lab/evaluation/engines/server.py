@@ -24,7 +24,6 @@ from moe_lab.child_process import Child
 from moe_lab.config import BackendConfig, ModelConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation.engines import (
-    MARKS,
     TOKEN_SECONDS,
     Engine,
     Prompt,
@@ -36,6 +35,7 @@ from moe_lab.evaluation.engines import (
     last_lines,
     search_path,
 )
+from moe_lab.evaluation.thoughts import MARKS
 from moe_lab.models import eos_tokens
 from moe_lab.models.checkpoint import read_json, read_json_if_there
 from moe_lab.paths import caches

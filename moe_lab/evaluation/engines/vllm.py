@@ -31,7 +31,7 @@ from moe_lab.evaluation.engines import (
     last_lines,
     written,
 )
-from moe_lab.evaluation.harness import interpreter
+from moe_lab.evaluation.interpreters import interpreter
 from moe_lab.json_files import read_json
 from moe_lab.models import visible_gpus
 from moe_lab.models.config_json import tensor_parallel

@@ -24,7 +24,8 @@ from moe_lab.config import (
 )
 from moe_lab.errors import Unavailable
 from moe_lab.evaluation import LIMITED, NAMESPACES, Policy, engines, suite
-from moe_lab.evaluation.harness import HARNESSES, Document, Item, Text
+from moe_lab.evaluation.harness import harness_of
+from moe_lab.evaluation.items import Document, Item, Text, read_answers, write_answers
 from moe_lab.json_files import Record, write_json
 from moe_lab.models.config_json import ROOM, Size
 from moe_lab.results import CONTAMINATION
@@ -62,13 +63,14 @@ def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
     """
     backend = replace(config.backend, python=config.interpreters.get("vllm"))
     questions = suite.Questions(benchmark)
-    two_phases = HARNESSES[benchmark.harness].two_phases
+    harness = harness_of(benchmark)
+    two_phases = harness.two_phases
     if backend.name == "server" and not two_phases:
         backend = BackendConfig(name="hf")
     policy = Policy(
         config.allow_code_execution, config.sandbox, config.allow_judge, config.allow_pickled_data
     )
-    limited = LIMITED if suite.runs_limited(benchmark, policy) else None
+    limited = LIMITED if harness.runs_limited(benchmark, policy) else None
     if policy.sandbox == "auto" and not limited:
         policy = replace(policy, sandbox=NAMESPACES)
 
@@ -119,7 +121,7 @@ class OnBenchmark(Step):
 def _check_data(benchmark: BenchmarkConfig, identity: Mapping[str, Any]) -> None:
     """Raise Unavailable when the data of the benchmark has changed since the study was started.
     Results on other data belong to a step with another id."""
-    if identity["data"] != suite.data_digest(benchmark):
+    if identity["data"] != harness_of(benchmark).data_digest(benchmark):
         raise Unavailable(
             f"benchmark {benchmark.name}: its data is not what it was when this was started: "
             "start the study again"
@@ -136,7 +138,7 @@ class Grades(OnBenchmark):
     runtime = frozenset({"policy"})
 
     def conditions(self, launcher: LauncherConfig) -> Iterator[tuple[Any, ...]]:
-        yield suite.lacking, self.benchmark, self.policy
+        yield harness_of(self.benchmark).missing, self.benchmark, self.policy
 
 
 class AsksModel(AboutPruned, OnBenchmark):
@@ -244,12 +246,12 @@ class Generate(AsksModel):
     runtime = frozenset({"benchmark"})
 
     def work(self, files: Files) -> None:
-        from moe_lab.evaluation import harness, run
+        from moe_lab.evaluation import run
 
         _check_data(self.benchmark, self.settings["questions"])
         with self.engine(files) as engine:
             answers = run.answer(engine, self.benchmark, self.record(files))
-        harness.write_answers(answers, files.out / run.ANSWERS)
+        write_answers(answers, files.out / run.ANSWERS)
         self.show(answers[0].prompt)
 
     def disk(self, size: Size) -> float:
@@ -273,10 +275,10 @@ class Grade(Grades):
         return self.generate.label()
 
     def work(self, files: Files) -> None:
-        from moe_lab.evaluation import harness, run
+        from moe_lab.evaluation import run
 
         _check_data(self.benchmark, self.settings["benchmark"])
-        answers = harness.read_answers(files.read(self.generate, run.ANSWERS))
+        answers = read_answers(files.read(self.generate, run.ANSWERS))
         run.grade(answers, self.benchmark, files.out, policy=self.policy)
 
 
@@ -314,8 +316,7 @@ class Contamination(Step):
             _check_data(questions.benchmark, identity)
         text = {words for passage in self._passages() for words in phrases(passage)}
         items = {
-            name: suite.adapter(asked.benchmark).items(asked.benchmark)
-            for name, asked in self.asked
+            name: harness_of(asked.benchmark).items(asked.benchmark) for name, asked in self.asked
         }
         counts = {name: contaminated(of, text) for name, of in items.items()}
         write_json(files.out / CONTAMINATION, counts)

@@ -21,9 +21,8 @@ from lm_eval.tasks import TaskManager
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import mirror
-from moe_lab.evaluation.harness import data_files
-from moe_lab.evaluation.harnesses.lm_eval_files import definition_files, reading_only
-from moe_lab.evaluation.suite import question_identity, task_folder
+from moe_lab.evaluation.adapters.lm_eval_files import reading_only, task_folder
+from moe_lab.evaluation.harness import harness_of
 
 SEED = 1234
 """The default of lm-eval's own command line."""
@@ -46,7 +45,7 @@ def tasks_and_groups(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
     Raises UserError when the task's split is not the benchmark's, when the task lacks examples to
     show, or when an item to evaluate has no right answer.
     """
-    key = json.dumps(question_identity(benchmark))
+    key = json.dumps(harness_of(benchmark).question_identity(benchmark))
     if key not in _built:
         with patch.object(lm_eval.api.task, "tqdm", lambda iterable, **_: iterable):
             _built[key] = _with_requests(benchmark)
@@ -77,9 +76,8 @@ def weights_tasks_equally(benchmark: BenchmarkConfig, metric: str) -> bool:
 def _with_requests(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
     if benchmark.data is not None:
         return _asked(_stock(benchmark), benchmark)
-    *definition, items = data_files(benchmark)
-    files = definition_files(*definition)[0] if definition else []
-    with reading_only([*files, items], f"benchmark {benchmark.name}"):
+    files, _ = harness_of(benchmark).hashed_files(benchmark)
+    with reading_only(files, f"benchmark {benchmark.name}"):
         return _asked(_own(benchmark), benchmark)
 
 
@@ -124,7 +122,7 @@ def _own(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
     """The task in a file of lm-eval's format, whose items are the JSON lines file with the same
     name; or the one that the benchmark defines, whose items are benchmark.task. All its splits are
     those items."""
-    *files, items = data_files(benchmark)
+    *files, items = harness_of(benchmark).data_files(benchmark)
     manager = TaskManager(include_defaults=False)
     defined = {"task": benchmark.name, "test_split": "test"}
     definition = str(files[0]) if files else {**defined, **benchmark.parameters["definition"]}

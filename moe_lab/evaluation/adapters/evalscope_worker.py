@@ -16,7 +16,7 @@ from importlib.metadata import version
 from itertools import repeat
 from typing import Any
 
-from moe_lab.evaluation.harnesses import evalscope_code
+from moe_lab.evaluation.adapters import evalscope_code
 
 # EvalScope's other states are for judges and for answers that could not be compared
 _SCORED = "success"
