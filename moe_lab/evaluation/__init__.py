@@ -53,15 +53,13 @@ class Policy:
                 return LIMITED
             raise UserError(
                 f"sandbox={self.sandbox} needs Linux namespaces to run programs the model wrote, "
-                "and there are none "
-                f"here ({error}): evaluate on another machine, or set sandbox=none to run them "
-                "without a sandbox"
+                f"and there are none here ({error}): evaluate on another machine, or set "
+                "sandbox=none to run them without a sandbox"
             ) from None
         except RunnerError as error:
             raise Unavailable(
                 f"sandbox={self.sandbox}: the sandbox for programs the model wrote does not start "
-                f"now ({error}): "
-                "expected memory and processes for it, so start again when the machine is less "
-                "busy"
+                f"now ({error}): expected memory and processes for it, so start again when the "
+                "machine is less busy"
             ) from error
         return NAMESPACES

@@ -219,8 +219,8 @@ class Harness(ABC):
             yield f"chat={given}: expected chat={expected} with {benchmark.harness}"
         if benchmark.max_new_tokens < self.least_new_tokens:
             yield (
-                f"max_new_tokens={benchmark.max_new_tokens}: expected {self.least_new_tokens} "
-                "or more"
+                f"max_new_tokens={benchmark.max_new_tokens}: expected {self.least_new_tokens} or "
+                "more"
             )
         if benchmark.shots and not self.shows_examples:
             yield f"shots={benchmark.shots}: expected 0"
@@ -238,8 +238,8 @@ class Harness(ABC):
         sandbox."""
         if self.package and installed(self.package) is None:
             yield (
-                f"benchmark {benchmark.name} needs the package {self.package}: "
-                f"pip install {self.package}"
+                f"benchmark {benchmark.name} needs the package {self.package}: pip install "
+                f"{self.package}"
             )
             return
         if benchmark.data is not None:
@@ -281,8 +281,7 @@ def check_count(benchmark: BenchmarkConfig, count: int) -> None:
     if benchmark.expected is not None and count != benchmark.expected:
         raise UserError(
             f"benchmark {benchmark.name} has {count} items and should have {benchmark.expected}: "
-            "its "
-            f"data is not the published set, or expected is wrong"
+            "its data is not the published set, or expected is wrong"
         )
 
 

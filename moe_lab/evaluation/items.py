@@ -21,7 +21,7 @@ class Text:
 
     prompt: str | Messages
     """Text to continue, or a conversation for the model's chat template."""
-    most: int
+    max_tokens: int
     """Largest number of tokens of the text."""
     stop: tuple[str, ...] = ()
     """Texts at which an answer ends; they are cut off. The prompt and the thought before the answer

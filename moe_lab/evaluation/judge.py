@@ -67,8 +67,7 @@ def missing(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
     if not policy.allow_judge:
         yield (
             f"allow_judge=false, but {name} sends the model's texts to the endpoint of a judge: "
-            "set "
-            "allow_judge=true"
+            "set allow_judge=true"
         )
     if judge is None:
         yield f"{name} needs a judge: choose one, such as judge=gpt_oss_120b judge.url=URL"
@@ -76,8 +75,7 @@ def missing(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
         yield (
             f"judge.key_variable={judge.key_variable}: there is no such environment variable, and "
             f"{judge.url} expects a key: export {judge.key_variable}=KEY, or any value where none "
-            "is "
-            "needed"
+            "is needed"
         )
 
 
@@ -110,8 +108,8 @@ def verdicts(
                 if len(unscored) > tolerated and not refused.is_set():
                     raise Unavailable(
                         f"judge {judge.model} at {judge.url} gave no score to {len(unscored)} of "
-                        f"{len(prompts)} "
-                        f"answers, and at most {tolerated} may go without: {unscored[0].reply}"
+                        f"{len(prompts)} answers, and at most {tolerated} may go without: "
+                        f"{unscored[0].reply}"
                     )
         finally:
             refused.set()
@@ -170,9 +168,8 @@ def _verdict(
             refused.set()
             raise Unavailable(
                 f"judge {judge.model} at {judge.url} refused a request with HTTP "
-                f"{error.status_code} "
-                f"({' '.join(error.message.split()):.200}): check judge.url, judge.model and the "
-                f"key in {judge.key_variable}"
+                f"{error.status_code} ({' '.join(error.message.split()):.200}): check judge.url, "
+                f"judge.model and the key in {judge.key_variable}"
             ) from None
         else:
             file.parent.mkdir(parents=True, exist_ok=True)

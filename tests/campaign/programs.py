@@ -108,7 +108,7 @@ BROKEN = [
         "sends no text",
         "os.write(3, bytes([200, 10]))",
         verdict="output",
-        error="it sent something else than a value",
+        error="it returned something that is not a value",
     ),
     _runs(
         "sends three results for a call",

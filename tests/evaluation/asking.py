@@ -19,7 +19,7 @@ from jinja2 import Environment
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import Policy, run, suite
 from moe_lab.evaluation.answers import Record, collect_answers
-from moe_lab.evaluation.engines import Engine, Prompt, Writing, Written
+from moe_lab.evaluation.engines import Engine, GeneratedText, GenerationSettings, Prompt
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.engines.vllm import VllmModel
 from moe_lab.evaluation.harness import Graded, harness_of
@@ -47,7 +47,7 @@ def problems(benchmarks: Sequence[BenchmarkConfig], policy: Policy) -> list[str]
 def ask(
     engine: Engine,
     prompts: Sequence[str],
-    most: int = 24,
+    max_tokens: int = 24,
     *,
     stop: tuple[str, ...] = (),
     references: Sequence[str | None] = (),
@@ -58,7 +58,7 @@ def ask(
     """The engine's replies to prompts; `settings` are those of a benchmark."""
     references = references or [None] * len(prompts)
     items = [
-        Item(str(number), (Text(prompt, most, stop, reference, skip_long=skip_long),))
+        Item(str(number), (Text(prompt, max_tokens, stop, reference, skip_long=skip_long),))
         for number, (prompt, reference) in enumerate(zip(prompts, references, strict=True))
     ]
     answers = collect_answers(
@@ -77,9 +77,13 @@ def vllm_saying(tokenizer: Any, replies: Sequence[Any]) -> VllmModel:
     return engine
 
 
-def write(engine: Engine, prompts: Sequence[str], most: int = 24, **settings: Any) -> list[str]:
+def write(
+    engine: Engine, prompts: Sequence[str], max_tokens: int = 24, **settings: Any
+) -> list[str]:
     """The texts after prompts, with their thoughts."""
-    return [reply.thought + (reply.text or "") for reply in ask(engine, prompts, most, **settings)]
+    return [
+        reply.thought + (reply.text or "") for reply in ask(engine, prompts, max_tokens, **settings)
+    ]
 
 
 def answered(benchmark: BenchmarkConfig, texts: Sequence[str]) -> list[Answer]:
@@ -218,12 +222,14 @@ class Said(Engine):
 
     def __init__(self, texts: Sequence[str] | Callable[[str], str], template: str = PLAIN) -> None:
         self.texts, self.tokenizer, self.template_arguments = texts, Words(template), {}
-        self.writing = Writing(0)
+        self.generation = GenerationSettings(0)
         """That of the last batch."""
 
-    def generate(self, prompts: Sequence[Prompt], writing: Writing) -> list[Written]:
-        self.writing = writing
-        return [Written(self._says(prompt.text)) for prompt in prompts]
+    def generate(
+        self, prompts: Sequence[Prompt], generation: GenerationSettings
+    ) -> list[GeneratedText]:
+        self.generation = generation
+        return [GeneratedText(self._says(prompt.text)) for prompt in prompts]
 
     def _says(self, prompt: str) -> str:
         if callable(self.texts):

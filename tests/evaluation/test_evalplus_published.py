@@ -130,7 +130,11 @@ def test_answers_are_graded_again_without_their_model(
     out = tmp_path / "out"
     model = Said(SAID)
     write_answers(run.answer(model, benchmark), tmp_path / run.ANSWERS)
-    assert (model.writing.stop, model.writing.most, model.writing.chat) == ((), 2048, True)
+    assert (model.generation.stop, model.generation.max_tokens, model.generation.chat) == (
+        (),
+        2048,
+        True,
+    )
     answers = read_answers((tmp_path / run.ANSWERS).read_bytes())
     assert [answer.reply.thought + (answer.reply.text or "") for answer in answers] == SAID
     results = run.grade(answers, benchmark, out, policy=ALLOWED)

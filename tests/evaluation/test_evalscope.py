@@ -222,7 +222,10 @@ def test_every_item_is_graded_with_its_own_answer(tmp_path: Path) -> None:
     [result] = run.evaluate(parrot, benchmark, tmp_path / "out", policy=Policy())
     assert [sample["outcome"] for sample in samples(tmp_path / "out")] == [1.0, 0.0, 0.0, 1.0]
     assert [sample["extracted"] for sample in samples(tmp_path / "out")] == ["2", "5", "2", "1006"]
-    assert result["score"] == 0.5 and (parrot.writing.most, parrot.writing.chat) == (64, True)
+    assert result["score"] == 0.5 and (parrot.generation.max_tokens, parrot.generation.chat) == (
+        64,
+        True,
+    )
     content = [messages[-1]["content"] for messages in parrot.tokenizer.rendered.values()]
     assert all(
         text.startswith(question)

@@ -101,8 +101,8 @@ class OnlyText(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         raise DataError(
-            f"its private tests are a pickle that would run {module}.{name}: the data is not to "
-            "be trusted"
+            f"its private tests are a pickle that would run {module}.{name}: the data is not to be "
+            "trusted"
         )
 
 

@@ -190,15 +190,15 @@ def mistake(
     if len(calls) != len(right):
         return f"expected {len(right)} calls, found {len(calls)}"
     descriptions = _by_name(functions)
-    left = list(calls)
+    remaining = list(calls)
     for expected in right:
         ((name, allowed),) = expected.items()
         mistakes = []
-        for place, call in enumerate(left):
+        for index, call in enumerate(remaining):
             if (
                 reason := _wrong_call(call, name, allowed, descriptions[name]["parameters"])
             ) is None:
-                del left[place]
+                del remaining[index]
                 break
             mistakes.append(reason)
         else:

@@ -89,11 +89,11 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig) -> Graded:
         )
         scores.append(score)
         samples += of_score
-    asked = [of_task[0].task for of_task in questions]
+    evaluated = [of_task[0].task for of_task in questions]
     protocol = {
         "task": benchmark.task if benchmark.data is not None else next(iter(by_name)),
-        "task_version": ", ".join(sorted({str(task.VERSION) for task in asked})),
-        "num_fewshot": asked[0].config.num_fewshot,
+        "task_version": ", ".join(sorted({str(task.VERSION) for task in evaluated})),
+        "num_fewshot": evaluated[0].config.num_fewshot,
     }
     return Graded(scores, samples, protocol)
 
@@ -133,12 +133,12 @@ def _request(
         context = json.loads(context)
     if request.request_type != "generate_until":
         return Pair(context, other)
-    most, stop = _limit_and_stop(other, question.task.config.task, benchmark)
+    max_tokens, stop = _limit_and_stop(other, question.task.config.task, benchmark)
     target = question.task.doc_to_target(question.doc)
     reference = None
     if isinstance(target, str) and not benchmark.chat:  # the right answer as it follows the prompt
         reference = f"{question.task.config.target_delimiter}{target}"
-    return Text(context, most, stop, reference)
+    return Text(context, max_tokens, stop, reference)
 
 
 _LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -172,15 +172,15 @@ def _limit_and_stop(
             raise UserError(
                 f"{field}.{name}={value}: only greedy generation is done, expected {_NEUTRAL[name]}"
             )
-    most = next((settings[name] for name in _LIMITS if name in settings), 256)
-    if not str(most).isdigit() or int(most) < 1:
+    max_tokens = next((settings[name] for name in _LIMITS if name in settings), 256)
+    if not str(max_tokens).isdigit() or int(max_tokens) < 1:
         raise UserError(f"{field}.max_gen_toks={most}: expected a number of tokens, 1 or more")
     until = settings.get("until", [])
     texts = [until] if isinstance(until, str) else until
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise UserError(f"{field}.until={until}: expected a text, or a list of texts")
     # as in lm-eval, an empty stop text ends nothing
-    return int(most), tuple(text for text in texts if text)
+    return int(max_tokens), tuple(text for text in texts if text)
 
 
 def _rows(questions: Sequence[Sequence[_Question]], answers: Mapping[str, Answer]) -> list[_Row]:
@@ -202,15 +202,15 @@ def _rows(questions: Sequence[Sequence[_Question]], answers: Mapping[str, Answer
         for name, question in product(of_task[0].requests[0].filtered_resps, of_task):
             answer = answers[question.name]
             extracted = [request.filtered_resps[name] for request in question.requests]
-            found = question.task.process_results(question.doc, extracted)
+            values = question.task.process_results(question.doc, extracted)
             # lm-eval has graded an empty answer, which some metrics find right
             if answer.reply.text is None:
                 higher = question.task.higher_is_better()
                 numbers = [
-                    metric for metric, value in found.items() if isinstance(value, int | float)
+                    metric for metric, value in values.items() if isinstance(value, int | float)
                 ]
-                found |= {metric: 0.0 for metric in numbers if higher.get(metric, True)}
-            rows.append(_Row(question, answer, name, extracted, found))
+                values |= {metric: 0.0 for metric in numbers if higher.get(metric, True)}
+            rows.append(_Row(question, answer, name, extracted, values))
     return rows
 
 
@@ -254,16 +254,15 @@ def _aggregation(
                 name for name, function in functions.items() if function in _BY_ITEM
             )
             raise UserError(
-                f"benchmark {benchmark.name}: metric={metric} of {task} is computed from all "
-                f"items together, by {how}: "
-                f"expected a mean over items or a perplexity (the task has {possible or 'none'})"
+                f"benchmark {benchmark.name}: metric={metric} of {task} is computed from all items "
+                f"together, by {how}: expected a mean over items or a perplexity (the task has "
+                f"{possible or 'none'})"
             )
     if aggregation in _OF_LOSSES and len(by_name) > 1:
         raise UserError(
             f"benchmark {benchmark.name}: metric={metric} of {len(by_name)} tasks together: "
-            "lm-eval takes the mean of "
-            "their perplexities, which has no outcome of an item, expected one task, such as "
-            f"{next(iter(by_name))}"
+            "lm-eval takes the mean of their perplexities, which has no outcome of an item, "
+            f"expected one task, such as {next(iter(by_name))}"
         )
     return aggregation
 
@@ -294,7 +293,7 @@ def _result(
     losses = [-value / units * per_nat for value, units in sums]
     samples = [_sample(result, name, row, loss) for row, loss in zip(rows, losses, strict=True)]
     samples = [
-        Sample(**{**one, "units": units}) for one, units in zip(samples, weights, strict=True)
+        Sample(**{**sample, "units": units}) for sample, units in zip(samples, weights, strict=True)
     ]
     unit = unit or f"nats per {name.partition('_')[0]}"
     return loss_result(result, metric, scale, unit, losses, weights, benchmark), samples
@@ -307,10 +306,11 @@ def _by_task(rows: Sequence[_Row], samples: Sequence[Sample]) -> list[list[Sampl
     for row, sample in zip(rows, samples, strict=True):
         of_tasks.setdefault(row.question.task.config.task, []).append(sample)
     share = len(samples) / len(of_tasks)
-    return [
-        [Sample(**{**sample, "units": share / len(own)}) for sample in own]
-        for own in of_tasks.values()
-    ]
+    weighted = []
+    for of_task in of_tasks.values():
+        units = share / len(of_task)
+        weighted.append([Sample(**{**sample, "units": units}) for sample in of_task])
+    return weighted
 
 
 def _mean_of_tasks(results: Sequence[Result]) -> Result:

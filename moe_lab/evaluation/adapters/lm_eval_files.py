@@ -29,8 +29,7 @@ _TASK = re.compile(r"^[\"']?(?:task|group)[\"']?: *[\"']?([\w-]+)[\"']? *$", re.
 
 def task_folder(benchmark: BenchmarkConfig) -> Path:
     """The folder of lm-eval that defines benchmark.task: parameters.folder, or the one with the
-    task's
-    name.
+    task's name.
 
     Only this folder is indexed, as indexing all of lm-eval's 14,000 files takes ten seconds. Raises
     UserError when the folder or the task does not exist.
@@ -174,8 +173,7 @@ class _Observer:
         elif event in _PROGRAM_EVENTS:
             self.refusal = UserError(
                 f"{self.reader} calls {event}{arguments[:2]} while its items are made, and what "
-                "that reads does not "
-                "identify them: expected code that reads files itself"
+                "that reads does not identify them: expected code that reads files itself"
             )
             raise self.refusal
 

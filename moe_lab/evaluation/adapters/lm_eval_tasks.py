@@ -68,20 +68,20 @@ def weights_tasks_equally(benchmark: BenchmarkConfig, metric: str) -> bool:
             return not rule.weight_by_size
     raise UserError(
         f"benchmark {benchmark.name}: metric={metric} is none that lm-eval computes for the group "
-        f"{groups[0].name}: "
-        f"expected {', '.join(sorted({rule.metric for rule in rules}))}, or one of its tasks"
+        f"{groups[0].name}: expected {', '.join(sorted({rule.metric for rule in rules}))}, or one "
+        "of its tasks"
     )
 
 
 def _with_requests(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
     if benchmark.data is not None:
-        return _asked(_stock(benchmark), benchmark)
+        return _with_items(_published(benchmark), benchmark)
     files, _ = harness_of(benchmark).hashed_files(benchmark)
     with reading_only(files, f"benchmark {benchmark.name}"):
-        return _asked(_own(benchmark), benchmark)
+        return _with_items(_in_file(benchmark), benchmark)
 
 
-def _asked(loaded: Mapping[str, Any], benchmark: BenchmarkConfig) -> Mapping[str, Any]:
+def _with_items(loaded: Mapping[str, Any], benchmark: BenchmarkConfig) -> Mapping[str, Any]:
     """The tasks and groups, with requests for the items that are evaluated."""
     by_name = loaded["tasks"]
     for name, task in by_name.items():
@@ -100,7 +100,7 @@ def _asked(loaded: Mapping[str, Any], benchmark: BenchmarkConfig) -> Mapping[str
     return loaded
 
 
-def _stock(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
+def _published(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
     """A task or group of lm-eval that reads the benchmark's mirror; only its folder is indexed."""
     manager = TaskManager(include_path=str(task_folder(benchmark)), include_defaults=False)
     subsets = mirror.subsets(benchmark)
@@ -110,15 +110,14 @@ def _stock(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
         if subset not in subsets:
             raise UserError(
                 f"benchmark {benchmark.name}: {benchmark.task} needs the subset {subset}, and the "
-                "mirror "
-                f"{mirror.folder(benchmark)} has {', '.join(sorted(subsets))}"
+                f"mirror {mirror.folder(benchmark)} has {', '.join(sorted(subsets))}"
             )
         return _Splits(defaultdict(list, subsets[subset]))
 
     return _load(manager, benchmark.task, from_mirror)
 
 
-def _own(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
+def _in_file(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
     """The task in a file of lm-eval's format, whose items are the JSON lines file with the same
     name; or the one that the benchmark defines, whose items are benchmark.task. All its splits are
     those items."""
@@ -145,8 +144,7 @@ def _load(
         except IndexError as error:  # lm-eval tries the first item
             raise UserError(
                 f"task={task}: the first item cannot be read: expected one or more items, a label "
-                "that is one of the "
-                f"choices, and no empty choice"
+                "that is one of the choices, and no empty choice"
             ) from error
     return loaded
 
@@ -212,8 +210,7 @@ def _check_examples(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
     if source == split and not without_item:
         raise UserError(
             f"benchmark {benchmark.name}: shots={shots}, but {name} takes examples from the "
-            f"evaluated split {split}, "
-            f"so an item could be shown with its answer: expected shots=0"
+            f"evaluated split {split}, so an item could be shown with its answer: expected shots=0"
         )
     examples = Counter(json.dumps(doc, sort_keys=True, default=str) for doc in task.fewshot_docs())
     # lm-eval drops every copy
@@ -221,8 +218,7 @@ def _check_examples(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
     if count < shots:
         raise UserError(
             f"benchmark {benchmark.name}: shots={shots}, but {name} has {count} examples to show "
-            "with an item: "
-            f"expected {count} or fewer"
+            f"with an item: expected {count} or fewer"
         )
 
 
@@ -250,8 +246,7 @@ def _check_labels(task: Any, name: str, numbers: Sequence[int], benchmark: Bench
             )
             raise UserError(
                 f"benchmark {benchmark.name}: item {doc.get('id', number)} of {name} has "
-                f"label={label!r}, so no answer "
-                f"is right: expected {expected}"
+                f"label={label!r}, so no answer is right: expected {expected}"
             )
 
 
@@ -264,8 +259,8 @@ def first_items(by_name: Mapping[str, Any], limit: int | None) -> dict[str, list
     """Task -> numbers of its items to evaluate: all, or `limit` in total, taken from the tasks in
     turn."""
     sizes = {name: len(task.task_docs) for name, task in by_name.items()}
-    places = sorted((number, name) for name, size in sizes.items() for number in range(size))[
+    positions = sorted((number, name) for name, size in sizes.items() for number in range(size))[
         :limit
     ]
-    counts = Counter(name for _, name in places)
+    counts = Counter(name for _, name in positions)
     return {name: list(range(counts[name])) for name in by_name if counts[name]}

@@ -1,6 +1,6 @@
 """Engines compute texts and likelihoods, batch by batch: the loaded model (`hf.py`), a process of
-vLLM (`vllm.py`) or a server (`server.py`). `answers.py` is what asks them. No torch and no openai,
-for the preflight.
+vLLM (`vllm.py`) or a server (`server.py`). `answers.py` calls them. Imports neither torch nor
+openai, for the preflight.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moe_lab.models.checkpoint import read_json_if_there
 from moe_lab.models.config_json import check_trained_top_k, config_of
 from moe_lab.models.families import PORTS
 
-PLACING = (
+DEVICE_ARGUMENTS = (
     "cpu_offload_gb",
     "data_parallel_size",
     "disable_log_stats",
@@ -38,8 +38,7 @@ PLACING = (
     "swap_space",
     "tensor_parallel_size",
 )
-"""Arguments of vllm.LLM that say where a model is and how much memory it may take: no part of the
-identity of a step."""
+"""Arguments of vllm.LLM for devices and memory: no part of the identity of a step."""
 TOKEN_SECONDS = 1.0
 """Seconds per token that a slow server or engine may take."""
 # prompt tokens decoded together with the first new ones: some tokenizers drop a leading space
@@ -50,9 +49,9 @@ _LONGEST = 600
 """Characters of an error that are quoted."""
 _ERROR = re.compile(r"(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?([A-Za-z_][\w.]*(?:Error|Exception): .+)")
 """The last line of a stack trace, alone or as vLLM logs it: after the name of a process, a time and
-a place."""
-ELSEWHERE = "root cause"
-"""What vLLM says in an error that another one caused."""
+a line of code."""
+CAUSED = "root cause"
+"""Part of vLLM's message for an error that another error caused."""
 
 Likelihood = tuple[float, bool]
 """The summed log-likelihood of tokens in nats, and whether each was the likeliest."""
@@ -79,11 +78,11 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Writing:
+class GenerationSettings:
     """How texts are written: always greedily, whatever sampling settings and penalties a checkpoint
     has."""
 
-    most: int
+    max_tokens: int
     """Largest number of tokens of a text."""
     stop: tuple[str, ...] = ()
     """Texts at which a text may end; it may also go on, and is cut by the caller. Prompts are not
@@ -98,13 +97,13 @@ class Writing:
 
 
 @dataclass(frozen=True)
-class Written:
+class GeneratedText:
     """The text after a prompt."""
 
     text: str
-    """It has no special tokens but `Writing.marks`, and no end token."""
+    """It has no special tokens but `GenerationSettings.marks`, and no end token."""
     ended: str = "end"
-    """end (by an end token or a stop text) or limit (by `Writing.most`)."""
+    """end (by an end token or a stop text) or limit (by `GenerationSettings.max_tokens`)."""
     likelihood: Likelihood | None = None
     """Of the prompt's answer, if it was computed."""
 
@@ -125,7 +124,9 @@ class Engine(ABC):
     """Whether it computes likelihoods."""
 
     @abstractmethod
-    def generate(self, prompts: Sequence[Prompt], writing: Writing) -> list[Written]:
+    def generate(
+        self, prompts: Sequence[Prompt], generation: GenerationSettings
+    ) -> list[GeneratedText]:
         """The text after each prompt. Raises FloatingPointError where a chosen token has no finite
         likelihood."""
 
@@ -136,34 +137,38 @@ class Engine(ABC):
         )
 
 
-def written(
+def generated_text(
     tokenizer: Any,
     before: Sequence[int],
     after: Sequence[int],
-    writing: Writing,
+    generation: GenerationSettings,
     ends: Collection[int],
-) -> Written:
+) -> GeneratedText:
     """The new tokens `after`, up to the first end token, as the text that continues the prompt
     tokens `before`."""
     length = next((index for index, token in enumerate(after) if token in ends), len(after))
-    marks = dict(writing.marks)
+    marks = dict(generation.marks)
     tokens = [*before[-_CONTEXT_TOKENS:], *after[:length]]
     text = ""
     start = len(before[-_CONTEXT_TOKENS:])
-    for place in [
-        *(number for number in range(start, len(tokens)) if tokens[number] in marks),
-        len(tokens),
-    ]:
+    marked = [index for index in range(start, len(tokens)) if tokens[index] in marks]
+    for end in (*marked, len(tokens)):
         context = max(0, start - _CONTEXT_TOKENS)
-        prefix, whole = (
-            tokenizer.decode(
-                tokens[context:end], skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-            for end in (start, place)
-        )
-        text += whole[len(prefix) :] + marks.get(tokens[place] if place < len(tokens) else -1, "")
-        start = place + 1
-    return Written(text, "limit" if len(after) >= writing.most and length == len(after) else "end")
+        prefix = _decoded(tokenizer, tokens[context:start])
+        text += _decoded(tokenizer, tokens[context:end])[len(prefix) :]
+        if end < len(tokens):
+            text += marks[tokens[end]]
+        start = end + 1
+    return GeneratedText(
+        text, "limit" if len(after) >= generation.max_tokens and length == len(after) else "end"
+    )
+
+
+def _decoded(tokenizer: Any, tokens: Sequence[int]) -> str:
+    text: str = tokenizer.decode(
+        tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    return text
 
 
 def end_tokens(checkpoint: Path, tokenizer: Any) -> list[int]:
@@ -189,8 +194,7 @@ def check_finite(number: float, name: str) -> None:
     if not math.isfinite(number):
         raise FloatingPointError(
             f"the {name} of a token is {number}, expected a finite number: the model's weights or "
-            "precision "
-            "make it overflow"
+            "precision make it overflow"
         )
 
 
@@ -199,12 +203,12 @@ def check_finite(number: float, name: str) -> None:
 
 @identity.register
 def _(backend: BackendConfig) -> Any:
-    """Its name; of a server the command line, of vLLM the arguments but for `PLACING`."""
+    """Its name; of a server the command line, of vLLM the arguments but for `DEVICE_ARGUMENTS`."""
     if backend.name == "server":
         return {"name": backend.name, "command": backend.command}
     if backend.name == "vllm":
         arguments = {
-            name: value for name, value in backend.arguments.items() if name not in PLACING
+            name: value for name, value in backend.arguments.items() if name not in DEVICE_ARGUMENTS
         }
         return {"name": backend.name, "arguments": arguments}
     return {"name": backend.name}
@@ -222,23 +226,22 @@ def wrong(
         for benchmark in benchmarks:
             if benchmark.max_new_tokens and not harness_of(benchmark).two_phases:
                 yield (
-                    f"backend={backend.name}: benchmark {benchmark.name} generates with the "
-                    "loaded model, whatever the "
-                    "back end: leave it out, or set backend=hf"
+                    f"backend={backend.name}: benchmark {benchmark.name} generates with the loaded "
+                    "model, whatever the back end: leave it out, or set backend=hf"
                 )
     for model in models:
         yield from user_errors(check_trained_top_k, model, f"backend={backend.name}")
         if backend.name == "vllm" and (kind := config_of(model).get("model_type")) in PORTS:
             yield (
-                f"backend=vllm: the transformers of vLLM has no model_type={kind} "
-                f"({model.name}): expected backend=hf"
+                f"backend=vllm: the transformers of vLLM has no model_type={kind} ({model.name}): "
+                "expected backend=hf"
             )
 
 
 def command_line(backend: BackendConfig, checkpoint: Path, port: int, name: str) -> list[str]:
-    """The words of backend.command, with the values of {checkpoint}, {port}, {name} and of
-    environment variables. UserError for a command that lacks one of the first two, or names a
-    variable that is not there."""
+    """The arguments of backend.command, with the values of {checkpoint}, {port}, {name} and of
+    environment variables. UserError for a command without one of the first two, or with a variable
+    that is not set."""
     line = backend.command or ""
     if "{checkpoint}" not in line or "{port}" not in line:
         raise UserError(
@@ -246,17 +249,17 @@ def command_line(backend: BackendConfig, checkpoint: Path, port: int, name: str)
             "{port}"
         )
     try:
-        words = [Template(word).substitute(os.environ) for word in shlex.split(line)]
+        arguments = [Template(argument).substitute(os.environ) for argument in shlex.split(line)]
     except ValueError as error:
         raise UserError(f"backend.command={line} cannot be read: {error}") from None
     except KeyError as error:
         raise UserError(
-            f"backend.command: there is no environment variable {error.args[0]} here: export it "
+            f"backend.command: the environment variable {error.args[0]} is not set: export it "
             "where steps run"
         ) from None
-    for place, value in {"{checkpoint}": checkpoint, "{port}": port, "{name}": name}.items():
-        words = [word.replace(place, str(value)) for word in words]
-    return words
+    for field, value in {"{checkpoint}": checkpoint, "{port}": port, "{name}": name}.items():
+        arguments = [argument.replace(field, str(value)) for argument in arguments]
+    return arguments
 
 
 def check_installed(backend: BackendConfig) -> None:
@@ -268,9 +271,8 @@ def check_installed(backend: BackendConfig) -> None:
         program, *_ = command_line(backend, Path("checkpoint"), 0, "name")
         if shutil.which(program, path=search_path()) is None:
             raise UserError(
-                f"backend.command starts {program}, and there is no such program here: install "
-                "it, or write its path "
-                "into backend.command"
+                f"backend.command starts {program}, and there is no such program here: install it, "
+                "or write its path into backend.command"
             )
 
 
@@ -286,7 +288,7 @@ def last_lines(log: str) -> str:
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     print(mask("\n".join(lines[-_LOG_LINES:])), file=sys.stderr, flush=True)
     errors = [match[1][:_LONGEST] for line in lines if (match := _ERROR.match(line))]
-    causes = [error for error in errors if ELSEWHERE not in error] or errors
+    causes = [error for error in errors if CAUSED not in error] or errors
     if causes:
         return "; ".join(dict.fromkeys([causes[-1], lines[-1]]))
-    return "; ".join(lines[-2:]) or "it said nothing"
+    return "; ".join(lines[-2:]) or "its log is empty"

@@ -43,16 +43,16 @@ class EvalPlus(Harness):
         The reference of a completion is the problem's canonical solution; an answer in a chat has
         none.
         """
-        most = benchmark.max_new_tokens
+        max_tokens = benchmark.max_new_tokens
         stop = self.stops(benchmark)
         items = []
         for task, problem in self.problems(benchmark).items():
             text = problem["prompt"].strip()
             if benchmark.chat:
                 message = {"role": "user", "content": f"{_INSTRUCTION}\n```python\n{text}\n```"}
-                request = Text([message], most)
+                request = Text([message], max_tokens)
             else:
-                request = Text(f"{text}\n", most, stop, problem["canonical_solution"])
+                request = Text(f"{text}\n", max_tokens, stop, problem["canonical_solution"])
             items.append(Item(task, (request,)))
         return items
 

@@ -121,8 +121,7 @@ class EvalScope(Harness):
             numbers = " or ".join(map(str, shots))
             yield (
                 f"{name}: shots={benchmark.shots}, but EvalScope's {benchmark.task} shows "
-                f"{numbers} "
-                "examples"
+                f"{numbers} examples"
             )
         for key in self.question_parameters if benchmark.task == CODE else ():
             value = str(benchmark.parameters.get(key))
@@ -137,8 +136,7 @@ class EvalScope(Harness):
         if benchmark.task == CODE and not policy.allow_pickled_data:
             yield (
                 f"allow_pickled_data=false, but the tests of benchmark {benchmark.name} are "
-                "pickled: "
-                "set allow_pickled_data=true, and only text is read of them"
+                "pickled: set allow_pickled_data=true, and only text is read of them"
             )
 
     def runs_programs(self, benchmark: BenchmarkConfig) -> bool:

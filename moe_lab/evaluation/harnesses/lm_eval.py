@@ -53,8 +53,7 @@ class LmEval(Harness):
         if not isinstance(definition, dict):
             raise UserError(
                 f"benchmark {benchmark.name}: parameters.definition={definition}: expected a task "
-                "in "
-                "lm-eval's format, such as {doc_to_text: question}"
+                "in lm-eval's format, such as {doc_to_text: question}"
             )
 
     def wrong(self, benchmark: BenchmarkConfig) -> Iterator[str]:
@@ -62,8 +61,8 @@ class LmEval(Harness):
         if benchmark.chat and benchmark.data is not None and not benchmark.max_new_tokens:
             yield (
                 f"benchmark {benchmark.name}: chat=true with max_new_tokens=0: expected "
-                "chat=false, "
-                "as a chat template would move the answers whose likelihoods are computed"
+                "chat=false, as a chat template would move the answers whose likelihoods are "
+                "computed"
             )
 
     def missing(self, benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:

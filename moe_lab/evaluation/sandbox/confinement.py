@@ -2,8 +2,7 @@
 Python's own.
 
 Standard library only, because runner processes load nothing else. A step that fails raises OSError;
-there is no
-weaker fallback.
+there is no weaker fallback.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _BIND = 4096
 _RECURSIVE = 16384
 _PRIVATE = 1 << 18
 # nosuid, nodev, noexec, noatime, nodiratime: a remount may not clear them
-_KEPT_FLAGS = 2 | 4 | 8 | 1024 | 2048
+_PRESERVED_FLAGS = 2 | 4 | 8 | 1024 | 2048
 _DETACH = 2
 _PARENT_DEATH_SIGNAL = 1
 _SET_DUMPABLE = 4
@@ -136,8 +135,8 @@ def _replace_root(hidden: Iterable[str]) -> None:
             _mount("tmpfs", _ROOT + path, "tmpfs", _NO_SETUID | _NO_DEVICES, "size=4k,mode=755")
     for number, point in _mounts().items():
         if number not in before:  # the ones above, and those that recursive binds brought along
-            kept = os.statvfs(point).f_flag & _KEPT_FLAGS
-            _mount("none", point, None, _REMOUNT | _BIND | _READ_ONLY | kept)
+            flags = os.statvfs(point).f_flag & _PRESERVED_FLAGS
+            _mount("none", point, None, _REMOUNT | _BIND | _READ_ONLY | flags)
     os.chdir(_ROOT)
     _call("pivot_root", b".", b".")
     _call("umount2", b".", _DETACH)

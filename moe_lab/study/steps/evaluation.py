@@ -192,7 +192,7 @@ class AsksModel(AboutPruned, OnBenchmark):
             forget_models()
             plan = None if self.checkpoint else files.plan(self.pruned.plan)
             engine = vllm.opened(self.weights(files), self.backend, self.about, plan)
-            write_json(files.out / "backend.json", engine.about)
+            write_json(files.out / "backend.json", engine.metadata)
             yield engine
         else:
             from moe_lab.evaluation.engines.hf import LoadedModel
