@@ -48,9 +48,9 @@ def main() -> int:
     failed = False
     if "programs" in arguments.parts:
         python = interpreter("evalscope", None, "benchmarks.contest_programs")
-        walls = "limits" if namespaces_missing() else "namespaces"
+        sandbox = "limits" if namespaces_missing() else "namespaces"
         program = Path(__file__).with_name("contest_programs.py")
-        failed |= subprocess.run([python, "-s", str(program), walls], check=False).returncode != 0
+        failed |= subprocess.run([python, "-s", str(program), sandbox], check=False).returncode != 0
     if "answers" in arguments.parts:
         failed |= _check_answers(arguments)
     return int(failed)

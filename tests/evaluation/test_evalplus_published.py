@@ -276,7 +276,7 @@ def test_what_runs_programs_has_no_torch_and_a_killed_worker_leaves_nothing_behi
     started = [each.pid for each in below.children(recursive=True)]
     looked_at = 0
     for process in started:
-        # it has ended meanwhile, or is behind walls
+        # it has ended meanwhile, or is in the sandbox
         with suppress(FileNotFoundError, PermissionError):
             assert "libtorch" not in Path(f"/proc/{process}/maps").read_text()
             looked_at += 1

@@ -114,7 +114,7 @@ def test_identity_follows_content_and_settings_not_place(tmp_path: Path) -> None
         ("none", True, False, UNCONFINED),
     ],
 )
-def test_programs_run_behind_the_walls_that_were_asked_for(
+def test_the_sandbox_setting_selects_the_sandbox(
     monkeypatch: pytest.MonkeyPatch,
     sandbox: str,
     missing: bool,

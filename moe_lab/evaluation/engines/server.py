@@ -142,7 +142,7 @@ class ServedModel(Engine):
     def complete(
         self, client: openai.OpenAI, prompt: str, max_tokens: int, stop: Sequence[str]
     ) -> GeneratedText:
-        """The text of at most `max_tokens` tokens after a prompt, by greedy generation without penalties.
+        """The text of at most `max_tokens` tokens, greedily and without penalties.
 
         Some servers also stop at a stop text that begins in the prompt, so these are not sent.
         Raises UserError for a refused request and for an answer of another model, Unavailable for a
