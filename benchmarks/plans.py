@@ -90,7 +90,8 @@ def main() -> int:
     print(f"{arguments.plans} plans, {len(prompts)} prompts, {arguments.tokens} new tokens")
     same = "" if equal else "NOT "
     print(
-        f"{describe('cpu')}, vLLM {served.about['vllm']}; texts of the three ways are {same}equal"
+        f"{describe('cpu')}, vLLM {served.metadata['vllm']}; texts of all three ways are "
+        f"{same}equal"
     )
     return int(not equal)
 

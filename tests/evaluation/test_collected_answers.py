@@ -269,7 +269,7 @@ def test_prompts_leave_room_for_their_texts() -> None:
     ):
         with pytest.raises(UserError, match=sentence):
             ask(engine, ["a", "a b"], 40 if settings else 8, **settings)
-    with pytest.raises(UserError, match="they need a model, or a max_length, of more"):
+    with pytest.raises(UserError, match="expected a model, or a max_length, of more"):
         ask(engine, ["word " * 9], 4)
     assert not engine.batches_done
     short, long = ask(engine, ["a", "a b c"], 7, skip_long=True)

@@ -174,7 +174,9 @@ def _limit_and_stop(
             )
     max_tokens = next((settings[name] for name in _LIMITS if name in settings), 256)
     if not str(max_tokens).isdigit() or int(max_tokens) < 1:
-        raise UserError(f"{field}.max_gen_toks={most}: expected a number of tokens, 1 or more")
+        raise UserError(
+            f"{field}.max_gen_toks={max_tokens}: expected a number of tokens, 1 or more"
+        )
     until = settings.get("until", [])
     texts = [until] if isinstance(until, str) else until
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
