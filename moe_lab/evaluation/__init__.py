@@ -1,5 +1,5 @@
-"""Benchmarks, asked of a model and graded. Here: what evaluation may do at all, and how programs
-are confined.
+"""Evaluation of models on benchmarks. Here: what it may do on this machine, and how programs are
+confined.
 
 Standard library only, as processes that run programs import this.
 """
@@ -33,9 +33,9 @@ class Policy:
 
         `closed_world`: right answers need no import and no private attribute, as in the shipped
         benchmarks. Where there are no namespaces, sandbox=auto runs only such programs, after
-        checking them (`closed_world.py`).
-        Raises UserError when no allowed sandbox is possible on this machine, and Unavailable when
-        one that is possible does not start now: programs then run in no weaker one.
+        checking them (`closed_world.py`). Raises UserError when no allowed sandbox is possible on
+        this machine, and Unavailable when one that is possible does not start now: programs then
+        run in no weaker one.
         """
         from moe_lab.evaluation.sandbox.client import NoNamespaces, RunnerError, check_namespaces
 

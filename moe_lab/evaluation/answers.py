@@ -1,4 +1,4 @@
-"""Ask an engine for the answers to items: prompts, tokens, order, batches, and what a text says. No
+"""Collect an engine's answers to items: prompts, tokens, order, batches, thoughts and answers. No
 torch."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PARTS = 16
 """Batches of likelihoods that are computed in one call, so that requests with a common prefix share
 a batch."""
 USUAL_LENGTH = 2048
-"""Tokens of a window of a document, where neither the benchmark nor the model says."""
+"""Tokens of a window of a document, where neither the benchmark nor the model sets it."""
 COMPUTED = "computed.jsonl"
 """File of a record, among the files from which a step resumes."""
 _EXCERPT = 40
@@ -101,7 +101,7 @@ def render(engine: Engine, messages: Messages, tools: Tools = ()) -> str:
     """The prompt for the next message of a conversation, in which the model may call `tools`.
 
     A last message of the assistant is the beginning of that message. Raises UserError without a
-    chat template, and for one that refuses the conversation, ignores the tools or leaves out words.
+    chat template, and for one that refuses the conversation, ignores the tools or omits words.
     """
     if not engine.tokenizer.chat_template:
         raise UserError(
@@ -131,11 +131,11 @@ class _Encoder:
         self.first: int | None = (
             tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         )
-        """The token that stands before a text of which every token is predicted."""
+        """The token before a text of which every token is predicted."""
         self._begun = None if self.first is None else tokenizer.decode(self.first)
         self._appended = appended_tokens(tokenizer)
-        """Tokens that are dropped from the end of every text: the model goes on with it, or with an
-        answer to it."""
+        """Tokens that are dropped from the end of every text: the model continues it, or answers
+        it."""
         if self._appended:
             warnings.warn(
                 f"the model's tokenizer appends {tokenizer.decode(self._appended)!r} to every "
@@ -294,8 +294,7 @@ def _generate(
     record: Record,
 ) -> dict[int, GeneratedText]:
     """Number of a request -> its text. Equal prompts are written once; the longest come first."""
-    # What a thought says ends nothing, so texts of models that may think are cut when they are
-    # complete.
+    # Stop texts in a thought do not end it, so texts of models that may think are cut at the end.
     thinks = benchmark.chat and may_think(engine.tokenizer)
     groups: dict[GenerationSettings, dict[Prompt, list[int]]] = {}
     for number, prompt in prompts.items():

@@ -47,7 +47,8 @@ class Graded:
 
 
 class Harness(ABC):
-    """A program that asks and grades. Attributes and methods take the most usual case."""
+    """Asks the questions of benchmarks and grades the answers. Defaults are those of most
+    harnesses."""
 
     package: str | None = None
     """Package that it needs in this interpreter."""
@@ -182,8 +183,8 @@ class Harness(ABC):
     # Checks.
 
     def check(self, benchmark: BenchmarkConfig, policy: Policy) -> None:
-        """Raise UserError for wrong settings, and Unavailable for what this machine lacks: another
-        one may have it."""
+        """Raise UserError for wrong settings, and Unavailable for what is missing on this machine:
+        another one may have it."""
         if problems := list(self.wrong(benchmark)):
             raise UserError("; ".join(problems))
         if problems := list(self.missing(benchmark, policy)):
@@ -234,8 +235,8 @@ class Harness(ABC):
             check_count(benchmark, sum(1 for line in lines if line.strip()))
 
     def missing(self, benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
-        """A sentence for each thing that this machine lacks: package, mirror, permission,
-        sandbox."""
+        """A sentence for each package, mirror, permission or sandbox that is missing on this
+        machine."""
         if self.package and installed(self.package) is None:
             yield (
                 f"benchmark {benchmark.name} needs the package {self.package}: pip install "

@@ -1,4 +1,4 @@
-"""Items of benchmarks: what a model is asked, and what it answers. No torch."""
+"""Items of benchmarks: requests to a model, and its replies. No torch."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def missing(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
         yield f"{name} needs a judge: choose one, such as judge=gpt_oss_120b judge.url=URL"
     elif urlsplit(judge.url).scheme == "https" and not _key(judge):
         yield (
-            f"judge.key_variable={judge.key_variable}: there is no such environment variable, and "
+            f"judge.key_variable={judge.key_variable}: this environment variable is not set, and "
             f"{judge.url} expects a key: export {judge.key_variable}=KEY, or any value where none "
             "is needed"
         )
@@ -86,7 +86,7 @@ def _key(judge: JudgeConfig) -> str:
 def verdicts(
     judge: JudgeConfig, cache: Path, prompts: Sequence[str], tolerated: int
 ) -> list[Verdict]:
-    """The judge's verdict on each prompt, in order. Replies with a score are kept in `cache`;
+    """The judge's verdict on each prompt, in order. Replies with a score are stored in `cache`;
     failures are not.
 
     Raises Unavailable as soon as more than `tolerated` prompts got no score, with the first reason,

@@ -1,6 +1,6 @@
 """Mirrors: local copies of benchmark data, laid out as on the hub, with a manifest of their files.
 
-python -m moe_lab.evaluation.mirror NAME ... data_root=FOLDER [from=FOLDER|FILE]
+    python -m moe_lab.evaluation.mirror NAME ... data_root=FOLDER [from=FOLDER|FILE]
 
 makes them for benchmarks or whole suites. Evaluation reads mirrors alone, never the hub.
 """
@@ -35,7 +35,7 @@ _SHAPE = {"files": {str: {"subset": str, "split": str, "rows": int, "sha256": st
 """Expected form of a manifest."""
 ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".csv")
 _SPLITS = {"train": "train", "validation": "validation|valid|val|dev", "test": "test"}
-"""Words in the paths of files that tell their split where the dataset card does not, as for
+"""Parts of paths by which files belong to a split where there is no dataset card, as for
 `datasets`."""
 
 Entries = Mapping[str, Mapping[str, Any]]
@@ -58,8 +58,8 @@ def folder(benchmark: BenchmarkConfig) -> Path:
 
 
 def digest(benchmark: BenchmarkConfig) -> str:
-    """sha256 over the hashes, in the manifest, of the files that a benchmark reads, whatever they
-    are called."""
+    """sha256 over the hashes, in the manifest, of the files that a benchmark reads, regardless of
+    their names."""
     in_order = sorted(
         _entries_read(benchmark).values(), key=lambda entry: (entry["subset"], entry["split"])
     )
@@ -286,7 +286,7 @@ def _copy(benchmark: BenchmarkConfig, source: Path, path: Path) -> tuple[str, La
 
 
 def _layout(benchmark: BenchmarkConfig, origin: str, names: Iterable[str], card: Path) -> Layout:
-    """The files of the benchmark's subset, as the card says or else by their names. UserError
+    """The files of the benchmark's subset, by the dataset card or else by their names. UserError
     without its split."""
     wanted = list(_patterns(card, benchmark.subset))
     files = {

@@ -29,17 +29,16 @@ _HARMONY_ANSWER = re.compile(
     r"(?:\A\s*|assistant)(?:<\|channel\|>)?final\s*(?:<\|constrain\|>\w+)?(?:<\|message\|>)?"
     r"|(?:\A|(?:<\|start\|>)?assistant)(?=\s*(?:<\|channel\|>)?(?:(?:commentary|analysis)\s+)?to=functions\.)"
 )
-"""What stands before an answer in the harmony format: its own header, or nothing if it is a message
-to a function."""
+"""What precedes an answer in the harmony format: its header, or nothing if it is a message to a
+function."""
 
 
 def answer_in(text: str, prompt: str = "", *, chat: bool = True) -> str | None:
-    """The answer in a text that a model wrote after `prompt`: its end after the thought. None if
-    the thought does not.
+    """The answer in a text that a model wrote after `prompt`: the part after the thought. None if
+    the thought does not end.
 
     A text without a thought is an answer as a whole. In a chat, a closing mark alone also ends a
-    thought: where the opening one was in a prompt that is not at hand. Marks in quotes are spoken
-    of, and end nothing.
+    thought: where the opening one may have been in the prompt. Marks in quotes are ignored.
     """
     if _is_harmony(text, prompt):
         answer = _HARMONY_ANSWER.search(text)

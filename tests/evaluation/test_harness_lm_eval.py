@@ -243,7 +243,7 @@ METRICS = [
         (NUMBERED, MULTIPLE_CHOICE, {"shots": 6}, r"shots=6\b.*\b5 or fewer"),
         # one is a copy
         ([*NUMBERED[:5], NUMBERED[0]], MULTIPLE_CHOICE, {"shots": 5}, r"shots=5\b.*\b4 or fewer"),
-        (NUMBERED, {**GENERATED, "generation_kwargs": {"do_sample": True}}, {}, "ask for sampling"),
+        (NUMBERED, {**GENERATED, "generation_kwargs": {"do_sample": True}}, {}, "request sampling"),
         # of all items
         (NUMBERED[:3], METRICS[0], {"reports": {"own": "mcc"}}, r"own.*metric=mcc\b.*acc_norm"),
         (NUMBERED[:3], METRICS[1], {}, r"own.*metric=acc\b.*acc_norm"),
@@ -603,7 +603,7 @@ def test_examples_are_shown_and_drawn_the_same_every_time(
     )
     assert first.protocol["prompt"].endswith(f"{RTE[0]['sentence2']} True or False?\nAnswer:")
     equals_lm_eval(reader, benchmark)
-    with pytest.raises(UserError, match="split=train, but rte asks validation"):
+    with pytest.raises(UserError, match="split=train, but rte evaluates validation"):
         evaluate(reader, replace(benchmark, split="train"))
     with pytest.raises(UserError, match=r"shots=2, but boolq has 0 examples"):
         evaluate(reader, replace(mirrored(tmp_path, "boolq", BOOLQ), shots=2))

@@ -228,7 +228,7 @@ def replayed(outcome: Outcome, function: str | None) -> Iterator[None]:
 
 
 def _replies(outcome: Outcome) -> Iterator[Any]:
-    """The program's output for each test. After the last one, raises an exception that says how the
+    """The program's output for each test. After the last one, raises an exception with how the
     program ended."""
     try:
         yield from outcome.values()

@@ -1,8 +1,7 @@
 """lm-eval with its own tasks, prompts, filters and metrics, and with moe_lab's data, generation and
 likelihoods.
 
-Tasks are asked what lm-eval's own `evaluate` asks them: for requests, filters, and the metrics of
-each item.
+Tasks give what lm-eval's own `evaluate` uses: requests, filters, and the metrics of each item.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Aggregation = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class _Question:
-    """An item of a task, and what lm-eval asks about it."""
+    """An item of a task with lm-eval's requests."""
 
     name: str
     task: Any
@@ -45,7 +44,7 @@ class _Question:
 
 @dataclass(frozen=True)
 class _Row:
-    """What lm-eval says of an answer after one of the task's filters."""
+    """lm-eval's metrics of an answer after one of the task's filters."""
 
     question: _Question
     answer: Answer
@@ -56,10 +55,10 @@ class _Row:
 
 
 def items(benchmark: BenchmarkConfig) -> list[Item]:
-    """What a task, or a group of tasks, asks about its items.
+    """The items of a task, or of a group of tasks, with their requests.
 
-    Raises UserError for a metric that the task lacks or that has no outcome of an item, and a task
-    that samples, runs programs or shows images.
+    Raises UserError for a metric that the task does not have or that has no outcome of an item, and
+    a task that samples, runs programs or shows images.
     """
     by_name = tasks(benchmark)
     for metric in benchmark.reports.values():
@@ -163,7 +162,7 @@ def _limit_and_stop(
     field = f"benchmark {benchmark.name}: {task}: generation_kwargs"
     if settings.get("do_sample", float(settings.get("temperature", 0)) > 0):
         raise UserError(
-            f"{field} {settings} ask for sampling: expected do_sample=false, as generation is "
+            f"{field} {settings} request sampling: expected do_sample=false, as generation is "
             "greedy"
         )
     for name, value in settings.items():
@@ -186,7 +185,7 @@ def _limit_and_stop(
 
 
 def _rows(questions: Sequence[Sequence[_Question]], answers: Mapping[str, Answer]) -> list[_Row]:
-    """What lm-eval says of each answer, task by task and filter by filter."""
+    """lm-eval's metrics of each answer, task by task and filter by filter."""
     rows = []
     for of_task in questions:
         for question in of_task:

@@ -42,8 +42,8 @@ def tasks_and_groups(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
     """`tasks` with their requests, and `groups`, by name. Built once per process for the same data
     and settings.
 
-    Raises UserError when the task's split is not the benchmark's, when the task lacks examples to
-    show, or when an item to evaluate has no right answer.
+    Raises UserError when the task's split is not the benchmark's, when the task has too few
+    examples to show, or when an item to evaluate has no right answer.
     """
     key = json.dumps(harness_of(benchmark).question_identity(benchmark))
     if key not in _built:
@@ -53,12 +53,11 @@ def tasks_and_groups(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
 
 
 def weights_tasks_equally(benchmark: BenchmarkConfig, metric: str) -> bool:
-    """Whether the tasks of a group count alike in a metric, whatever their numbers of items:
-    lm-eval's
-    weight_by_size=false. A group without rules weights its items equally. UserError for a metric
-    without a rule in a group that has rules for others."""
+    """Whether all tasks of a group have the same weight in a metric, regardless of their numbers of
+    items (lm-eval's weight_by_size=false). A group without rules weights its items equally.
+    UserError for a metric without a rule in a group that has rules for others."""
     groups = list(tasks_and_groups(benchmark)["groups"].values())
-    # the others are its subgroups, which have no say
+    # the others are its subgroups, whose rules do not apply
     if not groups or not groups[0].aggregate_metric_list:
         return False
     rules = groups[0].aggregate_metric_list
@@ -94,7 +93,7 @@ def _with_items(loaded: Mapping[str, Any], benchmark: BenchmarkConfig) -> Mappin
             samples=numbers,
             apply_chat_template=benchmark.chat,
             fewshot_as_multiturn=benchmark.chat,
-            # lm-eval wants a conversation as a text, which `lm_eval._request` reads
+            # lm-eval takes a conversation as a text, which `lm_eval._request` reads
             chat_template=(lambda messages, **_: json.dumps(messages)) if benchmark.chat else None,
         )
     return loaded
@@ -137,7 +136,7 @@ def _in_file(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
 def _load(
     manager: TaskManager, task: str | dict[str, Any], load_dataset: Callable[..., Mapping[str, Any]]
 ) -> Mapping[str, Any]:
-    """The tasks and groups by name, the one that is asked for first."""
+    """The tasks and groups by name, the requested one first."""
     with patch.object(datasets, "load_dataset", load_dataset):
         try:
             loaded: Mapping[str, Any] = manager.load([task])
@@ -150,7 +149,8 @@ def _load(
 
 
 class _Splits(dict[str, Any]):
-    """Splits of a data set, each read at its first use; those that the mirror lacks are empty."""
+    """Splits of a data set, each read at its first use; those that are missing in the mirror are
+    empty."""
 
     def __init__(self, files: defaultdict[str, list[Path]]) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ def _set(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
     split = _evaluated_split(task)
     if benchmark.split is not None and split != benchmark.split:
         raise UserError(
-            f"benchmark {benchmark.name}: split={benchmark.split}, but {name} asks {split}"
+            f"benchmark {benchmark.name}: split={benchmark.split}, but {name} evaluates {split}"
         )
     if benchmark.shots or benchmark.data is not None or task.config.num_fewshot is None:
         task.set_config(key="num_fewshot", value=benchmark.shots)

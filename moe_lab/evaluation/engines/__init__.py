@@ -79,13 +79,13 @@ class Prompt:
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How texts are written: always greedily, whatever sampling settings and penalties a checkpoint
-    has."""
+    """How texts are generated: always greedily, regardless of a checkpoint's sampling settings and
+    penalties."""
 
     max_tokens: int
     """Largest number of tokens of a text."""
     stop: tuple[str, ...] = ()
-    """Texts at which a text may end; it may also go on, and is cut by the caller. Prompts are not
+    """Texts at which generation may end; the caller cuts a text that continues. Prompts are not
     searched for them."""
     chat: bool = False
     """Whether prompts are conversations, which a chat template has written with all special
@@ -227,7 +227,7 @@ def wrong(
             if benchmark.max_new_tokens and not harness_of(benchmark).two_phases:
                 yield (
                     f"backend={backend.name}: benchmark {benchmark.name} generates with the loaded "
-                    "model, whatever the back end: leave it out, or set backend=hf"
+                    "model, whatever the back end: omit it, or set backend=hf"
                 )
     for model in models:
         yield from user_errors(check_trained_top_k, model, f"backend={backend.name}")
@@ -271,7 +271,7 @@ def check_installed(backend: BackendConfig) -> None:
         program, *_ = command_line(backend, Path("checkpoint"), 0, "name")
         if shutil.which(program, path=search_path()) is None:
             raise UserError(
-                f"backend.command starts {program}, and there is no such program here: install it, "
+                f"backend.command starts {program}, and no such program is installed: install it, "
                 "or write its path into backend.command"
             )
 

@@ -3,7 +3,7 @@ way.
 
 Texts are written greedily for a batch of prompts, and end at different times. transformers prepares
 the inputs of each step, as a family needs them. The loop is ours, for two reasons: rows whose text
-is complete leave the batch; and a right answer, whose likelihood is asked for anyway, is read with
+is complete leave the batch; and a right answer, whose likelihood is requested anyway, is read with
 its prompt, so that the text needs no steps as far as it is that answer.
 """
 
@@ -115,7 +115,8 @@ class Batch:
     """What finds stop texts."""
 
     def open_rows(self, rows: Sequence[int], texts: Sequence[NewTokens], unseen: int) -> list[int]:
-        """Those of `rows` whose texts go on. At most the last `unseen` tokens of a text are new."""
+        """Those of `rows` whose texts are incomplete. At most the last `unseen` tokens of a text
+        are new."""
         going_on = [
             row
             for row in rows
@@ -226,7 +227,8 @@ def _write(
         output = model(**prepared, return_dict=True)
         new, largest = _likeliest(output.logits[:, -1])
         choices = dict(zip(rows, zip(new.tolist(), largest, strict=True), strict=True))
-        for row in open_rows:  # what follows a complete text is of no use, whatever its logits
+        # Tokens after a complete text are unused, so their logits are not checked.
+        for row in open_rows:
             token, logit = choices[row]
             check_finite(logit, "logit")
             texts[row].tokens.append(token)

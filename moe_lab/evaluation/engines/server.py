@@ -47,8 +47,8 @@ STOPS = 4
 """Most stop texts of one request: OpenAI's limit, and vLLM's default. Texts are cut at the other
 ones here."""
 COMPLETE = ("stop", "length")
-"""Reasons why a text ends that leave it whole: OpenAI's words. Others, such as abort or error, are
-of the server."""
+"""OpenAI's reasons for the end of a complete text. Others, such as abort or error, depend on the
+server."""
 _POLL_SECONDS = 0.2
 _ANSWER = 30.0
 PORTS = range(15_000, 32_000)
@@ -82,7 +82,7 @@ class ServedModel(Engine):
     scores = False
 
     def __post_init__(self) -> None:
-        """Raise UserError for a tokenizer after whose tokens no text can go on."""
+        """Raise UserError for a tokenizer that appends tokens, after which no text can continue."""
         if appended := appended_tokens(self.tokenizer):
             raise UserError(
                 "backend=server: the model's tokenizer appends "

@@ -1,8 +1,8 @@
 """EvalPlus: problems with EvalPlus's own prompts, graded by its rules in a sandbox.
 
 A model either completes a problem's prompt, as base models do in EvalPlus, or writes a program in
-answer to one message through its chat template, as EvalPlus asks models behind an API: without a
-prefilled start of the answer.
+answer to one message through its chat template, as EvalPlus does with models behind an API: without
+a prefilled start of the answer.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class EvalPlus(Harness):
         passed base too.
 
         Answers to published problems go through EvalPlus's sanitizer first, as in EvalPlus. Answers
-        to the shipped problems do not need it, because the shipped models write nothing but code. A
-        thought that does not end is no program. UserError when programs may not be run,
+        to the shipped problems do not need it, because the shipped models write nothing but code.
+        An unfinished thought counts as an empty program. UserError when programs may not be run,
         RuntimeError for a canonical solution that does not run.
         """
         from moe_lab.evaluation.adapters import evalplus

@@ -60,7 +60,7 @@ class EvalScope(Harness):
         """EvalScope's prompts: conversations for a chat template, or their text where
         benchmark.chat is off.
 
-        EvalScope reads complete answers, so nothing but an end token ends them.
+        EvalScope reads complete answers, so only an end token ends them.
         """
         items = []
         for question in _called(benchmark, None, "questions"):

@@ -30,7 +30,7 @@ _PLACEHOLDER = re.compile(r"\{\$(\w+)\}")
 
 
 class WildBench(Harness):
-    """Conversations up to the user's last message. Nothing but an end token ends an answer."""
+    """Conversations up to the user's last message. Only an end token ends an answer."""
 
     metrics = ("score",)
     question_parameters = ("tag",)

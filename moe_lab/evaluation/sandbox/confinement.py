@@ -192,8 +192,8 @@ _KINDS = ("user", "pid", "mnt", "net", "ipc", "uts")
 
 
 def is_refusal(error: OSError) -> bool:
-    """Whether an error of `enter` says that this machine confines no process, rather than not at
-    this moment."""
+    """Whether an error of `enter` means that this machine cannot confine processes at all, not only
+    at this moment."""
     # no more namespaces: none are allowed, or as many as are allowed exist
     if error.errno == errno.ENOSPC:
         files = [Path(f"/proc/sys/user/max_{kind}_namespaces") for kind in _KINDS]
@@ -249,12 +249,12 @@ def fork_process_tree() -> int:
     the tree dies with it. Raises OSError when the kernel refuses that.
 
     One clone instead of a fork that leaves its namespaces and forks again: half the time of
-    starting a program. The C library, which this bypasses, keeps the number of the thread; it stays
-    right if this process, which must have no other thread, is process 1 of its tree too, as after
-    `enter`.
+    starting a program. The C library, which this bypasses, caches the number of the thread, which
+    stays right if this process, which must have no other thread, is process 1 of its tree too, as
+    after `enter`.
     """
     flags = ctypes.c_long(_NEW_USER | _NEW_PIDS | signal.SIGCHLD)
-    # without a stack of its own, the child goes on as a fork
+    # without its own stack, the child continues as a fork
     no_stack, nothing = ctypes.c_long(0), ctypes.c_long(0)
     _python.PyOS_BeforeFork()
     child = _python.syscall(
