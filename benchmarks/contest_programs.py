@@ -109,7 +109,7 @@ PROGRAMS: dict[str, tuple[dict[str, Any], str]] = {
 def main() -> int:
     """Judge each program both ways and print where another number of tests is passed."""
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from moe_lab.evaluation.harnesses.evalscope_code import Programs
+    from moe_lab.evaluation.adapters.evalscope_code import Programs
 
     del sys.path[0]
     from evalscope.benchmarks.live_code_bench import evaluate_utils

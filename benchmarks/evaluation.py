@@ -36,12 +36,12 @@ from benchmarks.data_sets import mirror_files
 from benchmarks.measure import parser, ratios, rounds
 from benchmarks.models import random_model
 from moe_lab.config import BenchmarkConfig
-from moe_lab.evaluation import Policy, mirror, run, suite
+from moe_lab.evaluation import Policy, mirror, run
+from moe_lab.evaluation.adapters import lm_eval_tasks
+from moe_lab.evaluation.adapters.lm_eval_files import task_folder
 from moe_lab.evaluation.engines.hf import LoadedModel
-from moe_lab.evaluation.harness import Graded
-from moe_lab.evaluation.harnesses import lm_eval_tasks
+from moe_lab.evaluation.harness import Graded, harness_of
 from moe_lab.evaluation.mirror import benchmarks
-from moe_lab.evaluation.suite import task_folder
 from moe_lab.paths import resolve
 
 CHOICES = ("arc_challenge", "arc_easy", "openbookqa", "winogrande", "piqa", "mmlu")
@@ -123,10 +123,7 @@ def _same_items(subject: LoadedModel, benchmark: BenchmarkConfig) -> bool:
 
 
 def _graded(subject: LoadedModel, benchmark: BenchmarkConfig) -> Graded:
-    graded: Graded = suite.adapter(benchmark).grade(
-        run.answer(subject, benchmark), benchmark, Policy()
-    )
-    return graded
+    return harness_of(benchmark).grade(run.answer(subject, benchmark), benchmark, Policy())
 
 
 def _rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
@@ -147,7 +144,7 @@ def _rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
 
 
 def _numbers(benchmark: BenchmarkConfig) -> dict[str, list[int]]:
-    from moe_lab.evaluation.harnesses.lm_eval_tasks import first_items
+    from moe_lab.evaluation.adapters.lm_eval_tasks import first_items
 
     return first_items(lm_eval_tasks.tasks(benchmark), benchmark.limit)
 
@@ -220,7 +217,7 @@ def _evaluate(subject: LoadedModel, tasks: dict[str, Any], benchmark: BenchmarkC
     from lm_eval import evaluator
     from lm_eval.models.huggingface import HFLM
 
-    from moe_lab.evaluation.harnesses.lm_eval_tasks import first_items
+    from moe_lab.evaluation.adapters.lm_eval_tasks import first_items
 
     evaluator.evaluate(
         lm=HFLM(

@@ -31,8 +31,9 @@ from benchmarks.data_sets import mirror_files
 from benchmarks.measure import namespaces_missing, parser, timed
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import Policy, mirror
-from moe_lab.evaluation.harness import Answer, Item, Reply
-from moe_lab.evaluation.harnesses import evalscope
+from moe_lab.evaluation.harnesses.evalscope import HARNESS
+from moe_lab.evaluation.interpreters import interpreter
+from moe_lab.evaluation.items import Answer, Item, Reply
 from moe_lab.evaluation.mirror import benchmarks
 
 PARTS = ("answers", "programs")
@@ -46,10 +47,10 @@ def main() -> int:
     arguments = _arguments()
     failed = False
     if "programs" in arguments.parts:
-        python = evalscope.interpreter(BenchmarkConfig("programs", "evalscope", "programs"))
-        walls = "limits" if namespaces_missing() else "namespaces"
+        python = interpreter("evalscope", None, "benchmarks.contest_programs")
+        sandbox = "limits" if namespaces_missing() else "namespaces"
         program = Path(__file__).with_name("contest_programs.py")
-        failed |= subprocess.run([python, "-s", str(program), walls], check=False).returncode != 0
+        failed |= subprocess.run([python, "-s", str(program), sandbox], check=False).returncode != 0
     if "answers" in arguments.parts:
         failed |= _check_answers(arguments)
     return int(failed)
@@ -76,7 +77,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _check(benchmark: BenchmarkConfig) -> bool:
-    questions, wall, used = timed(lambda: evalscope.items(benchmark))
+    questions, wall, used = timed(lambda: HARNESS.items(benchmark))
     print(
         f"{benchmark.name}: {len(questions)} questions, {wall:.0f} s, {used:.0f} s of processor "
         "time",
@@ -94,7 +95,7 @@ def _check(benchmark: BenchmarkConfig) -> bool:
             Answer(q.name, "", (Reply(boxed(text)),))
             for q, text in zip(questions, given, strict=True)
         ]
-        graded, wall, used = timed(partial(evalscope.grade, answers, benchmark, Policy()))
+        graded, wall, used = timed(partial(HARNESS.grade, answers, benchmark, Policy()))
         score = round(sum(sample["outcome"] for sample in graded.samples))
         seconds = f"{wall:.0f} s, {used:.0f} s of processor time"
         print(f"{benchmark.name}: {kind}: {score}/{len(questions)} right, {seconds}", flush=True)

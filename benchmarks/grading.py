@@ -34,8 +34,10 @@ from typing import Any
 from benchmarks.measure import median_misses, namespaces_missing, parser, timed
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import Policy, mirror
-from moe_lab.evaluation.harness import Answer, Graded, Item, Reply
-from moe_lab.evaluation.harnesses.evalplus import Grader, GradeRequest, grade, items, kept_grader
+from moe_lab.evaluation.adapters.evalplus import GRADER, Grader, GradeRequest
+from moe_lab.evaluation.harness import Graded
+from moe_lab.evaluation.harnesses.evalplus import HARNESS
+from moe_lab.evaluation.items import Answer, Item, Reply
 from moe_lab.evaluation.mirror import benchmarks, make
 from moe_lab.paths import resolve
 
@@ -95,15 +97,15 @@ class Count:
 def count(benchmark: BenchmarkConfig, program: Callable[[Problem], str]) -> Count:
     """Grade one program per problem in the form of a model's answers."""
     problems = {row["task_id"]: row for row in mirror.rows(benchmark)}
-    answers = [_answer(item, problems[item.name], program) for item in items(benchmark)]
+    answers = [_answer(item, problems[item.name], program) for item in HARNESS.items(benchmark)]
     policy = Policy(
         allow_code_execution=True, sandbox="none" if namespaces_missing() else "namespaces"
     )
 
     def graded_anew() -> Graded:
-        graded = grade(answers, benchmark, policy)
-        kept_grader.close()  # so that the CPU seconds of its processes count
-        for file in kept_grader.files.values():
+        graded = HARNESS.grade(answers, benchmark, policy)
+        GRADER.close()  # so that the CPU seconds of its processes count
+        for file in GRADER.files.values():
             file.verdicts.clear()  # expected outputs alone are known the next time
         return graded
 

@@ -33,7 +33,7 @@ from moe_lab.calibration.batches import batches
 from moe_lab.config import BenchmarkConfig, CalibrationConfig, ModelConfig
 from moe_lab.evaluation.answers import collect_answers
 from moe_lab.evaluation.engines.hf import LoadedModel
-from moe_lab.evaluation.harness import Item, Text
+from moe_lab.evaluation.items import Item, Text
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.load import load_model
 from moe_lab.paths import resolve

@@ -31,7 +31,7 @@ from moe_lab.evaluation.answers import collect_answers
 from moe_lab.evaluation.engines import Engine
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.engines.vllm import VllmModel
-from moe_lab.evaluation.harness import Item, Pair, Text
+from moe_lab.evaluation.items import Item, Pair, Text
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.files import local_folder
 from moe_lab.models.load import load_model
@@ -90,7 +90,8 @@ def main() -> int:
     print(f"{arguments.plans} plans, {len(prompts)} prompts, {arguments.tokens} new tokens")
     same = "" if equal else "NOT "
     print(
-        f"{describe('cpu')}, vLLM {served.about['vllm']}; texts of the three ways are {same}equal"
+        f"{describe('cpu')}, vLLM {served.metadata['vllm']}; texts of all three ways are "
+        f"{same}equal"
     )
     return int(not equal)
 

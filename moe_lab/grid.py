@@ -30,7 +30,7 @@ from moe_lab.config import (
 from moe_lab.config.base import Mistakes, fields_of, type_at, valid
 from moe_lab.config.pruning import TEXTS
 from moe_lab.errors import UserError, check_known, unknown
-from moe_lab.evaluation.harness import HARNESSES
+from moe_lab.evaluation.harness import harness_of
 from moe_lab.paths import PREFIX, as_name
 
 
@@ -475,7 +475,7 @@ def _benchmark(
         changes["parameters"] = {**content.get("parameters", {}), **changes["parameters"]}
     origin = f"protocol={protocol.name}: benchmark {name}" if changes else f"benchmark={name}"
     benchmark: BenchmarkConfig = valid(BenchmarkConfig, {**content, **changes}, "", origin)
-    harness = HARNESSES[benchmark.harness]
+    harness = harness_of(benchmark)
     if config.suite.path is not None and not harness.reads_path:
         raise UserError(
             f"suite.path={config.suite.path} is the text of suite=perplexity or the folder of "
@@ -490,5 +490,5 @@ def _benchmark(
         task=str(Path(path, task)) if path and task else path or task,
         root=config.data_root if benchmark.data else None,
         judge=config.judge if harness.judged else None,
-        python=config.interpreters.get(benchmark.harness),  # type: ignore[arg-type]
+        python=config.interpreters.get(benchmark.harness),  # type: ignore[call-overload]
     )

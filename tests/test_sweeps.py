@@ -19,8 +19,7 @@ from analysis.published.numbers import Printed
 from moe_lab import compose as composition
 from moe_lab import config, grid
 from moe_lab.errors import Unavailable, UserError
-from moe_lab.evaluation import suite
-from moe_lab.evaluation.harnesses import evalscope
+from moe_lab.evaluation.harnesses.evalscope import EvalScope
 from moe_lab.study import run
 from moe_lab.study.graph import Graph, build
 from moe_lab.study.preflight import preflight
@@ -48,8 +47,8 @@ def started() -> Iterator[None]:
     is not asked."""
     with pytest.MonkeyPatch.context() as patch, composition.started(SWEEPS):
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        patch.setattr(suite, "installed", lambda package: "any")
-        patch.setattr(evalscope, "installed", lambda benchmark: "any")
+        patch.setattr("moe_lab.evaluation.harness.installed", lambda package: "any")
+        patch.setattr(EvalScope, "version", lambda self, benchmark: "any")
         yield
 
 

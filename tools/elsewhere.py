@@ -184,7 +184,10 @@ class Place:
             passed = self.do(self.run.commands, self.run.network, not self.run.proc)
             if self.run.root_tests and IS_ROOT:
                 passed &= self.do(
-                    [f"{PYTEST} 2 -m 'root or walls'"], network=True, hide_proc=False, as_root=True
+                    [f"{PYTEST} 2 -m 'root or sandbox'"],
+                    network=True,
+                    hide_proc=False,
+                    as_root=True,
                 )
         tests = re.findall(
             r"^=*\s*((?:\d+ \w+,? ?)+) in [\d.]+s.*$", self.log.read_text(errors="replace"), re.M

@@ -1,4 +1,5 @@
-"""Costs, kept experts and channels, timings and searches of the pruned models in a store, as tidy
+"""Costs, retained experts and channels, timings and searches of the pruned models in a store, as
+tidy
 frames."""
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import pandas as pd
 
 from analysis.load.reader import Reader, stacked
 from moe_lab.results import PROFILES, TIMINGS
+
+BYTES = 2
+"""Bytes of one parameter in bfloat16."""
 
 COSTS = (
     "parameters",
@@ -35,39 +39,67 @@ FIRST_ORDER = "ala1"
 HISTORY = ("generation", "schedule", "origin", "parent", "evaluated", "fitness", "elite")
 """Columns of history.parquet."""
 
+SEARCHES = (
+    "samples",
+    "fitness",
+    "population",
+    "generations",
+    "best",
+    "best_fitness",
+    "uniform_fitness",
+    "candidates",
+    "forwards",
+    "per_candidate",
+    "seconds",
+)
+"""Of a search: rows of the search set; name of the fitness; settings; best schedule (experts
+removed per layer, a tuple); fitness of the best and of the uniform schedule; schedules that were
+evaluated; cost of their evaluation in full forwards of the search set, in all and for one schedule;
+seconds of the whole search in one process."""
+
 CONDITIONS = ("device", "dtype", "threads", "load", "weight_bytes")
 """Fields of timing.json that hold for all requests to a model."""
 
 
 def costs(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """One row per cell whose cost was counted: cell, bits and COSTS."""
-    columns = ["cell", "bits", *COSTS]
-    documents = _documents(cells, "cost_folder", "cost.json", reader)
-    rows = [
-        {"cell": cell, **{name: found.get(name) for name in columns[1:]}}
-        for cell, found in documents.items()
-    ]
-    frame = pd.DataFrame(rows, columns=columns)
-    return frame.astype(dict.fromkeys(columns[1:], float))
+    columns = ["bits", *COSTS]
+    rows = []
+    for cell, cost in _documents(cells, "cost_folder", "cost.json", reader).items():
+        rows.append({"cell": cell, **{name: cost.get(name) for name in columns}})
+    return pd.DataFrame(rows, columns=["cell", *columns]).astype(dict.fromkeys(columns, float))
 
 
-def kept(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """What plans keep: cell, layer, expert, share of the expert's channels (0..1), null, constant,
+def loading_memory(cells: pd.DataFrame, costs: pd.DataFrame) -> pd.DataFrame:
+    """Loading memory before and after pruning: model, ratio, removed_words, granularity,
+    allocation, bytes, bytes_after and saved (a share). Models that are equal in all of these are
+    one row."""
+    axes = ["model", "ratio", "removed_words", "granularity", "allocation"]
+    pruned = cells.loc[cells["criterion"] != "none", axes]
+    sizes = costs.set_index("cell")[["parameters_unpruned", "loading_bytes"]].dropna().astype(int)
+    rows = pruned.join(sizes, how="inner")
+    before = BYTES * rows.pop("parameters_unpruned")
+    after = rows.pop("loading_bytes")
+    memory = rows.assign(bytes=before, bytes_after=after, saved=1 - after / before)
+    return memory.drop_duplicates(ignore_index=True)
+
+
+def retained(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
+    """What plans retain: cell, layer, expert, share of the expert's channels (0..1), constant,
     merged.
 
     All experts of the unpruned layer are listed. A dropped expert has share 0. So has one that
-    keeps no channel and is still routed to, which the column `null` marks: it puts out 0, or a
-    constant (`constant`), or what the expert puts out that it is `merged` into. One without a row
-    of the router can be merged too. Whole experts have 1. The unpruned model has no rows.
+    retains no channel and is still routed to: its output is 0, a constant (`constant`), or that of
+    the expert that it is `merged` into. An expert without a row of the router can be merged too.
+    Whole experts have share 1. The unpruned model has no rows.
     """
-    columns = ("layer", "expert", "share", "null", "constant", "merged")
     frames = {}
     for cell, document in _documents(cells, "plan_folder", "plan.json", reader).items():
         try:
             frames[cell] = _shares(document)
         except (KeyError, TypeError, ValueError):
             reader.gap("plan.json is damaged", str(cells.loc[cell, "plan_folder"]))
-    return _by_cell(frames, columns)
+    return _by_cell(frames, ("layer", "expert", "share", "constant", "merged"))
 
 
 def removed(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
@@ -77,27 +109,28 @@ def removed(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     rows = {}
     for cell, document in _documents(cells, "plan_folder", "plan.json", reader).items():
         try:
-            rows[cell] = {
-                "removed": _removed(document["layers"]),
-                "plan": json.dumps(document["layers"]),
-            }
+            share = _removed(document["layers"])
+            rows[cell] = {"removed": share, "plan": json.dumps(document["layers"])}
         except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError):
             reader.gap("plan.json is damaged", str(cells.loc[cell, "plan_folder"]))
     return pd.DataFrame.from_dict(rows, "index", columns=["removed", "plan"]).reindex(cells.index)
 
 
 def _removed(layers: Mapping[str, Any]) -> float:
-    retained = 0.0
-    every = 0
-    for about in layers.values():
-        every += about["experts"]
-        if "channels" in about:
-            retained += (
-                sum(int(mask, 16).bit_count() for mask in about["channels"]) / about["width"]
-            )
+    total = 0
+    retained_experts = 0.0
+    for layer in layers.values():
+        total += layer["experts"]
+        if "channels" in layer:
+            retained_experts += sum(map(_channels, layer["channels"])) / layer["width"]
         else:
-            retained += len(about["keep"])
-    return 1 - retained / every
+            retained_experts += len(layer["keep"])
+    return 1 - retained_experts / total
+
+
+def _channels(mask: str) -> int:
+    """Number of channels in a hexadecimal mask."""
+    return int(mask, 16).bit_count()
 
 
 def profiles(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
@@ -110,8 +143,8 @@ def timings(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     requests = _tables(cells["timing_folder"].dropna(), "timing.parquet", TIMINGS, reader)
     documents = _documents(cells, "timing_folder", "timing.json", reader)
     rows = [
-        {"cell": cell, **{name: about.get(name) for name in CONDITIONS}}
-        for cell, about in documents.items()
+        {"cell": cell, **{name: timing.get(name) for name in CONDITIONS}}
+        for cell, timing in documents.items()
     ]
     return requests.merge(pd.DataFrame(rows, columns=["cell", *CONDITIONS]), on="cell")
 
@@ -150,32 +183,29 @@ def priors(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 def history(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """Every schedule that searches proposed: cell and HISTORY.
 
-    A schedule is an array of experts removed per layer, in the order of `layers` in `searches`.
+    A schedule is an array of experts removed per layer, in the order of layers.
     `fitness` is NaN for a schedule that was never evaluated; higher is better."""
     return _tables(_searched(cells), "history.parquet", HISTORY, reader)
 
 
 def searches(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Searches, one row per cell whose allocation was searched for, with its cell and:
-
-    layers            decoder layers, tuple; `best` and `uniform` are removed experts of these
-    layers, tuples
-    budget            experts removed in all
-    samples           rows of the search set
-    fitness           name of the fitness; `best_fitness` and `uniform_fitness` are its values
-    candidates        schedules that were evaluated
-    forwards          cost of their evaluation in full forwards of the search set; equal to
-    `candidates` without reuse full              the same for the unpruned model
-    per_candidate     forwards for one candidate
-    seconds           of the whole search in one process
-    """
+    """Searches, one row per cell whose allocation was searched for; columns cell and SEARCHES."""
     rows = []
     for cell, name in _searched(cells).items():
         folder = reader.folder(name)
         document = reader.json(folder, "search.json")
         if document is not None:
-            rows.append({"cell": cell, **_search(document), "samples": _samples(folder, reader)})
-    return pd.DataFrame(rows, columns=["cell", *_search({}), "samples"])
+            search = {
+                **(document.get("settings") or {}),
+                **(document.get("cost") or {}),
+                "samples": _samples(folder, reader),
+            }
+            for kind in ("best", "uniform"):
+                schedule = document.get(kind) or {}
+                search[kind] = tuple(schedule.get("schedule") or ())
+                search[f"{kind}_fitness"] = schedule.get("fitness")
+            rows.append({"cell": cell, **{column: search.get(column) for column in SEARCHES}})
+    return pd.DataFrame(rows, columns=["cell", *SEARCHES])
 
 
 def _samples(folder: Path | None, reader: Reader) -> float:
@@ -185,28 +215,6 @@ def _samples(folder: Path | None, reader: Reader) -> float:
         return np.nan
     settings = (reader.json(folder, "step.json") or {}).get("settings", {})
     return float(settings.get("text", {}).get("rows", np.nan))
-
-
-def _search(document: Mapping[str, Any]) -> dict[str, Any]:
-    settings = document.get("settings") or {}
-    cost = document.get("cost") or {}
-    best = document.get("best") or {}
-    uniform = document.get("uniform") or {}
-    return {
-        "layers": tuple(document.get("layers") or ()),
-        "budget": document.get("budget"),
-        "fitness": settings.get("fitness"),
-        "population": settings.get("population"),
-        "generations": settings.get("generations"),
-        "best": tuple(best.get("schedule") or ()),
-        "best_fitness": best.get("fitness"),
-        "uniform": tuple(uniform.get("schedule") or ()),
-        "uniform_fitness": uniform.get("fitness", np.nan),
-        **{
-            name: cost.get(name, np.nan)
-            for name in ("candidates", "forwards", "full", "per_candidate", "seconds")
-        },
-    }
 
 
 def _searched(cells: pd.DataFrame) -> pd.Series:
@@ -242,96 +250,24 @@ def _documents(
 
 
 def _shares(plan: Mapping[str, Any]) -> pd.DataFrame:
-    """layer, expert, share, null, constant, merged of one plan."""
+    """layer, expert, share, constant, merged of one plan."""
     frames = []
-    for layer, about in plan["layers"].items():
-        share = np.zeros(about["experts"])
-        kept_experts = np.asarray(about["keep"], int)
-        share[kept_experts] = 1.0
-        if "channels" in about:
-            share[kept_experts] = [int(mask, 16).bit_count() for mask in about["channels"]]
-            share /= about["width"]
-        null = np.zeros(len(share), bool)
-        null[kept_experts] = share[kept_experts] == 0
-        merged = np.zeros(len(share), bool)
-        for owner, group in about.get("merged", {}).items():
-            merged[[int(member) for member in group if member != owner]] = True
-        constant = null & ~merged & ("constants" in about)
-        columns = {
-            "expert": np.arange(len(share)),
-            "share": share,
-            "null": null,
-            "constant": constant,
-            "merged": merged,
-        }
-        frames.append(pd.DataFrame({"layer": int(layer), **columns}))
+    for index, layer in plan["layers"].items():
+        experts = np.arange(layer["experts"])
+        routed = np.isin(experts, layer["keep"])
+        share = routed.astype(float)
+        if "channels" in layer:
+            share[np.asarray(layer["keep"], int)] = list(map(_channels, layer["channels"]))
+            share /= layer["width"]
+        members = []
+        for representative, group in layer.get("merged", {}).items():
+            members += [int(member) for member in group if member != representative]
+        merged = np.isin(experts, members)
+        constant = routed & (share == 0) & ~merged & ("constants" in layer)
+        columns = {"expert": experts, "share": share, "constant": constant, "merged": merged}
+        frames.append(pd.DataFrame({"layer": int(index), **columns}))
     return pd.concat(frames, ignore_index=True)
 
 
 def _by_cell(frames: Mapping[int, pd.DataFrame], columns: Sequence[str]) -> pd.DataFrame:
     return stacked([frame.assign(cell=cell) for cell, frame in frames.items()], ["cell", *columns])
-
-
-BYTES = 2
-"""Bytes of one parameter in bfloat16."""
-
-
-def removed_parameters(
-    layers: Mapping[str, Mapping[str, int]],
-    removed: Mapping[str, float],
-    dropped: Mapping[str, int],
-    constants: Mapping[str, int],
-) -> int:
-    """Count the parameters that a plan removes: matrices of experts or channels, and rows of the
-    router.
-
-    layers: layer -> {expert_parameters, router_parameters_per_expert, hidden}; removed: layer ->
-    experts removed, counting parts of experts by their channels; dropped: layer -> experts that are
-    no longer routed to; constants: layer -> experts replaced by a constant, which has a number for
-    each hidden unit. The papers leave out the router's rows, which are less than 0.01 GiB for their
-    models.
-    """
-    matrices = sum(count * layers[layer]["expert_parameters"] for layer, count in removed.items())
-    rows = sum(
-        count * layers[layer].get("router_parameters_per_expert", 0)
-        for layer, count in dropped.items()
-    )
-    added = sum(count * layers[layer]["hidden"] for layer, count in constants.items() if count)
-    return round(matrices + rows - added)
-
-
-def loading_memory(
-    cells: pd.DataFrame, kept: pd.DataFrame, models: Mapping[str, Mapping[str, Any]]
-) -> pd.DataFrame:
-    """Parameters and bytes before and after pruning, one row per model, ratio, granularity and
-    allocation.
-
-    Empty without facts about the models. Criteria that remove different numbers under one
-    allocation have a row each.
-    """
-    rows = []
-    for cell, plan in kept.groupby("cell", sort=False):
-        axes = cells.loc[int(str(cell))]
-        facts = models.get(str(axes["model"]))
-        if facts is None:
-            continue
-        by_layer = plan.assign(
-            gone=1 - plan["share"], dropped=(plan["share"] == 0) & ~plan["null"]
-        ).groupby("layer")
-        removed = {str(layer): float(gone) for layer, gone in by_layer["gone"].sum().items()}
-        dropped = {str(layer): int(count) for layer, count in by_layer["dropped"].sum().items()}
-        constants = {str(layer): int(count) for layer, count in by_layer["constant"].sum().items()}
-        before = int(facts["parameters"])
-        after = before - removed_parameters(facts["layers"], removed, dropped, constants)
-        named = {
-            name: axes[name]
-            for name in ("model", "ratio", "removed_words", "granularity", "allocation")
-        }
-        found = {
-            "parameters": before,
-            "parameters_after": after,
-            "bytes": before * BYTES,
-            "bytes_after": after * BYTES,
-        }
-        rows.append({**named, **found, "saved": 1 - after / before})
-    return pd.DataFrame(rows).drop_duplicates(ignore_index=True) if rows else pd.DataFrame()

@@ -82,7 +82,7 @@ class Study:
 
     # the functions' docstrings list the columns of these frames
     costs = _of_cells(plans.costs)
-    kept = _of_cells(plans.kept)
+    retained = _of_cells(plans.retained)
     profiles = _of_cells(plans.profiles)
     timings = _of_cells(plans.timings)
     history = _of_cells(plans.history)
@@ -94,9 +94,9 @@ class Study:
 
     @cached_property
     def memory(self) -> pd.DataFrame:
-        """model, ratio, removed_words, granularity, allocation, parameters, bytes, ...: see
+        """model, ratio, removed_words, granularity, allocation, bytes, ...: see
         `plans.loading_memory`."""
-        return plans.loading_memory(self.cells, self.kept, self.models)
+        return plans.loading_memory(self.cells, self.costs)
 
 
 def load(store: Path, name: str) -> Study:

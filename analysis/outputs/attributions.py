@@ -79,7 +79,7 @@ def agreement_table(results: Results, name: str) -> Table:
                     alike_by_experts = [pooled["linear"], pooled["rank"], inside]
                 numbers += [
                     *alike_by_experts,
-                    channel_agreement(by_prior, study.kept, measure, truth),
+                    channel_agreement(by_prior, study.retained, measure, truth),
                 ]
             words = (
                 key["model"],
@@ -115,7 +115,7 @@ def agreement_table(results: Results, name: str) -> Table:
 
 
 def channel_agreement(
-    by_prior: pd.DataFrame, kept: pd.DataFrame, measure: str, truth: str
+    by_prior: pd.DataFrame, retained: pd.DataFrame, measure: str, truth: str
 ) -> float:
     """Correlation of kept shares between plans whose priors follow `measure` and `truth`.
 
@@ -129,7 +129,7 @@ def channel_agreement(
         ]
         if all(map(len, pair)):
             shares = [
-                kept[kept["cell"] == cells.iloc[0]].set_index(["layer", "expert"])["share"]
+                retained[retained["cell"] == cells.iloc[0]].set_index(["layer", "expert"])["share"]
                 for cells in pair
             ]
             both = pd.concat(shares, axis=1, keys=["one", "other"])

@@ -123,7 +123,7 @@ def output_losses(study: Study, comparison: Comparison) -> pd.DataFrame:
         .dropna()
         .rename(columns={"output_loss": "loss"})
     )
-    shares = study.kept.groupby(["cell", "layer"])["share"].mean().rename("kept").reset_index()
+    shares = study.retained.groupby(["cell", "layer"])["share"].mean().rename("kept").reset_index()
     measured = measured.merge(shares, on=["cell", "layer"])
     frames = [pd.DataFrame(columns=["label", "cell", "layer", "kept", "loss"])]
     for label, line in ratio_lines(plain(comparison, "channel")).items():
@@ -172,7 +172,7 @@ def output_loss_figure(study: Study, comparison: Comparison, name: str) -> Figur
 
 
 def expert_stacks(
-    curves: pd.DataFrame, kept: pd.DataFrame, experts: pd.DataFrame, layer: int
+    curves: pd.DataFrame, retained: pd.DataFrame, experts: pd.DataFrame, layer: int
 ) -> pd.DataFrame:
     """Data of the bars of a layer, one row per expert.
 
@@ -184,7 +184,7 @@ def expert_stacks(
     for about, curve in groups(curves[curves["layer"] == layer], ["expert"]):
         rows[about["expert"]] = np.diff(np.interp(tenths, curve["channels"], curve["score"]))
     stacks = pd.DataFrame.from_dict(rows, orient="index").sort_index()
-    own = kept[kept["layer"] == layer].set_index("expert")["share"]
+    own = retained[retained["layer"] == layer].set_index("expert")["share"]
     first = experts[experts["layer"] == layer].set_index("expert")["first"]
     highest = first.max()
     return stacks.assign(kept=own, attribution=first / (highest if highest > 0 else np.nan))
@@ -201,9 +201,9 @@ def stacks_of(study: Study, comparison: Comparison, cell: int) -> dict[int, pd.D
     experts = experts[
         (experts["model"] == comparison.model) & (experts["calibration"] == about["calibration"])
     ]
-    kept = study.kept[study.kept["cell"] == cell]
+    retained = study.retained[study.retained["cell"] == cell]
     return {
-        int(layer): expert_stacks(curves, kept, experts, layer)
+        int(layer): expert_stacks(curves, retained, experts, layer)
         for layer in sorted(curves["layer"].unique())
     }
 
@@ -219,8 +219,10 @@ def _bars(axes: Axes, stacks: pd.DataFrame) -> None:
         height = stacks[at].fillna(0).to_numpy(float)
         axes.bar(where, height, bottom=bottom, width=0.8, color=_piece(at), linewidth=0)
         bottom = bottom + height
-    kept = stacks["kept"].to_numpy(float)
-    axes.stairs(kept, np.arange(len(kept) + 1) - 0.5, color=KEPT, linewidth=1.4, baseline=None)
+    retained = stacks["kept"].to_numpy(float)
+    axes.stairs(
+        retained, np.arange(len(retained) + 1) - 0.5, color=KEPT, linewidth=1.4, baseline=None
+    )
     marks = stacks["attribution"].clip(lower=0)
     axes.plot(
         where,

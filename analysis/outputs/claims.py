@@ -105,8 +105,8 @@ def _searched(comparison: Comparison) -> list[dict[str, object]]:
 def _channels(comparison: Comparison, costs: pd.DataFrame) -> list[dict[str, object]]:
     """Rows that compare channels with whole experts: by criteria, then at random for the effect of
     granularity."""
-    kept = costs.set_index("cell")["routed_kept"].astype(float).reindex(comparison.cells.index)
-    cells = comparison.cells.assign(kept=kept)
+    retained = costs.set_index("cell")["routed_kept"].astype(float).reindex(comparison.cells.index)
+    cells = comparison.cells.assign(kept=retained)
     cells = cells[(cells["recovery"] == "none") & (cells["ratio"] > 0)]
     chance = cells["criterion"].isin(RANDOM)
     return [

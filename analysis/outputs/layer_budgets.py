@@ -46,20 +46,20 @@ LAYERS = 8
 @per_model("pruned")
 def kept_by_layer(results: Results, comparison: Comparison, name: str) -> list[Item | None]:
     """Kept share of each layer and of each expert."""
-    kept = results.study.kept
+    retained = results.study.retained
     return [
-        layer_figure(comparison, kept, name),
-        expert_figure(comparison, kept, f"{name}.experts"),
+        layer_figure(comparison, retained, name),
+        expert_figure(comparison, retained, f"{name}.experts"),
     ]
 
 
-def layer_shares(cells: pd.DataFrame, kept: pd.DataFrame) -> pd.DataFrame:
+def layer_shares(cells: pd.DataFrame, retained: pd.DataFrame) -> pd.DataFrame:
     """Share of its channels that each layer keeps (allocations, layers), the mean over its experts.
 
     Allocations with the same shares, to a thousandth, form one row whose label names them all.
     `kept`: cell, layer, expert, share. Cells without a plan are left out.
     """
-    counted = kept[kept["cell"].isin(cells.index)]
+    counted = retained[retained["cell"].isin(cells.index)]
     shares = counted.pivot_table(index="cell", columns="layer", values="share", aggfunc="mean")
     shares = shares.reindex([cell for cell in cells.index if cell in shares.index])
     same: dict[tuple[float, ...], list[int]] = {}
@@ -72,11 +72,11 @@ def layer_shares(cells: pd.DataFrame, kept: pd.DataFrame) -> pd.DataFrame:
     return shares.loc[list(labels)].rename(index=labels).rename_axis("allocation")
 
 
-def layer_figure(comparison: Comparison, kept: pd.DataFrame, name: str) -> Figure | None:
+def layer_figure(comparison: Comparison, retained: pd.DataFrame, name: str) -> Figure | None:
     """Draw the share of its channels that each layer keeps, a line per allocation. None without
     differing plans."""
     blocks = [
-        (ratio, layer_shares(cells, kept)) for ratio, cells in _compared_allocations(comparison)
+        (ratio, layer_shares(cells, retained)) for ratio, cells in _compared_allocations(comparison)
     ]
     blocks = [(ratio, shares) for ratio, shares in blocks if len(shares)]
     if not blocks:
@@ -105,7 +105,7 @@ def layer_figure(comparison: Comparison, kept: pd.DataFrame, name: str) -> Figur
 _DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)))
 
 
-def expert_figure(comparison: Comparison, kept: pd.DataFrame, name: str) -> Figure | None:
+def expert_figure(comparison: Comparison, retained: pd.DataFrame, name: str) -> Figure | None:
     """Draw the share of its channels that each expert keeps, sorted within layers; experts without
     any are crossed.
 
@@ -116,15 +116,15 @@ def expert_figure(comparison: Comparison, kept: pd.DataFrame, name: str) -> Figu
     ratio, cells = min(
         blocks, key=lambda block: abs(block[0] - HALF), default=(0.0, pd.DataFrame())
     )
-    maps = _uneven(cells, kept) if len(cells) else []
+    maps = _uneven(cells, retained) if len(cells) else []
     if not maps:
         return None
     down = -(-len(maps) // 2)
-    height = 0.2 * min(kept["layer"].nunique(), 24) + 0.45
+    height = 0.2 * min(retained["layer"].nunique(), 24) + 0.45
     drawing = style.drawing(style.PAGE, down * height + 0.7)
     for at, (cell, word) in enumerate(maps):
         axes = drawing.add_subplot(down, 2, at + 1)
-        shares = kept[kept["cell"] == cell].set_index("layer")["share"]
+        shares = retained[retained["cell"] == cell].set_index("layer")["share"]
         style.expert_rows(axes, shares, _level, named=at % 2 == 0)
         axes.set_title(word)
     handles = [Patch(**style.GONE, label="no channel")]
@@ -159,10 +159,10 @@ def _compared_allocations(comparison: Comparison) -> list[tuple[float, pd.DataFr
     return list(by_ratio(cells[cells["criterion"] == counts.idxmax()]))
 
 
-def _uneven(cells: pd.DataFrame, kept: pd.DataFrame) -> list[tuple[int, str]]:
+def _uneven(cells: pd.DataFrame, retained: pd.DataFrame) -> list[tuple[int, str]]:
     """Cells and names of allocations that keep different shares within a layer, layerwise and
     coverage first."""
-    counted = kept[kept["cell"].isin(cells.index)]
+    counted = retained[retained["cell"].isin(cells.index)]
     spread = counted.groupby(["cell", "layer"])["share"].agg(np.ptp).groupby("cell").max()
 
     def unusual(cell: int) -> tuple[bool, bool]:
@@ -197,12 +197,12 @@ def layer_budgets(study: Study, comparison: Comparison) -> pd.DataFrame:
     labels = settings.method_labels(chosen)
     frames = [pd.DataFrame(columns=["cell", "label", "smoothing", "calibration", *BUDGETS])]
     for cell, about in zip(chosen.index[:PLANS].map(int), records(chosen), strict=False):
-        kept = passes.read(
+        retained = passes.read(
             study.reader.find(str(about["plan_folder"])), "budgets.parquet", study.reader
         )
-        if kept is not None:
+        if retained is not None:
             labelled = {"label": labels[cell], "smoothing": _smoothing(study, about)}
-            frames.append(kept.assign(cell=cell, calibration=about["calibration"], **labelled))
+            frames.append(retained.assign(cell=cell, calibration=about["calibration"], **labelled))
     return pd.concat(frames[1:] or frames, ignore_index=True)
 
 
@@ -322,75 +322,3 @@ def _strip(axes: Axes, at: int, values: np.ndarray[Any, np.dtype[np.float64]], f
             share = (value - low) / (high - low) if high > low else 0.5
             words = form.format(value).replace("%", " %") if len(values) <= NUMBERS else ""
             style.square(axes, layer, at, share, words, size=6)
-
-
-@output(
-    "attribution_by_layer",
-    chapter="attribution",
-    needs=f"{BUDGETED}, and the sums of their pass in the store",
-)
-@per_model("pruned")
-def stack_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Stacked bars of each layer's experts, by attribution and by budget."""
-    study = results.study
-    budgets = layer_budgets(study, comparison)
-    if budgets.empty or study.experts.empty:
-        return None
-    first = records(budgets)[0]
-    experts = study.experts
-    experts = experts[
-        (experts["model"] == comparison.model) & (experts["calibration"] == first["calibration"])
-    ]
-    plan = study.kept.loc[study.kept["cell"] == first["cell"], ["layer", "expert", "share"]]
-    both = experts[["layer", "expert", "first"]].merge(plan, on=["layer", "expert"])
-    both["first"] = both["first"].clip(lower=0)
-    if not both["first"].sum() > 0:
-        return None
-    both["place"] = (
-        both.groupby("layer")["first"].rank(method="first", ascending=False).astype(int) - 1
-    )
-    drawing = style.drawing(style.PAGE, 3.0)
-    left, right = drawing.subplots(1, 2, sharey=True)
-    for axes, column, title in (
-        (left, "first", "Share of the attribution"),
-        (right, "share", "Share of what is kept"),
-    ):
-        _stack(axes, both.pivot_table(index="place", columns="layer", values=column))
-        axes.set_title(title)
-        axes.set_xlabel("decoder layer")
-    style.percent(left.yaxis)
-    caption = (
-        "Each bar is a layer, each piece of it an expert, from the highest attribution (bottom, "
-        "dark) to the lowest; "
-        "left: its share of the layer's attribution (first order, negative ones as 0), right: its "
-        "share of the "
-        f"channels that the layer keeps under {first['label']}. Based on {of_pass(study)}"
-    )
-    return Figure(
-        name,
-        f"Experts of each layer by attribution and by budget: {comparison.model}",
-        caption,
-        drawing,
-    )
-
-
-def _stack(axes: Axes, parts: pd.DataFrame) -> None:
-    """Draw a bar per layer, with the parts (experts, layers) of its experts stacked."""
-    shares = (parts / parts.sum()).fillna(0)
-    bottom = np.zeros(shares.shape[1])
-    where = range(shares.shape[1])
-    for at, (_, row) in enumerate(shares.iterrows()):
-        shade = colormaps["YlGnBu_r"](0.05 + 0.85 * at / max(1, len(shares) - 1))
-        axes.bar(
-            where,
-            row,
-            bottom=bottom,
-            width=0.85,
-            color=shade,
-            edgecolor=style.SURFACE,
-            linewidth=0.2,
-        )
-        bottom = bottom + row.to_numpy()
-    shown = where[:: -(-len(where) // 12)]
-    style.ticks(axes.xaxis, shown, [str(shares.columns[at]) for at in shown])
-    axes.set_ylim(0, 1)

@@ -89,10 +89,10 @@ def against_cost(study: Study, comparison: Comparison) -> pd.DataFrame:
 
 def _kinds(study: Study, cells: pd.DataFrame) -> pd.Series:
     """The key of KINDS of each cell, by its plan; a gap where the plan cannot be read."""
-    known = (cells["granularity"] == "none") | cells.index.isin(study.kept["cell"])
+    known = (cells["granularity"] == "none") | cells.index.isin(study.retained["cell"])
     kinds = cells["granularity"].where(known)
     for kind in ("constant", "merged"):
-        replaced = study.kept.loc[study.kept[kind].astype(bool), "cell"]
+        replaced = study.retained.loc[study.retained[kind].astype(bool), "cell"]
         kinds[kinds.index.isin(replaced)] = kind
     return kinds
 

@@ -13,11 +13,11 @@ from matplotlib.patches import Rectangle
 
 from analysis import names
 from analysis.outputs.captions import LOSSES, PANEL, setting
-from analysis.outputs.score_rows import stacked
+from analysis.outputs.score_rows import numbers_table, stacked
 from analysis.registry import Item, Results, output, per_model
 from analysis.render import style
 from analysis.render.style import LETTER, Figure
-from analysis.render.table import RANK, SCORE, Table
+from analysis.render.table import RANK, Table
 from analysis.stats import ranks
 from analysis.stats.cell_scores import means_in_words, not_averaged, rank_block
 from analysis.stats.comparison import Comparison, means
@@ -67,7 +67,7 @@ def loss_table(results: Results, name: str) -> Table | None:
 
 def _table(
     comparisons: Sequence[Comparison], criteria: Sequence[str] | None = None, **about: Any
-) -> Table:
+) -> Table | None:
     """Make a table with a block for each panel: displayed columns, then their mean and average
     ranks."""
     blocks = [
@@ -76,19 +76,12 @@ def _table(
         for panel in comparison.panels
     ]
     rows = stacked(blocks)
+    if rows is None:
+        return None
     text = [*PANEL, "Criterion"]
     last = [*(name for name in means(comparisons) if name in rows.frame), "Avg Rank"]
     shown = [str(column) for column in rows.frame if column not in (*text, *last)]
-    numbers = [names.benchmark(column) for column in (*shown, *last)]
-    return Table(
-        frame=rows.frame[[*text, *shown, *last]].rename(columns=names.benchmark),
-        formats={column: RANK if column == "Avg Rank" else SCORE for column in numbers},
-        best=rows.best,
-        blocks=PANEL,
-        low=rows.low.rename(columns=names.benchmark),
-        high=rows.high.rename(columns=names.benchmark),
-        **about,
-    )
+    return numbers_table(rows, [*text, *shown, *last], {"Avg Rank": RANK}, blocks=PANEL, **about)
 
 
 def _partial_columns(comparisons: Iterable[Comparison]) -> list[str]:

@@ -207,7 +207,7 @@ def recovered_reasoning(results: Results, comparison: Comparison) -> Iterator[Bl
     needs="cells with model.top_k=null,2,1 (coverage_table9 of sweeps)",
     also=("coverage.table19",),
 )
-def top_k_table(results: Results, name: str) -> Table:
+def top_k_table(results: Results, name: str) -> Table | None:
     """Pruned models with fewer experts per token, compared with the number they were trained
     with."""
     study = results.study

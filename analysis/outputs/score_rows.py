@@ -60,7 +60,6 @@ DIFFERENCE = "Difference"
 P = "p (Holm)"
 _P_MEANS = f"{P}: two-sided, where both methods have several seeds, corrected over the table."
 UNPRUNED = names.CRITERIA["none"]
-_EMPTY = pd.DataFrame(columns=[*TEXT, "Criterion"])
 
 SMOOTHING = ("layer_smoothing", "smoothing")
 """Settings that choose the smoothing of layer losses, which MoE-Slimming's Table 7 varies."""
@@ -91,11 +90,11 @@ Blocks = Callable[[Results, Comparison], Iterable[Block]]
 
 def score_table(
     title: str, columns: Sequence[str], caption: str, costs: Mapping[str, Cost] = COSTS
-) -> Callable[[Blocks], Callable[[Results, str], Table]]:
+) -> Callable[[Blocks], Callable[[Results, str], Table | None]]:
     """Make a `block_table` from the blocks that the decorated function yields for each model with
     results."""
 
-    def of_blocks(blocks_of: Blocks) -> Callable[[Results, str], Table]:
+    def of_blocks(blocks_of: Blocks) -> Callable[[Results, str], Table | None]:
         @wraps(blocks_of)
         def make(results: Results, name: str) -> Table:
             blocks = [
@@ -103,15 +102,8 @@ def score_table(
                 for comparison in results.comparisons
                 for block in blocks_of(results, comparison)
             ]
-            return block_table(
-                results.study,
-                blocks,
-                name=name,
-                title=title,
-                caption=caption,
-                columns=columns,
-                costs=costs,
-            )
+            about = {"name": name, "title": title, "caption": caption}
+            return block_table(results.study, blocks, columns, costs, **about)
 
         return make
 
@@ -121,14 +113,13 @@ def score_table(
 def block_table(
     study: Study,
     blocks: Sequence[Block],
-    *,
-    name: str,
-    title: str,
-    caption: str,
     columns: Sequence[str],
     costs: Mapping[str, Cost] = COSTS,
-) -> Table:
-    """Make a table with one row per cell of each block.
+    *,
+    caption: str,
+    **about: str,
+) -> Table | None:
+    """Make a table with one row per cell of each block; None when none of `columns` was run.
 
     Columns: those of `columns` (benchmarks and averages) that were run; for blocks with a base, the
     difference of the last one to the base, with a Holm-corrected p-value where both have several
@@ -138,9 +129,9 @@ def block_table(
     run = [
         block for block in blocks if column_targets(block.comparison, list(block.labels), columns)
     ]
-    rows = stacked(
-        [_rows(study, block, columns, costs) for block in run] or [Numbers(_EMPTY, _EMPTY, _EMPTY)]
-    )
+    rows = stacked(_rows(study, block, columns, costs) for block in run)
+    if rows is None:
+        return None
     frame = rows.frame
     if P in frame:
         frame[P] = uncertainty.holm(frame[P].to_numpy(float))
@@ -149,34 +140,51 @@ def block_table(
     averages = [*means(block.comparison for block in run), MEAN]
     last = [column for column in (*averages, DIFFERENCE, P, *costs) if column in frame]
     shown = [str(column) for column in frame if column not in (*TEXT, "Criterion", *last)]
-    formats = {
-        **dict.fromkeys((*shown, *averages, DIFFERENCE), SCORE),
-        P: "{:.4f}",
-        **{column: about.form for column, about in costs.items()},
-    }
-    return Table(
-        name=name,
-        title=title,
+    return numbers_table(
+        rows,
+        [*TEXT, "Criterion", *shown, *last],
+        {P: "{:.4f}", **{column: cost.form for column, cost in costs.items()}},
         caption=" ".join([caption, *([_P_MEANS] if P in frame else []), setting(study)]),
-        frame=frame[[*TEXT, "Criterion", *shown, *last]],
-        formats={column: formats[column] for column in (*shown, *last)},
-        best=rows.best,
         blocks=TEXT,
         optional=(DIFFERENCE, P),
-        low=rows.low,
-        high=rows.high,
         footnotes=_not_run(run, columns),
+        **about,
     )
 
 
-def stacked(parts: Sequence[Numbers]) -> Numbers:
-    """Concatenate the rows of all parts, with a new index."""
-    best = {column: end for part in parts for column, end in part.best.items()}
-    return Numbers(
-        frame=pd.concat([part.frame for part in parts], ignore_index=True),
-        low=pd.concat([part.low for part in parts], ignore_index=True),
-        high=pd.concat([part.high for part in parts], ignore_index=True),
-        best=best,
+def stacked(parts: Iterable[Numbers | None]) -> Numbers | None:
+    """Concatenate the rows of all parts, with a new index; None without any."""
+    known = [part for part in parts if part is not None]
+    if not known:
+        return None
+    best: dict[str, str] = {}
+    for part in known:
+        best |= part.best
+    frames = (
+        [part.frame for part in known],
+        [part.low for part in known],
+        [part.high for part in known],
+    )
+    return Numbers(*(pd.concat(each, ignore_index=True) for each in frames), best)
+
+
+def numbers_table(
+    rows: Numbers, columns: Sequence[str], formats: Mapping[str, str], **about: Any
+) -> Table:
+    """Make a table of these columns of `rows`, with intervals. Columns that have them are scores if
+    `formats` does not name them; the others that are not in it are text."""
+    frame, low, high = (
+        part.rename(columns=names.benchmark)
+        for part in (rows.frame[list(columns)], rows.low, rows.high)
+    )
+    every_format = {**dict.fromkeys(low, SCORE), **formats}
+    return Table(
+        frame=frame,
+        formats={column: every_format[column] for column in frame if column in every_format},
+        best=rows.best,
+        low=low,
+        high=high,
+        **about,
     )
 
 

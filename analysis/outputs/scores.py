@@ -4,6 +4,7 @@ Expert Pruning, Tables 2 and 5; AIMER, Figs. 3 to 5)."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -14,11 +15,11 @@ from analysis import names
 from analysis.load.settings import pruned
 from analysis.load.study import Study
 from analysis.outputs.captions import PANEL, metrics_in_words, setting
-from analysis.outputs.score_rows import method_lines, stacked
+from analysis.outputs.score_rows import method_lines, numbers_table, stacked
 from analysis.registry import Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
-from analysis.render.table import RANK, SCORE, Table, spelled
+from analysis.render.table import RANK, Table, spelled
 from analysis.stats.cell_scores import Numbers, by_domain, mean_target, scores, task_block
 from analysis.stats.comparison import Comparison, Panel, Target
 
@@ -117,15 +118,15 @@ BOTH_TASKS = "a calibration set about code and one about mathematics"
 @output("task_specific", chapter="task", filters="*Model|Pruned", needs=BOTH_TASKS)
 def task_specific_table(
     results: Results, name: str, criteria: Sequence[str] | None = None
-) -> Table:
+) -> Table | None:
     """All criteria, calibrated on the task that they are evaluated on.
 
     Coding columns are of the model pruned with code calibration, mathematics columns of the one
-    pruned with mathematics calibration; Avg Rank is over the four. Empty when one of the two
+    pruned with mathematics calibration; Avg Rank is over the four. None when one of the two
     calibration sets was not run.
     """
-    text = ["Model", "Pruned", "Criterion"]
     columns = [*names.CODE_COLUMNS, *names.MATH_COLUMNS]
+    best = {**dict.fromkeys(columns, "max"), "Avg Rank": "min"}
     blocks = []
     for comparison in results.comparisons:
         for domains in by_domain(comparison).values():
@@ -135,22 +136,21 @@ def task_specific_table(
                 frame = block.frame.assign(
                     **about, Criterion=list(map(names.method, block.frame.index))
                 )
-                blocks.append(Numbers(frame, block.low, block.high))
-    empty = pd.DataFrame(columns=[*text, *columns, "Avg Rank"])
-    rows = stacked(blocks or [Numbers(empty, empty[[]], empty[[]])])
-    return Table(
+                blocks.append(Numbers(frame, block.low, block.high, best))
+    rows = stacked(blocks)
+    if rows is None:
+        return None
+    return numbers_table(
+        rows,
+        ["Model", "Pruned", "Criterion", *columns, "Avg Rank"],
+        {"Avg Rank": RANK},
         name=name,
         title="Calibrated on the task",
         caption="Coding columns come from the model pruned with code calibration, mathematics "
         "columns from the one "
         "pruned with mathematics calibration; Avg Rank is over these four columns. "
         f"{setting(results.study)}",
-        frame=rows.frame[list(empty)],
-        formats={**dict.fromkeys(columns, SCORE), "Avg Rank": RANK},
-        best={**dict.fromkeys(columns, "max"), "Avg Rank": "min"},
         blocks=("Model", "Pruned"),
-        low=rows.low,
-        high=rows.high,
     )
 
 
@@ -171,33 +171,22 @@ def benchmark_table(results: Results, name: str) -> Table | None:
             "Calibration": "calibration",
             "Criterion": "method",
         }
-        own = scores(
-            comparison,
-            list(cells.index),
-            {str(name): (str(name),) for name in comparison.benchmarks},
-        )
-        blocks.append(
-            Numbers(
-                pd.concat([spelled(cells, text), own.frame], axis=1), own.low, own.high, own.best
-            )
-        )
-    if not blocks:
-        return None
+        targets: dict[str, Target] = {str(name): (str(name),) for name in comparison.benchmarks}
+        numbers = scores(comparison, list(cells.index), targets)
+        frame = pd.concat([spelled(cells, text), numbers.frame], axis=1)
+        blocks.append(replace(numbers, frame=frame))
     rows = stacked(blocks)
-    columns = names.in_order(map(str, rows.low), names.BENCHMARKS)
-    frame, low, high = (
-        part.rename(columns=names.benchmark) for part in (rows.frame, rows.low, rows.high)
-    )
-    return Table(
+    if rows is None:
+        return None
+    benchmarks = names.in_order(map(str, rows.low), names.BENCHMARKS)
+    return numbers_table(
+        rows,
+        [*PANEL, "Criterion", *benchmarks],
+        {},
         name=name,
         title="All benchmarks",
         caption=f"{_metrics(results.study)} {setting(results.study)}",
-        frame=frame[[*PANEL, "Criterion", *map(names.benchmark, columns)]],
-        formats={names.benchmark(column): SCORE for column in columns},
-        best=rows.best,
         blocks=PANEL,
-        low=low,
-        high=high,
     )
 
 
@@ -225,6 +214,6 @@ def _metrics(study: Study) -> str:
 
 
 @output("unified.table2", needs=BOTH_TASKS)
-def published_task_specific(results: Results, name: str) -> Table:
+def published_task_specific(results: Results, name: str) -> Table | None:
     """The criteria of Unified Expert Pruning, calibrated on the task that they are evaluated on."""
     return task_specific_table(results, name, names.TASK_SPECIFIC)

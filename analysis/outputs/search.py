@@ -17,11 +17,11 @@ from analysis.load.reader import groups
 from analysis.load.settings import is_searched, joined, pruned
 from analysis.load.study import Study
 from analysis.outputs.captions import SEARCHES, reading, setting
-from analysis.outputs.score_rows import by_criterion, stacked
+from analysis.outputs.score_rows import by_criterion, numbers_table, stacked
 from analysis.registry import Item, Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
-from analysis.render.table import SCORE, Table, spelled, tabulated
+from analysis.render.table import Table, spelled, tabulated
 from analysis.stats import uncertainty
 from analysis.stats.cell_scores import (
     CODING,
@@ -91,34 +91,30 @@ def allocation_table(
     columns: Sequence[str] = GROUPS,
     what: str = "group averages",
     pairs: Callable[[Comparison], dict[int, int]] = searched_pairs,
-) -> Table:
+) -> Table | None:
     """Group averages of searched and uniform allocations.
 
     For each criterion with uniform and searched allocation, those of `columns` that were run and
     their paired differences, with intervals. Holm's correction covers all differences of one model.
     """
-    parts = [_rows(comparison, pairs(comparison), columns) for comparison in results.comparisons]
-    empty = pd.DataFrame(columns=[*TEXT, SIGNIFICANT])
-    rows = stacked(
-        [part for part in parts if part is not None] or [Numbers(empty, empty[[]], empty[[]])]
-    )
+    rows = stacked(_rows(each, pairs(each), columns) for each in results.comparisons)
+    if rows is None:
+        return None
     numbers = [str(column) for column in rows.frame if column not in (*TEXT, SIGNIFICANT)]
     gains = [column for column in numbers if column.startswith(GAIN.format(""))]
     averages = [column for column in numbers if column not in gains]
     tested = (rows.frame[SIGNIFICANT] != "").any()
     significant = [SIGNIFICANT] if tested else []
-    return Table(
+    return numbers_table(
+        rows,
+        [*TEXT, *averages, *gains, *significant],
+        dict.fromkeys(gains, "{:+.3f}"),
         name=name,
         title=f"Searched allocation against uniform: {what}",
         caption=f"{means_in_words(results.comparisons)} {_CODE_AND_MATH} Δ: searched minus "
         "uniform on the same items. "
         f"{_SIGNIFICANT if tested else _UNTESTED} {setting(results.study)}",
-        frame=rows.frame[[*TEXT, *averages, *gains, *significant]],
-        formats={**dict.fromkeys(averages, SCORE), **dict.fromkeys(gains, "{:+.3f}")},
-        best=rows.best,
         blocks=TEXT[:4],
-        low=rows.low,
-        high=rows.high,
         optional=gains,
     )
 
@@ -174,25 +170,25 @@ def _significant(
 @output(
     "evoesap.table7", needs=f"{SEARCHES}, calibrated on general text (evoesap_table7 of sweeps)"
 )
-def searched_after_general_text(results: Results, name: str) -> Table:
+def searched_after_general_text(results: Results, name: str) -> Table | None:
     """Group averages of searched and uniform allocations that were calibrated on general text."""
     return allocation_table(results, name, GROUPS, "calibrated on general text", general_pairs)
 
 
 @output("evoesap.table8", needs=f"{SEARCHES}, and coding benchmarks")
-def searched_coding(results: Results, name: str) -> Table:
+def searched_coding(results: Results, name: str) -> Table | None:
     """Searched and uniform allocations: coding benchmarks."""
     return allocation_table(results, name, CODING, "coding")
 
 
 @output("evoesap.table9", needs=f"{SEARCHES}, and WildBench, gsm8k or math500")
-def searched_writing_and_mathematics(results: Results, name: str) -> Table:
+def searched_writing_and_mathematics(results: Results, name: str) -> Table | None:
     """Searched and uniform allocations: writing and mathematics."""
     return allocation_table(results, name, WRITING_AND_MATH, "writing and mathematics")
 
 
 @output("evoesap.table10", needs=f"{SEARCHES}, and multiple-choice benchmarks")
-def searched_multiple_choice(results: Results, name: str) -> Table:
+def searched_multiple_choice(results: Results, name: str) -> Table | None:
     """Searched and uniform allocations: multiple choice."""
     return allocation_table(results, name, (*names.MULTIPLE_CHOICE, "MC Avg"), "multiple choice")
 
@@ -201,8 +197,8 @@ def densities(study: Study, comparison: Comparison) -> pd.DataFrame:
     """Share of its experts that each layer keeps: one row per layer and cell of whole experts, with
     the cell's axes."""
     cells = comparison.cells[comparison.cells["granularity"] == "expert"]
-    kept = study.kept[study.kept["cell"].isin(cells.index)]
-    shares = kept.groupby(["cell", "layer"], as_index=False)["share"].mean()
+    retained = study.retained[study.retained["cell"].isin(cells.index)]
+    shares = retained.groupby(["cell", "layer"], as_index=False)["share"].mean()
     axes = ["criterion", "allocation", "ratio", "removed_words", "calibration", "recovery"]
     return pd.DataFrame(shares.join(cells[axes], on="cell"))
 

@@ -14,10 +14,10 @@ from analysis.load.reader import groups, time_and_memory
 from analysis.load.settings import is_searched
 from analysis.load.study import Study
 from analysis.outputs.captions import GPU_PEAK, MEBIBYTE, SEARCHES, reading, setting
-from analysis.outputs.score_rows import stacked
+from analysis.outputs.score_rows import numbers_table, stacked
 from analysis.published.numbers import numbers
 from analysis.registry import Results, output
-from analysis.render.table import SCORE, Table, spelled, tabulated
+from analysis.render.table import Table, spelled, tabulated
 from analysis.stats.cell_scores import GROUPS, Numbers, column_targets, means_in_words, scores
 from analysis.stats.comparison import Comparison
 
@@ -101,7 +101,7 @@ def cost_table(results: Results, name: str) -> Table:
     chapter="search",
     needs=f"{SEARCHES} and several settings of the search (evoesap_table5 of sweeps)",
 )
-def settings_table(results: Results, name: str) -> Table:
+def settings_table(results: Results, name: str) -> Table | None:
     """EvoESAP's Table 5: uniform allocation and searches that differ in fitness, samples,
     generations or candidates."""
 
@@ -122,7 +122,7 @@ def settings_table(results: Results, name: str) -> Table:
     chapter="search",
     needs=f"{SEARCHES}, fitness=esap and fitness=spec_dec (evoesap_table6 of sweeps)",
 )
-def fitness_table(results: Results, name: str) -> Table:
+def fitness_table(results: Results, name: str) -> Table | None:
     """EvoESAP's Table 6: searches by speculative decoding and by ESAP."""
     fitness = results.study.searches.set_index("cell")["fitness"]
 
@@ -138,7 +138,7 @@ def fitness_table(results: Results, name: str) -> Table:
     chapter="search",
     needs=f"{SEARCHES}, and coding benchmarks, WildBench or multiple choice",
 )
-def competitor_table(results: Results, name: str) -> Table:
+def competitor_table(results: Results, name: str) -> Table | None:
     """EvoESAP's Table 4: searched allocations and the published row of DiEP, which is not built
     here."""
 
@@ -148,7 +148,7 @@ def competitor_table(results: Results, name: str) -> Table:
         ]
 
     measured = _table(results, name, chosen, COMPARED, "Searched allocations beside DiEP")
-    if measured.frame.empty or measured.low is None or measured.high is None:
+    if measured is None or measured.low is None or measured.high is None:
         return measured
     shown = [column for column in (*COMPARED, SECONDS) if column in measured.frame]
     frame = measured.frame[[*TEXT, "Allocation", *shown]].assign(Source="measured")
@@ -195,32 +195,29 @@ def _table(
     chosen: Callable[[pd.DataFrame], pd.DataFrame],
     columns: Sequence[str],
     title: str,
-) -> Table:
+) -> Table | None:
     """Make a table of settings, scores and seconds, one row per cell.
 
     chosen: selects cells of each group whose cells differ only in their search."""
     parts = [
         _rows(results.study, comparison, chosen, columns) for comparison in results.comparisons
     ]
-    empty = pd.DataFrame(columns=list(TEXT))
-    rows = stacked(
-        [part for part in parts if part is not None] or [Numbers(empty, empty[[]], empty[[]])]
-    )
+    rows = stacked(parts)
+    if rows is None:
+        return None
     forms = {**{column: form for column, (_, form) in _SETTINGS.items()}, SECONDS: "{:,.1f}"}
     settings = {column: form for column, form in forms.items() if column in rows.frame}
-    return Table(
+    return numbers_table(
+        rows,
+        list(rows.frame),
+        settings,
         name=name,
         title=title,
         caption=f"{means_in_words(results.comparisons)} Code and Math are means of their two "
         "columns. Samples: rows of "
         "the search set; search: seconds of the process that finished it. "
         f"{setting(results.study)}",
-        frame=rows.frame,
-        formats={**dict.fromkeys(rows.best, SCORE), **settings},
-        best=rows.best,
         blocks=list(TEXT),
-        low=rows.low,
-        high=rows.high,
         optional=tuple(settings),
     )
 

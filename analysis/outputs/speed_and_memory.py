@@ -248,8 +248,7 @@ def _heat(axes: Axes, timings: pd.DataFrame, column: str) -> None:
 
 @output("unified.table3", chapter="memory")
 def memory_table(results: Results, name: str) -> Table:
-    """Bytes of the model in bfloat16 before and after pruning, computed exactly from configurations
-    and plans."""
+    """Bytes of the model in bfloat16 before and after pruning, counted without its weights."""
     memory = results.study.memory
     numbers = {
         "Before (MiB)": ("before", "{:,.2f}"),
@@ -258,16 +257,16 @@ def memory_table(results: Results, name: str) -> Table:
         "Before (bytes)": ("bytes", "{:,.0f}"),
         "After (bytes)": ("bytes_after", "{:,.0f}"),
     }
-    if len(memory):
-        memory = memory.assign(
-            before=memory["bytes"] / MEBIBYTE, after=memory["bytes_after"] / MEBIBYTE
-        )
+    memory = memory.drop_duplicates(["model", "removed_words", "bytes_after"])
+    memory = memory.assign(
+        before=memory["bytes"] / MEBIBYTE, after=memory["bytes_after"] / MEBIBYTE
+    )
     return Table(
         name=name,
         title="Loading memory",
         caption=(
-            "Parameters of the whole model in bfloat16, computed from its configuration and "
-            "the plans."
+            "Parameters of the whole model in bfloat16. Plans that remove the same share can "
+            "differ in it, by rows of routers and by what replaces experts."
         ),
         **tabulated(memory, {"Model": "model", "Pruned": "removed_words"}, numbers),
     )

@@ -39,7 +39,7 @@ SHADES = colormaps["viridis"]
 
 def weights_table(
     what: str, columns: Sequence[str]
-) -> Callable[[Blocks], Callable[[Results, str], Table]]:
+) -> Callable[[Blocks], Callable[[Results, str], Table | None]]:
     """Make a table of `columns` that compares criteria that read weights alone with those that read
     a text."""
     title = f"Scores from weights alone and from text: {what}"

@@ -318,8 +318,9 @@ def is_text(kind: Any) -> bool:
 def identity(value: Any) -> Any:
     """What of a value changes a result, JSON-ready: `identity` of an object that has it, the fields
     of another dataclass, and of a mapping or a list that of its values."""
-    if hasattr(value, "identity"):
-        return value.identity
+    document = getattr(value, "identity", None)
+    if document is not None:
+        return document
     if is_dataclass(value):
         return counting_fields(value)
     if isinstance(value, Mapping):

@@ -4,9 +4,11 @@ that grades."""
 from __future__ import annotations
 
 from dataclasses import field
+from pathlib import Path
+from pkgutil import iter_modules
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import model_validator
+from pydantic import AfterValidator, model_validator
 from pydantic.dataclasses import dataclass
 
 from moe_lab.config.base import (
@@ -20,6 +22,7 @@ from moe_lab.config.base import (
     Text,
     matching,
 )
+from moe_lab.errors import nearest
 from moe_lab.json_files import fits
 
 VARIABLE = "expected the name of an environment variable, such as OPENAI_API_KEY"
@@ -130,6 +133,19 @@ class BackendConfig(Group):
         return self
 
 
+HARNESSES = Path(__file__).parents[1] / "evaluation" / "harnesses"
+"""The folder of the harnesses, each a module."""
+
+
+def _known_harness(name: str) -> str:
+    names = [module.name for module in iter_modules([str(HARNESSES)])]  # none is imported
+    if name in names:
+        return name
+    close = nearest(name, names)
+    hint = f", such as {close}" if close else ""
+    raise ValueError(f"expected a harness{hint} (known: {', '.join(names)})")
+
+
 @dataclass(config=SETTINGS, frozen=True)
 class BenchmarkConfig(Group):
     """One run of one harness; it may report several results (HumanEval and HumanEval+ share their
@@ -141,11 +157,9 @@ class BenchmarkConfig(Group):
 
     name: Name
     """Name of this run in file names."""
-    harness: Literal[
-        "lm_eval", "evalplus", "evalscope", "wildbench", "function_calls", "stories", "perplexity"
-    ]
-    """The program that asks and grades: lm_eval, evalplus, evalscope, wildbench, function_calls,
-    stories or perplexity."""
+    harness: Annotated[str, AfterValidator(_known_harness)]
+    """The program that asks and grades: a module of moe_lab/evaluation/harnesses, such as lm_eval
+    or perplexity."""
     task: str
     """The harness's task: its own name for it, a task file, a data file, or
     `pocket:benchmarks/FILE`."""

@@ -1,5 +1,5 @@
-"""Benchmarks, asked of a model and graded. Here: what evaluation may do at all, and how programs
-are confined.
+"""Evaluation of models on benchmarks. Here: what it may do on this machine, and how programs are
+confined.
 
 Standard library only, as processes that run programs import this.
 """
@@ -33,9 +33,9 @@ class Policy:
 
         `closed_world`: right answers need no import and no private attribute, as in the shipped
         benchmarks. Where there are no namespaces, sandbox=auto runs only such programs, after
-        checking them (`closed_world.py`).
-        Raises UserError when no allowed sandbox is possible on this machine, and Unavailable when
-        one that is possible does not start now: programs then run in no weaker one.
+        checking them (`closed_world.py`). Raises UserError when no allowed sandbox is possible on
+        this machine, and Unavailable when one that is possible does not start now: programs then
+        run in no weaker one.
         """
         from moe_lab.evaluation.sandbox.client import NoNamespaces, RunnerError, check_namespaces
 
@@ -53,15 +53,13 @@ class Policy:
                 return LIMITED
             raise UserError(
                 f"sandbox={self.sandbox} needs Linux namespaces to run programs the model wrote, "
-                "and there are none "
-                f"here ({error}): evaluate on another machine, or set sandbox=none to run them "
-                "without a sandbox"
+                f"and there are none here ({error}): evaluate on another machine, or set "
+                "sandbox=none to run them without a sandbox"
             ) from None
         except RunnerError as error:
             raise Unavailable(
                 f"sandbox={self.sandbox}: the sandbox for programs the model wrote does not start "
-                f"now ({error}): "
-                "expected memory and processes for it, so start again when the machine is less "
-                "busy"
+                f"now ({error}): expected memory and processes for it, so start again when the "
+                "machine is less busy"
             ) from error
         return NAMESPACES

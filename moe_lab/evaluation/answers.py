@@ -1,4 +1,4 @@
-"""Ask an engine for the answers to items: prompts, tokens, order, batches, and what a text says. No
+"""Collect an engine's answers to items: prompts, tokens, order, batches, thoughts and answers. No
 torch."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from moe_lab import progress
@@ -16,26 +16,24 @@ from moe_lab.calibration.documents import TEMPLATE_ARGUMENTS, Tools, render_whol
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation.engines import (
-    MARKS,
     Engine,
+    GeneratedText,
+    GenerationSettings,
     Likelihood,
     Prompt,
     Row,
-    Writing,
-    Written,
-    answer_in,
     appended_tokens,
     check_finite,
-    may_think,
-    special_marks,
 )
-from moe_lab.evaluation.harness import Answer, Document, Item, Messages, Pair, Reply, Text, Window
+from moe_lab.evaluation.items import Answer, Document, Item, Messages, Pair, Reply, Text, Window
+from moe_lab.evaluation.thoughts import MARKS, answer_in, may_think, special_marks
 from moe_lab.json_files import Record
 
 PARTS = 16
-"""Batches of likelihoods that are computed in one call, so that answers to one question meet."""
+"""Batches of likelihoods that are computed in one call, so that requests with a common prefix share
+a batch."""
 USUAL_LENGTH = 2048
-"""Tokens of a window of a document, where neither the benchmark nor the model says."""
+"""Tokens of a window of a document, where neither the benchmark nor the model sets it."""
 COMPUTED = "computed.jsonl"
 """File of a record, among the files from which a step resumes."""
 _EXCERPT = 40
@@ -77,35 +75,33 @@ def collect_answers(
     encoder.check_pairs(queries)
     prompts = encoder.prompts(queries)
     texts = _generate(engine, prompts, queries, benchmark, record)
-    likelihoods = {
-        prompt.answer: texts[number].likelihood
-        for number, prompt in prompts.items()
-        if prompt.answer
-    }
-    known: dict[Row, Likelihood] = {
-        row: likelihood for row, likelihood in likelihoods.items() if likelihood
-    }
-    rows = {row for query in queries for row in query.rows if row not in known}
-    known |= _score(engine, rows, benchmark.batch_size, record)
-    replies = [
-        _reply(query, texts.get(number), known, chat=benchmark.chat)
-        for number, query in enumerate(queries)
-    ]
-    ends = accumulate((len(item.requests) for item in items), initial=0)
-    return [
-        Answer(item.name, queries[start].prompt, tuple(replies[start:end]))
-        for item, (start, end) in zip(items, pairwise(ends), strict=True)
-    ]
+    likelihoods: dict[Row, Likelihood] = {}
+    for number, prompt in prompts.items():
+        likelihood = texts[number].likelihood
+        if prompt.answer and likelihood:
+            likelihoods[prompt.answer] = likelihood
+    rows = {row for query in queries for row in query.rows if row not in likelihoods}
+    likelihoods |= _score(engine, rows, benchmark.batch_size, record)
+    answers = []
+    start = 0
+    for item in items:
+        replies = []
+        for number in range(start, start + len(item.requests)):
+            text = texts.get(number)
+            replies.append(_reply(queries[number], text, likelihoods, chat=benchmark.chat))
+        answers.append(Answer(item.name, queries[start].prompt, tuple(replies)))
+        start += len(item.requests)
+    return answers
 
 
-# What the engine gets.
+# Requests as the engine gets them.
 
 
 def render(engine: Engine, messages: Messages, tools: Tools = ()) -> str:
     """The prompt for the next message of a conversation, in which the model may call `tools`.
 
     A last message of the assistant is the beginning of that message. Raises UserError without a
-    chat template, and for one that refuses the conversation, ignores the tools or leaves out words.
+    chat template, and for one that refuses the conversation, ignores the tools or omits words.
     """
     if not engine.tokenizer.chat_template:
         raise UserError(
@@ -135,16 +131,15 @@ class _Encoder:
         self.first: int | None = (
             tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         )
-        """The token that stands before a text of which every token is predicted."""
+        """The token before a text of which every token is predicted."""
         self._begun = None if self.first is None else tokenizer.decode(self.first)
         self._appended = appended_tokens(tokenizer)
-        """Tokens that are dropped from the end of every text: the model goes on with it, or with an
-        answer to it."""
+        """Tokens that are dropped from the end of every text: the model continues it, or answers
+        it."""
         if self._appended:
             warnings.warn(
                 f"the model's tokenizer appends {tokenizer.decode(self._appended)!r} to every "
-                "text: prompts, answers "
-                "and documents are evaluated without it",
+                "text: prompts, answers and documents are evaluated without it",
                 stacklevel=2,
             )
 
@@ -217,8 +212,7 @@ class _Encoder:
             limit = "model" if self.room == self.engine.max_length else "max_length"
             raise UserError(
                 f"{self.name}: a question with its answer has {longest} tokens, and {self.room} "
-                "are read: "
-                f"expected a {limit} of {longest - 1} tokens or more, to read it whole"
+                f"are read: expected a {limit} of {longest - 1} tokens or more, to read it whole"
             )
 
     def _windows(self, document: Document, tokens: Sequence[int]) -> list[Row]:
@@ -251,7 +245,7 @@ class _Encoder:
         long: list[tuple[int, Text]] = []
         for number, query in enumerate(queries):
             if isinstance(query.request, Text):
-                if self.room is None or len(query.tokens) + query.request.most <= self.room:
+                if self.room is None or len(query.tokens) + query.request.max_tokens <= self.room:
                     prompts[number] = Prompt(
                         query.prompt, query.tokens, query.rows[0] if query.rows else None
                     )
@@ -259,22 +253,20 @@ class _Encoder:
                     long.append((len(query.tokens), query.request))
         refused = [(length, text) for length, text in long if not text.skip_long or not prompts]
         if self.room is not None and refused:
-            length, text = max(refused, key=lambda each: each[0] + each[1].most)
-            left = self.room - length
-            hint = (
-                f"lower max_new_tokens to {left} or less"
-                if left > 0
-                else "they need a model, or a max_length, of more"
-            )
+            length, text = max(refused, key=lambda entry: entry[0] + entry[1].max_tokens)
+            remaining = self.room - length
+            hint = "expected a model, or a max_length, of more"
+            if remaining > 0:
+                hint = f"expected max_new_tokens={remaining} or less"
             raise UserError(
-                f"a prompt of {length} tokens and max_new_tokens={text.most} do not fit the "
+                f"a prompt of {length} tokens and max_new_tokens={text.max_tokens} do not fit the "
                 f"{'model' if self.room == self.engine.max_length else 'benchmark'}'s {self.room} "
                 f"tokens: {hint}"
             )
         return prompts
 
 
-# the plans of a model are asked the same questions, one plan after the other
+# all plans of a model get the same questions, one plan after the other
 @lru_cache(maxsize=1 << 13)
 def _encoded(tokenizer: Any, text: str, special: bool) -> tuple[int, ...]:
     return tuple(tokenizer([text], add_special_tokens=special, verbose=False).input_ids[0])
@@ -300,36 +292,39 @@ def _generate(
     queries: Sequence[_Query],
     benchmark: BenchmarkConfig,
     record: Record,
-) -> dict[int, Written]:
+) -> dict[int, GeneratedText]:
     """Number of a request -> its text. Equal prompts are written once; the longest come first."""
-    # What a thought says ends nothing, so texts of models that may think are cut when they are
-    # complete.
+    # Stop texts in a thought do not end it, so texts of models that may think are cut at the end.
     thinks = benchmark.chat and may_think(engine.tokenizer)
-    groups: dict[Writing, dict[Prompt, list[int]]] = {}
+    groups: dict[GenerationSettings, dict[Prompt, list[int]]] = {}
     for number, prompt in prompts.items():
         request = queries[number].request
         marks = queries[number].marks
         assert isinstance(request, Text)
         stop = () if thinks else request.stop
-        writing = Writing(request.most, stop, benchmark.chat, benchmark.batch_size, marks)
-        groups.setdefault(writing, {}).setdefault(prompt, []).append(number)
-    texts: dict[int, Written] = {}
-    for writing, of_group in groups.items():
+        generation = GenerationSettings(
+            request.max_tokens, stop, benchmark.chat, benchmark.batch_size, marks
+        )
+        groups.setdefault(generation, {}).setdefault(prompt, []).append(number)
+    texts: dict[int, GeneratedText] = {}
+    for generation, of_group in groups.items():
         order = sorted(
             of_group, key=lambda prompt: (-len(prompt.tokens), prompt.tokens, prompt.text)
         )
-        for batch in _parts(order, writing.batch_size * engine.batches):
+        for batch in _parts(order, generation.batch_size * engine.batches):
             progress.tell(len(texts), len(prompts), "requests")
-            for prompt, text in zip(batch, _generated(engine, batch, writing, record), strict=True):
+            for prompt, text in zip(
+                batch, _generated(engine, batch, generation, record), strict=True
+            ):
                 texts |= dict.fromkeys(of_group[prompt], text)
     return texts
 
 
 def _generated(
-    engine: Engine, batch: Sequence[Prompt], writing: Writing, record: Record
-) -> list[Written]:
+    engine: Engine, batch: Sequence[Prompt], generation: GenerationSettings, record: Record
+) -> list[GeneratedText]:
     def compute() -> list[Any]:
-        texts = engine.generate(batch, writing)
+        texts = engine.generate(batch, generation)
         for text in texts:
             check_finite(text.likelihood[0] if text.likelihood else 0.0, "log-likelihood")
         return [[text.text, text.ended, text.likelihood] for text in texts]
@@ -338,9 +333,11 @@ def _generated(
         [prompt.tokens, prompt.answer and [prompt.answer.start, prompt.answer.tokens]]
         for prompt in batch
     ]
-    results = record.result([writing.most, writing.stop, writing.marks, rows], compute)
+    results = record.result(
+        [generation.max_tokens, generation.stop, generation.marks, rows], compute
+    )
     return [
-        Written(text, ended, likelihood and tuple(likelihood))
+        GeneratedText(text, ended, likelihood and tuple(likelihood))
         for text, ended, likelihood in results
     ]
 
@@ -352,8 +349,8 @@ def _score(
     likelihoods: dict[Row, Likelihood] = {}
     for part in _parts(_by_question(rows), batch_size * PARTS):
         progress.tell(len(likelihoods), len(rows), "requests")
-        asked = ["likelihoods", batch_size, [[row.start, *row.tokens] for row in part]]
-        results = record.result(asked, partial(_finite_scores, engine, part, batch_size))
+        key = ["likelihoods", batch_size, [[row.start, *row.tokens] for row in part]]
+        results = record.result(key, partial(_finite_scores, engine, part, batch_size))
         likelihoods |= {
             row: (total, likeliest) for row, (total, likeliest) in zip(part, results, strict=True)
         }
@@ -386,26 +383,29 @@ def _parts(values: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
         yield values[start : start + size]
 
 
-# What the model said.
+# Replies.
 
 
 def _reply(
-    query: _Query, text: Written | None, likelihoods: Mapping[Row, Likelihood], *, chat: bool
+    query: _Query, text: GeneratedText | None, likelihoods: Mapping[Row, Likelihood], *, chat: bool
 ) -> Reply:
-    scored = [(likelihoods[row], row) for row in query.rows]
+    """The likelihoods of a request's rows; of a request for a text its thought and answer, and the
+    loss on its reference."""
     if not isinstance(query.request, Text):
-        windows = [
-            Window(total, len(row.tokens) - row.start, likeliest)
-            for (total, likeliest), row in scored
-        ]
+        windows = []
+        for row in query.rows:
+            total, likeliest = likelihoods[row]
+            windows.append(Window(total, len(row.tokens) - row.start, likeliest))
         return Reply(windows=tuple(windows), tokens=len(query.tokens))
-    losses = [-total / math.log(2) / query.reference_bytes for (total, _), _ in scored]
-    loss = losses[0] if losses else None
+    loss = None
+    if query.rows:
+        total, _ = likelihoods[query.rows[0]]
+        loss = -total / math.log(2) / query.reference_bytes
     if text is None:
         return Reply(ended="too_long", loss=loss)
     whole = cut(text.text, query.request.stop, query.prompt, chat=chat)
     ended = "stop" if whole != text.text else text.ended
-    # what is left of stop texts: in a thought, or of one that is not complete
+    # Marks of stop texts remain in a thought, or where a stop text is incomplete.
     for _, mark in query.marks:
         if mark not in MARKS:
             whole = whole.replace(mark, "")

@@ -1,275 +1,34 @@
-"""Properties of benchmark harnesses, known without importing them; their items, answers and
-results. No torch."""
+"""What a harness is: its items and grading, its checks, its identity and what it needs.
+
+Imports neither torch nor the package of a harness.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import math
-import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import cache, lru_cache
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moe_lab.calibration.documents import Tools
 from moe_lab.config import BenchmarkConfig
-from moe_lab.errors import UserError
-from moe_lab.paths import resolve
+from moe_lab.errors import Unavailable, UserError, unknown, user_errors
+from moe_lab.evaluation import LIMITED, Policy
+from moe_lab.evaluation.interpreters import installed
+from moe_lab.evaluation.items import Answer, Item
+from moe_lab.paths import PREFIX, local
 from moe_lab.results import Result, Sample, Scale
 
 
-@dataclass(frozen=True)
-class Harness:
-    """Properties of a harness."""
-
-    package: str | None = None
-    """Package that grades, if it is not moe_lab itself and is installed in this interpreter."""
-    metrics: tuple[str, ...] | None = None
-    """Metrics it can report; None: those that the task defines."""
-    question_parameters: tuple[str, ...] = ()
-    """Keys of benchmark.parameters that change the model's input."""
-    grading_parameters: tuple[str, ...] = ()
-    """Keys of benchmark.parameters that change only how answers are graded."""
-    two_phases: bool = False
-    """Texts are graded without the model, so that generating and grading are separate steps."""
-    scores: bool = False
-    """It may compute likelihoods alone, so that max_new_tokens may be 0."""
-    continues_text: bool = False
-    """The model continues a text, so a chat template cannot be used."""
-    shows_examples: bool = False
-    """It can put solved examples before a question."""
-    judged: bool = False
-    """A judge scores the answers."""
-    gives_tools: bool = False
-    """Its questions come with tools, which the chat template must read."""
-    reads_path: bool = False
-    """suite.path names its data: the folder of the benchmark's task, or the file of one without a
-    task."""
-    lists_items: bool = True
-    """Its items are listed in this interpreter."""
-
-
-_LIMITS = ("seconds", "memory_mib", "processes")
-HARNESSES: Mapping[str, Harness] = {
-    "lm_eval": Harness(
-        package="lm-eval",
-        question_parameters=("folder", "definition"),
-        scores=True,
-        shows_examples=True,
-    ),
-    "evalplus": Harness(
-        package="evalplus", metrics=("base", "plus"), grading_parameters=_LIMITS, two_phases=True
-    ),
-    "evalscope": Harness(  # in an interpreter of its own
-        metrics=("acc",),
-        question_parameters=("start_date", "end_date"),
-        grading_parameters=_LIMITS,
-        two_phases=True,
-        shows_examples=True,
-        lists_items=False,
-    ),
-    "wildbench": Harness(
-        metrics=("score",),
-        question_parameters=("tag",),
-        grading_parameters=("template",),
-        two_phases=True,
-        judged=True,
-    ),
-    "function_calls": Harness(
-        metrics=("acc",),
-        question_parameters=("answers",),
-        two_phases=True,
-        gives_tools=True,
-        reads_path=True,
-    ),
-    "stories": Harness(metrics=("score",), continues_text=True),
-    "perplexity": Harness(
-        metrics=("perplexity", "bits_per_byte", "loss"),
-        question_parameters=("length",),
-        scores=True,
-        continues_text=True,
-        reads_path=True,
-    ),
-}
-"""Harnesses by name, which is also the name of their module in `harnesses/`. Each module has
-
-    items(benchmark) -> list[Item]                       what is asked; the same in every process
-    grade(answers, benchmark, policy) -> Graded          without a model
-
-and imports no torch.
-"""
-
-
-# What is asked, and what a model says.
-
-
-Messages = Sequence[Mapping[str, str]]
-"""A conversation: role and content of each message."""
-
-
-@dataclass(frozen=True)
-class Text:
-    """A text to be written."""
-
-    prompt: str | Messages
-    """Text to continue, or a conversation for the model's chat template."""
-    most: int
-    """Largest number of tokens of the text."""
-    stop: tuple[str, ...] = ()
-    """Texts at which an answer ends; they are cut off. Only the answer is searched for them: no
-    prompt, no thought."""
-    reference: str | None = None
-    """A right answer, with exactly the text that follows the prompt."""
-    tools: Tools = ()
-    """Functions that the model may call in a conversation."""
-    skip_long: bool = False
-    """Write nothing after a prompt that leaves too little room; otherwise it is an error."""
-
-
-@dataclass(frozen=True)
-class Pair:
-    """How likely is the continuation after the context?"""
-
-    context: str | Messages
-    continuation: str
-
-
-@dataclass(frozen=True)
-class Document:
-    """How likely is a whole text, window by window?
-
-    By default windows do not overlap, and the first token of each is not predicted. `from_nothing`
-    predicts every token, each but the first after another one, as lm-eval does.
-    """
-
-    text: str
-    length: int | None = None
-    """Tokens of a window; None for 2048, or what the model can read."""
-    from_nothing: bool = False
-    windows: int | None = None
-    """Only so many windows."""
-
-
-@dataclass(frozen=True)
-class Item:
-    """One item of a benchmark."""
-
-    name: str
-    """Unique in its benchmark."""
-    requests: tuple[Text | Pair | Document, ...]
-
-
-@dataclass(frozen=True)
-class Window:
-    """The likelihood of a part of a text."""
-
-    nats: float
-    """Summed log-likelihood of its tokens."""
-    tokens: int
-    """Number of these tokens."""
-    likeliest: bool
-    """Whether each of them was the likeliest."""
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What the model said to one request."""
-
-    text: str | None = ""
-    """The answer that it wrote, without the thought before it; None where the thought does not
-    end."""
-    thought: str = ""
-    """What it wrote before the answer."""
-    ended: str | None = None
-    """Why a text ended: end (an end token), stop (a stop text), limit (too many tokens), or
-    too_long: nothing was written, because prompt and limit together are too long. None where
-    nothing was to be written. A server does not tell the first two apart."""
-    loss: float | None = None
-    """Loss on the reference, in bits per byte."""
-    windows: tuple[Window, ...] = ()
-    """Likelihood of a Pair's continuation, or of each window of a Document."""
-    tokens: int = 0
-    """Number of tokens of a Document."""
-
-    @property
-    def nats(self) -> float:
-        """Summed log-likelihood of all windows."""
-        return sum(window.nats for window in self.windows)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A model's answer to an item."""
-
-    item: str
-    prompt: str
-    """The prompt of the first request as the model read it."""
-    replies: tuple[Reply, ...]
-    """One for each request of the item."""
-    replicate: int = 0
-    """Number of this answer among several to the same item."""
-
-    @property
-    def reply(self) -> Reply:
-        """The reply to the first request, which is the only one where texts are written."""
-        return self.replies[0]
-
-    def sample(
-        self, result: str, outcome: float, extracted: str, output: str | None = None
-    ) -> Sample:
-        """The row of samples.parquet for this answer and a result. `output` stands for an answer
-        that is no text."""
-        return Sample(
-            benchmark=result,
-            item=self.item,
-            replicate=self.replicate,
-            outcome=outcome,
-            prompt_hash=hashlib.sha256(self.prompt.encode("utf-8", "surrogatepass")).hexdigest()[
-                :16
-            ],
-            thought=self.reply.thought,
-            output=self.reply.text if output is None else output,
-            ended=self.reply.ended,
-            extracted=extracted,
-            answer_loss=self.reply.loss,
-        )
-
-
-def replace_surrogates(text: str) -> str:
-    """Replace what cannot be written as UTF-8: a model, or its server, may send half of a surrogate
-    pair."""
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def write_answers(answers: Sequence[Answer], file: Path) -> None:
-    """Write one JSON line per answer."""
-    file.write_text(
-        "".join(json.dumps(asdict(answer)) + "\n" for answer in answers), encoding="utf-8"
-    )
-
-
-def read_answers(content: bytes) -> list[Answer]:
-    """The answers in the content of a file that `write_answers` wrote."""
-    answers = []
-    for line in content.splitlines():
-        row = json.loads(line)
-        windows = [
-            tuple(Window(**window) for window in reply["windows"]) for reply in row["replies"]
-        ]
-        replies = [
-            Reply(**{**reply, "windows": own})
-            for reply, own in zip(row["replies"], windows, strict=True)
-        ]
-        answers.append(Answer(**{**row, "replies": tuple(replies)}))
-    return answers
-
-
-# Results.
+def harness_of(benchmark: BenchmarkConfig) -> Harness:
+    """The harness that a benchmark names. Its module imports nothing heavy."""
+    module = importlib.import_module(f"moe_lab.evaluation.harnesses.{benchmark.harness}")
+    harness: Harness = module.HARNESS
+    return harness
 
 
 @dataclass(frozen=True)
@@ -283,36 +42,238 @@ class Graded:
     protocol: dict[str, Any] = field(default_factory=dict)
     """Settings of the harness, as JSON."""
     tolerated: int = 0
-    """Number of items that may lack an outcome; the protocol names them."""
+    """Number of items that may have no outcome; the protocol names them."""
 
 
-def data_files(benchmark: BenchmarkConfig) -> list[Path]:
-    """The files of a benchmark without a mirror; the last one has the items. Raises UserError
-    naming a missing file.
+class Harness(ABC):
+    """Asks the questions of benchmarks and grades the answers. Defaults are those of most
+    harnesses."""
 
-    A task of lm-eval's format is a file beside its items, or the benchmark's own
-    parameters.definition.
-    """
-    if not benchmark.task:
-        raise UserError(
-            f"benchmark {benchmark.name} has no data: name its file, such as suite.path=FILE"
-        )
-    task = Path(resolve(benchmark.task)).expanduser().absolute()
-    is_defined = benchmark.harness != "lm_eval" or "definition" in benchmark.parameters
-    files = [task] if is_defined else [task, task.with_suffix(".jsonl")]
-    if answers := benchmark.parameters.get("answers"):
-        files.insert(0, task.parent / str(answers))
-    for file in files:
-        if not file.is_file():
-            hint = (
-                ": name its folder by suite.path=FOLDER"
-                if HARNESSES[benchmark.harness].gives_tools
-                else ""
-            )
+    package: str | None = None
+    """Package that it needs in this interpreter."""
+    metrics: tuple[str, ...] | None = None
+    """Metrics that it can report; None: those that the task defines."""
+    question_parameters: tuple[str, ...] = ()
+    """Keys of benchmark.parameters that change the model's input."""
+    grading_parameters: tuple[str, ...] = ()
+    """Keys of benchmark.parameters that change only how answers are graded."""
+    other_parameters: tuple[str, ...] = ()
+    """Keys of benchmark.parameters that change no result, or name a file that is hashed instead."""
+    numeric_parameters: tuple[str, ...] = ()
+    """Those of all keys whose values are numbers, 0 or more."""
+    mirrored: bool | None = None
+    """Whether its data is a mirror (True), or files that suite.path or task names (False); None:
+    either."""
+    chat: bool | None = None
+    """The only value of benchmark.chat that it supports; None: both."""
+    least_new_tokens = 1
+    """Smallest benchmark.max_new_tokens; 0 where it may compute likelihoods alone."""
+    shows_examples = False
+    """Whether it can put solved examples before a question."""
+    two_phases = False
+    """Whether texts are graded without the model, so that generating and grading are separate
+    steps."""
+    judged = False
+    """Whether a judge scores the answers."""
+    gives_tools = False
+    """Whether its questions come with tools, which the chat template must read."""
+    reads_path = False
+    """Whether suite.path names its data: the folder of the task, or the file where there is no
+    task."""
+    lists_items = True
+    """Whether its items are listed in this interpreter."""
+    counts_items = True
+    """Whether it has as many items as benchmark.expected; a whole text is one item of many
+    windows."""
+
+    @abstractmethod
+    def items(self, benchmark: BenchmarkConfig) -> list[Item]:
+        """The items of a benchmark; the same in every process."""
+
+    @abstractmethod
+    def grade(
+        self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
+    ) -> Graded:
+        """Results of the answers. Needs no model."""
+
+    # Data and identity.
+
+    def version(self, benchmark: BenchmarkConfig) -> str | None:
+        """The version of the package that asks and grades; None for moe_lab itself, or if it is not
+        installed."""
+        return installed(self.package) if self.package else None
+
+    def paths(self, benchmark: BenchmarkConfig) -> list[Path]:
+        """Paths of the data of a benchmark without a mirror; the last one has the items."""
+        return [local(benchmark.task).absolute()]
+
+    def data_files(self, benchmark: BenchmarkConfig) -> list[Path]:
+        """As `paths`. Raises UserError for a missing file."""
+        if not benchmark.task:
             raise UserError(
-                f"benchmark {benchmark.name} needs {file}, and there is no such file{hint}"
+                f"benchmark {benchmark.name} has no data: name its file, such as suite.path=FILE"
             )
-    return files
+        paths = self.paths(benchmark)
+        for path in paths:
+            if not path.is_file():
+                hint = ": name its folder by suite.path=FOLDER" if self.gives_tools else ""
+                raise UserError(
+                    f"benchmark {benchmark.name} needs {path}, and there is no such file{hint}"
+                )
+        return paths
+
+    def hashed_files(self, benchmark: BenchmarkConfig) -> tuple[list[Path], dict[str, str]]:
+        """All files that define a benchmark without a mirror, that of its items last, and versions
+        of the packages that code among them imports."""
+        return self.data_files(benchmark), {}
+
+    def data_digest(self, benchmark: BenchmarkConfig) -> str:
+        """sha256 over the files that define a benchmark, or over their hashes in its mirror.
+
+        If the mirror is missing, a text with the name of the data is returned, so that costs can be
+        estimated without it.
+        """
+        if benchmark.data is not None:
+            from moe_lab.evaluation import mirror
+
+            try:
+                return mirror.digest(benchmark)
+            except UserError:  # which `missing` reports
+                return f"no mirror of {benchmark.data}"
+        files, versions = self.hashed_files(benchmark)
+        digest = hashlib.sha256(json.dumps(versions, sort_keys=True).encode() if versions else b"")
+        for file in files:
+            content = file.read_bytes()
+            digest.update(f"{len(content)}\n".encode() + content)
+        return digest.hexdigest()
+
+    def question_identity(self, benchmark: BenchmarkConfig) -> dict[str, Any]:
+        """All settings that can change an answer, such as the batch size, which changes bits."""
+        source = ("task", "subset", "split") if benchmark.data is not None else ()
+        names = (
+            *source,
+            "shots",
+            "chat",
+            "max_new_tokens",
+            "max_length",
+            "limit",
+            "batch_size",
+        )
+        return {
+            "harness": benchmark.harness,
+            "version": self.version(benchmark),
+            "data": self.data_digest(benchmark),
+            **{name: getattr(benchmark, name) for name in names},
+            "parameters": _selected(benchmark, self.question_parameters),
+        }
+
+    def identity(self, benchmark: BenchmarkConfig) -> dict[str, Any]:
+        """All settings that can change a result, so without the address of a judge."""
+        keys = self.question_parameters + self.grading_parameters
+        judge = {"judge": benchmark.judge.identity} if benchmark.judge else {}
+        return {
+            **self.question_identity(benchmark),
+            "reports": dict(benchmark.reports),
+            "expected": benchmark.expected,
+            "parameters": _selected(benchmark, keys),
+            **judge,
+        }
+
+    # Checks.
+
+    def check(self, benchmark: BenchmarkConfig, policy: Policy) -> None:
+        """Raise UserError for wrong settings, and Unavailable for what is missing on this machine:
+        another one may have it."""
+        if problems := list(self.wrong(benchmark)):
+            raise UserError("; ".join(problems))
+        if problems := list(self.missing(benchmark, policy)):
+            raise Unavailable("; ".join(problems))
+
+    def wrong(self, benchmark: BenchmarkConfig) -> Iterator[str]:
+        """A sentence for each setting or file of the benchmark that is wrong on any machine."""
+        if benchmark.data is None and self.mirrored is not True:
+            yield from user_errors(self.check_data, benchmark)
+        name = f"benchmark {benchmark.name}"
+        yield from (f"{name}: {problem}" for problem in self._wrong_settings(benchmark))
+        for metric in benchmark.reports.values():
+            if self.metrics is not None and metric not in self.metrics:
+                yield str(unknown(f"{name}: metric", metric, self.metrics))
+        known = self.question_parameters + self.grading_parameters + self.other_parameters
+        for key, value in benchmark.parameters.items():
+            is_number = isinstance(value, int | float) and value >= 0
+            if key not in known:
+                yield str(unknown(f"{name}: parameter", key, known))
+            elif key in self.numeric_parameters and not is_number:
+                yield f"{name}: parameters.{key}={value}: expected a number, 0 or more"
+
+    def _wrong_settings(self, benchmark: BenchmarkConfig) -> Iterator[str]:
+        if not benchmark.reports:
+            yield "reports is empty: expected result name -> metric"
+        if self.mirrored is True and benchmark.data is None:
+            yield f"data is null, and {benchmark.harness} reads a mirror: expected a hub repository"
+        if self.mirrored is False and benchmark.data is not None:
+            yield f"data={benchmark.data}, but {benchmark.harness} reads files: expected null"
+        if self.chat not in (None, benchmark.chat):
+            given = str(benchmark.chat).lower()
+            expected = str(self.chat).lower()
+            yield f"chat={given}: expected chat={expected} with {benchmark.harness}"
+        if benchmark.max_new_tokens < self.least_new_tokens:
+            yield (
+                f"max_new_tokens={benchmark.max_new_tokens}: expected {self.least_new_tokens} or "
+                "more"
+            )
+        if benchmark.shots and not self.shows_examples:
+            yield f"shots={benchmark.shots}: expected 0"
+
+    def check_data(self, benchmark: BenchmarkConfig) -> None:
+        """Raise UserError for files, of a benchmark without a mirror, that are missing or have
+        another number of items."""
+        files, _ = self.hashed_files(benchmark)
+        if files[-1].suffix == ".jsonl":
+            lines = files[-1].read_bytes().splitlines()
+            check_count(benchmark, sum(1 for line in lines if line.strip()))
+
+    def missing(self, benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
+        """A sentence for each package, mirror, permission or sandbox that is missing on this
+        machine."""
+        if self.package and installed(self.package) is None:
+            yield (
+                f"benchmark {benchmark.name} needs the package {self.package}: pip install "
+                f"{self.package}"
+            )
+            return
+        if benchmark.data is not None:
+            from moe_lab.evaluation import mirror
+
+            yield from user_errors(mirror.check, benchmark)
+        if self.judged:
+            from moe_lab.evaluation import judge
+
+            yield from judge.missing(benchmark, policy)
+        if self.runs_programs(benchmark):
+            yield from user_errors(self.protection, benchmark, policy)
+
+    def runs_programs(self, benchmark: BenchmarkConfig) -> bool:
+        """Whether grading runs programs that the model wrote."""
+        return False
+
+    def protection(self, benchmark: BenchmarkConfig, policy: Policy) -> str:
+        """The sandbox in which programs run; errors as of `Policy.protection`."""
+        return policy.protection(closed_world=benchmark.task.startswith(PREFIX))
+
+    def runs_limited(self, benchmark: BenchmarkConfig, policy: Policy) -> bool:
+        """Whether programs that are not closed-world count as wrong, because this machine has no
+        namespaces."""
+        if not self.runs_programs(benchmark):
+            return False
+        try:
+            return self.protection(benchmark, policy) == LIMITED
+        except (UserError, Unavailable):  # which `missing` reports
+            return False
+
+
+def _selected(benchmark: BenchmarkConfig, keys: Sequence[str]) -> dict[str, Any]:
+    return {key: value for key, value in benchmark.parameters.items() if key in keys}
 
 
 def check_count(benchmark: BenchmarkConfig, count: int) -> None:
@@ -320,9 +281,11 @@ def check_count(benchmark: BenchmarkConfig, count: int) -> None:
     if benchmark.expected is not None and count != benchmark.expected:
         raise UserError(
             f"benchmark {benchmark.name} has {count} items and should have {benchmark.expected}: "
-            "its data is not the "
-            f"published set, or expected is wrong"
+            "its data is not the published set, or expected is wrong"
         )
+
+
+# Results.
 
 
 def mean_result(
@@ -358,14 +321,12 @@ def graded_by_mean(
     tolerated: int = 0,
 ) -> Graded:
     """Results that are mean outcomes; `verdict` gives an answer's outcome for a metric, and a text
-    about it."""
-    reports = benchmark.reports.items()
-    samples = [
-        answer.sample(name, *verdict(answer, metric))
-        for name, metric in reports
-        for answer in answers
-    ]
-    results = [mean_result(name, metric, samples, benchmark) for name, metric in reports]
+    that explains it."""
+    samples = []
+    results = []
+    for name, metric in benchmark.reports.items():
+        samples += [answer.sample(name, *verdict(answer, metric)) for answer in answers]
+        results.append(mean_result(name, metric, samples, benchmark))
     return Graded(results, samples, protocol or {}, tolerated)
 
 
@@ -400,75 +361,3 @@ def loss_result(
         n=len(losses),
         expected=benchmark.expected,
     )
-
-
-@cache
-def installed(package: str) -> str | None:
-    """The version of `package`, None if it is not installed. Cached, because reading metadata takes
-    milliseconds."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-_ROOT = Path(__file__).resolve().parents[2]
-
-
-def interpreter(module: str, named: str | None, user: str) -> str:
-    """The Python that has `module`: interpreters.MODULE (`named`), or that of `make MODULE`, or
-    this one.
-
-    Raises UserError, for the `user` that needs it, when there is none.
-    """
-    if named is not None:
-        python = Path(named).expanduser()
-        if not python.is_file():
-            raise UserError(
-                f"interpreters.{module}={named}, and there is no such file: run make {module}"
-            )
-        return str(python.absolute())
-    # The folder that a link names: torch compiles nothing below a path with a space, which vLLM
-    # needs.
-    own = (_ROOT / f".venv-{module}").resolve() / "bin" / "python"
-    if own.is_file():
-        return str(own)
-    if find_spec(module) is not None:
-        return sys.executable
-    raise UserError(
-        f"{user} needs {module}, which is not here: run make {module}, or name an interpreter "
-        "that has it, "
-        f"interpreters.{module}=PYTHON"
-    )
-
-
-@lru_cache(maxsize=8)
-def installed_in(python: str, package: str) -> str | None:
-    """The version of `package` in another interpreter; None if it or the interpreter is not
-    there."""
-    return (
-        _printed(python, f"from importlib.metadata import version; print(version({package!r}))")
-        or None
-    )
-
-
-def check_has(module: str, python: str) -> None:
-    """Raise UserError when the interpreter lacks `module`, or there is none in that file."""
-    # a module, not a package: builds of vLLM have several names
-    if not _printed(
-        python, f"from importlib.util import find_spec; print(find_spec({module!r}) or '')"
-    ):
-        raise UserError(
-            f"interpreters.{module}={python} has no {module}: run make {module}, or name another"
-        )
-
-
-def _printed(python: str, program: str) -> str:
-    """What a program prints in another interpreter; "" if it fails, or there is no such
-    interpreter."""
-    try:
-        return subprocess.run(
-            [python, "-I", "-c", program], capture_output=True, text=True, env={}
-        ).stdout.strip()
-    except OSError:
-        return ""

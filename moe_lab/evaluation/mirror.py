@@ -35,7 +35,7 @@ _SHAPE = {"files": {str: {"subset": str, "split": str, "rows": int, "sha256": st
 """Expected form of a manifest."""
 ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".csv")
 _SPLITS = {"train": "train", "validation": "validation|valid|val|dev", "test": "test"}
-"""Words in the paths of files that tell their split where the dataset card does not, as for
+"""Parts of paths by which files belong to a split where there is no dataset card, as for
 `datasets`."""
 
 Entries = Mapping[str, Mapping[str, Any]]
@@ -48,19 +48,18 @@ Entries = Mapping[str, Mapping[str, Any]]
 def folder(benchmark: BenchmarkConfig) -> Path:
     """The folder of the benchmark's mirror. Raises UserError with the command that makes it when
     there is none."""
-    place = _place(benchmark)
-    if not (place / MANIFEST).is_file():
+    path = _folder(benchmark)
+    if not (path / MANIFEST).is_file():
         raise UserError(
             f"benchmark {benchmark.name} needs {benchmark.data}, and data_root={benchmark.root} "
-            "has no mirror of it: "
-            f"{_command(benchmark)}"
+            f"has no mirror of it: {_command(benchmark)}"
         )
-    return place
+    return path
 
 
 def digest(benchmark: BenchmarkConfig) -> str:
-    """sha256 over the hashes, in the manifest, of the files that a benchmark reads, whatever they
-    are called."""
+    """sha256 over the hashes, in the manifest, of the files that a benchmark reads, regardless of
+    their names."""
     in_order = sorted(
         _entries_read(benchmark).values(), key=lambda entry: (entry["subset"], entry["split"])
     )
@@ -71,33 +70,30 @@ def digest(benchmark: BenchmarkConfig) -> str:
 def check(benchmark: BenchmarkConfig) -> None:
     """Raise UserError when the mirror is missing, or a file differs from the manifest, or rows are
     missing."""
-    place = folder(benchmark)
+    path = folder(benchmark)
     _count(benchmark, _entries(benchmark, benchmark.split))
     for name, entry in _entries_read(benchmark).items():
-        file = place / name
+        file = path / name
         if not file.is_file() or sha256_of(file) != entry["sha256"]:
             raise UserError(
-                f"benchmark {benchmark.name}: {file} is missing, or not what {MANIFEST} "
-                "describes: make the mirror "
-                f"again with {_command(benchmark)}"
+                f"benchmark {benchmark.name}: {file} is missing, or not what {MANIFEST} describes: "
+                f"make the mirror again with {_command(benchmark)}"
             )
 
 
 def rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
     """The rows of benchmark.subset (null: of all subsets) and benchmark.split, in order."""
-    place = folder(benchmark)
-    return [row for name in _entries(benchmark, benchmark.split) for row in read_rows(place / name)]
+    path = folder(benchmark)
+    return [row for name in _entries(benchmark, benchmark.split) for row in read_rows(path / name)]
 
 
 def subsets(benchmark: BenchmarkConfig) -> dict[str, dict[str, list[Path]]]:
     """Subset -> split -> files of the mirror. A data set without subsets has one, called
     default."""
-    place = folder(benchmark)
+    path = folder(benchmark)
     by_subset: dict[str, dict[str, list[Path]]] = {}
     for name, entry in _entries(benchmark, None).items():
-        by_subset.setdefault(entry["subset"], {}).setdefault(entry["split"], []).append(
-            place / name
-        )
+        by_subset.setdefault(entry["subset"], {}).setdefault(entry["split"], []).append(path / name)
     return by_subset
 
 
@@ -120,17 +116,17 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     return rows_of_file
 
 
-def manifest(place: Path) -> dict[str, dict[str, Any]]:
+def manifest(path: Path) -> dict[str, dict[str, Any]]:
     """The entries of a mirror's manifest; {} if there is none. Raises UserError for a manifest that
     cannot be read."""
-    file = place / MANIFEST
+    file = path / MANIFEST
     try:
         entries: dict[str, dict[str, Any]] = read_json(file, _SHAPE)["files"]
     except FileNotFoundError:
         return {}
     except Damaged:
         raise UserError(
-            f"{file} is no manifest of a mirror: delete {place} and make it again"
+            f"{file} is no manifest of a mirror: delete {path} and make it again"
         ) from None
     return entries
 
@@ -152,14 +148,14 @@ def _entries(benchmark: BenchmarkConfig, split: str | None) -> Entries:
     if not chosen:
         known = {f"{entry['subset']}/{entry['split']}" for entry in every.values()}
         wanted = f"{benchmark.subset or '*'}/{split or '*'}"
-        lacking = unknown(f"benchmark {benchmark.name}: subset/split", wanted, known)
+        missing = unknown(f"benchmark {benchmark.name}: subset/split", wanted, known)
         raise UserError(
-            f"{lacking}: the mirror {folder(benchmark)} lacks it, {_command(benchmark)} adds it"
+            f"{missing}: the mirror {folder(benchmark)} has none, {_command(benchmark)} adds it"
         )
     return chosen
 
 
-def _place(benchmark: BenchmarkConfig) -> Path:
+def _folder(benchmark: BenchmarkConfig) -> Path:
     assert benchmark.data is not None and benchmark.root is not None
     return Path(benchmark.root).expanduser().absolute() / benchmark.data
 
@@ -175,8 +171,7 @@ def _count(benchmark: BenchmarkConfig, entries: Entries) -> int:
     if count < (benchmark.expected or 0):
         raise UserError(
             f"benchmark {benchmark.name}: {benchmark.data} has {count} rows and should have "
-            f"{benchmark.expected}: its "
-            f"data is not the published set, or expected is wrong"
+            f"{benchmark.expected}: its data is not the published set, or expected is wrong"
         )
     return count
 
@@ -188,34 +183,33 @@ def make(benchmark: BenchmarkConfig, source: Path | None) -> str:
     """Make the mirror of the benchmark's data and return a line about it.
 
     `source` is a folder laid out as on the hub, or the file of the evaluated split. None: the
-    benchmark's revision on the hub. The manifest is written when everything is there and the
+    benchmark's revision on the hub. The manifest is written once all files are copied and the
     evaluated split has as many rows as expected.
     """
-    place = _place(benchmark)
-    place.mkdir(parents=True, exist_ok=True)
+    path = _folder(benchmark)
+    path.mkdir(parents=True, exist_ok=True)
     if benchmark.url or (source is not None and source.is_file()):
-        origin, files = _one_file(benchmark, source, place)
+        origin, files = _one_file(benchmark, source, path)
     elif source is not None:
-        origin, files = _copy(benchmark, source, place)
+        origin, files = _copy(benchmark, source, path)
     else:
-        origin, files = _download(benchmark, place)
+        origin, files = _download(benchmark, path)
     entries: dict[str, dict[str, Any]] = {}
     for name, (subset, split) in files.items():
-        about = {
-            "rows": len(read_rows(place / name)),
-            "sha256": sha256_of(place / name),
+        entries[name] = {
+            "subset": subset,
+            "split": split,
+            "rows": len(read_rows(path / name)),
+            "sha256": sha256_of(path / name),
             "source": origin,
         }
-        entries[name] = {"subset": subset, "split": split, **about}
-    count = _count(
-        benchmark,
-        {name: entry for name, entry in entries.items() if entry["split"] == benchmark.split},
-    )
-    # Files of other subsets and splits stay; those of these may have had other names.
-    others = {
-        n: e for n, e in manifest(place).items() if (e["subset"], e["split"]) not in files.values()
-    }
-    write_json(place / MANIFEST, {"files": {**others, **entries}})
+    evaluated = {n: entry for n, entry in entries.items() if entry["split"] == benchmark.split}
+    count = _count(benchmark, evaluated)
+    # Entries of other subsets and splits stay; those of these may have had other names.
+    for name, entry in manifest(path).items():
+        if (entry["subset"], entry["split"]) not in files.values():
+            entries.setdefault(name, entry)
+    write_json(path / MANIFEST, {"files": entries})
     return f"{benchmark.name}: {benchmark.data}: {count} rows of {benchmark.split}, from {origin}"
 
 
@@ -223,7 +217,7 @@ Layout = dict[str, tuple[str, str]]
 """File, relative to the folder of a data set -> its subset and split."""
 
 
-def _download(benchmark: BenchmarkConfig, place: Path) -> tuple[str, Layout]:
+def _download(benchmark: BenchmarkConfig, path: Path) -> tuple[str, Layout]:
     """Download the files of the benchmark's subset. Returns where they came from, with the commit,
     and the files."""
     from httpx import HTTPError
@@ -231,14 +225,14 @@ def _download(benchmark: BenchmarkConfig, place: Path) -> tuple[str, Layout]:
 
     name = str(benchmark.data)
     try:
-        found = HfApi().dataset_info(name, revision=benchmark.revision)
-        origin = f"{name}@{found.sha}"
+        info = HfApi().dataset_info(name, revision=benchmark.revision)
+        origin = f"{name}@{info.sha}"
         download = partial(
-            snapshot_download, name, repo_type="dataset", revision=found.sha, local_dir=place
+            snapshot_download, name, repo_type="dataset", revision=info.sha, local_dir=path
         )
         download(allow_patterns=[_CARD])
         files = _layout(
-            benchmark, origin, [file.rfilename for file in found.siblings or ()], place / _CARD
+            benchmark, origin, [file.rfilename for file in info.siblings or ()], path / _CARD
         )
         download(allow_patterns=list(files))
     except (OSError, HTTPError) as error:
@@ -251,7 +245,7 @@ def _download(benchmark: BenchmarkConfig, place: Path) -> tuple[str, Layout]:
     return origin, files
 
 
-def _one_file(benchmark: BenchmarkConfig, source: Path | None, place: Path) -> tuple[str, Layout]:
+def _one_file(benchmark: BenchmarkConfig, source: Path | None, path: Path) -> tuple[str, Layout]:
     """Copy the file `source`, or the one at the benchmark's address."""
     address = str(benchmark.url) if source is None else source.as_uri()
     ending = next((ending for ending in ENDINGS if address.endswith(ending)), None)
@@ -263,10 +257,10 @@ def _one_file(benchmark: BenchmarkConfig, source: Path | None, place: Path) -> t
     subset = benchmark.subset or "default"
     split = str(benchmark.split)
     name = f"{subset}/{split}{ending}"
-    (place / name).parent.mkdir(exist_ok=True)
+    (path / name).parent.mkdir(exist_ok=True)
     try:
         with urllib.request.urlopen(address, timeout=60) as content:
-            (place / name).write_bytes(content.read())
+            (path / name).write_bytes(content.read())
     except OSError as error:
         hint = f": add from=FILE with {address.rpartition('/')[2]}"
         raise UserError(
@@ -275,7 +269,7 @@ def _one_file(benchmark: BenchmarkConfig, source: Path | None, place: Path) -> t
     return address, {name: (subset, split)}
 
 
-def _copy(benchmark: BenchmarkConfig, source: Path, place: Path) -> tuple[str, Layout]:
+def _copy(benchmark: BenchmarkConfig, source: Path, path: Path) -> tuple[str, Layout]:
     """Copy the files of the benchmark's subset from a folder laid out as on the hub, or from
     OWNER/NAME in it."""
     origin = source / str(benchmark.data)
@@ -286,13 +280,13 @@ def _copy(benchmark: BenchmarkConfig, source: Path, place: Path) -> tuple[str, L
     )
     files = _layout(benchmark, str(origin), names, origin / _CARD)
     for name in files:
-        (place / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(origin / name, place / name)
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(origin / name, path / name)
     return str(origin), files
 
 
 def _layout(benchmark: BenchmarkConfig, origin: str, names: Iterable[str], card: Path) -> Layout:
-    """The files of the benchmark's subset, as the card says or else by their names. UserError
+    """The files of the benchmark's subset, by the dataset card or else by their names. UserError
     without its split."""
     wanted = list(_patterns(card, benchmark.subset))
     files = {
@@ -302,13 +296,11 @@ def _layout(benchmark: BenchmarkConfig, origin: str, names: Iterable[str], card:
         if name.endswith(ENDINGS) and re.search(pattern, name)
     }
     if not any(split == benchmark.split for _, split in files.values()):
-        part = " ".join(
-            word for word in (benchmark.data, benchmark.subset, benchmark.split) if word
-        )
+        part = " ".join(filter(None, (benchmark.data, benchmark.subset, benchmark.split)))
         raise UserError(
             f"benchmark {benchmark.name}: {origin} has no files of {part}: expected a folder laid "
-            "out as on the hub, "
-            f"with a {_CARD} that lists the files of each split, or files named by their split"
+            f"out as on the hub, with a {_CARD} that lists the files of each split, or files named "
+            "by their split"
         )
     return files
 
@@ -320,8 +312,8 @@ def _patterns(card: Path, subset: str | None) -> Iterator[tuple[str, str, str]]:
 
     configs = ((metadata_load(card) if card.is_file() else None) or {}).get("configs") or ()
     if not configs:
-        for split, words in _SPLITS.items():
-            yield subset or "default", split, rf"(?:^|[-_./])(?:{words})[-_./]"
+        for split, patterns in _SPLITS.items():
+            yield subset or "default", split, rf"(?:^|[-_./])(?:{patterns})[-_./]"
     for config in configs:
         name = config["config_name"]
         if name != subset and (subset is not None or name == "all"):
@@ -375,17 +367,17 @@ def benchmarks(names: Iterable[str], root: str) -> list[BenchmarkConfig]:
     return with_data
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """NAME ... data_root=FOLDER [from=FOLDER|FILE]: make the mirrors of benchmarks or whole suites.
 
     Returns 0; or 2 after printing what is wrong. Where data is missing, the other mirrors are made.
     """
-    settings = dict(word.split("=", 1) for word in words if "=" in word)
-    names = [word for word in words if "=" not in word]
+    settings = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
+    names = [argument for argument in arguments if "=" not in argument]
     try:
         if not names or not settings.get("data_root") or settings.keys() - {"data_root", "from"}:
-            got = " ".join(words) or "nothing"
-            raise UserError(f"expected NAME ... data_root=FOLDER [from=FOLDER|FILE], got {got}")
+            given = " ".join(arguments) or "nothing"
+            raise UserError(f"expected NAME ... data_root=FOLDER [from=FOLDER|FILE], got {given}")
         source = Path(settings["from"]).expanduser().absolute() if "from" in settings else None
         if source is not None and not source.exists():
             raise UserError(f"from={source}: there is no such file or folder")

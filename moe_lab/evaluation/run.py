@@ -4,32 +4,20 @@ results."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.errors import Unavailable, UserError
-from moe_lab.evaluation import Policy, suite
+from moe_lab.evaluation import Policy
 from moe_lab.evaluation.answers import collect_answers
 from moe_lab.evaluation.engines import Engine
-from moe_lab.evaluation.harness import (
-    HARNESSES,
-    Answer,
-    Graded,
-    check_count,
-    installed,
-    replace_surrogates,
-)
+from moe_lab.evaluation.harness import Graded, check_count, harness_of
+from moe_lab.evaluation.interpreters import installed
+from moe_lab.evaluation.items import Answer, replace_surrogates
 from moe_lab.json_files import Record, write_text
 from moe_lab.results import SCHEMA, Result, ResultFile, Sample
 
 ANSWERS = "answers.jsonl"
-
-
-def _check(benchmark: BenchmarkConfig, policy: Policy) -> None:
-    problems = suite.preflight([benchmark], policy)
-    if problems:
-        # A missing permission, data set or key is not the step's fault: another run may have it.
-        raise (UserError if suite.wrong([benchmark]) else Unavailable)("; ".join(problems))
 
 
 def evaluate(
@@ -42,20 +30,21 @@ def evaluate(
 ) -> list[Result]:
     """Run the benchmark on a model and write out/result.json and out/samples.parquet.
 
-    Raises UserError for a problem that `suite.preflight` reports. If an item fails, the benchmark
-    fails.
+    Raises UserError as `Harness.check`. If an item fails, the benchmark fails.
     """
-    _check(benchmark, policy)
-    return grade(answer(engine, benchmark, record), benchmark, out, policy=policy)
+    harness = harness_of(benchmark)
+    harness.check(benchmark, policy)
+    answers = answer(engine, benchmark, record)
+    return _write(harness.grade(answers, benchmark, policy), answers, benchmark, out)
 
 
 def answer(
     engine: Engine, benchmark: BenchmarkConfig, record: Record | None = None
 ) -> list[Answer]:
     """The answers to all items of the benchmark."""
-    items = suite.adapter(benchmark).items(benchmark)
-    # whose one text is many windows
-    if benchmark.limit is None and benchmark.harness != "perplexity":
+    harness = harness_of(benchmark)
+    items = harness.items(benchmark)
+    if benchmark.limit is None and harness.counts_items:
         check_count(benchmark, len(items))
     if len({item.name for item in items}) < len(items):
         raise RuntimeError(f"benchmark {benchmark.name} has two items of one name")
@@ -63,24 +52,18 @@ def answer(
 
 
 def grade(
-    answers: list[Answer], benchmark: BenchmarkConfig, out: Path, *, policy: Policy
+    answers: Sequence[Answer], benchmark: BenchmarkConfig, out: Path, *, policy: Policy
 ) -> list[Result]:
     """Grade answers and write out/result.json and out/samples.parquet. Needs no model."""
-    _check(benchmark, policy)
-    graded: Graded = suite.adapter(benchmark).grade(answers, benchmark, policy)
-    graded.protocol.setdefault("prompt", answers[0].prompt)
-    if too_long := [answer.item for answer in answers if answer.reply.ended == "too_long"]:
-        graded.protocol["too_long"] = too_long
-    if unfinished := [answer.item for answer in answers if answer.reply.text is None]:
-        graded.protocol["unfinished_thoughts"] = unfinished
-    _write(graded, benchmark, out)
-    return graded.results
+    harness = harness_of(benchmark)
+    harness.check(benchmark, policy)
+    return _write(harness.grade(answers, benchmark, policy), answers, benchmark, out)
 
 
-def _write(graded: Graded, benchmark: BenchmarkConfig, out: Path) -> None:
-    import pyarrow as arrow
-    import pyarrow.parquet as parquet
-
+def _write(
+    graded: Graded, answers: Sequence[Answer], benchmark: BenchmarkConfig, out: Path
+) -> list[Result]:
+    """Write out/result.json and out/samples.parquet, unless items have no outcome."""
     for result in graded.results:
         missing = (result["expected"] or result["n"]) - result["n"]
         if benchmark.limit is None and not 0 <= missing <= graded.tolerated:
@@ -88,27 +71,42 @@ def _write(graded: Graded, benchmark: BenchmarkConfig, out: Path) -> None:
                 f"{result['benchmark']}: {result['n']} of {result['expected']} items were graded"
             )
     out.mkdir(parents=True, exist_ok=True)
-    types = {
-        **dict.fromkeys(("outcome", "answer_loss", "units"), arrow.float64()),
-        "replicate": arrow.int64(),
+    _write_samples(graded.samples, out / "samples.parquet")
+    harness = harness_of(benchmark)
+    protocol = {
+        "prompt": answers[0].prompt,
+        **harness.identity(benchmark),
+        **graded.protocol,
     }
-    schema = arrow.schema(
-        [(name, types.get(name, arrow.string())) for name in Sample.__annotations__]
-    )
-    rows = [
-        {
-            name: replace_surrogates(value) if isinstance(value, str) else value
-            for name, value in sample.items()
-        }
-        for sample in graded.samples
-    ]
-    parquet.write_table(arrow.Table.from_pylist(rows, schema), out / "samples.parquet")
-    package = HARNESSES[benchmark.harness].package
-    versions = {name: installed(name) or "" for name in ("torch", "transformers", package) if name}
+    too_long = [answer.item for answer in answers if answer.reply.ended == "too_long"]
+    unfinished = [answer.item for answer in answers if answer.reply.text is None]
+    if too_long:
+        protocol["too_long"] = too_long
+    if unfinished:
+        protocol["unfinished_thoughts"] = unfinished
+    packages = ("torch", "transformers", harness.package)
     content = ResultFile(
         schema=SCHEMA,
         results=graded.results,
-        protocol={**suite.identity(benchmark), **graded.protocol},
-        versions=versions,
+        protocol=protocol,
+        versions={name: installed(name) or "" for name in packages if name},
     )
     write_text(out / "result.json", json.dumps(content, indent=1, allow_nan=False))
+    return graded.results
+
+
+def _write_samples(samples: Sequence[Sample], file: Path) -> None:
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    types = dict.fromkeys(("outcome", "answer_loss", "units"), arrow.float64())
+    types["replicate"] = arrow.int64()
+    columns = [(name, types.get(name, arrow.string())) for name in Sample.__annotations__]
+    rows = []
+    for sample in samples:
+        row = dict(sample)
+        for name, value in sample.items():
+            if isinstance(value, str):
+                row[name] = replace_surrogates(value)
+        rows.append(row)
+    parquet.write_table(arrow.Table.from_pylist(rows, arrow.schema(columns)), file)

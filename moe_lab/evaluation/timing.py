@@ -40,8 +40,8 @@ def measure(model: Any, tokens: torch.Tensor, settings: TimingConfig) -> list[tu
     if limit is not None and longest > limit:
         raise UserError(
             f"timed.prompt_lengths={max(settings.prompt_lengths)} with "
-            f"timed.new_tokens={settings.new_tokens} makes "
-            f"{longest} tokens: the model reads {limit} at most"
+            f"timed.new_tokens={settings.new_tokens} makes {longest} tokens: the model reads "
+            f"{limit} at most"
         )
     rows: list[tuple[Any, ...]] = []
     for size, length in product(settings.batch_sizes, settings.prompt_lengths):

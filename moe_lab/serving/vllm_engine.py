@@ -85,7 +85,11 @@ class Engine:
             )
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], most: int, stop: Sequence[str], ends: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        stop: Sequence[str],
+        ends: Sequence[int],
     ) -> Iterator[tuple[int, list[int], float]]:
         """(number of a prompt, its new tokens, their log-likelihood) as soon as a text is done.
 
@@ -96,7 +100,7 @@ class Engine:
 
         asked = SamplingParams(
             temperature=0,
-            max_tokens=most,
+            max_tokens=max_tokens,
             stop=list(stop) or None,
             stop_token_ids=list(ends),
             ignore_eos=True,  # the tokens that end a text are those that the caller names

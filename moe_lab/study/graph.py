@@ -20,7 +20,7 @@ from moe_lab.config import (
     ModelConfig,
 )
 from moe_lab.criteria import IdentifiedCriterion
-from moe_lab.evaluation.harness import HARNESSES
+from moe_lab.evaluation.harness import harness_of
 from moe_lab.grid import Cell, Request
 from moe_lab.models.files import UNRESOLVED
 from moe_lab.results import FIGURES, STEPS
@@ -292,7 +292,7 @@ def _figure_steps(
         listed = {
             benchmark.name: benchmark
             for benchmark in benchmarks
-            if HARNESSES[benchmark.harness].lists_items
+            if harness_of(benchmark).lists_items
         }
         for cell in cells:
             key = (cell.calibration.name, cell.model.name, cell.gate, cell.seed)

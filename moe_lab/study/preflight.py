@@ -22,7 +22,7 @@ from moe_lab.calibration import sources
 from moe_lab.config import BenchmarkConfig, Config, ExportConfig, LauncherConfig
 from moe_lab.errors import UserError, check_known, user_errors
 from moe_lab.evaluation import engines, suite
-from moe_lab.evaluation.harness import HARNESSES
+from moe_lab.evaluation.harness import harness_of
 from moe_lab.grid import Cell, Request, is_shipped
 from moe_lab.models import config_json, files
 from moe_lab.paths import conf, store_folder
@@ -242,7 +242,7 @@ def _wrong_texts(cells: Iterable[Cell]) -> Iterator[str]:
 
 def _check_template(cell: Cell, benchmark: BenchmarkConfig) -> None:
     """Raise UserError when a benchmark needs a chat template that the model does not have."""
-    harness = HARNESSES[benchmark.harness]
+    harness = harness_of(benchmark)
     if benchmark.chat:
         other = f", or protocol.benchmarks.{benchmark.name}.chat=false to have the text continued"
         user = f"benchmark {benchmark.name}"

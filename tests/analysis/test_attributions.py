@@ -107,9 +107,9 @@ def test_budgets_hold_what_plans_keep(golden: Study, budgets: pd.DataFrame) -> N
     assert len(budgets) == budgets["cell"].nunique() * LAYERS > 0
     for row in budgets.itertuples():
         kept = (
-            golden.kept[(golden.kept["cell"] == row.cell) & (golden.kept["layer"] == row.layer)][
-                "share"
-            ]
+            golden.retained[
+                (golden.retained["cell"] == row.cell) & (golden.retained["layer"] == row.layer)
+            ]["share"]
             * WIDTH
         )
         layer = scores()[row.layer]

@@ -11,7 +11,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import synthetic_plans
-import tiny
 from handmade import results_of, table_of
 from synthetic import edited, record_path, write_json, write_store
 
@@ -25,11 +24,6 @@ from analysis.outputs.weights import weight_scores
 from analysis.registry import Results
 from moe_lab.errors import UserError
 from moe_lab.json_files import sealed
-from moe_lab.models.discover import moe_layers
-from moe_lab.models.facts import model_facts
-from moe_lab.pruning.cost import size
-from moe_lab.pruning.prune import prune
-from moe_lab.pruning.replace import merge_experts, replace_by_constants
 
 TASKS = ("gsm8k", "humaneval", "mbpp", "wildbench", "rte", "hellaswag", "arc_easy")
 
@@ -93,19 +87,18 @@ def test_items_of_benchmarks_in_calibration_sets_are_shown_and_told(results: Res
 
 def test_what_plans_keep_is_counted_from_their_masks(golden: Study) -> None:
     plain = golden.cells[~golden.cells["allocation"].str.contains("replacement")]
-    for cell, plan in golden.kept[golden.kept["cell"].isin(plain.index)].groupby("cell"):
+    for cell, plan in golden.retained[golden.retained["cell"].isin(plain.index)].groupby("cell"):
         axes = golden.cells.loc[cell].to_dict()
         if axes["granularity"] == "channel":
             masks = synthetic_plans.channel_masks(axes)
             assert plan["share"].tolist() == pytest.approx(
                 masks.mean(axis=2).ravel().tolist(), abs=1e-12
             )
-            assert plan["null"].tolist() == (~masks.any(axis=2)).ravel().tolist()
         else:
             gone = plan.query("share == 0").groupby("layer").size()
             assert gone.tolist() == synthetic_plans.removed(axes)
-            assert set(plan["share"]) == {0.0, 1.0} and not plan["null"].any()
-    assert 0 not in set(golden.kept["cell"]), "the unpruned model has no plan"
+            assert set(plan["share"]) == {0.0, 1.0}
+    assert 0 not in set(golden.retained["cell"]), "the unpruned model has no plan"
 
 
 @pytest.mark.parametrize("kept", [[0, 1, 2], [0, 1]])
@@ -120,48 +113,22 @@ def test_merged_experts_count_as_merged_with_and_without_their_router_row(
     reader = SimpleNamespace(
         folder=lambda name: tmp_path / name, json=lambda *_: {"layers": {"0": layer}}
     )
-    plan = plans.kept(pd.DataFrame({"plan_folder": ["plan"]}), reader)
+    plan = plans.retained(pd.DataFrame({"plan_folder": ["plan"]}), reader)
     assert plan["merged"].tolist() == [False, False, True, False] and not plan["constant"].any()
-    assert plan["share"].tolist() == [1, 1, 0, 0] and plan["null"].tolist() == [
-        False,
-        False,
-        len(kept) == 3,
-        False,
-    ]
+    assert plan["share"].tolist() == [1, 1, 0, 0]
 
 
-def test_loading_memory_counts_constants_and_leaves_out_merged_experts() -> None:
-    model = tiny.build("olmoe")
-    layers = moe_layers(model)
-    dropping = tiny.plan(model, 0.5)
-    widths = {layer.index: layer.width for layer in layers}
-    outputs = {layer.index: np.ones((layer.n_experts, layer.hidden)) for layer in layers}
-    groups = {
-        layer: {kept[0]: {one: 1.0 for one in sorted({kept[0], *(set(range(16)) - set(kept))})}}
-        | {one: {one: 1.0} for one in kept[1:]}
-        for layer, kept in dropping.experts.items()
-    }
-    about = model_facts(model)
-    about = {**about, "layers": {str(layer): facts for layer, facts in about["layers"].items()}}
-    for plan in (
-        replace_by_constants(dropping, outputs, widths),
-        merge_experts(groups, widths, provenance={}),
-    ):
-        reader = SimpleNamespace(folder=str, json=lambda *_, plan=plan: {"layers": plan._layers()})
-        kept = plans.kept(pd.DataFrame({"plan_folder": ["plan"]}), reader)
-        cells = pd.DataFrame(
-            [
-                {
-                    "model": "m",
-                    "ratio": 0.5,
-                    "removed_words": "50 %",
-                    "granularity": "expert",
-                    "allocation": "a",
-                }
-            ]
-        )
-        [row] = plans.loading_memory(cells, kept, {"m": about}).to_dict("records")
-        assert row["parameters_after"] == size(model, prune(model, plan))["parameters"]
+def test_loading_memory_is_that_of_costs(golden: Study) -> None:
+    """One row for each number of bytes of a ratio and allocation; none for the unpruned model."""
+    memory = golden.memory.set_index(["ratio", "granularity", "allocation"])
+    for cell, row in golden.costs.set_index("cell").iterrows():
+        axes = golden.cells.loc[cell]
+        if axes["criterion"] != "none":
+            found = memory.loc[[(axes["ratio"], axes["granularity"], axes["allocation"])]]
+            assert row["loading_bytes"] in set(found["bytes_after"])
+            assert set(found["bytes"]) == {2 * row["parameters_unpruned"]}
+    assert set(memory.index.get_level_values("granularity")) == {"expert", "channel"}
+    assert memory["saved"].tolist() == (1 - memory["bytes_after"] / memory["bytes"]).tolist()
 
 
 def test_a_damaged_plan_cost_or_search_is_a_gap(tmp_path: Path) -> None:
@@ -181,7 +148,7 @@ def test_a_damaged_plan_cost_or_search_is_a_gap(tmp_path: Path) -> None:
     (store / folders[2] / "plan.json").write_text('{"layers": {"0": {}}}')
     (store / folders[3] / "search.json").unlink()
     (store / study.cells["cost_folder"].iloc[4] / "cost.json").write_text("[]")
-    assert set(study.kept["cell"]) == {1, 3, 4} and study.searches.empty and len(study.history)
+    assert set(study.retained["cell"]) == {1, 3, 4} and study.searches.empty and len(study.history)
     assert study.costs["cell"].tolist() == [0, 1, 2, 3]
     removes = pareto_table(Results(study), "pareto").frame.set_index("Criterion")["Removes"]
     assert removes.isna().to_dict() == {
@@ -381,7 +348,7 @@ def test_channels_count_by_their_share(tmp_path: Path) -> None:
         tmp_path, criteria=("channel_activation",), ratios=(0.3,), tasks=("rte",), overlap=False
     )
     study = load(store, "made_up")
-    for cell, kept in study.kept.groupby("cell"):
+    for cell, kept in study.retained.groupby("cell"):
         assert study.cells["removed"][cell] == pytest.approx(1 - kept["share"].mean())
 
 

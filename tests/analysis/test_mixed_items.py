@@ -115,7 +115,9 @@ def with_costs(study: Study, shares: list[float]) -> Study:
     columns = ("parameters_kept", "routed_kept", "flops_ratio", "storage_bytes")
     costs = pd.DataFrame({column: shares for column in columns})
     study.__dict__["costs"] = costs.assign(cell=range(4), bits=16, parameters_unpruned=1.0)
-    study.__dict__["kept"] = pd.DataFrame({"cell": range(4), "constant": False, "merged": False})
+    study.__dict__["retained"] = pd.DataFrame(
+        {"cell": range(4), "constant": False, "merged": False}
+    )
     return study
 
 

@@ -74,7 +74,7 @@ def study_of(
         folder=results["benchmark"], expected=results["n"], scale="score", unit=""
     )
     study.calibrations = {f"c4@{model}": {"rows": 128, "length": 4096}}
-    study.searches, study.kept = (
+    study.searches, study.retained = (
         pd.DataFrame(columns=["cell", "generations"]),
         pd.DataFrame(columns=["cell"]),
     )

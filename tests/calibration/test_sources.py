@@ -22,8 +22,8 @@ from moe_lab.calibration.sources import first_record, locate, read, whole_text
 from moe_lab.config import BenchmarkConfig, CalibrationConfig, ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import suite
-from moe_lab.evaluation.harness import Document
 from moe_lab.evaluation.harnesses import perplexity
+from moe_lab.evaluation.items import Document
 from moe_lab.models.files import IdentifiedModel
 from moe_lab.models.load import load_tokenizer
 
@@ -355,7 +355,7 @@ def test_a_split_and_a_file_on_the_hub(
 
 def measured_text(benchmark: BenchmarkConfig) -> str:
     """The text whose perplexity a benchmark is."""
-    (item,) = perplexity.items(benchmark)
+    (item,) = perplexity.HARNESS.items(benchmark)
     (request,) = item.requests
     assert isinstance(request, Document)
     return request.text

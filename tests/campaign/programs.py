@@ -24,8 +24,8 @@ from unittest import mock
 import psutil
 from harness_files import problem, write_lines
 
-from moe_lab.evaluation.harnesses import evalplus
-from moe_lab.evaluation.harnesses.evalplus import Grader, GradeRequest
+from moe_lab.evaluation.adapters import evalplus
+from moe_lab.evaluation.adapters.evalplus import Grader, GradeRequest
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ BROKEN = [
         "sends no text",
         "os.write(3, bytes([200, 10]))",
         verdict="output",
-        error="it sent something else than a value",
+        error="it returned something that is not a value",
     ),
     _runs(
         "sends three results for a call",

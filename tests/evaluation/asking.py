@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +19,12 @@ from jinja2 import Environment
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import Policy, run, suite
 from moe_lab.evaluation.answers import Record, collect_answers
-from moe_lab.evaluation.engines import Engine, Prompt, Writing, Written, answer_in
+from moe_lab.evaluation.engines import Engine, GeneratedText, GenerationSettings, Prompt
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.engines.vllm import VllmModel
-from moe_lab.evaluation.harness import Answer, Graded, Item, Reply, Text
+from moe_lab.evaluation.harness import Graded, harness_of
+from moe_lab.evaluation.items import Answer, Item, Reply, Text
+from moe_lab.evaluation.thoughts import answer_in
 
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
@@ -30,15 +33,21 @@ def evaluate(engine: Engine, benchmark: BenchmarkConfig, policy: Policy | None =
     """What the harness of a benchmark says of the engine's answers, without a file and without a
     preflight."""
     answers = run.answer(engine, benchmark)
-    graded: Graded = suite.adapter(benchmark).grade(answers, benchmark, policy or Policy())
+    graded = harness_of(benchmark).grade(answers, benchmark, policy or Policy())
     graded.protocol.setdefault("prompt", answers[0].prompt)
     return graded
+
+
+def problems(benchmarks: Sequence[BenchmarkConfig], policy: Policy) -> list[str]:
+    """What is wrong with benchmarks, and what this machine lacks for them."""
+    missing = [harness_of(benchmark).missing(benchmark, policy) for benchmark in benchmarks]
+    return list(dict.fromkeys([*suite.wrong(benchmarks), *chain.from_iterable(missing)]))
 
 
 def ask(
     engine: Engine,
     prompts: Sequence[str],
-    most: int = 24,
+    max_tokens: int = 24,
     *,
     stop: tuple[str, ...] = (),
     references: Sequence[str | None] = (),
@@ -49,7 +58,7 @@ def ask(
     """The engine's replies to prompts; `settings` are those of a benchmark."""
     references = references or [None] * len(prompts)
     items = [
-        Item(str(number), (Text(prompt, most, stop, reference, skip_long=skip_long),))
+        Item(str(number), (Text(prompt, max_tokens, stop, reference, skip_long=skip_long),))
         for number, (prompt, reference) in enumerate(zip(prompts, references, strict=True))
     ]
     answers = collect_answers(
@@ -68,15 +77,19 @@ def vllm_saying(tokenizer: Any, replies: Sequence[Any]) -> VllmModel:
     return engine
 
 
-def write(engine: Engine, prompts: Sequence[str], most: int = 24, **settings: Any) -> list[str]:
+def write(
+    engine: Engine, prompts: Sequence[str], max_tokens: int = 24, **settings: Any
+) -> list[str]:
     """The texts after prompts, with their thoughts."""
-    return [reply.thought + (reply.text or "") for reply in ask(engine, prompts, most, **settings)]
+    return [
+        reply.thought + (reply.text or "") for reply in ask(engine, prompts, max_tokens, **settings)
+    ]
 
 
 def answered(benchmark: BenchmarkConfig, texts: Sequence[str]) -> list[Answer]:
     """Answers to a benchmark's items that were never asked, parted from their thoughts."""
     answers = []
-    for item, text in zip(suite.adapter(benchmark).items(benchmark), texts, strict=True):
+    for item, text in zip(harness_of(benchmark).items(benchmark), texts, strict=True):
         answer = answer_in(text)
         thought = text[: len(text) - len(answer or "")]
         answers.append(
@@ -123,7 +136,7 @@ def equals_lm_eval(engine: LoadedModel, benchmark: BenchmarkConfig) -> None:
     from lm_eval import evaluator
     from lm_eval.models.huggingface import HFLM
 
-    from moe_lab.evaluation.harnesses import lm_eval_tasks
+    from moe_lab.evaluation.adapters import lm_eval_tasks
 
     by_name = lm_eval_tasks.tasks(benchmark)
     numbers = lm_eval_tasks.first_items(by_name, benchmark.limit)
@@ -209,12 +222,14 @@ class Said(Engine):
 
     def __init__(self, texts: Sequence[str] | Callable[[str], str], template: str = PLAIN) -> None:
         self.texts, self.tokenizer, self.template_arguments = texts, Words(template), {}
-        self.writing = Writing(0)
+        self.generation = GenerationSettings(0)
         """That of the last batch."""
 
-    def generate(self, prompts: Sequence[Prompt], writing: Writing) -> list[Written]:
-        self.writing = writing
-        return [Written(self._says(prompt.text)) for prompt in prompts]
+    def generate(
+        self, prompts: Sequence[Prompt], generation: GenerationSettings
+    ) -> list[GeneratedText]:
+        self.generation = generation
+        return [GeneratedText(self._says(prompt.text)) for prompt in prompts]
 
     def _says(self, prompt: str) -> str:
         if callable(self.texts):

@@ -23,12 +23,19 @@ from transformers import AddedToken
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import Policy, answers, harness, run
+from moe_lab.evaluation import Policy, answers, run
 from moe_lab.evaluation.answers import Record, collect_answers, render
-from moe_lab.evaluation.engines import Engine, Likelihood, Prompt, Row, Writing, Written
+from moe_lab.evaluation.engines import (
+    Engine,
+    GeneratedText,
+    GenerationSettings,
+    Likelihood,
+    Prompt,
+    Row,
+)
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.engines.server import ServedModel
-from moe_lab.evaluation.harness import Document, Item, Pair, Text
+from moe_lab.evaluation.items import Document, Item, Pair, Text, read_answers, write_answers
 from moe_lab.serving import vllm_engine
 
 BENCHMARK = BenchmarkConfig("b", "lm_eval", "none", batch_size=2)
@@ -39,17 +46,19 @@ class Sums(Engine):
     some batches."""
 
     def __init__(
-        self, most: int = 1000, length: int | None = None, value: float | None = None
+        self, max_tokens: int = 1000, length: int | None = None, value: float | None = None
     ) -> None:
         self.tokenizer, self.template_arguments = Words(), {}
-        self.left = most
+        self.left = max_tokens
         self.max_length = length
         self.value = value
         self.batches_done: list[tuple[Any, ...]] = []
 
-    def generate(self, prompts: Sequence[Prompt], writing: Writing) -> list[Written]:
-        self._count((writing, *prompts))
-        return [Written(f"{prompt.text[::-1]} {len(prompts)}") for prompt in prompts]
+    def generate(
+        self, prompts: Sequence[Prompt], generation: GenerationSettings
+    ) -> list[GeneratedText]:
+        self._count((generation, *prompts))
+        return [GeneratedText(f"{prompt.text[::-1]} {len(prompts)}") for prompt in prompts]
 
     def score(self, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
         self._count(tuple(rows))
@@ -96,8 +105,8 @@ def test_a_killed_run_goes_on_with_the_same_batches_and_repeats_none_that_was_do
     expected = collect_answers(whole, asked, BENCHMARK)
     file = tmp_path_factory.mktemp("partial") / "computed.jsonl"
     done: list[Any] = []
-    for most in [*kills, 1000]:
-        engine = Sums(most)
+    for max_tokens in [*kills, 1000]:
+        engine = Sums(max_tokens)
         with suppress(Killed):
             found = collect_answers(engine, asked, BENCHMARK, Record(file))
         done += engine.batches_done
@@ -105,21 +114,21 @@ def test_a_killed_run_goes_on_with_the_same_batches_and_repeats_none_that_was_do
             with file.open("a") as lines:
                 lines.write('["0 cut of')
     assert found == expected and done == whole.batches_done
-    harness.write_answers(found, file)
-    assert harness.read_answers(file.read_bytes()) == expected
+    write_answers(found, file)
+    assert read_answers(file.read_bytes()) == expected
 
 
 def test_what_was_recorded_for_another_question_is_not_taken(tmp_path: Path) -> None:
     engine = Sums()
     record = Record(tmp_path / "computed.jsonl")
-    for prompt, most, settings in (
+    for prompt, max_tokens, settings in (
         ("a", 1, {}),
         ("a", 2, {}),
         ("a", 1, {"stop": ("x",)}),
         ("b", 1, {}),
         ("a", 1, {}),
     ):
-        write(engine, [prompt], most, record=record, **settings)
+        write(engine, [prompt], max_tokens, record=record, **settings)
     assert len(engine.batches_done) == 4
     write(engine, ["a"], 1, record=Record(file := tmp_path / "computed.jsonl"))
     assert len(engine.batches_done) == 4
@@ -224,7 +233,7 @@ def test_a_text_is_parted_into_thought_and_answer(text: str, end: str, answer: s
         said = Said(lambda _: text, template)
         (reply,) = ask(said, [f"Q{end}"], stop=stops, chat=True)
         whole = reply.thought + (answer or "")
-        assert reply.text == answer and text.startswith(whole) and said.writing.stop == told
+        assert reply.text == answer and text.startswith(whole) and said.generation.stop == told
         assert reply.ended == ("end" if whole == text else "stop")
 
 
@@ -255,12 +264,12 @@ def test_the_loaded_model_says_why_a_text_ended(subject: LoadedModel) -> None:
 def test_prompts_leave_room_for_their_texts() -> None:
     engine = Sums(length=9)
     for settings, sentence in (
-        ({"max_length": 8}, "the benchmark's 8 tokens: lower"),
+        ({"max_length": 8}, "the benchmark's 8 tokens: expected max_new_tokens=6 or less"),
         ({}, "the model's 9 tokens: "),
     ):
         with pytest.raises(UserError, match=sentence):
             ask(engine, ["a", "a b"], 40 if settings else 8, **settings)
-    with pytest.raises(UserError, match="they need a model, or a max_length, of more"):
+    with pytest.raises(UserError, match="expected a model, or a max_length, of more"):
         ask(engine, ["word " * 9], 4)
     assert not engine.batches_done
     short, long = ask(engine, ["a", "a b c"], 7, skip_long=True)

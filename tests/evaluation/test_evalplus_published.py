@@ -26,10 +26,12 @@ from benchmarks.grading import canonical, count, raising, wrong_at_last
 from benchmarks.measure import namespaces_missing
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import Policy, harness, mirror, run
+from moe_lab.evaluation import Policy, mirror, run
+from moe_lab.evaluation.adapters.evalplus import GRADER, GradeRequest
+from moe_lab.evaluation.adapters.evalplus_rules import longest_program, sanitized
 from moe_lab.evaluation.harnesses import evalplus
-from moe_lab.evaluation.harnesses.evalplus import GradeRequest, fenced_program, kept_grader
-from moe_lab.evaluation.harnesses.evalplus_rules import longest_program, sanitized
+from moe_lab.evaluation.harnesses.evalplus import fenced_program
+from moe_lab.evaluation.items import read_answers, write_answers
 from moe_lab.evaluation.mirror import benchmarks, make
 
 pytestmark = pytest.mark.slow
@@ -93,7 +95,7 @@ def small_mirror(folder: Path) -> BenchmarkConfig:
 def test_questions_are_evalplus_questions(tmp_path: Path) -> None:
     benchmark = small_mirror(tmp_path)
     begin = 'def f0(x):\n    """What it does."""'
-    first, *others = evalplus.items(benchmark)
+    first, *others = evalplus.HARNESS.items(benchmark)
     instruction = (
         "Please provide a self-contained Python script that solves the following "
         "problem in a markdown code block"
@@ -102,7 +104,7 @@ def test_questions_are_evalplus_questions(tmp_path: Path) -> None:
         {"role": "user", "content": f"{instruction}:\n```python\n{begin}\n```"}
     ]
     assert (first.name, len(others), first.requests[0].stop) == ("HumanEval/0", 2, ())
-    (item,) = evalplus.items(replace(benchmark, chat=False, limit=1))
+    (item,) = evalplus.HARNESS.items(replace(benchmark, chat=False, limit=1))
     assert item.requests[0].prompt == begin + "\n"
     assert {"\nclass ", "\nif __name__", "</s>"} <= set(item.requests[0].stop)
 
@@ -127,9 +129,13 @@ def test_answers_are_graded_again_without_their_model(
     benchmark = small_mirror(tmp_path)
     out = tmp_path / "out"
     model = Said(SAID)
-    harness.write_answers(run.answer(model, benchmark), tmp_path / run.ANSWERS)
-    assert (model.writing.stop, model.writing.most, model.writing.chat) == ((), 2048, True)
-    answers = harness.read_answers((tmp_path / run.ANSWERS).read_bytes())
+    write_answers(run.answer(model, benchmark), tmp_path / run.ANSWERS)
+    assert (model.generation.stop, model.generation.max_tokens, model.generation.chat) == (
+        (),
+        2048,
+        True,
+    )
+    answers = read_answers((tmp_path / run.ANSWERS).read_bytes())
     assert [answer.reply.thought + (answer.reply.text or "") for answer in answers] == SAID
     results = run.grade(answers, benchmark, out, policy=ALLOWED)
     assert [result["score"] for result in results] == [pytest.approx(2 / 3), pytest.approx(1 / 3)]
@@ -229,7 +235,7 @@ def test_nothing_kills_the_sanitizer(tmp_path: Path) -> None:
         request = GradeRequest(
             "humaneval", data, {"HumanEval/900": text}, not namespaces_missing(), sanitize=True
         )
-        return kept_grader.grade(request)["HumanEval/900"].program
+        return GRADER.grade(request)["HumanEval/900"].program
 
     program = "print(1)\ndef f(x): return x"
     broken = ["(" * 5000, "x = 1\0", "\ud800"]
@@ -248,10 +254,10 @@ def test_a_generator_that_the_entry_point_needs_is_kept(original: ModuleType) ->
 
 GRADING = """
 import sys
-from moe_lab.evaluation.harnesses.evalplus import GradeRequest, kept_grader
+from moe_lab.evaluation.adapters.evalplus import GRADER, GradeRequest
 endless = "def f(x):\\n    while True: pass"
 answers = {"HumanEval/1": endless}
-kept_grader.grade(GradeRequest("humaneval", sys.argv[1], answers, sys.argv[2] == "", seconds=50.0))
+GRADER.grade(GradeRequest("humaneval", sys.argv[1], answers, sys.argv[2] == "", seconds=50.0))
 """
 
 
@@ -270,7 +276,7 @@ def test_what_runs_programs_has_no_torch_and_a_killed_worker_leaves_nothing_behi
     started = [each.pid for each in below.children(recursive=True)]
     looked_at = 0
     for process in started:
-        # it has ended meanwhile, or is behind walls
+        # it has ended meanwhile, or is in the sandbox
         with suppress(FileNotFoundError, PermissionError):
             assert "libtorch" not in Path(f"/proc/{process}/maps").read_text()
             looked_at += 1

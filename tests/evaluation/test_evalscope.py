@@ -18,21 +18,23 @@ from typing import Any
 import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
-from asking import Said, answered, protocol, samples
+from asking import Said, answered, problems, protocol, samples
 
 from moe_lab.child_process import Child, Refused
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import NAMESPACES, Policy, harness, mirror, run, suite
-from moe_lab.evaluation.harness import Answer, Reply
-from moe_lab.evaluation.harnesses import evalscope, evalscope_code, evalscope_worker
+from moe_lab.evaluation import NAMESPACES, Policy, interpreters, mirror, run
+from moe_lab.evaluation.adapters import evalscope_code, evalscope_worker
+from moe_lab.evaluation.harnesses import evalscope
+from moe_lab.evaluation.harnesses.evalscope import HARNESS
+from moe_lab.evaluation.items import Answer, Reply
 from moe_lab.start import command
 
 pytestmark = pytest.mark.slow
 
 ALLOWED = Policy(allow_code_execution=True, allow_pickled_data=True)
 needs_evalscope = pytest.mark.skipif(
-    evalscope.installed(BenchmarkConfig("any", "evalscope", "gsm8k")) is None,
+    HARNESS.version(BenchmarkConfig("any", "evalscope", "gsm8k")) is None,
     reason="no EvalScope: make evalscope",
 )
 
@@ -220,7 +222,10 @@ def test_every_item_is_graded_with_its_own_answer(tmp_path: Path) -> None:
     [result] = run.evaluate(parrot, benchmark, tmp_path / "out", policy=Policy())
     assert [sample["outcome"] for sample in samples(tmp_path / "out")] == [1.0, 0.0, 0.0, 1.0]
     assert [sample["extracted"] for sample in samples(tmp_path / "out")] == ["2", "5", "2", "1006"]
-    assert result["score"] == 0.5 and (parrot.writing.most, parrot.writing.chat) == (64, True)
+    assert result["score"] == 0.5 and (parrot.generation.max_tokens, parrot.generation.chat) == (
+        64,
+        True,
+    )
     content = [messages[-1]["content"] for messages in parrot.tokenizer.rendered.values()]
     assert all(
         text.startswith(question)
@@ -304,7 +309,7 @@ def test_what_evalscope_says_of_the_data_is_a_sentence_and_its_death_an_error(
         python.write_text(f"#!/bin/sh\nread line\n{reply}\n")
         python.chmod(0o755)
         with pytest.raises(kind, match=f"^benchmark gsm8k: {re.escape(message)}$"):
-            evalscope.items(benchmark)
+            HARNESS.items(benchmark)
 
 
 def test_answers_that_could_not_be_compared_are_wrong_and_must_be_few(
@@ -317,15 +322,15 @@ def test_answers_that_could_not_be_compared_are_wrong_and_must_be_few(
     verdicts[7] |= {"outcome": None, "why": "exceeded the deadline"}
     answers = [Answer(f"{n}", "", (Reply(),)) for n in range(200)]
     monkeypatch.setattr(
-        evalscope, "_asked", lambda *given, **more: {"samples": verdicts, "versions": {}}
+        evalscope, "_called", lambda *given, **more: {"samples": verdicts, "versions": {}}
     )
-    graded = evalscope.grade(answers, benchmark, Policy())
+    graded = HARNESS.grade(answers, benchmark, Policy())
     assert graded.results[0]["score"] == 199 / 200 and graded.protocol["unscored"] == ["7"]
     assert graded.samples[7]["extracted"] == "not compared: exceeded the deadline"
     for number in (8, 9):
         verdicts[number] |= {"outcome": None, "why": "the same"}
     with pytest.raises(RuntimeError, match="could not compare 3 of 200 answers, such as that to 7"):
-        evalscope.grade(answers, benchmark, Policy())
+        HARNESS.grade(answers, benchmark, Policy())
 
 
 def test_what_cannot_work_is_said_before_a_model_is_loaded(
@@ -333,7 +338,7 @@ def test_what_cannot_work_is_said_before_a_model_is_loaded(
 ) -> None:
     code = configured("live_code_bench", tmp_path, python=sys.executable)
     write_data(code, {"test": [problem(1, "2025-01-01T00:00:00")]})
-    said = suite.preflight([code], Policy(allow_code_execution=True))
+    said = problems([code], Policy(allow_code_execution=True))
     assert any(
         f"interpreters.evalscope={sys.executable} " in one and "make evalscope" in one
         for one in said
@@ -342,19 +347,19 @@ def test_what_cannot_work_is_said_before_a_model_is_loaded(
     missing = replace(code, python=str(tmp_path / "nowhere"))
     assert any(
         "and there is no such file: run make evalscope" in one
-        for one in suite.preflight([missing], ALLOWED)
+        for one in problems([missing], ALLOWED)
     )
-    monkeypatch.setattr(harness, "_ROOT", tmp_path)
-    monkeypatch.setattr(harness, "find_spec", lambda name: None)
-    lacking, *_ = evalscope.lacking(replace(code, python=None), ALLOWED)
-    assert "benchmark live_code_bench" in lacking and "interpreters.evalscope=" in lacking
+    monkeypatch.setattr(interpreters, "_ROOT", tmp_path)
+    monkeypatch.setattr(interpreters, "find_spec", lambda name: None)
+    *_, sentence = HARNESS.missing(replace(code, python=None), ALLOWED)
+    assert "benchmark live_code_bench" in sentence and "interpreters.evalscope=" in sentence
     bad = replace(code, shots=2, parameters={"end_date": "2025-04-31", "processes": 1})
-    assert [sentence.partition(": ")[2].partition("=")[0] for sentence in evalscope.wrong(bad)] == [
+    assert [sentence.partition(": ")[2].partition("=")[0] for sentence in HARNESS.wrong(bad)] == [
         "shots",
         "parameters.start_date",
         "parameters.end_date",
     ]
-    [unknown_task] = evalscope.wrong(replace(code, task="gsm8"))
+    [unknown_task] = HARNESS.wrong(replace(code, task="gsm8"))
     assert "task=gsm8" in unknown_task and "did you mean gsm8k" in unknown_task
 
 
@@ -382,7 +387,7 @@ def test_other_tasks_find_right_answers_right(task: str, tmp_path: Path) -> None
     changes, rows = OTHERS[task]
     benchmark = configured(task, tmp_path, **changes)
     write_data(benchmark, {str(benchmark.split): rows})
-    conversations: list[Any] = [item.requests[0].prompt for item in evalscope.items(benchmark)]
+    conversations: list[Any] = [item.requests[0].prompt for item in HARNESS.items(benchmark)]
     content = [messages[-1]["content"] for messages in conversations]
     letters = [
         next((line[0] for line in text.split("\n") if line.endswith(") right")), "")
@@ -391,5 +396,5 @@ def test_other_tasks_find_right_answers_right(task: str, tmp_path: Path) -> None
     assert (sorted(map(bool, letters)) == [True, True]) == (task == "gpqa_diamond")
     own = f"ANSWER: {letters[0]}" if letters[0] else f"\\boxed{{{rows[0]['answer']}}}"
     given = [own, "ANSWER: " + "ABCD"[letters[1] == "A"] if letters[1] else "\\boxed{71}"]
-    graded = evalscope.grade(answered(benchmark, given), benchmark, Policy())
+    graded = HARNESS.grade(answered(benchmark, given), benchmark, Policy())
     assert [sample["outcome"] for sample in graded.samples] == [1.0, 0.0]

@@ -14,11 +14,12 @@ from asking import Said, chatting, protocol, samples
 from moe_lab.config import BenchmarkConfig, ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import Policy, run, suite
+from moe_lab.evaluation.adapters import function_call_rules as rules
+from moe_lab.evaluation.adapters.function_call_rules import Call, Undecodable, tool
 from moe_lab.evaluation.answers import render
-from moe_lab.evaluation.engines import answer_in
 from moe_lab.evaluation.engines.hf import LoadedModel
-from moe_lab.evaluation.harnesses import function_call_rules as rules
-from moe_lab.evaluation.harnesses.function_call_rules import Call, Undecodable, tool
+from moe_lab.evaluation.harnesses import function_calls
+from moe_lab.evaluation.thoughts import answer_in
 from moe_lab.models.config_json import check_chat_template
 
 EXAMPLE = Path(__file__).parents[2] / "examples/function_calls"
@@ -352,12 +353,7 @@ SQUARE = {"role": "user", "content": "How many sides does a square have?"}
 @pytest.mark.parametrize(
     ("file", "number", "fields", "sentence"),
     [
-        (
-            QUESTIONS,
-            2,
-            {"id": "simple_1"},
-            "questions.jsonl line 3: the id simple_1 is there twice",
-        ),
+        (QUESTIONS, 2, {"id": "simple_1"}, "questions.jsonl line 3: the id simple_1 occurs twice"),
         (QUESTIONS, 2, {"id": "other"}, "has no line with the id"),
         (
             QUESTIONS,
@@ -384,7 +380,7 @@ SQUARE = {"role": "user", "content": "How many sides does a square have?"}
             "type of items of x=missing is unknown",
         ),
         (QUESTIONS, 1, {"function": [function()]}, "its answer: function=market.sell is unknown"),
-        (ANSWERS, 1, {"id": "simple_0"}, "answers.jsonl line 2: the id simple_0 is there twice"),
+        (ANSWERS, 1, {"id": "simple_0"}, "answers.jsonl line 2: the id simple_0 occurs twice"),
         (
             ANSWERS,
             1,
@@ -437,11 +433,19 @@ def test_results_are_identified_by_both_files_wherever_they_are(
 ) -> None:
     moved = shutil.copytree(folder, tmp_path / "moved")
     (moved / ANSWERS).rename(moved / "truths.jsonl")
-    identity = suite.identity(benchmark(folder))
-    assert suite.identity(benchmark(moved, parameters={"answers": "truths.jsonl"})) == identity
+    identity = function_calls.HARNESS.identity(benchmark(folder))
+    assert (
+        function_calls.HARNESS.identity(benchmark(moved, parameters={"answers": "truths.jsonl"}))
+        == identity
+    )
     changed(moved / "truths.jsonl", 0, ground_truth=[])
-    assert suite.identity(benchmark(moved, parameters={"answers": "truths.jsonl"})) != identity
-    assert suite.identity(benchmark(folder, parameters={"answers": None})) != identity
+    assert (
+        function_calls.HARNESS.identity(benchmark(moved, parameters={"answers": "truths.jsonl"}))
+        != identity
+    )
+    assert (
+        function_calls.HARNESS.identity(benchmark(folder, parameters={"answers": None})) != identity
+    )
 
 
 NAMES = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"

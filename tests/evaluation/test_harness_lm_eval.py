@@ -19,7 +19,7 @@ import lm_eval
 import numpy as np
 import pytest
 import yaml
-from asking import PLAIN, chatting, equals_lm_eval, evaluate, log_likelihood, write
+from asking import PLAIN, chatting, equals_lm_eval, evaluate, log_likelihood, problems, write
 from choices import choose
 from harness_files import (
     BOOLQ,
@@ -44,9 +44,10 @@ from benchmarks.data_sets import mirror_files, write_data_set
 from benchmarks.models import random_model
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import Policy, mirror, run, suite
+from moe_lab.evaluation import Policy, mirror, run
+from moe_lab.evaluation.adapters import lm_eval_files, lm_eval_tasks
 from moe_lab.evaluation.engines.hf import LoadedModel
-from moe_lab.evaluation.harnesses import lm_eval_files, lm_eval_tasks
+from moe_lab.evaluation.harnesses.lm_eval import HARNESS
 from moe_lab.evaluation.mirror import benchmarks
 from moe_lab.paths import resolve
 
@@ -242,7 +243,7 @@ METRICS = [
         (NUMBERED, MULTIPLE_CHOICE, {"shots": 6}, r"shots=6\b.*\b5 or fewer"),
         # one is a copy
         ([*NUMBERED[:5], NUMBERED[0]], MULTIPLE_CHOICE, {"shots": 5}, r"shots=5\b.*\b4 or fewer"),
-        (NUMBERED, {**GENERATED, "generation_kwargs": {"do_sample": True}}, {}, "ask for sampling"),
+        (NUMBERED, {**GENERATED, "generation_kwargs": {"do_sample": True}}, {}, "request sampling"),
         # of all items
         (NUMBERED[:3], METRICS[0], {"reports": {"own": "mcc"}}, r"own.*metric=mcc\b.*acc_norm"),
         (NUMBERED[:3], METRICS[1], {}, r"own.*metric=acc\b.*acc_norm"),
@@ -423,7 +424,7 @@ def test_questions_equal_an_independent_script_and_lm_eval(
     benchmark = replace(
         benchmark, limit=8, reports={metric: metric for metric in metrics}, batch_size=5
     )
-    assert suite.preflight([benchmark], Policy()) == []
+    assert problems([benchmark], Policy()) == []
     graded = evaluate(reader, benchmark)
     rows = mirror.rows(benchmark)[:8]
     if name == "mmlu":
@@ -602,7 +603,7 @@ def test_examples_are_shown_and_drawn_the_same_every_time(
     )
     assert first.protocol["prompt"].endswith(f"{RTE[0]['sentence2']} True or False?\nAnswer:")
     equals_lm_eval(reader, benchmark)
-    with pytest.raises(UserError, match="split=train, but rte asks validation"):
+    with pytest.raises(UserError, match="split=train, but rte evaluates validation"):
         evaluate(reader, replace(benchmark, split="train"))
     with pytest.raises(UserError, match=r"shots=2, but boolq has 0 examples"):
         evaluate(reader, replace(mirrored(tmp_path, "boolq", BOOLQ), shots=2))
@@ -645,7 +646,7 @@ def test_a_chat_template_gets_its_arguments(subject: LoadedModel, tmp_path: Path
     benchmark = replace(
         mirrored(tmp_path, "gsm8k_8shot", GSM8K), shots=1, max_new_tokens=4, chat=True
     )
-    assert suite.preflight([benchmark], Policy()) == []
+    assert problems([benchmark], Policy()) == []
     prompt = evaluate(chatting(subject, template, mark="<no thinking>"), benchmark).protocol[
         "prompt"
     ]
@@ -682,7 +683,7 @@ def test_nothing_but_the_mirror_is_read_and_nothing_is_left(
         ({"task": "boolqq"}, "task=boolqq is unknown: did you mean boolq"),
         ({"parameters": {"folder": "super_glue/bolq"}}, "did you mean super_glue/boolq"),
         ({"parameters": {"folder": "."}}, "parameters.folder=. is unknown"),
-        ({"chat": True}, "chat=true, but max_new_tokens=0 says that answers are scored"),
+        ({"chat": True}, "chat=true with max_new_tokens=0: expected chat=false"),
         (
             {"data": "aps/superglue"},
             "has no mirror of it: python -m moe_lab.evaluation.mirror boolq data_root=",
@@ -693,8 +694,8 @@ def test_mistakes_are_said_before_a_model_is_loaded(
     tmp_path: Path, changes: dict[str, Any], says: str
 ) -> None:
     benchmark = mirrored(tmp_path, "boolq", BOOLQ)
-    assert suite.preflight([benchmark], Policy()) == []
-    said = suite.preflight([replace(benchmark, **changes)], Policy())
+    assert problems([benchmark], Policy()) == []
+    said = problems([replace(benchmark, **changes)], Policy())
     assert len(said) == 1 and says in said[0], said
 
 
@@ -750,13 +751,13 @@ def test_every_file_that_makes_an_item_identifies_it(
     monkeypatch.syspath_prepend(tmp_path / "more/tools")
     hint = "(Path(__file__).parent / 'hint.txt')"
     benchmark = task_of_files(tmp_path, {name: text.format(hint) for name, text in files.items()})
-    identity = suite.question_identity(benchmark)
-    items = suite.adapter(benchmark).items(benchmark)
+    identity = HARNESS.question_identity(benchmark)
+    items = HARNESS.items(benchmark)
     (tmp_path / "more/tools/unrelated.py").write_text("A = 1\n")
-    assert suite.question_identity(benchmark) == identity
+    assert HARNESS.question_identity(benchmark) == identity
     (tmp_path / changed).write_text(content)
-    assert suite.question_identity(benchmark) != identity
-    assert suite.adapter(benchmark).items(benchmark) != items
+    assert HARNESS.question_identity(benchmark) != identity
+    assert HARNESS.items(benchmark) != items
 
 
 HINT = "Path('..', 'hint' + '.txt')"
@@ -803,7 +804,7 @@ def test_a_task_that_reads_what_does_not_identify_its_items_is_refused(
         with pytest.raises(
             UserError, match=r"benchmark own.*(hint\.txt|hint\.db|hidden_helper\.py)"
         ):
-            suite.adapter(benchmark).items(benchmark)
+            HARNESS.items(benchmark)
 
 
 STARTED_PROGRAMS = {
@@ -829,7 +830,7 @@ def test_a_task_that_starts_a_program_for_its_items_is_refused(tmp_path: Path, e
         folder.mkdir()
         benchmark = task_of_files(folder, {"more/tools/utils.py": text + PROMPT, "hint.txt": ""})
         with pytest.raises(UserError, match=rf"benchmark own.*{re.escape(event)}"):
-            suite.adapter(benchmark).items(benchmark)
+            HARNESS.items(benchmark)
 
 
 def test_reads_of_threads_that_ran_before_a_task_are_not_its_own(tmp_path: Path) -> None:
@@ -869,5 +870,5 @@ def test_folders_of_libraries(file: str, library: bool) -> None:
 def test_a_definition_that_cannot_be_read_is_said_before_anything_is_loaded(
     tmp_path: Path, file: str, content: str, says: str
 ) -> None:
-    (sentence,) = suite.preflight([task_of_files(tmp_path, {file: content})], Policy())
+    (sentence,) = problems([task_of_files(tmp_path, {file: content})], Policy())
     assert re.search(says, sentence)

@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import Policy, run
-from moe_lab.evaluation.engines import Likelihood, Prompt, Row, Writing
+from moe_lab.evaluation.engines import GenerationSettings, Likelihood, Prompt, Row
 from moe_lab.evaluation.engines.hf import Batch, LoadedModel, NewTokens, greedy
 from moe_lab.evaluation.engines.likelihoods import log_likelihoods
 
@@ -49,7 +49,10 @@ def together(
 ) -> list[NewTokens]:
     """Texts written in one batch, complete at `ends` alone."""
     return greedy(
-        model, Batch(prompts, answers or [None] * len(prompts), Writing(NEW), frozenset(ends), 0)
+        model,
+        Batch(
+            prompts, answers or [None] * len(prompts), GenerationSettings(NEW), frozenset(ends), 0
+        ),
     )
 
 
@@ -310,7 +313,7 @@ def test_a_logit_that_is_not_finite_fails(
     assert not (tmp_path / "result.json").exists()
     with pytest.raises(FloatingPointError, match=str(number)):
         vllm_saying(subject.tokenizer, [[0, [5, 5], number]]).generate(
-            [Prompt("A dog", (5, 6))], Writing(2)
+            [Prompt("A dog", (5, 6))], GenerationSettings(2)
         )
 
 

@@ -22,8 +22,9 @@ from hypothesis import strategies as some
 from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import Policy, mirror, run, suite
-from moe_lab.evaluation.harnesses import wildbench
-from moe_lab.evaluation.harnesses.wildbench import Unparsable, score, verdicts
+from moe_lab.evaluation import judge as judges
+from moe_lab.evaluation.harnesses.wildbench import HARNESS, question, template
+from moe_lab.evaluation.judge import Unparsable, score, verdicts
 from moe_lab.study.failures import error_document
 
 pytestmark = pytest.mark.slow
@@ -38,8 +39,8 @@ SOON = {"Retry-After": "0.01"}
 @pytest.fixture(autouse=True)
 def key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY, "a-secret\n")
-    monkeypatch.setattr(wildbench, "ATTEMPTS", 4)
-    monkeypatch.setattr(wildbench, "PARALLEL", 4)
+    monkeypatch.setattr(judges, "ATTEMPTS", 4)
+    monkeypatch.setattr(judges, "PARALLEL", 4)
 
 
 def settings(at: Endpoint | str, **changes: Any) -> JudgeConfig:
@@ -179,7 +180,7 @@ def test_what_is_refused_ends_it_at_once_and_what_is_no_reply_is_asked_for_three
     reply: Reply, asked: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step does not know judge.url, which may be mended before the next run."""
-    monkeypatch.setattr(wildbench, "PARALLEL", 1)
+    monkeypatch.setattr(judges, "PARALLEL", 1)
     # of which those behind the first are called off
     prompts = ["p"] if asked == 3 else [f"p{n}" for n in range(40)]
     with endpoint(lambda _: reply) as at, pytest.raises(Unavailable) as caught:
@@ -208,8 +209,8 @@ def test_an_endpoint_that_stays_busy_ends_it_after_bounded_attempts(
 def test_slow_endpoints_and_wrong_ports_end_with_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wildbench, "TIMEOUT", 1)
-    monkeypatch.setattr(wildbench, "ATTEMPTS", 2)
+    monkeypatch.setattr(judges, "TIMEOUT", 1)
+    monkeypatch.setattr(judges, "ATTEMPTS", 2)
     never = threading.Event()
     with endpoint(lambda _: never.wait() and scored(5)) as at:
         with pytest.raises(Unavailable, match="no answer within 1 s"):
@@ -259,14 +260,12 @@ def test_a_template_is_filled_once(tmp_path: Path) -> None:
     ]
     (tmp_path / "own.md").write_text("{$history}|{$user_query}|{$model_output}|{$checklist}|{}")
     one = replace(BENCHMARK, parameters={"template": str(tmp_path / "own.md")})
-    filled = wildbench.question(
-        wildbench.template(one), conversation, "{$checklist} {$x}", ["Rhymes?", "Short?"]
-    )
+    filled = question(template(one), conversation, "{$checklist} {$x}", ["Rhymes?", "Short?"])
     assert filled == (
         "USER: Hello\n\nASSISTANT: Hi|A poem about {$history}!|{$checklist} {$x}|- Rhymes?\n- "
         "Short?|{}"
     )
-    shipped = wildbench.question(wildbench.template(BENCHMARK), conversation, "A rose", ["Rhymes?"])
+    shipped = question(template(BENCHMARK), conversation, "A rose", ["Rhymes?"])
     for part in (
         "ASSISTANT: Hi",
         "A poem about",
@@ -286,11 +285,11 @@ def test_everything_wrong_with_a_judge_is_said_before_a_start(
 
     def problems(**changes: Any) -> str:
         benchmark = replace(BENCHMARK, **{"judge": judge, **changes})
-        return " & ".join(wildbench.lacking(benchmark, Policy(allow_judge=True)))
+        return " & ".join(HARNESS.missing(benchmark, Policy(allow_judge=True)))
 
     assert problems() == ""
     assert "judge=gpt_oss_120b" in problems(judge=None)
-    assert "chat=false, but conversations" in " ".join(
+    assert "chat=false: expected chat=true" in " ".join(
         suite.wrong([replace(BENCHMARK, chat=False)])
     )
     distant = replace(judge, url="https://x.org/v1", key_variable=KEY)
@@ -364,14 +363,14 @@ def judged(published: BenchmarkConfig, at: Endpoint) -> BenchmarkConfig:
 def test_the_questions_are_the_conversations_of_creative_writing(
     published: BenchmarkConfig,
 ) -> None:
-    contents = [turn["content"] for turn in wildbench.items(published)[1].requests[0].prompt]
+    contents = [turn["content"] for turn in HARNESS.items(published)[1].requests[0].prompt]
     assert contents == ["A line, please.", "A line.", "Now tale 7, please."]
-    assert len(wildbench.items(replace(published, parameters={}, expected=1024))) == 1024
-    assert len(wildbench.items(replace(published, limit=3))) == 3
+    assert len(HARNESS.items(replace(published, parameters={}, expected=1024))) == 1024
+    assert len(HARNESS.items(replace(published, limit=3))) == 3
     with pytest.raises(
         UserError, match=r"parameters\.tag=Creative writing.*did you mean Creative Writing"
     ):
-        wildbench.items(replace(published, parameters={"tag": "Creative writing"}))
+        HARNESS.items(replace(published, parameters={"tag": "Creative writing"}))
 
 
 def test_scores_without_thoughts_become_shares(
@@ -464,19 +463,21 @@ def test_too_few_scores_or_no_leave_to_ask_fail_for_now(
 def test_the_judge_identifies_a_result_and_neither_place_nor_key_do(
     judged: BenchmarkConfig, tmp_path: Path
 ) -> None:
-    identity = suite.identity(judged)
+    identity = HARNESS.identity(judged)
     judge = judged.judge
     assert judge is not None
     assert (
-        suite.identity(replace(judged, judge=replace(judge, url="http://h:1/v1", key_variable="K")))
+        HARNESS.identity(
+            replace(judged, judge=replace(judge, url="http://h:1/v1", key_variable="K"))
+        )
         == identity
     )
     for change in ({"model": "m"}, {"max_tokens": 9}, {"extra": {"seed": 1}}):
-        assert suite.identity(replace(judged, judge=replace(judge, **change))) != identity
+        assert HARNESS.identity(replace(judged, judge=replace(judge, **change))) != identity
     (tmp_path / "t.md").write_text("{$user_query} {$model_output} {$checklist}")
     other = replace(
         judged, parameters={"tag": "Creative Writing", "template": str(tmp_path / "t.md")}
     )
-    assert suite.identity(other) != identity and suite.question_identity(
+    assert HARNESS.identity(other) != identity and HARNESS.question_identity(
         other
-    ) == suite.question_identity(judged)
+    ) == HARNESS.question_identity(judged)

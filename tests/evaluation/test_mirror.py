@@ -13,13 +13,14 @@ import huggingface_hub
 import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
+from asking import problems
 from harness_files import RTE, subject_rows, write_lines
 from huggingface_hub.utils import filter_repo_objects
 
 from benchmarks.data_sets import write_data_set
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import Policy, mirror, suite
+from moe_lab.evaluation import Policy, mirror
 from moe_lab.evaluation.mirror import benchmarks, main, make
 
 
@@ -96,7 +97,7 @@ def test_the_hub_sends_pinned_files(
     }
     assert set(mirror.subsets(made["mmlu"])) == {"anatomy", "virology"}
     assert {len(mirror.rows(benchmark)) for benchmark in made.values()} == {277, 14042, 30}
-    assert suite.preflight([made["rte"]], Policy()) == []
+    assert problems([made["rte"]], Policy()) == []
     entries = mirror.manifest(mirror.folder(made["rte"]))
     assert {entry["source"] for entry in entries.values()} == {f"nyu-mll/glue@{glue}"}
 
@@ -118,7 +119,7 @@ def test_a_mirror_can_be_made_without_the_hub(
     write_lines(tmp_path / "source" / "greatest.jsonl", RTE)  # a name with "test" in a word
     make(rte, SOURCES[name](tmp_path / "source"))
     assert set(mirror.subsets(rte)["rte"]) == {"validation"}
-    assert mirror.rows(rte) == RTE and suite.preflight([rte], Policy()) == []
+    assert mirror.rows(rte) == RTE and problems([rte], Policy()) == []
     before = mirror.digest(rte)
     make(rte, write_data_set(tmp_path / "other", PARTS))
     assert mirror.rows(rte) == RTE and mirror.digest(rte) == before, (
@@ -198,11 +199,11 @@ def test_a_damaged_mirror_is_refused_and_can_be_made_again(
         manifest.write_text(
             '{"files"' if how == "manifest" else manifest.read_text().replace(f'"{how}"', '"x"')
         )
-    (sentence,) = suite.preflight([rte], Policy())
+    (sentence,) = problems([rte], Policy())
     assert str(file if how in ("missing", "changed") else manifest) in sentence
     if how in ("missing", "changed"):
         make(rte, source)
-        assert suite.preflight([rte], Policy()) == []
+        assert problems([rte], Policy()) == []
 
 
 def test_too_few_rows_and_unknown_parts_are_refused(rte: BenchmarkConfig, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Programs that a model wrote: in a runner with limits and walls, and graded by EvalPlus's
+"""Programs that a model wrote: in a runner with limits and a sandbox, and graded by EvalPlus's
 rules."""
 
 import errno
@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from benchmarks.measure import namespaces_missing
 from moe_lab.child_process import Ended
-from moe_lab.evaluation.harnesses.evalplus import Grader, GradeRequest, kept_grader
+from moe_lab.evaluation.adapters.evalplus import GRADER, Grader, GradeRequest
 from moe_lab.evaluation.sandbox import runner
 from moe_lab.evaluation.sandbox.client import LimitedCalls, Outcome, Runner, RunnerError, Runners
 from moe_lab.evaluation.sandbox.closed_world import leaves_closed_world
@@ -38,7 +38,7 @@ from tests.campaign.programs import (
     wrong,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.walls]
+pytestmark = [pytest.mark.slow, pytest.mark.sandbox]
 MEBI = 1 << 20
 
 
@@ -86,7 +86,7 @@ def test_whatever_bytes_are_sent_the_runner_answers_and_the_answer_can_be_read(
 
 
 def test_the_environment_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind walls a program of the campaign looks for it."""
+    """In the sandbox a program of the campaign looks for it."""
     monkeypatch.setenv("SECRET_KEY", "s3cret")
     with Runner(confined=False) as fresh:
         (found,) = run(fresh, "import os\ndef f(x): return dict(os.environ)").values()
@@ -221,7 +221,7 @@ def test_no_family_of_sockets_is_to_be_had_but_local_pairs_and_threads_are(
     assert run(confined, body).values() == [1]
 
 
-def test_a_runner_behind_walls_that_ends_twice_is_no_fault_of_a_program(
+def test_a_confined_runner_that_ends_twice_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def dying(self: Runner, request: Request) -> Outcome:
@@ -281,7 +281,7 @@ def verdicts(
     settings = {"confined": not namespaces_missing(), "seconds": 2.0, "memory_mib": 512}
     programs = {tasks[name]: body for name, body in bodies.items()}
     request = GradeRequest(dataset, str(data), programs, **{**settings, **changes})
-    found = kept_grader.grade(request)
+    found = GRADER.grade(request)
     return {
         name: (found[task].base, found[task].plus) for name, task in tasks.items() if name in bodies
     }
@@ -319,7 +319,7 @@ def test_right_half_right_and_wrong_programs(tmp_path: Path) -> None:
     )
 
 
-def test_without_walls_a_program_that_ends_its_runner_costs_one_verdict(tmp_path: Path) -> None:
+def test_an_unconfined_program_that_ends_its_runner_costs_one_verdict(tmp_path: Path) -> None:
     kill = "import os, signal\ndef {}(x): os.kill(os.getppid(), signal.SIGKILL); return x + 1"
     bodies = {
         "add": kill.format("add"),
@@ -336,7 +336,7 @@ def test_without_walls_a_program_that_ends_its_runner_costs_one_verdict(tmp_path
 
 # a limit on processes counts all of an ordinary user, whose program can start none
 @pytest.mark.root
-def test_without_walls_a_runner_that_is_ended_later_costs_the_next_program_nothing(
+def test_an_unconfined_runner_that_ends_later_costs_no_verdict(
     tmp_path: Path,
 ) -> None:
     """What `add` leaves behind ends the runner while `mean` runs: that it does is seen in empty
@@ -470,4 +470,4 @@ def test_the_shipped_problems_are_passed_by_their_own_solutions_alone(
     wrong = {row["task_id"]: f"def {row['entry_point']}(*a): return None" for row in problems}
     for programs, status in ((right, "pass"), (wrong, "fail")):
         request = GradeRequest(dataset, str(data), programs, confined=not namespaces_missing())
-        assert {verdict.plus for verdict in kept_grader.grade(request).values()} == {status}
+        assert {verdict.plus for verdict in GRADER.grade(request).values()} == {status}

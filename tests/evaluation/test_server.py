@@ -35,7 +35,7 @@ from moe_lab.evaluation.engines import server as servers
 from moe_lab.evaluation.engines import vllm
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.engines.server import ServedModel, serving
-from moe_lab.evaluation.harnesses.wildbench import verdicts
+from moe_lab.evaluation.judge import verdicts
 from moe_lab.models.load import load_model
 from moe_lab.paths import DATA, shipped
 from moe_lab.pruning.plan import Plan
@@ -161,7 +161,7 @@ def test_a_server_that_lists_the_model_and_is_mute_is_stopped(
 
 def test_what_dies_while_generating_is_tried_again_by_the_next_run() -> None:
     with serving(CHECKPOINT, backend(FAKE + " {port} {name} {checkpoint}"), POCKET, "n") as served:
-        watcher = served.last_words.args[0].process.pid  # type: ignore[attr-defined]
+        watcher = served.exit_reason.args[0].process.pid  # type: ignore[attr-defined]
         (process,) = Path(f"/proc/{watcher}/task/{watcher}/children").read_text().split()
         os.kill(int(process), signal.SIGKILL)
         with pytest.raises(Unavailable, match=r"the server of n-\w+ ended: .*SIGKILL"):

@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import preloaded
 import pytest
 import torch
-from asking import ask, protocol, samples, write
+from asking import ask, problems, protocol, samples, write
 from evalplus.provider.utility import EOS
 from harness_files import shipped_items, write_lines
 
@@ -28,8 +28,8 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import LIMITED, NAMESPACES, UNCONFINED, Policy, suite
 from moe_lab.evaluation.engines.hf import LoadedModel
-from moe_lab.evaluation.harness import HARNESSES
 from moe_lab.evaluation.harnesses import evalplus
+from moe_lab.evaluation.harnesses.perplexity import HARNESS as PERPLEXITY
 from moe_lab.evaluation.run import evaluate
 from moe_lab.evaluation.sandbox import client
 from moe_lab.evaluation.sandbox.runner import NO_NAMESPACES, Request
@@ -54,26 +54,31 @@ def test_all_problems_are_reported_together_and_what_is_right_is_silent() -> Non
         replace(CODE, name="gone", task="gone.jsonl"),
         replace(CODE, name="count", expected=164),
     ]
-    found = suite.preflight(benchmarks, Policy(False))
+    found = problems(benchmarks, Policy(False))
     for says in ("allow_code_execution=false", "gone.jsonl", "60 items and should have 164"):
         assert sum(says in sentence for sentence in found) == 1, says
     assert any(sentence.startswith("benchmarks code and count both report") for sentence in found)
-    assert suite.preflight([CODE], Policy(True, "none")) == []
+    assert problems([CODE], Policy(True, "none")) == []
 
 
 def test_preflight_imports_neither_torch_nor_a_harness_and_grading_no_torch() -> None:
     program = (
-        "import sys\nfrom moe_lab.evaluation import suite\nfrom moe_lab.config import "
-        "BenchmarkConfig as B\n"
-        "from moe_lab.evaluation import Policy\nimport moe_lab.results\n"
+        "import sys\nfrom dataclasses import replace\nfrom pkgutil import iter_modules\n"
+        "from moe_lab.evaluation import suite\nfrom moe_lab.config import BenchmarkConfig as B\n"
+        "from moe_lab.config.evaluation import HARNESSES\nfrom moe_lab.evaluation.harness import "
+        "harness_of\n"
+        "from moe_lab.evaluation.harnesses import evalplus\nimport moe_lab.results\n"
         "b = B(name='b', harness='evalplus', task='pocket:benchmarks/mbpp.jsonl', reports={'m': "
         "'base'})\n"
-        "assert len(suite.preflight([b], Policy(True))) == 1\nsuite.identity(b)\n"
+        "assert len(suite.wrong([b])) == 1\n"
+        "for name in iter_modules([str(HARNESSES)]):\n"
+        "    harness_of(replace(b, harness=name.name))\n"
+        "evalplus.HARNESS.identity(b)\n"
         "heavy = {'torch', 'transformers', 'lm_eval', 'evalplus', 'datasets', 'pandas', "
         "'pyarrow', 'numpy'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
-        "from moe_lab.evaluation import answers, run\nfrom moe_lab.evaluation.harnesses import "
-        "evalplus, wildbench\n"
+        "from moe_lab.evaluation import answers, run\nfrom moe_lab.evaluation.adapters import "
+        "evalplus\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
@@ -82,9 +87,9 @@ def test_preflight_imports_neither_torch_nor_a_harness_and_grading_no_torch() ->
 def test_identity_follows_content_and_settings_not_place(tmp_path: Path) -> None:
     copy = tmp_path / "elsewhere.jsonl"
     copy.write_bytes(Path(resolve(CODE.task)).read_bytes())
-    known = suite.identity(CODE)
+    known = evalplus.HARNESS.identity(CODE)
     for same in ({"task": str(copy)}, {"name": "other"}, {"parameters": {"processes": 3}}):
-        assert suite.identity(replace(CODE, **same)) == known, same  # type: ignore[arg-type]
+        assert evalplus.HARNESS.identity(replace(CODE, **same)) == known, same  # type: ignore[arg-type]
     copy.write_bytes(copy.read_bytes() + b"\n")
     changes: tuple[dict[str, Any], ...] = (
         {"task": str(copy)},
@@ -95,7 +100,7 @@ def test_identity_follows_content_and_settings_not_place(tmp_path: Path) -> None
         {"reports": {}},
     )
     for other in changes:
-        assert suite.identity(replace(CODE, **other)) != known, other  # type: ignore[arg-type]
+        assert evalplus.HARNESS.identity(replace(CODE, **other)) != known, other  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +114,7 @@ def test_identity_follows_content_and_settings_not_place(tmp_path: Path) -> None
         ("none", True, False, UNCONFINED),
     ],
 )
-def test_programs_run_behind_the_walls_that_were_asked_for(
+def test_the_sandbox_setting_selects_the_sandbox(
     monkeypatch: pytest.MonkeyPatch,
     sandbox: str,
     missing: bool,
@@ -199,7 +204,10 @@ def test_a_start_that_fails_while_programs_are_graded_is_tried_again(
         ({"shots": 3}, "shots=3: expected 0"),
         ({"parameters": {"seconds": "abc"}}, "parameters.seconds=abc: expected a number"),
         ({"parameters": {"memory_mib": -3}}, "parameters.memory_mib=-3"),
-        ({"harness": "stories", "reports": {"s": "score"}, "chat": True}, "chat=true, but stories"),
+        (
+            {"harness": "stories", "reports": {"s": "score"}, "chat": True},
+            "chat=true: expected chat=false",
+        ),
     ],
 )
 def test_settings_that_cannot_be_or_would_do_nothing_are_told(
@@ -358,7 +366,7 @@ def test_perplexity_equals_an_independent_computation_in_a_whole_folder(
     } < set(rows[0])
     content = json.loads((tmp_path / "out" / "result.json").read_text())
     assert set(content) == {"schema", "results", "protocol", "versions"} and content["schema"] == 1
-    assert content["protocol"]["data"] == suite.data_digest(benchmark)
+    assert content["protocol"]["data"] == PERPLEXITY.data_digest(benchmark)
     assert {"torch", "transformers"} <= set(content["versions"])
     for changes in ({"parameters": {"length": 99999}}, {"task": "nowhere.txt"}):
         with pytest.raises(UserError, match=r"length|nowhere\.txt"):
@@ -411,5 +419,12 @@ def test_an_added_benchmark_is_asked_graded_and_in_the_report(tmp_path: Path) ->
         assert "colours" in ([row[column] for row in rows] if column else rows[0]), name
 
 
-def test_settings_know_the_harnesses_that_there_are() -> None:
-    assert get_args(get_type_hints(BenchmarkConfig)["harness"]) == tuple(HARNESSES)
+def test_a_harness_is_a_module_in_its_folder_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A file of that name is all that the configuration asks for."""
+    with pytest.raises(ValueError, match="such as perplexity"):
+        replace(CODE, harness="perplexityy")
+    monkeypatch.setattr("moe_lab.config.evaluation.HARNESSES", tmp_path)
+    (tmp_path / "new_harness.py").touch()
+    assert replace(CODE, harness="new_harness").harness == "new_harness"

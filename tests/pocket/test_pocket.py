@@ -25,10 +25,10 @@ from moe_lab.calibration.documents import document, tokenize
 from moe_lab.config import BenchmarkConfig, ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import Policy, run, suite
+from moe_lab.evaluation.adapters.function_call_rules import mistake
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harnesses import function_calls
-from moe_lab.evaluation.harnesses.function_call_rules import mistake
-from moe_lab.evaluation.harnesses.stories import rules_kept
+from moe_lab.evaluation.harnesses.stories import rules_followed
 from moe_lab.models.load import load_model
 from moe_lab.paths import DATA
 from tools.pocket import train as trainer
@@ -146,20 +146,20 @@ HOME = {"rule": "ends_with", "text": "They all went home."}
     ],
 )
 def test_rules(rule: dict[str, Any], story: str, kept: bool) -> None:
-    assert rules_kept(story, [rule]) == [kept]
+    assert rules_followed(story, [rule]) == [kept]
 
 
 def test_mistakes_in_a_checklist_are_named() -> None:
     with pytest.raises(UserError, match="did you mean mentions"):
-        rules_kept(STORY, [{"rule": "mention", "text": "Tom"}])
+        rules_followed(STORY, [{"rule": "mention", "text": "Tom"}])
     with pytest.raises(UserError, match="sentences does not take"):
-        rules_kept(STORY, [{"rule": "sentences", "most": 3}])
+        rules_followed(STORY, [{"rule": "sentences", "most": 3}])
 
 
 def test_the_stories_of_the_world_keep_all_rules(items: Items) -> None:
     for example in items["wildbench"]:
-        assert all(rules_kept(example.answer, example.details["checklist"]))
-        assert not any(rules_kept("", example.details["checklist"]))
+        assert all(rules_followed(example.answer, example.details["checklist"]))
+        assert not any(rules_followed("", example.details["checklist"]))
 
 
 # ---- function calls: their text, the right answers, and the model that calls
@@ -173,7 +173,7 @@ def calling() -> Any:
 
 def test_the_items_are_of_every_kind_and_fit_the_format(calling: BenchmarkConfig) -> None:
     assert suite.wrong([calling]) == []
-    kinds = Counter(item.name.rpartition("_")[0] for item in function_calls.items(calling))
+    kinds = Counter(item.name.rpartition("_")[0] for item in function_calls.HARNESS.items(calling))
     assert set(kinds) == set(KINDS)
     assert min(kinds.values()) >= 16
 
@@ -189,7 +189,7 @@ def test_no_call_of_an_item_is_in_a_calibration_conversation(world: World, items
 
 def test_right_answers_are_right_and_others_wrong(calling: BenchmarkConfig, items: Items) -> None:
     for question, example in zip(
-        function_calls._questions(calling), items["function_calls"], strict=True
+        function_calls.HARNESS.questions(calling), items["function_calls"], strict=True
     ):
         reason = partial(mistake, functions=question.functions, right=question.right)
         assert reason(example.answer) is None, question.name

@@ -28,7 +28,7 @@ from test_vllm import (
 
 from moe_lab.config import BackendConfig, ModelConfig
 from moe_lab.errors import Unavailable, UserError
-from moe_lab.evaluation.engines import Prompt, Writing, vllm
+from moe_lab.evaluation.engines import GenerationSettings, Prompt, vllm
 from moe_lab.paths import resolve
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
@@ -148,11 +148,11 @@ def test_a_study_gets_the_same_answers_from_vllm(tmp_path: Path) -> None:
 USER = f"""
 import sys
 sys.path[:0] = {sys.path}
-from test_engine import Prompt, Writing, opened
+from test_engine import GenerationSettings, Prompt, opened
 engine = opened(forked=False)
 print(engine.process.pid, flush=True)
 for _ in range(10000):
-    engine.generate([Prompt("", (5, 6, 7))] * 64, Writing(64))
+    engine.generate([Prompt("", (5, 6, 7))] * 64, GenerationSettings(64))
 """
 
 
@@ -181,14 +181,16 @@ def opened(*, forked: bool = True, **arguments: Any) -> vllm.VllmModel:
 def test_an_engine_that_dies_is_reported_and_the_next_one_starts() -> None:
     # one text after the other, so that most are left when the first is there
     subject = opened(max_num_seqs=1)
-    texts = subject.items("generate", 200, prompts=[[5, 6]] * 64, most=200, stop=[], ends=[])
+    texts = subject.items("generate", 200, prompts=[[5, 6]] * 64, max_tokens=200, stop=[], ends=[])
     next(texts)
     subject.process.kill()
     with pytest.raises(Unavailable, match="vLLM ended"):
         list(texts)
     channels = Plan({0: (0, 1)}, {0: 2}, {}, {0: numpy.ones((2, 8), bool)})
     again = opened()
-    assert again.process is not subject.process and again.generate([Prompt("", (5, 6))], Writing(2))
+    assert again.process is not subject.process and again.generate(
+        [Prompt("", (5, 6))], GenerationSettings(2)
+    )
     with pytest.raises(UserError, match="channels"):
         again.set_plan(channels)
     ENGINE.close()

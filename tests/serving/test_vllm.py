@@ -26,7 +26,7 @@ from transformers import AutoTokenizer
 
 from moe_lab.config import BackendConfig, ModelConfig
 from moe_lab.errors import Unavailable
-from moe_lab.evaluation.engines import Engine, Prompt, Writing
+from moe_lab.evaluation.engines import Engine, GenerationSettings, Prompt
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.engines.server import serving
 from moe_lab.models.discover import moe_layers
@@ -284,7 +284,7 @@ def processes(group: int) -> list[psutil.Process]:
 
 def written(engine: Engine, prompts: list[str], stop: tuple[str, ...] = ()) -> list[str]:
     asked = [Prompt(prompt, tuple(engine.tokenizer(prompt).input_ids)) for prompt in prompts]
-    return [text.text for text in engine.generate(asked, Writing(12, stop))]
+    return [text.text for text in engine.generate(asked, GenerationSettings(12, stop))]
 
 
 def test_a_server_reads_an_export_whose_layers_differ(models: Models) -> None:
@@ -302,7 +302,7 @@ def test_a_server_reads_an_export_whose_layers_differ(models: Models) -> None:
             last = texts[0].split()[-1]
             stops = ("w3 w4", "w5 w6", "w7 w8", "w9 w10", "w11 w12", last)
             stopped = written(server, prompts, stops)
-            group = server.last_words.args[0].process.pid  # type: ignore[attr-defined]
+            group = server.exit_reason.args[0].process.pid  # type: ignore[attr-defined]
             (engine,) = (process for process in processes(group) if "EngineCor" in process.name())
             engine.kill()
             with pytest.raises(Unavailable) as died:

@@ -232,7 +232,9 @@ def finish(store: Store, done: Step, seconds: Any, **more: Any) -> None:
 @pytest.fixture(autouse=True)
 def data(monkeypatch: pytest.MonkeyPatch) -> None:
     """Benchmarks whose data is their name."""
-    monkeypatch.setattr("moe_lab.evaluation.suite.data_digest", lambda benchmark: benchmark.name)
+    monkeypatch.setattr(
+        "moe_lab.evaluation.harness.Harness.data_digest", lambda self, benchmark: benchmark.name
+    )
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from moe_lab.config import (
 )
 from moe_lab.errors import UserError
 from moe_lab.evaluation import LIMITED
-from moe_lab.evaluation import suite as suites
 from moe_lab.evaluation.sandbox import client
 from moe_lab.grid import benchmarks
 from moe_lab.json_files import write_sealed
@@ -191,7 +190,7 @@ def test_a_raised_pin_gives_new_results_of_its_harness_and_leaves_all_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def ids(version: str) -> dict[str, set[str]]:
-        monkeypatch.setattr(suites, "installed", lambda package: version)
+        monkeypatch.setattr("moe_lab.evaluation.harness.installed", lambda package: version)
         found: dict[str, set[str]] = {}
         for step in graph(criterion=["man"]).steps:
             found.setdefault(step.kind, set()).add(step.id)

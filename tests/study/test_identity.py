@@ -20,6 +20,7 @@ from moe_lab.allocation import IdentifiedAllocation
 from moe_lab.calibration import IdentifiedText
 from moe_lab.config.base import Group, type_at
 from moe_lab.criteria import IdentifiedCriterion
+from moe_lab.evaluation.harness import Harness
 from moe_lab.evaluation.suite import IdentifiedBenchmark
 from moe_lab.models.files import IdentifiedModel
 from moe_lab.paths import resolve
@@ -159,12 +160,7 @@ def test_a_field_is_part_of_the_identity_unless_its_class_says_that_it_changes_n
     group: str, field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "moe_lab.evaluation.suite.data_digest",
-        lambda benchmark: f"{benchmark.data} {benchmark.task}",
-    )
-    monkeypatch.setattr(
-        "moe_lab.evaluation.harnesses.wildbench.identity",
-        lambda benchmark: benchmark.judge.identity,
+        Harness, "data_digest", lambda _, benchmark: f"{benchmark.data} {benchmark.task}"
     )
     schedules = {f"{{{name}}}": str(tmp_path / f"{name}.json") for name in ("first", "second")}
     for number, file in enumerate(schedules.values()):

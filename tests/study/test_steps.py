@@ -27,7 +27,8 @@ from moe_lab.config import (
     RecoveryConfig,
 )
 from moe_lab.errors import Unavailable
-from moe_lab.evaluation import run, suite
+from moe_lab.evaluation import run
+from moe_lab.evaluation.harness import Harness
 from moe_lab.json_files import write_json
 from moe_lab.models import load
 from moe_lab.models.discover import moe_layers
@@ -394,7 +395,7 @@ def test_a_harness_has_template_arguments_and_unchanged_data(
     assert step.id
     step.work(files)
     assert given == [{"enable_thinking": False}]
-    monkeypatch.setattr(suite, "data_digest", lambda _: "another")
+    monkeypatch.setattr(Harness, "data_digest", lambda *_: "another")
     with pytest.raises(Unavailable, match="its data is not what it was"):
         step.work(files)
 

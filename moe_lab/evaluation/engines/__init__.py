@@ -1,6 +1,6 @@
 """Engines compute texts and likelihoods, batch by batch: the loaded model (`hf.py`), a process of
-vLLM (`vllm.py`) or a server (`server.py`). `answers.py` is what asks them. No torch and no openai,
-for the preflight.
+vLLM (`vllm.py`) or a server (`server.py`). `answers.py` calls them. Imports neither torch nor
+openai, for the preflight.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 
 from moe_lab.config import BackendConfig, BenchmarkConfig, ModelConfig
 from moe_lab.errors import UserError, mask, user_errors
-from moe_lab.evaluation.harness import HARNESSES, check_has, interpreter
+from moe_lab.evaluation.harness import harness_of
+from moe_lab.evaluation.interpreters import check_has, interpreter
 from moe_lab.models import eos_tokens
 from moe_lab.models.checkpoint import read_json_if_there
 from moe_lab.models.config_json import check_trained_top_k, config_of
@@ -36,9 +37,9 @@ _LONGEST = 600
 """Characters of an error that are quoted."""
 _ERROR = re.compile(r"(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?([A-Za-z_][\w.]*(?:Error|Exception): .+)")
 """The last line of a stack trace, alone or as vLLM logs it: after the name of a process, a time and
-a place."""
-ELSEWHERE = "root cause"
-"""What vLLM says in an error that another one caused."""
+a line of code."""
+CAUSED = "root cause"
+"""Part of vLLM's message for an error that another error caused."""
 
 Likelihood = tuple[float, bool]
 """The summed log-likelihood of tokens in nats, and whether each was the likeliest."""
@@ -65,14 +66,14 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Writing:
-    """How texts are written: always greedily, whatever sampling settings and penalties a checkpoint
-    has."""
+class GenerationSettings:
+    """How texts are generated: always greedily, regardless of a checkpoint's sampling settings and
+    penalties."""
 
-    most: int
+    max_tokens: int
     """Largest number of tokens of a text."""
     stop: tuple[str, ...] = ()
-    """Texts at which a text may end; it may also go on, and is cut by the caller. Prompts are not
+    """Texts at which generation may end; the caller cuts a text that continues. Prompts are not
     searched for them."""
     chat: bool = False
     """Whether prompts are conversations, which a chat template has written with all special
@@ -84,13 +85,13 @@ class Writing:
 
 
 @dataclass(frozen=True)
-class Written:
+class GeneratedText:
     """The text after a prompt."""
 
     text: str
-    """It has no special tokens but `Writing.marks`, and no end token."""
+    """It has no special tokens but `GenerationSettings.marks`, and no end token."""
     ended: str = "end"
-    """end (by an end token or a stop text) or limit (by `Writing.most`)."""
+    """end (by an end token or a stop text) or limit (by `GenerationSettings.max_tokens`)."""
     likelihood: Likelihood | None = None
     """Of the prompt's answer, if it was computed."""
 
@@ -111,7 +112,9 @@ class Engine(ABC):
     """Whether it computes likelihoods."""
 
     @abstractmethod
-    def generate(self, prompts: Sequence[Prompt], writing: Writing) -> list[Written]:
+    def generate(
+        self, prompts: Sequence[Prompt], generation: GenerationSettings
+    ) -> list[GeneratedText]:
         """The text after each prompt. Raises FloatingPointError where a chosen token has no finite
         likelihood."""
 
@@ -122,34 +125,38 @@ class Engine(ABC):
         )
 
 
-def written(
+def generated_text(
     tokenizer: Any,
     before: Sequence[int],
     after: Sequence[int],
-    writing: Writing,
+    generation: GenerationSettings,
     ends: Collection[int],
-) -> Written:
+) -> GeneratedText:
     """The new tokens `after`, up to the first end token, as the text that continues the prompt
     tokens `before`."""
     length = next((index for index, token in enumerate(after) if token in ends), len(after))
-    marks = dict(writing.marks)
+    marks = dict(generation.marks)
     tokens = [*before[-_CONTEXT_TOKENS:], *after[:length]]
     text = ""
     start = len(before[-_CONTEXT_TOKENS:])
-    for place in [
-        *(number for number in range(start, len(tokens)) if tokens[number] in marks),
-        len(tokens),
-    ]:
+    marked = [index for index in range(start, len(tokens)) if tokens[index] in marks]
+    for end in (*marked, len(tokens)):
         context = max(0, start - _CONTEXT_TOKENS)
-        prefix, whole = (
-            tokenizer.decode(
-                tokens[context:end], skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-            for end in (start, place)
-        )
-        text += whole[len(prefix) :] + marks.get(tokens[place] if place < len(tokens) else -1, "")
-        start = place + 1
-    return Written(text, "limit" if len(after) >= writing.most and length == len(after) else "end")
+        prefix = _decoded(tokenizer, tokens[context:start])
+        text += _decoded(tokenizer, tokens[context:end])[len(prefix) :]
+        if end < len(tokens):
+            text += marks[tokens[end]]
+        start = end + 1
+    return GeneratedText(
+        text, "limit" if len(after) >= generation.max_tokens and length == len(after) else "end"
+    )
+
+
+def _decoded(tokenizer: Any, tokens: Sequence[int]) -> str:
+    text: str = tokenizer.decode(
+        tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    return text
 
 
 def end_tokens(checkpoint: Path, tokenizer: Any) -> list[int]:
@@ -175,8 +182,7 @@ def check_finite(number: float, name: str) -> None:
     if not math.isfinite(number):
         raise FloatingPointError(
             f"the {name} of a token is {number}, expected a finite number: the model's weights or "
-            "precision "
-            "make it overflow"
+            "precision make it overflow"
         )
 
 
@@ -193,25 +199,24 @@ def wrong(
     if backend.name == "server":
         yield from user_errors(command_line, backend, Path("checkpoint"), 0, "name")
         for benchmark in benchmarks:
-            if benchmark.max_new_tokens and not HARNESSES[benchmark.harness].two_phases:
+            if benchmark.max_new_tokens and not harness_of(benchmark).two_phases:
                 yield (
-                    f"backend={backend.name}: benchmark {benchmark.name} generates with the "
-                    "loaded model, whatever the "
-                    "back end: leave it out, or set backend=hf"
+                    f"backend={backend.name}: benchmark {benchmark.name} generates with the loaded "
+                    "model, whatever the back end: omit it, or set backend=hf"
                 )
     for model in models:
         yield from user_errors(check_trained_top_k, model, f"backend={backend.name}")
         if backend.name == "vllm" and (kind := config_of(model).get("model_type")) in PORTS:
             yield (
-                f"backend=vllm: the transformers of vLLM has no model_type={kind} "
-                f"({model.name}): expected backend=hf"
+                f"backend=vllm: the transformers of vLLM has no model_type={kind} ({model.name}): "
+                "expected backend=hf"
             )
 
 
 def command_line(backend: BackendConfig, checkpoint: Path, port: int, name: str) -> list[str]:
-    """The words of backend.command, with the values of {checkpoint}, {port}, {name} and of
-    environment variables. UserError for a command that lacks one of the first two, or names a
-    variable that is not there."""
+    """The arguments of backend.command, with the values of {checkpoint}, {port}, {name} and of
+    environment variables. UserError for a command without one of the first two, or with a variable
+    that is not set."""
     line = backend.command or ""
     if "{checkpoint}" not in line or "{port}" not in line:
         raise UserError(
@@ -219,17 +224,17 @@ def command_line(backend: BackendConfig, checkpoint: Path, port: int, name: str)
             "{port}"
         )
     try:
-        words = [Template(word).substitute(os.environ) for word in shlex.split(line)]
+        arguments = [Template(argument).substitute(os.environ) for argument in shlex.split(line)]
     except ValueError as error:
         raise UserError(f"backend.command={line} cannot be read: {error}") from None
     except KeyError as error:
         raise UserError(
-            f"backend.command: there is no environment variable {error.args[0]} here: export it "
+            f"backend.command: the environment variable {error.args[0]} is not set: export it "
             "where steps run"
         ) from None
-    for place, value in {"{checkpoint}": checkpoint, "{port}": port, "{name}": name}.items():
-        words = [word.replace(place, str(value)) for word in words]
-    return words
+    for field, value in {"{checkpoint}": checkpoint, "{port}": port, "{name}": name}.items():
+        arguments = [argument.replace(field, str(value)) for argument in arguments]
+    return arguments
 
 
 def check_installed(backend: BackendConfig) -> None:
@@ -241,9 +246,8 @@ def check_installed(backend: BackendConfig) -> None:
         program, *_ = command_line(backend, Path("checkpoint"), 0, "name")
         if shutil.which(program, path=search_path()) is None:
             raise UserError(
-                f"backend.command starts {program}, and there is no such program here: install "
-                "it, or write its path "
-                "into backend.command"
+                f"backend.command starts {program}, and no such program is installed: install it, "
+                "or write its path into backend.command"
             )
 
 
@@ -259,103 +263,7 @@ def last_lines(log: str) -> str:
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     print(mask("\n".join(lines[-_LOG_LINES:])), file=sys.stderr, flush=True)
     errors = [match[1][:_LONGEST] for line in lines if (match := _ERROR.match(line))]
-    causes = [error for error in errors if ELSEWHERE not in error] or errors
+    causes = [error for error in errors if CAUSED not in error] or errors
     if causes:
         return "; ".join(dict.fromkeys([causes[-1], lines[-1]]))
-    return "; ".join(lines[-2:]) or "it said nothing"
-
-
-PAIRS: Mapping[str, str] = {
-    "<think>": "</think>",
-    "[THINK]": "[/THINK]",
-    "<seed:think>": "</seed:think>",
-    "<longcat_think>": "</longcat_think>",
-    "<thought>": "</thought>",
-    "<thinking>": "</thinking>",
-    "<|START_THINKING|>": "<|END_THINKING|>",
-    "<|begin_of_thought|>": "<|end_of_thought|>",
-    "◁think▷": "◁/think▷",
-}
-"""Opening -> closing mark of a thought, of all families."""
-MARKS = frozenset({*PAIRS, *PAIRS.values()})
-_HARMONY = "<|start|>assistant"
-"""How the prompt ends in the harmony format of gpt-oss."""
-_HARMONY_THOUGHT = "<|channel|>analysis<|message|>"
-_CHANNEL = re.compile(r"\s*(?:<\|channel\|>|analysis|commentary|final|to=)")
-"""How a text in the harmony format begins; tokenizers leave out its special tokens."""
-_HARMONY_ANSWER = re.compile(
-    r"(?:\A\s*|assistant)(?:<\|channel\|>)?final\s*(?:<\|constrain\|>\w+)?(?:<\|message\|>)?"
-    r"|(?:\A|(?:<\|start\|>)?assistant)(?=\s*(?:<\|channel\|>)?(?:(?:commentary|analysis)\s+)?to=functions\.)"
-)
-"""What stands before an answer in the harmony format: its own header, or nothing if it is a message
-to a function."""
-
-
-def answer_in(text: str, prompt: str = "", *, chat: bool = True) -> str | None:
-    """The answer in a text that a model wrote after `prompt`: its end after the thought. None if
-    the thought does not.
-
-    A text without a thought is an answer as a whole. In a chat, a closing mark alone also ends a
-    thought: where the opening one was in a prompt that is not at hand. Marks in quotes are spoken
-    of, and end nothing.
-    """
-    if _is_harmony(text, prompt):
-        answer = _HARMONY_ANSWER.search(text)
-        return None if answer is None else text[answer.end() :].lstrip()
-    for opening, closing in PAIRS.items():
-        if prompt.rstrip().endswith(opening) or text.lstrip().startswith(opening):
-            return _after_thoughts(text, opening, closing)
-    for opening, closing in PAIRS.items() if chat else ():
-        end = _end_of(closing, text)
-        if end is not None and opening not in text[:end]:
-            return _after_thoughts(text, opening, closing)
-    return text
-
-
-def may_think(tokenizer: Any) -> bool:
-    """Whether a tokenizer's chat templates know thoughts, by their marks."""
-    templates = str(getattr(tokenizer, "chat_template", None))
-    return _HARMONY_THOUGHT in templates or any(mark in templates for mark in MARKS)
-
-
-def special_marks(tokenizer: Any, stop: Sequence[str]) -> tuple[tuple[int, str], ...]:
-    """Special tokens, id and text, that mark thoughts or occur in stop texts; decoding would leave
-    them out."""
-    added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
-    special = [(number, token.content) for number, token in added.items() if token.special]
-    return tuple(
-        (number, mark)
-        for number, mark in special
-        if mark in MARKS or any(mark in text for text in stop)
-    )
-
-
-def _after_thoughts(text: str, opening: str, closing: str) -> str | None:
-    """What follows the first thought, and every later one that begins a line."""
-    answer = text
-    again = re.compile(rf"^[ \t]*{re.escape(opening)}", re.MULTILINE)
-    while True:
-        end = _end_of(closing, answer)
-        if end is None:
-            return None
-        answer = answer[end:]
-        if not (later := again.search(answer)):
-            return answer.lstrip()
-        answer = answer[later.end() :]
-
-
-def _end_of(closing: str, text: str) -> int | None:
-    """The end of the first closing mark that is not in quotes."""
-    for mark in re.finditer(re.escape(closing), text):
-        around = text[mark.start() - 1 : mark.start()], text[mark.end() : mark.end() + 1]
-        if around[0] != around[1] or around[0] not in ("'", '"', "`"):
-            return mark.end()
-    return None
-
-
-def _is_harmony(text: str, prompt: str) -> bool:
-    if prompt.endswith(_HARMONY_THOUGHT) or text.lstrip().startswith("<|channel|>"):
-        return True
-    if prompt.rstrip().endswith(_HARMONY):
-        return bool(_CHANNEL.match(text))
-    return text.lstrip().startswith("analysis") and bool(_HARMONY_ANSWER.search(text))
+    return "; ".join(lines[-2:]) or "its log is empty"

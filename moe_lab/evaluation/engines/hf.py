@@ -3,7 +3,7 @@ way.
 
 Texts are written greedily for a batch of prompts, and end at different times. transformers prepares
 the inputs of each step, as a family needs them. The loop is ours, for two reasons: rows whose text
-is complete leave the batch; and a right answer, whose likelihood is asked for anyway, is read with
+is complete leave the batch; and a right answer, whose likelihood is requested anyway, is read with
 its prompt, so that the text needs no steps as far as it is that answer.
 """
 
@@ -21,20 +21,20 @@ from transformers.cache_utils import DynamicLayer
 
 from moe_lab.evaluation.engines import (
     Engine,
+    GeneratedText,
+    GenerationSettings,
     Likelihood,
     Prompt,
     Row,
-    Writing,
-    Written,
     check_finite,
-    written,
+    generated_text,
 )
 from moe_lab.evaluation.engines.likelihoods import has_full_attention, likelihood, log_likelihoods
 from moe_lab.models import eos_tokens
 from moe_lab.models.load import tokens_with_logits
 from moe_lab.models.transformers_private import next_inputs
 
-LEFT = 0.75
+SHRINK = 0.75
 """Complete rows leave the batch when at most this share of its rows is still generated: leaving
 copies the cache."""
 
@@ -54,17 +54,19 @@ class LoadedModel(Engine):
         )
         self.ends = eos_tokens(self.model.generation_config.eos_token_id, self.tokenizer)
 
-    def generate(self, prompts: Sequence[Prompt], writing: Writing) -> list[Written]:
+    def generate(
+        self, prompts: Sequence[Prompt], generation: GenerationSettings
+    ) -> list[GeneratedText]:
         """As `Engine.generate`, in one batch, padded on the left."""
         padding = (
             self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.ends[0]
         )
         tokens = [prompt.tokens for prompt in prompts]
         answers = [_after(prompt) for prompt in prompts]
-        batch = Batch(tokens, answers, writing, frozenset(self.ends), padding, self.tokenizer)
+        batch = Batch(tokens, answers, generation, frozenset(self.ends), padding, self.tokenizer)
         return [
             replace(
-                written(self.tokenizer, prompt, text.tokens, writing, self.ends),
+                generated_text(self.tokenizer, prompt, text.tokens, generation, self.ends),
                 likelihood=text.likelihood,
             )
             for prompt, text in zip(tokens, greedy(self.model, batch), strict=True)
@@ -103,7 +105,7 @@ class Batch:
     """Token ids."""
     answers: Sequence[Row | None]
     """Right answers, whose rows begin with their prompts."""
-    writing: Writing
+    generation: GenerationSettings
     """How: texts that contain one of its stop texts are complete, too."""
     ends: frozenset[int]
     """Tokens at which a text is complete."""
@@ -113,14 +115,15 @@ class Batch:
     """What finds stop texts."""
 
     def open_rows(self, rows: Sequence[int], texts: Sequence[NewTokens], unseen: int) -> list[int]:
-        """Those of `rows` whose texts go on. At most the last `unseen` tokens of a text are new."""
+        """Those of `rows` whose texts are incomplete. At most the last `unseen` tokens of a text
+        are new."""
         going_on = [
             row
             for row in rows
-            if len(texts[row].tokens) < self.writing.most
+            if len(texts[row].tokens) < self.generation.max_tokens
             and not self.ends & set(texts[row].tokens[-unseen:])
         ]
-        stop = self.writing.stop
+        stop = self.generation.stop
         if not stop or not going_on:
             return going_on
         # every token adds at least a byte
@@ -141,7 +144,7 @@ def greedy(model: Any, batch: Batch) -> list[NewTokens]:
     # generate() would use the settings of the checkpoint that it is not given, such as a repetition
     # penalty
     settings = GenerationConfig(
-        max_new_tokens=batch.writing.most,
+        max_new_tokens=batch.generation.max_tokens,
         do_sample=False,
         eos_token_id=sorted(batch.ends),
         pad_token_id=batch.padding,
@@ -156,7 +159,7 @@ def greedy(model: Any, batch: Batch) -> list[NewTokens]:
             custom_generate=partial(_write, batch=batch, texts=texts),
         )
     for text in texts:
-        ends = (place for place, token in enumerate(text.tokens, start=1) if token in batch.ends)
+        ends = (end for end, token in enumerate(text.tokens, start=1) if token in batch.ends)
         del text.tokens[next(ends, len(text.tokens)) :]
     return texts
 
@@ -165,16 +168,17 @@ def _padded(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and attention mask (B, L + A): prompts padded on the left to L tokens, then
     answers."""
     longest = max(map(len, batch.prompts))
-    left = [longest - len(prompt) for prompt in batch.prompts]
+    padding = [longest - len(prompt) for prompt in batch.prompts]
     rows = [
         answer.tokens if answer else prompt
         for prompt, answer in zip(batch.prompts, batch.answers, strict=True)
     ]
     ids = torch.full(
-        (len(rows), max(pad + len(row) for pad, row in zip(left, rows, strict=True))), batch.padding
+        (len(rows), max(pad + len(row) for pad, row in zip(padding, rows, strict=True))),
+        batch.padding,
     )
     attention = torch.zeros_like(ids)
-    for number, (pad, row) in enumerate(zip(left, rows, strict=True)):
+    for number, (pad, row) in enumerate(zip(padding, rows, strict=True)):
         ids[number, pad : pad + len(row)] = torch.tensor(row)
         attention[number, pad : pad + len(row)] = 1
     return ids, attention
@@ -206,16 +210,16 @@ def _write(
         open_rows = batch.open_rows(open_rows, texts, unseen)
         if not open_rows:
             return input_ids
-        if len(open_rows) <= LEFT * len(rows):
-            kept = torch.tensor([rows.index(row) for row in open_rows], device=input_ids.device)
-            inputs["past_key_values"].reorder_cache(kept)
+        if len(open_rows) <= SHRINK * len(rows):
+            indices = torch.tensor([rows.index(row) for row in open_rows], device=input_ids.device)
+            inputs["past_key_values"].reorder_cache(indices)
             inputs = {  # the cache stays the same object
-                name: value[kept]
+                name: value[indices]
                 if torch.is_tensor(value) and value.dim() > 1 and len(value) == len(rows)
                 else value
                 for name, value in inputs.items()
             }
-            input_ids = input_ids[kept]
+            input_ids = input_ids[indices]
             rows = open_rows
         prepared = model.prepare_inputs_for_generation(
             input_ids, next_sequence_length=1, is_first_iteration=False, **inputs
@@ -223,7 +227,8 @@ def _write(
         output = model(**prepared, return_dict=True)
         new, largest = _likeliest(output.logits[:, -1])
         choices = dict(zip(rows, zip(new.tolist(), largest, strict=True), strict=True))
-        for row in open_rows:  # what follows a complete text is of no use, whatever its logits
+        # Tokens after a complete text are unused, so their logits are not checked.
+        for row in open_rows:
             token, logit = choices[row]
             check_finite(logit, "logit")
             texts[row].tokens.append(token)
@@ -236,8 +241,9 @@ def _read(
     """Read the prompts, with right answers after them where tokens can be forgotten again, and
     begin `texts`.
 
-    Returns the model's output, and the token ids and arguments for what is kept: prompts, and texts
-    without their last tokens. Answers are not read where their logits would take too much memory.
+    Returns the model's output, and the token ids and arguments for what stays in the cache:
+    prompts, and texts without their last tokens. Answers are not read where their logits would take
+    too much memory.
     """
     by_token = [
         name for name, value in inputs.items() if getattr(value, "shape", None) == ids.shape
@@ -270,7 +276,9 @@ def _read(
     for prompt, answer, logits in zip(
         batch.prompts, answers, output.logits[:, first - width :], strict=True
     ):
-        text = _beginning(prompt, answer, logits[longest - 1 - first :], batch.writing.most)
+        text = _beginning(
+            prompt, answer, logits[longest - 1 - first :], batch.generation.max_tokens
+        )
         if answer:
             before = longest - len(prompt) + answer.start - 1 - first
             scored = logits[before : before + len(answer.tokens) - answer.start]
@@ -290,14 +298,14 @@ def _can_forget(model: Any, inputs: dict[str, Any], by_token: Collection[str]) -
         and bool(cache.layers)
         and {type(layer) for layer in cache.layers} == {DynamicLayer}
     )
-    told_apart = (
+    takes_positions = (
         set(by_token) - {"attention_mask"} == {"position_ids"} and "logits_to_keep" in inputs
     )
-    return plain and told_apart and has_full_attention(model)
+    return plain and takes_positions and has_full_attention(model)
 
 
 def _beginning(
-    prompt: Sequence[int], answer: Row | None, logits: torch.Tensor, most: int
+    prompt: Sequence[int], answer: Row | None, logits: torch.Tensor, max_tokens: int
 ) -> NewTokens:
     """How a text begins: as its right answer does, if that is what the model would choose, and the
     next choice, by logits (n, V) after the prompt and after each token that follows it."""
@@ -305,7 +313,7 @@ def _beginning(
     likeliest, largest = _likeliest(logits[: len(tokens) + 1])
     choices = likeliest.tolist()
     same = 0
-    while same < min(len(tokens), most - 1) and choices[same] == tokens[same]:
+    while same < min(len(tokens), max_tokens - 1) and choices[same] == tokens[same]:
         same += 1
     for logit in largest[: same + 1]:
         check_finite(logit, "logit")
@@ -326,10 +334,10 @@ def _forget(
     width = max(ends)
     if width < ids.shape[1]:
         cache.crop(width - ids.shape[1])
-    places = torch.arange(width, device=ids.device)
+    steps = torch.arange(width, device=ids.device)
     starts = [longest - len(prompt) for prompt in batch.prompts]
     first, end = (torch.tensor(columns, device=ids.device)[:, None] for columns in (starts, ends))
-    attention = ((places >= first) & (places < end)).long()
+    attention = ((steps >= first) & (steps < end)).long()
     positions = (attention.cumsum(1) - 1).clamp(min=0)
     return ids[:, :width], inputs | {"attention_mask": attention, "position_ids": positions}
 

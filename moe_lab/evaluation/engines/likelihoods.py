@@ -51,7 +51,7 @@ def log_likelihoods(model: Any, rows: Sequence[Row], batch_size: int) -> list[Li
     tokens = min(
         batch_size * max((len(row.tokens) for row in rows), default=0), tokens_with_logits(model)
     )
-    found: dict[Row, Likelihood] = {}
+    likelihoods: dict[Row, Likelihood] = {}
     while questions:
         # one question may have more tokens
         size = max(1, min(batch_size, tokens // len(questions[0])))
@@ -62,9 +62,11 @@ def log_likelihoods(model: Any, rows: Sequence[Row], batch_size: int) -> list[Li
             for answer, of_answer in question.answers.items():
                 predicting = torch.cat([logits[:1], logits[end : end + len(answer)]])
                 end += len(answer)
-                found |= {row: likelihood(row.tokens[row.start :], predicting) for row in of_answer}
+                likelihoods |= {
+                    row: likelihood(row.tokens[row.start :], predicting) for row in of_answer
+                }
                 progress.add(len(of_answer))
-    return [found[row] for row in rows]
+    return [likelihoods[row] for row in rows]
 
 
 def _questions(rows: Sequence[Row], *, share: bool) -> list[_Question]:
@@ -109,8 +111,8 @@ def _logits(model: Any, questions: Sequence[_Question]) -> list[torch.Tensor]:
         inputs |= _separated(questions, longest, model.dtype)
     inputs = {name: value.to(model.device) for name, value in inputs.items()}
     first = min(len(question.tokens) for question in questions) - 1
-    kept = {"logits_to_keep": longest - first} if "logits_to_keep" in _arguments(model) else {}
-    logits: torch.Tensor = model(**inputs, **kept, use_cache=False).logits
+    options = {"logits_to_keep": longest - first} if "logits_to_keep" in _arguments(model) else {}
+    logits: torch.Tensor = model(**inputs, **options, use_cache=False).logits
     first = longest - logits.shape[1]
     return [
         of_row[len(question.tokens) - 1 - first : len(question) - first]
@@ -154,11 +156,13 @@ def _can_share(model: Any) -> bool:
     """Whether answers can be read together: every layer has full attention, and a trial gives the
     same logits."""
     if model not in _shares:
-        told_apart = "position_ids" in _arguments(model) and attention_implementation(model) in (
+        takes_positions = "position_ids" in _arguments(model) and attention_implementation(
+            model
+        ) in (
             "sdpa",
             "eager",
         )
-        _shares[model] = told_apart and has_full_attention(model) and _agrees(model)
+        _shares[model] = takes_positions and has_full_attention(model) and _agrees(model)
     return _shares[model]
 
 

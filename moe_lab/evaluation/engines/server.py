@@ -1,5 +1,5 @@
 """A server with OpenAI's interface as an engine that generates: started for a checkpoint, checked,
-asked, stopped."""
+and stopped."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from moe_lab.child_process import Child
 from moe_lab.config import BackendConfig, ModelConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation.engines import (
-    MARKS,
     TOKEN_SECONDS,
     Engine,
+    GeneratedText,
+    GenerationSettings,
     Prompt,
-    Writing,
-    Written,
     appended_tokens,
     command_line,
     end_tokens,
     last_lines,
     search_path,
 )
+from moe_lab.evaluation.thoughts import MARKS
 from moe_lab.models import eos_tokens
 from moe_lab.models.checkpoint import read_json, read_json_if_there
 from moe_lab.paths import caches
@@ -47,8 +47,8 @@ STOPS = 4
 """Most stop texts of one request: OpenAI's limit, and vLLM's default. Texts are cut at the other
 ones here."""
 COMPLETE = ("stop", "length")
-"""Reasons why a text ends that leave it whole: OpenAI's words. Others, such as abort or error, are
-of the server."""
+"""OpenAI's reasons for the end of a complete text. Others, such as abort or error, depend on the
+server."""
 _POLL_SECONDS = 0.2
 _ANSWER = 30.0
 PORTS = range(15_000, 32_000)
@@ -73,7 +73,7 @@ class ServedModel(Engine):
     patience: float = BackendConfig.ready_seconds
     """Seconds without any finished text, in addition to the time for one text, after which a server
     counts as hung."""
-    last_words: Callable[[], str | None] = lambda: None
+    exit_reason: Callable[[], str | None] = lambda: None
     """Returns the last output of a server that has ended; None while it runs."""
     ends: list[int] = field(default_factory=list)
     """Tokens besides the tokenizer's end token at which the server ends a text."""
@@ -82,47 +82,47 @@ class ServedModel(Engine):
     scores = False
 
     def __post_init__(self) -> None:
-        """Raise UserError for a tokenizer after whose tokens no text can go on."""
+        """Raise UserError for a tokenizer that appends tokens, after which no text can continue."""
         if appended := appended_tokens(self.tokenizer):
             raise UserError(
                 "backend=server: the model's tokenizer appends "
-                f"{self.tokenizer.decode(appended)!r} to every prompt, "
-                "and a server tokenizes prompts itself: expected backend=hf or backend=vllm"
+                f"{self.tokenizer.decode(appended)!r} to every prompt, and a server tokenizes "
+                "prompts itself: expected backend=hf or backend=vllm"
             )
 
-    def generate(self, prompts: Sequence[Prompt], writing: Writing) -> list[Written]:
-        """As `Engine.generate`, with `writing.batch_size` requests at a time.
+    def generate(
+        self, prompts: Sequence[Prompt], generation: GenerationSettings
+    ) -> list[GeneratedText]:
+        """As `Engine.generate`, with `generation.batch_size` requests at a time.
 
         Raises Unavailable when no text at all arrives for too long. A single late text is no error,
         because the server may finish all others first. Raises UserError where a server would leave
         out the marks of thoughts, or a stop text.
         """
         ends = eos_tokens(self.ends, self.tokenizer)
-        marks = [mark for number, mark in writing.marks if number not in ends]
-        if lost := [mark for mark in marks if writing.chat or mark not in MARKS]:
+        marks = [mark for number, mark in generation.marks if number not in ends]
+        if lost := [mark for mark in marks if generation.chat or mark not in MARKS]:
             raise UserError(
                 f"backend=server: a server leaves out special tokens, and {', '.join(lost)} part "
-                "the model's thoughts "
-                "from its answers, or end them: expected backend=hf or backend=vllm"
+                "the model's thoughts from its answers, or end them: expected backend=hf or "
+                "backend=vllm"
             )
         texts = [self._request_text(prompt) for prompt in prompts]
-        pool = ThreadPoolExecutor(writing.batch_size)
+        pool = ThreadPoolExecutor(generation.batch_size)
         with self.client() as client:
             pending = futures = [
-                pool.submit(self.complete, client, text, writing.most, writing.stop)
+                pool.submit(self.complete, client, text, generation.max_tokens, generation.stop)
                 for text in texts
             ]
-            seconds = self.patience + TOKEN_SECONDS * writing.most
+            seconds = self.patience + TOKEN_SECONDS * generation.max_tokens
             try:
                 while pending:
                     done, rest = wait(pending, seconds, FIRST_COMPLETED)
                     if not done:
                         raise Unavailable(
                             f"the server of {self.name} runs and wrote no text for {seconds:g} s, "
-                            "which is "
-                            f"backend.ready_seconds={self.patience:g} and {TOKEN_SECONDS:g} s per "
-                            "token: it seems to "
-                            "hang"
+                            f"which is backend.ready_seconds={self.patience:g} and "
+                            f"{TOKEN_SECONDS:g} s per token: it seems to hang"
                         )
                     for future in done:
                         future.result()  # raises what the request did
@@ -140,9 +140,9 @@ class ServedModel(Engine):
         )
 
     def complete(
-        self, client: openai.OpenAI, prompt: str, most: int, stop: Sequence[str]
-    ) -> Written:
-        """The text of at most `most` tokens after a prompt, by greedy generation without penalties.
+        self, client: openai.OpenAI, prompt: str, max_tokens: int, stop: Sequence[str]
+    ) -> GeneratedText:
+        """The text of at most `max_tokens` tokens, greedily and without penalties.
 
         Some servers also stop at a stop text that begins in the prompt, so these are not sent.
         Raises UserError for a refused request and for an answer of another model, Unavailable for a
@@ -158,7 +158,7 @@ class ServedModel(Engine):
             answer = client.completions.create(
                 model=self.name,
                 prompt=prompt,
-                max_tokens=most,
+                max_tokens=max_tokens,
                 stop=inside[:STOPS] or None,
                 temperature=0,
                 top_p=1,
@@ -170,15 +170,15 @@ class ServedModel(Engine):
             text = choice.text
             reason = choice.finish_reason
         except openai.APIConnectionError as error:
-            ended = self.last_words()
+            ended = self.exit_reason()
             state = f"ended: {ended}" if ended else f"does not answer ({error.__cause__ or error})"
             raise Unavailable(f"{server} {state}") from None
         except openai.APIStatusError as error:
             kind = UserError if error.status_code < 500 else Unavailable
-            if kind is Unavailable and (ended := self.last_words()):
+            if kind is Unavailable and (ended := self.exit_reason()):
                 raise Unavailable(f"{server} ended: {ended}") from None
-            said = error.body.get("message") if isinstance(error.body, dict) else None
-            reply = " ".join(str(said or error.response.text).split())[:_REFUSAL]
+            message = error.body.get("message") if isinstance(error.body, dict) else None
+            reply = " ".join(str(message or error.response.text).split())[:_REFUSAL]
             raise kind(f"{server} answered HTTP {error.status_code}: {reply}") from None
         except (AttributeError, IndexError, TypeError, ValueError):  # the client checks no types
             raise UserError(f"what answers at {self.url} gives no text completions") from None
@@ -192,7 +192,7 @@ class ServedModel(Engine):
                 f"{server} broke a text off: finish_reason={reason}, expected "
                 f"{' or '.join(COMPLETE)}"
             )
-        return Written(text, "limit" if reason == "length" else "end")
+        return GeneratedText(text, "limit" if reason == "length" else "end")
 
     def _request_text(self, prompt: Prompt) -> str:
         """The text that a server tokenizes to the prompt, given that it always adds the tokenizer's
@@ -203,8 +203,7 @@ class ServedModel(Engine):
                 return text
         raise UserError(
             "a server adds the tokenizer's special tokens to every prompt, and the model's chat "
-            "template wants none: "
-            "expected backend=hf"
+            "template wants none: expected backend=hf"
         )
 
 
@@ -234,7 +233,7 @@ def serving(
         url = f"http://127.0.0.1:{port}/v1"
         arguments = model.template_arguments
         with started(command_line(backend, view, port, unique)) as process:
-            ended = partial(_last_words, process, _ENDING)
+            ended = partial(_exit_reason, process, _ENDING)
             served = ServedModel(
                 url, unique, tokenizer, max_length, arguments, backend.ready_seconds, ended, ends
             )
@@ -275,7 +274,7 @@ def started(line: Sequence[str]) -> Child:
     return Child(command("moe_lab.evaluation.server_process", str(GRACE), *line), environment)
 
 
-def _last_words(process: Child, seconds: float = 0.0) -> str | None:
+def _exit_reason(process: Child, seconds: float = 0.0) -> str | None:
     """Why the server ended, by its log; None if it still runs after `seconds`."""
     with suppress(subprocess.TimeoutExpired):
         process.process.wait(seconds)
@@ -297,13 +296,13 @@ def _ready(served: ServedModel, process: Child, path: str) -> ServedModel:
     checkpoint."""
     deadline = time.monotonic() + served.patience
     while (listed := _listed(served)) is None:
-        if (ended := _last_words(process)) is not None:
+        if (ended := _exit_reason(process)) is not None:
             raise Unavailable(f"the server ended before it was ready: {ended}")
         if time.monotonic() > deadline:
             raise Unavailable(
                 f"the server did not answer at {served.url} within "
-                f"backend.ready_seconds={served.patience:g}; the last "
-                f"it said: {last_lines(process.log())}"
+                f"backend.ready_seconds={served.patience:g}; its last output: "
+                f"{last_lines(process.log())}"
             )
         time.sleep(_POLL_SECONDS)
     # `vllm serve` lists the name it is given; `transformers serve` lists other models and takes the
@@ -318,7 +317,7 @@ def _ready(served: ServedModel, process: Child, path: str) -> ServedModel:
             f"the server does not serve the checkpoint ({error}); it lists "
             f"{', '.join(listed) or 'no model'}"
         ) from None
-    if (ended := _last_words(process)) is not None:
+    if (ended := _exit_reason(process)) is not None:
         raise Unavailable(f"the server ended ({ended}), and another one answers at {served.url}")
     return served
 

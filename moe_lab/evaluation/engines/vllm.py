@@ -1,4 +1,4 @@
-"""vLLM as an engine, in a process and an environment of its own.
+"""vLLM as an engine, in a separate process and environment.
 
 Prompts are tokenized here, and tokens are decoded here, as for a loaded model. No torch.
 """
@@ -18,20 +18,20 @@ from moe_lab.child_process import Child, Ended, Refused
 from moe_lab.config import BackendConfig, ModelConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation.engines import (
-    ELSEWHERE,
+    CAUSED,
     TOKEN_SECONDS,
     Engine,
+    GeneratedText,
+    GenerationSettings,
     Likelihood,
     Prompt,
     Row,
-    Writing,
-    Written,
     check_finite,
     end_tokens,
+    generated_text,
     last_lines,
-    written,
 )
-from moe_lab.evaluation.harness import interpreter
+from moe_lab.evaluation.interpreters import interpreter
 from moe_lab.json_files import read_json
 from moe_lab.models import visible_gpus
 from moe_lab.models.config_json import tensor_parallel
@@ -53,7 +53,7 @@ class VllmModel(Engine):
     """A causal language model in vLLM, under the plan that it has at the time; in a process with
     one checkpoint."""
 
-    batches = 16  # which vLLM divides in its own way
+    batches = 16  # which vLLM divides itself
 
     def __init__(self, checkpoint: Path, backend: BackendConfig, model: ModelConfig) -> None:
         """Start vLLM with `checkpoint`. Raises Unavailable, with vLLM's reason, when the engine
@@ -76,18 +76,21 @@ class VllmModel(Engine):
             line, {**ENVIRONMENT, **threads, **os.environ, "XDG_CACHE_HOME": str(caches())}
         )
         self.process = self._child.process
-        own = {"dtype": _dtype(checkpoint, model), "trust_remote_code": model.trust_remote_code}
+        defaults = {
+            "dtype": _dtype(checkpoint, model),
+            "trust_remote_code": model.trust_remote_code,
+        }
         try:
             with self._answering(0.0) as limit:
                 arguments = {
-                    **own,
+                    **defaults,
                     **_divided(checkpoint, model, backend.arguments),
                     **backend.arguments,
                 }
-                self.about = self._child.call(
+                self.metadata = self._child.call(
                     "open", limit, folder=str(checkpoint), arguments=arguments
                 )
-                self.max_length = self.about["max_length"]
+                self.max_length = self.metadata["max_length"]
         except BaseException:
             self.close()
             raise
@@ -112,7 +115,7 @@ class VllmModel(Engine):
         """What a method of `vllm_engine.Engine` yields, each within `seconds` and the time that a
         start may take.
 
-        Raises Unavailable when the engine fails, ends, or says nothing for too long. It is ended
+        Raises Unavailable when the engine fails, ends, or sends nothing for too long. It is ended
         then, since requests are left, and when the caller does not take all items.
         """
         try:
@@ -133,9 +136,9 @@ class VllmModel(Engine):
             yield limit
         except TimeoutError:
             raise Unavailable(
-                f"vLLM said nothing for {limit:g} s, which is "
-                f"backend.ready_seconds={self.patience:g} and "
-                f"{TOKEN_SECONDS:g} s per token: it seems to hang"
+                f"vLLM sent nothing for {limit:g} s, which is "
+                f"backend.ready_seconds={self.patience:g} and {TOKEN_SECONDS:g} s per token: it "
+                "seems to hang"
             ) from None
         except Ended:
             reason = last_lines(self._child.log())
@@ -143,31 +146,35 @@ class VllmModel(Engine):
                 f"vLLM ended (exit code {self.process.returncode}): {reason}"
             ) from None
         except Refused as error:
-            said = last_lines(self._child.log())
-            reason = said if ELSEWHERE in str(error) else f"{error.kind}: {error}"
+            log = last_lines(self._child.log())
+            reason = log if CAUSED in str(error) else f"{error.kind}: {error}"
             raise Unavailable(f"vLLM refuses: {reason}") from None
 
-    def generate(self, prompts: Sequence[Prompt], writing: Writing) -> list[Written]:
+    def generate(
+        self, prompts: Sequence[Prompt], generation: GenerationSettings
+    ) -> list[GeneratedText]:
         request = {
             "prompts": [prompt.tokens for prompt in prompts],
-            "most": writing.most,
-            "stop": writing.stop,
+            "max_tokens": generation.max_tokens,
+            "stop": generation.stop,
         }
-        texts: dict[int, Written] = {}
-        replies = self.items("generate", TOKEN_SECONDS * writing.most, ends=self.ends, **request)
+        texts: dict[int, GeneratedText] = {}
+        replies = self.items(
+            "generate", TOKEN_SECONDS * generation.max_tokens, ends=self.ends, **request
+        )
         for number, tokens, total in replies:
             check_finite(total, "log-likelihood")
-            texts[number] = written(
-                self.tokenizer, prompts[number].tokens, tokens, writing, self.ends
+            texts[number] = generated_text(
+                self.tokenizer, prompts[number].tokens, tokens, generation, self.ends
             )
         return [texts[number] for number in range(len(prompts))]
 
     def score(self, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
-        """As `Engine.score`; vLLM batches in its own way."""
+        """As `Engine.score`; vLLM makes the batches itself."""
         request = {"rows": [row.tokens for row in rows], "starts": [row.start for row in rows]}
         seconds = TOKEN_SECONDS * max(len(row.tokens) for row in rows)
-        found = self.items("log_likelihoods", seconds, **request)
-        return [(total, likeliest) for _, total, likeliest in sorted(found)]
+        replies = sorted(self.items("log_likelihoods", seconds, **request))
+        return [(total, likeliest) for _, total, likeliest in replies]
 
 
 class OpenEngine:
@@ -226,15 +233,15 @@ def _dtype(checkpoint: Path, model: ModelConfig) -> str:
     return str(stored_dtype(checkpoint) if dtype == "auto" else dtype).removeprefix("torch.")
 
 
-def _divided(checkpoint: Path, model: ModelConfig, asked: Mapping[str, Any]) -> dict[str, int]:
-    """Among how many GPUs of this process vLLM divides a model, unless that is asked for: as many
-    as it can."""
-    if model.device == "cpu" or any(name.endswith("parallel_size") for name in asked):
+def _divided(checkpoint: Path, model: ModelConfig, arguments: Mapping[str, Any]) -> dict[str, int]:
+    """vLLM's arguments for dividing a model among as many GPUs of this process as possible; {}
+    where the given arguments divide it."""
+    if model.device == "cpu" or any(name.endswith("parallel_size") for name in arguments):
         return {}
-    there = len(visible_gpus())
+    gpus = len(visible_gpus())
     count = max(
         count
         for count in tensor_parallel(read_json(checkpoint / "config.json", {}))
-        if count <= max(1, there)
+        if count <= max(1, gpus)
     )
     return {"tensor_parallel_size": count} if count > 1 else {}

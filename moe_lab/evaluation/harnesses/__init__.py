@@ -1,2 +1,2 @@
-"""Adapters of benchmark harnesses, one module each: the questions they ask and how they grade
-answers."""
+"""One module for each harness, with its object `HARNESS`; the module's name is that of the harness
+in settings."""

@@ -17,25 +17,17 @@ from typing import Any
 from moe_lab.child_process import Child, Ended, Refused
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, unknown, user_errors
-from moe_lab.evaluation import NAMESPACES, Policy, harness, mirror
-from moe_lab.evaluation.harness import (
-    HARNESSES,
-    Answer,
-    Graded,
-    Item,
-    Text,
-    graded_by_mean,
-    replace_surrogates,
-)
-from moe_lab.evaluation.harnesses.evalscope_code import DataError
+from moe_lab.evaluation import NAMESPACES, Policy, mirror
+from moe_lab.evaluation.adapters.evalscope_code import DataError
+from moe_lab.evaluation.harness import Graded, Harness, graded_by_mean
+from moe_lab.evaluation.interpreters import check_has, installed_in, interpreter
+from moe_lab.evaluation.items import Answer, Item, Text, replace_surrogates
 from moe_lab.models import cores
 from moe_lab.start import command
 
 UNSCORED_AT_MOST = 0.01
 """Share of answers that EvalScope may fail to compare, as its time for each is limited. They count
 as wrong."""
-
-
 SHOTS: Mapping[str, tuple[int, ...] | None] = {
     "gsm8k": None,
     "math_500": (0,),
@@ -48,160 +40,164 @@ grading of other tasks have not been checked."""
 CODE = "live_code_bench"
 """The task whose answers are programs."""
 OWN_SUBSETS = "math_500"
-"""The task whose items EvalScope splits into subsets of its own."""
+"""The task whose items EvalScope splits into its own subsets."""
 
 
-def interpreter(benchmark: BenchmarkConfig) -> str:
-    """The Python interpreter with EvalScope. Raises UserError when there is none."""
-    return harness.interpreter("evalscope", benchmark.python, f"benchmark {benchmark.name}")
+class EvalScope(Harness):
+    """EvalScope in an interpreter that has it, as its requirements contradict those of moe_lab."""
 
+    metrics = ("acc",)
+    question_parameters = ("start_date", "end_date")
+    grading_parameters = ("seconds", "memory_mib")
+    other_parameters = ("processes",)
+    numeric_parameters = grading_parameters + other_parameters
+    mirrored = True
+    shows_examples = True
+    two_phases = True
+    lists_items = False
 
-def installed(benchmark: BenchmarkConfig) -> str | None:
-    """EvalScope's version in the benchmark's interpreter; None if it is not installed."""
-    try:
-        return harness.installed_in(interpreter(benchmark), "evalscope")
-    except UserError:
-        return None
+    def items(self, benchmark: BenchmarkConfig) -> list[Item]:
+        """EvalScope's prompts: conversations for a chat template, or their text where
+        benchmark.chat is off.
 
+        EvalScope reads complete answers, so only an end token ends them.
+        """
+        items = []
+        for question in _called(benchmark, None, "questions"):
+            messages = question["messages"]
+            text = "\n\n".join(message["content"] for message in messages) + "\n"
+            request = Text(messages if benchmark.chat else text, benchmark.max_new_tokens)
+            items.append(Item(question["item"], (request,)))
+        return items
 
-def wrong(benchmark: BenchmarkConfig) -> Iterator[str]:
-    """Problems with the settings of an EvalScope benchmark, one sentence each."""
-    name = f"benchmark {benchmark.name}"
-    if benchmark.task not in SHOTS:
-        yield str(unknown(f"{name}: task", benchmark.task, SHOTS))
-        return
-    shots = SHOTS[benchmark.task]
-    if benchmark.data is None:
-        yield (
-            f"{name}: data is null, and EvalScope reads a mirror: expected a hub repository, "
-            "such as openai/gsm8k"
-        )
-    if shots is not None and benchmark.shots not in shots:
-        numbers = " or ".join(map(str, shots))
-        yield (
-            f"{name}: shots={benchmark.shots}, but EvalScope's {benchmark.task} shows {numbers} "
-            "examples"
-        )
-    for parameter in HARNESSES["evalscope"].question_parameters if benchmark.task == CODE else ():
+    def grade(
+        self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
+    ) -> Graded:
+        """Grade answers by EvalScope, without the thoughts before them: one that does not end is an
+        empty answer.
+
+        Raises RuntimeError when EvalScope could not compare more than 1 % of them.
+        """
+        is_code = self.runs_programs(benchmark)
+        texts = {answer.item: replace_surrogates(answer.reply.text or "") for answer in answers}
+        reply = _called(benchmark, policy, "grade", texts=texts)
+        samples = {sample["item"]: sample for sample in reply["samples"]}
+        unscored = [item for item, sample in samples.items() if sample["outcome"] is None]
+        if len(unscored) > UNSCORED_AT_MOST * len(samples):
+            raise RuntimeError(
+                f"benchmark {benchmark.name}: EvalScope could not compare {len(unscored)} of "
+                f"{len(samples)} answers, such as that to {unscored[0]}"
+            )
+
+        def verdict(answer: Answer, metric: str) -> tuple[float, str]:
+            sample = samples[answer.item]
+            outcome = sample["outcome"]
+            if outcome is None:
+                return 0.0, f"not compared: {sample['why']}"
+            if is_code:
+                return outcome, "pass" if outcome else sample["why"]
+            return outcome, sample["extracted"]
+
+        protocol = {"evalscope": reply["versions"], "unscored": unscored}
+        if is_code:
+            protocol["sandbox"] = self.protection(benchmark, policy)
+        return graded_by_mean(answers, benchmark, verdict, protocol)
+
+    def version(self, benchmark: BenchmarkConfig) -> str | None:
+        """EvalScope's version in the benchmark's interpreter; None if it is not installed."""
         try:
-            date.fromisoformat(value := str(benchmark.parameters.get(parameter)))
-        except ValueError:
-            yield f"{name}: parameters.{parameter}={value}: expected a day, such as 2025-01-31"
+            return installed_in(_python(benchmark), "evalscope")
+        except UserError:
+            return None
 
+    def wrong(self, benchmark: BenchmarkConfig) -> Iterator[str]:
+        yield from super().wrong(benchmark)
+        name = f"benchmark {benchmark.name}"
+        if benchmark.task not in SHOTS:
+            yield str(unknown(f"{name}: task", benchmark.task, SHOTS))
+            return
+        shots = SHOTS[benchmark.task]
+        if shots is not None and benchmark.shots not in shots:
+            numbers = " or ".join(map(str, shots))
+            yield (
+                f"{name}: shots={benchmark.shots}, but EvalScope's {benchmark.task} shows "
+                f"{numbers} examples"
+            )
+        for key in self.question_parameters if benchmark.task == CODE else ():
+            value = str(benchmark.parameters.get(key))
+            try:
+                date.fromisoformat(value)
+            except ValueError:
+                yield f"{name}: parameters.{key}={value}: expected a day, such as 2025-01-31"
 
-def lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
-    """Sentences if EvalScope is missing, and if running programs or reading pickled tests would
-    need a permission."""
-    yield from user_errors(lambda: harness.check_has("evalscope", interpreter(benchmark)))
-    if benchmark.task == CODE:
-        yield from user_errors(policy.protection)
-        if not policy.allow_pickled_data:
+    def missing(self, benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
+        yield from super().missing(benchmark, policy)
+        yield from user_errors(lambda: check_has("evalscope", _python(benchmark)))
+        if benchmark.task == CODE and not policy.allow_pickled_data:
             yield (
                 f"allow_pickled_data=false, but the tests of benchmark {benchmark.name} are "
-                "pickled: set "
-                f"allow_pickled_data=true, and only text is read of them"
+                "pickled: set allow_pickled_data=true, and only text is read of them"
             )
 
-
-# Questions and grades.
-
-
-def items(benchmark: BenchmarkConfig) -> list[Item]:
-    """EvalScope's prompts: conversations for a chat template, or their text where benchmark.chat is
-    off.
-
-    EvalScope reads complete answers, so nothing but an end token ends them.
-    """
-    asked = []
-    for question in _asked(benchmark, None, "questions"):
-        messages = question["messages"]
-        text = "\n\n".join(message["content"] for message in messages) + "\n"
-        asked.append(
-            Item(
-                question["item"],
-                (Text(messages if benchmark.chat else text, benchmark.max_new_tokens),),
-            )
-        )
-    return asked
+    def runs_programs(self, benchmark: BenchmarkConfig) -> bool:
+        return benchmark.task == CODE
 
 
-def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy) -> Graded:
-    """Grade answers by EvalScope, without the thoughts before them: one that does not end is an
-    empty answer.
+HARNESS = EvalScope()
 
-    Raises RuntimeError when EvalScope could not compare more than 1 % of them.
-    """
-    code = benchmark.task == CODE
-    protection = policy.protection() if code else None
-    texts = {answer.item: replace_surrogates(answer.reply.text or "") for answer in answers}
-    reply = _asked(benchmark, policy, "grade", texts=texts)
-    verdicts = {sample["item"]: sample for sample in reply["samples"]}
-    unscored = [item for item, verdict in verdicts.items() if verdict["outcome"] is None]
-    if len(unscored) > UNSCORED_AT_MOST * len(verdicts):
-        raise RuntimeError(
-            f"benchmark {benchmark.name}: EvalScope could not compare {len(unscored)} of "
-            f"{len(verdicts)} answers, "
-            f"such as that to {unscored[0]}"
-        )
 
-    def verdict(answer: Answer, metric: str) -> tuple[float, str]:
-        found = verdicts[answer.item]
-        if found["outcome"] is None:
-            return 0.0, f"not compared: {found['why']}"
-        return found["outcome"], ("pass" if found["outcome"] else found["why"]) if code else found[
-            "extracted"
-        ]
+def _python(benchmark: BenchmarkConfig) -> str:
+    """The Python interpreter with EvalScope. Raises UserError when there is none."""
+    return interpreter("evalscope", benchmark.python, f"benchmark {benchmark.name}")
 
-    protocol = {
-        "evalscope": reply["versions"],
-        "unscored": unscored,
-        **({"sandbox": protection} if code else {}),
+
+def _called(
+    benchmark: BenchmarkConfig, policy: Policy | None, method: str, **arguments: Any
+) -> Any:
+    """What a method of EvalScope's process returns. UserError for a problem of the data,
+    RuntimeError if the process failed."""
+    dataset_args: dict[str, Any] = {
+        "few_shot_num": benchmark.shots,
+        "eval_split": benchmark.split,
     }
-    return graded_by_mean(answers, benchmark, verdict, protocol)
-
-
-def _asked(benchmark: BenchmarkConfig, policy: Policy | None, method: str, **arguments: Any) -> Any:
-    """What a method of EvalScope's process, which has a minimal environment, returns. UserError for
-    a problem of the data, RuntimeError if the process failed."""
-    dataset_args: dict[str, Any] = {"few_shot_num": benchmark.shots, "eval_split": benchmark.split}
     if benchmark.task != OWN_SUBSETS:
         dataset_args["subset_list"] = [benchmark.subset or "default"]
-    kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
-    offline = {
-        "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "LANG": "C.UTF-8",
-    }
-    with tempfile.TemporaryDirectory(prefix="moe_lab-evalscope-") as folder:
-        place = Path(folder)
-        caches = {
-            name: str(place / "cache")
-            for name in ("HF_HOME", "MODELSCOPE_CACHE", "EVALSCOPE_CACHE")
-        }
-        homes = {"PYTHONNOUSERSITE": "1", "HOME": folder, "TMPDIR": folder}
+    with tempfile.TemporaryDirectory(prefix="moe_lab-evalscope-") as scratch:
+        folder = Path(scratch)
         arguments |= {
             "name": benchmark.task,
-            "folder": str(_linked_data(benchmark, place / "data")),
+            "folder": str(_linked_data(benchmark, folder / "data")),
             "dataset_args": dataset_args,
             "limit": benchmark.limit,
             "code": _code(benchmark, policy) if benchmark.task == CODE else None,
         }
-        worker = "moe_lab.evaluation.harnesses.evalscope_worker"
-        line = command("moe_lab.child_process", worker, python=interpreter(benchmark))
-        with Child(line, {**kept, **caches, **offline, **homes}, place) as process:
+        worker = "moe_lab.evaluation.adapters.evalscope_worker"
+        line = command("moe_lab.child_process", worker, python=_python(benchmark))
+        with Child(line, _environment(folder), folder) as process:
             try:
                 return process.call(method, **arguments)
             except Refused as error:
                 if error.kind == DataError.__name__:
                     raise UserError(f"benchmark {benchmark.name}: {error}") from None
-                raise RuntimeError(
-                    f"benchmark {benchmark.name}: EvalScope failed: {error.kind}: {error}"
-                ) from None
+                reason = f"{error.kind}: {error}"
             except Ended as error:
-                raise RuntimeError(
-                    f"benchmark {benchmark.name}: EvalScope failed: {error}"
-                ) from None
+                reason = str(error)
+            raise RuntimeError(f"benchmark {benchmark.name}: EvalScope failed: {reason}")
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """The complete environment of EvalScope's process, whose home and caches are in `folder`."""
+    caches = ("HF_HOME", "MODELSCOPE_CACHE", "EVALSCOPE_CACHE")
+    return {
+        **{name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ},
+        **dict.fromkeys(caches, str(folder / "cache")),
+        **dict.fromkeys(("HOME", "TMPDIR"), str(folder)),
+        "PYTHONNOUSERSITE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "LANG": "C.UTF-8",
+    }
 
 
 def _linked_data(benchmark: BenchmarkConfig, folder: Path) -> Path:
@@ -221,12 +217,11 @@ def _linked_data(benchmark: BenchmarkConfig, folder: Path) -> Path:
 
 def _code(benchmark: BenchmarkConfig, policy: Policy | None) -> dict[str, Any]:
     """Days, pickles and limits. Without a policy, no program is run."""
-    chosen = {
-        name: benchmark.parameters.get(name) for name in HARNESSES["evalscope"].grading_parameters
-    }
-    limits = {"processes": cores(), **{name: value for name, value in chosen.items() if value}}
+    parameters = benchmark.parameters
+    limits = {key: parameters[key] for key in HARNESS.numeric_parameters if parameters.get(key)}
+    is_confined = policy is None or policy.protection() == NAMESPACES
     return {
-        "days": [str(benchmark.parameters[name]) for name in ("start_date", "end_date")],
+        "days": [str(parameters[key]) for key in HARNESS.question_parameters],
         "pickles": policy is not None and policy.allow_pickled_data,
-        "limits": {**limits, "confined": policy is None or policy.protection() == NAMESPACES},
+        "limits": {"processes": cores(), **limits, "confined": is_confined},
     }

@@ -4,59 +4,82 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
 
 from moe_lab.calibration.documents import BLANK_LINE
 from moe_lab.calibration.sources import whole_text
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import Policy, mirror
-from moe_lab.evaluation.harness import Answer, Document, Graded, Item, data_files, loss_result
+from moe_lab.evaluation.harness import Graded, Harness, loss_result
+from moe_lab.evaluation.items import Answer, Document, Item
 from moe_lab.results import Sample, Scale
 
 
-def items(benchmark: BenchmarkConfig) -> list[Item]:
-    """The whole text, in windows of `parameters.length` tokens, the last of which may be shorter.
+class Perplexity(Harness):
+    """The likelihood of a text in windows of `parameters.length` tokens, the last of which may be
+    shorter.
 
     By default they have 2048 tokens, or what the model can read.
     """
-    length = benchmark.parameters.get("length")
-    if benchmark.data is None:
-        text = whole_text(data_files(benchmark)[-1], "suite.path")
-    else:  # joined as papers do with WikiText, and as `calibration.joined` does
-        text = BLANK_LINE.join(row["text"] for row in mirror.rows(benchmark))
-    return [
-        Item(
-            "text",
-            (Document(text, None if length is None else int(length), windows=benchmark.limit),),
-        )
-    ]
+
+    metrics = ("perplexity", "bits_per_byte", "loss")
+    question_parameters = ("length",)
+    numeric_parameters = ("length",)
+    chat = False
+    least_new_tokens = 0
+    reads_path = True
+    counts_items = False
+
+    def items(self, benchmark: BenchmarkConfig) -> list[Item]:
+        """One item, the whole text. Rows of a mirror are joined by blank lines, as papers do with
+        WikiText and as `calibration.joined` does."""
+        if benchmark.data is None:
+            text = _text(self.data_files(benchmark)[-1])
+        else:
+            text = BLANK_LINE.join(row["text"] for row in mirror.rows(benchmark))
+        length = benchmark.parameters.get("length")
+        tokens = None if length is None else int(length)
+        return [Item("text", (Document(text, tokens, windows=benchmark.limit),))]
+
+    def grade(
+        self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
+    ) -> Graded:
+        """Loss in nats, weighted by tokens; perplexity = exp(loss); bits per byte = loss * tokens /
+        bytes / ln 2.
+
+        Every token of a window but the first is predicted. Each window is a sample.
+        """
+        (answer,) = answers
+        text = answer.prompt
+        counts = [window.tokens for window in answer.reply.windows]
+        nats = [-window.nats / window.tokens for window in answer.reply.windows]
+        bits_per_nat = answer.reply.tokens / len(text.encode("utf-8")) / math.log(2)
+        samples: list[Sample] = []
+        results = []
+        for name, metric in benchmark.reports.items():
+            losses = nats
+            unit = "nats per token"
+            if metric == "bits_per_byte":
+                losses = [loss * bits_per_nat for loss in nats]
+                unit = "bits per byte"
+            for number, (loss, count) in enumerate(zip(losses, counts, strict=True)):
+                sample = answer.sample(name, loss, "", output="")
+                samples.append({**sample, "item": str(number), "units": count})
+            scale: Scale = "perplexity" if metric == "perplexity" else "loss"
+            results.append(loss_result(name, metric, scale, unit, losses, counts, benchmark))
+        protocol = {
+            "length": counts[0] + 1,
+            "predicted_tokens": sum(counts),
+            "prompt": text[:200],
+        }
+        return Graded(results, samples, protocol)
+
+    def check_data(self, benchmark: BenchmarkConfig) -> None:
+        _text(self.data_files(benchmark)[-1])
 
 
-def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy) -> Graded:
-    """Loss in nats, weighted by tokens; perplexity = exp(loss); bits per byte = loss * tokens /
-    bytes / ln 2.
+def _text(file: Path) -> str:
+    return whole_text(file, "suite.path")
 
-    Every token of a window but the first is predicted. Each window is a sample.
-    """
-    (answer,) = answers
-    windows = answer.reply.windows
-    text = answer.prompt
-    counts = [window.tokens for window in windows]
-    nats = [-window.nats / window.tokens for window in windows]
-    bits_per_nat = answer.reply.tokens / len(text.encode("utf-8")) / math.log(2)
-    sample = answer.sample("", 0.0, "", output="")
-    samples: list[Sample] = []
-    results = []
-    for name, metric in benchmark.reports.items():
-        losses = nats
-        unit = "nats per token"
-        if metric == "bits_per_byte":
-            losses = [loss * bits_per_nat for loss in nats]
-            unit = "bits per byte"
-        for number, (loss, count) in enumerate(zip(losses, counts, strict=True)):
-            about: Any = {"benchmark": name, "item": str(number), "outcome": loss, "units": count}
-            samples.append(Sample(**{**sample, **about}))
-        scale: Scale = "perplexity" if metric == "perplexity" else "loss"
-        results.append(loss_result(name, metric, scale, unit, losses, counts, benchmark))
-    protocol = {"length": counts[0] + 1, "predicted_tokens": sum(counts), "prompt": text[:200]}
-    return Graded(results, samples, protocol)
+
+HARNESS = Perplexity()

@@ -11,42 +11,53 @@ from typing import Any
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, check_known
 from moe_lab.evaluation import Policy, mirror
-from moe_lab.evaluation.harness import Answer, Graded, Item, Text, data_files, graded_by_mean
+from moe_lab.evaluation.harness import Graded, Harness, graded_by_mean
+from moe_lab.evaluation.items import Answer, Item, Text
 
 
-def items(benchmark: BenchmarkConfig) -> list[Item]:
-    """A story to be written after each prompt.
+class Stories(Harness):
+    """Stories that a model without a chat template writes, each with a checklist.
 
     The data file has lines {"id", "prompt", "checklist"} and possibly "reference", a story that
     follows the prompt and whose loss is measured.
     """
-    return [
-        Item(name, (Text(row["prompt"], benchmark.max_new_tokens, reference=row.get("reference")),))
-        for name, row in _rows(benchmark).items()
-    ]
+
+    metrics = ("score",)
+    mirrored = False
+    chat = False
+
+    def items(self, benchmark: BenchmarkConfig) -> list[Item]:
+        items = []
+        for name, row in self._rows(benchmark).items():
+            story = Text(row["prompt"], benchmark.max_new_tokens, reference=row.get("reference"))
+            items.append(Item(name, (story,)))
+        return items
+
+    def grade(
+        self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
+    ) -> Graded:
+        """The score of a story is the share of the rules in its checklist that it follows."""
+        rows = self._rows(benchmark)
+
+        def verdict(answer: Answer, metric: str) -> tuple[float, str]:
+            followed = rules_followed(answer.reply.text or "", rows[answer.item]["checklist"])
+            return sum(followed) / len(followed), json.dumps(followed)
+
+        return graded_by_mean(answers, benchmark, verdict)
+
+    def _rows(self, benchmark: BenchmarkConfig) -> dict[str, Any]:
+        """Id -> line of the data file, up to the limit."""
+        file = self.data_files(benchmark)[-1]
+        rows = mirror.read_rows(file)[: benchmark.limit]
+        for row in rows:
+            if not {"id", "prompt", "checklist"} <= set(row) or not row["checklist"]:
+                raise UserError(
+                    f"{file}: every line needs an id, a prompt and a checklist of at least one rule"
+                )
+        return {str(row["id"]): row for row in rows}
 
 
-def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy) -> Graded:
-    """The score of a story is the share of the rules in its checklist that it keeps."""
-    rows = _rows(benchmark)
-
-    def verdict(answer: Answer, metric: str) -> tuple[float, str]:
-        kept = rules_kept(answer.reply.text or "", rows[answer.item]["checklist"])
-        return sum(kept) / len(kept), json.dumps(kept)
-
-    return graded_by_mean(answers, benchmark, verdict)
-
-
-def _rows(benchmark: BenchmarkConfig) -> dict[str, Any]:
-    """Id -> line of the data file, up to the limit."""
-    file = data_files(benchmark)[-1]
-    rows = mirror.read_rows(file)[: benchmark.limit]
-    for row in rows:
-        if not {"id", "prompt", "checklist"} <= set(row) or not row["checklist"]:
-            raise UserError(
-                f"{file}: every line needs an id, a prompt and a checklist of at least one rule"
-            )
-    return {str(row["id"]): row for row in rows}
+HARNESS = Stories()
 
 
 # Rules of a checklist.
@@ -73,8 +84,8 @@ RULES: dict[str, Callable[..., bool]] = {
 }
 
 
-def rules_kept(story: str, checklist: Sequence[Mapping[str, Any]]) -> list[bool]:
-    """Whether the story keeps each rule of the checklist.
+def rules_followed(story: str, checklist: Sequence[Mapping[str, Any]]) -> list[bool]:
+    """Whether the story follows each rule of the checklist.
 
     Each entry is {"rule": name, ...arguments}:
     mentions(text)    the text occurs as whole words;
@@ -84,13 +95,13 @@ def rules_kept(story: str, checklist: Sequence[Mapping[str, Any]]) -> list[bool]
     no_repeats()      there is a sentence, and none occurs twice.
     Raises UserError for a rule that does not exist or whose arguments do not fit.
     """
-    kept = []
+    followed = []
     for entry in checklist:
         arguments = {name: value for name, value in entry.items() if name != "rule"}
         name = str(entry.get("rule"))
         check_known("checklist.rule", name, RULES)
         try:
-            kept.append(RULES[name](story, **arguments))
+            followed.append(RULES[name](story, **arguments))
         except TypeError as error:
             raise UserError(f"checklist.rule={name} does not take {arguments}: {error}") from error
-    return kept
+    return followed

@@ -45,7 +45,7 @@ class Outcome:
 
 
 class RunnerError(RuntimeError):
-    """The process that runs programs could not be started, or died. The message says why."""
+    """The process that runs programs could not be started, or died. The message has the reason."""
 
 
 class NoNamespaces(RunnerError):

@@ -18,7 +18,7 @@ list map max min next oct ord pow print range repr reversed round set slice sort
 True False None Exception ValueError TypeError KeyError IndexError ZeroDivisionError StopIteration
 """
 _ALLOWED = frozenset(_BUILTINS.split())
-_WORDS_OF_SYNTAX = """
+_NODES = """
 Module FunctionDef arguments arg keyword Lambda Return Delete Assign AugAssign AnnAssign For While
 If Raise Try
 ExceptHandler Assert Global Nonlocal Expr Pass Break Continue BoolOp NamedExpr BinOp UnaryOp IfExp
@@ -29,7 +29,7 @@ Subscript Starred Name List Tuple Slice Match match_case MatchValue MatchSinglet
 MatchMapping MatchStar
 MatchAs MatchOr expr_context boolop operator unaryop cmpop
 """
-_SYNTAX = tuple(getattr(ast, name) for name in _WORDS_OF_SYNTAX.split())
+_SYNTAX = tuple(getattr(ast, name) for name in _NODES.split())
 """Allowed syntax. Class patterns are refused, because they read attributes by name:
 `case int(__reduce_ex__=r)`."""
 _ATTRIBUTES = frozenset(
@@ -63,7 +63,7 @@ def _reaches_out(node: ast.AST) -> str | None:
         return "a decorator"
     if not isinstance(node, _SYNTAX):
         return (
-            f"{type(node).__name__}, which is not in the list of what closed-world programs "
-            "are written with"
+            f"{type(node).__name__}, which is not in the list of what closed-world programs are "
+            "written with"
         )
     return None

@@ -2,8 +2,7 @@
 Python's own.
 
 Standard library only, because runner processes load nothing else. A step that fails raises OSError;
-there is no
-weaker fallback.
+there is no weaker fallback.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _BIND = 4096
 _RECURSIVE = 16384
 _PRIVATE = 1 << 18
 # nosuid, nodev, noexec, noatime, nodiratime: a remount may not clear them
-_KEPT_FLAGS = 2 | 4 | 8 | 1024 | 2048
+_PRESERVED_FLAGS = 2 | 4 | 8 | 1024 | 2048
 _DETACH = 2
 _PARENT_DEATH_SIGNAL = 1
 _SET_DUMPABLE = 4
@@ -136,8 +135,8 @@ def _replace_root(hidden: Iterable[str]) -> None:
             _mount("tmpfs", _ROOT + path, "tmpfs", _NO_SETUID | _NO_DEVICES, "size=4k,mode=755")
     for number, point in _mounts().items():
         if number not in before:  # the ones above, and those that recursive binds brought along
-            kept = os.statvfs(point).f_flag & _KEPT_FLAGS
-            _mount("none", point, None, _REMOUNT | _BIND | _READ_ONLY | kept)
+            flags = os.statvfs(point).f_flag & _PRESERVED_FLAGS
+            _mount("none", point, None, _REMOUNT | _BIND | _READ_ONLY | flags)
     os.chdir(_ROOT)
     _call("pivot_root", b".", b".")
     _call("umount2", b".", _DETACH)
@@ -193,8 +192,8 @@ _KINDS = ("user", "pid", "mnt", "net", "ipc", "uts")
 
 
 def is_refusal(error: OSError) -> bool:
-    """Whether an error of `enter` says that this machine confines no process, rather than not at
-    this moment."""
+    """Whether an error of `enter` means that this machine cannot confine processes at all, not only
+    at this moment."""
     # no more namespaces: none are allowed, or as many as are allowed exist
     if error.errno == errno.ENOSPC:
         files = [Path(f"/proc/sys/user/max_{kind}_namespaces") for kind in _KINDS]
@@ -250,12 +249,12 @@ def fork_process_tree() -> int:
     the tree dies with it. Raises OSError when the kernel refuses that.
 
     One clone instead of a fork that leaves its namespaces and forks again: half the time of
-    starting a program. The C library, which this bypasses, keeps the number of the thread; it stays
-    right if this process, which must have no other thread, is process 1 of its tree too, as after
-    `enter`.
+    starting a program. The C library, which this bypasses, caches the number of the thread, which
+    stays right if this process, which must have no other thread, is process 1 of its tree too, as
+    after `enter`.
     """
     flags = ctypes.c_long(_NEW_USER | _NEW_PIDS | signal.SIGCHLD)
-    # without a stack of its own, the child goes on as a fork
+    # without its own stack, the child continues as a fork
     no_stack, nothing = ctypes.c_long(0), ctypes.c_long(0)
     _python.PyOS_BeforeFork()
     child = _python.syscall(

@@ -1,12 +1,11 @@
 """The process that runs programs a model wrote. It gets programs and inputs, never the expected
 outputs.
 
-It is asked by lines of JSON, as `moe_lab/child_process.py` sends them: a program is executed in a
-child process and called on each input, and what it returned comes back as encoded values
-(`encoding.py`). A program can
-harm only its own child, which has no network, no writable file, no view of other processes, and
-limits on memory, processes, time and output. The child and all it started are killed before the
-reply is written. Nothing it sends is executed or unpickled.
+It gets requests as lines of JSON, as `moe_lab/child_process.py` sends them: a program is executed
+in a child process and called on each input, and the values that it returned are sent back encoded
+(`encoding.py`). A program can harm only its own child, which has no network, no writable file, no
+view of other processes, and limits on memory, processes, time and output. The child and all it
+started are killed before the reply is written. Nothing it sends is executed or unpickled.
 
 Standard library only, so that a child has no secrets in memory and starts within milliseconds.
 """
@@ -129,11 +128,11 @@ def _run(request: Request, fork: Callable[[], int]) -> dict[str, Any]:
     reply = None
     try:
         while reply is None:
-            left = watch.seconds_left()
-            if left <= 0:
+            seconds = watch.seconds_remaining()
+            if seconds <= 0:
                 return watch.reply("timeout")
-            if any(number == 0 for number, _ in ended.poll(1000 * min(_TICK, left))):
-                raise SystemExit("the grader is gone")
+            if any(number == 0 for number, _ in ended.poll(1000 * min(_TICK, seconds))):
+                raise SystemExit("the grader has ended")
             with suppress(BlockingIOError):
                 reply = watch.take(os.read(results, _PIPE))
         return reply
@@ -181,7 +180,7 @@ class _Watch:
         self.wall = time.monotonic()
         self.end = self.wall + _wall_limit(request.total_seconds)
 
-    def seconds_left(self) -> float:
+    def seconds_remaining(self) -> float:
         """Seconds until the next limit: of the current call or of the whole program, in CPU or
         wall-clock time."""
         used = _cpu_seconds(self.child)
@@ -212,7 +211,7 @@ class _Watch:
             if line.startswith(b"error "):
                 return self.reply("failed", line[6:900].decode("utf-8", "replace")[:294])
             if not line.isascii():
-                return self.reply("output", "it sent something else than a value")
+                return self.reply("output", "it returned something that is not a value")
             self.lines.append(line.decode())
             self.times.append(now - self.since)
             self.since, self.wall = now, time.monotonic()
@@ -280,14 +279,17 @@ def runner_command(*, confined: bool) -> tuple[list[str], dict[str, str]]:
     """Command line and complete environment of a runner, in namespaces or only with limits."""
     package = Path(__file__).resolve().parents[2]
     mode = "confined" if confined else "limited"
-    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+    inherited = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     settings = {
         "PYTHONHASHSEED": "0",
         "PYTHONNOUSERSITE": "1",
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
     }
-    return command("moe_lab.evaluation.sandbox.runner", mode, str(package)), {**settings, **kept}
+    return command("moe_lab.evaluation.sandbox.runner", mode, str(package)), {
+        **settings,
+        **inherited,
+    }
 
 
 if __name__ == "__main__":

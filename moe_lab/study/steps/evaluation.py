@@ -18,7 +18,8 @@ from moe_lab.calibration.documents import BLANK_LINE
 from moe_lab.config import BackendConfig, BenchmarkConfig, CalibrationConfig, Config, ModelConfig
 from moe_lab.errors import Unavailable
 from moe_lab.evaluation import LIMITED, NAMESPACES, Policy, engines, suite
-from moe_lab.evaluation.harness import HARNESSES, Document, Item, Text
+from moe_lab.evaluation.harness import harness_of
+from moe_lab.evaluation.items import Document, Item, Text, read_answers, write_answers
 from moe_lab.json_files import Record, write_json
 from moe_lab.results import CONTAMINATION
 from moe_lab.study.identity import StepFields
@@ -56,13 +57,14 @@ def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
     no namespaces.
     """
     backend = replace(config.backend, python=config.interpreters.get("vllm"))
-    two_phases = HARNESSES[benchmark.harness].two_phases
+    harness = harness_of(benchmark)
+    two_phases = harness.two_phases
     if backend.name == "server" and not two_phases:
         backend = BackendConfig(name="hf")
     policy = Policy(
         config.allow_code_execution, config.sandbox, config.allow_judge, config.allow_pickled_data
     )
-    limited = LIMITED if suite.runs_limited(benchmark, policy) else None
+    limited = LIMITED if harness.runs_limited(benchmark, policy) else None
     if policy.sandbox == "auto" and not limited:
         policy = replace(policy, sandbox=NAMESPACES)
 
@@ -104,7 +106,7 @@ class Grading(StepFields):
     @property
     def conditions(self) -> list[Check]:
         """What grading needs where it is started, such as permissions."""
-        return [(suite.lacking, self.benchmark, self.policy)]
+        return [(harness_of(self.benchmark).missing, self.benchmark, self.policy)]
 
 
 class Asking(StepFields):
@@ -121,7 +123,7 @@ class Asking(StepFields):
 def _check_data(benchmark: BenchmarkConfig, identity: Mapping[str, Any]) -> None:
     """Raise Unavailable when the data of the benchmark has changed since the study was started.
     Results on other data belong to a step with another id."""
-    if identity["data"] != suite.data_digest(benchmark):
+    if identity["data"] != harness_of(benchmark).data_digest(benchmark):
         raise Unavailable(
             f"benchmark {benchmark.name}: its data is not what it was when this was started: "
             "start the study again"
@@ -178,7 +180,7 @@ class BenchmarkRun(Step):
             plan = None if self.checkpoint else files.plan(self.pruned.plan)
             model = self.pruned.model
             engine = files.models.engine(self.weights(files), self.backend, model, plan)
-            write_json(files.out / "backend.json", engine.about)
+            write_json(files.out / "backend.json", engine.metadata)
             yield engine
         else:
             from moe_lab.evaluation.engines.hf import LoadedModel
@@ -242,12 +244,12 @@ class Generate(BenchmarkRun):
         return run._replace(job=None, pack="one") if self.backend.name == "server" else run
 
     def work(self, files: Files) -> None:
-        from moe_lab.evaluation import harness, run
+        from moe_lab.evaluation import run
 
         _check_data(self.benchmark, self.settings["questions"])
         with self.engine(files) as engine:
             answers = run.answer(engine, self.benchmark, self.record(files))
-        harness.write_answers(answers, files.out / run.ANSWERS)
+        write_answers(answers, files.out / run.ANSWERS)
         self.show(answers[0].prompt)
 
 
@@ -274,11 +276,11 @@ class Grade(Step):
         )
 
     def work(self, files: Files) -> None:
-        from moe_lab.evaluation import harness, run
+        from moe_lab.evaluation import run
 
         benchmark = self.grading.benchmark
         _check_data(benchmark, self.settings["benchmark"])
-        answers = harness.read_answers(files.read(self.generate, run.ANSWERS))
+        answers = read_answers(files.read(self.generate, run.ANSWERS))
         run.grade(answers, benchmark, files.out, policy=self.grading.policy)
 
 
@@ -318,8 +320,7 @@ class Contamination(Step):
             _check_data(questions.benchmark, identity)
         text = {words for passage in self._passages() for words in phrases(passage)}
         items = {
-            name: suite.adapter(asked.benchmark).items(asked.benchmark)
-            for name, asked in self.asked
+            name: harness_of(asked.benchmark).items(asked.benchmark) for name, asked in self.asked
         }
         counts = {name: contaminated(of, text) for name, of in items.items()}
         write_json(files.out / CONTAMINATION, counts)

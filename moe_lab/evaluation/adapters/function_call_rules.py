@@ -115,10 +115,10 @@ def _calls_in_messages(answer: str, descriptions: Mapping[str, Any]) -> list[Cal
     """The calls in messages of the harmony format, in which the recipient stands before or after
     the channel.
 
-    What the text of a message says of calls is none, be it an analysis or an argument. Without
-    special tokens nothing parts a name from `json` or `commentary` after it, so functions of the
-    question come first. Raises Undecodable for a message to a function that has no JSON object of
-    arguments.
+    Calls that are mentioned in the text of a message, such as an analysis or an argument, do not
+    count. Without special tokens nothing separates a name from `json` or `commentary` after it, so
+    functions of the question are tried first. Raises Undecodable for a message to a function that
+    has no JSON object of arguments.
     """
     names = "|".join([*map(re.escape, sorted(descriptions, key=len, reverse=True)), r"[^\s<{]+?"])
     header = re.compile(
@@ -190,15 +190,15 @@ def mistake(
     if len(calls) != len(right):
         return f"expected {len(right)} calls, found {len(calls)}"
     descriptions = _by_name(functions)
-    left = list(calls)
+    remaining = list(calls)
     for expected in right:
         ((name, allowed),) = expected.items()
         mistakes = []
-        for place, call in enumerate(left):
+        for index, call in enumerate(remaining):
             if (
                 reason := _wrong_call(call, name, allowed, descriptions[name]["parameters"])
             ) is None:
-                del left[place]
+                del remaining[index]
                 break
             mistakes.append(reason)
         else:

@@ -101,8 +101,8 @@ class OnlyText(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         raise DataError(
-            f"its private tests are a pickle that would run {module}.{name}: the data is not to "
-            "be trusted"
+            f"its private tests are a pickle that would run {module}.{name}: the data is not to be "
+            "trusted"
         )
 
 
@@ -228,7 +228,7 @@ def replayed(outcome: Outcome, function: str | None) -> Iterator[None]:
 
 
 def _replies(outcome: Outcome) -> Iterator[Any]:
-    """The program's output for each test. After the last one, raises an exception that says how the
+    """The program's output for each test. After the last one, raises an exception with how the
     program ended."""
     try:
         yield from outcome.values()

@@ -16,7 +16,7 @@ from importlib.metadata import version
 from itertools import repeat
 from typing import Any
 
-from moe_lab.evaluation.harnesses import evalscope_code
+from moe_lab.evaluation.adapters import evalscope_code
 
 # EvalScope's other states are for judges and for answers that could not be compared
 _SCORED = "success"
@@ -48,8 +48,10 @@ def grade(texts: dict[str, str], **task: Any) -> dict[str, Any]:
     )
     states = [_answered(sample, texts[name]) for name, sample in samples.items()]
     with ThreadPoolExecutor(parallel) as pool:
-        found = pool.map(verdict, repeat(adapter), states)
-        verdicts = [{"item": name, **one} for name, one in zip(samples, found, strict=True)]
+        judged = pool.map(verdict, repeat(adapter), states)
+        verdicts = [
+            {"item": name, **outcome} for name, outcome in zip(samples, judged, strict=True)
+        ]
     return {"samples": verdicts, "versions": {name: version(name) for name in _VERSIONS}}
 
 
@@ -83,9 +85,7 @@ def load(
         subsets = adapter.load_dataset()
     samples = dict(_named(subsets, limit))
     if not samples:
-        raise evalscope_code.DataError(
-            "no item is left to ask: the data or the dates are others than expected"
-        )
+        raise evalscope_code.DataError("no item is selected: check the data and the dates")
     return adapter, samples
 
 

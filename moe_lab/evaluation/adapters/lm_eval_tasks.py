@@ -21,9 +21,8 @@ from lm_eval.tasks import TaskManager
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import mirror
-from moe_lab.evaluation.harness import data_files
-from moe_lab.evaluation.harnesses.lm_eval_files import definition_files, reading_only
-from moe_lab.evaluation.suite import question_identity, task_folder
+from moe_lab.evaluation.adapters.lm_eval_files import reading_only, task_folder
+from moe_lab.evaluation.harness import harness_of
 
 SEED = 1234
 """The default of lm-eval's own command line."""
@@ -43,10 +42,10 @@ def tasks_and_groups(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
     """`tasks` with their requests, and `groups`, by name. Built once per process for the same data
     and settings.
 
-    Raises UserError when the task's split is not the benchmark's, when the task lacks examples to
-    show, or when an item to evaluate has no right answer.
+    Raises UserError when the task's split is not the benchmark's, when the task has too few
+    examples to show, or when an item to evaluate has no right answer.
     """
-    key = json.dumps(question_identity(benchmark))
+    key = json.dumps(harness_of(benchmark).question_identity(benchmark))
     if key not in _built:
         with patch.object(lm_eval.api.task, "tqdm", lambda iterable, **_: iterable):
             _built[key] = _with_requests(benchmark)
@@ -54,12 +53,11 @@ def tasks_and_groups(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
 
 
 def weights_tasks_equally(benchmark: BenchmarkConfig, metric: str) -> bool:
-    """Whether the tasks of a group count alike in a metric, whatever their numbers of items:
-    lm-eval's
-    weight_by_size=false. A group without rules weights its items equally. UserError for a metric
-    without a rule in a group that has rules for others."""
+    """Whether all tasks of a group have the same weight in a metric, regardless of their numbers of
+    items (lm-eval's weight_by_size=false). A group without rules weights its items equally.
+    UserError for a metric without a rule in a group that has rules for others."""
     groups = list(tasks_and_groups(benchmark)["groups"].values())
-    # the others are its subgroups, which have no say
+    # the others are its subgroups, whose rules do not apply
     if not groups or not groups[0].aggregate_metric_list:
         return False
     rules = groups[0].aggregate_metric_list
@@ -69,21 +67,20 @@ def weights_tasks_equally(benchmark: BenchmarkConfig, metric: str) -> bool:
             return not rule.weight_by_size
     raise UserError(
         f"benchmark {benchmark.name}: metric={metric} is none that lm-eval computes for the group "
-        f"{groups[0].name}: "
-        f"expected {', '.join(sorted({rule.metric for rule in rules}))}, or one of its tasks"
+        f"{groups[0].name}: expected {', '.join(sorted({rule.metric for rule in rules}))}, or one "
+        "of its tasks"
     )
 
 
 def _with_requests(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
     if benchmark.data is not None:
-        return _asked(_stock(benchmark), benchmark)
-    *definition, items = data_files(benchmark)
-    files = definition_files(*definition)[0] if definition else []
-    with reading_only([*files, items], f"benchmark {benchmark.name}"):
-        return _asked(_own(benchmark), benchmark)
+        return _with_items(_published(benchmark), benchmark)
+    files, _ = harness_of(benchmark).hashed_files(benchmark)
+    with reading_only(files, f"benchmark {benchmark.name}"):
+        return _with_items(_in_file(benchmark), benchmark)
 
 
-def _asked(loaded: Mapping[str, Any], benchmark: BenchmarkConfig) -> Mapping[str, Any]:
+def _with_items(loaded: Mapping[str, Any], benchmark: BenchmarkConfig) -> Mapping[str, Any]:
     """The tasks and groups, with requests for the items that are evaluated."""
     by_name = loaded["tasks"]
     for name, task in by_name.items():
@@ -96,13 +93,13 @@ def _asked(loaded: Mapping[str, Any], benchmark: BenchmarkConfig) -> Mapping[str
             samples=numbers,
             apply_chat_template=benchmark.chat,
             fewshot_as_multiturn=benchmark.chat,
-            # lm-eval wants a conversation as a text, which `lm_eval._request` reads
+            # lm-eval takes a conversation as a text, which `lm_eval._request` reads
             chat_template=(lambda messages, **_: json.dumps(messages)) if benchmark.chat else None,
         )
     return loaded
 
 
-def _stock(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
+def _published(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
     """A task or group of lm-eval that reads the benchmark's mirror; only its folder is indexed."""
     manager = TaskManager(include_path=str(task_folder(benchmark)), include_defaults=False)
     subsets = mirror.subsets(benchmark)
@@ -112,19 +109,18 @@ def _stock(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
         if subset not in subsets:
             raise UserError(
                 f"benchmark {benchmark.name}: {benchmark.task} needs the subset {subset}, and the "
-                "mirror "
-                f"{mirror.folder(benchmark)} has {', '.join(sorted(subsets))}"
+                f"mirror {mirror.folder(benchmark)} has {', '.join(sorted(subsets))}"
             )
         return _Splits(defaultdict(list, subsets[subset]))
 
     return _load(manager, benchmark.task, from_mirror)
 
 
-def _own(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
+def _in_file(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
     """The task in a file of lm-eval's format, whose items are the JSON lines file with the same
     name; or the one that the benchmark defines, whose items are benchmark.task. All its splits are
     those items."""
-    *files, items = data_files(benchmark)
+    *files, items = harness_of(benchmark).data_files(benchmark)
     manager = TaskManager(include_defaults=False)
     defined = {"task": benchmark.name, "test_split": "test"}
     definition = str(files[0]) if files else {**defined, **benchmark.parameters["definition"]}
@@ -140,21 +136,21 @@ def _own(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
 def _load(
     manager: TaskManager, task: str | dict[str, Any], load_dataset: Callable[..., Mapping[str, Any]]
 ) -> Mapping[str, Any]:
-    """The tasks and groups by name, the one that is asked for first."""
+    """The tasks and groups by name, the requested one first."""
     with patch.object(datasets, "load_dataset", load_dataset):
         try:
             loaded: Mapping[str, Any] = manager.load([task])
         except IndexError as error:  # lm-eval tries the first item
             raise UserError(
                 f"task={task}: the first item cannot be read: expected one or more items, a label "
-                "that is one of the "
-                f"choices, and no empty choice"
+                "that is one of the choices, and no empty choice"
             ) from error
     return loaded
 
 
 class _Splits(dict[str, Any]):
-    """Splits of a data set, each read at its first use; those that the mirror lacks are empty."""
+    """Splits of a data set, each read at its first use; those that are missing in the mirror are
+    empty."""
 
     def __init__(self, files: defaultdict[str, list[Path]]) -> None:
         super().__init__()
@@ -177,7 +173,7 @@ def _set(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
     split = _evaluated_split(task)
     if benchmark.split is not None and split != benchmark.split:
         raise UserError(
-            f"benchmark {benchmark.name}: split={benchmark.split}, but {name} asks {split}"
+            f"benchmark {benchmark.name}: split={benchmark.split}, but {name} evaluates {split}"
         )
     if benchmark.shots or benchmark.data is not None or task.config.num_fewshot is None:
         task.set_config(key="num_fewshot", value=benchmark.shots)
@@ -214,8 +210,7 @@ def _check_examples(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
     if source == split and not without_item:
         raise UserError(
             f"benchmark {benchmark.name}: shots={shots}, but {name} takes examples from the "
-            f"evaluated split {split}, "
-            f"so an item could be shown with its answer: expected shots=0"
+            f"evaluated split {split}, so an item could be shown with its answer: expected shots=0"
         )
     examples = Counter(json.dumps(doc, sort_keys=True, default=str) for doc in task.fewshot_docs())
     # lm-eval drops every copy
@@ -223,8 +218,7 @@ def _check_examples(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
     if count < shots:
         raise UserError(
             f"benchmark {benchmark.name}: shots={shots}, but {name} has {count} examples to show "
-            "with an item: "
-            f"expected {count} or fewer"
+            f"with an item: expected {count} or fewer"
         )
 
 
@@ -252,8 +246,7 @@ def _check_labels(task: Any, name: str, numbers: Sequence[int], benchmark: Bench
             )
             raise UserError(
                 f"benchmark {benchmark.name}: item {doc.get('id', number)} of {name} has "
-                f"label={label!r}, so no answer "
-                f"is right: expected {expected}"
+                f"label={label!r}, so no answer is right: expected {expected}"
             )
 
 
@@ -266,8 +259,8 @@ def first_items(by_name: Mapping[str, Any], limit: int | None) -> dict[str, list
     """Task -> numbers of its items to evaluate: all, or `limit` in total, taken from the tasks in
     turn."""
     sizes = {name: len(task.task_docs) for name, task in by_name.items()}
-    places = sorted((number, name) for name, size in sizes.items() for number in range(size))[
+    positions = sorted((number, name) for name, size in sizes.items() for number in range(size))[
         :limit
     ]
-    counts = Counter(name for _, name in places)
+    counts = Counter(name for _, name in positions)
     return {name: list(range(counts[name])) for name in by_name if counts[name]}

@@ -1,0 +1,223 @@
+"""Verdicts on programs by EvalPlus's rules (`evalplus_rules.py`).
+
+Programs run in `sandbox/runner.py`, which gets them and their inputs but not the expected outputs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moe_lab.evaluation.adapters import evalplus_rules
+from moe_lab.evaluation.sandbox.client import LimitedCalls, Outcome, Runners
+from moe_lab.evaluation.sandbox.encoding import encode
+from moe_lab.evaluation.sandbox.runner import Request
+from moe_lab.models import cores
+
+PARTS = ("base", "plus")
+_CANONICAL_SECONDS = 30.0
+_CANONICAL_MEMORY = 4 << 30
+_LONGEST = 60.0
+_OUTPUT = 64 << 20
+_SANITIZING = (20.0, 4 << 30)
+"""CPU seconds and bytes of memory that sanitizing a text may take."""
+_COMPARING = (20.0, 1 << 30)
+"""CPU seconds and bytes of memory that comparing the outputs of one program may take."""
+_MOST_VERDICTS = 20_000  # cached in memory: about 40 MB
+
+
+@dataclass(frozen=True)
+class GradeRequest:
+    """Programs for the problems of one EvalPlus data file."""
+
+    dataset: str
+    """humaneval or mbpp: the data set whose rules apply."""
+    data: str
+    """Path of the data file."""
+    programs: dict[str, str]
+    """Task id -> complete program."""
+    confined: bool
+    """Run programs in namespaces; False: only in a subprocess with limits."""
+    sanitize: bool = False
+    """Apply EvalPlus's sanitizer to the programs first."""
+    seconds: float = 4.0
+    """CPU limit of a call, or four times the CPU time of the canonical solution if that is more."""
+    memory_mib: int = 4096
+    """Limit on the address space of a program."""
+    processes: int = 0
+    """Programs that run at the same time; 0: one per core that this process may use."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Result of a program on the base tests and on all tests: pass, fail, timeout, crash, output or
+    refused."""
+
+    program: str
+    """The program that was run, so after the sanitizer."""
+    base: str
+    plus: str
+    reason: str = ""
+
+    def outcome(self, metric: str) -> tuple[float, str]:
+        """1 for a right program, and a text about it, for base or plus."""
+        status = self.base if metric == "base" else self.plus
+        reason = f": {self.reason}" if self.reason and status != "pass" else ""
+        return float(status == "pass"), f"{status}{reason}\n\n{self.program}"
+
+
+@dataclass(frozen=True)
+class _DataFile:
+    """The problems of one EvalPlus data file and what was computed for them."""
+
+    problems: dict[str, dict[str, Any]]
+    expected: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Task id -> part -> what the canonical solution returns, and its CPU seconds."""
+    verdicts: dict[tuple[Any, ...], Verdict] = field(default_factory=dict)
+    """A program and all that its verdict depends on -> verdict."""
+
+
+class Grader:
+    """Grades programs. Its caches and processes serve later requests.
+
+    Programs that were graded before, as other plans often give, cost nothing.
+    """
+
+    def __init__(self) -> None:
+        names = ("PATH", "LD_LIBRARY_PATH", "TMPDIR")
+        environment = {name: os.environ[name] for name in names if name in os.environ}
+        environment |= {"PYTHONNOUSERSITE": "1", "HOME": "/nonexistent", "OMP_NUM_THREADS": "1"}
+        self.rules = LimitedCalls(evalplus_rules.__name__, environment)
+        self.runners = {confined: Runners(confined=confined) for confined in (True, False)}
+        self.files: dict[tuple[str, str], _DataFile] = {}
+        """Data set and sha256 of a file -> its problems and what was computed for them."""
+
+    def grade(self, request: GradeRequest) -> dict[str, Verdict]:
+        """Verdicts by task id. Raises RuntimeError for a canonical solution that does not run."""
+        key = (request.dataset, hashlib.sha256(Path(request.data).read_bytes()).hexdigest())
+        if key not in self.files:
+            problems = evalplus_rules.problems_of(request.dataset, request.data)
+            self.files[key] = _DataFile(problems)
+        try:
+            return _Grading(request, self.files[key], self).verdicts()
+        finally:
+            if not request.confined:  # a program may have harmed them
+                self.close()
+
+    def close(self) -> None:
+        """End all processes; others are started for the next request."""
+        self.rules.close()
+        for runners in self.runners.values():
+            runners.close()
+
+
+GRADER = Grader()
+"""The grader of this process, whose processes end with it."""
+atexit.register(GRADER.close)
+
+
+@dataclass(frozen=True)
+class _Grading:
+    """Grading of one request."""
+
+    request: GradeRequest
+    file: _DataFile
+    grader: Grader
+
+    def verdicts(self) -> dict[str, Verdict]:
+        """Task id -> verdict, for each program of the request."""
+        request = self.request
+        expected = self.file.expected
+        settings = (request.seconds, request.memory_mib, request.confined, request.sanitize)
+        keys = {task: (task, program, *settings) for task, program in request.programs.items()}
+        cached = self.file.verdicts
+        verdicts = {task: cached[key] for task, key in keys.items() if key in cached}
+        missing = [task for task in keys if task not in verdicts]
+        without_expected = [task for task in missing if task not in expected]
+        with ThreadPoolExecutor(request.processes or cores()) as pool:
+            outputs = pool.map(self._canonical, without_expected)
+            expected.update(zip(without_expected, outputs, strict=True))
+            verdicts.update(zip(missing, pool.map(self._verdict, missing), strict=True))
+        if len(cached) > _MOST_VERDICTS:
+            cached.clear()
+        for task in missing:
+            verdict = verdicts[task]
+            if "crash" not in (verdict.base, verdict.plus):  # another program may have caused it
+                cached[keys[task]] = verdict
+        return {task: verdicts[task] for task in keys}
+
+    def _inputs(self, task: str, part: str) -> list[Any]:
+        return [encode(list(arguments)) for arguments in self.file.problems[task][f"{part}_input"]]
+
+    def _run(
+        self, task: str, part: str, program: str, seconds: list[float], memory: int
+    ) -> Outcome:
+        request = Request(
+            program=program,
+            entry_point=self.file.problems[task]["entry_point"],
+            inputs=self._inputs(task, part),
+            seconds=seconds,
+            total_seconds=min(_LONGEST, sum(seconds)) + 1.0,
+            memory=memory,
+            output=_OUTPUT,
+        )
+        return self.grader.runners[self.request.confined].run(request)
+
+    def _canonical(self, task: str) -> dict[str, Any]:
+        """What the canonical solution, which is run like any other program, returns for each
+        part."""
+        problem = self.file.problems[task]
+        program = problem["prompt"] + problem["canonical_solution"]
+        outputs = {}
+        for part in PARTS:
+            seconds = [_CANONICAL_SECONDS] * len(problem[f"{part}_input"])
+            outcome = self._run(task, part, program, seconds, _CANONICAL_MEMORY)
+            if outcome.status != "ok":
+                raise RuntimeError(
+                    f"{self.request.data}: the canonical solution of {task} does not run: "
+                    f"{outcome.status} {outcome.error}"
+                )
+            outputs[part] = {"encoded": outcome.encoded, "seconds": outcome.seconds}
+        return outputs
+
+    def _verdict(self, task: str) -> Verdict:
+        program = self.request.programs[task]
+        if self.request.sanitize:
+            arguments = [program, self.file.problems[task]["entry_point"]]
+            program = self.grader.rules("sanitized", arguments, *_SANITIZING) or program
+        base, reason = self._part_verdict(task, "base", program)
+        plus = base
+        if base == "pass" and self.file.problems[task]["plus_input"]:
+            plus, reason = self._part_verdict(task, "plus", program)
+        return Verdict(program, base, plus, reason)
+
+    def _part_verdict(self, task: str, part: str, program: str) -> tuple[str, str]:
+        """Status on the tests of one part, and its reason."""
+        canonical = self.file.expected[task][part]
+        limits = [max(self.request.seconds, 4.0 * seconds) for seconds in canonical["seconds"]]
+        outcome = self._run(task, part, program, limits, self.request.memory_mib << 20)
+        if outcome.status == "failed":
+            return "fail", outcome.error
+        if outcome.status != "ok":
+            return outcome.status, outcome.error
+        problem = {
+            "entry_point": self.file.problems[task]["entry_point"],
+            "atol": self.file.problems[task]["atol"],
+            "inputs": self._inputs(task, part),
+        }
+        arguments = [self.request.dataset, problem, outcome.encoded, canonical["encoded"]]
+        return _COMPARED[self.grader.rules("compared", arguments, *_COMPARING)]
+
+
+_COMPARED = {
+    "right": ("pass", ""),
+    "wrong": ("fail", "another value was expected"),
+    "no value": ("output", "it returned something that is not a value"),
+    None: ("output", "what it returned takes too much time or memory to compare"),
+}
+"""Result of `evalplus_rules.compared` -> status and reason."""

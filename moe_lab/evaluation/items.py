@@ -1,0 +1,172 @@
+"""Items of benchmarks: requests to a model, and its replies. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from moe_lab.calibration.documents import Tools
+from moe_lab.results import Sample
+
+Messages = Sequence[Mapping[str, str]]
+"""A conversation: role and content of each message."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """Request for a generated text."""
+
+    prompt: str | Messages
+    """Text to continue, or a conversation for the model's chat template."""
+    max_tokens: int
+    """Largest number of tokens of the text."""
+    stop: tuple[str, ...] = ()
+    """Texts at which an answer ends; they are cut off. The prompt and the thought before the answer
+    are not searched for them."""
+    reference: str | None = None
+    """A right answer, with exactly the text that follows the prompt."""
+    tools: Tools = ()
+    """Functions that the model may call in a conversation."""
+    skip_long: bool = False
+    """Generate nothing after a prompt that leaves too little room; otherwise it is an error."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Request for the likelihood of the continuation after the context."""
+
+    context: str | Messages
+    continuation: str
+
+
+@dataclass(frozen=True)
+class Document:
+    """Request for the likelihood of a whole text, window by window.
+
+    By default windows do not overlap, and the first token of each is not predicted. `from_nothing`
+    predicts every token, each but the first after another one, as lm-eval does.
+    """
+
+    text: str
+    length: int | None = None
+    """Tokens of a window; None for 2048, or what the model can read."""
+    from_nothing: bool = False
+    windows: int | None = None
+    """Largest number of windows."""
+
+
+Request = Text | Pair | Document
+
+
+@dataclass(frozen=True)
+class Item:
+    """One item of a benchmark."""
+
+    name: str
+    """Unique in its benchmark."""
+    requests: tuple[Request, ...]
+
+
+@dataclass(frozen=True)
+class Window:
+    """The likelihood of a part of a text."""
+
+    nats: float
+    """Summed log-likelihood of its tokens."""
+    tokens: int
+    """Number of these tokens."""
+    likeliest: bool
+    """Whether each of them was the likeliest."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The model's reply to one request."""
+
+    text: str | None = ""
+    """The generated answer without the thought before it; None where the thought does not end."""
+    thought: str = ""
+    """The text that was generated before the answer."""
+    ended: str | None = None
+    """Why a text ended: end (an end token), stop (a stop text), limit (too many tokens), or
+    too_long: nothing was generated, because prompt and limit together are too long. None where no
+    text was requested. A server does not distinguish end from stop."""
+    loss: float | None = None
+    """Loss on the reference, in bits per byte."""
+    windows: tuple[Window, ...] = ()
+    """Likelihood of a Pair's continuation, or of each window of a Document."""
+    tokens: int = 0
+    """Number of tokens of a Document."""
+
+    @property
+    def nats(self) -> float:
+        """Summed log-likelihood of all windows."""
+        return sum(window.nats for window in self.windows)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A model's answer to an item."""
+
+    item: str
+    prompt: str
+    """The prompt of the first request as the model read it."""
+    replies: tuple[Reply, ...]
+    """One for each request of the item."""
+    replicate: int = 0
+    """Number of this answer among several to the same item."""
+
+    @property
+    def reply(self) -> Reply:
+        """The reply to the first request, the only one for which text is generated."""
+        return self.replies[0]
+
+    def sample(
+        self, result: str, outcome: float, extracted: str, output: str | None = None
+    ) -> Sample:
+        """The row of samples.parquet for this answer and a result.
+
+        `output` replaces the generated text where there is none.
+        """
+        return Sample(
+            benchmark=result,
+            item=self.item,
+            replicate=self.replicate,
+            outcome=outcome,
+            prompt_hash=hashlib.sha256(self.prompt.encode("utf-8", "surrogatepass")).hexdigest()[
+                :16
+            ],
+            thought=self.reply.thought,
+            output=self.reply.text if output is None else output,
+            ended=self.reply.ended,
+            extracted=extracted,
+            answer_loss=self.reply.loss,
+        )
+
+
+def replace_surrogates(text: str) -> str:
+    """Replace characters that UTF-8 cannot encode, such as half of a surrogate pair from a
+    model."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def write_answers(answers: Sequence[Answer], file: Path) -> None:
+    """Write one JSON line per answer."""
+    lines = [json.dumps(asdict(answer)) + "\n" for answer in answers]
+    file.write_text("".join(lines), encoding="utf-8")
+
+
+def read_answers(content: bytes) -> list[Answer]:
+    """The answers in the content of a file that `write_answers` wrote."""
+    answers = []
+    for line in content.splitlines():
+        row = json.loads(line)
+        replies = []
+        for reply in row["replies"]:
+            windows = tuple(Window(**window) for window in reply["windows"])
+            replies.append(Reply(**{**reply, "windows": windows}))
+        answers.append(Answer(**{**row, "replies": tuple(replies)}))
+    return answers

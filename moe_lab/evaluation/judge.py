@@ -1,0 +1,215 @@
+"""A judge: a language model behind an OpenAI-compatible endpoint that scores texts, with a cache of
+replies."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from moe_lab.config import BenchmarkConfig, JudgeConfig
+from moe_lab.errors import Unavailable
+from moe_lab.evaluation import Policy
+from moe_lab.evaluation.thoughts import answer_in
+from moe_lab.json_files import read_sealed, write_sealed
+
+if TYPE_CHECKING:
+    import openai
+
+_BUSY = (408, 409, 429)
+"""HTTP status codes below 500 after which the client repeats a request, as it does from 500 on."""
+_BROKEN = ("abort", "error", "content_filter")
+"""Reasons why a reply ends that leave it incomplete. Endpoints differ in those of complete ones."""
+ATTEMPTS = 8
+"""How often a request is sent while the endpoint is busy, broken or unreachable: about a minute."""
+PARALLEL = 8
+"""Concurrent requests: enough for one server, and few enough for the limits of paid endpoints."""
+TIMEOUT = 120.0
+"""Seconds to wait for one reply; judges that reason take up to a minute."""
+LOWEST, HIGHEST = 1.0, 10.0
+"""The scale of WildBench v2: very poor to perfect."""
+_SCORE = re.compile(r'"score"\s*:\s*', re.IGNORECASE)
+# A character must follow the number, because a reply may be cut off in the middle of 10.
+_NUMBER = re.compile(r'"?\s*(\d+(?:\.\d+)?)(?=["},\s])')
+UNPARSABLE_ATTEMPTS = 3
+"""How often a text is sent while its replies hold no score: enough for one that broke off by
+chance."""
+
+
+class Unparsable(ValueError):
+    """A reply without a usable score."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A judge's verdict on one answer."""
+
+    score: float | None
+    """1 to 10; None without a usable reply."""
+    reply: str
+    """The judge's reply, or why there is none."""
+
+
+def missing(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
+    """A sentence if there is no permission to use a judge, no judge, or no key for it."""
+    name = f"benchmark {benchmark.name}"
+    judge = benchmark.judge
+    if not policy.allow_judge:
+        yield (
+            f"allow_judge=false, but {name} sends the model's texts to the endpoint of a judge: "
+            "set allow_judge=true"
+        )
+    if judge is None:
+        yield f"{name} needs a judge: choose one, such as judge=gpt_oss_120b judge.url=URL"
+    elif urlsplit(judge.url).scheme == "https" and not _key(judge):
+        yield (
+            f"judge.key_variable={judge.key_variable}: this environment variable is not set, and "
+            f"{judge.url} expects a key: export {judge.key_variable}=KEY, or any value where none "
+            "is needed"
+        )
+
+
+def _key(judge: JudgeConfig) -> str:
+    return os.environ.get(judge.key_variable, "").strip()
+
+
+def verdicts(
+    judge: JudgeConfig, cache: Path, prompts: Sequence[str], tolerated: int
+) -> list[Verdict]:
+    """The judge's verdict on each prompt, in order. Replies with a score are stored in `cache`;
+    failures are not.
+
+    Raises Unavailable as soon as more than `tolerated` prompts got no score, with the first reason,
+    and immediately when the endpoint refuses a request. Address and key are not part of a step, so
+    another run may succeed.
+    """
+    unscored: list[Verdict] = []
+    refused = threading.Event()
+    with _client(judge) as client:  # closed, it ends the requests that are still being repeated
+        pool = ThreadPoolExecutor(PARALLEL)
+        try:
+            futures = [
+                pool.submit(_verdict, judge, cache, client, prompt, refused) for prompt in prompts
+            ]
+            for future in as_completed(futures):
+                verdict = future.result()
+                if verdict.score is None:
+                    unscored.append(verdict)
+                if len(unscored) > tolerated and not refused.is_set():
+                    raise Unavailable(
+                        f"judge {judge.model} at {judge.url} gave no score to {len(unscored)} of "
+                        f"{len(prompts)} answers, and at most {tolerated} may go without: "
+                        f"{unscored[0].reply}"
+                    )
+        finally:
+            refused.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+    return [future.result() for future in futures]
+
+
+def _client(judge: JudgeConfig) -> openai.OpenAI:
+    """A client that repeats requests while the endpoint is busy, broken or unreachable."""
+    import openai
+
+    local = urlsplit(judge.url).hostname in ("localhost", "127.0.0.1", "::1")
+    return openai.OpenAI(
+        base_url=judge.url,
+        api_key=_key(judge) or "none",
+        timeout=TIMEOUT,
+        max_retries=ATTEMPTS - 1,
+        # no proxy to this machine
+        http_client=openai.DefaultHttpxClient(trust_env=False) if local else None,
+    )
+
+
+def _verdict(
+    judge: JudgeConfig, cache: Path, client: openai.OpenAI, prompt: str, refused: threading.Event
+) -> Verdict:
+    """The verdict on one prompt. Raises Unavailable, and sets `refused`, when the endpoint refuses
+    the request."""
+    import openai
+
+    settings = judge.identity  # without the address
+    key = hashlib.sha256(json.dumps([settings, prompt], sort_keys=True).encode()).hexdigest()
+    file = cache / key[:2] / f"{key}.json"
+    with suppress(OSError, ValueError):  # not in the cache, or damaged: request it
+        reply = read_sealed(file, {"reply": str})["reply"]
+        return Verdict(score(reply), reply)
+    reason = "canceled"
+    for _ in range(0 if refused.is_set() else UNPARSABLE_ATTEMPTS):
+        try:
+            response = client.chat.completions.with_raw_response.create(
+                model=judge.model,
+                messages=[{"role": "user", "content": prompt}],
+                max_tokens=judge.max_tokens,
+                extra_body={"temperature": 0, **judge.extra},
+            )
+            reply = _text(response.content)
+            verdict = Verdict(score(reply), reply)
+        except Unparsable as error:
+            reason = f"{UNPARSABLE_ATTEMPTS} replies in a row without a usable score ({error})"
+        except openai.APITimeoutError:
+            return Verdict(None, f"no answer within {TIMEOUT:g} s")
+        except openai.APIConnectionError as error:
+            return Verdict(None, f"no connection ({error.__cause__ or error})")
+        except openai.APIStatusError as error:
+            if error.status_code >= 500 or error.status_code in _BUSY:
+                return Verdict(None, f"HTTP {error.status_code}")
+            refused.set()
+            raise Unavailable(
+                f"judge {judge.model} at {judge.url} refused a request with HTTP "
+                f"{error.status_code} ({' '.join(error.message.split()):.200}): check judge.url, "
+                f"judge.model and the key in {judge.key_variable}"
+            ) from None
+        else:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_sealed(file, {"judge": settings, "reply": reply})
+            return verdict
+    return Verdict(None, reason)
+
+
+def _text(body: bytes) -> str:
+    """The message in a response. Unparsable without one, as of another program, and for one that
+    was broken off."""
+    try:
+        choice = json.loads(body)["choices"][0]
+        content = choice["message"]["content"] or ""
+    except (ValueError, KeyError, IndexError, TypeError):
+        raise Unparsable(f"no chat completion: {body[:80]!r}") from None
+    if not isinstance(content, str):
+        raise Unparsable(f"a {type(content).__name__} in place of a text")
+    if choice.get("finish_reason") in _BROKEN:
+        raise Unparsable(f"ended by finish_reason={choice['finish_reason']}")
+    if choice.get("finish_reason") == "length" and '"score"' not in content:
+        raise Unparsable("cut off at judge.max_tokens before a score")
+    return content
+
+
+def score(reply: str) -> float:
+    """The number, from 1 to 10, after the last "score" of the reply: a judge may quote the form
+    first.
+
+    Thoughts are not read. Raises Unparsable when there is none.
+    """
+    verdict = answer_in(reply)
+    if verdict is None:
+        raise Unparsable("a thought that does not end")
+    ends = [match.end() for match in _SCORE.finditer(verdict)]
+    if not ends:
+        raise Unparsable('no "score"')
+    number = _NUMBER.match(verdict, ends[-1])
+    if number is None:
+        raise Unparsable(f'the last "score" is no number: {verdict[ends[-1] : ends[-1] + 20]!r}')
+    value = float(number[1])
+    if not LOWEST <= value <= HIGHEST:
+        raise Unparsable(f"score {number[1]} is not between 1 and 10")
+    return value
