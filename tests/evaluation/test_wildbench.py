@@ -1,0 +1,270 @@
+"""WildBench, from the hub's columns to a result, on rows written for the test."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as arrow
+import pyarrow.parquet as parquet
+import pytest
+from asking import Said, answered, protocol, samples
+from endpoint import Endpoint, Reply, endpoint, message
+
+from moe_lab.config import BenchmarkConfig, JudgeConfig
+from moe_lab.errors import Unavailable, UserError
+from moe_lab.evaluation import Policy, mirror, run, suite
+from moe_lab.evaluation.harnesses.wildbench import HARNESS, question, template
+
+KEY = "MOE_LAB_TEST_KEY"
+JUDGE = JudgeConfig("m", "http://localhost:1/v1")
+BENCHMARK = BenchmarkConfig("stories", "wildbench", "wildbench", chat=True, judge=JUDGE)
+CONVERSATION = [
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "Hi"},
+    {"role": "user", "content": "A poem about {$history}!"},
+]
+ALLOWED = Policy(allow_judge=True)
+CREATIVE = [number for number in range(1024) if number % 7 == 0][:146]
+
+
+def test_a_template_is_filled_once(tmp_path: Path) -> None:
+    (tmp_path / "own.md").write_text("{$history}|{$user_query}|{$model_output}|{$checklist}|{}")
+    benchmark = replace(BENCHMARK, parameters={"template": str(tmp_path / "own.md")})
+    filled = question(template(benchmark), CONVERSATION, "{$checklist} {$x}", ["Rhymes?", "Short?"])
+    history = "USER: Hello\n\nASSISTANT: Hi"
+    parts = [history, "A poem about {$history}!", "{$checklist} {$x}", "- Rhymes?\n- Short?", "{}"]
+    assert filled.split("|") == parts
+
+
+def test_the_default_template_has_all_parts_and_the_form_of_a_reply() -> None:
+    filled = question(template(BENCHMARK), CONVERSATION, "A rose", ["Rhymes?"])
+    for part in ("ASSISTANT: Hi", "A poem about", "A rose", "- Rhymes?"):
+        assert part in filled
+    for field in ("strengths", "weaknesses", "score"):
+        assert f'"{field}"' in filled
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot be read"),
+        ("{$user_query} {$checklist}", "expected {$history}, {$user_query}"),
+        (
+            "{$user_query} {$model_output} {$model_ouput} {$checklist}",
+            "expected {$history}, {$user_query}",
+        ),
+    ],
+)
+def test_templates_that_cannot_be_filled(text: str | None, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "template.md"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(UserError, match=re.escape(message)):
+        template(replace(BENCHMARK, parameters={"template": str(file)}))
+
+
+def test_a_judge_and_its_key_are_missing(published: BenchmarkConfig, monkeypatch: Any) -> None:
+    def missing(judge: JudgeConfig | None) -> str:
+        return " ".join(HARNESS.missing(replace(published, judge=judge), ALLOWED))
+
+    distant = replace(JUDGE, url="https://x.org/v1", key_variable=KEY)
+    monkeypatch.setenv(KEY, "a-secret")
+    assert missing(JUDGE) == missing(distant) == ""
+    assert "judge=gpt_oss_120b" in missing(None)
+    monkeypatch.delenv(KEY)
+    assert f"judge.key_variable={KEY}" in missing(distant)
+
+
+def test_a_chat_template_is_required() -> None:
+    (problem,) = (
+        sentence for sentence in suite.wrong([replace(BENCHMARK, chat=False)]) if "chat" in sentence
+    )
+    assert "chat=false: expected chat=true" in problem
+
+
+def row(number: int) -> dict[str, Any]:
+    """What is read of one of the hub's rows; odd ones have a turn before."""
+    turns = [("user", "A line, please."), ("assistant", "A line.")] if number % 2 else []
+    turns.append(("user", f"Now tale {number}, please."))
+    return {
+        "session_id": f"session{number}#0",
+        "conversation_input": [
+            {"role": role, "content": content, "toxic": False} for role, content in turns
+        ],
+        "checklist": [f"Is it about {number}?", "Is it a tale?"],
+        "primary_tag": "Creative Writing" if number in CREATIVE else "Math",
+    }
+
+
+@pytest.fixture(scope="session")
+def published(tmp_path_factory: pytest.TempPathFactory) -> BenchmarkConfig:
+    """conf/benchmark/wildbench.yaml with a mirror made of a file in the hub's columns."""
+    folder = tmp_path_factory.mktemp("wildbench")
+    parquet.write_table(
+        arrow.Table.from_pylist([row(number) for number in range(1024)]), folder / "v2.parquet"
+    )
+    (benchmark,) = mirror.benchmarks(["wildbench"], str(folder / "data"))
+    mirror.make(benchmark, folder / "v2.parquet")
+    return benchmark
+
+
+def mark(body: dict[str, Any]) -> Reply:
+    """A judge whose score is the number in the reply; its reply to 0 has no score."""
+    reply = re.search(r"<reply>\s*(\d+)", body["messages"][0]["content"])
+    assert reply is not None
+    return message(
+        "hm"
+        if reply[1] == "0"
+        else json.dumps({"strengths": "a", "weaknesses": "b", "score": reply[1]})
+    )
+
+
+@pytest.fixture
+def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with endpoint(mark) as judge:
+        yield judge
+
+
+@pytest.fixture
+def judged(published: BenchmarkConfig, at: Endpoint) -> BenchmarkConfig:
+    return replace(published, judge=JudgeConfig("fake/judge", at.url))
+
+
+def test_items_are_the_conversations_with_the_tag(published: BenchmarkConfig) -> None:
+    contents = [turn["content"] for turn in HARNESS.items(published)[1].requests[0].prompt]
+    assert contents == ["A line, please.", "A line.", "Now tale 7, please."]
+    assert len(HARNESS.items(replace(published, parameters={}, expected=1024))) == 1024
+    assert len(HARNESS.items(replace(published, limit=3))) == 3
+    with pytest.raises(UserError, match=r"parameters\.tag=Creative writing.*did you mean"):
+        HARNESS.items(replace(published, parameters={"tag": "Creative writing"}))
+
+
+OUTPUTS = {
+    3: "<think>\n9?\n</think>\n\n4",
+    5: " \n",
+    7: "<think>\n9, or",
+    9: "<think>9</think>\n",
+    13: "9?</think>4",
+    20: "0",
+}
+"""Number of an answer -> its text, where this is not a score alone. 5, 7 and 9 are empty without
+their thoughts, and the judge gives 20 no score."""
+SCORES = [1 if number in (5, 7, 9) else number % 10 + 1 for number in range(146)]
+
+
+@pytest.fixture
+def graded(judged: BenchmarkConfig, tmp_path: Path) -> Any:
+    """The result of 146 answers, most of which are the score that the judge is to give."""
+    texts = [OUTPUTS.get(number, f"{number % 10 + 1} and half a \ud83d") for number in range(146)]
+    (result,) = run.grade(answered(judged, texts), judged, tmp_path, policy=ALLOWED)
+    return result
+
+
+@pytest.mark.slow
+def test_the_result_is_the_mean_share_of_the_scale(graded: Any) -> None:
+    shares = [(score - 1) / 9 for number, score in enumerate(SCORES) if number != 20]
+    assert graded["n"] == 145 and graded["expected"] == 146
+    assert graded["score"] == pytest.approx(sum(shares) / 145)
+
+
+@pytest.mark.slow
+def test_empty_answers_and_thoughts_are_not_sent_to_the_judge(graded: Any, at: Endpoint) -> None:
+    sent = [str(body["messages"]) for body in at.asked]
+    assert len(sent) == 142 + 3, "three requests for the answer without a score"
+    assert not any("<reply>\n9" in text or "think" in text for text in sent)
+
+
+@pytest.mark.slow
+def test_the_protocol_names_items_without_a_score_and_the_judge_without_its_address(
+    graded: Any, at: Endpoint, tmp_path: Path
+) -> None:
+    content = protocol(tmp_path)
+    assert content["unasked"] == 3
+    assert list(content["unscored"]) == [f"session{CREATIVE[20]}#0"]
+    assert content["unfinished_thoughts"] == [f"session{CREATIVE[7]}#0"]
+    assert content["judge"] == {"model": "fake/judge", "max_tokens": 2048, "extra": {}}
+    assert "Now tale 0, please." in content["judge_prompt"]
+    assert at.url not in json.dumps(content) and "OPENAI_API_KEY" not in json.dumps(content)
+
+
+@pytest.mark.slow
+def test_samples_have_the_share_the_reply_and_the_thought(graded: Any, tmp_path: Path) -> None:
+    rows = samples(tmp_path)
+    assert [row["item"] for row in rows] == [
+        f"session{number}#0" for number in CREATIVE if number != CREATIVE[20]
+    ]
+    assert rows[3]["outcome"] == pytest.approx(3 / 9) and '"score": "4"' in rows[3]["extracted"]
+    assert rows[3]["thought"] + rows[3]["output"] == OUTPUTS[3]
+    assert rows[5]["outcome"] == 0 and "nothing was generated" in rows[5]["extracted"]
+    assert rows[7]["outcome"] == 0 and "thought" in rows[7]["extracted"]
+
+
+@pytest.mark.slow
+def test_grading_again_requests_missing_scores_only(
+    graded: Any, judged: BenchmarkConfig, at: Endpoint, tmp_path: Path
+) -> None:
+    at.asked.clear()
+    texts = [OUTPUTS.get(number, f"{number % 10 + 1} and half a \ud83d") for number in range(146)]
+    run.grade(answered(judged, texts), judged, tmp_path, policy=ALLOWED)
+    assert len(at.asked) == 3
+
+
+@pytest.mark.slow
+def test_too_long_conversations_count_as_empty_answers(
+    judged: BenchmarkConfig, at: Endpoint, tmp_path: Path
+) -> None:
+    """Those with a turn before have nine words, the others four."""
+    benchmark = replace(judged, max_length=8, max_new_tokens=4)
+    answers = run.answer(
+        Said(lambda _: "7", "{% for m in messages %}{{ m.content }} {% endfor %}"), benchmark
+    )
+    long = [f"session{number}#0" for number in CREATIVE if number % 2]
+    assert len(long) == 73
+    assert [answer.item for answer in answers if answer.reply.ended == "too_long"] == long
+    (result,) = run.grade(answers, benchmark, tmp_path, policy=ALLOWED)
+    assert result["n"] == result["expected"] == 146 and len(at.asked) == 73
+    assert result["score"] == pytest.approx(73 / 146 * 6 / 9)
+    assert protocol(tmp_path)["too_long"] == long
+    rows = [row for row in samples(tmp_path) if "do not fit" in row["extracted"]]
+    assert [row["item"] for row in rows] == long
+
+
+@pytest.mark.slow
+def test_no_permission_and_too_few_scores_are_unavailable(
+    judged: BenchmarkConfig, at: Endpoint, tmp_path: Path
+) -> None:
+    """Both may be different in the next run."""
+    outputs = answered(judged, ["0"] * 2 + ["7"] * 144)
+    with pytest.raises(Unavailable, match="allow_judge=false"):
+        run.grade(outputs, judged, tmp_path / "out", policy=Policy())
+    assert not at.asked and not (tmp_path / "out").exists()
+    with pytest.raises(
+        Unavailable, match="2 of 146 answers, and at most 1 may go without: 3 replies in a row"
+    ):
+        run.grade(outputs, judged, tmp_path / "out", policy=ALLOWED)
+
+
+def test_the_address_and_the_key_of_a_judge_are_no_part_of_the_identity(
+    published: BenchmarkConfig,
+) -> None:
+    judged = replace(published, judge=JUDGE)
+    identity = HARNESS.identity(judged)
+    moved = replace(JUDGE, url="http://h:1/v1", key_variable="K")
+    assert HARNESS.identity(replace(judged, judge=moved)) == identity
+    for change in ({"model": "other"}, {"max_tokens": 9}, {"extra": {"seed": 1}}):
+        assert HARNESS.identity(replace(judged, judge=replace(JUDGE, **change))) != identity
+
+
+def test_a_template_changes_the_grades_but_not_the_questions(
+    published: BenchmarkConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "t.md").write_text("{$user_query} {$model_output} {$checklist}")
+    parameters = {**published.parameters, "template": str(tmp_path / "t.md")}
+    judged = replace(published, judge=JUDGE)
+    other = replace(judged, parameters=parameters)
+    assert HARNESS.identity(other) != HARNESS.identity(judged)
+    assert HARNESS.question_identity(other) == HARNESS.question_identity(judged)
