@@ -98,17 +98,19 @@ class Files(Protocol):
 
 @dataclass
 class Draft:
-    """What a command line and the files that it names say of cells, before anything is checked."""
+    """Settings of cells in a command line and the files that it names, before anything is
+    checked."""
 
-    own: Mapping[str, Any] = field(default_factory=dict)
+    composed: Mapping[str, Any] = field(default_factory=dict)
     """Axis -> its content in the composed configuration: the only value of an axis without a
     list."""
-    taken: Mapping[str, str] = field(default_factory=dict)
+    chosen: Mapping[str, str] = field(default_factory=dict)
     """Group -> the file that its content is from."""
     typed: dict[str, Sequence[Any]] = field(default_factory=dict)
-    """Axis, or setting in a group -> what is typed for it; this stands above all lists in files."""
-    words: list[tuple[str, Any]] = field(default_factory=list)
-    """Setting -> its value, from the command line; it holds for every choice of its group."""
+    """Axis, or setting in a group -> its values on the command line, which override a file's
+    lists."""
+    overrides: list[tuple[str, Any]] = field(default_factory=list)
+    """Setting -> its value on the command line, which holds for every choice of its group."""
     lists: Sequence[Mapping[str, Any]] = ()
     """Lists by axis of the grid, and of further grids, which take the lists of the first where they
     have none."""
@@ -187,7 +189,7 @@ class _Axes:
 
     def lists(self, lists: Lists) -> Lists:
         """The lists of one grid; what is typed stands above them."""
-        words = [key for key, _ in self.draft.words]
+        words = [key for key, _ in self.draft.overrides]
         return {
             **{key: values for key, values in lists.items() if key not in words},
             **self.draft.typed,
@@ -214,7 +216,7 @@ class _Axes:
     def numbers(self, axis: str, lists: Lists) -> list[Any]:
         """The valid values of an axis that is no group. Raises SettingsError for all mistakes in
         them."""
-        own = self.draft.own.get(axis)
+        own = self.draft.composed.get(axis)
         default = CellConfig.__dataclass_fields__[axis].default if own is None else own
         with Mistakes() as mistakes:
             found = [] if axis in lists else [valid(KINDS[axis], default, axis)]
@@ -232,7 +234,7 @@ class _Axes:
             for each in lists.get(axis, ()):
                 pattern = _pattern(each)
                 matches = [name for name in known if fnmatchcase(name, pattern)]
-                found += [None if name == self.draft.taken.get(axis) else name for name in matches]
+                found += [None if name == self.draft.chosen.get(axis) else name for name in matches]
                 mistakes += [] if matches else [str(unknown(self._place(axis), pattern, known))]
         return list(dict.fromkeys(found)) or [None]
 
@@ -264,12 +266,10 @@ class _Axes:
         key = (axis, name, json.dumps(varied, sort_keys=True, default=str))
         if key not in self._made:
             content = deepcopy(self._content(axis, name))
-            words = [
-                (key.removeprefix(f"{axis}."), value)
-                for key, value in self.draft.words
-                if key.startswith(f"{axis}.")
-            ]
-            for setting, value in [*words, *varied.items()]:
+            for setting, value in self.draft.overrides:
+                if setting.startswith(f"{axis}."):
+                    assign(content, setting.removeprefix(f"{axis}."), value)
+            for setting, value in varied.items():
                 assign(content, setting, value)
             made = valid(KINDS[axis], content, axis, f"{axis}={name}" if name else "")
             if axis == "calibration" and made.name == "none":  # as the unpruned model has it
@@ -283,7 +283,7 @@ class _Axes:
             if ending and axis not in REGISTERED and "top_k" not in varied:
                 made = replace(made, name=as_name(made.name + ending))
             if axis == "calibration" and name is None and made.path.startswith(PREFIX):
-                made = replace(made, is_default="name" not in (self.draft.own.get(axis) or {}))
+                made = replace(made, is_default="name" not in (self.draft.composed.get(axis) or {}))
             self._made[key] = (
                 mixed(made, self.files) if isinstance(made, CalibrationConfig) else made
             )
@@ -292,14 +292,14 @@ class _Axes:
     def _content(self, axis: str, name: str | None) -> dict[str, Any]:
         """The content of a choice; what a file such as an experiment sets in the group holds for
         every choice."""
-        own = self.draft.own.get(axis) or {}
+        own = self.draft.composed.get(axis) or {}
         if not isinstance(own, dict):
             raise UserError(
                 f"{axis}={own}: expected settings and their values, such as {{name: value}}"
             )
         if name is None and (axis != "calibration" or "name" in own):
             return own
-        taken = (axis, self.draft.taken.get(axis, ""))
+        taken = (axis, self.draft.chosen.get(axis, ""))
         usual = self.files.load([taken])[taken] if taken[1] in self.files.names(axis) else own
         if name is None:  # no text is named
             name = SHIPPED_TEXT

@@ -27,15 +27,20 @@ def write_json(path: Path, document: Any) -> None:
     write_text(path, json.dumps(document, indent=1, sort_keys=True) + "\n")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file atomically: a reader sees the old file or the whole new one. Without room
-    nothing is left."""
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+def write_text(path: Path, text: str, mode: int | None = None) -> None:
+    """Write a file atomically: a reader sees the old file or the whole new one. After an error
+    nothing remains.
+
+    `mode`: its permissions, None for those of the umask.
+    """
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
-        beside.write_text(text)
-        beside.replace(path)
+        temporary.write_text(text)
+        if mode is not None:
+            temporary.chmod(mode)
+        temporary.replace(path)
     except OSError:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -77,12 +82,14 @@ def sealed(text: str) -> str:
     return f'{text[:-1]}{DIGEST}{sha256(text.encode()).hexdigest()}"}}'
 
 
-def write_sealed(path: Path, document: Mapping[str, Any], indent: int | None = None) -> None:
+def write_sealed(
+    path: Path, document: Mapping[str, Any], indent: int | None = None, mode: int | None = None
+) -> None:
     """Write a sealed document, as `write_text` does."""
     text = json.dumps(
         document, indent=indent, separators=(",", ": "), sort_keys=True, allow_nan=False
     )
-    write_text(path, sealed(text))
+    write_text(path, sealed(text), mode)
 
 
 def read_sealed(path: Path, shape: Any) -> Any:

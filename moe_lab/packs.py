@@ -218,7 +218,6 @@ class Packs:
         """`steps`: with files that are compressed."""
         self.folder.mkdir(exist_ok=True)
         path = self.folder / f".{uuid.uuid4().hex}{UNFINISHED}"
-        path.touch()  # else sqlite makes it, and one that no group can write
         names = {}
         inputs = {}
         # nobody else knows its name

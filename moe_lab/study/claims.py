@@ -118,6 +118,8 @@ class Claim(AbstractContextManager["Claim"]):
         owner |= {"limit": claims.limit}
         self.file = _create(self.path)
         try:
+            if claims.shared:
+                os.fchmod(self.file, 0o664)
             status = os.fstat(self.file)
             owner |= {"device": status.st_dev, "inode": status.st_ino}
             os.write(self.file, sealed(json.dumps(owner)).encode())
@@ -160,25 +162,30 @@ class Claim(AbstractContextManager["Claim"]):
             os.close(self.file)
 
 
-class Claims:
-    """The claims in a folder. `in_queue`: whether the scheduler shows a job of a user, which then
-    keeps even old ones. `limit`: seconds without a heartbeat after which others take those that are
-    made here for stale."""
+InQueue = Callable[[str, int], bool]
+"""Whether the scheduler shows the job with this id of this user (uid)."""
 
-    def __init__(
-        self, folder: Path, in_queue: Callable[[str, int], bool] | None = None, limit: float = LIMIT
-    ) -> None:
+
+class Claims:
+    """The claims in a folder. `in_queue`: a job in the queue keeps even old claims; None where
+    there is no scheduler. `limit`: seconds without a heartbeat after which claims made here are
+    stale to others."""
+
+    def __init__(self, folder: Path, in_queue: InQueue | None = None, limit: float = LIMIT) -> None:
         self.folder = folder
         self.in_queue = in_queue
         self.limit = limit
+        self.shared = False
+        """Whether the store is of a group, which may then read and write claims whatever the
+        umask."""
         self.owned: set[Claim] = set()
         self.lock = threading.Lock()
         self._seen: dict[Path, tuple[tuple[int, str], float]] = {}
         self._beating = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # a copy in another process holds nothing
-        return Claims, (self.folder, self.in_queue, self.limit)
+        # A copy in another process holds no claims.
+        return Claims, (self.folder, self.in_queue, self.limit), {"shared": self.shared}
 
     def path(self, name: str, generation: int) -> Path:
         """The file of a claim."""
@@ -189,8 +196,11 @@ class Claims:
         for generation in count(1):
             try:
                 claim = Claim(self, name, generation)
-            except FileNotFoundError:  # looked for no sooner, as claims are many
-                self.folder.mkdir(exist_ok=True)
+            except FileNotFoundError:  # created no sooner, as claims are many
+                with suppress(FileExistsError):
+                    self.folder.mkdir()
+                    if self.shared:
+                        self.folder.chmod(0o2775)
                 return self.take(name)
             except FileExistsError:
                 if not self.is_stale(self.path(name, generation)):
@@ -359,7 +369,7 @@ def restarts() -> int:
 def _owner(path: Path) -> dict[str, Any] | None:
     """Who made a claim; None while it is being written, and when it is damaged: then heartbeats
     decide."""
-    with suppress(Damaged, FileNotFoundError):
+    with suppress(Damaged, FileNotFoundError, PermissionError):
         owner: dict[str, Any] = read_sealed(path, OWNER_SHAPE)
         return owner
     return None

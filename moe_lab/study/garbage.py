@@ -18,10 +18,11 @@ from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged
 from moe_lab.results import DIGITS, places, read_record
 from moe_lab.study.claims import Busy
+from moe_lab.study.integrity import read_step
 from moe_lab.study.packing import PACKS, drop
 from moe_lab.study.runs import CHOOSING, runs, steps_at_work, studies
 from moe_lab.study.status import alive, console
-from moe_lab.study.store import SCRATCH, Store, hidden, read_step
+from moe_lab.study.store import SCRATCH, Store, hide
 
 LEFTOVERS = "left by killed runs"
 
@@ -60,7 +61,7 @@ def gc(store: Store, *, apply: bool = False) -> int:
             elif item.path:
                 # not what is worked on
                 with suppress(Busy, FileNotFoundError), store.claims.take(item.step_id):
-                    removed.append(hidden(item.path, item.step_id))
+                    removed.append(hide(item.path, item.step_id))
     _print(store, garbage, silence)
     if not apply:
         if garbage:
@@ -90,7 +91,7 @@ def look(store: Store) -> tuple[list[Garbage], str]:
     wanted, silence = _wanted(store)
     if store.notices:
         raise _unclear(store, store.notices[0])
-    finished = store.finished()
+    finished = store.loose()
     store.packs.refresh()
     packed = store.packs.steps()
     kept: set[str] = set()

@@ -21,8 +21,9 @@ from moe_lab.json_files import Damaged
 from moe_lab.packs import Packed
 from moe_lab.results import DIGITS
 from moe_lab.study.claims import Busy, Claim
+from moe_lab.study.integrity import STEP, read_step
 from moe_lab.study.step import KINDS
-from moe_lab.study.store import STEP, Store, hidden, read_step
+from moe_lab.study.store import Store, hide
 
 PACKS = "packs"
 """The claim of whoever writes packs."""
@@ -48,7 +49,7 @@ class Packing:
         """Starts of ids of steps that are too large."""
         self.next = time.monotonic() + EVERY
 
-    def now_and_then(self) -> None:
+    def pack_regularly(self) -> None:
         """Pack small steps, where there are many, at most once a minute."""
         if time.monotonic() > self.next:
             self.next = time.monotonic() + EVERY
@@ -79,6 +80,7 @@ class Packing:
         if not loose or (len(loose) < MANY and not (last and store.packs.starts())):
             return
         with suppress(Busy), store.claims.take(PACKS) as claim:
+            store.make_folder(store.packs.folder)
             store.packs.clear()
             new = [(start, folder) for start, folder in loose.items() if start not in store.packs]
             small = self._small(new[:AT_ONCE])
@@ -86,7 +88,7 @@ class Packing:
                 _publish(store, store.packs.add(chain([first], small)), claim)
             for start in loose.keys() & store.packs.starts():
                 with suppress(FileNotFoundError):
-                    shutil.rmtree(hidden(loose[start], start), ignore_errors=True)
+                    shutil.rmtree(hide(loose[start], start), ignore_errors=True)
             few = [name for name, size in store.packs.sizes().items() if size < FULL]
             if len(few) > FEW:
                 _rewrite(store, few, (), claim)
@@ -117,6 +119,7 @@ def take(store: Store, other: Store, names: Sequence[str]) -> None:
     if len(packed) < MANY:
         return
     with suppress(Busy, OSError, sqlite3.Error), store.claims.take(PACKS) as claim:
+        store.make_folder(store.packs.folder)
         for at in range(0, len(packed), AT_ONCE):
             _publish(store, store.packs.add(_sound(other, packed[at : at + AT_ONCE])), claim)
 
@@ -153,4 +156,5 @@ def _rewrite(store: Store, names: Collection[str], without: Collection[str], cla
 
 def _publish(store: Store, path: Path, claim: Claim) -> None:
     claim.check()
+    store.share(path)
     store.packs.publish(path)

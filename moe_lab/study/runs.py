@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moe_lab.json_files import Number, write_sealed
+from moe_lab.json_files import Number
 from moe_lab.paths import cache
 from moe_lab.results import DIGITS
 from moe_lab.results import RECORD as RECORD_FILE
@@ -88,7 +88,7 @@ class Run:
         """Record further jobs."""
         path, inode = self._place()
         rows = [{"path": path, "inode": inode, "job": asdict(job)} for job in (*self.jobs, *jobs)]
-        write_sealed(self.folder / "jobs.json", {"jobs": rows})
+        self.store.write(self.folder / "jobs.json", {"jobs": rows})
 
     def _place(self) -> tuple[str, int]:
         """Path and inode of the store: other mounts of it have another path, and copies have
@@ -124,7 +124,7 @@ class Run:
         ]
         about = {"study": self.folder.parent.name, "time": time.time(), "code": code_state()}
         about |= {"steps": [step.folder for step in steps], "inputs": inputs}
-        write_sealed(self.folder / "run.json", about)
+        self.store.write(self.folder / "run.json", about)
 
     def remove(self) -> None:
         """Remove the folder of the run, and that of its study when it has no other."""
@@ -152,7 +152,7 @@ def begin(store: Store, study: str, steps: Sequence[Step]) -> Iterator[Run]:
             number = 1 + max((int(path.name.partition("-")[0]) for path in before), default=0)
             recorded = tuple(path.name for path in before if (path / RECORD_FILE).exists())
             run = Run(store, folder / f"{number:06}-{uuid.uuid4().hex[:8]}", recorded)
-            run.folder.mkdir(parents=True)
+            store.make_folder(run.folder)
             held.enter_context(run.held())
             run.note(steps)
             store.claims.clear()

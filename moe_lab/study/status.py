@@ -260,7 +260,7 @@ def verify(study: StudyState, steps: Sequence[StepState]) -> int:
     bad = {name: files for name in names if (files := store.damage(name, hash_all=True))}
     for name, files in bad.items():
         for file, what in files.items():
-            print(f"{what}: {store.place(name) / file}")
+            print(f"{what}: {store.folder(name) / file}")
     if store.packs.bad:
         drop(store, store.packs.bad)
     if bad:
@@ -278,7 +278,7 @@ def unpack(study: StudyState, steps: Sequence[StepState]) -> None:
     """Copy the files of steps that are in packs to unpacked/KIND/NAME, below the current folder;
     print all folders."""
     for step in [step for step in steps if step.state == "done"]:
-        folder = study.store.place(step.name)
+        folder = study.store.folder(step.name)
         if not folder.exists():
             folder = Path("unpacked", step.name)
             folder.mkdir(parents=True, exist_ok=True)

@@ -41,9 +41,9 @@ from moe_lab.evaluation import Policy
 from moe_lab.evaluation.suite import Questions
 from moe_lab.study.estimates import Seconds
 from moe_lab.study.runs import RECORD, Submitted, begin, runs
-from moe_lab.study.schedule import Schedule, StepError, Worker
+from moe_lab.study.schedule import Schedule, StepError, WorkerProcess
 from moe_lab.study.slurm import arrays as module
-from moe_lab.study.slurm import scheduler
+from moe_lab.study.slurm import in_queue, scheduler
 from moe_lab.study.slurm.arrays import Array, arrange
 from moe_lab.study.slurm.pack import Pack, settle
 from moe_lab.study.slurm.pack import _absent as absent
@@ -55,7 +55,6 @@ from moe_lab.study.status import StepState, alive, left
 from moe_lab.study.step import Step, code_state
 from moe_lab.study.steps.evaluation import Generate, Grade
 from moe_lab.study.store import Store
-from moe_lab.study.store import _in_queue as in_queue
 
 SETTINGS = LauncherConfig(cells_per_job=2)
 
@@ -301,15 +300,15 @@ def test_a_pack_goes_on_after_a_failure(tmp_path: Path, monkeypatch: pytest.Monk
     last = Example("last", "bad", 0, {"in": bad})
     failed = Example("next", "failed", 2, {"in": there})
 
-    def execute(_: Worker, step: Step, scratch: Path) -> None:
+    def execute(_: WorkerProcess, step: Step, scratch: Path) -> None:
         given.append(step.label())
         if step is failed:
             raise StepError({"message": "no"})
 
-    monkeypatch.setattr(Worker, "__call__", execute)
+    monkeypatch.setattr(WorkerProcess, "__call__", execute)
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setenv("SLURM_JOB_ID", "1")
-    monkeypatch.setattr("moe_lab.study.store.LATE", 0.0)
+    monkeypatch.setattr("moe_lab.study.store.VISIBLE_AFTER", 0.0)
     with begin(store, "study", []) as run:
         name = str(run.folder.relative_to(tmp_path / "runs"))
         pack = Pack(str(tmp_path), [bad, last, failed, good], name, LauncherConfig(max_requeues=1))

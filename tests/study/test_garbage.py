@@ -311,7 +311,7 @@ def test_a_job_keeps_what_it_reads_and_makes(
 
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr(pack, "Worker", Worker)
+    monkeypatch.setattr(pack, "WorkerProcess", Worker)
     Worker.harm = harm
     first = [step for step in needed if not step.needs]
     after = [step for step in needed if step.needs and all(each in first for each in step.needs)]

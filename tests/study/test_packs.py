@@ -293,7 +293,7 @@ KILLED = """
 POINTS = {
     "while it writes": "packs.zlib.compress = die",
     "before the pack is there": "packs.Packs.publish = die",
-    "before folders are removed": "packing.hidden = die",
+    "before folders are removed": "packing.hide = die",
     "while folders are removed": "packing.shutil.rmtree = die",
 }
 

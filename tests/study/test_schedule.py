@@ -31,12 +31,19 @@ from moe_lab.config import Config, LauncherConfig
 from moe_lab.errors import UserError, need
 from moe_lab.models import WORKERS
 from moe_lab.results import FIGURES
-from moe_lab.study import record
-from moe_lab.study import run as launch
+from moe_lab.study import launchers, record
 from moe_lab.study.estimates import GIB, Memory
 from moe_lab.study.graph import Graph
 from moe_lab.study.runs import RECORD, Submitted, begin
-from moe_lab.study.schedule import Schedule, StepError, Worker, overview, recall_failures, work
+from moe_lab.study.schedule import (
+    InProcessExecutor,
+    Schedule,
+    StepError,
+    WorkerProcess,
+    overview,
+    recall_failures,
+    work,
+)
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.pack import Pack
 from moe_lab.study.step import Step, error_document
@@ -113,7 +120,7 @@ def test_a_dead_worker_has_its_signal_named_and_is_replaced(
     """As when the kernel kills it, because memory ran out."""
     worker_that(tmp_path, monkeypatch, "os.kill(os.getpid(), signal.SIGKILL)")
     first, left, right, _ = chain()
-    with Worker(Store(tmp_path / "store").create()) as execute:
+    with WorkerProcess(Store(tmp_path / "store").create()) as execute:
         execute(first, tmp_path)
         with pytest.raises(StepError, match=r"worker died .*SIGKILL") as died:
             execute(left, tmp_path)
@@ -128,7 +135,7 @@ def test_a_worker_goes_on_when_slurm_warns_its_job(
     step."""
     worker_that(tmp_path, monkeypatch, "os.kill(os.getpid(), signal.SIGUSR2)")
     first, left, *_ = chain()
-    with Worker(Store(tmp_path / "store").create()) as execute:
+    with WorkerProcess(Store(tmp_path / "store").create()) as execute:
         execute(first, tmp_path)
         before = execute.child
         execute(left, tmp_path)
@@ -176,6 +183,23 @@ def test_a_warned_job_lets_its_worker_save(
         signal.signal(signal.SIGUSR2, before)
 
 
+def test_a_group_may_write_what_a_step_leaves_in_its_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the umask of the process, which is not changed."""
+    resume_files = tmp_path / "store" / "partial"
+    worker_that(tmp_path, monkeypatch, f"os.mkdir({str(resume_files)!r})")
+    resume_files.parent.mkdir()
+    resume_files.parent.chmod(0o2775)
+    before = os.umask(0o077)
+    try:
+        with InProcessExecutor(Store(resume_files.parent).create()) as execute:
+            execute(chain()[1], tmp_path)
+        assert resume_files.stat().st_mode & 0o020 and os.umask(0o077) == 0o077
+    finally:
+        os.umask(before)
+
+
 def test_a_worker_that_cannot_read_a_step_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,7 +207,7 @@ def test_a_worker_that_cannot_read_a_step_says_so(
     monkeypatch.setenv("PYTHONPATH", "")
     first, *_ = chain()
     with (
-        Worker(Store(tmp_path).create()) as execute,
+        WorkerProcess(Store(tmp_path).create()) as execute,
         pytest.raises(StepError, match="example_steps") as unable,
     ):
         execute(first, tmp_path)
@@ -196,7 +220,7 @@ def test_a_worker_does_not_make_a_deleted_store_again(
     monkeypatch.setenv("PYTHONPATH", TESTS)
     first, left, *_ = chain()
     store = Store(tmp_path / "store").create()
-    with Worker(store) as execute:
+    with WorkerProcess(store) as execute:
         with pytest.raises(StepError):  # there is nothing to do in it
             execute(first, tmp_path)
         assert list((store.root / "logs").glob("*/*.log"))
@@ -237,10 +261,10 @@ def locally(
             )
             workers.append(environment)
 
-    monkeypatch.setattr(launch, "Worker", Noted)
+    monkeypatch.setattr(launchers, "WorkerProcess", Noted)
     config = Config(launcher=LauncherConfig(name="local", processes=processes))
     study: Any = SimpleNamespace(config=config, store=Store(place).create())
-    assert launch.local(schedule, study, None)  # type: ignore[arg-type]
+    assert launchers.local(schedule, study, None)  # type: ignore[arg-type]
     return workers, did
 
 
@@ -277,11 +301,11 @@ def test_local_workers_have_the_gpus_that_steps_need_of_those_that_the_command_m
     usable = takewhile(re.compile(r"\d|GPU-|MIG-").match, visible.split(","))
     count = len(list(usable))
     monkeypatch.setattr(models, "gpu_count", lambda: count)
-    monkeypatch.setattr(launch, "work", lambda *_: None)
-    monkeypatch.setattr(launch, "cores", lambda: 3)
-    monkeypatch.setattr(launch, "main_memory", lambda: 10.0 * GIB)
+    monkeypatch.setattr(launchers, "work", lambda *_: None)
+    monkeypatch.setattr(launchers, "cores", lambda: 3)
+    monkeypatch.setattr(launchers, "main_memory", lambda: 10.0 * GIB)
     needs = None if memory is None else Memory(abs(memory) * GIB, on_gpu=memory > 0)
-    monkeypatch.setattr(launch, "memory_of", lambda _: needs)
+    monkeypatch.setattr(launchers, "memory_of", lambda _: needs)
     workers, _ = locally(Schedule([Example()], set()), tmp_path, monkeypatch, processes)
     assert {environment[WORKERS] for environment in workers} == {str(len(given))}
     found = [environment.get("CUDA_VISIBLE_DEVICES") for environment in workers]
@@ -299,9 +323,9 @@ def test_steps_on_few_gpus_run_before_those_on_many(
     ]
     graded = Example("grade", "0", needed={"evaluate": evaluated[0]})
     needs = {"statistics": 30.0, "evaluate": 200.0, "grade": 0.1}
-    monkeypatch.setattr(launch, "visible_gpus", lambda: list("0123"))
+    monkeypatch.setattr(launchers, "visible_gpus", lambda: list("0123"))
     monkeypatch.setattr(
-        launch, "memory_of", lambda step: Memory(needs[step.kind] * GIB, step.kind != "grade")
+        launchers, "memory_of", lambda step: Memory(needs[step.kind] * GIB, step.kind != "grade")
     )
     schedule = Schedule([*passes, *evaluated, graded], set())
     _, did = locally(schedule, tmp_path, monkeypatch)
@@ -517,7 +541,7 @@ class Timed:
                 self.now = until
                 break
             self.now = end
-            self.schedule.finish(step, did=True)
+            self.schedule.finish(step, computed=True)
         for step, begun in self.schedule.running.values():
             self.store.partial(step).mkdir(parents=True, exist_ok=True)
             told = [100 * (self.now - begun) / self.seconds[step], 100, "requests"]
@@ -571,7 +595,7 @@ def test_a_thousand_short_cells_have_a_time_left_only_when_it_is_known(tmp_path:
     done."""
     plans = dict.fromkeys(sized("plan", *[1] * 1000), 0.01)
     run = Timed(tmp_path, {**plans, **dict.fromkeys(sized("evaluate", *[1] * 1001), 0.6)})
-    run.schedule.finish(list(run.seconds)[-1], did=False)
+    run.schedule.finish(list(run.seconds)[-1], computed=False)
     run.go(9.9)
     assert "time left unknown" in run.says() and " min left" not in run.says()
     run.go(70)

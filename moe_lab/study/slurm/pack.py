@@ -21,11 +21,18 @@ from moe_lab.results import DIGITS
 from moe_lab.study.claims import own_job, restarts
 from moe_lab.study.record import Study
 from moe_lab.study.runs import Run, runs
-from moe_lab.study.schedule import Schedule, StepError, Worker, say_notices, watch, work
-from moe_lab.study.slurm import scheduler
+from moe_lab.study.schedule import (
+    Schedule,
+    StepError,
+    WorkerProcess,
+    print_notices,
+    show_progress,
+    work,
+)
+from moe_lab.study.slurm import in_queue, scheduler
 from moe_lab.study.status import alive
 from moe_lab.study.step import Step, unmerged
-from moe_lab.study.store import Store, looks
+from moe_lab.study.store import Store, retries
 
 SAVING = 20.0
 """Most seconds for which a pass may save: Slurm kills a preempted job 30 s after its warning,
@@ -46,23 +53,23 @@ class Pack:
     launcher: LauncherConfig
 
     @cached_property
-    def worker(self) -> Worker:
+    def worker(self) -> WorkerProcess:
         """Does the steps of this job, in a process of its own."""
-        return Worker(Store(self.store, 60 * self.launcher.stale_minutes))
+        return WorkerProcess(Store(self.store, 60 * self.launcher.stale_minutes, in_queue))
 
     def __call__(self) -> dict[str, int]:
         """Do the steps that are missing. A failed step leaves its error in the store, and the
         others go on."""
         signal.signal(signal.SIGTERM, self.leave)
         store = self.worker.store
-        store.check_there()  # a node that does not see the store must not create a new one
+        store.check_exists()  # a node that does not see the store must not create a new one
         store.create()
         schedule = Schedule(self.steps)
         with Run(store, store.root / "runs" / self.run).held():
-            schedule.lack(_absent(schedule, store))
+            schedule.skip(_absent(schedule, store))
             with self.worker as execute:
                 work(schedule, store, execute)
-        say_notices(store)
+        print_notices(store)
         return {
             "done": len(schedule.finished),
             "failed": len(schedule.failed),
@@ -101,7 +108,7 @@ def _absent(schedule: Schedule, store: Store) -> list[Step]:
     own = {step.id for step in schedule.steps}
     outside = [needed for step in schedule.steps for needed in step.needs if needed.id not in own]
     absent: list[Step] = []
-    for _ in looks():
+    for _ in retries():
         there = store.present()
         schedule.finished |= {step.id for step in outside if step.id[:DIGITS] in there}
         absent = [step for step in outside if step.id not in schedule.finished]
@@ -160,7 +167,7 @@ EVERY = 3.0
 def follow(schedule: Schedule, study: Study) -> None:
     """Wait until the study has no job left; then update `schedule` from the store."""
     jobs = {job.id: job for run in runs(study.store, study.config.study) for job in run.jobs}
-    with watch(schedule, study.store):
+    with show_progress(schedule, study.store):
         while any(alive(jobs)):  # also while the scheduler does not answer, as jobs go on then
             time.sleep(EVERY)
             claimed = study.store.claims.living()
@@ -175,4 +182,4 @@ def follow(schedule: Schedule, study: Study) -> None:
 def _note_finished(schedule: Schedule, store: Store) -> None:
     there = store.present()
     for step in [step for step in schedule.waiting.values() if step.id[:DIGITS] in there]:
-        schedule.finish(step, did=step.id in schedule.running)
+        schedule.finish(step, computed=step.id in schedule.running)

@@ -31,7 +31,7 @@ from moe_lab.paths import private
 from moe_lab.study.estimates import learned
 from moe_lab.study.record import Study
 from moe_lab.study.runs import RECORD, Run, Submitted, runs
-from moe_lab.study.schedule import Schedule, say
+from moe_lab.study.schedule import Schedule, inform
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.arrays import Array, arrange, configured, is_for_gpus, options, resources
 from moe_lab.study.slurm.pack import Pack, Record
@@ -256,9 +256,11 @@ def _announce(submission: Submission) -> None:
         print(f"{array}  {kind}: {_count(len(tasks), 'job')}, {_count(steps, 'step')}", flush=True)
     own = {step for job in jobs for step in job.steps}
     if earlier := {job for step, job in submission.jobs.items() if step not in own}:
-        say(f"{study}: steps that are under way already are in jobs {', '.join(sorted(earlier))}")
+        inform(
+            f"{study}: steps that are under way already are in jobs {', '.join(sorted(earlier))}"
+        )
     if jobs:
-        say(
+        inform(
             f"{study}: submitted; see python -m moe_lab.study status {study} "
             f"store={submission.study.store.root}"
         )
