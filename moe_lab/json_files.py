@@ -133,7 +133,7 @@ def fits(document: Any, shape: Any) -> bool:
 class Record:
     """Results of batches, each appended to a file as soon as it is computed.
 
-    A killed process repeats the batch that it was in. What is in a batch does not depend on what is
+    A killed process repeats the batch that it was in. The batches do not depend on what is
     recorded, so that results have the same bits whether a process was killed or not.
     """
 
@@ -141,21 +141,18 @@ class Record:
         """Read the results in `file`, if it exists; None keeps results in memory alone."""
         self.file = file
         self._results: dict[str, list[Any]] = {}
-        lines = (
-            file.read_text(encoding="utf-8", errors="replace").splitlines()
-            if file and file.exists()
-            else []
-        )
-        for line in lines:
-            # a line that a killed process left incomplete, or that was changed since
+        if file is None or not file.exists():
+            return
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+            # a killed process may have written a part of a line
             with suppress(ValueError):
                 key, result, digest = json.loads(line)
                 if digest == _digest(key, result):
                     self._results[key] = result
 
-    def result(self, asked: Any, compute: Callable[[], list[Any]]) -> list[Any]:
-        """What `compute` returns for `asked`, or returned in an earlier process. Both are JSON."""
-        key = sha256(json.dumps(asked).encode()).hexdigest()
+    def result(self, batch: Any, compute: Callable[[], list[Any]]) -> list[Any]:
+        """The result of `compute` for a batch, or that of an earlier process. Both are JSON."""
+        key = sha256(json.dumps(batch).encode()).hexdigest()
         if key not in self._results:
             self._results[key] = compute()
             if self.file:

@@ -89,7 +89,7 @@ def _compute(
 
 def slurm(schedule: Schedule, study: Study, run: Run) -> bool:
     """Submit steps as jobs of a Slurm cluster; with wait=true, wait until they have ended."""
-    from moe_lab.study.slurm.pack import follow
+    from moe_lab.study.slurm.jobs import follow
     from moe_lab.study.slurm.submit import submit
 
     submit(schedule, study, run)

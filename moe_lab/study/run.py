@@ -87,7 +87,7 @@ def _run(study: Study) -> int:
             outdate_reports(store)
         print_notices(store)
         if len(steps) < len(every):  # shares of what is finished as a whole are not computed
-            current.note(steps)
+            current.write_plan(steps)
         missing = [step for step in steps if step.id not in done]
         store.remove_resume_files({step.id for step in every} - {step.id for step in missing})
         if problems := too_small(store.root, missing, config.launcher):

@@ -26,7 +26,7 @@ from moe_lab.errors import UserError
 from moe_lab.study import launchers, record, run
 from moe_lab.study.runs import Submitted, runs
 from moe_lab.study.schedule import StepError
-from moe_lab.study.slurm.pack import Pack
+from moe_lab.study.slurm.jobs import StepsJob
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
@@ -120,7 +120,7 @@ def test_whatever_is_damaged_is_set_aside_and_the_same_command_goes_on(
     assert start(store, one) == 0 and "moved to" not in capsys.readouterr().err
     assert ask(store, "status", STUDY) == ask(store, "verify", STUDY) == 0
     first = runs(Store(store).create(), STUDY)[0]
-    assert first.jobs == [] and first.about is None
+    assert first.jobs == [] and first.plan is None
 
 
 NAMED_BY = {
@@ -244,7 +244,7 @@ def test_a_job_on_a_node_without_the_store_makes_none(
 ) -> None:
     monkeypatch.setattr("signal.signal", lambda *_: None)
     with pytest.raises(UserError, match="is gone"):
-        Pack(str(tmp_path / "store"), [Example(name="x")], "study/1", LauncherConfig())()
+        StepsJob(str(tmp_path / "store"), [Example(name="x")], "study/1", LauncherConfig())()
     assert not list(tmp_path.iterdir())
 
 
@@ -390,7 +390,7 @@ def test_what_the_last_job_left_undone_is_said_until_a_command_does_it(
 ) -> None:
     """It was killed, or had no network, after it had written the record."""
     monkeypatch.setattr("moe_lab.study.slurm.scheduler.queue", lambda _: {})
-    monkeypatch.setattr("moe_lab.study.slurm.scheduler.fate", lambda _: {"JobState": "FAILED"})
+    monkeypatch.setattr("moe_lab.study.slurm.scheduler.job_state", lambda _: {"JobState": "FAILED"})
     log = Mock(side_effect=UserError("no network"))
     monkeypatch.setattr("moe_lab.study.tracker.log", log)
     logged = (replace(one[0], tracker=TrackerConfig(name="wandb")), one[1])

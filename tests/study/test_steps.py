@@ -37,7 +37,7 @@ from moe_lab.statistics import read
 from moe_lab.statistics.observe import Observer
 from moe_lab.study.integrity import read_step
 from moe_lab.study.schedule import InProcessExecutor, Schedule, StepError, work
-from moe_lab.study.slurm.pack import settle
+from moe_lab.study.slurm.jobs import settle
 from moe_lab.study.step import Step, unmerged
 from moe_lab.study.steps.costs import Cost
 from moe_lab.study.steps.evaluation import Contamination

@@ -34,7 +34,7 @@ from moe_lab.study.runs import RECORD, Run, Submitted, runs
 from moe_lab.study.schedule import Schedule, inform
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.arrays import Array, arrange, configured, is_for_gpus, options, resources
-from moe_lab.study.slurm.pack import Pack, Record
+from moe_lab.study.slurm.jobs import RecordJob, StepsJob
 from moe_lab.study.slurm.scheduler import Queued
 from moe_lab.study.step import NOTED, Step, code_state, digest, unmerged
 
@@ -63,7 +63,7 @@ def submit(schedule: Schedule, study: Study, run: Run) -> None:
         try:
             if run.logs.exists():  # sbatch may have handed one in, and then have got no answer
                 scheduler.cancel({job.array for job in run.jobs})
-                scheduler.cancel(scheduler.handed_in(run.logs.absolute()))
+                scheduler.cancel(scheduler.submitted_from(run.logs.absolute()))
         except UserError as left:
             raise UserError(
                 f"{str(error) or 'interrupted'}; jobs may be left in the queue: {left}"
@@ -142,19 +142,19 @@ class Submission:
         store = self.study.store.root
         launcher = self.study.config.launcher
         run = str(self.run.folder.relative_to(store / "runs"))
-        packs = [Pack(str(store.absolute()), pack, run, launcher) for pack in array.packs]
-        whole = self._hand_in(array.kind, array.asks, packs, array.packs, "afterok", after)
+        packs = [StepsJob(str(store.absolute()), pack, run, launcher) for pack in array.packs]
+        whole = self._submit(array.kind, array.asks, packs, array.packs, "afterok", after)
         self.jobs.update(dict.fromkeys(own, whole))
 
     def close(self) -> None:
         """Submit the job that writes the record when all others have ended, successfully or not."""
         every = configured([self.study.config.resources.every])
         asks = {**every, **RECORD_ASKS, "memory": 0 if every["memory"] == 0 else RECORD_MEMORY}
-        self._hand_in(
-            RECORD, asks, [Record(self.study, self.run)], [[]], "afterany", self.jobs.values()
+        self._submit(
+            RECORD, asks, [RecordJob(self.study, self.run)], [[]], "afterany", self.jobs.values()
         )
 
-    def _hand_in(
+    def _submit(
         self,
         kind: str,
         asks: Mapping[str, Any],
@@ -229,7 +229,7 @@ class Submission:
             tries += 1
         if tries:
             known = {ids[0].partition("_")[0], *(job.array for job in self.run.jobs)}
-            scheduler.cancel(scheduler.handed_in(self.run.logs.absolute()) - known)
+            scheduler.cancel(scheduler.submitted_from(self.run.logs.absolute()) - known)
         return ids
 
 
