@@ -37,12 +37,13 @@ from moe_lab.study import garbage
 from moe_lab.study import run as running
 from moe_lab.study.__main__ import find
 from moe_lab.study.graph import Graph, build
+from moe_lab.study.integrity import STEP
 from moe_lab.study.provenance import provenance
 from moe_lab.study.record import Study, described
 from moe_lab.study.runs import begin
 from moe_lab.study.status import COMMANDS
 from moe_lab.study.step import Step
-from moe_lab.study.store import STEP, Store
+from moe_lab.study.store import Store
 
 TEN = "ten_thousand"
 ALL = "all_cells"

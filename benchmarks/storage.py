@@ -11,8 +11,9 @@ import tempfile
 from statistics import median
 
 from benchmarks.measure import parser, wall_seconds
+from moe_lab.study.integrity import damage
 from moe_lab.study.step import Step
-from moe_lab.study.store import Store, damage
+from moe_lab.study.store import Store
 
 MIB = 2**20
 

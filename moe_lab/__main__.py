@@ -86,7 +86,7 @@ def main() -> None:
 
 def _study(words: Sequence[str]) -> int:
     """Compose the words, and run the study they ask for. Returns its exit code."""
-    from moe_lab.compose import CONFIG, ask, compose, started
+    from moe_lab.compose import CONFIG, compose, started
 
     parser = argparse.ArgumentParser(prog="moe_lab", allow_abbrev=False, add_help=False)
     parser.add_argument("--config-dir", "-cd", type=Path)
@@ -94,8 +94,10 @@ def _study(words: Sequence[str]) -> int:
     flags, settings = parser.parse_known_args(list(words))
     with started(flags.config_dir):
         config, requests = compose(settings, flags.config_name)
-    code: int = ask(config, requests).code
-    return code
+    # not before settings are valid, so that a typo is reported at once
+    from moe_lab.study.run import check_and_run
+
+    return check_and_run(config, requests).code
 
 
 def _by_hydra(words: Sequence[str]) -> int:
@@ -105,15 +107,15 @@ def _by_hydra(words: Sequence[str]) -> int:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    from moe_lab.compose import CONFIG, ask, check_sweeper, compose, forced, prepare_multirun
+    from moe_lab.compose import CONFIG, check_sweeper, compose, multirun
+    from moe_lab.overrides import for_hydra
 
-    prepare_multirun(words)
-    sys.argv[1:] = map(forced, words)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise exceptions instead of printing them
     code = 0
 
     def job(_: object) -> float:
-        from moe_lab.study.run import told
+        from moe_lab.study.objective import objective_value
+        from moe_lab.study.run import check_and_run
 
         nonlocal code
         with _sentences():
@@ -129,11 +131,13 @@ def _by_hydra(words: Sequence[str]) -> int:
             config, requests = compose(settings, own.job.config_name or CONFIG)
             if alone:
                 check_sweeper(own.runtime.choices, config)
-            ended = ask(config, requests, add=alone)
+            ended = check_and_run(config, requests, add=alone)
             code = max(code, ended.code)
-            return told(ended, requests)
+            return objective_value(ended, requests)
 
-    hydra.main(version_base="1.3", config_path=str(conf()), config_name="config")(job)()
+    with multirun(words):
+        sys.argv[1:] = map(for_hydra, words)
+        hydra.main(version_base="1.3", config_path=str(conf()), config_name="config")(job)()
     return code
 
 

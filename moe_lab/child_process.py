@@ -45,7 +45,11 @@ class Child(AbstractContextManager["Child"]):
     """A process that runs `serve`, in a session of its own. What it prints goes to a log."""
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], folder: Path | None = None
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        folder: Path | None = None,
+        umask: int = -1,
     ) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
         self.process = subprocess.Popen(
@@ -58,6 +62,7 @@ class Child(AbstractContextManager["Child"]):
             text=True,
             encoding="utf-8",
             start_new_session=True,
+            umask=umask,
         )
         self._said = b""
         self._replies: queue.SimpleQueue[str] = queue.SimpleQueue()

@@ -74,16 +74,18 @@ Point = tuple[Any, ...]
 
 KINDS = fields_of(CellConfig)
 AXES = tuple(KINDS)
-"""What a grid can have lists of; the product of the lists is in this order."""
+"""Keys that a grid can list values of; the product of the lists is in this order."""
 GROUPS = tuple(axis for axis in AXES if fields_of(KINDS[axis]))
 """Axes whose values are files; a setting in them, such as model.top_k, can have a list, too."""
 VALUES = tuple(axis for axis in AXES if axis not in GROUPS)
-SHIPPED_TEXT, SHIPPED_SUITE = "pocket_general", "pocket_no_code"
-"""What a shipped model reads and is evaluated on where no text and no suite is named."""
+SHIPPED_TEXT = "pocket_general"
+"""Calibration set of a shipped model if none is named."""
+SHIPPED_SUITE = "pocket_no_code"
+"""Suite of a shipped model if none is named."""
 REGISTERED = ("criterion", "allocation")
-"""Groups whose choices are called as their functions are, whatever their settings."""
+"""Groups whose choices have the names of their functions, whatever their settings."""
 REMOVED = object()
-"""Value of a setting in front of which stands ~."""
+"""Value of a setting that an override with ~ removes."""
 
 
 class Files(Protocol):
@@ -98,17 +100,19 @@ class Files(Protocol):
 
 @dataclass
 class Draft:
-    """What a command line and the files that it names say of cells, before anything is checked."""
+    """Settings of cells in a command line and the files that it names, before anything is
+    checked."""
 
-    own: Mapping[str, Any] = field(default_factory=dict)
+    composed: Mapping[str, Any] = field(default_factory=dict)
     """Axis -> its content in the composed configuration: the only value of an axis without a
     list."""
-    taken: Mapping[str, str] = field(default_factory=dict)
+    chosen: Mapping[str, str] = field(default_factory=dict)
     """Group -> the file that its content is from."""
     typed: dict[str, Sequence[Any]] = field(default_factory=dict)
-    """Axis, or setting in a group -> what is typed for it; this stands above all lists in files."""
-    words: list[tuple[str, Any]] = field(default_factory=list)
-    """Setting -> its value, from the command line; it holds for every choice of its group."""
+    """Axis, or setting in a group -> its values on the command line, which override a file's
+    lists."""
+    overrides: list[tuple[str, Any]] = field(default_factory=list)
+    """Setting -> its value on the command line, which holds for every choice of its group."""
     lists: Sequence[Mapping[str, Any]] = ()
     """Lists by axis of the grid, and of further grids, which take the lists of the first where they
     have none."""
@@ -120,205 +124,218 @@ class Draft:
 def points(draft: Draft, files: Files) -> list[Point]:
     """The distinct points of all grids. Raises SettingsError with all mistakes in values, names and
     files."""
-    found: list[Point] = []
+    distinct: dict[Point, Point] = {}
     with Mistakes() as mistakes:
-        lists = [
-            _checked(each, "more" if number else "grid", mistakes)
-            for number, each in enumerate(draft.lists)
-        ]
         axes = _Axes(draft, files)
-        grids = [
-            axes.lists(lists[0]),
-            *(grid for each in lists[1:] for grid in axes.further(lists[0], each)),
+        first, *others = [
+            _checked(lists, "more" if number else "grid", mistakes)
+            for number, lists in enumerate(draft.lists)
         ]
+        grids = [axes.lists(first)]
+        for lists in others:
+            grids += axes.further_lists(first, lists)
         with mistakes.caught():
             files.load(axes.named(grids))
-        for each in grids:
+        for lists in grids:
             values = []
             for axis in AXES:
                 with mistakes.caught():
-                    values.append(
-                        axes.numbers(axis, each) if axis in VALUES else axes.choices(axis, each)
-                    )
-            found += itertools.product(*values) if len(values) == len(AXES) else []
-    # Numbers are told apart by value, and choices, each of which is made once, as objects.
-    keys = [
-        tuple(value if axis in VALUES else id(value) for axis, value in zip(AXES, p, strict=True))
-        for p in found
-    ]
-    return list(dict(zip(keys, found, strict=True)).values())
+                    values.append(axes.values(axis, lists))
+            if len(values) == len(AXES):
+                for point in itertools.product(*values):
+                    distinct.setdefault(_key(point), point)
+    return list(distinct.values())
+
+
+def _key(point: Point) -> Point:
+    """Numbers are compared by value; choices, each of which is composed once, as objects."""
+    pairs = zip(AXES, point, strict=True)
+    return tuple(value if axis in VALUES else id(value) for axis, value in pairs)
 
 
 Lists = Mapping[str, Sequence[Any]]
 """Axis, or setting in a group, such as model.top_k -> its values."""
 
 
-def _checked(lists: Any, place: str, mistakes: list[str]) -> Lists:
+def _checked(lists: Any, field: str, mistakes: list[str]) -> Lists:
     """The lists of a grid that are lists of an axis; a sentence is added to `mistakes` for anything
-    else."""
+    else. `field`: grid or more."""
     if not isinstance(lists, Mapping):
-        mistakes.append(f"{place}={lists}: expected lists by axis, such as {{ratio: [0.25, 0.5]}}")
+        mistakes.append(f"{field}={lists}: expected lists by axis, such as {{ratio: [0.25, 0.5]}}")
         return {}
-    found = {}
+    checked = {}
     for key, values in ((str(key), values) for key, values in lists.items()):
-        if key not in AXES and not (
-            key.partition(".")[0] in GROUPS and type_at(CellConfig, key.split("."))
-        ):
-            mistakes.append(str(unknown(place, key, AXES)))
+        is_setting = key.partition(".")[0] in GROUPS and type_at(CellConfig, key.split("."))
+        if key not in AXES and not is_setting:
+            mistakes.append(str(unknown(field, key, AXES)))
         elif not isinstance(values, list):
-            mistakes.append(f"{place}.{key}={values}: expected a list, such as [{values}]")
+            mistakes.append(f"{field}.{key}={values}: expected a list, such as [{values}]")
         elif values:
-            found[key] = values
-    return found
+            checked[key] = values
+    return checked
 
 
 def _pattern(name: Any) -> str:
-    """A name, or the pattern in glob(...), as words and files of Hydra write it."""
+    """A name, or the pattern in glob(...), as overrides and files of Hydra write it."""
     return re.sub(r"^glob\((.*)\)$", r"\1", str(name))
 
 
 class _Axes:
-    """The values of the axes of a study's grids. Each choice of a group is made once."""
+    """The values of the axes of a study's grids. Each choice of a group is composed once."""
 
     def __init__(self, draft: Draft, files: Files) -> None:
         self.draft = draft
         self.files = files
-        self._made: dict[tuple[str, str | None, str], Any] = {}
+        self._choices: dict[tuple[str, str | None, str], Any] = {}
 
     def lists(self, lists: Lists) -> Lists:
-        """The lists of one grid; what is typed stands above them."""
-        words = [key for key, _ in self.draft.words]
-        return {
-            **{key: values for key, values in lists.items() if key not in words},
-            **self.draft.typed,
-        }
+        """The lists of one grid; command-line values override a file's lists."""
+        overridden = [key for key, _ in self.draft.overrides]
+        in_file = {key: values for key, values in lists.items() if key not in overridden}
+        return {**in_file, **self.draft.typed}
 
-    def further(self, first: Lists, own: Lists) -> Iterator[Lists]:
-        """The lists of a further grid, none where nothing is typed of the choices that it lists
-        itself."""
-        kept = {
-            axis: [
+    def further_lists(self, first: Lists, lists: Lists) -> list[Lists]:
+        """The lists of a further grid, without the choices that the command line excludes; [] if it
+        excludes all of an axis."""
+        retained = {}
+        for axis, typed in self.draft.typed.items():
+            if axis not in GROUPS or axis not in lists:
+                continue
+            patterns = [_pattern(name) for name in typed]
+            retained[axis] = [
                 name
-                for name in own[axis]
-                if any(fnmatchcase(str(name), _pattern(each)) for each in typed)
+                for name in lists[axis]
+                if any(fnmatchcase(str(name), pattern) for pattern in patterns)
             ]
-            for axis, typed in self.draft.typed.items()
-            if axis in GROUPS and axis in own
-        }
-        if all(kept.values()):
-            yield {**self.lists({**first, **own}), **kept}
+        if not all(retained.values()):
+            return []
+        return [{**self.lists({**first, **lists}), **retained}]
 
-    def _place(self, axis: str) -> str:
+    def _field(self, axis: str) -> str:
         return axis if axis in self.draft.typed else f"grid.{axis}"
 
-    def numbers(self, axis: str, lists: Lists) -> list[Any]:
-        """The valid values of an axis that is no group. Raises SettingsError for all mistakes in
-        them."""
-        own = self.draft.own.get(axis)
-        default = CellConfig.__dataclass_fields__[axis].default if own is None else own
+    def values(self, axis: str, lists: Lists) -> list[Any]:
+        """The valid values of an axis. Raises SettingsError for all mistakes in them."""
+        return self._numbers(axis, lists) if axis in VALUES else self._chosen(axis, lists)
+
+    def _numbers(self, axis: str, lists: Lists) -> list[Any]:
+        numbers = []
         with Mistakes() as mistakes:
-            found = [] if axis in lists else [valid(KINDS[axis], default, axis)]
+            if axis not in lists:
+                composed = self.draft.composed.get(axis)
+                default = CellConfig.__dataclass_fields__[axis].default
+                numbers.append(valid(KINDS[axis], default if composed is None else composed, axis))
             for value in lists.get(axis, ()):
                 with mistakes.caught():
-                    found.append(valid(KINDS[axis], value, self._place(axis)))
-        return list(dict.fromkeys(found))
+                    numbers.append(valid(KINDS[axis], value, self._field(axis)))
+        return list(dict.fromkeys(numbers))
 
-    def names(self, axis: str, lists: Lists) -> list[str | None]:
-        """The files that are listed for a group; None stands for the one that the configuration has
-        chosen itself."""
+    def _names(self, axis: str, lists: Lists) -> list[str | None]:
+        """The files that are listed for a group; None stands for the one in the composed
+        configuration."""
         known = self.files.names(axis)
-        found: list[str | None] = []
+        names: list[str | None] = []
         with Mistakes() as mistakes:
-            for each in lists.get(axis, ()):
-                pattern = _pattern(each)
+            for listed in lists.get(axis, ()):
+                pattern = _pattern(listed)
                 matches = [name for name in known if fnmatchcase(name, pattern)]
-                found += [None if name == self.draft.taken.get(axis) else name for name in matches]
-                mistakes += [] if matches else [str(unknown(self._place(axis), pattern, known))]
-        return list(dict.fromkeys(found)) or [None]
+                if not matches:
+                    mistakes.append(str(unknown(self._field(axis), pattern, known)))
+                for name in matches:
+                    names.append(None if name == self.draft.chosen.get(axis) else name)
+        return list(dict.fromkeys(names)) or [None]
 
     def named(self, grids: Iterable[Lists]) -> Iterator[Choice]:
         """The files that grids name; those of axes with a mistake are left out."""
         for axis, lists in itertools.product(GROUPS, grids):
             with Mistakes().caught():
-                yield from ((axis, name) for name in self.names(axis, lists) if name is not None)
+                for name in self._names(axis, lists):
+                    if name is not None:
+                        yield axis, name
 
-    def choices(self, axis: str, lists: Lists) -> list[Any]:
-        """The valid choices of a group, each once. Raises SettingsError for all mistakes in
-        them."""
+    def _chosen(self, axis: str, lists: Lists) -> list[Any]:
+        """The valid choices of a group, each once."""
+        prefix = f"{axis}."
         varied = {
-            key.partition(".")[2]: values
+            key.removeprefix(prefix): values
             for key, values in lists.items()
-            if key.startswith(f"{axis}.")
+            if key.startswith(prefix)
         }
-        found = []
+        distinct: dict[int, Any] = {}
         with Mistakes() as mistakes:
-            for name, *settings in itertools.product(self.names(axis, lists), *varied.values()):
+            for name, *settings in itertools.product(self._names(axis, lists), *varied.values()):
                 with mistakes.caught():
-                    found.append(self._make(axis, name, dict(zip(varied, settings, strict=True))))
-        return list({id(each): each for each in found}.values())
+                    choice = self._choice(axis, name, dict(zip(varied, settings, strict=True)))
+                    distinct[id(choice)] = choice
+        return list(distinct.values())
 
-    def _make(self, axis: str, name: str | None, varied: Mapping[str, Any]) -> Any:
-        """The choice `name` of a group (None: the configuration's own) with everything that is set
-        besides. `varied`: setting -> value, of settings that have lists; the name of a choice with
-        such a setting ends in it."""
+    def _choice(self, axis: str, name: str | None, varied: Mapping[str, Any]) -> Any:
+        """The choice `name` of a group (None: that of the composed configuration) with all
+        overrides. `varied`: setting -> value, of settings that have lists; the name of a choice
+        with such a setting ends in it."""
         key = (axis, name, json.dumps(varied, sort_keys=True, default=str))
-        if key not in self._made:
-            content = deepcopy(self._content(axis, name))
-            words = [
-                (key.removeprefix(f"{axis}."), value)
-                for key, value in self.draft.words
-                if key.startswith(f"{axis}.")
-            ]
-            for setting, value in [*words, *varied.items()]:
-                assign(content, setting, value)
-            made = valid(KINDS[axis], content, axis, f"{axis}={name}" if name else "")
-            if axis == "calibration" and made.name == "none":  # as the unpruned model has it
-                raise UserError(
-                    "calibration.name=none means no calibration: expected another name, such as "
-                    "none_1"
-                )
-            ending = "".join(
-                f"_{setting.rpartition('.')[2]}{value}" for setting, value in varied.items()
+        if key not in self._choices:
+            choice = self._compose(axis, name, varied)
+            if isinstance(choice, CalibrationConfig):
+                choice = mixed(choice, self.files)
+            self._choices[key] = choice
+        return self._choices[key]
+
+    def _compose(self, axis: str, name: str | None, varied: Mapping[str, Any]) -> Any:
+        content = deepcopy(self._content(axis, name))
+        for setting, value in self.draft.overrides:
+            if setting.startswith(f"{axis}."):
+                assign(content, setting.removeprefix(f"{axis}."), value)
+        for setting, value in varied.items():
+            assign(content, setting, value)
+        choice = valid(KINDS[axis], content, axis, f"{axis}={name}" if name else "")
+        if isinstance(choice, CalibrationConfig):
+            choice = self._checked_text(choice, name)
+        if not varied or axis in REGISTERED or "top_k" in varied:
+            return choice
+        endings = [f"_{setting.rpartition('.')[2]}{value}" for setting, value in varied.items()]
+        return replace(choice, name=as_name("".join([choice.name, *endings])))
+
+    def _checked_text(self, text: CalibrationConfig, name: str | None) -> CalibrationConfig:
+        if text.name == "none":  # as the unpruned model has it
+            raise UserError(
+                "calibration.name=none means no calibration: expected another name, such as none_1"
             )
-            if ending and axis not in REGISTERED and "top_k" not in varied:
-                made = replace(made, name=as_name(made.name + ending))
-            if axis == "calibration" and name is None and made.path.startswith(PREFIX):
-                made = replace(made, is_default="name" not in (self.draft.own.get(axis) or {}))
-            self._made[key] = (
-                mixed(made, self.files) if isinstance(made, CalibrationConfig) else made
-            )
-        return self._made[key]
+        if name is None and text.path.startswith(PREFIX):
+            composed = self.draft.composed.get("calibration") or {}
+            return replace(text, is_default="name" not in composed)
+        return text
 
     def _content(self, axis: str, name: str | None) -> dict[str, Any]:
-        """The content of a choice; what a file such as an experiment sets in the group holds for
+        """The content of a choice. What a file such as an experiment sets in the group holds for
         every choice."""
-        own = self.draft.own.get(axis) or {}
-        if not isinstance(own, dict):
+        composed = self.draft.composed.get(axis) or {}
+        if not isinstance(composed, dict):
             raise UserError(
-                f"{axis}={own}: expected settings and their values, such as {{name: value}}"
+                f"{axis}={composed}: expected settings and their values, such as {{name: value}}"
             )
-        if name is None and (axis != "calibration" or "name" in own):
-            return own
-        taken = (axis, self.draft.taken.get(axis, ""))
-        usual = self.files.load([taken])[taken] if taken[1] in self.files.names(axis) else own
+        if name is None and (axis != "calibration" or "name" in composed):
+            return composed
+        chosen = (axis, self.draft.chosen.get(axis, ""))
+        before = composed
         if name is None:  # no text is named
             name = SHIPPED_TEXT
-            usual = {}
+            before = {}
+        elif chosen[1] in self.files.names(axis):
+            before = self.files.load([chosen])[chosen]
         content = deepcopy(self.files.load([(axis, name)])[axis, name])
-        for setting, value in _differing(usual, own):
+        for setting, value in _differing(before, composed):
             assign(content, setting, value)
         return content
 
 
-def _differing(usual: Mapping[Any, Any], own: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of each value in `own` that differs from `usual` or is missing there."""
-    for key, value in own.items():
-        if isinstance(value, dict) and isinstance(usual.get(key), dict):
-            yield from (
-                (f"{key}.{inner}", inner_value)
-                for inner, inner_value in _differing(usual[key], value)
-            )
-        elif key not in usual or usual[key] != value:
+def _differing(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of each value in `after` that differs from that in `before`."""
+    for key, value in after.items():
+        if isinstance(value, dict) and isinstance(before.get(key), dict):
+            for inner_key, inner_value in _differing(before[key], value):
+                yield f"{key}.{inner_key}", inner_value
+        elif key not in before or before[key] != value:
             yield str(key), value
 
 
@@ -354,7 +371,7 @@ def suite_of(config: Config, model: ModelConfig, files: Files) -> SuiteConfig:
     return replace(config.suite, benchmarks=files.load([choice])[choice]["benchmarks"])
 
 
-def requests(config: Config, found: Iterable[Point], files: Files) -> list[Request]:
+def requests(config: Config, points: Iterable[Point], files: Files) -> list[Request]:
     """The cells of a study with their benchmarks; cells of one protocol are grouped together.
     Raises SettingsError for texts and benchmarks that are unknown or wrong."""
     searches: dict[tuple[int, int], AllocationConfig] = {}
@@ -363,18 +380,18 @@ def requests(config: Config, found: Iterable[Point], files: Files) -> list[Reque
     def text(setting: str, name: str, engine: Any = None) -> CalibrationConfig:
         """The text that a setting names, one object for all cells; settings such as
         calibration.X=... do not apply."""
-        found = mixed(_text(setting, name, files), files)
-        return replace(found, engine=engine) if engine else found
+        named = mixed(_text(setting, name, files), files)
+        return replace(named, engine=engine) if engine else named
 
-    def made(point: Point) -> Cell:
+    def cell_at(point: Point) -> Cell:
         cell = Cell(**dict(zip(AXES, point, strict=True)))
-        named = {"search": ("allocation.search", cell.allocation.search)}
-        named |= {role: (f"recovery.{role}", getattr(cell.recovery, role)) for role in TEXTS}
-        texts = {
-            role: text(setting, name) for role, (setting, name) in named.items() if name is not None
-        }
         # A model that is too large for memory is so for every text.
-        texts["flops"] = text("flops_text", config.flops_text, cell.calibration.engine)
+        texts = {"flops": text("flops_text", config.flops_text, cell.calibration.engine)}
+        if cell.allocation.search is not None:
+            texts["search"] = text("allocation.search", cell.allocation.search)
+        for role in TEXTS:
+            if (name := getattr(cell.recovery, role)) is not None:
+                texts[role] = text(f"recovery.{role}", name)
         if cell.allocation.search is None or not cell.model.search:
             return replace(cell, texts=texts)
         key = (id(cell.model), id(cell.allocation))
@@ -383,20 +400,19 @@ def requests(config: Config, found: Iterable[Point], files: Files) -> list[Reque
             searches[key] = replace(cell.allocation, parameters=parameters)
         return replace(cell, allocation=searches[key], texts=texts)
 
-    asked_alike: dict[tuple[int, bool], list[Cell]] = {}
+    groups: dict[tuple[int, bool], list[Cell]] = {}
     with Mistakes() as mistakes:
-        for point in found:
+        for point in points:
             with mistakes.caught():
-                cell = made(point)
-                asked_alike.setdefault((id(cell.protocol), is_shipped(cell.model)), []).append(cell)
-        asked: list[Request] = []
-        for cells in asked_alike.values():
+                cell = cell_at(point)
+                groups.setdefault((id(cell.protocol), is_shipped(cell.model)), []).append(cell)
+        grouped: list[Request] = []
+        for cells in groups.values():
             with mistakes.caught():
                 suite = suite_of(config, cells[0].model, files)
-                asked.append(
-                    (cells, benchmarks(replace(config, suite=suite), cells[0].protocol, files))
-                )
-    return asked
+                settings = replace(config, suite=suite)
+                grouped.append((cells, benchmarks(settings, cells[0].protocol, files)))
+    return grouped
 
 
 def _text(

@@ -27,15 +27,20 @@ def write_json(path: Path, document: Any) -> None:
     write_text(path, json.dumps(document, indent=1, sort_keys=True) + "\n")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file atomically: a reader sees the old file or the whole new one. Without room
-    nothing is left."""
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+def write_text(path: Path, text: str, mode: int | None = None) -> None:
+    """Write a file atomically: a reader sees the old file or the whole new one. After an error
+    nothing remains.
+
+    `mode`: its permissions, None for those of the umask.
+    """
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
-        beside.write_text(text)
-        beside.replace(path)
+        temporary.write_text(text)
+        if mode is not None:
+            temporary.chmod(mode)
+        temporary.replace(path)
     except OSError:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -77,12 +82,14 @@ def sealed(text: str) -> str:
     return f'{text[:-1]}{DIGEST}{sha256(text.encode()).hexdigest()}"}}'
 
 
-def write_sealed(path: Path, document: Mapping[str, Any], indent: int | None = None) -> None:
+def write_sealed(
+    path: Path, document: Mapping[str, Any], indent: int | None = None, mode: int | None = None
+) -> None:
     """Write a sealed document, as `write_text` does."""
     text = json.dumps(
         document, indent=indent, separators=(",", ": "), sort_keys=True, allow_nan=False
     )
-    write_text(path, sealed(text))
+    write_text(path, sealed(text), mode)
 
 
 def read_sealed(path: Path, shape: Any) -> Any:
@@ -126,7 +133,7 @@ def fits(document: Any, shape: Any) -> bool:
 class Record:
     """Results of batches, each appended to a file as soon as it is computed.
 
-    A killed process repeats the batch that it was in. What is in a batch does not depend on what is
+    A killed process repeats the batch that it was in. The batches do not depend on what is
     recorded, so that results have the same bits whether a process was killed or not.
     """
 
@@ -134,21 +141,18 @@ class Record:
         """Read the results in `file`, if it exists; None keeps results in memory alone."""
         self.file = file
         self._results: dict[str, list[Any]] = {}
-        lines = (
-            file.read_text(encoding="utf-8", errors="replace").splitlines()
-            if file and file.exists()
-            else []
-        )
-        for line in lines:
-            # a line that a killed process left incomplete, or that was changed since
+        if file is None or not file.exists():
+            return
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+            # a killed process may have written a part of a line
             with suppress(ValueError):
                 key, result, digest = json.loads(line)
                 if digest == _digest(key, result):
                     self._results[key] = result
 
-    def result(self, asked: Any, compute: Callable[[], list[Any]]) -> list[Any]:
-        """What `compute` returns for `asked`, or returned in an earlier process. Both are JSON."""
-        key = sha256(json.dumps(asked).encode()).hexdigest()
+    def result(self, batch: Any, compute: Callable[[], list[Any]]) -> list[Any]:
+        """The result of `compute` for a batch, or that of an earlier process. Both are JSON."""
+        key = sha256(json.dumps(batch).encode()).hexdigest()
         if key not in self._results:
             self._results[key] = compute()
             if self.file:

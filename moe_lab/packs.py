@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import closing
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moe_lab.json_files import Damaged
 
@@ -37,8 +37,18 @@ ENDING = ".sqlite"
 UNFINISHED = ".part"
 GRACE = 600.0
 """Seconds for which a pack stays that another replaces: a reader may have listed neither."""
-Packed = tuple[str, str, Iterable[str], Mapping[str, bytes]]
-"""A step: start of its id, KIND/NAME, starts of the ids of its inputs, files."""
+
+
+class PackedStep(NamedTuple):
+    """A step with its files."""
+
+    start: str
+    """Start of its id."""
+    name: str
+    """KIND/NAME."""
+    inputs: Iterable[str]
+    """Starts of the ids of its inputs."""
+    files: Mapping[str, bytes]
 
 
 class Packs:
@@ -63,28 +73,28 @@ class Packs:
         return packs_in, (self.folder.parent,)  # connections are of one process
 
     def refresh(self) -> None:
-        """Look which packs there are."""
+        """Read which packs exist."""
         with self._lock:
-            names = {path.stem for path in self.folder.glob(f"[!.]*{ENDING}")} - {
-                path.stem for path in self.damaged
-            }
+            damaged = {path.stem for path in self.damaged}
+            names = {path.stem for path in self.folder.glob(f"[!.]*{ENDING}")} - damaged
             if names == self._open.keys():
                 return
             for name in self._open.keys() - names:
                 self._open.pop(name).close()
-                del self._steps[name], self._replaces[name]
+                del self._steps[name]
+                del self._replaces[name]
             for name in names - self._open.keys():
-                self._look(name)
+                self._load(name)
             self._current = sorted(self._open.keys() - set().union(*self._replaces.values()))
 
-    def _look(self, name: str) -> None:
+    def _load(self, name: str) -> None:
         path = self.path(name)
         try:
-            # nobody writes it, so that no locks are needed
+            # no process writes to it, so that no locks are needed
             address = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
             opened = sqlite3.connect(address, uri=True, check_same_thread=False)
-            self._steps[name] = _about(opened, "names")
-            self._replaces[name] = _about(opened, "replaces")
+            self._steps[name] = _summary(opened, "names")
+            self._replaces[name] = _summary(opened, "replaces")
             self._open[name] = opened
         except (sqlite3.Error, Damaged):
             if path.exists():  # else it was removed since it was listed
@@ -95,7 +105,7 @@ class Packs:
         return self.folder / f"{name}{ENDING}"
 
     def __contains__(self, start: str) -> bool:
-        """Whether a step is in a pack, as of the last look."""
+        """Whether a step is in a pack, as of the last `refresh`."""
         return self._pack_of(start) is not None and start not in self.bad
 
     def _pack_of(self, start: str) -> str | None:
@@ -103,8 +113,8 @@ class Packs:
             return next((pack for pack in self._current if start in self._steps[pack]), None)
 
     def find(self, start: str) -> str | None:
-        """KIND/NAME of a step by the start of its id; None when it is in no pack. Looks for new
-        packs first."""
+        """KIND/NAME of a step by the start of its id; None when it is in no pack, new ones
+        included."""
         with self._lock:
             if self._pack_of(start) is None:
                 self.refresh()
@@ -114,9 +124,8 @@ class Packs:
     def read(self, start: str, file: str) -> bytes:
         """A file of a step. Raises FileNotFoundError without it, and Damaged when the pack cannot
         be read."""
-        rows = self._rows(
-            start, "select content from file where start = ? and name = ?", start, file
-        )
+        query = "select content from file where start = ? and name = ?"
+        rows = self._rows(start, query, start, file)
         if not rows:
             raise FileNotFoundError(f"{self.folder}: {start} has no {file}")
         try:
@@ -126,22 +135,16 @@ class Packs:
 
     def files(self, start: str) -> list[str]:
         """Names of the files of a step, with step.json."""
-        return [
-            name for (name,) in self._rows(start, "select name from file where start = ?", start)
-        ]
+        rows = self._rows(start, "select name from file where start = ?", start)
+        return [name for (name,) in rows]
 
     def size(self, start: str) -> int:
         """Bytes that a step takes in its pack. Raises Damaged when the pack cannot be read."""
-        return sum(
-            size
-            for (size,) in self._rows(
-                start, "select length(content) from file where start = ?", start
-            )
-        )
+        rows = self._rows(start, "select length(content) from file where start = ?", start)
+        return sum(size for (size,) in rows)
 
     def _rows(self, start: str, query: str, *values: str) -> list[tuple[Any, ...]]:
-        """Answer of the pack that has a step; none without it. Packs are looked for again before
-        that is said."""
+        """Rows of the pack that has a step; none when it is in no pack, new ones included."""
         with self._lock:
             for _ in range(2):
                 if self._pack_of(start) is None:
@@ -157,97 +160,85 @@ class Packs:
         raise Damaged(f"the pack with {start} in {self.folder} is damaged")
 
     def starts(self) -> set[str]:
-        """Starts of the ids of all steps in packs, as of the last look."""
+        """Starts of the ids of all steps in packs, as of the last `refresh`."""
         with self._lock:
             return set().union(*(self._steps[pack] for pack in self._current)) - self.bad
 
     def steps(self) -> dict[str, str]:
-        """Start of the id -> KIND/NAME of all steps in packs, as of the last look."""
+        """Start of the id -> KIND/NAME of all steps in packs, as of the last `refresh`."""
+        names = {}
         with self._lock:
-            places = {
-                start: place for pack in self._current for start, place in self._steps[pack].items()
-            }
-        return {
-            start: f"{place}-{start}" for start, place in places.items() if start not in self.bad
-        }
+            for pack in self._current:
+                for start, name in self._steps[pack].items():
+                    if start not in self.bad:
+                        names[start] = f"{name}-{start}"
+        return names
 
     def inputs(self) -> dict[str, str]:
         """Start of the id -> starts of the ids of its inputs, with a space between, of all steps in
-        packs, as of the last look. Raises Damaged when a pack cannot be read."""
+        packs, as of the last `refresh`. Raises Damaged when a pack cannot be read."""
+        inputs: dict[str, str] = {}
         with self._lock:
-            return {
-                start: of
-                for pack in self._current
-                for start, of in _about(self._open[pack], "inputs").items()
-            }
+            for pack in self._current:
+                inputs.update(_summary(self._open[pack], "inputs"))
+        return inputs
 
     # Writing: by one process at a time, which holds a claim.
 
-    def add(self, steps: Iterable[Packed]) -> Path:
-        """Write steps as a pack under the name of one that is not finished."""
-        return self._write(
-            (
-                start,
-                name,
-                inputs,
-                {file: zlib.compress(content, 1) for file, content in files.items()},
-            )
-            for start, name, inputs, files in steps
-        )
+    def add(self, steps: Iterable[PackedStep]) -> Path:
+        """Write steps as a new pack, which has no name before `publish`; its path."""
+        return self._write(map(_compressed, steps))
 
     def rewrite(self, names: Collection[str], without: Collection[str] = ()) -> Path:
-        """Write a pack that replaces packs, without some of their steps, under the name of a pack
-        that is not finished.
+        """Write a pack that replaces others, without some of their steps; see `add`.
 
         Raises Damaged, with the name of the pack that cannot be read."""
-        return self._write(self._left(names, without), names)
+        return self._write(self._retained(names, without), names)
 
-    def _left(self, names: Iterable[str], without: Collection[str]) -> Iterator[Packed]:
-        for name in names:
+    def _retained(self, names: Iterable[str], without: Collection[str]) -> Iterator[PackedStep]:
+        """Steps of packs, with files that are compressed."""
+        for pack in names:
             try:
-                inputs = _about(self._open[name], "inputs")
-                for start, place in self._steps[name].items():
-                    if start not in without and self._pack_of(start) == name:
-                        select = "select name, content from file where start = ?"
-                        files = dict(self._open[name].execute(select, (start,)))
-                        yield start, f"{place}-{start}", inputs[start].split(), files
+                inputs = _summary(self._open[pack], "inputs")
+                for start, name in self._steps[pack].items():
+                    if start in without or self._pack_of(start) != pack:
+                        continue
+                    select = "select name, content from file where start = ?"
+                    files = dict(self._open[pack].execute(select, (start,)))
+                    yield PackedStep(start, f"{name}-{start}", inputs[start].split(), files)
             except (sqlite3.Error, Damaged):
-                raise Damaged(name) from None
+                raise Damaged(pack) from None
 
-    def _write(self, steps: Iterable[Packed], replaces: Iterable[str] = ()) -> Path:
+    def _write(self, steps: Iterable[PackedStep], replaces: Iterable[str] = ()) -> Path:
         """`steps`: with files that are compressed."""
         self.folder.mkdir(exist_ok=True)
         path = self.folder / f".{uuid.uuid4().hex}{UNFINISHED}"
-        path.touch()  # else sqlite makes it, and one that no group can write
         names = {}
         inputs = {}
-        # nobody else knows its name
+        # no other process knows its path, so that no locks are needed
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?nolock=1", uri=True)) as database:
             database.executescript(f"pragma journal_mode = off; pragma synchronous = off; {TABLES}")
-            for start, name, needed, files in steps:
-                names[start], inputs[start] = name.removesuffix(f"-{start}"), " ".join(needed)
-                database.executemany(
-                    "insert into file values (?, ?, ?)", [(start, *file) for file in files.items()]
-                )
-            for what, content in (
-                ("names", names),
-                ("inputs", inputs),
-                ("replaces", list(replaces)),
-            ):
+            for step in steps:
+                names[step.start] = step.name.removesuffix(f"-{step.start}")
+                inputs[step.start] = " ".join(step.inputs)
+                rows = [(step.start, *file) for file in step.files.items()]
+                database.executemany("insert into file values (?, ?, ?)", rows)
+            summaries = {"names": names, "inputs": inputs, "replaces": list(replaces)}
+            for what, content in summaries.items():
                 packed = zlib.compress(json.dumps(content).encode())
                 database.execute("insert into about values (?, ?)", (what, packed))
             database.commit()
         return path
 
     def publish(self, path: Path) -> None:
-        """Give a pack that is written its name, once it is on the disk."""
+        """Give a pack its name, after it was written to the disk."""
         with path.open("rb") as file:
             os.fsync(file.fileno())
-        path.rename(path.with_suffix(ENDING).with_name(path.with_suffix(ENDING).name.lstrip(".")))
+        path.rename(self.path(path.stem.lstrip(".")))
         self.refresh()
 
     def clear(self) -> None:
-        """Remove what killed processes left, and packs that were replaced long ago."""
+        """Remove files of killed processes, and packs that were replaced long ago."""
         for path in self.folder.glob(f".*{UNFINISHED}"):
             path.unlink(missing_ok=True)
         self.refresh()
@@ -266,8 +257,13 @@ class Packs:
         return {name: self.path(name).stat().st_size for name in self._current}
 
 
-def _about(database: sqlite3.Connection, what: str) -> Any:
-    """What a pack says of all its steps. Raises Damaged."""
+def _compressed(step: PackedStep) -> PackedStep:
+    files = {name: zlib.compress(content, 1) for name, content in step.files.items()}
+    return step._replace(files=files)
+
+
+def _summary(database: sqlite3.Connection, what: str) -> Any:
+    """A document about all steps of a pack: names, inputs or replaces. Raises Damaged."""
     try:
         ((content,),) = database.execute("select content from about where what = ?", (what,))
         return json.loads(zlib.decompress(content))

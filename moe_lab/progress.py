@@ -1,5 +1,4 @@
-"""How far the work of this process is, in a small file for those who wait for it. No result depends
-on it."""
+"""Progress of the work of this process, in a small file for other processes."""
 
 from __future__ import annotations
 
@@ -11,33 +10,35 @@ from pathlib import Path
 from moe_lab.json_files import Damaged, Number, read_json, write_json
 
 FILE = "MOE_LAB_PROGRESS"
-"""Environment variable with the name of the file."""
+"""Environment variable with the path of the file."""
 NAME = "progress.json"
 EVERY = 2.0
-"""Least seconds between two writings, so that they take no time."""
-_told = (0.0, 0.0, "")
-_last = 0.0
+"""Least seconds between two writes, so that they take no time."""
+_latest = (0.0, 0.0, "")
+_last_write = 0.0
 
 
-def tell(done: float, total: float, what: str) -> None:
-    """Tell that `done` of `total` parts of the work are done."""
-    global _told, _last
-    _told = (done, total, what)
-    if FILE in os.environ and time.monotonic() - _last >= EVERY:
-        _last = time.monotonic()
+def tell(done: float, total: float, unit: str) -> None:
+    """Note that `done` of `total` units of the work are done."""
+    global _latest, _last_write
+    _latest = (done, total, unit)
+    if FILE in os.environ and time.monotonic() - _last_write >= EVERY:
+        _last_write = time.monotonic()
+        path = Path(os.environ[FILE])
         with suppress(OSError):
-            Path(os.environ[FILE]).parent.mkdir(parents=True, exist_ok=True)
-            write_json(Path(os.environ[FILE]), _told)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, _latest)
 
 
-def add(parts: float) -> None:
-    """Tell that so many more parts are done than was told last."""
-    tell(_told[0] + parts, *_told[1:])
+def add(units: float) -> None:
+    """Note that so many more units are done than at the last call."""
+    done, total, unit = _latest
+    tell(done + units, total, unit)
 
 
 def read(file: Path) -> tuple[float, str]:
-    """The share that is done, and that in words; 0 and "" when nothing was told."""
+    """The share that is done, and a text with the numbers; 0 and "" without a progress file."""
     with suppress(OSError, Damaged, ZeroDivisionError):
-        done, total, what = read_json(file, [Number | str])
-        return min(1.0, done / total), f"{done:g} of {total:g} {what}"
+        done, total, unit = read_json(file, [Number | str])
+        return min(1.0, done / total), f"{done:g} of {total:g} {unit}"
     return 0.0, ""

@@ -140,8 +140,7 @@ def current_records(root: Path, study: str) -> dict[str, dict[str, Any]]:
 
 
 def read_record(root: Path, study: str) -> dict[str, Any] | None:
-    """What a study is: its records, `joined`; None without any. Raises Damaged for a damaged
-    record."""
+    """The records of a study, `joined`; None without any. Raises Damaged for a damaged record."""
     current = current_records(root, study)
     return joined(current) if current else None
 
@@ -159,21 +158,24 @@ def joined(current: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     for record in current.values():
         for entry in record["cells"]:
             # models may share a name
-            name = _key({**entry["cell"], "id": (entry.get("model") or "")[-DIGITS:]})
-            whole = _joined(cells[name], entry) if name in cells else entry
-            if whole is None:
-                differing[name] = entry["cell"]
-            cells[name] = whole or entry
+            key = _key({**entry["cell"], "id": (entry.get("model") or "")[-DIGITS:]})
+            merged = _merged(cells[key], entry) if key in cells else entry
+            if merged is None:
+                differing[key] = entry["cell"]
+            cells[key] = merged or entry
         for figure, rows in figures.items():
             for row in record[figure]:
                 key = _key({name: row[name] for name in KEY})
-                rows[key] = row if row["step"] or key not in rows else rows[key]
+                if row["step"] or key not in rows:
+                    rows[key] = row
     last = list(current)[-1]
-    parts = {
+    return {
+        **current[last],
+        "run": last,
         "cells": list(cells.values()),
         **{figure: list(rows.values()) for figure, rows in figures.items()},
+        "differing": list(differing.values()),
     }
-    return {**current[last], "run": last, **parts, "differing": list(differing.values())}
 
 
 def _key(document: Mapping[str, Any]) -> str:
@@ -185,32 +187,41 @@ STEPS = ("model", "statistics", "scores", "plan", "finetune", "export", "cost", 
 `evaluate`."""
 DIGITS = 12
 """Digits of a step's id at the end of the name of its folder."""
+Folders = Mapping[str, str | None]
+"""Name of a step of a cell -> its folder, None if it is missing."""
 
 
-def _joined(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The new entry of a cell, extended by results that only the old entry has; None where they
-    name different steps. Labels of one step may differ, its id does not."""
-    steps = {name: (old.get(name), new.get(name)) for name in STEPS}
-    names = [*old["evaluate"], *new["evaluate"]]
-    evaluated = {name: (old["evaluate"].get(name), new["evaluate"].get(name)) for name in names}
-    both = [*steps.values(), *evaluated.values()]
-    if any(one and other and one[-DIGITS:] != other[-DIGITS:] for one, other in both):
-        return None
-    places, evaluate = (
-        {name: other or one for name, (one, other) in of.items()} for of in (steps, evaluated)
+def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The new entry of a cell with the results that only the old entry has; None where they name
+    different steps. Labels of one step may differ, its id does not."""
+    pairs: list[tuple[Folders, Folders]] = [
+        ({name: old.get(name) for name in STEPS}, {name: new.get(name) for name in STEPS}),
+        (old["evaluate"], new["evaluate"]),
+    ]
+    for before, after in pairs:
+        for name, folder in after.items():
+            earlier = before.get(name)
+            if folder and earlier and folder[-DIGITS:] != earlier[-DIGITS:]:
+                return None
+    steps, evaluate = (
+        {**before, **{name: folder or before.get(name) for name, folder in after.items()}}
+        for before, after in pairs
     )
+    finished = {**steps, **evaluate}
     errors = {**old["errors"], **new["errors"]}
-    still = {name: error for name, error in errors.items() if not {**places, **evaluate}.get(name)}
-    return {**new, **places, "evaluate": evaluate, "errors": still}
+    errors = {name: error for name, error in errors.items() if not finished.get(name)}
+    return {**new, **steps, "evaluate": evaluate, "errors": errors}
 
 
-def places(record: Mapping[str, Any]) -> set[str]:
+def finished_steps(record: Mapping[str, Any]) -> set[str]:
     """KIND/NAME of all finished steps that a record names; none for {}."""
-    cells = record.get("cells", ())
-    named = [entry.get(step) for entry in cells for step in STEPS]
-    named += [place for entry in cells for place in entry["evaluate"].values()]
-    named += [row["step"] for figure in FIGURES for row in record.get(figure, ())]
-    return {place for place in named if place}
+    names: set[str | None] = set()
+    for entry in record.get("cells", ()):
+        names.update(entry.get(step) for step in STEPS)
+        names.update(entry["evaluate"].values())
+    for figure in FIGURES:
+        names.update(row["step"] for row in record.get(figure, ()))
+    return {name for name in names if name}
 
 
 # Columns of the tables that steps write for figures, most of them next to large arrays.
@@ -232,7 +243,7 @@ PROFILES = (
 """profile.parquet:
 variance         of the residual stream after the layer over tokens, the mean over its coordinates
 router_entropy   of the softmax of the router's logits over the experts it chooses from, mean over
-tokens
+                 tokens
 gate_entropy     of the gates of the chosen experts divided by their sum, mean over tokens
 load_entropy     of the shares of tokens that experts are given
 experts          that the router chooses from, or 0
@@ -253,10 +264,10 @@ TIMINGS = (
 )
 """timing.parquet, one row per request:
 prefill_seconds   from the prompts (batch_size x prompt_length tokens) to the first new token of
-each
+                  each
 decode_seconds    for new_tokens further tokens of each, one after the other
 working_bytes     of memory beyond the weights at the peak of a request; NaN where the system does
-not report it"""
+                  not report it"""
 EXPERTS = (
     "layer",
     "expert",

@@ -18,10 +18,11 @@ from processes import of_children, within
 
 from moe_lab import __main__ as command_line
 from moe_lab import grid
-from moe_lab.compose import Groups, compose, quoted, started
+from moe_lab.compose import Groups, compose, started
 from moe_lab.config import Config
 from moe_lab.config.base import SettingsError
 from moe_lab.errors import UserError, end_with
+from moe_lab.overrides import quote_letters
 from moe_lab.study import run
 from moe_lab.study.graph import build
 from tests.campaign.commands import NEAREST as MISTAKES
@@ -120,7 +121,9 @@ def test_an_interrupt_of_which_a_library_makes_an_error_is_one_sentence(
     ],
 )
 def test_a_value_may_have_letters_outside_ascii(word: str, value: object) -> None:
-    assert OverridesParser.create().parse_override(quoted(word)).value() == value, quoted(word)
+    assert OverridesParser.create().parse_override(quote_letters(word)).value() == value, (
+        quote_letters(word)
+    )
 
 
 FILES: dict[str, dict[str, Any]] = {

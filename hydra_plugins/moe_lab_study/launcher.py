@@ -31,9 +31,10 @@ class StudyLauncher(Launcher):
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        from moe_lab.compose import ask, check_sweeper, compose
+        from moe_lab.compose import check_sweeper, compose
         from moe_lab.config.base import Mistakes
-        from moe_lab.study.run import told
+        from moe_lab.study.objective import objective_value
+        from moe_lab.study.run import check_and_run
 
         hydra = self.config.hydra
         searchpath = [word for word in hydra.overrides.hydra if "searchpath" in word]
@@ -51,10 +52,12 @@ class StudyLauncher(Launcher):
         Path(hydra.sweep.dir).mkdir(parents=True, exist_ok=True)
         every = [request for _, requests in asked for request in requests]
         # a sweeper asks for some jobs at a time
-        ended = ask(config, every, add=initial_job_idx > 0)
+        ended = check_and_run(config, every, add=initial_job_idx > 0)
         return [
             JobReturn(
-                list(overrides), status=JobStatus.COMPLETED, _return_value=told(ended, requests)
+                list(overrides),
+                status=JobStatus.COMPLETED,
+                _return_value=objective_value(ended, requests),
             )
             for overrides, (_, requests) in zip(job_overrides, asked, strict=True)
         ]

@@ -104,7 +104,7 @@ class LauncherConfig(Group):
     signal_seconds: Positive = 120
     """Seconds before its time limit at which a job is told to stop."""
     stale_minutes: Above0 = 30
-    """Minutes without a sign of life from a process after which others, on other machines, take
+    """Minutes without a heartbeat of a process after which others, on other machines, take
     over what it was doing, unless Slurm shows its job."""
     python: str | None = None
     """Command that starts Python in a job, such as `apptainer exec image.sif python`; null takes

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 def main() -> int:
     """Run a command; exit code 1 for damaged steps, 2 with a message for an unknown name."""
     from moe_lab.study.garbage import gc
-    from moe_lab.study.schedule import say_notices
+    from moe_lab.study.schedule import print_notices
+    from moe_lab.study.slurm import in_queue
 
     # imported here so that Ctrl-C during the import prints no trace
     from moe_lab.study.status import COMMANDS
@@ -51,15 +52,15 @@ def main() -> int:
                 "step, and the store as "
                 "store=FOLDER"
             )
-        store = Store(settings.get("store", "store"))
-        if not store.is_there():
+        store = Store(settings.get("store", "store"), in_queue=in_queue)
+        if not store.exists():
             raise UserError(f"store={store.root} is no store: name the folder of one")
         with store.errors_as_sentences():
             if asked.command == "gc":
                 code = gc(store, apply=settings.get("apply") == "true")
             else:
                 code = COMMANDS[asked.command](*find(store, names[0])) or 0
-        say_notices(store)
+        print_notices(store)
         return code
     except UserError as error:
         print(f"moe_lab: {error}", file=sys.stderr)

@@ -1,14 +1,14 @@
-"""Claims: who is working on what in a store that several processes, machines and users share.
+"""Claims: which process computes what in a store that processes, machines and users share.
 
 A claim is a file, claims/NAME.GENERATION, made with O_EXCL, which is atomic on every file system;
-on many of them, other nodes do not see locks. It says who made it, and a thread renews its time. A
-claim whose owner is gone is stale. Who finds NAME.1 stale makes NAME.2: taking over is one O_EXCL
-as well, so that there is one new owner, and nobody renames or removes a file that may have become
-another's meanwhile. The last one counts: where an owner was killed while it removed NAME.1 and
-NAME.2, the next one fills the gap, and makes NAME.3.
+on many of them, other nodes do not see locks. It names its owner, whose heartbeat, a thread, renews
+its time. A claim whose owner is gone is stale. A process that finds NAME.1 stale creates NAME.2:
+that is one O_EXCL as well, so that there is one new owner, and nobody renames or removes a file
+that may have become another's meanwhile. The last one counts: where an owner was killed while it
+removed NAME.1 and NAME.2, the next one fills the gap, and creates NAME.3.
 
-An owner that was only suspended may come back. It finds out by `Claim.check`, and the store leaves
-it nothing to publish.
+An owner that was only suspended may resume. `Claim.check` then raises Busy, and the store has
+renamed its scratch folder, so that it can publish nothing.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ LIMIT = 1800.0
 """Seconds without a heartbeat after which a claim of another machine is stale, unless its owner
 says otherwise."""
 WATCH = 2.5
-"""Heartbeats that this process itself must have missed as well: a file's time may be of the owner's
-clock."""
+"""Heartbeats that this process must have missed itself: a file's time may be of the owner's clock.
+"""
 LONG_AGO = 86400.0
-"""Seconds without a heartbeat that no wrong clock explains, so that a command which looks only once
-finds it stale."""
+"""Seconds without a heartbeat that no wrong clock explains, so that one check finds it stale."""
 POLL = 0.2
 """Seconds between two attempts to take a claim that another process holds."""
 SILENT = 50
@@ -94,7 +93,7 @@ def started(pid: int) -> str | None:
 
 
 class Claim(AbstractContextManager["Claim"]):
-    """A claim that this process holds until the `with` block ends. `token`: a word that no other
+    """A claim that this process holds until the `with` block ends. `token`: a text that no other
     claim has."""
 
     def __init__(self, claims: Claims, name: str, generation: int) -> None:
@@ -108,16 +107,16 @@ class Claim(AbstractContextManager["Claim"]):
             "since": time.time(),
             "host": socket.gethostname(),
             "machine": machine(),
-        }
-        owner |= {
             "pid": os.getpid(),
             "started": started(os.getpid()),
             "job": own_job(),
             "restarts": restarts(),
+            "limit": claims.limit,
         }
-        owner |= {"limit": claims.limit}
         self.file = _create(self.path)
         try:
+            if claims.shared:
+                os.fchmod(self.file, 0o664)
             status = os.fstat(self.file)
             owner |= {"device": status.st_dev, "inode": status.st_ino}
             os.write(self.file, sealed(json.dumps(owner)).encode())
@@ -160,25 +159,30 @@ class Claim(AbstractContextManager["Claim"]):
             os.close(self.file)
 
 
-class Claims:
-    """The claims in a folder. `in_queue`: whether the scheduler shows a job of a user, which then
-    keeps even old ones. `limit`: seconds without a heartbeat after which others take those that are
-    made here for stale."""
+InQueue = Callable[[str, int], bool]
+"""Whether the scheduler shows the job with this id of this user (uid)."""
 
-    def __init__(
-        self, folder: Path, in_queue: Callable[[str, int], bool] | None = None, limit: float = LIMIT
-    ) -> None:
+
+class Claims:
+    """The claims in a folder. `in_queue`: a job in the queue keeps even old claims; None where
+    there is no scheduler. `limit`: seconds without a heartbeat after which claims made here are
+    stale to others."""
+
+    def __init__(self, folder: Path, in_queue: InQueue | None = None, limit: float = LIMIT) -> None:
         self.folder = folder
         self.in_queue = in_queue
         self.limit = limit
+        self.shared = False
+        """Whether the store is of a group, which may then read and write claims whatever the
+        umask."""
         self.owned: set[Claim] = set()
         self.lock = threading.Lock()
         self._seen: dict[Path, tuple[tuple[int, str], float]] = {}
         self._beating = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # a copy in another process holds nothing
-        return Claims, (self.folder, self.in_queue, self.limit)
+        # A copy in another process holds no claims.
+        return Claims, (self.folder, self.in_queue, self.limit), {"shared": self.shared}
 
     def path(self, name: str, generation: int) -> Path:
         """The file of a claim."""
@@ -189,8 +193,11 @@ class Claims:
         for generation in count(1):
             try:
                 claim = Claim(self, name, generation)
-            except FileNotFoundError:  # looked for no sooner, as claims are many
-                self.folder.mkdir(exist_ok=True)
+            except FileNotFoundError:  # created no sooner, as claims are many
+                with suppress(FileExistsError):
+                    self.folder.mkdir()
+                    if self.shared:
+                        self.folder.chmod(0o2775)
                 return self.take(name)
             except FileExistsError:
                 if not self.is_stale(self.path(name, generation)):
@@ -227,17 +234,20 @@ class Claims:
             time.sleep(POLL)
 
     def holder(self, name: str) -> str:
-        """Who holds a claim, for readers: process, machine and job, and for how long it has given
-        no sign of life."""
+        """Who holds a claim, in words: process, machine and job, and for how long its heartbeat is
+        missing."""
         with suppress(ValueError, FileNotFoundError):
             last = max(self.folder.glob(f"{name}.*"), key=lambda path: int(path.suffix[1:]))
             silent = time.time() - last.stat().st_mtime
-            if owner := _owner(last):
-                job = f", job {owner['job']}" if owner["job"] else ""
-                since = (
-                    f" (no sign of life for {silent / 60:.0f} min)" if silent > WATCH * BEAT else ""
-                )
-                return f"process {owner['pid']} on {owner['host']}{job}{since}"
+            owner = _owner(last)
+            if owner is None:
+                return "another process"
+            text = f"process {owner['pid']} on {owner['host']}"
+            if owner["job"]:
+                text += f", job {owner['job']}"
+            if silent > WATCH * BEAT:
+                text += f" (no heartbeat for {silent / 60:.0f} min)"
+            return text
         return "another process"
 
     def _beat(self) -> None:
@@ -254,11 +264,11 @@ class Claims:
 
     def is_stale(self, path: Path) -> bool:
         """Whether the owner of a claim is gone. A claim that has just been removed is not stale:
-        look again later.
+        try again later.
 
-        A process of this machine is looked up. Of another machine, an old time is not enough,
+        A process of this machine is looked up. For another machine, an old time is not enough,
         unless it is LONG_AGO: this process must have missed heartbeats itself, for long if the time
-        is not old. On some file systems the time is by the clock of the owner, which may be wrong.
+        is recent. On some file systems the time is by the clock of the owner, which may be wrong.
         A claim without an owner and heartbeats is of a process that was killed while it wrote
         it."""
         try:
@@ -280,13 +290,9 @@ class Claims:
             return False
         if owner is None:
             return True
-        # The queue shows the own job, which says nothing about other processes of it.
-        if (
-            owner["job"]
-            and not is_own_job
-            and self.in_queue
-            and self.in_queue(owner["job"], file.st_uid)
-        ):
+        # That this job is in the queue does not mean that its other processes are alive.
+        has_other_job = owner["job"] is not None and not is_own_job
+        if has_other_job and self.in_queue and self.in_queue(owner["job"], file.st_uid):
             return False
         try:
             os.utime(self.folder)  # gives it the present time by the clock of the file system
@@ -295,15 +301,18 @@ class Claims:
         except OSError:  # where nothing can be written, nothing is taken over either
             return False
 
-    def living(self) -> dict[str, float]:
-        """All claims whose owners are not known to be gone: name -> since when, in seconds since
-        the epoch; 0 where that is not known. Writes nothing that stays."""
-        paths = [path for path in self.folder.glob("*") if not self.is_stale(path)]
-        return {path.stem: (_owner(path) or {"since": 0.0})["since"] for path in paths}
+    def active(self) -> dict[str, float]:
+        """Claims that are not stale: name -> creation time in seconds since the epoch, 0 if it is
+        unknown. Writes nothing permanent."""
+        claims = {}
+        for path in self.folder.glob("*"):
+            if not self.is_stale(path):
+                owner = _owner(path)
+                claims[path.stem] = float(owner["since"]) if owner else 0.0
+        return claims
 
     def clear(self) -> None:
-        """Remove stale claims, by taking them over; also those after gaps, which no owner looks
-        for."""
+        """Remove stale claims by taking them over, and those after gaps, which no owner removes."""
         for name in {path.stem for path in self.folder.glob("*")}:
             with suppress(Busy), self.take(name) as claim:
                 for path in self.folder.glob(f"{name}.*"):
@@ -359,7 +368,7 @@ def restarts() -> int:
 def _owner(path: Path) -> dict[str, Any] | None:
     """Who made a claim; None while it is being written, and when it is damaged: then heartbeats
     decide."""
-    with suppress(Damaged, FileNotFoundError):
+    with suppress(Damaged, FileNotFoundError, PermissionError):
         owner: dict[str, Any] = read_sealed(path, OWNER_SHAPE)
         return owner
     return None

@@ -6,8 +6,8 @@ from __future__ import annotations
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator, Set
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,59 +16,48 @@ from rich.table import Table
 
 from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged
-from moe_lab.results import DIGITS, places, read_record
+from moe_lab.results import DIGITS, finished_steps, read_record
 from moe_lab.study.claims import Busy
+from moe_lab.study.integrity import read_step
 from moe_lab.study.packing import PACKS, drop
 from moe_lab.study.runs import CHOOSING, runs, steps_at_work, studies
-from moe_lab.study.status import alive, console
-from moe_lab.study.store import SCRATCH, Store, hidden, read_step
+from moe_lab.study.status import console, queued_jobs
+from moe_lab.study.store import SCRATCH, Store, hide
 
 LEFTOVERS = "left by killed runs"
 
 
 @dataclass(frozen=True)
 class Garbage:
-    """What nothing refers to: a folder, None in a pack; its step's kind or LEFTOVERS; its bytes;
-    the start of its id.
-
-    That is "" for scratch, which needs no renaming before it is removed.
-    """
+    """An unreferenced step, or files of a killed run."""
 
     path: Path | None
+    """Its folder; None in a pack."""
     kind: str
+    """Kind of step, or LEFTOVERS."""
     bytes: int
     step_id: str
+    """Start of the id; "" for scratch, which needs no renaming before it is removed."""
 
 
 def gc(store: Store, *, apply: bool = False) -> int:
-    """Print what nothing refers to, by kind of step with bytes; with `apply`, free it.
+    """Print what no study refers to, by kind of step with bytes; with `apply`, free it.
 
     A step's folder is first renamed as scratch: a process that is killed then leaves nothing that
-    looks finished. Only choosing and renaming keep new runs waiting. UserError when a file that may
-    refer to steps is damaged, and when folders cannot be removed."""
-    removed: list[Path] = []
-    if apply:
-        Store(store.root).create()  # whether one may write there
-    with store.claims.wait_for(CHOOSING) if apply else nullcontext():
-        garbage, silence = look(store)
-        packed = [item.step_id for item in garbage if item.path is None]
-        if apply and packed:
-            drop(store, packed)
-        for item in garbage if apply else ():
-            if item.path and not item.step_id:
-                removed.append(item.path)
-            elif item.path:
-                # not what is worked on
-                with suppress(Busy, FileNotFoundError), store.claims.take(item.step_id):
-                    removed.append(hidden(item.path, item.step_id))
-    _print(store, garbage, silence)
+    looks finished. New runs wait only until all is renamed. UserError when a file that may refer to
+    steps is damaged, and when folders cannot be removed."""
     if not apply:
+        garbage, queue_error = find_garbage(store)
+        _print(store, garbage, queue_error)
         if garbage:
-            print(
-                "nothing was freed; this frees it: python -m moe_lab.study gc apply=true "
-                f"store={store.root}"
-            )
+            command = f"python -m moe_lab.study gc apply=true store={store.root}"
+            print(f"nothing was freed; this frees it: {command}")
         return 0
+    Store(store.root).create()  # raises UserError where one may not write
+    with store.claims.wait_for(CHOOSING):
+        garbage, queue_error = find_garbage(store)
+        removed = _hide(store, garbage)
+    _print(store, garbage, queue_error)
     for path in removed:
         shutil.rmtree(path, ignore_errors=True)
     with suppress(Busy), store.claims.take(PACKS):
@@ -82,101 +71,111 @@ def gc(store: Store, *, apply: bool = False) -> int:
     return 0
 
 
-def look(store: Store) -> tuple[list[Garbage], str]:
-    """What nothing refers to, and why the scheduler could not be asked, or "". Changes nothing.
+def _hide(store: Store, garbage: Sequence[Garbage]) -> list[Path]:
+    """Take garbage out of packs, and rename folders as scratch; all folders to remove."""
+    if packed := [item.step_id for item in garbage if item.path is None]:
+        drop(store, packed)
+    removed = []
+    for item in garbage:
+        if item.path is None:
+            continue
+        if not item.step_id:
+            removed.append(item.path)
+            continue
+        # Busy: a process is computing the step
+        with suppress(Busy, FileNotFoundError), store.claims.take(item.step_id):
+            removed.append(hide(item.path, item.step_id))
+    return removed
+
+
+def find_garbage(store: Store) -> tuple[list[Garbage], str]:
+    """Unreferenced steps and leftovers; and why Slurm's queue is unknown, or "". Changes nothing.
 
     Raises UserError when a file that may refer to steps is damaged.
     """
-    wanted, silence = _wanted(store)
+    referenced, queue_error = _referenced(store)
     if store.notices:
         raise _unclear(store, store.notices[0])
-    finished = store.finished()
+    loose = store.loose()
     store.packs.refresh()
     packed = store.packs.steps()
-    kept: set[str] = set()
-    queue = list(wanted)
     try:
         for path in store.packs.damaged:
             raise Damaged(f"{path} is damaged")
-        inputs = store.packs.inputs()
-        while queue:
-            if (start := queue.pop()) not in kept:
-                kept.add(start)
-                abouts = [read_step(folder) for folder in finished.get(start, ())]
-                queue += [place[-DIGITS:] for about in abouts for place in about["inputs"].values()]
-                queue += inputs.get(start, "").split()
-        unneeded = {start: store.packs.size(start) for start in packed.keys() - kept}
+        needed = _with_inputs(store, referenced, loose)
+        sizes = {start: store.packs.size(start) for start in packed.keys() - needed}
     except (FileNotFoundError, Damaged) as error:
         raise _unclear(store, str(error)) from None
-    steps = [
-        _step(folder)
-        for start, folders in finished.items()
-        for folder in folders
-        if start not in kept
-    ]
-    in_packs = [
-        Garbage(None, packed[start].partition("/")[0], size, start)
-        for start, size in unneeded.items()
-    ]
-    return [*filter(None, steps), *in_packs, *_leftovers(store, wanted)], silence
+    garbage = []
+    for start in loose.keys() - needed:
+        garbage += [item for folder in loose[start] if (item := _step(folder))]
+    for start, size in sizes.items():
+        garbage.append(Garbage(None, packed[start].partition("/")[0], size, start))
+    return [*garbage, *_leftovers(store, referenced)], queue_error
 
 
-def _leftovers(store: Store, wanted: Set[str]) -> Iterator[Garbage]:
-    """Scratch, and resume files of steps that are not wanted, unless a process is working on the
-    step."""
-    scratch = {
-        path: match[1]
-        for path in store.root.glob("*/.*")
-        if (match := SCRATCH.fullmatch(path.name))
-    }
-    partial = [path for path in (store.root / "partial").glob("[!.]*") if path.name not in wanted]
-    # looked up last, as a step is claimed before its folders are made
-    claimed = store.claims.living()
-    yield from (
-        Garbage(path, LEFTOVERS, _bytes(path), "")
-        for path, start in scratch.items()
-        if start not in claimed
-    )
-    yield from (
-        Garbage(path, LEFTOVERS, _bytes(path), path.name)
-        for path in partial
-        if path.name not in claimed
-    )
+def _with_inputs(store: Store, starts: Set[str], loose: Mapping[str, list[Path]]) -> set[str]:
+    """Steps, by the starts of their ids, and all that they were made from."""
+    inputs = store.packs.inputs()
+    needed: set[str] = set()
+    queue = list(starts)
+    while queue:
+        start = queue.pop()
+        if start in needed:
+            continue
+        needed.add(start)
+        for folder in loose.get(start, ()):
+            queue += [name[-DIGITS:] for name in read_step(folder)["inputs"].values()]
+        queue += inputs.get(start, "").split()
+    return needed
 
 
-def _wanted(store: Store) -> tuple[set[str], str]:
-    """Starts of the ids of the steps that runs and records refer to; and why the scheduler could
-    not be asked, or "".
+def _leftovers(store: Store, referenced: Set[str]) -> Iterator[Garbage]:
+    """Scratch, and resume files of unreferenced steps, unless a process is computing the step."""
+    scratch = [(path, SCRATCH.fullmatch(path.name)) for path in store.root.glob("*/.*")]
+    resume_files = list((store.root / "partial").glob("[!.]*"))
+    claimed = store.claims.active()  # read last, as a step is claimed before its folders are made
+    for path, match in scratch:
+        if match and match[1] not in claimed:
+            yield Garbage(path, LEFTOVERS, _bytes(path), "")
+    for path in resume_files:
+        if path.name not in referenced and path.name not in claimed:
+            yield Garbage(path, LEFTOVERS, _bytes(path), path.name)
 
-    First those of runs that a process holds, then those of jobs in the queue, then records: a run
-    is let go, and a job leaves the queue, after the record refers to what was made. So no step is
-    between them.
+
+def _referenced(store: Store) -> tuple[set[str], str]:
+    """Starts of the ids of the steps that runs and records refer to; and why Slurm's queue is
+    unknown, or "".
+
+    Claims are read first, then the queue, then records: records are written before claims and jobs
+    disappear, so this order misses no step.
     """
-    wanted = steps_at_work(store)
+    referenced = steps_at_work(store)
     runs_of = {study: runs(store, study) for study in studies(store)}
-    jobs_of = {run.folder: run.jobs for of_study in runs_of.values() for run in of_study}
-    jobs = {job.id: job for of_run in jobs_of.values() for job in of_run}
-    queue, silence = alive(jobs) if jobs else ({}, "")
-    for study, of_study in runs_of.items():
+    jobs_of = {run.folder: run.jobs for study_runs in runs_of.values() for run in study_runs}
+    jobs = {job.id: job for run_jobs in jobs_of.values() for job in run_jobs}
+    queue, queue_error = queued_jobs(jobs) if jobs else ({}, "")
+    for study, study_runs in runs_of.items():
         try:
             record = read_record(store.root, study) or {"run": ""}
         except Damaged as error:
             raise _unclear(store, str(error)) from None
-        wanted.update(place[-DIGITS:] for place in places(record))
-        for run in of_study:
-            queued = any(job.id in queue or silence for job in jobs_of[run.folder])
-            counts = run is of_study[-1] or run.folder.name > record["run"] or queued
-            # without it, the run was killed before it did anything
-            if counts and (about := run.about):
-                wanted.update(folder[-DIGITS:] for folder in about["steps"])
-    return wanted, silence
+        referenced.update(name[-DIGITS:] for name in finished_steps(record))
+        for run in study_runs:
+            may_be_queued = any(job.id in queue or queue_error for job in jobs_of[run.folder])
+            is_recent = run is study_runs[-1] or run.folder.name > record["run"]
+            if not is_recent and not may_be_queued:
+                continue
+            # without a plan, the run was killed before it did anything
+            if plan := run.plan:
+                referenced.update(folder[-DIGITS:] for folder in plan["steps"])
+    return referenced, queue_error
 
 
 def _unclear(store: Store, reason: str) -> UserError:
     return UserError(
-        f"store={store.root}: nothing is freed while it is unclear what is still needed: {reason} "
-        "(start the study "
-        "again, or remove it)"
+        f"store={store.root}: nothing is freed while it is unknown which steps are needed: "
+        f"{reason} (start the study again, or remove it)"
     )
 
 
@@ -184,10 +183,9 @@ def _step(folder: Path) -> Garbage | None:
     """The finished step in a folder; None when its identity does not say that it is one."""
     with suppress(FileNotFoundError, Damaged):
         identity = read_step(folder)
-        if identity["kind"] == folder.parent.name and identity["id"].startswith(
-            folder.name[-DIGITS:]
-        ):
-            return Garbage(folder, identity["kind"], _bytes(folder), folder.name[-DIGITS:])
+        start = folder.name[-DIGITS:]
+        if identity["kind"] == folder.parent.name and identity["id"].startswith(start):
+            return Garbage(folder, identity["kind"], _bytes(folder), start)
     return None
 
 
@@ -201,7 +199,7 @@ def _bytes(folder: Path) -> int:
     return total
 
 
-def _print(store: Store, garbage: list[Garbage], silence: str) -> None:
+def _print(store: Store, garbage: Sequence[Garbage], queue_error: str) -> None:
     """Print a row per kind of step that is freed."""
     sizes: dict[str, list[int]] = defaultdict(list)
     for item in garbage:
@@ -210,5 +208,5 @@ def _print(store: Store, garbage: list[Garbage], silence: str) -> None:
     for kind, of_kind in {**sizes, "all": [item.bytes for item in garbage]}.items():
         table.add_row(kind, str(len(of_kind)), decimal(sum(of_kind)))
     console.print(table)
-    if silence:
-        print(f"{silence}; so the steps of all studies that were submitted are kept")
+    if queue_error:
+        print(f"{queue_error}; so the steps of all studies that were submitted are retained")

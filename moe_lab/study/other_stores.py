@@ -13,9 +13,10 @@ from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged
 from moe_lab.results import DIGITS
 from moe_lab.study.claims import Busy
+from moe_lab.study.integrity import STEP, file_entry
 from moe_lab.study.packing import MANY, Packing, take
 from moe_lab.study.step import Step
-from moe_lab.study.store import STEP, Store, entry
+from moe_lab.study.store import Store
 
 LARGE = 64 << 20
 """Bytes from which a file is not copied: a link to it is made."""
@@ -27,7 +28,7 @@ def open_other(path: str) -> Store:
     """One of the stores in `also`. Raises UserError when there is none."""
     try:
         other = Store(path)
-        problem = "" if other.is_there() else "no store is there"
+        problem = "" if other.exists() else "no store is there"
     except (OSError, UserError) as error:
         problem = str(error)
     if problem:
@@ -97,13 +98,13 @@ def _copy_file(
 ) -> None:
     """Copy a file of a step, or make a link to a large one. `expected`: its size and sha256. Raises
     Damaged when it is missing, may not be read or has changed."""
-    path = other.place(name) / file
+    path = other.folder(name) / file
     try:
         if expected["bytes"] >= LARGE and os.access(path, os.R_OK):
             target.symlink_to(os.path.realpath(path))
         else:
-            target.write_bytes(other.stored(name, file))
-        copied = entry(target)
+            target.write_bytes(other.content(name, file))
+        copied = file_entry(target)
     except (FileNotFoundError, PermissionError):
         raise Damaged(f"{file} is missing") from None
     if copied != expected:

@@ -18,25 +18,27 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.json_files import Damaged
-from moe_lab.packs import Packed
+from moe_lab.packs import PackedStep
 from moe_lab.results import DIGITS
 from moe_lab.study.claims import Busy, Claim
+from moe_lab.study.integrity import STEP, read_step
 from moe_lab.study.step import KINDS
-from moe_lab.study.store import STEP, Store, hidden, read_step
+from moe_lab.study.store import Store, hide
 
 PACKS = "packs"
 """The claim of whoever writes packs."""
 SMALL = 1 << 20
 """Most bytes of a step that is put into a pack."""
 MANY = 500
-"""Small steps in folders of their own from which it is worth while to pack them: fewer are easier
-to look at so."""
+"""Minimum number of loose small steps before packing."""
 AT_ONCE = 5000
 """Most steps that are put into one pack at a time."""
 EVERY = 60.0
 """Seconds between two packs that a process writes."""
-FEW, FULL = 32, 1 << 26
-"""Packs, each with fewer than FULL bytes, that are put together when there are more."""
+FULL = 1 << 26
+"""Bytes from which a pack is not merged with others."""
+MOST_PACKS = 32
+"""Packs with fewer than FULL bytes: when there are more, they are merged."""
 
 
 class Packing:
@@ -48,16 +50,16 @@ class Packing:
         """Starts of ids of steps that are too large."""
         self.next = time.monotonic() + EVERY
 
-    def now_and_then(self) -> None:
+    def pack_regularly(self) -> None:
         """Pack small steps, where there are many, at most once a minute."""
         if time.monotonic() > self.next:
             self.next = time.monotonic() + EVERY
             self.pack()
 
     def pack(self, *, last: bool = False) -> None:
-        """Pack small steps, if there are at least MANY and no other process does; the `last` ones
-        of a run join packs that there are. What cannot be packed, as on a full disk, stays in
-        folders, with a notice: no run fails for it."""
+        """Pack small steps, if there are at least MANY and no other process does; at the end of a
+        run (`last`) any number, if the store has packs. After an error, as on a full disk, they
+        stay in folders, with a notice: no run fails for it."""
         try:
             self._pack(last)
         except (OSError, sqlite3.Error) as error:
@@ -69,16 +71,18 @@ class Packing:
         store = self.store
         if store.packs.bad:
             drop(store, store.packs.bad)
-        known = [store.folders(name) for name, kind in KINDS.items() if kind.small]
-        loose = {
-            start: path
-            for folders in known
-            for start, path in folders.items()
-            if start not in self.large
-        }
-        if not loose or (len(loose) < MANY and not (last and store.packs.starts())):
+        loose: dict[str, Path] = {}
+        for name, kind in KINDS.items():
+            if kind.small:
+                loose.update(store.folders(name))
+        for start in self.large & loose.keys():
+            del loose[start]
+        if not loose:
+            return
+        if len(loose) < MANY and not (last and store.packs.starts()):
             return
         with suppress(Busy), store.claims.take(PACKS) as claim:
+            store.make_folder(store.packs.folder)
             store.packs.clear()
             new = [(start, folder) for start, folder in loose.items() if start not in store.packs]
             small = self._small(new[:AT_ONCE])
@@ -86,51 +90,53 @@ class Packing:
                 _publish(store, store.packs.add(chain([first], small)), claim)
             for start in loose.keys() & store.packs.starts():
                 with suppress(FileNotFoundError):
-                    shutil.rmtree(hidden(loose[start], start), ignore_errors=True)
-            few = [name for name, size in store.packs.sizes().items() if size < FULL]
-            if len(few) > FEW:
-                _rewrite(store, few, (), claim)
+                    shutil.rmtree(hide(loose[start], start), ignore_errors=True)
+            small_packs = [name for name, size in store.packs.sizes().items() if size < FULL]
+            if len(small_packs) > MOST_PACKS:
+                _rewrite(store, small_packs, (), claim)
 
-    def _small(self, folders: Iterable[tuple[str, Path]]) -> Iterator[Packed]:
+    def _small(self, folders: Iterable[tuple[str, Path]]) -> Iterator[PackedStep]:
         """The undamaged steps of the folders that go into a pack."""
         for start, folder in folders:
             with suppress(FileNotFoundError, Damaged):
                 document = read_step(folder)
-                size = sum(about["bytes"] for about in document["files"].values())
-                if size > SMALL or any("/" in name for name in document["files"]):
+                published = document["files"]
+                size = sum(entry["bytes"] for entry in published.values())
+                if size > SMALL or any("/" in name for name in published):
                     self.large.add(start)
                     continue
-                files = {name: (folder / name).read_bytes() for name in document["files"]}
+                files = {name: (folder / name).read_bytes() for name in published}
                 hashes = {name: sha256(content).hexdigest() for name, content in files.items()}
-                if all(
-                    hashes[name] == about["sha256"] for name, about in document["files"].items()
-                ):
-                    files[STEP] = (folder / STEP).read_bytes()
-                    yield start, f"{folder.parent.name}/{folder.name}", _inputs(document), files
+                if any(hashes[name] != entry["sha256"] for name, entry in published.items()):
+                    continue
+                files[STEP] = (folder / STEP).read_bytes()
+                name = f"{folder.parent.name}/{folder.name}"
+                yield PackedStep(start, name, _inputs(document), files)
 
 
 def take(store: Store, other: Store, names: Sequence[str]) -> None:
     """Copy undamaged steps, KIND/NAME, from packs of another store into packs of this one, if they
-    are at least MANY. None where that fails, as on a full disk: whoever copies them singly says
-    so."""
+    are at least MANY. Does nothing where that fails, as on a full disk: copying them singly reports
+    it."""
     packed = [name for name in names if name[-DIGITS:] in other.packs]
     if len(packed) < MANY:
         return
     with suppress(Busy, OSError, sqlite3.Error), store.claims.take(PACKS) as claim:
+        store.make_folder(store.packs.folder)
         for at in range(0, len(packed), AT_ONCE):
             _publish(store, store.packs.add(_sound(other, packed[at : at + AT_ONCE])), claim)
 
 
-def _sound(other: Store, names: Iterable[str]) -> Iterator[Packed]:
+def _sound(other: Store, names: Iterable[str]) -> Iterator[PackedStep]:
     for name in names:
         if not other.damage(name, hash_all=True):
             start = name[-DIGITS:]
             files = {file: other.packs.read(start, file) for file in other.packs.files(start)}
-            yield start, name, _inputs(other.document(name)), files
+            yield PackedStep(start, name, _inputs(other.document(name)), files)
 
 
 def _inputs(document: Mapping[str, Any]) -> list[str]:
-    return [place[-DIGITS:] for place in document["inputs"].values()]
+    return [name[-DIGITS:] for name in document["inputs"].values()]
 
 
 def drop(store: Store, starts: Collection[str]) -> None:
@@ -153,4 +159,5 @@ def _rewrite(store: Store, names: Collection[str], without: Collection[str], cla
 
 def _publish(store: Store, path: Path, claim: Claim) -> None:
     claim.check()
+    store.share(path)
     store.packs.publish(path)

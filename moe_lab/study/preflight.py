@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from moe_lab import allocation, criteria
@@ -29,7 +30,7 @@ from moe_lab.paths import conf, store_folder
 from moe_lab.pruning import no_replacements
 from moe_lab.pruning.plan import ROUNDED
 from moe_lab.results import RANDOM
-from moe_lab.study.estimates import check_device
+from moe_lab.study.estimates import check_device, check_memory, disk_problems
 from moe_lab.study.other_stores import open_other
 from moe_lab.study.resources import Check
 from moe_lab.study.step import KINDS, Step
@@ -153,6 +154,15 @@ def lacking(steps: Sequence[Step], launcher: LauncherConfig) -> list[str]:
         for sentence in user_errors(check, *arguments)
     )
     return list(dict.fromkeys(sentences))
+
+
+def too_small(store: Path, steps: Sequence[Step], launcher: LauncherConfig) -> list[str]:
+    """A sentence for a disk that is too small for the results of `steps`, and for each model that
+    main memory does not hold; nodes of a cluster have memory of their own."""
+    problems = disk_problems(store, steps)
+    if launcher.name != "slurm":
+        problems += (sentence for step in steps for sentence in user_errors(check_memory, step))
+    return list(dict.fromkeys(problems))
 
 
 def _each(cells: Iterable[Cell], *groups: str) -> list[Cell]:

@@ -11,7 +11,7 @@ import os
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,14 +22,14 @@ from moe_lab import criteria, plugins, progress
 from moe_lab.allocation.protection import SUPER
 from moe_lab.config import AllocationConfig, Config
 from moe_lab.errors import UserError
-from moe_lab.json_files import Damaged, Number, parse_sealed, read_json, write_sealed
+from moe_lab.json_files import Damaged, Number, parse_sealed, read_json, write_text
 from moe_lab.results import DIGITS, KEY, RECORD, SCHEMA, current_records, joined, read_record
 from moe_lab.start import command
 from moe_lab.study.failures import NO_ROOM
 from moe_lab.study.graph import CellSteps, Graph, uncollected
 from moe_lab.study.runs import ENDED, Run, runs
-from moe_lab.study.schedule import Schedule, say, say_notices, shown
-from moe_lab.study.step import Step
+from moe_lab.study.schedule import Schedule, inform, print_notices, show_regularly
+from moe_lab.study.step import Step, unmerged
 from moe_lab.study.steps.plans import TIES
 from moe_lab.study.store import Store
 
@@ -52,6 +52,22 @@ class Study:
     add: bool = False
     """Whether its cells are added to the recorded cells of the study, instead of replacing them."""
 
+    def in_store(self, elsewhere: Set[str] = frozenset()) -> tuple[list[Step], set[str]]:
+        """The steps of the study, and the ids of those that are finished; says how many.
+        `elsewhere`: ids of those that will be taken over from other stores."""
+        done = self.store.done_of(self.graph.steps) | elsewhere
+        steps = unmerged(self.graph.steps, done)
+        done &= {step.id for step in steps}
+        stores = [self.config.store]
+        if elsewhere:
+            stores += self.config.also
+        cells = len(self.graph.cells)
+        inform(
+            f"{self.config.study}: {cells} cells, {len(steps)} steps, {len(done)} of them in "
+            f"{', '.join(stores)}"
+        )
+        return steps, done
+
 
 def finish(study: Study, schedule: Schedule, run: Run) -> int:
     """Write the record and the report when the steps of `schedule` have ended. Returns the exit
@@ -61,15 +77,15 @@ def finish(study: Study, schedule: Schedule, run: Run) -> int:
     plugins.load(study.config.plugins)
     store = study.store
     name = study.config.study
-    store.check_there()
+    store.check_exists()
     errors = {step: error.document for step, error in schedule.failed.items()}
     document = described(study, run, errors)
     if not schedule.total and _is_recorded(store, name, run, document):
         run.remove()
     else:
-        run.folder.mkdir(parents=True, exist_ok=True)  # the store may have been made anew meanwhile
-        write_sealed(run.folder / RECORD, document)
-    say_notices(store)
+        store.make_folder(run.folder)  # the store may have been created again meanwhile
+        store.write(run.folder / RECORD, document)
+    print_notices(store)
     _complain(study, schedule)
     _name_ties(study, schedule)
     _name_exports(study, schedule)
@@ -78,7 +94,7 @@ def finish(study: Study, schedule: Schedule, run: Run) -> int:
     if study.config.tracker.name != "none" and not full:
         from moe_lab.study import tracker
 
-        say(tracker.log(study.config.tracker, store, read(store, name)))
+        inform(tracker.log(study.config.tracker, store, read(store, name)))
     if complete:
         _note_end(store, name)
     if errors:
@@ -91,7 +107,7 @@ def _note_end(store: Store, study: str) -> None:
     jobs."""
     recorded = [run for run in runs(store, study) if (run.folder / RECORD).exists()]
     if recorded and recorded[-1].jobs:
-        write_sealed(recorded[-1].folder / ENDED, {"time": time.time()})
+        store.write(recorded[-1].folder / ENDED, {"time": time.time()})
 
 
 def _is_recorded(store: Store, study: str, run: Run, document: dict[str, Any]) -> bool:
@@ -117,7 +133,7 @@ def _complain(study: Study, schedule: Schedule) -> None:
     name = study.config.study
     several = " " in fingerprint(store, name)  # records, of which joining takes long
     if several and (differing := read(store, name).get("differing")):
-        say(
+        inform(
             f"moe_lab: study={name}: another run of it has ended meanwhile, and {len(differing)} "
             "of its cells are "
             "called as cells of this run and have other settings: those of the later run count; "
@@ -126,11 +142,11 @@ def _complain(study: Study, schedule: Schedule) -> None:
         )
     messages = Counter(str(error) for error in schedule.failed.values())
     for message, count in messages.items():
-        say(f"moe_lab: {message}{f' ({count} steps)' if count > 1 else ''}", style="red")
+        inform(f"moe_lab: {message}{f' ({count} steps)' if count > 1 else ''}", style="red")
     if schedule.skipped:
-        say(f"moe_lab: {len(schedule.skipped)} steps were not run because they need those")
+        inform(f"moe_lab: {len(schedule.skipped)} steps were not run because they need those")
     if any(not error.document.get("user") for error in schedule.failed.values()):
-        say(f"moe_lab: traces are in {store.root / 'logs'} and {store.root / 'failed'}")
+        inform(f"moe_lab: traces are in {store.root / 'logs'} and {store.root / 'failed'}")
 
 
 def _name_ties(study: Study, schedule: Schedule) -> None:
@@ -144,7 +160,7 @@ def _name_ties(study: Study, schedule: Schedule) -> None:
             tied.append(f"{sum(numbers)} in {len(numbers)} layers of {step.label()}")
     if tied:
         more = f", and {len(tied) - SHOWN} more plans" if len(tied) > SHOWN else ""
-        say(
+        inform(
             "moe_lab: experts or channels have equal scores at the cut, where the lowest ids are "
             "dropped: "
             f"{', '.join(tied[:SHOWN])}{more}"
@@ -162,7 +178,7 @@ def _name_exports(study: Study, schedule: Schedule) -> None:
             difference = read_json(folder / "verified.json", {"difference": Number})["difference"]
             how = f"up to {difference:.1e} of the largest number" if difference else "to the bit"
             verified = f" (verified: its layers give what those of the masked model give, {how})"
-        say(f"export: {(folder / 'checkpoint').absolute()}{verified}")
+        inform(f"export: {(folder / 'checkpoint').absolute()}{verified}")
 
 
 def _report(study: Study) -> bool:
@@ -178,10 +194,10 @@ def _report(study: Study) -> bool:
         if not (page.is_file() and mark.is_file() and mark.read_text() == made_from):
             if not _make_report(study, page):
                 return False
-            mark.write_text(made_from)
+            write_text(mark, made_from, store.file_mode)
     with suppress(FileNotFoundError):  # nothing was evaluated
-        say(page.with_name("summary.txt").read_text(encoding="utf-8").rstrip())
-    say(f"report: {page.absolute()}")
+        inform(page.with_name("summary.txt").read_text(encoding="utf-8").rstrip())
+    inform(f"report: {page.absolute()}")
     return True
 
 
@@ -192,25 +208,26 @@ def _make_report(study: Study, page: Path) -> bool:
     folder = page.parent
     report = command("analysis", "report", f"store={store.root}", f"study={name}", f"out={folder}")
     told = folder / progress.NAME
-    with shown(lambda: f"report: {progress.read(told)[1] or 'reading the results'}"):
+    with show_regularly(lambda: f"report: {progress.read(told)[1] or 'reading the results'}"):
+        environment = {**os.environ, progress.FILE: str(told)}
         done = subprocess.run(
-            report, capture_output=True, text=True, env={**os.environ, progress.FILE: str(told)}
+            report, capture_output=True, text=True, env=environment, umask=store.umask
         )
     told.unlink(missing_ok=True)
     if not done.stdout.strip():  # a report that was written prints the path of its page
         log = store.root / "logs" / f"report-{name}.log"
         with suppress(OSError):  # a full disk
-            log.parent.mkdir(exist_ok=True)
-            log.write_text(done.stderr)
+            store.make_folder(log.parent)
+            write_text(log, done.stderr, store.file_mode)
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        say(
+        inform(
             f"moe_lab: the report failed: {reason.removeprefix('analysis: ')} (all that it "
             f"printed is in {log})"
         )
         return False
     if failed := sorted(log.stem for log in (folder / "failed").glob("*.log")):
-        say(f"report: {page.absolute()}")
-        say(
+        inform(f"report: {page.absolute()}")
+        inform(
             f"moe_lab: the report lacks {', '.join(failed)}: traces are in {folder / 'failed'}",
             style="red",
         )

@@ -1,14 +1,13 @@
 """Runs of a study. Each has a folder, runs/STUDY/RUN:
 
-run.json      what it set out to do: all steps of the study
+run.json      its plan: all steps of the study
 jobs.json     the Slurm jobs that were submitted for them
-record.json   what came out (`moe_lab/study/record.py`)
-ended.json    of a run with jobs: that all that comes after the record, such as the report and the
-tracker, went well
+record.json   the results (`moe_lab/study/record.py`)
+ended.json    of a run with jobs: report and tracker are complete as well
 
-The command and its jobs hold claims, run-RUN-WORD, while they work. What jobs execute is not in the
-store, which others may write, but in the cache of who submitted them (`paths.private`): jobs/RUN,
-and copies of the code in jobs/code.
+The command and its jobs hold claims, run-RUN-SUFFIX, while they work. What jobs execute is not in
+the store, which others may write, but in the cache of who submitted them (`paths.private`):
+jobs/RUN, and copies of the code in jobs/code.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moe_lab.json_files import Number, write_sealed
+from moe_lab.json_files import Number
 from moe_lab.paths import cache
 from moe_lab.results import DIGITS
 from moe_lab.results import RECORD as RECORD_FILE
@@ -44,7 +43,7 @@ RECORD = "record"
 
 CHOOSING = "gc"
 """Claim under which `gc` chooses and runs begin, one at a time. So no run can find a step finished,
-and then lose it because gc had looked for runs before."""
+and then lose it because gc had read the list of runs before."""
 NAME = re.compile(r"\d+-[0-9a-f]{8}")
 
 
@@ -75,26 +74,24 @@ class Run:
     def jobs(self) -> list[Submitted]:
         """The submitted jobs, in order of submission; jobs come after those they need. None in a
         copy of the store, for which they do nothing."""
-        about = self.store.read(
-            self.folder / "jobs.json", JOBS_SHAPE, "its jobs are forgotten: see squeue"
-        )
-        rows = about["jobs"] if about else []
-        path, inode = self._place()
-        return [
-            Submitted(**row["job"])
-            for row in rows
-            if row["path"] == path or row["inode"] == inode != 0
-        ]
+        file = self.folder / "jobs.json"
+        document = self.store.read(file, JOBS_SHAPE, "its jobs are forgotten: see squeue")
+        path, inode = self._location()
+        jobs = []
+        for row in document["jobs"] if document else ():
+            if row["path"] == path or row["inode"] == inode != 0:
+                jobs.append(Submitted(**row["job"]))
+        return jobs
 
     def add(self, jobs: Iterable[Submitted]) -> None:
         """Record further jobs."""
-        path, inode = self._place()
+        path, inode = self._location()
         rows = [{"path": path, "inode": inode, "job": asdict(job)} for job in (*self.jobs, *jobs)]
-        write_sealed(self.folder / "jobs.json", {"jobs": rows})
+        self.store.write(self.folder / "jobs.json", {"jobs": rows})
 
-    def _place(self) -> tuple[str, int]:
-        """Path and inode of the store: other mounts of it have another path, and copies have
-        neither. 0 in place of the inode of a whole disk, as other disks have the same."""
+    def _location(self) -> tuple[str, int]:
+        """Path and inode of the store: other mounts of it have another path, and copies differ in
+        both. The inode of a whole disk is replaced by 0, as other disks have the same."""
         root = self.store.root
         return os.path.realpath(root), 0 if os.path.ismount(root) else root.stat().st_ino
 
@@ -104,29 +101,33 @@ class Run:
         return cache("jobs") / self.folder.name
 
     @property
-    def about(self) -> dict[str, Any] | None:
-        """When the run began; `steps`, the folders of all steps of the study, finished ones
-        included, inputs first; and `inputs`, for each the places of its inputs in that list. None
+    def plan(self) -> dict[str, Any] | None:
+        """`time` when the run began; `steps`, the folders of all steps of the study, finished ones
+        included, inputs first; and `inputs`, for each the indices of its inputs in that list. None
         when run.json is missing or damaged."""
-        content: dict[str, Any] | None = self.store.read(
-            self.folder / "run.json", RUN_SHAPE, "written again"
-        )
-        return content
+        file = self.folder / "run.json"
+        plan: dict[str, Any] | None = self.store.read(file, RUN_SHAPE, "written again")
+        return plan
 
-    def held(self) -> Claim:
+    def claim(self) -> Claim:
         """Keep `gc` from freeing the steps of the run until the block ends or the process dies."""
         return self.store.claims.take(f"run-{self.folder.name}-{uuid.uuid4().hex[:8]}")
 
     @uncollected()
-    def note(self, steps: Sequence[Step]) -> None:
-        """Write down what the run sets out to do, and the version of the code."""
-        places = {step.id: place for place, step in enumerate(steps)}
-        inputs = [
-            [places[needed.id] for needed in step.needs if needed.id in places] for step in steps
-        ]
-        about = {"study": self.folder.parent.name, "time": time.time(), "code": code_state()}
-        about |= {"steps": [step.folder for step in steps], "inputs": inputs}
-        write_sealed(self.folder / "run.json", about)
+    def write_plan(self, steps: Sequence[Step]) -> None:
+        """Write the steps of the run, and the version of the code."""
+        indices = {step.id: index for index, step in enumerate(steps)}
+        inputs = []
+        for step in steps:
+            inputs.append([indices[needed.id] for needed in step.needs if needed.id in indices])
+        plan = {
+            "study": self.folder.parent.name,
+            "time": time.time(),
+            "code": code_state(),
+            "steps": [step.folder for step in steps],
+            "inputs": inputs,
+        }
+        self.store.write(self.folder / "run.json", plan)
 
     def remove(self) -> None:
         """Remove the folder of the run, and that of its study when it has no other."""
@@ -140,13 +141,13 @@ class Run:
 
 @contextmanager
 def begin(store: Store, study: str, steps: Sequence[Step]) -> Iterator[Run]:
-    """Start a new run of the study, which is held until the block ends. Waits while gc is choosing.
-    Claims of processes that were killed are removed, and files that they had begun to write.
+    """Start a new run of the study, which is claimed until the block ends. Waits while gc chooses.
+    Removes claims of processes that were killed, and files that they had begun to write.
 
-    A run is named by a number above those of all runs that it finds, whatever clocks show, and a
-    random word, as others may begin at the same time."""
+    The name of a run is a number above those of all earlier runs, whatever clocks show, and a
+    random suffix, as others may begin at the same time."""
     folder = store.root / "runs" / study
-    with ExitStack() as held:
+    with ExitStack() as claims:
         with store.claims.wait_for(CHOOSING):
             earlier = runs(store, study)
             _set_damaged_aside(earlier)
@@ -154,14 +155,16 @@ def begin(store: Store, study: str, steps: Sequence[Step]) -> Iterator[Run]:
             number = 1 + max((int(path.name.partition("-")[0]) for path in before), default=0)
             recorded = tuple(path.name for path in before if (path / RECORD_FILE).exists())
             run = Run(store, folder / f"{number:06}-{uuid.uuid4().hex[:8]}", recorded)
-            run.folder.mkdir(parents=True)
-            held.enter_context(run.held())
-            run.note(steps)
+            store.make_folder(run.folder)
+            claims.enter_context(run.claim())
+            run.write_plan(steps)
             store.claims.clear()
-            at_work = held_runs(store)
-            for path in (path for path in before if path.name not in at_work):
+            active = active_runs(store)
+            for path in before:
+                if path.name in active:
+                    continue
+                # not of record.json, which a job without a claim may be writing
                 for unfinished in (*path.glob(".run.json.*"), *path.glob(".jobs.json.*")):
-                    # not of record.json, which a pull from another store may be writing
                     unfinished.unlink(missing_ok=True)
         yield run
 
@@ -172,7 +175,7 @@ def _set_damaged_aside(earlier: Sequence[Run]) -> None:
     for run in earlier:
         _ = run.jobs
     for run in earlier[-1:]:
-        _ = run.about
+        _ = run.plan
 
 
 def runs(store: Store, study: str) -> list[Run]:
@@ -184,20 +187,20 @@ def runs(store: Store, study: str) -> list[Run]:
     ]
 
 
-def held_runs(store: Store) -> set[str]:
-    """Names of the runs that a process holds."""
-    return {name.removeprefix("run-").rpartition("-")[0] for name in store.claims.living()}
+def active_runs(store: Store) -> set[str]:
+    """Names of the runs that a process has claimed."""
+    return {name.removeprefix("run-").rpartition("-")[0] for name in store.claims.active()}
 
 
 def steps_at_work(store: Store) -> set[str]:
-    """Starts of the ids of the steps of all runs that a process holds."""
-    held = held_runs(store)
-    at_work = [
-        run for study in studies(store) for run in runs(store, study) if run.folder.name in held
-    ]
-    return {
-        folder[-DIGITS:] for run in at_work if (about := run.about) for folder in about["steps"]
-    }
+    """Starts of the ids of the steps of all runs that a process has claimed."""
+    active = active_runs(store)
+    starts: set[str] = set()
+    for study in studies(store):
+        for run in runs(store, study):
+            if run.folder.name in active and (plan := run.plan):
+                starts.update(folder[-DIGITS:] for folder in plan["steps"])
+    return starts
 
 
 def studies(store: Store) -> list[str]:

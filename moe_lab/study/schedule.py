@@ -12,10 +12,10 @@ import threading
 import time
 from base64 import b64encode
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -37,7 +37,7 @@ from moe_lab.study.steps.models import Models
 from moe_lab.study.store import Gone, Store
 
 POLL = 0.5
-"""Seconds between two looks at a step that another run is working on."""
+"""Seconds between two attempts to take a step that another run is computing."""
 
 
 class StepError(Exception):
@@ -60,9 +60,9 @@ class Schedule:
     failed: dict[str, StepError] = field(default_factory=dict)
     skipped: dict[str, Step] = field(default_factory=dict)
     running: dict[str, tuple[Step, float]] = field(default_factory=dict)
-    """With the moment at which it was begun, by `clock`."""
+    """With the moment at which it began, by `clock`."""
     ended: list[Spent] = field(default_factory=list)
-    """What was done in this run."""
+    """Steps that this run has computed."""
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -70,55 +70,60 @@ class Schedule:
         self.total = Counter(step.kind for step in self.waiting.values())
         self.changed = threading.Condition()
 
-    def apart_from(self, others: Set[str]) -> Set[str]:
-        """Ids of the waiting steps without `others`, and without those that need them."""
-        without = set(others)
+    def without(self, excluded: Set[str]) -> Set[str]:
+        """Ids of the waiting steps but for `excluded` ones, and for those that need them."""
+        excluded = set(excluded)
         for step in self.waiting.values():  # inputs come first
-            if any(needed.id in without for needed in step.needs):
-                without.add(step.id)
-        return self.waiting.keys() - without
+            if any(needed.id in excluded for needed in step.needs):
+                excluded.add(step.id)
+        return self.waiting.keys() - excluded
 
-    def take(self, among: Set[str] | None = None) -> Step | None:
-        """Take the next step, of all or of some that `apart_from` gave, whose inputs are finished,
-        waiting for one if necessary; None when none of them is waiting."""
+    def take(self, subset: Set[str] | None = None) -> Step | None:
+        """Take the next step whose inputs are finished, waiting for one if necessary; None when
+        none is waiting.
+
+        `subset`: the ids that count, from `without`; None for all.
+        """
         with self.changed:
-            while any(among is None or name in among for name in self.waiting):
+            while any(subset is None or name in subset for name in self.waiting):
                 for step in self.waiting.values():
-                    fits = among is None or step.id in among
-                    if fits and all(needed.id in self.finished for needed in step.needs):
+                    if subset is not None and step.id not in subset:
+                        continue
+                    if all(needed.id in self.finished for needed in step.needs):
                         self.running[step.id] = self.waiting.pop(step.id), self.clock()
                         return step
                 self.changed.wait(timeout=POLL)
             return None
 
-    def _skip_hopeless(self) -> None:
+    def _skip_blocked(self) -> None:
         # inputs come first, so one sweep reaches everything
         for step in list(self.waiting.values()):
             if any(needed.id in self.failed or needed.id in self.skipped for needed in step.needs):
                 self.skipped[step.id] = self.waiting.pop(step.id)
 
-    def lack(self, steps: Iterable[Step]) -> None:
+    def skip(self, steps: Iterable[Step]) -> None:
         """Skip `steps` and everything that needs them."""
         with self.changed:
             for step in steps:
                 self.waiting.pop(step.id, None)
                 self.skipped[step.id] = step
-            self._skip_hopeless()
+            self._skip_blocked()
             self.changed.notify_all()
 
     def postpone(self, step: Step) -> None:
-        """Put back a step that another run is working on, after a moment in which that may have
+        """Put back a step that another run is computing, after a pause in which that may have
         ended."""
         time.sleep(POLL)
         with self.changed:
             self.waiting[step.id], _ = self.running.pop(step.id)
 
-    def finish(self, step: Step, *, did: bool = True) -> None:
-        """Count a step as finished. `did`: whether it was done in this run."""
+    def finish(self, step: Step, *, computed: bool = True) -> None:
+        """Count a step as finished. `computed`: whether this run has computed it."""
         with self.changed:
             self.waiting.pop(step.id, None)
             _, begun = self.running.pop(step.id, (step, 0.0))
-            self.ended += [(step, self.clock() - begun, 1.0)] if did else []
+            if computed:
+                self.ended.append((step, self.clock() - begun, 1.0))
             self.finished.add(step.id)
             self.changed.notify_all()
 
@@ -127,70 +132,73 @@ class Schedule:
             self.running.pop(step.id, None)
             self.waiting.pop(step.id, None)
             self.failed[step.id] = error
-            self._skip_hopeless()
+            self._skip_blocked()
             self.changed.notify_all()
 
 
 def recall_failures(schedule: Schedule, store: Store, *, retry: str | None) -> None:
-    """Mark steps that failed in an earlier run as failed, unless retry=failed or the code has
-    changed since, or what is installed was to blame, which may have."""
+    """Mark steps that failed in an earlier run as failed.
+
+    They are tried again with retry=failed, after a change of the code, and when installed packages
+    caused the error.
+    """
     for step in list(schedule.waiting.values()):
-        if step.id not in schedule.waiting or (document := store.error(step.id)) is None:
+        if step.id not in schedule.waiting:  # it needs a failed one
+            continue
+        document = store.error(step.id)
+        if document is None:
             continue
         if retry == "failed" or document.get("environment") or document.get("code") != code_state():
             store.forget(step.id)
         else:
-            again = {
-                **document,
-                "message": f"{document['message']} (failed before; retry=failed tries again)",
-            }
-            schedule.fail(step, StepError(again))
+            message = f"{document['message']} (failed before; retry=failed tries again)"
+            schedule.fail(step, StepError({**document, "message": message}))
 
 
 Execute = Callable[[Step, Path], None]
-"""Does a step in its scratch folder. Raises StepError on failure."""
+"""Computes a step in its scratch folder. Raises StepError on failure."""
 
 
-def work(schedule: Schedule, store: Store, execute: Execute, among: Set[str] | None = None) -> None:
-    """Take steps, all or some, until none is left: claim, execute, publish."""
+def work(
+    schedule: Schedule, store: Store, execute: Execute, subset: Set[str] | None = None
+) -> None:
+    """Compute steps until none is waiting: claim, execute, publish. `subset`: of
+    `Schedule.take`."""
     packing = Packing(store)
-    while step := schedule.take(among):
+    while step := schedule.take(subset):
         try:
             with store.claim(step) as scratch:
                 if scratch is not None:
                     if damaged := [needed for needed in step.needs if not store.readable(needed)]:
                         raise _not_as_published(damaged[0])
                     execute(step, scratch)
-            schedule.finish(step, did=scratch is not None)
+            schedule.finish(step, computed=scratch is not None)
         except Busy:
             schedule.postpone(step)
         except StepError as error:
-            if (
-                removed := []
-                if error.transient
-                else [each for each in step.needs if not store.done(each)]
-            ):
-                error = _not_as_published(removed[0])
             if not error.transient:
-                store.fail(step, error.document)
+                if removed := [needed for needed in step.needs if not store.done(needed)]:
+                    error = _not_as_published(removed[0])
+                else:
+                    store.fail(step, error.document)
             schedule.fail(step, error)
         except (OSError, Gone) as error:
             schedule.fail(step, StepError({**error_document(error), "transient": True}))
-        packing.now_and_then()
+        packing.pack_regularly()
     packing.pack(last=True)
 
 
 def _not_as_published(step: Step) -> StepError:
     message = (
-        f"{step.folder} was removed or damaged after it was finished: start the study "
-        "again, and it is made anew"
+        f"{step.folder} was removed or damaged after it was finished: start the study again "
+        "to compute it"
     )
     return StepError({"message": message, "transient": True, "user": True})
 
 
-class Worker(AbstractContextManager["Worker"]):
-    """A worker process, for `work`: started at the first step, restarted if it has died, ended with
-    the `with` block.
+class WorkerProcess(AbstractContextManager["WorkerProcess"]):
+    """A process that computes steps, for `work`: started at the first step, restarted if it has
+    died, ended with the `with` block.
 
     It keeps the model loaded between steps, and ends with its standard input, even in the middle of
     a step, so that it writes nothing after its parent was killed. Its replies are JSON, as it may
@@ -209,37 +217,40 @@ class Worker(AbstractContextManager["Worker"]):
             self.child.close()
 
     def __call__(self, step: Step, scratch: Path) -> None:
-        """Do `step` in the worker. Raises StepError when it fails, naming the signal if the worker
-        died."""
+        """Compute `step` in the process. Raises StepError when it fails, naming the signal if the
+        process died."""
         if self.child is None or self.child.process.poll() is not None:
-            # Slurm warns all processes of a job that time is up; the first one has the worker end,
-            # by `end`.
-            worker = command("moe_lab.child_process", "moe_lab.study.steps")
-            unwarned = ["sh", "-c", 'trap "" USR2; exec "$0" "$@"', *worker]
-            self.child = Child(unwarned, {**os.environ, **self.environment})
+            self.child = self._start()
         self._note(f"{time.strftime('%H:%M:%S')} {step.folder}\n")
         work = b64encode(pickle.dumps((step, Files.of(step, self.store, scratch)))).decode()
+        log = self.store.log(step.folder)
         try:
             error = self.child.call("perform_pickled", work=work)
         except Refused as refused:  # the step cannot be read, as without its module
             raise StepError({"message": f"{step.folder}: {refused}"}) from None
         except Ended as ended:
             code = self.child.process.returncode
-            printed = self.store.log(step.folder)
             hint = ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
             message = f"{step.folder}: the worker died ({ended}{hint})"
-            message += f"; its log is {printed}" if printed.exists() else ""
+            if log.exists():
+                message += f"; its log is {log}"
             raise StepError({"message": message, "transient": code < 0}) from None
         if error:
             raise StepError(error)
-        with suppress(OSError):  # small steps are many: they leave no file each
-            if step.small and self._note(
-                (printed := self.store.log(step.folder)).read_text(errors="replace")
-            ):
-                printed.unlink()
+        if step.small:
+            with suppress(OSError):  # small steps are many: they have no logs of their own
+                if self._note(log.read_text(errors="replace")):
+                    log.unlink()
+
+    def _start(self) -> Child:
+        # Slurm warns all processes of a job that time is up; the first one ends the worker, by
+        # `end`.
+        worker = command("moe_lab.child_process", "moe_lab.study.steps")
+        unwarned = ["sh", "-c", 'trap "" USR2; exec "$0" "$@"', *worker]
+        return Child(unwarned, {**os.environ, **self.environment}, umask=self.store.umask)
 
     def end(self, seconds: float) -> None:
-        """End the worker, in the middle of its step; a pass may save for so many seconds, see
+        """End the process, in the middle of its step; a pass may save for so many seconds, see
         `observe.Saves`."""
         if self.child:
             self.child.process.terminate()
@@ -247,24 +258,25 @@ class Worker(AbstractContextManager["Worker"]):
                 self.child.process.wait(seconds)
 
     def _note(self, text: str) -> bool:
-        """Write to the log; whether there was room. On a full disk, or where the store is gone, the
-        step says so."""
+        """Append to the log; whether that worked. On a full disk, or where the store is gone, the
+        step fails itself."""
         with suppress(OSError):
-            self.log.parent.mkdir(exist_ok=True)
+            self.store.make_folder(self.log.parent)
             with self.log.open("a") as log:
                 return bool(log.write(text))
         return False
 
 
-class Here(Worker):
-    """Does steps in this process, except those with foreign code, which run in a worker."""
+class InProcessExecutor(WorkerProcess):
+    """Computes steps in this process. A worker process computes those with foreign code, and all in
+    a store of a group, as its umask lets others resume them."""
 
     def __init__(self, store: Store, environment: Mapping[str, str] = MappingProxyType({})) -> None:
         super().__init__(store, environment)
         self.models = Models()
 
     def __call__(self, step: Step, scratch: Path) -> None:
-        if step.resources().isolated:
+        if step.resources().isolated or self.store.shared:
             super().__call__(step, scratch)
             return
         try:
@@ -278,73 +290,76 @@ LINE_EVERY = 60.0
 console = Console(stderr=True, highlight=False)
 
 
-def say(sentence: str, style: str | None = None) -> None:
+def inform(sentence: str, style: str | None = None) -> None:
     """Print a sentence for the user on standard error, without markup or wrapping."""
     console.print(sentence, markup=False, soft_wrap=True, style=style)
 
 
-def say_notices(store: Store) -> None:
+def print_notices(store: Store) -> None:
     """Print, and then forget, the notices on what was set aside in the store."""
     while store.notices:
-        say(f"moe_lab: {store.notices.pop(0)}")
+        inform(f"moe_lab: {store.notices.pop(0)}")
 
 
-def watch(schedule: Schedule, store: Store, workers: int = 0) -> AbstractContextManager[None]:
+def show_progress(
+    schedule: Schedule, store: Store, workers: int = 0
+) -> AbstractContextManager[None]:
     """Show the state of `schedule` until the block ends. `workers`: how many steps run at the same
     time; 0: as many as run now."""
-    return shown(partial(overview, schedule, store, cache(learned(store)), workers))
+    seconds = cache(learned(store))
+    return show_regularly(lambda: overview(schedule, store, seconds, workers))
 
 
 def overview(schedule: Schedule, store: Store, seconds: Seconds, workers: int) -> str:
-    """How many steps of each kind have ended, how far the running ones are, and the time left.
-    `seconds`: what the store knows of a step."""
+    """How many steps of each kind have ended, the progress of the running ones, and the time left.
+    `seconds`: estimated time of a step."""
     with schedule.changed:
         waiting = [step for step in schedule.waiting.values() if step.id not in schedule.running]
         running = list(schedule.running.values())
         ended = list(schedule.ended)
-    left = Counter(step.kind for step in waiting)
-    inside = defaultdict[str, str](str)
-    spent = list[Spent]()
+    unfinished = Counter(step.kind for step in waiting)
+    details = defaultdict[str, str](str)
+    spent: list[Spent] = []
     for step, begun in running:
-        left[step.kind] += 1
-        share, words = progress.read(store.partial(step) / progress.NAME)
+        unfinished[step.kind] += 1
+        share, text = progress.read(store.partial(step) / progress.NAME)
         spent.append((step, schedule.clock() - begun, share))
-        inside[step.kind] += f" ({words})" if words else ""
-    totals = {kind: total for kind, total in schedule.total.items() if left[kind]}
-    kinds = [f"{kind} {total - left[kind]}/{total}{inside[kind]}" for kind, total in totals.items()]
-    takes, unknown = time_left(ended, spent, waiting, seconds, workers or len(running) or 1)
-    time_text = f"about {takes / 60:.0f} min left" if takes >= 60 else "less than 1 min left"
-    if unknown:
-        time_text = (
-            f"{time_text} (no {', '.join(unknown)} step has ended)"
-            if takes >= 60
-            else "time left unknown"
-        )
-    return ", ".join([*kinds, time_text])
+        if text:
+            details[step.kind] += f" ({text})"
+    kinds = [
+        f"{kind} {total - unfinished[kind]}/{total}{details[kind]}"
+        for kind, total in schedule.total.items()
+        if unfinished[kind]
+    ]
+    remaining, unknown = time_left(ended, spent, waiting, seconds, workers or len(running) or 1)
+    return ", ".join([*kinds, _time_text(remaining, unknown)])
 
 
-def shown(look: Callable[[], str]) -> AbstractContextManager[None]:
-    """Show what `look` says until the block ends: on a terminal in one line that changes, else in a
-    line a minute."""
+def _time_text(seconds: float, unknown: Sequence[str]) -> str:
+    """The time left in words. `unknown`: kinds of steps whose time is not in it."""
+    if seconds < 60:
+        return "time left unknown" if unknown else "less than 1 min left"
+    text = f"about {seconds / 60:.0f} min left"
+    return f"{text} (no {', '.join(unknown)} step has ended)" if unknown else text
+
+
+@contextmanager
+def show_regularly(status: Callable[[], str]) -> Iterator[None]:
+    """Show a status until the block ends: on a terminal in one line that changes, else in a line a
+    minute."""
     start = time.monotonic()
+    ended = threading.Event()
 
-    def show(stop: threading.Event) -> None:
+    def show() -> None:
         with console.status("") if console.is_terminal else nullcontext() as line:
-            while not stop.wait(1.0 if line else LINE_EVERY):
-                text = f"{(time.monotonic() - start) / 60:.0f} min: {look()}"
+            while not ended.wait(1.0 if line else LINE_EVERY):
+                text = f"{(time.monotonic() - start) / 60:.0f} min: {status()}"
                 if line:
                     line.update(text)
                 else:
                     print(text, file=sys.stderr, flush=True)
 
-    return beside(show)
-
-
-@contextmanager
-def beside(work: Callable[[threading.Event], None]) -> Iterator[None]:
-    """Do `work` in a thread until the block ends, which sets the event that it is given."""
-    ended = threading.Event()
-    thread = threading.Thread(target=work, args=(ended,), daemon=True)
+    thread = threading.Thread(target=show, daemon=True)
     thread.start()
     try:
         yield

@@ -12,6 +12,7 @@ from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -21,7 +22,7 @@ from moe_lab.json_files import Damaged, Number, fits
 from moe_lab.results import DIGITS, current_records
 from moe_lab.results import RECORD as RECORD_FILE
 from moe_lab.study.packing import drop
-from moe_lab.study.runs import ENDED, RECORD, Run, Submitted, held_runs, runs, steps_at_work
+from moe_lab.study.runs import ENDED, RECORD, Run, Submitted, active_runs, runs, steps_at_work
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.scheduler import Queued
 from moe_lab.study.store import Store
@@ -65,8 +66,8 @@ class StudyState:
     steps: Sequence[StepState]
     jobs: Mapping[str, Submitted]
     queue: Mapping[str, Queued]
-    silence: str
-    """Why the scheduler could not be asked; "" when it answered, or when the study has no jobs."""
+    queue_error: str
+    """Why the queue is unknown; "" when the scheduler answered, or when the study has no jobs."""
 
 
 def study_state(store: Store, study: str) -> StudyState:
@@ -75,42 +76,60 @@ def study_state(store: Store, study: str) -> StudyState:
     _check_records(store, study)
     every = runs(store, study)
     jobs = {job.id: job for run in every for job in run.jobs}
-    queue, silence = alive(jobs) if jobs else ({}, "")
-    last_job: dict[str, str] = {}
-    for job in jobs.values():
-        last_job |= {
-            step[:DIGITS]: job.id for step in job.steps if last_job.get(step[:DIGITS]) not in queue
-        }
-    if (about := next((about for run in reversed(every) if (about := run.about)), None)) is None:
-        missing = (
-            f"study={study}: no run says what its steps are: start it again, and it is "
-            "written down anew"
-        )
+    queue, queue_error = queued_jobs(jobs) if jobs else ({}, "")
+    plan = next((plan for run in reversed(every) if (plan := run.plan)), None)
+    if plan is None:
+        missing = f"study={study}: the record is missing: start the study again to write it"
         raise UserError("; ".join([*store.notices, missing]))
-    steps: list[StepState] = []
+    steps = _step_states(store, plan, jobs, queue)
+    record_job = _missing_record_job(store, every)
+    if record_job and record_job not in queue and not queue_error:
+        steps.append(StepState(RECORD, "missing", job=record_job))
+    return StudyState(store, study, plan["time"], steps, jobs, queue, queue_error)
+
+
+def _step_states(
+    store: Store,
+    plan: Mapping[str, Any],
+    jobs: Mapping[str, Submitted],
+    queue: Mapping[str, Queued],
+) -> list[StepState]:
+    """States of the steps of a run's `plan`. `jobs`: all jobs of the study by id."""
+    job_of = _last_jobs(jobs, queue)
     finished = store.present()
-    claimed = store.claims.living()
-    at_work = steps_at_work(store)
-    for name, needs in zip(about["steps"], about["inputs"], strict=True):
+    claimed = store.claims.active()
+    planned = steps_at_work(store)
+    steps: list[StepState] = []
+    for name, indices in zip(plan["steps"], plan["inputs"], strict=True):
         start = name[-DIGITS:]
-        own = last_job.get(start)
-        inputs = [steps[needed] for needed in needs]
+        job_id = job_of.get(start)
+        inputs = [steps[index] for index in indices]
         if start in finished:
             state = "done"
         elif start in claimed:
             state = "running"
-        elif own in queue:
+        elif job_id in queue:
             state = "pending"
         elif store.error(start):
             state = "failed"
         elif any(needed.state in ("failed", "blocked") for needed in inputs):
             state = "blocked"
+        elif job_id is None and start in planned:
+            state = "pending"
         else:
-            state = "pending" if own is None and start in at_work else "missing"
-        steps.append(StepState(name, state, inputs, own, claimed.get(start, 0.0)))
-    if (last := _unrecorded(store, every)) and last not in queue and not silence:
-        steps.append(StepState(RECORD, "missing", job=last))
-    return StudyState(store, study, about["time"], steps, jobs, queue, silence)
+            state = "missing"
+        steps.append(StepState(name, state, inputs, job_id, claimed.get(start, 0.0)))
+    return steps
+
+
+def _last_jobs(jobs: Mapping[str, Submitted], queue: Mapping[str, Queued]) -> dict[str, str]:
+    """Start of a step's id -> its last job, or an earlier one that is in the queue."""
+    job_of: dict[str, str] = {}
+    for job in jobs.values():
+        for step in job.steps:
+            if job_of.get(step[:DIGITS]) not in queue:
+                job_of[step[:DIGITS]] = job.id
+    return job_of
 
 
 def _check_records(store: Store, study: str) -> None:
@@ -120,39 +139,44 @@ def _check_records(store: Store, study: str) -> None:
         store.notices.append(f"{error}: remove it, and start the study again")
 
 
-def _unrecorded(store: Store, every: Sequence[Run]) -> str | None:
-    """The job of the last run with such a job or a record that should have written the record, the
-    report and the tracker's runs; None if all that is done, or if a later run is under way."""
+def _missing_record_job(store: Store, every: Sequence[Run]) -> str | None:
+    """The job that should have written the record, the report and the tracker's runs.
+
+    It is of the last run with such a job or a record; None if all of these are complete, or if a
+    later run is active.
+    """
     for run in reversed(every):
-        if run.folder.name in held_runs(store) or (run.folder / ENDED).exists():
+        if run.folder.name in active_runs(store) or (run.folder / ENDED).exists():
             return None
-        writes = [job.id for job in run.jobs if job.kind == RECORD]
-        if writes or (run.folder / RECORD_FILE).exists():
-            return writes[-1] if writes else None
+        record_jobs = [job.id for job in run.jobs if job.kind == RECORD]
+        if record_jobs:
+            return record_jobs[-1]
+        if (run.folder / RECORD_FILE).exists():
+            return None
     return None
 
 
-def alive(jobs: Mapping[str, Submitted]) -> tuple[dict[str, Queued], str]:
-    """Those of the jobs that are still in the queue, and "". When the scheduler cannot be asked:
-    {}, and the reason. The store alone still gives a useful state, so this is no error."""
+def queued_jobs(jobs: Mapping[str, Submitted]) -> tuple[dict[str, Queued], str]:
+    """Those of the jobs that are in the queue, and "". When the scheduler does not answer: {}, and
+    the error. The store alone still gives a useful state, so this is not raised."""
     try:
         queue = scheduler.queue(job.user for job in jobs.values())
     except UserError as error:
         return {}, str(error)
-    return {
-        name: queue[name]
-        for name, job in jobs.items()
-        if name in queue and queue[name].name == job.name
-    }, ""
+    queued = {}
+    for name, job in jobs.items():
+        if name in queue and queue[name].name == job.name:
+            queued[name] = queue[name]
+    return queued, ""
 
 
-def left(steps: Sequence[StepState], seconds: float) -> float:
-    """Seconds until steps of a kind are done, if each takes `seconds` and as many run at once as
-    now."""
+def seconds_left(steps: Sequence[StepState], seconds: float) -> float:
+    """Seconds until steps of a kind are done, if each takes `seconds` and as many run at the same
+    time as now."""
     running = [step for step in steps if step.state == "running"]
     unfinished = len(running) + sum(step.state == "pending" for step in steps)
-    gone = sum(min(seconds, time.time() - step.since) for step in running)
-    return max(0.0, unfinished * seconds - gone) / max(1, len(running))
+    spent = sum(min(seconds, time.time() - step.since) for step in running)
+    return max(0.0, unfinished * seconds - spent) / max(1, len(running))
 
 
 def status(study: StudyState, steps: Sequence[StepState]) -> None:
@@ -176,33 +200,34 @@ def status(study: StudyState, steps: Sequence[StepState]) -> None:
     for kind, of_kind in kinds.items():
         counts = Counter(step.state for step in of_kind)
         mean = _mean_seconds(study.store, of_kind)
-        times = map(_duration, (mean, left(of_kind, mean)) if mean else ())
-        table.add_row(kind, *(str(counts[name] or "") for name in shown), *times)
+        times = [mean, seconds_left(of_kind, mean)] if mean else []
+        cells = [str(counts[name] or "") for name in shown]
+        table.add_row(kind, *cells, *map(_duration, times))
     table.add_row("all", *(str(total[name]) for name in shown))
     console.print(table)
-    counted = Counter(
-        (
-            f"{study.jobs[name].kind} jobs "
-            f"{queued.state.lower()}{f' ({queued.reason})' if queued.pending else ''}"
-        )
-        for name, queued in study.queue.items()
-        if study.jobs[name].kind != RECORD
-    )
-    for line, count in counted.items():
-        print(f"{count} {line}")
-    if study.silence:
-        print(study.silence)
+    _print_jobs(study)
+    if study.queue_error:
+        print(study.queue_error)
+    why_command = f"python -m moe_lab.study why {study.study} store={study.store.root}"
     if total["failed"]:
-        print(
-            f"why the failed ones failed: python -m moe_lab.study why {study.study} "
-            f"store={study.store.root}"
-        )
-    if total["missing"] and not study.silence:
+        print(f"why the failed ones failed: {why_command}")
+    if total["missing"] and not study.queue_error:
         if lost := {step.job: step for step in steps if step.state == "missing" and step.job}:
-            said = f"python -m moe_lab.study why {study.study} store={study.store.root}"
-            print(f"jobs that ended without their steps: {len(lost)}; why: {said}")
-            _show_end(study, next(iter(lost.values())), 3)
+            print(f"jobs that ended without their steps: {len(lost)}; why: {why_command}")
+            _print_log(study, next(iter(lost.values())), 3)
         print("the same command as before starts what is missing")
+
+
+def _print_jobs(study: StudyState) -> None:
+    """Print how many jobs of each kind are in each state in the queue."""
+    counts: Counter[str] = Counter()
+    for name, queued in study.queue.items():
+        kind = study.jobs[name].kind
+        if kind != RECORD:
+            reason = f" ({queued.reason})" if queued.pending else ""
+            counts[f"{kind} jobs {queued.state.lower()}{reason}"] += 1
+    for line, count in counts.items():
+        print(f"{count} {line}")
 
 
 def _duration(seconds: float) -> str:
@@ -211,16 +236,15 @@ def _duration(seconds: float) -> str:
 
 def cancel(study: StudyState, steps: Sequence[StepState]) -> None:
     """Cancel all jobs of the study, or only those of the given steps."""
-    if study.silence:
-        raise UserError(study.silence)
-    everything = len(steps) == len(study.steps)
-    wanted = {step.job for step in steps if step.state in ("pending", "running")}
-    jobs = [name for name in study.queue if everything or name in wanted]
+    if study.queue_error:
+        raise UserError(study.queue_error)
+    jobs = list(study.queue)
+    if len(steps) < len(study.steps):
+        wanted = {step.job for step in steps if step.state in ("pending", "running")}
+        jobs = [name for name in jobs if name in wanted]
     scheduler.cancel(jobs)
-    stopped = sum(len(study.jobs[name].steps) for name in jobs)
-    print(
-        f"{study.study}: cancelled {len(jobs)} jobs, with {stopped} steps; what is finished is kept"
-    )
+    count = sum(len(study.jobs[name].steps) for name in jobs)
+    print(f"{study.study}: cancelled {len(jobs)} jobs, with {count} steps; finished ones remain")
 
 
 def why(study: StudyState, steps: Sequence[StepState]) -> None:
@@ -233,23 +257,24 @@ def why(study: StudyState, steps: Sequence[StepState]) -> None:
     for reason, (first, *more) in reasons.items():
         print(f"{first.name}{f' and {len(more)} more' if more else ''}: {first.state}: {reason}")
         if first.state in ("failed", "running", "missing"):
-            _show_end(study, first, LINES)
+            _print_log(study, first, LINES)
     if not reasons:
         print(f"{study.study}: all {len(steps)} steps are done")
 
 
-def _show_end(study: StudyState, step: StepState, lines: int) -> None:
+def _print_log(study: StudyState, step: StepState, lines: int) -> None:
     """Print the last lines of the log of a step; of a missing one, of its job, which may have died
     before it began."""
-    logs = [
-        run.logs / f"{step.job}_0_log.err"
-        for run in runs(study.store, study.study)
-        if step.state == "missing"
-    ]
-    if log := next(filter(Path.exists, [*logs, study.store.log(step.name)]), None):
-        print(f"  {log}, last lines:")
-        for line in log.read_text(errors="replace").splitlines()[-lines:]:
-            print(f"  | {line}")
+    logs = [study.store.log(step.name)]
+    if step.state == "missing":
+        of_job = f"{step.job}_0_log.err"
+        logs = [*(run.logs / of_job for run in runs(study.store, study.study)), *logs]
+    for log in logs:
+        if log.exists():
+            print(f"  {log}, last lines:")
+            for line in log.read_text(errors="replace").splitlines()[-lines:]:
+                print(f"  | {line}")
+            return
 
 
 def verify(study: StudyState, steps: Sequence[StepState]) -> int:
@@ -257,18 +282,17 @@ def verify(study: StudyState, steps: Sequence[StepState]) -> int:
     if any is, or another document of the study, of which the store has a notice."""
     store = study.store
     names = [step.name for step in steps if step.state == "done"]
-    bad = {name: files for name in names if (files := store.damage(name, hash_all=True))}
-    for name, files in bad.items():
-        for file, what in files.items():
-            print(f"{what}: {store.place(name) / file}")
+    damaged = 0
+    for name in names:
+        states = store.damage(name, hash_all=True)
+        damaged += bool(states)
+        for file, state in states.items():
+            print(f"{state}: {store.folder(name) / file}")
     if store.packs.bad:
         drop(store, store.packs.bad)
-    if bad:
-        print(f"{study.study}: {len(bad)} of {len(names)} finished steps are damaged")
-        print(
-            "start the study again: they are set aside and made anew; what was made from them is "
-            "kept"
-        )
+    if damaged:
+        print(f"{study.study}: {damaged} of {len(names)} finished steps are damaged")
+        print("start the study again: they are set aside and computed again, but not later steps")
         return 1
     print(f"{study.study}: all {len(names)} finished steps are as they were published")
     return 1 if store.notices else 0
@@ -278,7 +302,7 @@ def unpack(study: StudyState, steps: Sequence[StepState]) -> None:
     """Copy the files of steps that are in packs to unpacked/KIND/NAME, below the current folder;
     print all folders."""
     for step in [step for step in steps if step.state == "done"]:
-        folder = study.store.place(step.name)
+        folder = study.store.folder(step.name)
         if not folder.exists():
             folder = Path("unpacked", step.name)
             folder.mkdir(parents=True, exist_ok=True)
@@ -309,17 +333,18 @@ def _reason(study: StudyState, step: StepState) -> str:
     if step.state == "pending":
         return "another run will compute it"
     if step.job is None:
-        return "no job was made for it; the same command as before starts it"
-    if study.silence:
-        return f"job {step.job} was to do it; {study.silence}"
-    return f"job {step.job} is {_end(study, step.job)}; the same command as before starts it again"
+        return "no job was submitted for it; the same command as before starts it"
+    if study.queue_error:
+        return f"job {step.job} should compute it; {study.queue_error}"
+    end = _job_end(study, step.job)
+    return f"job {step.job} is {end}; the same command as before starts it again"
 
 
 @cache
-def _end(study: StudyState, job: str) -> str:
-    """How a job of a study ended, asked once."""
+def _job_end(study: StudyState, job: str) -> str:
+    """How a job of a study ended, which Slurm is asked once."""
     with suppress(UserError):
-        if state := scheduler.fate(job).get("JobState"):
+        if state := scheduler.job_state(job).get("JobState"):
             return state.lower()
     return "gone, and Slurm no longer says how it ended"
 

@@ -42,21 +42,19 @@ from moe_lab.evaluation.suite import IdentifiedBenchmark, Questions
 from moe_lab.study.estimates import Seconds
 from moe_lab.study.provenance import code_state
 from moe_lab.study.runs import RECORD, Submitted, begin, runs
-from moe_lab.study.schedule import Schedule, StepError, Worker
+from moe_lab.study.schedule import Schedule, StepError, WorkerProcess
 from moe_lab.study.slurm import arrays as module
-from moe_lab.study.slurm import scheduler
+from moe_lab.study.slurm import in_queue, scheduler
 from moe_lab.study.slurm.arrays import Array, arrange
-from moe_lab.study.slurm.pack import Pack, settle
-from moe_lab.study.slurm.pack import _absent as absent
+from moe_lab.study.slurm.jobs import StepsJob, missing_inputs, settle
 from moe_lab.study.slurm.scheduler import Queued, longest_array, queue, time_limits
 from moe_lab.study.slurm.submit import _download as download
 from moe_lab.study.slurm.submit import _submit_missing as submit_missing
 from moe_lab.study.slurm.submit import copy_code, setup_lines, under_way
-from moe_lab.study.status import StepState, alive, left
+from moe_lab.study.status import StepState, queued_jobs, seconds_left
 from moe_lab.study.step import Step
 from moe_lab.study.steps.evaluation import Asking, Generate, Grade, Grading
 from moe_lab.study.store import Store
-from moe_lab.study.store import _in_queue as in_queue
 
 SETTINGS = LauncherConfig(cells_per_job=2)
 
@@ -168,24 +166,28 @@ def test_jobs_and_limits_are_read_whatever_jobs_are_called(monkeypatch: pytest.M
     squeue += "10|COMPLETING|None|0:22|cancelled\n11|COMPLETING|None|0:00|requeued\n"
     squeue += "12|COMPLETING|NonZeroExitCode|0:00|died at once\n"
     ask = Mock(side_effect=lambda *words: squeue if words[-1] == "--user=7" else "")
-    monkeypatch.setattr("moe_lab.study.slurm.scheduler.ask", ask)
+    monkeypatch.setattr("moe_lab.study.slurm.scheduler.run_command", ask)
     jobs = {job.id: job for job in (replace(submitted("7_1", "a"), user=7), submitted("8", "b"))}
-    assert alive(jobs)[0].keys() == {"7_1"} and in_queue("8", 7) and not in_queue("8", os.getuid())
+    assert (
+        queued_jobs(jobs)[0].keys() == {"7_1"}
+        and in_queue("8", 7)
+        and not in_queue("8", os.getuid())
+    )
     ask.reset_mock()
     assert any([in_queue("8", 7) for _ in range(99)]) and ask.call_count <= 4, (
         "once a minute for each user"
     )
-    monkeypatch.setattr("moe_lab.study.slurm.scheduler.ask", lambda *_: squeue)
+    monkeypatch.setattr("moe_lab.study.slurm.scheduler.run_command", lambda *_: squeue)
     found = [(job.id, job.name, job.pending) for job in queue().values()]
     assert found == [("7_1", "s.k", False), ("8", "two", True), ("11", "requeued", False)]
     config = (
         "MaxArraySize            = 1001\nSchedulerParameters     = "
         "bf_continue,max_array_tasks=3,defer\n"
     )
-    monkeypatch.setattr("moe_lab.study.slurm.scheduler.ask", lambda *_: config)
+    monkeypatch.setattr("moe_lab.study.slurm.scheduler.run_command", lambda *_: config)
     assert longest_array() == 3
     sinfo = "debug*|infinite\ngpu|1-12:00:00\nshort|30:00\n"
-    monkeypatch.setattr("moe_lab.study.slurm.scheduler.ask", lambda *_: sinfo)
+    monkeypatch.setattr("moe_lab.study.slurm.scheduler.run_command", lambda *_: sinfo)
     assert time_limits() == {"": inf, "debug": inf, "gpu": 2160, "short": 30}
 
 
@@ -223,9 +225,9 @@ def test_a_job_that_must_end_saves_unless_it_was_cancelled(
     preempted = [{"JobState": "RUNNING"}, {}, UserError("there is no scontrol here")]
     # cancelled; requeued by Slurm
     ended = [{"JobState": "COMPLETING", "Restarts": number} for number in "01"]
-    monkeypatch.setattr(scheduler, "fate", Mock(side_effect=[*preempted, *ended]))
+    monkeypatch.setattr(scheduler, "job_state", Mock(side_effect=[*preempted, *ended]))
     monkeypatch.setattr(os, "kill", killed := Mock())
-    pack = Pack(str(tmp_path), [], "s/r", LauncherConfig())
+    pack = StepsJob(str(tmp_path), [], "s/r", LauncherConfig())
     pack.__dict__["worker"] = worker = Mock()
     for _ in preempted:
         pack.leave(signal.SIGTERM, None)
@@ -305,18 +307,20 @@ def test_a_pack_goes_on_after_a_failure(tmp_path: Path, monkeypatch: pytest.Monk
     last = Example("last", "bad", 0, {"in": bad})
     failed = Example("next", "failed", 2, {"in": there})
 
-    def execute(_: Worker, step: Step, scratch: Path) -> None:
+    def execute(_: WorkerProcess, step: Step, scratch: Path) -> None:
         given.append(step.label())
         if step is failed:
             raise StepError({"message": "no"})
 
-    monkeypatch.setattr(Worker, "__call__", execute)
+    monkeypatch.setattr(WorkerProcess, "__call__", execute)
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setenv("SLURM_JOB_ID", "1")
-    monkeypatch.setattr("moe_lab.study.store.LATE", 0.0)
+    monkeypatch.setattr("moe_lab.study.store.VISIBLE_AFTER", 0.0)
     with begin(store, "study", []) as run:
         name = str(run.folder.relative_to(tmp_path / "runs"))
-        pack = Pack(str(tmp_path), [bad, last, failed, good], name, LauncherConfig(max_requeues=1))
+        pack = StepsJob(
+            str(tmp_path), [bad, last, failed, good], name, LauncherConfig(max_requeues=1)
+        )
     assert pack() == {"done": 2, "failed": 1, "skipped": 3}
     assert given == ["failed", "good"] and store.done(good) and store.error(failed.id)
     again = pack.checkpoint()
@@ -342,13 +346,13 @@ def test_parts_of_a_pass_are_an_array_before_their_merge(
             pass
 
     monkeypatch.setattr(time, "sleep", another_node_writes)
-    assert store.readable(parts[0]) and absent(schedule, store) == []
+    assert store.readable(parts[0]) and missing_inputs(schedule, store) == []
     (one, two) = (Example("plan", name) for name in "ab")
     store.fail(one, {"message": "no"})
     needs = Schedule(
         [Example("cost", needed={"plan": Example("plan", "c", needed={"a": one, "b": two})})]
     )
-    assert [step.label() for step in absent(needs, store)] == ["c"], "it does not wait"
+    assert [step.label() for step in missing_inputs(needs, store)] == ["c"], "it does not wait"
 
 
 def test_what_is_left_takes_as_long_as_what_is_done_did() -> None:
@@ -362,7 +366,7 @@ def test_what_is_left_takes_as_long_as_what_is_done_did() -> None:
         ("d", "pending", None),
     ]
     steps = [StepState(f"k/{name}", state, since=since or 0.0) for name, state, since in rows]
-    assert left(steps, 60.0) == pytest.approx((3 * 60 - 20 - 60) / 2, abs=1)
+    assert seconds_left(steps, 60.0) == pytest.approx((3 * 60 - 20 - 60) / 2, abs=1)
 
 
 def test_a_lost_step_is_told_apart_from_failed_and_skipped_ones(tmp_path: Path) -> None:

@@ -23,10 +23,10 @@ from analysis.load.reader import Reader
 from analysis.load.studies import document
 from moe_lab.config import LauncherConfig, TrackerConfig
 from moe_lab.errors import UserError
-from moe_lab.study import record, run
+from moe_lab.study import launchers, record, run
 from moe_lab.study.runs import Submitted, runs
 from moe_lab.study.schedule import StepError
-from moe_lab.study.slurm.pack import Pack
+from moe_lab.study.slurm.jobs import StepsJob
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
@@ -43,7 +43,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, one: Asked) -> Iterator[P
             raise StepError({"message": "no"})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "Here", Worker)
+        patch.setattr(launchers, "InProcessExecutor", Worker)
         patch.setattr(Worker, "harm", harm)
         assert start(store, one) == 1
     (run_,) = runs(Store(store).create(), STUDY)
@@ -120,7 +120,7 @@ def test_whatever_is_damaged_is_set_aside_and_the_same_command_goes_on(
     assert start(store, one) == 0 and "moved to" not in capsys.readouterr().err
     assert ask(store, "status", STUDY) == ask(store, "verify", STUDY) == 0
     first = runs(Store(store).create(), STUDY)[0]
-    assert first.jobs == [] and first.about is None
+    assert first.jobs == [] and first.plan is None
 
 
 NAMED_BY = {
@@ -226,7 +226,7 @@ def test_a_store_that_is_lost_fails_no_step(
                 scratch.mkdir(parents=True, exist_ok=True)
 
     monkeypatch.setattr(Worker, "harm", harm)
-    monkeypatch.setattr("moe_lab.study.store.LATE", 0.0)
+    monkeypatch.setattr("moe_lab.study.store.VISIBLE_AFTER", 0.0)
     if lost in ("deleted", "unmounted"):
         with pytest.raises(UserError, match="is gone"):
             start(store, one)
@@ -244,7 +244,7 @@ def test_a_job_on_a_node_without_the_store_makes_none(
 ) -> None:
     monkeypatch.setattr("signal.signal", lambda *_: None)
     with pytest.raises(UserError, match="is gone"):
-        Pack(str(tmp_path / "store"), [Example(name="x")], "study/1", LauncherConfig())()
+        StepsJob(str(tmp_path / "store"), [Example(name="x")], "study/1", LauncherConfig())()
     assert not list(tmp_path.iterdir())
 
 
@@ -332,7 +332,7 @@ def done(tmp_path_factory: pytest.TempPathFactory, one: Asked) -> Path:
     """A store with a study whose results are real enough for the analysis."""
     store = tmp_path_factory.mktemp("done") / "store"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "Here", Worker)
+        patch.setattr(launchers, "InProcessExecutor", Worker)
         assert start(store, one) == 0
     return store
 
@@ -390,7 +390,7 @@ def test_what_the_last_job_left_undone_is_said_until_a_command_does_it(
 ) -> None:
     """It was killed, or had no network, after it had written the record."""
     monkeypatch.setattr("moe_lab.study.slurm.scheduler.queue", lambda _: {})
-    monkeypatch.setattr("moe_lab.study.slurm.scheduler.fate", lambda _: {"JobState": "FAILED"})
+    monkeypatch.setattr("moe_lab.study.slurm.scheduler.job_state", lambda _: {"JobState": "FAILED"})
     log = Mock(side_effect=UserError("no network"))
     monkeypatch.setattr("moe_lab.study.tracker.log", log)
     logged = (replace(one[0], tracker=TrackerConfig(name="wandb")), one[1])
@@ -429,7 +429,14 @@ def test_no_report_is_begun_when_the_disk_is_full(
     monkeypatch.setattr(record, "_report", lambda *_: pytest.fail("it was begun"))
     store = tmp_path / "store"
     assert start(store, one, report=True) == 2 and not list(store.glob("failed/*"))
-    monkeypatch.setattr(record, "write_sealed", lambda *_: harm(Example(name="x"), store))
+    write = Store.write
+
+    def fail(of: Store, path: Path, document: dict[str, Any]) -> None:
+        if path.name == "record.json":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(of, path, document)
+
+    monkeypatch.setattr(Store, "write", fail)
     with pytest.raises(UserError, match="disk of the store is full"):
         start(store, one)
 

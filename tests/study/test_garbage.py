@@ -19,10 +19,11 @@ from moe_lab.json_files import read_sealed, write_sealed
 from moe_lab.results import FIGURES
 from moe_lab.study import garbage
 from moe_lab.study import run as running
-from moe_lab.study.garbage import LEFTOVERS, gc, look
+from moe_lab.study.garbage import LEFTOVERS, find_garbage, gc
 from moe_lab.study.graph import build
 from moe_lab.study.runs import Submitted, begin, runs, steps_at_work
-from moe_lab.study.slurm import pack, scheduler
+from moe_lab.study.slurm import jobs as slurm_jobs
+from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.scheduler import Queued
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
@@ -54,7 +55,7 @@ def finished(place: Path) -> set[str]:
 
 def named(place: Path) -> set[str]:
     """Folders that gc would free."""
-    return {str(item.path.relative_to(place)) for item in look(Store(place))[0]}
+    return {str(item.path.relative_to(place)) for item in find_garbage(Store(place))[0]}
 
 
 def test_what_no_study_refers_to_is_named_first_and_freed_on_request(
@@ -79,7 +80,7 @@ def test_what_no_study_refers_to_is_named_first_and_freed_on_request(
     bytes_of_one = sum(
         path.stat().st_size for name in only_one for path in (replaced / name).iterdir()
     )
-    assert sum(item.bytes for item in look(Store(replaced))[0]) == bytes_of_one
+    assert sum(item.bytes for item in find_garbage(Store(replaced))[0]) == bytes_of_one
 
     assert ask(replaced, "gc", "apply=true") == 0
     assert finished(replaced) == set(steps(other)) and not list(replaced.glob("*/.*"))
@@ -138,12 +139,12 @@ def test_what_killed_processes_left_is_freed_and_what_is_worked_on_is_not(place:
             os.kill(os.getpid(), signal.SIGKILL)
     """)
     assert steps_at_work(store) == set()
-    assert {item.kind for item in look(Store(place))[0]} == {LEFTOVERS}
+    assert {item.kind for item in find_garbage(Store(place))[0]} == {LEFTOVERS}
     runs(store, "study")[0].remove()  # otherwise what the killed run saved is kept for the next one
     with store.claim(alive) as scratch:
         assert scratch is not None
         store.partial(alive).mkdir(parents=True)
-        left = look(Store(place))[0]
+        left = find_garbage(Store(place))[0]
         assert [item.kind for item in left] == [LEFTOVERS] * 2 and [
             item.bytes for item in left
         ] == [4, 4]
@@ -193,7 +194,7 @@ def test_a_run_ending_while_gc_looks_loses_nothing(
         return document
 
     monkeypatch.setattr(garbage, "read_record", read_then_end)
-    held.enter_context(runs(Store(replaced), STUDY)[0].held())
+    held.enter_context(runs(Store(replaced), STUDY)[0].claim())
     assert named(replaced) == set()
     assert named(replaced) == steps(one).keys() - steps(other).keys()
 
@@ -213,8 +214,8 @@ def test_a_run_starting_while_gc_chooses_waits(
         assert threads[0].is_alive(), "the run did not wait"
         return survey
 
-    survey_of = garbage.look
-    monkeypatch.setattr(garbage, "look", look_then_start)
+    survey_of = garbage.find_garbage
+    monkeypatch.setattr(garbage, "find_garbage", look_then_start)
     gc(Store(replaced), apply=True)
     threads[0].join()
     assert codes == [0] and set(steps(one)) <= finished(replaced) and Worker.did
@@ -234,7 +235,7 @@ def test_a_killed_gc_leaves_a_store_that_works(
         gc(Store({str(replaced)!r}), apply=True)
     """)
     assert ask(replaced, "verify", STUDY) == 0 and not finished(replaced) & garbage_of_one
-    assert {item.kind for item in look(Store(replaced))[0]} == {LEFTOVERS}
+    assert {item.kind for item in find_garbage(Store(replaced))[0]} == {LEFTOVERS}
     capsys.readouterr()
     assert start(replaced, one) == 0 and set(Worker.did) == garbage_of_one
     assert "damaged" not in capsys.readouterr().err
@@ -276,7 +277,7 @@ def test_queued_jobs_keep_steps(
     queue.clear()
     assert named(replaced) == steps(one).keys() - steps(other).keys()
     monkeypatch.setattr(scheduler, "queue", Mock(side_effect=UserError("no scheduler here")))
-    assert named(replaced) == set() and look(Store(replaced))[1] == "no scheduler here"
+    assert named(replaced) == set() and find_garbage(Store(replaced))[1] == "no scheduler here"
 
 
 def test_what_a_killed_command_had_begun_to_write_of_its_run_is_removed_by_the_next(
@@ -311,11 +312,13 @@ def test_a_job_keeps_what_it_reads_and_makes(
 
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr(pack, "Worker", Worker)
+    monkeypatch.setattr(slurm_jobs, "WorkerProcess", Worker)
     Worker.harm = harm
     first = [step for step in needed if not step.needs]
     after = [step for step in needed if step.needs and all(each in first for each in step.needs)]
-    done = pack.Pack(str(place), [*first, *after], name, LauncherConfig(stale_minutes=0.5))()
+    done = slurm_jobs.StepsJob(
+        str(place), [*first, *after], name, LauncherConfig(stale_minutes=0.5)
+    )()
     assert first and after and done["failed"] == done["skipped"] == 0
     assert {step.folder for step in (*first, *after)} <= finished(place)
     gc(Store(place), apply=True)

@@ -16,7 +16,7 @@ from moe_lab.errors import UserError, user_errors
 from moe_lab.json_files import write_sealed
 from moe_lab.packs import packs_in
 from moe_lab.paths import store_folder
-from moe_lab.results import places, read_record
+from moe_lab.results import finished_steps, read_record
 from moe_lab.study import other_stores, packing
 from moe_lab.study.graph import build
 from moe_lab.study.preflight import preflight
@@ -46,7 +46,7 @@ def other_store(tmp_path: Path, one: Asked, form: str) -> str:
 
 def recorded(store: Path) -> set[str]:
     """The steps that the record of the study names."""
-    return places(read_record(store, STUDY) or {})
+    return finished_steps(read_record(store, STUDY) or {})
 
 
 def test_finished_steps_are_not_computed_again(

@@ -263,7 +263,7 @@ def test_what_no_study_needs_is_freed_from_packs(store: Store) -> None:
 
 def test_many_packs_are_put_together(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that were replaced stay for a while, for whoever has listed them, and are not read."""
-    monkeypatch.setattr(packing, "FEW", 3)
+    monkeypatch.setattr(packing, "MOST_PACKS", 3)
     reader = Reader(store.root)
     steps = [
         step for number in range(5) for step in packed(store, range(10 * number, 10 * number + 10))
@@ -293,7 +293,7 @@ KILLED = """
 POINTS = {
     "while it writes": "packs.zlib.compress = die",
     "before the pack is there": "packs.Packs.publish = die",
-    "before folders are removed": "packing.hidden = die",
+    "before folders are removed": "packing.hide = die",
     "while folders are removed": "packing.shutil.rmtree = die",
 }
 
@@ -337,7 +337,7 @@ def test_processes_that_publish_pack_and_read_lose_nothing(store: Store, body: s
     script = f"""{BEGINNING}
 from moe_lab.study import packing
 from moe_lab.study.schedule import Schedule, work
-packing.MANY, packing.EVERY, packing.FEW = 5, 0.0, 3
+packing.MANY, packing.EVERY, packing.MOST_PACKS = 5, 0.0, 3
 store = Store({str(store.root)!r}).create()
 def execute(step, scratch):
     (scratch / "result.json").write_text(f"result {{step.number}}")

@@ -31,15 +31,22 @@ from moe_lab.config import Config, LauncherConfig
 from moe_lab.errors import UserError, need
 from moe_lab.models import WORKERS
 from moe_lab.results import FIGURES
-from moe_lab.study import record
-from moe_lab.study import run as launch
+from moe_lab.study import launchers, record
 from moe_lab.study.failures import error_document
 from moe_lab.study.graph import Graph
 from moe_lab.study.resources import GIB, Resources
 from moe_lab.study.runs import RECORD, Submitted, begin
-from moe_lab.study.schedule import Schedule, StepError, Worker, overview, recall_failures, work
+from moe_lab.study.schedule import (
+    InProcessExecutor,
+    Schedule,
+    StepError,
+    WorkerProcess,
+    overview,
+    recall_failures,
+    work,
+)
 from moe_lab.study.slurm import scheduler
-from moe_lab.study.slurm.pack import Pack
+from moe_lab.study.slurm.jobs import StepsJob
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
@@ -114,7 +121,7 @@ def test_a_dead_worker_has_its_signal_named_and_is_replaced(
     """As when the kernel kills it, because memory ran out."""
     worker_that(tmp_path, monkeypatch, "os.kill(os.getpid(), signal.SIGKILL)")
     first, left, right, _ = chain()
-    with Worker(Store(tmp_path / "store").create()) as execute:
+    with WorkerProcess(Store(tmp_path / "store").create()) as execute:
         execute(first, tmp_path)
         with pytest.raises(StepError, match=r"worker died .*SIGKILL") as died:
             execute(left, tmp_path)
@@ -129,7 +136,7 @@ def test_a_worker_goes_on_when_slurm_warns_its_job(
     step."""
     worker_that(tmp_path, monkeypatch, "os.kill(os.getpid(), signal.SIGUSR2)")
     first, left, *_ = chain()
-    with Worker(Store(tmp_path / "store").create()) as execute:
+    with WorkerProcess(Store(tmp_path / "store").create()) as execute:
         execute(first, tmp_path)
         before = execute.child
         execute(left, tmp_path)
@@ -154,7 +161,7 @@ def test_a_warned_job_lets_its_worker_save(
         f"{ends}; os.kill(os.getppid(), signal.SIGUSR2); signal.pause(); signal.pause()",
     )
     monkeypatch.setattr("moe_lab.child_process.GRACE", 0.1)
-    pack = Pack(
+    pack = StepsJob(
         str(store.root),
         [],
         "study/1",
@@ -177,6 +184,23 @@ def test_a_warned_job_lets_its_worker_save(
         signal.signal(signal.SIGUSR2, before)
 
 
+def test_a_group_may_write_what_a_step_leaves_in_its_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the umask of the process, which is not changed."""
+    resume_files = tmp_path / "store" / "partial"
+    worker_that(tmp_path, monkeypatch, f"os.mkdir({str(resume_files)!r})")
+    resume_files.parent.mkdir()
+    resume_files.parent.chmod(0o2775)
+    before = os.umask(0o077)
+    try:
+        with InProcessExecutor(Store(resume_files.parent).create()) as execute:
+            execute(chain()[1], tmp_path)
+        assert resume_files.stat().st_mode & 0o020 and os.umask(0o077) == 0o077
+    finally:
+        os.umask(before)
+
+
 def test_a_worker_that_cannot_read_a_step_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,7 +208,7 @@ def test_a_worker_that_cannot_read_a_step_says_so(
     monkeypatch.setenv("PYTHONPATH", "")
     first, *_ = chain()
     with (
-        Worker(Store(tmp_path).create()) as execute,
+        WorkerProcess(Store(tmp_path).create()) as execute,
         pytest.raises(StepError, match="example_steps") as unable,
     ):
         execute(first, tmp_path)
@@ -197,7 +221,7 @@ def test_a_worker_does_not_make_a_deleted_store_again(
     monkeypatch.setenv("PYTHONPATH", TESTS)
     first, left, *_ = chain()
     store = Store(tmp_path / "store").create()
-    with Worker(store) as execute:
+    with WorkerProcess(store) as execute:
         with pytest.raises(StepError):  # there is nothing to do in it
             execute(first, tmp_path)
         assert list((store.root / "logs").glob("*/*.log"))
@@ -238,10 +262,10 @@ def locally(
             )
             workers.append(environment)
 
-    monkeypatch.setattr(launch, "Worker", Noted)
+    monkeypatch.setattr(launchers, "WorkerProcess", Noted)
     config = Config(launcher=LauncherConfig(name="local", processes=processes))
     study: Any = SimpleNamespace(config=config, store=Store(place).create())
-    assert launch.local(schedule, study, None)  # type: ignore[arg-type]
+    assert launchers.local(schedule, study, None)  # type: ignore[arg-type]
     return workers, did
 
 
@@ -278,9 +302,9 @@ def test_local_workers_have_the_gpus_that_steps_need_of_those_that_the_command_m
     usable = takewhile(re.compile(r"\d|GPU-|MIG-").match, visible.split(","))
     count = len(list(usable))
     monkeypatch.setattr(models, "gpu_count", lambda: count)
-    monkeypatch.setattr(launch, "work", lambda *_: None)
-    monkeypatch.setattr(launch, "cores", lambda: 3)
-    monkeypatch.setattr(launch, "main_memory", lambda: 10.0 * GIB)
+    monkeypatch.setattr(launchers, "work", lambda *_: None)
+    monkeypatch.setattr(launchers, "cores", lambda: 3)
+    monkeypatch.setattr(launchers, "main_memory", lambda: 10.0 * GIB)
     unknown = {"memory": None, "on_gpu": True}
     machine = unknown if memory is None else {"memory": abs(memory) * GIB, "on_gpu": memory > 0}
     workers, _ = locally(
@@ -302,7 +326,7 @@ def test_steps_on_few_gpus_run_before_those_on_many(
         for number, one in enumerate(passes)
     ]
     graded = Example("grade", "0", needed={"evaluate": evaluated[0]})
-    monkeypatch.setattr(launch, "visible_gpus", lambda: list("0123"))
+    monkeypatch.setattr(launchers, "visible_gpus", lambda: list("0123"))
     schedule = Schedule([*passes, *evaluated, graded], set())
     _, did = locally(schedule, tmp_path, monkeypatch)
     assert did[:3] == [("statistics", 1)] * 3 and not schedule.failed
@@ -395,7 +419,7 @@ def test_a_silent_scheduler_hides_no_error(
         last = Submitted("8", "8", "s.record", RECORD, [], [])
         run.add([Submitted("7", "7", "s.k", "k", [step.id for step in steps], []), last])
     store.fail(steps[0], {"message": "it broke"})
-    monkeypatch.setattr(scheduler, "fate", fate := Mock(side_effect=UserError("no scontrol")))
+    monkeypatch.setattr(scheduler, "job_state", fate := Mock(side_effect=UserError("no scontrol")))
     monkeypatch.setattr(scheduler, "queue", lambda _: {})
     why = study("why", tmp_path)
     assert (
@@ -409,11 +433,7 @@ def test_a_silent_scheduler_hides_no_error(
     monkeypatch.setattr(scheduler, "queue", Mock(side_effect=UserError("squeue has not answered")))
     fate.reset_mock()
     why = study("why", tmp_path)
-    assert (
-        "it broke" in why
-        and "job 7 was to do it; squeue has not answered" in why
-        and not fate.called
-    )
+    assert "it broke" in why and "squeue has not answered" in why and not fate.called
     assert "ended" not in study("status", tmp_path)
     assert ask(tmp_path, "cancel", STUDY) == 2
 
@@ -517,7 +537,7 @@ class Timed:
                 self.now = until
                 break
             self.now = end
-            self.schedule.finish(step, did=True)
+            self.schedule.finish(step, computed=True)
         for step, begun in self.schedule.running.values():
             self.store.partial(step).mkdir(parents=True, exist_ok=True)
             told = [100 * (self.now - begun) / self.seconds[step], 100, "requests"]
@@ -571,7 +591,7 @@ def test_a_thousand_short_cells_have_a_time_left_only_when_it_is_known(tmp_path:
     done."""
     plans = dict.fromkeys(sized("plan", *[1] * 1000), 0.01)
     run = Timed(tmp_path, {**plans, **dict.fromkeys(sized("evaluate", *[1] * 1001), 0.6)})
-    run.schedule.finish(list(run.seconds)[-1], did=False)
+    run.schedule.finish(list(run.seconds)[-1], computed=False)
     run.go(9.9)
     assert "time left unknown" in run.says() and " min left" not in run.says()
     run.go(70)

@@ -35,8 +35,9 @@ from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics import read
 from moe_lab.statistics.observe import Observer
-from moe_lab.study.schedule import Here, Schedule, StepError, work
-from moe_lab.study.slurm.pack import settle
+from moe_lab.study.integrity import read_step
+from moe_lab.study.schedule import InProcessExecutor, Schedule, StepError, work
+from moe_lab.study.slurm.jobs import settle
 from moe_lab.study.step import Step, unmerged
 from moe_lab.study.steps.costs import Cost
 from moe_lab.study.steps.evaluation import Contamination
@@ -45,7 +46,7 @@ from moe_lab.study.steps.passes import loaded_as
 from moe_lab.study.steps.plans import drops_whole_experts
 from moe_lab.study.steps.recovery import Pruned
 from moe_lab.study.steps.recovery import unpruned as unpruned_model
-from moe_lab.study.store import Store, read_step
+from moe_lab.study.store import Store
 
 MODEL = ModelConfig(name="pocket", path="pocket:olmoe", device="cpu", threads=1)
 TEXT = CalibrationConfig(
@@ -72,7 +73,7 @@ def do(store: Store, step: Step) -> list[Step]:
     ran: list[Step] = []
     steps = [*step.inputs.values(), *step.merges, step]
     done = {one.id for one in steps if store.done(one)}
-    with Here(store) as execute:
+    with InProcessExecutor(store) as execute:
 
         def counted(one: Step, scratch: Path) -> None:
             ran.append(one)

@@ -16,7 +16,7 @@ from studies import ask, killed
 
 from moe_lab.errors import UserError
 from moe_lab.paths import private
-from moe_lab.study import other_stores, packing
+from moe_lab.study import integrity, other_stores, packing
 from moe_lab.study import store as storing
 from moe_lab.study.claims import Busy, Claim
 from moe_lab.study.runs import begin
@@ -62,20 +62,18 @@ def test_what_a_killed_run_kept_of_a_finished_step_is_removed_and_of_others_stay
     publish(store, finished)
     for step in (finished, unfinished):
         store.partial(step).mkdir(parents=True)
-    store.clear({finished.id})
+    store.remove_resume_files({finished.id})
     assert [path.name for path in (store.root / "partial").iterdir()] == [unfinished.id[:12]]
 
 
-@pytest.mark.parametrize(
-    ("name", "is_before"), [("_seal", True), ("_seal", False), ("check", False)]
-)
+@pytest.mark.parametrize(("name", "is_before"), [("seal", True), ("seal", False), ("check", False)])
 def test_late_owners_publish_nothing(
     store: Store, monkeypatch: pytest.MonkeyPatch, name: str, is_before: bool
 ) -> None:
     """It was suspended for so long, before or after it sealed the step or checked its claim, that
     another run has found this claim stale and done the step."""
     other = Store(store.root).create()
-    owner = storing if name == "_seal" else Claim
+    owner = storing if name == "seal" else Claim
     monkeypatch.setattr(other.claims, "is_stale", lambda path: True)
     suspended = getattr(owner, name)
 
@@ -200,9 +198,9 @@ def state(place: Path) -> dict[Path, Any]:
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that are hashed from now on."""
     names: list[str] = []
-    whole = storing._sha256
+    whole = integrity._sha256
     monkeypatch.setattr(
-        storing, "_sha256", lambda file: names.append(Path(file.name).name) or whole(file)
+        integrity, "_sha256", lambda file: names.append(Path(file.name).name) or whole(file)
     )
     return names
 

@@ -84,15 +84,15 @@ def test_one_process_has_it_until_it_gives_it_up(folder: Path) -> None:
         for other in (claims, Claims(folder)):
             with pytest.raises(Busy):
                 other.take("x")
-        assert Claims(folder).living().keys() == {"x"}
-    assert not list(folder.iterdir()) and Claims(folder).living() == {}
+        assert Claims(folder).active().keys() == {"x"}
+    assert not list(folder.iterdir()) and Claims(folder).active() == {}
 
 
 def test_a_claim_of_a_killed_process_is_free_at_once(folder: Path) -> None:
     killed_owner(folder, "x")
-    assert list(folder.iterdir()) and Claims(folder).living() == {}
+    assert list(folder.iterdir()) and Claims(folder).active() == {}
     with Claims(folder).take("x"):
-        assert Claims(folder).living().keys() == {"x"}
+        assert Claims(folder).active().keys() == {"x"}
     assert not list(folder.iterdir())
     killed_owner(folder, "x")
     Claims(folder).clear()
@@ -115,7 +115,7 @@ def test_another_mount_of_a_disk_numbers_files_anew(folder: Path) -> None:
     owner = read_sealed(held.path, {})
     other_mount = {**owner, "device": owner["device"] + 1, "inode": owner["inode"] + 1}
     held.path.write_text(sealed(json.dumps(other_mount)))
-    assert not Claims(folder).is_stale(held.path) and Claims(folder).living().keys() == {"x"}
+    assert not Claims(folder).is_stale(held.path) and Claims(folder).active().keys() == {"x"}
     held.path.write_text(sealed(json.dumps({**other_mount, "started": "1"})))
     assert Claims(folder).is_stale(held.path)
 
@@ -310,7 +310,7 @@ class TestAnotherMachine:
             pass
         assert f"process {os.getpid()} on node7, job 12" in capsys.readouterr().err
         path = foreign(folder, HOUR)
-        assert Claims(folder).holder("x").endswith("(no sign of life for 60 min)")
+        assert Claims(folder).holder("x").endswith("(no heartbeat for 60 min)")
 
     def test_a_requeued_job_takes_over_its_claim(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -70,18 +70,14 @@ def queue(users: Iterable[int] = ()) -> dict[str, Queued]:
     """Id -> job of this user and `users` that is pending or running; for several at once squeue
     loads the jobs of all. Raises UserError, with the scheduler's message, when squeue fails."""
     command = ("squeue", "--noheader", "--array", "--format=%i|%T|%r|%M|%j")
-    rows = [
-        row
-        for user in {os.getuid(), *users}
-        for row in ROW.findall(ask(*command, f"--user={user}"))
-    ]
-    jobs = [Queued(job, name, state, reason, elapsed) for job, state, reason, elapsed, name in rows]
-    alive = [
-        job
-        for job in jobs
-        if job.state not in GONE or (job.state, job.reason, job.elapsed) == REQUEUED
-    ]
-    return {job.id: job for job in alive if job.reason != NEVER}
+    jobs = {}
+    for user in {os.getuid(), *users}:
+        for row in ROW.findall(run_command(*command, f"--user={user}")):
+            job_id, state, reason, elapsed, name = row
+            has_ended = state in GONE and (state, reason, elapsed) != REQUEUED
+            if not has_ended and reason != NEVER:
+                jobs[job_id] = Queued(job_id, name, state, reason, elapsed)
+    return jobs
 
 
 ROW = re.compile(r"^(\d[\d_+]*)\|([A-Z_]+)\|([^|\n]*)\|([^|\n]*)\|(.*)", re.MULTILINE)
@@ -89,21 +85,24 @@ ROW = re.compile(r"^(\d[\d_+]*)\|([A-Z_]+)\|([^|\n]*)\|([^|\n]*)\|(.*)", re.MULT
 characters."""
 
 
-def handed_in(folder: Path) -> set[str]:
+def submitted_from(folder: Path) -> set[str]:
     """Jobs of this user, of an array its own id, whose scripts are in a folder."""
-    lines = ask("squeue", "--noheader", f"--user={os.getuid()}", "--format=%F|%o").splitlines()
-    return {
-        job
-        for job, _, script in (line.partition("|") for line in lines)
-        if Path(script).parent == folder
-    }
+    listed = run_command("squeue", "--noheader", f"--user={os.getuid()}", "--format=%F|%o")
+    jobs = set()
+    for line in listed.splitlines():
+        job, _, script = line.partition("|")
+        if Path(script).parent == folder:
+            jobs.add(job)
+    return jobs
 
 
 def longest_array() -> int:
     """Most tasks of an array: MaxArraySize of this cluster, or max_array_tasks of its
     SchedulerParameters."""
     limits = re.findall(
-        r"(?:^MaxArraySize\s*=\s*|\bmax_array_tasks=)(\d+)", ask("scontrol", "show", "config"), re.M
+        r"(?:^MaxArraySize\s*=\s*|\bmax_array_tasks=)(\d+)",
+        run_command("scontrol", "show", "config"),
+        re.M,
     )
     return max(1, min(map(int, limits), default=LONGEST))
 
@@ -112,7 +111,7 @@ def time_limits() -> dict[str, float]:
     """Partition -> its time limit in minutes, infinite without one. The default partition is also
     called ""."""
     limits = {}
-    for line in ask("sinfo", "--all", "--noheader", "--format=%P|%l").splitlines():
+    for line in run_command("sinfo", "--all", "--noheader", "--format=%P|%l").splitlines():
         partition, limit = line.split("|")
         name = partition.removesuffix("*")
         limits[name] = minutes(limit)
@@ -135,23 +134,24 @@ def cancel(jobs: Iterable[str]) -> None:
     """Cancel jobs by id; jobs that have already ended are not an error. Raises UserError, with the
     scheduler's message, when others are not cancelled."""
     ids = list(jobs)
-    wrong = list[str]()
+    errors: list[str] = []
     for start in range(0, len(ids), AT_ONCE):
         done = _run("scancel", *ids[start : start + AT_ONCE])
-        said = done.stderr.strip().splitlines() or ["nothing"]
-        wrong += [line for line in said if done.returncode and not ENDED.search(line)]
-    if wrong:
-        raise UserError(f"launcher=slurm: some jobs are not cancelled, scancel says: {wrong[0]}")
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or ["nothing"]
+            errors += [line for line in lines if not ENDED.search(line)]
+    if errors:
+        raise UserError(f"launcher=slurm: some jobs are not cancelled, scancel says: {errors[0]}")
 
 
-def fate(job: str, limit: float | None = None) -> dict[str, str]:
-    """What Slurm says of a job, such as its JobState, also after its end while it remembers it
-    (MinJobAge, five minutes by default). `limit`: seconds in which it must answer."""
+def job_state(job: str, limit: float = LIMIT) -> dict[str, str]:
+    """Slurm's fields of a job, such as JobState; after its end, as long as Slurm remembers it
+    (MinJobAge, five minutes by default). `limit`: seconds in which Slurm must answer."""
     done = _run("scontrol", "--oneliner", "show", "job", job, limit=limit)
-    return dict(word.split("=", 1) for word in done.stdout.split() if "=" in word)
+    return dict(item.split("=", 1) for item in done.stdout.split() if "=" in item)
 
 
-def ask(*command: str) -> str:
+def run_command(*command: str) -> str:
     """Output of a Slurm command. Raises UserError, with its message, when it fails."""
     done = _run(*command)
     if done.returncode:
@@ -159,48 +159,48 @@ def ask(*command: str) -> str:
     return done.stdout
 
 
-def _run(*command: str, limit: float | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a Slurm command. Raises UserError when it cannot be started or takes longer than `limit`,
-    else LIMIT."""
-    why = f"there is no {command[0]} here"
-    limit = limit or LIMIT
-    if (program := shutil.which(command[0])) is not None:
-        words = [program, *command[1:]]
+def _run(*command: str, limit: float = LIMIT) -> subprocess.CompletedProcess[str]:
+    """Run a Slurm command. Raises UserError when it cannot be started or takes longer than `limit`
+    seconds."""
+    # By its path: where PATH has a folder that may not be read, a search ends with an error.
+    program = shutil.which(command[0])
+    problem = f"there is no {command[0]} here"
+    if program is not None:
         try:
-            # By its path: where PATH has a folder that may not be read, a search ends with that
-            # folder's error.
             return subprocess.run(
-                words, capture_output=True, errors="replace", env=environment(), timeout=limit
+                [program, *command[1:]],
+                capture_output=True,
+                errors="replace",
+                env=environment(),
+                timeout=limit,
             )
         except subprocess.TimeoutExpired:
-            raise UserError(
-                f"launcher=slurm: {command[0]} has not answered for {limit:g} s"
-            ) from None
+            problem = f"{command[0]} has not answered for {limit:g} s"
+            raise UserError(f"launcher=slurm: {problem}") from None
         except OSError as error:
-            why = f"{command[0]} cannot be started ({error.strerror})"
-    raise UserError(
-        f"launcher=slurm: {why}: start this on a machine that submits jobs, or use launcher=local"
-    )
+            problem = f"{command[0]} cannot be started ({error.strerror})"
+    advice = "start this on a machine that submits jobs, or use launcher=local"
+    raise UserError(f"launcher=slurm: {problem}: {advice}")
 
 
-def environment(kept: Collection[str] = ()) -> dict[str, str]:
+def environment(retained: Collection[str] = ()) -> dict[str, str]:
     """The variables of this process without those that change what Slurm's commands do and show,
-    but for `kept`."""
-    kept = {*WHICH_SLURM, *kept}
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name in kept or not name.startswith(OF_SLURM)
-    }
+    but for those in `retained`."""
+    variables = {}
+    for name, value in os.environ.items():
+        if name in WHICH_SLURM or name in retained or not name.startswith(OF_SLURM):
+            variables[name] = value
+    return variables
 
 
 @contextmanager
 def submitting(options: Collection[str]) -> Iterator[None]:
-    """While open, variables of the shell say nothing to sbatch but FROM_SHELL, without `options`,
-    which the job sets itself: to sbatch, a variable counts more than the script of a job. Jobs ask
-    no hub: all was downloaded."""
-    kept = environment([f"SBATCH_{name.upper()}" for name in FROM_SHELL if name not in options])
-    with patch.dict(os.environ, {**kept, "HF_HUB_OFFLINE": "1"}, clear=True):
+    """A context in which sbatch sees only those variables of the shell that are in FROM_SHELL and
+    not in `options`, which the job sets itself: to sbatch, a variable counts more than the script
+    of a job. Jobs do not use the hub, as everything is downloaded before."""
+    from_shell = [f"SBATCH_{name.upper()}" for name in FROM_SHELL if name not in options]
+    variables = {**environment(from_shell), "HF_HUB_OFFLINE": "1"}
+    with patch.dict(os.environ, variables, clear=True):
         yield
 
 
@@ -219,15 +219,14 @@ REFUSALS = {
 UNANSWERED = re.compile(r"Socket timed out|Unable to contact slurm controller|^timeout: ")
 
 
-def advice(words: str, kind: str) -> str:
-    """What can be done when sbatch, with these words, has not taken jobs of a kind."""
-    if UNANSWERED.search(words):
+def advice(message: str, kind: str) -> str:
+    """What to do after sbatch, with this message, has not accepted jobs of a kind."""
+    if UNANSWERED.search(message):
         return (
-            "the scheduler has not answered, and may have taken them: see squeue before you "
+            "the scheduler has not answered, and may have accepted them: see squeue before you "
             "start this again"
         )
-    of_kind = f"change resources.every, resources.jobs.{kind} or resources.models"
-    return next(
-        (what for error, what in REFUSALS.items() if re.search(error, words, re.IGNORECASE)),
-        of_kind,
-    )
+    for pattern, what in REFUSALS.items():
+        if re.search(pattern, message, re.IGNORECASE):
+            return what
+    return f"change resources.every, resources.jobs.{kind} or resources.models"

@@ -33,10 +33,10 @@ from moe_lab.study.identity import digest
 from moe_lab.study.provenance import NOTED, code_state
 from moe_lab.study.record import Study
 from moe_lab.study.runs import RECORD, Run, Submitted, runs
-from moe_lab.study.schedule import Schedule, say
+from moe_lab.study.schedule import Schedule, inform
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.arrays import Array, arrange, configured, is_for_gpus, options, resources
-from moe_lab.study.slurm.pack import Pack, Record
+from moe_lab.study.slurm.jobs import RecordJob, StepsJob
 from moe_lab.study.slurm.scheduler import Queued
 from moe_lab.study.step import Step, unmerged
 
@@ -65,7 +65,7 @@ def submit(schedule: Schedule, study: Study, run: Run) -> None:
         try:
             if run.logs.exists():  # sbatch may have handed one in, and then have got no answer
                 scheduler.cancel({job.array for job in run.jobs})
-                scheduler.cancel(scheduler.handed_in(run.logs.absolute()))
+                scheduler.cancel(scheduler.submitted_from(run.logs.absolute()))
         except UserError as left:
             raise UserError(
                 f"{str(error) or 'interrupted'}; jobs may be left in the queue: {left}"
@@ -144,19 +144,19 @@ class Submission:
         store = self.study.store.root
         launcher = self.study.config.launcher
         run = str(self.run.folder.relative_to(store / "runs"))
-        packs = [Pack(str(store.absolute()), pack, run, launcher) for pack in array.packs]
-        whole = self._hand_in(array.kind, array.asks, packs, array.packs, "afterok", after)
+        packs = [StepsJob(str(store.absolute()), pack, run, launcher) for pack in array.packs]
+        whole = self._submit(array.kind, array.asks, packs, array.packs, "afterok", after)
         self.jobs.update(dict.fromkeys(own, whole))
 
     def close(self) -> None:
         """Submit the job that writes the record when all others have ended, successfully or not."""
         every = configured([self.study.config.resources.every])
         asks = {**every, **RECORD_ASKS, "memory": 0 if every["memory"] == 0 else RECORD_MEMORY}
-        self._hand_in(
-            RECORD, asks, [Record(self.study, self.run)], [[]], "afterany", self.jobs.values()
+        self._submit(
+            RECORD, asks, [RecordJob(self.study, self.run)], [[]], "afterany", self.jobs.values()
         )
 
-    def _hand_in(
+    def _submit(
         self,
         kind: str,
         asks: Mapping[str, Any],
@@ -231,7 +231,7 @@ class Submission:
             tries += 1
         if tries:
             known = {ids[0].partition("_")[0], *(job.array for job in self.run.jobs)}
-            scheduler.cancel(scheduler.handed_in(self.run.logs.absolute()) - known)
+            scheduler.cancel(scheduler.submitted_from(self.run.logs.absolute()) - known)
         return ids
 
 
@@ -258,9 +258,11 @@ def _announce(submission: Submission) -> None:
         print(f"{array}  {kind}: {_count(len(tasks), 'job')}, {_count(steps, 'step')}", flush=True)
     own = {step for job in jobs for step in job.steps}
     if earlier := {job for step, job in submission.jobs.items() if step not in own}:
-        say(f"{study}: steps that are under way already are in jobs {', '.join(sorted(earlier))}")
+        inform(
+            f"{study}: steps that are under way already are in jobs {', '.join(sorted(earlier))}"
+        )
     if jobs:
-        say(
+        inform(
             f"{study}: submitted; see python -m moe_lab.study status {study} "
             f"store={submission.study.store.root}"
         )

@@ -21,19 +21,26 @@ from moe_lab.results import DIGITS
 from moe_lab.study.claims import own_job, restarts
 from moe_lab.study.record import Study
 from moe_lab.study.runs import Run, runs
-from moe_lab.study.schedule import Schedule, StepError, Worker, say_notices, watch, work
-from moe_lab.study.slurm import scheduler
-from moe_lab.study.status import alive
+from moe_lab.study.schedule import (
+    Schedule,
+    StepError,
+    WorkerProcess,
+    print_notices,
+    show_progress,
+    work,
+)
+from moe_lab.study.slurm import in_queue, scheduler
+from moe_lab.study.status import queued_jobs
 from moe_lab.study.step import Step, unmerged
-from moe_lab.study.store import Store, looks
+from moe_lab.study.store import Store, retries
 
 SAVING = 20.0
-"""Most seconds for which a pass may save: Slurm kills a preempted job 30 s after its warning,
-unless set otherwise."""
+"""Most seconds for which a pass may save: by default Slurm kills a preempted job 30 s after its
+warning."""
 
 
 @dataclass(frozen=True)
-class Pack:
+class StepsJob:
     """The steps of one job, called by submitit on the node.
 
     `store`: the store's folder. `run`: STUDY/RUN that it belongs to. `launcher`: its `max_requeues`
@@ -46,23 +53,23 @@ class Pack:
     launcher: LauncherConfig
 
     @cached_property
-    def worker(self) -> Worker:
-        """Does the steps of this job, in a process of its own."""
-        return Worker(Store(self.store, 60 * self.launcher.stale_minutes))
+    def worker(self) -> WorkerProcess:
+        """Computes the steps of this job, in a process of its own."""
+        return WorkerProcess(Store(self.store, 60 * self.launcher.stale_minutes, in_queue))
 
     def __call__(self) -> dict[str, int]:
-        """Do the steps that are missing. A failed step leaves its error in the store, and the
-        others go on."""
+        """Compute the missing steps. A failed step leaves its error in the store, and the others
+        continue."""
         signal.signal(signal.SIGTERM, self.leave)
         store = self.worker.store
-        store.check_there()  # a node that does not see the store must not create a new one
+        store.check_exists()  # a node that does not see the store must not create a new one
         store.create()
         schedule = Schedule(self.steps)
-        with Run(store, store.root / "runs" / self.run).held():
-            schedule.lack(_absent(schedule, store))
+        with Run(store, store.root / "runs" / self.run).claim():
+            schedule.skip(missing_inputs(schedule, store))
             with self.worker as execute:
                 work(schedule, store, execute)
-        say_notices(store)
+        print_notices(store)
         return {
             "done": len(schedule.finished),
             "failed": len(schedule.failed),
@@ -73,52 +80,51 @@ class Pack:
         """Handle SIGTERM. A job that Slurm still lists as running is being preempted: it is
         requeued, as when its time is up; so is one that cannot tell, in an image without scontrol.
         One that Slurm requeues itself saves. A cancelled job exits at once. Claims are released."""
-        told: dict[str, str] = {}
+        state: dict[str, str] = {}
         with suppress(UserError):
-            told = scheduler.fate(str(own_job()), limit=5.0)
-        if told.get("JobState", "RUNNING") == "RUNNING":
+            state = scheduler.job_state(str(own_job()), limit=5.0)
+        if state.get("JobState", "RUNNING") == "RUNNING":
             os.kill(os.getpid(), signal.SIGUSR2)
             return
-        if int(told.get("Restarts", "0")) > restarts():
+        if int(state.get("Restarts", "0")) > restarts():
             self.worker.end(SAVING)
         sys.exit(128 + signal.SIGTERM)
 
     def checkpoint(self) -> DelayedSubmission | None:
-        """The job to requeue when this one must stop; it resumes from what the steps have saved in
-        the store, which a pass does now. None when no requeue is left."""
+        """The job to requeue when this one must stop; it resumes from the files that steps have
+        saved in the store, which a pass does now. None when it may not be requeued again."""
         self.worker.end(min(SAVING, self.launcher.signal_seconds / 2))
-        if (left := self.launcher.max_requeues) == 0:
+        requeues = self.launcher.max_requeues
+        if requeues == 0:
             return None
-        return DelayedSubmission(
-            replace(self, launcher=replace(self.launcher, max_requeues=left - 1))
-        )
+        launcher = replace(self.launcher, max_requeues=requeues - 1)
+        return DelayedSubmission(replace(self, launcher=launcher))
 
 
-def _absent(schedule: Schedule, store: Store) -> list[Step]:
-    """Inputs from other jobs that are not in the store, which is looked at again while no input has
-    failed.
-    Marks those that are there as finished."""
+def missing_inputs(schedule: Schedule, store: Store) -> list[Step]:
+    """Inputs from other jobs that are missing in the store. Waits for them while no input has
+    failed, and marks those that are finished."""
     own = {step.id for step in schedule.steps}
-    outside = [needed for step in schedule.steps for needed in step.needs if needed.id not in own]
-    absent: list[Step] = []
-    for _ in looks():
-        there = store.present()
-        schedule.finished |= {step.id for step in outside if step.id[:DIGITS] in there}
-        absent = [step for step in outside if step.id not in schedule.finished]
-        if not absent or any(_hopeless(step, store) for step in absent):
+    inputs = [needed for step in schedule.steps for needed in step.needs if needed.id not in own]
+    missing: list[Step] = []
+    for _ in retries():
+        present = store.present()
+        schedule.finished |= {step.id for step in inputs if step.id[:DIGITS] in present}
+        missing = [step for step in inputs if step.id not in schedule.finished]
+        if not missing or any(_has_failed(step, store) for step in missing):
             break
-    return absent
+    return missing
 
 
-def _hopeless(step: Step, store: Store) -> bool:
+def _has_failed(step: Step, store: Store) -> bool:
     """Whether a step, or one that it needs, has failed."""
-    return store.error(step.id) is not None or any(
-        _hopeless(needed, store) for needed in step.needs
-    )
+    if store.error(step.id) is not None:
+        return True
+    return any(_has_failed(needed, store) for needed in step.needs)
 
 
 @dataclass(frozen=True)
-class Record:
+class RecordJob:
     """The last job of a submission: writes the study's record and its report."""
 
     study: Study
@@ -154,16 +160,17 @@ def settle(schedule: Schedule, store: Store) -> None:
 
 
 EVERY = 3.0
-"""Seconds between two looks at the store and the scheduler, which other users share."""
+"""Seconds between two queries of the store and the scheduler, which other users share."""
 
 
 def follow(schedule: Schedule, study: Study) -> None:
-    """Wait until the study has no job left; then update `schedule` from the store."""
+    """Wait until no job of the study is queued; then update `schedule` from the store."""
     jobs = {job.id: job for run in runs(study.store, study.config.study) for job in run.jobs}
-    with watch(schedule, study.store):
-        while any(alive(jobs)):  # also while the scheduler does not answer, as jobs go on then
+    with show_progress(schedule, study.store):
+        # Jobs continue while the scheduler does not answer, which is an error in the tuple.
+        while any(queued_jobs(jobs)):
             time.sleep(EVERY)
-            claimed = study.store.claims.living()
+            claimed = study.store.claims.active()
             with schedule.changed:
                 _note_finished(schedule, study.store)
                 for step in schedule.waiting.values():
@@ -173,6 +180,7 @@ def follow(schedule: Schedule, study: Study) -> None:
 
 
 def _note_finished(schedule: Schedule, store: Store) -> None:
-    there = store.present()
-    for step in [step for step in schedule.waiting.values() if step.id[:DIGITS] in there]:
-        schedule.finish(step, did=step.id in schedule.running)
+    present = store.present()
+    for step in list(schedule.waiting.values()):
+        if step.id[:DIGITS] in present:
+            schedule.finish(step, computed=step.id in schedule.running)

@@ -1,0 +1,170 @@
+"""Overrides of a command line, such as ratio=0.25,0.5: read by Hydra's grammar, and sorted into a
+`grid.Draft`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, QuotedString
+from hydra.errors import HydraException
+
+from moe_lab import grid
+from moe_lab.config import CellConfig, Config
+from moe_lab.config.base import fields_of, is_text, type_at
+from moe_lab.errors import UserError, unknown
+
+_OVERRIDE = re.compile(r"(?P<sign>\+{0,2})(?P<key>[\w.]+)=(?P<value>.*)", re.DOTALL)
+_PLAIN_TEXT = re.compile(r"[\w.+-]+")
+_QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+_UNQUOTED = r"""(?:[^,\[\]{}()'":]|:(?! ))+"""
+
+
+def for_hydra(text: str) -> str:
+    """An override as Hydra accepts it for a setting that its file may not have: study=2026_11_25
+    becomes ++study='2026_11_25', as a value of a text setting is no number. Other overrides are
+    unchanged."""
+    match = _OVERRIDE.fullmatch(text)
+    key = match["key"] if match else ""
+    # and neither a group nor an experiment
+    is_setting = "." in key or (_type(key) and not fields_of(_type(key)))
+    if match is None or key.startswith("hydra.") or not is_setting:
+        return quote_letters(text)
+    value = match["value"]
+    if is_text(_type(key)):
+        parts = value.split(",")
+        value = ",".join(
+            f"'{part}'" if _PLAIN_TEXT.fullmatch(part) and part != "null" else part
+            for part in parts
+        )
+    return quote_letters(f"++{key}={value}")
+
+
+def quote_letters(text: str) -> str:
+    """The override with quotes around those of its values that have a letter outside ASCII, which
+    folders of users may have. Hydra's grammar reads such letters in quotes alone."""
+
+    def quote(match: re.Match[str]) -> str:
+        value = match[0]
+        if value.isascii() or value[0] in "'\"":
+            return value
+        return value.replace(value.strip(), f"'{value.strip()}'")
+
+    key, equals, value = text.partition("=")
+    return key + equals + re.sub(f"{_QUOTED}|{_UNQUOTED}", quote, value)
+
+
+def _type(key: str) -> Any:
+    """The type of a setting; None if there is no such setting."""
+    group, _, _ = key.partition(".")
+    return type_at(CellConfig if group in grid.AXES else Config, key.split("."))
+
+
+def parse(texts: Iterable[str]) -> list[tuple[str, Override]]:
+    """Each override with what Hydra reads in it. Raises UserError for one that Hydra cannot
+    read."""
+    hydra = GlobalHydra.instance()
+    parser = OverridesParser.create(hydra.config_loader() if hydra.is_initialized() else None)
+    parsed = []
+    for text in texts:
+        try:
+            parsed += [(text, override) for override in parser.parse_overrides([for_hydra(text)])]
+        except HydraException:
+            raise UserError(
+                f"{text} cannot be read: expected SETTING=VALUE or GROUP=NAME; a value with "
+                "special characters is put "
+                f"in quotes, as in {_in_quotes(text)}"
+            ) from None
+    return parsed
+
+
+def list_of_texts(key: str, parsed: Iterable[tuple[str, Override]]) -> list[str]:
+    """The list of texts that overrides set `key` to, which is needed before the others are checked;
+    [] for any other value."""
+    values = [override.value() for _, override in parsed if override.key_or_group == key]
+    return [
+        item
+        for value in values
+        if isinstance(value, list)
+        for item in value
+        if isinstance(item, str)
+    ]
+
+
+def _in_quotes(text: str) -> str:
+    """An override, for a shell, whose value is one text whatever characters it has."""
+    key, _, value = text.partition("=")
+    escaped = value.strip("'\"").replace("\\", "\\\\").replace("'", "\\'")
+    return f"\"{key}='{escaped}'\""
+
+
+def add_to_draft(text: str, override: Override, files: grid.Files, draft: grid.Draft) -> list[str]:
+    """Add an override of cells to `draft`. Returns the overrides that Hydra composes with: one or
+    none.
+
+    Raises UserError for an unknown setting or choice, and for several values of a setting that has
+    one in a study.
+    """
+    key = override.key_or_group
+    group = key.partition(".")[0]
+    if key.startswith("hydra") or override.package is not None:
+        return [quote_letters(text)]
+    if files.names(key):
+        return [text] if override.is_delete() else _add_choices(text, override, files, draft)
+    if _type(group) is None:
+        raise unknown("setting", group, [*fields_of(Config), *grid.AXES])
+    if override.is_delete():
+        if group not in grid.GROUPS:
+            return [text]
+        draft.overrides.append((key, grid.REMOVED))
+        return []
+    listed = values(override)
+    is_several = len(listed) > 1 or override.is_sweep_override()
+    if not listed or (override.is_sweep_override() and not override.is_discrete_sweep()):
+        raise UserError(f"{text} names no values: expected some, separated by commas")
+    if key in grid.VALUES or (is_several and group in grid.GROUPS):
+        draft.typed[key] = listed
+        return []
+    if is_several:
+        raise UserError(
+            f"{text} names several values, and {key} has one in a study: expected one (a text "
+            "with a comma as "
+            f"{_in_quotes(text)}), or -m in front for several studies"
+        )
+    if group in grid.GROUPS:
+        draft.overrides.append((key, listed[0]))
+        return []
+    return [for_hydra(text)]
+
+
+def _add_choices(text: str, override: Override, files: grid.Files, draft: grid.Draft) -> list[str]:
+    """`add_to_draft` for an override that names files of a group."""
+    group = override.key_or_group
+    known = files.names(group)
+    names: list[str] = []
+    for value in values(override):
+        items: Sequence[Any] = value if isinstance(value, list) else [value]
+        names += ["null" if item is None else str(item) for item in items]
+    if group in grid.GROUPS:
+        draft.typed[group] = names
+    elif len(names) != 1:
+        raise UserError(
+            f"{text} names several files, and {group} has one in a study: expected one of them"
+        )
+    elif names[0] not in known:
+        raise unknown(group, names[0], known)
+    return [text] if len(names) == 1 and names[0] in known else []
+
+
+def values(override: Override) -> list[Any]:
+    """The values of an override: several where it has commas or one of Hydra's functions for
+    sweeps."""
+    if not override.is_discrete_sweep():
+        return [override.value()]
+    return [
+        value.text if isinstance(value, QuotedString) else value
+        for value in override.sweep_iterator()
+    ]

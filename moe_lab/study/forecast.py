@@ -1,0 +1,34 @@
+"""What a run would do, for a dry run."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from moe_lab.errors import user_errors
+from moe_lab.study.estimates import forecast, learned
+from moe_lab.study.other_stores import finished_in, open_other
+from moe_lab.study.preflight import too_small
+from moe_lab.study.record import Study
+from moe_lab.study.schedule import console, print_notices
+
+
+def print_forecast(study: Study) -> list[str]:
+    """Print a table of the steps of a study, and with launcher=slurm one of the jobs' resources.
+    Returns a sentence for each resource that is too small."""
+    config = study.config
+    available = [finished_in(open_other(path), study.graph.steps) for path in config.also]
+    steps, done = study.in_store(set().union(*available))
+    print_notices(study.store)
+    seconds = learned(study.store)
+    console.print(forecast(steps, done, config.resources.gpu_memory, seconds))
+    missing = [step for step in steps if step.id not in done]
+    problems = too_small(study.store.root, missing, config.launcher)
+    if config.launcher.name == "slurm" and missing:
+        from moe_lab.study.slurm.arrays import arrange, resources, table
+
+        ask = partial(resources, settings=config.resources, seconds=seconds)
+        jobs = partial(arrange, missing, ask, config.launcher)
+        problems += user_errors(
+            lambda: console.print(table(jobs(), config.resources.longest, seconds))
+        )
+    return problems

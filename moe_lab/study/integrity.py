@@ -1,0 +1,128 @@
+"""Seal the folder of a finished step, and find what is missing or damaged in it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+from moe_lab.json_files import Damaged, read_json, read_sealed, write_sealed
+
+STEP = "step.json"
+"""The one file beside a step's results: what it is (its identity in full), how it came about
+(provenance), size and sha256 of each file with the modification time that all were given; sealed,
+as all documents of the store are.
+
+Hashing takes most of a second per GiB, so a start compares only sizes and times. The time is a
+whole, even number of seconds, which all file systems keep, before the publication of the step: any
+later write to a file changes it."""
+PROVENANCE = "provenance.json"
+"""In a scratch folder: what a worker says of how the step came about; it becomes part of STEP."""
+TICK = 2
+"""Seconds between two modification times on the file systems with the coarsest clocks."""
+NANO = 10**9
+
+
+def seal(folder: Path, document: Mapping[str, Any]) -> None:
+    """Give all files and folders the permissions of `folder`, set the modification time of files,
+    and write STEP.
+
+    `document`: the identity of the step; or its STEP in another store, with which the files were
+    compared, and of which large ones may be links that have its time already.
+    """
+    provenance: dict[str, Any] = {}
+    with suppress(FileNotFoundError):
+        provenance = read_json(folder / PROVENANCE, {})
+        (folder / PROVENANCE).unlink()
+    content = {"provenance": provenance, "time": (int(time.time()) // TICK - 1) * TICK, **document}
+    paths = sorted(folder.rglob("*"))
+    files = [path for path in paths if path.is_file()]
+    if "files" not in content:
+        content["files"] = {str(path.relative_to(folder)): file_entry(path) for path in files}
+    mode = stat.S_IMODE(folder.stat().st_mode)
+    for path in paths:
+        if path.is_symlink():
+            continue
+        if path.is_dir():
+            path.chmod(mode)
+        else:
+            path.chmod(mode & 0o666)  # safetensors makes files that only their owner may read
+            os.utime(path, ns=(content["time"] * NANO, content["time"] * NANO))
+    write_sealed(folder / STEP, content, indent=1)
+    (folder / STEP).chmod(mode & 0o666)
+
+
+def file_entry(path: Path) -> dict[str, Any]:
+    """Size and sha256 of a file, as in STEP."""
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": _sha256(file)}
+
+
+def _sha256(file: BufferedReader) -> str:
+    return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_step(folder: Path) -> dict[str, Any]:
+    """STEP of a finished step. Raises FileNotFoundError without it, and Damaged when it is not as
+    it was written."""
+    document: dict[str, Any] = read_sealed(folder / STEP, {})
+    return document
+
+
+def damage(folder: Path, *, hash_all: bool = False) -> dict[str, str]:
+    """Missing and damaged files of a step's folder: file -> "missing" or "damaged".
+
+    It is found by size and modification time; a file with another time is hashed, and gets its time
+    back if unchanged. With `hash_all`, every file is hashed, and a damaged one gets another time,
+    so that it is found from then on. Files of other stores, to which there are links, are left as
+    they are; a link to a damaged one is removed."""
+    try:
+        document = read_step(folder)
+    except FileNotFoundError:
+        return {STEP: "missing"}
+    except Damaged:
+        return {STEP: "damaged"}
+    states = {}
+    for name, expected in document["files"].items():
+        try:
+            if not _as_published(folder / name, expected, document["time"], hash_all):
+                states[name] = "damaged"
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+            if isinstance(error, PermissionError) and not (folder / name).is_symlink():
+                raise
+            states[name] = "missing"
+    return states
+
+
+def _as_published(path: Path, expected: Mapping[str, Any], moment: int, hash_all: bool) -> bool:
+    """Whether a file has its size and hash. `moment`: the modification time that it was given, in
+    seconds."""
+    status = path.stat()
+    if status.st_size != expected["bytes"]:
+        return False
+    has_time = status.st_mtime_ns == moment * NANO
+    if has_time and not hash_all:
+        return True
+    with path.open("rb") as file:
+        unchanged = bool(_sha256(file) == expected["sha256"])
+        if unchanged != has_time and os.fstat(file.fileno()).st_mtime_ns == status.st_mtime_ns:
+            # a file of another owner: hashed again next time
+            with suppress(OSError, OverflowError):
+                _mark(path, file, moment if unchanged else None)
+    return unchanged
+
+
+def _mark(path: Path, file: BufferedReader, moment: int | None) -> None:
+    """Give an unchanged file its time back; give a damaged one (None) another time, or remove the
+    link to it."""
+    if not path.is_symlink():
+        time_ns = time.time_ns() if moment is None else moment * NANO
+        os.utime(file.fileno(), ns=(time_ns, time_ns))
+    elif moment is None:
+        path.unlink()
