@@ -310,7 +310,9 @@ def read(path: str) -> dict[str, Any]:
 
 def is_plan(content: Mapping[str, Any]) -> bool:
     """Whether the file is a plan: then exactly that plan is used, without a criterion."""
-    return "schema" in content and fits(content, {"layers": {str: {"experts": int, "keep": list}}})
+    return "schema" in content and fits(
+        content, {"layers": {str: {"experts": int, "retained": list}}}
+    )
 
 
 def listed(path: str | None, granularity: str) -> dict[str, Any]:
@@ -338,7 +340,7 @@ def experts(problem: Experts) -> dict[int, int]:
     content = listed(problem.path, "expert")
     if is_plan(content):
         content = {
-            layer: about["experts"] - len(about["keep"])
+            layer: about["experts"] - len(about["retained"])
             for layer, about in content["layers"].items()
         }
     remove = _of_layers(content, problem.limits)
@@ -374,7 +376,9 @@ def channels(problem: Channels) -> Budgets:
                 f"expected {scores.shape[0]} of {scores.shape[1]}: the plan is of another model"
             )
         budgets[layer] = numpy.zeros(len(scores), dtype=numpy.int64)
-        budgets[layer][about["keep"]] = [int(mask, 16).bit_count() for mask in about["channels"]]
+        budgets[layer][about["retained"]] = [
+            int(mask, 16).bit_count() for mask in about["channels"]
+        ]
     _agree(
         1 - sum(int(kept.sum()) for kept in budgets.values()) / int(problem.sizes.sum()),
         problem.ratio,

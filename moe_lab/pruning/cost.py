@@ -20,7 +20,6 @@ from moe_lab.models.experts import replace_experts
 from moe_lab.models.families import DISK_SHARED
 from moe_lab.pruning.mask import mask, mask_layers
 from moe_lab.pruning.plan import Plan
-from moe_lab.pruning.prune import check_fit
 from moe_lab.statistics import Layers
 from moe_lab.statistics.observe import Batch, Observer, Tap
 
@@ -260,7 +259,7 @@ def layered_routing(
     from moe_lab.statistics.streaming import stream  # few costs need it
 
     if plan is not None:
-        check_fit(plan, moe_layers(streamed.model))
+        plan.check_model(moe_layers(streamed.model))
         passing["under"] = lambda layer: mask_layers([layer], plan)
     return _routing(plan, pruned, stream(streamed, LoadTap, batches, **passing).layers, batches)
 
@@ -272,8 +271,9 @@ def _routing(
     channels = {}
     for layer in pruned:
         tokens = load[layer.index]["tokens"]
-        kept = tokens if plan is None else tokens[list(plan.experts[layer.index])]
-        channels[layer.index] = int((kept * computed_widths(layer)).sum())
+        if plan is not None:
+            tokens = tokens[list(plan.layers[layer.index].retained)]
+        channels[layer.index] = int((tokens * computed_widths(layer)).sum())
     return Routing(sum(int(valid.sum()) for _, valid in batches), channels)
 
 

@@ -51,7 +51,7 @@ def check_merging(settings: RecoveryConfig, allocation: AllocationConfig, ratio:
     path = allocation.path
     merges = allocation.replacement in GROUPINGS and ratio > 0
     if path is not None and listed.is_plan(listed.read(path)):
-        merges = bool(Plan.load(path).merged)
+        merges = bool(Plan.load(path).merged_layers)
     if not merges:
         raise UserError(
             f"recovery={settings.name} fits merged experts, and "

@@ -18,7 +18,8 @@ from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.experts import check_output, stand_in
 from moe_lab.pruning.mask import mask
-from moe_lab.pruning.plan import Plan, make_plan
+from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.selection import make_plan
 from moe_lab.search.evolution import SearchSettings
 from moe_lab.search.fitness import Contexts, average, contexts, log_probabilities, row_sums
 from moe_lab.search.schedules import Schedule

@@ -21,25 +21,25 @@ from moe_lab.allocation.shapes import LIMIT, check_removals, kept_subsets
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
 from moe_lab.models.experts import spread, wide
-from moe_lab.pruning.mask import sliced_router
+from moe_lab.pruning.routers import sliced_router
 from moe_lab.statistics import Layers, Statistics
 from moe_lab.statistics.observe import Tap
 
 BUDGET = 1 << 28
 """Bytes for the outputs of all experts, and for the products between them, for the tokens of one
 chunk."""
-COLUMNS = ("layer", "kept", "error", "relative", "chosen")
+COLUMNS = ("layer", "retained", "error", "relative", "chosen")
 
 
 @dataclass(frozen=True)
 class Reconstruction:
     """The chosen experts, and the error of each choice."""
 
-    kept: dict[int, tuple[int, ...]]
-    """Layer -> ids of the experts to keep, ascending."""
+    retained: dict[int, tuple[int, ...]]
+    """Layer -> ids of the experts to retain, ascending."""
     errors: list[tuple[int, list[int], float, float, bool]]
-    """A row per choice, as COLUMNS: layer, kept ids, || F - F_S ||_F, that over || F ||_F, whether
-    it was chosen."""
+    """A row per choice, as COLUMNS: layer, retained ids, error = || F - F_S ||_F, error / || F
+    ||_F, whether chosen."""
 
 
 def reconstruct(
@@ -73,18 +73,18 @@ def reconstruct(
 
 
 def _best(choices: Mapping[int, Sequence[tuple[int, ...]]], sums: Layers) -> Reconstruction:
-    kept: dict[int, tuple[int, ...]] = {}
+    retained: dict[int, tuple[int, ...]] = {}
     table = []
     for layer, subsets in choices.items():
         errors = sums[layer]["error"].sqrt().tolist()
-        whole = sqrt(float(sums[layer]["square"]))
+        norm = sqrt(float(sums[layer]["square"]))
         best = errors.index(min(errors))
-        kept[layer] = subsets[best]
+        retained[layer] = subsets[best]
         for number, (subset, error) in enumerate(zip(subsets, errors, strict=True)):
             table.append(
-                (layer, list(subset), error, error / whole if whole else 0.0, number == best)
+                (layer, list(subset), error, error / norm if norm else 0.0, number == best)
             )
-    return Reconstruction(kept, table)
+    return Reconstruction(retained, table)
 
 
 class SubsetTap(Tap):

@@ -108,7 +108,12 @@ def test_merged_experts_count_as_merged_with_and_without_their_router_row(
     """Experts 1 and 2 are merged; 2 loses its row of the router, or shares expert 1 with its
     own."""
     masks = {0: "ff", 1: "ff", 2: "00"}
-    layer = {"experts": 4, "width": 8, "keep": kept, "channels": [masks[expert] for expert in kept]}
+    layer = {
+        "experts": 4,
+        "width": 8,
+        "retained": kept,
+        "channels": [masks[expert] for expert in kept],
+    }
     layer["merged"] = {"1": {"1": 0.5, "2": 0.5}}
     reader = SimpleNamespace(
         folder=lambda name: tmp_path / name, json=lambda *_: {"layers": {"0": layer}}

@@ -16,8 +16,9 @@ from moe_lab.models.families import (
     Place,
     predicting_experts,
 )
-from moe_lab.pruning import Form, LayerForm, Part
-from moe_lab.pruning.export.parts import UNSIGNED, Chunk, Constant, Matrix, Piece, Projection, Span
+from moe_lab.pruning import Form, LayerForm
+from moe_lab.pruning.export.chunks import UNSIGNED, Chunk, Constant, Matrix, Piece, Projection, Span
+from moe_lab.pruning.layer_plan import StoredExpert
 from moe_lab.pruning.plan import Plan
 
 AFTER_SOFTMAX = "moe_statics."
@@ -103,28 +104,28 @@ class Block:
     def _chunks(self, entry: Entry, place: Place) -> Iterator[Chunk]:
         """What is written for the stored experts of a stack, or for one expert."""
         size = entry.size // self.count if place.kind == "stack" else entry.size
-        for expert, part in zip(self.layer.experts, self.layer.parts, strict=True):
+        for expert, stored in zip(self.layer.experts, self.layer.stored, strict=True):
             if place.kind == "stack" or place.expert == expert:
                 start = entry.start + expert * size if place.kind == "stack" else entry.start
-                if not part.members:
+                if not stored.members:
                     yield Constant(b"\0", size)
-                elif part.whole is not None:
+                elif stored.copied is not None:
                     yield Span(entry.shard, start, size)
                 elif place.axes is not None:
                     yield from (
-                        self._projection(part, role, entry.dtype) for role in place.axes.roles
+                        self._projection(stored, role, entry.dtype) for role in place.axes.roles
                     )
 
     def packed(self) -> Iterator[Piece]:
         """The packed tensors: gate_up_packed (sum of 2 I_e, H), down_packed (sum of I_e, H) and, in
         a layer with constants, constants (experts of width 0, H)."""
-        parts = self.layer.parts
+        experts = self.layer.stored
         total = sum(self.layer.widths or ())
         dtype = _common_type({matrix.dtype for matrix in self.matrices.values()})
         gate_up = tuple(
-            self._projection(part, role, dtype) for part in parts for role in ("gate", "up")
+            self._projection(expert, role, dtype) for expert in experts for role in ("gate", "up")
         )
-        down = tuple(self._projection(part, "down", dtype, as_rows=True) for part in parts)
+        down = tuple(self._projection(expert, "down", dtype, as_rows=True) for expert in experts)
         hidden = down[0].matrix.rows
         yield Piece(f"{self.prefix}experts.gate_up_packed", dtype, (2 * total, hidden), gate_up)
         yield Piece(f"{self.prefix}experts.down_packed", dtype, (total, hidden), down)
@@ -133,10 +134,10 @@ class Block:
             yield Piece(f"{self.prefix}experts.constants", "F32", values.shape, (content,))
 
     def _projection(
-        self, part: Part, role: str, dtype: str, *, as_rows: bool = False
+        self, stored: StoredExpert, role: str, dtype: str, *, as_rows: bool = False
     ) -> Projection:
-        matrices = {member.expert: self.matrices[role, member.expert] for member in part.members}
-        return Projection(part, matrices, dtype, down=role == "down", as_rows=as_rows)
+        matrices = {member.expert: self.matrices[role, member.expert] for member in stored.members}
+        return Projection(stored, matrices, dtype, down=role == "down", as_rows=as_rows)
 
     def check_complete(self, folder: Path) -> None:
         """Raise UserError unless there are one router, which can do without dropped experts, and
@@ -181,17 +182,18 @@ def pieces(
     tensors: dict[int, dict[str, tuple[Entry, Place]]] = {}
     for name, place in places.items():
         tensors.setdefault(place.layer, {})[name] = checkpoint.tensors[name], place
-    if sorted(tensors) != sorted(plan.experts):
+    if sorted(tensors) != sorted(plan.layers):
         raise UserError(
-            f"plan is for another model: it is about layers {sorted(plan.experts)}, and "
-            f"{checkpoint.folder} has "
-            f"experts in layers {sorted(tensors)}"
+            f"plan is for another model: it has layers {sorted(plan.layers)}, and "
+            f"{checkpoint.folder} has experts in "
+            f"layers {sorted(tensors)}"
         )
     blocks = {
-        index: Block(tensors[index], form[index], count) for index, count in plan.n_experts.items()
+        index: Block(tensors[index], form[index], layer.n_experts)
+        for index, layer in plan.layers.items()
     }
     for index, block in blocks.items():
-        width = plan.width(index)
+        width = plan.layers[index].width
         if block.layer.changed and width is not None:
             if family.unfit:
                 raise UserError(

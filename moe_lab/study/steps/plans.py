@@ -108,14 +108,12 @@ def check_plan_file(cell: Cell) -> None:
     """Raise UserError when allocation.path is a plan that still has to be aligned, or one of
     another model. The model is checked only if it is a folder on this machine; the step checks
     again."""
-    from moe_lab.pruning.replace import check_aligned
-
     plan = plan_in(cell.allocation)
     folder = Path(resolve(cell.model.path)).expanduser()
     if plan is None:
         return
     if cell.allocation.replacement == "none":  # otherwise, a step of its own aligns it
-        check_aligned(plan)
+        plan.check_aligned()
     if plan.provenance.get("model_sha256") and folder.is_dir():
         plan.check_origin([("model_sha256", partial(fingerprint, folder))], cell.model.path)
 
@@ -134,7 +132,7 @@ def drops_whole_experts(cell: Cell) -> bool:
     if cell.allocation.replacement != "none":
         return False
     if plan := plan_in(cell.allocation):
-        return not plan.channels
+        return not plan.has_channels
     return criteria.get(cell.criterion.name).granularity == "expert"
 
 
@@ -280,8 +278,7 @@ class FromScores(MakesPlan):
     def work(self, files: Files) -> None:
         from safetensors.numpy import load
 
-        from moe_lab.pruning.plan import ties
-        from moe_lab.pruning.replace import plan_from_scores
+        from moe_lab.pruning.selection import plan_from_scores, ties
 
         model = self.facts_of(self.facts, files)
         about = {**self.origin(model), "scores": self.scores.folder.rpartition("/")[2]}
@@ -296,17 +293,20 @@ class FromScores(MakesPlan):
             scored: dict[int, Any] = {int(layer): values for layer, values in channels.items()}
         else:
             scored = files.expert_scores(self.scores)
-        plan = plan_from_scores(
-            settings, scored, granularity, model["layers"], evidence, provenance=about
-        )
+        plan = plan_from_scores(settings, scored, model["layers"], evidence, provenance=about)
         tied = ties(plan, scored, model["layers"])
         if given := plan_in(self.asked.allocation):  # it passed as an allocation: use it unchanged
             plan = given
             tied = {}
             plan.check_origin([("model_sha256", lambda: str(model["sha256"]))], "this model")
         self.save(plan, model, files, tied)
-        if granularity == "channel" and plan.channels:
-            files.table("budgets.parquet", results.BUDGETS, tables.budgets(scored, plan.channels))
+        if granularity == "channel" and plan.has_channels:
+            masks = {
+                number: layer.channels
+                for number, layer in plan.layers.items()
+                if layer.channels is not None
+            }
+            files.table("budgets.parquet", results.BUDGETS, tables.budgets(scored, masks))
 
 
 class Search(MakesPlan, OnText):
@@ -381,8 +381,8 @@ class Reconstruction(MakesPlan, OnText):
             multiple_of=settings["multiple_of"],
             **settings["parameters"],
         )
-        counts = {layer: about["n_experts"] for layer, about in model["layers"].items()}
-        self.save(Plan(best.kept, counts, self.origin(model)), model, files)
+        counts = {layer: facts["n_experts"] for layer, facts in model["layers"].items()}
+        self.save(Plan.of_experts(best.retained, counts, self.origin(model)), model, files)
         files.table("errors.parquet", COLUMNS, best.errors)
 
 
@@ -416,8 +416,7 @@ class Sequential(MakesPlan, OnText):
 
     def work(self, files: Files) -> None:
         from moe_lab.models.streamed import open_streamed
-        from moe_lab.pruning.plan import ties
-        from moe_lab.pruning.replace import plan_from_scores
+        from moe_lab.pruning.selection import plan_from_scores, ties
         from moe_lab.search.sequential import prune_sequentially
         from moe_lab.statistics import by_layer
 
@@ -437,7 +436,7 @@ class Sequential(MakesPlan, OnText):
         def choose(layer: int, sums: Any) -> Any:
             here = {layer: model["layers"][layer]}
             scored = score(self, {layer: {**weights.get(layer, {}), **sums}}, here)
-            plan = plan_from_scores(settings, scored, granularity, here, {}, provenance={})
+            plan = plan_from_scores(settings, scored, here, {}, provenance={})
             tied.update(ties(plan, scored, here))
             return plan
 
