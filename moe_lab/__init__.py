@@ -313,7 +313,7 @@ def plan(
     protect: str | None = None,
     **parameters: Any,
 ) -> Plan:
-    """Decide which experts, or which of their channels, are kept when `ratio` of the routed
+    """Decide which experts, or which of their channels, are retained when `ratio` of the routed
     experts' parameters is removed.
 
     `scores`: from `score`, or your own with the columns layer, expert, (channel,) score, one row
@@ -475,8 +475,8 @@ def export(
 ) -> Path:
     """Write the checkpoint of `source`, pruned by `plan`, into the new folder `out`; returns it.
 
-    `source`: as `path` of `load`. `shape`: natural (only what is kept), masked (the shape of the
-    original, with zeros) or padded; see `moe_lab.pruning.export`. Needs at most about 50 MB of
+    `source`: as `path` of `load`. `shape`: natural (only what is retained), masked (the shape of
+    the original, with zeros) or padded; see `moe_lab.pruning.export`. Needs at most about 50 MB of
     memory. `any_model`: as in `mask`; here the fingerprint of the checkpoint is compared.
     """
     from moe_lab.config import ModelConfig

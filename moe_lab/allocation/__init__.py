@@ -15,7 +15,7 @@ from pydantic import Strict
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from moe_lab import criteria
-from moe_lab.allocation import coverage, grouping, protection, shapes
+from moe_lab.allocation import coverage, grouping, listed, protection, shapes
 from moe_lab.allocation.problem import (
     Budgets,
     Channels,
@@ -105,7 +105,7 @@ ALLOCATIONS: dict[str, Allocation] = {
             uneven=CHANNEL,
             zero_expert="drop",
         ),
-        Allocation("list", {"expert": shapes.experts, "channel": shapes.channels}),
+        Allocation("list", {"expert": listed.removals, "channel": listed.budgets}),
         Allocation(
             "evolutionary", {"expert": None}, step="search", parameters=None, uneven=("expert",)
         ),
@@ -145,7 +145,7 @@ def _(settings: AllocationConfig) -> Any:
         "source": get(settings.name).source,
     }
     if settings.path is not None:
-        content = json.dumps(shapes.read(settings.path), sort_keys=True)
+        content = json.dumps(listed.read(settings.path), sort_keys=True)
         document["path"] = sha256(content.encode()).hexdigest()
     return document
 
@@ -178,7 +178,7 @@ def check(settings: AllocationConfig, granularity: Granularity = "expert") -> No
             "allocation.parameters",
         )
     if settings.name == "list":
-        shapes.listed(settings.path, granularity)
+        listed.read_as(settings.path, granularity)
     if settings.by is not None:
         criteria.check(settings.by, {})
         if criteria.get(settings.by).granularity != "expert":
@@ -228,7 +228,7 @@ def _check_replacement(settings: AllocationConfig, allocation: Allocation) -> No
     grouping.needs(replacement)
     if replacement == "none":
         return
-    if settings.path is not None and shapes.is_plan(shapes.read(settings.path)):
+    if settings.path is not None and listed.is_plan(listed.read(settings.path)):
         raise UserError(
             f"allocation.replacement={replacement}: the plan allocation.path={settings.path} "
             "states what experts are "

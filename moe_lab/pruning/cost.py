@@ -73,27 +73,31 @@ def size(
     parameters, parameters_unpruned  after and before pruning
     parameters_kept                  share of all parameters
     routed_kept                      share of the parameters of routed experts
-    storage_bytes                    all kept parameters in bf16; with bits=4 the weight matrices of
-    `modules` in NF4 loading_bytes                    all kept parameters in bf16, what the papers
-    call loading memory
+    storage_bytes                    retained parameters in bf16; with bits=4 `modules` in NF4
+    loading_bytes                    retained parameters in bf16: loading memory in the papers
     """
-    total, kept = (sum(weight.numel() for weight in each.parameters()) for each in (model, pruned))
-    routed, routed_kept = (
-        sum(
-            weight.numel() for layer in routed_layers(each) for weight in layer.experts.parameters()
-        )
-        for each in (model, pruned)
-    )
+    parameters = _count(pruned)
+    unpruned = _count(model)
     matrices = list(_matrices(pruned, modules)) if bits == 4 else []
     return {
-        "parameters": kept,
-        "parameters_unpruned": total,
-        "parameters_kept": kept / total,
-        "routed_kept": routed_kept / routed,
+        "parameters": parameters,
+        "parameters_unpruned": unpruned,
+        "parameters_kept": parameters / unpruned,
+        "routed_kept": _routed_count(pruned) / _routed_count(model),
         "bits": bits,
-        "storage_bytes": BYTES * (kept - sum(matrices)) + sum(map(nf4_bytes, matrices)),
-        "loading_bytes": BYTES * kept,
+        "storage_bytes": BYTES * (parameters - sum(matrices)) + sum(map(nf4_bytes, matrices)),
+        "loading_bytes": BYTES * parameters,
     }
+
+
+def _count(module: nn.Module) -> int:
+    """Number of parameters."""
+    return sum(weight.numel() for weight in module.parameters())
+
+
+def _routed_count(model: PreTrainedModel) -> int:
+    """Number of parameters of routed experts."""
+    return sum(_count(layer.experts) for layer in routed_layers(model))
 
 
 def nf4_bytes(weights: int) -> int:

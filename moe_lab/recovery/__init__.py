@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_lab.allocation import shapes as listed
+from moe_lab.allocation import listed
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.config import AllocationConfig, ModelConfig, RecoveryConfig
 from moe_lab.config.base import counting_fields, identity

@@ -88,7 +88,7 @@ def test_protected_experts_are_merged_with_none() -> None:
             made = grouped(name, sums, kept, protected=(2,), scores=[1, 2, 9, 3])
             assert [2] in made and len(made) == len(kept) and sorted(chain(*made)) == [0, 1, 2, 3]
         assert grouped(name, sums, range(4), protected=range(4)) == [[0], [1], [2], [3]]
-        with pytest.raises(UserError, match="allocation.replacement=.*protected"):
+        with pytest.raises(UserError, match=r"allocation\.replacement=.*protected"):
             grouped(name, sums, (0, 1), protected=(0, 1))
 
 

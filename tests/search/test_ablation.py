@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torch
 
-from moe_lab.allocation.shapes import check_removals, count_subsets, kept_subsets
+from moe_lab.allocation.shapes import check_removals, count_subsets, retained_subsets
 from moe_lab.errors import UserError
 from moe_lab.models import load as device
 from moe_lab.models.discover import MoELayer, moe_layers
@@ -275,16 +275,18 @@ def test_nothing_lost_costs_nothing_and_errors_are_also_shares_of_the_output() -
 
 
 def test_subsets() -> None:
-    assert kept_subsets(4, 2) == [(2, 3), (1, 3), (1, 2), (0, 3), (0, 2), (0, 1)]
-    assert kept_subsets(8, 4, 4)[0] == (1, 3, 5, 7) and len(set(kept_subsets(8, 4, 4))) == 2**4
+    assert retained_subsets(4, 2) == [(2, 3), (1, 3), (1, 2), (0, 3), (0, 2), (0, 1)]
+    assert (
+        retained_subsets(8, 4, 4)[0] == (1, 3, 5, 7) and len(set(retained_subsets(8, 4, 4))) == 2**4
+    )
     for n, removed, groups, protected in (
         (6, 0, 1, ()),
         (12, 6, 3, ()),
         (8, 4, 1, (0, 5)),
         (8, 4, 2, (0, 4)),
     ):
-        whole = kept_subsets(n, removed, groups)
-        some = kept_subsets(n, removed, groups, protected)
+        whole = retained_subsets(n, removed, groups)
+        some = retained_subsets(n, removed, groups, protected)
         assert some == [subset for subset in whole if set(protected) <= set(subset)]
         assert len(some) == count_subsets(n, removed, groups, protected)
 

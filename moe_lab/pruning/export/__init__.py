@@ -3,7 +3,7 @@ have it already, unless all experts get one new width: another one builds the mo
 describes, without weights.
 
 Dropping whole experts removes entries along the expert axis, and these are contiguous in a file:
-tensors of a single expert are copied or left out, and of tensors that hold all experts the kept
+tensors of a single expert are copied or left out, and of tensors that hold all experts the retained
 entries are copied. Where experts lose channels, their tensors are read, cut and written one at a
 time.
 """

@@ -61,8 +61,8 @@ def model_card(
     """The model card in Markdown. It says what was pruned and how, how to load the model (`kind`:
     stock, ported or uneven) and how large it is: `before` and `written` are bytes of weights, of
     which `zeros` only fill a `shape`. `left_out`: layers of the original that are not written. The
-    card of the original model follows, whose front matter (licence and so on) is kept, but for the
-    fields in `OF_ORIGINAL`."""
+    card of the original model follows, whose front matter (licence and so on) is inherited, but for
+    the fields in `OF_ORIGINAL`."""
     front, body = split_card(original)
     front = _inherited(front)
     trust = "" if kind == "stock" else ", trust_remote_code=True"
@@ -149,8 +149,8 @@ def _inherited(front: str) -> str:
         return front
     if not isinstance(fields, dict) or not any(name in fields for name in OF_ORIGINAL):
         return front
-    kept = {name: value for name, value in fields.items() if name not in OF_ORIGINAL}
-    return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True) if kept else ""
+    inherited = {name: value for name, value in fields.items() if name not in OF_ORIGINAL}
+    return yaml.safe_dump(inherited, sort_keys=False, allow_unicode=True) if inherited else ""
 
 
 def split_card(card: str) -> tuple[str, str]:

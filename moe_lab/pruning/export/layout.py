@@ -25,8 +25,8 @@ AFTER_SOFTMAX = "moe_statics."
 """Prefix of biases that are added after the softmax. They cannot bar dropped experts: these would
 still take part in the softmax and make the other probabilities smaller."""
 NEVER = {"F64": "000000000088c3c0", "F32": "00401cc6", "F16": "e2f0", "BF16": "1cc6"}
-"""-10000 as little-endian bytes of each type: with this bias, no score (0 to 1) or logit of a kept
-expert is lower."""
+"""-10000 as little-endian bytes of each type: with this bias, no score (0 to 1) or logit of a
+retained expert is lower."""
 NO_BIAS = (
     "no bias per expert that could keep tokens from dropped ones without changing the gates of "
     "others, which a "
@@ -61,24 +61,26 @@ class Block:
     def piece(self, name: str) -> Piece | None:
         """The exported form of the tensor `name`; None if nothing is written for it."""
         entry, place = self.tensors[name]
-        kept = self.layer.experts
+        retained = self.layer.experts
         if place.kind == "unknown":
             raise UserError(
                 f"{name} {entry.shape} belongs to a MoE block, but moe_lab does not know how to "
                 "prune it"
             )
         if place.kind == "router":
-            return _rows(name, entry, 0, kept, self.count)
+            return _rows(name, entry, 0, retained, self.count)
         if place.kind == "vector":
             return _barred(
-                _rows(name, entry, len(entry.shape) - 1, kept, self.count), entry, self.layer
+                _rows(name, entry, len(entry.shape) - 1, retained, self.count), entry, self.layer
             )
         if place.kind == "shared":
             return whole(name, entry)
-        if self.layer.widths is not None or (place.expert is not None and place.expert not in kept):
+        if self.layer.widths is not None or (
+            place.expert is not None and place.expert not in retained
+        ):
             return None
         if place.kind == "stack":
-            piece = _rows(name, entry, 0, kept, self.count)
+            piece = _rows(name, entry, 0, retained, self.count)
             return Piece(
                 name,
                 entry.dtype,
@@ -87,7 +89,8 @@ class Block:
             )
         assert place.expert is not None
         old, new = (
-            f"{self.prefix}experts.{number}." for number in (place.expert, kept.index(place.expert))
+            f"{self.prefix}experts.{number}."
+            for number in (place.expert, retained.index(place.expert))
         )
         chunks = tuple(self._chunks(entry, place))
         return Piece(
@@ -273,8 +276,8 @@ def whole(name: str, entry: Entry) -> Piece:
     return Piece(name, entry.dtype, entry.shape, (Span(entry.shard, entry.start, entry.size),))
 
 
-def _rows(name: str, entry: Entry, axis: int, kept: tuple[int, ...], count: int) -> Piece:
-    """The kept rows of a tensor whose axes before `axis` have size one."""
+def _rows(name: str, entry: Entry, axis: int, retained: tuple[int, ...], count: int) -> Piece:
+    """The retained rows of a tensor whose axes before `axis` have size one."""
     outer = entry.shape[:axis]
     size = entry.shape[axis] if entry.shape else 0
     if size != count or any(side != 1 for side in outer) or entry.size % count:
@@ -283,8 +286,8 @@ def _rows(name: str, entry: Entry, axis: int, kept: tuple[int, ...], count: int)
             f"shape {entry.shape}"
         )
     step = entry.size // count
-    spans = tuple(Span(entry.shard, entry.start + expert * step, step) for expert in kept)
-    return Piece(name, entry.dtype, (*outer, len(kept), *entry.shape[axis + 1 :]), spans)
+    spans = tuple(Span(entry.shard, entry.start + expert * step, step) for expert in retained)
+    return Piece(name, entry.dtype, (*outer, len(retained), *entry.shape[axis + 1 :]), spans)
 
 
 def _barred(piece: Piece, entry: Entry, layer: LayerForm) -> Piece:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from moe_lab import allocation, criteria, results
-from moe_lab.allocation import protection, shapes
+from moe_lab.allocation import listed, protection, shapes
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.allocation.problem import limits
 from moe_lab.config import AllocationConfig, CriterionConfig
@@ -123,7 +123,7 @@ def plan_in(settings: AllocationConfig) -> Any:
     from moe_lab.pruning.plan import Plan
 
     path = settings.path
-    return Plan.load(path) if path is not None and shapes.is_plan(shapes.read(path)) else None
+    return Plan.load(path) if path is not None and listed.is_plan(listed.read(path)) else None
 
 
 def drops_whole_experts(cell: Cell) -> bool:
