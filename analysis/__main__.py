@@ -205,7 +205,7 @@ def _run(request: argparse.Namespace) -> int:
     for note in study.notes:
         print(f"analysis: {note}", file=sys.stderr)
     for gap in study.gaps:
-        print(f"analysis: {gap.where}: {gap.what}", file=sys.stderr)
+        print(f"analysis: {gap.where}: {gap.reason}", file=sys.stderr)
     if study.results.empty:
         print(
             f"analysis: study={study.name} has no results yet: what there is was written",

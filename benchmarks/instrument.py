@@ -38,7 +38,8 @@ from moe_lab.models.discover import moe_layers
 from moe_lab.models.load import load_model
 from moe_lab.paths import resolve
 from moe_lab.pruning.mask import mask
-from moe_lab.pruning.plan import Plan, make_plan
+from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.selection import make_plan
 from moe_lab.search.ablation import loss_rises
 from moe_lab.statistics.damage import DamageTap
 from moe_lab.statistics.forward import ForwardTap

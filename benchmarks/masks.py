@@ -24,7 +24,7 @@ from benchmarks.statistics import batch, plain
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
-from moe_lab.pruning.replace import merge_experts, replace_by_constants
+from moe_lab.pruning.selection import merge_experts, replace_by_constants
 
 BARS = {"dropped": 1.10, "constants": 1.25, "merged": 2.00}
 
@@ -73,20 +73,17 @@ def plans(model: PreTrainedModel) -> dict[str, Plan]:
     the others."""
     dropping = random_half(model)
     layers = moe_layers(model)
-    widths = {layer.index: layer.width for layer in layers}
     random = numpy.random.default_rng(0)
-    outputs = {layer.index: random.normal(size=(layer.n_experts, layer.hidden)) for layer in layers}
-    groups = {}
-    for layer, kept in dropping.experts.items():
-        dropped = sorted(set(range(dropping.n_experts[layer])) - set(kept))
-        groups[layer] = {
-            one: {one: 0.5, other: 0.5} for one, other in zip(kept, dropped, strict=True)
-        }
-    return {
-        "dropped": dropping,
-        "constants": replace_by_constants(dropping, outputs, widths),
-        "merged": merge_experts(groups, widths, provenance={}),
-    }
+    constants = {}
+    merged = {}
+    for layer in layers:
+        layer_plan = dropping.layers[layer.index]
+        outputs = random.normal(size=(layer.n_experts, layer.hidden))
+        constants[layer.index] = replace_by_constants(layer_plan, outputs, layer.width)
+        pairs = zip(layer_plan.retained, layer_plan.dropped, strict=True)
+        groups = {owner: {owner: 0.5, member: 0.5} for owner, member in pairs}
+        merged[layer.index] = merge_experts(groups, layer.width)
+    return {"dropped": dropping, "constants": Plan(constants), "merged": Plan(merged)}
 
 
 if __name__ == "__main__":

@@ -111,11 +111,11 @@ def _plans(network: torch.nn.Module, count: int) -> Iterator[Plan]:
     generator = torch.Generator().manual_seed(0)
     counts = {layer.index: layer.n_experts for layer in moe_layers(network)}
     for _ in range(count):
-        kept = {}
+        retained = {}
         for layer, experts in counts.items():
             order = torch.randperm(experts, generator=generator).tolist()
-            kept[layer] = tuple(sorted(order[: experts // 2]))
-        yield Plan(kept, counts)
+            retained[layer] = tuple(sorted(order[: experts // 2]))
+        yield Plan.of_experts(retained, counts)
 
 
 def _work(engine: Engine, prompts: list[str], tokens: int) -> list[str]:

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from benchmarks.measure import parser, ratios, rounds
 from benchmarks.models import random_model
 from moe_lab.models.discover import moe_layers
+from moe_lab.pruning.layer_plan import LayerPlan
 from moe_lab.pruning.mask import mask, planned
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
@@ -95,20 +96,19 @@ def _arguments() -> argparse.Namespace:
 
 
 def half(model: PreTrainedModel) -> Plan:
-    """A plan that keeps half of the channels of each layer: where an expert keeps w of I, another
-    one keeps I - w."""
+    """A plan that retains half of the channels of each layer: for each expert with w of I, another
+    one has I - w."""
     random = numpy.random.default_rng(0)
     layers = moe_layers(model)
-    channels = {}
+    plans = {}
     for layer in layers:
         some = random.integers(0, layer.width + 1, layer.n_experts // 2)
         widths = random.permutation(numpy.concatenate((some, layer.width - some)))
         order = random.permuted(numpy.tile(numpy.arange(layer.width), (layer.n_experts, 1)), axis=1)
-        channels[layer.index] = order < widths[:, None]
-    counts = {layer.index: layer.n_experts for layer in layers}
-    return Plan(
-        {layer: tuple(range(count)) for layer, count in counts.items()}, counts, channels=channels
-    )
+        plans[layer.index] = LayerPlan(
+            layer.n_experts, tuple(range(layer.n_experts)), order < widths[:, None]
+        )
+    return Plan(plans)
 
 
 def _layer_ways(
@@ -118,9 +118,11 @@ def _layer_ways(
     packed = pruned.get_submodule(layer.name)
     hidden = torch.randn(tokens, layer.hidden, generator=torch.Generator().manual_seed(0))
     _, gates, index = layer.router(hidden)
-    everything = {index: numpy.ones_like(channels) for index, channels in plan.channels.items()}
-    dense = planned(layer, replace(plan, channels=everything))
-    masked = planned(layer, plan)
+    layer_plan = plan.layers[layer.index]
+    masked = planned(layer, layer_plan)
+    dense = planned(
+        layer, replace(layer_plan, channels=numpy.ones((layer.n_experts, layer.width), dtype=bool))
+    )
     return {
         "dense eager": lambda: layer.experts(hidden, index, gates),
         "dense sorted loop": lambda: dense(hidden, index, gates),

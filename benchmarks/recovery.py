@@ -41,7 +41,8 @@ from moe_lab.evaluation.run import evaluate
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.load import load_model
 from moe_lab.paths import resolve
-from moe_lab.pruning.plan import Plan, make_plan
+from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.selection import make_plan
 from moe_lab.recovery.apply import pruned, recovered, storage
 from moe_lab.recovery.dora import attach
 from moe_lab.recovery.finetune import answer_loss, distillation_loss, finetune, trained_routers

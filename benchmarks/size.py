@@ -21,7 +21,8 @@ from pathlib import Path
 from benchmarks.measure import GIB, bytes_of, drop_cache, in_own_process, parser, reading_seconds
 from benchmarks.models import QWEN3_30B, write_checkpoint
 from moe_lab.pruning.export import export
-from moe_lab.pruning.plan import Plan, make_plan
+from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.selection import make_plan
 
 PEAKS = {"export": 200e6 / GIB}
 """Part -> its limit of peak memory in GiB; 8 for all others."""

@@ -25,9 +25,8 @@ prompt = tokenizer(SOLUTION, return_tensors="pt").input_ids
 dropped = {}
 for name in ("loudest", "reap"):
     plan = moe_lab.plan(moe_lab.score(name, statistics), ratio=0.25)
-    every = {(layer, expert) for layer, count in plan.n_experts.items() for expert in range(count)}
-    dropped[name] = every - {
-        (layer, expert) for layer, kept in plan.experts.items() for expert in kept
+    dropped[name] = {
+        (number, expert) for number, layer in plan.layers.items() for expert in layer.dropped
     }
     with moe_lab.mask(model, plan), torch.no_grad():
         print(f"{name:8} loss of the prompt {model(prompt, labels=prompt).loss:.3f}")

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -235,26 +235,26 @@ def score(
     from moe_lab.errors import UserError
 
     layers = statistics.facts["layers"]
-    lacking = [need for need in criteria.get(criterion).needs if need not in statistics.sums]
-    if lacking:
+    missing = [need for need in criteria.get(criterion).needs if need not in statistics.sums]
+    if missing:
         raise UserError(
-            f"criterion={criterion} reads {', '.join(lacking)}, which these statistics lack: "
-            "calibrate with "
+            f"criterion={criterion} reads {', '.join(missing)}, which these statistics do not "
+            "have: calibrate with "
             f"criteria=[..., {criterion!r}]"
         )
     table = criteria.score(
         criterion,
         statistics.layers,
-        experts={layer: about["n_experts"] for layer, about in layers.items()},
-        widths={layer: about["width"] for layer, about in layers.items()},
+        experts={layer: facts["n_experts"] for layer, facts in layers.items()},
+        widths={layer: facts["width"] for layer, facts in layers.items()},
         gate=gate,
         seed=seed,
         parameters=parameters,
     )
     frames = []
     for layer, values in table.items():  # (E,), or (E, I) of channels
-        places = np.indices(values.shape).reshape(values.ndim, -1)
-        columns = dict(zip(("expert", "channel"), places, strict=False))
+        ids = np.indices(values.shape).reshape(values.ndim, -1)
+        columns = dict(zip(("expert", "channel"), ids, strict=False))
         frames.append(pd.DataFrame({"layer": layer, **columns, "score": values.ravel()}))
     scores = pd.concat(frames, ignore_index=True)
     scores.attrs["statistics"] = statistics
@@ -268,22 +268,22 @@ def _scores_table(scores: pd.DataFrame, layers: Mapping[int, Mapping[str, Any]])
     import numpy as np
     import pandas as pd
 
-    from moe_lab.errors import UserError, unknown
+    from moe_lab.errors import UserError
 
     ids = ["expert", "channel"] if "channel" in scores else ["expert"]
-    for name in ("layer", *ids, "score"):
-        if name not in scores:
-            raise unknown("plan: column of the scores", name, map(str, scores))
-    numbers = (
-        scores[["layer", *ids, "score"]]
-        .astype(object)
-        .apply(pd.to_numeric, errors="coerce")
-        .astype(float)
-    )
-    if set(numbers["layer"]) != set(layers):
-        found = sorted(scores["layer"].astype(str).unique())
+    columns = ["layer", *ids, "score"]
+    missing = [name for name in columns if name not in scores]
+    if missing:
         raise UserError(
-            f"plan: the scores are of another model: layers {', '.join(found)}, expected "
+            f"plan: the scores have columns {', '.join(map(str, scores))}, without {missing[0]}: "
+            "expected "
+            f"{', '.join(columns)}"
+        )
+    numbers = scores[columns].astype(object).apply(pd.to_numeric, errors="coerce").astype(float)
+    if set(numbers["layer"]) != set(layers):
+        names = sorted(scores["layer"].astype(str).unique())
+        raise UserError(
+            f"plan: the scores are of another model: layers {', '.join(names)}, expected "
             f"{[*layers]}"
         )
     table = {}
@@ -313,7 +313,7 @@ def plan(
     protect: str | None = None,
     **parameters: Any,
 ) -> Plan:
-    """Decide which experts, or which of their channels, are kept when `ratio` of the routed
+    """Decide which experts, or which of their channels, are retained when `ratio` of the routed
     experts' parameters is removed.
 
     `scores`: from `score`, or your own with the columns layer, expert, (channel,) score, one row
@@ -333,44 +333,49 @@ def plan(
     from moe_lab.config import AllocationConfig
     from moe_lab.config.base import valid
     from moe_lab.errors import UserError
-    from moe_lab.pruning.plan import ROUNDED, ties
-    from moe_lab.pruning.replace import plan_from_scores
+    from moe_lab.pruning.plan import ROUNDED
+    from moe_lab.pruning.selection import plan_from_scores, ties
 
     statistics = statistics or scores.attrs.get("statistics")
     if statistics is None:
-        raise UserError("plan: these scores say nothing of their model: give its statistics=")
-    given = {"multiple_of": multiple_of, "replacement": replacement, "protect": protect}
-    given |= {"name": allocation, "parameters": parameters}
-    checked: AllocationConfig = valid(
-        AllocationConfig, given, "allocation", f"allocation={allocation}"
+        raise UserError(
+            "plan: these scores have no statistics of their model attached: give statistics="
+        )
+    values = _scores_table(scores, statistics.facts["layers"])
+    fields = {"multiple_of": multiple_of, "replacement": replacement, "protect": protect}
+    fields |= {"name": allocation, "parameters": parameters}
+    config: AllocationConfig = valid(
+        AllocationConfig, fields, "allocation", f"allocation={allocation}"
     )
-    settings = allocations.IdentifiedAllocation.of(checked)
-    granularity: Literal["expert", "channel"] = "channel" if "channel" in scores else "expert"
-    allocations.check(settings, granularity)
-    chosen = {**settings.identity, "ratio": ratio}
-    if lacking := [need for need in allocations.needs(chosen) if need not in statistics.sums]:
+    if "channel" in scores:
+        allocations.check(config, "channel")
+    else:
+        allocations.check(config, "expert")
+    settings = {**allocations.IdentifiedAllocation.of(config).identity, "ratio": ratio}
+    missing = [need for need in allocations.needs(settings) if need not in statistics.sums]
+    if missing:
         raise UserError(
             f"plan: allocation={allocation}, replacement={replacement} and protect={protect} read "
-            f"{', '.join(lacking)}, which these statistics lack: give calibrate the same "
+            f"{', '.join(missing)}, which these statistics do not have: give calibrate the same "
             "replacement, and "
             "criteria that read the rest"
         )
     facts = protection.with_protected(
-        chosen, statistics.facts, statistics.sums.get("statistics", {})
+        settings, statistics.facts, statistics.sums.get("statistics", {})
     )
-    provenance = {"allocation": chosen, **statistics.identity, **protection.provenance(facts)}
-    values = _scores_table(scores, facts["layers"])
+    provenance = {"allocation": settings, **statistics.identity, **protection.provenance(facts)}
     plan = plan_from_scores(
-        chosen, values, granularity, facts["layers"], statistics.sums, provenance=provenance
+        settings, values, facts["layers"], statistics.sums, provenance=provenance
     )
     if abs(plan.removed - ratio) > ROUNDED:
         warnings.warn(
             f"plan: ratio={ratio:g} is rounded: {plan.removed:.3g} is removed", stacklevel=2
         )
     if tied := ties(plan, values, facts["layers"]):
-        count = f"{sum(tied.values())} {granularity}s in {len(tied)} layers"
         warnings.warn(
-            f"plan: {count} have equal scores at the cut, where the lowest ids are dropped",
+            f"plan: {sum(tied.values())} scores in {len(tied)} layers are equal at the cut, where "
+            "the lowest ids are "
+            "dropped",
             stacklevel=2,
         )
     return plan
@@ -399,10 +404,9 @@ def align(
     from moe_lab.models.discover import moe_layers
     from moe_lab.models.identity import check_tokenizer
     from moe_lab.pruning.alignment import align_by_activations, align_by_weights, alignment_tap
-    from moe_lab.pruning.prune import check_fit
     from moe_lab.statistics.observe import gather
 
-    if not plan.merged:
+    if not plan.merged_layers:
         raise UserError(
             "align: the plan merges no experts, expected one that does, such as by "
             "replacement=m_smoe"
@@ -414,7 +418,7 @@ def align(
     if text is not None and tokenizer is None:
         raise UserError("align: a text is read with the model's tokenizer: give tokenizer=")
     layers = moe_layers(model)
-    check_fit(plan, layers)
+    plan.check_model(layers)
     _check_origin(plan, model, any_model)
     if text is None:
         return align_by_weights(plan, layers)
@@ -471,8 +475,8 @@ def export(
 ) -> Path:
     """Write the checkpoint of `source`, pruned by `plan`, into the new folder `out`; returns it.
 
-    `source`: as `path` of `load`. `shape`: natural (only what is kept), masked (the shape of the
-    original, with zeros) or padded; see `moe_lab.pruning.export`. Needs at most about 50 MB of
+    `source`: as `path` of `load`. `shape`: natural (only what is retained), masked (the shape of
+    the original, with zeros) or padded; see `moe_lab.pruning.export`. Needs at most about 50 MB of
     memory. `any_model`: as in `mask`; here the fingerprint of the checkpoint is compared.
     """
     from moe_lab.config import ModelConfig

@@ -129,7 +129,7 @@ def test_an_example_reads_a_sweep(
     statistics = moe_lab.calibrate(*model, GENERAL, criteria=["reap", "man"], **POCKET)
     for cell in cells[cells["criterion"] != "none"].itertuples():
         plan = moe_lab.plan(moe_lab.score(cell.criterion, statistics), cell.ratio)
-        assert plan.experts == Plan.load(tmp_path / cell.plan_folder / "plan.json").experts
+        assert plan.retained == Plan.load(tmp_path / cell.plan_folder / "plan.json").retained
 
 
 def test_a_model_that_transformers_loaded_is_left_as_it_was(
@@ -160,10 +160,10 @@ def test_a_model_that_transformers_loaded_is_left_as_it_was(
 def test_dropped_experts_can_be_replaced(replacement: str, replacing: Any) -> None:
     seen, scores = replacing(replacement)
     plan = moe_lab.plan(scores, 0.5, replacement=replacement)
-    for layer, kept in plan.experts.items():
-        groups = plan.merged.get(layer, {}).values()
-        assert sum(len(group) - 1 for group in groups) + len(plan.constants.get(layer, ())) == 16
-        assert len(kept) == (16 if replacement == "ream" else 32)
+    for layer in plan.layers.values():
+        constants = layer.null_experts if replacement == "mean_output" else []
+        assert len(layer.merged_away) + len(constants) == 16
+        assert len(layer.retained) == (16 if replacement == "ream" else 32)
     for need in {*REPLACEMENTS[replacement]} - {"statistics"}:
         fewer = replace(seen, sums={key: sums for key, sums in seen.sums.items() if key != need})
         with pytest.raises(UserError, match=need):
@@ -204,8 +204,8 @@ def test_scores_of_ones_own_are_planned_in_any_order(statistics: moe_lab.ModelSt
     shuffled.attrs = {}
     plan = moe_lab.plan(shuffled, 0.25, statistics=statistics)
     worst = scores[scores["layer"] == 0].nsmallest(8, "score")["expert"]
-    assert plan.experts == moe_lab.plan(scores, 0.25).experts
-    assert set(worst) == set(range(32)) - set(plan.experts[0])
+    assert plan.retained == moe_lab.plan(scores, 0.25).retained
+    assert set(worst) == set(range(32)) - set(plan.layers[0].retained)
     scores = moe_lab.score("heapr", statistics)
     texts = scores.astype({"layer": str, "expert": str, "channel": str}).sample(
         frac=1, random_state=0
@@ -213,11 +213,8 @@ def test_scores_of_ones_own_are_planned_in_any_order(statistics: moe_lab.ModelSt
     texts.attrs = scores.attrs
     assert moe_lab.plan(texts, 0.5) == moe_lab.plan(scores, 0.5)
     plan = moe_lab.plan(scores, 0.5, "coverage")  # which reads the statistics
-    assert plan.channels is not None and list(scores) == ["layer", "expert", "channel", "score"]
-    masks = list(plan.channels.values())
-    assert sum(mask.sum() for mask in masks) / sum(mask.size for mask in masks) == pytest.approx(
-        0.5, abs=0.01
-    )
+    assert plan.has_channels and list(scores) == ["layer", "expert", "channel", "score"]
+    assert plan.removed == pytest.approx(0.5, abs=0.01)
 
 
 @pytest.mark.parametrize("dtype", [str, float, object, "category", "string", "Int64", "uint8"])
@@ -230,7 +227,7 @@ def test_ids_are_whole_numbers_of_any_type(
     scores = moe_lab.score("reap", statistics)
     scores["score"] = scores["expert"].astype(float)
     scores[columns] = scores[columns].astype(str if dtype == "category" else dtype).astype(dtype)
-    assert moe_lab.plan(scores, 0.25).experts == dict.fromkeys(range(4), tuple(range(8, 32)))
+    assert moe_lab.plan(scores, 0.25).retained == dict.fromkeys(range(4), tuple(range(8, 32)))
 
 
 ONE_EACH = ("layer 0", "expert from 0 to 31")

@@ -30,7 +30,8 @@ from moe_lab.allocation.problem import limits
 from moe_lab.allocation.shapes import same_share
 from moe_lab.config import ModelConfig
 from moe_lab.models.discover import moe_layers
-from moe_lab.pruning.plan import Plan, make_plan
+from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.selection import make_plan
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()

@@ -33,10 +33,10 @@ def shown_passes(cells: pd.DataFrame) -> pd.DataFrame:
     """One cell with a calibration pass for each model and calibration set, preferably of the shown
     gate and seed."""
     with_pass = cells[cells["statistics_folder"].notna()]
-    usual = shown_settings(cells)
+    preferred = shown_settings(cells)
     pairs = zip(with_pass["model"], with_pass["gate"], with_pass["seed"], strict=True)
     other = pd.Series(
-        [usual.get(model) != (gate, seed) for model, gate, seed in pairs],
+        [preferred.get(model) != (gate, seed) for model, gate, seed in pairs],
         with_pass.index,
         dtype=bool,
     )
@@ -53,7 +53,7 @@ def shown_settings(cells: pd.DataFrame) -> dict[str, tuple[Any, Any]]:
 
 
 def steps_by_pass(
-    rows: Sequence[Mapping[str, Any]], usual: Mapping[str, tuple[Any, Any]]
+    rows: Sequence[Mapping[str, Any]], preferred: Mapping[str, tuple[Any, Any]]
 ) -> dict[tuple[str, str], str | None]:
     """(Calibration, model) -> its step, from a record's steps for a figure.
 
@@ -61,7 +61,9 @@ def steps_by_pass(
     then the first.
     """
     steps: dict[tuple[str, str], str | None] = {}
-    for row in sorted(rows, key=lambda row: usual.get(row["model"]) != (row["gate"], row["seed"])):
+    for row in sorted(
+        rows, key=lambda row: preferred.get(row["model"]) != (row["gate"], row["seed"])
+    ):
         steps.setdefault((row["calibration"], row["model"]), row["step"])
     return steps
 
@@ -101,12 +103,12 @@ def contaminations(document: Mapping[str, Any], cells: pd.DataFrame, reader: Rea
     for (calibration, model), name in steps_by_pass(
         document["contaminations"], shown_settings(cells)
     ).items():
-        found = f"{calibration}@{model}"
+        key = f"{calibration}@{model}"
         report = reader.json(
-            reader.step(name, f"items of benchmarks in {found}"), results.CONTAMINATION
+            reader.step(name, f"items of benchmarks in {key}"), results.CONTAMINATION
         )
         if report is not None:
-            counts[found] = report
+            counts[key] = report
     return counts
 
 
@@ -172,21 +174,21 @@ def experts(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.Da
     """Measures of experts, one row per model, calibration set, layer and expert: KEYS, MEASURES and
     MAGNITUDES.
 
-    tokens       N, tokens that the router sent to the expert
-    gate, norm   1/N sum_t g and 1/N sum_t ||f||, NaN for N = 0
-    first        sum_t g <f, m> / (||y||^2 + eps), m the routed output, y the residual stream, per
-    calibration token second       sum_t g^2 ||f||^2 / (||y||^2 + eps), per calibration token: the
-    exact change of the loss
-                 ||m||^2 / (||y||^2 + eps) when the output of this expert alone becomes 0
-    ablation     rise of the model's loss without the expert, nats per token; NaN where no plan uses
-    an ablation
-    size         sqrt(sum_t,c phi^2 / (N I)), NaN for N = 0; `largest`: max_t,c |phi|
+    - tokens: N, tokens that the router sent to the expert
+    - gate, norm: 1/N sum_t g and 1/N sum_t ||f||, NaN for N = 0
+    - first: sum_t g <f, m> / (||y||^2 + eps) per calibration token, m the routed output, y the
+      residual stream
+    - second: sum_t g^2 ||f||^2 / (||y||^2 + eps) per calibration token: the exact change of the
+      loss ||m||^2 / (||y||^2 + eps) when the output of this expert alone becomes 0
+    - ablation: rise of the model's loss without the expert, nats per token; NaN where no plan uses
+      an ablation
+    - size: sqrt(sum_t,c phi^2 / (N I)), NaN for N = 0; `largest`: max_t,c |phi|
     """
     frames = [
         _measures(sums, _tokens(report))
-        .merge(_behind(own, ABLATION, reader), on=["layer", "expert"], how="left")
+        .merge(_table_behind(of_pass, ABLATION, reader), on=["layer", "expert"], how="left")
         .assign(model=model, calibration=calibration)
-        for model, calibration, own, sums, report in _passes(
+        for model, calibration, of_pass, sums, report in _passes(
             "experts.parquet", cells, calibrations, reader
         )
     ]
@@ -197,9 +199,10 @@ def raw_statistics(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -
     """One row per model, calibration set, layer, expert and statistic: KEYS, ablation, statistic,
     mean, std, count.
 
-    weight       |w| over the expert's weights, where some criterion of the study reads weights of
-    whole experts activation   sqrt(1/N sum_t phi^2) over its channels
-    gradient     sqrt(1/N sum_t (dL/dphi)^2) over its channels, where some criterion reads gradients
+    - weight: |w| over the expert's weights, where some criterion of the study reads weights of
+      whole experts
+    - activation: sqrt(1/N sum_t phi^2) over its channels
+    - gradient: sqrt(1/N sum_t (dL/dphi)^2) over its channels, where some criterion reads gradients
 
     mean and std are over `count` weights or channels. Only experts with an ablation are listed; an
     expert without tokens has no activation and no gradient.
@@ -208,12 +211,14 @@ def raw_statistics(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -
     for model, calibration, calibrated, sums, _ in _passes(
         "experts.parquet", cells, calibrations, reader
     ):
-        ablations = _behind(calibrated, ABLATION, reader)
+        ablations = _table_behind(calibrated, ABLATION, reader)
         if ablations.empty:
             continue
-        own = cells[cells["model"] == model]
-        weights = _behind(own, "weights", reader)
-        gradients = _behind(own[own["calibration"] == calibration], "gradients", reader)
+        cells_of_model = cells[cells["model"] == model]
+        weights = _table_behind(cells_of_model, "weights", reader)
+        gradients = _table_behind(
+            cells_of_model[cells_of_model["calibration"] == calibration], "gradients", reader
+        )
         by_statistic = [
             _moments(weights, weights["abs_sum"], weights["square_sum"], weights["count"]).assign(
                 statistic="weight"
@@ -221,25 +226,25 @@ def raw_statistics(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -
             _moments(
                 sums,
                 sums["channel_root_sum"],
-                sums["channel_square"] / _seen(sums),
+                sums["channel_square"] / _routed_tokens(sums),
                 sums["channels"],
             ).assign(statistic="activation"),
             _moments(
                 gradients,
                 gradients["gradient_root_sum"],
-                gradients["gradient_square"] / _seen(gradients),
+                gradients["gradient_square"] / _routed_tokens(gradients),
                 gradients["channels"],
             ).assign(statistic="gradient"),
         ]
-        both = pd.concat([one for one in by_statistic if len(one)], ignore_index=True)
-        both = both.merge(ablations, on=["layer", "expert"]).assign(
+        moments = pd.concat([frame for frame in by_statistic if len(frame)], ignore_index=True)
+        moments = moments.merge(ablations, on=["layer", "expert"]).assign(
             model=model, calibration=calibration
         )
-        frames.append(both.dropna(subset=["mean"]))
+        frames.append(moments.dropna(subset=["mean"]))
     return stacked(frames, [*KEYS, "ablation", "statistic", "mean", "std", "count"])
 
 
-def _seen(sums: pd.DataFrame) -> pd.Series:
+def _routed_tokens(sums: pd.DataFrame) -> pd.Series:
     return sums["tokens"].where(sums["tokens"] > 0)
 
 
@@ -280,18 +285,18 @@ def layer_losses(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> 
 
 def _measures(sums: pd.DataFrame, calibration_tokens: float) -> pd.DataFrame:
     """MEASURES (without ablation) and MAGNITUDES of experts from sums over their tokens."""
-    seen = _seen(sums)
+    tokens = _routed_tokens(sums)
     return pd.DataFrame(
         {
             "layer": sums["layer"],
             "expert": sums["expert"],
             "tokens": sums["tokens"],
-            "gate": sums["gate_sum"] / seen,
-            "norm": sums["norm_sum"] / seen,
+            "gate": sums["gate_sum"] / tokens,
+            "norm": sums["norm_sum"] / tokens,
             "first": sums["ala_first"] / calibration_tokens,
             "second": sums["ala_second"] / calibration_tokens,
-            "size": np.sqrt(sums["channel_square"] / (seen * sums["channels"])),
-            "largest": sums["channel_max"].where(seen.notna()),
+            "size": np.sqrt(sums["channel_square"] / (tokens * sums["channels"])),
+            "largest": sums["channel_max"].where(tokens.notna()),
         }
     )
 
@@ -309,24 +314,24 @@ def _passes(
     cells = cells[cells["statistics_folder"].notna()].assign(
         shown=shown_passes(cells)["statistics_folder"]
     )
-    for (model, calibration, *_), own in cells.groupby(
+    for (model, calibration, *_), of_pass in cells.groupby(
         ["model", "calibration", "gate", "seed"], sort=False
     ):
-        shown = own["shown"].dropna()
+        shown = of_pass["shown"].dropna()
         if shown.empty:
             continue
         folder: Path | None = reader.find(shown.iloc[0])
         sums = read(folder, file, reader)
         if sums is not None:
             report = calibrations.get(f"{calibration}@{model}", {})
-            yield str(model), str(calibration), own.drop(columns="shown"), sums, report
+            yield str(model), str(calibration), of_pass.drop(columns="shown"), sums, report
 
 
-_BEHIND = {"ablation": ABLATIONS, "gradients": GRADIENTS, "weights": WEIGHTS}
+_TABLES_BEHIND = {"ablation": ABLATIONS, "gradients": GRADIENTS, "weights": WEIGHTS}
 """Kind of step -> the columns of its table, KIND.parquet."""
 
 
-def _behind(cells: pd.DataFrame, kind: str, reader: Reader) -> pd.DataFrame:
+def _table_behind(cells: pd.DataFrame, kind: str, reader: Reader) -> pd.DataFrame:
     """The table of the first step of this kind among the inputs of the cells' plans; empty when
     there is none."""
     for row in records(cells[cells["plan_folder"].notna()]):
@@ -334,6 +339,6 @@ def _behind(cells: pd.DataFrame, kind: str, reader: Reader) -> pd.DataFrame:
             table = read(folder, f"{kind}.parquet", reader) if step_kind(name) == kind else None
             if table is not None:
                 return table
-    return pd.DataFrame(columns=list(_BEHIND[kind]), dtype=float).astype(
+    return pd.DataFrame(columns=list(_TABLES_BEHIND[kind]), dtype=float).astype(
         {"layer": int, "expert": int}
     )

@@ -124,7 +124,7 @@ def _removed(layers: Mapping[str, Any]) -> float:
         if "channels" in layer:
             retained_experts += sum(map(_channels, layer["channels"])) / layer["width"]
         else:
-            retained_experts += len(layer["keep"])
+            retained_experts += len(layer["retained"])
     return 1 - retained_experts / total
 
 
@@ -254,10 +254,10 @@ def _shares(plan: Mapping[str, Any]) -> pd.DataFrame:
     frames = []
     for index, layer in plan["layers"].items():
         experts = np.arange(layer["experts"])
-        routed = np.isin(experts, layer["keep"])
+        routed = np.isin(experts, layer["retained"])
         share = routed.astype(float)
         if "channels" in layer:
-            share[np.asarray(layer["keep"], int)] = list(map(_channels, layer["channels"]))
+            share[np.asarray(layer["retained"], int)] = list(map(_channels, layer["channels"]))
             share /= layer["width"]
         members = []
         for representative, group in layer.get("merged", {}).items():

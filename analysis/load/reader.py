@@ -33,9 +33,9 @@ ID = 12
 
 @dataclass(frozen=True)
 class Gap:
-    """A missing result: what happened, and where."""
+    """A missing result: the reason, and where."""
 
-    what: str
+    reason: str
     where: str
 
 
@@ -49,8 +49,8 @@ class Reader:
         self._by_id: dict[str, dict[str, Path]] = {}
         self._published: dict[Path, dict[str, str]] = {}
 
-    def gap(self, what: str, where: str) -> None:
-        self.gaps.setdefault((what, where), Gap(what, where))
+    def gap(self, reason: str, where: str) -> None:
+        self.gaps.setdefault((reason, where), Gap(reason, where))
 
     def step(self, name: str | None, purpose: str, error: str | None = None) -> Path | None:
         """The folder of a step that a table needs; None, with a gap that says why, when there is
@@ -105,7 +105,7 @@ class Reader:
         return None
 
     def provenance(self, folder: Path) -> dict[str, Any]:
-        """How a step came about; {} where its step.json does not say it."""
+        """Provenance of a step; {} where its step.json has none."""
         step = self.json(folder, "step.json") if self.has(folder, "step.json") else None
         return (step or {}).get("provenance") or {}
 
@@ -116,15 +116,15 @@ class Reader:
         that fails."""
         try:
             with pq.ParquetFile(pa.BufferReader(self._bytes(folder, file))) as opened:
-                here = [name for name in optional if name in opened.schema_arrow.names]
-                table = opened.read(columns=[*columns, *here], use_threads=False)
+                present = [name for name in optional if name in opened.schema_arrow.names]
+                table = opened.read(columns=[*columns, *present], use_threads=False)
         except FileNotFoundError:
             self._unreadable(f"{file} is missing", folder)
             return None
         except (OSError, ValueError, KeyError, pa.ArrowException):
             self._unreadable(f"{file} is damaged", folder)
             return None
-        if table.column_names != [*columns, *here]:
+        if table.column_names != [*columns, *present]:
             self._unreadable(
                 f"{file} lacks columns {sorted(set(columns) - set(table.column_names))}", folder
             )
@@ -143,7 +143,7 @@ class Reader:
         content = self._stored(folder, file)
         published = self._checksums(folder).get(file)
         if published is not None and sha256(content).hexdigest() != published:
-            raise ValueError(f"{file} is not what was published")
+            raise ValueError(f"{file} differs from the published file")
         return content
 
     def has(self, folder: Path, file: str) -> bool:
@@ -166,8 +166,8 @@ class Reader:
             self._published[folder] = {name: entry["sha256"] for name, entry in files.items()}
         return self._published[folder]
 
-    def _unreadable(self, what: str, folder: Path) -> None:
-        self.gap(what, str(folder.relative_to(self.root)))
+    def _unreadable(self, reason: str, folder: Path) -> None:
+        self.gap(reason, str(folder.relative_to(self.root)))
 
 
 _STEP_COLUMNS = ("folder", "kind", "seconds", "peak", "gpu_peak", "machine")
@@ -182,15 +182,15 @@ def steps_behind(steps: Iterable[str | None], reader: Reader) -> dict[str, Path]
     out.
     """
     folders: dict[str, Path] = {}
-    open_names = [name for name in steps if name]
-    while open_names:
-        current = open_names.pop()
+    remaining = [name for name in steps if name]
+    while remaining:
+        current = remaining.pop()
         folder = reader.find(current)
         if folder is None or current in folders:
             continue
         folders[current] = folder
         if reader.has(folder, "step.json"):
-            open_names += (reader.json(folder, "step.json") or {}).get("inputs", {}).values()
+            remaining += (reader.json(folder, "step.json") or {}).get("inputs", {}).values()
     return folders
 
 
@@ -206,13 +206,13 @@ def time_and_memory(names: Iterable[str], reader: Reader) -> pd.DataFrame:
     rows = []
     for name in names:
         folder = reader.find(name)
-        about = reader.provenance(folder) if folder else {}
-        if not about:
+        provenance = reader.provenance(folder) if folder else {}
+        if not provenance:
             continue
         measured = [
-            about.get(key) for key in ("seconds", "peak_memory_bytes", "peak_gpu_memory_bytes")
+            provenance.get(key) for key in ("seconds", "peak_memory_bytes", "peak_gpu_memory_bytes")
         ]
-        rows.append((name, step_kind(name), *measured, str(about.get("machine", ""))))
+        rows.append((name, step_kind(name), *measured, str(provenance.get("machine", ""))))
     return pd.DataFrame(rows, columns=list(_STEP_COLUMNS)).astype(
         dict.fromkeys(_STEP_COLUMNS[2:5], float)
     )

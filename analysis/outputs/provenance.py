@@ -46,7 +46,7 @@ def gap_table(results: Results, name: str) -> Table:
     study = results.study
     places: dict[str, list[str]] = {}
     for gap in study.gaps:
-        places.setdefault(gap.what, []).append(gap.where)
+        places.setdefault(gap.reason, []).append(gap.where)
     rows = [(what, len(where), "; ".join(where)) for what, where in places.items()]
     return Table(
         name=name,

@@ -58,7 +58,7 @@ class Panel:
     def columns(self, comparison: Comparison) -> Target:
         """Displayed columns on which at least one of these cells was evaluated; all of them when
         every cell failed."""
-        return comparison.evaluated(self.cells.values()) or tuple(comparison.columns)
+        return comparison.evaluated(self.cells.values()) or tuple(map(str, comparison.columns))
 
     def averaged(self, comparison: Comparison) -> Target:
         """The columns that Avg averages: see `Comparison.averaged`."""
@@ -293,7 +293,7 @@ class Comparison:
             if benchmark not in self.outcomes:
                 return []
             values = np.tensordot(self.outcomes[benchmark][plans], factors, (1, 0))
-            shared = np.isfinite(values).all(axis=0)
+            shared: np.ndarray = np.isfinite(values).all(axis=0)
             if not shared.any():
                 return []
             units = self.units.get(benchmark, np.ones(len(shared)))[shared]
@@ -346,7 +346,7 @@ class Comparison:
     def weights(self, target: Target) -> dict[str, float]:
         """Benchmark -> its weight in the target; columns have equal weights, and so have the
         benchmarks of a column."""
-        weights = {}
+        weights: dict[str, float] = {}
         for column in target:
             benchmarks = self.benchmarks_of.get(column, (column,))
             weights |= dict.fromkeys(benchmarks, 1 / len(benchmarks) / len(target))

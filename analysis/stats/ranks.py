@@ -27,10 +27,9 @@ def correlations(experts: pd.DataFrame, measure: str, truth: str) -> dict[str, f
 def _correlation(both: pd.DataFrame) -> float:
     """Pearson's correlation of two columns; NaN for fewer than three rows, or when a column is
     constant."""
-    one, other = both.to_numpy(float).T
-    if len(one) < 3 or (one == one[0]).all() or (other == other[0]).all():
+    if len(both) < 3 or (both.nunique() < 2).any():
         return np.nan
-    return float(pd.Series(one).corr(pd.Series(other)))
+    return float(both.corr().iloc[0, 1])
 
 
 def rank_correlation_by_layer(experts: pd.DataFrame, measure: str, truth: str) -> float:
@@ -51,24 +50,27 @@ def displayed(available: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Displayed column -> its benchmarks among `available`; a benchmark without a known column gets
     its own.
 
-    A column is the mean of those of its benchmarks that were run; `partial` lists the columns that
-    lack some.
+    A column is the mean of those of its benchmarks that were run; `partial` lists the columns
+    without some.
     """
-    parts_by_column = {
-        column: tuple(name for name in parts if name in available)
-        for column, parts in COLUMNS.items()
-    }
-    columns = {column: parts for column, parts in parts_by_column.items() if parts}
-    placed = {name for parts in COLUMNS.values() for name in parts}
-    return columns | {name: (name,) for name in available if name not in placed}
+    columns = {}
+    remaining = dict.fromkeys(available)
+    for column, benchmarks in COLUMNS.items():
+        run = tuple(name for name in benchmarks if name in remaining)
+        if run:
+            columns[column] = run
+        for name in run:
+            del remaining[name]
+    return columns | {name: (name,) for name in remaining}
 
 
 def partial(columns: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    """Displayed column that lacks benchmarks of the published definition -> how many it lacks."""
-    lacking = {
-        name: len(COLUMNS[name]) - len(parts) for name, parts in columns.items() if name in COLUMNS
+    """Displayed column without some benchmarks of the published definition -> how many are
+    missing."""
+    missing = {
+        name: len(COLUMNS[name]) - len(run) for name, run in columns.items() if name in COLUMNS
     }
-    return {name: count for name, count in lacking.items() if count}
+    return {name: count for name, count in missing.items() if count}
 
 
 def component_columns(
@@ -77,10 +79,11 @@ def component_columns(
     """Average benchmarks to displayed columns; `scores` has one column per benchmark, and rows stay
     as they are.
 
-    A row that lacks one benchmark of a column has NaN there, never a mean over the others.
+    A row without one benchmark of a column has NaN there, never a mean over the others.
     """
-    chosen = displayed([str(name) for name in scores.columns]) if columns is None else columns
-    means = {name: scores[list(parts)].mean(axis=1, skipna=False) for name, parts in chosen.items()}
+    if columns is None:
+        columns = displayed([str(name) for name in scores.columns])
+    means = {name: scores[list(run)].mean(axis=1, skipna=False) for name, run in columns.items()}
     return pd.DataFrame(means, index=scores.index)
 
 

@@ -153,8 +153,8 @@ def best_of_many(
 
 
 def leads(table: np.ndarray, pairs: Sequence[Estimate]) -> list[Estimate]:
-    """As `best_of_many`, from numbers (seeds, methods, blocks) of blocks that count alike; the
-    first is the best."""
+    """As `best_of_many`, from numbers (seeds, methods, blocks) of blocks with equal weights;
+    the first method is the best."""
     seeds, methods, blocks = table.shape
     by_method = table.swapaxes(0, 1).reshape(methods * seeds, blocks)
     stratum = Stratum(by_method / blocks, np.full(blocks, 1 / blocks))
@@ -164,7 +164,7 @@ def leads(table: np.ndarray, pairs: Sequence[Estimate]) -> list[Estimate]:
 def _pooled(
     strata: Sequence[Stratum], methods: np.ndarray, average: np.ndarray
 ) -> tuple[np.ndarray, float]:
-    """Variance of each method's mean score beside those of the others, and its degrees of freedom.
+    """Variance of each method's mean score among those of the others, and its degrees of freedom.
 
     As in `crossed` it is V(seeds) + V(method x item) - V(rest), but each term is of all methods
     together.
@@ -195,16 +195,16 @@ def _pooled(
 
 @cache
 def range_quantile(methods: int, freedom: float = np.inf) -> float:
-    """What the studentised range of `methods` equal means exceeds with probability LEVEL."""
+    """The value that the studentised range of `methods` equal means exceeds with probability
+    LEVEL."""
     low = 0.0
     high = 1e3
     while high - low > 1e-9 * high:
         middle = (low + high) / 2
-        low, high = (
-            (middle, high)
-            if studentized_range(np.array(middle), methods, freedom) > LEVEL
-            else (low, middle)
-        )
+        if studentized_range(np.array(middle), methods, freedom) > LEVEL:
+            low = middle
+        else:
+            high = middle
     return low
 
 

@@ -67,34 +67,29 @@ def _settings(panel: Panel) -> dict[str, object]:
 def _best(
     comparison: Comparison, panel: Panel, column: str, criteria: Sequence[str] | None
 ) -> dict[str, object]:
-    cells = {
-        name: cell for name, cell in panel.cells.items() if criteria is None or name in criteria
-    }
+    """The columns _BEST of one cell of the map."""
     quantity = comparison.quantity((column,))
     scores = comparison.score((column,))
-    shown = quantity.shown(scores)
-    values = {name: float(shown[cell]) for name, cell in cells.items() if not np.isnan(shown[cell])}
-    if not values:
+    competing = [name for name in panel.cells if criteria is None or name in criteria]
+    cells = pd.Series({name: panel.cells[name] for name in competing}, dtype=int)
+    shown = quantity.best_first(quantity.shown(cells.map(scores)).dropna())
+    if shown.empty:
         return {"winners": (), "score": np.nan, "runner_up": "", "p": np.nan}
-    printed = {
-        name: quantity.sign * round(value, PRINTED_DECIMALS) for name, value in values.items()
-    }
-    top = max(printed.values())
-    winners = tuple(name for name, value in printed.items() if value == top)
-    rest = {name: value for name, value in printed.items() if value != top}
-    best = {"winners": winners, "score": values[winners[0]], "runner_up": "", "p": np.nan}
-    if not rest:
+    printed = shown.round(PRINTED_DECIMALS)
+    is_best = printed == printed.iloc[0]
+    winners = tuple(name for name in competing if is_best.get(name, False))
+    best = {"winners": winners, "score": shown[winners[0]], "runner_up": "", "p": np.nan}
+    rest = shown[~is_best]
+    if rest.empty:
         return best
-    second = max(rest, key=lambda name: rest[name])
-    best |= {"runner_up": second, "runner_up_score": values[second]}
+    second = rest.index[0]
     lead = comparison.difference((column,), cells[winners[0]], cells[second])
-    ends = (lead.value, *lead.interval)
-    reference = scores[cells[second]]
-    best["lead"], best["lead_low"], best["lead_high"] = (
-        quantity.shown_difference(reference, end) for end in ends
-    )
+    ends = np.array([lead.value, *lead.interval])
+    ends = quantity.shown_difference(scores[cells[second]], ends)
+    best |= {"runner_up": second, "runner_up_score": rest.iloc[0]}
+    best |= dict(zip(("lead", "lead_low", "lead_high"), ends, strict=True))
     if len(winners) == 1:
-        best["p"] = _p_of_winner(comparison, column, [cells[name] for name in (*winners, *rest)])
+        best["p"] = _p_of_winner(comparison, column, [*cells[[*winners, *rest.index]]])
     return best
 
 

@@ -1,4 +1,4 @@
-"""How many experts each layer loses, or how many channels each expert keeps: the allocations by
+"""How many experts each layer loses, or how many channels each expert retains: the allocations by
 name, and checks of their settings. A new one is a function and an entry here. No torch."""
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from pydantic import Strict
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from moe_lab import criteria
-from moe_lab.allocation import coverage, grouping, protection, shapes
+from moe_lab.allocation import coverage, grouping, listed, protection, shapes
 from moe_lab.allocation.problem import (
     Budgets,
     Channels,
     Evidence,
     Experts,
     RatioTooLarge,
+    accepted,
     budget,
     check_ratio,
     keywords,
     limits,
     or_nearest,
-    own,
 )
 from moe_lab.config import AllocationConfig
 from moe_lab.config.base import SETTINGS, Positive, counting_fields, valid
@@ -39,7 +39,7 @@ from moe_lab.source_code import source_of
 Step: TypeAlias = Literal["plan", "search", "reconstruction", "sequential"]
 Function: TypeAlias = Callable[..., dict[int, Any]]
 """A problem (problem.py) and parameters by keyword -> layer -> experts to remove, or channels each
-expert keeps."""
+expert retains."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Allocation:
     """Parameter that another step reads -> its type; those of a function are its keywords. None:
     that step checks them."""
     uneven: tuple[Granularity, ...] = ()
-    """What it keeps different numbers of, by design: experts in different layers, or channels in
+    """What it retains different numbers of, by design: experts in different layers, or channels in
     different experts."""
     zero_expert: str = "keep_null"
     """Default treatment of an expert without channels, as in `zero_expert()`."""
@@ -105,7 +105,7 @@ ALLOCATIONS: dict[str, Allocation] = {
             uneven=CHANNEL,
             zero_expert="drop",
         ),
-        Allocation("list", {"expert": shapes.experts, "channel": shapes.channels}),
+        Allocation("list", {"expert": listed.removals, "channel": listed.budgets}),
         Allocation(
             "evolutionary", {"expert": None}, step="search", parameters=None, uneven=("expert",)
         ),
@@ -126,7 +126,7 @@ def register(allocation: Allocation) -> None:
     """Add an allocation to the registry. UserError when its name is taken."""
     check_name("allocation", allocation.name)
     if allocation.name in ALLOCATIONS:
-        raise UserError(f"allocation {allocation.name} is there already: expected a new name")
+        raise UserError(f"allocation={allocation.name} is registered already: expected a new name")
     ALLOCATIONS[allocation.name] = allocation
 
 
@@ -144,7 +144,7 @@ class IdentifiedAllocation(AllocationConfig):
     def identity(self) -> dict[str, Any]:
         document = {**counting_fields(self), "source": get(self.name).source}
         if self.path is not None:
-            content = json.dumps(shapes.read(self.path), sort_keys=True)
+            content = json.dumps(listed.read(self.path), sort_keys=True)
             document["path"] = sha256(content.encode()).hexdigest()
         return document
 
@@ -157,14 +157,14 @@ def check(settings: AllocationConfig, granularity: Granularity = "expert") -> No
     or "channel"), and every field and parameter belongs to it and has a valid value."""
     allocation = get(settings.name)
     if granularity not in allocation.functions:
-        own = next(iter(allocation.functions))
+        allocated = next(iter(allocation.functions))
         fitting = sorted(
             name for name, other in ALLOCATIONS.items() if granularity in other.functions
         )
         raise UserError(
-            f"allocation={allocation.name} allocates {own}s, but the criterion scores "
+            f"allocation={allocation.name} allocates {allocated}s, but the criterion scores "
             f"{granularity}s: choose a "
-            f"criterion that scores {own}s, or one of the allocations of {granularity}s "
+            f"criterion that scores {allocated}s, or one of the allocations of {granularity}s "
             f"({', '.join(fitting)})"
         )
     if granularity == "channel":
@@ -177,7 +177,7 @@ def check(settings: AllocationConfig, granularity: Granularity = "expert") -> No
             "allocation.parameters",
         )
     if settings.name == "list":
-        shapes.listed(settings.path, granularity)
+        listed.read_as(settings.path, granularity)
     if settings.by is not None:
         criteria.check(settings.by, {})
         if criteria.get(settings.by).granularity != "expert":
@@ -207,19 +207,16 @@ def zero_expert(settings: Mapping[str, Any]) -> str:
 
 def _check_of_channels(settings: AllocationConfig) -> None:
     """Raise UserError for settings that only make sense for whole experts."""
-    wrong = {
-        f"multiple_of={settings.multiple_of}": settings.multiple_of > 1,
-        f"replacement={settings.replacement}": settings.replacement != "none",
-        f"by={settings.by}": settings.by is not None,
-    }
-    if named := [name for name, is_set in wrong.items() if is_set]:
-        raise UserError(
-            f"allocation.{named[0]} is about whole experts, expected a criterion that scores "
-            "experts"
-        )
+    for name, default in (("multiple_of", 1), ("replacement", "none"), ("by", None)):
+        value = getattr(settings, name)
+        if value != default:
+            raise UserError(
+                f"allocation.{name}={value} is for whole experts, expected a criterion that "
+                "scores experts"
+            )
     if settings.protect is not None and settings.name == "uniform":
         raise UserError(
-            f"allocation.protect={settings.protect} keeps experts with all their channels, and "
+            f"allocation.protect={settings.protect} retains experts with all their channels, and "
             "allocation=uniform "
             "gives all experts the same number: expected null, or an allocation such as layerwise"
         )
@@ -230,11 +227,11 @@ def _check_replacement(settings: AllocationConfig, allocation: Allocation) -> No
     grouping.needs(replacement)
     if replacement == "none":
         return
-    if settings.path is not None and shapes.is_plan(shapes.read(settings.path)):
+    if settings.path is not None and listed.is_plan(listed.read(settings.path)):
         raise UserError(
-            f"allocation.replacement={replacement}: the plan allocation.path={settings.path} says "
-            "itself what experts "
-            "are replaced by, expected none"
+            f"allocation.replacement={replacement}: the plan allocation.path={settings.path} "
+            "states what experts are "
+            "replaced by, expected none"
         )
     if allocation.step != "plan":
         raise UserError(
@@ -263,7 +260,7 @@ def _parameters(
 
 Layers = Mapping[int, Mapping[str, Any]]
 """Layer -> facts: n_experts, top_k, n_group, topk_group, and perhaps protected, ids of experts that
-must be kept."""
+must be retained."""
 
 
 def allocate(
@@ -271,48 +268,59 @@ def allocate(
     layers: Layers,
     scores: Mapping[int, Any],
     evidence: Evidence | None = None,
-) -> dict[int, int]:
-    """Layer -> how many experts to remove.
+) -> dict[int, Any]:
+    """Layer -> how many experts to remove, or how many channels each expert retains (E,) int64.
 
-    `settings`: fields of AllocationConfig and the ratio. `scores`: layer -> a score per expert.
-    `evidence`: each name in `needs(settings)` -> layer -> arrays by name (for "by": a score per
-    expert). UserError for infeasible settings, naming the nearest feasible ratio.
+    `settings`: fields of AllocationConfig and the ratio. `scores`: layer -> scores of experts (E,),
+    or of channels (E, I). `evidence`: each name in `needs(settings)` -> layer -> arrays by name
+    (for "by": a score per expert). Channels are rounded to whole blocks if parameters.align is set.
+    UserError for infeasible settings, naming the nearest feasible ratio.
     """
-    function = _function(settings, "expert")
-    given = _given(settings, layers, scores, evidence)
+    granularity = granularity_of(scores)
+    function = _function(settings, granularity)
+    inputs: dict[str, Any] = {
+        "scores": {layer: numpy.asarray(scores[layer], dtype=numpy.float64) for layer in layers},
+        "evidence": evidence or {},
+        "path": settings.get("path"),
+        "protected": {
+            layer: list(facts["protected"])
+            for layer, facts in layers.items()
+            if facts.get("protected")
+        },
+    }
+    if granularity == "channel":
+        return or_nearest(partial(_budgets, function, settings, layers, inputs), settings["ratio"])
     by_layer = limits(layers, settings["multiple_of"])
     return or_nearest(
-        lambda ratio: function(Experts(ratio=ratio, limits=by_layer, **given)), settings["ratio"]
+        lambda ratio: function(Experts(ratio=ratio, limits=by_layer, **inputs)), settings["ratio"]
     )
 
 
-def budgets(
+def granularity_of(scores: Mapping[int, Any]) -> Granularity:
+    """What `scores` are of: experts (E,) or channels (E, I) of each layer."""
+    return "channel" if numpy.ndim(next(iter(scores.values()))) == 2 else "expert"
+
+
+def _budgets(
+    function: Function,
     settings: Mapping[str, Any],
     layers: Layers,
-    scores: Mapping[int, Any],
-    evidence: Evidence | None = None,
+    inputs: Mapping[str, Any],
+    ratio: float,
 ) -> Budgets:
-    """Layer -> how many channels each expert keeps (E,) int64. As `allocate`, with `scores`: layer
-    -> (E, I). Rounded to whole blocks if parameters.align is set."""
-    function = _function(settings, "channel")
-    given = _given(settings, layers, scores, evidence)
-    values = given["scores"]
+    """Layer -> channels each expert retains at `ratio`."""
+    _check_channels(ratio, settings, layers)
+    ranked = {layer: array.copy() for layer, array in inputs["scores"].items()}
+    for layer, experts in inputs["protected"].items():
+        ranked[layer][experts] = numpy.inf
+    problem = Channels(ratio=ratio, **{**inputs, "scores": ranked})
+    if problem.fixed.sum() > problem.keep:
+        raise RatioTooLarge(
+            f"retains {problem.keep} channels, but allocation.protect needs {problem.fixed.sum()}"
+        )
+    budgets: Budgets = function(problem)
     alignment = coverage.alignment_of(settings)
-    given["scores"] = {layer: array.copy() for layer, array in values.items()}
-    for layer, experts in given["protected"].items():
-        given["scores"][layer][experts] = numpy.inf
-
-    def decide(ratio: float) -> Budgets:
-        _check_channels(ratio, settings, layers)
-        problem = Channels(ratio=ratio, **given)
-        if problem.fixed.sum() > problem.keep:
-            raise RatioTooLarge(
-                f"keeps {problem.keep} channels, but allocation.protect needs {problem.fixed.sum()}"
-            )
-        kept: Budgets = function(problem)
-        return kept if alignment is None else coverage.align(kept, values, alignment)
-
-    return or_nearest(decide, settings["ratio"])
+    return budgets if alignment is None else coverage.align(budgets, inputs["scores"], alignment)
 
 
 def fits(settings: Mapping[str, Any], layers: Layers, granularity: Granularity) -> None:
@@ -344,33 +352,14 @@ def _check_experts(ratio: float, settings: Mapping[str, Any], layers: Layers) ->
         )
 
 
-def _given(
-    settings: Mapping[str, Any],
-    layers: Layers,
-    scores: Mapping[int, Any],
-    evidence: Evidence | None,
-) -> dict[str, Any]:
-    """What every problem has besides the ratio."""
-    return {
-        "scores": {layer: numpy.asarray(scores[layer], dtype=numpy.float64) for layer in layers},
-        "evidence": evidence or {},
-        "path": settings.get("path"),
-        "protected": {
-            layer: list(facts["protected"])
-            for layer, facts in layers.items()
-            if facts.get("protected")
-        },
-    }
-
-
 def _function(settings: Mapping[str, Any], granularity: Granularity) -> Function:
     """What the allocation decides by, with its parameters."""
     allocation = get(settings["name"])
     function = allocation.functions.get(granularity)
     if function is None:
         raise UserError(
-            f"allocation={allocation.name} cannot say from scores of {granularity}s alone how "
-            "much goes: it is for "
+            f"allocation={allocation.name} cannot decide from scores of {granularity}s alone: it "
+            "is for "
             f"{' and '.join(allocation.functions)}s, decided in the {allocation.step} step"
         )
-    return partial(function, **own(function, settings["parameters"]))
+    return partial(function, **accepted(function, settings["parameters"]))

@@ -1,5 +1,5 @@
-"""allocation=coverage (MoE-Slimming): divide channels among layers, then experts, by how much of
-their scores is kept.
+"""allocation=coverage (MoE-Slimming): divide channels among layers, then experts, by the share of
+their scores that is retained.
 
 CBA (Algorithms 1-4) finds budgets of groups such that each covers its target share of its own
 scores. S_g(n) is the sum of the n highest scores of group g, negative ones counting as 0, and
@@ -54,7 +54,7 @@ def coverage(
     beta: float = 0.02,
     floor: Floor = 0.1,
 ) -> Budgets:
-    """Layer -> channels each expert keeps (E,).
+    """Layer -> channels each expert retains (E,).
 
     First `inter` gives each layer its budget: by CBA over the pooled channels of each layer, with
     the smoothed layer loss named by `layer_prior` as target (coverage); the same share (uniform); a
@@ -69,44 +69,47 @@ def coverage(
         shares = smooth(layer_losses(problem.evidence, scores, layer_prior), layer_smoothing)
     elif inter == "u_shaped":
         shares = u_shape(len(scores), 1 - problem.ratio, beta, floor)
-    budgets = (
-        _cover_layers(problem, shares) if inter == "coverage" else problem.layer_budgets(shares)
-    )
+    if inter == "coverage":
+        layer_budgets = _cover_layers(problem, shares)
+    else:
+        layer_budgets = problem.layer_budgets(shares)
 
-    def divide(layer: int, others: NDArray[numpy.int64], budget: int) -> Budget:
-        """Channels of the experts `others` of a layer, which have `budget` together."""
-        values = scores[layer][others]
+    def divide(layer: int, experts: NDArray[numpy.int64], budget: int) -> Budget:
+        """Channels of `experts` of a layer, `budget` in all."""
+        values = scores[layer][experts]
         width = scores[layer].shape[1]
         if intra == "uniform":
             return apportion(numpy.ones(len(values)), budget, 0, width)
         if intra == "ranking":
             return best(values, budget)
         measured = expert_prior(prior, problem.evidence, layer, len(scores[layer]))
-        target = smooth(measured[others], expert_smoothing)
+        target = smooth(measured[experts], expert_smoothing)
         if intra == "proportional":
             return apportion(target, budget, 0, width)
         return cover(list(values), target, budget)
 
-    kept = {}
+    budgets = {}
     for (layer, values), fixed in zip(scores.items(), problem.fixed.tolist(), strict=True):
-        kept[layer] = numpy.full(len(values), values.shape[1], dtype=numpy.int64)
-        if len(others := problem.unprotected(layer)):
-            kept[layer][others] = divide(layer, others, budgets[layer] - fixed)
-    return kept
+        budgets[layer] = numpy.full(len(values), values.shape[1], dtype=numpy.int64)
+        unprotected = problem.unprotected(layer)
+        if len(unprotected):
+            budgets[layer][unprotected] = divide(layer, unprotected, layer_budgets[layer] - fixed)
+    return budgets
 
 
 def _cover_layers(problem: Channels, shares: Array) -> dict[int, int]:
-    """Layer -> channels it keeps by CBA over the pooled channels of each layer, and those of
+    """Layer -> channels it retains by CBA over the pooled channels of each layer, and those of
     protected experts."""
-    kept = problem.fixed
+    budgets = problem.fixed
     free = problem.sizes > problem.fixed
     if free.any():
-        pools = [
-            values[problem.unprotected(layer)].ravel() for layer, values in problem.scores.items()
-        ]
-        left = problem.keep - int(kept.sum())
-        kept[free] += cover([pool for pool in pools if len(pool)], shares[free], left)
-    return dict(zip(problem.scores, kept.tolist(), strict=True))
+        pools = []
+        for layer, values in problem.scores.items():
+            pool = values[problem.unprotected(layer)].ravel()
+            if len(pool):
+                pools.append(pool)
+        budgets[free] += cover(pools, shares[free], problem.keep - int(budgets.sum()))
+    return dict(zip(problem.scores, budgets.tolist(), strict=True))
 
 
 def needs(parameters: Mapping[str, Any]) -> tuple[str, ...]:
@@ -229,43 +232,45 @@ def check_fits(alignment: Alignment, layers: Mapping[int, Mapping[str, Any]], ra
 def align(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -> Budgets:
     """Round budgets to whole blocks: layer -> (E,). `scores`: layer -> (E, I).
 
-    Every budget is rounded down, for experts below `min_channels` to 0. The whole blocks that this
-    leaves over go to the other experts of the layer, one each, repeatedly until none is left or all
-    experts are full (the paper stops after one each):
+    Every budget is rounded down, for experts below `min_channels` to 0. The remaining whole blocks
+    go to the other experts of the layer, one each, repeatedly until none remains or all experts are
+    full (the paper stops after one each):
     remainder (l-r-c)  first to the experts that lost most channels by rounding
     scores (l-r-s)     first to the experts that lost the largest sum of scores by rounding
-    RatioTooLarge when a layer that had channels would be left with none.
+    RatioTooLarge when a layer that had channels would retain none.
     """
     aligned = {}
-    for layer, kept in budgets.items():
-        aligned[layer] = _aligned(kept, scores[layer], alignment)
-        if kept.any() and not aligned[layer].any():
-            most = int(kept.max())
+    for layer, budget in budgets.items():
+        aligned[layer] = _aligned(budget, scores[layer], alignment)
+        if budget.any() and not aligned[layer].any():
             raise RatioTooLarge(
                 f"allocation.parameters.align (block={alignment.block}, "
-                f"min_channels={alignment.fewest}) leaves no "
-                f"channel in layer {layer}, whose largest expert was to keep {most}, which is the "
-                "most both can be"
+                f"min_channels={alignment.fewest}) retains no channel in layer {layer}: expected "
+                f"both at most {int(budget.max())}, the budget of its largest expert"
             )
     return aligned
 
 
-def _aligned(kept: Budget, scores: Array, alignment: Alignment) -> Budget:
+def _aligned(budgets: Budget, scores: Array, alignment: Alignment) -> Budget:
     """The budgets (E,) of one layer in whole blocks. `scores`: (E, I)."""
     block = alignment.block
-    active = (kept >= alignment.fewest) & (kept > 0)
-    base = numpy.where(active, kept // block * block, 0)
-    lost: NDArray[Any] = kept - base
-    if alignment.order == "scores":  # the sum of those of the channels ranked base .. kept - 1
+    active = (budgets >= alignment.fewest) & (budgets > 0)
+    rounded = numpy.where(active, budgets // block * block, 0)
+    lost: NDArray[Any] = budgets - rounded
+    rest = int(lost.sum()) // block
+    if alignment.order == "scores":  # the sum of those of the channels ranked rounded .. budget - 1
         descending = -numpy.sort(-scores, axis=1)
         rank = numpy.arange(scores.shape[1])
-        lost = (descending * ((rank >= base[:, None]) & (rank < kept[:, None]))).sum(axis=1)
-    room = numpy.where(active, (scores.shape[1] - base) // block, 0)
-    blocks = int((kept - base).sum()) // block
+        is_lost = (rank >= rounded[:, None]) & (rank < budgets[:, None])
+        lost = (descending * is_lost).sum(axis=1)
+    room = numpy.where(active, (scores.shape[1] - rounded) // block, 0)
     order = numpy.argsort(-lost, kind="stable")
-    given = numpy.zeros_like(room)
-    while blocks > 0 and (takers := order[(given < room)[order]][:blocks]).size:
-        given[takers] += 1
-        blocks -= len(takers)
-    aligned: Budget = base + block * given
+    added = numpy.zeros_like(room)
+    while rest > 0:
+        experts = order[(added < room)[order]][:rest]
+        if not experts.size:
+            break
+        added[experts] += 1
+        rest -= len(experts)
+    aligned: Budget = rounded + block * added
     return aligned

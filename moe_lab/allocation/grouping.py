@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy
 from numpy.typing import NDArray
 
-from moe_lab.allocation.problem import keywords, own
+from moe_lab.allocation.problem import accepted, keywords
 from moe_lab.errors import UserError, check_known
 
 Array = NDArray[numpy.float64]
@@ -37,14 +37,15 @@ class Grouping:
     distances: Callable[[Sums], Array]
     """Sums -> (E, E), how different two experts are."""
     cluster: Callable[..., Groups]
-    """Distances (E, E), ids of the experts that are kept, the one of highest score first, and
-    parameters by keyword -> as many groups as experts are kept."""
+    """Distances (E, E), ids of the retained experts, that of highest score first, and parameters by
+    keyword ->
+    as many groups as experts are retained."""
     weights: Literal["tokens", "scores"] = "tokens"
     """What members are weighted by: routing frequency, N_j / sum N, or the criterion's scores, of
     which negative ones count as 0. Where the sum is 0, all members weigh the same."""
-    rows: Literal["all", "kept"] = "all"
-    """Rows of the router that stay: all, so that the gates of a token's merged experts add up, or
-    only those of the experts that are kept, each of which stands for its group."""
+    rows: Literal["all", "retained"] = "all"
+    """Rows of the router that are retained: all, so that the gates of a token's merged experts add
+    up, or only those of the retained experts, each the owner of a group."""
     align: Literal["weights", "activations_and_weights"] | None = None
     """By what the channels of the members are matched before they are averaged; None leaves them as
     they are."""
@@ -87,10 +88,10 @@ def of_weights(sums: Sums) -> Array:
     return distances
 
 
-def nearest(distances: Array, kept: Sequence[int]) -> Groups:
-    """Each other expert joins the kept one nearest to it; of equally near ones, that of the lower
+def nearest(distances: Array, retained: Sequence[int]) -> Groups:
+    """Each other expert joins the nearest retained one; of equally near ones, that of the lower
     id."""
-    groups = {owner: [owner] for owner in sorted(kept)}
+    groups = {owner: [owner] for owner in sorted(retained)}
     owners = list(groups)
     for expert in range(len(distances)):
         if expert not in groups:
@@ -98,38 +99,44 @@ def nearest(distances: Array, kept: Sequence[int]) -> Groups:
     return list(groups.values())
 
 
-def average_linkage(distances: Array, kept: Sequence[int]) -> Groups:
-    """Hierarchical clusters, as many as experts are kept; which ones these are does not matter."""
+def average_linkage(distances: Array, retained: Sequence[int]) -> Groups:
+    """Hierarchical clusters, as many as experts are retained; which ones these are does not
+    matter."""
     from scipy.cluster.hierarchy import cut_tree, linkage
     from scipy.spatial.distance import squareform
 
-    if len(kept) >= len(distances):
+    if len(retained) >= len(distances):
         return [[expert] for expert in range(len(distances))]
-    labels = cut_tree(linkage(squareform(distances), method="average"), n_clusters=len(kept))[:, 0]
-    return [numpy.flatnonzero(labels == label).tolist() for label in range(len(kept))]
+    labels = cut_tree(linkage(squareform(distances), method="average"), n_clusters=len(retained))[
+        :, 0
+    ]
+    return [numpy.flatnonzero(labels == label).tolist() for label in range(len(retained))]
 
 
-def by_salience(distances: Array, kept: Sequence[int], *, group_size: int = GROUP_SIZE) -> Groups:
-    """From the kept expert of highest score on, each takes the experts nearest to it of those that
-    are still free, of equally near ones that of the lower id, up to a group of `group_size`.
-    UserError when groups cannot hold all."""
-    check_capacity(len(distances), len(kept), group_size=group_size)
-    free = [expert for expert in range(len(distances)) if expert not in kept]
+def by_salience(
+    distances: Array, retained: Sequence[int], *, group_size: int = GROUP_SIZE
+) -> Groups:
+    """From the retained expert of highest score on, each takes the nearest experts that are still
+    free, of equally near ones that of the lower id, up to a group of `group_size`. UserError when
+    groups cannot hold all."""
+    check_capacity(len(distances), len(retained), group_size=group_size)
+    free = [expert for expert in range(len(distances)) if expert not in retained]
     groups = []
-    for owner in kept:
-        taken = sorted(free, key=lambda expert: float(distances[owner, expert]))[: group_size - 1]
-        groups.append([owner, *taken])
-        free = [expert for expert in free if expert not in taken]
+    for owner in retained:
+        members = sorted(free, key=lambda expert: float(distances[owner, expert]))[: group_size - 1]
+        groups.append([owner, *members])
+        free = [expert for expert in free if expert not in members]
     return groups
 
 
-def check_capacity(count: int, kept: int, *, group_size: int = GROUP_SIZE) -> None:
-    """Raise UserError when `kept` groups of at most `group_size` experts cannot hold `count`."""
-    if kept * group_size < count:
+def check_capacity(count: int, retained: int, *, group_size: int = GROUP_SIZE) -> None:
+    """Raise UserError when `retained` groups of at most `group_size` experts cannot hold
+    `count`."""
+    if retained * group_size < count:
         raise UserError(
-            f"allocation.parameters.group_size={group_size}: {kept} groups of that size cannot "
-            f"hold {count} "
-            f"unprotected experts of a layer: expected at least {ceil(count / kept)}, or a "
+            f"allocation.parameters.group_size={group_size}: {retained} groups of that size "
+            f"cannot hold {count} "
+            f"unprotected experts of a layer: expected at least {ceil(count / retained)}, or a "
             "smaller ratio"
         )
 
@@ -144,7 +151,7 @@ GROUPINGS = {
         of_outputs_and_logits,
         by_salience,
         weights="scores",
-        rows="kept",
+        rows="retained",
         align="activations_and_weights",
     ),
     "merge_moe": Grouping(("statistics", "weight_distances"), of_weights, nearest),
@@ -157,8 +164,7 @@ REPLACEMENTS: dict[str, tuple[str, ...]] = {
     "mean_output": ("statistics",),
     **{name: grouping.passes for name, grouping in GROUPINGS.items()},
 }
-"""What can take the place of the experts that an allocation drops -> the passes whose sums it
-reads."""
+"""What can replace the experts that an allocation drops -> the passes whose sums it reads."""
 
 
 def needs(replacement: str) -> tuple[str, ...]:
@@ -173,13 +179,15 @@ def parameters(replacement: str) -> dict[str, Any]:
     return keywords(GROUPINGS[replacement].cluster) if replacement in GROUPINGS else {}
 
 
-def fits(settings: Mapping[str, Any], count: int, kept: int, protected: int) -> None:
-    """Raise UserError when the `kept` of `count` experts of a layer cannot stand for all,
-    `protected` of them alone."""
+def fits(settings: Mapping[str, Any], count: int, retained: int, protected: int) -> None:
+    """Raise UserError when the `retained` of `count` experts of a layer cannot own all; `protected`
+    ones own only themselves."""
     grouping = GROUPINGS.get(settings.get("replacement", "none"))
-    if grouping is not None and grouping.cluster is by_salience and protected < kept < count:
+    if grouping is not None and grouping.cluster is by_salience and protected < retained < count:
         check_capacity(
-            count - protected, kept - protected, **own(check_capacity, settings["parameters"])
+            count - protected,
+            retained - protected,
+            **accepted(check_capacity, settings["parameters"]),
         )
 
 
@@ -187,25 +195,26 @@ def groups(
     settings: Mapping[str, Any],
     sums: Sums,
     scores: Array,
-    kept: Sequence[int],
+    retained: Sequence[int],
     protected: Sequence[int] = (),
 ) -> Groups:
-    """The groups of the grouping settings["replacement"], as many as experts are `kept`, in the
-    order of their ids. Each of `protected` is one by itself. `settings`: fields of
-    AllocationConfig. `scores` (E,) are the criterion's. UserError when there is nothing that the
-    others could be merged into, and for sums that are lacking."""
+    """The groups of the grouping settings["replacement"], as many as experts are `retained`, in the
+    order of their ids. Each of `protected` has a group of its own. `settings`: fields of
+    AllocationConfig. `scores` (E,): those of the criterion. UserError when all retained experts are
+    protected, and for missing sums."""
     name = settings["replacement"]
-    grouping = GROUPINGS[settings["replacement"]]
+    grouping = GROUPINGS[name]
     others = [expert for expert in range(len(scores)) if expert not in protected]
-    free = sorted(
-        (expert for expert in kept if expert not in protected), key=lambda expert: -scores[expert]
-    )
-    alone = [[expert] for expert in protected]
+    groups = [[expert] for expert in protected]
     if not others:
-        return alone
-    if not free:
+        return groups
+    owners = sorted(
+        (expert for expert in retained if expert not in protected),
+        key=lambda expert: -scores[expert],
+    )
+    if not owners:
         raise UserError(
-            f"allocation.replacement={name}: a layer keeps {len(kept)} experts, which are all "
+            f"allocation.replacement={name}: all {len(retained)} retained experts of a layer are "
             "protected, so that no "
             "others can be merged into them: expected a smaller ratio"
         )
@@ -215,18 +224,21 @@ def groups(
             "none: expected "
             "hc_smoe, which compares outputs"
         )
-    distances = grouping.distances(sums)
-    places = [others.index(expert) for expert in free]
-    between = distances[numpy.ix_(others, others)]
-    clusters = grouping.cluster(between, places, **own(grouping.cluster, settings["parameters"]))
-    return sorted(alone + [sorted(others[place] for place in cluster) for cluster in clusters])
+    distances = grouping.distances(sums)[numpy.ix_(others, others)]
+    positions = [others.index(expert) for expert in owners]
+    clusters = grouping.cluster(
+        distances, positions, **accepted(grouping.cluster, settings["parameters"])
+    )
+    for cluster in clusters:
+        groups.append(sorted(others[position] for position in cluster))
+    return sorted(groups)
 
 
 def weighted(
-    name: str, groups: Groups, sums: Sums, scores: Array, kept: Sequence[int]
+    name: str, groups: Groups, sums: Sums, scores: Array, retained: Sequence[int]
 ) -> dict[int, dict[int, float]]:
-    """The expert that stands for each group -> {expert: weight}, for the grouping `name`: the kept
-    one where only the router's rows of kept experts stay, and otherwise the member of largest
+    """The owner of each group -> {expert: weight}, for the grouping `name`: the retained expert
+    where only the router's rows of retained experts stay, and otherwise the member of largest
     weight (of equals the lowest id)."""
     grouping = GROUPINGS[name]
     values = numpy.asarray(
@@ -234,12 +246,14 @@ def weighted(
     )
     merged = {}
     for group in groups:
-        own_values = values[group]
-        total = own_values.sum()
-        shares = own_values / total if total > 0 else numpy.full(len(group), 1 / len(group))
-        places = numpy.isin(group, kept) if grouping.rows == "kept" else own_values
-        owner = group[int(places.argmax())]
-        merged[owner] = {expert: float(share) for expert, share in zip(group, shares, strict=True)}
+        of_group = values[group]
+        total = of_group.sum()
+        weights = of_group / total if total > 0 else numpy.full(len(group), 1 / len(group))
+        rank = numpy.isin(group, retained) if grouping.rows == "retained" else of_group
+        owner = group[int(rank.argmax())]
+        merged[owner] = {
+            expert: float(weight) for expert, weight in zip(group, weights, strict=True)
+        }
     return dict(sorted(merged.items()))
 
 

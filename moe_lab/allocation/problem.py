@@ -19,7 +19,7 @@ from moe_lab.models.config_json import fewest_experts
 
 Array: TypeAlias = NDArray[numpy.float64]
 Budget: TypeAlias = NDArray[numpy.int64]
-"""Kept channels of each expert of a layer (E,)."""
+"""Retained channels of each expert of a layer (E,)."""
 Budgets: TypeAlias = dict[int, Budget]
 Evidence: TypeAlias = Mapping[str, Mapping[int, Any]]
 """What was measured besides the scores: need -> layer -> arrays by name ("by": layer -> scores)."""
@@ -37,8 +37,8 @@ def keywords(function: Callable[..., Any]) -> dict[str, Any]:
     }
 
 
-def own(function: Callable[..., Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the parameters that are keywords of `function`."""
+def accepted(function: Callable[..., Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters that are keywords of `function`."""
     return {name: value for name, value in parameters.items() if name in keywords(function)}
 
 
@@ -69,20 +69,20 @@ def or_nearest(decide: Callable[[float], Result], ratio: float) -> Result:
         return decide(ratio)
     except RatioTooLarge as error:
         reason = error
-        word = "largest"
+        bound = "largest"
         # Only below the ratio: rounding to blocks may leave a larger one feasible.
         below = range(ceil(1000 * ratio) if ratio < 1 else 1000)
         nearest = bisect_left(below, True, key=lambda n: isinstance(refusal(n), RatioTooLarge)) - 1
     except RatioTooSmall as error:
         reason = error
-        word = "smallest"
+        bound = "smallest"
         above = range(floor(1000 * ratio) + 1 if ratio > 0 else 0, 1000)
         nearest = above.start + bisect_left(
             above, True, key=lambda n: not isinstance(refusal(n), RatioTooSmall)
         )
     if 0 <= nearest < 1000 and refusal(nearest) is None:
         raise UserError(
-            f"ratio={ratio:g}: {reason}; {nearest / 1000:g} is the {word} feasible ratio"
+            f"ratio={ratio:g}: {reason}; {nearest / 1000:g} is the {bound} feasible ratio"
         )
     raise UserError(f"ratio={ratio:g}: {reason}; no other ratio is feasible either")
 
@@ -94,12 +94,13 @@ class Problem:
     ratio: float
     """Share of the routed experts, or of their channels, to remove."""
     scores: dict[int, Array]
-    """Layer -> a score per expert (E,), or per channel (E, I); higher means keep."""
+    """Layer -> a score per expert (E,), or per channel (E, I); higher means retain."""
     evidence: Evidence
     path: str | None = None
     """The file of allocation=list."""
     protected: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    """Layer -> ids of experts that must be kept, with all their channels (allocation.protect)."""
+    """Layer -> ids of experts that must be retained, with all their channels
+    (allocation.protect)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,18 +110,18 @@ class Experts(Problem):
     limits: dict[int, Limits]
 
     def in_proportion(self, shares: Array) -> dict[int, int]:
-        """Layer -> experts to remove, such that layers keep experts in proportion to share *
+        """Layer -> experts to remove, such that layers retain experts in proportion to share *
         size."""
         limits = self.limits.values()
         count = numpy.array([limit.count for limit in limits])
-        kept = apportion(
+        retained = apportion(
             shares * count,
             int(count.sum()) - budget(self.limits, self.ratio),
             [limit.smallest for limit in limits],
             [limit.largest for limit in limits],
             [limit.step for limit in limits],
         )
-        return dict(zip(self.limits, (count - kept).tolist(), strict=True))
+        return dict(zip(self.limits, (count - retained).tolist(), strict=True))
 
 
 class Channels(Problem):
@@ -147,32 +148,32 @@ class Channels(Problem):
 
     @property
     def keep(self) -> int:
-        """Total number of channels to keep: int(all channels * (1 - ratio))."""
+        """Total number of channels to retain: int(all channels * (1 - ratio))."""
         return whole(int(self.sizes.sum()) * (1 - self.ratio))
 
     def layer_budgets(self, shares: Array) -> dict[int, int]:
-        """Layer -> channels it keeps, `keep` in all, in proportion to share * size, at least those
-        of its protected experts."""
-        kept = apportion(shares * self.sizes, self.keep, self.fixed, self.sizes)
-        return dict(zip(self.scores, kept.tolist(), strict=True))
+        """Layer -> channels it retains, `keep` in all, in proportion to share * size, at least
+        those of its protected experts."""
+        retained = apportion(shares * self.sizes, self.keep, self.fixed, self.sizes)
+        return dict(zip(self.scores, retained.tolist(), strict=True))
 
     def in_proportion(self, shares: Array) -> Budgets:
-        """Layer -> channels each expert keeps, if each layer keeps its best channels within
+        """Layer -> channels each expert retains, if each layer retains its best channels within
         `layer_budgets`."""
-        kept = self.layer_budgets(shares)
-        return {layer: best(scores, kept[layer]) for layer, scores in self.scores.items()}
+        budgets = self.layer_budgets(shares)
+        return {layer: best(scores, budgets[layer]) for layer, scores in self.scores.items()}
 
 
 def best(scores: Array, keep: int) -> Budget:
     """Count the `keep` highest of `scores` (E, I) by expert (E,); of equal scores the later ones
-    are kept."""
+    count."""
     counts: Budget = highest(scores.ravel(), keep).reshape(scores.shape).sum(axis=1)
     return counts
 
 
 def highest(scores: Array, keep: int) -> Budget:
     """1 for the `keep` highest of `scores` (n,), 0 for the others; of equal scores the later ones
-    are kept."""
+    get 1."""
     flags: Budget = numpy.ones(len(scores), dtype=numpy.int64)
     flags[numpy.argsort(scores, kind="stable")[: len(scores) - keep]] = 0
     return flags
@@ -218,11 +219,11 @@ def apportion(
     )
     parts = numpy.minimum(parts, most)
     remainder = numpy.round((share - parts) / steps, 9)
-    left = total - int(parts.sum())
+    rest = total - int(parts.sum())
     for index in numpy.argsort(-remainder, kind="stable"):
-        if steps[index] <= min(left, most[index] - parts[index]):
+        if steps[index] <= min(rest, most[index] - parts[index]):
             parts[index] += steps[index]
-            left -= int(steps[index])
+            rest -= int(steps[index])
     return parts
 
 
@@ -238,14 +239,14 @@ class Limits:
     """Groups of a group-limited router, each of which must lose the same number; 1 for other
     routers."""
     step: int
-    """Kept counts are multiples of this."""
+    """Numbers of retained experts are multiples of this."""
     fewest: int
     """The smallest number of experts with which the router works and all protected ones are
-    kept."""
+    retained."""
 
     @property
     def smallest(self) -> int:
-        """The smallest feasible kept count; above `count` when there is none."""
+        """The smallest feasible number of retained experts; above `count` when there is none."""
         return self.step * ceil(self.fewest / self.step)
 
     @property
@@ -254,7 +255,7 @@ class Limits:
         return self.step * (self.count // self.step)
 
     def even(self, ratio: float) -> int:
-        """Experts kept when int(count * ratio) are removed, the papers' rule, rounded up to a
+        """Experts retained when int(count * ratio) are removed, the papers' rule, rounded up to a
         multiple of `step`."""
         return self.step * ceil((self.count - int(self.count * ratio)) / self.step)
 

@@ -7,11 +7,9 @@ allocation=reconstruction (NAEE) searches. No torch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterable, Mapping
-from itertools import combinations, product
+from itertools import chain, combinations, product
 from math import comb, prod
-from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy
@@ -35,7 +33,6 @@ from moe_lab.allocation.problem import (
     whole,
 )
 from moe_lab.errors import UserError
-from moe_lab.json_files import fits
 
 Smoothing: TypeAlias = Literal["sqrt", "log", "huber", "clip", "none"]
 Floor: TypeAlias = Annotated[float, Strict(), Field(gt=0, lt=1)]
@@ -61,53 +58,50 @@ def same_share(layers: Mapping[int, Limits], ratio: float) -> dict[int, int]:
     check_ratio(ratio)
     remove = {}
     for layer, limit in layers.items():
-        kept = limit.even(ratio)
-        if kept < limit.fewest:
+        retained = limit.even(ratio)
+        if retained < limit.fewest:
             raise RatioTooLarge(
-                f"leaves {kept} of {limit.count} experts in layer {layer}, but its router "
-                f"(top_k={limit.top_k}) and "
-                f"allocation.protect need at least {limit.fewest}"
+                f"retains {retained} of {limit.count} experts in layer {layer}, but its router "
+                f"(top_k={limit.top_k}) and allocation.protect need at least {limit.fewest}"
             )
-        if kept > limit.count:
+        if retained > limit.count:
             raise RatioTooSmall(
-                f"keeps {limit.count - int(limit.count * ratio)} of {limit.count} experts in "
-                f"layer {layer}, and a "
-                f"multiple of {limit.step} is at most {limit.largest}"
+                f"retains {limit.count - int(limit.count * ratio)} of {limit.count} experts in "
+                f"layer {layer}, and a multiple of {limit.step} is at most {limit.largest}"
             )
-        remove[layer] = limit.count - kept
+        remove[layer] = limit.count - retained
     return remove
 
 
 def uniform_channels(problem: Channels) -> Budgets:
-    """Every expert keeps the same int(I * (1 - ratio)) channels, which rounds down once per
+    """Every expert retains the same int(I * (1 - ratio)) channels, which rounds down once per
     expert."""
     budgets = {}
     for layer, scores in problem.scores.items():
         count, width = scores.shape
-        kept = whole(width * (1 - problem.ratio))
-        if not kept:
+        retained = whole(width * (1 - problem.ratio))
+        if not retained:
             raise RatioTooLarge(
-                f"leaves no channel of {width} in the experts of layer {layer} with "
+                f"retains no channel of {width} in the experts of layer {layer} with "
                 "allocation=uniform"
             )
-        budgets[layer] = numpy.full(count, kept, dtype=numpy.int64)
+        budgets[layer] = numpy.full(count, retained, dtype=numpy.int64)
     return budgets
 
 
 def u_shaped(
     problem: Experts | Channels, *, beta: float = 0.02, floor: Floor = 0.1
 ) -> dict[int, Any]:
-    """The first and last layers keep more, in the shares of `u_shape`."""
+    """The first and last layers retain more, in the shares of `u_shape`."""
     return problem.in_proportion(u_shape(len(problem.scores), 1 - problem.ratio, beta, floor))
 
 
 def loss_based(
     problem: Experts | Channels, *, layer_prior: LayerLoss = "loss", smoothing: Smoothing = "sqrt"
 ) -> dict[int, Any]:
-    """Layers keep in proportion to their smoothed loss."""
-    return problem.in_proportion(
-        smooth(layer_losses(problem.evidence, problem.scores, layer_prior), smoothing)
-    )
+    """Layers retain in proportion to their smoothed loss."""
+    losses = layer_losses(problem.evidence, problem.scores, layer_prior)
+    return problem.in_proportion(smooth(losses, smoothing))
 
 
 def layerwise(problem: Channels) -> Budgets:
@@ -117,16 +111,15 @@ def layerwise(problem: Channels) -> Budgets:
 
 
 def global_channels(problem: Channels) -> Budgets:
-    """One threshold over the channels of all experts of all layers (HEAPr-G); an expert may keep
+    """One threshold over the channels of all experts of all layers (HEAPr-G); an expert may retain
     none."""
-    flags = highest(
-        numpy.concatenate([scores.ravel() for scores in problem.scores.values()]), problem.keep
-    )
+    pooled = numpy.concatenate([scores.ravel() for scores in problem.scores.values()])
+    flags = highest(pooled, problem.keep)
     parts = numpy.split(flags, numpy.cumsum(problem.sizes)[:-1])
-    kept = {}
+    budgets = {}
     for (layer, scores), part in zip(problem.scores.items(), parts, strict=True):
-        kept[layer] = part.reshape(scores.shape).sum(axis=1)
-    return kept
+        budgets[layer] = part.reshape(scores.shape).sum(axis=1)
+    return budgets
 
 
 def global_experts(problem: Experts) -> dict[int, int]:
@@ -139,12 +132,12 @@ def global_experts(problem: Experts) -> dict[int, int]:
     """
     by = problem.evidence.get("by", problem.scores)
     remove = {layer: limit.count - limit.largest for layer, limit in problem.limits.items()}
-    left = budget(problem.limits, problem.ratio) - sum(remove.values())
+    rest = budget(problem.limits, problem.ratio) - sum(remove.values())
     for _, layer, _ in sorted(_steps(problem, by)):
         limit = problem.limits[layer]
-        if limit.step <= left and limit.count - remove[layer] - limit.step >= limit.smallest:
+        if limit.step <= rest and limit.count - remove[layer] - limit.step >= limit.smallest:
             remove[layer] += limit.step
-            left -= limit.step
+            rest -= limit.step
     return remove
 
 
@@ -155,17 +148,17 @@ def _steps(problem: Experts, by: Mapping[int, Array]) -> list[tuple[float, int, 
     for layer, limit in problem.limits.items():
         scores = numpy.array(by[layer], dtype=numpy.float64)
         scores[list(problem.protected.get(layer, ()))] = numpy.inf
-        gone = (limit.count - limit.largest) // limit.n_group
-        rows = numpy.sort(scores.reshape(limit.n_group, -1), axis=1)[:, gone:]
+        forced = (limit.count - limit.largest) // limit.n_group
+        rows = numpy.sort(scores.reshape(limit.n_group, -1), axis=1)[:, forced:]
         means = rows.reshape(limit.n_group, -1, limit.step // limit.n_group).mean(axis=(0, 2))
         steps += [(float(mean), layer, number) for number, mean in enumerate(means)]
     return steps
 
 
 def u_shape(layers: int, keep: float, beta: float, floor: float) -> Array:
-    """Relative kept share of each MoE layer (L,): max(floor, keep (1 + beta z)), z the standardised
-    (x - 1/2)^2 at depth x = i / (L - 1). Equal shares for L < 3, where (x - 1/2)^2 is the same in
-    all layers."""
+    """Relative share that each MoE layer retains (L,): max(floor, keep (1 + beta z)), z the
+    standardised (x - 1/2)^2 at depth x = i / (L - 1). Equal shares for L < 3, where (x - 1/2)^2 is
+    the same in all layers."""
     bend = (numpy.linspace(0, 1, layers) - 0.5) ** 2
     spread = bend.std()
     standardised = (bend - bend.mean()) / spread if spread > 1e-12 else numpy.zeros(layers)
@@ -239,15 +232,14 @@ def check_removals(
 
     def decide(ratio: float) -> dict[int, int]:
         removed = same_share(by_layer, ratio)
-        for layer, about in layers.items():
-            choices = count_subsets(
-                about["n_experts"], removed[layer], about["n_group"], about.get("protected", ())
-            )
+        for layer, facts in layers.items():
+            n_experts = facts["n_experts"]
+            protected = facts.get("protected", ())
+            choices = count_subsets(n_experts, removed[layer], facts["n_group"], protected)
             if choices > limit:
                 raise RatioTooLarge(
                     f"allocation=reconstruction tries {choices:.4g} choices of {removed[layer]} "
-                    "out of "
-                    f"{about['n_experts']} experts in layer {layer}, more than "
+                    f"out of {n_experts} experts in layer {layer}, more than "
                     f"allocation.parameters.limit={limit}"
                 )
         return removed
@@ -272,130 +264,14 @@ def _groups(n_experts: int, n_group: int, protected: Collection[int]) -> list[li
     return [[expert for expert in group if expert not in protected] for group in groups]
 
 
-def kept_subsets(
+def retained_subsets(
     n_experts: int, removed: int, n_group: int = 1, protected: Collection[int] = ()
 ) -> list[tuple[int, ...]]:
-    """The kept ids, ascending, of all choices that `count_subsets` counts; first the one that loses
-    the lowest ids."""
+    """The retained ids, ascending, of all choices that `count_subsets` counts; first the one that
+    drops the lowest ids."""
     groups = _groups(n_experts, n_group, protected)
-    lost = product(*(combinations(group, removed // n_group) for group in groups))
     subsets = []
-    for choice in lost:
-        gone = {expert for group in choice for expert in group}
-        subsets.append(tuple(expert for expert in range(n_experts) if expert not in gone))
+    for choice in product(*(combinations(group, removed // n_group) for group in groups)):
+        dropped = set(chain.from_iterable(choice))
+        subsets.append(tuple(expert for expert in range(n_experts) if expert not in dropped))
     return subsets
-
-
-CLOSE = 0.005
-"""Largest difference between the ratio and what a list removes: tables show two digits."""
-
-
-def read(path: str) -> dict[str, Any]:
-    """Read the file. UserError when it is missing, damaged, or neither a schedule nor a plan."""
-    try:
-        content: dict[str, Any] = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"allocation.path={path} cannot be read: {error.strerror}") from None
-    except ValueError as error:  # not JSON, or not UTF-8
-        raise UserError(f"allocation.path={path} is damaged: expected JSON, {error}") from None
-    is_schedule = bool(content) and fits(content, {str: int}) and all(map(str.isdecimal, content))
-    if not is_schedule and not (isinstance(content, dict) and is_plan(content)):
-        raise UserError(
-            f'allocation.path={path}: expected a schedule such as {{"0": 16, "1": 20}} (layer: '
-            "experts to remove) or "
-            "a plan.json"
-        )
-    return content
-
-
-def is_plan(content: Mapping[str, Any]) -> bool:
-    """Whether the file is a plan: then exactly that plan is used, without a criterion."""
-    return "schema" in content and fits(content, {"layers": {str: {"experts": int, "keep": list}}})
-
-
-def listed(path: str | None, granularity: str) -> dict[str, Any]:
-    """The content of the file. UserError unless it lists what the criterion scores: "expert" or
-    "channel"."""
-    if path is None:
-        raise UserError("allocation=list needs allocation.path: a schedule or a plan.json")
-    content = read(path)
-    of_channels = is_plan(content) and any(
-        "channels" in layer for layer in content["layers"].values()
-    )
-    if of_channels != (granularity == "channel"):
-        lists = "channels" if of_channels else "experts"
-        raise UserError(
-            f"allocation.path={path} lists {lists}, but the criterion scores {granularity}s: "
-            "choose a criterion that "
-            f"scores {lists}"
-        )
-    return content
-
-
-def experts(problem: Experts) -> dict[int, int]:
-    """Layer -> experts to remove, from the file. UserError when it does not fit the layers, their
-    routers and ratio."""
-    content = listed(problem.path, "expert")
-    if is_plan(content):
-        content = {
-            layer: about["experts"] - len(about["keep"])
-            for layer, about in content["layers"].items()
-        }
-    remove = _of_layers(content, problem.limits)
-    for layer, limit in problem.limits.items():
-        kept = limit.count - remove[layer]
-        if not limit.smallest <= kept <= limit.largest or kept % limit.step:
-            nearest = min(
-                range(limit.smallest, limit.largest + 1, limit.step),
-                key=lambda count: abs(count - kept),
-            )
-            raise UserError(
-                f"allocation.path: removes {remove[layer]} of {limit.count} experts in layer "
-                f"{layer}, "
-                f"{limit.count - nearest} is the nearest feasible"
-            )
-    _agree(
-        sum(remove.values()) / sum(limit.count for limit in problem.limits.values()), problem.ratio
-    )
-    return remove
-
-
-def channels(problem: Channels) -> Budgets:
-    """Layer -> channels each expert keeps, from the plan. UserError when it does not fit the layers
-    and the ratio."""
-    layers = _of_layers(listed(problem.path, "channel")["layers"], problem.scores)
-    budgets: Budgets = {}
-    for layer, scores in problem.scores.items():
-        about = layers[layer]
-        if (about["experts"], about.get("width")) != scores.shape:
-            raise UserError(
-                f"allocation.path: layer {layer} has {about['experts']} experts of width "
-                f"{about.get('width')}, "
-                f"expected {scores.shape[0]} of {scores.shape[1]}: the plan is of another model"
-            )
-        budgets[layer] = numpy.zeros(len(scores), dtype=numpy.int64)
-        budgets[layer][about["keep"]] = [int(mask, 16).bit_count() for mask in about["channels"]]
-    _agree(
-        1 - sum(int(kept.sum()) for kept in budgets.values()) / int(problem.sizes.sum()),
-        problem.ratio,
-    )
-    return budgets
-
-
-def _of_layers(content: Mapping[str, Any], expected: Mapping[int, Any]) -> dict[int, Any]:
-    """What is listed of each of the `expected` layers, in their order."""
-    numbered = {int(layer): value for layer, value in content.items()}
-    if set(numbered) != set(expected):
-        raise UserError(
-            f"allocation.path: is about layers {sorted(numbered)}, expected {sorted(expected)}"
-        )
-    return {layer: numbered[layer] for layer in expected}
-
-
-def _agree(removed: float, ratio: float) -> None:
-    if abs(removed - ratio) > CLOSE:
-        raise UserError(
-            f"ratio={ratio}, but allocation.path removes {removed:.4g} of all: set "
-            f"ratio={removed:.2g}, so that tables "
-            "do not mislead"
-        )

@@ -1,85 +1,28 @@
-"""What is stored of a pruned MoE layer, in memory and in files alike, and of what it is made. No
-torch.
+"""How a pruned MoE layer is stored, in memory and in files alike. No torch.
 
 A form is one of three shapes:
 
-natural  what the plan keeps and nothing else
+natural  only what the plan retains
 masked   the shape of the original; what is dropped is zero and is never chosen
 padded   every layer as wide as its widest expert, narrower ones filled with zeros
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, get_args
-
-import numpy
-from numpy.typing import NDArray
+from math import ceil
+from typing import TypeAlias, get_args
 
 from moe_lab.config.pruning import Shape
 from moe_lab.errors import UserError, check_known
-from moe_lab.pruning.plan import Constants, Plan
+from moe_lab.pruning.layer_plan import Constants, LayerPlan, StoredExpert
+from moe_lab.pruning.plan import Plan
 
 KERNEL_BYTES = 16
 """transformers' grouped matrix products need rows of weights whose length is a multiple of this
 many bytes."""
 SHAPES: tuple[str, ...] = get_args(Shape)
-Channels = NDArray[numpy.intp]
-"""(W,): for each stored channel, the channel of an expert that it is; -1 for one of zeros."""
-
-
-class Member(NamedTuple):
-    """What one expert gives to a stored one."""
-
-    expert: int
-    share: float | None
-    """The factor of its weights; None: they are copied, bit by bit."""
-    channels: Channels | None
-    """Which of its channels are used; None: all, in their order."""
-
-
-class Part(NamedTuple):
-    """Of what all projections of one stored expert are made: a sum, by ascending id. Without
-    members: zeros."""
-
-    members: tuple[Member, ...]
-
-    @property
-    def whole(self) -> int | None:
-        """The expert that is copied without a change; None if there is more to do."""
-        if len(self.members) != 1:
-            return None
-        expert, share, channels = self.members[0]
-        return expert if share is None and channels is None else None
-
-    @property
-    def zeros(self) -> int:
-        """Channels of zeros that only fill the shape."""
-        channels = self.members[0].channels if self.members else None
-        return 0 if channels is None else int((channels < 0).sum())
-
-
-def rows(
-    part: Part,
-    read: Callable[[int], Any],
-    wide: Callable[[Any], Any],
-    narrow: Callable[[Any, Any], Any],
-) -> Any:
-    """One projection of a stored expert (W, H), from those of its members: `read(expert)` (I, H),
-    channels as rows. They are tensors of torch, or the bits in a file. `wide` makes numbers of them
-    that can be added, fp32, or fp64 if they are fp64; `narrow(sum, tensor)` rounds a sum to the
-    type of a tensor."""
-    total: Any = 0
-    for expert, share, channels in part.members:
-        values = read(expert)
-        if channels is not None:
-            taken = values[channels.clip(0)]
-            if (channels < 0).any():
-                taken[channels < 0] = 0
-            values = taken
-        total = values if share is None else total + wide(values) * share
-    return total if part.members[0].share is None else narrow(total, values)
 
 
 @dataclass(frozen=True)
@@ -88,26 +31,25 @@ class LayerForm:
 
     experts: tuple[int, ...]
     """Ids of the experts that are stored, in order."""
-    parts: tuple[Part, ...]
-    """Of what each of them is made."""
+    stored: tuple[StoredExpert, ...]
+    """What each of them is made of."""
     dropped: frozenset[int] = frozenset()
     """Ids among `experts` that are zeros, and which the router never chooses."""
     width: int | None = None
     """Channels of all stored experts; None: as many as before, or packed."""
     widths: tuple[int, ...] | None = None
-    """Channels of each of the stored experts where they are packed one after the other, each with
-    its own number."""
+    """Channels of each stored expert where they are packed one after the other, each with its own
+    number."""
     owners: tuple[int, ...] | None = None
-    """(E',) of packed experts: the position of the one with whose weights each is computed; None:
-    of its own."""
+    """(E',) of packed experts: the position of the expert with whose weights each is computed;
+    None: each its own."""
     constants: Constants | None = None
-    """(N, H) of packed experts: what the N experts of width 0 put out that nothing stands for;
-    None: 0."""
+    """(N, H) of packed experts: constant outputs of the N null experts; None: 0."""
 
     @property
     def changed(self) -> bool:
         """Whether weights of experts are stored that are not copies of whole experts."""
-        return any(part.members and part.whole is None for part in self.parts)
+        return any(expert.members and expert.copied is None for expert in self.stored)
 
 
 Form: TypeAlias = dict[int, LayerForm]
@@ -119,20 +61,17 @@ def make_form(plan: Plan, shape: str, element_size: int) -> Form:
     UserError for an unknown shape, and for any but natural where tokens are routed to experts that
     are constants or computed with the weights of others."""
     check_known("export", shape, SHAPES)
-    if (plan.constants or plan.shares_experts) and shape != "natural":
+    if shape != "natural" and (plan.has_constants or plan.shares_experts):
         raise no_replacements(shape)
-    if not plan.channels and shape != "masked":
-        return {layer: _of_width(plan, layer, None) for layer in sorted(plan.experts)}
-    make = {"natural": _natural, "masked": _masked, "padded": _padded}[shape]
-    return {layer: make(plan, layer, element_size) for layer in sorted(plan.experts)}
+    make = FORMS[shape]
+    return {number: make(plan.layers[number], element_size) for number in sorted(plan.layers)}
 
 
 def no_replacements(shape: str) -> UserError:
-    """The error for a shape that cannot say what dropped experts are replaced by."""
+    """The error for a shape that cannot hold what replaces dropped experts."""
     return UserError(
-        f"export={shape} has no place for what dropped experts are replaced by (constants, merged "
-        "experts): expected "
-        "export=natural"
+        f"export={shape} cannot hold what replaces dropped experts (constants, merged experts): "
+        "expected export=natural"
     )
 
 
@@ -142,67 +81,49 @@ def is_stock(widths: Sequence[int], element_size: int) -> bool:
     return len(set(widths)) == 1 and widths[0] > 0 and widths[0] * element_size % KERNEL_BYTES == 0
 
 
-def _natural(plan: Plan, layer: int, element_size: int) -> LayerForm:
-    kept = plan.experts[layer]
-    widths = plan.widths(layer)
-    if min(widths) == plan.width(layer) or is_stock(widths, element_size):
-        return _of_width(plan, layer, widths[0])
-    parts = tuple(
-        part_of(plan, layer, expert, width) for expert, width in zip(kept, widths, strict=True)
+def _natural(layer: LayerPlan, element_size: int) -> LayerForm:
+    widths = layer.widths
+    if layer.channels is None or min(widths) == layer.width:
+        return _stacked(layer, layer.width)
+    if is_stock(widths, element_size):
+        return _stacked(layer, widths[0])
+    stored = tuple(
+        layer.stored_expert(expert, width)
+        for expert, width in zip(layer.retained, widths, strict=True)
     )
-    constants = plan.constants.get(layer)
-    owners = plan.computed_as(layer)
-    return LayerForm(kept, parts, widths=widths, owners=owners, constants=constants)
+    return LayerForm(
+        layer.retained,
+        stored,
+        widths=widths,
+        owners=layer.owner_positions,
+        constants=layer.constants,
+    )
 
 
-def _masked(plan: Plan, layer: int, element_size: int) -> LayerForm:
-    everything = range(plan.n_experts[layer])
-    kept = plan.experts[layer]
-    parts = tuple(_in_place(plan, layer, one) if one in kept else Part(()) for one in everything)
-    return LayerForm(tuple(everything), parts, dropped=frozenset(everything) - frozenset(kept))
+def _masked(layer: LayerPlan, element_size: int) -> LayerForm:
+    experts = range(layer.n_experts)
+    stored = tuple(layer.masked_expert(expert) for expert in experts)
+    return LayerForm(tuple(experts), stored, dropped=frozenset(experts) - frozenset(layer.retained))
 
 
-def _padded(plan: Plan, layer: int, element_size: int) -> LayerForm:
+def _padded(layer: LayerPlan, element_size: int) -> LayerForm:
+    if layer.width is None:
+        return _stacked(layer, None)
     step = max(1, KERNEL_BYTES // element_size)
-    return _of_width(
-        plan,
-        layer,
-        min(plan.channels[layer].shape[1], -(-max(1, *plan.widths(layer)) // step) * step),
-    )
+    aligned = step * ceil(max(1, *layer.widths) / step)
+    return _stacked(layer, min(layer.width, aligned))
 
 
-def _of_width(plan: Plan, layer: int, width: int | None) -> LayerForm:
-    kept = plan.experts[layer]
-    parts = tuple(part_of(plan, layer, expert, width) for expert in kept)
-    return LayerForm(kept, parts, width=None if width == plan.width(layer) else width)
+def _stacked(layer: LayerPlan, width: int | None) -> LayerForm:
+    """A form in which all experts have `width` channels (None: as many as before)."""
+    stored = tuple(layer.stored_expert(expert, width) for expert in layer.retained)
+    return LayerForm(layer.retained, stored, width=None if width == layer.width else width)
 
 
-def part_of(plan: Plan, layer: int, expert: int, width: int | None = None) -> Part:
-    """Of what an expert that is stored with `width` channels (None: all) is made: kept channels
-    first, then zeros."""
-    group: Mapping[int, float] = plan.merged.get(layer, {}).get(expert, {})
-    if group:  # owners have all their channels
-        orders = dict(zip(plan.merged_away(layer), plan.alignments.get(layer, ()), strict=False))
-        return Part(
-            tuple(
-                Member(
-                    member, share, orders[member].astype(numpy.intp) if member in orders else None
-                )
-                for member, share in sorted(group.items())
-            )
-        )
-    mask = plan.channels.get(layer)
-    if mask is None or width is None or (mask[expert].all() and width == mask.shape[1]):
-        return Part((Member(expert, None, None),))
-    channels = numpy.full(width, -1)
-    kept = numpy.flatnonzero(mask[expert])
-    channels[: len(kept)] = kept
-    return Part((Member(expert, None, channels),))
-
-
-def _in_place(plan: Plan, layer: int, expert: int) -> Part:
-    """An expert of the original shape, with zeros where channels are dropped."""
-    mask = plan.channels.get(layer)
-    if mask is None or mask[expert].all():
-        return part_of(plan, layer, expert)
-    return Part((Member(expert, None, numpy.where(mask[expert], numpy.arange(mask.shape[1]), -1)),))
+FORMS: dict[str, Callable[[LayerPlan, int], LayerForm]] = {
+    "natural": _natural,
+    "masked": _masked,
+    "padded": _padded,
+}
+"""Shape -> function that makes the form of a layer; its second argument is the bytes of a
+weight."""

@@ -1,11 +1,12 @@
-"""Channels of merged experts that do alike are matched before they are added, by an optimal
-assignment (Hungarian method) for each pair: one expert computes the same whatever the order of its
-channels, a sum of two does not."""
+"""Match channels of merged experts that compute alike before they are added, by an optimal
+assignment (Hungarian method) for each pair: the order of its channels does not change what one
+expert computes, but changes a sum of two."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 import numpy
@@ -14,7 +15,8 @@ from scipy.optimize import linear_sum_assignment
 
 from moe_lab.models.discover import MoELayer, check_in_memory
 from moe_lab.models.experts import wide
-from moe_lab.pruning.plan import Alignments, Plan
+from moe_lab.pruning.layer_plan import Alignment, LayerPlan
+from moe_lab.pruning.plan import Plan
 from moe_lab.statistics import Layers
 from moe_lab.statistics.observe import Tap
 
@@ -28,28 +30,40 @@ def align_by_weights(plan: Plan, layers: Iterable[MoELayer]) -> Plan:
     channels i of <gate_o[i], gate_m[p(i)]> + <up_o[i], up_m[p(i)]> + <down_o[:, i], down_m[:,
     p(i)]>. `layers`: the MoE layers of the model, each with its weights while it is the current
     one."""
-
-    def of(layer: MoELayer) -> Alignments:
-        return orders(
-            plan,
-            layer,
-            lambda one, other: -(channel_weights(layer, one) @ channel_weights(layer, other).T),
-        )
-
-    found = {layer.index: of(layer) for layer in layers if layer.index in plan.merged}
-    return replace(plan, alignments=found, aligned=True)
+    alignments = {}
+    for layer in layers:
+        layer_plan = plan.layers[layer.index]
+        if layer_plan.merged:
+            alignments[layer.index] = match_channels(
+                layer_plan, layer, partial(_weight_cost, layer)
+            )
+    return aligned(plan, alignments)
 
 
-def orders(plan: Plan, layer: MoELayer, cost: Callable[[int, int], torch.Tensor]) -> Alignments:
+def _weight_cost(layer: MoELayer, owner: int, member: int) -> torch.Tensor:
+    return -(channel_weights(layer, owner) @ channel_weights(layer, member).T)
+
+
+def aligned(plan: Plan, alignments: Mapping[int, Alignment]) -> Plan:
+    """`plan` with the order of channels of merged experts in each layer."""
+    layers = {
+        number: replace(plan.layers[number], alignment=order)
+        for number, order in alignments.items()
+    }
+    return replace(plan.with_layers(layers), aligned=True)
+
+
+def match_channels(
+    plan: LayerPlan, layer: MoELayer, cost: Callable[[int, int], torch.Tensor]
+) -> Alignment:
     """(M, I) for each merged expert of a layer, the assignment of its channels of least total cost.
     `cost(o, m)` (I, I): entry (i, j) is that of adding channel j of expert m to channel i of expert
     o."""
-    owners = plan.owners(layer.index)
-    found = []
-    for member in plan.merged_away(layer.index):
-        matrix = cost(owners[member], member).double().cpu().numpy()
-        found.append(linear_sum_assignment(matrix)[1])
-    return numpy.array(found, dtype=numpy.int32).reshape(-1, layer.width)
+    orders = []
+    for member in plan.merged_away:
+        matrix = cost(plan.owners[member], member).double().cpu().numpy()
+        orders.append(linear_sum_assignment(matrix)[1])
+    return numpy.array(orders, dtype=numpy.int32).reshape(-1, layer.width)
 
 
 def channel_weights(layer: MoELayer, expert: int) -> torch.Tensor:
@@ -83,7 +97,7 @@ class AlignmentTap(Tap):
         layer = self.layer
         valid = self.valid(hidden)
         states = hidden if valid is None else hidden[valid]
-        for owner, group in self.plan.merged.get(layer.index, {}).items():
+        for owner, group in self.plan.layers[layer.index].merged.items():
             of_owner = wide(layer.phi(states, layer.weights(owner)))
             self.add(f"squares.{owner}", of_owner.square().sum(0))
             for member in sorted(set(group) - {owner}):
@@ -94,7 +108,8 @@ class AlignmentTap(Tap):
 
     def result(self) -> dict[str, torch.Tensor]:
         """{"order": (M, I)}, from the sums over all tokens."""
-        if self.layer.index not in self.plan.merged:
+        plan = self.plan.layers[self.layer.index]
+        if not plan.merged:
             return {"order": torch.zeros(0, self.layer.width)}
         weights = principal_components(self.layer)
 
@@ -108,18 +123,20 @@ class AlignmentTap(Tap):
                 products, of_owner.square().sum(1), of_member.square().sum(1)
             )
 
-        return {"order": torch.from_numpy(orders(self.plan, self.layer, cost))}
+        return {"order": torch.from_numpy(match_channels(plan, self.layer, cost))}
 
 
 def alignment_tap(plan: Plan) -> type[AlignmentTap]:
-    """The tap for the merged experts of `plan`."""
+    """An `AlignmentTap` for the merged experts of `plan`."""
     return type("AlignmentTap", (AlignmentTap,), {"plan": plan})
 
 
 def align_by_activations(plan: Plan, sums: Layers) -> Plan:
-    """`plan` with the orders that an `AlignmentTap` found in a pass: its results by layer."""
-    found = {layer: sums[layer]["order"].numpy().astype(numpy.int32) for layer in plan.merged}
-    return replace(plan, alignments=found, aligned=True)
+    """`plan` with the orders from the results of an `AlignmentTap` by layer."""
+    return aligned(
+        plan,
+        {layer: sums[layer]["order"].numpy().astype(numpy.int32) for layer in plan.merged_layers},
+    )
 
 
 def principal_components(layer: MoELayer) -> torch.Tensor:

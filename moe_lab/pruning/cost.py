@@ -20,7 +20,6 @@ from moe_lab.models.experts import replace_experts
 from moe_lab.models.families import DISK_SHARED
 from moe_lab.pruning.mask import mask, mask_layers
 from moe_lab.pruning.plan import Plan
-from moe_lab.pruning.prune import check_fit
 from moe_lab.statistics import Layers
 from moe_lab.statistics.observe import Batch, Observer, Tap
 
@@ -74,27 +73,31 @@ def size(
     parameters, parameters_unpruned  after and before pruning
     parameters_kept                  share of all parameters
     routed_kept                      share of the parameters of routed experts
-    storage_bytes                    all kept parameters in bf16; with bits=4 the weight matrices of
-    `modules` in NF4 loading_bytes                    all kept parameters in bf16, what the papers
-    call loading memory
+    storage_bytes                    retained parameters in bf16; with bits=4 `modules` in NF4
+    loading_bytes                    retained parameters in bf16: loading memory in the papers
     """
-    total, kept = (sum(weight.numel() for weight in each.parameters()) for each in (model, pruned))
-    routed, routed_kept = (
-        sum(
-            weight.numel() for layer in routed_layers(each) for weight in layer.experts.parameters()
-        )
-        for each in (model, pruned)
-    )
+    parameters = _count(pruned)
+    unpruned = _count(model)
     matrices = list(_matrices(pruned, modules)) if bits == 4 else []
     return {
-        "parameters": kept,
-        "parameters_unpruned": total,
-        "parameters_kept": kept / total,
-        "routed_kept": routed_kept / routed,
+        "parameters": parameters,
+        "parameters_unpruned": unpruned,
+        "parameters_kept": parameters / unpruned,
+        "routed_kept": _routed_count(pruned) / _routed_count(model),
         "bits": bits,
-        "storage_bytes": BYTES * (kept - sum(matrices)) + sum(map(nf4_bytes, matrices)),
-        "loading_bytes": BYTES * kept,
+        "storage_bytes": BYTES * (parameters - sum(matrices)) + sum(map(nf4_bytes, matrices)),
+        "loading_bytes": BYTES * parameters,
     }
+
+
+def _count(module: nn.Module) -> int:
+    """Number of parameters."""
+    return sum(weight.numel() for weight in module.parameters())
+
+
+def _routed_count(model: PreTrainedModel) -> int:
+    """Number of parameters of routed experts."""
+    return sum(_count(layer.experts) for layer in routed_layers(model))
 
 
 def nf4_bytes(weights: int) -> int:
@@ -260,7 +263,7 @@ def layered_routing(
     from moe_lab.statistics.streaming import stream  # few costs need it
 
     if plan is not None:
-        check_fit(plan, moe_layers(streamed.model))
+        plan.check_model(moe_layers(streamed.model))
         passing["under"] = lambda layer: mask_layers([layer], plan)
     return _routing(plan, pruned, stream(streamed, LoadTap, batches, **passing).layers, batches)
 
@@ -272,8 +275,9 @@ def _routing(
     channels = {}
     for layer in pruned:
         tokens = load[layer.index]["tokens"]
-        kept = tokens if plan is None else tokens[list(plan.experts[layer.index])]
-        channels[layer.index] = int((kept * computed_widths(layer)).sum())
+        if plan is not None:
+            tokens = tokens[list(plan.layers[layer.index].retained)]
+        channels[layer.index] = int((tokens * computed_widths(layer)).sum())
     return Routing(sum(int(valid.sum()) for _, valid in batches), channels)
 
 

@@ -6,15 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
-from unittest.mock import patch
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from moe_lab.exported_code.ragged import constant_output, count_attributes, replace_tensor
-from moe_lab.models.discover import MoELayer, check_in_memory, moe_layers
+from moe_lab.exported_code.ragged import constant_output
+from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.models.experts import (
     ExpertsFunction,
     are_replaced,
@@ -23,9 +21,10 @@ from moe_lab.models.experts import (
     sort_by_expert,
 )
 from moe_lab.models.transformers_private import activation, experts_implementation, with_activation
+from moe_lab.pruning.layer_plan import LayerPlan, Mask
 from moe_lab.pruning.plan import Plan
-from moe_lab.pruning.prune import check_fit, merged_weights, rows_of
-from moe_lab.pruning.replace import check_aligned
+from moe_lab.pruning.prune import merged_weights
+from moe_lab.pruning.routers import masked_router
 
 
 @contextmanager
@@ -33,15 +32,15 @@ def mask(model: PreTrainedModel, plan: Plan) -> Iterator[None]:
     """A context in which `model` computes what `prune(model, plan)` would compute.
 
     Equal bit for bit under eager experts for plans of whole experts, and within 1e-5 (fp32) for
-    plans of channels. Each router runs on the rows and biases of its kept experts only, and the ids
-    it returns are mapped back. Expert weights are neither copied nor changed, but merged experts
-    have weights of their own meanwhile. Contexts of the same model cannot be nested. UserError when
-    the plan does not fit the model or still has to be aligned, or when weights of MoE blocks are
-    offloaded.
+    plans of channels. Each router runs on the rows and biases of its retained experts only, and the
+    ids it returns are mapped back. Expert weights are neither copied nor changed, but merged
+    experts have weights of their own meanwhile. Contexts of the same model cannot be nested.
+    UserError when the plan does not fit the model or still has to be aligned, or when weights of
+    MoE blocks are offloaded.
     """
     layers = moe_layers(model)
-    check_fit(plan, layers)
-    check_aligned(plan)
+    plan.check_model(layers)
+    plan.check_aligned()
     with mask_layers(layers, plan):
         yield
 
@@ -50,114 +49,82 @@ def mask(model: PreTrainedModel, plan: Plan) -> Iterator[None]:
 def mask_layers(layers: Sequence[MoELayer], plan: Plan) -> Iterator[None]:
     """Mask `layers` only, for models whose other layers are not in memory. Does not check that the
     plan fits."""
-    with ExitStack() as undo:
+    with ExitStack() as stack:
         for layer in layers:
-            _keep(layer, plan.experts[layer.index], undo)
-            if plan.channels:
-                if are_replaced(layer):
-                    raise RuntimeError(
-                        f"{layer.name} is observed already, or under another plan of channels"
-                    )
-                replace_experts(layer, lambda _, layer=layer: planned(layer, plan), undo)  # type: ignore[misc]
+            stack.enter_context(_masked(layer, plan.layers[layer.index]))
         yield
 
 
 @contextmanager
-def sliced_router(layer: MoELayer, kept: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
-    """While open, the router of `layer` has the rows and biases of the experts `kept` (ascending
-    ids) only, and returns positions in `kept`. Yields the id of each whole tensor -> its slice, for
-    blocks that pass biases to their router.
-    """
-    check_in_memory(layer)
-    ids = torch.tensor(kept)
-    slices = {}
+def _masked(layer: MoELayer, plan: LayerPlan) -> Iterator[None]:
+    """Mask one layer. RuntimeError when its experts are replaced already."""
     with ExitStack() as undo:
-        for part in layer.routing:
-            whole = part.tensor
-            slices[id(whole)] = rows_of(whole, part.axis, ids)
-            undo.callback(replace_tensor, part.module, part.name, whole)
-            replace_tensor(part.module, part.name, slices[id(whole)])
-        for module in layer.router.modules():
-            for name in count_attributes(module, layer.n_experts):
-                undo.enter_context(patch.object(module, name, len(kept)))
-        yield slices
+        if plan.channels is not None:
+            if are_replaced(layer):
+                raise RuntimeError(
+                    f"{layer.name} is observed already, or under another plan of channels"
+                )
+            function = planned(layer, plan)
+            replace_experts(layer, lambda _: function, undo)
+        with masked_router(layer, plan.retained):
+            yield
 
 
-def _keep(layer: MoELayer, kept: tuple[int, ...], undo: ExitStack) -> None:
-    """Cut the router of `layer` down to the experts `kept`, and map the ids it returns back to the
-    original ids. RuntimeError when the experts are called with others, as by a block that does not
-    call its router."""
-    undo.enter_context(sliced_router(layer, kept))
-    ids = torch.tensor(kept, device=layer.routing[0].tensor.device)
-    issued: list[torch.Tensor] = []
-
-    def after_router(
-        router: nn.Module, inputs: Any, output: tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor, ...]:
-        logits, gates, chosen = output
-        issued[:] = [ids[chosen]]
-        return logits, gates, issued[0]
-
-    def before_experts(experts: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        _, index, _ = (*inputs, *named.values())
-        if not issued or index is not issued[0]:
-            raise RuntimeError(
-                f"the mask is not in force: {layer.name} got a routing that its masked router did "
-                "not give"
-            )
-
-    # the router's hook is prepended, so that all other hooks see original ids
-    undo.callback(layer.router.register_forward_hook(after_router, prepend=True).remove)
-    undo.callback(layer.experts.register_forward_pre_hook(before_experts, with_kwargs=True).remove)
+def planned(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
+    """What the experts of a layer compute under `plan`, one with channels; they have their original
+    ids. Dropped channels are 0 before the down projection, null experts put out their constants,
+    and merged ones are computed with the weights of their group. Experts that retain all channels
+    give the bits of the eager forward; models that use grouped_mm still use it, except in layers
+    with merged experts."""
+    if not plan.merged and experts_implementation(layer.experts) == "grouped_mm":
+        function = _grouped(layer, _dropped(layer, plan))
+    else:
+        function = _one_by_one(layer, plan)
+    if plan.constants is None:
+        return function
+    return _with_constants(function, layer, plan)
 
 
-def planned(layer: MoELayer, plan: Plan) -> ExpertsFunction:
-    """What the experts of a layer compute under `plan`, one with channels; they keep their original
-    ids. Channels that are not kept are 0 before the down projection, null experts put out their
-    constants, and merged ones are computed with the weights of their group. Experts that keep all
-    channels give the bits of the eager forward; models that use grouped_mm still use it, except in
-    layers with merged experts."""
-    mask = plan.channels[layer.index]
-    owners = plan.owners(layer.index)
-    dropped = torch.from_numpy(~mask).to(layer.routing[0].tensor.device)
-    counts = mask.sum(-1).tolist()
-    if layer.index not in plan.merged and experts_implementation(layer.experts) == "grouped_mm":
-        return _with_constants(_grouped(layer, dropped), layer, plan)
+def _dropped(layer: MoELayer, plan: LayerPlan) -> torch.Tensor:
+    """(E, I) bool: dropped channels, on the device of the router."""
+    return torch.from_numpy(~cast(Mask, plan.channels)).to(layer.routing[0].tensor.device)
+
+
+def _one_by_one(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
+    """Experts without their dropped channels, and merged ones with the weights of their group."""
+    dropped = _dropped(layer, plan)
+    owners = plan.owners
+    widths = cast(Mask, plan.channels).sum(1).tolist()
     merged = {
         owner: layer.weights(owner, tensors)
         for owner, tensors in merged_weights(layer, plan).items()
     }
 
-    def compute(hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        def of_expert(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor | None:
-            owner = owners[expert]
-            if not counts[owner]:
-                return None
-            own = merged[owner] if owner in merged else layer.weights(owner)
-            phi = layer.phi(states, own)
-            if counts[owner] < layer.width:
-                # not multiplied by 0, because Inf x 0 is NaN
-                phi = phi.masked_fill(dropped[owner], 0)
-            return layer.output(phi, own)
+    def of_expert(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor | None:
+        owner = owners[expert]
+        if not widths[owner]:
+            return None
+        weights = merged[owner] if owner in merged else layer.weights(owner)
+        phi = layer.phi(states, weights)
+        if widths[owner] < layer.width:
+            phi = phi.masked_fill(dropped[owner], 0)  # not multiplied by 0, because Inf x 0 is NaN
+        return layer.output(phi, weights)
 
+    def compute(hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         return routed_output(hidden, sort_by_expert(index, layer.n_experts), gates, of_expert)
 
-    return _with_constants(compute, layer, plan)
+    return compute
 
 
-def _with_constants(function: ExpertsFunction, layer: MoELayer, plan: Plan) -> ExpertsFunction:
-    """`function`, for which null experts put out 0, with the constants that `plan` gives them
-    added."""
-    if layer.index not in plan.constants:
-        return function
+def _with_constants(function: ExpertsFunction, layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
+    """`function`, for which null experts put out 0, with their constants added."""
     weights = cast(torch.Tensor, layer.experts.down_proj)
     device = layer.routing[0].tensor.device
-    vectors = torch.from_numpy(plan.constants[layer.index]).to(device, weights.dtype)
-    experts = plan.null_experts(layer.index)
+    vectors = torch.from_numpy(plan.constants).to(device, weights.dtype)
 
     def compute(hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         mixed = function(hidden, index, gates)
-        mixed += constant_output(index, gates, layer.n_experts, experts, vectors)
+        mixed += constant_output(index, gates, layer.n_experts, plan.null_experts, vectors)
         return mixed
 
     return compute

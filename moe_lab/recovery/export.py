@@ -67,15 +67,14 @@ def check_widths(source: Path, plan: Plan, dtype: torch.dtype) -> None:
     one of them, and packed in the other.
     """
     stored = bits_of(expert_type(open_checkpoint(source))) // 8
-    for layer, mask in plan.channels.items():
-        widths = plan.widths(layer)
-        if min(widths) < mask.shape[1] and is_stock(widths, stored) != is_stock(
-            widths, dtype.itemsize
-        ):
+    for number, layer in plan.layers.items():
+        if layer.width is None or min(layer.widths) == layer.width:
+            continue
+        if is_stock(layer.widths, stored) != is_stock(layer.widths, dtype.itemsize):
             name = str(dtype).removeprefix("torch.")
             raise UserError(
-                f"export: experts of layer {layer} keep {widths[0]} channels, whose rows fit the "
-                "kernels of "
+                f"export: experts of layer {number} retain {layer.widths[0]} channels, whose rows "
+                "fit the kernels of "
                 f"transformers either in {name}, in which the recovery was computed, or in the "
                 "precision of the files "
                 f"in {source}, but not in both: expected model.dtype as stored, or widths that "

@@ -81,8 +81,7 @@ def finetune(
     `text`. Files written to the folder `out`, from which `apply.recovered` makes the fine-tuned
     model:
 
-    tuned.safetensors  the tensors that differ from the pruned model's, by their names in its state
-    dict
+    tuned.safetensors  tensors that differ from the pruned model's, by names in its state dict
     finetune.json      loss of each step, trained parameters, tokens, steps, seconds
 
     Progress is saved in `partial`, a folder of this run alone, which resumes from it exactly.
@@ -122,8 +121,8 @@ def finetune(
 def answer_rows(text: CalibrationConfig, tokenizer: Any) -> list[Row]:
     """The rows of an instruction set in which an answer is learnt. UserError when there are
     none."""
-    lacking = "no row holds an answer after its first token: expected answers"
-    return _learnable(answer_batches(text, tokenizer, header=True), text, lacking)
+    reason = "no row holds an answer after its first token: expected answers"
+    return _learnable(answer_batches(text, tokenizer, header=True), text, reason)
 
 
 def text_rows(text: CalibrationConfig, tokenizer: Any) -> list[Row]:
@@ -135,14 +134,14 @@ def text_rows(text: CalibrationConfig, tokenizer: Any) -> list[Row]:
 
 
 def _learnable(
-    marked: Iterable[Sequence[torch.Tensor]], text: CalibrationConfig, lacking: str
+    marked: Iterable[Sequence[torch.Tensor]], text: CalibrationConfig, reason: str
 ) -> list[Row]:
     """The rows of batches in which a token after the first is learnt."""
     rows = [
         (*row,) for batch in marked for row in zip(*batch, strict=True) if bool(row[2][1:].any())
     ]
     if not rows:
-        raise UserError(f"calibration.path={text.path}: {lacking}")
+        raise UserError(f"calibration.path={text.path}: {reason}")
     return rows
 
 
@@ -352,7 +351,7 @@ def student(
 def trained_routers(model: Any, plan: Plan | None) -> Iterator[Student]:
     """`model` under the mask of `plan`, with the routers' weights as parameters and everything else
     frozen. The student shares all other tensors with `model`, so that a teacher costs no memory.
-    Only the rows of kept experts are trained; correction biases, and biases of routers, stay.
+    Only the rows of retained experts are trained; correction biases, and biases of routers, stay.
     Weights of 16 bits are trained as fp32 copies, since rounding would lose small steps, and are
     rounded in each forward pass as they will be when evaluated."""
     masked = share_copy(model)

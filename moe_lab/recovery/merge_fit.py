@@ -44,7 +44,7 @@ def fit(
     folder of this fit alone, which continues from them. UserError for a plan that merges nothing,
     outputs that are not finite, and a text too short for every expert.
     """
-    if not plan.merged:
+    if not plan.merged_layers:
         raise UserError(
             "recovery.fit needs merged experts, and the plan has none: expected a larger ratio"
         )
@@ -56,7 +56,11 @@ def fit(
     experts = []
     for layer, of_layer in weights_of.items():
         for owner, weights in of_layer.items():
-            about = {"layer": layer, "expert": owner, "members": sorted(plan.merged[layer][owner])}
+            about = {
+                "layer": layer,
+                "expert": owner,
+                "members": sorted(plan.layers[layer].merged[owner]),
+            }
             experts.append({**about, **_fitted(weights.down, owner, sums[layer])})
     fitted = sum(about["error_fitted"] is not None for about in experts)
     if not fitted:
@@ -85,14 +89,15 @@ def fit(
 def merged_weights(pruned: Any, plan: Plan) -> dict[int, dict[int, Weights]]:
     """Layer -> expert that others are merged into -> its weights in the model that was `pruned` by
     `plan`: views, so that writing to them writes to the model."""
-    return {
-        layer.index: {
-            owner: layer.weights(plan.experts[layer.index].index(owner))
-            for owner in sorted(plan.merged[layer.index])
-        }
-        for layer in routed_layers(pruned)
-        if layer.index in plan.merged
-    }
+    merged: dict[int, dict[int, Weights]] = {}
+    for layer in routed_layers(pruned):
+        layer_plan = plan.layers[layer.index]
+        if layer_plan.merged:
+            owners = sorted(layer_plan.merged)
+            merged[layer.index] = {
+                owner: layer.weights(layer_plan.retained.index(owner)) for owner in owners
+            }
+    return merged
 
 
 class MergeTap(Tap):
@@ -117,7 +122,7 @@ class MergeTap(Tap):
         """The routed output (T, H) of the unpruned layer."""
         valid = self.valid(hidden)
         for owner, merged in self.merged.get(self.layer.index, {}).items():
-            members = self.plan.merged[self.layer.index][owner]
+            members = self.plan.layers[self.layer.index].merged[owner]
             routed = torch.isin(index, torch.tensor(list(members), device=index.device)).any(1)
             states = hidden[routed if valid is None else routed & valid]
             target = hidden.new_zeros(states.shape, dtype=torch.float64)

@@ -41,15 +41,13 @@ def loss_rises(
     """Increase of the mean loss in nats per token, fp64, for each layer. `kind` is one of KINDS:
 
     ablation (E,)  without the output of each expert
-    scaling ()     with the routed output times SCALE; shared experts and all other layers are not
-    changed
+    scaling ()     with the routed output times SCALE; shared experts and other layers unchanged
 
-    A few rows are read at a time. The hidden states before every MoE layer are kept, and the layers
-    from there on are run again: with L MoE layers, all of them (L + 1) / 2 times for scaling, and
-    as often for each expert for
-    ablation. Sums are saved in the folder `out` after every layer, and a pass resumes from its own.
-    UserError
-    when no two valid tokens are adjacent, and when losses are not finite (naming layer and expert).
+    A few rows are read at a time. The hidden states before every MoE layer are stored, and the
+    layers from there on are run again: with L MoE layers, all of them (L + 1) / 2 times for
+    scaling, and as often for each expert for ablation. Sums are saved in the folder `out` after
+    every layer, and a pass resumes from its own. UserError when no two valid tokens are adjacent,
+    and when losses are not finite (naming layer and expert).
     """
     check_loss(batches)
     rows = _few_rows(model, batches)

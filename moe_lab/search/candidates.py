@@ -18,7 +18,8 @@ from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.experts import check_output, stand_in
 from moe_lab.pruning.mask import mask
-from moe_lab.pruning.plan import Plan, make_plan
+from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.selection import make_plan
 from moe_lab.search.evolution import SearchSettings
 from moe_lab.search.fitness import Contexts, average, contexts, log_probabilities, row_sums
 from moe_lab.search.schedules import Schedule
@@ -49,9 +50,9 @@ class Plans:
     ) -> None:
         self.layers = moe_layers(model)
         self.scores = {layer.index: list(scores[layer.index]) for layer in self.layers}
-        kept = protected or {}
+        protected = protected or {}
         self.routers = {
-            layer.index: {**vars(layer), "protected": kept.get(layer.index, ())}
+            layer.index: {**vars(layer), "protected": protected.get(layer.index, ())}
             for layer in self.layers
         }
 
@@ -266,11 +267,11 @@ class Relatives:
             known = {**path, **self.states[batch]}
             path = {start: known[start] for start in known if schedule[: len(start)] == start}
             yield schedule, path
-            kept = self.states[batch]
-            room = self.budget - sum(state.nbytes for state in kept.values())
+            stored = self.states[batch]
+            room = self.budget - sum(state.nbytes for state in stored.values())
             for start, state in path.items():
-                if start not in kept and state.nbytes <= room:
-                    kept[start] = state
+                if start not in stored and state.nbytes <= room:
+                    stored[start] = state
                     room -= state.nbytes
 
     def choose(self, best: Iterable[Schedule]) -> None:

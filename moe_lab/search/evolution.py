@@ -112,7 +112,7 @@ def space_to_search(
     model. UserError when the routers cannot work with the ratio, and for `parameters` that cannot
     work on these layers."""
     allowed = limits(
-        {int(layer): about for layer, about in facts["layers"].items()}, settings["multiple_of"]
+        {int(layer): router for layer, router in facts["layers"].items()}, settings["multiple_of"]
     )
     lost = or_nearest(lambda ratio: budget(allowed, ratio), settings["ratio"])
     space = space_of([allowed[layer] for layer in sorted(allowed)], lost, parameters.granularity)

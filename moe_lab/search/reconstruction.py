@@ -1,7 +1,7 @@
 """Choose by exhaustive search the experts whose removal changes the output of their layer least
 (NAEE).
 
-    kept = argmin over S, |S| = n - r, of || F(x) - F_S(x) ||_F
+    retained = argmin over S, |S| = n - r, of || F(x) - F_S(x) ||_F
 
 x are the inputs of the layer in the unpruned model at the valid calibration tokens, F is its routed
 output, and F_S its routed output with only the experts S, among which the model's own routing rule
@@ -17,29 +17,29 @@ from typing import Any
 
 import torch
 
-from moe_lab.allocation.shapes import LIMIT, check_removals, kept_subsets
+from moe_lab.allocation.shapes import LIMIT, check_removals, retained_subsets
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
 from moe_lab.models.experts import spread, wide
-from moe_lab.pruning.mask import sliced_router
+from moe_lab.pruning.routers import sliced_router
 from moe_lab.statistics import Layers, Statistics
 from moe_lab.statistics.observe import Tap
 
 BUDGET = 1 << 28
 """Bytes for the outputs of all experts, and for the products between them, for the tokens of one
 chunk."""
-COLUMNS = ("layer", "kept", "error", "relative", "chosen")
+COLUMNS = ("layer", "retained", "error", "relative", "chosen")
 
 
 @dataclass(frozen=True)
 class Reconstruction:
     """The chosen experts, and the error of each choice."""
 
-    kept: dict[int, tuple[int, ...]]
-    """Layer -> ids of the experts to keep, ascending."""
+    retained: dict[int, tuple[int, ...]]
+    """Layer -> ids of the experts to retain, ascending."""
     errors: list[tuple[int, list[int], float, float, bool]]
-    """A row per choice, as COLUMNS: layer, kept ids, || F - F_S ||_F, that over || F ||_F, whether
-    it was chosen."""
+    """A row per choice, as COLUMNS: layer, retained ids, error = || F - F_S ||_F, error / || F
+    ||_F, whether chosen."""
 
 
 def reconstruct(
@@ -60,31 +60,31 @@ def reconstruct(
     or `stream`, and returns the sums that the given tap collects. UserError as `check_removals`,
     for routers that cannot be called again, and for outputs that are not finite.
     """
-    layers = {int(layer): about for layer, about in facts["layers"].items()}
+    layers = {int(layer): router for layer, router in facts["layers"].items()}
     removed = check_removals(layers, ratio, limit=limit, multiple_of=multiple_of)
-    choices = {
-        layer: kept_subsets(
-            about["n_experts"], removed[layer], about["n_group"], about.get("protected", ())
+    choices = {}
+    for layer, router in layers.items():
+        protected = router.get("protected", ())
+        choices[layer] = retained_subsets(
+            router["n_experts"], removed[layer], router["n_group"], protected
         )
-        for layer, about in layers.items()
-    }
     tap = type("Choices", (SubsetTap,), {"subsets": choices})
     return _best(choices, read(tap).layers)
 
 
 def _best(choices: Mapping[int, Sequence[tuple[int, ...]]], sums: Layers) -> Reconstruction:
-    kept: dict[int, tuple[int, ...]] = {}
+    retained: dict[int, tuple[int, ...]] = {}
     table = []
     for layer, subsets in choices.items():
         errors = sums[layer]["error"].sqrt().tolist()
-        whole = sqrt(float(sums[layer]["square"]))
+        norm = sqrt(float(sums[layer]["square"]))
         best = errors.index(min(errors))
-        kept[layer] = subsets[best]
+        retained[layer] = subsets[best]
         for number, (subset, error) in enumerate(zip(subsets, errors, strict=True)):
             table.append(
-                (layer, list(subset), error, error / whole if whole else 0.0, number == best)
+                (layer, list(subset), error, error / norm if norm else 0.0, number == best)
             )
-    return Reconstruction(kept, table)
+    return Reconstruction(retained, table)
 
 
 class SubsetTap(Tap):
@@ -93,7 +93,7 @@ class SubsetTap(Tap):
 
     kind = "reconstruction"
     subsets: Mapping[int, Sequence[tuple[int, ...]]]
-    """Layer -> the choices, each as the ids of the kept experts."""
+    """Layer -> the choices, each as the ids of the retained experts."""
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         """Record the arguments of the call, which is repeated for each choice."""
@@ -131,8 +131,8 @@ class SubsetTap(Tap):
             # n choices at a time, which take as much memory as the products
             for first in range(0, len(subsets), n):
                 routed = [
-                    route(self.layer, kept, *self.call)[token][used]
-                    for kept in subsets[first : first + n]
+                    route(self.layer, retained, *self.call)[token][used]
+                    for retained in subsets[first : first + n]
                 ]
                 errors[first : first + n] += _squares(
                     full[:, None] - torch.stack(routed, 1), products
@@ -170,17 +170,17 @@ class SubsetTap(Tap):
 
 
 def route(
-    layer: MoELayer, kept: tuple[int, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    layer: MoELayer, retained: tuple[int, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> torch.Tensor:
     """Gates (T, E) that the layer's router, called with these arguments, gives if only the experts
-    `kept` exist; 0 for all others. Its own code runs on the rows and biases of the kept experts, as
-    in a pruned model."""
-    with sliced_router(layer, kept) as slices:
+    `retained` exist; 0 for all others. Its own code runs on their rows and biases, as in a pruned
+    model."""
+    with sliced_router(layer, retained) as slices:
         given = [slices.get(id(value), value) for value in args]
         named = {name: slices.get(id(value), value) for name, value in kwargs.items()}
         # not by a call, so that no hook runs
         _, weights, chosen = layer.router.forward(*given, **named)
-    return spread(torch.tensor(kept, device=chosen.device)[chosen], weights, layer.n_experts)
+    return spread(torch.tensor(retained, device=chosen.device)[chosen], weights, layer.n_experts)
 
 
 def _squares(gates: torch.Tensor, products: torch.Tensor) -> torch.Tensor:

@@ -54,7 +54,9 @@ def search(
     chosen = parse(settings["parameters"], seed)
     space = space_to_search(settings, facts, chosen)
     rows = answer_batches(text, tokenizer, header=chosen.header)
-    protected = {int(layer): about.get("protected", ()) for layer, about in facts["layers"].items()}
+    protected = {
+        int(layer): router.get("protected", ()) for layer, router in facts["layers"].items()
+    }
     plans = Plans(model, scores, protected)
     judge: Candidates | DraftingCandidates
     if chosen.fitness == "spec_dec":

@@ -92,10 +92,9 @@ def space_of(layers: Sequence[Limits], budget: int, granularity: int) -> Space:
     steps = {lcm(limit.step, granularity) for limit in layers}
     if len(steps) != 1:
         raise UserError(
-            f"allocation=evolutionary: kept counts are multiples of {sorted(steps)} in different "
-            "layers, expected the "
-            "same in all: choose allocation.multiple_of such that it is a multiple of every "
-            "router's groups"
+            "allocation=evolutionary: numbers of retained experts are multiples of "
+            f"{sorted(steps)} in different layers, expected the same in all: choose "
+            "allocation.multiple_of such that it is a multiple of every router's groups"
         )
     step = steps.pop()
     lowest = tuple(limit.count % step for limit in layers)

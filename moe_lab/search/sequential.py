@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from moe_lab.models.streamed import StreamedModel
+from moe_lab.pruning.layer_plan import LayerPlan
 from moe_lab.pruning.mask import mask_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics import Layers
@@ -54,10 +55,7 @@ def prune_sequentially(
                 if number + 1 < len(streamed.layers):
                     rows.run(number, None, keep=True)
             rows.finish(sums, [number + 1])
-    plans = [choose(layer, sums) for layer, sums in rows.result().layers.items()]
-    return Plan(
-        experts={layer: kept for plan in plans for layer, kept in plan.experts.items()},
-        n_experts={layer: count for plan in plans for layer, count in plan.n_experts.items()},
-        provenance=dict(provenance),
-        channels={layer: mask for plan in plans for layer, mask in plan.channels.items()},
-    )
+    layers: dict[int, LayerPlan] = {}
+    for number, gathered in rows.result().layers.items():
+        layers |= choose(number, gathered).layers
+    return Plan(layers, dict(provenance))

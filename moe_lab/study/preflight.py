@@ -286,9 +286,9 @@ def _wrong_replacement(cell: Cell, config: Config) -> Iterator[str]:
         by = f"allocation.replacement={settings.replacement}"
         grouping = GROUPINGS.get(settings.replacement)
         routes = grouping is None or grouping.rows == "all"
-    elif (plan := plan_in(settings)) is not None and (plan.constants or plan.merged):
+    elif (plan := plan_in(settings)) is not None and (plan.has_constants or plan.merged_layers):
         by = f"the plan allocation.path={settings.path}"
-        routes = bool(plan.constants or plan.shares_experts)
+        routes = plan.has_constants or plan.shares_experts
     else:
         return
     if shape is not None and (method := config_json.quantization(cell.model)):

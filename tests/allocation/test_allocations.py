@@ -15,11 +15,11 @@ from hypothesis import example, given
 from hypothesis import settings as how
 from hypothesis import strategies as st
 
-from moe_lab.allocation import ALLOCATIONS, allocate, budgets, check, fits, get, needs, zero_expert
+from moe_lab.allocation import ALLOCATIONS, allocate, check, fits, get, needs, zero_expert
 from moe_lab.allocation.problem import apportion
 from moe_lab.config import AllocationConfig
 from moe_lab.errors import UserError
-from moe_lab.pruning.plan import make_channel_plan, make_plan
+from moe_lab.pruning.selection import make_channel_plan, make_plan
 
 OF_EXPERTS, OF_CHANNELS = (
     [
@@ -125,14 +125,14 @@ def test_experts_leave_in_equal_numbers_within_limits_of_routers(
         plan = make_plan(case.experts, remove, case.layers, provenance={})
         for index, facts in case.layers.items():
             assert (facts["n_experts"] - remove[index]) % multiple_of == 0
-            assert set(facts["protected"]) <= set(plan.experts[index])
+            assert set(facts["protected"]) <= set(plan.layers[index].retained)
             lowest = [
                 expert
                 for expert in numpy.argsort(case.experts[index])
                 if expert not in facts["protected"]
             ]
             if facts["n_group"] == 1:  # of the others, those of the lowest scores leave
-                assert set(range(facts["n_experts"])) - set(plan.experts[index]) == set(
+                assert set(range(facts["n_experts"])) - set(plan.layers[index].retained) == set(
                     lowest[: remove[index]]
                 )
         smaller = or_what_is_feasible(decide, at / 2)
@@ -163,8 +163,8 @@ def test_channels_are_kept_to_the_last_one(
 
     def decide(at: float) -> dict[int, Any]:
         chosen = settings(name, at, zero_expert="keep_null", **parameters)
-        kept = budgets(chosen, case.layers, case.channels, case.evidence)
-        again = budgets(chosen, case.layers, case.channels, case.evidence)
+        kept = allocate(chosen, case.layers, case.channels, case.evidence)
+        again = allocate(chosen, case.layers, case.channels, case.evidence)
         assert all((row == again[index]).all() for index, row in kept.items()), "random"
         return kept
 
@@ -447,14 +447,14 @@ def test_a_schedule_and_a_plan_say_how_much_each_layer_loses(tmp_path: Path) -> 
     keep = {index: random.integers(0, 9, 8) for index in LISTED}
     make_channel_plan(scores, keep, LISTED, zero_expert="drop", provenance={}).save(path)
     chosen = listed(path, 1 - sum(int(row.sum()) for row in keep.values()) / 128)
-    found = budgets(chosen, LISTED, scores)
+    found = allocate(chosen, LISTED, scores)
     assert all(found[index].tolist() == keep[index].tolist() for index in LISTED)
     check(AllocationConfig(name="list", path=str(path)), "channel")
     with pytest.raises(UserError, match="lists channels, but the criterion scores experts"):
         check(AllocationConfig(name="list", path=str(path)), "expert")
     with pytest.raises(UserError, match="layer 0 has 8 experts of width 8, expected 8 of 9"):
         wide = {index: layer(8, width=9) for index in LISTED}
-        budgets(chosen, wide, {index: numpy.ones((8, 9)) for index in LISTED})
+        allocate(chosen, wide, {index: numpy.ones((8, 9)) for index in LISTED})
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import settings as how
 from hypothesis import strategies as st
 
-from moe_lab.allocation import budgets
+from moe_lab.allocation import allocate
 from moe_lab.allocation.coverage import Alignment, align, cover, expert_prior
 from moe_lab.allocation.problem import RatioTooLarge
 from moe_lab.allocation.shapes import FUNCTIONS, smooth
@@ -19,7 +19,9 @@ from moe_lab.errors import UserError
 
 def kept(chosen: Any, layers: Any, scores: Any, evidence: Any = None) -> dict[int, list[int]]:
     """Layer -> channels that each expert keeps."""
-    return {index: row.tolist() for index, row in budgets(chosen, layers, scores, evidence).items()}
+    return {
+        index: row.tolist() for index, row in allocate(chosen, layers, scores, evidence).items()
+    }
 
 
 @given(st.integers(0, 500), st.floats(0, 0.99))
@@ -59,7 +61,7 @@ def test_shares_of_layers_and_experts() -> None:
     with pytest.raises(
         UserError, match=r"no channel of 7 in .* layer 1\b.* 0.857 is the largest feasible ratio"
     ):
-        budgets(settings("uniform", 0.89), layers, equal)
+        allocate(settings("uniform", 0.89), layers, equal)
     assert kept(settings("uniform", 0.857), layers, equal)[1] == [1, 1]
 
 
@@ -319,9 +321,9 @@ def test_blocks_that_do_not_fit_are_refused() -> None:
         ({"block": 4, "min_channels": 33}, 0.5, r"align\.min_channels=33\b.*\b32\b"),
     ):
         with pytest.raises(UserError, match=named):
-            budgets(settings("global", ratio, align=blocks), layers, scores)
+            allocate(settings("global", ratio, align=blocks), layers, scores)
     four = ({0: layer(4, width=16)}, {0: numpy.ones((4, 16)) + numpy.arange(16) / 100})
     chosen = settings("coverage", 0.9, intra="uniform", layer_prior="none", align={"block": 8})
     with pytest.raises(UserError, match=r"layer 0\b.* 2\b.*; 0.546 is the largest feasible ratio"):
-        budgets(chosen, *four)
-    assert budgets({**chosen, "ratio": 0.546}, *four)[0].sum() > 0
+        allocate(chosen, *four)
+    assert allocate({**chosen, "ratio": 0.546}, *four)[0].sum() > 0

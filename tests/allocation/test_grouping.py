@@ -18,7 +18,7 @@ from scipy.spatial.distance import squareform
 from tokenizers import pre_tokenizers
 
 import moe_lab
-from moe_lab.allocation import allocate, budgets, fits
+from moe_lab.allocation import allocate, fits
 from moe_lab.allocation.grouping import (
     GROUPINGS,
     average_linkage,
@@ -32,7 +32,9 @@ from moe_lab.allocation.shapes import check_removals
 from moe_lab.config import AllocationConfig
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
-from moe_lab.pruning.plan import Plan, make_plan
+from moe_lab.pruning.layer_plan import LayerPlan
+from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.selection import make_plan
 from moe_lab.search.candidates import Plans
 from moe_lab.search.evolution import SearchSettings, space_to_search
 
@@ -86,7 +88,7 @@ def test_protected_experts_are_merged_with_none() -> None:
             made = grouped(name, sums, kept, protected=(2,), scores=[1, 2, 9, 3])
             assert [2] in made and len(made) == len(kept) and sorted(chain(*made)) == [0, 1, 2, 3]
         assert grouped(name, sums, range(4), protected=range(4)) == [[0], [1], [2], [3]]
-        with pytest.raises(UserError, match="all protected"):
+        with pytest.raises(UserError, match=r"allocation\.replacement=.*protected"):
             grouped(name, sums, (0, 1), protected=(0, 1))
 
 
@@ -272,7 +274,7 @@ def test_plans_that_would_not_keep_all_of_the_protected_experts_are_refused() ->
         lambda: check_removals(layers, 0.5),
         lambda: allocate(settings("global", 0.75), layers, scores),
         lambda: allocate(settings("uniform", 0.5), grouped, {0: numpy.arange(8.0)}),
-        lambda: budgets(settings("global", 0.75), layers, {n: numpy.ones((8, 8)) for n in layers}),
+        lambda: allocate(settings("global", 0.75), layers, {n: numpy.ones((8, 8)) for n in layers}),
     ):
         with pytest.raises(UserError, match=r"allocation\.protect.* is the largest feasible ratio"):
             refused()
@@ -280,9 +282,7 @@ def test_plans_that_would_not_keep_all_of_the_protected_experts_are_refused() ->
     with pytest.raises(UserError, match=r"layer 1 .* expert 0\b"):
         make_plan(scores, {0: 0, 1: 5}, layers, provenance={})
     plan = Plan(
-        {0: (0, 1)},
-        {0: 4},
-        channels={0: numpy.eye(4, 12, dtype=bool) & (numpy.arange(4) < 2)[:, None]},
+        {0: LayerPlan(4, (0, 1), numpy.eye(4, 12, dtype=bool) & (numpy.arange(4) < 2)[:, None])}
     )
     with pytest.raises(UserError, match=r"layer 0 .* expert 1\b"):  # it keeps one of its channels
         plan.check({0: {**layer(4, width=12), "protected": [1]}})
@@ -298,10 +298,10 @@ def test_without_protected_experts_nothing_changes() -> None:
     rest = [0, 1, 3, 4, 5]
     for intra in ("coverage", "proportional", "uniform", "ranking"):
         chosen = settings("coverage", 0.5, intra=intra, zero_expert="keep_null")
-        kept = budgets(chosen, marked, scores, {"statistics": sums})[0]
+        kept = allocate(chosen, marked, scores, {"statistics": sums})[0]
         alone = {0: {"layer_loss": 1.0, "ala_first": sums[0]["ala_first"][rest]}}
         chosen["ratio"] = 1 - (24 - 8) / 40
-        expected = budgets(
+        expected = allocate(
             chosen, {0: layer(5, width=8)}, {0: scores[0][rest]}, {"statistics": alone}
         )[0]
         assert kept[2] == 8 and kept[rest].tolist() == expected.tolist()
@@ -315,7 +315,7 @@ def test_schedules_of_a_search_leave_room_for_them() -> None:
     asked = settings("evolutionary", 0.5), {"layers": facts}, SearchSettings(granularity=1)
     assert space_to_search(*asked).capacity == (12, 6, 12)
     plans = Plans(model, {n: list(range(16)) for n in range(3)}, {1: range(10)})
-    assert plans.plan((8, 6, 8)).experts[1] == tuple(range(10))
+    assert plans.plan((8, 6, 8)).retained[1] == tuple(range(10))
 
 
 def test_a_planted_outlier_survives(tmp_path: Path) -> None:
@@ -339,5 +339,5 @@ def test_a_planted_outlier_survives(tmp_path: Path) -> None:
         scores = moe_lab.score(name, statistics)
         plan = moe_lab.plan(scores, 0.75, allocation, protect="super")
         assert plan.provenance["protected"] == {"1": [5]}
-        assert 5 in plan.experts[1] and (not plan.channels or plan.channels[1][5].all())
+        assert plan.layers[1].is_unchanged(5)
         assert "protected" not in moe_lab.plan(scores, 0.75, allocation).provenance

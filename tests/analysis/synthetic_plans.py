@@ -71,14 +71,14 @@ def plan(axes: dict[str, Any]) -> dict[str, Any]:
     """The content of plan.json."""
     if granularity(axes["criterion"]) == "channel":
         packed = np.packbits(channel_masks(axes), axis=-1, bitorder="little")
-        whole = {"experts": EXPERTS, "keep": list(range(EXPERTS)), "width": WIDTH}
+        whole = {"experts": EXPERTS, "retained": list(range(EXPERTS)), "width": WIDTH}
         masks = [[row.tobytes().hex() for row in rows] for rows in packed]
         layers = {
             str(layer): {**whole, "channels": channels} for layer, channels in enumerate(masks)
         }
     else:
         layers = {
-            str(layer): {"experts": EXPERTS, "keep": list(range(count, EXPERTS))}
+            str(layer): {"experts": EXPERTS, "retained": list(range(count, EXPERTS))}
             for layer, count in enumerate(removed(axes))
         }
     if "replacement" in axes["allocation"]:
@@ -116,13 +116,18 @@ def replaced(about: dict[str, Any], allocation: str) -> dict[str, Any]:
     """A layer of a plan whose dropped experts put out constants, or are merged into the last
     expert."""
     masks = [
-        "f" * (WIDTH // 4) if expert in about["keep"] else "0" * (WIDTH // 4)
+        "f" * (WIDTH // 4) if expert in about["retained"] else "0" * (WIDTH // 4)
         for expert in range(EXPERTS)
     ]
-    whole = {"experts": EXPERTS, "keep": list(range(EXPERTS)), "width": WIDTH, "channels": masks}
+    whole = {
+        "experts": EXPERTS,
+        "retained": list(range(EXPERTS)),
+        "width": WIDTH,
+        "channels": masks,
+    }
     if allocation.endswith("mean_output"):
         return {**whole, "constants": "made up"}
-    group = [*(expert for expert in range(EXPERTS) if expert not in about["keep"]), EXPERTS - 1]
+    group = [*(expert for expert in range(EXPERTS) if expert not in about["retained"]), EXPERTS - 1]
     return {
         **whole,
         "merged": {str(EXPERTS - 1): {str(expert): 1 / len(group) for expert in group}},

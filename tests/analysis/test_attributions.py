@@ -212,7 +212,7 @@ def test_a_store_without_sums_has_no_gap_and_a_damaged_one_has(
     for path in store.glob("statistics/*/experts.parquet"):
         path.write_bytes(b"not a table")
     study = load(store, "made_up")
-    assert study.experts.empty and [gap.what for gap in study.gaps] == [
+    assert study.experts.empty and [gap.reason for gap in study.gaps] == [
         "experts.parquet is damaged"
     ]
 

@@ -121,7 +121,7 @@ def test_a_lost_result_is_a_gap_everywhere_and_never_zero(store: Path, what: str
         )
     if what == "other suite":
         assert "different sets of benchmarks" in " ".join(study.notes)
-        assert [(gap.what, gap.where) for gap in study.gaps] == [
+        assert [(gap.reason, gap.where) for gap in study.gaps] == [
             ("not evaluated on gsm8k, unlike other cells of the study", CELL)
         ]
 
@@ -130,7 +130,7 @@ def test_what_is_reported_twice_counts_once_and_is_told(store: Path) -> None:
     before = load(store, "made_up").results
     study = load(changed(store, result(again={"score": 0.0})), "made_up")
     assert study.results["score"].tolist() == before["score"].tolist()
-    assert "the first counts" in " ".join([*study.notes, *(gap.what for gap in study.gaps)])
+    assert "the first counts" in " ".join([*study.notes, *(gap.reason for gap in study.gaps)])
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def test_the_store_or_another_test_has_something_for_every_name(study: Study, ma
         assert golden or f'"{name}' in others or f".{output.make.__name__}(" in others, (
             f"{name} is not tested"
         )
-    assert [gap.what for gap in study.gaps] == ["failed: out of memory"]
+    assert [gap.reason for gap in study.gaps] == ["failed: out of memory"]
 
 
 def test_every_caption_says_what_it_rests_on(made: Made) -> None:

@@ -108,7 +108,12 @@ def test_merged_experts_count_as_merged_with_and_without_their_router_row(
     """Experts 1 and 2 are merged; 2 loses its row of the router, or shares expert 1 with its
     own."""
     masks = {0: "ff", 1: "ff", 2: "00"}
-    layer = {"experts": 4, "width": 8, "keep": kept, "channels": [masks[expert] for expert in kept]}
+    layer = {
+        "experts": 4,
+        "width": 8,
+        "retained": kept,
+        "channels": [masks[expert] for expert in kept],
+    }
     layer["merged"] = {"1": {"1": 0.5, "2": 0.5}}
     reader = SimpleNamespace(
         folder=lambda name: tmp_path / name, json=lambda *_: {"layers": {"0": layer}}
@@ -157,7 +162,10 @@ def test_a_damaged_plan_cost_or_search_is_a_gap(tmp_path: Path) -> None:
     }  # fmt: skip
     assert weight_scores(study).empty
     damaged = ["cost.json is damaged", "plan.json is damaged", "search.json is missing"]
-    assert sorted(gap.what for gap in study.gaps) == [*damaged, "the folder is gone from the store"]
+    assert sorted(gap.reason for gap in study.gaps) == [
+        *damaged,
+        "the folder is gone from the store",
+    ]
 
 
 DAMAGES = {
@@ -176,7 +184,7 @@ def test_damage_is_a_gap_with_its_place(store: Path, what: str) -> None:
     DAMAGES[what](place)
     study = load(store, "made_up")
     [gap] = study.gaps
-    assert place.name in gap.where and gap.what == what
+    assert place.name in gap.where and gap.reason == what
     if "samples" not in what:
         assert np.isnan(score(study, 3, "rte"))
     else:
@@ -192,7 +200,7 @@ def test_a_number_that_was_not_published_is_not_read(store: Path) -> None:
     assert not load(store, "made_up").gaps
     change_result(store, 3, "rte", score=0.5)
     study = load(store, "made_up")
-    assert [gap.what for gap in study.gaps] == ["result.json is damaged"] and np.isnan(
+    assert [gap.reason for gap in study.gaps] == ["result.json is damaged"] and np.isnan(
         score(study, 3, "rte")
     )
 
@@ -282,7 +290,7 @@ def test_scores_that_are_no_means_get_intervals_from_their_standard_error(
 def test_results_that_do_not_tell_losses_from_scores_are_a_gap(store: Path) -> None:
     change_result(store, 1, "gsm8k", scale=None)
     [gap] = load(store, "made_up").gaps
-    assert "older" in gap.what and "gsm8k" in gap.where
+    assert "older" in gap.reason and "gsm8k" in gap.where
 
 
 EQUAL_RATIOS = {"calibrations": ("pocket_code",), "tasks": ("rte",), "items": 5, "overlap": False}

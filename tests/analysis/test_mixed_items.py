@@ -243,7 +243,7 @@ def test_a_score_that_is_no_mean_of_its_items_costs_nobody_else_an_interval(harm
     assert not whole.gaps
     [gap] = harmed.gaps
     assert (
-        gap.where == "m reap pocket_code 0.5" and "gsm8k is not the mean of its items" in gap.what
+        gap.where == "m reap pocket_code 0.5" and "gsm8k is not the mean of its items" in gap.reason
     )
     others = [0, 1, 3]
     for target in (("GSM8K",), ("GSM8K", "MC Avg")):

@@ -457,7 +457,7 @@ def test_an_engine_that_says_nothing_is_ended(
     backend = BackendConfig("vllm", ready_seconds=1.0, python=str(python))
     engine = vllm.VllmModel(CHECKPOINT, backend, POCKET)
     with pytest.raises(Unavailable, match="ready_seconds=1 "):
-        engine.set_plan(Plan({0: (0,)}, {0: 2}))
+        engine.set_plan(Plan.of_experts({0: (0,)}, {0: 2}))
     assert engine.process.poll() is not None
 
 

@@ -8,8 +8,9 @@ import numpy
 
 from moe_lab.models.config_json import fewest_experts
 from moe_lab.models.discover import MoELayer, moe_layers
+from moe_lab.pruning.layer_plan import LayerPlan
 from moe_lab.pruning.plan import Plan
-from moe_lab.pruning.replace import merge_experts, replace_by_constants
+from moe_lab.pruning.selection import merge_experts, replace_by_constants
 
 KINDS = {
     "experts": ("even", "uneven"),
@@ -33,49 +34,85 @@ def random_plan(
     """
     random = numpy.random.default_rng(seed)
     layers = moe_layers(model)
-    counts = {layer.index: layer.n_experts for layer in layers}
-    kept = {
-        layer.index: _kept(layer, random, share or (0.5 if way == "even" else None))
-        for layer in layers
+    share = share or (0.5 if way == "even" else None)
+    dropping = {
+        layer.index: LayerPlan(layer.n_experts, _retained(layer, random, share)) for layer in layers
     }
-    dropping = Plan(kept, counts, {"way": way, "seed": seed})
-    widths = {layer.index: layer.width for layer in layers}
-    if way in ("even", "uneven"):
-        return dropping
     if way == "constants":
-        outputs = {
-            layer.index: random.normal(size=(layer.n_experts, layer.hidden)) for layer in layers
+        plans = {layer.index: _constants(layer, dropping[layer.index], random) for layer in layers}
+    elif way.startswith("merged"):
+        rows: Any = "all" if way == "merged" else "retained"
+        groups = {layer.index: _groups(dropping[layer.index], random) for layer in layers}
+        plans = {
+            layer.index: merge_experts(groups[layer.index], layer.width, rows=rows)
+            for layer in layers
         }
-        return replace_by_constants(dropping, outputs, widths)
-    if way.startswith("merged"):
-        groups = {layer.index: _groups(layer, kept[layer.index], random) for layer in layers}
-        merged = merge_experts(
-            groups, widths, rows="all" if way == "merged" else "kept", provenance={}
-        )
-        orders = {}
-        for layer in list(merged.merged)[:2]:  # the others are added channel by channel
-            drawn = [random.permutation(widths[layer]) for _ in merged.merged_away(layer)]
-            orders[layer] = numpy.array(drawn, dtype=numpy.int32)
-        return replace(merged, alignments=orders)
-    channels = {}
-    for place, layer in enumerate(layers):
-        mask = numpy.zeros((layer.n_experts, layer.width), dtype=bool)
-        edges = [0, layer.width]
-        own = width if isinstance(width, int) else width[place]
-        for expert in kept[layer.index]:
-            number = (
-                own
-                if way == "one width"
-                else edges.pop()
-                if edges
-                else int(random.integers(layer.width + 1))
+        # the others have no alignment
+        for number in [number for number, plan in plans.items() if plan.merged][:2]:
+            plans[number] = replace(plans[number], alignment=_alignment(plans[number], random))
+    elif way in ("ragged", "one width"):
+        plans = {}
+        for position, layer in enumerate(layers):
+            fixed = width if isinstance(width, int) else width[position]
+            narrow = _narrow(
+                dropping[layer.index], layer.width, None if way == "ragged" else fixed, random
             )
-            mask[expert, random.permutation(layer.width)[:number]] = True
-        channels[layer.index] = mask
-    return replace(dropping, channels=channels)
+            plans[layer.index] = narrow
+    else:
+        plans = dropping
+    return Plan(plans, {} if way.startswith("merged") else {"way": way, "seed": seed})
 
 
-def _kept(layer: MoELayer, random: numpy.random.Generator, share: float | None) -> tuple[int, ...]:
+def of_whole_experts(plan: Plan) -> Plan:
+    """The plan that retains the same experts with all their channels, and replaces none."""
+    return Plan(
+        {
+            number: LayerPlan(layer.n_experts, layer.retained)
+            for number, layer in plan.layers.items()
+        }
+    )
+
+
+def unaligned(plan: Plan) -> Plan:
+    """The plan that merges the same experts, with channels in their order."""
+    return Plan(
+        {number: replace(layer, alignment=None) for number, layer in plan.layers.items()},
+        plan.provenance,
+    )
+
+
+def _constants(layer: MoELayer, plan: LayerPlan, random: numpy.random.Generator) -> LayerPlan:
+    return replace_by_constants(
+        plan, random.normal(size=(layer.n_experts, layer.hidden)), layer.width
+    )
+
+
+def _alignment(plan: LayerPlan, random: numpy.random.Generator) -> Any:
+    return numpy.array(
+        [random.permutation(plan.width) for _ in plan.merged_away], dtype=numpy.int32
+    )
+
+
+def _narrow(
+    plan: LayerPlan, width: int, retained: int | None, random: numpy.random.Generator
+) -> LayerPlan:
+    """The plan with `retained` channels of each expert; None: any number, none and all included."""
+    mask = numpy.zeros((plan.n_experts, width), dtype=bool)
+    edges = [0, width]
+    for expert in plan.retained:
+        if retained is not None:
+            number = retained
+        elif edges:
+            number = edges.pop()
+        else:
+            number = int(random.integers(width + 1))
+        mask[expert, random.permutation(width)[:number]] = True
+    return replace(plan, channels=mask)
+
+
+def _retained(
+    layer: MoELayer, random: numpy.random.Generator, share: float | None
+) -> tuple[int, ...]:
     """Experts of a layer, equally many of each group of its router: a `share` of them, or any
     number."""
     size = layer.n_experts // layer.n_group
@@ -89,14 +126,11 @@ def _kept(layer: MoELayer, random: numpy.random.Generator, share: float | None) 
     return tuple(sorted(int(expert) for group in groups for expert in group))
 
 
-def _groups(
-    layer: MoELayer, kept: tuple[int, ...], random: numpy.random.Generator
-) -> dict[int, dict[int, float]]:
-    """Expert that stays -> share of each expert that it stands for: any of the dropped ones, beside
-    itself."""
-    members: dict[int, list[int]] = {owner: [owner] for owner in kept}
-    for expert in sorted(set(range(layer.n_experts)) - set(kept)):
-        members[int(random.choice(kept[:3]))].append(expert)
+def _groups(plan: LayerPlan, random: numpy.random.Generator) -> dict[int, dict[int, float]]:
+    """Retained expert -> weight of each member of its group: itself and any of the dropped ones."""
+    members: dict[int, list[int]] = {owner: [owner] for owner in plan.retained}
+    for expert in plan.dropped:
+        members[int(random.choice(plan.retained[:3]))].append(expert)
     groups: dict[int, dict[int, float]] = {}
     for owner, group in members.items():
         shares = random.dirichlet(numpy.ones(len(group))).tolist()

@@ -177,7 +177,7 @@ def test_its_facts_are_its_own(case: SimpleNamespace) -> None:
     assert found["parameters"] == sum(weight.numel() for weight in pruned.parameters())
     for layer in routed_layers(pruned):
         about = found["layers"][layer.index]
-        assert about["n_experts"] == len(case.plan.experts[layer.index])
+        assert about["n_experts"] == len(case.plan.layers[layer.index].retained)
         assert about.get("widths", [layer.width] * layer.n_experts) == list(layer.widths)
         assert about["width"] == round(sum(layer.widths) / layer.n_experts)
         assert about["expert_parameters"] == round(
@@ -189,7 +189,9 @@ def test_its_facts_are_its_own(case: SimpleNamespace) -> None:
 def test_only_stacks_can_be_pruned_again(case: SimpleNamespace) -> None:
     model, _ = load_model(settings(case.folder, trust_remote_code=True))
     counts = {layer.index: layer.n_experts for layer in routed_layers(model)}
-    again = Plan({index: tuple(range(count - 1)) for index, count in counts.items()}, counts, {})
+    again = Plan.of_experts(
+        {index: tuple(range(count - 1)) for index, count in counts.items()}, counts, {}
+    )
     if case.kind == "uneven":
         with mask(model, again):
             masked = logits(model)
@@ -222,7 +224,7 @@ def test_the_plugin_of_vllm_reads_exports_as_models_of_their_family(tmp_path: Pa
     business."""
     tiny.save("olmoe", tmp_path / "model")
     counts = {0: 8, 1: 9, 2: 10}
-    plan = Plan(
+    plan = Plan.of_experts(
         {layer: tuple(range(count)) for layer, count in counts.items()}, dict.fromkeys(range(3), 16)
     )
     out = export(tmp_path / "model", plan, tmp_path / "out")

@@ -142,8 +142,8 @@ def test_an_export_compares_the_files(made: str, folder: Path, tmp_path: Path) -
 def test_the_plan_of_a_study_is_compared_with_the_checkpoint(
     name: str, folder: Path, tmp_path: Path
 ) -> None:
-    plan = Plan(
-        planned(tiny.load(folder)).experts,
+    plan = Plan.of_experts(
+        planned(tiny.load(folder)).retained,
         dict.fromkeys(range(3), 16),
         {"model_sha256": fingerprint(folder)},
     )
@@ -159,11 +159,11 @@ def test_a_plan_that_states_no_model_is_taken_with_a_warning(
     provenance: dict[str, None], folder: Path, tmp_path: Path
 ) -> None:
     model = tiny.load(folder)
-    plan = Plan(planned(model).experts, dict.fromkeys(range(3), 16), provenance)
+    plan = Plan.of_experts(planned(model).retained, dict.fromkeys(range(3), 16), provenance)
     for use in (*USES, lambda model, plan: moe_lab.export(str(folder), plan, tmp_path / "out")):
         with pytest.warns(UserWarning, match="model_sha256"):
             use(model, plan)
-    few = Plan(dict.fromkeys(range(3), tuple(range(6))), dict.fromkeys(range(3), 8))
+    few = Plan.of_experts(dict.fromkeys(range(3), tuple(range(6))), dict.fromkeys(range(3), 8))
     with pytest.raises(UserError, match="another model"):  # by its counts
         masked(model, few, any_model=True)
 

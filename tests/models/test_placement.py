@@ -3,7 +3,6 @@ the functions of the CPU; and main memory is seen as far as the machine, or the 
 job, gives it."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import tiny
 import torch
 from accelerate import cpu_offload
-from identities.plans import random_plan
+from identities.plans import random_plan, unaligned
 from tiny import logits
 from transformers import AutoModelForCausalLM
 
@@ -93,7 +92,7 @@ def test_plans_do_not_change_experts_that_are_offloaded() -> None:
     even, narrow, merged = (random_plan(plain, way) for way in ("even", "ragged", "merged"))
     attempts = [lambda plan=plan: prune(spread, plan) for plan in (even, narrow, merged)]
     attempts += [lambda plan=plan: mask(spread, plan).__enter__() for plan in (even, merged)]
-    for attempt in (*attempts, lambda: moe_lab.align(spread, replace(merged, alignments={}))):
+    for attempt in (*attempts, lambda: moe_lab.align(spread, unaligned(merged))):
         with pytest.raises(UserError, match=r"layers\.0\.mlp\.experts.*offloaded"):
             attempt()
 

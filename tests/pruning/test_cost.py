@@ -225,7 +225,7 @@ def test_cost_compares_with_the_unpruned_model() -> None:
     assert found["flops_ratio"] == found["flops_per_token"] / unpruned["flops_per_token"] < 0.85
     assert found["flops_saving"] == 1 - found["flops_ratio"]
     assert found["routed_kept"] == pytest.approx(
-        numpy.mean([mask.mean() for mask in plan.channels.values()])
+        numpy.mean([layer.channels.mean() for layer in plan.layers.values()])
     )
     assert found["storage_bytes"] == found["loading_bytes"] == 2 * found["parameters"]
     assert size(model, prune(model, tiny.plan(model, 0.5)))["routed_kept"] == 0.5
@@ -341,14 +341,16 @@ def test_the_loss_of_a_layer_is_that_of_pruning_it_alone(name: str) -> None:
     everything = {index: tuple(range(count)) for index, count in counts.items()}
     assert all(
         row[6] == 0 or math.isnan(row[6])
-        for row in profile(model, Plan(everything, counts), tiny.batches())
+        for row in profile(model, Plan.of_experts(everything, counts), tiny.batches())
     )
     plan = tiny.plan(model, 0.5)
     found = {row[0]: row[6] for row in profile(model, plan, tiny.batches())}
-    assert {layer for layer, loss in found.items() if not math.isnan(loss)} == set(plan.experts)
+    assert {layer for layer, loss in found.items() if not math.isnan(loss)} == set(plan.retained)
     last = layers[-1]
     whole, stream = outputs(model, last.experts, model.get_submodule(f"{last.stack}.{last.index}"))
-    with mask(model, Plan({**everything, last.index: plan.experts[last.index]}, counts)):
+    with mask(
+        model, Plan.of_experts({**everything, last.index: plan.layers[last.index].retained}, counts)
+    ):
         (pruned,) = outputs(model, last.experts)
     terms = (whole - pruned).square().sum(1) / (stream.square().sum(1) + 1e-6)
     assert (

@@ -48,8 +48,8 @@ def test_files_beside_the_weights(tmp_path: Path) -> None:
     )
     (folder / "pytorch_model.bin").write_bytes(b"old")
     reconfigure(folder, note="ä")
-    plan = Plan(
-        tiny.plan(model, 0.5).experts,
+    plan = Plan.of_experts(
+        tiny.plan(model, 0.5).retained,
         dict.fromkeys(range(3), 16),
         {"model": "little", "criterion": "man"},
     )
@@ -63,8 +63,8 @@ def test_files_beside_the_weights(tmp_path: Path) -> None:
     assert Plan.load(out / "plan.json") == plan
     card = (out / "README.md").read_text()
     assert card.startswith(
-        "---\nlicense: mit\n---\n\n# model, pruned\n\n24 of 48 routed experts are kept: 8 in each "
-        "of 3"
+        "---\nlicense: mit\n---\n\n# model, pruned\n\n24 of 48 routed experts are retained: 8 in "
+        "each of 3"
     )
     assert (
         '"criterion": "man"' in card
@@ -88,7 +88,7 @@ def test_every_count_is_written_as_it_was(tmp_path: Path) -> None:
     before = json.loads((tmp_path / "model" / "config.json").read_text())
     out = export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "out")
     assert json.loads((out / "config.json").read_text()) == {**before, "num_experts": 8}
-    three = Plan(dict.fromkeys(range(3), (0, 1, 2)), dict.fromkeys(range(3), 16))
+    three = Plan.of_experts(dict.fromkeys(range(3), (0, 1, 2)), dict.fromkeys(range(3), 16))
     with pytest.raises(UserError, match=r"3 of 16 experts.*top_k=4"):
         export(tmp_path / "model", three, tmp_path / "no")
 
@@ -195,7 +195,9 @@ def test_what_transformers_reads_in_folders_is_kept(tmp_path: Path) -> None:
 )
 def test_the_front_matter_that_the_hub_reads_is_kept(card: str) -> None:
     sizes = {"before": 1, "written": 1, "zeros": 0, "left_out": ()}
-    text = model_card(Plan({0: (0,)}, {0: 2}), "m", card, shape="natural", kind="stock", **sizes)
+    text = model_card(
+        Plan.of_experts({0: (0,)}, {0: 2}), "m", card, shape="natural", kind="stock", **sizes
+    )
     found, expected = (REGEX_YAML_BLOCK.search(each) for each in (text, card))
     assert (found and found[2]) == (expected and expected[2])
     assert ("Body" in text) == ("Body" in card)
@@ -219,7 +221,7 @@ EXPERT = f"{BLOCK}.experts.{{}}.up_proj.weight"
         (lambda t: t.update({GATE: torch.ones(8, 32)}), r"gate\.weight has shape \(8, 32\)"),
         (
             lambda t: [t.pop(key) for key in list(t) if BLOCK in key],
-            r"about layers \[0, 1, 2\], .*layers \[0, 2\]",
+            r"has layers \[0, 1, 2\], .*layers \[0, 2\]",
         ),
     ],
 )
@@ -239,15 +241,21 @@ def test_plans_that_do_not_fit(tmp_path: Path) -> None:
     four = (0, 4, 8, 12)
     counts = {1: 16, 2: 16}
     for plan, message in [
-        (Plan({1: low, 2: low}, counts), r"keeps \[4, 4, 0, 0\] experts of the 4 groups"),
         (
-            Plan({1: four, 2: four}, counts),
-            "keeps 4 of 16 experts, but its router needs at least 8",
+            Plan.of_experts({1: low, 2: low}, counts),
+            r"retains \[4, 4, 0, 0\] experts of the 4 groups",
         ),
-        (Plan({1: low, 2: low}, {1: 8, 2: 8}), r"layers of 8 experts, and model\.layers\.1\."),
+        (
+            Plan.of_experts({1: four, 2: four}, counts),
+            "retains 4 of 16 experts, but its router needs at least 8",
+        ),
+        (
+            Plan.of_experts({1: low, 2: low}, {1: 8, 2: 8}),
+            r"layers of 8 experts, and model\.layers\.1\.",
+        ),
         (
             tiny.plan(tiny.build("deepseek_v3:grouped", num_hidden_layers=4), 0.5),
-            r"about layers \[1, 2, 3\]",
+            r"has layers \[1, 2, 3\]",
         ),
     ]:
         with pytest.raises(UserError, match=message):
@@ -255,7 +263,11 @@ def test_plans_that_do_not_fit(tmp_path: Path) -> None:
     # its third layer is not one that predicts further tokens
     reconfigure(tmp_path / "model", num_hidden_layers=2)
     with pytest.raises(UserError, match=r"layers \[1, 2\]"):
-        export(tmp_path / "model", Plan({1: tuple(range(0, 16, 2))}, {1: 16}), tmp_path / "out")
+        export(
+            tmp_path / "model",
+            Plan.of_experts({1: tuple(range(0, 16, 2))}, {1: 16}),
+            tmp_path / "out",
+        )
 
 
 GROUPS = {"n_routed_experts": 32, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8}
@@ -291,7 +303,9 @@ def test_fields_that_config_json_leaves_to_their_defaults(
     counts = {layer.index: layer.n_experts for layer in moe_layers(model)}
     with pytest.raises(UserError, match=message):
         export(
-            tmp_path / "model", Plan(dict.fromkeys(counts, tuple(kept)), counts), tmp_path / "out"
+            tmp_path / "model",
+            Plan.of_experts(dict.fromkeys(counts, tuple(kept)), counts),
+            tmp_path / "out",
         )
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -305,7 +319,7 @@ def test_a_checkpoint_that_lacks_a_weight_is_not_exported(lost: str, tmp_path: P
     with pytest.raises(UserError, match=lost):
         export(
             tmp_path / "model",
-            Plan(dict.fromkeys(counts, tuple(range(8))), counts),
+            Plan.of_experts(dict.fromkeys(counts, tuple(range(8))), counts),
             tmp_path / "out",
         )
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -37,7 +37,7 @@ def check_tensors(out: Path, stored: Path, plan: Plan) -> None:
     expected = {}
     for name, tensor in weights(stored).items():
         layer, expert = (re.search(rf"\.{part}\.(\d+)\.", name) for part in ("layers", "experts"))
-        kept = plan.experts.get(int(layer[1])) if layer else None
+        kept = plan.retained.get(int(layer[1])) if layer else None
         if kept and expert:
             if (number := int(expert[1])) in kept:
                 expected[
@@ -138,7 +138,7 @@ def test_names_of_experts_in_lists_follow_the_experts(tmp_path: Path) -> None:
     (stored / "hf_quant_config.json").write_text(
         json.dumps({"quantization": {"exclude_modules": list(BEFORE["dynamic"])}})
     )
-    out = export(stored, Plan(EXPERTS, COUNTS), tmp_path / "out")
+    out = export(stored, Plan.of_experts(EXPERTS, COUNTS), tmp_path / "out")
     assert json.loads((out / "config.json").read_text())["quantization_config"] == {
         **about,
         **AFTER,
@@ -155,7 +155,7 @@ def test_experts_that_are_not_quantised_keep_their_own_tensors(tmp_path: Path) -
     }
     ones = {f"{name}.weight": torch.ones(24, 32) for name in apart}
     save_file({**tensors, **ones}, stored / "model.safetensors", {"format": "pt"})
-    plan = Plan(EXPERTS, COUNTS)
+    plan = Plan.of_experts(EXPERTS, COUNTS)
     about = quantised.FORMATS["w4a16"].config
     reconfigure(stored, quantization_config={**about, "ignore": ["lm_head", *apart]})
     check_tensors(export(stored, plan, tmp_path / "out"), stored, plan)
@@ -181,7 +181,7 @@ def check_refused(said: str, stored: Path, plan: Plan, shape: str = "natural") -
 def test_names_that_mean_experts_of_several_layers_are_refused(name: str, tmp_path: Path) -> None:
     _, stored = quantised.save("qwen2_moe", "fp8", tmp_path)
     reconfigure(stored, quantization_config={**quantised.FORMATS["fp8"].config, "ignore": [name]})
-    check_refused(f"quantization_config has {name}", stored, Plan(EXPERTS, COUNTS))
+    check_refused(f"quantization_config has {name}", stored, Plan.of_experts(EXPERTS, COUNTS))
 
 
 def test_unknown_scales_zeros_and_channels_are_refused(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_unknown_scales_zeros_and_channels_are_refused(tmp_path: Path) -> None:
             stored / "model.safetensors",
             {"format": "pt"},
         )
-        check_refused(name, stored, Plan(EXPERTS, COUNTS))
+        check_refused(name, stored, Plan.of_experts(EXPERTS, COUNTS))
 
 
 STUDY = [
@@ -226,7 +226,7 @@ def test_a_study_scores_prunes_and_exports_an_fp8_checkpoint(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     (out,) = tmp_path.glob("store/export/*/checkpoint")
     plan = Plan.load(out / "plan.json")
-    assert all(len(kept) == 12 for kept in plan.experts.values())
+    assert all(len(kept) == 12 for kept in plan.retained.values())
     check_tensors(out, stored, plan)
 
 

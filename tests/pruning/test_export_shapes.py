@@ -54,7 +54,7 @@ def test_masked_channels_have_the_original_shape(name: str, tmp_path: Path) -> N
     }
     reference = copy.deepcopy(model)
     for layer in moe_layers(reference):
-        gone = ~torch.from_numpy(plan.channels[layer.index])
+        gone = ~torch.from_numpy(plan.layers[layer.index].channels)
         layer.experts.gate_up_proj[torch.cat((gone, gone), 1)] = 0
         layer.experts.down_proj.transpose(1, 2)[gone] = 0
     masked = load(out)
@@ -94,7 +94,7 @@ def test_masked_experts_are_never_chosen(name: str, way: str, tmp_path: Path) ->
     masked = load(out)
     check_close(masked, prune(model, plan))
     layer = moe_layers(masked)[0]
-    gone = sorted(set(range(16)) - set(plan.experts[layer.index]))
+    gone = sorted(set(range(16)) - set(plan.layers[layer.index].retained))
     assert all(not weight[gone].any() and weight.any() for weight in layer.experts.parameters())
 
 
@@ -124,15 +124,16 @@ def test_routers_without_a_bias_cannot_be_masked(name: str, layer: int, tmp_path
 def test_padded_to_the_widest_expert_of_each_layer(name: str, tmp_path: Path) -> None:
     model = tiny.save(name, tmp_path / "model")
     plan = random_plan(model, "ragged", share=0.8)
-    for place, mask in enumerate(plan.channels.values()):
-        mask[:, 18 - 8 * place :] = False  # each layer is narrower than the one before it
+    for position, layer_plan in enumerate(plan.layers.values()):
+        # each layer is narrower than the one before it
+        layer_plan.channels[:, 18 - 8 * position :] = False
     out = export(tmp_path / "model", plan, tmp_path / "out", shape="padded")
     padded = load(out, trust_remote_code=True)
     pruned = prune(model, plan)
     check_close(padded, pruned)
     zeros = 0
     for layer in moe_layers(padded):
-        widths = plan.widths(layer.index)
+        widths = plan.layers[layer.index].widths
         assert layer.width == -(-max(widths) // 4) * 4 < 24  # rows of 16 bytes
         zeros += 3 * 32 * 4 * (layer.width * len(widths) - sum(widths))
     assert zeros and f"{zeros:,} bytes" in (out / "README.md").read_text()
@@ -153,8 +154,8 @@ def test_one_width_is_stock_where_the_family_can_say_it(
 ) -> None:
     model = tiny.save(name, tmp_path / "model")
     plan = random_plan(model, "ragged" if shape == "padded" else "one width", share=0.8, width=12)
-    for mask in plan.channels.values() if shape == "padded" else ():
-        mask[:, 18:] = False
+    for layer in plan.layers.values() if shape == "padded" else ():
+        layer.channels[:, 18:] = False
     out = export(tmp_path / "model", plan, tmp_path / "out", shape=shape)
     assert {file.name for file in out.glob("*.py")} == (
         set() if stock else {"pruned.py", "ragged.py"}
@@ -177,7 +178,9 @@ def test_config_is_edited_and_not_written_anew(tmp_path: Path) -> None:
     )
     kept = {0: tuple(range(16)), 1: tuple(range(9)), 2: (0, 3, 5, 7, 8)}
     after = config_of(
-        export(tmp_path / "model", Plan(kept, dict.fromkeys(range(3), 16)), tmp_path / "out")
+        export(
+            tmp_path / "model", Plan.of_experts(kept, dict.fromkeys(range(3), 16)), tmp_path / "out"
+        )
     )
     assert after == {
         **config_of(tmp_path / "model"),
@@ -196,7 +199,9 @@ def test_config_is_edited_and_not_written_anew(tmp_path: Path) -> None:
     }
     plan = random_plan(model, "ragged", share=1.0)
     about = config_of(export(tmp_path / "model", plan, tmp_path / "ragged"))["pruned"]["layers"]
-    assert about == {str(at): {"experts": 16, "widths": list(plan.widths(at))} for at in kept}
+    assert about == {
+        str(at): {"experts": 16, "widths": list(plan.layers[at].widths)} for at in kept
+    }
 
 
 def test_what_cannot_be_exported_is_named(tmp_path: Path) -> None:

@@ -275,7 +275,7 @@ def test_experts_are_stored_unchanged(
     fields = {name: field.contents() for name, field in file.fields.items()}
     (count,) = [value for name, value in fields.items() if name.endswith(".expert_count")]
     assert fields["tokenizer.ggml.pre"] == "smollm" and fields["general.name"] == "N"
-    for layer, kept in plan.experts.items():
+    for layer, kept in plan.retained.items():
         assert count == (plan.n_experts[layer] if shape == "masked" else len(kept))
         for part in ("gate", "up", "down"):
             stack = [

@@ -18,7 +18,7 @@ import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from identities.plans import random_plan
+from identities.plans import of_whole_experts, random_plan, unaligned
 from scipy.optimize import linear_sum_assignment
 from tiny import logits
 
@@ -31,10 +31,11 @@ from moe_lab.pruning.alignment import align_by_activations, align_by_weights, al
 from moe_lab.pruning.cost import even_routing
 from moe_lab.pruning.export import export
 from moe_lab.pruning.export.verify import verify
+from moe_lab.pruning.layer_plan import LayerPlan
 from moe_lab.pruning.mask import mask
-from moe_lab.pruning.plan import Plan, make_channel_plan, make_plan, ties
+from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
-from moe_lab.pruning.replace import merge_experts
+from moe_lab.pruning.selection import make_channel_plan, make_plan, merge_experts, ties
 from moe_lab.statistics.observe import gather
 from moe_lab.statistics.streaming import stream
 
@@ -42,7 +43,7 @@ SCORES = st.lists(st.integers(-3, 3).map(float), min_size=4, max_size=40)
 
 
 def two_layers(kept: tuple[int, ...] = (0, 2, 3), count: int = 4, **provenance: Any) -> Plan:
-    return Plan({1: kept, 2: (0, 1, 3)}, {1: count, 2: 4}, provenance)
+    return Plan.of_experts({1: kept, 2: (0, 1, 3)}, {1: count, 2: 4}, provenance)
 
 
 @given(SCORES, st.data())
@@ -58,7 +59,7 @@ def test_lowest_scores_go_ties_fall_by_index_and_plans_come_back(
     )
     # stable: equal scores stay in index order
     order = sorted(range(len(scores)), key=lambda expert: scores[expert])
-    assert made.experts == {0: tuple(sorted(order[remove:])), 7: tuple(range(len(scores)))}
+    assert made.retained == {0: tuple(sorted(order[remove:])), 7: tuple(range(len(scores)))}
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     made.save(path)
     assert Plan.load(path) == made and Plan.load(path).provenance == made.provenance
@@ -141,8 +142,8 @@ def test_ties_are_those_of_experts_that_compete() -> None:
     equal = {0: numpy.ones(4)}
     protected = {**tiny.routers([0], 1)[0], "protected": [0]}
     made = make_plan(equal, {0: 1}, {0: protected}, provenance={})
-    assert made.experts == {0: (0, 2, 3)} and ties(made, equal, {0: protected}) == {0: 3}
-    constants = Plan({0: (0, 1, 2, 3)}, {0: 4}, {}, {0: numpy.arange(4)[:, None] > [[0, 0]]})
+    assert made.retained == {0: (0, 2, 3)} and ties(made, equal, {0: protected}) == {0: 3}
+    constants = Plan({0: LayerPlan(4, (0, 1, 2, 3), numpy.arange(4)[:, None] > [[0, 0]])})
     assert ties(constants, equal, tiny.routers([0], 1)) == {0: 4}, (
         "what is replaced is not retained"
     )
@@ -157,7 +158,7 @@ def test_groups_lose_equally(n_group: int, size: int, data: st.DataObject) -> No
         {0: scores}, {0: share * n_group}, tiny.routers([0], 1, n_group), provenance={}
     )
     for group in range(n_group):
-        members = [expert for expert in made.experts[0] if expert // size == group]
+        members = [expert for expert in made.layers[0].retained if expert // size == group]
         gone = set(range(group * size, (group + 1) * size)) - set(members)
         assert len(gone) == share
         assert all(scores[lost] <= scores[kept] for lost in gone for kept in members)
@@ -182,9 +183,11 @@ def test_the_best_channels_of_each_expert_stay_and_plans_come_back(
             make_channel_plan({7: scores}, {7: keep}, tiny.routers([7], 1), **arguments)
         return
     made = make_channel_plan({7: scores}, {7: keep}, tiny.routers([7], 1), **arguments)
-    assert made.experts[7] == tuple(e for e in range(experts) if keep[e] or zero == "keep_null")
-    assert made.widths(7) == tuple(keep[list(made.experts[7])])
-    for row, kept in zip(scores, made.channels[7], strict=True):
+    assert made.layers[7].retained == tuple(
+        e for e in range(experts) if keep[e] or zero == "keep_null"
+    )
+    assert made.layers[7].widths == tuple(keep[list(made.layers[7].retained)])
+    for row, kept in zip(scores, made.layers[7].channels, strict=True):
         # stable: lower index falls first
         order = sorted(range(width), key=lambda channel: row[channel])
         assert sorted(numpy.flatnonzero(~kept)) == sorted(order[: width - kept.sum()])
@@ -192,7 +195,7 @@ def test_the_best_channels_of_each_expert_stay_and_plans_come_back(
     made.save(path)
     assert (
         Plan.load(path) == made
-        and Plan.load(path).channels[7].tolist() == made.channels[7].tolist()
+        and Plan.load(path).layers[7].channels.tolist() == made.layers[7].channels.tolist()
     )
 
 
@@ -200,32 +203,34 @@ def test_digest_is_of_what_is_kept() -> None:
     assert two_layers(seed=1).digest == two_layers(seed=2).digest
     assert two_layers().digest != two_layers((0, 1, 3)).digest
     assert two_layers().digest != two_layers(count=5).digest
-    assert (
-        Plan({2: (0,), 10: (1,)}, {2: 2, 10: 2}).digest
-        == Plan({10: (1,), 2: (0,)}, {10: 2, 2: 2}).digest
-    )
+    layers = {2: LayerPlan(2, (0,)), 10: LayerPlan(2, (1,))}
+    assert Plan(layers).digest == Plan(dict(reversed(layers.items()))).digest
 
 
 MASK = numpy.ones((3, 2), dtype=bool)
 
 
 @pytest.mark.parametrize(
-    "stated",
+    "layers",
     [
-        ({1: (0, 4)}, {1: 4}),
-        ({1: (-1, 2)}, {1: 4}),
-        ({1: (2, 0)}, {1: 4}),
-        ({1: (0, 0)}, {1: 4}),
-        ({1: ()}, {1: 4}),
-        ({1: (0,)}, {2: 2}),
-        ({1: (0, 2)}, {1: 3}, {}, {1: MASK}),  # channels of an expert that goes
-        ({1: (0, 2)}, {1: 4}, {}, {1: MASK}),
-        ({0: (0, 1, 2), 1: (0,)}, {0: 3, 1: 1}, {}, {0: MASK}),  # no mask for layer 1
+        {1: LayerPlan(4, (0, 4))},
+        {1: LayerPlan(4, (-1, 2))},
+        {1: LayerPlan(4, (2, 0))},
+        {1: LayerPlan(4, (0, 0))},
+        {1: LayerPlan(4, ())},
+        {1: LayerPlan(3, (0, 2), MASK)},  # channels of a dropped expert
+        {1: LayerPlan(4, (0, 2), MASK)},
+        {0: LayerPlan(3, (0, 1, 2), MASK), 1: LayerPlan(1, (0,))},  # no mask for layer 1
     ],
 )
-def test_what_a_plan_states_must_agree(stated: Any) -> None:
+def test_what_a_plan_states_must_agree(layers: Any) -> None:
     with pytest.raises(UserError, match=r"layer 1\b|layers .*\b1\b"):
-        Plan(*stated)
+        Plan(layers)
+
+
+def test_retained_experts_and_counts_are_of_the_same_layers() -> None:
+    with pytest.raises(UserError, match=r"layers \[1\].*layers \[2\]"):
+        Plan.of_experts({1: (0,)}, {2: 2})
 
 
 @pytest.mark.parametrize(
@@ -239,7 +244,7 @@ def test_what_a_plan_states_must_agree(stated: Any) -> None:
 def test_routers_must_work_with_what_is_kept(
     kept: Any, count: int, router: tuple[int, ...], nearest: int
 ) -> None:
-    made = Plan({3: tuple(kept)}, {3: count})
+    made = Plan.of_experts({3: tuple(kept)}, {3: count})
     made.check(tiny.routers([3], 2))
     with pytest.raises(UserError, match=rf"layer 3 .*\b{re.escape(str(nearest))}\b"):
         made.check(tiny.routers([3], *router))
@@ -260,7 +265,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"plan\.json"):
         Plan.load(path)
     channels = numpy.array([[1, 0, 1], [0, 0, 0], [0, 1, 0]], bool)
-    Plan({4: (0, 2)}, {4: 3}, {}, {4: channels}).save(path)
+    Plan({4: LayerPlan(3, (0, 2), channels)}).save(path)
     text = path.read_text()
     content = json.loads(text)
     changes: list[dict[str, Any]] = [
@@ -269,7 +274,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         {"digest": "0" * 64},
         {"layers": []},
     ]
-    about = ({"experts": 4, "keep": [0, "1"]}, {"experts": 4, "keep": [0], "channels": {}})
+    about = ({"experts": 4, "retained": [0, "1"]}, {"experts": 4, "retained": [0], "channels": {}})
     damaged = [text[:30], *(json.dumps({**content, **change}) for change in changes)]
     damaged += [json.dumps({**content, "layers": {"1": layer}}) for layer in about]
     for before, after in (
@@ -294,7 +299,7 @@ def test_each_routed_pair_adds_what_stands_for_its_expert(way: str) -> None:
     """m = sum_j g_j f_G(j) with W_G = sum_i w_i W_i, or sum_j g_j c_j, with the router of the
     original."""
     model = tiny.build("qwen3_moe", dtype=torch.float64)
-    plan = replace(random_plan(model, way, share=0.5), alignments={})
+    plan = unaligned(random_plan(model, way, share=0.5))
     layer = moe_layers(model)[1]
     seen: list[Any] = []
     hook = layer.experts.register_forward_hook(
@@ -306,8 +311,11 @@ def test_each_routed_pair_adds_what_stands_for_its_expert(way: str) -> None:
     unmasked = layer.router(hidden)
     assert torch.equal(unmasked[2], index) and torch.equal(unmasked[1], gates)
     experts: Any = layer.experts
-    group_of = {one: group for group in plan.merged.get(layer.index, {}).values() for one in group}
-    null = zip(plan.null_experts(layer.index), plan.constants.get(layer.index, ()), strict=True)
+    layer_plan = plan.layers[layer.index]
+    group_of = {expert: group for group in layer_plan.merged.values() for expert in group}
+    null = zip(
+        layer_plan.null_experts, () if way == "merged" else layer_plan.constants, strict=True
+    )
     constants = {expert: torch.from_numpy(constant).double() for expert, constant in null}
     assert 0 < len({**group_of, **constants}) < layer.n_experts
     expected = torch.zeros_like(hidden)
@@ -326,14 +334,18 @@ def test_experts_without_a_router_row_lend_their_weights_only() -> None:
     merging plan."""
     model = tiny.build("qwen3_moe")
     plan = random_plan(model, "merged rows", share=0.5)
-    assert plan.merged == random_plan(model, "merged", share=0.5).merged and not plan.shares_experts
+    merging = random_plan(model, "merged", share=0.5)
+    assert all(
+        plan.layers[number].merged == layer.merged for number, layer in merging.layers.items()
+    )
+    assert merging.shares_experts and not plan.shares_experts
     pruned = prune(model, plan)
-    unmerged = prune(model, Plan(plan.experts, plan.n_experts))
+    unmerged = prune(model, of_whole_experts(plan))
     for merged, dropped in zip(moe_layers(pruned), moe_layers(unmerged), strict=True):
         assert torch.equal(merged.router.weight, dropped.router.weight)
-        for place, expert in enumerate(plan.experts[merged.index]):
+        for place, expert in enumerate(plan.layers[merged.index].retained):
             same = torch.equal(merged.experts.down_proj[place], dropped.experts.down_proj[place])
-            assert same == (expert not in plan.merged[merged.index])
+            assert same == (expert not in plan.layers[merged.index].merged)
 
 
 @pytest.mark.parametrize("shape", ["masked", "padded"])
@@ -364,26 +376,44 @@ def test_merged_experts_save_no_operations() -> None:
     assert even_routing(routed_layers(pruned)) == even_routing(moe_layers(model))
 
 
-@pytest.mark.parametrize(("way", "field"), [("merged", "alignments"), ("constants", "constants")])
-def test_a_plan_is_read_as_it_was_written(way: str, field: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("way", "name"), [("merged", "alignment"), ("constants", "constants")])
+def test_arrays_of_a_plan_are_read_as_they_were_written(
+    way: str, name: str, tmp_path: Path
+) -> None:
     plan = random_plan(tiny.build("olmoe"), way, share=0.5)
     plan.save(tmp_path / "plan.json")
     again = Plan.load(tmp_path / "plan.json")
-    assert again == plan and again.merged == plan.merged
-    arrays = getattr(plan, field)
-    assert all(numpy.array_equal(getattr(again, field)[layer], arrays[layer]) for layer in arrays)
-    halves = {
-        at: {one: dict.fromkeys(group, 0.5) for one, group in of.items()}
-        for at, of in plan.merged.items()
-    }
-    assert way == "constants" or replace(plan, merged=halves) != plan
-    other = replace(
-        plan, **{field: {layer: array[:, ::-1].copy() for layer, array in arrays.items()}}
+    assert again == plan
+    for number, layer in plan.layers.items():
+        assert again.layers[number].merged == layer.merged
+        numpy.testing.assert_array_equal(getattr(again.layers[number], name), getattr(layer, name))
+
+
+@pytest.mark.parametrize(("way", "name"), [("merged", "alignment"), ("constants", "constants")])
+def test_plans_of_other_arrays_are_other_plans(way: str, name: str) -> None:
+    plan = random_plan(tiny.build("olmoe"), way, share=0.5)
+    layer = plan.layers[1]
+    reversed_array = getattr(layer, name)[:, ::-1].copy()
+    assert plan.with_layers({1: replace(layer, **{name: reversed_array})}) != plan
+    assert plan.with_layers({1: replace(layer, **{name: None})}) != plan
+
+
+def test_plans_that_weigh_members_otherwise_are_other_plans() -> None:
+    plan = random_plan(tiny.build("olmoe"), "merged", share=0.5)
+    halves = {owner: dict.fromkeys(group, 0.5) for owner, group in plan.layers[1].merged.items()}
+    assert plan.with_layers({1: replace(plan.layers[1], merged=halves)}) != plan
+
+
+@pytest.mark.parametrize(("way", "name"), [("merged", "alignment"), ("constants", "constants")])
+def test_arrays_of_another_plan_are_refused(way: str, name: str, tmp_path: Path) -> None:
+    plan = random_plan(tiny.build("olmoe"), way, share=0.5)
+    plan.save(tmp_path / "plan.json")
+    array = getattr(plan.layers[1], name)
+    plan.with_layers({1: replace(plan.layers[1], **{name: array[:, ::-1].copy()})}).save(
+        tmp_path / "other.json"
     )
-    assert other != plan != replace(plan, **{field: {}})
-    other.save(tmp_path / "other.json")
-    numpy.save(tmp_path / "array.npy", arrays[1])
-    other_files = [(tmp_path / name).read_bytes() for name in ("other.npz", "array.npy")]
+    numpy.save(tmp_path / "array.npy", array)
+    other_files = [(tmp_path / file).read_bytes() for file in ("other.npz", "array.npy")]
     for damaged in (*other_files, b"PK", b""):
         (tmp_path / "plan.npz").write_bytes(damaged)
         with pytest.raises(UserError, match=r"plan\.json is damaged"):
@@ -394,8 +424,8 @@ def test_a_plan_is_read_as_it_was_written(way: str, field: str, tmp_path: Path) 
 
 
 def test_nothing_is_merged_into_a_protected_expert() -> None:
-    groups = {0: {0: {0: 0.5, 1: 0.5}, 2: {2: 1.0}, 3: {3: 1.0}}}
-    plan = merge_experts(groups, {0: 4}, provenance={})
+    groups = {0: {0: 0.5, 1: 0.5}, 2: {2: 1.0}, 3: {3: 1.0}}
+    plan = Plan({0: merge_experts(groups, 4)})
     routers = tiny.routers([0], 2)
     plan.check({0: {**routers[0], "protected": (2,)}})
     with pytest.raises(UserError, match=r"expert 0\b"):
@@ -418,8 +448,8 @@ def test_of_all_orders_the_one_of_the_largest_products_of_weights_is_chosen() ->
     model = tiny.build("olmoe", intermediate_size=5)
     plan = align_by_weights(random_plan(model, "merged", share=0.5), moe_layers(model))
     for layer in moe_layers(model):
-        owners = plan.owners(layer.index)
-        for row, member in enumerate(plan.merged_away(layer.index)):
+        owners = plan.layers[layer.index].owners
+        for row, member in enumerate(plan.layers[layer.index].merged_away):
             of_owner = weights_of(layer, owners[member])
             of_member = weights_of(layer, member)
             best = max(
@@ -428,7 +458,7 @@ def test_of_all_orders_the_one_of_the_largest_products_of_weights_is_chosen() ->
                     a @ of_member[j] for a, j in zip(of_owner, order, strict=True)
                 ),
             )
-            assert plan.alignments[layer.index][row].tolist() == list(best)
+            assert plan.layers[layer.index].alignment[row].tolist() == list(best)
 
 
 @pytest.mark.parametrize("by_activations", [False, True])
@@ -437,11 +467,11 @@ def test_experts_that_differ_in_the_order_of_their_channels_are_merged_without_l
 ) -> None:
     model = tiny.build("qwen3_moe")
     random = numpy.random.default_rng(0)
-    plan = replace(random_plan(model, "merged", share=0.8), alignments={})
+    plan = unaligned(random_plan(model, "merged", share=0.8))
     layers = moe_layers(model)
     for layer in layers:
         experts: Any = layer.experts
-        for owner, group in plan.merged[layer.index].items():
+        for owner, group in plan.layers[layer.index].merged.items():
             for member in group.keys() - {owner}:
                 order = torch.from_numpy(random.permutation(layer.width))
                 experts.gate_up_proj[member] = experts.gate_up_proj[owner][
@@ -471,7 +501,7 @@ def naive_cost(of_owner: Any, of_member: Any) -> Any:
 
 def test_ream_adds_distances_of_activations_and_of_principal_components_of_weights() -> None:
     model, (ids, valid) = tiny.build("olmoe", dtype=torch.float64, hidden_size=16), naive.batch()
-    plan = replace(random_plan(model, "merged", share=0.5), alignments={})
+    plan = unaligned(random_plan(model, "merged", share=0.5))
     seen: dict[int, torch.Tensor] = {}
     for layer in moe_layers(model):
         layer.experts.register_forward_pre_hook(
@@ -482,7 +512,7 @@ def test_ream_adds_distances_of_activations_and_of_principal_components_of_weigh
     given = dict(seen)
     sums = gather(model, alignment_tap(plan), [(ids[:2], valid[:2]), (ids[2:], valid[2:])])
     aligned = align_by_activations(plan, sums.layers)
-    assert not valid.all() and plan.merged
+    assert not valid.all() and plan.merged_layers
     for layer in moe_layers(model):
         states = given[layer.index][valid.flatten()]
         rows = numpy.stack([weights_of(layer, expert) for expert in range(layer.n_experts)])
@@ -490,21 +520,21 @@ def test_ream_adds_distances_of_activations_and_of_principal_components_of_weigh
         flat = rows.reshape(-1, rows.shape[2])
         _, singular, directions = numpy.linalg.svd(flat - flat.mean(0), full_matrices=False)
         components = ((rows - flat.mean(0)) @ directions.T) * singular
-        owners = plan.owners(layer.index)
-        for row, member in enumerate(plan.merged_away(layer.index)):
+        owners = plan.layers[layer.index].owners
+        for row, member in enumerate(plan.layers[layer.index].merged_away):
             phi = [
                 layer.phi(states, layer.weights(expert)).detach().numpy().T
                 for expert in (owners[member], member)
             ]
             cost = naive_cost(*phi) + naive_cost(components[owners[member]], components[member])
-            order = aligned.alignments[layer.index][row]
+            order = aligned.layers[layer.index].alignment[row]
             best = cost[linear_sum_assignment(cost)].sum()
             assert cost[numpy.arange(layer.width), order].sum() == pytest.approx(best, rel=1e-6)
 
 
 def test_both_engines_find_the_same_orders(tmp_path: Path) -> None:
     model = tiny.save("olmoe", tmp_path / "model")
-    plan = replace(random_plan(model, "merged", share=0.5), alignments={})
+    plan = unaligned(random_plan(model, "merged", share=0.5))
     streamed = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
     by_weights = align_by_weights(plan, streamed.each_layer())
     assert (

@@ -13,7 +13,7 @@ import tiny
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from identities.plans import random_plan
+from identities.plans import of_whole_experts, random_plan
 from tiny import logits
 from torch import nn
 
@@ -35,10 +35,12 @@ def under(model: nn.Module, plan: Plan) -> torch.Tensor:
 
 def full(plan: Plan) -> Plan:
     """The same experts with all channels."""
-    channels = {layer: numpy.zeros_like(rows) for layer, rows in plan.channels.items()}
-    for layer, rows in channels.items():
-        rows[list(plan.experts[layer])] = True
-    return replace(plan, channels=channels)
+    layers = {}
+    for number, layer in plan.layers.items():
+        channels = numpy.zeros((layer.n_experts, layer.width), dtype=bool)
+        channels[list(layer.retained)] = True
+        layers[number] = replace(layer, channels=channels)
+    return Plan(layers)
 
 
 @settings(
@@ -60,9 +62,11 @@ def test_channels_with_columns_of_0_are_as_good_as_gone(
     before = logits(model)
     reference = copy.deepcopy(model)
     for layer in moe_layers(reference):
-        layer.experts.down_proj.data *= torch.from_numpy(plan.channels[layer.index])[:, None, :]
+        layer.experts.down_proj.data *= torch.from_numpy(plan.layers[layer.index].channels)[
+            :, None, :
+        ]
     masked = under(model, plan)
-    assert (masked - under(reference, replace(plan, channels={}))).abs().max() <= 1e-12
+    assert (masked - under(reference, of_whole_experts(plan))).abs().max() <= 1e-12
     assert (logits(prune(model, plan)) - masked).abs().max() <= 1e-12
     assert torch.equal(logits(model), before)
 
@@ -71,7 +75,7 @@ def test_channels_with_columns_of_0_are_as_good_as_gone(
 def test_a_mask_of_all_channels_is_bit_for_bit_the_plan_of_whole_experts(name: str) -> None:
     model = MODELS[name]
     plan = full(random_plan(model, "ragged"))
-    whole = replace(plan, channels={})
+    whole = of_whole_experts(plan)
     pruned = prune(model, plan)
     assert torch.equal(under(model, plan), under(model, whole))
     assert torch.equal(logits(pruned), under(model, whole))
@@ -91,7 +95,7 @@ def test_grouped_matrix_products_stay(way: str) -> None:
     grouped = under(model, plan)
     assert (grouped - expected).abs().max() <= 1e-5 and not torch.equal(grouped, expected)
     if way == "ragged":
-        assert torch.equal(under(model, full(plan)), under(model, replace(plan, channels={})))
+        assert torch.equal(under(model, full(plan)), under(model, of_whole_experts(plan)))
     assert (
         torch.equal(logits(model), before) and model.config._experts_implementation == "grouped_mm"
     )
@@ -102,7 +106,7 @@ def test_infinite_values_of_dropped_channels_do_not_come_through() -> None:
     model = tiny.build("olmoe")
     plan = random_plan(model, "ragged")
     gate_up = moe_layers(model)[0].experts.gate_up_proj.data
-    dropped = torch.from_numpy(~plan.channels[0])
+    dropped = torch.from_numpy(~plan.layers[0].channels)
     gate_up[torch.cat((dropped, dropped), 1)] *= 1e30
     assert torch.isfinite(under(model, plan)).all()
     assert not torch.isfinite(logits(model)).all()
@@ -147,7 +151,8 @@ def test_hooks_see_original_ids_and_experts_called_past_the_mask_are_noticed() -
         logits(model)
         assert list(seen) == [0, 1, 2]
         assert all(
-            set(chosen.unique().tolist()) <= set(plan.experts[at]) for at, chosen in seen.items()
+            set(chosen.unique().tolist()) <= set(plan.layers[at].retained)
+            for at, chosen in seen.items()
         )
         layer = layers[1]
         hidden = torch.zeros(2, 32)
@@ -163,17 +168,16 @@ def test_plans_of_other_models_are_refused(way: Any) -> None:
     model = tiny.build("olmoe")
     channels = random_plan(model, "ragged")
     constants = random_plan(model, "constants", share=0.5)
+    narrow = {
+        at: replace(layer, channels=layer.channels[:, :20]) for at, layer in channels.layers.items()
+    }
+    short = replace(constants.layers[1], constants=constants.layers[1].constants[:, :5])
     for plan, field in (
         (tiny.plan(tiny.build("mixtral"), 0.5), "another model"),
         (tiny.plan(tiny.build("deepseek_v3"), 0.5), "another model"),
-        (
-            replace(
-                channels, channels={at: rows[:, :20] for at, rows in channels.channels.items()}
-            ),
-            "another model",
-        ),
-        (replace(constants, constants={1: constants.constants[1][:, :5]}), "another model"),
-        (Plan(dict.fromkeys(range(3), (0, 1)), dict.fromkeys(range(3), 16)), "top_k=4"),
+        (Plan(narrow), "another model"),
+        (constants.with_layers({1: short}), "another model"),
+        (Plan.of_experts(dict.fromkeys(range(3), (0, 1)), dict.fromkeys(range(3), 16)), "top_k=4"),
     ):
         with pytest.raises(UserError, match=field), way(model, plan):
             pass
@@ -227,7 +231,8 @@ def test_models_of_another_shape_are_not_saved_as_if_stock_code_could_read_them(
     if way == "uneven":  # pruned again, all layers are alike
         four = {layer.index: tuple(range(4)) for layer in moe_layers(pruned)}
         again = prune(
-            pruned, Plan(four, {layer.index: layer.n_experts for layer in moe_layers(pruned)})
+            pruned,
+            Plan.of_experts(four, {layer.index: layer.n_experts for layer in moe_layers(pruned)}),
         )
         again.save_pretrained(tmp_path)
         reloaded = tiny.load(tmp_path)

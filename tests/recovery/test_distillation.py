@@ -12,7 +12,7 @@ import numpy
 import pytest
 import tiny
 import torch
-from identities.plans import random_plan
+from identities.plans import random_plan, unaligned
 from learning import rows, text
 from safetensors.torch import load_file
 
@@ -244,8 +244,8 @@ def naive(
     found = {}
     for layer in moe_layers(model):
         hidden, chosen = (torch.cat(parts) for parts in zip(*seen[layer.index], strict=True))
-        merged = merged_weights(layer, plan)
-        for owner, group in plan.merged[layer.index].items():
+        merged = merged_weights(layer, plan.layers[layer.index])
+        for owner, group in plan.layers[layer.index].merged.items():
             own = layer.weights(owner, merged[owner])
             states = hidden[torch.isin(chosen, torch.tensor(list(group))).any(1)]
             outputs = sum(share * layer.expert_output(states, one) for one, share in group.items())
@@ -261,9 +261,9 @@ def fitted_rows(folder: Path, plan: Plan, layer: int, expert: int) -> torch.Tens
     tensors = load_file(folder / "tuned.safetensors")
     name = f"model.layers.{layer}.mlp.experts"
     if f"{name}.down_proj" in tensors:
-        return tensors[f"{name}.down_proj"][plan.experts[layer].index(expert)]
+        return tensors[f"{name}.down_proj"][plan.layers[layer].retained.index(expert)]
     packed = tensors[f"{name}.down_packed"]
-    widths = plan.channels[layer].sum(1)
+    widths = plan.layers[layer].channels.sum(1)
     start = int(widths[:expert].sum())
     return packed[start : start + int(widths[expert])].T
 
@@ -290,7 +290,7 @@ def test_the_fit_is_least_squares_on_the_tokens_routed_to_any_member(
     """With 48 tokens some groups see fewer than the 24 channels of an expert, and keep the
     average."""
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    plan = plan_of(model, way) if align else replace(plan_of(model, way), alignments={})
+    plan = plan_of(model, way) if align else unaligned(plan_of(model, way))
     report = run(model, tmp_path, plan, tokens)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     read = batches(text(folder, tokens=tokens), tokenizer).rows
@@ -302,7 +302,9 @@ def test_the_fit_is_least_squares_on_the_tokens_routed_to_any_member(
     for (layer, owner), (p, y, average) in expected.items():
         own = about[layer, owner]
         written = fitted_rows(tmp_path, plan, layer, owner).numpy()
-        assert own["tokens"] == len(p) and own["members"] == sorted(plan.merged[layer][owner])
+        assert own["tokens"] == len(p) and own["members"] == sorted(
+            plan.layers[layer].merged[owner]
+        )
         residuals = [
             ((y - p @ weight.T) ** 2).sum() / (y**2).sum() for weight in (average, written)
         ]

@@ -20,8 +20,9 @@ from torch import nn
 from moe_lab.config import AllocationConfig, RecoveryConfig
 from moe_lab.errors import UserError
 from moe_lab.models.discover import linears
+from moe_lab.pruning.layer_plan import LayerPlan
 from moe_lab.pruning.plan import Plan
-from moe_lab.pruning.replace import merge_experts
+from moe_lab.pruning.selection import merge_experts
 from moe_lab.recovery import check_merging, finetune
 from moe_lab.recovery.apply import pruned, quantize, recovered
 from moe_lab.recovery.dora import Dora, attach, merge, trainable
@@ -307,9 +308,8 @@ def test_identity_counts_a_text_by_its_use_and_not_the_bits_it_is_stored_in_afte
 def test_a_fit_needs_merging(
     tmp_path: Path, allocation: dict[str, Any], ratio: float, sentence: str | None
 ) -> None:
-    whole = {0: numpy.ones((2, 4), dtype=bool)}
-    Plan({0: (0, 1)}, {0: 2}, {}, whole).save(tmp_path / "dropping.json")
-    merge_experts({0: {0: {0: 0.5, 1: 0.5}}}, {0: 4}, provenance={}).save(tmp_path / "merging.json")
+    Plan({0: LayerPlan(2, (0, 1), numpy.ones((2, 4), dtype=bool))}).save(tmp_path / "dropping.json")
+    Plan({0: merge_experts({0: {0: 0.5, 1: 0.5}}, 4)}).save(tmp_path / "merging.json")
     (tmp_path / "schedule.json").write_text('{"0": 1}')
     if "path" in allocation:
         allocation = {**allocation, "name": "list", "path": str(tmp_path / allocation["path"])}

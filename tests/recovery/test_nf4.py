@@ -294,7 +294,7 @@ def test_widths_that_are_aligned_in_one_precision_only_are_refused(tmp_path: Pat
     plan = random_plan(model, "one width", width=12)
     check_widths(tmp_path / "model", plan, torch.bfloat16)
     with pytest.raises(
-        UserError, match=r"keep 12 channels.*float32.*expected model\.dtype as stored"
+        UserError, match=r"retain 12 channels.*float32.*expected model\.dtype as stored"
     ):
         check_widths(tmp_path / "model", plan, torch.float32)
 

@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torch
 
-from moe_lab.allocation.shapes import check_removals, count_subsets, kept_subsets
+from moe_lab.allocation.shapes import check_removals, count_subsets, retained_subsets
 from moe_lab.errors import UserError
 from moe_lab.models import load as device
 from moe_lab.models.discover import MoELayer, moe_layers
@@ -194,7 +194,7 @@ def brute_force(model: Any, layer: MoELayer, removed: int) -> dict[tuple[int, ..
     errors = {}
     everything = {each.index: tuple(range(each.n_experts)) for each in layers}
     for kept in combinations(range(layer.n_experts), layer.n_experts - removed):
-        plan = Plan(
+        plan = Plan.of_experts(
             {**everything, layer.index: kept}, {each.index: each.n_experts for each in layers}
         )
         size = layer.n_experts // layer.n_group
@@ -239,14 +239,14 @@ def test_every_choice_has_the_error_of_really_making_it(name: str) -> None:
     assert set(rows) == set(expected)
     for kept, error in expected.items():
         assert rows[kept][0] == pytest.approx(error, rel=2e-5, abs=1e-6), kept
-    best = found.kept[layer.index]
+    best = found.retained[layer.index]
     assert (
         expected[best]
         <= min(expected.values()) * (1 + 2e-5) + 1e-6
         < max(expected.values()) / (1.15 if name == "jamba" else 1.2)
     )
     assert [kept for kept, (_, chosen) in rows.items() if chosen] == [best]
-    assert set(found.kept) == {each.index for each in moe_layers(model)}
+    assert set(found.retained) == {each.index for each in moe_layers(model)}
 
 
 def test_parts_and_batches_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +256,7 @@ def test_parts_and_batches_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> Non
     # 7 tokens of outputs, 28 of products at once
     monkeypatch.setattr(reconstruction, "BUDGET", 8 * 8 * 32 * 7)
     parts = reconstructed(model, [(ids[:2], valid[:2]), (ids[2:], valid[2:])], ratio=0.5)
-    assert parts.kept == whole.kept
+    assert parts.retained == whole.retained
     for one, other in zip(parts.errors, whole.errors, strict=True):
         assert one[1] == other[1] and one[2] == pytest.approx(other[2], rel=1e-5)
 
@@ -264,7 +264,7 @@ def test_parts_and_batches_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_nothing_lost_costs_nothing_and_errors_are_also_shares_of_the_output() -> None:
     model = tiny.build("mixtral")
     found = reconstructed(model, [naive.batch()], ratio=0.0)
-    assert all(kept == tuple(range(8)) for kept in found.kept.values())
+    assert all(kept == tuple(range(8)) for kept in found.retained.values())
     assert [row[2] for row in found.errors] == [0.0] * 3
     layer = moe_layers(model)[-1]
     seen = naive.routed("mixtral")[layer.index]
@@ -275,16 +275,18 @@ def test_nothing_lost_costs_nothing_and_errors_are_also_shares_of_the_output() -
 
 
 def test_subsets() -> None:
-    assert kept_subsets(4, 2) == [(2, 3), (1, 3), (1, 2), (0, 3), (0, 2), (0, 1)]
-    assert kept_subsets(8, 4, 4)[0] == (1, 3, 5, 7) and len(set(kept_subsets(8, 4, 4))) == 2**4
+    assert retained_subsets(4, 2) == [(2, 3), (1, 3), (1, 2), (0, 3), (0, 2), (0, 1)]
+    assert (
+        retained_subsets(8, 4, 4)[0] == (1, 3, 5, 7) and len(set(retained_subsets(8, 4, 4))) == 2**4
+    )
     for n, removed, groups, protected in (
         (6, 0, 1, ()),
         (12, 6, 3, ()),
         (8, 4, 1, (0, 5)),
         (8, 4, 2, (0, 4)),
     ):
-        whole = kept_subsets(n, removed, groups)
-        some = kept_subsets(n, removed, groups, protected)
+        whole = retained_subsets(n, removed, groups)
+        some = retained_subsets(n, removed, groups, protected)
         assert some == [subset for subset in whole if set(protected) <= set(subset)]
         assert len(some) == count_subsets(n, removed, groups, protected)
 

@@ -24,10 +24,11 @@ from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.streamed import StreamedModel
+from moe_lab.pruning.layer_plan import LayerPlan
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
-from moe_lab.pruning.replace import plan_from_scores
+from moe_lab.pruning.selection import plan_from_scores
 from moe_lab.search.candidates import Candidates, Decoder, Plans, Relatives
 from moe_lab.search.evolution import SearchSettings, space_to_search
 from moe_lab.search.fitness import POSITION_FITNESS, average, contexts
@@ -410,7 +411,7 @@ def chooser(model: Any, name: str) -> Any:
         shapes = {"experts": {index: layer.n_experts}, "widths": {index: layer.width}}
         scores = criteria.score(name, {index: sums}, **shapes)
         facts = {index: {**vars(layer), "width": layer.width}}
-        return plan_from_scores(settings, scores, granularity, facts, {}, provenance={})
+        return plan_from_scores(settings, scores, facts, {}, provenance={})
 
     return choose
 
@@ -421,13 +422,18 @@ def pruned(model: Any, plans: dict[int, Plan]) -> Any:
     changed = copy.deepcopy(model)
     layers = {layer.index: layer for layer in moe_layers(changed)}
     for index, plan in plans.items():
-        for expert, kept in enumerate(plan.channels.get(index, ())):
-            layers[index].experts.down_proj.data[expert][:, ~torch.from_numpy(kept)] = 0
-    kept = {
-        i: plans[i].experts[i] if i in plans else tuple(range(layer.n_experts))
-        for i, layer in layers.items()
+        channels = plan.layers[index].channels
+        for expert, row in enumerate(() if channels is None else channels):
+            layers[index].experts.down_proj.data[expert][:, ~torch.from_numpy(row)] = 0
+    whole = {
+        index: LayerPlan(layer.n_experts, tuple(range(layer.n_experts)))
+        for index, layer in layers.items()
     }
-    return prune(changed, Plan(kept, {i: layer.n_experts for i, layer in layers.items()}))
+    dropping = {
+        index: LayerPlan(len(whole[index].retained), plan.retained[index])
+        for index, plan in plans.items()
+    }
+    return prune(changed, Plan(whole | dropping))
 
 
 def one_after_the_other(model: Any, choose: Any, batches: list[Batch]) -> dict[int, Plan]:
@@ -458,9 +464,8 @@ def test_each_layer_is_scored_on_what_the_pruned_ones_below_it_give(
     expected = one_after_the_other(model, choose, tiny.batches())
     found = run_sequentially(name, choose, tmp_path)
     assert found.provenance == {"of": "a test"}
-    for layer, plan in expected.items():
-        assert found.experts[layer] == plan.experts[layer]
-        assert not plan.channels or (found.channels[layer] == plan.channels[layer]).all()
+    for number, plan in expected.items():
+        assert found.layers[number].as_json() == plan.layers[number].as_json()
 
 
 def test_an_interrupted_one_goes_on_from_its_last_layer(

@@ -30,6 +30,7 @@ from moe_lab.config import BackendConfig, ModelConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation.engines import GenerationSettings, Prompt, vllm
 from moe_lab.paths import resolve
+from moe_lab.pruning.layer_plan import LayerPlan
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.results import read_record
@@ -51,7 +52,7 @@ def said(models: Models) -> dict[str, Any]:
     # the first, before routers of the process are patched
     runs = {"no effect": {**usual, "unmasked": True}}
     runs |= {name: under_plans(*parts) for name, parts in models.items()}
-    wrong = sorted({**plan.experts, 7: (0, 1)}.items())
+    wrong = sorted({**plan.retained, 7: (0, 1)}.items())
     return ask({**runs, "another model": {**usual, "plans": [wrong]}})
 
 
@@ -186,7 +187,7 @@ def test_an_engine_that_dies_is_reported_and_the_next_one_starts() -> None:
     subject.process.kill()
     with pytest.raises(Unavailable, match="vLLM ended"):
         list(texts)
-    channels = Plan({0: (0, 1)}, {0: 2}, {}, {0: numpy.ones((2, 8), bool)})
+    channels = Plan({0: LayerPlan(2, (0, 1), numpy.ones((2, 8), bool))})
     again = opened()
     assert again.process is not subject.process and again.generate(
         [Prompt("", (5, 6))], GenerationSettings(2)

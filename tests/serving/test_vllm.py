@@ -91,7 +91,7 @@ def fewer(model: Any, *counts: int) -> Plan:
         kept[layer.index] = tuple(
             expert for expert in range(layer.n_experts) if expert % size >= count
         )
-    return Plan(kept, {layer.index: layer.n_experts for layer in layers})
+    return Plan.of_experts(kept, {layer.index: layer.n_experts for layer in layers})
 
 
 def narrower(model: Any) -> Plan:

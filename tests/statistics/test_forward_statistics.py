@@ -245,7 +245,7 @@ def test_damage_is_that_of_really_removing_the_expert(name: str) -> None:
         whole = naive.block(layer, hidden)
         for expert in range(layer.n_experts):
             kept = tuple(other for other in range(layer.n_experts) if other != expert)
-            plan = Plan(
+            plan = Plan.of_experts(
                 {**everything, layer.index: kept},
                 {each.index: each.n_experts for each in layers},
                 {},

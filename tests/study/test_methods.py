@@ -1,7 +1,6 @@
 """The methods beyond whole experts and equal layers, from the command line on the shipped model."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import preloaded
 import pytest
 import torch
 import yaml
+from identities.plans import unaligned
 from processes import read_alone
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
@@ -81,11 +81,11 @@ def test_channels_are_kept_to_the_number_and_what_they_cost_is_written(
     assert len(found) == 4 and {cell["cell"]["granularity"] for cell in found} == {"channel"}
     for cell in found:
         plan = Plan.load(store / cell["plan"] / "plan.json")
-        kept = sum(int(mask.sum()) for mask in plan.channels.values())
+        kept = sum(sum(layer.widths) for layer in plan.layers.values())
         cost = content(store, cell["cost"], "cost.json")
         assert cost["routed_kept"] == pytest.approx(kept / (4 * 32 * 64))
         if cell["cell"]["allocation"] == "coverage, aligned":
-            assert {width % 8 for layer in plan.experts for width in plan.widths(layer)} == {0}
+            assert {width % 8 for layer in plan.layers.values() for width in layer.widths} == {0}
         else:
             assert kept == 4 * 32 * 64 // 2
         assert 0.8 < cost["flops_ratio"] < 1 and cost["storage_bytes"] == 2 * cost["parameters"]
@@ -114,11 +114,11 @@ def test_dropped_experts_are_replaced_by_their_mean_outputs(store: Path) -> None
     dropping, plan = (Plan.load(store / cell["plan"] / "plan.json") for cell in (removed, replaced))
     inputs = content(store, replaced["plan"], "step.json")["inputs"]
     sums = load_arrays(store / inputs["statistics"] / "statistics.safetensors")
-    for layer, kept in dropping.experts.items():
-        dropped = sorted(set(range(32)) - set(kept))
-        assert plan.null_experts(layer) == dropped and plan.experts[layer] == tuple(range(32))
-        means = sums[f"{layer}/output_sum"] / sums[f"{layer}/tokens"].clip(1)[:, None]
-        numpy.testing.assert_allclose(plan.constants[layer], means[dropped], rtol=1e-6)
+    for number, layer in plan.layers.items():
+        dropped = dropping.layers[number].dropped
+        assert layer.null_experts == dropped and layer.retained == tuple(range(32))
+        means = sums[f"{number}/output_sum"] / sums[f"{number}/tokens"].clip(1)[:, None]
+        numpy.testing.assert_allclose(layer.constants, means[dropped], rtol=1e-6)
     costs = [content(store, cell["cost"], "cost.json") for cell in (removed, replaced)]
     # constants and rows of the routers
     assert costs[1]["parameters"] == costs[0]["parameters"] + 4 * 16 * (128 + 128)
@@ -139,9 +139,9 @@ def test_dropped_experts_are_merged(store: Path, criterion: str, merging: str) -
     for cell, name in zip(cells(store, *words), merging.split(","), strict=True):
         assert (cell["cell"]["allocation"], cell["cell"]["replacement"]) == ("uniform", name)
         plan = Plan.load(store / cell["plan"] / "plan.json")
-        for layer, groups in plan.merged.items():
-            assert len(plan.experts[layer]) == (8 if name == "ream" else 32) and len(groups) <= 8
-            assert all(sum(group.values()) == pytest.approx(1) for group in groups.values())
+        for layer in plan.layers.values():
+            assert len(layer.retained) == (8 if name == "ream" else 32) and len(layer.merged) <= 8
+            assert all(sum(group.values()) == pytest.approx(1) for group in layer.merged.values())
         cost = content(store, cell["cost"], "cost.json")
         assert cost["routed_kept"] == pytest.approx(0.25)
         assert cost["flops_ratio"] == pytest.approx(1, rel=0.02)  # of ream, rows of the router go
@@ -154,11 +154,9 @@ def test_channels_of_merged_experts_are_matched(store: Path) -> None:
         unmatched = Plan.load(
             store / content(store, cell["plan"], "step.json")["inputs"]["plan"] / "plan.json"
         )
-        assert (
-            plan.merged and not unmatched.alignments and replace(plan, alignments={}) == unmatched
-        )
-        for layer in plan.merged:
-            assert (plan.alignments[layer] != numpy.arange(64)).any(1).all()
+        assert plan.merged_layers and unaligned(plan) == unmatched != plan
+        for number in plan.merged_layers:
+            assert (plan.layers[number].alignment != numpy.arange(64)).any(1).all()
         by_weights = (cell["cell"]["allocation"], cell["cell"]["replacement"]) == (
             "global by frequency",
             "m_smoe",
@@ -171,7 +169,7 @@ def test_a_searched_plan_has_its_history_and_can_be_listed(store: Path) -> None:
     assert searched["cell"]["allocation"] == "evolutionary"
     file = store / searched["plan"] / "plan.json"
     plan = Plan.load(file)
-    assert sum(len(kept) for kept in plan.experts.values()) == 4 * 24
+    assert sum(len(kept) for kept in plan.retained.values()) == 4 * 24
     assert file.with_name("history.parquet").exists() and content(
         store, searched["plan"], "search.json"
     )

@@ -20,6 +20,7 @@ from moe_lab.config.base import SettingsError
 from moe_lab.grid import Request
 from moe_lab.models import config_json
 from moe_lab.paths import LONGEST_NAME, resolve
+from moe_lab.pruning.layer_plan import LayerPlan
 from moe_lab.pruning.plan import Plan
 from moe_lab.study import estimates
 from moe_lab.study.graph import build
@@ -268,7 +269,7 @@ def test_unchangeable_channels_are_known_before_loading(
 @pytest.mark.parametrize(
     ("kept", "made", "words", "says"),
     [
-        ((0, 1), {}, ["export.shape=padded"], "export=padded has no place"),
+        ((0, 1), {}, ["export.shape=padded"], "export=padded cannot hold"),
         ((0,), {}, ["export.shape=padded"], None),
         ((0, 1), {"allocation": {"replacement": "m_smoe"}}, [], "plan: aligned=false"),
         (
@@ -286,11 +287,8 @@ def test_a_listed_plan_is_read_before_anything_runs(
 ) -> None:
     """Its two experts are merged into one, which tokens to both reach; or only the first is still
     there."""
-    merged = {0: {0: {0: 0.5, 1: 0.5}}}
-    aligned = made.get("allocation") != {"replacement": "m_smoe"}
-    plan = Plan(
-        {0: kept}, {0: 2}, made, {0: numpy.array([[True], [False]])}, merged=merged, aligned=aligned
-    )
+    layer = LayerPlan(2, kept, numpy.array([[True], [False]]), merged={0: {0: 0.5, 1: 0.5}})
+    plan = Plan({0: layer}, made, aligned=made.get("allocation") != {"replacement": "m_smoe"})
     plan.save(tmp_path / "plan.json")
     found = problems("allocation.name=list", f"allocation.path={tmp_path}/plan.json", *words)
     if says:
@@ -305,7 +303,7 @@ def test_a_listed_plan_is_read_before_anything_runs(
 def test_a_listed_plan_that_states_no_model_is_named(
     made: dict[str, Any], count: int, tmp_path: Path
 ) -> None:
-    Plan({0: (0,)}, {0: 2}, made).save(tmp_path / "plan.json")
+    Plan.of_experts({0: (0,)}, {0: 2}, made).save(tmp_path / "plan.json")
     notices = remarks(*asked("allocation.name=list", f"allocation.path={tmp_path}/plan.json"))
     assert [str(tmp_path) in notice for notice in notices if "model_sha256" in notice] == [
         True
@@ -359,7 +357,7 @@ REFUSED = [
     ([CONSTANTS, "export.shape=padded"], "export=padded"),
     ([CONSTANTS, "export.shape=natural", "export.format=gguf"], "export.format=gguf has no place"),
     ([CONSTANTS, "backend.name=vllm"], "backend=vllm cannot compute"),
-    (["allocation.replacement=m_smoe", "export.shape=padded"], "export=padded has no place"),
+    (["allocation.replacement=m_smoe", "export.shape=padded"], "export=padded cannot hold"),
     (["allocation.replacement=m_smoe", "backend.name=vllm"], "backend=vllm cannot compute"),
     (["allocation.replacement=ream", "export.shape=padded"], None),
     (

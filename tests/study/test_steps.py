@@ -32,6 +32,7 @@ from moe_lab.evaluation.harness import Harness
 from moe_lab.json_files import write_json
 from moe_lab.models import load
 from moe_lab.models.discover import moe_layers
+from moe_lab.pruning.layer_plan import LayerPlan
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics import read
 from moe_lab.statistics.observe import Observer
@@ -301,16 +302,12 @@ def publish(store: Store, criterion: CriterionConfig, plan: Plan) -> None:
 def channel_plan(network: Any, width: Callable[[int], int]) -> Plan:
     """Each expert keeps its first `width(expert)` channels."""
     layers = moe_layers(network)
-    counts = {layer.index: layer.n_experts for layer in layers}
-    channels = {
-        index: np.zeros((count, layers[0].width), dtype=bool) for index, count in counts.items()
-    }
-    for mask in channels.values():
-        for expert, row in enumerate(mask):
-            row[: width(expert)] = True
-    return Plan(
-        {index: tuple(range(count)) for index, count in counts.items()}, counts, {}, channels
-    )
+    plans = {}
+    for layer in layers:
+        experts = range(layer.n_experts)
+        channels = np.arange(layer.width) < np.array([[width(expert)] for expert in experts])
+        plans[layer.index] = LayerPlan(layer.n_experts, tuple(experts), channels)
+    return Plan(plans)
 
 
 def test_whole_experts_and_even_channels_are_counted_without_the_model(

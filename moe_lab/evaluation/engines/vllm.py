@@ -102,12 +102,12 @@ class VllmModel(Engine):
     def set_plan(self, plan: Plan | None) -> None:
         """Mask the experts that `plan` drops; None takes the mask away. UserError for a plan with
         channels, Unavailable if masks have no effect on this engine."""
-        if plan is not None and plan.channels:
+        if plan is not None and plan.has_channels:
             raise UserError("a plan of channels is no mask of routers: expected an export of it")
         if plan is not None or self.masked:
             with self._answering(0.0) as limit:
                 self._child.call(
-                    "set_plan", limit, kept=[] if plan is None else sorted(plan.experts.items())
+                    "set_plan", limit, kept=[] if plan is None else sorted(plan.retained.items())
                 )
             self.masked = plan is not None
 

@@ -3,7 +3,7 @@ have it already, unless all experts get one new width: another one builds the mo
 describes, without weights.
 
 Dropping whole experts removes entries along the expert axis, and these are contiguous in a file:
-tensors of a single expert are copied or left out, and of tensors that hold all experts the kept
+tensors of a single expert are copied or left out, and of tensors that hold all experts the retained
 entries are copied. Where experts lose channels, their tensors are read, cut and written one at a
 time.
 """
@@ -37,7 +37,6 @@ from moe_lab.pruning.export.write import (
     write_weights,
 )
 from moe_lab.pruning.plan import Plan
-from moe_lab.pruning.replace import check_aligned
 from moe_lab.start import command
 
 CHECK = "moe_lab.pruning.export.check"
@@ -71,11 +70,11 @@ def export(
         )
     config = read_json(folder / "config.json")
     check_routing(config, plan)
-    check_aligned(plan)
+    plan.check_aligned()
     checkpoint = open_checkpoint(folder)
     if not any_model:
         plan.check_origin([("model_sha256", partial(fingerprint, folder))], folder)
-    check_quantised(quantization_method(config), shape, channels=bool(plan.channels))
+    check_quantised(quantization_method(config), shape, channels=plan.has_channels)
     form = make_form(plan, shape, max(1, bits_of(expert_type(checkpoint)) // 8))
     left_out = predicting_experts(checkpoint.tensors)
     written_names = (name for name in checkpoint.tensors if not name.startswith(left_out))

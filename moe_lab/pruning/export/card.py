@@ -61,8 +61,8 @@ def model_card(
     """The model card in Markdown. It says what was pruned and how, how to load the model (`kind`:
     stock, ported or uneven) and how large it is: `before` and `written` are bytes of weights, of
     which `zeros` only fill a `shape`. `left_out`: layers of the original that are not written. The
-    card of the original model follows, whose front matter (licence and so on) is kept, but for the
-    fields in `OF_ORIGINAL`."""
+    card of the original model follows, whose front matter (licence and so on) is inherited, but for
+    the fields in `OF_ORIGINAL`."""
     front, body = split_card(original)
     front = _inherited(front)
     trust = "" if kind == "stock" else ", trust_remote_code=True"
@@ -73,7 +73,8 @@ def model_card(
         f"{FENCE}{front}{FENCE}\n" if front else "",
         f"# {name}, pruned\n\n",
         (
-            f"{_kept(plan)}; pruning left all other weights as they are in the original, byte for "
+            f"{_retained(plan)}; pruning left all other weights as they are in the original, byte "
+            "for "
             "byte.\n\n"
         ),
         (
@@ -82,7 +83,7 @@ def model_card(
             f"\n{size}\n\n"
         ),
         f"{LEFT_OUT.format(', '.join(f'`{name}`' for name in left_out))}\n\n" if left_out else "",
-        "What is kept is listed in `plan.json`. Where the plan comes from:\n\n",
+        "What is retained is listed in `plan.json`. Where the plan comes from:\n\n",
         f"```json\n{json.dumps({**plan.provenance, 'plan': plan.digest}, indent=2)}\n```\n",
         f"\n{ORIGINAL}\n{body.lstrip()}" if body.strip() else "",
     ]
@@ -98,42 +99,44 @@ def with_section(card: str, heading: str, text: str) -> str:
     )
 
 
-def _kept(plan: Plan) -> str:
-    """What is left of the experts, as a sentence without its end."""
-    before = sum(plan.n_experts.values())
-    after = sum(map(len, plan.experts.values()))
-    merged = [group for of_layer in plan.merged.values() for group in of_layer.values()]
-    if constant := sum(map(len, plan.constants.values())):
+def _retained(plan: Plan) -> str:
+    """What remains of the experts, as a sentence without its end."""
+    layers = plan.layers.values()
+    before = sum(layer.n_experts for layer in layers)
+    constants = sum(len(layer.null_experts) for layer in layers if layer.constants is not None)
+    if constants:
         return (
-            f"{before - constant} of {before} routed experts are kept. The other {constant} are "
-            "replaced by constants: "
-            "the router stays whole, and a token that is routed to one of them gets its constant "
-            "times its gate"
+            f"{before - constants} of {before} routed experts are retained. The other {constants} "
+            "are replaced by "
+            "constants: the router stays whole, and a token that is routed to one of them gets "
+            "its constant times its "
+            "gate"
         )
-    if merged:
-        members = sum(map(len, merged))
-        matched = "with matched channels" if plan.alignments else "channel by channel"
-        router = (
-            "stays whole" if plan.shares_experts else "keeps the rows of the experts that are left"
-        )
+    if plan.merged_layers:
+        groups = sum(len(layer.merged) for layer in layers)
+        merged_away = sum(len(layer.merged_away) for layer in layers)
+        is_matched = any(layer.alignment is not None for layer in layers)
+        matched = "with matched channels" if is_matched else "channel by channel"
+        router = "stays whole" if plan.shares_experts else "has the rows of the remaining experts"
         return (
-            f"{before - members + len(merged)} of {before} routed experts are left: {members} "
+            f"{before - merged_away} of {before} routed experts remain: {groups + merged_away} "
             "were merged into "
-            f"{len(merged)} weighted sums of their weights, {matched}. The router {router}"
+            f"{groups} weighted sums of their weights, {matched}. The router {router}"
         )
-    counts = sorted({len(kept) for kept in plan.experts.values()})
-    each = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    counts = [len(layer.retained) for layer in layers]
+    each = " to ".join(map(str, dict.fromkeys((min(counts), max(counts)))))
     experts = (
-        f"{after} of {before} routed experts are kept: {each} in each of "
-        f"{len(plan.experts)} layers. "
+        f"{sum(counts)} of {before} routed experts are retained: {each} in each of "
+        f"{len(layers)} layers. "
     )
-    if not plan.channels:
+    masks = [layer.channels for layer in layers if layer.channels is not None]
+    if not masks:
         return f"{experts}Whole experts were removed, with their rows of the router"
-    channels = sum(mask.size for mask in plan.channels.values())
-    kept = sum(int(mask.sum()) for mask in plan.channels.values())
+    total = sum(mask.size for mask in masks)
+    channels = sum(int(mask.sum()) for mask in masks)
     return (
-        f"{experts}Of their channels {kept} of {channels} ({kept / channels:.1%} of the "
-        "original's) were kept"
+        f"{experts}Of their channels {channels} of {total} ({channels / total:.1%} of the "
+        "original's) were retained"
     )
 
 
@@ -146,8 +149,8 @@ def _inherited(front: str) -> str:
         return front
     if not isinstance(fields, dict) or not any(name in fields for name in OF_ORIGINAL):
         return front
-    kept = {name: value for name, value in fields.items() if name not in OF_ORIGINAL}
-    return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True) if kept else ""
+    inherited = {name: value for name, value in fields.items() if name not in OF_ORIGINAL}
+    return yaml.safe_dump(inherited, sort_keys=False, allow_unicode=True) if inherited else ""
 
 
 def split_card(card: str) -> tuple[str, str]:

@@ -15,7 +15,6 @@ from moe_lab.models.discover import routed_layers
 from moe_lab.models.families import has_causal_model
 from moe_lab.models.load import check_sizes, skeleton
 from moe_lab.pruning.plan import Plan
-from moe_lab.pruning.prune import check_fit
 
 ROUTING_FACTS = ("n_experts", "top_k", "n_group", "topk_group")
 
@@ -31,7 +30,7 @@ def check(
         return
     plan = Plan.load(Path(written, "plan.json"))
     layers = routed_layers(skeleton(Path(source)))
-    check_fit(plan, layers)
+    plan.check_model(layers)
     entries = {
         name: Entry("", dtype, tuple(sides), 0, 0) for name, (dtype, sides) in tensors.items()
     }
@@ -47,7 +46,7 @@ def check(
         reason = str(error).replace(f"{written}/", "").replace(f"{written}: ", "")
         raise UserError(f"export: nothing could load what would be written: {reason}") from None
     for layer in layers:
-        count = layer.n_experts if shape == "masked" else len(plan.experts[layer.index])
+        count = layer.n_experts if shape == "masked" else len(plan.layers[layer.index].retained)
         expected = (count, layer.top_k, layer.n_group, layer.topk_group)
         if found.get(layer.index) != expected:
             raise UserError(

@@ -57,7 +57,7 @@ def check_routing(config: dict[str, Any], plan: Plan) -> None:
     if text.get("topk_method") in UNGROUPED_METHODS:
         n_group = 1
     router = {"top_k": top_k, "n_group": n_group, "topk_group": text.get("topk_group")}
-    plan.check(dict.fromkeys(plan.experts, router))
+    plan.check(dict.fromkeys(plan.layers, router))
 
 
 def describe_export(

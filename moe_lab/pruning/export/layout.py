@@ -16,16 +16,17 @@ from moe_lab.models.families import (
     Place,
     predicting_experts,
 )
-from moe_lab.pruning import Form, LayerForm, Part
-from moe_lab.pruning.export.parts import UNSIGNED, Chunk, Constant, Matrix, Piece, Projection, Span
+from moe_lab.pruning import Form, LayerForm
+from moe_lab.pruning.export.chunks import UNSIGNED, Chunk, Constant, Matrix, Piece, Projection, Span
+from moe_lab.pruning.layer_plan import StoredExpert
 from moe_lab.pruning.plan import Plan
 
 AFTER_SOFTMAX = "moe_statics."
 """Prefix of biases that are added after the softmax. They cannot bar dropped experts: these would
 still take part in the softmax and make the other probabilities smaller."""
 NEVER = {"F64": "000000000088c3c0", "F32": "00401cc6", "F16": "e2f0", "BF16": "1cc6"}
-"""-10000 as little-endian bytes of each type: with this bias, no score (0 to 1) or logit of a kept
-expert is lower."""
+"""-10000 as little-endian bytes of each type: with this bias, no score (0 to 1) or logit of a
+retained expert is lower."""
 NO_BIAS = (
     "no bias per expert that could keep tokens from dropped ones without changing the gates of "
     "others, which a "
@@ -60,24 +61,26 @@ class Block:
     def piece(self, name: str) -> Piece | None:
         """The exported form of the tensor `name`; None if nothing is written for it."""
         entry, place = self.tensors[name]
-        kept = self.layer.experts
+        retained = self.layer.experts
         if place.kind == "unknown":
             raise UserError(
                 f"{name} {entry.shape} belongs to a MoE block, but moe_lab does not know how to "
                 "prune it"
             )
         if place.kind == "router":
-            return _rows(name, entry, 0, kept, self.count)
+            return _rows(name, entry, 0, retained, self.count)
         if place.kind == "vector":
             return _barred(
-                _rows(name, entry, len(entry.shape) - 1, kept, self.count), entry, self.layer
+                _rows(name, entry, len(entry.shape) - 1, retained, self.count), entry, self.layer
             )
         if place.kind == "shared":
             return whole(name, entry)
-        if self.layer.widths is not None or (place.expert is not None and place.expert not in kept):
+        if self.layer.widths is not None or (
+            place.expert is not None and place.expert not in retained
+        ):
             return None
         if place.kind == "stack":
-            piece = _rows(name, entry, 0, kept, self.count)
+            piece = _rows(name, entry, 0, retained, self.count)
             return Piece(
                 name,
                 entry.dtype,
@@ -86,7 +89,8 @@ class Block:
             )
         assert place.expert is not None
         old, new = (
-            f"{self.prefix}experts.{number}." for number in (place.expert, kept.index(place.expert))
+            f"{self.prefix}experts.{number}."
+            for number in (place.expert, retained.index(place.expert))
         )
         chunks = tuple(self._chunks(entry, place))
         return Piece(
@@ -103,28 +107,28 @@ class Block:
     def _chunks(self, entry: Entry, place: Place) -> Iterator[Chunk]:
         """What is written for the stored experts of a stack, or for one expert."""
         size = entry.size // self.count if place.kind == "stack" else entry.size
-        for expert, part in zip(self.layer.experts, self.layer.parts, strict=True):
+        for expert, stored in zip(self.layer.experts, self.layer.stored, strict=True):
             if place.kind == "stack" or place.expert == expert:
                 start = entry.start + expert * size if place.kind == "stack" else entry.start
-                if not part.members:
+                if not stored.members:
                     yield Constant(b"\0", size)
-                elif part.whole is not None:
+                elif stored.copied is not None:
                     yield Span(entry.shard, start, size)
                 elif place.axes is not None:
                     yield from (
-                        self._projection(part, role, entry.dtype) for role in place.axes.roles
+                        self._projection(stored, role, entry.dtype) for role in place.axes.roles
                     )
 
     def packed(self) -> Iterator[Piece]:
         """The packed tensors: gate_up_packed (sum of 2 I_e, H), down_packed (sum of I_e, H) and, in
         a layer with constants, constants (experts of width 0, H)."""
-        parts = self.layer.parts
+        experts = self.layer.stored
         total = sum(self.layer.widths or ())
         dtype = _common_type({matrix.dtype for matrix in self.matrices.values()})
         gate_up = tuple(
-            self._projection(part, role, dtype) for part in parts for role in ("gate", "up")
+            self._projection(expert, role, dtype) for expert in experts for role in ("gate", "up")
         )
-        down = tuple(self._projection(part, "down", dtype, as_rows=True) for part in parts)
+        down = tuple(self._projection(expert, "down", dtype, as_rows=True) for expert in experts)
         hidden = down[0].matrix.rows
         yield Piece(f"{self.prefix}experts.gate_up_packed", dtype, (2 * total, hidden), gate_up)
         yield Piece(f"{self.prefix}experts.down_packed", dtype, (total, hidden), down)
@@ -133,10 +137,10 @@ class Block:
             yield Piece(f"{self.prefix}experts.constants", "F32", values.shape, (content,))
 
     def _projection(
-        self, part: Part, role: str, dtype: str, *, as_rows: bool = False
+        self, stored: StoredExpert, role: str, dtype: str, *, as_rows: bool = False
     ) -> Projection:
-        matrices = {member.expert: self.matrices[role, member.expert] for member in part.members}
-        return Projection(part, matrices, dtype, down=role == "down", as_rows=as_rows)
+        matrices = {member.expert: self.matrices[role, member.expert] for member in stored.members}
+        return Projection(stored, matrices, dtype, down=role == "down", as_rows=as_rows)
 
     def check_complete(self, folder: Path) -> None:
         """Raise UserError unless there are one router, which can do without dropped experts, and
@@ -181,17 +185,18 @@ def pieces(
     tensors: dict[int, dict[str, tuple[Entry, Place]]] = {}
     for name, place in places.items():
         tensors.setdefault(place.layer, {})[name] = checkpoint.tensors[name], place
-    if sorted(tensors) != sorted(plan.experts):
+    if sorted(tensors) != sorted(plan.layers):
         raise UserError(
-            f"plan is for another model: it is about layers {sorted(plan.experts)}, and "
-            f"{checkpoint.folder} has "
-            f"experts in layers {sorted(tensors)}"
+            f"plan is for another model: it has layers {sorted(plan.layers)}, and "
+            f"{checkpoint.folder} has experts in "
+            f"layers {sorted(tensors)}"
         )
     blocks = {
-        index: Block(tensors[index], form[index], count) for index, count in plan.n_experts.items()
+        index: Block(tensors[index], form[index], layer.n_experts)
+        for index, layer in plan.layers.items()
     }
     for index, block in blocks.items():
-        width = plan.width(index)
+        width = plan.layers[index].width
         if block.layer.changed and width is not None:
             if family.unfit:
                 raise UserError(
@@ -271,8 +276,8 @@ def whole(name: str, entry: Entry) -> Piece:
     return Piece(name, entry.dtype, entry.shape, (Span(entry.shard, entry.start, entry.size),))
 
 
-def _rows(name: str, entry: Entry, axis: int, kept: tuple[int, ...], count: int) -> Piece:
-    """The kept rows of a tensor whose axes before `axis` have size one."""
+def _rows(name: str, entry: Entry, axis: int, retained: tuple[int, ...], count: int) -> Piece:
+    """The retained rows of a tensor whose axes before `axis` have size one."""
     outer = entry.shape[:axis]
     size = entry.shape[axis] if entry.shape else 0
     if size != count or any(side != 1 for side in outer) or entry.size % count:
@@ -281,8 +286,8 @@ def _rows(name: str, entry: Entry, axis: int, kept: tuple[int, ...], count: int)
             f"shape {entry.shape}"
         )
     step = entry.size // count
-    spans = tuple(Span(entry.shard, entry.start + expert * step, step) for expert in kept)
-    return Piece(name, entry.dtype, (*outer, len(kept), *entry.shape[axis + 1 :]), spans)
+    spans = tuple(Span(entry.shard, entry.start + expert * step, step) for expert in retained)
+    return Piece(name, entry.dtype, (*outer, len(retained), *entry.shape[axis + 1 :]), spans)
 
 
 def _barred(piece: Piece, entry: Entry, layer: LayerForm) -> Piece:

@@ -4,6 +4,7 @@ models of any size."""
 from __future__ import annotations
 
 from contextlib import ExitStack
+from math import ceil
 from pathlib import Path
 
 import torch
@@ -15,9 +16,9 @@ from moe_lab.models.discover import MoELayer
 from moe_lab.models.experts import replace_experts
 from moe_lab.models.streamed import StreamedModel, stored_dtype
 from moe_lab.pruning.export.write import ALIGNMENT
+from moe_lab.pruning.layer_plan import LayerPlan
 from moe_lab.pruning.mask import mask_layers, planned
 from moe_lab.pruning.plan import Plan
-from moe_lab.pruning.prune import check_fit
 
 TOKENS = 64
 """Number of random tokens on which the models are compared."""
@@ -41,16 +42,16 @@ def verify(
 
     Each decoder layer of `exported` gets the input of that layer in the masked model, for TOKENS
     random tokens, one layer of each in memory, in the precision they are stored in. The outputs of
-    the layer and of every kept expert (also those that no token chose) are compared, and the logits
-    after the last layer. They must be equal bit for bit on the CPU where the layer lost only whole
-    experts and is written without them, and within TOLERANCE otherwise, relative to the largest
-    number of a token or of a place in the hidden state, whichever is smaller. The code of an export
-    with uneven layers is run. UserError naming the first layer that differs.
+    the layer and of every retained expert (also those that no token chose) are compared, and the
+    logits after the last layer. They must be equal bit for bit on the CPU where the layer lost only
+    whole experts and is written without them, and within TOLERANCE otherwise, relative to the
+    largest number of a token or of a place in the hidden state, whichever is smaller. The code of
+    an export with uneven layers is run. UserError naming the first layer that differs.
     """
     dtype = stored_dtype(source)
     masked = StreamedModel(source, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     pruned = StreamedModel(exported, dtype=dtype, device=device, trust_remote_code=True)
-    check_fit(plan, list(masked.moe.values()))
+    plan.check_model(list(masked.moe.values()))
     draws = torch.Generator().manual_seed(0)
     ids = torch.randint(
         masked.model.config.get_text_config().vocab_size, (1, TOKENS), generator=draws
@@ -74,9 +75,9 @@ def verify(
                 compared = [("outputs", first, pruned.through(number, ids, valid, state))]
                 if moe is not None and written is not None:
                     hidden = rms_norm(first.flatten(0, -2), first.shape[-1:])
-                    compared.append(_all_experts(moe, written, plan, hidden))
+                    compared.append(_all_experts(moe, written, plan.layers[number], hidden))
             same_order = written is None or (
-                not plan.channels and written.n_experts == len(plan.experts[number])
+                not plan.has_channels and written.n_experts == len(plan.retained[number])
             )
             bound = 0.0 if device == "cpu" and same_order else TOLERANCE[dtype]
             where = f"decoder layer {number} of {exported}"
@@ -88,27 +89,28 @@ def verify(
     return max(largest, _held(str(exported), logits, 0.0 if device == "cpu" else TOLERANCE[dtype]))
 
 
-def _all_experts(layer: MoELayer, written: MoELayer, plan: Plan, hidden: torch.Tensor) -> Compared:
-    """The outputs of all kept experts of a layer, each for at least one row of `hidden` (T, H)."""
-    kept = torch.tensor(plan.experts[layer.index], device=hidden.device)
-    places = (
-        kept
-        if written.n_experts == layer.n_experts
-        else torch.arange(len(kept), device=hidden.device)
-    )
-    turn = torch.arange(-(-len(kept) // len(hidden)) * len(hidden), device=hidden.device) % len(
-        kept
-    )
+def _all_experts(
+    layer: MoELayer, written: MoELayer, plan: LayerPlan, hidden: torch.Tensor
+) -> Compared:
+    """The outputs of all retained experts of a layer, each for at least one row of `hidden` (T,
+    H)."""
+    retained = torch.tensor(plan.retained, device=hidden.device)
+    positions = retained
+    if written.n_experts != layer.n_experts:
+        positions = torch.arange(len(retained), device=hidden.device)
+    turn = torch.arange(
+        ceil(len(retained) / len(hidden)) * len(hidden), device=hidden.device
+    ) % len(retained)
     turn = turn.reshape(-1, len(hidden)).T  # (T, K)
     ones = hidden.new_ones(turn.shape)
     with ExitStack() as stack:
-        if plan.channels:
+        if plan.channels is not None:
             replace_experts(layer, lambda _: planned(layer, plan), stack)
-        first = layer.experts(hidden, kept[turn], ones)
+        first = layer.experts(hidden, retained[turn], ones)
     return (
-        "outputs of all kept experts, asked in turn,",
+        "outputs of all retained experts, called in turn,",
         first,
-        written.experts(hidden, places[turn], ones),
+        written.experts(hidden, positions[turn], ones),
     )
 
 

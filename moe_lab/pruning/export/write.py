@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import INDEX, Checkpoint
 from moe_lab.models.files import files_of
-from moe_lab.pruning.export.parts import Chunk, Piece, Span
+from moe_lab.pruning.export.chunks import Chunk, Piece, Span
 
 CARD = "README.md"
 NOT_COPIED = {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors"}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from moe_lab import allocation, criteria, results
-from moe_lab.allocation import IdentifiedAllocation, protection, shapes
+from moe_lab.allocation import IdentifiedAllocation, listed, protection, shapes
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.allocation.problem import limits
 from moe_lab.calibration import IdentifiedText
@@ -112,14 +112,12 @@ def check_plan_file(cell: Cell) -> None:
     """Raise UserError when allocation.path is a plan that still has to be aligned, or one of
     another model. The model is checked only if it is a folder on this machine; the step checks
     again."""
-    from moe_lab.pruning.replace import check_aligned
-
     plan = plan_in(cell.allocation)
     folder = Path(resolve(cell.model.path)).expanduser()
     if plan is None:
         return
     if cell.allocation.replacement == "none":  # otherwise, a step of its own aligns it
-        check_aligned(plan)
+        plan.check_aligned()
     if plan.provenance.get("model_sha256") and folder.is_dir():
         plan.check_origin([("model_sha256", partial(fingerprint, folder))], cell.model.path)
 
@@ -129,7 +127,7 @@ def plan_in(settings: AllocationConfig) -> Any:
     from moe_lab.pruning.plan import Plan
 
     path = settings.path
-    return Plan.load(path) if path is not None and shapes.is_plan(shapes.read(path)) else None
+    return Plan.load(path) if path is not None and listed.is_plan(listed.read(path)) else None
 
 
 def drops_whole_experts(cell: Cell) -> bool:
@@ -138,7 +136,7 @@ def drops_whole_experts(cell: Cell) -> bool:
     if cell.allocation.replacement != "none":
         return False
     if plan := plan_in(cell.allocation):
-        return not plan.channels
+        return not plan.has_channels
     return criteria.get(cell.criterion.name).granularity == "expert"
 
 
@@ -280,8 +278,7 @@ class FromScores(Step):
     def work(self, files: Files) -> None:
         from safetensors.numpy import load
 
-        from moe_lab.pruning.plan import ties
-        from moe_lab.pruning.replace import plan_from_scores
+        from moe_lab.pruning.selection import plan_from_scores, ties
 
         model = self.request.facts_of(self.facts, files)
         about = {**self.request.origin(model), "scores": self.scores.folder.rpartition("/")[2]}
@@ -298,9 +295,7 @@ class FromScores(Step):
             scored: dict[int, Any] = {int(layer): values for layer, values in channels.items()}
         else:
             scored = files.expert_scores(self.scores)
-        plan = plan_from_scores(
-            settings, scored, granularity, model["layers"], evidence, provenance=about
-        )
+        plan = plan_from_scores(settings, scored, model["layers"], evidence, provenance=about)
         tied = ties(plan, scored, model["layers"])
         # it passed as an allocation: use it unchanged
         if given := plan_in(self.request.allocation):
@@ -308,8 +303,13 @@ class FromScores(Step):
             tied = {}
             plan.check_origin([("model_sha256", lambda: str(model["sha256"]))], "this model")
         save_plan(plan, model, files, tied)
-        if granularity == "channel" and plan.channels:
-            files.table("budgets.parquet", results.BUDGETS, tables.budgets(scored, plan.channels))
+        if granularity == "channel" and plan.has_channels:
+            masks = {
+                number: layer.channels
+                for number, layer in plan.layers.items()
+                if layer.channels is not None
+            }
+            files.table("budgets.parquet", results.BUDGETS, tables.budgets(scored, masks))
 
 
 class Search(Step):
@@ -402,8 +402,9 @@ class Reconstruction(Step):
             multiple_of=settings["multiple_of"],
             **settings["parameters"],
         )
-        counts = {layer: about["n_experts"] for layer, about in model["layers"].items()}
-        save_plan(Plan(best.kept, counts, self.request.origin(model)), model, files)
+        counts = {layer: facts["n_experts"] for layer, facts in model["layers"].items()}
+        plan = Plan.of_experts(best.retained, counts, self.request.origin(model))
+        save_plan(plan, model, files)
         files.table("errors.parquet", COLUMNS, best.errors)
 
 
@@ -447,8 +448,7 @@ class Sequential(Step):
 
     def work(self, files: Files) -> None:
         from moe_lab.models.streamed import open_streamed
-        from moe_lab.pruning.plan import ties
-        from moe_lab.pruning.replace import plan_from_scores
+        from moe_lab.pruning.selection import plan_from_scores, ties
         from moe_lab.search.sequential import prune_sequentially
         from moe_lab.statistics import by_layer
 
@@ -471,7 +471,7 @@ class Sequential(Step):
         def choose(layer: int, sums: Any) -> Any:
             here = {layer: model["layers"][layer]}
             scored = score(self, {layer: {**weights.get(layer, {}), **sums}}, here)
-            plan = plan_from_scores(settings, scored, granularity, here, {}, provenance={})
+            plan = plan_from_scores(settings, scored, here, {}, provenance={})
             tied.update(ties(plan, scored, here))
             return plan
 

@@ -78,16 +78,15 @@ class Alignment(Step):
         from moe_lab.models.discover import moe_layers
         from moe_lab.models.streamed import open_streamed
         from moe_lab.pruning.alignment import align_by_weights
-        from moe_lab.pruning.prune import check_fit
 
         plan = files.plan(self.plan)
         if self.text.engine == "streamed":
             streamed, _ = open_streamed(self.loaded.model)
-            check_fit(plan, list(streamed.moe.values()))
+            plan.check_model(list(streamed.moe.values()))
             layers = streamed.each_layer()
         else:
             resident = moe_layers(files.models.loaded(self.loaded.model)[0])
-            check_fit(plan, resident)
+            plan.check_model(resident)
             layers = iter(resident)
         align_by_weights(plan, layers).save(files.out / "plan.json")
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy
 from numpy.typing import NDArray
 
-from moe_lab.pruning import Part, rows
+from moe_lab.pruning.layer_plan import StoredExpert
 
 UNSIGNED: dict[str, Any] = {
     "F64": numpy.uint64,
@@ -80,7 +80,7 @@ class Matrix:
 class Projection:
     """One projection of a stored expert. Those of its members are read one after the other."""
 
-    part: Part
+    stored: StoredExpert
     matrices: Mapping[int, Matrix]
     """Member -> its projection in the file; all of one shape."""
     dtype: str
@@ -93,7 +93,7 @@ class Projection:
     @property
     def matrix(self) -> Matrix:
         """One of the matrices."""
-        return self.matrices[self.part.members[0].expert]
+        return self.matrices[self.stored.members[0].expert]
 
     @property
     def size(self) -> int:
@@ -103,13 +103,13 @@ class Projection:
     @property
     def zeros(self) -> int:
         """Bytes of zeros that only fill the shape."""
-        return self.part.zeros * self._bytes_of_channel
+        return self.stored.padding * self._bytes_of_channel
 
     @property
     def _width(self) -> int:
         """Channels of the result: those in the file, unless some are dropped or zeros are added."""
         in_file = self.matrix.columns if self.down else self.matrix.rows
-        channels = self.part.members[0].channels
+        channels = self.stored.members[0].channels
         return in_file if channels is None else len(channels)
 
     @property
@@ -120,7 +120,7 @@ class Projection:
     def read(self, folder: Path) -> Iterator[memoryview]:
         """The bits of the result, row-major. Only sums, and numbers of another type than the
         result, are converted."""
-        is_sum = self.part.members[0].share is not None
+        is_sum = self.stored.members[0].weight is not None
         converts = is_sum or self.matrix.dtype != self.dtype
 
         def channels_first(expert: int) -> NDArray[Any]:
@@ -131,8 +131,8 @@ class Projection:
             return values.T if self.down else values
 
         if self._width:
-            result = rows(
-                self.part, channels_first, lambda numbers: numbers, lambda total, _: total
+            result = self.stored.projection(
+                channels_first, lambda numbers: numbers, lambda total, _: total
             )
             if converts:
                 result = _bits(result, self.dtype)

@@ -1,0 +1,124 @@
+"""allocation=list: numbers from a file, a schedule or a plan.json. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from moe_lab.allocation.problem import Budgets, Channels, Experts
+from moe_lab.errors import UserError
+from moe_lab.json_files import fits
+
+CLOSE = 0.005
+"""Largest difference between the ratio and what a list removes: tables show two digits."""
+
+
+def read(path: str) -> dict[str, Any]:
+    """Read the file. UserError when it is missing, damaged, or neither a schedule nor a plan."""
+    try:
+        content: dict[str, Any] = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"allocation.path={path} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise UserError(f"allocation.path={path} is damaged: expected JSON, {error}") from None
+    if isinstance(content, dict) and is_plan(content):
+        return content
+    if content and fits(content, {str: int}) and all(map(str.isdecimal, content)):
+        return content
+    raise UserError(
+        f'allocation.path={path}: expected a schedule such as {{"0": 16, "1": 20}} (layer: experts '
+        "to remove) or a plan.json"
+    )
+
+
+def is_plan(content: Mapping[str, Any]) -> bool:
+    """Whether the file is a plan: then exactly that plan is used, without a criterion."""
+    return "schema" in content and fits(
+        content, {"layers": {str: {"experts": int, "retained": list}}}
+    )
+
+
+def read_as(path: str | None, granularity: str) -> dict[str, Any]:
+    """The content of the file. UserError unless it lists what the criterion scores: "expert" or
+    "channel"."""
+    if path is None:
+        raise UserError("allocation=list needs allocation.path: a schedule or a plan.json")
+    content = read(path)
+    of_channels = is_plan(content) and any(
+        "channels" in layer for layer in content["layers"].values()
+    )
+    if of_channels != (granularity == "channel"):
+        lists = "channels" if of_channels else "experts"
+        raise UserError(
+            f"allocation.path={path} lists {lists}, but the criterion scores {granularity}s: "
+            f"choose a criterion that scores {lists}"
+        )
+    return content
+
+
+def removals(problem: Experts) -> dict[int, int]:
+    """Layer -> experts to remove, from the file. UserError when it does not fit the layers, their
+    routers and ratio."""
+    content = read_as(problem.path, "expert")
+    if is_plan(content):
+        layers = content["layers"].items()
+        content = {number: layer["experts"] - len(layer["retained"]) for number, layer in layers}
+    remove = _of_layers(content, problem.limits)
+    for layer, limit in problem.limits.items():
+        retained = limit.count - remove[layer]
+        if not limit.smallest <= retained <= limit.largest or retained % limit.step:
+            nearest = min(
+                range(limit.smallest, limit.largest + 1, limit.step),
+                key=lambda count: abs(count - retained),
+            )
+            raise UserError(
+                f"allocation.path: removes {remove[layer]} of {limit.count} experts in layer "
+                f"{layer}, {limit.count - nearest} is the nearest feasible"
+            )
+    count = sum(limit.count for limit in problem.limits.values())
+    _check_ratio(sum(remove.values()) / count, problem.ratio)
+    return remove
+
+
+def budgets(problem: Channels) -> Budgets:
+    """Layer -> channels each expert retains, from the plan. UserError when it does not fit the
+    layers and the ratio."""
+    layers = _of_layers(read_as(problem.path, "channel")["layers"], problem.scores)
+    retained: Budgets = {}
+    for number, scores in problem.scores.items():
+        layer = layers[number]
+        count, width = scores.shape
+        if (layer["experts"], layer.get("width")) != (count, width):
+            raise UserError(
+                f"allocation.path: layer {number} has {layer['experts']} experts of width "
+                f"{layer.get('width')}, expected {count} of {width}: the plan is for another model"
+            )
+        retained[number] = numpy.zeros(count, dtype=numpy.int64)
+        retained[number][layer["retained"]] = [
+            int(mask, 16).bit_count() for mask in layer["channels"]
+        ]
+    total = sum(int(counts.sum()) for counts in retained.values())
+    _check_ratio(1 - total / int(problem.sizes.sum()), problem.ratio)
+    return retained
+
+
+def _of_layers(content: Mapping[str, Any], expected: Mapping[int, Any]) -> dict[int, Any]:
+    """What is listed of each of the `expected` layers, in their order."""
+    numbered = {int(layer): value for layer, value in content.items()}
+    if set(numbered) != set(expected):
+        raise UserError(
+            f"allocation.path: has layers {sorted(numbered)}, expected {sorted(expected)}"
+        )
+    return {layer: numbered[layer] for layer in expected}
+
+
+def _check_ratio(removed: float, ratio: float) -> None:
+    if abs(removed - ratio) > CLOSE:
+        raise UserError(
+            f"ratio={ratio}, but allocation.path removes {removed:.4g} of all: set "
+            f"ratio={removed:.2g}, so that tables do not mislead"
+        )

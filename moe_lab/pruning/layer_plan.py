@@ -1,0 +1,241 @@
+"""What a plan retains of one MoE layer, and which source experts each stored one is made of. No
+torch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy
+from numpy.typing import NDArray
+
+Mask: TypeAlias = NDArray[numpy.bool_]
+"""(E, I): which channels of which experts are retained."""
+Constants: TypeAlias = NDArray[numpy.float32]
+"""(N, H): constant outputs of a layer's N null experts, in the order of their ids."""
+Alignment: TypeAlias = NDArray[numpy.int32]
+"""(M, I): a permutation of the channels of each of a layer's M merged experts, in the order of
+their ids."""
+Channels: TypeAlias = NDArray[numpy.intp]
+"""(W,): for each stored channel, the channel of the source expert; -1 for a channel of zeros."""
+ARRAYS = ("constants", "alignment")
+"""Fields of a layer that are in plan.npz; plan.json has their sha256."""
+
+
+class Member(NamedTuple):
+    """One term of the weighted sum that makes a stored expert."""
+
+    expert: int
+    weight: float | None
+    """The factor of its weights; None: they are copied, bit by bit."""
+    channels: Channels | None
+    """Which of its channels are used; None: all, in their order."""
+
+
+class StoredExpert(NamedTuple):
+    """A stored expert as a weighted sum of source experts, by ascending id; empty: zeros."""
+
+    members: tuple[Member, ...] = ()
+
+    @property
+    def copied(self) -> int | None:
+        """The source expert that is copied without a change; None if there is more to do."""
+        if len(self.members) != 1:
+            return None
+        expert, weight, channels = self.members[0]
+        return expert if weight is None and channels is None else None
+
+    @property
+    def padding(self) -> int:
+        """Number of channels of zeros that only fill the shape."""
+        channels = self.members[0].channels if self.members else None
+        return 0 if channels is None else int((channels < 0).sum())
+
+    def projection(
+        self,
+        read: Callable[[int], Any],
+        widen: Callable[[Any], Any],
+        narrow: Callable[[Any, Any], Any],
+    ) -> Any:
+        """One projection (W, H) of the stored expert; it must have members.
+
+        `read(expert)` gives that of a source expert (I, H), channels as rows: a tensor of torch, or
+        the bits in a file. `widen` makes numbers of them that can be added, fp32, or fp64 if they
+        are fp64. `narrow(sum, values)` rounds the sum to the type of `values`.
+        """
+        total: Any = 0
+        for expert, weight, channels in self.members:
+            values = _selected(read(expert), channels)
+            if weight is None:
+                return values
+            total = total + widen(values) * weight
+        return narrow(total, values)
+
+
+def _selected(values: Any, channels: Channels | None) -> Any:
+    """The rows `channels` of `values`, with zeros for -1."""
+    if channels is None:
+        return values
+    rows = values[channels.clip(0)]
+    if (channels < 0).any():
+        rows[channels < 0] = 0
+    return rows
+
+
+@dataclass(frozen=True, eq=False)
+class LayerPlan:
+    """What a plan retains of one layer, and what replaces the rest. Retained experts stay in their
+    original order."""
+
+    n_experts: int
+    """Number of experts before pruning."""
+    retained: tuple[int, ...]
+    """Ids of the experts whose router rows are retained, ascending."""
+    channels: Mask | None = None
+    """(E, I) bool, True for retained channels, over all experts the layer had; None in a plan of
+    whole experts. Rows of dropped experts are False. A retained expert whose row is False is a null
+    expert: tokens are routed to it, and its output is its constant, or 0."""
+    constants: Constants | None = None
+    """Constant outputs of the null experts; None: 0."""
+    merged: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
+    """Owner -> {expert: weight}, the members of its group, itself among them. The weights of an
+    owner, which has channels, become the weighted sum of those of its members, which have none.
+    Tokens that are routed to any retained member are computed with the owner, and their gates add
+    up. No token is routed to a member that is not retained."""
+    alignment: Alignment | None = None
+    """For each of `merged_away`, which of its channels is added to each channel of its owner; None:
+    channel i to i."""
+
+    @property
+    def dropped(self) -> list[int]:
+        """Ids of the experts whose router rows are dropped, ascending."""
+        return sorted(set(range(self.n_experts)) - set(self.retained))
+
+    @cached_property
+    def owners(self) -> tuple[int, ...]:
+        """(E,) the expert that computes for each expert: itself unless it is merged into
+        another."""
+        owners = list(range(self.n_experts))
+        for owner, group in self.merged.items():
+            for member in group:
+                owners[member] = owner
+        return tuple(owners)
+
+    @cached_property
+    def owner_positions(self) -> tuple[int, ...] | None:
+        """(E',) for each retained expert, the position of its owner among them; None where each is
+        its own."""
+        positions = tuple(self.retained.index(self.owners[expert]) for expert in self.retained)
+        return None if positions == tuple(range(len(self.retained))) else positions
+
+    @cached_property
+    def merged_away(self) -> tuple[int, ...]:
+        """Ids of the experts that are merged into another one, ascending."""
+        return tuple(expert for expert, owner in enumerate(self.owners) if owner != expert)
+
+    @cached_property
+    def null_experts(self) -> list[int]:
+        """Ids of the retained experts that have no channel and no other owner, ascending."""
+        if self.channels is None:
+            return []
+        widths = self.channels.sum(1)
+        return [
+            expert
+            for expert in self.retained
+            if not widths[expert] and self.owners[expert] == expert
+        ]
+
+    @property
+    def width(self) -> int | None:
+        """Channels that each expert had; None in a plan of whole experts."""
+        return None if self.channels is None else self.channels.shape[1]
+
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """(E',) retained channels of each retained expert; () in a plan of whole experts."""
+        if self.channels is None:
+            return ()
+        return tuple(self.channels[list(self.retained)].sum(1).tolist())
+
+    def is_unchanged(self, expert: int) -> bool:
+        """Whether an expert is retained with all its channels, and no other is merged into it."""
+        is_whole = self.channels is None or bool(self.channels[expert].all())
+        return is_whole and expert in self.retained and expert not in self.merged
+
+    def stored_expert(self, expert: int, width: int | None = None) -> StoredExpert:
+        """What an expert that is stored with `width` channels (None: all) is made of: retained
+        channels, then zeros."""
+        if expert in self.merged:  # owners have all their channels
+            return StoredExpert(tuple(self._members(expert)))
+        if self.channels is None or width is None:
+            return StoredExpert((Member(expert, None, None),))
+        retained = numpy.flatnonzero(self.channels[expert])
+        if len(retained) == width == self.width:
+            return StoredExpert((Member(expert, None, None),))
+        channels = numpy.full(width, -1)
+        channels[: len(retained)] = retained
+        return StoredExpert((Member(expert, None, channels),))
+
+    def _members(self, owner: int) -> Iterator[Member]:
+        for expert, weight in sorted(self.merged[owner].items()):
+            channels = None
+            if self.alignment is not None and expert != owner:
+                channels = self.alignment[self.merged_away.index(expert)].astype(numpy.intp)
+            yield Member(expert, weight, channels)
+
+    def masked_expert(self, expert: int) -> StoredExpert:
+        """What an expert of the original shape is made of, with zeros for dropped channels; empty
+        if it is dropped."""
+        if expert not in self.retained:
+            return StoredExpert()
+        if self.channels is None or self.channels[expert].all():
+            return self.stored_expert(expert)
+        channels = numpy.where(self.channels[expert], numpy.arange(self.channels.shape[1]), -1)
+        return StoredExpert((Member(expert, None, channels),))
+
+    def as_json(self) -> dict[str, Any]:
+        """The layer as in plan.json, with the sha256 of its arrays."""
+        document: dict[str, Any] = {"experts": self.n_experts, "retained": list(self.retained)}
+        if self.channels is not None:
+            packed = numpy.packbits(self.channels[list(self.retained)], axis=1, bitorder="little")
+            document |= {"width": self.width, "channels": [row.tobytes().hex() for row in packed]}
+        if self.merged:
+            groups = {}
+            for owner, group in self.merged.items():
+                groups[str(owner)] = {str(expert): weight for expert, weight in group.items()}
+            document["merged"] = groups
+        return document | {name: _sha256(array) for name, array in self.arrays().items()}
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """The arrays that are in plan.npz, by name; of `ARRAYS` those that the layer has."""
+        return {name: getattr(self, name) for name in ARRAYS if getattr(self, name) is not None}
+
+    @classmethod
+    def from_json(
+        cls, document: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
+    ) -> LayerPlan:
+        """The layer that `as_json` wrote. ValueError, TypeError or LookupError if it is damaged."""
+        merged = {}
+        for owner, group in document.get("merged", {}).items():
+            merged[int(owner)] = {int(expert): weight for expert, weight in group.items()}
+        channels = _unpacked(document) if "channels" in document else None
+        return cls(
+            document["experts"], tuple(document["retained"]), channels, merged=merged, **arrays
+        )
+
+
+def _unpacked(document: Mapping[str, Any]) -> Mask:
+    """The mask (E, I) of a layer of plan.json. ValueError unless each retained expert has one of
+    that width."""
+    mask: Mask = numpy.zeros((document["experts"], document["width"]), dtype=numpy.bool_)
+    for expert, text in zip(document["retained"], document["channels"], strict=True):
+        bits = numpy.frombuffer(bytes.fromhex(text), dtype=numpy.uint8)
+        mask[expert] = numpy.unpackbits(bits, bitorder="little")[: document["width"]]
+    return mask
+
+
+def _sha256(array: NDArray[Any]) -> str:
+    return hashlib.sha256(array.astype(array.dtype.newbyteorder("<")).tobytes()).hexdigest()

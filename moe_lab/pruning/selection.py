@@ -1,0 +1,226 @@
+"""A plan from scores: which experts or channels are retained, and what replaces dropped experts:
+nothing, constants, or experts that they are merged into. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy
+from numpy.typing import ArrayLike, NDArray
+
+from moe_lab import allocation
+from moe_lab.allocation import grouping
+from moe_lab.allocation.problem import Evidence
+from moe_lab.errors import UserError
+from moe_lab.pruning.layer_plan import LayerPlan, Mask
+from moe_lab.pruning.plan import Plan, Routers
+from moe_lab.statistics import mean_output
+
+
+def plan_from_scores(
+    settings: Mapping[str, Any],
+    scores: Mapping[int, Any],
+    layers: Routers,
+    evidence: Evidence,
+    *,
+    provenance: Mapping[str, Any],
+) -> Plan:
+    """The plan that drops the experts, or the channels, with the lowest scores, as many as an
+    allocation decides.
+
+    `settings`: fields of AllocationConfig and the ratio. `scores`: layer -> (E,), or (E, I) for
+    channels. `layers`: facts of the layers to prune, with `protected` experts. `evidence`: what
+    `allocation.needs` names. Raises UserError as `allocation.allocate` does, and for routers that a
+    grouping cannot compare.
+    """
+    amounts = allocation.allocate(settings, layers, scores, evidence)
+    if allocation.granularity_of(scores) == "channel":
+        zero_expert = allocation.zero_expert(settings)
+        return make_channel_plan(
+            scores, amounts, layers, zero_expert=zero_expert, provenance=provenance
+        )
+    plan = make_plan(scores, amounts, layers, provenance=provenance)
+    return replace_dropped(plan, settings, scores, evidence, layers)
+
+
+def make_plan(
+    scores: Mapping[int, ArrayLike],
+    remove: Mapping[int, int],
+    routers: Routers,
+    *,
+    provenance: Mapping[str, Any],
+) -> Plan:
+    """The plan that drops, in each layer, the `remove[layer]` experts of lowest score.
+
+    `scores`: layer -> (E,), higher means retain; of equal scores, that of the lower id is dropped
+    first, and protected experts (`Routers`) last. Layers of group-limited routers (`n_group` > 1)
+    lose the same number in each group. UserError for scores that are not finite, and for plans that
+    `Plan.check` rejects.
+    """
+    layers = {}
+    for number in sorted(scores):
+        values = _competing(number, scores[number], routers[number])
+        retained = _survivors(values, remove[number], routers[number]["n_group"])
+        layers[number] = LayerPlan(len(values), retained)
+    plan = Plan(layers, dict(provenance))
+    plan.check(routers)
+    return plan
+
+
+def make_channel_plan(
+    scores: Mapping[int, NDArray[numpy.float64]],
+    keep: Mapping[int, NDArray[numpy.int64]],
+    routers: Routers,
+    *,
+    zero_expert: str = "keep_null",
+    provenance: Mapping[str, Any],
+) -> Plan:
+    """The plan that retains, of each expert, the `keep[layer][expert]` channels of highest score.
+
+    `scores`: layer -> (E, I), higher means retain; of equal scores, that of the lower channel is
+    dropped first. `keep`: layer -> (E,) numbers from 0 to I. An expert without channels stays as a
+    null expert (`zero_expert` keep_null) or is dropped with its router row (drop). UserError as for
+    `make_plan`.
+    """
+    masks: dict[int, Mask] = {}
+    for number in sorted(scores):
+        ranks = finite(number, scores[number]).argsort(axis=1, kind="stable").argsort(axis=1)
+        masks[number] = ranks >= (ranks.shape[1] - keep[number])[:, None]
+    if not any(mask.any() for mask in masks.values()):
+        raise UserError(
+            "allocation: retains no channel of any expert, expected at least one: choose a "
+            "smaller ratio"
+        )
+    layers = {}
+    for number, mask in masks.items():
+        has_row = mask.any(1) | (zero_expert == "keep_null")
+        layers[number] = LayerPlan(len(mask), tuple(numpy.flatnonzero(has_row).tolist()), mask)
+    plan = Plan(layers, dict(provenance))
+    plan.check(routers)
+    return plan
+
+
+def _survivors(scores: NDArray[numpy.float64], remove: int, n_group: int) -> tuple[int, ...]:
+    """Ids that remain after dropping the lowest `remove` of `scores`, an equal share from each
+    group."""
+    ids = numpy.arange(len(scores)).reshape(n_group, -1)
+    order = scores.reshape(n_group, -1).argsort(axis=1, kind="stable")
+    retained = numpy.take_along_axis(ids, order, axis=1)[:, remove // n_group :]
+    return tuple(numpy.sort(retained, axis=None).tolist())
+
+
+def replace_dropped(
+    plan: Plan,
+    settings: Mapping[str, Any],
+    scores: Mapping[int, ArrayLike],
+    evidence: Evidence,
+    layers: Routers,
+) -> Plan:
+    """`plan`, one of whole experts, with its dropped experts replaced as settings["replacement"]
+    says; other arguments as in `plan_from_scores`. UserError for routers that a grouping cannot
+    compare."""
+    name = settings.get("replacement", "none")
+    if name == "none":
+        return plan
+    how = grouping.GROUPINGS.get(name)
+    replaced = {}
+    for number, layer in plan.layers.items():
+        width = int(layers[number]["width"])
+        protected = layers[number].get("protected", ())
+        sums: dict[str, Any] = {}
+        for need in grouping.needs(name):
+            sums |= evidence[need][number]
+        if how is None:
+            replaced[number] = replace_by_constants(layer, finite(number, mean_output(sums)), width)
+            continue
+        values = numpy.asarray(scores[number], dtype=float)
+        groups = grouping.groups(settings, sums, values, layer.retained, protected)
+        weights = grouping.weighted(name, groups, sums, values, layer.retained)
+        replaced[number] = merge_experts(weights, width, rows=how.rows)
+    return Plan(replaced, plan.provenance, aligned=how is None or how.align is None)
+
+
+def replace_by_constants(
+    layer: LayerPlan, outputs: NDArray[numpy.float64], width: int
+) -> LayerPlan:
+    """The layer in which the experts that `layer`, one of whole experts, drops stay routable and
+    put out constants. `outputs` (E, H): the constant c_j of each expert j; with its mean output,
+    this is MoNE (arXiv 2507.00390). A token that is routed to a replaced expert j with gate g_j
+    gets g_j c_j. `width`: channels of an expert."""
+    channels: Mask = numpy.zeros((layer.n_experts, width), dtype=numpy.bool_)
+    channels[list(layer.retained)] = True
+    constants = None
+    if len(layer.retained) < layer.n_experts:
+        constants = outputs[~channels.any(1)].astype(numpy.float32)
+    return LayerPlan(layer.n_experts, tuple(range(layer.n_experts)), channels, constants)
+
+
+def merge_experts(
+    groups: Mapping[int, Mapping[int, float]],
+    width: int,
+    *,
+    rows: Literal["all", "retained"] = "all",
+) -> LayerPlan:
+    """The plan of a layer that merges experts.
+
+    `groups`: owner -> {expert: weight}, as in `LayerPlan.merged`; every expert is in one group, and
+    one that stays unchanged has a group of its own. `width`: channels of an expert. `rows`: "all"
+    if the router stays whole, so that tokens are routed to all members of a group, or "retained" if
+    it only retains the rows of owners.
+    """
+    n_experts = sum(map(len, groups.values()))
+    channels: Mask = numpy.zeros((n_experts, width), dtype=numpy.bool_)
+    channels[list(groups)] = True
+    merged = {owner: dict(group) for owner, group in groups.items() if len(group) > 1}
+    retained = tuple(range(n_experts)) if rows == "all" else tuple(sorted(groups))
+    return LayerPlan(n_experts, retained, channels, merged=merged)
+
+
+def ties(plan: Plan, scores: Mapping[int, ArrayLike], routers: Routers) -> dict[int, int]:
+    """Layer -> how many experts, or channels, have a score equal to one that the plan decides
+    otherwise, so that ids decided. Layers without any are omitted; arguments are as for `make_plan`
+    and `make_channel_plan`."""
+    tied = {}
+    for number, layer in plan.layers.items():
+        values = _competing(number, scores[number], routers[number])
+        # experts compete within a group
+        n_group = routers[number]["n_group"] if values.ndim == 1 else 1
+        count = 0
+        for row, flags in zip(
+            values.reshape(n_group, -1), _retained(layer, values).reshape(n_group, -1), strict=True
+        ):
+            equal = numpy.intersect1d(row[flags], row[~flags])
+            count += int(numpy.isin(row, equal).sum())
+        if count:
+            tied[number] = count
+    return tied
+
+
+def _retained(layer: LayerPlan, scores: NDArray[numpy.float64]) -> Mask:
+    """Whether what each of `scores`, (E,) or (E, I), belongs to is retained; experts that are
+    replaced are not."""
+    if layer.channels is None:
+        return numpy.isin(numpy.arange(layer.n_experts), layer.retained)
+    return layer.channels if scores.ndim == 2 else layer.channels.sum(axis=1) > 0
+
+
+def _competing(layer: int, scores: ArrayLike, router: Mapping[str, Any]) -> NDArray[numpy.float64]:
+    """A copy of the scores of a layer, in which protected experts cannot lose."""
+    values = finite(layer, scores).copy()
+    values[list(router.get("protected", ()))] = numpy.inf
+    return values
+
+
+def finite(layer: int, scores: ArrayLike) -> NDArray[numpy.float64]:
+    """Scores of experts (E,) or of channels (E, I) in fp64. Raises UserError naming the first that
+    is not finite."""
+    values = numpy.asarray(scores, dtype=numpy.float64)
+    if indices := numpy.argwhere(~numpy.isfinite(values)).tolist():
+        first = zip(("expert", "channel"), indices[0], strict=False)
+        where = ", ".join(f"{name} {index}" for name, index in first)
+        raise UserError(
+            f"scores: layer {layer}, {where} is {values[tuple(indices[0])]}: expected a finite "
+            "number"
+        )
+    return values
