@@ -22,7 +22,8 @@ import moe_lab.exported_code  # noqa: F401 - registers families that transformer
 from moe_lab.config import ModelConfig
 from moe_lab.config.pruning import DEVICE_MAPS
 from moe_lab.errors import UserError
-from moe_lab.models import experts, processor
+from moe_lab.machine import processor
+from moe_lab.models import experts
 from moe_lab.models.checkpoint import Checkpoint, open_checkpoint, read_json
 from moe_lab.models.config_json import UNPACKED, experts_implementation, quantization_method
 from moe_lab.models.discover import is_ragged, routed_layers

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from moe_lab import progress
-from moe_lab.models import main_memory
+from moe_lab.machine import main_memory
 from moe_lab.models.discover import MoELayer
 from moe_lab.models.experts import stand_in
 from moe_lab.models.streamed import StreamedModel

@@ -29,7 +29,7 @@ from moe_lab.config.base import identity
 from moe_lab.errors import DISK_FULL, Unavailable, UserError, mask
 from moe_lab.evaluation.interpreters import installed
 from moe_lab.json_files import Damaged, read_json
-from moe_lab.models import processor
+from moe_lab.machine import processor
 from moe_lab.models.config_json import ROOM, Size
 from moe_lab.paths import shortened
 

@@ -18,7 +18,7 @@ from moe_lab.config import ExportConfig, LauncherConfig, ModelConfig, RecoveryCo
 from moe_lab.config.pruning import Shape
 from moe_lab.grid import Cell
 from moe_lab.json_files import write_json
-from moe_lab.models import release_memory
+from moe_lab.machine import release_memory
 from moe_lab.models.config_json import Size
 from moe_lab.study.step import BASE, KINDS, Parts, Step
 from moe_lab.study.steps.files import Files, forget_loaded, loaded
