@@ -26,8 +26,8 @@ from moe_lab.pruning.export import export
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.prune import prune
 from moe_lab.statistics import Layers, Statistics
-from moe_lab.statistics.forward import ForwardTap
-from moe_lab.statistics.gradients import GradientTap, gather_gradients
+from moe_lab.statistics.forward import ForwardHook
+from moe_lab.statistics.gradients import GradientHook, gather_gradients
 from moe_lab.statistics.observe import Observer, gather
 
 ARCHITECTURES = ["qwen3_moe", "deepseek_v3:grouped", "gpt_oss"]
@@ -36,17 +36,17 @@ GIB = 2**30
 
 def forward(model: Any, out: Path) -> Layers:
     ids = tiny.tokens()
-    with Observer(model, ForwardTap) as observer:
+    with Observer(model, ForwardHook) as observer:
         observer.read(ids, ids != 5)
-    for tap in observer.taps:  # nothing was carried to another device while it was summed
-        home = tap.layer.router.weight.device
-        assert all(part.device == home for part in tap.sums.values()) or home.type == "meta"
+    for hook in observer.hooks:  # nothing was carried to another device while it was summed
+        home = hook.layer.router.weight.device
+        assert all(part.device == home for part in hook.sums.values()) or home.type == "meta"
     return observer.layers()
 
 
 def backward(model: Any, out: Path) -> Layers:
     ids = tiny.tokens()
-    return gather_gradients(model, GradientTap, [(ids, ids != 5)], out=out).layers
+    return gather_gradients(model, GradientHook, [(ids, ids != 5)], out=out).layers
 
 
 def split(model: Any) -> dict[str, str]:
@@ -173,10 +173,12 @@ ON_CUDA = ["olmoe", "deepseek_v3", "gpt_oss", "qwen3_moe", "ernie4_5_moe"]
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", ON_CUDA)
-@pytest.mark.parametrize(("read", "tap"), [(gather, ForwardTap), (gather_gradients, GradientTap)])
-def test_sums_are_those_of_the_cpu(read: Callable[..., Statistics], tap: type, name: str) -> None:
+@pytest.mark.parametrize(
+    ("read", "hook"), [(gather, ForwardHook), (gather_gradients, GradientHook)]
+)
+def test_sums_are_those_of_the_cpu(read: Callable[..., Statistics], hook: type, name: str) -> None:
     def sums(place: str) -> dict[int, dict[str, torch.Tensor]]:
-        return read(tiny.build(name).to(place), tap, tiny.batches()).layers
+        return read(tiny.build(name).to(place), hook, tiny.batches()).layers
 
     naive.assert_alike(sums("cuda"), sums("cpu"), 1e-4)
 

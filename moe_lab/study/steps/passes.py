@@ -180,8 +180,8 @@ class Pass(LeavesSums, OnText):
 
     reads_text = True
     streams = True
-    tap: ClassVar[str] = ""
-    """Module and name of the tap that gathers the sums."""
+    hook: ClassVar[str] = ""
+    """Module and name of the hook that gathers the sums."""
     divides: ClassVar[bool] = True
     """Whether sums over rows can be added up, so that calibration.parts divides the pass into
     steps."""
@@ -212,7 +212,7 @@ class Pass(LeavesSums, OnText):
     def gather(self, files: Files) -> Any:
         """The sums of this pass."""
         passes = self.engine(files)
-        return (passes.read_back if self.backward else passes.read)(resolve_name(self.tap))
+        return (passes.read_back if self.backward else passes.read)(resolve_name(self.hook))
 
     def merge(self, shares: list[Path]) -> Any:
         """The sums of the shares in these files together: layer -> name -> tensor."""
@@ -226,7 +226,7 @@ class StatisticsPass(Pass):
     figures."""
 
     kind = "statistics"
-    tap = "moe_lab.statistics.forward:ForwardTap"
+    hook = "moe_lab.statistics.forward:ForwardHook"
     figures = (
         ("coverage.parquet", results.COVERAGE, tables.coverage),
         ("experts.parquet", results.EXPERTS, tables.experts),
@@ -241,7 +241,7 @@ class Gradients(Pass):
 
     kind = "gradients"
     backward = True
-    tap = "moe_lab.statistics.gradients:GradientTap"
+    hook = "moe_lab.statistics.gradients:GradientHook"
     figures = (("gradients.parquet", results.GRADIENTS, tables.gradients),)
 
 
@@ -252,7 +252,7 @@ class WeightGradients(Pass):
     kind = "weight_gradients"
     backward = True
     divides = False
-    tap = "moe_lab.statistics.gradients:WeightGradientTap"
+    hook = "moe_lab.statistics.gradients:WeightGradientHook"
 
     def layer_memory(self, size: Size) -> float:
         """The gradients of the weights of all experts, in fp32."""
@@ -264,7 +264,7 @@ class Damage(Pass):
     token."""
 
     kind = "damage"
-    tap = "moe_lab.statistics.damage:DamageTap"
+    hook = "moe_lab.statistics.damage:DamageHook"
 
 
 class Similarity(Pass):
@@ -272,7 +272,7 @@ class Similarity(Pass):
     experts."""
 
     kind = "similarity"
-    tap = "moe_lab.statistics.damage:SimilarityTap"
+    hook = "moe_lab.statistics.damage:SimilarityHook"
 
 
 class LossRises(Pass):

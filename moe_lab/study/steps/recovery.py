@@ -68,10 +68,10 @@ class ActivationAlignment(AlignsChannels):
     reads_text = True
 
     def work(self, files: Files) -> None:
-        from moe_lab.pruning.alignment import align_by_activations, alignment_tap
+        from moe_lab.pruning.alignment import align_by_activations, alignment_hook
 
         plan = files.plan(self.plan)
-        sums = self.engine(files).read(alignment_tap(plan))
+        sums = self.engine(files).read(alignment_hook(plan))
         align_by_activations(plan, sums.layers).save(files.out / "plan.json")
 
     def layer_memory(self, size: Size) -> float:
