@@ -41,8 +41,8 @@ from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.selection import make_plan
 from moe_lab.search.ablation import loss_rises
-from moe_lab.statistics.damage import DamageTap
-from moe_lab.statistics.forward import ForwardTap
+from moe_lab.statistics.damage import DamageHook
+from moe_lab.statistics.forward import ForwardHook
 from moe_lab.statistics.observe import gather
 
 MODELS = ("olmoe", "qwen3_moe", "deepseek_v2", "ernie4_5_moe")
@@ -178,8 +178,8 @@ def rankings(
     yield ABLATION, {layer: sums["ablation"].tolist() for layer, sums in silent.items()}
     rows = _rows(skill, tokens, tokenizer)
     passes: dict[str, Mapping[int, Mapping[str, Any]]] = {
-        "statistics": gather(model, ForwardTap, rows).layers,
-        "damage": gather(model, DamageTap, rows).layers,
+        "statistics": gather(model, ForwardHook, rows).layers,
+        "damage": gather(model, DamageHook, rows).layers,
     }
     for need, sums in passes.items():
         for name, about in criteria.CRITERIA.items():

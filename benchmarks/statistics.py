@@ -31,9 +31,9 @@ from benchmarks.measure import describe, device_seconds, median_misses, parser
 from benchmarks.models import CONFIGURATIONS, published_model, random_model
 from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.models.experts import run
-from moe_lab.statistics.damage import SimilarityTap
-from moe_lab.statistics.forward import ForwardTap
-from moe_lab.statistics.gradients import GradientTap, differentiable, forward_and_backward
+from moe_lab.statistics.damage import SimilarityHook
+from moe_lab.statistics.forward import ForwardHook
+from moe_lab.statistics.gradients import GradientHook, differentiable, forward_and_backward
 from moe_lab.statistics.observe import Observer
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -168,12 +168,12 @@ def plain(model: PreTrainedModel, batch: Batch) -> None:
 
 
 def _observe(model: PreTrainedModel, batch: Batch) -> None:
-    with Observer(model, ForwardTap) as observer:
+    with Observer(model, ForwardHook) as observer:
         observer.read(*batch)
 
 
 def _observe_similarity(model: PreTrainedModel, batch: Batch) -> None:
-    with Observer(model, SimilarityTap) as observer:
+    with Observer(model, SimilarityHook) as observer:
         observer.read(*batch)
 
 
@@ -191,7 +191,7 @@ def plain_gradients(model: PreTrainedModel, batch: Batch) -> None:
 
 def observe_gradients(model: PreTrainedModel, batch: Batch) -> None:
     """The pass with all gradient statistics."""
-    with differentiable(model), Observer(model, GradientTap) as observer:
+    with differentiable(model), Observer(model, GradientHook) as observer:
         observer.read(*batch, forward_and_backward)
 
 

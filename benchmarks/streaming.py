@@ -45,7 +45,7 @@ from benchmarks.statistics import batch
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.experts import use_cpu_experts
 from moe_lab.models.streamed import StreamedModel
-from moe_lab.statistics.forward import ForwardTap
+from moe_lab.statistics.forward import ForwardHook
 from moe_lab.statistics.observe import gather
 from moe_lab.statistics.streaming import stream
 
@@ -161,7 +161,7 @@ def _resident(arguments: argparse.Namespace) -> dict[str, float]:
         use_cpu_experts(model, moe_layers(model))
     loading = time.monotonic() - start
     batches = [batch(arguments.rows, arguments.length)] * arguments.batches
-    _, found = _timed(arguments.device, lambda: gather(model, ForwardTap, batches))
+    _, found = _timed(arguments.device, lambda: gather(model, ForwardHook, batches))
     weights = sum(weight.nbytes for weight in model.parameters())
     return {**found, "weights GiB": weights / GIB, "loading": loading}
 
@@ -183,7 +183,7 @@ def _stream(
 
     def run() -> StreamedModel:
         model = StreamedModel(arguments.folder, dtype=precision, device=arguments.device)
-        stream(model, ForwardTap, given, out=Path(folder))
+        stream(model, ForwardHook, given, out=Path(folder))
         return model
 
     with tempfile.TemporaryDirectory() as folder:

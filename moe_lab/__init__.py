@@ -189,18 +189,18 @@ def _text_file(text: str | os.PathLike[str] | Sequence[str]) -> Iterator[str]:
 
 def _gather(need: str, model: Any, rows: Any) -> dict[int, dict[str, Any]]:
     """Layer -> the sums of one pass, as numpy arrays."""
-    from moe_lab.statistics.damage import DamageTap, SimilarityTap
-    from moe_lab.statistics.forward import ForwardTap
-    from moe_lab.statistics.gradients import GradientTap, WeightGradientTap, gather_gradients
+    from moe_lab.statistics.damage import DamageHook, SimilarityHook
+    from moe_lab.statistics.forward import ForwardHook
+    from moe_lab.statistics.gradients import GradientHook, WeightGradientHook, gather_gradients
     from moe_lab.statistics.observe import gather
     from moe_lab.statistics.weights import compare_experts, weigh_channels, weigh_experts
 
     passes: Mapping[str, Callable[[], Statistics]] = {
-        "statistics": lambda: gather(model, ForwardTap, rows),
-        "damage": lambda: gather(model, DamageTap, rows),
-        "similarity": lambda: gather(model, SimilarityTap, rows),
-        "gradients": lambda: gather_gradients(model, GradientTap, rows),
-        "weight_gradients": lambda: gather_gradients(model, WeightGradientTap, rows),
+        "statistics": lambda: gather(model, ForwardHook, rows),
+        "damage": lambda: gather(model, DamageHook, rows),
+        "similarity": lambda: gather(model, SimilarityHook, rows),
+        "gradients": lambda: gather_gradients(model, GradientHook, rows),
+        "weight_gradients": lambda: gather_gradients(model, WeightGradientHook, rows),
         "weights": lambda: weigh_experts(model),
         "channel_weights": lambda: weigh_channels(model),
         "weight_distances": lambda: compare_experts(model, device=str(model.device)),
@@ -403,7 +403,7 @@ def align(
     from moe_lab.errors import UserError
     from moe_lab.models.discover import moe_layers
     from moe_lab.models.identity import check_tokenizer
-    from moe_lab.pruning.alignment import align_by_activations, align_by_weights, alignment_tap
+    from moe_lab.pruning.alignment import align_by_activations, align_by_weights, alignment_hook
     from moe_lab.statistics.observe import gather
 
     if not plan.merged_layers:
@@ -427,7 +427,7 @@ def align(
     calibration = _calibration(tokenizer, text, seed, settings, "align")
     with _evaluated(model):
         return align_by_activations(
-            plan, gather(model, alignment_tap(plan), calibration.rows).layers
+            plan, gather(model, alignment_hook(plan), calibration.rows).layers
         )
 
 

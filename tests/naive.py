@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.statistics import Layers
-from moe_lab.statistics.observe import Observer, Tap
+from moe_lab.statistics.observe import Observer, StatisticsHook
 
 
 @dataclass
@@ -134,13 +134,13 @@ def routed(name: str, dtype: torch.dtype = torch.float32) -> dict[int, Seen]:
 
 
 @torch.no_grad()
-def observed(network: Any, tap: type[Tap]) -> Layers:
-    """The sums of a tap over `batch()`; to the bit, the model computes the same while it is
+def observed(network: Any, hook: type[StatisticsHook]) -> Layers:
+    """The sums of a hook over `batch()`; to the bit, the model computes the same while it is
     observed and afterwards."""
     ids, valid = batch()
     inputs: Any = {"input_ids": ids, "attention_mask": valid.long()}
     plain = network(**inputs).logits
-    with Observer(network, tap) as observer:
+    with Observer(network, hook) as observer:
         observer.valid = valid
         assert torch.equal(network(**inputs).logits, plain)
     assert torch.equal(network(**inputs).logits, plain)

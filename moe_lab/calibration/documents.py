@@ -171,7 +171,8 @@ def _check_rest(rest: Mapping[str, Any], text: str, what: str) -> None:
     """Raise UserError, which begins with `what`, for content in `rest` that is not a part of
     `text`."""
     for key, value in rest.items():
-        if is_content(value) and not (isinstance(value, str) and not _missing([value], text)):
+        is_in_text = isinstance(value, str) and not _missing([value], text)
+        if is_content(value) and not is_in_text:
             raise _unread(what, key, value)
 
 

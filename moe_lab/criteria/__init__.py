@@ -290,10 +290,9 @@ def _called(layer: Layer, parameters: Mapping[str, Any], where: str, remedy: str
             "channels each: "
             f"{reason} ({line.filename}, line {line.lineno})"
         ) from error
-    if layer.criterion.granularity == "expert":
-        shape = (layer.n_experts,)
-        scored = "experts"
-    else:
+    shape: tuple[int, ...] = (layer.n_experts,)
+    scored = "experts"
+    if layer.criterion.granularity == "channel":
         shape = (layer.n_experts, layer.width)
         scored = f"experts' {layer.width} channels"
     if scores.shape != shape:

@@ -150,6 +150,13 @@ def check_chat_template(settings: ModelConfig, user: str, tools: bool, other: st
         )
 
 
+def eos_tokens(configured: int | list[int] | None, tokenizer: Any) -> list[int]:
+    """The tokens that end a text, ascending: those that a configuration states, and the
+    tokenizer's."""
+    stated = configured if isinstance(configured, list) else [configured]
+    return sorted({token for token in (*stated, tokenizer.eos_token_id) if token is not None})
+
+
 def check_plain_weights(settings: ModelConfig, user: str) -> None:
     """Raise UserError when the weights are quantised: such a model can be run, but `user` needs
     plain weights."""

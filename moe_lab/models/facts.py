@@ -14,6 +14,7 @@ from moe_lab.models.config_json import compare
 from moe_lab.models.discover import MoELayer, is_ragged, linears, part_of, routed_layers
 from moe_lab.models.files import local_folder
 from moe_lab.models.load import check_sizes, set_top_k, skeleton
+from moe_lab.models.transformers_private import NameMapping
 
 
 def facts(settings: ModelConfig) -> dict[str, Any]:
@@ -35,7 +36,8 @@ def _built(folder: Path, settings: ModelConfig) -> Any:
     `model.expected`."""
     model = skeleton(folder, trust_remote_code=settings.trust_remote_code)
     if any(folder.glob("*.safetensors")):
-        check_sizes(model, open_checkpoint(folder))
+        checkpoint = open_checkpoint(folder)
+        check_sizes(checkpoint, NameMapping(model, checkpoint.tensors))
     compare(asdict(architecture(model)), settings)
     set_top_k(model, settings.top_k)
     return model

@@ -20,7 +20,7 @@ from moe_lab.models.discover import routed_layers
 from moe_lab.models.families import Family
 from moe_lab.models.files import fingerprint, in_cache
 from moe_lab.models.load import load_tokenizer, quiet
-from moe_lab.models.transformers_private import copied_tensors
+from moe_lab.models.transformers_private import NameMapping
 
 SAMPLE = 1 << 24
 """About how many weights of a model are hashed, at equal distances: all of a small one, and of a
@@ -95,7 +95,7 @@ def _as_stored(model: Any, checkpoint: Checkpoint) -> Iterator[tuple[str, torch.
     """(name of a tensor of a checkpoint, the tensor of `model` that it is read into, as a view in
     its layout). None for a tensor of an expert that `model` does not have."""
     state = model.state_dict()
-    for name, stored_name in copied_tensors(model, checkpoint.tensors).items():
+    for name, stored_name in NameMapping(model, checkpoint.tensors).copied.items():
         if name in state:
             yield stored_name, state[name]
     layers = {layer.index: layer for layer in routed_layers(model)}

@@ -22,7 +22,8 @@ import moe_lab.exported_code  # noqa: F401 - registers families that transformer
 from moe_lab.config import ModelConfig
 from moe_lab.config.pruning import DEVICE_MAPS
 from moe_lab.errors import UserError
-from moe_lab.models import experts, processor
+from moe_lab.machine import processor
+from moe_lab.models import experts
 from moe_lab.models.checkpoint import Checkpoint, open_checkpoint, read_json
 from moe_lab.models.config_json import UNPACKED, experts_implementation, quantization_method
 from moe_lab.models.discover import is_ragged, routed_layers
@@ -34,12 +35,11 @@ from moe_lab.models.families import (
     prediction_prefixes,
 )
 from moe_lab.models.files import check_code, local_folder
-from moe_lab.models.routing import restore_routing
+from moe_lab.models.routing import StoredRouting
 from moe_lab.models.transformers_private import (
-    copied_tensors,
+    NameMapping,
     dequantised_by_stated_blocks,
     dequantising,
-    unmatched_tensors,
 )
 
 
@@ -63,10 +63,13 @@ def load_model(settings: ModelConfig) -> tuple[Any, Any]:
         set_top_k(empty, settings.top_k)
         routed_layers(empty)
         checkpoint = open_checkpoint(folder)
-        check_sizes(empty, checkpoint)
+        names = NameMapping(empty, checkpoint.tensors)
+        check_sizes(checkpoint, names)
         model = _weights(folder, settings, dtype, device)
         tokenizer = load_tokenizer(folder, settings)
-    restore_routing(model, routed_layers(model), checkpoint, checkpoint.tensors)
+    routing = StoredRouting(model, checkpoint, names)
+    for layer in routed_layers(model):
+        routing.restore(layer)
     model.eval().requires_grad_(False)
     check_finite(model)
     set_top_k(model, settings.top_k)
@@ -236,10 +239,11 @@ def check_used(where: Path | str, unused: Iterable[str]) -> None:
         )
 
 
-def check_sizes(skeleton: Any, checkpoint: Checkpoint) -> None:
+def check_sizes(checkpoint: Checkpoint, names: NameMapping) -> None:
     """Raise UserError when an unquantised tensor has another number of elements than config.json
     asks for, or is none that it asks for, or when experts of a layer are missing or of another
-    size.
+    size. `names`: of the checkpoint's tensors in the model that config.json describes, with or
+    without weights.
 
     Shapes are not compared, because some experts are stored transposed.
     """
@@ -247,15 +251,13 @@ def check_sizes(skeleton: Any, checkpoint: Checkpoint) -> None:
     stored = checkpoint.tensors
     if quantization_method(read_json(folder / "config.json")) is not None:
         return
-    expected = skeleton.state_dict()
-    names = {**copied_tensors(skeleton, stored), **{name: name for name in stored}}
-    shapes = (
-        (names[name], stored[names[name]].shape, expected[name].shape)
-        for name in expected
-        if name in names
-    )
-    check_shapes(folder, [entry for entry in shapes if prod(entry[1]) != prod(entry[2])])
-    unused, missing = unmatched_tensors(skeleton, stored)
+    wrong = []
+    for name, tensor in names.model.state_dict().items():
+        stored_name = name if name in stored else names.copied.get(name)
+        if stored_name is not None and prod(stored[stored_name].shape) != tensor.numel():
+            wrong.append((stored_name, stored[stored_name].shape, tensor.shape))
+    check_shapes(folder, wrong)
+    unused, missing = names.unmatched()
     check_used(folder, unused)
     if missing:
         raise UserError(
@@ -266,13 +268,13 @@ def check_sizes(skeleton: Any, checkpoint: Checkpoint) -> None:
     for name, part in Family().places(stored).items():
         if part.kind == "expert":
             counts[part.layer] += prod(stored[name].shape)
-    for layer in routed_layers(skeleton):
-        asked = sum(weight.numel() for weight in layer.experts.parameters())
-        if counts[layer.index] not in (0, asked):
+    for layer in routed_layers(names.model):
+        expected = sum(weight.numel() for weight in layer.experts.parameters())
+        if counts[layer.index] not in (0, expected):
             raise UserError(
                 f"{folder}: experts of layer {layer.index} have {counts[layer.index]} weights, "
                 "but config.json asks "
-                f"for {asked}"
+                f"for {expected}"
             )
 
 

@@ -4,9 +4,7 @@ model is."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from functools import reduce
 from typing import Any
 
 import torch
@@ -15,7 +13,7 @@ from torch import nn
 from moe_lab.exported_code.ragged import replace_tensor
 from moe_lab.models.checkpoint import Checkpoint, bits_of
 from moe_lab.models.discover import MoELayer, RoutingTensor
-from moe_lab.models.transformers_private import copied_tensors
+from moe_lab.models.transformers_private import NameMapping
 
 PLAIN = ("F64", "F32", "F16", "BF16")
 """Types of numbers that stand for themselves, without a scale."""
@@ -24,37 +22,61 @@ LINEAR = ("weight", "bias")
 product."""
 
 
-def restore_routing(
-    model: Any, layers: Iterable[MoELayer], checkpoint: Checkpoint, names: Iterable[str]
-) -> None:
-    """Give the routing tensors of loaded `layers`, in place, the numbers of `names`, tensors of
-    their checkpoint.
+class StoredRouting:
+    """The routing tensors of a model, as they are in the files of its checkpoint."""
 
-    In some families transformers rounds them to the precision of the model: biases that differ by
-    little become equal, and tokens go to other experts. Vectors that are added to scores get at
-    least the precision of the files. So does the linear map of a router, but only where the files
-    have most other weights in a lower precision, because a checkpoint of one precision is meant to
-    be loaded in that of the model.
-    """
-    sources = copied_tensors(
-        model, (name for name in names if checkpoint.tensors[name].dtype in PLAIN)
-    )
-    paths = {
-        id(tensor): path for path, tensor in [*model.named_parameters(), *model.named_buffers()]
-    }
-    usual = _usual_bits(checkpoint)
-    for layer in layers:
-        named = {part: sources.get(paths[id(part.tensor)]) for part in layer.routing}
+    def __init__(self, model: Any, checkpoint: Checkpoint, names: NameMapping) -> None:
+        """`names`: of the checkpoint's tensors in `model`."""
+        self.checkpoint = checkpoint
+        self.names = names
+        self.paths = {module: path for path, module in model.named_modules()}
+        self.usual_bits = _usual_bits(checkpoint)
+
+    def restore(self, layer: MoELayer) -> None:
+        """Give the routing tensors of a loaded layer, in place, the numbers of the files.
+
+        In some families transformers rounds them to the precision of the model: biases that differ
+        by little become equal, and tokens go to other experts. Vectors that are added to scores get
+        at least the precision of the files. So does the linear map of a router, but only where the
+        files have most other weights in a lower precision, because a checkpoint of one precision is
+        meant to be loaded in that of the model.
+        """
+        stored = self._read(layer)
+        linear = {
+            part: stored.get(part, part.tensor) for part in layer.routing if part.name in LINEAR
+        }
+        router, loaded_dtype = next((part.module, part.tensor.dtype) for part in linear)
+        # a product takes one precision
+        linear_dtype = loaded_dtype
+        for tensor in linear.values():
+            if 8 * tensor.element_size() > self.usual_bits:
+                linear_dtype = torch.promote_types(linear_dtype, tensor.dtype)
+        for part, tensor in (linear | stored).items():
+            dtype = (
+                linear_dtype
+                if part in linear
+                else torch.promote_types(part.tensor.dtype, tensor.dtype)
+            )
+            numbers = tensor.to(part.tensor.device, dtype).reshape(part.tensor.shape)
+            replace_tensor(part.module, part.name, numbers)
+        if linear_dtype != loaded_dtype:
+            router.register_forward_pre_hook(_in_precision_of_weight)
+
+    def _read(self, layer: MoELayer) -> dict[RoutingTensor, torch.Tensor]:
+        """The routing tensors of a layer that the files have unconverted, fp32 at most: scores in
+        fp64 would need experts and statistics in fp64."""
+        names = {}
+        for part in layer.routing:
+            name = self.names.copied.get(f"{self.paths[part.module]}.{part.name}")
+            if name is not None and self.checkpoint.tensors[name].dtype in PLAIN:
+                names[part] = name
+        tensors = {}
         with ExitStack() as files:
-            slices = checkpoint.slices(filter(None, named.values()), files)
-            stored = {part: _read(slices[name]) for part, name in named.items() if name in slices}
-        _restore(layer, stored, usual)
-
-
-def _read(stored: Any) -> torch.Tensor:
-    """A slice of a file, fp32 at most: scores in fp64 would need experts and statistics in fp64."""
-    tensor: torch.Tensor = stored[:]
-    return tensor.float() if tensor.dtype == torch.float64 else tensor
+            slices = self.checkpoint.slices(names.values(), files)
+            for part, name in names.items():
+                tensor = slices[name][:]
+                tensors[part] = tensor.float() if tensor.dtype == torch.float64 else tensor
+        return tensors
 
 
 def _usual_bits(checkpoint: Checkpoint) -> int:
@@ -65,23 +87,6 @@ def _usual_bits(checkpoint: Checkpoint) -> int:
         if entry.dtype.startswith(("F", "BF")):
             sizes[entry.dtype] += entry.size
     return bits_of(max(sizes, key=lambda dtype: sizes[dtype]))
-
-
-def _restore(layer: MoELayer, stored: Mapping[RoutingTensor, torch.Tensor], usual: int) -> None:
-    """As `restore_routing`, for one layer. `stored`: its routing tensors as they are in the files.
-    `usual`: bits of most numbers there."""
-    linear = {part: stored.get(part, part.tensor) for part in layer.routing if part.name in LINEAR}
-    module, loaded = next((part.module, part.tensor.dtype) for part in linear)
-    above = [tensor.dtype for tensor in linear.values() if 8 * tensor.element_size() > usual]
-    of_linear = reduce(torch.promote_types, above, loaded)  # a product takes one precision
-    for part, tensor in (linear | dict(stored)).items():
-        dtype = (
-            of_linear if part in linear else torch.promote_types(part.tensor.dtype, tensor.dtype)
-        )
-        numbers = tensor.to(part.tensor.device, dtype).reshape(part.tensor.shape)
-        replace_tensor(part.module, part.name, numbers)
-    if of_linear != loaded:
-        module.register_forward_pre_hook(_in_precision_of_weight)
 
 
 def _in_precision_of_weight(

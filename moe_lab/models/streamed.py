@@ -36,8 +36,8 @@ from moe_lab.models.load import (
     set_top_k,
     skeleton,
 )
-from moe_lab.models.routing import restore_routing
-from moe_lab.models.transformers_private import compute_buffers, load_tensors
+from moe_lab.models.routing import StoredRouting
+from moe_lab.models.transformers_private import NameMapping, compute_buffers, load_tensors
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
 BLOCK = 8 << 20
@@ -101,7 +101,9 @@ class StreamedModel:
             .requires_grad_(False)
         )
         set_top_k(self.model, top_k)
-        check_sizes(self.model, self.checkpoint)
+        names = NameMapping(self.model, self.checkpoint.tensors)
+        check_sizes(self.checkpoint, names)
+        self.routing = StoredRouting(self.model, self.checkpoint, names)
         self.moe = {layer.index: layer for layer in routed_layers(self.model)}
         self.path = next(iter(self.moe.values())).stack
         """Module path of the decoder layers, such as model.layers."""
@@ -190,7 +192,7 @@ class StreamedModel:
             missing = {name for name, tensor in self.model.state_dict().items() if tensor.is_meta}
             self.model.tie_weights(missing_keys=missing, recompute_mapping=False)
         if number in self.moe:
-            restore_routing(self.model, [self.moe[number]], self.checkpoint, self._names(number))
+            self.routing.restore(self.moe[number])
         module.requires_grad_(False)
         own = self.model.state_dict()
         beginning = f"{self.path}." if number == REST else f"{self.path}.{number}."

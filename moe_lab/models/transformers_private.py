@@ -11,9 +11,10 @@ classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from datetime import datetime
+from functools import cached_property
 from math import ceil
 from types import SimpleNamespace
 from typing import Any
@@ -157,43 +158,49 @@ class _DequantizeStatedBlocks(Fp8Dequantize):
         )
 
 
-def unmatched_tensors(
-    model: PreTrainedModel, names: Collection[str]
-) -> tuple[list[str], list[str]]:
-    """(unused, missing): those of `names`, the tensors of a plain checkpoint, that from_pretrained
-    leaves out of `model`, and the tensors of `model` to which none of `names` gives a value.
-    Without those that the model's class ignores on purpose, and those that are tied."""
-    expected = model.state_dict()
-    unused = {}
-    given = set(names)
-    for name, renamed, _ in _renamed(model, names):
-        given.add(renamed)
-        if renamed not in expected and name not in expected:
-            unused[renamed] = name
-    report: Any = SimpleNamespace(missing_keys=expected.keys() - given, unexpected_keys=set(unused))
-    model._adjust_missing_and_unexpected_keys(report)
-    missing = report.missing_keys - model.all_tied_weights_keys.keys()
-    return [unused[renamed] for renamed in report.unexpected_keys], sorted(missing)
+class NameMapping:
+    """Which tensors of a model from_pretrained reads the tensors of a checkpoint into."""
 
+    def __init__(self, model: PreTrainedModel, names: Collection[str]) -> None:
+        """`model`: with or without weights. `names`: the tensors of the checkpoint."""
+        self.model = model
+        self.names = names
 
-def copied_tensors(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
-    """Name in `model` -> name in the checkpoint, one of `names`, of each tensor that
-    from_pretrained reads without changing more than its precision."""
-    return {
-        renamed: name for name, renamed, converter in _renamed(model, names) if converter is None
-    }
+    @cached_property
+    def renamed(self) -> list[tuple[str, str, str | None]]:
+        """(name in the checkpoint, name in the model, the pattern of what converts the tensor)."""
+        mapping = get_model_conversion_mapping(self.model)
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        expected = self.model.state_dict()
+        prefix = self.model.base_model_prefix
+        # some renamings depend on the names before
+        ordered = sorted(self.names, key=dot_natural_key)
+        return [
+            (name, *rename_source_key(name, renamings, converters, prefix, expected))
+            for name in ordered
+        ]
 
+    @cached_property
+    def copied(self) -> dict[str, str]:
+        """Name in the model -> name in the checkpoint of each tensor that is read without changing
+        more than its precision."""
+        return {renamed: name for name, renamed, converter in self.renamed if converter is None}
 
-def _renamed(model: PreTrainedModel, names: Iterable[str]) -> Iterator[tuple[str, str, str | None]]:
-    """(name in a checkpoint, name in `model`, the pattern of what converts the tensor) of each of
-    `names`."""
-    mapping = get_model_conversion_mapping(model)
-    expected = model.state_dict()
-    prefix = model.base_model_prefix
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    for name in sorted(names, key=dot_natural_key):  # some renamings depend on the names before
-        yield name, *rename_source_key(name, renamings, converters, prefix, expected)
+    def unmatched(self) -> tuple[list[str], list[str]]:
+        """(unused, missing): the tensors of a plain checkpoint that are not read, and those of the
+        model that none is read into. Without those that the model's class ignores on purpose, and
+        those that are tied."""
+        expected = self.model.state_dict()
+        unused = {}
+        for name, renamed, _ in self.renamed:
+            if renamed not in expected and name not in expected:
+                unused[renamed] = name
+        missing = expected.keys() - set(self.names) - {renamed for _, renamed, _ in self.renamed}
+        report: Any = SimpleNamespace(missing_keys=missing, unexpected_keys=set(unused))
+        self.model._adjust_missing_and_unexpected_keys(report)
+        missing = report.missing_keys - self.model.all_tied_weights_keys.keys()
+        return [unused[renamed] for renamed in report.unexpected_keys], sorted(missing)
 
 
 def to_checkpoint(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from moe_lab.models.experts import wide
 from moe_lab.pruning.layer_plan import Alignment, LayerPlan
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics import Layers
-from moe_lab.statistics.observe import Tap
+from moe_lab.statistics.observe import StatisticsHook
 
 COMPONENTS = 64
 """Principal components of the weights that REAM compares."""
@@ -74,7 +74,7 @@ def channel_weights(layer: MoELayer, expert: int) -> torch.Tensor:
     return torch.cat([wide(roles[role].detach()) for role in ("gate", "up", "down")], dim=1)
 
 
-class AlignmentTap(Tap):
+class AlignmentHook(StatisticsHook):
     """Matches the channels of merged experts by activations and weights, as REAM does (arXiv
     2604.04356, its code).
 
@@ -126,13 +126,13 @@ class AlignmentTap(Tap):
         return {"order": torch.from_numpy(match_channels(plan, self.layer, cost))}
 
 
-def alignment_tap(plan: Plan) -> type[AlignmentTap]:
-    """An `AlignmentTap` for the merged experts of `plan`."""
-    return type("AlignmentTap", (AlignmentTap,), {"plan": plan})
+def alignment_hook(plan: Plan) -> type[AlignmentHook]:
+    """An `AlignmentHook` for the merged experts of `plan`."""
+    return type("AlignmentHook", (AlignmentHook,), {"plan": plan})
 
 
 def align_by_activations(plan: Plan, sums: Layers) -> Plan:
-    """`plan` with the orders from the results of an `AlignmentTap` by layer."""
+    """`plan` with the orders from the results of an `AlignmentHook` by layer."""
     return aligned(
         plan,
         {layer: sums[layer]["order"].numpy().astype(numpy.int32) for layer in plan.merged_layers},

@@ -21,7 +21,7 @@ from moe_lab.models.families import DISK_SHARED
 from moe_lab.pruning.mask import mask, mask_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics import Layers
-from moe_lab.statistics.observe import Batch, Observer, Tap
+from moe_lab.statistics.observe import Batch, Observer, StatisticsHook
 
 BYTES = 2
 """Of a parameter in bfloat16, the precision in which the papers state loading memory."""
@@ -219,7 +219,7 @@ def even_routing(layers: Sequence[MoELayer]) -> Routing | None:
     return Routing(1, channels)
 
 
-class LoadTap(Tap):
+class LoadHook(StatisticsHook):
     """Counts the valid tokens that are routed to each expert, whatever computes the experts: tokens
     (E,)."""
 
@@ -244,7 +244,7 @@ def measured_routing(
     layers = routed_layers(model)
     with (
         mask(model, plan) if plan is not None else nullcontext(),
-        Observer(model, LoadTap, layers=layers) as observer,
+        Observer(model, LoadHook, layers=layers) as observer,
     ):
         for ids, valid in batches:
             observer.read(ids, valid)
@@ -265,7 +265,7 @@ def layered_routing(
     if plan is not None:
         plan.check_model(moe_layers(streamed.model))
         passing["under"] = lambda layer: mask_layers([layer], plan)
-    return _routing(plan, pruned, stream(streamed, LoadTap, batches, **passing).layers, batches)
+    return _routing(plan, pruned, stream(streamed, LoadHook, batches, **passing).layers, batches)
 
 
 def _routing(

@@ -18,7 +18,7 @@ from moe_lab.models.discover import Weights, routed_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
 from moe_lab.recovery.apply import save_tuned
-from moe_lab.statistics.observe import Tap, gather
+from moe_lab.statistics.observe import StatisticsHook, gather
 
 RIDGE = 1e-6
 """How strongly fits are held to the plain average, as a share of the mean square of their inputs:
@@ -51,8 +51,8 @@ def fit(
     started = time.monotonic()
     pruned = prune(model, plan)
     weights_of = merged_weights(pruned, plan)
-    tap = type("FitTap", (MergeTap,), {"plan": plan, "merged": weights_of})
-    sums = gather(model, tap, batches(text, tokenizer).rows, out=partial).layers
+    hook = type("FitHook", (MergeHook,), {"plan": plan, "merged": weights_of})
+    sums = gather(model, hook, batches(text, tokenizer).rows, out=partial).layers
     experts = []
     for layer, of_layer in weights_of.items():
         for owner, weights in of_layer.items():
@@ -100,7 +100,7 @@ def merged_weights(pruned: Any, plan: Plan) -> dict[int, dict[int, Weights]]:
     return merged
 
 
-class MergeTap(Tap):
+class MergeHook(StatisticsHook):
     """Adds what a fit reads, for each merged expert j: phi and f are summed over the valid tokens
     routed to a member.
 
@@ -141,7 +141,7 @@ class MergeTap(Tap):
 @torch.no_grad()
 def _fitted(down: torch.Tensor, owner: int, sums: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Write the fitted down projection of an expert to its model, where it is `down`, if it saw
-    enough tokens; returns what was done. `sums`: those of its layer, see `MergeTap`; `owner`: the
+    enough tokens; returns what was done. `sums`: those of its layer, see `MergeHook`; `owner`: the
     expert's id in the unpruned model."""
     tokens, square, error = (
         float(sums[f"{name}.{owner}"]) for name in ("tokens", "square", "error")

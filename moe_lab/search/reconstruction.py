@@ -23,7 +23,7 @@ from moe_lab.models.discover import MoELayer
 from moe_lab.models.experts import spread, wide
 from moe_lab.pruning.routers import sliced_router
 from moe_lab.statistics import Layers, Statistics
-from moe_lab.statistics.observe import Tap
+from moe_lab.statistics.observe import StatisticsHook
 
 BUDGET = 1 << 28
 """Bytes for the outputs of all experts, and for the products between them, for the tokens of one
@@ -43,7 +43,7 @@ class Reconstruction:
 
 
 def reconstruct(
-    read: Callable[[type[Tap]], Statistics],
+    read: Callable[[type[StatisticsHook]], Statistics],
     *,
     facts: Mapping[str, Any],
     ratio: float,
@@ -57,7 +57,7 @@ def reconstruct(
     that loses the lower ids wins. `facts` are those of the model. The pass runs every expert on
     every token and a router once for each choice; errors are computed from inner products of the
     experts' outputs, so memory does not grow with their number. `read` makes the pass, by `gather`
-    or `stream`, and returns the sums that the given tap collects. UserError as `check_removals`,
+    or `stream`, and returns the sums that the given hook collects. UserError as `check_removals`,
     for routers that cannot be called again, and for outputs that are not finite.
     """
     layers = {int(layer): router for layer, router in facts["layers"].items()}
@@ -68,8 +68,8 @@ def reconstruct(
         choices[layer] = retained_subsets(
             router["n_experts"], removed[layer], router["n_group"], protected
         )
-    tap = type("Choices", (SubsetTap,), {"subsets": choices})
-    return _best(choices, read(tap).layers)
+    hook = type("Choices", (SubsetHook,), {"subsets": choices})
+    return _best(choices, read(hook).layers)
 
 
 def _best(choices: Mapping[int, Sequence[tuple[int, ...]]], sums: Layers) -> Reconstruction:
@@ -87,7 +87,7 @@ def _best(choices: Mapping[int, Sequence[tuple[int, ...]]], sums: Layers) -> Rec
     return Reconstruction(retained, table)
 
 
-class SubsetTap(Tap):
+class SubsetHook(StatisticsHook):
     """Adds `error` (S,), the squared error of each choice, and `square` (), that of removing all
     routed experts."""
 

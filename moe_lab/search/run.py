@@ -17,7 +17,7 @@ from moe_lab.allocation.protection import provenance
 from moe_lab.calibration.batches import answer_batches
 from moe_lab.config import CalibrationConfig
 from moe_lab.json_files import Record
-from moe_lab.models import eos_tokens
+from moe_lab.models.config_json import eos_tokens
 from moe_lab.search.candidates import Candidates, Cost, Plans
 from moe_lab.search.evolution import Outcome, SearchSettings, evolve, parse, space_to_search
 from moe_lab.search.schedules import Space

@@ -16,7 +16,7 @@ from moe_lab.pruning.layer_plan import LayerPlan
 from moe_lab.pruning.mask import mask_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics import Layers
-from moe_lab.statistics.forward import ForwardTap
+from moe_lab.statistics.forward import ForwardHook
 from moe_lab.statistics.observe import Batch, description
 from moe_lab.statistics.streaming import LayerPass
 
@@ -49,7 +49,7 @@ def prune_sequentially(
             sums: Layers = {}
             with streamed.layer(number, then=number + 1), torch.no_grad(), ExitStack() as masked:
                 if number in streamed.moe:
-                    sums = rows.run(number, ForwardTap, keep=False)
+                    sums = rows.run(number, ForwardHook, keep=False)
                     plan = choose(number, sums[number])
                     masked.enter_context(mask_layers([streamed.moe[number]], plan))
                 if number + 1 < len(streamed.layers):

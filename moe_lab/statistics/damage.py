@@ -1,4 +1,4 @@
-"""Taps that run other experts than the router chose: exact damage, and similarity.
+"""Hooks that run other experts than the router chose: exact damage, and similarity.
 
 Exact damage of an expert is how much the layer's output changes when that expert alone is removed:
 
@@ -18,13 +18,13 @@ from torch.overrides import TorchFunctionMode
 
 from moe_lab.errors import UserError
 from moe_lab.models.experts import mix_outputs, spread, wide
-from moe_lab.statistics.observe import Tap
+from moe_lab.statistics.observe import StatisticsHook
 
 TOKENS = 2048
 """Tokens processed at once: the outputs of their top-k + 1 experts are in memory together."""
 
 
-class DamageTap(Tap):
+class DamageHook(StatisticsHook):
     """Adds `damage` (E,) while computing the routed output, the same as the eager one up to
     rounding, at (k + 1) / k of the expert work of a forward pass."""
 
@@ -128,7 +128,7 @@ class _Replay(TorchFunctionMode):
         return torch.return_types.topk((values.masked_fill(filled, 0.0), indices))
 
 
-class SimilarityTap(Tap):
+class SimilarityHook(StatisticsHook):
     """Adds `dense_output_sum` and, for routers that give logits, `router_gram` and
     `dense_gated_output_sum`. All E experts run on all tokens, which takes about E / K times the
     expert work of a forward pass."""

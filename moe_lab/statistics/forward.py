@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from moe_lab.models.discover import MoELayer
 from moe_lab.models.experts import Rows, parts, routed_output, sort_by_expert, wide
-from moe_lab.statistics.observe import Observer, Tap
+from moe_lab.statistics.observe import Observer, StatisticsHook
 
 ENTROPY_BINS = 50
 """Bins of the histogram of router entropies, from 0 to the logarithm of the number of experts."""
@@ -24,13 +24,13 @@ EPSILON = 1e-6
 of MoE-Slimming."""
 
 
-class ForwardTap(Tap):
+class ForwardHook(StatisticsHook):
     """Adds all statistics of a forward pass; see moe_lab/statistics."""
 
     kind = "forward"
     residual: torch.Tensor | None = None
     logits: torch.Tensor | None = None
-    call: Call | None = None
+    call: ExpertsCall | None = None
 
     def __init__(self, observer: Observer, layer: MoELayer, start: dict[str, torch.Tensor]) -> None:
         super().__init__(observer, layer, start)
@@ -73,7 +73,7 @@ class ForwardTap(Tap):
         layer = self.layer
         rows = sort_by_expert(index, self.layer.n_experts)
         gates = weights.detach()
-        call = Call(
+        call = ExpertsCall(
             layer.n_experts, rows, gates, self._softmax_gates(index, gates), self.valid(hidden)
         )
 
@@ -158,7 +158,7 @@ def shifts(stream: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
     return torch.where(squares > 0, shift, 1.0)
 
 
-class Call:
+class ExpertsCall:
     """The statistics of one call: `add` for each expert, then `finish`, then `normalize`. `rows`:
     the routed pairs. `weights` (T, K): gates as the model multiplies with them. `others`: further
     gates (T, K) by name. `valid`: (T,) bool, which tokens count, None for all."""

@@ -25,7 +25,7 @@ from moe_lab.models.experts import routed_output, run, sort_by_expert, stand_in,
 from moe_lab.models.families import split
 from moe_lab.statistics import Statistics
 from moe_lab.statistics.forward import Channels
-from moe_lab.statistics.observe import Batch, Observer, Tap, gather
+from moe_lab.statistics.observe import Batch, Observer, StatisticsHook, gather
 
 GRADIENT_SUMS = ("channel_gradient_square", "channel_product", "channel_product_abs")
 LOSS_SCALE = 2.0**8
@@ -36,14 +36,14 @@ LOGITS = 1 << 26
 
 
 def gather_gradients(
-    model: PreTrainedModel, tap: type[Tap], batches: Sequence[Batch], **settings: Any
+    model: PreTrainedModel, hook: type[StatisticsHook], batches: Sequence[Batch], **settings: Any
 ) -> Statistics:
-    """Sum what `tap` collects in a forward and a backward pass of `model`, in eval mode, over
+    """Sum what `hook` collects in a forward and a backward pass of `model`, in eval mode, over
     `batches`. `settings` and errors are those of `gather`. UserError when no valid token follows
     another."""
     check_loss(batches)
     with differentiable(model):
-        return gather(model, tap, batches, reading=forward_and_backward, **settings)
+        return gather(model, hook, batches, reading=forward_and_backward, **settings)
 
 
 def check_loss(batches: Sequence[Batch]) -> None:
@@ -55,7 +55,7 @@ def check_loss(batches: Sequence[Batch]) -> None:
         )
 
 
-class GradientTap(Tap):
+class GradientHook(StatisticsHook):
     """Adds channel sums of the forward pass, once, and of the backward pass of LOSS_SCALE times the
     loss that may follow. Experts compute what the eager forward computes, in the same order."""
 
@@ -169,7 +169,7 @@ def differentiable(model: PreTrainedModel) -> Iterator[None]:
         yield
 
 
-class WeightGradientTap(Tap):
+class WeightGradientHook(StatisticsHook):
     """Computes SNIP's `snip_down`, `snip_up` and, for gated experts, `snip_gate` (E, I): sums of |w
     dL/dw| over the weights of a channel in that projection (Lee et al. 2019, by channel).
 

@@ -1,4 +1,4 @@
-"""Observe the routed experts of a model while it reads a calibration set: one tap per MoE layer,
+"""Observe the routed experts of a model while it reads a calibration set: one hook per MoE layer,
 one pass, checkpoints. A function of ours replaces the forward of every experts module."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def forward(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor
         run(model, input_ids, valid)
 
 
-class Tap:
+class StatisticsHook:
     """Observes one layer: replaces its experts and holds its `sums` so far (name -> fp64 tensor, on
     the device of the activations). Subclasses define in `experts` what to compute and what to
     sum."""
@@ -108,9 +108,9 @@ class Tap:
 
 
 class Observer:
-    """Observes all MoE layers of a model, or some `layers`, with one tap each, while it is open.
+    """Observes all MoE layers of a model, or some `layers`, with one hook each, while it is open.
 
-        with Observer(model, ForwardTap) as observer:
+        with Observer(model, ForwardHook) as observer:
             observer.read(input_ids, valid)
         observer.layers()   # layer -> name -> fp64 tensor on the CPU
 
@@ -120,33 +120,33 @@ class Observer:
     def __init__(
         self,
         model: PreTrainedModel,
-        tap: type[Tap],
+        hook: type[StatisticsHook],
         start: Layers | None = None,
         layers: Sequence[MoELayer] | None = None,
     ) -> None:
         self.model = model
         observed = moe_layers(model) if layers is None else layers
-        self.taps = [tap(self, layer, (start or {}).get(layer.index, {})) for layer in observed]
+        self.hooks = [hook(self, layer, (start or {}).get(layer.index, {})) for layer in observed]
         self.valid: torch.Tensor | None = None
         """(B, S) bool: which tokens of the batch count; None for all of them."""
         self._open = ExitStack()
 
     def __enter__(self) -> Observer:
         with ExitStack() as stack:
-            for tap in self.taps:
-                if tap.computes and are_replaced(tap.layer):
+            for hook in self.hooks:
+                if hook.computes and are_replaced(hook.layer):
                     raise RuntimeError(
-                        f"{tap.layer.name} is observed already, or under a plan of channels"
+                        f"{hook.layer.name} is observed already, or under a plan of channels"
                     )
-                replace_experts(tap.layer, tap.put, stack)
-                around = self.model.get_submodule(f"{tap.layer.stack}.{tap.layer.index}")
+                replace_experts(hook.layer, hook.put, stack)
+                around = self.model.get_submodule(f"{hook.layer.stack}.{hook.layer.index}")
                 stack.callback(
-                    tap.layer.router.register_forward_hook(
-                        tap.after_router, with_kwargs=True
+                    hook.layer.router.register_forward_hook(
+                        hook.after_router, with_kwargs=True
                     ).remove
                 )
-                stack.callback(around.register_forward_hook(tap.after_layer).remove)
-                for handle in tap.watch(around):
+                stack.callback(around.register_forward_hook(hook.after_layer).remove)
+                for handle in hook.watch(around):
                     stack.callback(handle.remove)
             self._open = stack.pop_all()
         return self
@@ -162,8 +162,8 @@ class Observer:
     def layers(self) -> Layers:
         """The sums so far: layer -> name -> fp64 tensor on the CPU."""
         return {
-            tap.layer.index: {name: part.cpu() for name, part in tap.result().items()}
-            for tap in self.taps
+            hook.layer.index: {name: part.cpu() for name, part in hook.result().items()}
+            for hook in self.hooks
         }
 
 
@@ -211,23 +211,23 @@ class Saves:
 
 def gather(
     model: PreTrainedModel,
-    tap: type[Tap],
+    hook: type[StatisticsHook],
     batches: Sequence[Batch],
     *,
     out: Path | None = None,
     reading: Reading = forward,
 ) -> Statistics:
-    """Sum what `tap` collects over `batches`, each read by `reading`.
+    """Sum what `hook` collects over `batches`, each read by `reading`.
 
     Every few minutes the sums are saved in the folder `out`, unless it is None; it is of this pass
     of one model alone. A pass that finds sums of the same batches there continues from them, and on
     the CPU gives exactly the numbers of an uninterrupted one. UserError for no batches, NaN or
     infinite sums (naming layer and expert), and models that cannot be observed.
     """
-    out = out if tap.resumes else None
-    about = description(model, batches, tap.kind)
+    out = out if hook.resumes else None
+    about = description(model, batches, hook.kind)
     done, layers = resume(out, about)
-    with Saves(out) as saves, Observer(model, tap, layers) as observer:
+    with Saves(out) as saves, Observer(model, hook, layers) as observer:
         for number, (ids, valid) in enumerate(batches[done:], done + 1):
             observer.read(ids, valid, reading)
             progress.tell(number, len(batches), "batches")

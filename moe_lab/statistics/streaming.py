@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from moe_lab import progress
-from moe_lab.models import main_memory
+from moe_lab.machine import main_memory
 from moe_lab.models.discover import MoELayer
 from moe_lab.models.experts import stand_in
 from moe_lab.models.streamed import StreamedModel
@@ -27,7 +27,7 @@ from moe_lab.statistics.observe import (
     Batch,
     Observer,
     Saves,
-    Tap,
+    StatisticsHook,
     description,
     resume,
     save_checkpoint,
@@ -109,34 +109,38 @@ def _bytes(state: torch.Tensor) -> int:
 
 def stream(
     streamed: StreamedModel,
-    tap: type[Tap],
+    hook: type[StatisticsHook],
     batches: Sequence[Batch],
     *,
     out: Path,
     under: Callable[[MoELayer], AbstractContextManager[None]] = lambda layer: nullcontext(),
 ) -> Statistics:
-    """Sum what `tap` collects in a forward pass, as `gather` does, with one decoder layer in
+    """Sum what `hook` collects in a forward pass, as `gather` does, with one decoder layer in
     memory.
 
     Hidden states of all batches are kept in memory, up to SHARE of it, and in the folder `out`
     beyond that. An interrupted pass resumes after the layer that was finished when it was last
     saved there, as by `Saves`. `under`: a context in which a layer is run, such as a mask."""
     rows = LayerPass(
-        streamed, batches, description(streamed.model, batches, tap.kind), len(streamed.layers), out
+        streamed,
+        batches,
+        description(streamed.model, batches, hook.kind),
+        len(streamed.layers),
+        out,
     )
     with rows.running():
         for number in range(rows.done, len(streamed.layers)):
             changed = under(streamed.moe[number]) if number in streamed.moe else nullcontext()
             with streamed.layer(number, then=number + 1), torch.no_grad(), changed:
-                sums = rows.run(number, tap, keep=number + 1 < len(streamed.layers))
+                sums = rows.run(number, hook, keep=number + 1 < len(streamed.layers))
             rows.finish(sums, [number + 1])
     return rows.result()
 
 
 def stream_back(
-    streamed: StreamedModel, tap: type[Tap], batches: Sequence[Batch], *, out: Path
+    streamed: StreamedModel, hook: type[StatisticsHook], batches: Sequence[Batch], *, out: Path
 ) -> Statistics:
-    """Sum what `tap` collects in a forward and a backward pass, with one decoder layer in memory.
+    """Sum what `hook` collects in a forward and a backward pass, with one decoder layer in memory.
     The sums are those of `gather_gradients`; arguments and resuming are as in `stream`. The forward
     pass goes through all layers and keeps the input of each. The backward pass goes from the last
     layer to the first MoE layer, and runs each of them once more."""
@@ -144,7 +148,11 @@ def stream_back(
     first = min(streamed.moe)
     last = len(streamed.layers)
     rows = LayerPass(
-        streamed, batches, description(streamed.model, batches, tap.kind), 2 * last + 1 - first, out
+        streamed,
+        batches,
+        description(streamed.model, batches, hook.kind),
+        2 * last + 1 - first,
+        out,
     )
     with rows.running():
         for number in range(rows.done, last):
@@ -161,7 +169,7 @@ def stream_back(
             for number in range(2 * last - rows.done, first - 1, -1):
                 with (
                     streamed.layer(number, then=number - 1),
-                    rows.observer(number, tap) as observer,
+                    rows.observer(number, hook) as observer,
                 ):
                     for index in range(len(batches)):
                         state = rows.entering(number, index)
@@ -233,23 +241,23 @@ class LayerPass:
                     lambda: save_checkpoint(self.folder, self.sums, self.about, self.done)
                 )
 
-    def run(self, number: int, tap: type[Tap] | None, *, keep: bool) -> Layers:
+    def run(self, number: int, hook: type[StatisticsHook] | None, *, keep: bool) -> Layers:
         """Run all batches through a layer that has its weights; if `keep`, keep its outputs for the
-        next layer. Returns the sums that `tap` collects in a layer with routed experts; empty for
-        others and without a tap."""
-        with self.observer(number, tap) as observer:
+        next layer. Returns the sums that `hook` collects in a layer with routed experts; empty for
+        others and without a hook."""
+        with self.observer(number, hook) as observer:
             for index in range(len(self.batches)):
                 output = self.read(number, index, self.entering(number, index), observer)
                 if keep:
                     self.states.put(number + 1, index, output)
             return _sums(observer)
 
-    def observer(self, number: int, tap: type[Tap] | None) -> Observer:
-        """Observes the layer by `tap` while open, if it has routed experts."""
+    def observer(self, number: int, hook: type[StatisticsHook] | None) -> Observer:
+        """Observes the layer by `hook` while open, if it has routed experts."""
         layers = (
-            [self.streamed.moe[number]] if tap is not None and number in self.streamed.moe else []
+            [self.streamed.moe[number]] if hook is not None and number in self.streamed.moe else []
         )
-        return Observer(self.streamed.model, tap or Tap, layers=layers)
+        return Observer(self.streamed.model, hook or StatisticsHook, layers=layers)
 
     def entering(self, number: int, index: int) -> torch.Tensor | None:
         """The input of a layer (B, S, H); None for the first layer, which reads the embeddings."""

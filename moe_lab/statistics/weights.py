@@ -58,9 +58,7 @@ def _measured(source: Source, device: str, measure: Measure) -> Layers:
     order of the bytes. UserError for a source without experts, sums that are NaN or infinite, and
     experts with other sums than the others."""
     sums: dict[int, dict[str, dict[int, torch.Tensor]]] = {}
-    opened = _open(source)
-    matrices = opened.matrices() if isinstance(opened, Stacks) else expert_weights(opened, device)
-    for name, place, expert, weights in matrices:
+    for name, place, expert, weights in _open(source, device).matrices():
         for statistic, values in measure(name, place, weights).items():
             values = values.double().cpu()
             if not bool(values.isfinite().all()):
@@ -101,9 +99,9 @@ def rows_absolute_and_square(experts: torch.Tensor) -> tuple[torch.Tensor, torch
     return absolute.sum(-1), length.square().sum(-1)
 
 
-class Stacks:
-    """The stacked matrices of the routed experts of a model in memory, which are read like those of
-    a checkpoint."""
+class LoadedExperts:
+    """The stacked matrices of the routed experts of a model in memory, as they are now and where
+    they are."""
 
     def __init__(self, model: nn.Module) -> None:
         """UserError for a model that cannot be scored, and for offloaded weights."""
@@ -118,35 +116,52 @@ class Stacks:
                     self.places[name] = Place(layer.name, layer.index, "stack", axes=axes)
 
     def matrices(self) -> Iterator[tuple[str, Place, int, torch.Tensor]]:
-        """(name, place, expert, weights) of every matrix, as by `expert_weights`."""
+        """(name, place, expert, weights) of every matrix."""
         for name, stack in self.tensors.items():
             for expert, weights in enumerate(stack):
                 yield name, self.places[name], expert, weights
 
     def slices(self, names: Iterable[str], files: ExitStack) -> dict[str, torch.Tensor]:
-        """Name -> tensor; as `Checkpoint.slices`, without files."""
+        """Name -> tensor, as `Checkpoint.slices` without files."""
         return {name: self.tensors[name] for name in names}
 
 
-def _open(source: Source) -> Checkpoint | Stacks:
-    return Stacks(source) if isinstance(source, nn.Module) else open_checkpoint(Path(source))
+class StoredExperts:
+    """The matrices of the routed experts of a checkpoint in safetensors."""
+
+    def __init__(self, folder: Path, device: str = "cpu") -> None:
+        """`device`: where `matrices` are read to. UserError for a checkpoint that is damaged, or
+        has no experts, or experts that are not plain numbers."""
+        self.checkpoint = open_checkpoint(folder)
+        self.tensors = self.checkpoint.tensors
+        self.slices = self.checkpoint.slices
+        self.places = projections(self.checkpoint)
+        self.device = device
+
+    def matrices(self) -> Iterator[tuple[str, Place, int, torch.Tensor]]:
+        """(name, place, expert, weights) of every matrix, in the order of the bytes, one tensor in
+        memory at once."""
+        for shard in self.checkpoint.shards:
+            names = [name for name in self.places if self.tensors[name].shard == shard]
+            with safe_open(
+                self.checkpoint.folder / shard, framework="pt", device=self.device
+            ) as file:
+                for name in names:
+                    place = self.places[name]
+                    weights = file.get_tensor(name)
+                    experts = (
+                        enumerate(weights) if place.expert is None else [(place.expert, weights)]
+                    )
+                    for expert, matrix in experts:
+                        yield name, place, expert, matrix
 
 
-def expert_weights(
-    checkpoint: Checkpoint, device: str = "cpu"
-) -> Iterator[tuple[str, Place, int, torch.Tensor]]:
-    """(name, place, expert, weights) of every matrix of a routed expert, one tensor in memory, on
-    `device`, at once."""
-    places = projections(checkpoint)
-    for shard in checkpoint.shards:
-        names = [name for name in places if checkpoint.tensors[name].shard == shard]
-        with safe_open(checkpoint.folder / shard, framework="pt", device=device) as file:
-            for name in names:
-                place = places[name]
-                weights = file.get_tensor(name)
-                parts = enumerate(weights) if place.expert is None else [(place.expert, weights)]
-                for expert, part in parts:
-                    yield name, place, expert, part
+def _open(source: Source, device: str) -> LoadedExperts | StoredExperts:
+    return (
+        LoadedExperts(source)
+        if isinstance(source, nn.Module)
+        else StoredExperts(Path(source), device)
+    )
 
 
 def projections(checkpoint: Checkpoint) -> dict[str, Place]:
@@ -181,10 +196,9 @@ def compare_experts(source: Source, *, device: str = "cpu") -> Statistics:
     weight_distance_square (E, E), fp64. Weights of gate_proj and up_proj count, as in MergeMoE
     (arXiv 2510.14436). They are compared in fp64, because small distances are differences of large
     sums, on `device`. Arguments and errors are those of `weigh_experts`."""
-    opened = _open(source)
-    places = opened.places if isinstance(opened, Stacks) else projections(opened)
+    weights = _open(source, device)
     parts: dict[int, dict[tuple[str, ...], dict[int, str]]] = {}
-    for name, place in places.items():
+    for name, place in weights.places.items():
         if place.axes is not None and place.axes.roles != ("down",):
             parts.setdefault(place.layer, {}).setdefault(place.axes.roles, {})[
                 place.expert or 0
@@ -196,7 +210,7 @@ def compare_experts(source: Source, *, device: str = "cpu") -> Statistics:
             raise _incomplete(source, layer)
         products = torch.zeros((), dtype=torch.float64)
         for names in matrices.values():
-            for block in _blocks(opened, layer, [names[expert] for expert in experts], device):
+            for block in _blocks(weights, layer, [names[expert] for expert in experts], device):
                 products = products + (block @ block.T).cpu()
         squares = products.diag()
         layers[layer] = {
@@ -208,15 +222,15 @@ def compare_experts(source: Source, *, device: str = "cpu") -> Statistics:
 
 
 def _blocks(
-    opened: Checkpoint | Stacks, layer: int, names: Sequence[str], device: str
+    weights: LoadedExperts | StoredExperts, layer: int, names: Sequence[str], device: str
 ) -> Iterator[torch.Tensor]:
     """(E, weights) fp64 of one projection of a layer, block by block of its rows. `names`: the
     tensors of all experts in their order, or the one that has them all (E, rows, columns)."""
-    *stacked, rows, columns = opened.tensors[names[0]].shape
+    *stacked, rows, columns = weights.tensors[names[0]].shape
     experts = stacked[0] if stacked else len(names)
     step = max(1, BLOCK // (experts * columns))
     with ExitStack() as files:
-        slices = list(opened.slices(names, files).values())
+        slices = list(weights.slices(names, files).values())
         for first in range(0, rows, step):
             part = slice(first, first + step)
             read = slices[0][:, part] if stacked else torch.stack([one[part] for one in slices])

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 def main() -> int:
     """Run a command; exit code 1 for damaged steps, 2 with a message for an unknown name."""
+    from moe_lab.study.claims import in_queue
     from moe_lab.study.garbage import gc
     from moe_lab.study.schedule import print_notices
-    from moe_lab.study.slurm import in_queue
 
     # imported here so that Ctrl-C during the import prints no trace
     from moe_lab.study.status import COMMANDS

@@ -20,13 +20,14 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, suppress
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged, Number, read_sealed, sealed
 
 BEAT = 60.0
@@ -363,6 +364,24 @@ def own_job() -> str | None:
 def restarts() -> int:
     """How often the job was requeued; 0 outside of jobs."""
     return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+
+
+def in_queue(job: str, user: int) -> bool:
+    """Whether Slurm shows a job of a user. False when it does not answer: then heartbeats alone
+    decide on a claim."""
+    # it is asked once a minute, as old claims are many after a power cut
+    minute = int(time.monotonic() // 60)
+    return job in _jobs(user, minute)
+
+
+@lru_cache(maxsize=64)
+def _jobs(user: int, _: int) -> Collection[str]:
+    from moe_lab.study.slurm import scheduler  # imported only when there are old claims of jobs
+
+    try:
+        return scheduler.queue([user]).keys()
+    except UserError:
+        return ()
 
 
 def _owner(path: Path) -> dict[str, Any] | None:

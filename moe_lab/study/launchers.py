@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence, Set
 
-from moe_lab.models import WORKERS, cores, main_memory, visible_gpus
+from moe_lab.machine import WORKERS, cores, main_memory, visible_gpus
 from moe_lab.study.record import Study
 from moe_lab.study.runs import Run
 from moe_lab.study.schedule import InProcessExecutor, Schedule, WorkerProcess, show_progress, work

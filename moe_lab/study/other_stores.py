@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,8 @@ from moe_lab.results import DIGITS
 from moe_lab.study.claims import Busy
 from moe_lab.study.integrity import STEP, file_entry
 from moe_lab.study.packing import MANY, Packing, take
-from moe_lab.study.step import Step
+from moe_lab.study.schedule import inform
+from moe_lab.study.step import Step, unmerged
 from moe_lab.study.store import Store
 
 LARGE = 64 << 20
@@ -41,6 +42,17 @@ def finished_in(other: Store, steps: Iterable[Step]) -> set[str]:
     with other.errors_as_sentences():
         present = other.present()
     return {step.id for step in steps if step.id[:DIGITS] in present}
+
+
+def take_over(store: Store, path: str, steps: Sequence[Step]) -> None:
+    """Copy those of the steps into the store that are finished in another store alone."""
+    other = open_other(path)
+    done = store.done_of(steps)
+    available = finished_in(other, steps) - done
+    wanted = [step for step in unmerged(steps, done | available) if step.id in available]
+    if wanted:
+        inform(f"taking {len(wanted)} finished steps from also={other.root}")
+        copy_steps(store, other, wanted)
 
 
 def copy_steps(store: Store, other: Store, steps: Iterable[Step]) -> None:

@@ -31,7 +31,6 @@ from moe_lab.pruning import no_replacements
 from moe_lab.pruning.plan import ROUNDED
 from moe_lab.results import RANDOM
 from moe_lab.study.estimates import check_device, check_memory, disk_problems
-from moe_lab.study.other_stores import open_other
 from moe_lab.study.resources import Check
 from moe_lab.study.step import KINDS, Step
 from moe_lab.study.steps.costs import wrong_timing
@@ -175,8 +174,11 @@ def _each(cells: Iterable[Cell], *groups: str) -> list[Cell]:
 
 def _wrong_settings(config: Config) -> Iterator[str]:
     yield from user_errors(store_folder, config.store)
-    for path in config.also:
-        yield from user_errors(open_other, path)
+    if config.also:
+        from moe_lab.study.other_stores import open_other
+
+        for path in config.also:
+            yield from user_errors(open_other, path)
     if config.tracker.name != "none":
         from moe_lab.study import tracker
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import moe_lab
 from moe_lab.json_files import Damaged, read_json
-from moe_lab.models import processor
+from moe_lab.machine import processor
 from moe_lab.study.identity import digest
 
 NOTED = "code_state.json"

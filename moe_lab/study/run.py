@@ -9,15 +9,13 @@ from moe_lab.config import Config
 from moe_lab.config.base import Mistakes, SettingsError
 from moe_lab.errors import Unavailable
 from moe_lab.grid import Request
+from moe_lab.study.claims import in_queue
 from moe_lab.study.graph import build, unresolved
 from moe_lab.study.launchers import LAUNCHERS
-from moe_lab.study.other_stores import copy_steps, finished_in, open_other
 from moe_lab.study.preflight import lacking, preflight, remarks, too_small, visible_difference
 from moe_lab.study.record import Study, finish, outdate_reports
 from moe_lab.study.runs import begin
 from moe_lab.study.schedule import Schedule, inform, print_notices, recall_failures
-from moe_lab.study.slurm import in_queue
-from moe_lab.study.step import Step, unmerged
 from moe_lab.study.store import Store
 
 
@@ -78,8 +76,11 @@ def _run(study: Study) -> int:
     store = study.store.create()
     every = study.graph.steps
     with begin(store, config.study, every) as current:
-        for path in config.also:
-            _take_over(store, open_other(path), every)
+        if config.also:
+            from moe_lab.study.other_stores import take_over
+
+            for path in config.also:
+                take_over(store, path, every)
         steps, done = study.in_store()
         if config.tracker.name != "none" or config.objective:
             done -= _damaged_results(study, done)
@@ -99,16 +100,6 @@ def _run(study: Study) -> int:
         if schedule.waiting and not LAUNCHERS[config.launcher.name](schedule, study, current):
             return 0
         return finish(study, schedule, current)
-
-
-def _take_over(store: Store, other: Store, steps: Sequence[Step]) -> None:
-    """Copy those of the steps into the store that are finished in the other one alone."""
-    done = store.done_of(steps)
-    available = finished_in(other, steps) - done
-    wanted = [step for step in unmerged(steps, done | available) if step.id in available]
-    if wanted:
-        inform(f"taking {len(wanted)} finished steps from also={other.root}")
-        copy_steps(store, other, wanted)
 
 
 def _damaged_results(study: Study, done: Set[str]) -> set[str]:

@@ -19,7 +19,7 @@ from moe_lab import criteria
 from moe_lab.config import GATES, CriterionConfig
 from moe_lab.criteria.experts import family
 from moe_lab.errors import UserError
-from moe_lab.statistics.forward import ForwardTap
+from moe_lab.statistics.forward import ForwardHook
 
 
 def s(b: float, alpha: int, beta: int) -> Callable[[naive.Served, str], torch.Tensor]:
@@ -54,7 +54,7 @@ NAIVE: dict[str, Callable[[naive.Served, str], torch.Tensor]] = {
 
 @cache
 def statistics(name: str) -> dict[int, dict[str, numpy.ndarray]]:
-    layers = naive.observed(naive.model(name), ForwardTap)
+    layers = naive.observed(naive.model(name), ForwardHook)
     return {
         layer: {key: part.numpy() for key, part in named.items()} for layer, named in layers.items()
     }

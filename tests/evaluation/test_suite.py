@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import preloaded
@@ -216,43 +217,52 @@ def test_settings_that_cannot_be_or_would_do_nothing_are_told(
     assert any(says in sentence for sentence in suite.wrong([replace(CODE, **changed)]))
 
 
-def test_programs_are_completed(
-    subject: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Right answers are made to be what the model writes; one problem wants something else."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+OTHER_BODY = "    return 'something else'\n"
+STOP = ("\ndef ", "\nclass ", "\nimport ", "\nfrom ", "\nassert ", *EOS)
+
+
+@pytest.fixture(scope="module")
+def completed(subject: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Three evaluated problems: two whose right answer is what the model generates, and another."""
+    folder = tmp_path_factory.mktemp("programs")
     problems = shipped_items("humaneval", 3)
-    stop = ("\ndef ", "\nclass ", "\nimport ", "\nfrom ", "\nassert ", *EOS)
-    eos = list(EOS)
-    asked = [row["prompt"].strip() + "\n" for row in problems]
-    written = write(subject, asked, 64, stop=stop)
-    right = [*written[:2], "    return 'something else'\n"]
-    for row, body in zip(problems, right, strict=True):
-        row["canonical_solution"] = body
-    data = write_lines(tmp_path / "mini.jsonl", problems)
+    prompts = [problem["prompt"].strip() + "\n" for problem in problems]
+    texts = write(subject, prompts, 64, stop=STOP)
+    for problem, body in zip(problems, [*texts[:2], OTHER_BODY], strict=True):
+        problem["canonical_solution"] = body
+    data = write_lines(folder / "problems.jsonl", problems)
     limits = {"seconds": 0.5, "memory_mib": 512, "processes": 1}
     benchmark = replace(CODE, task=str(data), expected=3, max_new_tokens=64, parameters=limits)
-    policy = Policy(
-        allow_code_execution=True, sandbox="none" if namespaces_missing() else "namespaces"
-    )
-    (result,) = evaluate(subject, benchmark, tmp_path / "out", policy=policy)
-    assert (result["score"], result["n"]) == (pytest.approx(2 / 3), 3)
-    assert result["stderr"] == pytest.approx(math.sqrt(2 / 9 / 2))
-    assert eos == EOS, "EvalPlus's own list was changed"
-    rows = samples(tmp_path / "out")
-    assert [row["output"] for row in rows] == written
+    policy = Policy(True, sandbox="none" if namespaces_missing() else "namespaces")
+    (result,) = evaluate(subject, benchmark, folder, policy=policy)
+    return SimpleNamespace(result=result, folder=folder, prompts=prompts, texts=texts)
+
+
+def test_programs_are_completed_and_run(completed: Any) -> None:
+    rows = samples(completed.folder)
+    assert [row["output"] for row in rows] == completed.texts
     verdicts = [row["extracted"].partition("\n")[0] for row in rows]
     assert verdicts == ["pass", "pass", "fail: another value was expected"]
-    assert rows[0]["extracted"].endswith(asked[0] + written[0])
-    losses = [
-        reply.loss
-        for reply in ask(subject, [row["prompt"] for row in problems], 1, references=right)
-    ]
+    assert rows[0]["extracted"].endswith(completed.prompts[0] + completed.texts[0])
+    assert (completed.result["score"], completed.result["n"]) == (pytest.approx(2 / 3), 3)
+    assert completed.result["stderr"] == pytest.approx(math.sqrt(2 / 9 / 2))
+
+
+def test_programs_have_the_loss_of_the_canonical_solution(
+    completed: Any, subject: LoadedModel
+) -> None:
+    right = [*completed.texts[:2], OTHER_BODY]
+    losses = [reply.loss for reply in ask(subject, completed.prompts, 1, references=right)]
+    rows = samples(completed.folder)
     assert [row["answer_loss"] for row in rows] == pytest.approx(losses, abs=1e-5)
-    assert protocol(tmp_path / "out")["sandbox"] == (
-        UNCONFINED if namespaces_missing() else NAMESPACES
-    )
-    assert protocol(tmp_path / "out")["prompt"] == asked[0]
+
+
+def test_the_protocol_of_programs_has_the_sandbox_and_a_prompt(completed: Any) -> None:
+    content = protocol(completed.folder)
+    assert content["sandbox"] == (UNCONFINED if namespaces_missing() else NAMESPACES)
+    assert content["prompt"] == completed.prompts[0]
+    assert set(EOS) <= set(content["stop"])
+    assert tuple(EOS) == STOP[5:], "EvalPlus's own list was changed"
 
 
 def test_what_runs_without_namespaces(
@@ -277,101 +287,135 @@ def test_what_runs_without_namespaces(
     assert verdicts == ["refused: not run: it uses the name open"] * 4
 
 
-def test_stories_are_scored_by_the_share_of_their_rules(
-    subject: LoadedModel, tmp_path: Path
-) -> None:
-    prompt = (
-        "Write a story about Karl, a spoon and the mill. End with: Then it began to rain.\nStory:"
-    )
-    (story,) = write(subject, [prompt], 48)
-    rules = [
-        {"rule": "mentions", "text": word} for word in (story.split()[0].strip(".,"), "Xylophone")
-    ]
+STORY_PROMPT = (
+    "Write a story about Karl, a spoon and the mill. End with: Then it began to rain.\nStory:"
+)
+
+
+@pytest.fixture(scope="module")
+def graded_stories(subject: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The result of two evaluated stories, the first with itself as its reference; and the text."""
+    folder = tmp_path_factory.mktemp("stories")
+    (story,) = write(subject, [STORY_PROMPT], 48)
+    names = (story.split()[0].strip(".,"), "Xylophone")
+    rules = [{"rule": "mentions", "text": name} for name in names]
     items = [
-        {"id": "a", "checklist": rules, "reference": story},
-        {"id": "b", "checklist": rules[:1]},
+        {"id": "a", "prompt": STORY_PROMPT, "checklist": rules, "reference": story},
+        {"id": "b", "prompt": STORY_PROMPT, "checklist": rules[:1]},
     ]
-    data = write_lines(tmp_path / "stories.jsonl", ({"prompt": prompt, **item} for item in items))
+    data = write_lines(folder / "stories.jsonl", items)
     benchmark = BenchmarkConfig(
         "s", "stories", str(data), reports={"s": "score"}, max_new_tokens=48, expected=2
     )
-    (result,) = evaluate(subject, benchmark, tmp_path / "out", policy=Policy())
-    assert (result["score"], result["n"]) == (0.75, 2)
-    first, second = samples(tmp_path / "out")
-    assert first["answer_loss"] == pytest.approx(
-        ask(subject, [prompt], 1, references=[story])[0].loss, abs=1e-5
-    )
+    (result,) = evaluate(subject, benchmark, folder, policy=Policy())
+    return SimpleNamespace(result=result, folder=folder, story=story)
+
+
+def test_stories_are_scored_by_the_share_of_their_rules(graded_stories: Any) -> None:
+    first, second = samples(graded_stories.folder)
+    assert (first["item"], first["output"]) == ("a", graded_stories.story)
+    assert (first["outcome"], first["extracted"]) == (0.5, "[true, false]")
+    assert second["outcome"] == 1
+    assert (graded_stories.result["score"], graded_stories.result["n"]) == (0.75, 2)
+
+
+def test_stories_with_a_reference_have_its_loss(graded_stories: Any, subject: LoadedModel) -> None:
+    first, second = samples(graded_stories.folder)
+    (reply,) = ask(subject, [STORY_PROMPT], 1, references=[graded_stories.story])
+    assert first["answer_loss"] == pytest.approx(reply.loss, abs=1e-5)
     assert second["answer_loss"] is None
-    assert (first["item"], first["outcome"], first["output"], first["extracted"]) == (
-        "a",
-        0.5,
-        story,
-        "[true, false]",
-    )
 
 
-def test_perplexity_equals_an_independent_computation_in_a_whole_folder(
-    subject: LoadedModel, tmp_path: Path
-) -> None:
-    text = (
-        "Karl took the spoon to the mill.\nThen it began to rain, and nobody was surprised. " * 12
-    )
-    (tmp_path / "text.txt").write_text(text)
+TEXT = "Karl took the spoon to the mill.\nThen it began to rain, and nobody was surprised. " * 12
+WINDOW = 64
+
+
+@pytest.fixture(scope="module")
+def measured(subject: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The perplexity of a text with its results by name; the last window is shorter than others."""
+    folder = tmp_path_factory.mktemp("perplexity")
+    (folder / "text.txt").write_text(TEXT)
     benchmark = BenchmarkConfig(
         name="perplexity",
         harness="perplexity",
-        task=str(tmp_path / "text.txt"),
+        task=str(folder / "text.txt"),
         reports={"perplexity": "perplexity", "bits": "bits_per_byte", "loss": "loss"},
-        parameters={"length": 64},
+        parameters={"length": WINDOW},
         batch_size=3,
     )
-    perplexity, bits, loss = evaluate(subject, benchmark, tmp_path / "out", policy=Policy())
-    ids = subject.tokenizer(text).input_ids
-    windows = []
-    for start in range(0, len(ids), 64):
-        window = torch.tensor([ids[start : start + 64]])
-        with torch.inference_mode():
-            found = subject.model(window).logits[0, :-1].double().log_softmax(-1)
-        windows.append(-found.gather(1, window[0, 1:, None])[:, 0])
-    mean = float(torch.cat(windows).mean())
-    assert len(ids) % 64 > 1, "the last window is shorter, and counts by its tokens"
-    assert loss["score"] == pytest.approx(mean, rel=1e-5)
-    assert perplexity["score"] == pytest.approx(math.exp(mean), rel=1e-4)
-    assert bits["score"] == pytest.approx(
-        mean * len(ids) / len(text.encode()) / math.log(2), rel=1e-4
-    )
-    assert perplexity["n"] == len(windows) > 3 and loss["stderr"] is not None
-    assert perplexity["stderr"] == pytest.approx(loss["stderr"] * perplexity["score"])
-    rows = samples(tmp_path / "out")
-    scales = [(result["scale"], result["unit"]) for result in (perplexity, bits, loss)]
-    assert scales == [
-        ("perplexity", "nats per token"),
-        ("loss", "bits per byte"),
-        ("loss", "nats per token"),
-    ]
-    for result, mean_outcome in ((perplexity, mean), (bits, bits["score"]), (loss, mean)):
-        own = [row for row in rows if row["benchmark"] == result["benchmark"]]
-        total = sum(row["outcome"] * row["units"] for row in own)
-        assert total / sum(row["units"] for row in own) == pytest.approx(mean_outcome, rel=1e-4)
-    expected = [float(window.mean()) for window in windows]
-    assert [row["outcome"] for row in rows if row["benchmark"] == "loss"] == pytest.approx(
-        expected, rel=1e-4
-    )
+    results = evaluate(subject, benchmark, folder, policy=Policy())
+    by_name = {result["benchmark"]: result for result in results}
+    return SimpleNamespace(folder=folder, benchmark=benchmark, results=by_name)
 
-    assert list(rows[0]) == list(Sample.__annotations__) and {
-        "replicate",
-        "thought",
-        "output",
-        "ended",
-    } < set(rows[0])
-    content = json.loads((tmp_path / "out" / "result.json").read_text())
+
+@pytest.fixture(scope="module")
+def window_losses(subject: LoadedModel) -> list[torch.Tensor]:
+    """The loss in nats of each predicted token, window by window, in fp64."""
+    ids = subject.tokenizer(TEXT).input_ids
+    losses = []
+    for start in range(0, len(ids), WINDOW):
+        window = torch.tensor([ids[start : start + WINDOW]])
+        with torch.inference_mode():
+            scores = subject.model(window).logits[0, :-1].double().log_softmax(-1)
+        losses.append(-scores.gather(1, window[0, 1:, None])[:, 0])
+    assert 1 < len(losses[-1]) < WINDOW - 1 and len(losses) > 3
+    return losses
+
+
+def test_perplexity_equals_an_independent_computation(
+    measured: Any, window_losses: list[torch.Tensor]
+) -> None:
+    losses = torch.cat(window_losses)
+    tokens = len(losses) + len(window_losses)
+    mean = float(losses.mean())
+    bits = mean * tokens / len(TEXT.encode()) / math.log(2)
+    for name, expected, scale, unit in (
+        ("loss", mean, "loss", "nats per token"),
+        ("perplexity", math.exp(mean), "perplexity", "nats per token"),
+        ("bits", bits, "loss", "bits per byte"),
+    ):
+        result = measured.results[name]
+        assert result["score"] == pytest.approx(expected, rel=1e-4)
+        assert (result["scale"], result["unit"]) == (scale, unit)
+        assert result["n"] == len(window_losses)
+
+
+def test_the_error_of_a_perplexity_is_that_of_the_loss_times_the_slope(measured: Any) -> None:
+    loss, perplexity = measured.results["loss"], measured.results["perplexity"]
+    assert loss["stderr"] > 0
+    assert perplexity["stderr"] == pytest.approx(loss["stderr"] * perplexity["score"])
+
+
+def test_samples_of_windows_average_to_the_result_by_their_tokens(
+    measured: Any, window_losses: list[torch.Tensor]
+) -> None:
+    rows = [row for row in samples(measured.folder) if row["benchmark"] == "loss"]
+    expected = [float(window.mean()) for window in window_losses]
+    assert [row["outcome"] for row in rows] == pytest.approx(expected, rel=1e-4)
+    assert [row["units"] for row in rows] == [len(window) for window in window_losses]
+    total = sum(row["outcome"] * row["units"] for row in rows)
+    mean = total / sum(row["units"] for row in rows)
+    assert mean == pytest.approx(measured.results["loss"]["score"], rel=1e-4)
+
+
+def test_a_result_file_has_the_data_and_versions(measured: Any) -> None:
+    content = json.loads((measured.folder / "result.json").read_text())
     assert set(content) == {"schema", "results", "protocol", "versions"} and content["schema"] == 1
-    assert content["protocol"]["data"] == PERPLEXITY.data_digest(benchmark)
+    assert content["protocol"]["data"] == PERPLEXITY.data_digest(measured.benchmark)
     assert {"torch", "transformers"} <= set(content["versions"])
-    for changes in ({"parameters": {"length": 99999}}, {"task": "nowhere.txt"}):
-        with pytest.raises(UserError, match=r"length|nowhere\.txt"):
-            evaluate(subject, replace(benchmark, **changes), tmp_path / "broken", policy=Policy())
-    assert not (tmp_path / "broken").exists()
+    assert list(samples(measured.folder)[0]) == list(Sample.__annotations__)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [({"parameters": {"length": 99999}}, "length"), ({"task": "nowhere.txt"}, r"nowhere\.txt")],
+)
+def test_an_evaluation_that_fails_leaves_no_folder(
+    measured: Any, subject: LoadedModel, changes: Any, field: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=field):
+        evaluate(subject, replace(measured.benchmark, **changes), tmp_path / "x", policy=Policy())
+    assert not (tmp_path / "x").exists()
 
 
 BLOCK = re.compile(r"^`([\w/.]+)`[^\n]*:\n\n```\w+\n(.*?)```", re.DOTALL | re.MULTILINE)

@@ -30,7 +30,7 @@ from moe_lab.models.files import check, configuration_folder, fingerprint
 from moe_lab.models.load import load_model, skeleton
 from moe_lab.models.streamed import open_streamed
 from moe_lab.pruning.export import export
-from moe_lab.statistics.forward import ForwardTap
+from moe_lab.statistics.forward import ForwardHook
 from moe_lab.statistics.weights import weigh_experts
 from tests.campaign.models import SHARD, reconfigure
 
@@ -182,7 +182,7 @@ def test_scores_are_of_the_dequantised_experts(
         }
         save_file(rounded, plain / "model.safetensors", {"format": "pt"})
     expected, found = (
-        naive.observed(load_model(settings(folder))[0], ForwardTap) for folder in (plain, stored)
+        naive.observed(load_model(settings(folder))[0], ForwardHook) for folder in (plain, stored)
     )
     naive.assert_alike(found, expected)
 
@@ -240,7 +240,7 @@ def test_four_bits_of_bitsandbytes_can_be_scored(tmp_path: Path) -> None:
     shutil.copytree(plain, stored, ignore=shutil.ignore_patterns("*.safetensors"))
     model.save_pretrained(stored)
     expected, found = (
-        naive.observed(load_model(settings(folder))[0], ForwardTap) for folder in (plain, stored)
+        naive.observed(load_model(settings(folder))[0], ForwardHook) for folder in (plain, stored)
     )
     for index, named in found.items():
         assert torch.equal(named["tokens"].sum(), expected[index]["tokens"].sum())

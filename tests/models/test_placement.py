@@ -16,7 +16,7 @@ from tiny import logits
 from transformers import AutoModelForCausalLM
 
 import moe_lab
-from moe_lab import models as memory
+from moe_lab import machine
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models import experts
@@ -26,8 +26,8 @@ from moe_lab.pruning.export import export
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.prune import prune
 from moe_lab.statistics import Layers, Statistics
-from moe_lab.statistics.forward import ForwardTap
-from moe_lab.statistics.gradients import GradientTap, gather_gradients
+from moe_lab.statistics.forward import ForwardHook
+from moe_lab.statistics.gradients import GradientHook, gather_gradients
 from moe_lab.statistics.observe import Observer, gather
 
 ARCHITECTURES = ["qwen3_moe", "deepseek_v3:grouped", "gpt_oss"]
@@ -36,17 +36,17 @@ GIB = 2**30
 
 def forward(model: Any, out: Path) -> Layers:
     ids = tiny.tokens()
-    with Observer(model, ForwardTap) as observer:
+    with Observer(model, ForwardHook) as observer:
         observer.read(ids, ids != 5)
-    for tap in observer.taps:  # nothing was carried to another device while it was summed
-        home = tap.layer.router.weight.device
-        assert all(part.device == home for part in tap.sums.values()) or home.type == "meta"
+    for hook in observer.hooks:  # nothing was carried to another device while it was summed
+        home = hook.layer.router.weight.device
+        assert all(part.device == home for part in hook.sums.values()) or home.type == "meta"
     return observer.layers()
 
 
 def backward(model: Any, out: Path) -> Layers:
     ids = tiny.tokens()
-    return gather_gradients(model, GradientTap, [(ids, ids != 5)], out=out).layers
+    return gather_gradients(model, GradientHook, [(ids, ids != 5)], out=out).layers
 
 
 def split(model: Any) -> dict[str, str]:
@@ -130,42 +130,42 @@ def test_a_job_has_the_memory_that_its_group_leaves(
     line: str, limit: str, least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        memory.os, "sysconf", {"SC_PHYS_PAGES": 64 * GIB, "SC_PAGE_SIZE": 1}.__getitem__
+        machine.os, "sysconf", {"SC_PHYS_PAGES": 64 * GIB, "SC_PAGE_SIZE": 1}.__getitem__
     )
-    monkeypatch.setattr(memory, "GROUPS", tmp_path / "groups")
-    monkeypatch.setattr(memory, "LIMITS", tmp_path / "limits")
+    monkeypatch.setattr(machine, "CONTROL_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(machine, "LIMITS", tmp_path / "limits")
     # clusters need not limit the group
     for asked, expected in (("0", 64 * GIB), ("10240", 10 * GIB)):
         monkeypatch.setenv("SLURM_MEM_PER_NODE", asked)
-        assert memory.main_memory() == expected
+        assert machine.main_memory() == expected
     (tmp_path / "groups").write_text(f"3:cpu:/\n{line}\n")
     (file := tmp_path / "limits" / limit).parent.mkdir(parents=True)
     for stated, expected in (("max", 10 * GIB), (str(3 * GIB), min(least, 10 * GIB))):
         file.write_text(f"{stated}\n")
-        assert memory.main_memory() == expected
-    monkeypatch.setenv(memory.WORKERS, "3")
-    assert memory.main_memory() == expected / 3, "others have the rest"
+        assert machine.main_memory() == expected
+    monkeypatch.setenv(machine.WORKERS, "3")
+    assert machine.main_memory() == expected / 3, "others have the rest"
 
 
 def test_a_process_has_the_processors_that_its_group_leaves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory.os, "sched_getaffinity", lambda _: range(8))
-    monkeypatch.setattr(memory, "GROUPS", tmp_path / "groups")
-    monkeypatch.setattr(memory, "LIMITS", tmp_path)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: range(8))
+    monkeypatch.setattr(machine, "CONTROL_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(machine, "LIMITS", tmp_path)
     (tmp_path / "groups").write_text("0::/job/step\n")
     (tmp_path / "job/step").mkdir(parents=True)
     for quota, expected in (("max 100000", 8), ("250000 100000", 3), ("50000 100000", 1)):
         (tmp_path / "job/cpu.max").write_text(f"{quota}\n")
-        assert memory.cores() == expected
+        assert machine.cores() == expected
     (tmp_path / "groups").write_text("4:cpu,cpuacct:/job\n0::/\n")  # version 1
     (tmp_path / "cpu,cpuacct/job").mkdir(parents=True)
     for quota, expected in (("-1", 8), ("250000", 3)):
         (tmp_path / "cpu,cpuacct/job/cpu.cfs_quota_us").write_text(f"{quota}\n")
         (tmp_path / "cpu,cpuacct/job/cpu.cfs_period_us").write_text("100000\n")
-        assert memory.cores() == expected
+        assert machine.cores() == expected
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "2")
-    assert memory.cores() == 2
+    assert machine.cores() == 2
 
 
 ON_CUDA = ["olmoe", "deepseek_v3", "gpt_oss", "qwen3_moe", "ernie4_5_moe"]
@@ -173,10 +173,12 @@ ON_CUDA = ["olmoe", "deepseek_v3", "gpt_oss", "qwen3_moe", "ernie4_5_moe"]
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", ON_CUDA)
-@pytest.mark.parametrize(("read", "tap"), [(gather, ForwardTap), (gather_gradients, GradientTap)])
-def test_sums_are_those_of_the_cpu(read: Callable[..., Statistics], tap: type, name: str) -> None:
+@pytest.mark.parametrize(
+    ("read", "hook"), [(gather, ForwardHook), (gather_gradients, GradientHook)]
+)
+def test_sums_are_those_of_the_cpu(read: Callable[..., Statistics], hook: type, name: str) -> None:
     def sums(place: str) -> dict[int, dict[str, torch.Tensor]]:
-        return read(tiny.build(name).to(place), tap, tiny.batches()).layers
+        return read(tiny.build(name).to(place), hook, tiny.batches()).layers
 
     naive.assert_alike(sums("cuda"), sums("cpu"), 1e-4)
 
@@ -318,31 +320,31 @@ def torch_of_a_gpu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     (tmp_path / "torch.py").write_text("\n".join(lines))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(memory, "version", lambda _: "2.13.0+cu130")
-    memory.gpu_count.cache_clear()
+    monkeypatch.setattr(machine, "version", lambda _: "2.13.0+cu130")
+    machine.gpu_count.cache_clear()
     yield imports
-    memory.gpu_count.cache_clear()
+    machine.gpu_count.cache_clear()
 
 
 def test_gpus_are_those_that_torch_finds(
     torch_of_a_gpu_machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the driver lists none, as in WSL2 and of AMD. torch is asked once."""
-    assert memory.visible_gpus() == memory.visible_gpus() == ["0", "1"]
+    assert machine.visible_gpus() == machine.visible_gpus() == ["0", "1"]
     assert len(torch_of_a_gpu_machine.read_text()) == 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8f2c,MIG-7a,-1")
-    assert memory.visible_gpus() == ["GPU-8f2c", "MIG-7a"]
+    assert machine.visible_gpus() == ["GPU-8f2c", "MIG-7a"]
 
 
 def test_torch_without_gpus_is_not_asked(
     torch_of_a_gpu_machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "version", lambda _: "2.13.0+cpu")
-    assert memory.visible_gpus() == [] and not torch_of_a_gpu_machine.exists()
+    monkeypatch.setattr(machine, "version", lambda _: "2.13.0+cpu")
+    assert machine.visible_gpus() == [] and not torch_of_a_gpu_machine.exists()
 
 
 def test_a_torch_that_cannot_be_imported_finds_no_gpu(
     torch_of_a_gpu_machine: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so')")
-    assert memory.visible_gpus() == []
+    assert machine.visible_gpus() == []

@@ -27,7 +27,7 @@ from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers, routed_layers
 from moe_lab.models.experts import activation
 from moe_lab.models.streamed import StreamedModel
-from moe_lab.pruning.alignment import align_by_activations, align_by_weights, alignment_tap
+from moe_lab.pruning.alignment import align_by_activations, align_by_weights, alignment_hook
 from moe_lab.pruning.cost import even_routing
 from moe_lab.pruning.export import export
 from moe_lab.pruning.export.verify import verify
@@ -480,7 +480,7 @@ def test_experts_that_differ_in_the_order_of_their_channels_are_merged_without_l
                 experts.down_proj[member] = experts.down_proj[owner][:, order]
     if by_activations:
         aligned = align_by_activations(
-            plan, gather(model, alignment_tap(plan), tiny.batches()).layers
+            plan, gather(model, alignment_hook(plan), tiny.batches()).layers
         )
     else:
         aligned = align_by_weights(plan, layers)
@@ -510,7 +510,7 @@ def test_ream_adds_distances_of_activations_and_of_principal_components_of_weigh
     with torch.no_grad():
         model(input_ids=ids, attention_mask=valid.long())
     given = dict(seen)
-    sums = gather(model, alignment_tap(plan), [(ids[:2], valid[:2]), (ids[2:], valid[2:])])
+    sums = gather(model, alignment_hook(plan), [(ids[:2], valid[:2]), (ids[2:], valid[2:])])
     aligned = align_by_activations(plan, sums.layers)
     assert not valid.all() and plan.merged_layers
     for layer in moe_layers(model):
@@ -543,11 +543,11 @@ def test_both_engines_find_the_same_orders(tmp_path: Path) -> None:
         == moe_lab.align(model, plan)
         != plan
     )
-    tap = alignment_tap(plan)
+    hook = alignment_hook(plan)
     batches = tiny.batches()
-    sums = stream(streamed, tap, batches, out=tmp_path / "out")
+    sums = stream(streamed, hook, batches, out=tmp_path / "out")
     by_activations = align_by_activations(plan, sums.layers)
-    assert by_activations == align_by_activations(plan, gather(model, tap, batches).layers)
+    assert by_activations == align_by_activations(plan, gather(model, hook, batches).layers)
     assert by_activations not in (plan, by_weights)
 
 

@@ -24,7 +24,7 @@ from moe_lab.search import ablation, reconstruction
 from moe_lab.search.ablation import loss_rises
 from moe_lab.search.reconstruction import Reconstruction, reconstruct
 from moe_lab.statistics import Statistics
-from moe_lab.statistics.damage import DamageTap
+from moe_lab.statistics.damage import DamageHook
 from moe_lab.statistics.observe import Batch, gather
 from moe_lab.statistics.streaming import stream
 
@@ -212,7 +212,7 @@ def reconstructed(
     model: Any, batches: list[Batch], ratio: float, **settings: Any
 ) -> Reconstruction:
     read = partial(gather, model, batches=batches, **settings)
-    return reconstruct(lambda tap: read(tap=tap), facts=facts(model), ratio=ratio)
+    return reconstruct(lambda hook: read(hook=hook), facts=facts(model), ratio=ratio)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3:grouped"])
@@ -221,7 +221,7 @@ def test_one_layer_in_memory_is_enough(name: str, tmp_path: Path) -> None:
     expected = reconstructed(model, [naive.batch()], ratio=THIRD)
     streamed = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
     read = partial(stream, streamed, batches=[naive.batch()], out=tmp_path / "out")
-    found = reconstruct(lambda tap: read(tap=tap), facts=facts(model), ratio=THIRD)
+    found = reconstruct(lambda hook: read(hook=hook), facts=facts(model), ratio=THIRD)
     assert found == expected
 
 
@@ -321,7 +321,7 @@ def test_a_router_that_cannot_be_repeated_is_refused() -> None:
         layer.experts.register_forward_pre_hook(
             lambda module, given: (given[0], given[1], given[2] * 0.5)
         )
-    for read in (partial(gather, tap=DamageTap), partial(reconstructed, ratio=0.5)):
+    for read in (partial(gather, hook=DamageHook), partial(reconstructed, ratio=0.5)):
         with pytest.raises(
             UserError, match=r"cannot repeat the router of model\.layers\.0\.mlp\.experts"
         ):

@@ -37,7 +37,7 @@ from moe_lab.search.schedules import Schedule
 from moe_lab.search.sequential import Sums, prune_sequentially
 from moe_lab.search.speculative_decoding import DraftingCandidates, accepted_and_proposed, prompts
 from moe_lab.statistics import observe
-from moe_lab.statistics.forward import ForwardTap
+from moe_lab.statistics.forward import ForwardHook
 from moe_lab.statistics.observe import Batch, gather
 
 ARCHITECTURES = [
@@ -441,7 +441,7 @@ def one_after_the_other(model: Any, choose: Any, batches: list[Batch]) -> dict[i
     layer."""
     plans: dict[int, Plan] = {}
     for layer in moe_layers(model):
-        statistics = gather(pruned(model, plans), ForwardTap, batches)
+        statistics = gather(pruned(model, plans), ForwardHook, batches)
         plans[layer.index] = choose(layer.index, statistics.layers[layer.index])
     return plans
 
@@ -483,6 +483,6 @@ def test_an_interrupted_one_goes_on_from_its_last_layer(
     monkeypatch.setattr(observe, "PER_SAVE", 0)
     with pytest.raises(KeyboardInterrupt):
         run_sequentially("olmoe", killed, tmp_path / "killed")
-    calls = tiny.count_calls(monkeypatch, ForwardTap, "experts")
+    calls = tiny.count_calls(monkeypatch, ForwardHook, "experts")
     found = run_sequentially("olmoe", choose, tmp_path / "killed")
     assert found == expected and len(calls) == 2 * len(tiny.batches()), "layers 1 and 2 are left"

@@ -39,12 +39,13 @@ from moe_lab.config.base import valid
 from moe_lab.errors import UserError
 from moe_lab.evaluation import Policy
 from moe_lab.evaluation.suite import IdentifiedBenchmark, Questions
+from moe_lab.study.claims import in_queue
 from moe_lab.study.estimates import Seconds
 from moe_lab.study.provenance import code_state
 from moe_lab.study.runs import RECORD, Submitted, begin, runs
 from moe_lab.study.schedule import Schedule, StepError, WorkerProcess
 from moe_lab.study.slurm import arrays as module
-from moe_lab.study.slurm import in_queue, scheduler
+from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.arrays import Array, arrange
 from moe_lab.study.slurm.jobs import StepsJob, missing_inputs, settle
 from moe_lab.study.slurm.scheduler import Queued, longest_array, queue, time_limits

@@ -18,8 +18,8 @@ from moe_lab.models.discover import moe_layers
 from moe_lab.models.experts import are_replaced, parts, sort_by_expert
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
-from moe_lab.statistics.damage import DamageTap, SimilarityTap
-from moe_lab.statistics.forward import ENTROPY_BINS, Call, ForwardTap, is_softmax, shifts
+from moe_lab.statistics.damage import DamageHook, SimilarityHook
+from moe_lab.statistics.forward import ENTROPY_BINS, ExpertsCall, ForwardHook, is_softmax, shifts
 from moe_lab.statistics.observe import Observer, gather
 
 SOFTMAX_ROUTERS = {
@@ -40,7 +40,7 @@ SOFTMAX_ROUTERS = {
 def test_statistics_are_those_of_each_expert_alone(name: str) -> None:
     """And the model computes the same, to the bit, while it is observed and afterwards."""
     model = naive.model(name)
-    layers = naive.observed(model, ForwardTap)
+    layers = naive.observed(model, ForwardHook)
     assert not any(are_replaced(layer) for layer in moe_layers(model))
     assert layers.keys() == naive.routed(name).keys()
     for index, seen in naive.routed(name).items():
@@ -105,7 +105,7 @@ def test_sums_of_a_bf16_model_are_those_of_fp64_within_its_rounding(name: str) -
     """bf16 rounds by up to 2^-9 of a number. Of the same inputs, norms of outputs are within 4 and
     squares of channels within 8 units in the last place (2^-8); what the model computes does not
     change."""
-    layers = naive.observed(naive.model(name, torch.bfloat16), ForwardTap)
+    layers = naive.observed(naive.model(name, torch.bfloat16), ForwardHook)
     for index, seen in naive.routed(name, torch.bfloat16).items():
         named = layers[index]
         assert named["tokens"].tolist() == [len(expert.token) for expert in seen.experts]
@@ -128,18 +128,18 @@ def test_softmax_routers_are_told_by_what_they_do_also_with_one_expert_a_token()
 
 
 def test_experts_under_a_plan_of_channels_are_not_observed() -> None:
-    """Nor masked while they are observed: a tap computes the experts of the whole model. Nor under
+    """Nor masked while they are observed: a hook computes the experts of the whole model. Nor under
     another mask."""
     model = naive.model("olmoe")
     plan = random_plan(model, "one width", share=1)
     with (
         mask(model, plan),
         pytest.raises(RuntimeError, match=r"model\.layers\.0"),
-        Observer(model, ForwardTap),
+        Observer(model, ForwardHook),
     ):
         pass
     with (
-        Observer(model, ForwardTap),
+        Observer(model, ForwardHook),
         pytest.raises(RuntimeError, match=r"model\.layers\.0"),
         mask(model, plan),
     ):
@@ -147,7 +147,7 @@ def test_experts_under_a_plan_of_channels_are_not_observed() -> None:
     assert not any(are_replaced(layer) for layer in moe_layers(model))
     ids, valid = naive.batch()
     with (
-        Observer(model, ForwardTap) as observer,
+        Observer(model, ForwardHook) as observer,
         pytest.raises(UserError, match="96 tokens, expected the batch's 24"),
     ):
         observer.valid = valid[:1]
@@ -158,7 +158,7 @@ def test_not_even_a_nan_in_padding_is_counted() -> None:
     index = torch.tensor([[0, 1], [1, 0], [0, 1]])
     valid = torch.tensor([True, False, True])
     rows = sort_by_expert(index, 2)
-    call = Call(2, rows, torch.full((3, 2), 0.5), {}, valid)
+    call = ExpertsCall(2, rows, torch.full((3, 2), 0.5), {}, valid)
     values = torch.where(valid[:, None], torch.ones(3, 4), torch.nan)
     for expert, part in parts(rows.ends):
         call.add(expert, part, values[rows.token[part]], values[rows.token[part]])
@@ -173,7 +173,7 @@ def test_sums_of_half_precision_numbers_are_not_rounded_to_it() -> None:
     index = torch.zeros(300, 1, dtype=torch.int64)
     gates, f = (torch.rand(300, n, generator=generator).bfloat16() for n in (1, 4))
     rows = sort_by_expert(index, 1)
-    call = Call(1, rows, gates, {}, None)
+    call = ExpertsCall(1, rows, gates, {}, None)
     call.add(0, slice(0, 300), f, f)
     sums = call.finish(gates * f)
     g = gates.double()
@@ -198,7 +198,7 @@ def test_shifts_of_the_stream() -> None:
 def test_without_a_norm_before_the_block_no_shift_is_claimed() -> None:
     model = tiny.build("olmoe")
     model.model.layers[1].mlp.register_forward_pre_hook(lambda module, args: (2 * args[0],))
-    layers = naive.observed(model, ForwardTap)
+    layers = naive.observed(model, ForwardHook)
     assert ["shift_weighted" in named for named in layers.values()] == [True, False, True]
     with pytest.raises(UserError, match=r"layer 1 has no shift_weighted for criterion=easy_ep"):
         criteria.score("easy_ep", layers, experts=dict.fromkeys(layers, 16))
@@ -208,7 +208,7 @@ def test_without_a_norm_before_the_block_no_shift_is_claimed() -> None:
 def test_every_expert_reads_every_valid_token_for_groupings_of_similar_experts(name: str) -> None:
     """Against every expert run by hand on every token in fp64."""
     model = naive.model(name, torch.float64)
-    layers = naive.observed(model, SimilarityTap)
+    layers = naive.observed(model, SimilarityHook)
     for layer in moe_layers(model):
         seen = naive.routed(name, torch.float64)[layer.index]
         assert not seen.valid.all()
@@ -234,7 +234,7 @@ def test_damage_is_that_of_really_removing_the_expert(name: str) -> None:
     """Reference: in fp64, the block run again on the rows of a router that has lost the expert's
     row."""
     model = naive.model(name)
-    measured = gather(model, DamageTap, [naive.batch()]).layers
+    measured = gather(model, DamageHook, [naive.batch()]).layers
     wide = copy.deepcopy(model).double()
     layers = moe_layers(wide)
     layer = layers[-1]
@@ -260,7 +260,7 @@ def test_damage_is_that_of_really_removing_the_expert(name: str) -> None:
 def test_damage_of_group_limited_routers(name: str) -> None:
     """Reference: the routing rule by hand, token by token, with sets of experts."""
     model = naive.model(name)
-    measured = gather(model, DamageTap, [naive.batch()]).layers
+    measured = gather(model, DamageHook, [naive.batch()]).layers
     layer = moe_layers(model)[-1]
     seen = naive.routed(name)[layer.index]
     experts = copy.deepcopy(layer.experts).double()
@@ -322,7 +322,7 @@ def test_the_model_computes_what_it_always_does(name: str, monkeypatch: pytest.M
     sums = []
     for tokens in (40, 2048):  # 96 tokens: three parts, the last one shorter; or one
         monkeypatch.setattr("moe_lab.statistics.damage.TOKENS", tokens)
-        with Observer(model, DamageTap) as observer:
+        with Observer(model, DamageHook) as observer:
             assert torch.allclose(tiny.logits(model, ids), plain, atol=1e-4)
         sums.append(observer.layers())
     for layer, named in sums[0].items():

@@ -23,10 +23,10 @@ from moe_lab.errors import UserError
 from moe_lab.models.streamed import StreamedModel, open_streamed
 from moe_lab.statistics import Statistics, check_finite, header, observe, streaming
 from moe_lab.statistics import read as read_file
-from moe_lab.statistics.damage import DamageTap, SimilarityTap
-from moe_lab.statistics.forward import ForwardTap
-from moe_lab.statistics.gradients import GradientTap, WeightGradientTap, gather_gradients
-from moe_lab.statistics.observe import CHECKPOINT, Observer, Tap, gather
+from moe_lab.statistics.damage import DamageHook, SimilarityHook
+from moe_lab.statistics.forward import ForwardHook
+from moe_lab.statistics.gradients import GradientHook, WeightGradientHook, gather_gradients
+from moe_lab.statistics.observe import CHECKPOINT, Observer, StatisticsHook, gather
 from moe_lab.statistics.streaming import stream, stream_back
 from moe_lab.study.steps.tables import coverage
 from tests.campaign.models import reconfigure
@@ -38,8 +38,8 @@ SIX = 2 * BATCHES
 
 
 READS = [
-    *((gather, tap) for tap in (ForwardTap, DamageTap, SimilarityTap)),
-    *((gather_gradients, tap) for tap in (GradientTap, WeightGradientTap)),
+    *((gather, hook) for hook in (ForwardHook, DamageHook, SimilarityHook)),
+    *((gather_gradients, hook) for hook in (GradientHook, WeightGradientHook)),
 ]
 
 
@@ -71,24 +71,27 @@ def send_signal_in_call(
 
 
 @pytest.mark.usefixtures("ended_by_signal")
-@pytest.mark.parametrize(("read", "tap"), READS[:-1])  # gradients of weights are of the whole set
+@pytest.mark.parametrize(("read", "hook"), READS[:-1])  # gradients of weights are of the whole set
 def test_a_stopped_pass_goes_on_where_it_was(
-    read: Callable[..., Statistics], tap: type[Tap], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    read: Callable[..., Statistics],
+    hook: type[StatisticsHook],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = naive.model("qwen3_moe")
-    expected = read(model, tap, SIX)
+    expected = read(model, hook, SIX)
     settings: Any = {"out": tmp_path}
     with monkeypatch.context() as patch, pytest.raises(tiny.Killed):
         send_signal_in_call(patch, Observer, [5])
-        read(model, tap, SIX, **settings)
+        read(model, hook, SIX, **settings)
     assert header(tmp_path / CHECKPOINT)["done"] == 5
     with monkeypatch.context() as patch:
         calls = tiny.count_calls(patch, Observer, "read")
-        resumed = read(model, tap, SIX, **settings)
+        resumed = read(model, hook, SIX, **settings)
     assert len(calls) == 1
     naive.assert_alike(resumed.layers, expected.layers)
     monkeypatch.setattr(Observer, "read", None)  # a finished pass reads nothing again
-    finished = read(model, tap, SIX, **settings)
+    finished = read(model, hook, SIX, **settings)
     assert finished.header == resumed.header
     for layers in (finished.layers, read_file(tmp_path / CHECKPOINT, "pt")):
         naive.assert_alike(layers, expected.layers)
@@ -107,7 +110,7 @@ def test_what_a_pass_saves_is_a_small_part_of_it(
     for saves."""
 
     before = written()
-    gather(naive.model("olmoe"), ForwardTap, 8 * BATCHES, out=tmp_path)
+    gather(naive.model("olmoe"), ForwardHook, 8 * BATCHES, out=tmp_path)
     assert written() - before < 1.5 * (tmp_path / CHECKPOINT).stat().st_size
     now = [0.0]
     monkeypatch.setattr(observe.time, "monotonic", lambda: now[0])
@@ -127,7 +130,7 @@ def test_sums_of_another_pass_are_not_continued(
     change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = naive.model("olmoe")
-    gather(model, ForwardTap, SIX[:4], out=tmp_path)
+    gather(model, ForwardHook, SIX[:4], out=tmp_path)
     data: Any = SIX[:4]
     if change == "batches":  # the same rows, cut otherwise
         data = [
@@ -137,22 +140,22 @@ def test_sums_of_another_pass_are_not_continued(
     else:
         (tmp_path / CHECKPOINT).write_bytes((tmp_path / CHECKPOINT).read_bytes()[:-9])
     calls = tiny.count_calls(monkeypatch, Observer, "read")
-    gather(model, ForwardTap, data, out=tmp_path)
+    gather(model, ForwardHook, data, out=tmp_path)
     assert len(calls) == len(data)
 
 
-@pytest.mark.parametrize(("read", "tap"), [each for each in READS if each[1] is not DamageTap])
+@pytest.mark.parametrize(("read", "hook"), [each for each in READS if each[1] is not DamageHook])
 def test_a_broken_weight_is_named(
-    read: Callable[..., Statistics], tap: type[Tap], tmp_path: Path
+    read: Callable[..., Statistics], hook: type[StatisticsHook], tmp_path: Path
 ) -> None:
     model = tiny.build("qwen3_moe")
     with torch.no_grad():
         model.model.layers[1].mlp.experts.down_proj[5] = float("nan")
-    settings: Any = {} if tap is WeightGradientTap else {"out": tmp_path}
+    settings: Any = {} if hook is WeightGradientHook else {"out": tmp_path}
     with pytest.raises(
         UserError, match=r"NaN or Inf in layer \d, expert \d+: \w+ of batches 1 to \d"
     ):
-        read(model, tap, SIX, **settings)
+        read(model, hook, SIX, **settings)
     assert not (tmp_path / CHECKPOINT).exists()
 
 
@@ -191,8 +194,11 @@ def test_what_is_not_finite_is_named_and_every_expert_is_listed() -> None:
 
 
 PASSES: dict[str, tuple[Callable[..., Statistics], Callable[..., Statistics]]] = {
-    tap.kind: (partial(read, tap=tap), partial(stream if read is gather else stream_back, tap=tap))
-    for read, tap in READS
+    hook.kind: (
+        partial(read, hook=hook),
+        partial(stream if read is gather else stream_back, hook=hook),
+    )
+    for read, hook in READS
 }
 FORWARD = PASSES["forward"]
 QUERY = "model.layers.1.self_attn.q_proj.weight"
@@ -386,7 +392,7 @@ def test_the_memory_of_a_long_row_grows_with_its_tokens_not_with_their_pairs(
     ids = torch.randint(3, tiny.VOCABULARY, (1, length), generator=torch.Generator().manual_seed(0))
     valid = (torch.arange(length) < length - padding)[None]
     with LargestTensor() as largest:
-        sums = stream(model, ForwardTap, [(ids, valid)], out=tmp_path / "out")
+        sums = stream(model, ForwardHook, [(ids, valid)], out=tmp_path / "out")
     assert (
         int(sums.layers[1]["tokens"].sum())
         == (length - padding) * model.model.config.num_experts_per_tok
@@ -408,7 +414,7 @@ def test_padding_on_the_right_changes_no_sums_without_a_mask(
     def masked(model: Any, ids: torch.Tensor, valid: torch.Tensor) -> Any:
         return model.base_model(input_ids=ids, attention_mask=valid.long(), use_cache=False)
 
-    found = gather(model, tap=ForwardTap, batches=[(ids, valid)])
+    found = gather(model, hook=ForwardHook, batches=[(ids, valid)])
     monkeypatch.setattr("moe_lab.statistics.observe.run", masked)
-    expected = gather(model, tap=ForwardTap, batches=[(ids, valid)])
+    expected = gather(model, hook=ForwardHook, batches=[(ids, valid)])
     naive.assert_alike(found.layers, expected.layers, 1e-5)

@@ -12,8 +12,8 @@ from moe_lab.models.discover import moe_layers
 from moe_lab.statistics import gradients
 from moe_lab.statistics.gradients import (
     LOSS_SCALE,
-    GradientTap,
-    WeightGradientTap,
+    GradientHook,
+    WeightGradientHook,
     differentiable,
     gather_gradients,
     head,
@@ -24,7 +24,7 @@ from moe_lab.statistics.gradients import (
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 def test_sums_are_those_of_autograd_on_each_expert_alone(name: str) -> None:
     model = naive.model(name, torch.float64)
-    layers = gather_gradients(model, GradientTap, [naive.batch()]).layers
+    layers = gather_gradients(model, GradientHook, [naive.batch()]).layers
     assert "forward" not in vars(model.base_model)
     reference = naive.backward(name)
     assert layers.keys() == reference.keys()
@@ -58,7 +58,7 @@ def test_heapr_is_the_papers_d_by_d_computation(name: str) -> None:
     output e."""
     model = naive.model(name, torch.float64)
     layers = {layer.index: layer for layer in moe_layers(model)}
-    inputs = gather_gradients(model, GradientTap, [naive.batch()]).layers
+    inputs = gather_gradients(model, GradientHook, [naive.batch()]).layers
     sizes = {index: layer.n_experts for index, layer in layers.items()}
     widths = {index: layer.width for index, layer in layers.items()}
     scores = criteria.score("heapr", inputs, experts=sizes, widths=widths)
@@ -82,18 +82,18 @@ def test_rows_without_a_next_token_have_no_loss() -> None:
     model = naive.model("olmoe")
     valid = torch.tensor([[True, False, True, False]] * 2)
     with pytest.raises(UserError, match="no token that follows another one"):
-        gather_gradients(model, GradientTap, [(tiny.tokens(2, 4), valid)])
+        gather_gradients(model, GradientHook, [(tiny.tokens(2, 4), valid)])
 
 
 def test_few_logits_at_a_time_are_as_good_as_all(monkeypatch: pytest.MonkeyPatch) -> None:
     model = naive.model("granitemoe", torch.float64)  # divides its logits
-    whole = gather_gradients(model, GradientTap, [naive.batch()]).layers
+    whole = gather_gradients(model, GradientHook, [naive.batch()]).layers
     sizes: list[int] = []
     monkeypatch.setattr(gradients, "LOGITS", 7 * tiny.VOCABULARY)
     monkeypatch.setattr(
         gradients, "head", lambda *given: sizes.append(given[1].shape[1]) or head(*given)
     )
-    parts = gather_gradients(model, GradientTap, [naive.batch()]).layers
+    parts = gather_gradients(model, GradientHook, [naive.batch()]).layers
     assert max(sizes) == 7
     for layer, named in whole.items():
         for key, part in named.items():
@@ -122,11 +122,11 @@ def test_half_precision_gradients_are_summed_in_full(dtype: torch.dtype) -> None
     half = tiny.build("olmoe", dtype=dtype)
     full = naive.model("olmoe")
     data = [naive.batch()] * 3
-    for tap, key, most in (
-        (GradientTap, "channel_gradient_square", 0.2),
-        (WeightGradientTap, "snip_down", 0.1),
+    for hook, key, most in (
+        (GradientHook, "channel_gradient_square", 0.2),
+        (WeightGradientHook, "snip_down", 0.1),
     ):
-        found, expected = (gather_gradients(model, tap, data).layers for model in (half, full))
+        found, expected = (gather_gradients(model, hook, data).layers for model in (half, full))
         for layer, named in expected.items():
             assert abs(float(found[layer][key].sum() / named[key].sum()) - 1) < most, key
 
@@ -159,7 +159,7 @@ def test_snip_is_that_of_autograd_by_hand(name: str) -> None:
     ids, valid = naive.batch()
     data = [(ids[:2], valid[:2]), (ids[2:], valid[2:])]
     model = naive.model(name, torch.float64)
-    found = gather_gradients(model, WeightGradientTap, data)
+    found = gather_gradients(model, WeightGradientHook, data)
     assert found.header["kind"] == "weight_gradients"
     assert not any(
         weight.requires_grad or weight.grad is not None for weight in model.parameters()

@@ -26,10 +26,10 @@ from example_steps import Example
 from processes import until
 from studies import STUDY, Asked, ask, start
 
-from moe_lab import models, progress
+from moe_lab import machine, progress
 from moe_lab.config import Config, LauncherConfig
 from moe_lab.errors import UserError, need
-from moe_lab.models import WORKERS
+from moe_lab.machine import WORKERS
 from moe_lab.results import FIGURES
 from moe_lab.study import launchers, record
 from moe_lab.study.failures import error_document
@@ -301,14 +301,15 @@ def test_local_workers_have_the_gpus_that_steps_need_of_those_that_the_command_m
     # CUDA reads no further than others
     usable = takewhile(re.compile(r"\d|GPU-|MIG-").match, visible.split(","))
     count = len(list(usable))
-    monkeypatch.setattr(models, "gpu_count", lambda: count)
+    monkeypatch.setattr(machine, "gpu_count", lambda: count)
     monkeypatch.setattr(launchers, "work", lambda *_: None)
     monkeypatch.setattr(launchers, "cores", lambda: 3)
     monkeypatch.setattr(launchers, "main_memory", lambda: 10.0 * GIB)
-    unknown = {"memory": None, "on_gpu": True}
-    machine = unknown if memory is None else {"memory": abs(memory) * GIB, "on_gpu": memory > 0}
+    needed = {"memory": None, "on_gpu": True}
+    if memory is not None:
+        needed = {"memory": abs(memory) * GIB, "on_gpu": memory > 0}
     workers, _ = locally(
-        Schedule([Example(machine=machine)], set()), tmp_path, monkeypatch, processes
+        Schedule([Example(machine=needed)], set()), tmp_path, monkeypatch, processes
     )
     assert {environment[WORKERS] for environment in workers} == {str(len(given))}
     found = [environment.get("CUDA_VISIBLE_DEVICES") for environment in workers]

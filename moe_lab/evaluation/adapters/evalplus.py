@@ -17,7 +17,7 @@ from moe_lab.evaluation.adapters import evalplus_rules
 from moe_lab.evaluation.sandbox.client import LimitedCalls, Outcome, Runners
 from moe_lab.evaluation.sandbox.encoding import encode
 from moe_lab.evaluation.sandbox.runner import Request
-from moe_lab.models import cores
+from moe_lab.machine import cores
 
 PARTS = ("base", "plus")
 _CANONICAL_SECONDS = 30.0

@@ -22,9 +22,8 @@ from moe_lab.config import BackendConfig, BenchmarkConfig, ModelConfig
 from moe_lab.errors import UserError, mask, user_errors
 from moe_lab.evaluation.harness import harness_of
 from moe_lab.evaluation.interpreters import check_has, interpreter
-from moe_lab.models import eos_tokens
 from moe_lab.models.checkpoint import read_json_if_there
-from moe_lab.models.config_json import check_trained_top_k, config_of
+from moe_lab.models.config_json import check_trained_top_k, config_of, eos_tokens
 from moe_lab.models.families import PORTS
 
 TOKEN_SECONDS = 1.0

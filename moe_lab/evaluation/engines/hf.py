@@ -30,7 +30,7 @@ from moe_lab.evaluation.engines import (
     generated_text,
 )
 from moe_lab.evaluation.engines.likelihoods import has_full_attention, likelihood, log_likelihoods
-from moe_lab.models import eos_tokens
+from moe_lab.models.config_json import eos_tokens
 from moe_lab.models.load import tokens_with_logits
 from moe_lab.models.transformers_private import next_inputs
 

@@ -36,8 +36,8 @@ from moe_lab.evaluation.engines import (
     search_path,
 )
 from moe_lab.evaluation.thoughts import MARKS
-from moe_lab.models import eos_tokens
 from moe_lab.models.checkpoint import read_json, read_json_if_there
+from moe_lab.models.config_json import eos_tokens
 from moe_lab.paths import caches
 from moe_lab.start import command
 

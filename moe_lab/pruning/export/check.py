@@ -14,6 +14,7 @@ from moe_lab.models.config_json import LAYERS_FIELD
 from moe_lab.models.discover import routed_layers
 from moe_lab.models.families import has_causal_model
 from moe_lab.models.load import check_sizes, skeleton
+from moe_lab.models.transformers_private import NameMapping
 from moe_lab.pruning.plan import Plan
 
 ROUTING_FACTS = ("n_experts", "top_k", "n_group", "topk_group")
@@ -37,7 +38,7 @@ def check(
     try:
         code_is_ours = LAYERS_FIELD in read_json(Path(written, "config.json"))
         model = skeleton(Path(written), trust_remote_code=code_is_ours)
-        check_sizes(model, Checkpoint(Path(written), (), {}, entries))
+        check_sizes(Checkpoint(Path(written), (), {}, entries), NameMapping(model, entries))
         found = {
             layer.index: tuple(getattr(layer, fact) for fact in ROUTING_FACTS)
             for layer in routed_layers(model)

@@ -18,7 +18,7 @@ from submitit.helpers import DelayedSubmission
 from moe_lab.config import LauncherConfig
 from moe_lab.errors import UserError
 from moe_lab.results import DIGITS
-from moe_lab.study.claims import own_job, restarts
+from moe_lab.study.claims import in_queue, own_job, restarts
 from moe_lab.study.record import Study
 from moe_lab.study.runs import Run, runs
 from moe_lab.study.schedule import (
@@ -29,7 +29,7 @@ from moe_lab.study.schedule import (
     show_progress,
     work,
 )
-from moe_lab.study.slurm import in_queue, scheduler
+from moe_lab.study.slurm import scheduler
 from moe_lab.study.status import queued_jobs
 from moe_lab.study.step import Step, unmerged
 from moe_lab.study.store import Store, retries

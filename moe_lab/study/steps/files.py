@@ -147,17 +147,17 @@ class Resident:
     text: Any
     out: Path
 
-    def read(self, tap: type) -> Any:
-        """Sums that `tap` gathers in a forward pass."""
+    def read(self, hook: type) -> Any:
+        """Sums that `hook` gathers in a forward pass."""
         from moe_lab.statistics.observe import gather
 
-        return gather(self.model, tap, self.text, out=self.out)
+        return gather(self.model, hook, self.text, out=self.out)
 
-    def read_back(self, tap: type) -> Any:
-        """Sums that `tap` gathers in a forward and a backward pass."""
+    def read_back(self, hook: type) -> Any:
+        """Sums that `hook` gathers in a forward and a backward pass."""
         from moe_lab.statistics.gradients import gather_gradients
 
-        return gather_gradients(self.model, tap, self.text, out=self.out)
+        return gather_gradients(self.model, hook, self.text, out=self.out)
 
     def routing(self, plan: Any, pruned: Any) -> Any:
         """The measured routing of the text under a plan. `pruned`: the layers that the plan makes
@@ -170,15 +170,15 @@ class Resident:
 class Streamed(Resident):
     """The same passes with one decoder layer in memory at a time."""
 
-    def read(self, tap: type) -> Any:
+    def read(self, hook: type) -> Any:
         from moe_lab.statistics.streaming import stream
 
-        return stream(self.model, tap, self.text, out=self.out)
+        return stream(self.model, hook, self.text, out=self.out)
 
-    def read_back(self, tap: type) -> Any:
+    def read_back(self, hook: type) -> Any:
         from moe_lab.statistics.streaming import stream_back
 
-        return stream_back(self.model, tap, self.text, out=self.out)
+        return stream_back(self.model, hook, self.text, out=self.out)
 
     def routing(self, plan: Any, pruned: Any) -> Any:
         from moe_lab.pruning.cost import layered_routing

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_lab.config import BackendConfig, ModelConfig
-from moe_lab.models import release_memory
+from moe_lab.machine import release_memory
 
 if TYPE_CHECKING:
     from moe_lab.evaluation.engines.vllm import OpenEngine, VllmModel

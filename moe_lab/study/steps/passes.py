@@ -140,7 +140,7 @@ class Pass(Step):
     kinds: ClassVar[Mapping[str, Measurement]] = {
         # one forward pass: all sums, tokens per expert, and tables for figures
         "statistics": Measurement(
-            "moe_lab.statistics.forward:ForwardTap",
+            "moe_lab.statistics.forward:ForwardHook",
             figures=(
                 ("coverage.parquet", results.COVERAGE, tables.coverage),
                 ("experts.parquet", results.EXPERTS, tables.experts),
@@ -150,21 +150,21 @@ class Pass(Step):
         ),
         # sums for each channel, of activations and of the loss's gradients
         "gradients": Measurement(
-            "moe_lab.statistics.gradients:GradientTap",
+            "moe_lab.statistics.gradients:GradientHook",
             figures=(("gradients.parquet", results.GRADIENTS, tables.gradients),),
             backward=True,
         ),
         # gradients of the experts' weights, reduced to a number per channel
         "weight_gradients": Measurement(
-            "moe_lab.statistics.gradients:WeightGradientTap",
+            "moe_lab.statistics.gradients:WeightGradientHook",
             backward=True,
             divides=False,
             per_layer=expert_weights,
         ),
         # the exact damage of removing each expert alone, with one more expert per token
-        "damage": Measurement("moe_lab.statistics.damage:DamageTap"),
+        "damage": Measurement("moe_lab.statistics.damage:DamageHook"),
         # every expert reads every token, for groupings of similar experts
-        "similarity": Measurement("moe_lab.statistics.damage:SimilarityTap"),
+        "similarity": Measurement("moe_lab.statistics.damage:SimilarityHook"),
     }
     reads_text = True
     kind: str = field()

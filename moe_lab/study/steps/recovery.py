@@ -118,10 +118,10 @@ class ActivationAlignment(Step):
         return text_pass(model, self.text, pace, per_layer=channel_products, more=expert_weights)
 
     def work(self, files: Files) -> None:
-        from moe_lab.pruning.alignment import align_by_activations, alignment_tap
+        from moe_lab.pruning.alignment import align_by_activations, alignment_hook
 
         plan = files.plan(self.plan)
-        sums = engine(self.loaded.model, self.text, files).read(alignment_tap(plan))
+        sums = engine(self.loaded.model, self.text, files).read(alignment_hook(plan))
         align_by_activations(plan, sums.layers).save(files.out / "plan.json")
 
 
