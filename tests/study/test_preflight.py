@@ -137,6 +137,25 @@ def test_a_ratio_that_is_rounded_to_whole_experts_is_said_once(
     assert [one.partition("removed): ")[2].split(", ") for one in said] == ([says] if says else [])
 
 
+@pytest.mark.parametrize(
+    ("changes", "keys"),
+    [([], "id, language"), (["calibration.ignored=[id]"], "language"), (["criterion=aimer"], None)],
+)
+def test_texts_of_one_word_beside_a_pair_are_named(
+    changes: list[str], keys: str | None, tmp_path: Path
+) -> None:
+    record = {
+        "question": "Where does a dog sleep?",
+        "answer": "In a kennel.",
+        "language": "French",
+        "id": "a7",
+    }
+    (file := tmp_path / "text.jsonl").write_text(json.dumps(record))
+    config, wanted = asked("calibration=text", f"calibration.path={file}", *changes)
+    said = [remark for remark in remarks(config, wanted) if "calibration=text" in remark]
+    assert [f" {keys}:" in remark for remark in said] == ([True] if keys else [])
+
+
 NAMED = ("study", "model.name", "calibration.name", "recovery.name")
 
 
