@@ -493,7 +493,7 @@ def test_a_step_refused_by_a_missing_import_is_tried_again_by_the_next_run(
     store = Store(tmp_path / "store").create()
     step = Example()
     monkeypatch.setenv("PYTHONPATH", "")
-    with Worker(store) as execute:
+    with WorkerProcess(store) as execute:
         work(Schedule([step]), store, execute)
     assert "example_steps" in (store.error(step.id) or {})["message"]
     recall_failures(schedule := Schedule([step]), store, retry=None)
