@@ -40,14 +40,14 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(message)
 
 
-def parse(words: Sequence[str]) -> argparse.Namespace:
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line into names, store, study, out, format and compare; options are
     key=value or --key=value.
 
     Raises UserError for an unknown option or format. Prints the help and exits when the words
     include help.
     """
-    help_wanted = {"-h", "--help", "help"} & set(words)
+    help_wanted = {"-h", "--help", "help"} & set(arguments)
     parser = _Parser(
         prog="python -m analysis",
         usage=USAGE,
@@ -78,7 +78,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             "two agree"
         ),
     )
-    request = parser.parse_args(["--help"] if help_wanted else [_dashed(word) for word in words])
+    request = parser.parse_args(
+        ["--help"] if help_wanted else [_dashed(argument) for argument in arguments]
+    )
     if request.compare not in ("true", "false"):
         raise UserError(f"compare={request.compare}: expected true or false")
     if request.format not in FIGURE_FORMATS:
@@ -89,13 +91,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     return request
 
 
-def _dashed(word: str) -> str:
+def _dashed(argument: str) -> str:
     """Rewrite `store=x` as `--store=x`, which argparse reads."""
-    if word == "--compare":
+    if argument == "--compare":
         return "--compare=true"  # otherwise argparse takes the next word as its value
-    key, equals, value = word.removeprefix("--").partition("=")
+    key, equals, value = argument.removeprefix("--").partition("=")
     if not equals:
-        return word
+        return argument
     if key not in OPTIONS:
         raise unknown("option", key, OPTIONS)
     if not value:
@@ -120,10 +122,10 @@ def _names() -> str:
     return "\n".join(lines)
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the command line; returns the exit code."""
     try:
-        return _run(parse(words))
+        return _run(parse(arguments))
     except UserError as error:
         print(f"analysis: {error}", file=sys.stderr)
         return 2
@@ -155,25 +157,27 @@ def _compare(request: argparse.Namespace, publisher: Publisher) -> bool:
         (table for table in tables.values() if len(table.frame)), publisher.out
     ):
         print(path)
-    lacking = [name for name in request.names if name in tables and tables[name].frame.empty]
-    for name in lacking:
+    missing = [name for name in request.names if name in tables and tables[name].frame.empty]
+    for name in missing:
         print(
             f"analysis: {name}: no cell of study={study.name} has published numbers",
             file=sys.stderr,
         )
-    return not lacking
+    return not missing
 
 
-def _comparable(wanted: Sequence[str]) -> list[str]:
+def _comparable(requested: Sequence[str]) -> list[str]:
     """The requested tables that have published numbers. Raises UserError when none has."""
     from analysis.published.numbers import TABLES
 
     printed = [
-        name for name in (TABLES if {"all", "report"} & set(wanted) else wanted) if name in TABLES
+        name
+        for name in (TABLES if {"all", "report"} & set(requested) else requested)
+        if name in TABLES
     ]
     if not printed:
         raise UserError(
-            f"--compare: {', '.join(wanted)}: no published numbers, expected {', '.join(TABLES)}"
+            f"--compare: {', '.join(requested)}: no published numbers, expected {', '.join(TABLES)}"
         )
     return printed
 
@@ -214,33 +218,33 @@ def _run(request: argparse.Namespace) -> int:
     return 0 if complete and not study.gaps and not study.results.empty else 1
 
 
-def _write(wanted: Sequence[str], publisher: Publisher) -> bool:
+def _write(requested: Sequence[str], publisher: Publisher) -> bool:
     """Write the report, or the requested tables and figures; returns whether each has results."""
     from analysis.registry import find, outputs
     from analysis.report import GAPS, write_report
 
     study = publisher.results.study
-    if "report" in wanted:
+    if "report" in requested:
         print(write_report(publisher))
         return True
-    items_by_name, written = publisher.publish(outputs() if "all" in wanted else wanted)
+    items_by_name, written = publisher.publish(outputs() if "all" in requested else requested)
     publisher.log_failures()
     for path in written:
         print(path)
     without = [
         name for name, items in items_by_name.items() if not items and name not in publisher.failed
     ]
-    lacking = [name for name in wanted if name != "all" and find(name).name in without]
-    for name in lacking:
+    missing = [name for name in requested if name != "all" and find(name).name in without]
+    for name in missing:
         print(
             f"analysis: {name} needs {find(name).needs}, which study={study.name} does not have",
             file=sys.stderr,
         )
     rest = [name for name in without if name != GAPS]
-    if "all" in wanted and rest:
+    if "all" in requested and rest:
         words = "no data for these (name one to see what it needs)"
         print(f"analysis: {words}: {', '.join(rest)}", file=sys.stderr)
-    return not lacking
+    return not missing
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ NUMERALS = (
 
 def count(number: int, noun: str, plural: str | None = None) -> str:
     """`one win`, `two wins`, `13 wins`."""
-    word = NUMERALS[number] if number < len(NUMERALS) else f"{number:,}"
-    return f"{word} {noun if number == 1 else plural or noun + 's'}"
+    numeral = NUMERALS[number] if number < len(NUMERALS) else f"{number:,}"
+    return f"{numeral} {noun if number == 1 else plural or noun + 's'}"
 
 
 def not_run(benchmarks: Iterable[str]) -> str:
@@ -250,8 +250,10 @@ def method(method_key: str) -> str:
     NF4."""
     criterion_name, allocation, recovery = parts(method_key)
     published = METHODS.get((criterion_name, allocation))
-    chosen = (published,) if published else (criterion(criterion_name), allocated(allocation))
-    return ", ".join(word for word in (*chosen, RECOVERIES.get(recovery, recovery)) if word)
+    parts_of_name = (
+        (published,) if published else (criterion(criterion_name), allocated(allocation))
+    )
+    return ", ".join(word for word in (*parts_of_name, RECOVERIES.get(recovery, recovery)) if word)
 
 
 def allocated(allocation: str) -> str:
@@ -259,11 +261,11 @@ def allocated(allocation: str) -> str:
     ones."""
     kind, replacement = _replaced(allocation)
     shown = ALLOCATIONS.get(kind, kind.replace("_", " "))
-    words = (
+    parts_of_name = (
         REPLACEMENTS.get(replacement, replacement),
         "" if replacement and kind == "uniform" else shown,
     )
-    return ", ".join(filter(None, words))
+    return ", ".join(filter(None, parts_of_name))
 
 
 def _replaced(allocation: str) -> tuple[str, str]:
@@ -282,7 +284,9 @@ def methods_in_order(keys: Iterable[str]) -> list[str]:
         criterion_name, allocation, recovery = parts(method_key)
         kind, replacement = _replaced(allocation)
         named = zip((criterion_name, replacement, kind, recovery), groups, strict=True)
-        return [(group.index(word) if word in group else len(group), word) for word, group in named]
+        return [
+            (group.index(value) if value in group else len(group), value) for value, group in named
+        ]
 
     return sorted(set(keys), key=place)
 

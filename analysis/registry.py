@@ -164,11 +164,11 @@ def per_model(
     def of_each(make: MakeOfModel) -> Callable[[Results, str], list[Item]]:
         @wraps(make)
         def make_all(results: Results, name: str) -> list[Item]:
-            chosen: list[Comparison] = getattr(results, models)
+            comparisons: list[Comparison] = getattr(results, models)
             items: list[Item | None] = []
-            for comparison in chosen:
-                own = f"{name}.{comparison.model}" if len(chosen) > 1 else name
-                items += _listed(make(results, comparison, own))
+            for comparison in comparisons:
+                name_of_item = f"{name}.{comparison.model}" if len(comparisons) > 1 else name
+                items += _listed(make(results, comparison, name_of_item))
             return [item for item in items if item is not None]
 
         return make_all
@@ -227,10 +227,10 @@ def also() -> dict[str, str]:
 def find(name: str) -> Output:
     """The output that contains the table or figure `name`. Raises UserError for an unknown name."""
     known = outputs()
-    others = also()
-    found = known.get(others.get(name, name))
-    if found is None:
-        close = nearest(name, [*known, *others, "all", "report"])
+    aliases = also()
+    match = known.get(aliases.get(name, name))
+    if match is None:
+        close = nearest(name, [*known, *aliases, "all", "report"])
         hint = f": did you mean {close}?" if close else ""
         raise UserError(f"name={name} is unknown{hint} (`python -m analysis help` lists all names)")
-    return found
+    return match

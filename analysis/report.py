@@ -69,14 +69,14 @@ class Publisher:
         """Names of the outputs that could not be made."""
         return [name for name, error in self.attempted.items() if error]
 
-    def publish(self, wanted: Iterable[str]) -> tuple[dict[str, list[Item]], list[Path]]:
+    def publish(self, requested: Iterable[str]) -> tuple[dict[str, list[Item]], list[Path]]:
         """Make the named outputs and write their files.
 
         The list of gaps is made last, because making the others can add gaps. Returns name -> the
         written tables and figures, and all files."""
         made: dict[str, list[Item]] = {}
         written: list[Path] = []
-        names = dict.fromkeys(find(name).name for name in wanted)
+        names = dict.fromkeys(find(name).name for name in requested)
         for name in sorted(names, key=lambda name: name == GAPS):
             made[name] = []
             for item in self.attempt(name, partial(find(name).items, self.results)) or []:
@@ -173,11 +173,11 @@ def _nothing(made: Made) -> list[str]:
     """A sentence that names the outputs of the page that this study has nothing for; none if there
     is no such."""
     silent = [name for name, items in made.items() if not items and find(name).chapter]
-    words = (
+    sentence = (
         f"This study has nothing for {names.listing(silent)} (`python -m analysis NAME` says "
         "what each needs)."
     )
-    return [words] if silent else []
+    return [sentence] if silent else []
 
 
 def _kicker(study: Study) -> str:
@@ -297,7 +297,8 @@ def _facts(study: Study) -> list[tuple[str, str]]:
         (
             "Libraries",
             ", ".join(
-                f"{name} {' / '.join(found)}" for name, found in versions(study.origins).items()
+                f"{name} {' / '.join(library_versions)}"
+                for name, library_versions in versions(study.origins).items()
             ),
         ),
         (
@@ -368,9 +369,13 @@ LISTED = 6
 def _how_much(pruned: pd.DataFrame) -> str:
     """Ratios, whether of each layer or in all, and the calibration sets."""
     ordered = pruned[pruned["ratio"] > 0].sort_values("ratio", kind="stable")
-    found = list(dict.fromkeys(ordered["removed_words"]))
-    few = names.listing(found) or "none"
-    ratios = few if len(found) <= LISTED else f"{len(found)} ratios from {found[0]} to {found[-1]}"
+    ratios_in_words = list(dict.fromkeys(ordered["removed_words"]))
+    few = names.listing(ratios_in_words) or "none"
+    ratios = (
+        few
+        if len(ratios_in_words) <= LISTED
+        else f"{len(ratios_in_words)} ratios from {ratios_in_words[0]} to {ratios_in_words[-1]}"
+    )
     scope = "of each layer" if set(pruned["allocation"]) == {"uniform"} else "in all"
     return f"{ratios} {scope}{_by_data(pruned)}"
 
@@ -394,10 +399,12 @@ def _stored(pruned: pd.DataFrame) -> str:
     """A sentence on recoveries (quantisation, fine-tuning) of the pruned models; "" when there are
     none."""
     recoveries = names.in_order(pruned["recovery"], names.RECOVERIES)
-    spelled = (names.RECOVERIES.get(word, word).replace(", ", " + ") for word in recoveries)
-    words = [f"with {word}" if word else "as they are" for word in spelled]
+    spelled = (
+        names.RECOVERIES.get(recovery, recovery).replace(", ", " + ") for recovery in recoveries
+    )
+    phrases = [f"with {recovery}" if recovery else "as they are" for recovery in spelled]
     return (
-        "" if recoveries == ["none"] else f" Pruned models were evaluated {names.listing(words)}."
+        "" if recoveries == ["none"] else f" Pruned models were evaluated {names.listing(phrases)}."
     )
 
 

@@ -36,18 +36,19 @@ def write_data_set(folder: Path, parts: Mapping[tuple[str, str], Rows]) -> Path:
     return folder
 
 
+def file_name(benchmark: BenchmarkConfig) -> str:
+    """Name of the file with the evaluated split of a benchmark, such as arc_easy_test.jsonl."""
+    stem = FILES.get(benchmark.name, f"{benchmark.name}_{benchmark.split}")
+    return f"{stem}.txt" if benchmark.name.startswith("wikitext2") else f"{stem}.jsonl"
+
+
 def mirror_files(benchmark: BenchmarkConfig, data: Path, scratch: Path) -> None:
-    """Make the mirror of a benchmark's evaluated split from its file in `data`, such as
-    arc_easy_test.jsonl."""
+    """Make the mirror of a benchmark's evaluated split from its file in `data`."""
     split = str(benchmark.split)
-    stem = data / FILES.get(benchmark.name, f"{benchmark.name}_{split}")
-    text = stem.with_suffix(".txt")
-    rows = (
-        list(_text_rows(benchmark, text))
-        if text.is_file()
-        else read_rows(stem.with_suffix(".jsonl"))
-    )
-    labels = stem.with_name(f"{stem.name}_labels.lst")
+    file = data / file_name(benchmark)
+    is_text = file.suffix == ".txt"
+    rows = list(_text_rows(benchmark, file)) if is_text else read_rows(file)
+    labels = file.with_name(f"{file.stem}_labels.lst")
     if labels.is_file():
         rows = [
             {**row, "label": int(n)}

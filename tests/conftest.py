@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ FIRST = (
 )
 """What takes longest begins first, and Slurm's jobs, which are waited for, run beside the
 others."""
-SLOW = ("slow", "root", "cuda", "sandbox")
+SLOW = ("slow", "root", "cuda")
 """Marks of tests that are not run with `-m quick`, which is for before each commit: two minutes, no
 network."""
 QUICK_FAMILIES = (
@@ -144,11 +145,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Groups(config, log)
 
 
+PUBLISHED_DATA = "MOE_LAB_TEST_DATA"
+"""Environment variable with a folder of published data sets, by default ../shared/data beside the
+repository; docs/robustness.md lists its files."""
+
+
 @pytest.fixture(scope="session")
-def shared_data() -> Path:
-    """Published data sets, as people have them, in the folder ../shared/data beside the
-    repository."""
-    folder = Path(__file__).resolve().parents[2] / "shared" / "data"
-    if not folder.is_dir():
-        pytest.skip(f"there is no {folder}")
-    return folder
+def published_data() -> Callable[[str, str], Path]:
+    """The path of a file of published data. Skips the test where it is missing."""
+    default = Path(__file__).resolve().parents[2] / "shared" / "data"
+    folder = Path(os.environ.get(PUBLISHED_DATA, default))
+
+    def path(name: str, source: str) -> Path:
+        if not (folder / name).is_file():
+            pytest.skip(f"needs {name} ({source}) in the folder that {PUBLISHED_DATA} names")
+        return folder / name
+
+    return path

@@ -27,8 +27,6 @@ from moe_lab.study import run
 from moe_lab.study.graph import build
 from tests.campaign.commands import NEAREST as MISTAKES
 
-pytestmark = pytest.mark.slow
-
 LIMIT = 1.5
 """Seconds of processor time, as tests/processes.py counts them, for --help and for any mistake in
 the configuration. Importing torch alone takes longer."""
@@ -41,6 +39,7 @@ def moe_lab(*words: str, store: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=store.parent)
 
 
+@pytest.mark.slow
 def test_help_lists_every_group_quickly_and_alone_it_says_how_to_start(tmp_path: Path) -> None:
     with within(LIMIT, of_children):
         done = moe_lab("--help", store=tmp_path / "store")
@@ -53,6 +52,7 @@ def test_help_lists_every_group_quickly_and_alone_it_says_how_to_start(tmp_path:
 
 
 # a process takes seconds: tests/campaign makes the others in one
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", [*MISTAKES][::5])
 def test_a_mistake_gets_one_sentence_before_anything_heavy(mistake: str, tmp_path: Path) -> None:
     words, sentence = MISTAKES[mistake]
@@ -62,6 +62,24 @@ def test_a_mistake_gets_one_sentence_before_anything_heavy(mistake: str, tmp_pat
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
 
 
+@pytest.mark.parametrize("mistake", [*MISTAKES][:2])
+def test_a_mistake_ends_the_command_with_2_and_one_sentence(
+    mistake: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words, sentence = MISTAKES[mistake]
+    monkeypatch.setattr(sys, "argv", ["moe_lab", *words, f"store={tmp_path / 'store'}"])
+    with pytest.raises(SystemExit) as ended:
+        end_with(command_line.main)
+    errors = capsys.readouterr().err.strip().splitlines()
+    assert ended.value.code == 2
+    assert len(errors) == 1 and sentence in errors[0]
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("typed", ["2026_11_25", "7e3", "true", "'a'"])
 def test_a_text_keeps_what_was_typed(typed: str) -> None:
     with started():
@@ -71,6 +89,7 @@ def test_a_text_keeps_what_was_typed(typed: str) -> None:
     assert (cells[0].model.revision, cells[0].calibration.subset) == ("1234e56", "007")
 
 
+@pytest.mark.slow
 def test_a_comma_list_is_a_grid_and_a_range_has_decimals() -> None:
     with started():
         listed = compose(["ratio=.1,.2,.3", "criterion=glob(m*)", "calibration.tokens=1024,2048"])[
@@ -87,6 +106,7 @@ def test_a_comma_list_is_a_grid_and_a_range_has_decimals() -> None:
     assert {cell.ratio for cell in cells} == {0.1, 0.2, 0.3} and len(cells) % 6 == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["moe_lab", "moe_lab.study", "moe_lab.inspect", "analysis"])
 def test_an_interrupt_during_the_imports_is_one_sentence(module: str, tmp_path: Path) -> None:
     (tmp_path / "difflib.py").write_text("raise KeyboardInterrupt\n")  # which our errors import
@@ -195,6 +215,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
     return ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["first", "second"])
 def test_a_choice_is_the_same_steps_in_every_form(asked: Asked, name: str, tmp_path: Path) -> None:
     alone = [f"{group}={name}" for group in GROUPS]
@@ -204,6 +225,7 @@ def test_a_choice_is_the_same_steps_in_every_form(asked: Asked, name: str, tmp_p
     assert asked(*alone) == asked("+experiment=listed") == asked("-m", *alone)
 
 
+@pytest.mark.slow
 def test_choices_in_a_list_are_those_of_a_multirun_and_of_hydras_search_path(
     asked: Asked, tmp_path: Path
 ) -> None:
@@ -212,6 +234,7 @@ def test_choices_in_a_list_are_those_of_a_multirun_and_of_hydras_search_path(
     assert asked(*words) == asked("-m", *words) == asked(path, *words, found_by=())
 
 
+@pytest.mark.slow
 def test_what_is_set_beyond_a_file_holds_for_every_choice(asked: Asked, tmp_path: Path) -> None:
     (tmp_path / "configs" / "experiment").mkdir()
     body = {"calibration": {"tokens": 4096}, "criterion": {"parameters": {"b": 0}}}
@@ -227,6 +250,7 @@ def test_what_is_set_beyond_a_file_holds_for_every_choice(asked: Asked, tmp_path
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -253,6 +277,7 @@ def test_a_file_that_cannot_be_a_choice_is_one_sentence(
     assert re.search(says, said := capsys.readouterr().err), said
 
 
+@pytest.mark.slow
 def test_choices_are_composed_together_and_alone_alike() -> None:
     with started():
         together = Groups()
@@ -270,6 +295,7 @@ def test_choices_are_composed_together_and_alone_alike() -> None:
         }
 
 
+@pytest.mark.slow
 def test_paths_are_of_the_folder_in_which_a_command_is_typed(tmp_path: Path) -> None:
     """Also where Hydra changes into another one; and a folder that was removed is named."""
     (tmp_path / "notes.txt").write_text("A dog sleeps. " * 2000)

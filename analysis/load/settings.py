@@ -28,16 +28,17 @@ def labels(cells: pd.DataFrame) -> dict[int, str]:
     varying = gate_and_seed(cells)
     rows = zip(cells.index, records(cells), varying, strict=True)
     return {
-        int(str(cell)): " ".join(filter(None, (_label(row), words))) for cell, row, words in rows
+        int(str(cell)): " ".join(filter(None, (_label(row), varying_axes)))
+        for cell, row, varying_axes in rows
     }
 
 
 def _label(row: Mapping[str, Any]) -> str:
-    criterion, *more = names.parts(row["method"])
+    criterion, *rest = names.parts(row["method"])
     if criterion == "none":
         return f"{row['model']} unpruned"
     return " ".join(
-        [row["model"], criterion, row["calibration"], f"{row['ratio']:g}", *filter(None, more)]
+        [row["model"], criterion, row["calibration"], f"{row['ratio']:g}", *filter(None, rest)]
     )
 
 
@@ -64,14 +65,16 @@ WORDS = {"gate": "gate {}", "seed": "seed {}"}
 def gate_and_seed(cells: pd.DataFrame) -> pd.Series:
     """Gate and seed of each cell in words, where its model's pruned cells have several of them:
     `seed 43`, or ""."""
-    words_of = pd.Series("", cells.index, dtype=object)
-    for _, own in cells[cells["criterion"] != "none"].groupby("model", sort=False):
-        for axis, words in WORDS.items():
+    texts = pd.Series("", cells.index, dtype=object)
+    for _, of_model in cells[cells["criterion"] != "none"].groupby("model", sort=False):
+        for axis, pattern in WORDS.items():
             # cells that are compared have no seed of their own
-            if axis in own and own[axis].nunique() > 1:
-                joined_words = map(joined, words_of[own.index], own[axis].map(words.format))
-                words_of.update(pd.Series(list(joined_words), own.index, dtype=object))
-    return words_of
+            if axis in of_model and of_model[axis].nunique() > 1:
+                joined_texts = map(
+                    joined, texts[of_model.index], of_model[axis].map(pattern.format)
+                )
+                texts.update(pd.Series(list(joined_texts), of_model.index, dtype=object))
+    return texts
 
 
 def pruned(cells: pd.DataFrame) -> pd.Series:
@@ -119,7 +122,7 @@ METHOD = ["method", "calibration", "gate"]
 _CALLED = re.compile(r"(?P<name>[^,(]+)(\((?P<inside>[^()]*)\))?(, (?P<after>.*))?")
 
 
-def allocation(word: str) -> tuple[str, dict[str, str]]:
+def allocation(text: str) -> tuple[str, dict[str, str]]:
     """Parse an allocation of a study's record into its name and its settings.
 
     `coverage, prior usage` and `coverage(prior=usage)` both give ("coverage", {"prior": "usage"}),
@@ -128,22 +131,22 @@ def allocation(word: str) -> tuple[str, dict[str, str]]:
     as in
     `coverage, aligned`, has the value "". A text of another form is a name without settings.
     """
-    match = _CALLED.fullmatch(word)
+    match = _CALLED.fullmatch(text)
     if match is None:
-        return word, {}
-    words = [
+        return text, {}
+    parts = [
         part.strip()
         for text in (match["inside"], match["after"])
         for part in (text or "").split(",")
     ]
-    parts = (part.partition("=" if "=" in part else " ") for part in words if part)
-    return match["name"], {key: value for key, _, value in parts}
+    pairs = (part.partition("=" if "=" in part else " ") for part in parts if part)
+    return match["name"], {key: value for key, _, value in pairs}
 
 
-def replaces(word: str) -> bool:
+def replaces(text: str) -> bool:
     """Whether an allocation of a study's record puts something in the place of the experts that it
     drops."""
-    return "replacement" in allocation(word)[1]
+    return "replacement" in allocation(text)[1]
 
 
 def method_labels(cells: pd.DataFrame) -> pd.Series:

@@ -47,11 +47,11 @@ def chosen(store: Path, name: str) -> list[str]:
     Raises UserError when one does not exist.
     """
     names = studies(store)
-    wanted = sorted(names) if name == EVERY and EVERY not in names else name.split(",")
-    for study in wanted:
+    selected = sorted(names) if name == EVERY and EVERY not in names else name.split(",")
+    for study in selected:
         if study not in names:
             raise unknown("study", study, [*names, EVERY])
-    return list(dict.fromkeys(wanted))
+    return list(dict.fromkeys(selected))
 
 
 def document(store: Path, names: Sequence[str]) -> dict[str, Any]:
@@ -108,9 +108,9 @@ def _with_distinct_models(records: Mapping[str, dict[str, Any]]) -> dict[str, di
     ids: dict[str, set[str]] = {}
     for record in records.values():
         for entry in record["cells"]:
-            name, own_id = _name_and_id(entry)
-            ids.setdefault(name, set()).update({own_id} - {""})
-    ambiguous = {name for name, own_ids in ids.items() if len(own_ids) > 1}
+            name, step_id = _name_and_id(entry)
+            ids.setdefault(name, set()).update({step_id} - {""})
+    ambiguous = {name for name, ids_of_name in ids.items() if len(ids_of_name) > 1}
     return {study: _renamed(record, ambiguous) for study, record in records.items()}
 
 
@@ -119,8 +119,8 @@ def _name_and_id(entry: Mapping[str, Any]) -> tuple[str, str]:
     missing."""
     name = str(entry["cell"].get("model"))
     folder = entry.get("model")
-    own_id = str(folder)[-ID:][:ID_DIGITS] if folder else ""
-    return (name.replace(f"-{own_id}", "", 1) if own_id else name), own_id
+    step_id = str(folder)[-ID:][:ID_DIGITS] if folder else ""
+    return (name.replace(f"-{step_id}", "", 1) if step_id else name), step_id
 
 
 def _renamed(record: dict[str, Any], ambiguous: Collection[str]) -> dict[str, Any]:
@@ -128,8 +128,8 @@ def _renamed(record: dict[str, Any], ambiguous: Collection[str]) -> dict[str, An
     new_names: dict[str, str] = {}
     cells = []
     for entry in record["cells"]:
-        name, own_id = _name_and_id(entry)
-        new_name = _with_id(name, own_id) if own_id and name in ambiguous else name
+        name, step_id = _name_and_id(entry)
+        new_name = _with_id(name, step_id) if step_id and name in ambiguous else name
         if "model" in entry["cell"]:
             new_names[entry["cell"]["model"]] = new_name
             entry = {**entry, "cell": {**entry["cell"], "model": new_name}}

@@ -142,18 +142,18 @@ def _contaminated(contaminations: passes.Reports) -> list[str]:
     for key, counts in contaminations.items():
         for benchmark, count in counts.items():
             if count["found"] > REMARKABLE * count["comparable"]:
-                words = (
+                text_of = (
                     f"{count['found']} of {count['comparable']} items of "
                     f"{names.benchmark(benchmark)}"
                 )
-                of_sets.setdefault(key.partition("@")[0], {})[words] = None
+                of_sets.setdefault(key.partition("@")[0], {})[text_of] = None
     return [
         (
-            f"Calibration set {text} contains 13 consecutive words of {names.listing(words)}: "
+            f"Calibration set {text} contains 13 consecutive words of {names.listing(text_of)}: "
             "these "
             "scores may be too good."
         )
-        for text, words in of_sets.items()
+        for text, text_of in of_sets.items()
     ]
 
 
@@ -240,12 +240,12 @@ def _allocation(cell: Mapping[str, Any]) -> str | None:
     """Words for an allocation: its name, what replaces dropped experts, and what is protected."""
     replacement = cell.get("replacement", "none")
     protect = cell.get("protect")
-    more = [
+    settings = [
         f"replacement={replacement}" if replacement != "none" else "",
         f"protect={protect}" if protect else "",
     ]
     name = cell.get("allocation")
-    return ", ".join([name, *filter(None, more)]) if name else name
+    return ", ".join([name, *filter(None, settings)]) if name else name
 
 
 def _methods(cells: pd.DataFrame) -> list[str]:
@@ -257,12 +257,16 @@ def _methods(cells: pd.DataFrame) -> list[str]:
     name alone, experts are dropped.
     """
     pruned = cells[cells["criterion"] != "none"]
-    places, repairs = (pruned[axis].nunique() > 1 for axis in ("allocation", "recovery"))
+    several_allocations, several_recoveries = (
+        pruned[axis].nunique() > 1 for axis in ("allocation", "recovery")
+    )
     return [
         names.key(
             row["criterion"],
-            row["allocation"] if (places and _tells(row)) or replaces(row["allocation"]) else "",
-            row["recovery"] if repairs and row["recovery"] != "none" else "",
+            row["allocation"]
+            if (several_allocations and _tells(row)) or replaces(row["allocation"])
+            else "",
+            row["recovery"] if several_recoveries and row["recovery"] != "none" else "",
         )
         for row in records(cells)
     ]

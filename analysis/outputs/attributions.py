@@ -61,10 +61,10 @@ def agreement_table(results: Results, name: str) -> Table:
     rows = []
     machines = []
     for key, experts in groups(study.experts, ["model", "calibration"]):
-        alike = (study.cells["model"] == key["model"]) & (
+        same_pass = (study.cells["model"] == key["model"]) & (
             study.cells["calibration"] == key["calibration"]
         )
-        cells = study.cells[alike]
+        cells = study.cells[same_pass]
         by_prior = cells.reset_index().merge(plans.priors(cells, study.reader), on="cell")
         seconds, on = measure_seconds(study, cells)
         machines += on
@@ -72,22 +72,22 @@ def agreement_table(results: Results, name: str) -> Table:
         for measure in [*ESTIMATES, "ablation"] if ablated else ESTIMATES:
             numbers: list[float] = []
             for truth in TRUTHS:
-                alike_by_experts = [1.0, 1.0, 1.0]
+                correlations_of_experts = [1.0, 1.0, 1.0]
                 if measure != truth:
                     pooled = correlations(experts, measure, truth)
                     inside = rank_correlation_by_layer(experts, measure, truth)
-                    alike_by_experts = [pooled["linear"], pooled["rank"], inside]
+                    correlations_of_experts = [pooled["linear"], pooled["rank"], inside]
                 numbers += [
-                    *alike_by_experts,
+                    *correlations_of_experts,
                     channel_agreement(by_prior, study.retained, measure, truth),
                 ]
-            words = (
+            labels = (
                 key["model"],
                 names.calibration(key["calibration"]),
                 names.capitalised(MEASURES[measure]),
             )
             rows.append(
-                (*words, *numbers, seconds["ablation" if measure == "ablation" else "pass"])
+                (*labels, *numbers, seconds["ablation" if measure == "ablation" else "pass"])
             )
     text = ["Model", "Calibration", "Estimate"]
     return Table(
@@ -122,18 +122,18 @@ def channel_agreement(
     Pearson's over experts, the mean over pairs of plans that differ in nothing else; NaN without
     such a pair. `by_prior`: cell, prior and ALIKE."""
     values = []
-    for _, alike in groups(by_prior, ALIKE):
+    for _, plans_of_setting in groups(by_prior, ALIKE):
         pair = [
-            alike.loc[alike["prior"].isin(PRIORS.get(word, ())), "cell"]
-            for word in (measure, truth)
+            plans_of_setting.loc[plans_of_setting["prior"].isin(PRIORS.get(name, ())), "cell"]
+            for name in (measure, truth)
         ]
         if all(map(len, pair)):
             shares = [
                 retained[retained["cell"] == cells.iloc[0]].set_index(["layer", "expert"])["share"]
                 for cells in pair
             ]
-            both = pd.concat(shares, axis=1, keys=["one", "other"])
-            values.append(correlations(both, "one", "other")["linear"])
+            retained_shares = pd.concat(shares, axis=1, keys=["one", "other"])
+            values.append(correlations(retained_shares, "one", "other")["linear"])
     defined = [value for value in values if not np.isnan(value)]
     return float(np.mean(defined)) if defined else np.nan
 
@@ -152,10 +152,10 @@ def measure_seconds(study: Study, cells: pd.DataFrame) -> tuple[dict[str, float]
         if step_kind(step) == ABLATION
     ]
     measured = {"pass": passes[:1], "ablation": ablations[:1]}
-    took = {word: time_and_memory(folders, study.reader) for word, folders in measured.items()}
+    took = {kind: time_and_memory(folders, study.reader) for kind, folders in measured.items()}
     machines = [str(machine) for table in took.values() for machine in table["machine"]]
     return {
-        word: float(table["seconds"].sum(min_count=1)) for word, table in took.items()
+        kind: float(table["seconds"].sum(min_count=1)) for kind, table in took.items()
     }, machines
 
 
@@ -178,15 +178,17 @@ def prior_table(results: Results, comparison: Comparison) -> Iterator[Block]:
             "prior", key=lambda prior: prior.map(list(PRIOR_LABELS).index), kind="stable"
         )
         labels = dict(zip(rows["cell"].map(int), rows["prior"].map(PRIOR_LABELS), strict=True))
-        usual = part.loc[part["prior"] == plans.FIRST_ORDER]
-        words = [
+        reference = part.loc[part["prior"] == plans.FIRST_ORDER]
+        parts = [
             comparison.removed(key["ratio"]),
             names.RECOVERIES.get(key["recovery"], key["recovery"]),
         ]
-        if len(usual):
-            words.append(names.allocated(str(usual["allocation"].iloc[0])))
-        pruned = ", ".join(word for word in words if word)
-        yield Block(comparison, pruned, labels, int(usual["cell"].iloc[0]) if len(usual) else None)
+        if len(reference):
+            parts.append(names.allocated(str(reference["allocation"].iloc[0])))
+        pruned = ", ".join(part_text for part_text in parts if part_text)
+        yield Block(
+            comparison, pruned, labels, int(reference["cell"].iloc[0]) if len(reference) else None
+        )
 
 
 @output("coverage.table14", chapter="attribution", filters="Model|Calibration|Pruned", needs=SUMS)
@@ -239,8 +241,8 @@ def ablation_figure(results: Results, comparison: Comparison, name: str) -> Figu
 
 def _points(axes: Axes, experts: pd.DataFrame, measure: str) -> None:
     layers = sorted(experts["layer"].unique())
-    for about, points in groups(experts.sort_values("layer"), ["layer"]):
-        shade = style.depth(about["layer"], layers)
+    for key, points in groups(experts.sort_values("layer"), ["layer"]):
+        shade = style.depth(key["layer"], layers)
         axes.plot(
             points[measure],
             points["ablation"],
@@ -252,15 +254,15 @@ def _points(axes: Axes, experts: pd.DataFrame, measure: str) -> None:
         )
     pooled = correlations(experts, measure, "ablation")["rank"]
     inside = rank_correlation_by_layer(experts, measure, "ablation")
-    words = [shown(value, "{:.2f}").replace("-", "−") for value in (pooled, inside)]
-    _title(axes, f"ρ = {words[0]}; in a layer {words[1]}")
+    coefficients = [shown(value, "{:.2f}").replace("-", "−") for value in (pooled, inside)]
+    _title(axes, f"ρ = {coefficients[0]}; in a layer {coefficients[1]}")
     axes.axhline(0, color=style.RULE, linewidth=0.8)
     style.scientific(axes.xaxis, axes.yaxis)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
 
 
-def _title(axes: Axes, words: str) -> None:
-    axes.set_title(words, fontsize=7.5, fontweight="normal")
+def _title(axes: Axes, title: str) -> None:
+    axes.set_title(title, fontsize=7.5, fontweight="normal")
 
 
 def depth_figure(
@@ -284,8 +286,8 @@ def depth_figure(
     drawing, grid = style.panels(len(measured), 3, 1.9)
     for axes, measure in zip(grid, measured, strict=True):
         for at, calibration in enumerate(names.calibrations_in_order(experts["calibration"])):
-            own = experts[experts["calibration"] == calibration].dropna(subset=[measure])
-            by_layer = own.groupby("layer")[measure]
+            of_set = experts[experts["calibration"] == calibration].dropna(subset=[measure])
+            by_layer = of_set.groupby("layer")[measure]
             look = style.cycled(at)
             middle = by_layer.median()
             low, high = (by_layer.quantile(end) for end in SPREAD)
@@ -341,13 +343,13 @@ def smoothing_figure(results: Results, comparison: Comparison, name: str) -> Fig
         return None
     drawing, grid = style.panels(len(sets), 3, 2.1)
     for axes, calibration in zip(grid, sets, strict=True):
-        own = losses[losses["calibration"] == calibration].sort_values("layer")
-        for at, word in enumerate(get_args(Smoothing)):
-            target = smooth(own["loss"].to_numpy(float), word)
+        of_set = losses[losses["calibration"] == calibration].sort_values("layer")
+        for at, smoothing in enumerate(get_args(Smoothing)):
+            target = smooth(of_set["loss"].to_numpy(float), smoothing)
             axes.plot(
-                own["layer"],
+                of_set["layer"],
                 target / target.mean(),
-                label=word,
+                label=smoothing,
                 markersize=3.5,
                 linewidth=1.2,
                 **style.cycled(at),

@@ -57,8 +57,8 @@ def text_cells(comparison: Comparison) -> pd.DataFrame:
     cells = comparison.cells
     cells = cells[(cells["criterion"] != "none") & (cells["calibration"] != "none")]
     order = names.methods_in_order(cells["method"])
-    places = cells.assign(place=cells["method"].map(order.index))
-    return places.sort_values(["ratio", "place"], kind="stable").drop(columns="place")
+    ordered = cells.assign(place=cells["method"].map(order.index))
+    return ordered.sort_values(["ratio", "place"], kind="stable").drop(columns="place")
 
 
 @output(
@@ -84,9 +84,9 @@ def calibration_table(results: Results, comparison: Comparison) -> Iterator[Bloc
             ordered = rows.assign(read=rows["calibration"].map(read)).sort_values(
                 "read", kind="stable"
             )
-            for cell, word in ordered["calibration"].items():
-                count = f", {read[word]:,} tokens" if word in read else ""
-                labels[int(str(cell))] = f"{names.calibration(word)}{count}"
+            for cell, calibration in ordered["calibration"].items():
+                count = f", {read[calibration]:,} tokens" if calibration in read else ""
+                labels[int(str(cell))] = f"{names.calibration(calibration)}{count}"
             pruned = f"{comparison.removed(key['ratio'])}, {names.method(str(key['method']))}"
             yield Block(comparison, pruned, labels, list(labels)[-1])
 
@@ -180,21 +180,27 @@ def changes(study: Study, comparison: Comparison) -> pd.DataFrame:
     points."""
     rows = []
     for (label, ratio), line in sizes(study, comparison).items():
-        first, *more = (int(str(cell)) for cell in line.index)
+        first, *larger = (int(str(cell)) for cell in line.index)
         more_is_better = [
             str(name) for name in comparison.benchmarks if name not in comparison.lower_is_better
         ]
         ordered = names.in_order(more_is_better, names.BENCHMARKS)
-        for benchmark in mean_target(comparison, [first, *more], ordered):
-            points = POINTS * differences(comparison, (benchmark,), dict.fromkeys(more, first))
-            about = {"label": label, "ratio": ratio, "benchmark": benchmark}
+        for benchmark in mean_target(comparison, [first, *larger], ordered):
+            points = POINTS * differences(comparison, (benchmark,), dict.fromkeys(larger, first))
+            axes_of_line = {"label": label, "ratio": ratio, "benchmark": benchmark}
             rows.append(
-                {**about, "read": line["read"][first], "difference": 0.0, "low": 0.0, "high": 0.0}
+                {
+                    **axes_of_line,
+                    "read": line["read"][first],
+                    "difference": 0.0,
+                    "low": 0.0,
+                    "high": 0.0,
+                }
             )
             for cell, change in zip(
-                more, records(points[["difference", "low", "high"]]), strict=True
+                larger, records(points[["difference", "low", "high"]]), strict=True
             ):
-                rows.append({**about, "read": line["read"][cell], **change})
+                rows.append({**axes_of_line, "read": line["read"][cell], **change})
     return pd.DataFrame(
         rows, columns=["label", "ratio", "benchmark", "read", "difference", "low", "high"]
     )
@@ -227,8 +233,8 @@ def change_figure(results: Results, comparison: Comparison, name: str) -> Figure
     style.legend(drawing, [keys[benchmark] for benchmark in names.in_order(keys, names.BENCHMARKS)])
     by_text = moved.groupby(["label", "ratio"])["read"]
     least = " / ".join(style.tokens(read) for read in by_text.min().unique())
-    more = moved[moved["read"] > by_text.transform("min")]
-    beyond = more.groupby(["label", "ratio", "benchmark"])["beyond"].any()
+    larger = moved[moved["read"] > by_text.transform("min")]
+    beyond = larger.groupby(["label", "ratio", "benchmark"])["beyond"].any()
     caption = (
         "Change of each benchmark's score, in points, against calibration on the least tokens "
         f"({least}) of the same "
@@ -251,15 +257,15 @@ def _draw_changes(axes: Axes, changed: pd.DataFrame) -> dict[str, Line2D]:
     keys: dict[str, Line2D] = {}
     met: dict[str, int] = {}
     axes.axhline(0, color=style.MUTED, linewidth=0.8)
-    for about, line in groups(changed, ["benchmark"]):
-        benchmark = str(about["benchmark"])
+    for key, line in groups(changed, ["benchmark"]):
+        benchmark = str(key["benchmark"])
         family = families.get(benchmark, "")
-        place = met[family] = met.get(family, -1) + 1
+        position = met[family] = met.get(family, -1) + 1
         shade = _SHADES.get(family, style.OTHER)
-        marker = style.MARKERS[place % len(style.MARKERS)]
+        marker = style.MARKERS[position % len(style.MARKERS)]
         look: Any = {
             "color": shade,
-            "linestyle": ("-", "--", ":")[place // len(style.MARKERS) % 3],
+            "linestyle": ("-", "--", ":")[position // len(style.MARKERS) % 3],
             "linewidth": 1.0,
         }
         axes.plot(line["read"], line["difference"], **look)

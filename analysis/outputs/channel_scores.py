@@ -86,9 +86,9 @@ def concentration_figure(study: Study, comparison: Comparison, name: str) -> Fig
         layers = sorted(curves["layer"].unique())
         lines = []
         shades = []
-        for about, curve in groups(curves.dropna(subset=["score"]), ["layer", "expert"]):
+        for key, curve in groups(curves.dropna(subset=["score"]), ["layer", "expert"]):
             lines.append(curve[["channels", "score"]].to_numpy(float))
-            shades.append(style.depth(about["layer"], layers))
+            shades.append(style.depth(key["layer"], layers))
         many = len(lines) > 256
         axes.add_collection(
             LineCollection(lines, colors=shades, linewidths=0.5, alpha=0.6, rasterized=many)
@@ -127,9 +127,9 @@ def output_losses(study: Study, comparison: Comparison) -> pd.DataFrame:
     measured = measured.merge(shares, on=["cell", "layer"])
     frames = [pd.DataFrame(columns=["label", "cell", "layer", "kept", "loss"])]
     for label, line in ratio_lines(plain(comparison, "channel")).items():
-        own = measured[measured["cell"].isin(line.index)]
-        if own["cell"].nunique() > 1:
-            frames.append(own.assign(label=label))
+        of_line = measured[measured["cell"].isin(line.index)]
+        if of_line["cell"].nunique() > 1:
+            frames.append(of_line.assign(label=label))
     return pd.concat(frames[1:] or frames, ignore_index=True)[list(frames[0])]
 
 
@@ -143,8 +143,8 @@ def output_loss_figure(study: Study, comparison: Comparison, name: str) -> Figur
     layers = sorted(losses["layer"].unique())
     drawing, grid = style.panels(len(labels), 3, 2.2)
     for axes, label in zip(grid, labels, strict=True):
-        for about, line in groups(losses[losses["label"] == label].sort_values("kept"), ["layer"]):
-            shade = style.depth(about["layer"], layers)
+        for key, line in groups(losses[losses["label"] == label].sort_values("kept"), ["layer"]):
+            shade = style.depth(key["layer"], layers)
             axes.plot(
                 [*line["kept"], 1.0],
                 [*line["loss"], 0.0],
@@ -181,25 +181,25 @@ def expert_stacks(
     first."""
     tenths = np.linspace(0, 1, PIECES + 1)
     rows = {}
-    for about, curve in groups(curves[curves["layer"] == layer], ["expert"]):
-        rows[about["expert"]] = np.diff(np.interp(tenths, curve["channels"], curve["score"]))
+    for key, curve in groups(curves[curves["layer"] == layer], ["expert"]):
+        rows[key["expert"]] = np.diff(np.interp(tenths, curve["channels"], curve["score"]))
     stacks = pd.DataFrame.from_dict(rows, orient="index").sort_index()
-    own = retained[retained["layer"] == layer].set_index("expert")["share"]
+    shares = retained[retained["layer"] == layer].set_index("expert")["share"]
     first = experts[experts["layer"] == layer].set_index("expert")["first"]
     highest = first.max()
-    return stacks.assign(kept=own, attribution=first / (highest if highest > 0 else np.nan))
+    return stacks.assign(kept=shares, attribution=first / (highest if highest > 0 else np.nan))
 
 
 def stacks_of(study: Study, comparison: Comparison, cell: int) -> dict[int, pd.DataFrame]:
     """Layer -> `expert_stacks` of a cell's scores and plan; empty when the store lacks its
     scores."""
-    about = comparison.cells.loc[cell]
-    curves = concentration(study, str(about["scores_folder"]))
+    axes = comparison.cells.loc[cell]
+    curves = concentration(study, str(axes["scores_folder"]))
     if curves is None:
         return {}
     experts = study.experts
     experts = experts[
-        (experts["model"] == comparison.model) & (experts["calibration"] == about["calibration"])
+        (experts["model"] == comparison.model) & (experts["calibration"] == axes["calibration"])
     ]
     retained = study.retained[study.retained["cell"] == cell]
     return {
@@ -249,11 +249,11 @@ def bars_figure(
 
     plans: a sentence for the caption that names the plans."""
     drawing = style.drawing(style.PAGE, 1.55 * len(panels) + 0.6)
-    for axes, (words, stacks) in zip(
+    for axes, (panel_title, stacks) in zip(
         np.atleast_1d(drawing.subplots(len(panels), 1)), panels, strict=True
     ):
         _bars(axes, stacks)
-        axes.set_title(words, fontsize=7.5)
+        axes.set_title(panel_title, fontsize=7.5)
         axes.set_ylabel("share")
     axes.set_xlabel("expert")
     handles = [
@@ -327,9 +327,9 @@ def expert_bars_by_score(results: Results, comparison: Comparison, name: str) ->
 def _same_plan_by_two_scores(cells: pd.DataFrame) -> dict[str, int]:
     """Score -> its cell, for the first allocation and calibration set that both scores have; empty
     without one."""
-    for _, alike in groups(cells, ["allocation", "calibration", "gate"]):
+    for _, candidates in groups(cells, ["allocation", "calibration", "gate"]):
         by_score = {
-            score: alike.index[alike["criterion"] == score]
+            score: candidates.index[candidates["criterion"] == score]
             for score in (ACTIVATION, WEIGHT_GRADIENT)
         }
         if all(len(index) for index in by_score.values()):

@@ -107,15 +107,15 @@ def allocator_table(results: Results, comparison: Comparison) -> Iterator[Block]
     """MoE-Slimming's Table 6: one channel score under every allocation; differences are to uniform
     widths."""
     for key, cells in groups(plain(comparison, "channel"), [*COMPETING, "criterion"]):
-        chosen = cells[
+        competing = cells[
             [
-                set(SMOOTHING).isdisjoint(settings.allocation(word)[1])
-                for word in cells["allocation"]
+                set(SMOOTHING).isdisjoint(settings.allocation(allocation)[1])
+                for allocation in cells["allocation"]
             ]
         ]
-        if "coverage" in set(chosen["allocation"]) and chosen["allocation"].nunique() > 1:
-            base = only_cell(chosen[chosen["allocation"] == "uniform"])
-            labels = chosen["allocation"].map(names.allocated).map(names.capitalised)
+        if "coverage" in set(competing["allocation"]) and competing["allocation"].nunique() > 1:
+            base = only_cell(competing[competing["allocation"] == "uniform"])
+            labels = competing["allocation"].map(names.allocated).map(names.capitalised)
             yield ratio_block(comparison, key["ratio"], labels, base)
 
 
@@ -137,14 +137,14 @@ def smoothing_table(results: Results, comparison: Comparison) -> Iterator[Block]
     to the default."""
     for key, cells in groups(plain(comparison, "channel"), [*COMPETING, "criterion"]):
         smoothings = {}
-        for cell, word in cells["allocation"].items():
-            allocation, parameters = settings.allocation(word)
+        for cell, text in cells["allocation"].items():
+            allocation, parameters = settings.allocation(text)
             if allocation == "coverage" and set(parameters) <= set(SMOOTHING):
                 smoothings[cell] = next(iter(parameters.values()), DEFAULT_SMOOTHING)
-        words = pd.Series(smoothings, dtype=object)
-        if cells["allocation"][words.index].nunique() > 1:
-            base = only_cell(words[words == DEFAULT_SMOOTHING])
-            yield ratio_block(comparison, key["ratio"], words.map(names.capitalised), base)
+        labels = pd.Series(smoothings, dtype=object)
+        if cells["allocation"][labels.index].nunique() > 1:
+            base = only_cell(labels[labels == DEFAULT_SMOOTHING])
+            yield ratio_block(comparison, key["ratio"], labels.map(names.capitalised), base)
 
 
 @output(
@@ -163,10 +163,10 @@ def channel_score_table(results: Results, comparison: Comparison) -> Iterator[Bl
     """MoE-Slimming's Table 13: channel scores under one coverage allocation; differences are to the
     default score."""
     cells = plain(comparison, "channel")
-    for ratio, chosen in by_ratio(cells[cells["allocation"] == "coverage"]):
-        if chosen["criterion"].nunique() > 1:
-            base = only_cell(chosen[chosen["criterion"] == "channel_activation"])
-            yield ratio_block(comparison, ratio, chosen["criterion"].map(names.criterion), base)
+    for ratio, competing in by_ratio(cells[cells["allocation"] == "coverage"]):
+        if competing["criterion"].nunique() > 1:
+            base = only_cell(competing[competing["criterion"] == "channel_activation"])
+            yield ratio_block(comparison, ratio, competing["criterion"].map(names.criterion), base)
 
 
 @output("heapr.fig2", chapter="channels", needs=f"HEAPr or CAMERA at three ratios, and {HEAPR}")
@@ -267,7 +267,9 @@ def loss_figure(results: Results, comparison: Comparison, name: str) -> Figure |
     caption = (
         "Bars: 95 % intervals over seeds and texts. Dashed: the unpruned model. Lower is better."
     )
-    scales = names.listing(dict.fromkeys(comparison.quantity((each,)).scale for each in benchmarks))
+    scales = names.listing(
+        dict.fromkeys(comparison.quantity((name_of,)).scale for name_of in benchmarks)
+    )
     return Figure(
         name, f"{names.capitalised(scales)} against the ratio: {comparison.model}", caption, drawing
     )

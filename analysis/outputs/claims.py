@@ -92,12 +92,12 @@ def _searched(comparison: Comparison) -> list[dict[str, object]]:
     cells = comparison.cells
     searched = cells[cells["allocation"].map(is_searched).astype(bool)]
     uniform = cells[(cells["allocation"] == "uniform") & (cells["granularity"] == "expert")]
-    both = searched.reset_index().merge(
+    paired = searched.reset_index().merge(
         uniform.reset_index(), on=[*PAIR, "ratio"], suffixes=("", "_uniform")
     )
     pairs = {
-        ratio: list(zip(found["cell"], found["cell_uniform"], strict=True))
-        for ratio, found in by_ratio(both)
+        ratio: list(zip(at_ratio["cell"], at_ratio["cell_uniform"], strict=True))
+        for ratio, at_ratio in by_ratio(paired)
     }
     return [_row(comparison, SEARCHED, ratio, [each]) for ratio, each in pairs.items()]
 
@@ -129,10 +129,10 @@ def _granularities(
             at_ratio.loc[at_ratio["granularity"] == kind, "kept"] for kind in ("channel", "expert")
         )
         equal = [
-            (int(str(one)), int(str(other)))
-            for one, mine in channels.items()
-            for other, theirs in experts.items()
-            if abs(mine - theirs) < EQUAL
+            (int(str(channel_cell)), int(str(expert_cell)))
+            for channel_cell, channel_share in channels.items()
+            for expert_cell, expert_share in experts.items()
+            if abs(channel_share - expert_share) < EQUAL
         ]
         if equal:
             pairs[ratio] = equal
@@ -152,8 +152,8 @@ def _row(
         name: pooled_difference(comparison, target, ratios)[1].value
         for name, target in targets.items()
     }
-    compared, found = pooled_difference(comparison, mean, ratios)
-    tested = _tested(replace(found, value=sign * found.value))
+    compared, estimate = pooled_difference(comparison, mean, ratios)
+    tested = _tested(replace(estimate, value=sign * estimate.value))
     if not comparison.have_several_seeds(cells):
         tested["p"] = np.nan
     return {
@@ -166,8 +166,8 @@ def _row(
     }
 
 
-def _tested(found: Estimate) -> dict[str, float]:
-    numbers = (found.value, *found.interval, found.detectable, found.p)
+def _tested(estimate: Estimate) -> dict[str, float]:
+    numbers = (estimate.value, *estimate.interval, estimate.detectable, estimate.p)
     return dict(zip(TESTED, numbers, strict=True))
 
 
@@ -192,13 +192,13 @@ def _invariant(
             *differences.items(),
             *([(ALL, mean)] if len(differences) > 1 else []),
         ):
-            found = (
+            estimate = (
                 uncertainty.mean_estimate(shares)
                 if np.ptp(shares) > 0
                 else Estimate(float(np.mean(shares)))
             )
-            about = {"claim": INVARIANT, **key, "ratio": ratio, "parts": {}}
-            rows.append({**about, **_tested(found), "compared": len(_PARTNERS)})
+            labels = {"claim": INVARIANT, **key, "ratio": ratio, "parts": {}}
+            rows.append({**labels, **_tested(estimate), "compared": len(_PARTNERS)})
     return rows
 
 
@@ -243,9 +243,9 @@ STATEMENTS = {
 def _of_losses(results: Results) -> str:
     """A sentence for the caption about differences of losses; "" without any."""
     units = dict.fromkeys(q.unit for q in means(results.comparisons).values() if q.lower_is_better)
-    words = f" ({names.listing(filter(None, units))})" if any(units) else ""
+    listed = f" ({names.listing(filter(None, units))})" if any(units) else ""
     return (
-        f"Differences of losses{words}, also those of perplexities, are falls of the loss. "
+        f"Differences of losses{listed}, also those of perplexities, are falls of the loss. "
         if units
         else ""
     )

@@ -96,7 +96,9 @@ def _items(counts: Mapping[str, Any]) -> str:
     """Items that were found and those that could be, in all and of the benchmarks of which some
     were found."""
     parts = [
-        f"{names.benchmark(name)} {_share([one])}" for name, one in counts.items() if one["found"]
+        f"{names.benchmark(name)} {_share([count])}"
+        for name, count in counts.items()
+        if count["found"]
     ]
     return (
         f"{_share(counts.values())}{f': {names.listing(parts)}' if parts else ''}" if counts else ""
@@ -104,7 +106,7 @@ def _items(counts: Mapping[str, Any]) -> str:
 
 
 def _share(counts: Collection[Any]) -> str:
-    found, comparable = (sum(one[name] for one in counts) for name in ("found", "comparable"))
+    found, comparable = (sum(count[name] for count in counts) for name in ("found", "comparable"))
     return f"{found:,} / {comparable:,}"
 
 
@@ -113,10 +115,10 @@ def _looked_up(study: Study) -> str:
     shown = [counts for counts in study.contaminations.values() if counts]
     if not shown:
         return ""
-    known = {name: one for counts in shown for name, one in counts.items()}
+    known = {name: count for counts in shown for name, count in counts.items()}
     missing = {
         "Not looked up": [task for task in study.results["task"].unique() if task not in known],
-        "All items are shorter": [name for name, one in known.items() if not one["comparable"]],
+        "All items are shorter": [name for name, count in known.items() if not count["comparable"]],
     }
     sentences = [
         f"{what}: {names.listing(map(names.benchmark, tasks))}. "

@@ -39,10 +39,12 @@ def formula_table(results: Results, name: str) -> Table:
     from moe_lab import criteria
 
     rows = []
-    for word in _criteria(study):
-        found = criteria.get(_parsed(word)[0])
-        text = (inspect.getdoc(found.function) or "").partition("\n\n")[0].replace("\n", " ")
-        rows.append((names.criterion(word), found.granularity, text, found.reference))
+    for spelled_name in _criteria(study):
+        criterion = criteria.get(_parsed(spelled_name)[0])
+        text = (inspect.getdoc(criterion.function) or "").partition("\n\n")[0].replace("\n", " ")
+        rows.append(
+            (names.criterion(spelled_name), criterion.granularity, text, criterion.reference)
+        )
     return Table(
         name=name,
         title="Formulas of the criteria",
@@ -59,10 +61,10 @@ def formula_table(results: Results, name: str) -> Table:
 def signal_table(results: Results, name: str) -> Table:
     """AIMER's Table 1: the inputs that each criterion of the study reads."""
     study = results.study
-    words = _criteria(study)
+    spelled_names = _criteria(study)
     rows = [
-        (names.criterion(word), *(MARKS[found] for found in signals(word).values()))
-        for word in words
+        (names.criterion(criterion), *(MARKS[depends] for depends in signals(criterion).values()))
+        for criterion in spelled_names
     ]
     return Table(
         name=name,
@@ -79,15 +81,15 @@ def signal_table(results: Results, name: str) -> Table:
     )
 
 
-def signals(word: str) -> dict[str, bool]:
-    """Signal -> whether the scores of a criterion depend on it; `word` is spelled as in a study's
-    record."""
+def signals(criterion: str) -> dict[str, bool]:
+    """Signal -> whether the scores of a criterion depend on it; `criterion` is spelled as in a
+    study's record."""
     from moe_lab.criteria import reads_text
 
-    name, parameters = _parsed(word)
-    usual = _score(name, parameters, _inputs())
+    name, parameters = _parsed(criterion)
+    reference = _score(name, parameters, _inputs())
     depends = {
-        signal: bool((_score(name, parameters, _inputs(signal)) != usual).any())
+        signal: bool((_score(name, parameters, _inputs(signal)) != reference).any())
         for signal in SIGNALS
         if signal != "Text"
     }
@@ -159,15 +161,15 @@ def _criteria(study: Study) -> list[str]:
     """Registered criteria of the study, in the order of tables."""
     from moe_lab.criteria import CRITERIA
 
-    words = names.in_order(set(study.cells["criterion"]) - {"none"}, names.CRITERIA)
-    return [word for word in words if _parsed(word)[0] in CRITERIA]
+    spelled_names = names.in_order(set(study.cells["criterion"]) - {"none"}, names.CRITERIA)
+    return [criterion for criterion in spelled_names if _parsed(criterion)[0] in CRITERIA]
 
 
-def _parsed(word: str) -> tuple[str, dict[str, Any]]:
+def _parsed(criterion: str) -> tuple[str, dict[str, Any]]:
     """Parse `s_family(alpha=0,b=1)` into its name and its parameters."""
-    match = _PARAMETERS.fullmatch(word)
+    match = _PARAMETERS.fullmatch(criterion)
     if match is None:
-        return word, {}
+        return criterion, {}
     pairs = (part.partition("=") for part in (match["inside"] or "").split(",") if part)
     return match["name"], {key: _value(text) for key, _, text in pairs}
 

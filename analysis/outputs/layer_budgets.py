@@ -122,11 +122,11 @@ def expert_figure(comparison: Comparison, retained: pd.DataFrame, name: str) -> 
     down = -(-len(maps) // 2)
     height = 0.2 * min(retained["layer"].nunique(), 24) + 0.45
     drawing = style.drawing(style.PAGE, down * height + 0.7)
-    for at, (cell, word) in enumerate(maps):
+    for at, (cell, allocation) in enumerate(maps):
         axes = drawing.add_subplot(down, 2, at + 1)
         shares = retained[retained["cell"] == cell].set_index("layer")["share"]
         style.expert_rows(axes, shares, _level, named=at % 2 == 0)
-        axes.set_title(word)
+        axes.set_title(allocation)
     handles = [Patch(**style.GONE, label="no channel")]
     for share in (0.25, 0.5, 0.75, 1):
         handles.append(
@@ -151,7 +151,9 @@ def _compared_allocations(comparison: Comparison) -> list[tuple[float, pd.DataFr
     """(Ratio, cells) of the channel criterion that was run with most allocations, including
     coverage; one cell each."""
     cells = plain(comparison, "channel").drop_duplicates(["criterion", "allocation", "ratio"])
-    covered = cells["allocation"].map(lambda word: settings.allocation(word)[0] == "coverage")
+    covered = cells["allocation"].map(
+        lambda allocation: settings.allocation(allocation)[0] == "coverage"
+    )
     counts = cells.groupby("criterion", sort=False)["allocation"].nunique()
     counts = counts[list(dict.fromkeys(cells.loc[covered, "criterion"]))]
     if counts.empty or counts.max() < 2:
@@ -193,31 +195,32 @@ def layer_budgets(study: Study, comparison: Comparison) -> pd.DataFrame:
     coverage: share of the layer's score that is kept; kept: share of its channels; smoothing: of
     layer losses. At most PLANS plans.
     """
-    chosen = coverage_cells(comparison)
-    labels = settings.method_labels(chosen)
+    plans = coverage_cells(comparison)
+    labels = settings.method_labels(plans)
     frames = [pd.DataFrame(columns=["cell", "label", "smoothing", "calibration", *BUDGETS])]
-    for cell, about in zip(chosen.index[:PLANS].map(int), records(chosen), strict=False):
+    for cell, axes in zip(plans.index[:PLANS].map(int), records(plans), strict=False):
         retained = passes.read(
-            study.reader.find(str(about["plan_folder"])), "budgets.parquet", study.reader
+            study.reader.find(str(axes["plan_folder"])), "budgets.parquet", study.reader
         )
         if retained is not None:
-            labelled = {"label": labels[cell], "smoothing": _smoothing(study, about)}
-            frames.append(retained.assign(cell=cell, calibration=about["calibration"], **labelled))
+            labelled = {"label": labels[cell], "smoothing": _smoothing(study, axes)}
+            frames.append(retained.assign(cell=cell, calibration=axes["calibration"], **labelled))
     return pd.concat(frames[1:] or frames, ignore_index=True)
 
 
-def _smoothing(study: Study, about: Mapping[str, Any]) -> str:
+def _smoothing(study: Study, axes: Mapping[str, Any]) -> str:
     """Smoothing of layer losses in a cell's plan, from the plan's settings or else the study's
     record."""
-    plan = study.reader.find(str(about["plan_folder"]))
+    plan = study.reader.find(str(axes["plan_folder"]))
     provenance = ((study.reader.json(plan, "plan.json") if plan else None) or {}).get(
         "provenance"
     ) or {}
     parameters = (provenance.get("allocation") or {}).get("parameters") or {}
-    parameters_of = {**settings.allocation(str(about["allocation"]))[1], **parameters}
+    parameters_of = {**settings.allocation(str(axes["allocation"]))[1], **parameters}
     return str(
         next(
-            (parameters_of[word] for word in SMOOTHING if word in parameters_of), DEFAULT_SMOOTHING
+            (parameters_of[setting] for setting in SMOOTHING if setting in parameters_of),
+            DEFAULT_SMOOTHING,
         )
     )
 
@@ -228,15 +231,15 @@ def budget_strips(budgets: pd.DataFrame, losses: pd.DataFrame) -> pd.DataFrame:
     Both have mean 1 over the layers of a plan; NaN without losses."""
     from moe_lab.allocation.shapes import smooth
 
-    both = budgets.merge(
+    merged = budgets.merge(
         losses[["calibration", "layer", "loss"]], on=["calibration", "layer"], how="left"
     )
     parts = []
-    for _, plan in both.groupby("cell", sort=False):
+    for _, plan in merged.groupby("cell", sort=False):
         loss = plan["loss"].to_numpy(float)
         target = smooth(loss, plan["smoothing"].iloc[0]) if np.isfinite(loss).all() else loss
         parts.append(plan.assign(loss=loss / loss.mean(), smoothed=target / target.mean()))
-    return pd.concat(parts, ignore_index=True) if parts else both.assign(smoothed=np.nan)
+    return pd.concat(parts, ignore_index=True) if parts else merged.assign(smoothed=np.nan)
 
 
 _MEANING = (
@@ -303,7 +306,8 @@ def strip_figure(
             )
         step = -(-len(plan) // NUMBERS)
         layers = [
-            str(layer) if place % step == 0 else "" for place, layer in enumerate(plan["layer"])
+            str(layer) if position % step == 0 else ""
+            for position, layer in enumerate(plan["layer"])
         ]
         style.squares(axes, layers, [STRIPS[strip] for strip in shown], above=False)
         axes.set_title(plan["label"].iloc[0], fontsize=7.5)
@@ -320,5 +324,5 @@ def _strip(axes: Axes, at: int, values: np.ndarray[Any, np.dtype[np.float64]], f
     for layer, value in enumerate(values):
         if not np.isnan(value):
             share = (value - low) / (high - low) if high > low else 0.5
-            words = form.format(value).replace("%", " %") if len(values) <= NUMBERS else ""
-            style.square(axes, layer, at, share, words, size=6)
+            text = form.format(value).replace("%", " %") if len(values) <= NUMBERS else ""
+            style.square(axes, layer, at, share, text, size=6)

@@ -86,7 +86,7 @@ def proxy_figure(results: Results, name: str) -> Figure:
         groups(overlaps.sort_values("ratio", kind="stable"), ["ratio"])
     ):
         y = np.array(
-            [rows.index(place) for place in zip(group["model"], group["calibration"], strict=True)]
+            [rows.index(pair) for pair in zip(group["model"], group["calibration"], strict=True)]
         )
         y = y + 0.22 * (at - 0.5)
         look = style.cycled(at)
@@ -123,9 +123,9 @@ def pooled_figure(results: Results, name: str) -> Figure:
     drawing = style.drawing(style.PAGE, 2.75 * len(ratios))
     rows = drawing.subplots(len(ratios), 2, squeeze=False, width_ratios=(1, 1.15))
     for (left, right), ratio in zip(rows, ratios, strict=True):
-        one = pooled[pooled["ratio"] == ratio]
-        _effects_axes(left, one)
-        _heat_axes(right, one)
+        at_ratio = pooled[pooled["ratio"] == ratio]
+        _effects_axes(left, at_ratio)
+        _heat_axes(right, at_ratio)
         left.set_title(f"{names.ratio(ratio)} pruned")
     caption = (
         "Share of the lowest-scored experts of a layer that is the same under all calibration "

@@ -142,10 +142,12 @@ def pareto_table(results: Results, name: str) -> Table:
     )
     rows["storage_bytes"] /= MEBIBYTE
     rows["kind"] = rows["kind"].replace(KINDS)
-    words = [word.split(" ")[0] for word in AXES.values()]
+    cost_names = [cost_name.split(" ")[0] for cost_name in AXES.values()]
     marks = rows[[f"front_{axis}" for axis in AXES]].to_numpy(bool)
     rows["front"] = [
-        "all" if row.all() else ", ".join(word for word, on in zip(words, row, strict=True) if on)
+        "all"
+        if row.all()
+        else ", ".join(cost_name for cost_name, on in zip(cost_names, row, strict=True) if on)
         for row in marks
     ]
     text = {
@@ -211,7 +213,8 @@ def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | N
     quantity = comparison.quantity(comparison.average)
     pruned = pruned.assign(recovery=pruned["recovery"].map(_recovered))
     shades = {
-        word: style.SHADES[at % len(style.SHADES)] for at, word in enumerate(_recoveries(pruned))
+        recovery: style.SHADES[at % len(style.SHADES)]
+        for at, recovery in enumerate(_recoveries(pruned))
     }
     fronts = pruned[pruned[[f"front_{axis}" for axis in AXES]].any(axis=1)].sort_values(
         "merit", kind="stable"
@@ -231,15 +234,17 @@ def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | N
         axes.margins(x=0.08)
         low, high = axes.get_xlim()
         # a narrow axis would exaggerate small differences
-        lack = max(0.0, NARROWEST - (high - low)) / 2
-        axes.set_xlim(low - lack, high + lack)
+        missing = max(0.0, NARROWEST - (high - low)) / 2
+        axes.set_xlim(low - missing, high + missing)
         axes.grid(axis="both")
     grid[0].set_ylabel(f"{quantity.mean} ({quantity.direction})")
     grid[len(AXES) // 2].set_xlabel("share of what the unpruned model has")
     kinds = [kind for kind in KINDS if kind in set(pruned["kind"])]
     keys = [style.key(KINDS[kind], **_mark(kind, style.MUTED)) for kind in kinds]
     if len(shades) > 1:
-        keys += [style.key(word, color=shade, linewidth=5) for word, shade in shades.items()]
+        keys += [
+            style.key(recovery, color=shade, linewidth=5) for recovery, shade in shades.items()
+        ]
     keys += [style.key("front", **_FRONT), unpruned]
     labels = settings.method_labels(comparison.cells)
     for row in records(fronts):
@@ -295,15 +300,15 @@ def _number(axes: Axes, front: pd.DataFrame, axis: str, numbers: Mapping[int, in
     """Write the numbers of the models on a front to the upper left of their marks, where the front
     leaves room."""
     for _, same in groups(front, [axis, "avg"]):
-        words = ", ".join(str(numbers[cell]) for cell in same["cell"])
-        place = same[axis].iloc[0], same["avg"].iloc[0]
-        beside: Any = {
+        text = ", ".join(str(numbers[cell]) for cell in same["cell"])
+        point = same[axis].iloc[0], same["avg"].iloc[0]
+        offset: Any = {
             "textcoords": "offset points",
             "xytext": (-3, 2),
             "ha": "right",
             "va": "bottom",
         }
-        axes.annotate(words, place, fontsize=6.5, fontweight="bold", **beside)
+        axes.annotate(text, point, fontsize=6.5, fontweight="bold", **offset)
 
 
 BOTH = (

@@ -61,7 +61,9 @@ def profile_figure(
     """Draw `measure` by layer: a panel per ratio and calibration set, a line per method. None
     without profiles."""
     profiles = results.study.profiles.dropna(subset=[measure])
-    by_cell = {int(str(cell)): own.sort_values("layer") for cell, own in profiles.groupby("cell")}
+    by_cell = {
+        int(str(cell)): of_cell.sort_values("layer") for cell, of_cell in profiles.groupby("cell")
+    }
     panels = [panel for panel in comparison.panels if set(panel.cells.values()) & set(by_cell)]
     if not panels:
         return None
@@ -80,8 +82,8 @@ def profile_figure(
             if cell in by_cell:
                 drawn.add(method)
                 style.draw(axes, lines[method], by_cell[cell]["layer"], by_cell[cell][measure])
-        words = (names.calibration(panel.calibration), f"{panel.pruned} pruned")
-        axes.set_title(("\n" if len(sets) > style.WIDE else ", ").join(words), fontsize=7.5)
+        parts = (names.calibration(panel.calibration), f"{panel.pruned} pruned")
+        axes.set_title(("\n" if len(sets) > style.WIDE else ", ").join(parts), fontsize=7.5)
         style.layer_axis(axes)
         axes.label_outer()
         axes.grid(axis="y")
@@ -99,15 +101,15 @@ def profile_table(results: Results, name: str) -> Table:
     study = results.study
     frames = [pd.DataFrame(columns=["model", "pruned", "calibration", "method"])]
     for comparison in results.pruned:
-        own = study.profiles[study.profiles["cell"].isin(comparison.cells.index)]
-        about = comparison.cells[["model", "calibration", "method"]].assign(
+        profiles = study.profiles[study.profiles["cell"].isin(comparison.cells.index)]
+        axes = comparison.cells[["model", "calibration", "method"]].assign(
             pruned=pruned(comparison.cells)
         )
-        whole = own[own["cell"] == comparison.unpruned].set_index("layer")["variance"]
-        if len(own):
+        unpruned = profiles[profiles["cell"] == comparison.unpruned].set_index("layer")["variance"]
+        if len(profiles):
             frames.append(
-                own.join(about, on="cell").assign(
-                    of_unpruned=own["variance"] / own["layer"].map(whole)
+                profiles.join(axes, on="cell").assign(
+                    of_unpruned=profiles["variance"] / profiles["layer"].map(unpruned)
                 )
             )
     rows = pd.concat(frames[1:] or frames, ignore_index=True)
@@ -155,13 +157,13 @@ def quantiles(entropies: pd.DataFrame) -> pd.DataFrame:
 
     Tokens are taken to be spread evenly within a bin."""
     rows = []
-    for about, histogram in groups(entropies, ["model", "calibration", "layer"]):
+    for key, histogram in groups(entropies, ["model", "calibration", "layer"]):
         bins = histogram.sort_values("entropy")
         reached = np.concatenate([[0.0], np.cumsum(bins["tokens"].to_numpy(float))])
         if reached[-1] > 0:
             ends = np.concatenate([[0.0], bins["entropy"].to_numpy(float)])
             rows.append(
-                (*about.values(), *np.interp(np.array(QUANTILES) * reached[-1], reached, ends))
+                (*key.values(), *np.interp(np.array(QUANTILES) * reached[-1], reached, ends))
             )
     return pd.DataFrame(rows, columns=["model", "calibration", "layer", *QUANTILES])
 
@@ -180,11 +182,11 @@ def entropy_figure(results: Results, name: str) -> Figure | None:
     grid = drawing.subplots(len(models), len(sets), squeeze=False, sharey=True)
     for row, model in zip(grid, models, strict=True):
         for axes, calibration in zip(row, sets, strict=True):
-            own = entropies[
+            panel = entropies[
                 (entropies["model"] == model) & (entropies["calibration"] == calibration)
             ]
-            axes.set_visible(len(own) > 0)
-            _boxes(axes, own)
+            axes.set_visible(len(panel) > 0)
+            _boxes(axes, panel)
             axes.set_title(f"{model}\n{names.calibration(calibration)}", fontsize=7.5)
         row[0].set_ylabel("router entropy / ln(experts)", fontsize=7)
     caption = (

@@ -44,10 +44,10 @@ def artefact_table(results: Results, name: str) -> Table:
 def gap_table(results: Results, name: str) -> Table:
     """Missing results: each reason once, with all places where it applies."""
     study = results.study
-    places: dict[str, list[str]] = {}
+    places_by_reason: dict[str, list[str]] = {}
     for gap in study.gaps:
-        places.setdefault(gap.reason, []).append(gap.where)
-    rows = [(what, len(where), "; ".join(where)) for what, where in places.items()]
+        places_by_reason.setdefault(gap.reason, []).append(gap.where)
+    rows = [(what, len(where), "; ".join(where)) for what, where in places_by_reason.items()]
     return Table(
         name=name,
         title="Gaps",

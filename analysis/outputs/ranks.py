@@ -98,13 +98,13 @@ def _partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
             models_by_run.setdefault(column, {}).setdefault(run, []).append(comparison.model)
     sentences = []
     for column, by_run in models_by_run.items():
-        every = names.COLUMNS.get(column, ())
+        benchmarks = names.COLUMNS.get(column, ())
         for run, models in by_run.items():
             if run:
                 of = f" for {names.listing(models)}" if len(by_run) > 1 else ""
-                missing = names.not_run(name for name in every if name not in run)
+                missing = names.not_run(name for name in benchmarks if name not in run)
                 sentences.append(
-                    f"{column} is the mean of {len(run)} of its {len(every)} benchmarks{of}: "
+                    f"{column} is the mean of {len(run)} of its {len(benchmarks)} benchmarks{of}: "
                     f"{missing}."
                 )
     return sentences
@@ -174,15 +174,15 @@ def _diagram(axes: Axes, test: RankTest, inches: float) -> None:
             Rectangle((left, level + 0.55), right - left, 0.3, color=style.INK, linewidth=0)
         )
     reach = 0.12 * ranks_per_inch
-    for place, (key, rank) in enumerate(test.ranks.items()):
-        left = place < half
-        y = depth + (place if left else count - 1 - place) + 0.5
+    for position, (key, rank) in enumerate(test.ranks.items()):
+        left = position < half
+        y = depth + (position if left else count - 1 - position) + 0.5
         x = 1 - reach if left else count + reach
         shade = style.colour(str(key))
         axes.plot([rank, rank, x], [0, y, y], color=shade, linewidth=1.0, solid_joinstyle="miter")
         axes.plot(rank, 0, marker="o", markersize=3.2, color=shade)
-        words = (names.method(str(key)), f"{rank:.2f}")
-        text = "  ".join(words if left else words[::-1])
+        parts = (names.method(str(key)), f"{rank:.2f}")
+        text = "  ".join(parts if left else parts[::-1])
         axes.text(
             x + (-reach if left else reach) / 2,
             y,

@@ -59,19 +59,19 @@ def router_figure(results: Results, comparison: Comparison, name: str) -> Figure
     if experts.empty:
         return None
     drawing = style.drawing(style.PAGE, 4.6)
-    for at, (axes, (measure, words)) in enumerate(
+    for at, (axes, (measure, label)) in enumerate(
         zip(drawing.subplots(2, 1), RANKED.items(), strict=True)
     ):
         top = top_experts(experts, measure)
         where = np.arange(len(top))
         _loss_bars(axes, top["ablation"])
-        labels = [f"{one.layer}.{one.expert}" for one in top.itertuples()]
+        labels = [f"{expert.layer}.{expert.expert}" for expert in top.itertuples()]
         style.ticks(axes.xaxis, where, labels, labelrotation=90, labelsize=5)
-        other = _second_axis(axes, words)
-        other.plot(where, top[measure], color=style.INK, marker=".", markersize=3, linewidth=0.9)
+        right = _second_axis(axes, label)
+        right.plot(where, top[measure], color=style.INK, marker=".", markersize=3, linewidth=0.9)
         rank = correlations(experts, measure, "ablation")["rank"]
         axes.set_title(
-            f"({'ab'[at]}) by {words}; rank correlation over all experts {rank:.2f}", fontsize=7.5
+            f"({'ab'[at]}) by {label}; rank correlation over all experts {rank:.2f}", fontsize=7.5
         )
     axes.set_xlabel("layer.expert")
     style.legend(drawing, _keys("router weight, tokens"))
@@ -103,11 +103,11 @@ def _loss_bars(axes: Axes, losses: pd.Series) -> None:
 
 
 def _second_axis(axes: Axes, label: str = "") -> Axes:
-    other = axes.twinx()
-    other.set_ylabel(label, fontsize=7)
-    other.spines["right"].set_visible(True)
-    style.scientific(other.yaxis)
-    return other
+    right = axes.twinx()
+    right.set_ylabel(label, fontsize=7)
+    right.spines["right"].set_visible(True)
+    style.scientific(right.yaxis)
+    return right
 
 
 def _keys(line: str) -> list[Artist]:
@@ -122,12 +122,12 @@ def by_layer(statistics: pd.DataFrame) -> pd.DataFrame:
     """Pool one statistic by layer: layer, mean and std over all weights or channels of the layer's
     experts, and ablation, the mean over its experts."""
     rows = []
-    for about, own in groups(statistics.sort_values("layer"), ["layer"]):
-        share = own["count"] / own["count"].sum()
-        mean = float((share * own["mean"]).sum())
-        square = float((share * (own["std"] ** 2 + own["mean"] ** 2)).sum())
+    for key, of_layer in groups(statistics.sort_values("layer"), ["layer"]):
+        share = of_layer["count"] / of_layer["count"].sum()
+        mean = float((share * of_layer["mean"]).sum())
+        square = float((share * (of_layer["std"] ** 2 + of_layer["mean"] ** 2)).sum())
         std = max(square - mean**2, 0.0) ** 0.5
-        rows.append((about["layer"], mean, std, own["ablation"].mean()))
+        rows.append((key["layer"], mean, std, of_layer["ablation"].mean()))
     return pd.DataFrame(rows, columns=["layer", "mean", "std", "ablation"])
 
 
@@ -151,9 +151,11 @@ def statistics_figure(results: Results, comparison: Comparison, name: str) -> Fi
     drawing = style.drawing(style.PAGE, 4.4)
     above, below = drawing.subplots(2, len(shown), squeeze=False)
     for at, statistic in enumerate(shown):
-        own = experts[experts["statistic"] == statistic]
-        _over_depth(above[at], by_layer(own), STATISTICS[statistic])
-        _over_experts(below[at], own[own["layer"] == middle], STATISTICS[statistic])
+        of_statistic = experts[experts["statistic"] == statistic]
+        _over_depth(above[at], by_layer(of_statistic), STATISTICS[statistic])
+        _over_experts(
+            below[at], of_statistic[of_statistic["layer"] == middle], STATISTICS[statistic]
+        )
         above[at].set_title(f"(a) {STATISTICS[statistic]}", fontsize=7.5)
         below[at].set_title(f"(b) {STATISTICS[statistic]}, layer {middle}", fontsize=7.5)
     for axes in (*above[1:], *below[1:]):
@@ -162,8 +164,12 @@ def statistics_figure(results: Results, comparison: Comparison, name: str) -> Fi
         "layer's mean rise of the loss", color=GAIN, marker="o", linestyle="", markersize=4
     )
     style.legend(drawing, [mean, *_keys("mean of the statistic ± standard deviation")])
-    lacking = [f"{STATISTICS[one]} ({SOURCES[one]})" for one in STATISTICS if one not in shown]
-    absent = f" Not in this store: {names.listing(lacking)}." if lacking else ""
+    missing = [
+        f"{STATISTICS[name_of]} ({SOURCES[name_of]})"
+        for name_of in STATISTICS
+        if name_of not in shown
+    ]
+    absent = f" Not in this store: {names.listing(missing)}." if missing else ""
     caption = (
         "Weights: |w| of an expert. Activations and gradients: the root mean square over its "
         "tokens of each channel, "
@@ -178,21 +184,21 @@ def statistics_figure(results: Results, comparison: Comparison, name: str) -> Fi
     return Figure(name, title, caption, drawing)
 
 
-def _over_depth(axes: Axes, layers: pd.DataFrame, words: str) -> None:
+def _over_depth(axes: Axes, layers: pd.DataFrame, label: str) -> None:
     axes.plot(layers["layer"], layers["ablation"], "o", color=GAIN, markersize=4)
     axes.set_ylabel(LOSS, fontsize=7)
     style.scientific(axes.yaxis)
     style.layer_axis(axes)
-    other = _second_axis(axes)
+    right = _second_axis(axes)
     low = layers["mean"] - layers["std"]
     high = layers["mean"] + layers["std"]
-    other.fill_between(layers["layer"], low, high, color=style.MUTED, alpha=0.2, linewidth=0)
-    other.plot(
-        layers["layer"], layers["mean"], color=style.INK, marker=".", linewidth=0.9, label=words
+    right.fill_between(layers["layer"], low, high, color=style.MUTED, alpha=0.2, linewidth=0)
+    right.plot(
+        layers["layer"], layers["mean"], color=style.INK, marker=".", linewidth=0.9, label=label
     )
 
 
-def _over_experts(axes: Axes, experts: pd.DataFrame, words: str) -> None:
+def _over_experts(axes: Axes, experts: pd.DataFrame, label: str) -> None:
     ordered = experts.sort_values("ablation", ascending=False, kind="stable")
     _loss_bars(axes, ordered["ablation"])
     style.ticks(axes.xaxis, [], [])
@@ -205,7 +211,7 @@ def _over_experts(axes: Axes, experts: pd.DataFrame, words: str) -> None:
         "elinewidth": 0.6,
     }
     _second_axis(axes).errorbar(
-        np.arange(len(ordered)), ordered["mean"], ordered["std"], label=words, **look
+        np.arange(len(ordered)), ordered["mean"], ordered["std"], label=label, **look
     )
 
 
@@ -239,8 +245,11 @@ def activation_figure(results: Results, comparison: Comparison, name: str) -> Fi
 
 def activations_of(experts: pd.DataFrame, layer: int, sets: Sequence[str]) -> list[list[float]]:
     """The activation magnitudes of the experts of a layer, for each calibration set."""
-    here = experts[experts["layer"] == layer]
-    return [here.loc[here["calibration"] == one, "size"].tolist() for one in sets]
+    of_layer = experts[experts["layer"] == layer]
+    return [
+        of_layer.loc[of_layer["calibration"] == calibration, "size"].tolist()
+        for calibration in sets
+    ]
 
 
 def _distributions(axes: Axes, sizes: Sequence[Sequence[float]]) -> None:

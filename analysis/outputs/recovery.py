@@ -48,9 +48,11 @@ def sweeps(comparison: Comparison) -> list[pd.DataFrame]:
     ratio and recovery."""
     cells = comparison.cells[comparison.cells["criterion"] != "none"]
     order = list(names.RECOVERIES)
-    place = cells["recovery"].map(lambda name: order.index(name) if name in order else len(order))
+    position = cells["recovery"].map(
+        lambda name: order.index(name) if name in order else len(order)
+    )
     cells = (
-        cells.assign(place=place)
+        cells.assign(place=position)
         .sort_values(["ratio", "place"], kind="stable")
         .drop(columns="place")
     )
@@ -61,10 +63,12 @@ def sweeps(comparison: Comparison) -> list[pd.DataFrame]:
 def labels(comparison: Comparison) -> pd.Series:
     """A label for each cell of `sweeps`: its recovery, after the method where there are several
     sweeps."""
-    own_sweeps = sweeps(comparison)
-    cells = pd.concat(own_sweeps) if own_sweeps else comparison.cells[:0]
-    words = cells["recovery"].map(recovery)
-    return cells["method"].map(_unrecovered) + ", " + words if len(own_sweeps) > 1 else words
+    all_sweeps = sweeps(comparison)
+    cells = pd.concat(all_sweeps) if all_sweeps else comparison.cells[:0]
+    recoveries = cells["recovery"].map(recovery)
+    return (
+        cells["method"].map(_unrecovered) + ", " + recoveries if len(all_sweeps) > 1 else recoveries
+    )
 
 
 def _unrecovered(method: str) -> str:
@@ -84,11 +88,11 @@ def _unrecovered(method: str) -> str:
 def recovery_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """MoE-Slimming's Table 11: every ratio with every recovery; differences are to 16 bits at the
     same ratio."""
-    words = labels(comparison)
+    label_of_cell = labels(comparison)
     for cells in sweeps(comparison):
         for ratio, rows in by_ratio(cells):
             base = only_cell(rows[rows["recovery"] == "none"])
-            yield ratio_block(comparison, ratio, words[rows.index], base)
+            yield ratio_block(comparison, ratio, label_of_cell[rows.index], base)
 
 
 @output("coverage.fig8", chapter="recovery", needs=f"cells with recovery=nf4, and {SLIMMING}")
@@ -98,9 +102,9 @@ def storage_figure(results: Results, comparison: Comparison, name: str) -> Figur
 
     Scores with intervals against bytes on a logarithmic axis, each labelled with its ratio.
     """
-    words = labels(comparison)
+    label_of_cell = labels(comparison)
     points = storage_points(
-        results.study, comparison, comparison.cells.loc[words.index], names.ABLATION
+        results.study, comparison, comparison.cells.loc[label_of_cell.index], names.ABLATION
     )
     if not points[["storage", "score"]].notna().all(axis=1).any():
         return None
@@ -114,7 +118,7 @@ def storage_figure(results: Results, comparison: Comparison, name: str) -> Figur
     drawing = style.drawing(style.PAGE * 0.75, 3.4)
     axes = drawing.add_subplot()
     named: set[tuple[float, float]] = set()
-    for at, (key, line) in enumerate(groups(points.assign(label=words), ["label"])):
+    for at, (key, line) in enumerate(groups(points.assign(label=label_of_cell), ["label"])):
         look = style.cycled(at)
         axes.vlines(
             line["storage"],
@@ -133,11 +137,11 @@ def storage_figure(results: Results, comparison: Comparison, name: str) -> Figur
             **look,
         )
         for point in records(line.dropna(subset=["storage", "score"])):
-            place = (point["ratio"], round(float(np.log2(point["storage"])), 1))
+            position = (point["ratio"], round(float(np.log2(point["storage"])), 1))
             # a point with this ratio and about as many bytes is labelled already
-            if place in named:
+            if position in named:
                 continue
-            named.add(place)
+            named.add(position)
             where: Any = {
                 "xytext": (5, -9),
                 "textcoords": "offset points",
@@ -167,12 +171,12 @@ def recovered(comparison: Comparison) -> Iterator[Block]:
     """Blocks of pruned models with and without recovery, at each ratio that has a recovery."""
     for ratio, cells in by_ratio(comparison.cells[comparison.cells["criterion"] != "none"]):
         if set(cells["recovery"]) != {"none"}:
-            place = (
+            position = (
                 cells["method"]
                 .map(names.methods_in_order(cells["method"]).index)
                 .sort_values(kind="stable")
             )
-            yield ratio_block(comparison, ratio, settings.method_labels(cells)[place.index])
+            yield ratio_block(comparison, ratio, settings.method_labels(cells)[position.index])
 
 
 _RECOVERED = (
@@ -239,8 +243,8 @@ def _families(
     for comparison in comparisons:
         trained, top_k = names.routed(comparison.model)
         layers = study.models.get(comparison.model, {}).get("layers", {}).values()
-        own = max((layer["top_k"] for layer in layers), default=0) if top_k is None else top_k
-        families.setdefault(trained, []).append((comparison, own))
+        number = max((layer["top_k"] for layer in layers), default=0) if top_k is None else top_k
+        families.setdefault(trained, []).append((comparison, number))
     return [
         sorted(family, key=lambda pair: -pair[1]) for family in families.values() if len(family) > 1
     ]

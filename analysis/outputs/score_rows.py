@@ -209,18 +209,18 @@ def _pruned_and_labels(block: Block) -> tuple[str, dict[int, str]]:
     varying = gate_and_seed(block.comparison.cells)[list(block.labels)]
     if varying.nunique() == 1:
         return joined(block.pruned, str(varying.iloc[0])), dict(block.labels)
-    twice = [word for word, times in Counter(block.labels.values()).items() if times > 1]
+    twice = [label for label, times in Counter(block.labels.values()).items() if times > 1]
     return block.pruned, {
-        cell: joined(word, str(varying[cell])) if word in twice else word
-        for cell, word in block.labels.items()
+        cell: joined(label, str(varying[cell])) if label in twice else label
+        for cell, label in block.labels.items()
     }
 
 
 def _rows(study: Study, block: Block, columns: Sequence[str], costs: Mapping[str, Cost]) -> Numbers:
     comparison = block.comparison
     full = block.comparison.unpruned
-    removed, words = _pruned_and_labels(block)
-    labels = {**({full: UNPRUNED} if full is not None else {}), **words}
+    removed, label_of_cell = _pruned_and_labels(block)
+    labels = {**({full: UNPRUNED} if full is not None else {}), **label_of_cell}
     pruned = list(block.labels)
     targets = column_targets(comparison, pruned, columns)
     text = pd.DataFrame(
@@ -240,8 +240,8 @@ def _rows(study: Study, block: Block, columns: Sequence[str], costs: Mapping[str
         high = high.assign(**{DIFFERENCE: paired["high"]})
     if len(study.costs):
         values = {
-            name: about.offset + about.scale * cost(study, list(labels), about.source)
-            for name, about in costs.items()
+            name: column.offset + column.scale * cost(study, list(labels), column.source)
+            for name, column in costs.items()
         }
         frame = frame.assign(**values)
     return Numbers(frame, low, high, numbers.best)
@@ -254,20 +254,20 @@ def method_lines(comparison: Comparison) -> dict[str, Line2D]:
     """Method -> its line style: the criterion's colour; further methods of a criterion have hollow,
     other markers and dashes."""
     lines = {"none": style.key(names.method("none"), **style.DASHED)}
-    places: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for method in names.methods_in_order(set(comparison.cells["method"]) - {"none"}):
         criterion = names.parts(method)[0]
-        place = places[criterion] = places.get(criterion, -1) + 1
+        position = counts[criterion] = counts.get(criterion, -1) + 1
         first = list(names.CRITERIA).index(criterion) if criterion in names.CRITERIA else 0
         shade = style.colour(method)
         lines[method] = style.key(
             names.method(method),
             color=shade,
             linewidth=1.3,
-            linestyle=_PATTERNS[place % len(_PATTERNS)],
-            marker=style.MARKERS[(first + place) % len(style.MARKERS)],
+            linestyle=_PATTERNS[position % len(_PATTERNS)],
+            marker=style.MARKERS[(first + position) % len(style.MARKERS)],
             markersize=3.5,
-            markerfacecolor=style.SURFACE if place else shade,
+            markerfacecolor=style.SURFACE if position else shade,
         )
     return lines
 
@@ -316,9 +316,9 @@ def shallow_middle_deep(layers: Sequence[int]) -> list[int]:
 def by_criterion(cells: pd.DataFrame, *first: str) -> pd.DataFrame:
     """Cells sorted by the columns `first`, then by criterion in the order of tables."""
     order = names.in_order(cells["criterion"], names.CRITERIA)
-    place = cells["criterion"].map(order.index).astype(int)
+    position = cells["criterion"].map(order.index).astype(int)
     return (
-        cells.assign(place=place)
+        cells.assign(place=position)
         .sort_values([*first, "place"], kind="stable")
         .drop(columns="place")
     )
@@ -331,8 +331,8 @@ def plain(comparison: Comparison, granularity: str = "") -> pd.DataFrame:
     pruned = cells[
         (cells["criterion"] != "none") & (cells["recovery"] == "none") & (cells["ratio"] > 0)
     ]
-    chosen = pruned[pruned["granularity"] == granularity] if granularity else pruned
-    return by_criterion(chosen, "ratio")
+    selected = pruned[pruned["granularity"] == granularity] if granularity else pruned
+    return by_criterion(selected, "ratio")
 
 
 def by_ratio(cells: pd.DataFrame) -> Iterator[tuple[float, pd.DataFrame]]:
@@ -350,32 +350,32 @@ def ratio_block(
     comparison: Comparison, ratio: float, labels: pd.Series, base: int | None = None
 ) -> Block:
     """A block of the cells in `labels` (cell -> label), all pruned by `ratio`."""
-    words = {int(str(cell)): str(word) for cell, word in labels.items()}
-    return Block(comparison, comparison.removed(ratio), words, base)
+    label_of_cell = {int(str(cell)): str(label) for cell, label in labels.items()}
+    return Block(comparison, comparison.removed(ratio), label_of_cell, base)
 
 
 def ratio_lines(cells: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """Label -> cells of one method, sorted by ratio; only methods that were run at three or more
     ratios."""
-    chosen = [
-        found
-        for _, found in groups(cells, settings.METHOD)
-        if found["ratio"].nunique() >= FEWEST_RATIOS
+    lines = [
+        line
+        for _, line in groups(cells, settings.METHOD)
+        if line["ratio"].nunique() >= FEWEST_RATIOS
     ]
-    if not chosen:
+    if not lines:
         return {}
-    labels = settings.method_labels(pd.concat(chosen))
-    return {str(labels[found.index[0]]): found.sort_values("ratio") for found in chosen}
+    labels = settings.method_labels(pd.concat(lines))
+    return {str(labels[line.index[0]]): line.sort_values("ratio") for line in lines}
 
 
 def coverage_cells(comparison: Comparison) -> pd.DataFrame:
     """Cells of channels with coverage budgets, at the ratio closest to 1/2."""
     cells = plain(comparison, "channel")
-    chosen = cells[
-        cells["allocation"].map(lambda word: settings.allocation(str(word))[0]) == COVERAGE
+    covered = cells[
+        cells["allocation"].map(lambda text: settings.allocation(str(text))[0]) == COVERAGE
     ]
-    nearest = min(chosen["ratio"].unique(), key=lambda ratio: abs(ratio - HALF), default=HALF)
-    return pd.DataFrame(chosen[chosen["ratio"] == nearest])
+    nearest = min(covered["ratio"].unique(), key=lambda ratio: abs(ratio - HALF), default=HALF)
+    return pd.DataFrame(covered[covered["ratio"] == nearest])
 
 
 def storage_points(

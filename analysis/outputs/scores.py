@@ -55,13 +55,13 @@ def radar_figure(results: Results, comparison: Comparison, name: str) -> Figure 
         f"two methods by Avg, those of AIMER's tables, then the first of the others, {most} at "
         "most."
     )
-    left = [
-        names.benchmark(str(each))
-        for each in comparison.benchmarks
-        if each in comparison.lower_is_better
+    left_out = [
+        names.benchmark(str(benchmark))
+        for benchmark in comparison.benchmarks
+        if benchmark in comparison.lower_is_better
     ]
-    if left:
-        caption += f" {names.listing(left)}: left out, as less is better there."
+    if left_out:
+        caption += f" {names.listing(left_out)}: left out, as less is better there."
     return Figure(name, f"Strengths and weaknesses: {comparison.model}", caption, drawing)
 
 
@@ -132,9 +132,9 @@ def task_specific_table(
         for domains in by_domain(comparison).values():
             if {"code", "math"} <= set(domains):
                 block = task_block(comparison, domains, criteria)
-                about = {"Model": comparison.model, "Pruned": domains["code"].pruned}
+                labels = {"Model": comparison.model, "Pruned": domains["code"].pruned}
                 frame = block.frame.assign(
-                    **about, Criterion=list(map(names.method, block.frame.index))
+                    **labels, Criterion=list(map(names.method, block.frame.index))
                 )
                 blocks.append(Numbers(frame, block.low, block.high, best))
     rows = stacked(blocks)
@@ -195,11 +195,11 @@ def _sorted(cells: pd.DataFrame) -> pd.DataFrame:
     tables."""
     sets = names.calibrations_in_order(cells["calibration"])
     methods = names.methods_in_order(cells["method"])
-    places = cells.assign(
+    positions = cells.assign(
         calibration=cells["calibration"].map(sets.index), method=cells["method"].map(methods.index)
     )
     return cells.loc[
-        places.sort_values(["ratio", "gate", "calibration", "method"], kind="stable").index
+        positions.sort_values(["ratio", "gate", "calibration", "method"], kind="stable").index
     ]
 
 
@@ -209,7 +209,8 @@ def _metrics(study: Study) -> str:
     for metric, benchmark in zip(metrics_in_words(results), results["benchmark"], strict=True):
         by_metric.setdefault(metric, []).append(names.benchmark(benchmark))
     return " ".join(
-        f"{metric}: {names.listing(found)}." for metric, found in sorted(by_metric.items())
+        f"{metric}: {names.listing(benchmarks)}."
+        for metric, benchmarks in sorted(by_metric.items())
     )
 
 

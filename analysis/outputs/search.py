@@ -128,7 +128,7 @@ def _rows(comparison: Comparison, pairs: dict[int, int], columns: Sequence[str])
     targets = column_targets(comparison, cells, columns) if cells else {}
     if not targets:
         return None
-    about = comparison.cells.assign(pruned=pruned(comparison.cells)).loc[cells]
+    axes = comparison.cells.assign(pruned=pruned(comparison.cells)).loc[cells]
     numbers = scores(comparison, cells, targets)
     gains = {column: differences(comparison, target, pairs) for column, target in targets.items()}
     frame, low, high = (
@@ -141,10 +141,10 @@ def _rows(comparison: Comparison, pairs: dict[int, int], columns: Sequence[str])
     )
     significant = dict.fromkeys(cells, "") | _significant(comparison, pairs, gains)
     text = spelled(
-        about,
+        axes,
         dict(zip(TEXT, ("model", "pruned", "calibration", "criterion", "allocation"), strict=True)),
     )
-    recovered = about["recovery"].map(lambda word: names.RECOVERIES.get(word, word))
+    recovered = axes["recovery"].map(lambda recovery: names.RECOVERIES.get(recovery, recovery))
     text["Allocation"] = list(map(joined, text["Allocation"], recovered))
     frame = pd.concat([text, frame], axis=1).assign(**{SIGNIFICANT: pd.Series(significant)})
     return Numbers(frame, low, high, numbers.best)
@@ -223,13 +223,15 @@ def allocations_figure(results: Results, comparison: Comparison, name: str) -> F
     criterion = "reap" if "reap" in most else most[0]
     shares = shares[shares["criterion"] == criterion]
     keys = {}
-    for at, word in enumerate(
+    for at, allocation in enumerate(
         names.in_order(shares["allocation"], ["uniform", "global by frequency", "global"])
     ):
         shade = (style.INK, "#ee7733", "#2277bb", "#117733", "#aa4499", "#7a7a7a")[at % 6]
         pattern = "-" if at else style.DASHED["linestyle"]
         look: Any = {"color": shade, "marker": "sD^ov"[at % 5], "linestyle": pattern}
-        keys[word] = style.key(names.allocated(word), markersize=3.8, linewidth=1.3, **look)
+        keys[allocation] = style.key(
+            names.allocated(allocation), markersize=3.8, linewidth=1.3, **look
+        )
     drawing = _density_panels(shares, "allocation", keys)
     caption = (
         f"Share of the experts each layer keeps when {names.criterion(criterion)} chooses which. "
@@ -276,13 +278,13 @@ def _density_panels(shares: pd.DataFrame, by: str, keys: Mapping[str, Line2D]) -
     several = shares["calibration"].nunique() > 1
     drawing, grid = style.panels(len(panels), 3, 2.0, sharey="row")
     uniform = [] if "uniform" in keys else [style.key("uniform", **style.DASHED)]
-    for axes, (about, cells) in zip(grid, panels, strict=True):
+    for axes, (key, cells) in zip(grid, panels, strict=True):
         for _ in uniform:
             axes.axhline(cells["share"].mean(), **style.DASHED)
         for value, key in keys.items():
             for _, cell in groups(cells[cells[by] == value].sort_values("layer"), ["cell"]):
                 style.draw(axes, key, cell["layer"], cell["share"])
-        data = f", {names.calibration(about['calibration'])}" if several else ""
+        data = f", {names.calibration(key['calibration'])}" if several else ""
         axes.set_title(f"{cells['removed_words'].iloc[0]} pruned{data}", fontsize=8)
         style.layer_axis(axes)
         style.percent(axes.yaxis)
@@ -299,11 +301,11 @@ def history_figure(results: Results, comparison: Comparison, name: str) -> Figur
     of this model."""
     study = results.study
     cells = comparison.cells
-    about = cells[cells.index.isin(study.searches["cell"])]
-    if about.empty:
+    searched = cells[cells.index.isin(study.searches["cell"])]
+    if searched.empty:
         return None
-    rows = list(groups(about.sort_values("ratio", kind="stable"), ["ratio", "calibration"]))
-    columns = names.in_order(about["criterion"], names.CRITERIA)
+    rows = list(groups(searched.sort_values("ratio", kind="stable"), ["ratio", "calibration"]))
+    columns = names.in_order(searched["criterion"], names.CRITERIA)
     drawing = style.drawing(
         style.PAGE if len(columns) > 2 else style.PAGE * 0.7, 1.6 * len(rows) + 0.6
     )

@@ -172,7 +172,9 @@ def _printed() -> dict[str, object]:
     """The published row of DiEP."""
     printed = ("evoesap", "4", COMPETITOR)
     by_benchmark = {
-        one.benchmark: one for one in numbers() if (one.paper, one.table, one.key[2]) == printed
+        number.benchmark: number
+        for number in numbers()
+        if (number.paper, number.table, number.key[2]) == printed
     }
     model, ratio, criterion, _, _, calibration = next(iter(by_benchmark.values())).key
     return {

@@ -44,15 +44,15 @@ def requests(study: Study) -> pd.DataFrame:
     Columns: REQUEST, the medians of SPEEDS, their quartiles (with suffixes ` low` and ` high`),
     WEIGHTS, PEAK."""
     rows = []
-    for key, found in groups(study.timings, REQUEST):
-        speeds = _speeds(found)
+    for key, of_request in groups(study.timings, REQUEST):
+        speeds = _speeds(of_request)
         measured = {
             f"{name}{end}": speeds[name].quantile(at)
             for name in SPEEDS
             for end, at in QUARTILES.items()
         }
-        weights = float(found["weight_bytes"].iloc[0])
-        peak = weights + float(found["working_bytes"].iloc[0])
+        weights = float(of_request["weight_bytes"].iloc[0])
+        peak = weights + float(of_request["working_bytes"].iloc[0])
         rows.append({**key, **measured, WEIGHTS: weights / MEBIBYTE, PEAK: peak / MEBIBYTE})
     columns = [*REQUEST, *(f"{name}{end}" for name in SPEEDS for end in QUARTILES), WEIGHTS, PEAK]
     return pd.DataFrame(rows, columns=columns)
@@ -78,10 +78,10 @@ def speed_table(results: Results, name: str) -> Table:
     study = results.study
     frames = [pd.DataFrame(columns=["model", "removed_words", "label"])]
     for comparison in results.pruned:
-        about = comparison.cells[["model", "removed_words"]].assign(
+        labels = comparison.cells[["model", "removed_words"]].assign(
             label=settings.method_labels(comparison.cells)
         )
-        frames.append(requests(study).merge(about, left_on="cell", right_index=True))
+        frames.append(requests(study).merge(labels, left_on="cell", right_index=True))
     rows = pd.concat([frame for frame in frames if len(frame)] or frames, ignore_index=True)
     text = {
         "Model": "model",
@@ -144,12 +144,12 @@ def memory_figure(results: Results, comparison: Comparison, name: str) -> Figure
         return None
     drawing = style.drawing(style.PAGE, 0.24 * len(largest) + 1.1)
     axes = drawing.add_subplot()
-    places = range(len(largest))
-    weights = axes.barh(places, largest[WEIGHTS], color=style.CRITERIA["reap"], label="weights")
+    positions = range(len(largest))
+    weights = axes.barh(positions, largest[WEIGHTS], color=style.CRITERIA["reap"], label="weights")
     working = (largest[PEAK] - largest[WEIGHTS]).fillna(0)
     look: Any = {"color": style.CRITERIA["man"], "label": "working memory"}
-    beyond = axes.barh(places, working, left=largest[WEIGHTS], **look)
-    style.ticks(axes.yaxis, places, largest["label"], labelsize=7)
+    beyond = axes.barh(positions, working, left=largest[WEIGHTS], **look)
+    style.ticks(axes.yaxis, positions, largest["label"], labelsize=7)
     axes.invert_yaxis()
     axes.set_xlabel("MiB")
     axes.grid(axis="x")
@@ -218,9 +218,9 @@ def _largest(study: Study, comparison: Comparison) -> pd.DataFrame:
     tokens = timings["batch_size"] * timings["prompt_length"]
     timings = timings.loc[tokens.groupby(timings["cell"]).idxmax()].reset_index(drop=True)
     ratios = comparison.cells["removed_words"].where(comparison.cells["ratio"] > 0, "")
-    words = settings.method_labels(comparison.cells)
+    labels = settings.method_labels(comparison.cells)
     return timings.assign(
-        label=[settings.joined(words[cell], ratios[cell]) for cell in timings["cell"]]
+        label=[settings.joined(labels[cell], ratios[cell]) for cell in timings["cell"]]
     )
 
 
@@ -237,10 +237,8 @@ def _heat(axes: Axes, timings: pd.DataFrame, column: str) -> None:
             if np.isnan(value) or most == least
             else 0.1 + 0.8 * (value - least) / (most - least)
         )
-        words = "–" if np.isnan(value) else f"{value:,.{1 if most < 100 else 0}f}"
-        style.square(
-            axes, blocks.index(row["block"]), smallest.index(row["smallest"]), share, words
-        )
+        text = "–" if np.isnan(value) else f"{value:,.{1 if most < 100 else 0}f}"
+        style.square(axes, blocks.index(row["block"]), smallest.index(row["smallest"]), share, text)
     style.squares(
         axes, [f"a={block}" for block in blocks], [f"m={channels}" for channels in smallest]
     )
@@ -281,23 +279,23 @@ def architecture_table(results: Results, name: str) -> Table:
     for model, facts in study.models.items():
         layers = list(facts["layers"].values())
         decoder = facts.get("decoder_layers", np.nan)
-        one = {
+        largest = {
             key: max(layer[key] for layer in layers)
             for key in ("n_experts", "top_k", "hidden", "width")
         }
         inactive = sum(
-            (each["n_experts"] - each["top_k"]) * each["expert_parameters"] for each in layers
+            (layer["n_experts"] - layer["top_k"]) * layer["expert_parameters"] for layer in layers
         )
         counts = {
             "Parameters (M)": facts["parameters"] / 1e6,
             "Active (M)": (facts["parameters"] - inactive) / 1e6,
-            "Experts": one["n_experts"],
-            "Top-k": one["top_k"],
-            "Shared experts": facts.get("shared_width", np.nan) / one["width"],
+            "Experts": largest["n_experts"],
+            "Top-k": largest["top_k"],
+            "Shared experts": facts.get("shared_width", np.nan) / largest["width"],
             "MoE layers": len(layers),
             "Dense layers": decoder - len(layers),
-            "Hidden size": one["hidden"],
-            "Channels": one["width"],
+            "Hidden size": largest["hidden"],
+            "Channels": largest["width"],
         }
         rows.append({"Model": model, "Type": str(facts.get("model_type", "")), **counts})
     formats = {"Parameters (M)": "{:,.2f}", "Active (M)": "{:,.2f}", "Shared experts": "{:g}"}

@@ -46,7 +46,7 @@ def weights_table(
     return score_table(title, columns, f"Difference: {columns[-1]} minus that of AIMER, paired.")
 
 
-def beside_aimer(comparison: Comparison) -> Iterator[Block]:
+def against_aimer(comparison: Comparison) -> Iterator[Block]:
     """Blocks of all criteria at each ratio at which AIMER was run; differences are to AIMER."""
     for ratio, cells in by_ratio(plain(comparison)):
         aimer = cells[cells["criterion"] == "aimer"]
@@ -60,28 +60,28 @@ def beside_aimer(comparison: Comparison) -> Iterator[Block]:
 @weights_table("group averages", GROUPS)
 def group_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """Group averages of criteria that read weights alone and of those that read a text."""
-    return beside_aimer(comparison)
+    return against_aimer(comparison)
 
 
 @output("aimer.table5", needs=f"{WEIGHTS}, and WildBench, gsm8k or math500")
 @weights_table("writing and mathematics", WRITING_AND_MATH)
 def weight_writing_and_mathematics(results: Results, comparison: Comparison) -> Iterator[Block]:
     """Criteria that read weights alone, and others: writing and mathematics."""
-    return beside_aimer(comparison)
+    return against_aimer(comparison)
 
 
 @output("aimer.table6", needs=f"{WEIGHTS}, and coding benchmarks")
 @weights_table("coding", CODING)
 def weight_coding(results: Results, comparison: Comparison) -> Iterator[Block]:
     """Criteria that read weights alone, and others: coding benchmarks."""
-    return beside_aimer(comparison)
+    return against_aimer(comparison)
 
 
 @output("aimer.table7", needs=f"{WEIGHTS}, and multiple-choice benchmarks")
 @weights_table("multiple choice", (*names.MULTIPLE_CHOICE, "MC Avg"))
 def weight_multiple_choice(results: Results, comparison: Comparison) -> Iterator[Block]:
     """Criteria that read weights alone, and others: multiple choice."""
-    return beside_aimer(comparison)
+    return against_aimer(comparison)
 
 
 PROFILED = ("magnitude", "aimer")
@@ -128,9 +128,9 @@ def profiles(scores: pd.DataFrame) -> pd.DataFrame:
     layer = scores.groupby(["model", "criterion", "layer"])["score"]
     low = layer.transform("min")
     high = layer.transform("max")
-    place = layer.rank(method="first") - 1
+    rank = layer.rank(method="first") - 1
     return scores.assign(
-        profile=(scores["score"] - low) / (high - low).replace(0, np.nan), place=place
+        profile=(scores["score"] - low) / (high - low).replace(0, np.nan), place=rank
     )
 
 
@@ -159,7 +159,7 @@ def profile_figure(results: Results, name: str) -> Figure | None:
         _profile_axes(axes, panel, first=column == 0)
         axes.set_title(f"{key['model']}\n{names.criterion(key['criterion'])}", fontsize=7.5)
     ends = {0.0: "0 (lowest)", 0.25: "0.25", 0.5: "0.5", 0.75: "0.75", 1.0: "1 (highest)"}
-    handles = [Patch(facecolor=SHADES(share), label=words) for share, words in ends.items()]
+    handles = [Patch(facecolor=SHADES(share), label=label) for share, label in ends.items()]
     style.legend(drawing, handles, title="score, min-max in its layer")
     caption = (
         "Experts of each layer from the lowest score (rank 0) to the highest, shaded by their "

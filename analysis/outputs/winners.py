@@ -146,8 +146,10 @@ def proved_wins(win_rows: pd.DataFrame) -> str:
     """How many cells of a winner map are proved wins, how many are tied and how many are not
     tested."""
     counts = pd.Series([verdict(row) for row in records(win_rows)]).value_counts()
-    others = [f"{counts[word]} {about}" for word, about in _OTHERS.items() if word in counts]
-    more = f" ({names.listing(others)})" if others else ""
+    rest = [
+        f"{counts[verdict]} {phrase}" for verdict, phrase in _OTHERS.items() if verdict in counts
+    ]
+    more = f" ({names.listing(rest)})" if rest else ""
     return f"Proved wins: {counts.get(PROVED, 0)} of {len(win_rows)} cells{more}."
 
 

@@ -168,8 +168,10 @@ def target(number: Printed, row: Sequence[Printed]) -> tuple[str, ...]:
         return (number.benchmark,)
     if number.benchmark != AVERAGE:
         return GROUPS.get(number.benchmark, ())
-    beside = [other for other in row if (other.paper, other.table) == (number.paper, number.table)]
-    return tuple(other.benchmark for other in beside if other.benchmark in SCORES)
+    row_of_table = [
+        printed for printed in row if (printed.paper, printed.table) == (number.paper, number.table)
+    ]
+    return tuple(printed.benchmark for printed in row_of_table if printed.benchmark in SCORES)
 
 
 def protocol(number: Printed) -> Protocol:
@@ -195,18 +197,14 @@ def stands_for(axis: str, name: str) -> str:
     return stand_ins.get((axis, name), name)
 
 
-def _most_specific(file: str, number: Printed, **more: str) -> dict[str, str]:
+def _most_specific(file: str, number: Printed, **axes: str) -> dict[str, str]:
     """The first row of a file that applies to the number; {} for none. Files list more specific
     rows first."""
-    wanted = {"paper": number.paper, "table": number.table, "model": number.key[0], **more}
-    return next(
-        (
-            row
-            for row in _read(file)
-            if all(row[key] in (ANY, value) for key, value in wanted.items())
-        ),
-        {},
-    )
+    axes |= {"paper": number.paper, "table": number.table, "model": number.key[0]}
+    for row in _read(file):
+        if all(row[axis] in (ANY, value) for axis, value in axes.items()):
+            return row
+    return {}
 
 
 AGREES = "agrees"
@@ -263,8 +261,8 @@ def verdict(number: Printed, measured: Measured) -> str:
     if differences:
         return BECAUSE + "; ".join(differences)
     low, high = number.ends
-    word = AGREES if measured.low <= high and low <= measured.high else DIFFERS
-    return f"{word} ({number.note})" if number.note else word
+    result = AGREES if measured.low <= high and low <= measured.high else DIFFERS
+    return f"{result} ({number.note})" if number.note else result
 
 
 def reasons(number: Printed, measured: Measured) -> Iterator[str]:
@@ -275,9 +273,9 @@ def reasons(number: Printed, measured: Measured) -> Iterator[str]:
     if number.note.startswith(NOT_COMPARABLE):
         yield number.note.removeprefix(NOT_COMPARABLE)
     for axis in ("model", "calibration"):
-        own = str(measured.cell[axis])
-        if (printed := stands_for(axis, own)) != own:
-            yield f"{own} stands in for {printed}"
+        value = str(measured.cell[axis])
+        if (printed := stands_for(axis, value)) != value:
+            yield f"{value} stands in for {printed}"
             if axis == "model":
                 return
     yield from _calibrated(number, measured)
@@ -306,25 +304,28 @@ def _calibrated(number: Printed, measured: Measured) -> Iterator[str]:
     if paper.seed not in (None, cell["seed"]):
         yield f"seed {cell['seed']}, published with {paper.seed}"
     if measured.search is not None:
-        for kind, own, theirs in zip(
+        for kind, measured_value, theirs in zip(
             _SEARCH, measured.search, (paper.search, paper.generations), strict=True
         ):
-            if theirs is not None and own != theirs:
-                yield f"{kind} {'unknown' if own is None else own}, published with {theirs}"
+            if theirs is not None and measured_value != theirs:
+                yield (
+                    f"{kind} {'unknown' if measured_value is None else measured_value}, "
+                    f"published with {theirs}"
+                )
 
 
 def _evaluated(number: Printed, evaluations: Sequence[Evaluation]) -> Iterator[str]:
     differing: dict[str, list[str]] = {}
-    for here in evaluations:
-        paper = split(number, here.benchmark)
-        details = {"items": _items(here, paper.items)}
+    for evaluation in evaluations:
+        paper = split(number, evaluation.benchmark)
+        details = {"items": _items(evaluation, paper.items)}
         for word, kind in ASKED.items():
-            own = here.split.asked.get(word, "unknown")
+            value = evaluation.split.asked.get(word, "unknown")
             printed = paper.asked.get(word)
-            details[kind] = "" if printed in (None, own) else f"{own}, published {printed}"
+            details[kind] = "" if printed in (None, value) else f"{value}, published {printed}"
         for kind, detail in details.items():
             differing.setdefault(kind, []).extend(
-                [f"{names.benchmark(here.benchmark)} ({detail})"] if detail else []
+                [f"{names.benchmark(evaluation.benchmark)} ({detail})"] if detail else []
             )
     for kind, benchmarks in differing.items():
         if benchmarks:

@@ -106,8 +106,12 @@ class Facts:
             "judge": judge,
             "metric": row["metric"],
         }
-        asked = {word: _word(settings[word]) for word in ASKED if settings.get(word) is not None}
-        return Evaluation(benchmark, int(row["n"]), Split(_whole(row["expected"]), asked))
+        protocol_settings = {
+            key: _word(settings[key]) for key in ASKED if settings.get(key) is not None
+        }
+        return Evaluation(
+            benchmark, int(row["n"]), Split(_whole(row["expected"]), protocol_settings)
+        )
 
 
 def _word(value: Any) -> str:
@@ -140,42 +144,46 @@ def _scores(facts: Facts, comparison: Comparison, of: str) -> Found:
     for cell in comparison.cells.index.astype(int):
         row = counterparts(of).get(key_of(facts.cells[cell]), ())
         for number in row:
-            wanted = target(number, row)
-            here = _run(comparison, wanted)
-            if here:
-                value, low, high = (float(each[cell]) for each in comparison.shown(here))
-                sources = dict.fromkeys(comparison.weights(here), cell)
+            published_target = target(number, row)
+            measured_target = _run(comparison, published_target)
+            if measured_target:
+                value, low, high = (float(part[cell]) for part in comparison.shown(measured_target))
+                sources = dict.fromkeys(comparison.weights(measured_target), cell)
                 several = len(comparison.seeds[cell])
                 lacking = [f"it is the mean of {several} seeds"] if several > 1 else []
                 yield (
                     number,
                     facts.measured(
-                        (value, low, high), sources, [*lacking, *_lacking(comparison, wanted)]
+                        (value, low, high),
+                        sources,
+                        [*lacking, *_lacking(comparison, published_target)],
                     ),
                 )
 
 
-def _run(comparison: Comparison, wanted: Iterable[str]) -> tuple[str, ...]:
+def _run(comparison: Comparison, columns: Iterable[str]) -> tuple[str, ...]:
     return tuple(
-        name for name in wanted if name in comparison.benchmarks_of or name in comparison.benchmarks
+        name
+        for name in columns
+        if name in comparison.benchmarks_of or name in comparison.benchmarks
     )
 
 
-def _lacking(comparison: Comparison, wanted: Sequence[str]) -> list[str]:
+def _lacking(comparison: Comparison, published_target: Sequence[str]) -> list[str]:
     """The benchmarks of a published average that the measured one lacks, as a reason."""
-    here = _run(comparison, wanted)
+    measured_target = _run(comparison, published_target)
     parts = {
         column: names.COLUMNS.get(column, ())
-        for column in here
+        for column in measured_target
         if column in comparison.benchmarks_of
     }
     benchmarks = [
         name
-        for column, every in parts.items()
-        for name in every
+        for column, benchmarks_of_column in parts.items()
+        for name in benchmarks_of_column
         if name not in comparison.benchmarks_of[column]
     ]
-    missing = [*(name for name in wanted if name not in here), *benchmarks]
+    missing = [*(name for name in published_target if name not in measured_target), *benchmarks]
     return [f"measured without {names.listing(map(names.benchmark, missing))}"] if missing else []
 
 
@@ -306,13 +314,15 @@ _VARYING = {"recovery": "Recovery", "gate": "Gate"}
 
 
 def published_tables(
-    study: Study, comparisons: Sequence[Comparison], wanted: Sequence[str]
+    study: Study, comparisons: Sequence[Comparison], requested: Sequence[str]
 ) -> dict[str, Table]:
     """Name -> `published_table`, for those names in `wanted` that have published counterparts.
 
     A table has no rows when no cell of the study has a counterpart."""
     facts = Facts(study)
-    return {name: published_table(facts, comparisons, of=name) for name in wanted if name in TABLES}
+    return {
+        name: published_table(facts, comparisons, of=name) for name in requested if name in TABLES
+    }
 
 
 def published_table(facts: Facts, comparisons: Sequence[Comparison], *, of: str) -> Table:
@@ -347,26 +357,26 @@ def published_table(facts: Facts, comparisons: Sequence[Comparison], *, of: str)
 
 def _columns(study: Study) -> list[str]:
     pruned = study.cells[study.cells["criterion"] != "none"]
-    varying = [word for axis, word in _VARYING.items() if pruned[axis].nunique() > 1]
+    varying = [label for axis, label in _VARYING.items() if pruned[axis].nunique() > 1]
     text = ("Model", "Pruned", "Calibration", "Criterion", *varying, "Benchmark", "Source")
     return [*text, "Measured", "Published", "Deviation", "Verdict"]
 
 
 def _row(number: Printed, measured: Measured) -> dict[str, Any]:
     cell = measured.cell
-    found = verdict(number, measured)
+    result = verdict(number, measured)
     return {
         "Model": cell["model"],
         "Pruned": cell["removed_words"],
         "Calibration": names.calibration(str(cell["calibration"])),
         "Criterion": names.method(str(cell["method"])),
-        **{word: str(cell.get(axis, "any")) for axis, word in _VARYING.items()},
+        **{label: str(cell.get(axis, "any")) for axis, label in _VARYING.items()},
         "Benchmark": SPELLED.get(number.benchmark, names.benchmark(number.benchmark)),
         "Source": f"{number.paper}, {number.table}",
         "Measured": measured.value,
         "Published": number.value,
-        "Deviation": math.nan if found.startswith(BECAUSE) else measured.value - number.value,
-        "Verdict": found,
+        "Deviation": math.nan if result.startswith(BECAUSE) else measured.value - number.value,
+        "Verdict": result,
     }
 
 
@@ -379,10 +389,10 @@ def _counted(verdicts: Sequence[str]) -> str:
         MISSING: "are missing here",
     }
     counts = {
-        words: sum(verdict.startswith(kind) for verdict in verdicts)
-        for kind, words in kinds.items()
+        phrase: sum(verdict.startswith(kind) for verdict in verdicts)
+        for kind, phrase in kinds.items()
     }
-    return names.listing(f"{count:,} {words}" for words, count in counts.items() if count)
+    return names.listing(f"{count:,} {phrase}" for phrase, count in counts.items() if count)
 
 
 def _without_counterpart(study: Study, of: str) -> Iterator[str]:
@@ -390,11 +400,11 @@ def _without_counterpart(study: Study, of: str) -> Iterator[str]:
     methods."""
     printed = counterparts(of)
     pruned = records(study.cells[study.cells["criterion"] != "none"])
-    lacking = [cell for cell in pruned if key_of(cell) not in printed]
-    if lacking and any(criterion in names.CRITERIA for _, _, criterion, *_ in printed):
-        methods = names.methods_in_order(str(cell["method"]) for cell in lacking)
+    unmatched = [cell for cell in pruned if key_of(cell) not in printed]
+    if unmatched and any(criterion in names.CRITERIA for _, _, criterion, *_ in printed):
+        methods = names.methods_in_order(str(cell["method"]) for cell in unmatched)
         yield (
-            f"{len(lacking)} of {len(pruned)} pruned cells have no printed row here "
+            f"{len(unmatched)} of {len(pruned)} pruned cells have no printed row here "
             f"({'; '.join(map(names.method, methods))})."
         )
 
@@ -411,16 +421,16 @@ def published_chapter(study: Study, comparisons: Sequence[Comparison]) -> Sectio
         "published",
         "Published",
         "Comparison with published numbers",
-        beside_the_papers(tables),
+        published_summary(tables),
         tables,
         filters={table.name: "Model|Pruned|Calibration|Criterion|Benchmark" for table in tables},
         folded=True,
     )
 
 
-def beside_the_papers(tables: Sequence[Table]) -> list[str]:
+def published_summary(tables: Sequence[Table]) -> list[str]:
     """Sentences that summarize tables from `published_tables`; none without rows."""
-    verdicts = [str(word) for table in tables for word in table.frame["Verdict"]]
+    verdicts = [str(verdict) for table in tables for verdict in table.frame["Verdict"]]
     if not verdicts:
         return []
     sentences = [
@@ -428,9 +438,9 @@ def beside_the_papers(tables: Sequence[Table]) -> list[str]:
     ]
     reasons = Counter(
         reason
-        for word in verdicts
-        if word.startswith(BECAUSE)
-        for reason in word.removeprefix(BECAUSE).split("; ")
+        for verdict in verdicts
+        if verdict.startswith(BECAUSE)
+        for reason in verdict.removeprefix(BECAUSE).split("; ")
     )
     if reasons:
         most = "; ".join(

@@ -435,7 +435,7 @@ def _losses(results: pd.DataFrame) -> pd.DataFrame:
 
 def _panels(model: str, pruned: pd.DataFrame) -> Iterator[Panel]:
     axes = ["ratio", "gate"]
-    words = settings.pruned(pruned)
+    pruned_texts = settings.pruned(pruned)
     for _, cells in pruned.groupby(axes, sort=True):
         ratio, gate = cells[axes].iloc[0]
         sets = names.calibrations_in_order(set(cells["calibration"]) - {"none"}) or ["none"]
@@ -446,7 +446,7 @@ def _panels(model: str, pruned: pd.DataFrame) -> Iterator[Panel]:
             )
             order = names.methods_in_order(by_key)
             competitors = {key: by_key[key] for key in order}
-            yield Panel(model, ratio, gate, calibration, competitors, words[cells.index[0]])
+            yield Panel(model, ratio, gate, calibration, competitors, pruned_texts[cells.index[0]])
 
 
 def group_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str, Target]:

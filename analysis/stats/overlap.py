@@ -38,9 +38,9 @@ def bottom(scores: np.ndarray, ratio: float) -> np.ndarray:
     index."""
     count = int(scores.shape[-1] * ratio)
     order = np.argsort(scores, axis=-1, kind="stable")[..., :count]
-    chosen = np.zeros(scores.shape, bool)
-    np.put_along_axis(chosen, order, True, axis=-1)
-    return chosen
+    lowest = np.zeros(scores.shape, bool)
+    np.put_along_axis(lowest, order, True, axis=-1)
+    return lowest
 
 
 def agreement(sets: np.ndarray) -> dict[str, float]:
@@ -143,15 +143,15 @@ def proxy_overlap(
     """
     keys = ["model", "calibration", "layer", "expert"]
     proxy = family[(family["b"] == 0) & (family["alpha"] == 1) & (family["beta"] == 1)]
-    both = proxy[[*keys, "score"]].merge(
+    pairs = proxy[[*keys, "score"]].merge(
         damage[[*keys, "score"]], on=keys, suffixes=("_proxy", "_exact")
     )
     rows = []
-    models = {name: place for place, name in enumerate(both["model"].unique())}
-    both = both.assign(place=both["model"].map(models)).sort_values(
+    models = {name: position for position, name in enumerate(pairs["model"].unique())}
+    pairs = pairs.assign(place=pairs["model"].map(models)).sort_values(
         ["place", "layer", "expert"], kind="stable"
     )
-    for key, frame in groups(both, ["model", "calibration"]):
+    for key, frame in groups(pairs, ["model", "calibration"]):
         layers = [layer for _, layer in groups(frame, ["layer"])]
         for ratio in ratios:
             shares = []

@@ -111,11 +111,11 @@ def _groups(comparison: Comparison) -> Iterator[_Group]:
     pruned = comparison.cells[
         (comparison.cells["criterion"] != "none") & (comparison.cells["ratio"] > 0)
     ]
-    words = settings.pruned(pruned)
+    pruned_texts = settings.pruned(pruned)
     for _, cells in pruned.groupby(["ratio", "gate"], sort=True):
         target = overall(comparison, list(cells.index))
         if target and comparison.score(target)[cells.index].notna().any():
-            yield _Group(comparison, cells, words[cells.index[0]], target)
+            yield _Group(comparison, cells, pruned_texts[cells.index[0]], target)
 
 
 def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
@@ -333,18 +333,20 @@ NAMED, SHOWN = 4, 8
 and in sentences."""
 
 
-def headlines(every: Sequence[Ranking]) -> list[str]:
+def headlines(rankings: Sequence[Ranking]) -> list[str]:
     """What all rankings say together, what each of the first SHOWN says, and how many more there
     are."""
-    more = [f"The table has {len(every) - SHOWN} more rankings."] if len(every) > SHOWN else []
-    return [*overview(every), *map(headline, every[:SHOWN]), *more]
+    more = (
+        [f"The table has {len(rankings) - SHOWN} more rankings."] if len(rankings) > SHOWN else []
+    )
+    return [*overview(rankings), *map(headline, rankings[:SHOWN]), *more]
 
 
-def overview(every: Sequence[Ranking]) -> list[str]:
+def overview(rankings: Sequence[Ranking]) -> list[str]:
     """On how many models some plan is above chance, and that plans of one seed get no verdict; as
     far as it applies."""
-    models = {ranking.model for ranking in every if ranking.chance}
-    above = {ranking.model for ranking in every if (ranking.rows["chance"] == ABOVE).any()}
+    models = {ranking.model for ranking in rankings if ranking.chance}
+    above = {ranking.model for ranking in rankings if (ranking.rows["chance"] == ABOVE).any()}
     sentences = []
     if models:
         subject = "No plan is"
@@ -357,7 +359,7 @@ def overview(every: Sequence[Ranking]) -> list[str]:
         sentences.append(
             f"{subject} above chance, corrected for the number of plans of each model."
         )
-    if any((ranking.competing["seeds"] == 1).any() for ranking in every):
+    if any((ranking.competing["seeds"] == 1).any() for ranking in rankings):
         sentences.append(
             "Methods with one seed have an interval over items and no verdict, as another seed "
             "may give another plan."
@@ -451,10 +453,10 @@ def _verdict_sentence(ranking: Ranking) -> str:
     return f"{sentence}, separated from all others." if SEPARATED in groups else f"{sentence}."
 
 
-def ranking_text(every: Sequence[Ranking]) -> str:
+def ranking_text(rankings: Sequence[Ranking]) -> str:
     """The rankings as text for a terminal: the overview, the first plans of each, and remarks."""
-    parts = ["\n".join(overview(every))] if overview(every) else []
-    for ranking in every[:SHOWN]:
+    parts = ["\n".join(overview(rankings))] if overview(rankings) else []
+    for ranking in rankings[:SHOWN]:
         quantity = f"{ranking.mean}, {ranking.quantity.direction}"
         lines = [
             (
@@ -473,6 +475,6 @@ def ranking_text(every: Sequence[Ranking]) -> str:
         if len(rows) > SHOWN:
             lines.append(f"  and {len(rows) - SHOWN} more")
         parts.append("\n".join([*lines, *(f"  {remark}" for remark in remarks(ranking))]))
-    if len(every) > SHOWN:
-        parts.append(f"and {len(every) - SHOWN} more rankings in the report")
+    if len(rankings) > SHOWN:
+        parts.append(f"and {len(rankings) - SHOWN} more rankings in the report")
     return "\n\n".join(parts)

@@ -20,23 +20,23 @@ def correlations(experts: pd.DataFrame, measure: str, truth: str) -> dict[str, f
     """Pearson's correlation (`linear`) and Spearman's (`rank`) of two measures over `experts`.
 
     NaN when fewer than three experts have both, or when a measure is the same for all."""
-    both = experts[[measure, truth]].dropna().astype(float)
-    return {"linear": _correlation(both), "rank": _correlation(both.rank())}
+    pairs = experts[[measure, truth]].dropna().astype(float)
+    return {"linear": _correlation(pairs), "rank": _correlation(pairs.rank())}
 
 
-def _correlation(both: pd.DataFrame) -> float:
+def _correlation(pairs: pd.DataFrame) -> float:
     """Pearson's correlation of two columns; NaN for fewer than three rows, or when a column is
     constant."""
-    if len(both) < 3 or (both.nunique() < 2).any():
+    if len(pairs) < 3 or (pairs.nunique() < 2).any():
         return np.nan
-    return float(both.corr().iloc[0, 1])
+    return float(pairs.corr().iloc[0, 1])
 
 
 def rank_correlation_by_layer(experts: pd.DataFrame, measure: str, truth: str) -> float:
     """Mean over layers of Spearman's correlation within a layer; layers where it is NaN are left
     out."""
-    both = experts[["layer", measure, truth]].dropna().astype(float)
-    ranked = both.groupby("layer").rank().groupby(both["layer"], sort=False)
+    pairs = experts[["layer", measure, truth]].dropna().astype(float)
+    ranked = pairs.groupby("layer").rank().groupby(pairs["layer"], sort=False)
     by_layer = [_correlation(layer) for _, layer in ranked]
     defined = [value for value in by_layer if not np.isnan(value)]
     return float(np.mean(defined)) if defined else np.nan

@@ -245,9 +245,9 @@ def wilson(successes: np.ndarray, items: np.ndarray) -> tuple[np.ndarray, np.nda
     reach = z * np.sqrt(share * (1 - share) / items + (z / (2 * items)) ** 2)
     low = (centre - reach) / (1 + z**2 / items)
     high = (centre + reach) / (1 + z**2 / items)
-    asked = items > 0
-    return np.where(asked & (successes == 0), 0.0, low), np.where(
-        asked & (successes == items), 1.0, high
+    answered = items > 0
+    return np.where(answered & (successes == 0), 0.0, low), np.where(
+        answered & (successes == items), 1.0, high
     )
 
 

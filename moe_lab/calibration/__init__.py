@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from moe_lab.calibration.documents import Chat, Text, written
+from moe_lab.calibration.documents import Chat, Text, unread_texts, written
 from moe_lab.calibration.sources import (
     file_format,
     first_record,
@@ -59,6 +59,20 @@ def check_chat_template(settings: CalibrationConfig, model: ModelConfig) -> None
                     from moe_lab.models.load import load_tokenizer
 
                     written(document, load_tokenizer(local(model.path), model), part.special_tokens)
+
+
+def unread_keys(settings: CalibrationConfig, model: ModelConfig) -> list[str]:
+    """Keys of texts in the first record of each set that the model, in a folder, does not read; see
+    `unread_texts`."""
+    documents = [document for _, part in parts(settings) for document in first_record(part)]
+    tokenizer = None
+    if any(unread_texts(document, None) for document in documents):
+        if not (local(model.path) / "tokenizer.json").is_file():
+            return []
+        from moe_lab.models.load import load_tokenizer
+
+        tokenizer = load_tokenizer(local(model.path), model)
+    return sorted({key for document in documents for key in unread_texts(document, tokenizer)})
 
 
 def check_length(settings: CalibrationConfig, model: ModelConfig) -> None:

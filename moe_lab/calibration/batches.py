@@ -22,6 +22,7 @@ from moe_lab.calibration.documents import (
     is_content,
     rendering,
     tokenize,
+    unread_texts,
     written,
 )
 from moe_lab.calibration.sources import locate, read, read_answered
@@ -111,6 +112,7 @@ class Source:
     `kept`."""
     kept: int = 0
     renderings: set[str] = field(default_factory=set)
+    unread: set[str] = field(default_factory=set)
 
 
 class Packed:
@@ -205,6 +207,7 @@ class Packed:
             source.used += 1
             source.tokens += len(ids)
             source.renderings.add(rendering(document, self.tokenizer))
+            source.unread |= set(unread_texts(document, self.tokenizer))
             step = self.settings.length if mixed else len(places)
             yield from (places[start : start + step] for start in range(0, len(places), step))
 
@@ -306,6 +309,7 @@ def _report(packed: Packed) -> dict[str, Any]:
         "documents_read": sum(len(source.documents) for source in sources),
         "documents_used": sum(source.used for source in sources),
         "rendered": sorted(set().union(*(source.renderings for source in sources))),
+        "unread": sorted(set().union(*(source.unread for source in sources))),
         "rows": len(packed.rows),
         "length": settings.length,
         "packing": settings.packing,

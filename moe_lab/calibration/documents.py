@@ -40,6 +40,8 @@ class Text:
     text: str
     answer: int | None = data_field(default=None, repr=False)
     """Where its answer begins, such as the completion of a prompt."""
+    unread: tuple[str, ...] = data_field(default=(), compare=False, repr=False)
+    """Keys of texts of one word beside a prompt and a completion."""
 
     @property
     def plain(self) -> Text:
@@ -144,8 +146,9 @@ def _standard(record: Mapping[str, Any], where: str, ignored: Collection[str]) -
     if "prompt" in record and "completion" in record:
         prompt = _field(record, "prompt", where)
         text = prompt + _field(record, "completion", where)
-        _check_rest(_without(record, ["prompt", "completion"]), text, f"{where} holds")
-        return Text(text, len(prompt))
+        rest = _without(record, ["prompt", "completion"])
+        _check_rest(rest, text, f"{where} holds")
+        return Text(text, len(prompt), _other_texts(rest, text))
     if all(name in record for name in ("query", "answers", "tools")):
         request = {"role": "user", "content": _field(record, "query", where)}
         calls = {"role": "assistant", "content": "", "tool_calls": record["answers"]}
@@ -161,7 +164,7 @@ def _standard(record: Mapping[str, Any], where: str, ignored: Collection[str]) -
 
 def is_content(value: Any) -> bool:
     """Whether a value must be part of what a model reads. Numbers, flags, and texts of one word in
-    ASCII, such as ids, are remarks."""
+    ASCII, such as ids, are metadata."""
     if isinstance(value, str):
         return not _ONE_WORD.fullmatch(value)
     return bool(value) and not isinstance(value, int | float)
@@ -174,6 +177,16 @@ def _check_rest(rest: Mapping[str, Any], text: str, what: str) -> None:
         is_in_text = isinstance(value, str) and not _missing([value], text)
         if is_content(value) and not is_in_text:
             raise _unread(what, key, value)
+
+
+def _other_texts(rest: Mapping[str, Any], text: str) -> tuple[str, ...]:
+    """Keys of texts in `rest` that have words and are not a part of `text`."""
+    texts = {
+        key: value
+        for key, value in rest.items()
+        if isinstance(value, str) and re.search(r"\w", value)
+    }
+    return tuple(key for key, value in texts.items() if _missing([value], text))
 
 
 def _unread(what: str, key: str, value: Any) -> UserError:
@@ -324,6 +337,19 @@ def rendering(document: Document, tokenizer: Any) -> str:
         if "strftime_now" in _template(document.arguments, tokenizer)
         else how
     )
+
+
+def unread_texts(document: Document, tokenizer: Any) -> tuple[str, ...]:
+    """Keys of the record's texts of one word that are no part of the document, and that the chat
+    template of `tokenizer` does not read. None: as without a template."""
+    if isinstance(document, Text):
+        return document.unread
+    rest = document.arguments
+    if tokenizer is not None and tokenizer.chat_template:
+        from moe_lab.models.transformers_private import template_variables
+
+        rest = _without(rest, template_variables(_template(rest, tokenizer)))
+    return _other_texts(rest, " ".join(message["content"] for message in document.messages))
 
 
 def tokenize(document: Document, tokenizer: Any, special_tokens: bool) -> list[int]:

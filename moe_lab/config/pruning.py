@@ -200,7 +200,7 @@ class CalibrationConfig(Group):
     template: str | None = None
     """Text made of a JSON line's fields, such as "Question: {question}", instead of one field."""
     ignored: tuple[str, ...] = ()
-    """Keys of records and of their messages that are remarks, such as [license], and are not
+    """Keys of records and of their messages that are metadata, such as [license], and are not
     read."""
     joined: bool = False
     """Join all records by blank lines, empty ones included, into one document, as papers read

@@ -83,6 +83,22 @@ def remarks(config: Config, requests: Iterable[Request]) -> Iterator[str]:
                 f"allocation.path={path} states no model_sha256, so only its layers and counts "
                 "are compared"
             )
+    reading = [
+        cell
+        for cell in _each(every, "model", "calibration", "criterion", "allocation")
+        if reads_text(cell)
+    ]
+    unread = {
+        cell.calibration.name: calibrations.unread_keys(cell.calibration, cell.model)
+        for cell in _each(reading, "model", "calibration")
+    }
+    for name, keys in unread.items():
+        if keys:
+            yield (
+                f"calibration={name}: texts of one word are not read, of {', '.join(keys)}: name "
+                "these fields in "
+                f"calibration.template to read them, or in calibration.ignored=[{','.join(keys)}]"
+            )
     rounded: dict[str, None] = {}
     for cell in _each(every, "model", "criterion", "allocation", "ratio"):
         removed = removed_share(cell)

@@ -79,16 +79,16 @@ def finish(study: Study, schedule: Schedule, run: Run) -> int:
     name = study.config.study
     store.check_exists()
     errors = {step: error.document for step, error in schedule.failed.items()}
-    document = described(study, run, errors)
+    document = record_of(study, run, errors)
     if not schedule.total and _is_recorded(store, name, run, document):
         run.remove()
     else:
         store.make_folder(run.folder)  # the store may have been created again meanwhile
         store.write(run.folder / RECORD, document)
     print_notices(store)
-    _complain(study, schedule)
-    _name_ties(study, schedule)
-    _name_exports(study, schedule)
+    _print_errors(study, schedule)
+    _print_ties(study, schedule)
+    _print_exports(study, schedule)
     full = any(error["message"] == NO_ROOM for error in errors.values())
     complete = _report(study) if study.config.report and not full else True
     if study.config.tracker.name != "none" and not full:
@@ -96,13 +96,13 @@ def finish(study: Study, schedule: Schedule, run: Run) -> int:
 
         inform(tracker.log(study.config.tracker, store, read(store, name)))
     if complete:
-        _note_end(store, name)
+        _write_end(store, name)
     if errors:
         return 2 if all(error.get("user") for error in errors.values()) else 1
     return 0 if complete else 1
 
 
-def _note_end(store: Store, study: str) -> None:
+def _write_end(store: Store, study: str) -> None:
     """Note, for readers, that nothing is left to do for the last record of a study, if its run has
     jobs."""
     recorded = [run for run in runs(store, study) if (run.folder / RECORD).exists()]
@@ -114,31 +114,31 @@ def _is_recorded(store: Store, study: str, run: Run, document: dict[str, Any]) -
     """Whether a study would be the same without the record of a run, but for its time and
     settings."""
 
-    def shown(records: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-        whole = joined(records) if len(records) > 1 else next(iter(records.values()))
-        return {**whole, **dict.fromkeys(("created", "config", "replaces", "run"))}
+    def content(records: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+        record = joined(records) if len(records) > 1 else next(iter(records.values()))
+        return {**record, **dict.fromkeys(("created", "config", "replaces", "run"))}
 
-    with suppress(Damaged):
+    try:
         before = current_records(store.root, study)
-        others = {
-            name: record for name, record in before.items() if name not in document["replaces"]
-        }
-        return bool(before) and shown(before) == shown({**others, run.folder.name: document})
-    return False
+    except Damaged:
+        return False
+    if not before:
+        return False
+    after = {name: record for name, record in before.items() if name not in document["replaces"]}
+    after[run.folder.name] = document
+    return content(before) == content(after)
 
 
-def _complain(study: Study, schedule: Schedule) -> None:
+def _print_errors(study: Study, schedule: Schedule) -> None:
     """Print errors, and what does not fit into the record."""
     store = study.store
     name = study.config.study
     several = " " in fingerprint(store, name)  # records, of which joining takes long
     if several and (differing := read(store, name).get("differing")):
         inform(
-            f"moe_lab: study={name}: another run of it has ended meanwhile, and {len(differing)} "
-            "of its cells are "
-            "called as cells of this run and have other settings: those of the later run count; "
-            "give one of the runs "
-            "another study="
+            f"moe_lab: study={name}: another run of it has ended meanwhile; {len(differing)} of "
+            "its cells have the names of cells of this run and other settings: those of the later "
+            "run count; give one of the runs another study="
         )
     messages = Counter(str(error) for error in schedule.failed.values())
     for message, count in messages.items():
@@ -149,35 +149,40 @@ def _complain(study: Study, schedule: Schedule) -> None:
         inform(f"moe_lab: traces are in {store.root / 'logs'} and {store.root / 'failed'}")
 
 
-def _name_ties(study: Study, schedule: Schedule) -> None:
+def _print_ties(study: Study, schedule: Schedule) -> None:
     """Print in which plans ids decided between equal scores."""
     plans = {cell.plan.id: cell.plan for cell in study.graph.cells if cell.plan}
     tied = []
-    for step in (step for name, step in plans.items() if name in schedule.finished):
-        with suppress(FileNotFoundError, Damaged):  # it has none
+    for name, step in plans.items():
+        if name not in schedule.finished:
+            continue
+        with suppress(FileNotFoundError, Damaged):  # a plan without ties has no such file
             content = study.store.content(step.folder, TIES)
             numbers = parse_sealed(content, {str: int}, step.folder).values()
             tied.append(f"{sum(numbers)} in {len(numbers)} layers of {step.label()}")
-    if tied:
-        more = f", and {len(tied) - SHOWN} more plans" if len(tied) > SHOWN else ""
-        inform(
-            "moe_lab: experts or channels have equal scores at the cut, where the lowest ids are "
-            "dropped: "
-            f"{', '.join(tied[:SHOWN])}{more}"
-        )
+    if not tied:
+        return
+    listed = ", ".join(tied[:SHOWN])
+    if len(tied) > SHOWN:
+        listed += f", and {len(tied) - SHOWN} more plans"
+    inform(
+        "moe_lab: experts or channels have equal scores at the cut, where the lowest ids are "
+        f"dropped: {listed}"
+    )
 
 
-def _name_exports(study: Study, schedule: Schedule) -> None:
+def _print_exports(study: Study, schedule: Schedule) -> None:
     """Print where the exported checkpoints are, and the results of verifying them."""
     exports = {cell.export.id: cell.export for cell in study.graph.cells if cell.export}
-    for folder in [
-        study.store.path(step) for name, step in exports.items() if name in schedule.finished
-    ]:
+    for name, step in exports.items():
+        if name not in schedule.finished:
+            continue
+        folder = study.store.path(step)
         verified = ""
         with suppress(FileNotFoundError, Damaged):  # it was not verified
             difference = read_json(folder / "verified.json", {"difference": Number})["difference"]
-            how = f"up to {difference:.1e} of the largest number" if difference else "to the bit"
-            verified = f" (verified: its layers give what those of the masked model give, {how})"
+            how = f"up to {difference:.1e} of the largest number" if difference else "bit for bit"
+            verified = f" (verified: its layers equal those of the masked model, {how})"
         inform(f"export: {(folder / 'checkpoint').absolute()}{verified}")
 
 
@@ -207,13 +212,15 @@ def _make_report(study: Study, page: Path) -> bool:
     name = study.config.study
     folder = page.parent
     report = command("analysis", "report", f"store={store.root}", f"study={name}", f"out={folder}")
-    told = folder / progress.NAME
-    with show_regularly(lambda: f"report: {progress.read(told)[1] or 'reading the results'}"):
-        environment = {**os.environ, progress.FILE: str(told)}
+    progress_file = folder / progress.NAME
+    with show_regularly(
+        lambda: f"report: {progress.read(progress_file)[1] or 'reading the results'}"
+    ):
+        environment = {**os.environ, progress.FILE: str(progress_file)}
         done = subprocess.run(
             report, capture_output=True, text=True, env=environment, umask=store.umask
         )
-    told.unlink(missing_ok=True)
+    progress_file.unlink(missing_ok=True)
     if not done.stdout.strip():  # a report that was written prints the path of its page
         log = store.root / "logs" / f"report-{name}.log"
         with suppress(OSError):  # a full disk
@@ -247,12 +254,12 @@ def outdate_reports(store: Store) -> None:
 
 
 @uncollected()
-def described(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def record_of(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The record of a run: every cell with the folders of its steps, and with error messages of
     failed steps.
 
-    It replaces the records that the run found when it began, so runs at the same time count beside
-    each other. With `study.add` it replaces none: each job of a multirun knows only its own
+    It replaces the records that existed when the run began, so that runs at the same time all
+    count. With `study.add` it replaces none: each job of a multirun knows only its own
     cells."""
     store = study.store
     config = study.config
@@ -260,47 +267,35 @@ def described(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -
 
     names: dict[str, str | None] = {**store.packs.steps()}
 
-    def place(step: Step | None) -> str | None:
+    def name_of(step: Step | None) -> str | None:
         if step is None:
             return None
-        if (start := step.id[:DIGITS]) not in names:
+        start = step.id[:DIGITS]
+        if start not in names:
             names[start] = store.name(step)
         return names[start]
 
-    def errors(cell: CellSteps) -> dict[str, str]:
-        if not failed:
-            return {}
-        steps = {
-            name: step
-            for name, step in {**cell.evaluate, **cell.named()}.items()
-            if name not in PREPARATION
-        }
-        return {
-            name: str(failed[step.id]["message"])
-            for name, step in steps.items()
-            if step and step.id in failed
-        }
-
-    called = _models(graph)
-    cells = [
-        {
-            "cell": {
-                "model": called[cell.cell.model.name, cell.cell.protocol.name],
-                **_names(cell),
-            },
-            "protocol": cell.cell.protocol.name,
-            **{name: place(step) for name, step in cell.named().items()},
-            "evaluate": {name: place(step) for name, step in cell.evaluate.items()},
-            "errors": errors(cell),
-        }
-        for cell in graph.cells
-    ]
-    figures = {
-        figure: [
-            {**dict(zip(KEY, key, strict=True)), "step": place(step)} for key, step in steps.items()
-        ]
-        for figure, steps in graph.figures.items()
-    }
+    model_names = _models(graph)
+    cells = []
+    for steps in graph.cells:
+        cell = steps.cell
+        named = steps.named()
+        model = model_names[cell.model.name, cell.protocol.name]
+        cells.append(
+            {
+                "cell": {"model": model, **_names(steps)},
+                "protocol": cell.protocol.name,
+                **{field: name_of(step) for field, step in named.items()},
+                "evaluate": {name: name_of(step) for name, step in steps.evaluate.items()},
+                "errors": _errors(steps, failed) if failed else {},
+            }
+        )
+    figures: dict[str, list[dict[str, Any]]] = {}
+    for figure, figure_steps in graph.figures.items():
+        figures[figure] = []
+        for key, step in figure_steps.items():
+            row = dict(zip(KEY, key, strict=True))
+            figures[figure].append({**row, "step": name_of(step)})
     return {
         "schema": SCHEMA,
         "study": config.study,
@@ -313,9 +308,18 @@ def described(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -
     }
 
 
+def _errors(steps: CellSteps, failed: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Error messages of the results of a cell."""
+    errors = {}
+    for name, step in {**steps.evaluate, **steps.named()}.items():
+        if name not in PREPARATION and step and step.id in failed:
+            errors[name] = str(failed[step.id]["message"])
+    return errors
+
+
 def read(store: Store, study: str) -> dict[str, Any]:
-    """What a study that was recorded is; see `results.read_record`. Raises UserError for a damaged
-    record."""
+    """The record of a study, {} without any; see `results.read_record`. Raises UserError for a
+    damaged record."""
     try:
         return read_record(store.root, study) or {}
     except Damaged as error:
@@ -339,7 +343,7 @@ def _names(steps: CellSteps) -> dict[str, Any]:
     cell = steps.cell
     chosen = criteria.CRITERIA.get(cell.criterion.name)
     return {
-        "criterion": _called(cell.criterion.name, cell.criterion.parameters),
+        "criterion": _with_parameters(cell.criterion.name, cell.criterion.parameters),
         "granularity": chosen.granularity if chosen else "none",
         "calibration": cell.calibration.name,
         **allocation_columns(cell.allocation),
@@ -350,7 +354,7 @@ def _names(steps: CellSteps) -> dict[str, Any]:
     }
 
 
-def _called(name: str, parameters: Mapping[str, Any]) -> str:
+def _with_parameters(name: str, parameters: Mapping[str, Any]) -> str:
     """Name of a choice in the record: its name, followed by its parameters if it has any."""
     values = ",".join(f"{key}={value}" for key, value in sorted(parameters.items()))
     return f"{name}({values})" if values else name
@@ -360,18 +364,18 @@ def allocation_columns(allocation: AllocationConfig) -> dict[str, str | None]:
     """An allocation in the record: its label, or its name with parameters and settings that are not
     default; what replaces dropped experts; what is protected, with an unusual share of layers."""
     usual = AllocationConfig()
-    words = ("multiple_of", "by", "search", "path")
+    settings = ("multiple_of", "by", "search", "path")
     unusual = {
-        word: getattr(allocation, word)
-        for word in words
-        if getattr(allocation, word) != getattr(usual, word)
+        name: getattr(allocation, name)
+        for name in settings
+        if getattr(allocation, name) != getattr(usual, name)
     }
     protect: str | None = allocation.protect
     if protect and allocation.protect_layers != usual.protect_layers:
         protect = f"{SUPER}, protect_layers={allocation.protect_layers:g}"
     return {
         "allocation": allocation.label
-        or _called(allocation.name, {**unusual, **allocation.parameters}),
+        or _with_parameters(allocation.name, {**unusual, **allocation.parameters}),
         "replacement": allocation.replacement,
         "protect": protect,
     }

@@ -35,8 +35,10 @@ NOTED: list[dict[str, Any]] = [
     {**MESSAGES[1], "reasoning_content": None, "images": []},
 ]
 NOTED_READ = (NOTED[0], {**MESSAGES[1], "images": []})
-REMARKS = {"history": "[]", "id": 3, "source": "w3/w4", "is_new": True, "prompt": "w1"}
+METADATA = {"history": "[]", "id": 3, "source": "w3/w4", "is_new": True, "prompt": "w1"}
 CHAT = Chat(tuple(MESSAGES))
+BARE = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+"""A chat template that reads roles and contents."""
 PAIR = {"instruction": "w1", "output": "w2"}
 CALLED = {"query": "w1", "answers": [{"name": "w2", "arguments": {}}], "tools": [{"name": "w2"}]}
 ONE, TWO = {"text": "one\u2028still one\x85"}, {"text": "two"}
@@ -89,14 +91,14 @@ def test_a_text_is_a_document_as_is_each_record(
         ({"messages": MESSAGES}, {}, CHAT),
         ({"messages": json.dumps(MESSAGES)}, {}, CHAT),
         ({"messages": json.dumps(MESSAGES), "system": "w3"}, {"field": "messages"}, CHAT),
-        ({"messages": NOTED, "system": None, **REMARKS}, {}, Chat(NOTED_READ, REMARKS)),
+        ({"messages": NOTED, "system": None, **METADATA}, {}, Chat(NOTED_READ, METADATA)),
         (
             {"messages": NOTED, "license": "w3 w4"},
             {"ignored": ("license", "timestamp", "images")},
             CHAT,
         ),
         ({"instruction": "add", "input": "1 2", "output": "3"}, {}, pair("add\n\n1 2", "3")),
-        ({**PAIR, "input": "", **REMARKS}, {}, pair("w1", "w2", REMARKS)),
+        ({**PAIR, "input": "", **METADATA}, {}, pair("w1", "w2", METADATA)),
         ({"question": "why", "answer": "so"}, {}, pair("why", "so")),
         ({"text": "no", "story": "yes"}, {"field": "story"}, Text("yes")),
         ({"text": "no", "story": MESSAGES}, {"field": "story"}, CHAT),
@@ -244,6 +246,99 @@ def test_a_template_gets_the_fields_of_a_record_that_it_reads(
         assert batches(chosen, tokenizer).report["first_row"] == "w3 user w1 assistant w2"
         ((ids, _, answers),) = answer_batches(chosen, tokenizer)
         assert tokenizer.decode(ids[answers]) == "w2"
+
+
+@pytest.mark.parametrize(
+    ("record", "template", "unread"),
+    [
+        (
+            {**PAIR, "language": "French", "id": "w3", "hint": 5, "is_new": True},
+            None,
+            ["id", "language"],
+        ),
+        ({**PAIR, "prompt": "w1", "history": "[]"}, None, []),
+        ({**PAIR, "system": "w3", "language": "French"}, "{{ system }} " + BARE, ["language"]),
+        ({"messages": MESSAGES, "system": "w3"}, BARE, ["system"]),
+        ({"prompt": "w1", "completion": "w2", "language": "French"}, None, ["language"]),
+        ({"text": "w1", "language": "French"}, None, []),
+    ],
+)
+def test_texts_of_one_word_that_are_not_read_are_reported(
+    record: dict[str, Any],
+    template: str | None,
+    unread: list[str],
+    tokenizer_with: Callable[..., Any],
+    source: Settings,
+) -> None:
+    tokenizer = tokenizer_with(template)
+    small = {"length": 4, "tokens": 4}
+    assert batches(source(*9 * [record], **small), tokenizer).report["unread"] == unread
+    assert batches(source(*9 * [record], ignored=unread, **small), tokenizer).report["unread"] == []
+
+
+def test_a_list_that_is_read_in_some_messages_alone_is_refused(
+    tokenizer_with: Callable[..., Any], source: Settings
+) -> None:
+    template = BARE.replace(
+        "{{ m.content }}", "{{ m.content }} {{ (m.images or []) | join if m.role == 'user' }}"
+    )
+    pictured = [{**message, "images": [f"{message['content']}.png"]} for message in MESSAGES]
+    assert batches(
+        source(*9 * [{"messages": [pictured[0], MESSAGES[1]]}]), tokenizer_with(template)
+    )
+    with pytest.raises(UserError, match=r"set\.jsonl line 1 .*images=.*w2\.png"):
+        batches(source(*9 * [{"messages": pictured}]), tokenizer_with(template))
+
+
+DOCUMENT = {"title": "w3 w4", "text": "w5 w6"}
+READS_DOCUMENT_TEXTS = (
+    "{% for document in documents or [] %}{{ document.text }} {% endfor %}" + BARE
+)
+CALLED_WITH = [
+    {"role": "user", "content": "w1"},
+    {"role": "assistant", "tool_calls": [{"name": "w7", "arguments": {"place": "w8 w9"}}]},
+]
+READS_CALLED_NAMES = BARE.replace(
+    "{{ m.content }}",
+    "{{ m.content }} {{ m.tool_calls | map(attribute='function.name') | join if m.tool_calls }}",
+)
+
+
+@pytest.mark.parametrize(
+    ("record", "template", "key"),
+    [
+        ({"messages": MESSAGES, "documents": [DOCUMENT]}, READS_DOCUMENT_TEXTS, "documents"),
+        ({"messages": CALLED_WITH}, READS_CALLED_NAMES, "tool_calls"),
+    ],
+)
+def test_every_text_inside_documents_and_calls_is_read_or_refused(
+    record: dict[str, Any],
+    template: str,
+    key: str,
+    tokenizer_with: Callable[..., Any],
+    source: Settings,
+) -> None:
+    with pytest.raises(UserError, match=rf"set\.jsonl line 1 .*\b{key}="):
+        batches(source(*9 * [record]), tokenizer_with(template))
+
+
+@pytest.mark.parametrize("tools", [[], "[]", None])
+def test_an_empty_list_of_tools_is_none(
+    tools: object, tokenizer_with: Callable[..., Any], source: Settings
+) -> None:
+    tokenizer = tokenizer_with("{% if tools is not none %}w9 {% endif %}" + BARE)
+    report = batches(source(*9 * [{"messages": MESSAGES, "tools": tools}]), tokenizer).report
+    assert report["first_row"].startswith("user w1 assistant w2") and report["rendered"] == [
+        "chat template"
+    ]
+
+
+def test_the_name_of_a_message_is_read_or_refused(
+    tokenizer_with: Callable[..., Any], source: Settings
+) -> None:
+    record = {"messages": [{**MESSAGES[0], "name": "w3"}, MESSAGES[1]]}
+    with pytest.raises(UserError, match=r"role=user name='w3'"):
+        batches(source(*9 * [record]), tokenizer_with(BARE))
 
 
 def test_rows_of_the_hub_are_read_as_those_of_a_file(

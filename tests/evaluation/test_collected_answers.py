@@ -425,6 +425,14 @@ def test_prompts_have_the_date_of_the_model(subject: LoadedModel) -> None:
     assert render(model, [{"role": "user", "content": "Today"}]) == "31.12.2024 Today"
 
 
+def test_an_argument_that_the_chat_template_does_not_read_is_refused(subject: LoadedModel) -> None:
+    question = [{"role": "user", "content": "Today"}]
+    reads = "{% if thinking is false %}no thoughts {% endif %}" + PLAIN
+    assert render(chatting(subject, reads, thinking=False), question) == "no thoughts Today"
+    with pytest.raises(UserError, match=r"\bthinkin\b.*False"):
+        render(chatting(subject, reads, thinkin=False), question)
+
+
 @pytest.mark.parametrize("template", [None, "{{ raise_exception('System role not supported') }}"])
 def test_a_template_that_is_missing_or_refuses_is_a_sentence(
     template: str | None, subject: LoadedModel

@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -50,27 +51,32 @@ UNSTABLE = {"humaneval": int(sys.version_info >= (3, 12))}
 Newton's method, ends elsewhere where `sum` rounds as it does since Python 3.12."""
 
 
-def published(name: str, root: Path, data: Path, numbers: tuple[int, ...]) -> BenchmarkConfig:
+def published(
+    name: str, root: Path, published_data: Callable[[str, str], Path], numbers: tuple[int, ...]
+) -> BenchmarkConfig:
     """A mirror of some published problems."""
     (benchmark,) = benchmarks([name], str(root))
-    file, begin = {"humaneval": ("HumanEvalPlus", "HumanEval/"), "mbpp": ("MbppPlus", "Mbpp/")}[
-        name
-    ]
+    url = str(benchmark.url)
+    file = published_data(url.rpartition("/")[2], url)
+    begin = {"humaneval": "HumanEval/", "mbpp": "Mbpp/"}[name]
     wanted = {f"{begin}{number}" for number in numbers}
-    rows = [row for row in mirror.read_rows(data / f"{file}.jsonl.gz") if row["task_id"] in wanted]
+    rows = [row for row in mirror.read_rows(file) if row["task_id"] in wanted]
     assert len(rows) == len(numbers)
     benchmark = replace(benchmark, expected=len(rows))
-    make(benchmark, write_lines(root / f"{file}.jsonl", rows))
+    make(benchmark, write_lines(root / file.stem, rows))
     return benchmark
 
 
 @pytest.mark.parametrize("name", list(CHOSEN))
 def test_published_problems_are_passed_by_their_own_solutions_alone(
-    shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    published_data: Callable[[str, str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
 ) -> None:
     """All 164 and 378 problems: `python -m benchmarks.grading`."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    benchmark = published(name, tmp_path, shared_data, CHOSEN[name])
+    benchmark = published(name, tmp_path, published_data, CHOSEN[name])
     n = len(CHOSEN[name])
     plus = n - UNSTABLE.get(name, 0)
     assert (benchmark.chat, list(benchmark.reports)) == (True, [name, f"{name}_plus"])

@@ -8,6 +8,7 @@ import random
 import re
 import sqlite3
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -40,7 +41,7 @@ from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 from transformers import AutoTokenizer
 
 from benchmarks import choices
-from benchmarks.data_sets import mirror_files, write_data_set
+from benchmarks.data_sets import file_name, mirror_files, write_data_set
 from benchmarks.models import random_model
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
@@ -411,7 +412,7 @@ def reader() -> LoadedModel:
 
 @pytest.mark.parametrize("name", [*REAL, *sorted(MINIATURES)])
 def test_questions_equal_an_independent_script_and_lm_eval(
-    reader: LoadedModel, tmp_path: Path, request: pytest.FixtureRequest, name: str
+    reader: LoadedModel, tmp_path: Path, published_data: Callable[[str, str], Path], name: str
 ) -> None:
     """Miniatures, and a slice of what is published; `python -m benchmarks.evaluation` does it for
     every item."""
@@ -419,7 +420,8 @@ def test_questions_equal_an_independent_script_and_lm_eval(
         benchmark = mirrored(tmp_path, name, MINIATURES[name])
     else:
         (benchmark,) = benchmarks([name], str(tmp_path / "data"))
-        mirror_files(benchmark, request.getfixturevalue("shared_data"), tmp_path)
+        file = published_data(file_name(benchmark), f"{benchmark.split} of {benchmark.data}")
+        mirror_files(benchmark, file.parent, tmp_path)
     metrics = ["acc"] if name in ("boolq", "mmlu", "rte", "winogrande") else ["acc", "acc_norm"]
     benchmark = replace(
         benchmark, limit=8, reports={metric: metric for metric in metrics}, batch_size=5
@@ -547,12 +549,13 @@ def test_a_perplexity_of_several_tasks_is_refused(reader: LoadedModel, tmp_path:
 
 
 def test_perplexities_equal_independent_computations(
-    reader: LoadedModel, shared_data: Path, tmp_path: Path
+    reader: LoadedModel, published_data: Callable[[str, str], Path], tmp_path: Path
 ) -> None:
     """Of the first articles of WikiText-2; `python -m benchmarks.evaluation` takes all of them."""
-    lines = (shared_data / "wikitext2_test.txt").read_text().split("\n")[:200]
-    (tmp_path / "wikitext2_test.txt").write_text("\n".join(lines) + "\n")
     windows, pages = benchmarks(["wikitext2", "wikitext2_word"], str(tmp_path / "data"))
+    file = published_data(file_name(windows), f"{windows.split} of {windows.data}")
+    lines = file.read_text().split("\n")[:200]
+    (tmp_path / file.name).write_text("\n".join(lines) + "\n")
     pages = replace(pages, expected=2, max_length=512)
     for benchmark in (windows, pages):
         mirror_files(replace(benchmark, expected=None), tmp_path, tmp_path / "source")

@@ -38,7 +38,7 @@ from tests.campaign.programs import (
     wrong,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.sandbox]
+pytestmark = pytest.mark.sandbox
 MEBI = 1 << 20
 
 
@@ -58,6 +58,7 @@ def run(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", BROKEN, ids=lambda row: row.name)
 def test_a_bad_program_is_described_and_the_next_one_runs(runner: Runner, row: Program) -> None:
     outcome = run(runner, row.text)
@@ -71,6 +72,7 @@ def test_a_bad_program_is_described_and_the_next_one_runs(runner: Runner, row: P
 WHOLE_LINES = st.text().map(lambda text: json.dumps(text).encode() + b"\n")
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.lists(WHOLE_LINES | st.binary(min_size=1) | st.just(b"error "), max_size=6))
 def test_whatever_bytes_are_sent_the_runner_answers_and_the_answer_can_be_read(
@@ -83,6 +85,15 @@ def test_whatever_bytes_are_sent_the_runner_answers_and_the_answer_can_be_read(
     assert outcome.status in ("ok", "failed", "crash", "output")
     with suppress(ValueError):  # which the grader gives the verdict `output`
         outcome.values()
+
+
+def test_a_program_reads_and_writes_nothing_through_standard_streams() -> None:
+    body = (
+        "import os\ndef f(x): return os.read(0, 1).decode(), os.write(1, b'x'), os.write(2, b'x')"
+    )
+    with Runner(confined=False) as limited:
+        assert run(limited, body).values() == [("", 1, 1)]
+        assert run(limited, "def f(x): return x").values() == [1]
 
 
 def test_the_environment_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,6 +298,7 @@ def verdicts(
     }
 
 
+@pytest.mark.slow
 def test_right_half_right_and_wrong_programs(tmp_path: Path) -> None:
     """MBPP has input types and oracles of its own."""
     programs = {
@@ -319,6 +331,7 @@ def test_right_half_right_and_wrong_programs(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_an_unconfined_program_that_ends_its_runner_costs_one_verdict(tmp_path: Path) -> None:
     kill = "import os, signal\ndef {}(x): os.kill(os.getppid(), signal.SIGKILL); return x + 1"
     bodies = {
@@ -335,6 +348,7 @@ def test_an_unconfined_program_that_ends_its_runner_costs_one_verdict(tmp_path: 
 
 
 # a limit on processes counts all of an ordinary user, whose program can start none
+@pytest.mark.slow
 @pytest.mark.root
 def test_an_unconfined_runner_that_ends_later_costs_no_verdict(
     tmp_path: Path,
@@ -369,6 +383,7 @@ ATTEMPTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("namespaces")
 @pytest.mark.parametrize("what", ATTEMPTS)
 def test_whatever_a_program_attempts_costs_its_own_verdict_alone_and_leaves_nothing(
@@ -377,6 +392,7 @@ def test_whatever_a_program_attempts_costs_its_own_verdict_alone_and_leaves_noth
     assert not wrong(ATTEMPTS[what])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "work", ["__import__('os').abort()", "sum(range(10**12))", "len(bytearray(200 << 20))", "1 / 0"]
 )
@@ -399,6 +415,7 @@ def test_what_cannot_be_called_is_an_error_and_no_verdict() -> None:
         LimitedCalls("no_such_module", {})("f", [], 1.0, 1 << 20)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("namespaces")
 def test_equal_programs_are_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [ADD, {**ADD, "task_id": "HumanEval/905", "canonical_solution": "    return x + 2\n"}]
@@ -456,6 +473,7 @@ def test_closed_world_programs_are_told_from_others() -> None:
     assert leaves_closed_world("def add(x: return") is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dataset"),
     [("humaneval", "humaneval"), ("mbpp", "mbpp"), ("livecodebench", "humaneval")],

@@ -26,8 +26,6 @@ from moe_lab.study import estimates
 from moe_lab.study.graph import build
 from moe_lab.study.preflight import lacking, preflight, remarks, visible_difference
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module", autouse=True)
 def hydra() -> Iterator[None]:
@@ -50,6 +48,7 @@ def problems(*words: str) -> list[str]:
         return error.sentences
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "suites", "says"),
     [
@@ -91,6 +90,7 @@ def test_resources_of_models_that_a_study_has_not_are_told() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("packing", "fits"),
     [("chunk", 1600 // 16), ("chunk gap=eos", 1800 // 16), ("none", 200), ("reap", 1600 // 16)],
@@ -137,9 +137,29 @@ def test_a_ratio_that_is_rounded_to_whole_experts_is_said_once(
     assert [one.partition("removed): ")[2].split(", ") for one in said] == ([says] if says else [])
 
 
+@pytest.mark.parametrize(
+    ("changes", "keys"),
+    [([], "id, language"), (["calibration.ignored=[id]"], "language"), (["criterion=aimer"], None)],
+)
+def test_texts_of_one_word_beside_a_pair_are_named(
+    changes: list[str], keys: str | None, tmp_path: Path
+) -> None:
+    record = {
+        "question": "Where does a dog sleep?",
+        "answer": "In a kennel.",
+        "language": "French",
+        "id": "a7",
+    }
+    (file := tmp_path / "text.jsonl").write_text(json.dumps(record))
+    config, wanted = asked("calibration=text", f"calibration.path={file}", *changes)
+    said = [remark for remark in remarks(config, wanted) if "calibration=text" in remark]
+    assert [f" {keys}:" in remark for remark in said] == ([True] if keys else [])
+
+
 NAMED = ("study", "model.name", "calibration.name", "recovery.name")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["../../../evil", "a/b", ".hidden", "-x", "a b", "x" * 300, "a|b", "a%j", ""]
 )
@@ -160,6 +180,7 @@ PARTS = ", ".join(
 NONE = "calibration=pocket_general needs a chat template"
 
 
+@pytest.mark.slow
 def test_chats_are_refused_where_the_template_of_the_model_does_not_read_them(
     tmp_path: Path,
 ) -> None:
@@ -170,6 +191,7 @@ def test_chats_are_refused_where_the_template_of_the_model_does_not_read_them(
     ), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["streamed", "resident"])
 def test_what_runs_the_whole_model_is_refused_with_one_layer_in_memory(engine: str) -> None:
     """A search, and an allocation that reads the loss with one layer scaled; sums of any layer are
@@ -246,6 +268,7 @@ def test_no_mistake_hides_another(words: Iterable[str], begins: Iterable[str]) -
         assert sentence.startswith(begin) and re.search("known|expected|largest", sentence)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "field"),
     [
@@ -310,6 +333,7 @@ def test_a_listed_plan_that_states_no_model_is_named(
     ] * count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["folder", "o/on-hub"])
 def test_quantised_weights_are_not_taken_for_plain(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -411,6 +435,7 @@ REFUSED = [
 """Words -> what a sentence about them says; None: they are valid."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "says"), REFUSED)
 def test_what_cannot_be_is_refused_before_anything_runs(words: list[str], says: str | None) -> None:
     found = problems(*words)
@@ -463,6 +488,7 @@ def test_a_dry_run_promises_no_difference_between_methods_of_one_seed() -> None:
     assert "one seed" in said and not re.search(r"0\.\d+", said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [2, 3, 5])
 def test_four_of_five_studies_find_the_difference_that_a_dry_run_says(seeds: int) -> None:
     """Simulated studies: an estimate of the difference, and one of its variance, which t tests."""

@@ -461,6 +461,17 @@ def missing_name() -> AttributeError:
             True,
         ),
         (Vanished("Failed to import"), True),
+        (
+            RuntimeError("vLLM's process ended: ModuleNotFoundError: No module named 'vllm._C'"),
+            True,
+        ),
+        (
+            RuntimeError(
+                "the server ended: ImportError: cannot import name 'Cache' from 'transformers'"
+            ),
+            True,
+        ),
+        (UserError("the process ended: libtorch.so: undefined symbol: _ZN3c10"), True),
         (AttributeError("'Plan' object has no attribute 'x'"), False),
         (ValueError("it broke"), False),
     ],
@@ -475,6 +486,20 @@ def test_a_failure_of_what_is_installed_is_no_failure_of_the_step(
     assert str(error) in (store.error(step.id) or {})["message"]
     recall_failures(schedule := Schedule([step]), store, retry=None)
     assert (step.id in schedule.waiting) == again and (store.error(step.id) is None) == again
+
+
+def test_a_step_refused_by_a_missing_import_is_tried_again_by_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path / "store").create()
+    step = Example()
+    monkeypatch.setenv("PYTHONPATH", "")
+    with WorkerProcess(store) as execute:
+        work(Schedule([step]), store, execute)
+    assert "example_steps" in (store.error(step.id) or {})["message"]
+    recall_failures(schedule := Schedule([step]), store, retry=None)
+    work(schedule, store, lambda *_: None)
+    assert store.done(step)
 
 
 def test_a_package_that_a_step_needs_may_be_installed_later(tmp_path: Path) -> None:
