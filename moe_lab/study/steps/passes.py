@@ -332,10 +332,10 @@ class OnWeights(LeavesSums):
 
         from moe_lab.config.pruning import DEVICE_MAPS
         from moe_lab.models.files import local_folder
-        from moe_lab.models.load import place
+        from moe_lab.models.load import resolve_device
 
         # its Slurm jobs have no GPU
-        device = place(self.about) if torch.cuda.is_available() else "cpu"
+        device = resolve_device(self.about) if torch.cuda.is_available() else "cpu"
         return self.weigh(local_folder(self.about), "cuda" if device in DEVICE_MAPS else device)
 
     def weigh(self, folder: Path, device: str) -> Any:
