@@ -155,7 +155,7 @@ def split(tensor: Any, axes: Axes) -> dict[str, Any]:
     return views
 
 
-class Place(NamedTuple):
+class BlockTensor(NamedTuple):
     """What a tensor of a checkpoint is within its MoE block."""
 
     block: str
@@ -216,8 +216,8 @@ class Family:
             views |= split(tensor, self.stacks[name])
         return views
 
-    def places(self, names: Iterable[str]) -> dict[str, Place]:
-        """Name -> place of those tensors of a checkpoint that belong to a MoE block, extra
+    def block_tensors(self, names: Iterable[str]) -> dict[str, BlockTensor]:
+        """Name -> what it is, of those tensors of a checkpoint that belong to a MoE block, extra
         prediction layers left out. UserError for a decoder layer with several MoE blocks."""
         names = list(names)
         extra = prediction_prefixes(names)
@@ -228,26 +228,29 @@ class Family:
                 blocks[match["block"]] = int(match["layer"])
         if len(set(blocks.values())) != len(blocks):
             raise UserError(f"a decoder layer has several MoE blocks: {', '.join(sorted(blocks))}")
-        places = {}
+        block_tensors = {}
         for name in names:
             block = next((prefix for prefix in blocks if name.startswith(prefix)), None)
             if block is not None and not name.startswith(extra):
-                places[name] = self._place(block, blocks[block], name.removeprefix(block))
-        return places
+                block_tensors[name] = self._block_tensor(
+                    block, blocks[block], name.removeprefix(block)
+                )
+        return block_tensors
 
-    def _place(self, block: str, layer: int, rest: str) -> Place:
+    def _block_tensor(self, block: str, layer: int, rest: str) -> BlockTensor:
         if match := re.fullmatch(r"experts\.(\d+)\.(.+)", rest):
-            return Place(block, layer, "expert", int(match[1]), ONE.get(match[2]))
+            return BlockTensor(block, layer, "expert", int(match[1]), ONE.get(match[2]))
         if re.fullmatch(_STACKS, rest):
             axes = STACKED.get(rest) or self.stacks.get(rest.removeprefix("experts."))
-            return Place(block, layer, "stack", axes=axes)
-        kinds = {
-            **dict.fromkeys(DISK_ROUTER_WEIGHTS, "router"),
-            **dict.fromkeys(DISK_ROUTING_VECTORS, "vector"),
-        }
-        return Place(
-            block, layer, kinds.get(rest, "shared" if rest.startswith(DISK_SHARED) else "unknown")
-        )
+            return BlockTensor(block, layer, "stack", axes=axes)
+        kind = "unknown"
+        if rest in DISK_ROUTER_WEIGHTS:
+            kind = "router"
+        elif rest in DISK_ROUTING_VECTORS:
+            kind = "vector"
+        elif rest.startswith(DISK_SHARED):
+            kind = "shared"
+        return BlockTensor(block, layer, kind)
 
 
 def _transposed(*, interleaved: bool = False) -> dict[str, Axes]:

@@ -54,7 +54,7 @@ def load_model(settings: ModelConfig) -> tuple[Any, Any]:
     the wrong shape, NaN or infinite, and a device that is not there.
     """
     dtype = precision(settings)
-    device = place(settings)
+    device = resolve_device(settings)
     folder = local_folder(settings)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -265,7 +265,7 @@ def check_sizes(checkpoint: Checkpoint, names: NameMapping) -> None:
             f"{missing[0]}"
         )
     counts: Counter[int] = Counter()
-    for name, part in Family().places(stored).items():
+    for name, part in Family().block_tensors(stored).items():
         if part.kind == "expert":
             counts[part.layer] += prod(stored[name].shape)
     for layer in routed_layers(names.model):
@@ -343,7 +343,7 @@ def tokens_with_logits(model: Any) -> int:
     return LOGITS // (4 * int(model.get_output_embeddings().weight.shape[0]))
 
 
-def place(settings: ModelConfig) -> str:
+def resolve_device(settings: ModelConfig) -> str:
     """Resolve `model.device` to a device or a device map; UserError for a device that this machine
     does not have."""
     device = settings.device
@@ -360,14 +360,14 @@ def place(settings: ModelConfig) -> str:
 def precision(settings: ModelConfig) -> torch.dtype | str:
     """The dtype of the weights once loaded; "auto" stands for that of the checkpoint."""
     if settings.dtype == "auto":
-        return torch.float32 if place(settings) == "cpu" else "auto"
+        return torch.float32 if resolve_device(settings) == "cpu" else "auto"
     return DTYPES[settings.dtype]
 
 
 def device_name(device: str) -> str:
     """Name of the hardware that `model.device` selects: GPU, number and name of GPUs for a device
     map, or processor."""
-    target = place(ModelConfig(name="any", path="any", device=device))
+    target = resolve_device(ModelConfig(name="any", path="any", device=device))
     if target == "cpu":
         return processor()
     name = torch.cuda.get_device_name(0 if target in DEVICE_MAPS else target)

@@ -30,9 +30,9 @@ from moe_lab.models.load import (
     check_shapes,
     check_sizes,
     load_tokenizer,
-    place,
     precision,
     quiet,
+    resolve_device,
     set_top_k,
     skeleton,
 )
@@ -58,7 +58,7 @@ def open_streamed(settings: ModelConfig) -> tuple[StreamedModel, Any]:
         )
     settings = replace(settings, device="auto") if settings.device in DEVICE_MAPS else settings
     dtype = precision(settings)
-    device = place(settings)
+    device = resolve_device(settings)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     dtype = stored_dtype(folder) if isinstance(dtype, str) else dtype

@@ -17,7 +17,7 @@ from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import Checkpoint, open_checkpoint, read_json
 from moe_lab.models.discover import check_in_memory, moe_layers
 from moe_lab.models.experts import wide
-from moe_lab.models.families import Place, family_of, split
+from moe_lab.models.families import BlockTensor, family_of, split
 from moe_lab.statistics import Layers, Statistics
 
 BLOCK = 1 << 23
@@ -37,7 +37,9 @@ def weigh_experts(source: Source, *, device: str = "cpu") -> Statistics:
     or cuda[:N]; of a model in memory where its weights are. UserError for a source without experts,
     quantised experts, damaged shards, and weights that are not finite (naming them)."""
 
-    def measure(name: str, place: Place, weights: torch.Tensor) -> dict[str, torch.Tensor]:
+    def measure(
+        name: str, block_tensor: BlockTensor, weights: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
         (absolute,), (square,) = rows_absolute_and_square(weights[None])
         return {"abs_sum": absolute, "square_sum": square, "count": torch.tensor(weights.numel())}
 
@@ -49,8 +51,9 @@ def weigh_experts(source: Source, *, device: str = "cpu") -> Statistics:
     return Statistics(layers, {"kind": "weights"})
 
 
-Measure = Callable[[str, Place, torch.Tensor], dict[str, torch.Tensor]]
-"""Name, place and weights of a matrix of one expert -> statistics to add to those of the expert."""
+Measure = Callable[[str, BlockTensor, torch.Tensor], dict[str, torch.Tensor]]
+"""Name of a tensor, what it is in its block, and the weights of one expert in it -> statistics to
+add to those of the expert."""
 
 
 def _measured(source: Source, device: str, measure: Measure) -> Layers:
@@ -58,14 +61,14 @@ def _measured(source: Source, device: str, measure: Measure) -> Layers:
     order of the bytes. UserError for a source without experts, sums that are NaN or infinite, and
     experts with other sums than the others."""
     sums: dict[int, dict[str, dict[int, torch.Tensor]]] = {}
-    for name, place, expert, weights in _open(source, device).matrices():
-        for statistic, values in measure(name, place, weights).items():
+    for name, block_tensor, expert, weights in _open(source, device).matrices():
+        for statistic, values in measure(name, block_tensor, weights).items():
             values = values.double().cpu()
             if not bool(values.isfinite().all()):
                 raise UserError(
-                    f"NaN or Inf in layer {place.layer}, expert {expert}: weights {name}"
+                    f"NaN or Inf in layer {block_tensor.layer}, expert {expert}: weights {name}"
                 )
-            of_experts = sums.setdefault(place.layer, {}).setdefault(statistic, {})
+            of_experts = sums.setdefault(block_tensor.layer, {}).setdefault(statistic, {})
             of_experts[expert] = of_experts[expert] + values if expert in of_experts else values
     layers: Layers = {}
     for layer, named in sorted(sums.items()):
@@ -106,20 +109,22 @@ class LoadedExperts:
     def __init__(self, model: nn.Module) -> None:
         """UserError for a model that cannot be scored, and for offloaded weights."""
         self.tensors: dict[str, torch.Tensor] = {}
-        self.places: dict[str, Place] = {}
+        self.block_tensors: dict[str, BlockTensor] = {}
         for layer in moe_layers(model):
             check_in_memory(layer)
             for stack, axes in layer.family.stacks.items():
                 if not axes.is_bias:
                     name = f"{layer.name}.{stack}"
                     self.tensors[name] = getattr(layer.experts, stack).detach()
-                    self.places[name] = Place(layer.name, layer.index, "stack", axes=axes)
+                    self.block_tensors[name] = BlockTensor(
+                        layer.name, layer.index, "stack", axes=axes
+                    )
 
-    def matrices(self) -> Iterator[tuple[str, Place, int, torch.Tensor]]:
-        """(name, place, expert, weights) of every matrix."""
+    def matrices(self) -> Iterator[tuple[str, BlockTensor, int, torch.Tensor]]:
+        """(name, its block tensor, expert, weights) of every matrix."""
         for name, stack in self.tensors.items():
             for expert, weights in enumerate(stack):
-                yield name, self.places[name], expert, weights
+                yield name, self.block_tensors[name], expert, weights
 
     def slices(self, names: Iterable[str], files: ExitStack) -> dict[str, torch.Tensor]:
         """Name -> tensor, as `Checkpoint.slices` without files."""
@@ -135,25 +140,27 @@ class StoredExperts:
         self.checkpoint = open_checkpoint(folder)
         self.tensors = self.checkpoint.tensors
         self.slices = self.checkpoint.slices
-        self.places = projections(self.checkpoint)
+        self.block_tensors = projections(self.checkpoint)
         self.device = device
 
-    def matrices(self) -> Iterator[tuple[str, Place, int, torch.Tensor]]:
-        """(name, place, expert, weights) of every matrix, in the order of the bytes, one tensor in
-        memory at once."""
+    def matrices(self) -> Iterator[tuple[str, BlockTensor, int, torch.Tensor]]:
+        """(name, its block tensor, expert, weights) of every matrix, in the order of the bytes, one
+        tensor in memory at once."""
         for shard in self.checkpoint.shards:
-            names = [name for name in self.places if self.tensors[name].shard == shard]
+            names = [name for name in self.block_tensors if self.tensors[name].shard == shard]
             with safe_open(
                 self.checkpoint.folder / shard, framework="pt", device=self.device
             ) as file:
                 for name in names:
-                    place = self.places[name]
+                    block_tensor = self.block_tensors[name]
                     weights = file.get_tensor(name)
                     experts = (
-                        enumerate(weights) if place.expert is None else [(place.expert, weights)]
+                        enumerate(weights)
+                        if block_tensor.expert is None
+                        else [(block_tensor.expert, weights)]
                     )
                     for expert, matrix in experts:
-                        yield name, place, expert, matrix
+                        yield name, block_tensor, expert, matrix
 
 
 def _open(source: Source, device: str) -> LoadedExperts | StoredExperts:
@@ -164,31 +171,33 @@ def _open(source: Source, device: str) -> LoadedExperts | StoredExperts:
     )
 
 
-def projections(checkpoint: Checkpoint) -> dict[str, Place]:
-    """Name -> place of every tensor with projections of routed experts; biases are left out, and
-    layers numbered beyond the decoder's, which predict several tokens at once. UserError for
+def projections(checkpoint: Checkpoint) -> dict[str, BlockTensor]:
+    """Name -> what it is, of every tensor with projections of routed experts. Biases are left out,
+    and layers numbered beyond the decoder's, which predict several tokens at once. UserError for
     tensors of experts that are not plain numbers."""
     config = read_json(checkpoint.folder / "config.json")
     text = config.get("text_config", config)
     n_layers = int(text.get("num_hidden_layers", 1 << 30))
-    places = {}
-    for name, place in family_of(text.get("model_type")).places(checkpoint.tensors).items():
-        if place.kind not in ("expert", "stack") or place.layer >= n_layers:
+    block_tensors = {}
+    for name, block_tensor in (
+        family_of(text.get("model_type")).block_tensors(checkpoint.tensors).items()
+    ):
+        if block_tensor.kind not in ("expert", "stack") or block_tensor.layer >= n_layers:
             continue
         dtype = checkpoint.tensors[name].dtype
-        if place.axes is None or (dtype not in PLAIN and not place.axes.is_bias):
+        if block_tensor.axes is None or (dtype not in PLAIN and not block_tensor.axes.is_bias):
             raise UserError(
                 f"{name} is stored as {dtype}, expected plain projections: load and save it "
                 "dequantised"
             )
-        if not place.axes.is_bias:
-            places[name] = place
-    if not places:
+        if not block_tensor.axes.is_bias:
+            block_tensors[name] = block_tensor
+    if not block_tensors:
         where = f"model.path={checkpoint.folder}"
         raise UserError(
             f"{where} has no weights of routed experts, expected a mixture-of-experts checkpoint"
         )
-    return places
+    return block_tensors
 
 
 def compare_experts(source: Source, *, device: str = "cpu") -> Statistics:
@@ -198,10 +207,10 @@ def compare_experts(source: Source, *, device: str = "cpu") -> Statistics:
     sums, on `device`. Arguments and errors are those of `weigh_experts`."""
     weights = _open(source, device)
     parts: dict[int, dict[tuple[str, ...], dict[int, str]]] = {}
-    for name, place in weights.places.items():
-        if place.axes is not None and place.axes.roles != ("down",):
-            parts.setdefault(place.layer, {}).setdefault(place.axes.roles, {})[
-                place.expert or 0
+    for name, block_tensor in weights.block_tensors.items():
+        if block_tensor.axes is not None and block_tensor.axes.roles != ("down",):
+            parts.setdefault(block_tensor.layer, {}).setdefault(block_tensor.axes.roles, {})[
+                block_tensor.expert or 0
             ] = name
     layers: Layers = {}
     for layer, matrices in sorted(parts.items()):
@@ -248,10 +257,12 @@ def weigh_channels(source: Source, *, device: str = "cpu") -> Statistics:
     a column of down_proj or a row of gate_proj or up_proj. Sums are fp32. Arguments and errors are
     those of `weigh_experts`."""
 
-    def measure(name: str, place: Place, weights: torch.Tensor) -> dict[str, torch.Tensor]:
-        assert place.axes is not None
+    def measure(
+        name: str, block_tensor: BlockTensor, weights: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        assert block_tensor.axes is not None
         sums = {}
-        for role, matrix in split(wide(weights), place.axes).items():
+        for role, matrix in split(wide(weights), block_tensor.axes).items():
             sums[f"channel_{role}_square"] = matrix.square().sum(1)
             if role == "down":
                 sums["channel_down_abs"] = matrix.abs().sum(1)

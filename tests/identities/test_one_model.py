@@ -216,15 +216,19 @@ def test_files_hold_what_the_memory_holds(
     layers = {layer.index: layer for layer in moe_layers(model)}
     found: dict[tuple[int, int, str], torch.Tensor] = {}
     kinds: dict[int, list[str]] = {index: [] for index in layers}
-    for path, place in layers[max(layers)].family.places(tensors).items():
-        kinds[place.layer].append(place.kind)
-        if place.axes is None:
-            assert place.kind in ("router", "vector", "shared"), path
+    for path, block_tensor in layers[max(layers)].family.block_tensors(tensors).items():
+        kinds[block_tensor.layer].append(block_tensor.kind)
+        if block_tensor.axes is None:
+            assert block_tensor.kind in ("router", "vector", "shared"), path
             continue
-        stack = tensors[path] if place.expert is None else tensors[path][None]
+        stack = tensors[path] if block_tensor.expert is None else tensors[path][None]
         for number, one in enumerate(stack):
-            for role, view in split(one, place.axes).items():
-                key = place.layer, number if place.expert is None else place.expert, role
+            for role, view in split(one, block_tensor.axes).items():
+                key = (
+                    block_tensor.layer,
+                    number if block_tensor.expert is None else block_tensor.expert,
+                    role,
+                )
                 assert key not in found
                 found[key] = view
     assert all(of_layer.count("router") == 1 for of_layer in kinds.values())
@@ -317,10 +321,12 @@ def test_layers_that_predict_tokens_are_not_of_the_decoder_and_have_one_block_of
         "mtp.layers.0.mlp.experts.0.up_proj.weight",
         "model.layers.3.mlp.experts.0.up_proj.weight",
     ]
-    places = Family().places([*names, *extra, "model.layers.3.eh_proj.weight"])
-    assert places.keys() == Family().places(names).keys()
+    block_tensors = Family().block_tensors([*names, *extra, "model.layers.3.eh_proj.weight"])
+    assert block_tensors.keys() == Family().block_tensors(names).keys()
     with pytest.raises(UserError, match="several MoE blocks"):
-        Family().places(f"model.layers.0.{block}.experts.0.w1.weight" for block in ("moe", "mlp"))
+        Family().block_tensors(
+            f"model.layers.0.{block}.experts.0.w1.weight" for block in ("moe", "mlp")
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

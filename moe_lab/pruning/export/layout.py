@@ -12,8 +12,8 @@ from moe_lab.models.checkpoint import Checkpoint, Entry
 from moe_lab.models.families import (
     DISK_ROUTER_WEIGHTS,
     DISK_ROUTING_VECTORS,
+    BlockTensor,
     Family,
-    Place,
     predicting_experts,
 )
 from moe_lab.pruning import Form, LayerForm
@@ -38,13 +38,13 @@ class Block:
     """One MoE block on disk, and how it is written."""
 
     def __init__(
-        self, tensors: Mapping[str, tuple[Entry, Place]], layer: LayerForm, count: int
+        self, tensors: Mapping[str, tuple[Entry, BlockTensor]], layer: LayerForm, count: int
     ) -> None:
         """`tensors`: those of the block by name. `count`: the number of its experts."""
         self.tensors = tensors
         self.layer = layer
         self.count = count
-        self.prefix = next(place.block for _, place in tensors.values())
+        self.prefix = next(block_tensor.block for _, block_tensor in tensors.values())
         self.of_experts = {
             name: pair for name, pair in tensors.items() if pair[1].kind in ("expert", "stack")
         }
@@ -54,69 +54,74 @@ class Block:
     def read_matrices(self, width: int) -> None:
         """Find the projections of all experts, of `width` channels each. UserError for any other
         tensor of experts."""
-        for name, (entry, place) in self.of_experts.items():
-            for role, expert, matrix in _matrices(name, entry, place, self.count, width):
+        for name, (entry, block_tensor) in self.of_experts.items():
+            for role, expert, matrix in _matrices(name, entry, block_tensor, self.count, width):
                 self.matrices[role, expert] = matrix
 
     def piece(self, name: str) -> Piece | None:
         """The exported form of the tensor `name`; None if nothing is written for it."""
-        entry, place = self.tensors[name]
+        entry, block_tensor = self.tensors[name]
         retained = self.layer.experts
-        if place.kind == "unknown":
+        if block_tensor.kind == "unknown":
             raise UserError(
                 f"{name} {entry.shape} belongs to a MoE block, but moe_lab does not know how to "
                 "prune it"
             )
-        if place.kind == "router":
+        if block_tensor.kind == "router":
             return _rows(name, entry, 0, retained, self.count)
-        if place.kind == "vector":
+        if block_tensor.kind == "vector":
             return _barred(
                 _rows(name, entry, len(entry.shape) - 1, retained, self.count), entry, self.layer
             )
-        if place.kind == "shared":
+        if block_tensor.kind == "shared":
             return whole(name, entry)
         if self.layer.widths is not None or (
-            place.expert is not None and place.expert not in retained
+            block_tensor.expert is not None and block_tensor.expert not in retained
         ):
             return None
-        if place.kind == "stack":
+        if block_tensor.kind == "stack":
             piece = _rows(name, entry, 0, retained, self.count)
             return Piece(
                 name,
                 entry.dtype,
-                self._shape(piece.shape, place),
-                tuple(self._chunks(entry, place)),
+                self._shape(piece.shape, block_tensor),
+                tuple(self._chunks(entry, block_tensor)),
             )
-        assert place.expert is not None
+        assert block_tensor.expert is not None
         old, new = (
             f"{self.prefix}experts.{number}."
-            for number in (place.expert, retained.index(place.expert))
+            for number in (block_tensor.expert, retained.index(block_tensor.expert))
         )
-        chunks = tuple(self._chunks(entry, place))
+        chunks = tuple(self._chunks(entry, block_tensor))
         return Piece(
-            name.replace(old, new, 1), entry.dtype, self._shape(entry.shape, place), chunks
+            name.replace(old, new, 1), entry.dtype, self._shape(entry.shape, block_tensor), chunks
         )
 
-    def _shape(self, shape: tuple[int, ...], place: Place) -> tuple[int, ...]:
-        if self.layer.width is None or place.axes is None or place.axes.channels is None:
+    def _shape(self, shape: tuple[int, ...], block_tensor: BlockTensor) -> tuple[int, ...]:
+        if (
+            self.layer.width is None
+            or block_tensor.axes is None
+            or block_tensor.axes.channels is None
+        ):
             return shape
         resized = list(shape)
-        resized[place.axes.channels] = self.layer.width * len(place.axes.roles)
+        resized[block_tensor.axes.channels] = self.layer.width * len(block_tensor.axes.roles)
         return tuple(resized)
 
-    def _chunks(self, entry: Entry, place: Place) -> Iterator[Chunk]:
+    def _chunks(self, entry: Entry, block_tensor: BlockTensor) -> Iterator[Chunk]:
         """What is written for the stored experts of a stack, or for one expert."""
-        size = entry.size // self.count if place.kind == "stack" else entry.size
+        size = entry.size // self.count if block_tensor.kind == "stack" else entry.size
         for expert, stored in zip(self.layer.experts, self.layer.stored, strict=True):
-            if place.kind == "stack" or place.expert == expert:
-                start = entry.start + expert * size if place.kind == "stack" else entry.start
+            if block_tensor.kind == "stack" or block_tensor.expert == expert:
+                start = entry.start + expert * size if block_tensor.kind == "stack" else entry.start
                 if not stored.members:
                     yield Constant(b"\0", size)
                 elif stored.copied is not None:
                     yield Span(entry.shard, start, size)
-                elif place.axes is not None:
+                elif block_tensor.axes is not None:
                     yield from (
-                        self._projection(stored, role, entry.dtype) for role in place.axes.roles
+                        self._projection(stored, role, entry.dtype)
+                        for role in block_tensor.axes.roles
                     )
 
     def packed(self) -> Iterator[Piece]:
@@ -145,8 +150,8 @@ class Block:
     def check_complete(self, folder: Path) -> None:
         """Raise UserError unless there are one router, which can do without dropped experts, and
         all experts."""
-        kinds = Counter(place.kind for _, place in self.tensors.values())
-        layer = next(place.layer for _, place in self.tensors.values())
+        kinds = Counter(block_tensor.kind for _, block_tensor in self.tensors.values())
+        layer = next(block_tensor.layer for _, block_tensor in self.tensors.values())
         if kinds["router"] != 1:
             names = ", ".join(DISK_ROUTER_WEIGHTS)
             raise UserError(
@@ -158,14 +163,20 @@ class Block:
                 f"export=masked: the plan drops experts of layer {layer}, but its router has "
                 f"{NO_BIAS}"
             )
-        found = {place.expert for _, place in self.tensors.values() if place.expert is not None}
+        found = {
+            block_tensor.expert
+            for _, block_tensor in self.tensors.values()
+            if block_tensor.expert is not None
+        }
         if found != set(range(self.count)) and (found or not kinds["stack"]):
             raise UserError(
                 f"plan is for another model: its layer {layer} has {self.count} experts, {folder} "
                 f"has {len(found)}"
             )
         projections = Counter(
-            place.expert for _, place in self.tensors.values() if place.axes is not None
+            block_tensor.expert
+            for _, block_tensor in self.tensors.values()
+            if block_tensor.axes is not None
         )
         if len(set(projections.values())) > 1:
             raise UserError(
@@ -180,11 +191,11 @@ def pieces(
     experts first. Layers that predict several tokens are left out if they have experts. UserError
     when the blocks on disk are not those of the plan, experts or a router are missing, a tensor is
     not known, or the form cannot be written."""
-    places = family.places(checkpoint.tensors)
+    block_tensors = family.block_tensors(checkpoint.tensors)
     left_out = predicting_experts(checkpoint.tensors)
-    tensors: dict[int, dict[str, tuple[Entry, Place]]] = {}
-    for name, place in places.items():
-        tensors.setdefault(place.layer, {})[name] = checkpoint.tensors[name], place
+    tensors: dict[int, dict[str, tuple[Entry, BlockTensor]]] = {}
+    for name, block_tensor in block_tensors.items():
+        tensors.setdefault(block_tensor.layer, {})[name] = checkpoint.tensors[name], block_tensor
     if sorted(tensors) != sorted(plan.layers):
         raise UserError(
             f"plan is for another model: it has layers {sorted(plan.layers)}, and "
@@ -208,7 +219,11 @@ def pieces(
     by_shard: dict[str, list[Piece]] = {shard: [] for shard in checkpoint.shards}
     for name, entry in checkpoint.tensors.items():
         if not name.startswith(left_out):
-            piece = blocks[places[name].layer].piece(name) if name in places else whole(name, entry)
+            piece = (
+                blocks[block_tensors[name].layer].piece(name)
+                if name in block_tensors
+                else whole(name, entry)
+            )
             by_shard[entry.shard] += [piece] if piece is not None else []
     for block in blocks.values():
         block.check_complete(checkpoint.folder)
@@ -220,19 +235,19 @@ def pieces(
 
 
 def _matrices(
-    name: str, entry: Entry, place: Place, count: int, width: int
+    name: str, entry: Entry, block_tensor: BlockTensor, count: int, width: int
 ) -> Iterator[tuple[str, int, Matrix]]:
     """(role, expert, matrix) of each projection in a tensor of one expert or of all `count`
     experts."""
-    if place.axes is None or place.axes.is_bias or entry.dtype not in UNSIGNED:
+    if block_tensor.axes is None or block_tensor.axes.is_bias or entry.dtype not in UNSIGNED:
         raise UserError(
             f"{name}, of type {entry.dtype}: channels can be removed from gate, up and down "
             "projections of types "
             f"{', '.join(sorted(UNSIGNED))} only: use a criterion of whole experts"
         )
-    roles = place.axes.roles
-    down = place.axes.channels == -1
-    stacked = (count,) if place.kind == "stack" else ()
+    roles = block_tensor.axes.roles
+    down = block_tensor.axes.channels == -1
+    stacked = (count,) if block_tensor.kind == "stack" else ()
     if entry.shape[:-2] != stacked or entry.shape[-1 if down else -2] != width * len(roles):
         raise UserError(
             f"plan is for another model: it is about {count} experts of {width} channels, and "
@@ -241,7 +256,7 @@ def _matrices(
         )
     rows = entry.shape[-2] // len(roles)
     columns = entry.shape[-1]
-    experts = range(count) if place.expert is None else (place.expert,)
+    experts = range(count) if block_tensor.expert is None else (block_tensor.expert,)
     size = entry.size // len(experts) // len(roles)
     for number, expert in enumerate(experts):
         for position, role in enumerate(roles):
@@ -258,8 +273,8 @@ def _common_type(types: set[str]) -> str:
 
 def expert_type(checkpoint: Checkpoint) -> str:
     """The type of the weights of routed experts. Raises UserError when the checkpoint has none."""
-    for name, place in Family().places(checkpoint.tensors).items():
-        if place.kind in ("expert", "stack"):
+    for name, block_tensor in Family().block_tensors(checkpoint.tensors).items():
+        if block_tensor.kind in ("expert", "stack"):
             return checkpoint.tensors[name].dtype
     raise UserError(f"{checkpoint.folder} has no routed experts that moe_lab knows")
 

@@ -300,7 +300,7 @@ def device_of_files(model: ModelConfig) -> str:
     import torch
 
     from moe_lab.config.pruning import DEVICE_MAPS
-    from moe_lab.models.load import place
+    from moe_lab.models.load import resolve_device
 
-    device = place(model) if torch.cuda.is_available() else "cpu"
+    device = resolve_device(model) if torch.cuda.is_available() else "cpu"
     return "cuda" if device in DEVICE_MAPS else device
