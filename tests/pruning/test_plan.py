@@ -24,6 +24,7 @@ from tiny import logits
 
 import moe_lab
 from moe_lab.errors import UserError
+from moe_lab.models.config_json import fewest_experts
 from moe_lab.models.discover import moe_layers, routed_layers
 from moe_lab.models.experts import activation
 from moe_lab.models.streamed import StreamedModel
@@ -148,6 +149,26 @@ def test_ties_are_those_of_experts_that_compete() -> None:
         "what is replaced is not retained"
     )
     assert constants.removed == 0.25
+
+
+@pytest.mark.parametrize(
+    ("n_group", "topk_group", "fewest"),
+    [(1, 1, 5), (2, 1, 10), (2, 2, 6), (2, None, 6), (4, 2, 12)],
+)
+def test_fewest_experts_of_a_group_limited_router(
+    n_group: int, topk_group: int | None, fewest: int
+) -> None:
+    router = {"top_k": 5, "n_group": n_group, "topk_group": topk_group}
+    assert fewest_experts(router) == fewest
+
+
+@pytest.mark.parametrize(("retained", "field"), [((0, 4), "n_group=2"), ((0, 1, 2, 4), "2 groups")])
+def test_a_plan_retains_equally_many_experts_of_two_groups(
+    retained: tuple[int, ...], field: str
+) -> None:
+    layer = {"n_experts": 8, "width": 10, "top_k": 4, "n_group": 2, "topk_group": 2}
+    with pytest.raises(UserError, match=field):
+        Plan({0: LayerPlan(8, retained)}).check({0: layer})
 
 
 @given(st.integers(1, 4), st.integers(2, 6), st.data())

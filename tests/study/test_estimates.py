@@ -317,6 +317,24 @@ SHAPE = ExpectedConfig(
 MODEL = ModelConfig(name="m", path="owner/m", dtype="bfloat16", expected=SHAPE)
 
 
+@pytest.mark.parametrize(
+    ("kind", "gib"),
+    [
+        ("plan", 0.0),
+        ("weights", 0.59),
+        ("evaluate", 22 + 4),  # logits of 64 x 128 tokens
+        ("generate", 22 + 51),  # keys and values of 64 x 2,176 tokens in 48 layers
+        ("statistics", 22 + 10.38),
+        ("gradients", 22 + 122.0),
+        ("weight_gradients", 22 + 230.0),
+        ("finetune", 22 + 144.0),
+    ],
+)
+def test_memory_of_a_step(kind: str, gib: float) -> None:
+    """Beside 0.59 GiB of a process: 1.1 times the weights of 20 GiB, and a batch."""
+    assert known(step(kind, MODEL)).bytes / GIB == pytest.approx(0.59 + gib, abs=0.02)
+
+
 def text(engine: str) -> CalibrationConfig:
     return replace(TEXT, tokens=2**19, engine=engine)
 
