@@ -332,7 +332,7 @@ MODEL = ModelConfig(name="m", path="owner/m", dtype="bfloat16", expected=SHAPE)
 )
 def test_memory_of_a_step(kind: str, gib: float) -> None:
     """Beside 0.59 GiB of a process: 1.1 times the weights of 20 GiB, and a batch."""
-    assert known(step(kind, MODEL)).bytes / GIB == pytest.approx(0.59 + gib, abs=0.02)
+    assert memory(step(kind, MODEL)) / GIB == pytest.approx(0.59 + gib, abs=0.02)
 
 
 def text(engine: str) -> CalibrationConfig:
