@@ -99,14 +99,11 @@ def _write_samples(samples: Sequence[Sample], file: Path) -> None:
     import pyarrow as arrow
     import pyarrow.parquet as parquet
 
-    types = dict.fromkeys(("outcome", "answer_loss", "units"), arrow.float64())
+    types = dict.fromkeys(Sample.__annotations__, arrow.string())
+    types |= dict.fromkeys(("outcome", "answer_loss", "units"), arrow.float64())
     types["replicate"] = arrow.int64()
-    columns = [(name, types.get(name, arrow.string())) for name in Sample.__annotations__]
     rows = []
     for sample in samples:
-        row = dict(sample)
-        for name, value in sample.items():
-            if isinstance(value, str):
-                row[name] = replace_surrogates(value)
-        rows.append(row)
-    parquet.write_table(arrow.Table.from_pylist(rows, arrow.schema(columns)), file)
+        texts = {name: value for name, value in sample.items() if isinstance(value, str)}
+        rows.append({**sample, **{name: replace_surrogates(text) for name, text in texts.items()}})
+    parquet.write_table(arrow.Table.from_pylist(rows, arrow.schema(types)), file)

@@ -293,9 +293,7 @@ def _result(
     weights = [units for _, units in sums]
     losses = [-value / units * per_nat for value, units in sums]
     samples = [_sample(result, name, row, loss) for row, loss in zip(rows, losses, strict=True)]
-    samples = [
-        Sample(**{**sample, "units": units}) for sample, units in zip(samples, weights, strict=True)
-    ]
+    samples = [{**sample, "units": units} for sample, units in zip(samples, weights, strict=True)]
     unit = unit or f"nats per {name.partition('_')[0]}"
     return loss_result(result, metric, scale, unit, losses, weights, benchmark), samples
 
@@ -307,10 +305,10 @@ def _by_task(rows: Sequence[_Row], samples: Sequence[Sample]) -> list[list[Sampl
     for row, sample in zip(rows, samples, strict=True):
         of_tasks.setdefault(row.question.task.config.task, []).append(sample)
     share = len(samples) / len(of_tasks)
-    weighted = []
+    weighted: list[list[Sample]] = []
     for of_task in of_tasks.values():
         units = share / len(of_task)
-        weighted.append([Sample(**{**sample, "units": units}) for sample in of_task])
+        weighted.append([{**sample, "units": units} for sample in of_task])
     return weighted
 
 
@@ -343,7 +341,7 @@ def _sample(result: str, metric: str, row: _Row, outcome: float) -> Sample:
     sample = row.answer.sample(
         result, outcome, str(chosen), json.dumps([round(value, 4) for value in nats])
     )
-    return Sample(**{**sample, "answer_loss": _loss_of_right_choice(row.question, nats)})
+    return {**sample, "answer_loss": _loss_of_right_choice(row.question, nats)}
 
 
 def _loss_of_right_choice(question: _Question, nats: Sequence[float]) -> float | None:

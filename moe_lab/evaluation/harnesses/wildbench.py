@@ -23,10 +23,10 @@ from moe_lab.paths import cache
 
 TOLERATED = 0.01
 """Share of items that may have no score. If more have none, the benchmark fails."""
-PLACEHOLDERS = ("history", "user_query", "model_output", "checklist")
-"""Placeholders of a template, written {$history} and so on. All but the history are required."""
+PLACEHOLDERS = ("{$history}", "{$user_query}", "{$model_output}", "{$checklist}")
+"""Placeholders of a template. All but the history are required."""
 _DEFAULT = Path(__file__).parents[1] / "wildbench_template.md"
-_PLACEHOLDER = re.compile(r"\{\$(\w+)\}")
+_PLACEHOLDER = re.compile(r"\{\$\w+\}")
 
 
 class WildBench(Harness):
@@ -143,17 +143,13 @@ def template(benchmark: BenchmarkConfig) -> str:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{setting} cannot be read: {error}") from None
-    present = set(_PLACEHOLDER.findall(text))
-    if present | {"history"} != set(PLACEHOLDERS):
+    present = {PLACEHOLDERS[0], *_PLACEHOLDER.findall(text)}
+    if present != set(PLACEHOLDERS):
         raise UserError(
-            f"{setting} has the placeholders {_listed(sorted(present))}: expected "
-            f"{_listed(PLACEHOLDERS)}, of which only the first may be missing"
+            f"{setting} has the placeholders {', '.join(sorted(present))}: expected "
+            f"{', '.join(PLACEHOLDERS)}, of which only the first may be missing"
         )
     return text
-
-
-def _listed(placeholders: Sequence[str]) -> str:
-    return ", ".join(f"{{${name}}}" for name in placeholders) or "none"
 
 
 def question(
@@ -164,9 +160,9 @@ def question(
     *history, last = conversation
     turns = [f"{message['role'].upper()}: {message['content']}" for message in history]
     values = {
-        "history": "\n\n".join(turns),
-        "user_query": last["content"],
-        "model_output": answer,
-        "checklist": "\n".join(f"- {item}" for item in checklist),
+        "{$history}": "\n\n".join(turns),
+        "{$user_query}": last["content"],
+        "{$model_output}": answer,
+        "{$checklist}": "\n".join(f"- {item}" for item in checklist),
     }
-    return _PLACEHOLDER.sub(lambda match: values[match[1]], template)
+    return _PLACEHOLDER.sub(lambda match: values[match[0]], template)
