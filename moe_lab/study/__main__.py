@@ -33,33 +33,30 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m moe_lab.study", description=__doc__)
     parser.add_argument("command", choices=[*COMMANDS, "gc"])
     parser.add_argument(
-        "words",
+        "arguments",
         nargs="*",
         metavar="NAME|KEY=VALUE",
-        help="NAME (not for gc): a study (by default called as its experiment), or a step: "
-        "kind/label, or its id; "
-        "store=FOLDER, as for python -m moe_lab; for gc: apply=true",
+        help="NAME (not for gc): a study, by default the name of its experiment; or a step: "
+        "kind/label, or its id; store=FOLDER, as for python -m moe_lab; for gc: apply=true",
     )
-    asked = parser.parse_args()
+    request = parser.parse_args()
+    is_gc = request.command == "gc"
     try:
-        names, settings = split(
-            asked.words, ["store", "apply"] if asked.command == "gc" else ["store"]
-        )
-        number = 0 if asked.command == "gc" else 1
+        names, settings = split(request.arguments, ["store", "apply"] if is_gc else ["store"])
+        number = 0 if is_gc else 1
         if len(names) != number:
             raise UserError(
-                f"{asked.command} {' '.join(names)}: expected {number} names of a study or a "
-                "step, and the store as "
-                "store=FOLDER"
+                f"{request.command} {' '.join(names)}: expected {number} names of a study or a "
+                "step, and the store as store=FOLDER"
             )
         store = Store(settings.get("store", "store"), in_queue=in_queue)
         if not store.exists():
             raise UserError(f"store={store.root} is no store: name the folder of one")
         with store.errors_as_sentences():
-            if asked.command == "gc":
+            if is_gc:
                 code = gc(store, apply=settings.get("apply") == "true")
             else:
-                code = COMMANDS[asked.command](*find(store, names[0])) or 0
+                code = COMMANDS[request.command](*find(store, names[0])) or 0
         print_notices(store)
         return code
     except UserError as error:
@@ -67,15 +64,15 @@ def main() -> int:
         return 2
 
 
-def split(words: Sequence[str], known: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Names, and key -> value of the settings, among the words of a command. Raises UserError for
-    an unknown one."""
+def split(arguments: Sequence[str], known: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Names, and key -> value of the settings, of a command's arguments. Raises UserError for an
+    unknown setting."""
     names = []
     settings = {}
-    for word in words:
-        key, is_setting, value = word.partition("=")
+    for argument in arguments:
+        key, is_setting, value = argument.partition("=")
         if not (is_setting and key.isidentifier()):  # the names of some steps have a =
-            names.append(word)
+            names.append(argument)
         elif key not in known:
             raise unknown("setting", key, known)
         elif key == "apply" and value not in ("true", "false"):

@@ -45,18 +45,18 @@ WITH_ANSWERS = ("search", "instructions")
 
 def preflight(config: Config, requests: Iterable[Request]) -> list[str]:
     """One sentence per problem with the settings, each once; empty when they are valid. Does not
-    check what this machine has; see `lacking`."""
+    check what this machine has; see `missing_requirements`."""
     sentences = list(_wrong_settings(config))
     for cells, benchmarks in requests:
         sentences += suite.wrong(benchmarks)
         sentences += engines.wrong(
-            config.backend, benchmarks, [cell.model for cell in _each(cells, "model")]
+            config.backend, benchmarks, [cell.model for cell in _distinct(cells, "model")]
         )
         for groups, check in OF_CELLS:
-            for cell in _each(cells, *groups):
+            for cell in _distinct(cells, *groups):
                 sentences += user_errors(check, cell, config)
         sentences += _wrong_texts(cells)
-        for cell, benchmark in product(_each(cells, "model"), benchmarks):
+        for cell, benchmark in product(_distinct(cells, "model"), benchmarks):
             sentences += user_errors(_check_template, cell, benchmark)
         sentences += user_errors(_check_objective, config, benchmarks)
     return list(dict.fromkeys(sentences))
@@ -64,72 +64,72 @@ def preflight(config: Config, requests: Iterable[Request]) -> list[str]:
 
 def remarks(config: Config, requests: Iterable[Request]) -> Iterator[str]:
     """A sentence for each thing in which a study does something else than a user may expect."""
-    every = [cell for cells, _ in requests for cell in cells]
-    names = dict.fromkeys(cell.model.name for cell in every if not is_shipped(cell.model))
+    cells = [cell for requested, _ in requests for cell in requested]
+    names = dict.fromkeys(cell.model.name for cell in cells if not is_shipped(cell.model))
     if config.suite.benchmarks is None and names:
         yield (
             f"model={','.join(names)} is not evaluated, as no suite is named: add "
             "suite=perplexity suite.path=FILE"
         )
-    used = [config.resources.of_model(cell.model) for cell in _each(every, "model")]
+    used = [config.resources.of_model(cell.model) for cell in _distinct(cells, "model")]
     unused = [name for name, job in config.resources.models.items() if job not in used]
-    if others := [name for name in unused if not (conf() / "model" / f"{name}.yaml").is_file()]:
-        yield f"resources.models: no model of this study is called {', '.join(others)}"
-    for cell in _each(every, "allocation"):
+    if unknown := [name for name in unused if not (conf() / "model" / f"{name}.yaml").is_file()]:
+        yield f"resources.models: no model of this study has the name {', '.join(unknown)}"
+    for cell in _distinct(cells, "allocation"):
         plan = plan_in(cell.allocation)
         if plan is not None and not plan.provenance.get("model_sha256"):
-            path = cell.allocation.path
             yield (
-                f"allocation.path={path} states no model_sha256, so only its layers and counts "
-                "are compared"
+                f"allocation.path={cell.allocation.path} states no model_sha256, so only its "
+                "layers and counts are compared"
             )
-    reading = [
-        cell
-        for cell in _each(every, "model", "calibration", "criterion", "allocation")
-        if reads_text(cell)
-    ]
-    unread = {
-        cell.calibration.name: calibrations.unread_keys(cell.calibration, cell.model)
-        for cell in _each(reading, "model", "calibration")
-    }
-    for name, keys in unread.items():
-        if keys:
-            yield (
-                f"calibration={name}: texts of one word are not read, of {', '.join(keys)}: name "
-                "these fields in "
-                f"calibration.template to read them, or in calibration.ignored=[{','.join(keys)}]"
-            )
+    yield from _unread_fields(cells)
     rounded: dict[str, None] = {}
-    for cell in _each(every, "model", "criterion", "allocation", "ratio"):
+    for cell in _distinct(cells, "model", "criterion", "allocation", "ratio"):
         removed = removed_share(cell)
         if abs(removed - cell.ratio) > ROUNDED:
             rounded[f"{cell.model.name} {cell.ratio:g} -> {removed:.3g}"] = None
     if rounded:
-        yield (
-            "ratio is rounded, as whole experts are removed (model asked -> removed): "
-            f"{', '.join(rounded)}"
-        )
+        listed = ", ".join(rounded)
+        yield f"ratio is rounded to whole experts (model requested -> removed): {listed}"
 
 
-UNLIKE, BETWEEN_SEEDS = 0.25, 0.05
-"""Supposed share of items on which two plans differ, and standard deviation of averages between
-seeds."""
+def _unread_fields(cells: Iterable[Cell]) -> Iterator[str]:
+    """A sentence for each calibration set with texts of one word that a model does not read."""
+    distinct = _distinct(cells, "model", "calibration", "criterion", "allocation")
+    reading = [cell for cell in distinct if reads_text(cell)]
+    unread = {}
+    for cell in _distinct(reading, "model", "calibration"):
+        unread[cell.calibration.name] = calibrations.unread_keys(cell.calibration, cell.model)
+    for name, keys in unread.items():
+        if keys:
+            yield (
+                f"calibration={name}: texts of one word are not read, of {', '.join(keys)}: name "
+                "these fields in calibration.template to read them, or in "
+                f"calibration.ignored=[{','.join(keys)}]"
+            )
+
+
+DIFFERING_ITEMS = 0.25
+"""Supposed share of items on which two plans differ."""
+BETWEEN_SEEDS = 0.05
+"""Supposed standard deviation of averages between seeds."""
 
 
 def visible_difference(requests: Iterable[Request]) -> Iterator[str]:
-    """What difference between averages of methods a study could see: from one on, 80 % of studies
-    find it at the 5 % level, corrected for all pairs of methods that have several seeds."""
+    """The least difference between averages of methods that 80 % of such studies find at the 5 %
+    level, corrected for all pairs of methods that have several seeds."""
     from scipy.special import stdtrit  # takes half a second to import
 
     for cells, benchmarks in requests:
         items = [
-            min(each.expected, each.limit or each.expected) for each in benchmarks if each.expected
+            min(benchmark.expected, benchmark.limit or benchmark.expected)
+            for benchmark in benchmarks
+            if benchmark.expected
         ]
-        methods = Counter(
-            replace(cell, seed=0)
-            for cell in cells
-            if cell.ratio and cell.criterion.name not in RANDOM
-        )
+        methods: Counter[Cell] = Counter()
+        for cell in cells:
+            if cell.ratio and cell.criterion.name not in RANDOM:
+                methods[replace(cell, seed=0)] += 1
         if not items or len(methods) < 2:
             continue
         several = [seeds for seeds in methods.values() if seeds > 1]
@@ -142,16 +142,16 @@ def visible_difference(requests: Iterable[Request]) -> Iterator[str]:
         degrees = sum(several) - len(several)
         pairs = len(several) * (len(several) - 1) / 2
         by_seed = 2 * BETWEEN_SEEDS**2 / min(several)
-        error = math.sqrt(by_seed + sum(UNLIKE / size for size in items) / len(items) ** 2)
-        seen = (stdtrit(degrees, 1 - 0.025 / pairs) + stdtrit(degrees, 0.8)) * error
+        by_items = sum(DIFFERING_ITEMS / size for size in items) / len(items) ** 2
+        quantiles = stdtrit(degrees, 1 - 0.025 / pairs) + stdtrit(degrees, 0.8)
+        difference = quantiles * math.sqrt(by_seed + by_items)
         yield (
             f"visible: differences between averages of {len(several)} methods ({min(several)} "
-            "seeds) from about "
-            f"{seen:.3f} on, with {sum(items):,} items"
+            f"seeds) from about {difference:.3f} on, with {sum(items):,} items"
         )
 
 
-def lacking(steps: Sequence[Step], launcher: LauncherConfig) -> list[str]:
+def missing_requirements(steps: Sequence[Step], launcher: LauncherConfig) -> list[str]:
     """One sentence for everything that `steps` need and that is missing or not allowed here."""
     distinct: dict[tuple[Any, ...], Check] = {}
     for step in steps:
@@ -160,15 +160,12 @@ def lacking(steps: Sequence[Step], launcher: LauncherConfig) -> list[str]:
         # nodes of a cluster have their own devices
         if launcher.name != "slurm" and needed.model and needed.runs_model:
             checks.append((check_device, needed.model.device))
-        distinct |= {
-            (check, *map(id, arguments)): (check, *arguments) for check, *arguments in checks
-        }
-    sentences = (
-        sentence
-        for check, *arguments in distinct.values()
-        for sentence in user_errors(check, *arguments)
-    )
-    return list(dict.fromkeys(sentences))
+        for check, *arguments in checks:
+            distinct[check, *map(id, arguments)] = (check, *arguments)
+    problems: dict[str, None] = {}
+    for check, *arguments in distinct.values():
+        problems.update(dict.fromkeys(user_errors(check, *arguments)))
+    return list(problems)
 
 
 def too_small(store: Path, steps: Sequence[Step], launcher: LauncherConfig) -> list[str]:
@@ -180,7 +177,7 @@ def too_small(store: Path, steps: Sequence[Step], launcher: LauncherConfig) -> l
     return list(dict.fromkeys(problems))
 
 
-def _each(cells: Iterable[Cell], *groups: str) -> list[Cell]:
+def _distinct(cells: Iterable[Cell], *groups: str) -> list[Cell]:
     """One cell for every distinct combination of the values that cells have in these groups."""
     distinct: dict[Any, Cell] = {}
     for cell in cells:
@@ -239,7 +236,7 @@ def _wrong_texts(cells: Iterable[Cell]) -> Iterator[str]:
     """Problems of the texts that models read, each looked at once, and with the model that reads
     it."""
     distinct = {}
-    for cell in _each(cells, "model", "calibration", "criterion", "allocation", "recovery"):
+    for cell in _distinct(cells, "model", "calibration", "criterion", "allocation", "recovery"):
         texts = {**cell.texts, "calibration": cell.calibration}
         with suppress(UserError):  # the criterion or the allocation is unknown, so it may be read
             if not reads_text(cell):

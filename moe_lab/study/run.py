@@ -12,7 +12,13 @@ from moe_lab.grid import Request
 from moe_lab.study.claims import in_queue
 from moe_lab.study.graph import build, unresolved
 from moe_lab.study.launchers import LAUNCHERS
-from moe_lab.study.preflight import lacking, preflight, remarks, too_small, visible_difference
+from moe_lab.study.preflight import (
+    missing_requirements,
+    preflight,
+    remarks,
+    too_small,
+    visible_difference,
+)
 from moe_lab.study.record import Study, finish, outdate_reports
 from moe_lab.study.runs import begin
 from moe_lab.study.schedule import Schedule, inform, print_notices, recall_failures
@@ -48,7 +54,7 @@ def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> En
     store = Store(config.store, 60 * config.launcher.stale_minutes, in_queue)
     study = Study(config, graph, store, add)
     absent = unresolved(graph.steps)
-    problems = lacking(graph.steps, config.launcher)
+    problems = missing_requirements(graph.steps, config.launcher)
     with store.errors_as_sentences():
         if config.dry_run or absent:
             from moe_lab.study.forecast import print_forecast

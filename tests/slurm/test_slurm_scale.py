@@ -334,7 +334,7 @@ def test_a_scheduler_that_falls_silent_may_have_taken_jobs(
     assert (
         done.returncode == 2
         and "see squeue" in done.stderr
-        and "jobs may be left in the queue" in done.stderr
+        and "jobs may remain in the queue" in done.stderr
     )
     assert calls(tmp_path, "scancel") == ["1"], "that one is known"
     assert (

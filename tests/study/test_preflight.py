@@ -24,7 +24,7 @@ from moe_lab.pruning.layer_plan import LayerPlan
 from moe_lab.pruning.plan import Plan
 from moe_lab.study import estimates
 from moe_lab.study.graph import build
-from moe_lab.study.preflight import lacking, preflight, remarks, visible_difference
+from moe_lab.study.preflight import missing_requirements, preflight, remarks, visible_difference
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,7 +43,9 @@ def problems(*words: str) -> list[str]:
     """What is wrong with a command line."""
     try:
         config, wanted = asked(*words)
-        return preflight(config, wanted) or lacking(build(config, wanted).steps, config.launcher)
+        return preflight(config, wanted) or missing_requirements(
+            build(config, wanted).steps, config.launcher
+        )
     except SettingsError as error:
         return error.sentences
 
@@ -86,7 +88,9 @@ def test_resources_of_models_that_a_study_has_not_are_told() -> None:
     resources = "{mixtral_8x7b: {gpus: 4}, pocket_olmo: {gpus: 1}, pocket_olmoe: {gpus: 2}}"
     config, wanted = asked("model.top_k=1", f"resources.models={resources}")
     assert [
-        remark for remark in remarks(config, wanted) if remark.endswith("is called pocket_olmo")
+        remark
+        for remark in remarks(config, wanted)
+        if remark.startswith("resources.models") and remark.endswith(" pocket_olmo")
     ]
 
 
@@ -447,7 +451,7 @@ def lacking_on(named: str, launcher: Any = "inline") -> list[str]:
     benchmark = BenchmarkConfig(
         name="b", harness="perplexity", task="pocket:calibration/general.jsonl"
     )
-    return lacking(
+    return missing_requirements(
         [evaluated(model, benchmark), evaluated(model, benchmark)], LauncherConfig(name=launcher)
     )
 

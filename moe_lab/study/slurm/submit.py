@@ -63,12 +63,12 @@ def submit(schedule: Schedule, study: Study, run: Run) -> None:
         _submit_missing(schedule, submission)
     except BaseException as error:
         try:
-            if run.logs.exists():  # sbatch may have handed one in, and then have got no answer
+            if run.logs.exists():  # sbatch may have submitted a job without getting an answer
                 scheduler.cancel({job.array for job in run.jobs})
                 scheduler.cancel(scheduler.submitted_from(run.logs.absolute()))
-        except UserError as left:
+        except UserError as failure:
             raise UserError(
-                f"{str(error) or 'interrupted'}; jobs may be left in the queue: {left}"
+                f"{str(error) or 'interrupted'}; jobs may remain in the queue: {failure}"
             ) from None
         run.remove()
         raise
@@ -107,10 +107,9 @@ def _submit_missing(schedule: Schedule, submission: Submission, *, again: bool =
     for array in arrays:
         if array.asks["minutes"] * 60 <= signal_seconds + EARLY:
             raise UserError(
-                f"resources: {array.kind} jobs ask for minutes={array.asks['minutes']}, too "
-                "little to work in: "
-                f"Slurm warns them launcher.signal_seconds={signal_seconds} before, and may do so "
-                f"{EARLY} s early"
+                f"resources: {array.kind} jobs ask for minutes={array.asks['minutes']}, which is "
+                f"too short: Slurm warns them launcher.signal_seconds={signal_seconds} before the "
+                f"end, and may do so {EARLY} s early"
             )
     begun = time.monotonic()
     _download(missing)
@@ -293,18 +292,21 @@ def under_way(
     """
     wanted = set(missing)
     covered = UnderWay()
-    lost = set[str]()
+    lost: set[str] = set()
     for job in jobs:
         queued = queue.get(job.id)
-        alive = queued is not None and queued.name == job.name
-        left = wanted.intersection(job.steps)
+        if queued is not None and queued.name != job.name:
+            queued = None  # the id of another cluster's job
+        steps = wanted.intersection(job.steps)
         if job.kind == RECORD:
-            covered.recorded += [job.id] * alive
-        elif alive and not (queued and queued.pending and lost.intersection(job.after)):
-            covered.steps.update({step: job.id for step in left})
-        elif left:
+            if queued:
+                covered.recorded.append(job.id)
+        elif queued and not (queued.pending and lost.intersection(job.after)):
+            covered.steps.update(dict.fromkeys(steps, job.id))
+        elif steps:
             lost |= {job.id, job.array}
-            covered.hopeless += [job.id] * (alive and job.user == os.getuid())
+            if queued and job.user == os.getuid():
+                covered.hopeless.append(job.id)
     return covered
 
 
