@@ -138,7 +138,7 @@ def test_calls_are_limited_each_and_together_by_processor_and_clock(
         for _ in range(calls):
             now.update(busy=now["busy"] + busy, wall=now["wall"] + wall)
             assert watch.take(b"1\n") is None
-        return watch.seconds_left()
+        return watch.seconds_remaining()
 
     assert left(5.0, 3, 0.1, 0.5) == pytest.approx(0.2)
     assert left(0.25, 2, 0.1, 0.5) == pytest.approx(0.05)  # of what all may take on the processor
