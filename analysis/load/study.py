@@ -230,10 +230,10 @@ def _lowest_equal_ratio(cells: pd.DataFrame) -> pd.Series:
 
 def _with_folders(cells: pd.DataFrame, entries: Entries) -> pd.DataFrame:
     """Add the columns protocol and `<artefact>_folder`."""
-    columns = {
-        f"{kind}_folder": [entries[cell].get(kind) for cell in cells.index] for kind in STEPS
-    }
-    return cells.assign(protocol=[entries[cell].get("protocol") for cell in cells.index], **columns)
+    rows = [entries[cell] for cell in cells.index]
+    columns: dict[str, Any] = {f"{kind}_folder": [row.get(kind) for row in rows] for kind in STEPS}
+    columns["protocol"] = [row.get("protocol") for row in rows]
+    return cells.assign(**columns)
 
 
 def _allocation(cell: Mapping[str, Any]) -> str | None:

@@ -192,7 +192,7 @@ def prior_table(results: Results, comparison: Comparison) -> Iterator[Block]:
 
 
 @output("coverage.table14", chapter="attribution", filters="Model|Calibration|Pruned", needs=SUMS)
-def agreements(results: Results, name: str) -> list[Item]:
+def agreements(results: Results, name: str) -> list[Item | None]:
     """Agreement of attributions with ablations, their time, and the scores of plans that use each
     of them."""
     return [agreement_table(results, name), prior_table(results, f"{name}.scores")]

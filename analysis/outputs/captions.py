@@ -95,9 +95,9 @@ def _seeds(cells: pd.DataFrame) -> str:
     """`seed 42`; `seeds 1 and 2`; `seed 42 (Random: seeds 1, 2 and 3)` where methods have different
     seeds."""
     methods_by_seeds: dict[str, list[str]] = {}
-    for method, seeds in cells.groupby("method", sort=False)["seed"]:
-        noun = "seeds" if seeds.nunique() > 1 else "seed"
-        methods_by_seeds.setdefault(f"{noun} {_values(seeds)}", []).append(
+    for method, values in cells.groupby("method", sort=False)["seed"]:
+        noun = "seeds" if values.nunique() > 1 else "seed"
+        methods_by_seeds.setdefault(f"{noun} {_values(values)}", []).append(
             names.method(str(method))
         )
     usual = max(methods_by_seeds, key=lambda seeds: len(methods_by_seeds[seeds]), default="")

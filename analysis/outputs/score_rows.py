@@ -96,7 +96,7 @@ def score_table(
 
     def of_blocks(blocks_of: Blocks) -> Callable[[Results, str], Table | None]:
         @wraps(blocks_of)
-        def make(results: Results, name: str) -> Table:
+        def make(results: Results, name: str) -> Table | None:
             blocks = [
                 block
                 for comparison in results.comparisons
@@ -160,12 +160,12 @@ def stacked(parts: Iterable[Numbers | None]) -> Numbers | None:
     best: dict[str, str] = {}
     for part in known:
         best |= part.best
-    frames = (
-        [part.frame for part in known],
-        [part.low for part in known],
-        [part.high for part in known],
+    return Numbers(
+        frame=pd.concat([part.frame for part in known], ignore_index=True),
+        low=pd.concat([part.low for part in known], ignore_index=True),
+        high=pd.concat([part.high for part in known], ignore_index=True),
+        best=best,
     )
-    return Numbers(*(pd.concat(each, ignore_index=True) for each in frames), best)
 
 
 def numbers_table(
@@ -177,10 +177,12 @@ def numbers_table(
         part.rename(columns=names.benchmark)
         for part in (rows.frame[list(columns)], rows.low, rows.high)
     )
-    every_format = {**dict.fromkeys(low, SCORE), **formats}
+    every_format = {**dict.fromkeys(map(str, low), SCORE), **formats}
     return Table(
         frame=frame,
-        formats={column: every_format[column] for column in frame if column in every_format},
+        formats={
+            column: every_format[column] for column in map(str, frame) if column in every_format
+        },
         best=rows.best,
         low=low,
         high=high,

@@ -278,13 +278,13 @@ def _density_panels(shares: pd.DataFrame, by: str, keys: Mapping[str, Line2D]) -
     several = shares["calibration"].nunique() > 1
     drawing, grid = style.panels(len(panels), 3, 2.0, sharey="row")
     uniform = [] if "uniform" in keys else [style.key("uniform", **style.DASHED)]
-    for axes, (key, cells) in zip(grid, panels, strict=True):
+    for axes, (panel, cells) in zip(grid, panels, strict=True):
         for _ in uniform:
             axes.axhline(cells["share"].mean(), **style.DASHED)
         for value, key in keys.items():
             for _, cell in groups(cells[cells[by] == value].sort_values("layer"), ["cell"]):
                 style.draw(axes, key, cell["layer"], cell["share"])
-        data = f", {names.calibration(key['calibration'])}" if several else ""
+        data = f", {names.calibration(panel['calibration'])}" if several else ""
         axes.set_title(f"{cells['removed_words'].iloc[0]} pruned{data}", fontsize=8)
         style.layer_axis(axes)
         style.percent(axes.yaxis)

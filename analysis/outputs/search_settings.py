@@ -211,7 +211,7 @@ def _table(
     settings = {column: form for column, form in forms.items() if column in rows.frame}
     return numbers_table(
         rows,
-        list(rows.frame),
+        list(map(str, rows.frame)),
         settings,
         name=name,
         title=title,

@@ -106,7 +106,12 @@ def column_targets(
 def scores(comparison: Comparison, cells: Sequence[int], targets: Mapping[str, Target]) -> Numbers:
     """Scores of `cells` (rows) on `targets` (columns) with their intervals; NaN where a cell lacks
     a benchmark."""
-    numbers = Numbers(*(pd.DataFrame(index=list(cells)) for _ in range(3)))
+    index = list(cells)
+    numbers = Numbers(
+        frame=pd.DataFrame(index=index),
+        low=pd.DataFrame(index=index),
+        high=pd.DataFrame(index=index),
+    )
     for name, target in targets.items():
         numbers.frame[name], numbers.low[name], numbers.high[name] = comparison.shown(target)
         numbers.best[names.benchmark(name)] = comparison.quantity(target).best
@@ -222,9 +227,8 @@ def task_block(
         return pd.DataFrame(gathered, index=(["none"] if unpruned else []) + competing)
 
     frame = gather(lambda column: comparison.columns[column])
-    low, high = (
-        gather(lambda column, end=end: comparison.interval((column,))[end]) for end in (0, 1)
-    )  # type: ignore
+    low = gather(lambda column: comparison.interval((column,))[0])
+    high = gather(lambda column: comparison.interval((column,))[1])
     ranked = frame.iloc[len(unpruned) :]
     frame["Avg Rank"] = ranks.average_rank(ranked)
     return Numbers(frame, low, high)

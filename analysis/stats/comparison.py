@@ -293,7 +293,7 @@ class Comparison:
             if benchmark not in self.outcomes:
                 return []
             values = np.tensordot(self.outcomes[benchmark][plans], factors, (1, 0))
-            shared: np.ndarray = np.isfinite(values).all(axis=0)
+            shared = np.asarray(np.isfinite(values).all(axis=0))
             if not shared.any():
                 return []
             units = self.units.get(benchmark, np.ones(len(shared)))[shared]

@@ -29,7 +29,7 @@ def _correlation(pairs: pd.DataFrame) -> float:
     constant."""
     if len(pairs) < 3 or (pairs.nunique() < 2).any():
         return np.nan
-    return float(pairs.corr().iloc[0, 1])
+    return float(pairs.corr().to_numpy(float)[0, 1])
 
 
 def rank_correlation_by_layer(experts: pd.DataFrame, measure: str, truth: str) -> float:

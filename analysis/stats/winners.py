@@ -71,8 +71,9 @@ def _best(
     quantity = comparison.quantity((column,))
     scores = comparison.score((column,))
     competing = [name for name in panel.cells if criteria is None or name in criteria]
-    cells = pd.Series({name: panel.cells[name] for name in competing}, dtype=int)
-    shown = quantity.best_first(quantity.shown(cells.map(scores)).dropna())
+    cells = {name: panel.cells[name] for name in competing}
+    of_methods = pd.Series(cells, dtype=int).map(scores)
+    shown = quantity.best_first(quantity.shown(of_methods).dropna())
     if shown.empty:
         return {"winners": (), "score": np.nan, "runner_up": "", "p": np.nan}
     printed = shown.round(PRINTED_DECIMALS)
@@ -82,14 +83,16 @@ def _best(
     rest = shown[~is_best]
     if rest.empty:
         return best
-    second = rest.index[0]
+    second = str(rest.index[0])
     lead = comparison.difference((column,), cells[winners[0]], cells[second])
     ends = np.array([lead.value, *lead.interval])
     ends = quantity.shown_difference(scores[cells[second]], ends)
     best |= {"runner_up": second, "runner_up_score": rest.iloc[0]}
     best |= dict(zip(("lead", "lead_low", "lead_high"), ends, strict=True))
     if len(winners) == 1:
-        best["p"] = _p_of_winner(comparison, column, [*cells[[*winners, *rest.index]]])
+        best["p"] = _p_of_winner(
+            comparison, column, [cells[name] for name in (*winners, *rest.index)]
+        )
     return best
 
 

@@ -87,6 +87,7 @@ def test_items_of_benchmarks_in_calibration_sets_are_shown_and_told(results: Res
 
 def test_what_plans_keep_is_counted_from_their_masks(golden: Study) -> None:
     plain = golden.cells[~golden.cells["allocation"].str.contains("replacement")]
+    assert set(plain.index) <= {0, *golden.retained["cell"]}
     for cell, plan in golden.retained[golden.retained["cell"].isin(plain.index)].groupby("cell"):
         axes = golden.cells.loc[cell].to_dict()
         if axes["granularity"] == "channel":
