@@ -31,7 +31,7 @@ from moe_lab.compose import compose, started
 from moe_lab.config import Config
 from moe_lab.grid import Request
 from moe_lab.json_files import sealed, write_sealed
-from moe_lab.packs import Packed
+from moe_lab.packs import PackedStep
 from moe_lab.results import DIGITS, RECORD
 from moe_lab.study import garbage
 from moe_lab.study import run as running
@@ -39,7 +39,7 @@ from moe_lab.study.__main__ import find
 from moe_lab.study.graph import Graph, build
 from moe_lab.study.integrity import STEP
 from moe_lab.study.provenance import provenance
-from moe_lab.study.record import Study, described
+from moe_lab.study.record import Study, record_of
 from moe_lab.study.runs import begin
 from moe_lab.study.status import COMMANDS
 from moe_lab.study.step import Step
@@ -164,7 +164,7 @@ def _files(step: Step, noise: bytes) -> dict[str, bytes]:
     return {name: (piece * (1 + size // PIECE))[:size] for name, size in SIZES[step.kind].items()}
 
 
-def _content(step: Step, about: dict[str, Any], noise: bytes) -> Packed:
+def _content(step: Step, about: dict[str, Any], noise: bytes) -> PackedStep:
     files = _files(step, noise)
     hashes = {
         name: {"bytes": len(text), "sha256": sha256(text).hexdigest()}
@@ -177,7 +177,7 @@ def _content(step: Step, about: dict[str, Any], noise: bytes) -> Packed:
         "time": int(time.time()) // 2 * 2,
     }
     inputs = [needed.id[:DIGITS] for needed in step.inputs.values()]
-    return (
+    return PackedStep(
         step.id[:DIGITS],
         step.folder,
         inputs,
@@ -198,7 +198,7 @@ def record(words: argparse.Namespace, study: str) -> dict[str, float]:
     graph = build(config, requests)
     store = Store(words.store).create()
     with begin(store, study, graph.steps) as begun:
-        write_sealed(begun.folder / RECORD, described(Study(config, graph, store), begun, {}))
+        write_sealed(begun.folder / RECORD, record_of(Study(config, graph, store), begun, {}))
     return {}
 
 

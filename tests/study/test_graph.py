@@ -104,7 +104,7 @@ def test_studies_in_one_process_leave_nothing_behind() -> None:
         graph(criterion=SEVEN, calibration=SETS, ratio=[0.25, 0.5])
         gc.collect()
         counts.append(len(gc.get_objects()))
-    assert counts[2] <= counts[1] + 20 and gc.isenabled() and gc.get_freeze_count() == frozen
+    assert counts[2] <= counts[1] + 20 and gc.isenabled() and gc.get_freeze_count() <= frozen
 
 
 CODE = BenchmarkConfig(
@@ -270,7 +270,7 @@ def test_a_model_is_called_after_its_protocol_in_each_but_the_first(tmp_path: Pa
     run = Run(store, tmp_path / "runs/two/1")
     run.folder.mkdir(parents=True)
     with ask as named:
-        write_sealed(run.folder / "record.json", record.described(study, run, {}))
+        write_sealed(run.folder / "record.json", record.record_of(study, run, {}))
     assert len({call.args[0].id for call in named.call_args_list}) == named.call_count, (
         "once for each step"
     )
