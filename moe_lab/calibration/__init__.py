@@ -160,8 +160,8 @@ def _content(path: str) -> dict[str, Any]:
     if (file := locate(path)) is not None:
         return {"sha256": sha256_of(file), "format": file_format(path, file)}
     if is_hub_file(path):
-        name, found = hub_file(path)
-        known = {"sha256": data_file(name, found), "format": file_format(path, Path(found))}
+        name, file_name = hub_file(path)
+        known = {"sha256": data_file(name, file_name), "format": file_format(path, Path(file_name))}
     else:
         known = {"data": data_files(path)}
     return known if all(known.values()) else {UNRESOLVED: path}

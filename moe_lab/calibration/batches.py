@@ -31,7 +31,7 @@ from moe_lab.errors import UserError
 from moe_lab.models.files import sha256_of
 
 GAP = -1
-"""Stands for the filler token in rows of places."""
+"""Stands for the filler token in rows of positions."""
 TOLERANCE = 0.01
 """Largest difference between the share of tokens that a set of a mixture has and the one in the
 settings."""
@@ -107,19 +107,19 @@ class Source:
     used: int = 0
     """Documents that were tokenised, to so many `tokens`."""
     tokens: int = 0
-    placed: int = 0
+    assigned: int = 0
     """Tokens that are in rows, or will be if nothing more is cut; those in finished rows are
-    `kept`."""
-    kept: int = 0
+    `retained`."""
+    retained: int = 0
     renderings: set[str] = field(default_factory=set)
     unread: set[str] = field(default_factory=set)
 
 
 class Packed:
-    """Rows of a calibration set, or of a mixture of sets, as places (indices) in one list of
-    tokens. Rows hold places instead of ids, so that the set of a token, and whether it belongs to
-    an answer, are still known after packing. The next document comes from the set that is furthest
-    behind its share of the tokens placed so far; ties go to the set listed first. So the
+    """Rows of a calibration set, or of a mixture of sets, as positions in one list of
+    tokens. Rows hold positions instead of ids, so that the set of a token, and whether it belongs
+    to an answer, are still known after packing. The next document comes from the set that is
+    furthest behind its share of the tokens assigned so far; ties go to the set listed first. So the
     interleaving depends only on the settings and the tokenizer."""
 
     def __init__(
@@ -159,9 +159,9 @@ class Packed:
         ids = torch.tensor(self.ids)
         marks = torch.tensor(self.marks)
         for start in range(0, len(self.rows), self.settings.batch_size):
-            places = torch.tensor(self.rows[start : start + self.settings.batch_size])
-            valid = places != GAP
-            yield ids[places].masked_fill(~valid, self.gap or 0), valid, marks[places] & valid
+            positions = torch.tensor(self.rows[start : start + self.settings.batch_size])
+            valid = positions != GAP
+            yield ids[positions].masked_fill(~valid, self.gap or 0), valid, marks[positions] & valid
 
     def _packed(self) -> list[list[int]]:
         """Pack the number of rows in the settings, or fewer when a set runs out."""
@@ -170,37 +170,37 @@ class Packed:
         packed = []
         for row in islice(rows, self.settings.rows):
             packed.append(row)
-            for place in row:
-                if place != GAP:
-                    self._origins[place].kept += 1
+            for position in row:
+                if position != GAP:
+                    self._origins[position].retained += 1
             # chunk cuts nothing off: other tokens go into the next row
             if self.settings.packing != "chunk":
                 for source in self.sources:
-                    source.placed = source.kept
+                    source.assigned = source.retained
         return packed
 
     def _documents(self) -> Iterator[list[int]]:
-        """Yield the places of each document's tokens, until the set whose turn it is has no
+        """Yield the positions of each document's tokens, until the set whose turn it is has no
         document left."""
         streams = {id(source): self._read(source) for source in self.sources}
         while True:
-            source = min(self.sources, key=lambda source: source.placed / source.share)
-            places = next(streams[id(source)], None)
-            if places is None:
+            source = min(self.sources, key=lambda source: source.assigned / source.share)
+            positions = next(streams[id(source)], None)
+            if positions is None:
                 self._exhausted = source
                 return
-            source.placed += len(places)
-            yield places
+            source.assigned += len(positions)
+            yield positions
 
     def _read(self, source: Source) -> Iterator[list[int]]:
-        """Yield the places of one set's documents; in a stream shared with other sets, at most
+        """Yield the positions of one set's documents; in a stream shared with other sets, at most
         `length` at once."""
         mixed = len(self.sources) > 1 and self.settings.packing == "chunk"
         for document in source.documents:
             ids, marks = self._tokenized(document, source.settings.special_tokens)
             if not ids:
                 continue
-            places = list(range(len(self.ids), len(self.ids) + len(ids)))
+            positions = list(range(len(self.ids), len(self.ids) + len(ids)))
             self.ids += ids
             self.marks += marks
             self._origins += [source] * len(ids)
@@ -208,8 +208,8 @@ class Packed:
             source.tokens += len(ids)
             source.renderings.add(rendering(document, self.tokenizer))
             source.unread |= set(unread_texts(document, self.tokenizer))
-            step = self.settings.length if mixed else len(places)
-            yield from (places[start : start + step] for start in range(0, len(places), step))
+            step = self.settings.length if mixed else len(positions)
+            yield from (positions[start : start + step] for start in range(0, len(positions), step))
 
     def _too_short(self) -> UserError:
         """The error for a set that runs out before all rows are filled."""
@@ -235,12 +235,12 @@ class Packed:
     def _check_shares(self) -> None:
         """Raise UserError when a set of a mixture has another share of the valid tokens than in the
         settings."""
-        total = sum(source.kept for source in self.sources)
+        total = sum(source.retained for source in self.sources)
         for source in self.sources:
-            if abs(source.kept / total - source.share) > TOLERANCE:
+            if abs(source.retained / total - source.share) > TOLERANCE:
                 raise UserError(
                     f"calibration={self.settings.name}: {source.settings.name} makes "
-                    f"{source.kept / total:.1%} of the "
+                    f"{source.retained / total:.1%} of the "
                     f"tokens and not {source.share:.1%}, because documents are long beside "
                     f"calibration.tokens={self.settings.tokens}: expected more tokens"
                 )
@@ -286,9 +286,9 @@ def _report(packed: Packed) -> dict[str, Any]:
     settings = packed.settings
     sources = packed.sources
     digests = [_digest(source) for source in sources]
-    kept = {source.settings.name: source.kept for source in sources}
+    retained = {source.settings.name: source.retained for source in sources}
     first = packed.rows[0]
-    end = max(at for at, place in enumerate(first) if place != GAP) + 1
+    end = max(at for at, position in enumerate(first) if position != GAP) + 1
     shares = [
         {
             "name": source.settings.name,
@@ -301,7 +301,7 @@ def _report(packed: Packed) -> dict[str, Any]:
     return {
         "name": settings.name,
         "source": settings.path
-        or ", ".join(f"{name} {kept[name] / sum(kept.values()):.1%}" for name in kept),
+        or ", ".join(f"{name} {retained[name] / sum(retained.values()):.1%}" for name in retained),
         "sha256": hashlib.sha256(repr(shares).encode()).hexdigest()
         if settings.sources
         else digests[0],
@@ -313,10 +313,13 @@ def _report(packed: Packed) -> dict[str, Any]:
         "rows": len(packed.rows),
         "length": settings.length,
         "packing": settings.packing,
-        "valid_tokens": kept,
-        "tokens_cut": sum(source.tokens - source.kept for source in sources),
+        "valid_tokens": retained,
+        "tokens_cut": sum(source.tokens - source.retained for source in sources),
         "first_row": packed.tokenizer.decode(
-            [packed.ids[place] if place != GAP else packed.gap or 0 for place in first[:end]]
+            [
+                packed.ids[position] if position != GAP else packed.gap or 0
+                for position in first[:end]
+            ]
         ),
     }
 
@@ -356,13 +359,13 @@ def answer_batches(
             "expected a fast tokenizer (a tokenizer.json)"
         )
     tokenized = partial(marked, tokenizer=tokenizer, header=header)
-    found = list(Packed(settings, tokenizer, read_answered, tokenized).batches())
-    if not any(bool(answers.any()) for _, _, answers in found):
+    marked_batches = list(Packed(settings, tokenizer, read_answered, tokenized).batches())
+    if not any(bool(answers.any()) for _, _, answers in marked_batches):
         raise UserError(
             f"calibration.length={settings.length} cuts every answer of {settings.name} away: "
             "expected longer rows"
         )
-    return found
+    return marked_batches
 
 
 def marked(

@@ -443,11 +443,13 @@ def render_whole(
         if key not in template_variables(_template(arguments, tokenizer)):
             raise _unread(what, TEMPLATE_ARGUMENTS, {key: flat[key]})
     _check_rest({key: value for key, value in flat.items() if isinstance(value, str)}, text, what)
-    for key, value, others, rest in _omissions(messages, flat):
+    for key, value, remaining_messages, remaining_arguments in _omissions(messages, flat):
         if key != "tools" and _missing(list(filter(is_content, _texts(value))), text):
             raise _unread(what, key, value)
         try:
-            ignored = from_template(others, rest, tokenizer, **options) == text
+            ignored = (
+                from_template(remaining_messages, remaining_arguments, tokenizer, **options) == text
+            )
         except UserError:
             # such as of a template that refuses an empty message: so it reads the calls
             continue

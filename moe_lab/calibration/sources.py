@@ -45,12 +45,12 @@ def read(settings: CalibrationConfig) -> list[Document]:
         documents = _read_file(file or download_file(settings.path), settings)
     if settings.joined:
         documents = [_joined(documents, settings)]
-    kept = [document for document in documents if not is_empty(document)]
-    if not kept:
+    non_empty = [document for document in documents if not is_empty(document)]
+    if not non_empty:
         raise UserError(
             f"calibration.path={settings.path} holds no document: expected text to calibrate on"
         )
-    return kept
+    return non_empty
 
 
 def _joined(documents: list[Document], settings: CalibrationConfig) -> Document:
@@ -157,7 +157,7 @@ def _read_file(file: Path, settings: CalibrationConfig) -> list[Document]:
 
 
 def _documents(records: Iterable[tuple[str, Any]], settings: CalibrationConfig) -> list[Document]:
-    """The documents of (place, record) pairs."""
+    """The documents of (where, record) pairs."""
     return [
         document(record, settings.field, where, settings.template, settings.ignored)
         for where, record in records
@@ -206,28 +206,28 @@ def text_of(file: Path, setting: str) -> str:
         raise UserError(f"{setting}={file} cannot be read: {error.strerror}") from error
     try:
         text = raw.decode("utf-8-sig")
-        place = raw.find(0)  # which other formats have, and UTF-16
+        position = raw.find(0)  # which other formats have, and UTF-16
     except UnicodeDecodeError as error:
-        place = error.start
-    if place >= 0:
-        line = raw.count(b"\n", 0, place) + 1
+        position = error.start
+    if position >= 0:
+        line = raw.count(b"\n", 0, position) + 1
         raise UserError(
-            f"{setting}={file} is not UTF-8 text: line {line} has the byte {raw[place]:#04x} "
-            f"(byte {place})"
+            f"{setting}={file} is not UTF-8 text: line {line} has the byte {raw[position]:#04x} "
+            f"(byte {position})"
         )
     return text
 
 
 def records(file: Path, setting: str) -> Iterator[tuple[str, Any]]:
-    """(place, record) for each record of a JSON list or of JSON lines. UserError, naming the line,
+    """(where, record) for each record of a JSON list or of JSON lines. UserError, naming the line,
     for anything else; `setting`: what names the file."""
     text = text_of(file, setting)
     number = 1
     try:
         if text.lstrip().startswith("["):
             yield from (
-                (f"{file} record {place}", record)
-                for place, record in enumerate(json.loads(text), start=1)
+                (f"{file} record {number_in_list}", record)
+                for number_in_list, record in enumerate(json.loads(text), start=1)
             )
             return
         # Only "\n" ends a line: str.splitlines would also cut at separators that JSON strings may

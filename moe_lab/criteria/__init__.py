@@ -37,7 +37,7 @@ too."""
 _SOFTMAX = (
     "; this needs a router that is a softmax over all experts: choose gate=model or renormalized"
 )
-LACKING = {
+MISSING_REASONS = {
     "sums_full_softmax": _SOFTMAX,
     "sums_double_softmax": _SOFTMAX,
     "shift_weighted": "; this needs MoE blocks that read a norm of the residual stream",
@@ -99,12 +99,11 @@ class Layer:
     def __getitem__(self, name: str) -> Array:
         """The statistic called `name`, read-only. UserError when this layer has none."""
         if name not in self._arrays:
-            there = ", ".join(sorted(self._arrays)) or "nothing"
-            lacking = (
-                f"layer {self.index} has no {name} for criterion={self.criterion.name}: it "
-                f"has {there}"
+            available = ", ".join(sorted(self._arrays)) or "nothing"
+            raise UserError(
+                f"layer {self.index} has no {name} for criterion={self.criterion.name}: it has "
+                f"{available}{MISSING_REASONS.get(name, '')}"
             )
-            raise UserError(lacking + LACKING.get(name, ""))
         # a copy: torch writes into read-only arrays, too
         array = numpy.array(self._arrays[name], dtype=numpy.float64)
         array.flags.writeable = False

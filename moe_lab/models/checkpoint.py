@@ -132,9 +132,9 @@ def _shards(folder: Path) -> tuple[tuple[str, ...], Mapping[str, str] | None]:
         return (SINGLE,), None
     if not (folder / INDEX).exists():
         loose = sorted(path.name for path in folder.glob("*.safetensors"))
-        there = f"only {', '.join(loose)}" if loose else "no safetensors file"
+        present = f"only {', '.join(loose)}" if loose else "no safetensors file"
         hint = ": convert its .bin files to safetensors" if any(folder.glob("*.bin")) else ""
-        raise UserError(f"{folder} has neither {SINGLE} nor {INDEX}: found {there}{hint}")
+        raise UserError(f"{folder} has neither {SINGLE} nor {INDEX}: found {present}{hint}")
     content = read_json(folder / INDEX)
     index = content.get("weight_map")
     if (

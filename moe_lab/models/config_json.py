@@ -298,6 +298,8 @@ def _measured(path: str, revision: str | None) -> dict[str, int]:
             for name, (size, _) in stated.items()
             if is_weights(name) and "consolidated" not in name
         )
-        each = 1 if quantization_method(config) else numbers["bytes"]
-        numbers |= {"parameters": size // each, "moe_layers": numbers["layers"]} if size else {}
+        weight_bytes = 1 if quantization_method(config) else numbers["bytes"]
+        numbers |= (
+            {"parameters": size // weight_bytes, "moe_layers": numbers["layers"]} if size else {}
+        )
     return numbers

@@ -230,7 +230,9 @@ def _layer(model: nn.Module, name: str, kind: str) -> MoELayer:
     widths, hidden = _shape(experts, family, refuse)
     n_experts = len(widths)
     routers = [
-        child for word in ROUTERS if isinstance(child := getattr(block, word, None), nn.Module)
+        child
+        for attribute in ROUTERS
+        if isinstance(child := getattr(block, attribute, None), nn.Module)
     ]
     if len(routers) != 1:
         raise refuse(
@@ -334,13 +336,17 @@ def part_of(name: str) -> str:
     """The part a module or tensor of a model belongs to by its path: experts, shared_experts,
     attention or rest."""
     path = name.split(".")
-    if not any(word.isdigit() for word in path):
+    if not any(name_part.isdigit() for name_part in path):
         return "rest"
     if "experts" in path:
         return "experts"
-    if any(f"{word}." in DISK_SHARED for word in path):
+    if any(f"{name_part}." in DISK_SHARED for name_part in path):
         return "shared_experts"
-    return "attention" if any(mark in word for word in path for mark in ATTENTION) else "rest"
+    return (
+        "attention"
+        if any(mark in name_part for name_part in path for mark in ATTENTION)
+        else "rest"
+    )
 
 
 def linears(model: nn.Module, part: str) -> Iterator[tuple[str, nn.Linear]]:

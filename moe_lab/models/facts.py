@@ -51,7 +51,7 @@ def model_facts(model: Any) -> dict[str, Any]:
         "parameters": shape.parameters,
         "decoder_layers": shape.layers,
         "shared_width": shape.shared_width,
-        "layers": {layer.index: _about(layer) for layer in routed_layers(model)},
+        "layers": {layer.index: _layer_facts(layer) for layer in routed_layers(model)},
     }
 
 
@@ -74,8 +74,8 @@ def architecture(model: Any) -> ExpectedConfig:
     return valid(ExpectedConfig, sizes, "", "config.json of the model")
 
 
-def _about(layer: MoELayer) -> dict[str, Any]:
-    about = {
+def _layer_facts(layer: MoELayer) -> dict[str, Any]:
+    facts_of_layer: dict[str, Any] = {
         "n_experts": layer.n_experts,
         "top_k": layer.top_k,
         "n_group": layer.n_group,
@@ -88,7 +88,9 @@ def _about(layer: MoELayer) -> dict[str, Any]:
         "router_parameters_per_expert": sum(part.tensor.numel() for part in layer.routing)
         // layer.n_experts,
     }
-    return {**about, "widths": list(layer.widths)} if is_ragged(layer.experts) else about
+    if is_ragged(layer.experts):
+        facts_of_layer["widths"] = list(layer.widths)
+    return facts_of_layer
 
 
 def describe(folder: Path, settings: ModelConfig) -> dict[str, Any]:
@@ -122,21 +124,21 @@ def describe(folder: Path, settings: ModelConfig) -> dict[str, Any]:
 def _router(layer: MoELayer, config: Any) -> str:
     """The router of a layer in words, such as "Qwen3MoeTopKRouter, the best 8,
     norm_topk_prob=True"."""
-    words = [type(layer.router).__name__, f"the best {layer.top_k}"]
+    properties = [type(layer.router).__name__, f"the best {layer.top_k}"]
     if any(part.name in ("e_score_correction_bias", "expert_bias") for part in layer.routing):
-        words.append("chosen with a correction bias")
+        properties.append("chosen with a correction bias")
     if layer.n_group > 1:
-        words.append(f"from {layer.topk_group} of {layer.n_group} groups")
+        properties.append(f"from {layer.topk_group} of {layer.n_group} groups")
     stated = [field for field in ("scoring_func", "norm_topk_prob") if hasattr(config, field)]
-    words += [f"{field}={getattr(config, field)}" for field in stated]
-    return ", ".join(words)
+    properties += [f"{field}={getattr(config, field)}" for field in stated]
+    return ", ".join(properties)
 
 
 def _parameters_by_part(model: Any, layers: list[MoELayer]) -> dict[str, int]:
     routers = {id(part.tensor) for layer in layers for part in layer.routing}
     counted = dict.fromkeys(("routed experts", "shared experts", "routers", "attention", "rest"), 0)
-    words = {"experts": "routed experts", "shared_experts": "shared experts"}
+    labels = {"experts": "routed experts", "shared_experts": "shared experts"}
     for name, weight in model.named_parameters():
         part = part_of(name)
-        counted["routers" if id(weight) in routers else words.get(part, part)] += weight.numel()
+        counted["routers" if id(weight) in routers else labels.get(part, part)] += weight.numel()
     return {part: count for part, count in counted.items() if count}

@@ -46,15 +46,15 @@ def sha256_of(file: Path) -> str:
     status = real.stat()
     if status.st_size < REMEMBERED_FROM:
         return _read(real)
-    about = {"size": status.st_size, "changed": status.st_mtime_ns, "inode": status.st_ino}
+    state = {"size": status.st_size, "changed": status.st_mtime_ns, "inode": status.st_ino}
     note = cache("hashes") / f"{hashlib.sha256(os.fsencode(real)).hexdigest()[:32]}.json"
     with suppress(OSError, json_files.Damaged):
         known: dict[str, Any] = json_files.read_sealed(note, SHAPE)
-        if known.items() >= about.items():
+        if known.items() >= state.items():
             return str(known["sha256"])
     sha256 = _read(real)
     note.parent.mkdir(parents=True, exist_ok=True)
-    json_files.write_sealed(note, {"path": str(real), **about, "sha256": sha256})
+    json_files.write_sealed(note, {"path": str(real), **state, "sha256": sha256})
     return sha256
 
 
@@ -78,12 +78,12 @@ def _answers(address: str) -> bool:
 
     answers: list[object] = []
 
-    def ask() -> None:
+    def send_request() -> None:
         with suppress(HTTPError, OSError):
             answers.append(get_session().head(address, timeout=FIRST_SECONDS))
 
     # looking up the name of a host has no time limit of its own
-    (thread := Thread(target=ask, daemon=True)).start()
+    (thread := Thread(target=send_request, daemon=True)).start()
     thread.join(FIRST_SECONDS)
     return bool(answers)
 
@@ -97,9 +97,12 @@ def stated_files(name: str, revision: str | None, kind: str) -> dict[str, tuple[
     from httpx import HTTPError
     from huggingface_hub import HfApi
 
-    ask = HfApi().model_info if kind == "model" else HfApi().dataset_info
+    repository_info = HfApi().model_info if kind == "model" else HfApi().dataset_info
     try:
-        siblings = ask(name, revision=revision, files_metadata=True, timeout=SECONDS).siblings or []
+        siblings = (
+            repository_info(name, revision=revision, files_metadata=True, timeout=SECONDS).siblings
+            or []
+        )
     except (OSError, ValueError, HTTPError):
         return None
     return {
@@ -240,9 +243,13 @@ def configuration_folder(settings: ModelConfig) -> Path | None:
 def files_of(folder: Path) -> list[Path]:
     """All files of a model's folder that transformers may read, those of SUBFOLDERS among them, in
     order."""
-    places = [folder, *(folder / name for name in SUBFOLDERS)]
+    folders = [folder, *(folder / name for name in SUBFOLDERS)]
     return sorted(
-        file for place in places if place.is_dir() for file in place.iterdir() if file.is_file()
+        file
+        for searched in folders
+        if searched.is_dir()
+        for file in searched.iterdir()
+        if file.is_file()
     )
 
 
@@ -297,7 +304,7 @@ def _fingerprint_there(path: str, revision: str | None) -> str | None:
     ):
         return None
     return _fingerprint(
-        described, [], {name: about for name, about in stated.items() if is_weights(name)}
+        described, [], {name: entry for name, entry in stated.items() if is_weights(name)}
     )
 
 
@@ -370,5 +377,5 @@ def _snapshot(path: str, revision: str | None, weights: list[str], **settings: A
     from huggingface_hub import snapshot_download
 
     patterns = [*weights, *(f"*{suffix}" for suffix in sorted(DESCRIBING))]
-    asked = {"allow_patterns": patterns, "ignore_patterns": ["*/*.safetensors"], **settings}
-    return Path(snapshot_download(path, revision=revision, **asked))
+    arguments = {"allow_patterns": patterns, "ignore_patterns": ["*/*.safetensors"], **settings}
+    return Path(snapshot_download(path, revision=revision, **arguments))

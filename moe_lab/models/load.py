@@ -131,8 +131,8 @@ def set_top_k(model: Any, top_k: int | None) -> None:
 
 
 def check_finite(model: nn.Module, within: str = "") -> None:
-    """Raise UserError naming the tensor, and the place in it (of stacked experts first the expert),
-    if a weight whose name begins with `within` is NaN or infinite."""
+    """Raise UserError naming the tensor, and the position in it (of stacked experts first the
+    expert), if a weight whose name begins with `within` is NaN or infinite."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not name.startswith(within) or not tensor.is_floating_point() or tensor.is_meta:
             continue
@@ -146,7 +146,7 @@ def check_finite(model: nn.Module, within: str = "") -> None:
         if bad := (~numbers.isfinite()).nonzero().tolist():
             value = float(tensor[tuple(bad[0])])
             raise UserError(
-                f"weights: {name} holds {value} at {bad[0]} and {len(bad) - 1} more places: "
+                f"weights: {name} holds {value} at {bad[0]} and {len(bad) - 1} more positions: "
                 "expected finite numbers"
             )
 

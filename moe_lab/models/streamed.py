@@ -194,9 +194,9 @@ class StreamedModel:
         if number in self.moe:
             self.routing.restore(self.moe[number])
         module.requires_grad_(False)
-        own = self.model.state_dict()
+        tensors = self.model.state_dict()
         beginning = f"{self.path}." if number == REST else f"{self.path}.{number}."
-        for name, tensor in own.items():
+        for name, tensor in tensors.items():
             if tensor.is_meta and name.startswith(beginning) != (number == REST):
                 raise UserError(
                     f"{self.checkpoint.folder}: weights are missing that config.json asks for: "

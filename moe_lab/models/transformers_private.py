@@ -101,8 +101,8 @@ def rendered_on(day: datetime, template: str) -> AbstractContextManager[Any]:
 def compute_buffers(model: PreTrainedModel, root: nn.Module, device: str) -> None:
     """Compute all buffers below `root` that no checkpoint holds, as loading a whole model does."""
     for module in root.modules():
-        own = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
-        computed = {name: buffer for name, buffer in own.items() if buffer is not None}
+        buffers = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
+        computed = {name: buffer for name, buffer in buffers.items() if buffer is not None}
         if any(buffer.is_meta for buffer in computed.values()):
             for name, buffer in computed.items():
                 module._buffers[name] = torch.empty_like(buffer, device=device)

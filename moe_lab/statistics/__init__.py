@@ -46,10 +46,10 @@ class Statistics:
                 # safetensors takes neither views nor tensors that share memory
                 tensors[f"{layer}/{name}"] = part.clone().contiguous()
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f"{path.name}.{os.getpid()}.partial")
-        save_file(tensors, beside, {"moe_lab": json.dumps(self.header, sort_keys=True)})
-        beside.chmod(path.parent.stat().st_mode & 0o666)  # a colleague may go on from it
-        beside.replace(path)
+        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        save_file(tensors, partial, {"moe_lab": json.dumps(self.header, sort_keys=True)})
+        partial.chmod(path.parent.stat().st_mode & 0o666)  # a colleague may go on from it
+        partial.replace(path)
 
     @classmethod
     def load(cls, path: Path | str) -> Statistics:

@@ -118,12 +118,12 @@ class _Replay(TorchFunctionMode):
         """Select the best of `scores` without the removed experts; if too few are left, the removed
         one at value 0."""
         assert self.removed is not None
-        left = (
+        remaining = (
             scores.reshape(self.logits.shape)
             .scatter(1, self.removed[:, None], float("-inf"))
             .reshape(scores.shape)
         )
-        values, indices = func(left, *args[1:], **kwargs)
+        values, indices = func(remaining, *args[1:], **kwargs)
         filled = values.isneginf() & ~scores.gather(-1, indices).isneginf()
         return torch.return_types.topk((values.masked_fill(filled, 0.0), indices))
 

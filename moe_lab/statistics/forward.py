@@ -78,9 +78,9 @@ class ForwardHook(StatisticsHook):
         )
 
         def compute(expert: int, part: slice, states: torch.Tensor) -> torch.Tensor:
-            own = layer.weights(expert)
-            phi = layer.phi(states, own)
-            f = layer.output(phi, own)
+            expert_weights = layer.weights(expert)
+            phi = layer.phi(states, expert_weights)
+            f = layer.output(phi, expert_weights)
             call.add(expert, part, phi.detach(), f.detach())
             return f
 
@@ -149,7 +149,10 @@ def shifts(stream: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
     cancels."""
     x = wide(stream)
     a = wide(added)
-    xx, xa, aa = ((one * other).sum(-1).double() for one, other in ((x, x), (x, a), (a, a)))
+    xx, xa, aa = (
+        (left_vector * right_vector).sum(-1).double()
+        for left_vector, right_vector in ((x, x), (x, a), (a, a))
+    )
     after = (xx + 2 * xa + aa).clamp(min=0)
     squares = xx * after
     cosine = (xx + xa) / squares.sqrt()
@@ -160,22 +163,22 @@ def shifts(stream: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
 
 class ExpertsCall:
     """The statistics of one call: `add` for each expert, then `finish`, then `normalize`. `rows`:
-    the routed pairs. `weights` (T, K): gates as the model multiplies with them. `others`: further
-    gates (T, K) by name. `valid`: (T,) bool, which tokens count, None for all."""
+    the routed pairs. `weights` (T, K): gates as the model multiplies with them. `further_gates`:
+    more gates (T, K) by name. `valid`: (T,) bool, which tokens count, None for all."""
 
     def __init__(
         self,
         n_experts: int,
         rows: Rows,
         weights: torch.Tensor,
-        others: Mapping[str, torch.Tensor],
+        further_gates: Mapping[str, torch.Tensor],
         valid: torch.Tensor | None,
     ) -> None:
         self.n_experts = n_experts
         self.rows = rows
         self.gates = {"model": weights.double()}
         self.gates["renormalized"] = self.gates["model"] / self.gates["model"].sum(-1, keepdim=True)
-        self.gates |= {name: gates.double() for name, gates in others.items()}
+        self.gates |= {name: gates.double() for name, gates in further_gates.items()}
         self.valid = valid
         self.valid_rows = None if valid is None else valid[rows.token]
         self.gate_square = wide(weights)[rows.token, rows.column].square()
@@ -277,12 +280,12 @@ class ExpertsCall:
             column = column[keep]
             norm_square = norm_square[keep]
             ends = torch.bincount(rows.expert[keep], minlength=self.n_experts).cumsum(0).tolist()
-        one = torch.ones_like(norm_square)
-        norms = torch.stack((one, norm_square.sqrt(), norm_square), 1)
+        ones = torch.ones_like(norm_square)
+        norms = torch.stack((ones, norm_square.sqrt(), norm_square), 1)
         powers = []
         for of_token in self.gates.values():
             gate = of_token[token, column]
-            powers += [one, gate, gate.square()]
+            powers += [ones, gate, gate.square()]
         gates = torch.stack(powers, 1)
         moments = norms.new_zeros(self.n_experts, gates.shape[1], 3)
         for expert, part in parts(ends):

@@ -75,12 +75,12 @@ class GradientHook(StatisticsHook):
 
         def compute(expert: int, part: slice, states: torch.Tensor) -> torch.Tensor:
             counted = slice(None) if keep is None else keep[part]
-            own = layer.weights(expert)
-            phi = layer.phi(states, own)
+            expert_weights = layer.weights(expert)
+            phi = layer.phi(states, expert_weights)
             channels.add(expert, wide(phi.detach())[counted], gate_square[part][counted])
             if phi.requires_grad:
                 phi.register_hook(partial(self._add_gradient, expert, phi.detach(), counted))
-            return layer.output(phi, own)
+            return layer.output(phi, expert_weights)
 
         mixed = routed_output(hidden, rows, weights, compute)
         for name, part in channels.finish().items():
@@ -194,8 +194,8 @@ class WeightGradientHook(StatisticsHook):
             for name in [name for name in leaves if not layer.family.stacks[name].is_bias]:
                 leaves[name] = leaves[name].detach().requires_grad_()
                 leaves[name].register_post_accumulate_grad_hook(partial(self._add, name, expert))
-            own = layer.weights(expert, leaves)
-            return layer.output(layer.phi(states, own), own)
+            expert_weights = layer.weights(expert, leaves)
+            return layer.output(layer.phi(states, expert_weights), expert_weights)
 
         layer = self.layer
         return routed_output(hidden, sort_by_expert(index, layer.n_experts), weights, compute)

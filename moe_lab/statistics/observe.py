@@ -225,8 +225,8 @@ def gather(
     infinite sums (naming layer and expert), and models that cannot be observed.
     """
     out = out if hook.resumes else None
-    about = description(model, batches, hook.kind)
-    done, layers = resume(out, about)
+    header = description(model, batches, hook.kind)
+    done, layers = resume(out, header)
     with Saves(out) as saves, Observer(model, hook, layers) as observer:
         for number, (ids, valid) in enumerate(batches[done:], done + 1):
             observer.read(ids, valid, reading)
@@ -236,8 +236,8 @@ def gather(
                     layers = observer.layers()
                     check_finite(layers, f"batches {done + 1} to {number}")
                     done = number
-                    save_checkpoint(out, layers, about, done)
-    return Statistics(layers, about)
+                    save_checkpoint(out, layers, header, done)
+    return Statistics(layers, header)
 
 
 def description(model: PreTrainedModel, batches: Sequence[Batch], kind: str) -> dict[str, Any]:
@@ -266,13 +266,13 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     return content.hexdigest()
 
 
-def save_checkpoint(out: Path | None, layers: Layers, about: Mapping[str, Any], done: int) -> None:
+def save_checkpoint(out: Path | None, layers: Layers, header: Mapping[str, Any], done: int) -> None:
     """Save the sums after `done` parts of a pass in the folder `out`, if there is one."""
     if out is not None:
-        Statistics(layers, {**about, "done": done}).save(out / CHECKPOINT)
+        Statistics(layers, {**header, "done": done}).save(out / CHECKPOINT)
 
 
-def resume(out: Path | None, about: Mapping[str, Any]) -> tuple[int, Layers]:
+def resume(out: Path | None, header: Mapping[str, Any]) -> tuple[int, Layers]:
     """(parts done, their sums) from the checkpoint of the same pass in the folder `out`; (0, {})
     without one."""
     if out is None or not (out / CHECKPOINT).exists():
@@ -282,4 +282,4 @@ def resume(out: Path | None, about: Mapping[str, Any]) -> tuple[int, Layers]:
     except UserError:  # damaged: the pass starts again
         return 0, {}
     done = saved.header.pop("done", 0)
-    return (done, saved.layers) if saved.header == about else (0, {})
+    return (done, saved.layers) if saved.header == header else (0, {})

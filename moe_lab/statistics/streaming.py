@@ -38,18 +38,18 @@ SHARE = 0.5
 
 
 class States:
-    """A tensor for each (place, batch), in memory as far as there is room, else in a file. Place n
+    """A tensor for each (key, batch), in memory as far as there is room, else in a file. Key n
     is for the inputs of layer n, the number after the last layer for the final output; -n for
     gradients of the loss at the inputs of layer n."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.room = folder, SHARE * main_memory()
         self.held: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
-        self.kept = self.saved = {int(place.name) for place in folder.glob("*")}
-        """Places from which the pass can go on now, and those from which it does when it is
+        self.retained = self.saved = {int(path.name) for path in folder.glob("*")}
+        """Keys from which the pass can go on now, and those from which it does when it is
         killed."""
 
-    def put(self, place: int, batch: int, state: torch.Tensor) -> None:
+    def put(self, key: int, batch: int, state: torch.Tensor) -> None:
         """Store `state`, detached."""
         if _bytes(state) <= self.room:
             try:
@@ -58,46 +58,46 @@ class States:
                 self.room = 0.0
             else:
                 self.room -= _bytes(state)
-                self.held[place][batch] = memory.copy_(state.detach())
+                self.held[key][batch] = memory.copy_(state.detach())
                 return
-        self._write(place, batch, state)
+        self._write(key, batch, state)
 
-    def get(self, place: int, batch: int, device: str) -> torch.Tensor:
+    def get(self, key: int, batch: int, device: str) -> torch.Tensor:
         """A copy of the stored state, on `device`."""
-        held = self.held[place].get(batch)
+        held = self.held[key].get(batch)
         state: torch.Tensor = (
-            read(self._file(place, batch), "pt")[place][str(batch)] if held is None else held
+            read(self._file(key, batch), "pt")[key][str(batch)] if held is None else held
         )
         # a copy, because rows in the mapped file may start where matrix products round differently
         return state.to(device, copy=True)
 
-    def keep(self, places: Iterable[int]) -> None:
-        """Forget the states at other places: the pass goes on from these, and fills others."""
-        before = self.kept
-        self.kept = set(places)
-        for place in before - self.kept:
-            self.room += sum(map(_bytes, self.held.pop(place, {}).values()))
-        self._delete(before - self.kept - self.saved)
+    def keep(self, keys: Iterable[int]) -> None:
+        """Forget the states of other keys: the pass goes on from these, and adds others."""
+        before = self.retained
+        self.retained = set(keys)
+        for key in before - self.retained:
+            self.room += sum(map(_bytes, self.held.pop(key, {}).values()))
+        self._delete(before - self.retained - self.saved)
 
     def save(self, record: Callable[[], None]) -> None:
         """Copy what is kept in memory to files, `record` it, and delete what was saved before."""
-        for place in self.kept:
-            for batch, state in self.held[place].items():
-                if not self._file(place, batch).exists():
-                    self._write(place, batch, state)
+        for key in self.retained:
+            for batch, state in self.held[key].items():
+                if not self._file(key, batch).exists():
+                    self._write(key, batch, state)
         record()
-        self._delete(self.saved - self.kept)
-        self.saved = self.kept
+        self._delete(self.saved - self.retained)
+        self.saved = self.retained
 
-    def _delete(self, places: Iterable[int]) -> None:
-        for place in places:
-            shutil.rmtree(self.folder / str(place), ignore_errors=True)
+    def _delete(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            shutil.rmtree(self.folder / str(key), ignore_errors=True)
 
-    def _write(self, place: int, batch: int, state: torch.Tensor) -> None:
-        Statistics({place: {str(batch): state.detach().cpu()}}).save(self._file(place, batch))
+    def _write(self, key: int, batch: int, state: torch.Tensor) -> None:
+        Statistics({key: {str(batch): state.detach().cpu()}}).save(self._file(key, batch))
 
-    def _file(self, place: int, batch: int) -> Path:
-        return self.folder / str(place) / f"{batch}.safetensors"
+    def _file(self, key: int, batch: int) -> Path:
+        return self.folder / str(key) / f"{batch}.safetensors"
 
 
 def _bytes(state: torch.Tensor) -> int:
@@ -186,23 +186,23 @@ def stream_back(
 
 class LayerPass:
     """Runs all batches through a streamed model, one decoder layer after the other. The pass that
-    `about` describes has `total` parts, each a layer in one direction, and goes on after those that
-    were done when it was last saved."""
+    `header` describes has `total` parts, each a layer in one direction, and goes on after those
+    that were done when it was last saved."""
 
     def __init__(
         self,
         streamed: StreamedModel,
         batches: Sequence[Batch],
-        about: Mapping[str, Any],
+        header: Mapping[str, Any],
         total: int,
         out: Path,
     ) -> None:
         self.streamed = streamed
         self.batches = batches
-        self.about = about
+        self.header = header
         self.total = total
         self.folder = out / "streamed"
-        self.done, self.sums = resume(self.folder, about)
+        self.done, self.sums = resume(self.folder, header)
         if not self.done:
             shutil.rmtree(self.folder, ignore_errors=True)
         self.states, self.saves = States(self.folder / "states"), Saves(self.folder)
@@ -218,19 +218,19 @@ class LayerPass:
             if torch.cuda.is_initialized():
                 torch.accelerator.empty_host_cache()  # pinned memory is not given back by itself
 
-    def finish(self, sums: Layers, places: Iterable[int]) -> None:
-        """Note that a part is done, with its sums. `places`: the states that are needed from now
+    def finish(self, sums: Layers, keys: Iterable[int]) -> None:
+        """Note that a part is done, with its sums. `keys`: the states that are needed from now
         on."""
         self.sums |= sums
         self.done += 1
-        self.states.keep(places)
+        self.states.keep(keys)
         progress.tell(self.done, self.total, "layers")
         self.save_if_due()
 
     def result(self) -> Statistics:
         """The sums of all MoE layers."""
         return Statistics(
-            {number: self.sums[number] for number in sorted(self.streamed.moe)}, dict(self.about)
+            {number: self.sums[number] for number in sorted(self.streamed.moe)}, dict(self.header)
         )
 
     def save_if_due(self) -> None:
@@ -238,7 +238,7 @@ class LayerPass:
         if self.saves.due():
             with self.saves.timed():
                 self.states.save(
-                    lambda: save_checkpoint(self.folder, self.sums, self.about, self.done)
+                    lambda: save_checkpoint(self.folder, self.sums, self.header, self.done)
                 )
 
     def run(self, number: int, hook: type[StatisticsHook] | None, *, keep: bool) -> Layers:

@@ -242,7 +242,9 @@ def _blocks(
         slices = list(weights.slices(names, files).values())
         for first in range(0, rows, step):
             part = slice(first, first + step)
-            read = slices[0][:, part] if stacked else torch.stack([one[part] for one in slices])
+            read = (
+                slices[0][:, part] if stacked else torch.stack([matrix[part] for matrix in slices])
+            )
             block = read.to(device).double().flatten(1)
             if bad := (~block.isfinite().all(1)).nonzero().flatten().tolist():
                 name = names[0] if stacked else names[bad[0]]
