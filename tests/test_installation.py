@@ -129,7 +129,7 @@ def test_an_installed_plugin_needs_no_word(folder: Path) -> None:
             MODULE.replace("crest", "man"),
             "criterion man of broken is there already, of moe_lab.criteria.experts",
         ),
-        (MODULE.replace('"like_uniform"', '"uniform"'), "allocation uniform is there already"),
+        (MODULE.replace('"like_uniform"', '"uniform"'), "allocation=uniform is registered already"),
     ],
 )
 def test_wrong_plugins_are_a_sentence(

@@ -81,14 +81,14 @@ def load_tuned(model: nn.Module, file: Path, within: str = "") -> list[str]:
 def storage(model: nn.Module) -> dict[str, int]:
     """Bytes of the parameters and buffers of `model`: experts, shared_experts, attention, rest, and
     their total. Tensors that share memory count once."""
-    held = {"experts": 0, "shared_experts": 0, "attention": 0, "rest": 0}
+    sizes = {"experts": 0, "shared_experts": 0, "attention": 0, "rest": 0}
     seen: set[tuple[torch.device, int]] = set()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        place = (tensor.device, tensor.data_ptr())
-        if tensor.numel() and place not in seen:
-            seen.add(place)
-            held[part_of(name)] += tensor.numel() * tensor.element_size()
-    return {**held, "total": sum(held.values())}
+        address = (tensor.device, tensor.data_ptr())
+        if tensor.numel() and address not in seen:
+            seen.add(address)
+            sizes[part_of(name)] += tensor.numel() * tensor.element_size()
+    return {**sizes, "total": sum(sizes.values())}
 
 
 def quantize(model: Any, modules: Iterable[str]) -> None:
@@ -211,7 +211,7 @@ class FourBitMatrices(nn.ModuleList):
 
 
 class FourBitLinear(nn.Module):
-    """Replaces a linear map: its weight is held in 4 bits, its bias is unchanged."""
+    """Replaces a linear map: its weight is stored in 4 bits, its bias is unchanged."""
 
     def __init__(self, original: nn.Linear) -> None:
         super().__init__()

@@ -56,18 +56,18 @@ def fit(
     experts = []
     for layer, of_layer in weights_of.items():
         for owner, weights in of_layer.items():
-            about = {
+            summary = {
                 "layer": layer,
                 "expert": owner,
                 "members": sorted(plan.layers[layer].merged[owner]),
             }
-            experts.append({**about, **_fitted(weights.down, owner, sums[layer])})
-    fitted = sum(about["error_fitted"] is not None for about in experts)
+            experts.append({**summary, **_fitted(weights.down, owner, sums[layer])})
+    fitted = sum(summary["error_fitted"] is not None for summary in experts)
     if not fitted:
         raise UserError(
             f"recovery.fit={settings.fit}: each of {len(experts)} merged experts saw fewer tokens "
             "than it has channels "
-            f"(at most {max(about['tokens'] for about in experts)}): expected a longer text"
+            f"(at most {max(summary['tokens'] for summary in experts)}): expected a longer text"
         )
     changed = {
         f"{layer.name}.{name}": weight
@@ -149,15 +149,15 @@ def _fitted(down: torch.Tensor, owner: int, sums: Mapping[str, torch.Tensor]) ->
     gram = sums[f"gram.{owner}"]
     cross = sums[f"cross.{owner}"]
     whole = square or math.inf
-    about = {"tokens": int(tokens), "error_averaged": error / whole, "error_fitted": None}
+    summary = {"tokens": int(tokens), "error_averaged": error / whole, "error_fitted": None}
     if tokens >= len(gram):
         average = down.double().cpu()
         fitted = (average + _correction(gram, cross)).to(down.dtype)
         change = fitted.double() - average
         change_of_error = ((change @ gram) * change).sum() - 2 * (change * cross).sum()
-        about["error_fitted"] = max(0.0, error + float(change_of_error)) / whole
+        summary["error_fitted"] = max(0.0, error + float(change_of_error)) / whole
         down.copy_(fitted)
-    return about
+    return summary
 
 
 def _correction(gram: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:

@@ -51,23 +51,23 @@ def loss_rises(
     """
     check_loss(batches)
     rows = _few_rows(model, batches)
-    about = {**description(model, batches, kind), "pieces": len(rows)}
+    metadata = {**description(model, batches, kind), "pieces": len(rows)}
     predicted = sum(int(_predicting(valid).sum()) for _, valid in rows)
     layers = moe_layers(model)
-    done, sums = resume(out, about)
+    done, sums = resume(out, metadata)
     reader = None
     for step in range(done, len(rows) * len(layers)):
-        number, place = divmod(step, len(layers))
-        if reader is None or place == 0:
+        number, position = divmod(step, len(layers))
+        if reader is None or position == 0:
             reader = _Reader(model, layers, *rows[number])
-        index = layers[place].index
-        rise = KINDS[kind](reader, place)
+        index = layers[position].index
+        rise = KINDS[kind](reader, position)
         sums[index] = {kind: sums[index][kind] + rise if index in sums else rise}
         check_finite({index: sums[index]}, "the changed loss")
-        save_checkpoint(out, sums, about, step + 1)
+        save_checkpoint(out, sums, metadata, step + 1)
         progress.tell(step + 1, len(rows) * len(layers), "layers")
     means = {index: {kind: named[kind] / predicted} for index, named in sums.items()}
-    return Statistics(means, {**about, "predicted": predicted})
+    return Statistics(means, {**metadata, "predicted": predicted})
 
 
 class _Reader:
@@ -93,42 +93,42 @@ class _Reader:
                 "numbers"
             )
 
-    def without_each(self, place: int) -> torch.Tensor:
+    def without_each(self, position: int) -> torch.Tensor:
         """(E,) fp64: increase of the summed loss without each expert of the MoE layer number
-        `place`."""
+        `position`."""
 
         def rise(expert: int) -> torch.Tensor:
-            return self._rise(place, lambda index, weights: weights.masked_fill(index == expert, 0))
+            return self._rise(position, lambda index, gates: gates.masked_fill(index == expert, 0))
 
-        return torch.stack([rise(expert) for expert in range(self.layers[place].n_experts)])
+        return torch.stack([rise(expert) for expert in range(self.layers[position].n_experts)])
 
-    def scaled(self, place: int) -> torch.Tensor:
+    def scaled(self, position: int) -> torch.Tensor:
         """() fp64: increase of the summed loss with the routed output of the MoE layer number
-        `place` times SCALE."""
-        return self._rise(place, lambda index, weights: weights * SCALE)
+        `position` times SCALE."""
+        return self._rise(position, lambda index, weights: weights * SCALE)
 
     def _rise(
-        self, place: int, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+        self, position: int, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """() fp64: increase of the summed loss with other gates (T, K) in the MoE layer number
-        `place`: `change` of its expert ids and gates."""
-        start = (0,) * place
-        changed = (*start, 1, *(0,) * (len(self.layers) - place - 1))
+        `position`: `change` of its expert ids and gates."""
+        start = (0,) * position
+        changed = (*start, 1, *(0,) * (len(self.layers) - position - 1))
 
         def gated(before: ExpertsFunction) -> ExpertsFunction:
             return lambda hidden, index, weights: before(hidden, index, change(index, weights))
 
         with ExitStack() as undo:
-            replace_experts(self.layers[place], gated, undo)
+            replace_experts(self.layers[position], gated, undo)
             return self.whole - self._likelihood(changed, {start: self.states[start]})
 
     def _likelihood(self, schedule: tuple[int, ...], states: States) -> torch.Tensor:
         """() fp64: the summed log-likelihood of the rows."""
         where = _predicting(self.valid)
         logits, _ = self.decoder.logits(self.ids, self.valid, where, schedule, states)
-        places = where.nonzero()
+        positions = where.nonzero()
         targets = self.ids.roll(-1, 1)[where]
-        contexts = Contexts(where, places[:, 0], targets, torch.zeros(len(places)))
+        contexts = Contexts(where, positions[:, 0], targets, torch.zeros(len(positions)))
         return row_sums("nll", None, logits, contexts).sum()
 
 

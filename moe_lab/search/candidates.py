@@ -104,8 +104,8 @@ class Candidates:
         needed = positions * int(model.get_output_embeddings().weight.shape[0]) * FLOAT
         self._full: dict[int, torch.Tensor] = {}
         self._keeps_full = needed <= settings.memory_budget
-        left = settings.memory_budget - needed * self._keeps_full
-        self.relatives = Relatives(len(self.batches), left)
+        remaining = settings.memory_budget - needed * self._keeps_full
+        self.relatives = Relatives(len(self.batches), remaining)
 
     def evaluate(self, schedules: Sequence[Schedule]) -> list[float]:
         """The fitness of each schedule, higher is better. UserError for one that is not finite."""

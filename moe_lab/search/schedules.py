@@ -69,14 +69,14 @@ class Space:
     def nth(self, number: int) -> Schedule:
         """Feasible schedule `number` of `size`, in lexicographic order."""
         taken = []
-        left = self.units
+        remaining = self.units
         for rest in self._ways[1:]:
             count = 0
-            while number >= rest[left - count]:
-                number -= rest[left - count]
+            while number >= rest[remaining - count]:
+                number -= rest[remaining - count]
                 count += 1
             taken.append(count)
-            left -= count
+            remaining -= count
         return self.schedule(tuple(taken))
 
     def sample(self, random: numpy.random.Generator) -> Schedule:
@@ -102,10 +102,10 @@ def space_of(layers: Sequence[Limits], budget: int, granularity: int) -> Space:
         (limit.count - low - limit.fewest) // step
         for limit, low in zip(layers, lowest, strict=True)
     )
-    for place, (limit, room) in enumerate(zip(layers, capacity, strict=True)):
+    for position, (limit, room) in enumerate(zip(layers, capacity, strict=True)):
         if room < 0:
             raise UserError(
-                f"allocation=evolutionary: MoE layer {place} (counted from 0) has {limit.count} "
+                f"allocation=evolutionary: MoE layer {position} (counted from 0) has {limit.count} "
                 "experts and cannot "
                 f"keep a multiple of {step} that is at least {limit.fewest}: choose a smaller "
                 "multiple"
@@ -164,12 +164,12 @@ def project(weights: Sequence[float], space: Space) -> Schedule:
     total = fsum(weights)  # rounded once: that of `sum` differs between versions of Python
     shares = [space.units * weight / total for weight in weights]
     taken = [min(int(share), room) for share, room in zip(shares, space.capacity, strict=True)]
-    left = space.units - sum(taken)
+    remaining = space.units - sum(taken)
     order = sorted(range(len(shares)), key=lambda layer: int(shares[layer]) - shares[layer])
-    while left:
+    while remaining:
         for layer in order:
-            if left and taken[layer] < space.capacity[layer]:
+            if remaining and taken[layer] < space.capacity[layer]:
                 taken[layer] += 1
-                left -= 1
+                remaining -= 1
         order = list(range(len(shares)))
     return space.schedule(tuple(taken))

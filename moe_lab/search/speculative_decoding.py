@@ -133,9 +133,9 @@ def accepted_and_proposed(
     proposed = [0] * len(ids)
     unfinished = [number for number, text in enumerate(texts) if text]
     while unfinished:
-        luck = torch.stack([draws[number, proposed[number]] for number in unfinished])
+        uniform = torch.stack([draws[number, proposed[number]] for number in unfinished])
         q = candidate(*_padded([ids[number] for number in unfinished], 1))
-        draft = drawn(q, luck[:, 0])
+        draft = drawn(q, uniform[:, 0])
         drafted = [
             [*ids[number], int(token)] for number, token in zip(unfinished, draft, strict=True)
         ]
@@ -143,12 +143,16 @@ def accepted_and_proposed(
         p = verified[0::2]
         after = verified[1::2]
         chosen = draft[:, None]
-        good = luck[:, 1] * q.gather(1, chosen)[:, 0] < p.gather(1, chosen)[:, 0]
-        following = drawn(torch.where(good[:, None], after, (p - q).clamp(min=0)), luck[:, 2])
-        for place, number in enumerate(list(unfinished)):
+        is_accepted = uniform[:, 1] * q.gather(1, chosen)[:, 0] < p.gather(1, chosen)[:, 0]
+        residual = (p - q).clamp(min=0)
+        following = drawn(torch.where(is_accepted[:, None], after, residual), uniform[:, 2])
+        for position, number in enumerate(list(unfinished)):
             proposed[number] += 1
-            accepted[number] += int(good[place])
-            for token in [int(draft[place])] * int(good[place]) + [int(following[place])]:
+            accepted[number] += int(is_accepted[position])
+            tokens = [int(following[position])]
+            if is_accepted[position]:
+                tokens.insert(0, int(draft[position]))
+            for token in tokens:
                 if number in unfinished:
                     ids[number].append(token)
                     if token in ends or len(ids[number]) == longest[number]:
@@ -162,6 +166,6 @@ def _padded(
     """ids, valid and where (B, S) of texts padded on the right; `where` marks the `last` positions
     of each."""
     ids = pad_sequence([torch.tensor(text) for text in texts], batch_first=True)
-    place = torch.arange(ids.shape[1])[None]
+    position = torch.arange(ids.shape[1])[None]
     length = torch.tensor([[len(text)] for text in texts])
-    return ids, place < length, (place < length) & (place >= length - last)
+    return ids, position < length, (position < length) & (position >= length - last)

@@ -93,8 +93,8 @@ def model_card(
 def with_section(card: str, heading: str, text: str) -> str:
     """The model card of an export that was changed after pruning, with a section about it before
     the original's."""
-    own, original, rest = card.partition(ORIGINAL)
-    return f"{own.rstrip()}\n\n## {heading}\n\n{text}\n" + (
+    card_of_pruned, original, rest = card.partition(ORIGINAL)
+    return f"{card_of_pruned.rstrip()}\n\n## {heading}\n\n{text}\n" + (
         f"\n{original}{rest}" if original else ""
     )
 

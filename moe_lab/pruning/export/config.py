@@ -119,9 +119,9 @@ def _uneven(config: dict[str, Any], form: Form) -> dict[str, Any]:
     stock: dict[str, Any] = {name: config[name] for name in shown if name in config}
     layers = {}
     for index, layer in form.items():
-        own = {"width": layer.width, "widths": layer.widths, "owners": layer.owners}
-        own["constants"] = True if layer.constants is not None else None
-        stated = {name: value for name, value in own.items() if value is not None}
+        fields = {"width": layer.width, "widths": layer.widths, "owners": layer.owners}
+        fields["constants"] = True if layer.constants is not None else None
+        stated = {name: value for name, value in fields.items() if value is not None}
         layers[str(index)] = {"experts": len(layer.experts), **stated}
     config["model_type"] = f"{PRUNED}{kind}"
     config["architectures"] = ["PrunedForCausalLM"]

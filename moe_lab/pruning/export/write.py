@@ -31,7 +31,7 @@ NO_KERNEL_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A context with an empty folder beside `target` that takes its place at the end; nothing stays
+    """A context with an empty folder next to `target` that replaces it at the end; nothing stays
     when it fails."""
     work = target.with_name(f".{target.name}.unfinished")
     shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
@@ -95,9 +95,9 @@ def copy_others(folder: Path, target: Path) -> None:
             and not file.name.startswith(".")
             and not file.name.endswith(".index.json")
         ):
-            place = target / file.relative_to(folder)
-            place.parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, place)
+            copied = target / file.relative_to(folder)
+            copied.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copied)
 
 
 def header_bytes(fields: Mapping[str, Any], room: int = 0) -> bytes:
