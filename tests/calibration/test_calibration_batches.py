@@ -91,7 +91,7 @@ def test_the_seed_decides_a_random_order_without_replacement(
     assert all_ids(replace(chosen, order="first"), tokenizer) == list(range(W, W + 90))
 
 
-def test_special_tokens_are_a_choice_for_text_and_the_templates_for_conversations(
+def test_special_tokens_setting_applies_to_plain_texts_only(
     words: Settings, source: Settings, tokenizer: Any, chat_tokenizer: Any
 ) -> None:
     assert all_ids(words(special_tokens=True), tokenizer)[:5] == [BOS, W, W + 1, W + 2, BOS]

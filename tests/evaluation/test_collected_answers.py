@@ -94,7 +94,7 @@ REQUESTS = (
     kills=st.lists(st.integers(0, 3), max_size=3),
     torn=st.booleans(),
 )
-def test_a_killed_run_goes_on_with_the_same_batches_and_repeats_none_that_was_done(
+def test_killed_evaluations_resume_with_the_same_batches(
     tmp_path_factory: pytest.TempPathFactory,
     requests: list[list[Any]],
     kills: list[int],
@@ -279,7 +279,7 @@ def test_prompts_leave_room_for_their_texts() -> None:
 
 
 @pytest.mark.slow
-def test_marks_that_are_special_tokens_part_thoughts_unless_a_server_leaves_them_out(
+def test_special_tokens_separate_thoughts_unless_the_server_strips_them(
     subject: LoadedModel,
 ) -> None:
     tokenizer = chatting(subject, PLAIN + "{# [THINK] #}").tokenizer

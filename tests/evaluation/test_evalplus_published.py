@@ -267,7 +267,7 @@ GRADER.grade(GradeRequest("humaneval", sys.argv[1], answers, sys.argv[2] == "", 
 """
 
 
-def test_what_runs_programs_has_no_torch_and_a_killed_worker_leaves_nothing_behind(
+def test_graders_import_no_torch_and_killed_workers_leave_nothing(
     tmp_path: Path,
 ) -> None:
     data = write_lines(tmp_path / "data.jsonl", [problem(1, "f", "return x", [[1]], [])])

@@ -153,7 +153,7 @@ CASES: dict[str, tuple[bool, str, float]] = {
 
 @needs_evalscope
 @pytest.mark.usefixtures("namespaces")
-def test_programs_are_judged_by_evalscope_and_run_where_they_can_neither_harm_nor_cheat(
+def test_evalscope_judges_programs_that_run_in_the_sandbox(
     tmp_path: Path,
 ) -> None:
     benchmark = configured("live_code_bench", tmp_path, expected=len(CASES))
@@ -283,7 +283,7 @@ def test_the_process_needs_nothing_of_this_environment() -> None:
     )
 
 
-def test_what_evalscope_says_of_the_data_is_a_sentence_and_its_death_an_error(
+def test_errors_of_evalscope_and_of_its_process(
     tmp_path: Path,
 ) -> None:
     python = tmp_path / "python"

@@ -104,7 +104,7 @@ SPEECH = [
 
 
 @pytest.mark.parametrize("text", CALLS + SPEECH)
-def test_a_call_is_no_abstention_be_it_malformed_and_to_speak_of_functions_is_one(
+def test_malformed_calls_are_no_abstention(
     text: str,
 ) -> None:
     assert (mistake(text, WEATHER, []) is None) is (text in SPEECH)

@@ -168,7 +168,7 @@ def test_failures_are_not_kept_and_damaged_replies_are_asked_for_again(tmp_path:
         (message("I think", finish_reason="length"), 3, "cut off at judge.max_tokens"),
     ],
 )
-def test_what_is_refused_ends_it_at_once_and_what_is_no_reply_is_asked_for_three_times(
+def test_refused_requests_end_the_judge_and_missing_replies_are_retried(
     reply: Reply, asked: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step does not know judge.url, which may be mended before the next run."""

@@ -75,7 +75,7 @@ WHOLE_LINES = st.text().map(lambda text: json.dumps(text).encode() + b"\n")
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.lists(WHOLE_LINES | st.binary(min_size=1) | st.just(b"error "), max_size=6))
-def test_whatever_bytes_are_sent_the_runner_answers_and_the_answer_can_be_read(
+def test_runner_replies_to_any_bytes(
     chunks: list[bytes],
 ) -> None:
     watch = runner._Watch(os.getpid(), Request("", "f", [[1], [2]], [1.0, 1.0], 9.0, MEBI, MEBI))
@@ -386,7 +386,7 @@ ATTEMPTS = {
 @pytest.mark.slow
 @pytest.mark.usefixtures("namespaces")
 @pytest.mark.parametrize("what", ATTEMPTS)
-def test_whatever_a_program_attempts_costs_its_own_verdict_alone_and_leaves_nothing(
+def test_attacks_of_programs_cost_only_their_own_verdict(
     what: str,
 ) -> None:
     assert not wrong(ATTEMPTS[what])

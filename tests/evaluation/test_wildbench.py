@@ -179,7 +179,7 @@ def test_empty_answers_and_thoughts_are_not_sent_to_the_judge(graded: Any, at: E
 
 
 @pytest.mark.slow
-def test_the_protocol_names_items_without_a_score_and_the_judge_without_its_address(
+def test_protocol_names_unscored_items_and_hides_the_judge_address(
     graded: Any, at: Endpoint, tmp_path: Path
 ) -> None:
     content = protocol(tmp_path)

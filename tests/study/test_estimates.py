@@ -127,7 +127,7 @@ def test_one_layer_in_memory_is_what_a_streamed_step_takes(kind: str) -> None:
         ("slurm", model("qwen2_57b_a14b", path="o/fp8"), TEXT, "resident", 1),
     ],
 )
-def test_a_model_that_one_gpu_does_not_hold_is_read_layer_by_layer_in_a_part_on_each(
+def test_models_larger_than_one_gpu_are_streamed_in_parts(
     launcher: Any,
     about: ModelConfig,
     text: CalibrationConfig,
@@ -269,7 +269,7 @@ def test_a_step_takes_what_finished_ones_took(
     assert learned(store)(asked) == (None if seconds is None else pytest.approx(seconds))
 
 
-def test_parts_of_a_pass_are_counted_by_their_rows_and_the_merge_reads_only_files(
+def test_time_of_parts_of_a_pass_and_of_their_merge(
     store: Store,
 ) -> None:
     merge = reading(120, parts=3)
@@ -401,7 +401,7 @@ def test_hidden_states_take_as_much_main_memory_as_everything_else_at_most() -> 
         (lambda m: evaluated(m, BENCHMARK), {"expected": None}, None),
     ],
 )
-def test_a_model_that_does_not_fit_into_main_memory_is_refused_before_it_is_loaded(
+def test_models_larger_than_main_memory_are_refused(
     make: Callable[[ModelConfig], Step],
     changes: dict[str, Any],
     says: str | None,

@@ -280,7 +280,7 @@ def test_queued_jobs_keep_steps(
     assert named(replaced) == set() and find_garbage(Store(replaced))[1] == "no scheduler here"
 
 
-def test_what_a_killed_command_had_begun_to_write_of_its_run_is_removed_by_the_next(
+def test_partial_run_records_of_a_killed_command_are_removed(
     tmp_path: Path,
 ) -> None:
     store = Store(tmp_path).create()

@@ -156,7 +156,7 @@ def test_each_class_of_settings_is_one_of_these() -> None:
 
 
 @pytest.mark.parametrize(("group", "field"), fields())
-def test_a_field_is_part_of_the_identity_unless_its_class_says_that_it_changes_no_result(
+def test_fields_are_part_of_the_identity_unless_declared_runtime(
     group: str, field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -215,7 +215,7 @@ def test_parameters_that_change_in_between_give_another_step() -> None:
     assert len(ids) == 2
 
 
-def test_where_a_model_is_put_and_how_much_memory_it_takes_is_no_part_of_a_result() -> None:
+def test_vllm_memory_and_parallelism_do_not_change_identity() -> None:
     def of(**arguments: Any) -> str:
         return evaluated(
             MODEL, BENCHMARK, backend=config.BackendConfig(name="vllm", arguments=arguments)

@@ -185,7 +185,7 @@ NONE = "calibration=pocket_general needs a chat template"
 
 
 @pytest.mark.slow
-def test_chats_are_refused_where_the_template_of_the_model_does_not_read_them(
+def test_chats_that_the_chat_template_does_not_read_are_refused(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
@@ -226,9 +226,7 @@ def test_a_file_of_yours_is_checked_alike(tmp_path: Path) -> None:
     assert sentence.startswith("benchmark=mine: name=../../mine")
 
 
-def test_folders_of_steps_are_in_the_store_and_can_be_written_beside_however_long_names_are() -> (
-    None
-):
+def test_step_folders_of_long_names_can_be_written_in_the_store() -> None:
     name = "n" * LONGEST_NAME
     config, wanted = asked(
         *(f"{field}={name}" for field in ("model.name", "calibration.name", "recovery.name"))
@@ -441,7 +439,7 @@ REFUSED = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("words", "says"), REFUSED)
-def test_what_cannot_be_is_refused_before_anything_runs(words: list[str], says: str | None) -> None:
+def test_impossible_settings_are_refused(words: list[str], says: str | None) -> None:
     found = problems(*words)
     assert any(says in sentence for sentence in found) if says else not found, found
 

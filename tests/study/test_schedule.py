@@ -286,7 +286,7 @@ def locally(
         ("-1", 2, -1, [None] * 2),
     ],
 )
-def test_local_workers_have_the_gpus_that_steps_need_of_those_that_the_command_may_use(
+def test_local_workers_get_gpus_of_the_visible_ones(
     visible: str,
     processes: int | None,
     memory: float | None,

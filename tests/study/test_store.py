@@ -54,7 +54,7 @@ def test_published_whole_with_identity_and_checksums(store: Store) -> None:
         assert scratch is None, "it is found by its id"
 
 
-def test_what_a_killed_run_kept_of_a_finished_step_is_removed_and_of_others_stays(
+def test_resume_files_of_finished_steps_are_removed(
     store: Store,
 ) -> None:
     finished = Example(number=0)
@@ -121,7 +121,7 @@ def test_an_owner_that_is_faster_than_who_takes_over_is_found(
         assert none is None
 
 
-def test_a_step_under_another_label_is_found_although_its_folder_seems_unchanged(
+def test_steps_under_another_label_are_found(
     store: Store,
 ) -> None:
     other = Store(store.root).create()
