@@ -121,7 +121,7 @@ def calibrate(
     from moe_lab import criteria as registry
     from moe_lab.allocation import grouping
     from moe_lab.models.facts import model_facts
-    from moe_lab.models.identity import check_tokenizer, identity
+    from moe_lab.models.identity import check_tokenizer, model_digests
     from moe_lab.statistics import by_layer
 
     needs = dict.fromkeys(need for criterion in criteria for need in registry.get(criterion).needs)
@@ -134,7 +134,7 @@ def calibrate(
         sums = {str(need): _gather(need, model, calibration.rows) for need in needs}
     nothing: Mapping[int, Mapping[str, Any]] = {layer: {} for layer in facts["layers"]}
     layers = by_layer([nothing, *sums.values()])
-    values = {name: compute() for name, compute in identity(model)}
+    values = {name: compute() for name, compute in model_digests(model)}
     return ModelStatistics(layers, sums, facts, calibration.report, values)
 
 
@@ -459,10 +459,10 @@ def prune(model: Any, plan: Plan, *, any_model: bool = False) -> Any:
 
 
 def _check_origin(plan: Plan, model: Any, any_model: bool) -> None:
-    from moe_lab.models.identity import identity
+    from moe_lab.models.identity import model_digests
 
     if not any_model:
-        plan.check_origin(identity(model), "this model")
+        plan.check_origin(model_digests(model), "this model")
 
 
 def export(

@@ -27,7 +27,7 @@ SAMPLE = 1 << 24
 large one as many as take a tenth of a second."""
 
 
-def identity(model: Any) -> Iterator[tuple[str, Callable[[], str]]]:
+def model_digests(model: Any) -> Iterator[tuple[str, Callable[[], str]]]:
     """(name, function that computes it) of what tells `model` from others of its shape, in the
     order in which they count. Hashing a large checkpoint for the first time takes minutes.
 

@@ -21,7 +21,7 @@ import moe_lab
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.files import fingerprint
-from moe_lab.models.identity import identity
+from moe_lab.models.identity import model_digests
 from moe_lab.paths import resolve
 from moe_lab.pruning.plan import Plan
 
@@ -187,13 +187,13 @@ def test_models_of_all_families_are_told_by_their_files(name: str, tmp_path: Pat
     tiny.save(name, tmp_path)
     model = tiny.load(tmp_path)
     of_weights, of_files = zip(
-        *(identity(loaded) for loaded in (model, tiny.load(tmp_path, **ROUNDED))), strict=True
+        *(model_digests(loaded) for loaded in (model, tiny.load(tmp_path, **ROUNDED))), strict=True
     )
     assert of_weights[0][0] != of_weights[1][0]  # the types of the weights
     assert [name for name, _ in of_files] == ["model_sha256"] * 2 and of_files[0][1]() == of_files[
         1
     ][1]()
-    digests = [next(identity(of))[1]() for of in (model, copy.deepcopy(model), changed(model))]
+    digests = [next(model_digests(of))[1]() for of in (model, copy.deepcopy(model), changed(model))]
     assert digests[0] == digests[1] != digests[2]
 
 
@@ -215,13 +215,13 @@ def test_a_model_whose_experts_alone_were_changed_is_not_its_checkpoint(
     with torch.no_grad():
         for weights in moe_layers(model)[-1].experts.parameters():
             change(weights)
-    assert [name for name, _ in identity(model)] == ["weights_float32"]
+    assert [name for name, _ in model_digests(model)] == ["weights_float32"]
 
 
 def test_a_model_without_some_layers_of_its_checkpoint_is_not_that(folder: Path) -> None:
     model = tiny.load(folder)
     del model.model.layers[2]
-    assert [name for name, _ in identity(model)] == ["weights_float32"]
+    assert [name for name, _ in model_digests(model)] == ["weights_float32"]
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
