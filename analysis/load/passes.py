@@ -163,16 +163,13 @@ MEASURES = {
 """Measure of an expert -> its description."""
 STATISTICS = {"weight": "weights", "activation": "activations", "gradient": "gradients"}
 """Raw statistic of an expert -> its display name."""
-MAGNITUDES = {"size": "root mean square of channels", "largest": "largest channel"}
-"""Measures of an expert's channels (the inputs of its down projection) over the tokens routed to
-it."""
 ABLATION = "ablation"
 """Kind of step that measures how much the loss rises when one expert is removed."""
 
 
 def experts(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.DataFrame:
     """Measures of experts, one row per model, calibration set, layer and expert: KEYS, MEASURES and
-    MAGNITUDES.
+    size.
 
     - tokens: N, tokens that the router sent to the expert
     - gate, norm: 1/N sum_t g and 1/N sum_t ||f||, NaN for N = 0
@@ -182,7 +179,8 @@ def experts(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.Da
       loss ||m||^2 / (||y||^2 + eps) when the output of this expert alone becomes 0
     - ablation: rise of the model's loss without the expert, nats per token; NaN where no plan uses
       an ablation
-    - size: sqrt(sum_t,c phi^2 / (N I)), NaN for N = 0; `largest`: max_t,c |phi|
+    - size: sqrt(sum_t,c phi^2 / (N I)), phi the inputs of its I channels to the down projection;
+      NaN for N = 0
     """
     frames = [
         _measures(sums, _tokens(report))
@@ -192,7 +190,7 @@ def experts(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.Da
             "experts.parquet", cells, calibrations, reader
         )
     ]
-    return stacked(frames, [*KEYS, *MEASURES, *MAGNITUDES])
+    return stacked(frames, [*KEYS, *MEASURES, "size"])
 
 
 def raw_statistics(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.DataFrame:
@@ -284,7 +282,7 @@ def layer_losses(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> 
 
 
 def _measures(sums: pd.DataFrame, calibration_tokens: float) -> pd.DataFrame:
-    """MEASURES (without ablation) and MAGNITUDES of experts from sums over their tokens."""
+    """MEASURES (without ablation) and size of experts from sums over their tokens."""
     tokens = _routed_tokens(sums)
     return pd.DataFrame(
         {
@@ -296,7 +294,6 @@ def _measures(sums: pd.DataFrame, calibration_tokens: float) -> pd.DataFrame:
             "first": sums["ala_first"] / calibration_tokens,
             "second": sums["ala_second"] / calibration_tokens,
             "size": np.sqrt(sums["channel_square"] / (tokens * sums["channels"])),
-            "largest": sums["channel_max"].where(tokens.notna()),
         }
     )
 

@@ -1,27 +1,25 @@
 """Attributions of experts: their agreement with ablation, their cost, the scores of plans that use
-them, and their course over depth (MoE-Slimming, Table 14 and Fig. 12)."""
+them, and smoothed losses of layers (MoE-Slimming, Table 14 and Fig. 12)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import get_args
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
 from analysis import names
 from analysis.load import plans
-from analysis.load.passes import ABLATION, MAGNITUDES, MEASURES, shown_passes
+from analysis.load.passes import ABLATION, MEASURES, shown_passes
 from analysis.load.reader import groups, step_kind, steps_behind, time_and_memory
 from analysis.load.study import Study
-from analysis.outputs.captions import ABLATED, MEASURED, SUMS, measured_on, of_pass
+from analysis.outputs.captions import MEASURED, SUMS, measured_on, of_pass
 from analysis.outputs.score_rows import Block, score_table
 from analysis.registry import Item, Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
-from analysis.render.table import SCORE, Table, shown
+from analysis.render.table import SCORE, Table
 from analysis.stats.cell_scores import MEAN
 from analysis.stats.comparison import Comparison
 from analysis.stats.ranks import correlations, rank_correlation_by_layer
@@ -196,135 +194,6 @@ def agreements(results: Results, name: str) -> list[Item | None]:
     """Agreement of attributions with ablations, their time, and the scores of plans that use each
     of them."""
     return [agreement_table(results, name), prior_table(results, f"{name}.scores")]
-
-
-AGAINST = ("gate", "first", "second")
-"""Measures from routing and attribution that are drawn against the ablation."""
-SPREAD = (0.1, 0.9)
-"""Quantiles over a layer's experts at the edges of a line's band."""
-
-
-@output("attributions_and_ablation", chapter="attribution", needs=ABLATED)
-@per_model("pruned")
-def ablation_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Attributions against the loss that ablating an expert causes."""
-    experts = results.study.experts
-    ablated = experts[(experts["model"] == comparison.model) & experts["ablation"].notna()]
-    if ablated.empty:
-        return None
-    sets = names.calibrations_in_order(ablated["calibration"])
-    drawing = style.drawing(style.PAGE, 2.1 * len(sets) + 0.4)
-    grid = drawing.subplots(len(sets), len(AGAINST), squeeze=False, sharey="row")
-    for row, calibration in zip(grid, sets, strict=True):
-        for axes, measure in zip(row, AGAINST, strict=True):
-            _points(axes, ablated[ablated["calibration"] == calibration], measure)
-        _title(row[0], f"{names.calibration(calibration)}\n{row[0].get_title('left')}")
-        row[0].set_ylabel("rise of the loss (nats per token)")
-    for axes, measure in zip(grid[-1], AGAINST, strict=True):
-        axes.set_xlabel(MEASURES[measure])
-    style.legend(drawing, style.depth_keys(sorted(ablated["layer"].unique())))
-    caption = (
-        "Each point is an expert, its shade the depth of its layer. Vertical: rise of the model's "
-        "loss without that "
-        "expert's output, with unchanged gates. ρ: rank correlation over all experts, and its "
-        "mean over layers. "
-        "Experts without tokens have no router weight and are left out there. Based on "
-        f"{of_pass(results.study)}"
-    )
-    return Figure(
-        name,
-        f"Loss without an expert, against routing and attribution: {comparison.model}",
-        caption,
-        drawing,
-    )
-
-
-def _points(axes: Axes, experts: pd.DataFrame, measure: str) -> None:
-    layers = sorted(experts["layer"].unique())
-    for key, points in groups(experts.sort_values("layer"), ["layer"]):
-        shade = style.depth(key["layer"], layers)
-        axes.plot(
-            points[measure],
-            points["ablation"],
-            "o",
-            markersize=3,
-            alpha=0.75,
-            markeredgewidth=0,
-            color=shade,
-        )
-    pooled = correlations(experts, measure, "ablation")["rank"]
-    inside = rank_correlation_by_layer(experts, measure, "ablation")
-    coefficients = [shown(value, "{:.2f}").replace("-", "−") for value in (pooled, inside)]
-    _title(axes, f"ρ = {coefficients[0]}; in a layer {coefficients[1]}")
-    axes.axhline(0, color=style.RULE, linewidth=0.8)
-    style.scientific(axes.xaxis, axes.yaxis)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
-
-
-def _title(axes: Axes, title: str) -> None:
-    axes.set_title(title, fontsize=7.5, fontweight="normal")
-
-
-def depth_figure(
-    results: Results,
-    comparison: Comparison,
-    name: str,
-    measures: Mapping[str, str],
-    title: str,
-    caption: str,
-) -> Figure | None:
-    """Draw measures of experts over decoder layers: a panel per measure, a line per calibration
-    set.
-
-    The line is the median expert of a layer; the band holds four of five experts. None when no
-    expert of the model has any of the measures."""
-    experts = results.study.experts
-    experts = experts[experts["model"] == comparison.model]
-    measured = [measure for measure in measures if experts[measure].notna().any()]
-    if not measured:
-        return None
-    drawing, grid = style.panels(len(measured), 3, 1.9)
-    for axes, measure in zip(grid, measured, strict=True):
-        for at, calibration in enumerate(names.calibrations_in_order(experts["calibration"])):
-            of_set = experts[experts["calibration"] == calibration].dropna(subset=[measure])
-            by_layer = of_set.groupby("layer")[measure]
-            look = style.cycled(at)
-            middle = by_layer.median()
-            low, high = (by_layer.quantile(end) for end in SPREAD)
-            axes.fill_between(middle.index, low, high, color=look["color"], alpha=0.15, linewidth=0)
-            axes.plot(
-                middle.index,
-                middle,
-                markersize=3.5,
-                linewidth=1.2,
-                label=names.calibration(calibration),
-                **look,
-            )
-        axes.set_title(measures[measure], fontsize=7.5)
-        style.layer_axis(axes)
-        style.scientific(axes.yaxis)
-        axes.grid(axis="y")
-    style.legend(drawing, grid[0].get_lines())
-    band = "The line is the median expert of a layer; four of five experts lie in the band."
-    caption = f"{caption} {band} Based on {of_pass(results.study)}"
-    return Figure(name, f"{title}: {comparison.model}", caption, drawing)
-
-
-@output("attributions_by_depth", chapter="attribution", needs=SUMS)
-@per_model("pruned")
-def attributions_by_depth(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Statistics of experts by depth."""
-    title = "Routing and attribution by depth"
-    caption = "Statistics of experts by depth."
-    return depth_figure(results, comparison, name, MEASURES, title, caption)
-
-
-@output("activations_by_depth", chapter="attribution", needs=SUMS)
-@per_model("pruned")
-def activations_by_depth(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Sizes of activations by depth."""
-    caption = "Activations: the inputs of an expert's down projection over its tokens."
-    return depth_figure(results, comparison, name, MAGNITUDES, "Size of activations", caption)
 
 
 @output("coverage.fig12", chapter="attribution", needs=SUMS)
