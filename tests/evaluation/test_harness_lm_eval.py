@@ -816,7 +816,7 @@ STARTED_PROGRAMS = {
     "os.posix_spawn": "import os\nos.posix_spawn('/bin/cat', ['cat', 'hint.txt'], {})\n",
     "os.fork": "import multiprocessing\nmultiprocessing.get_context('fork').Pool(1)\n",
     "os.exec": "import os\nos.execv('/bin/false', ['false'])\n",
-    "socket.connect": "import socket\nsocket.create_connection(('127.0.0.1', 9))\n",
+    "socket.connect": "import socket\nsocket.socket(socket.AF_UNIX).connect('hint.socket')\n",
 }
 
 
