@@ -1,5 +1,5 @@
-"""Cost of a step of distillation: `python -m benchmarks.distillation [--model olmoe_7b --layers
-1]`.
+"""Cost of a step of distillation:
+`python -m benchmarks.distillation [--model olmoe_7b --layers 1]`.
 
 Half of the experts of each layer, chosen at random, are removed. Ratios, each the median over pairs
 that ran one after the other in this process, are those of a forward and backward pass with the

@@ -1,12 +1,11 @@
-"""EvalScope's grading, through the adapter: `python -m benchmarks.evaluation_evalscope --data
-FOLDER`.
+"""EvalScope's grading, through the adapter:
+`python -m benchmarks.evaluation_evalscope --data FOLDER`.
 
 answers: FOLDER holds GSM8K and MATH-500 as files (`benchmarks.data_sets`), from which a mirror is
-made.
-EvalScope's own process asks all 1,319 and 500 questions and then grades three sets of answers, each
-in \\boxed{} as the prompt demands: the data's own answer, the answer plus one, and the answer to
-another question. Bars: own answers all right, answers plus one all wrong. Another question's answer
-may mean the same (x=5 and 5); all that are judged right are listed.
+made. EvalScope's own process asks all 1,319 and 500 questions and then grades three sets of
+answers, each in \\boxed{} as the prompt demands: the data's own answer, the answer plus one, and
+the answer to another question. Bars: own answers all right, answers plus one all wrong. Another
+question's answer may mean the same (x=5 and 5); all that are judged right are listed.
 
 programs: benchmarks/contest_programs.py in EvalScope's interpreter: programs judged by EvalScope's
 own function, which runs them in the process that holds the expected outputs, and by moe_lab's

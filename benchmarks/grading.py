@@ -7,8 +7,7 @@ and the canonical solutions of HumanEval+.
 Then HumanEval+ and MBPP+, of which DATA is a folder with HumanEvalPlus.jsonl.gz and
 MbppPlus.jsonl.gz. Answers go through the adapter, as a model's do:
 - the canonical solutions, first with unknown expected outputs, which are computed, and again with
-  known
-  ones, in the form of a chat model and of a base model: all right on base and plus;
+  known ones, in the form of a chat model and of a base model: all right on base and plus;
 - the same, but wrong at the call of the last plus test: right on base where that has fewer tests,
   all wrong on plus;
 - programs that raise: all wrong.

@@ -1,9 +1,8 @@
 """CPU seconds by kind of step of a study without benchmarks, with twelve criteria and one ratio.
 
-python -m benchmarks.scores_alone                                     # the shipped model
-python -m benchmarks.scores_alone --hidden 512 --layers 8             # random weights, 211M
-parameters
-python -m benchmarks.scores_alone calibration.tokens=65536            # further words go to moe_lab
+python -m benchmarks.scores_alone                             # the shipped model
+python -m benchmarks.scores_alone --hidden 512 --layers 8     # random weights, 211M parameters
+python -m benchmarks.scores_alone calibration.tokens=65536    # overrides go to moe_lab
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Cost of keeping only one decoder layer in memory: `python -m benchmarks.streaming --folder FOLDER
---model olmoe_7b`.
+"""Cost of keeping only one decoder layer in memory:
+`python -m benchmarks.streaming --folder FOLDER --model olmoe_7b`.
 
 Writes a checkpoint with random weights in the layout of the hub into FOLDER, if it does not exist,
 and makes calibration passes with all forward statistics, each in its own process:

@@ -318,15 +318,14 @@ def plan(
 
     `scores`: from `score`, or your own with the columns layer, expert, (channel,) score, one row
     each; experts and channels are numbered from 0, and higher means keep. `allocation`: how the
-    budget is shared among layers
-    and experts; those that search need a study. `statistics`: those of the model, if they are not
-    attached to the scores. `parameters`: parameters of the allocation. For `multiple_of`,
-    `replacement` and `protect` see `moe_lab.config.AllocationConfig`. Where the replacement is
-    m_smoe or ream, `mask`, `prune` and `export`
-    take what `align` makes of the plan. Warns, with the numbers, when another share is removed, as
-    whole experts or channels are, and when scores are equal at the cut. Raises UserError for a
-    ratio that is not feasible, naming the nearest one, and for scores that are not one for each
-    expert or channel of the model.
+    budget is shared among layers and experts; those that search need a study. `statistics`: those
+    of the model, if they are not attached to the scores. `parameters`: parameters of the
+    allocation. For `multiple_of`, `replacement` and `protect` see
+    `moe_lab.config.AllocationConfig`. Where the replacement is m_smoe or ream, `mask`, `prune` and
+    `export` take what `align` makes of the plan. Warns, with the numbers, when another share is
+    removed, as whole experts or channels are, and when scores are equal at the cut. Raises
+    UserError for a ratio that is not feasible, naming the nearest one, and for scores that are not
+    one for each expert or channel of the model.
     """
     from moe_lab import allocation as allocations
     from moe_lab.allocation import protection

@@ -95,8 +95,7 @@ def _config_store() -> Iterator[None]:
     """Hydra's ConfigStore with the choices of `register_choices`; at the end it is as before."""
     repo = ConfigStore.instance().repo
     before = {group: dict(repo[group]) for group in REGISTRIES if group in repo}
-    # Hydra copies all registered choices for every group that it reads, which would take most of
-    # its time.
+    # Hydra copies all registered choices for every group it reads, which takes most of its time.
     ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
     try:
         register_choices(())

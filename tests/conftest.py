@@ -35,8 +35,7 @@ if "HF_MODULES_CACHE" not in os.environ:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # processes that tests interrupt inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# Or else each of hundreds of short processes compiles the package, and pytest rewrites all tests at
-# each start.
+# Or else hundreds of short processes compile the package, and pytest rewrites tests at each start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 

@@ -2,10 +2,9 @@
 lie.
 
 A bar is in seconds of one thread's processor time on the machine that the figures in
-docs/performance.md come
-from, at rest. Neighbours slow even processor time (shared caches, two threads of one core), so a
-fixed piece of work is timed just before and just after: as much longer as it takes, so much longer
-may the thing itself take.
+docs/performance.md come from, at rest. Neighbours slow even processor time (shared caches, two
+threads of one core), so a fixed piece of work is timed just before and just after: as much longer
+as it takes, so much longer may the thing itself take.
 """
 
 import gc

@@ -1,7 +1,7 @@
 """Every file under sweeps/ composes, can start, and asks for the cells of its table.
 
-python tests/test_sweeps.py     writes step_ids.json anew, where an id must change: see what
-`git diff` says of it
+`python tests/test_sweeps.py` writes step_ids.json anew, where an id must change: see what
+`git diff` says of it.
 """
 
 import hashlib

@@ -1,9 +1,9 @@
 """How many broken lines the tests notice.
 
-    python -m tools.mutate record [PYTEST WORDS]       which test runs which line, from one run of
-    the tests
-    python -m tools.mutate break --seed 1 --lines 100  break lines one by one, and run the tests
-    that run them
+    python -m tools.mutate record [PYTEST ARGUMENTS]
+    python -m tools.mutate break --seed 1 --lines 100
+
+`record` runs the tests once and notes which test runs which line.
 
 `break` draws lines of moe_lab and analysis by the seed, changes one expression of each in a copy of
 the last commit, and runs the tests that run the line, the quickest first, as many as take five
@@ -188,13 +188,15 @@ def changes_of(file: Path, number: int) -> Iterator[tuple[str, str]]:
     text = file.read_text(encoding="utf-8")
     lines = text.splitlines(keepends=True)
     for node in ast.walk(ast.parse(text)):
-        if getattr(node, "lineno", 0) != number or getattr(node, "end_lineno", 0) != number:
+        if not isinstance(node, ast.expr | ast.stmt):
+            continue
+        if node.lineno != number or node.end_lineno != number:
             continue
         for new in replacements(node):
             line = lines[number - 1].encode()  # ast counts bytes
             changed = (
                 line[: node.col_offset] + new.encode() + line[node.end_col_offset :]
-            ).decode()  # type: ignore[attr-defined]
+            ).decode()
             try:
                 ast.parse("".join([*lines[: number - 1], changed, *lines[number:]]))
             except SyntaxError:  # inside an f-string, say

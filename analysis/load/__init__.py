@@ -2,6 +2,5 @@
 
 import pandas as pd
 
-# frames here have a few thousand rows at most; for these, Python's strings are faster than
-# pyarrow's
+# for the few thousand rows at most of frames here, Python's strings are faster than pyarrow's
 pd.options.mode.string_storage = "python"

@@ -1,6 +1,5 @@
 """Costs, retained experts and channels, timings and searches of the pruned models in a store, as
-tidy
-frames."""
+tidy frames."""
 
 from __future__ import annotations
 
@@ -183,8 +182,8 @@ def priors(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 def history(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """Every schedule that searches proposed: cell and HISTORY.
 
-    A schedule is an array of experts removed per layer, in the order of layers.
-    `fitness` is NaN for a schedule that was never evaluated; higher is better."""
+    A schedule is an array of experts removed per layer, in the order of layers. `fitness`
+    is NaN for a schedule that was never evaluated; higher is better."""
     return _tables(_searched(cells), "history.parquet", HISTORY, reader)
 
 

@@ -201,8 +201,7 @@ def step_kind(name: str) -> str:
 
 def time_and_memory(names: Iterable[str], reader: Reader) -> pd.DataFrame:
     """Time and memory of steps, one row per step that says them: folder, kind, seconds, peak
-    (memory of its
-    process in bytes), gpu_peak (bytes, NaN without a GPU), machine."""
+    (memory of its process in bytes), gpu_peak (bytes, NaN without a GPU), machine."""
     rows = []
     for name in names:
         folder = reader.find(name)

@@ -126,10 +126,9 @@ def allocation(text: str) -> tuple[str, dict[str, str]]:
     """Parse an allocation of a study's record into its name and its settings.
 
     `coverage, prior usage` and `coverage(prior=usage)` both give ("coverage", {"prior": "usage"}),
-    and
-    `coverage(prior=usage), protect=super` has the setting protect too. A setting without a value,
-    as in
-    `coverage, aligned`, has the value "". A text of another form is a name without settings.
+    and `coverage(prior=usage), protect=super` has the setting protect too. A setting without a
+    value, as in `coverage, aligned`, has the value "". A text of another form is a name without
+    settings.
     """
     match = _CALLED.fullmatch(text)
     if match is None:

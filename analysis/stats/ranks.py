@@ -1,9 +1,11 @@
 """The papers' averages: displayed columns from benchmarks, their mean, and the average rank.
 
 The averages and ranks printed in Table 1 of Unified Expert Pruning follow from its printed
-benchmarks by these rules, up to their rounding: Avg = mean of the six displayed columns;
-Avg Rank = the pruned criteria are ranked in each column (1 = best) on values rounded to three
-decimals, ties share their mean rank, and the mean of these ranks is taken.
+benchmarks by these rules, up to their rounding:
+
+- Avg: mean of the six displayed columns;
+- Avg Rank: the pruned criteria are ranked in each column (1 = best) on values rounded to three
+  decimals, ties share their mean rank, and the mean of these ranks is taken.
 """
 
 from __future__ import annotations

@@ -132,6 +132,7 @@ def best_of_many(
     pairs: its difference to each other one from their own plans. strata: outcomes of the plans of
     all methods, one replicate each. methods (replicates,): the number of the method of each plan;
     the best has 0.
+
     The error of a lead is the larger of its own and one whose variances are pooled over all
     methods, as the range of many means needs more degrees of freedom than two methods have. Its p
     is that of the studentised range (Tukey's procedure for all pairs), so that the best may be
@@ -167,8 +168,7 @@ def _pooled(
     """Variance of each method's mean score among those of the others, and its degrees of freedom.
 
     As in `crossed` it is V(seeds) + V(method x item) - V(rest), but each term is of all methods
-    together.
-    average: (methods, plans), the weights of plans in the mean of their method."""
+    together. `average` (methods, plans): the weights of plans in the mean of their method."""
     others = len(average) - 1
     repeats = len(methods) - len(average)
     shares = (average**2).sum(axis=1)  # 1 / number of seeds

@@ -40,9 +40,8 @@ def winner_map(
 
     criteria: methods' keys that compete, by default all. Returned columns: SETTINGS, pruned (the
     ratio, in words), calibration, column, winners (tuple of methods' keys, several when tied),
-    score, runner_up, runner_up_score,
-    lead, lead_low, lead_high (95 % interval), p, p_holm, proved. Without a p where a method has one
-    seed.
+    score, runner_up, runner_up_score, lead, lead_low, lead_high (95 % interval), p, p_holm, proved.
+    Without a p where a method has one seed.
     """
     rows = [
         {**_settings(panel), "column": column, **_best(comparison, panel, column, criteria)}

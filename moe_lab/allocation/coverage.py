@@ -235,8 +235,10 @@ def align(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -
     Every budget is rounded down, for experts below `min_channels` to 0. The remaining whole blocks
     go to the other experts of the layer, one each, repeatedly until none remains or all experts are
     full (the paper stops after one each):
+
     remainder (l-r-c)  first to the experts that lost most channels by rounding
     scores (l-r-s)     first to the experts that lost the largest sum of scores by rounding
+
     RatioTooLarge when a layer that had channels would retain none.
     """
     aligned = {}

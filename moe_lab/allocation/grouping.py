@@ -38,8 +38,7 @@ class Grouping:
     """Sums -> (E, E), how different two experts are."""
     cluster: Callable[..., Groups]
     """Distances (E, E), ids of the retained experts, that of highest score first, and parameters by
-    keyword ->
-    as many groups as experts are retained."""
+    keyword -> as many groups as experts are retained."""
     weights: Literal["tokens", "scores"] = "tokens"
     """What members are weighted by: routing frequency, N_j / sum N, or the criterion's scores, of
     which negative ones count as 0. Where the sum is 0, all members weigh the same."""

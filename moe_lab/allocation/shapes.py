@@ -172,7 +172,7 @@ def layer_losses(evidence: Evidence, layers: Iterable[int], prior: LayerLoss) ->
     loss  sum_t ||m||^2 / (||y||^2 + eps), m the routed output and y the residual stream after the
           layer: MoE-Slimming's released code, up to a factor
     nll   rise of the language model's loss when m is scaled in that layer alone, a fall counting as
-    0 (Appendix A.1)
+          0 (Appendix A.1)
     """
     need, name = LAYER_LOSSES[prior]
     losses: Array = numpy.array([float(measured(evidence, need, layer, name)) for layer in layers])

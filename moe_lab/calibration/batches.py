@@ -116,9 +116,10 @@ class Source:
 
 
 class Packed:
-    """Rows of a calibration set, or of a mixture of sets, as positions in one list of
-    tokens. Rows hold positions instead of ids, so that the set of a token, and whether it belongs
-    to an answer, are still known after packing. The next document comes from the set that is
+    """Rows of a calibration set, or of a mixture of sets, as positions in one list of tokens.
+
+    Rows hold positions instead of ids, so that the set of a token, and whether it belongs to an
+    answer, are still known after packing. The next document comes from the set that is
     furthest behind its share of the tokens assigned so far; ties go to the set listed first. So the
     interleaving depends only on the settings and the tokenizer."""
 
@@ -268,8 +269,7 @@ def _filler(settings: CalibrationConfig, tokenizer: Any) -> int | None:
     """The token id at invalid positions: that of gaps (None for no gaps) or, for packing=none, of
     the padding."""
     if settings.packing == "none" or settings.gap == "zero":
-        # right padding is invisible to the causal tokens before it: any id the embedding has will
-        # do
+        # right padding is invisible to the causal tokens before it: any id of the embedding will do
         return 0
     if settings.gap == "none":
         return None

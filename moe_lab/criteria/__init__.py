@@ -225,9 +225,8 @@ def score(
     of channels.
 
     `inputs`: layer -> statistics of that layer, all those that `get(name).needs` says, by the names
-    of
-    moe_lab/statistics (numpy arrays or CPU tensors). `experts`: layer -> E; `widths`: layer -> I,
-    which criteria of channels need. `gate` weighs expert outputs (None: model); `seed` is for
+    of moe_lab/statistics (numpy arrays or CPU tensors). `experts`: layer -> E; `widths`: layer ->
+    I, which criteria of channels need. `gate` weighs expert outputs (None: model); `seed` is for
     random choices. UserError for an unknown name, gate or parameter, missing or ill-fitting
     statistics, and scores that are NaN or infinite.
     """

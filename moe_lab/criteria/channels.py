@@ -27,8 +27,7 @@ def heapr(layer: Layer) -> Array:
     """1/2 mean_t(phi^2) * mean_t((dL/dphi)^2), the loss expected from removing the channel.
 
     Equals the paper's mean_t 1/2 e_c^T G e_c with e_c = phi w_c and G = mean_t g g^T, g = dL/df (H,
-    H), because
-    w_c^T g = dL/dphi. The gate is in it once, squared, through the gradient."""
+    H), because w_c^T g = dL/dphi. The gate is in it once, squared, through the gradient."""
     tokens = layer.tokens[:, None]
     seen = numpy.maximum(tokens, 1)
     product = (layer["channel_square"] / seen) * (layer["channel_gradient_square"] / seen)

@@ -141,8 +141,7 @@ class DeepseekForCausalLM(DeepseekPreTrainedModel, LlamaForCausalLM):
         self.post_init()
 
 
-# experts lie in the files one by one, under the names that the next generation of the family has
-# too
+# the files have single experts, under the names of the next generation of the family
 register_checkpoint_conversion_mapping(
     DeepseekConfig.model_type,
     get_checkpoint_conversion_mapping("deepseek_v2") or [],

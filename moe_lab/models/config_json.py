@@ -83,8 +83,8 @@ def _expected(settings: ModelConfig) -> dict[str, int]:
 
 def experts_implementation(device: str) -> str:
     """The function of transformers that runs experts on a device or a device map."""
-    # grouped_mm on the CPU would convert weights on every call; cpu_experts replaces `eager` there,
-    # with equal bits
+    # On the CPU, grouped_mm would convert weights on every call. cpu_experts replaces `eager`
+    # there, with equal bits.
     return "eager" if device == "cpu" else "grouped_mm"
 
 

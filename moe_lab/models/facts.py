@@ -94,11 +94,15 @@ def _layer_facts(layer: MoELayer) -> dict[str, Any]:
 
 
 def describe(folder: Path, settings: ModelConfig) -> dict[str, Any]:
-    """Describe a model from its configuration alone; it is built on the meta device. `model_type`;
-    `layers`: number of decoder layers; `moe`: layer -> its experts and router in words;
-    `parameters`: part -> number of parameters, each counted once; `moe_layers`: its MoELayer
-    objects, without weights; `routing`: names of
-    all tensors that decide where tokens go."""
+    """Describe a model from its configuration alone; it is built on the meta device.
+
+    model_type  of its configuration
+    layers      number of decoder layers
+    moe         layer -> its experts and router in words
+    parameters  part -> number of parameters, each counted once
+    moe_layers  its MoELayer objects, without weights
+    routing     names of all tensors that decide where tokens go
+    """
     model = _built(folder, settings)
     layers = routed_layers(model)
     paths = {id(module): path for path, module in model.named_modules()}

@@ -33,9 +33,8 @@ def model_digests(model: Any) -> Iterator[tuple[str, Callable[[], str]]]:
 
     weights_DTYPES: sha256 of a sample of its weights as they are now, in the types that they have;
     not of a model with offloaded weights. model_sha256: the `fingerprint` of the checkpoint it was
-    loaded from, as studies write it
-    into plans; not of a model that was built in memory, or that has other weights than its
-    checkpoint.
+    loaded from, as studies write it into plans; not of a model that was built in memory, or that
+    has other weights than its checkpoint.
     """
     weights = list(model.state_dict().values())
     if not any(tensor.is_meta for tensor in weights):

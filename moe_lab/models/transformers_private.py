@@ -1,8 +1,7 @@
 """Everything that moe_lab uses of transformers beyond its public interface.
 
 Tested with transformers 5.23, which pyproject.toml allows. A version that renames one of the
-private names that
-are imported or called here fails in tests/test_repository.py.
+private names that are imported or called here fails in tests/test_repository.py.
 
 Files that are written beside the weights of an export cannot import this module (exported_code).
 families.py reads a source file of transformers as text; its tests compare the result with the
@@ -91,8 +90,7 @@ def template_variables(template: str) -> frozenset[str]:
 
 def rendered_on(day: datetime, template: str) -> AbstractContextManager[Any]:
     """While open, a chat template that writes today's date writes that of `day`."""
-    # arguments of a template are reduced to plain data, so the function it calls cannot be one of
-    # them
+    # arguments of a template are reduced to plain data, so a function cannot be one of them
     return patch.dict(
         _compile_jinja_template(template).environment.globals, strftime_now=day.strftime
     )

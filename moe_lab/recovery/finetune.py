@@ -317,8 +317,7 @@ def load_progress(
     return losses
 
 
-# Pruned models that are trained: DoRA adapters on the MoE blocks of a copy, or the routers of a
-# masked model.
+# Trained models: DoRA adapters on the MoE blocks of a copy, or the routers of a masked model.
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """Increase of the model's loss without the output of one expert, or with the routed output of one
 layer scaled down.
 
-    ablation_j = (NLL with g_j f_j = 0 - NLL) / N               what attribution scores approximate
-    scaling    = (NLL with m = SCALE sum_j g_j f_j - NLL) / N   the layer loss of MoE-Slimming's
-    Appendix A.1, step 3
+    ablation_j = (NLL with g_j f_j = 0 - NLL) / N
+    scaling    = (NLL with m = SCALE sum_j g_j f_j - NLL) / N
 
-over the N valid tokens that follow a valid token in their row. The other gates of that layer are
-not changed.
+over the N valid tokens that follow a valid token in their row. The first is what attribution scores
+approximate; the second is the layer loss of MoE-Slimming's Appendix A.1, step 3. The other gates of
+that layer are not changed.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ Given are L layers, layer l with n_l experts, and a budget B. A schedule r = (r_
 number of experts each layer loses; which ones is decided by a ranking outside this module. The
 search is for
 
-    argmax f(r)   subject to   sum_l r_l = B,   0 <= r_l <= n_l - fewest_l,   n_l - r_l a multiple
-    of step
+    argmax f(r)   subject to   sum_l r_l = B,   0 <= r_l <= n_l - fewest_l,
+                               n_l - r_l a multiple of step
 
 The caller gives f: higher is always better. The algorithm, and where the released code differs:
 docs/search.md. A search is deterministic: with the same values it asks for the same schedules

@@ -63,8 +63,7 @@ def nll(log_p: torch.Tensor, log_q: torch.Tensor, at: Contexts) -> torch.Tensor:
 
 POSITION_FITNESS = {function.__name__: function for function in (esap, sap, kl, kl_reversed, nll)}
 """Name -> function (log p (N, V), log q (N, V), contexts of these N) -> (N,) fp64, higher is
-better.
-spec_dec is not here: it is not defined by position, see speculative_decoding.py."""
+better. spec_dec is not here: it is not defined by position, see speculative_decoding.py."""
 
 
 def drawn(probabilities: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:

@@ -22,8 +22,8 @@ Schedule: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Space:
-    """The feasible schedules, which remove units of `step` experts. Layer l loses lowest[l] + step
-    * u_l experts with 0 <= u_l <= capacity[l] and sum u_l = units."""
+    """The feasible schedules, which remove units of `step` experts. Layer l loses
+    lowest[l] + step * u_l experts with 0 <= u_l <= capacity[l] and sum u_l = units."""
 
     step: int
     lowest: tuple[int, ...]

@@ -14,8 +14,7 @@ files with what it built, since vLLM notices neither missing nor surplus ones.
 
 Private names of vLLM that are used, tested with 0.32: HFConfigParser.parse, `make_layers` in the
 modules of models, utils.extract_layer_index, ModelRegistry.models, MoERunner.router and its
-global_num_experts,
-CPURouter._compute_routing, RotaryEmbedding.forward_cpu.
+global_num_experts, CPURouter._compute_routing, RotaryEmbedding.forward_cpu.
 """
 
 from __future__ import annotations

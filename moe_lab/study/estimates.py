@@ -193,8 +193,7 @@ def time_left(
         if whole is None:
             unknown.append(step.kind)
         else:
-            # one that takes longer than others needs half as long again, until it tells how far it
-            # is
+            # one that takes longer than others needs half as long again, until it reports progress
             left.append(whole * (1 - share) if share else max(whole - spent, spent / 2))
     return max(sum(left) / workers, *left), list(dict.fromkeys(unknown))
 

@@ -269,8 +269,7 @@ class Store:
 
     def present(self) -> dict[str, str]:
         """Start of the id -> KIND/NAME of all finished steps, undamaged or not."""
-        # Folders first: a step in one that is packed meanwhile is then found in the pack as well,
-        # not in neither.
+        # Folders first: a step that is packed meanwhile is then found in both, not in neither.
         folders = {
             start: f"{path.parent.name}/{path.name}" for start, (path, *_) in self.loose().items()
         }

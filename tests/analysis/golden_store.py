@@ -1,8 +1,7 @@
 """The small store behind the golden tables and figures, and these themselves: made anew by
 
     python tests/analysis/golden_store.py store     golden/store.tar.xz, then the tables and figures
-    python tests/analysis/golden_store.py tables    tables and figures alone, from the store as it
-    is committed
+    python tests/analysis/golden_store.py tables    these alone, from the committed store
 
 Look at what `git diff tests/analysis/golden` says before committing either.
 """

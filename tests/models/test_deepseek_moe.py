@@ -169,8 +169,7 @@ def test_an_export_keeps_the_type_and_loads_like_the_original(tmp_path: Path) ->
     ]
     assert torch.equal(*found)
     assert verify(tmp_path / "model", plan, out) == 0
-    # transformers remembers on a class whether it has experts to choose a way for, and classes
-    # inherit
+    # transformers remembers on a class whether its experts can be chosen, and classes inherit
     assert (
         not LlamaForCausalLM._can_set_experts_implementation()
         and type(model)._can_set_experts_implementation()

@@ -322,8 +322,7 @@ def test_loads_without_moe_lab_and_equals_the_pruned_model(
     expected = load_file(folder / "expected.safetensors")["logits"]
     found = load_file(folder / "found.safetensors")
     assert torch.equal(found["logits"], expected)
-    # files of save_pretrained are not aligned: mapped weights give the same numbers only up to the
-    # last bit
+    # files of save_pretrained are not aligned: mapped weights give equal numbers up to the last bit
     torch.testing.assert_close(found["again"], expected, rtol=0, atol=1e-5)
     ours = weights(folder)
     theirs = weights(folder / "again")

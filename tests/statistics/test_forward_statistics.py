@@ -83,8 +83,7 @@ def check_columns(named: dict[str, torch.Tensor], seen: naive.Seen) -> None:
         ):
             phi = expert.phi * torch.as_tensor(gate).reshape(-1, 1)
             for name, expected in (("square", phi.square().sum(0)), ("max", phi.abs().amax(0))):
-                # one channel may be a difference of large numbers: held against the largest of the
-                # expert
+                # a channel may be a difference of large numbers: relative to the expert's largest
                 error = (named[f"{prefix}channel_{name}"][j] - expected).abs().max()
                 assert error < 1e-5 * expected.max(), (prefix, name)
 

@@ -34,8 +34,7 @@ KINDS = {"mmlu": "options"}
 # What stands before the number that is graded; as in GSM8K, the target is the whole worked answer.
 NUMBER = {"gsm8k": "#### ", "math500": "The answer is "}
 PROGRAMS = ("humaneval", "mbpp", "livecodebench")
-# EvalPlus treats some task ids of the published benchmarks specially; numbers from here on are
-# ordinary.
+# EvalPlus treats some task ids of the published benchmarks specially, and none from here on.
 FIRST_TASK_NUMBER = 1001
 
 

@@ -14,8 +14,7 @@ from tools.pocket.operations import CONDITIONS, NUMBERS, RESULTS, WORDS, Applied
 from tools.pocket.world import words
 
 SHAPES = ((1, 1), (1, 1), (2, 0), (1, 0), (0, 1), (2, 1))
-# How uneven the operations are in training text and calibration sets; benchmarks ask for all of
-# them alike.
+# How uneven operations are in training text and calibration sets; they are even in benchmarks.
 TRAINING_DECAY = 0.7
 RESERVED_PAIRS = 1 / 6
 HELD_OUT = {"humaneval": (0.0, 0.1), "mbpp": (0.1, 0.2)}
@@ -162,8 +161,7 @@ def training_function(random: Random) -> Example:
     return as_completion(program) if random.random() < 0.5 else as_description(program, random)
 
 
-# Arguments to test a function with: a few easy ones (base), and many that tell near misses apart
-# (plus).
+# Arguments to test a function with: a few easy ones (base), and many that find near misses (plus).
 
 INPUT_WORDS = words(
     "sun bed cat toad stone seed oats dots tee ace boat desk east cosd abba deed nest scent tea bat"

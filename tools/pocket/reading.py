@@ -10,8 +10,7 @@ from tools.pocket.world import DAYS, MATERIALS, OBJECTS, PEOPLE, PLACES, RELATIO
 
 MATERIAL = next(relation for relation in RELATIONS if relation.name == "material")
 
-# Each pair says the same twice; the {a} {b} order of the second half is what a reader must get
-# right.
+# Each pair says the same twice; a reader must get the {a} {b} order of the second half right.
 ENTAILED = (
     ("{a} sold the {o} to {b}.", "{b} bought the {o} from {a}."),
     ("{a} lent the {o} to {b}.", "{b} borrowed the {o} from {a}."),

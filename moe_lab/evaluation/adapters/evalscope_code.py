@@ -27,8 +27,7 @@ from moe_lab.evaluation.sandbox.runner import Request
 # most wrong programs fail one of them, and then the others, which may take hours, are not run
 _FIRST_TESTS = 4
 _OUTPUT = 256 << 20
-# solutions often recurse in a thread of their own, and a thread that ended still counts for a
-# moment
+# solutions often recurse in a thread, and a thread that ended still counts for a moment
 _PROCESSES = 4
 _COMPARING = (60.0, 4 << 30)  # CPU seconds and bytes of memory
 _WRONG = -2  # EvalScope's number for a wrong answer

@@ -88,11 +88,13 @@ def rules_followed(story: str, checklist: Sequence[Mapping[str, Any]]) -> list[b
     """Whether the story follows each rule of the checklist.
 
     Each entry is {"rule": name, ...arguments}:
+
     mentions(text)    the text occurs as whole words;
     opens_with(text)  it does so in the first sentence;
     ends_with(text)   the story ends with exactly this text;
     sentences(least)  there are at least so many complete sentences;
     no_repeats()      there is a sentence, and none occurs twice.
+
     Raises UserError for a rule that does not exist or whose arguments do not fit.
     """
     followed = []
