@@ -1,4 +1,5 @@
-"""Token variance of hidden states (AIMER, Fig. 6) and entropy of the routers, by layer."""
+"""Token variance of hidden states by layer (AIMER, Fig. 6), and entropy of the routers over tokens
+(MoE-Slimming, Fig. 13)."""
 
 from __future__ import annotations
 
@@ -20,12 +21,6 @@ from analysis.stats.comparison import Comparison
 PROFILED = "a run with profile=true"
 
 
-@per_model("pruned")
-def variance_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Token variance by layer."""
-    return profile_figure(results, comparison, name, VARIANCE)
-
-
 @output(
     "aimer.fig6", chapter="inside", filters="*Model|Pruned|Calibration|Criterion", needs=PROFILED
 )
@@ -34,33 +29,11 @@ def token_variance(results: Results, name: str) -> list[Item]:
     return [*variance_figure(results, name), profile_table(results, name)]
 
 
-@output("router_entropy", chapter="inside", needs=PROFILED)
 @per_model("pruned")
-def router_entropy_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Entropy of the router by layer."""
-    return profile_figure(results, comparison, name, ENTROPY)
-
-
-VARIANCE = "variance"
-ENTROPY = "router_entropy"
-_TITLES = {VARIANCE: "Variance of hidden states between tokens", ENTROPY: "Entropy of routers"}
-_AXES = {VARIANCE: "token variance", ENTROPY: "router entropy (nats)"}
-_CAPTIONS = {
-    VARIANCE: "Variance of the residual stream after each layer over the tokens of a text, the "
-    "mean over its "
-    "coordinates; dashed: the unpruned model.",
-    ENTROPY: "Entropy of the router's softmax over the experts it chooses from, the mean over the "
-    "tokens of a text; "
-    "dashed: the unpruned model. With fewer experts, the highest possible entropy is lower.",
-}
-
-
-def profile_figure(
-    results: Results, comparison: Comparison, name: str, measure: str
-) -> Figure | None:
-    """Draw `measure` by layer: a panel per ratio and calibration set, a line per method. None
-    without profiles."""
-    profiles = results.study.profiles.dropna(subset=[measure])
+def variance_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
+    """Draw the token variance by layer: a panel per ratio and calibration set, a line per method.
+    None without profiles."""
+    profiles = results.study.profiles.dropna(subset=["variance"])
     by_cell = {
         int(str(cell)): of_cell.sort_values("layer") for cell, of_cell in profiles.groupby("cell")
     }
@@ -81,18 +54,23 @@ def profile_figure(
         for method, cell in {"none": comparison.unpruned, **panel.cells}.items():
             if cell in by_cell:
                 drawn.add(method)
-                style.draw(axes, lines[method], by_cell[cell]["layer"], by_cell[cell][measure])
+                style.draw(axes, lines[method], by_cell[cell]["layer"], by_cell[cell]["variance"])
         parts = (names.calibration(panel.calibration), f"{panel.pruned} pruned")
         axes.set_title(("\n" if len(sets) > style.WIDE else ", ").join(parts), fontsize=7.5)
         style.layer_axis(axes)
         axes.label_outer()
         axes.grid(axis="y")
     for row in grid:
-        row[0].set_ylabel(_AXES[measure])
+        row[0].set_ylabel("token variance")
     style.legend(
         drawing, [lines[method] for method in ("none", *names.methods_in_order(drawn - {"none"}))]
     )
-    return Figure(name, f"{_TITLES[measure]}: {comparison.model}", _CAPTIONS[measure], drawing)
+    caption = (
+        "Variance of the residual stream after each layer over the tokens of a text, the mean over "
+        "its coordinates; dashed: the unpruned model."
+    )
+    title = f"Variance of hidden states between tokens: {comparison.model}"
+    return Figure(name, title, caption, drawing)
 
 
 def profile_table(results: Results, name: str) -> Table:

@@ -244,8 +244,6 @@ def test_models_stand_together_and_the_lead_says_whose_calibration_sets_they_are
         in report.what_was_run(study)
     )
     figures = [
-        item.name
-        for item in find("router_entropy").items(Results(study))
-        if isinstance(item, Figure)
+        item.name for item in find("aimer.fig6").items(Results(study)) if isinstance(item, Figure)
     ]
-    assert sorted(figures) == ["router_entropy.a", "router_entropy.b"], "one for each model"
+    assert sorted(figures) == ["aimer.fig6.a", "aimer.fig6.b"], "one for each model"
