@@ -35,8 +35,6 @@ share of the unpruned model's."""
 FIRST_ORDER = "ala1"
 """The default prior of allocation=coverage, for plans that do not name theirs."""
 
-HISTORY = ("generation", "schedule", "origin", "parent", "evaluated", "fitness", "elite")
-"""Columns of history.parquet."""
 
 SEARCHES = (
     "samples",
@@ -177,14 +175,6 @@ def priors(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
             others = json.dumps({**allocation, "parameters": parameters}, sort_keys=True)
             rows.append({"cell": cell, "prior": prior, "others": others})
     return pd.DataFrame(rows, columns=["cell", "prior", "others"])
-
-
-def history(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Every schedule that searches proposed: cell and HISTORY.
-
-    A schedule is an array of experts removed per layer, in the order of layers. `fitness`
-    is NaN for a schedule that was never evaluated; higher is better."""
-    return _tables(_searched(cells), "history.parquet", HISTORY, reader)
 
 
 def searches(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:

@@ -85,7 +85,6 @@ class Study:
     retained = _of_cells(plans.retained)
     profiles = _of_cells(plans.profiles)
     timings = _of_cells(plans.timings)
-    history = _of_cells(plans.history)
     searches = _of_cells(plans.searches)
     experts = _of_passes(passes.experts)
     raw_statistics = _of_passes(passes.raw_statistics)

@@ -1,4 +1,4 @@
-"""Channels that allocations keep in each layer and expert, their share of the score, and the losses
+"""Channels that allocations keep in each layer, their share of the score, and the losses
 from which coverage budgets are computed (MoE-Slimming, Figs. 7 and 11)."""
 
 from __future__ import annotations
@@ -8,9 +8,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch
 
 from analysis import names
 from analysis.load import passes, settings
@@ -20,44 +18,26 @@ from analysis.outputs.captions import of_pass
 from analysis.outputs.score_rows import (
     BUDGETED,
     DEFAULT_SMOOTHING,
-    HALF,
     SMOOTHING,
     by_ratio,
     coverage_cells,
     plain,
 )
-from analysis.registry import Item, Results, output, per_model
+from analysis.registry import Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.stats.comparison import Comparison
 from moe_lab.results import BUDGETS
 
-MAPS = 8
-"""Largest number of allocations whose experts are drawn one by one."""
 LAYERS = 8
 """Largest number of layers labelled on an axis."""
-
-
-@output(
-    "coverage.fig",
-    chapter="channels",
-    needs="a channel criterion under allocation=coverage and others",
-)
-@per_model("pruned")
-def kept_by_layer(results: Results, comparison: Comparison, name: str) -> list[Item | None]:
-    """Kept share of each layer and of each expert."""
-    retained = results.study.retained
-    return [
-        layer_figure(comparison, retained, name),
-        expert_figure(comparison, retained, f"{name}.experts"),
-    ]
 
 
 def layer_shares(cells: pd.DataFrame, retained: pd.DataFrame) -> pd.DataFrame:
     """Share of its channels that each layer keeps (allocations, layers), the mean over its experts.
 
     Allocations with the same shares, to a thousandth, form one row whose label names them all.
-    `kept`: cell, layer, expert, share. Cells without a plan are left out.
+    `retained`: cell, layer, expert, share. Cells without a plan are left out.
     """
     counted = retained[retained["cell"].isin(cells.index)]
     shares = counted.pivot_table(index="cell", columns="layer", values="share", aggfunc="mean")
@@ -72,9 +52,18 @@ def layer_shares(cells: pd.DataFrame, retained: pd.DataFrame) -> pd.DataFrame:
     return shares.loc[list(labels)].rename(index=labels).rename_axis("allocation")
 
 
-def layer_figure(comparison: Comparison, retained: pd.DataFrame, name: str) -> Figure | None:
-    """Draw the share of its channels that each layer keeps, a line per allocation. None without
-    differing plans."""
+@output(
+    "coverage.fig",
+    chapter="channels",
+    needs="a channel criterion under allocation=coverage and others",
+)
+@per_model("pruned")
+def layer_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
+    """Kept share of each layer, by allocation.
+
+    A panel per ratio, a line per allocation. None without differing plans.
+    """
+    retained = results.study.retained
     blocks = [
         (ratio, layer_shares(cells, retained)) for ratio, cells in _compared_allocations(comparison)
     ]
@@ -105,48 +94,6 @@ def layer_figure(comparison: Comparison, retained: pd.DataFrame, name: str) -> F
 _DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)))
 
 
-def expert_figure(comparison: Comparison, retained: pd.DataFrame, name: str) -> Figure | None:
-    """Draw the share of its channels that each expert keeps, sorted within layers; experts without
-    any are crossed.
-
-    At the ratio closest to 1/2, as in the papers. None without channel plans that differ within a
-    layer.
-    """
-    blocks = _compared_allocations(comparison)
-    ratio, cells = min(
-        blocks, key=lambda block: abs(block[0] - HALF), default=(0.0, pd.DataFrame())
-    )
-    maps = _uneven(cells, retained) if len(cells) else []
-    if not maps:
-        return None
-    down = -(-len(maps) // 2)
-    height = 0.2 * min(retained["layer"].nunique(), 24) + 0.45
-    drawing = style.drawing(style.PAGE, down * height + 0.7)
-    for at, (cell, allocation) in enumerate(maps):
-        axes = drawing.add_subplot(down, 2, at + 1)
-        shares = retained[retained["cell"] == cell].set_index("layer")["share"]
-        style.expert_rows(axes, shares, _level, named=at % 2 == 0)
-        axes.set_title(allocation)
-    handles = [Patch(**style.GONE, label="no channel")]
-    for share in (0.25, 0.5, 0.75, 1):
-        handles.append(
-            Patch(facecolor=colormaps[style.SEQUENTIAL](_level(share)), label=names.share(share))
-        )
-    style.legend(drawing, handles, title="channels kept")
-    caption = (
-        f"{comparison.removed(ratio)} of all channels are pruned. Each square is an expert, its "
-        "shade the share of its "
-        "channels that is kept; experts of a layer are sorted by it. Crossed: no channels kept. "
-        "Allocations that keep the same share of every expert of a layer are left out."
-    )
-    return Figure(name, f"Channels kept by expert: {comparison.model}", caption, drawing)
-
-
-def _level(share: Any) -> Any:
-    """Map a share, or an array of shares, to the colour map."""
-    return 0.08 + 0.87 * share
-
-
 def _compared_allocations(comparison: Comparison) -> list[tuple[float, pd.DataFrame]]:
     """(Ratio, cells) of the channel criterion that was run with most allocations, including
     coverage; one cell each."""
@@ -159,20 +106,6 @@ def _compared_allocations(comparison: Comparison) -> list[tuple[float, pd.DataFr
     if counts.empty or counts.max() < 2:
         return []
     return list(by_ratio(cells[cells["criterion"] == counts.idxmax()]))
-
-
-def _uneven(cells: pd.DataFrame, retained: pd.DataFrame) -> list[tuple[int, str]]:
-    """Cells and names of allocations that keep different shares within a layer, layerwise and
-    coverage first."""
-    counted = retained[retained["cell"].isin(cells.index)]
-    spread = counted.groupby(["cell", "layer"])["share"].agg(np.ptp).groupby("cell").max()
-
-    def unusual(cell: int) -> tuple[bool, bool]:
-        allocation, parameters = settings.allocation(str(cells.loc[cell, "allocation"]))
-        return allocation not in ("layerwise", "coverage"), "smoothing" in parameters
-
-    uneven = sorted((int(cell) for cell in cells.index if spread.get(cell, 0) > 1e-9), key=unusual)
-    return [(cell, names.allocated(str(cells.loc[cell, "allocation"]))) for cell in uneven[:MAPS]]
 
 
 PLANS = 4

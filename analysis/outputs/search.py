@@ -1,4 +1,4 @@
-"""Searched against uniform allocations, densities of layers, and course and cost of searches
+"""Searched against uniform allocations, densities of layers, and results and cost of searches
 (EvoESAP, Tables 1, 2 and 7 to 10 and Figs. 1 and 3)."""
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure as Drawing
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
 
 from analysis import names
 from analysis.load.reader import groups
@@ -18,7 +17,7 @@ from analysis.load.settings import is_searched, joined, pruned
 from analysis.load.study import Study
 from analysis.outputs.captions import SEARCHES, reading, setting
 from analysis.outputs.score_rows import by_criterion, numbers_table, stacked
-from analysis.registry import Item, Results, output, per_model
+from analysis.registry import Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import Table, spelled, tabulated
@@ -295,57 +294,9 @@ def _density_panels(shares: pd.DataFrame, by: str, keys: Mapping[str, Line2D]) -
     return drawing
 
 
-@per_model()
-def history_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Best and mean fitness by generation, a panel per ratio and criterion; None without a search
-    of this model."""
-    study = results.study
-    cells = comparison.cells
-    searched = cells[cells.index.isin(study.searches["cell"])]
-    if searched.empty:
-        return None
-    rows = list(groups(searched.sort_values("ratio", kind="stable"), ["ratio", "calibration"]))
-    columns = names.in_order(searched["criterion"], names.CRITERIA)
-    drawing = style.drawing(
-        style.PAGE if len(columns) > 2 else style.PAGE * 0.7, 1.6 * len(rows) + 0.6
-    )
-    grid = drawing.subplots(len(rows), len(columns), sharex=True, sharey="row", squeeze=False)
-    best, mean = (
-        style.key(label, markersize=3, linewidth=1.2, **style.cycled(at))
-        for at, label in enumerate(("best so far", "mean of the evaluated"))
-    )
-    for row, (key, at_ratio) in zip(grid, rows, strict=True):
-        for axes, criterion in zip(row, columns, strict=True):
-            for cell in at_ratio.index[at_ratio["criterion"] == criterion]:
-                history = study.history[
-                    (study.history["cell"] == cell) & study.history["fitness"].notna()
-                ]
-                fitness = history.groupby("generation")["fitness"].agg(["max", "mean"])
-                style.draw(axes, best, fitness.index, fitness["max"].cummax())
-                style.draw(axes, mean, fitness.index, fitness["mean"])
-                for uniform in study.searches.loc[
-                    study.searches["cell"] == cell, "uniform_fitness"
-                ].dropna():
-                    axes.axhline(uniform, **style.DASHED)
-            axes.set_title(
-                f"{names.criterion(criterion)}, {comparison.removed(key['ratio'])}", fontsize=7.5
-            )
-            axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-            axes.grid(axis="y")
-        row[0].set_ylabel("fitness")
-    for axes in grid[-1]:
-        axes.set_xlabel("generation")
-    style.legend(drawing, [best, mean, style.key("uniform", **style.DASHED)])
-    caption = (
-        "Fitness, higher is better: of the best schedule up to each generation, the mean of the "
-        "schedules evaluated "
-        "in it, and of the uniform schedule."
-    )
-    return Figure(name, f"Searches by generation: {comparison.model}", caption, drawing)
-
-
+@output("evoesap.search", chapter="search", needs=SEARCHES)
 def search_table(results: Results, name: str) -> Table:
-    """Table of the best schedule and the cost of each search."""
+    """Best schedule, gain in fitness and cost of each search."""
     study = results.study
     rows = study.searches.join(
         study.cells.assign(pruned=pruned(study.cells)), on="cell", rsuffix=" of cell"
@@ -384,9 +335,3 @@ def search_table(results: Results, name: str) -> Table:
         f"Based on {reading(study)}",
         **tabulated(rows, text, numbers),
     )
-
-
-@output("evoesap.search", chapter="search", needs=SEARCHES)
-def searches(results: Results, name: str) -> list[Item]:
-    """Fitness by generation, best schedule and cost of each search."""
-    return [*history_figure(results, name), search_table(results, name)]

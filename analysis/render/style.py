@@ -82,7 +82,7 @@ SHADES = ("#2277bb", "#ee7733", "#117733", "#aa4499", "#15181e", "#b39a25", "#cc
 DASHED: Any = {"color": INK, "linestyle": (0, (4, 2)), "linewidth": 0.9}
 """Line style of references: the unpruned model, a uniform allocation."""
 GONE: Any = {"facecolor": "none", "edgecolor": "#bb3311", "hatch": "xxxx"}
-"""Patch style of experts without kept channels, or without tokens."""
+"""Patch style of experts without tokens."""
 MARKERS = "osD^vPX*<>hd"
 SEQUENTIAL = "YlGnBu"
 """Colour map that also goes from light to dark when printed in grey."""
@@ -357,13 +357,11 @@ def square(
         axes.text(x + 0.5, y + 0.74, below, fontsize=5.8, **centred)
 
 
-def expert_rows(
-    axes: Axes, values: pd.Series, level: Callable[[Any], Any], named: bool = True
-) -> None:
+def expert_rows(axes: Axes, values: pd.Series, level: Callable[[Any], Any]) -> None:
     """Draw a row per layer with a square per expert, sorted by `values` (indexed by layer).
 
-    Squares are shaded by `level` of the layer's values; experts with value 0 are crossed. With
-    `named`, at most twelve layers are labelled on the axis."""
+    Squares are shaded by `level` of the layer's values; experts with value 0 are crossed. At most
+    twelve layers are labelled on the axis."""
     layers = sorted(values.index.unique())
     for y, layer in enumerate(layers):
         ordered = np.sort(values[values.index == layer].to_numpy(float))
@@ -379,7 +377,7 @@ def expert_rows(
         if none:
             axes.add_patch(Rectangle((0, y + 0.06), none, 0.88, linewidth=0, **GONE))
     axes.set(xlim=(0, values.groupby(level=0).size().max()), ylim=(len(layers), 0))
-    shown = layers[:: -(-len(layers) // 12)] if named else []
+    shown = layers[:: -(-len(layers) // 12)]
     places = [layers.index(layer) + 0.5 for layer in shown]
     ticks(axes.yaxis, places, [f"layer {layer}" for layer in shown], labelsize=6.5)
     ticks(axes.xaxis, [], [])

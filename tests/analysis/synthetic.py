@@ -275,7 +275,6 @@ def _plan(root: Path, axes: dict[str, Any]) -> str:
     folder = _folder_of(kind, axes)
     write_json(root / folder / "plan.json", synthetic_plans.plan(axes))
     if kind == "search":
-        write_frame(root / folder / "history.parquet", pd.DataFrame(synthetic_plans.history(axes)))
         write_json(root / folder / "search.json", synthetic_plans.search(axes))
         about = {
             "seconds": 12.5,
