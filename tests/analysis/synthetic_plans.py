@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from moe_lab.pruning.plan import SCHEMA
+
 LAYERS = 4
 EXPERTS = 32
 WIDTH = 64
@@ -88,7 +90,7 @@ def plan(axes: dict[str, Any]) -> dict[str, Any]:
         "parameters": parameters(axes["allocation"]),
     }
     return {
-        "schema": 1,
+        "schema": SCHEMA,
         "digest": "made up",
         "layers": layers,
         "provenance": {"allocation": made_by},

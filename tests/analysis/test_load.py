@@ -3,10 +3,12 @@ damaged or odd."""
 
 import json
 import math
+import tarfile
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 
+import golden_store
 import numpy as np
 import pandas as pd
 import pytest
@@ -24,6 +26,8 @@ from analysis.outputs.weights import weight_scores
 from analysis.registry import Results
 from moe_lab.errors import UserError
 from moe_lab.json_files import sealed
+from moe_lab.pruning.layer_plan import LayerPlan
+from moe_lab.pruning.plan import SCHEMA
 
 TASKS = ("gsm8k", "humaneval", "mbpp", "wildbench", "rte", "hellaswag", "arc_easy")
 
@@ -83,6 +87,18 @@ def test_items_of_benchmarks_in_calibration_sets_are_shown_and_told(results: Res
     shown = dict(zip(table.frame["Calibration"], table.frame["Items in the text"], strict=True))
     assert shown == {"General": "0 / 155", "Code": "3 / 155: GSM8K 3 / 75", "Math": "0 / 155"}
     assert "Not looked up: HumanEval" in table.caption and "shorter: WinoGrande." in table.caption
+
+
+def test_plans_of_the_golden_store_are_as_moe_lab_writes_them() -> None:
+    with tarfile.open(golden_store.STORE) as packed:
+        files = [packed.extractfile(entry) for entry in packed if entry.name.endswith("/plan.json")]
+        plans = [json.load(file) for file in files if file]
+    assert {plan["schema"] for plan in plans} == {SCHEMA}
+    layers = [layer for plan in plans for layer in plan["layers"].values()]
+    # constants are arrays of a file that analysis does not read
+    whole = [layer for layer in layers if "constants" not in layer]
+    assert {len(layer) for layer in whole} == {2, 4, 5}
+    assert [LayerPlan.from_json(layer, {}).as_json() for layer in whole] == whole
 
 
 def test_what_plans_keep_is_counted_from_their_masks(golden: Study) -> None:
