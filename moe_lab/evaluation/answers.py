@@ -25,7 +25,17 @@ from moe_lab.evaluation.engines import (
     appended_tokens,
     check_finite,
 )
-from moe_lab.evaluation.items import Answer, Document, Item, Messages, Pair, Reply, Text, Window
+from moe_lab.evaluation.items import (
+    Answer,
+    Document,
+    Item,
+    Messages,
+    Pair,
+    Reply,
+    Request,
+    Text,
+    Window,
+)
 from moe_lab.evaluation.thoughts import MARKS, answer_in, may_think, special_marks
 from moe_lab.json_files import Record
 
@@ -38,7 +48,6 @@ COMPUTED = "computed.jsonl"
 """File of a record, among the files from which a step resumes."""
 _EXCERPT = 40
 
-Request = Text | Pair | Document
 _T = TypeVar("_T")
 
 

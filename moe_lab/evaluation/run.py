@@ -11,7 +11,7 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import Policy
 from moe_lab.evaluation.answers import collect_answers
 from moe_lab.evaluation.engines import Engine
-from moe_lab.evaluation.harness import Graded, check_count, harness_of
+from moe_lab.evaluation.harness import check_count, harness_of
 from moe_lab.evaluation.interpreters import installed
 from moe_lab.evaluation.items import Answer, replace_surrogates
 from moe_lab.json_files import Record, write_text
@@ -32,10 +32,8 @@ def evaluate(
 
     Raises UserError as `Harness.check`. If an item fails, the benchmark fails.
     """
-    harness = harness_of(benchmark)
-    harness.check(benchmark, policy)
-    answers = answer(engine, benchmark, record)
-    return _write(harness.grade(answers, benchmark, policy), answers, benchmark, out)
+    harness_of(benchmark).check(benchmark, policy)
+    return _grade(answer(engine, benchmark, record), benchmark, out, policy)
 
 
 def answer(
@@ -55,15 +53,16 @@ def grade(
     answers: Sequence[Answer], benchmark: BenchmarkConfig, out: Path, *, policy: Policy
 ) -> list[Result]:
     """Grade answers and write out/result.json and out/samples.parquet. Needs no model."""
-    harness = harness_of(benchmark)
-    harness.check(benchmark, policy)
-    return _write(harness.grade(answers, benchmark, policy), answers, benchmark, out)
+    harness_of(benchmark).check(benchmark, policy)
+    return _grade(answers, benchmark, out, policy)
 
 
-def _write(
-    graded: Graded, answers: Sequence[Answer], benchmark: BenchmarkConfig, out: Path
+def _grade(
+    answers: Sequence[Answer], benchmark: BenchmarkConfig, out: Path, policy: Policy
 ) -> list[Result]:
-    """Write out/result.json and out/samples.parquet, unless items have no outcome."""
+    """Grade answers and write the results, unless items have no outcome."""
+    harness = harness_of(benchmark)
+    graded = harness.grade(answers, benchmark, policy)
     for result in graded.results:
         missing = (result["expected"] or result["n"]) - result["n"]
         if benchmark.limit is None and not 0 <= missing <= graded.tolerated:
@@ -72,7 +71,6 @@ def _write(
             )
     out.mkdir(parents=True, exist_ok=True)
     _write_samples(graded.samples, out / "samples.parquet")
-    harness = harness_of(benchmark)
     protocol = {
         "prompt": answers[0].prompt,
         **harness.identity(benchmark),

@@ -234,16 +234,13 @@ def _check_labels(task: Any, name: str, numbers: Sequence[int], benchmark: Bench
         choices = None if task.config.doc_to_choice is None else task.doc_to_choice(doc)
         if choices is None:
             right = label is not None
+            expected = "a text"
         else:
             right = bool(labels) and all(
                 each in range(len(choices)) or each in choices for each in labels
             )
+            expected = f"a number from 0 to {len(choices) - 1} or the text of a choice"
         if not right:
-            expected = (
-                "a text"
-                if choices is None
-                else f"a number from 0 to {len(choices) - 1} or the text of a choice"
-            )
             raise UserError(
                 f"benchmark {benchmark.name}: item {doc.get('id', number)} of {name} has "
                 f"label={label!r}, so no answer is right: expected {expected}"

@@ -76,14 +76,11 @@ class VllmModel(Engine):
             line, {**ENVIRONMENT, **threads, **os.environ, "XDG_CACHE_HOME": str(caches())}
         )
         self.process = self._child.process
-        defaults = {
-            "dtype": _dtype(checkpoint, model),
-            "trust_remote_code": model.trust_remote_code,
-        }
         try:
             with self._answering(0.0) as limit:
                 arguments = {
-                    **defaults,
+                    "dtype": _dtype(checkpoint, model),
+                    "trust_remote_code": model.trust_remote_code,
                     **_divided(checkpoint, model, backend.arguments),
                     **backend.arguments,
                 }
