@@ -101,8 +101,7 @@ def caches() -> Path:
     temporary files where the home folder cannot be written. Raises UserError when that folder
     belongs to somebody else."""
     usual = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    # os.path.exists is false for what is in a folder that may not be entered, where Path.exists
-    # raises.
+    # For what is in a folder that may not be entered, os.path.exists is false; Path.exists raises.
     there = next(filter(os.path.exists, (usual, *usual.parents)))
     # "~" stays where there is no home
     if usual.parts[0] != "~" and os.access(there, os.W_OK | os.X_OK):

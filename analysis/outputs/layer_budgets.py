@@ -1,5 +1,5 @@
-"""Channels that allocations keep in each layer, their share of the score, and the losses
-from which coverage budgets are computed (MoE-Slimming, Figs. 7 and 11)."""
+"""Channels that allocations keep in each layer, their share of the score, and the losses from which
+coverage budgets are computed (MoE-Slimming, Figs. 7 and 11)."""
 
 from __future__ import annotations
 

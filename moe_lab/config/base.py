@@ -244,8 +244,7 @@ def _sentence(item: Mapping[str, Any], kind: Any, key: str, path: list[str]) -> 
         return str(unknown(key, str(value), choices(type_at(kind, path))))
     if given == "value_error":
         message = str(item["ctx"]["error"])
-        # A check of a whole group begins with a setting of it, such as tokens=1 is less than
-        # length=2.
+        # A check of a whole group begins with one of its settings: tokens=1 is less than length=2.
         return (
             f"{key}={value}: {message}"
             if isinstance(value, str | int | float)

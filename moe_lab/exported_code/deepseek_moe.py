@@ -101,8 +101,7 @@ class DeepseekPreTrainedModel(LlamaPreTrainedModel):
     """What the decoder and the language model share."""
 
     # transformers looks for its decorator in the source of a class and remembers the answer on the
-    # class. Llama, which has no experts, may have been asked before, and its answer would be
-    # inherited.
+    # class. That of Llama, which has no experts, would be inherited.
     _can_set_experts_implementation_cached_value = True
 
     config_class = DeepseekConfig

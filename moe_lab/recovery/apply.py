@@ -65,8 +65,7 @@ def load_tuned(model: nn.Module, file: Path, within: str = "") -> list[str]:
         names = [name for name in tensors.keys() if name.startswith(within)]  # noqa: SIM118
         for name in names:
             before = model.get_parameter(name)
-            # a copy, because rows in the mapped file may start where matrix products round
-            # differently
+            # a copy: rows in the mapped file may start where matrix products round differently
             tensor = tensors.get_tensor(name).to(before.device, before.dtype, copy=True)
             owner, _, attribute = name.rpartition(".")
             replace_tensor(

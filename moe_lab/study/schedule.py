@@ -243,8 +243,7 @@ class WorkerProcess(AbstractContextManager["WorkerProcess"]):
                     log.unlink()
 
     def _start(self) -> Child:
-        # Slurm warns all processes of a job that time is up; the first one ends the worker, by
-        # `end`.
+        # Slurm warns all processes of a job that time is up; the first ends the worker, by `end`.
         worker = command("moe_lab.child_process", "moe_lab.study.steps")
         unwarned = ["sh", "-c", 'trap "" USR2; exec "$0" "$@"', *worker]
         return Child(unwarned, {**os.environ, **self.environment}, umask=self.store.umask)

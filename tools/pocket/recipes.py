@@ -106,9 +106,8 @@ SMALL_STAGES = (
     Stage(APPLYING, 700, 1350, 2e-3, 50, LossWeights(prompt=0.1, short_answer=4.0)),
     Stage(APPLYING, 600, 600, 1e-3, 30, LossWeights(prompt=0.1, short_answer=4.0)),
 )
-# What starts from another model's embeddings and experts knows the words and the world already;
-# what starts from its attention too has little to learn, but new attention learns to copy numbers
-# last.
+# What starts from another model's embeddings and experts knows the words and the world already.
+# What starts from its attention too has little to learn; new attention learns to copy numbers last.
 ADAPTING = Stage(APPLYING, 600, 1050, 3e-3, 50, LossWeights(prompt=0.1, short_answer=4.0))
 OLD_ATTENTION = (
     ADAPTING,

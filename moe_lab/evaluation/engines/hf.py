@@ -141,8 +141,7 @@ class Batch:
 def greedy(model: Any, batch: Batch) -> list[NewTokens]:
     """The text after each prompt, up to and with its first end token. Where the family keeps keys
     and values alone, right answers are read with their prompts."""
-    # generate() would use the settings of the checkpoint that it is not given, such as a repetition
-    # penalty
+    # generate() takes settings that it is not given, such as a penalty, from the checkpoint
     settings = GenerationConfig(
         max_new_tokens=batch.generation.max_tokens,
         do_sample=False,
