@@ -24,13 +24,11 @@ COSTS = (
     "routed_kept",
     "storage_bytes",
     "loading_bytes",
-    "flops_per_token",
-    "flops_per_token_unpruned",
     "flops_ratio",
 )
 """Numbers of cost.json: counts of parameters; kept shares of all parameters and of those of routed
-experts; bytes as stored (4 bits where quantised) and as loaded in bf16; FLOPs per token, and their
-share of the unpruned model's."""
+experts; bytes as stored (4 bits where quantised) and as loaded in bf16; FLOPs per token as a share of
+the unpruned model's."""
 
 FIRST_ORDER = "ala1"
 """The default prior of allocation=coverage, for plans that do not name theirs."""

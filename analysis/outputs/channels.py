@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pandas as pd
 from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 
 from analysis import names
 from analysis.load import settings
@@ -30,8 +32,9 @@ from analysis.registry import Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.stats.cell_scores import COMMON, MEAN, averaged, mean_target
-from analysis.stats.comparison import Comparison
+from analysis.stats.comparison import Comparison, Target
 
+REMOVED = "routed parameters removed (%)"
 COMPETING = ["ratio", "calibration", "gate"]
 """Cells with equal values in these columns are compared across allocations or channel scores."""
 
@@ -169,6 +172,29 @@ def channel_score_table(results: Results, comparison: Comparison) -> Iterator[Bl
             yield ratio_block(comparison, ratio, competing["criterion"].map(names.criterion), base)
 
 
+def draw_ratios(
+    axes: Axes, comparison: Comparison, target: Target
+) -> tuple[list[Line2D], list[Artist]]:
+    """Draw the scores of `target` against the share removed, a line for each of `ratio_lines`.
+
+    Points of one ratio stand side by side. Returns the legend's keys of the lines, and those of the
+    unpruned model and of chance."""
+    score, low, high = comparison.shown(target)
+    unpruned = draw_unpruned(axes, comparison, target)
+    keys = []
+    lines = ratio_lines(plain(comparison))
+    for at, (label, line) in enumerate(lines.items()):
+        shade = style.colour(line["method"].iloc[0])
+        key = style.key(label, color=shade, marker=style.MARKERS[at % 11], markersize=4)
+        aside = line["removed"] * 100 + 0.6 * (at - (len(lines) - 1) / 2)
+        axes.vlines(aside, low[line.index], high[line.index], color=shade, linewidth=1.4, alpha=0.6)
+        style.draw(axes, key, aside, score[line.index])
+        keys.append(key)
+    axes.set_xlabel(REMOVED)
+    axes.grid(axis="y")
+    return keys, [unpruned, *draw_chance(axes, comparison, target)]
+
+
 @output("heapr.fig2", chapter="channels", needs=f"HEAPr or CAMERA at three ratios, and {HEAPR}")
 @per_model()
 def ratio_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
@@ -183,43 +209,21 @@ def ratio_figure(results: Results, comparison: Comparison, name: str) -> Figure 
     if not target:
         return None
     saved = 1 - results.study.costs.set_index("cell")["flops_ratio"].astype(float)
-    score, low, high = comparison.shown(target)
     drawing = style.drawing(style.PAGE, 2.7)
     left, right = drawing.subplots(1, 2)
-    handles = [draw_unpruned(left, comparison, target)]
-    for at, (label, line) in enumerate(lines.items()):
-        key = style.key(
-            label,
-            color=style.colour(line["method"].iloc[0]),
-            marker=style.MARKERS[at % 11],
-            markersize=4,
-        )
-        aside = line["removed"] * 100 + 0.6 * (at - (len(lines) - 1) / 2)
-        left.vlines(
-            aside,
-            low[line.index],
-            high[line.index],
-            color=key.get_color(),
-            linewidth=1.4,
-            alpha=0.6,
-        )
-        style.draw(left, key, aside, score[line.index])
-        style.draw(right, key, line["removed"] * 100, saved.reindex(line.index) * 100)
-        handles.insert(at, key)
+    keys, references = draw_ratios(left, comparison, target)
     left.set(ylabel="mean of HEAPr's benchmarks", ylim=(0, None))
-    right.set(ylabel="FLOPs saved per token (%)", ylim=(0, None))
-    for axes in (left, right):
-        axes.set(xlabel="routed parameters removed (%)")
-        axes.grid(axis="y")
-    bands = draw_chance(left, comparison, target)
-    style.legend(drawing, [*handles, *bands])
+    for key, line in zip(keys, lines.values(), strict=True):
+        style.draw(right, key, line["removed"] * 100, saved.reindex(line.index) * 100)
+    right.set(xlabel=REMOVED, ylabel="FLOPs saved per token (%)", ylim=(0, None))
+    right.grid(axis="y")
+    style.legend(drawing, [*keys, *references])
+    bands = len(references) > 1
     grey = "; grey: where a further random plan lies with 95 % probability" if bands else ""
     caption = (
         f"Left: {averaged(target, names.HEAPR)}, with 95 % intervals, points of one ratio side by "
-        "side; dashed: the "
-        f"unpruned model{grey}. Right: FLOPs saved per token. Removing whole experts saves only "
-        "rows of routers, since "
-        "a token is still given to as many experts."
+        f"side; dashed: the unpruned model{grey}. Right: FLOPs saved per token. Removing whole "
+        "experts saves only rows of routers, since a token is still given to as many experts."
     )
     return Figure(
         name, f"Accuracy and FLOPs against the ratio: {comparison.model}", caption, drawing
@@ -233,46 +237,31 @@ def loss_figure(results: Results, comparison: Comparison, name: str) -> Figure |
 
     None when no benchmark is a loss or a perplexity, or no method was run at three ratios.
     """
-    lines = ratio_lines(plain(comparison))
     benchmarks = [
         str(benchmark)
         for benchmark in comparison.benchmarks
         if benchmark in comparison.lower_is_better
     ]
-    if not benchmarks or not lines:
+    if not benchmarks or not ratio_lines(plain(comparison)):
         return None
     drawing = style.drawing(style.PAGE, 2.8)
-    handles: list[Artist] = []
+    keys: list[Artist] = []
+    scales = []
     for axes, benchmark in zip(
         np.atleast_1d(drawing.subplots(1, len(benchmarks))), benchmarks, strict=True
     ):
-        target = (benchmark,)
-        quantity, (score, low, high) = comparison.quantity(target), comparison.shown(target)
-        handles = [draw_unpruned(axes, comparison, target), *draw_chance(axes, comparison, target)]
-        for at, (label, cells) in enumerate(lines.items()):
-            shade = style.colour(cells["method"].iloc[0])
-            marker = style.MARKERS[at % 11]
-            key = style.key(label, color=shade, marker=marker, markersize=4, linewidth=1.2)
-            axes.vlines(
-                cells["removed"] * 100, low[cells.index], high[cells.index], color=shade, alpha=0.6
-            )
-            style.draw(axes, key, cells["removed"] * 100, score[cells.index])
-            handles.insert(at, key)
-        axes.set(
-            xlabel="routed parameters removed (%)", ylabel=f"{quantity.name} ({quantity.direction})"
-        )
+        lines, references = draw_ratios(axes, comparison, (benchmark,))
+        keys = [*lines, *references]
+        quantity = comparison.quantity((benchmark,))
+        scales.append(quantity.scale)
+        axes.set_ylabel(f"{quantity.name} ({quantity.direction})")
         axes.set_title(names.benchmark(benchmark))
-        axes.grid(axis="y")
-    style.legend(drawing, handles, most=2)
+    style.legend(drawing, keys, most=2)
     caption = (
         "Bars: 95 % intervals over seeds and texts. Dashed: the unpruned model. Lower is better."
     )
-    scales = names.listing(
-        dict.fromkeys(comparison.quantity((name_of,)).scale for name_of in benchmarks)
-    )
-    return Figure(
-        name, f"{names.capitalised(scales)} against the ratio: {comparison.model}", caption, drawing
-    )
+    title = f"{names.capitalised(names.listing(dict.fromkeys(scales)))} against the ratio"
+    return Figure(name, f"{title}: {comparison.model}", caption, drawing)
 
 
 USUAL = "coverage aligned 128"

@@ -26,9 +26,8 @@ RARE = 0.1
 def coverage_summary(coverage: pd.DataFrame) -> pd.DataFrame:
     """Summarize tokens per expert, one row per model and calibration set.
 
-    Columns: layers, experts, unseen (experts without a token), rare (experts under a tenth of an
-    even load), least, median and most (tokens of the least, median and most used expert), routed
-    (token-expert pairs).
+    Columns: experts, unseen (experts without a token), rare (experts under a tenth of an
+    even load), least, median and most (tokens of the least, median and most used expert).
     """
     rows = []
     for key, frame in groups(coverage, ["model", "calibration"]):
@@ -36,28 +35,15 @@ def coverage_summary(coverage: pd.DataFrame) -> pd.DataFrame:
         rows.append(
             {
                 **key,
-                "layers": frame["layer"].nunique(),
                 "experts": len(frame),
                 "unseen": int((frame["tokens"] == 0).sum()),
                 "rare": int((frame["tokens"] < RARE * even).sum()),
                 "least": int(frame["tokens"].min()),
                 "median": float(frame["tokens"].median()),
                 "most": int(frame["tokens"].max()),
-                "routed": int(frame["tokens"].sum()),
             }
         )
     return pd.DataFrame(rows)
-
-
-def unseen(coverage: pd.DataFrame) -> pd.DataFrame:
-    """Experts that got no token: model, calibration, layer and the experts' ids as a list."""
-    silent = coverage[coverage["tokens"] == 0]
-    return (
-        silent.groupby(["model", "calibration", "layer"], sort=False)["expert"]
-        .apply(list)
-        .rename("experts")
-        .reset_index()
-    )
 
 
 @output("tokens_per_expert", chapter="coverage")

@@ -255,15 +255,10 @@ def published_ranks(results: Results, name: str) -> Table | None:
 
 
 @per_model()
-def rank_figure_of_columns(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Critical differences over displayed columns."""
-    return rank_figure(comparison, COLUMNS, name)
-
-
-@per_model()
-def rank_figure_of_benchmarks(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Critical differences over benchmarks."""
-    return rank_figure(comparison, BENCHMARKS, name)
+def rank_figures(results: Results, comparison: Comparison, name: str) -> list[Figure | None]:
+    """Critical differences over displayed columns, and over benchmarks."""
+    ends = {COLUMNS: "", BENCHMARKS: ".benchmarks"}
+    return [rank_figure(comparison, over, f"{name}{end}") for over, end in ends.items()]
 
 
 @output(
@@ -275,8 +270,4 @@ def rank_figure_of_benchmarks(results: Results, comparison: Comparison, name: st
 def rank_differences(results: Results, name: str) -> list[Item]:
     """Average ranks with their critical difference: diagrams over columns and over benchmarks, and
     a table."""
-    figures = [
-        *rank_figure_of_columns(results, name),
-        *rank_figure_of_benchmarks(results, f"{name}.benchmarks"),
-    ]
-    return [*figures, rank_test_table(results, name)]
+    return [*rank_figures(results, name), rank_test_table(results, name)]
