@@ -27,30 +27,16 @@ COSTS = (
     "flops_ratio",
 )
 """Numbers of cost.json: counts of parameters; kept shares of all parameters and of those of routed
-experts; bytes as stored (4 bits where quantised) and as loaded in bf16; FLOPs per token as a share of
-the unpruned model's."""
+experts; bytes as stored (4 bits where quantised) and as loaded in bf16; FLOPs per token as a share
+of the unpruned model's."""
 
 FIRST_ORDER = "ala1"
 """The default prior of allocation=coverage, for plans that do not name theirs."""
 
 
-SEARCHES = (
-    "samples",
-    "fitness",
-    "population",
-    "generations",
-    "best",
-    "best_fitness",
-    "uniform_fitness",
-    "candidates",
-    "forwards",
-    "per_candidate",
-    "seconds",
-)
-"""Of a search: rows of the search set; name of the fitness; settings; best schedule (experts
-removed per layer, a tuple); fitness of the best and of the uniform schedule; schedules that were
-evaluated; cost of their evaluation in full forwards of the search set, in all and for one schedule;
-seconds of the whole search in one process."""
+SEARCHES = ("samples", "fitness", "population", "generations", "candidates", "seconds")
+"""Of a search: rows of the search set; name of the fitness; settings; schedules that were
+evaluated; seconds of the whole search in one process."""
 
 CONDITIONS = ("device", "dtype", "threads", "load", "weight_bytes")
 """Fields of timing.json that hold for all requests to a model."""
@@ -187,10 +173,6 @@ def searches(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
                 **(document.get("cost") or {}),
                 "samples": _samples(folder, reader),
             }
-            for kind in ("best", "uniform"):
-                schedule = document.get(kind) or {}
-                search[kind] = tuple(schedule.get("schedule") or ())
-                search[f"{kind}_fitness"] = schedule.get("fitness")
             rows.append({"cell": cell, **{column: search.get(column) for column in SEARCHES}})
     return pd.DataFrame(rows, columns=["cell", *SEARCHES])
 

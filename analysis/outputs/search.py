@@ -1,4 +1,4 @@
-"""Searched against uniform allocations, densities of layers, and results and cost of searches
+"""Searched against uniform allocations, and densities of layers
 (EvoESAP, Tables 1, 2 and 7 to 10 and Figs. 1 and 3)."""
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from analysis import names
 from analysis.load.reader import groups
 from analysis.load.settings import is_searched, joined, pruned
 from analysis.load.study import Study
-from analysis.outputs.captions import SEARCHES, reading, setting
+from analysis.outputs.captions import SEARCHES, setting
 from analysis.outputs.score_rows import by_criterion, numbers_table, stacked
 from analysis.registry import Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
-from analysis.render.table import Table, spelled, tabulated
+from analysis.render.table import Table, spelled
 from analysis.stats import uncertainty
 from analysis.stats.cell_scores import (
     CODING,
@@ -292,46 +292,3 @@ def _density_panels(shares: pd.DataFrame, by: str, keys: Mapping[str, Line2D]) -
         axes.set_ylabel("experts kept")
     style.legend(drawing, [*keys.values(), *uniform], most=5)
     return drawing
-
-
-@output("evoesap.search", chapter="search", needs=SEARCHES)
-def search_table(results: Results, name: str) -> Table:
-    """Best schedule, gain in fitness and cost of each search."""
-    study = results.study
-    rows = study.searches.join(
-        study.cells.assign(pruned=pruned(study.cells)), on="cell", rsuffix=" of cell"
-    )
-    rows = rows.drop_duplicates("plan_folder")  # cells that differ in their recovery share a search
-    rows = rows.assign(
-        gain=rows["best_fitness"] - rows["uniform_fitness"],
-        schedule=rows["best"].map(lambda schedule: " ".join(map(str, schedule))),
-        called=rows["fitness"].astype(object).map(lambda fitness: str(fitness).upper()),
-    )
-    text = {
-        "Model": "model",
-        "Pruned": "pruned",
-        "Calibration": "calibration",
-        "Criterion": "criterion",
-        "Fitness": "called",
-        "Removed per layer": "schedule",
-    }
-    numbers = {
-        "Uniform": ("uniform_fitness", "{:.4f}"),
-        "Best": ("best_fitness", "{:.4f}"),
-        "Gain": ("gain", "{:+.4f}"),
-        "Evaluated": ("candidates", "{:,.0f}"),
-        "Full forwards": ("forwards", "{:,.1f}"),
-        "Layers run": ("per_candidate", "{:.0%}"),
-        "Seconds": ("seconds", "{:,.1f}"),
-    }
-    return Table(
-        name=name,
-        title="Results and cost of the searches",
-        caption="Fitness of the uniform allocation and of the best one found, higher is better. "
-        "Evaluated: schedules "
-        "whose fitness was measured; full forwards: their cost in passes over the search set; "
-        "layers run: share of the "
-        "layers that were computed for a schedule, on average; the others were reused. "
-        f"Based on {reading(study)}",
-        **tabulated(rows, text, numbers),
-    )
