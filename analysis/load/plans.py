@@ -164,7 +164,8 @@ def priors(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 def searches(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """Searches, one row per cell whose allocation was searched for; columns cell and SEARCHES."""
     rows = []
-    for cell, name in _searched(cells).items():
+    folders = cells["plan_folder"].dropna().astype(str)
+    for cell, name in folders[folders.str.startswith("search/")].items():
         folder = reader.folder(name)
         document = reader.json(folder, "search.json")
         if document is not None:
@@ -184,12 +185,6 @@ def _samples(folder: Path | None, reader: Reader) -> float:
         return np.nan
     settings = (reader.json(folder, "step.json") or {}).get("settings", {})
     return float(settings.get("text", {}).get("rows", np.nan))
-
-
-def _searched(cells: pd.DataFrame) -> pd.Series:
-    """Cell -> the folder of its search."""
-    folders = cells["plan_folder"].dropna().astype(str)
-    return folders[folders.str.startswith("search/")]
 
 
 def _tables(folders: pd.Series, file: str, columns: Sequence[str], reader: Reader) -> pd.DataFrame:

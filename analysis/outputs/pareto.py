@@ -21,6 +21,7 @@ from analysis.outputs.score_rows import (
     STORED,
     Block,
     by_ratio,
+    draw_storage,
     draw_unpruned,
     ratio_block,
     score_table,
@@ -142,14 +143,7 @@ def pareto_table(results: Results, name: str) -> Table:
     )
     rows["storage_bytes"] /= MEBIBYTE
     rows["kind"] = rows["kind"].replace(KINDS)
-    cost_names = [cost_name.split(" ")[0] for cost_name in AXES.values()]
-    marks = rows[[f"front_{axis}" for axis in AXES]].to_numpy(bool)
-    rows["front"] = [
-        "all"
-        if row.all()
-        else ", ".join(cost_name for cost_name, on in zip(cost_names, row, strict=True) if on)
-        for row in marks
-    ]
+    rows["front"] = _fronts_in_words(rows)
     text = {
         "Model": "model",
         "Criterion": "method",
@@ -191,6 +185,16 @@ def pareto_table(results: Results, name: str) -> Table:
     )
 
 
+def _fronts_in_words(rows: pd.DataFrame) -> list[str]:
+    """The costs by which each row of `against_cost` is on a front: all, or their names."""
+    costs = [cost.split(" ")[0] for cost in AXES.values()]
+    marks = rows[[f"front_{axis}" for axis in AXES]].to_numpy(bool)
+    return [
+        "all" if row.all() else ", ".join(cost for cost, on in zip(costs, row, strict=True) if on)
+        for row in marks
+    ]
+
+
 NARROWEST = 0.1
 """Smallest range of an axis, as a share of the unpruned model's cost."""
 
@@ -229,14 +233,7 @@ def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | N
         axes.step(front[axis], front["avg"], where="post", zorder=1, **_FRONT)
         _number(axes, front, axis, numbers)
         axes.set_title(title, fontsize=8)
-        axes.xaxis.set_major_formatter(lambda share, _: f"{share * 100:.4g} %")
-        axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
-        axes.margins(x=0.08)
-        low, high = axes.get_xlim()
-        # a narrow axis would exaggerate small differences
-        missing = max(0.0, NARROWEST - (high - low)) / 2
-        axes.set_xlim(low - missing, high + missing)
-        axes.grid(axis="both")
+        _share_axis(axes)
     grid[0].set_ylabel(f"{quantity.mean} ({quantity.direction})")
     grid[len(AXES) // 2].set_xlabel("share of what the unpruned model has")
     kinds = [kind for kind in KINDS if kind in set(pruned["kind"])]
@@ -263,6 +260,18 @@ def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | N
         "cost or less. Dashed: the unpruned model."
     )
     return Figure(name, f"Accuracy against cost: {comparison.model}", caption, drawing)
+
+
+def _share_axis(axes: Axes) -> None:
+    """Label the horizontal axis in per cent, and widen it to NARROWEST, as a narrower one would
+    exaggerate small differences."""
+    axes.xaxis.set_major_formatter(lambda share, _: f"{share * 100:.4g} %")
+    axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
+    axes.margins(x=0.08)
+    low, high = axes.get_xlim()
+    missing = max(0.0, NARROWEST - (high - low)) / 2
+    axes.set_xlim(low - missing, high + missing)
+    axes.grid(axis="both")
 
 
 def _recovered(recovery: str) -> str:
@@ -366,19 +375,10 @@ def frontier_figure(results: Results, comparison: Comparison, name: str) -> Figu
         line = line.sort_values("storage", kind="stable")
         look = style.cycled(at)
         face = style.SURFACE if key["granularity"] == "expert" else look["color"]
-        axes.vlines(
-            line["storage"],
-            line["low"],
-            line["high"],
-            color=look["color"],
-            linewidth=1.0,
-            alpha=0.5,
-        )
-        look |= {"linewidth": 1.2, "markersize": 4.5, "markerfacecolor": face}
-        axes.plot(line["storage"], line["score"], label=key["label"], **look)
+        draw_storage(axes, line, label=key["label"], markerfacecolor=face, **look)
     best = points[points["front"]].sort_values("storage", kind="stable")
     axes.step(best["storage"], best["score"], where="post", zorder=1, **_FRONT)
-    axes.set(xlabel="storage (MiB)", ylabel="mean of six benchmarks")
+    axes.set_ylabel("mean of six benchmarks")
     axes.grid()
     style.legend(drawing, axes.get_legend_handles_labels()[0], most=3)
     target = mean_target(comparison, list(points.index), names.COMMON_SENSE)

@@ -40,28 +40,21 @@ def variance_figure(results: Results, comparison: Comparison, name: str) -> Figu
     panels = [panel for panel in comparison.panels if set(panel.cells.values()) & set(by_cell)]
     if not panels:
         return None
-    sets = names.calibrations_in_order(panel.calibration for panel in panels)
-    settings = list(dict.fromkeys(panel.settings for panel in panels))
     lines = method_lines(comparison)
     drawn: set[str] = set()
-    drawing = style.drawing(style.PAGE, 1.9 * len(settings) + 0.9)
-    grid = drawing.subplots(len(settings), len(sets), squeeze=False, sharex=True, sharey="row")
-    for axes in grid.flat:
-        axes.set_visible(False)
-    for panel in panels:
-        axes = grid[settings.index(panel.settings)][sets.index(panel.calibration)]
-        axes.set_visible(True)
+    across = min(style.WIDE, len({panel.calibration for panel in panels}))
+    drawing, grid = style.panels(len(panels), across, 1.9, sharey="row")
+    for axes, panel in zip(grid, panels, strict=True):
         for method, cell in {"none": comparison.unpruned, **panel.cells}.items():
             if cell in by_cell:
                 drawn.add(method)
                 style.draw(axes, lines[method], by_cell[cell]["layer"], by_cell[cell]["variance"])
-        parts = (names.calibration(panel.calibration), f"{panel.pruned} pruned")
-        axes.set_title(("\n" if len(sets) > style.WIDE else ", ").join(parts), fontsize=7.5)
+        calibration = names.calibration(panel.calibration)
+        axes.set_title(f"{calibration}, {panel.pruned} pruned", fontsize=7.5)
         style.layer_axis(axes)
-        axes.label_outer()
         axes.grid(axis="y")
-    for row in grid:
-        row[0].set_ylabel("token variance")
+    for axes in grid[::across]:
+        axes.set_ylabel("token variance")
     style.legend(
         drawing, [lines[method] for method in ("none", *names.methods_in_order(drawn - {"none"}))]
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, StrMethodFormatter
 
 from analysis import names
@@ -20,6 +21,7 @@ from analysis.outputs.score_rows import (
     Block,
     block_table,
     by_ratio,
+    draw_storage,
     only_cell,
     ratio_block,
     score_table,
@@ -117,44 +119,14 @@ def storage_figure(results: Results, comparison: Comparison, name: str) -> Figur
         return None
     drawing = style.drawing(style.PAGE * 0.75, 3.4)
     axes = drawing.add_subplot()
-    named: set[tuple[float, float]] = set()
-    for at, (key, line) in enumerate(groups(points.assign(label=label_of_cell), ["label"])):
-        look = style.cycled(at)
-        axes.vlines(
-            line["storage"],
-            line["low"],
-            line["high"],
-            color=look["color"],
-            linewidth=1.4,
-            alpha=0.6,
-        )
-        axes.plot(
-            line["storage"],
-            line["score"],
-            markersize=4.5,
-            linewidth=1.2,
-            label=key["label"],
-            **look,
-        )
-        for point in records(line.dropna(subset=["storage", "score"])):
-            position = (point["ratio"], round(float(np.log2(point["storage"])), 1))
-            # a point with this ratio and about as many bytes is labelled already
-            if position in named:
-                continue
-            named.add(position)
-            where: Any = {
-                "xytext": (5, -9),
-                "textcoords": "offset points",
-                "fontsize": 6.5,
-                "color": style.MUTED,
-            }
-            axes.annotate(
-                comparison.removed(point["ratio"]), (point["storage"], point["score"]), **where
-            )
+    lines = list(groups(points.assign(label=label_of_cell), ["label"]))
+    for at, (key, line) in enumerate(lines):
+        draw_storage(axes, line, label=key["label"], **style.cycled(at))
+    _label_ratios(axes, comparison, pd.concat([line for _, line in lines]))
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.set(xlabel="storage (MiB)", ylabel="mean of MoE-Slimming's benchmarks", ylim=(0, None))
+    axes.set(ylabel="mean of MoE-Slimming's benchmarks", ylim=(0, None))
     axes.margins(x=0.1)  # room for the label of the last point
     axes.grid()
     style.legend(drawing, axes.get_legend_handles_labels()[0], most=3)
@@ -165,6 +137,17 @@ def storage_figure(results: Results, comparison: Comparison, name: str) -> Figur
         "(logarithmic axis). Labels: the share of channels or experts that was removed."
     )
     return Figure(name, f"Accuracy against storage: {comparison.model}", caption, drawing)
+
+
+def _label_ratios(axes: Axes, comparison: Comparison, points: pd.DataFrame) -> None:
+    """Write the share removed beside each point; of points with one ratio and about as many bytes,
+    beside the first."""
+    labelled = points.assign(bits=np.log2(points["storage"]).round(1))
+    labelled = labelled.dropna(subset=["storage", "score"]).drop_duplicates(["ratio", "bits"])
+    look: Any = {"textcoords": "offset points", "fontsize": 6.5, "color": style.MUTED}
+    for point in records(labelled):
+        position = (point["storage"], point["score"])
+        axes.annotate(comparison.removed(point["ratio"]), position, xytext=(5, -9), **look)
 
 
 def recovered(comparison: Comparison) -> Iterator[Block]:

@@ -398,3 +398,11 @@ def storage_points(
     return points.assign(
         storage=storage, score=score[rows], low=low[rows], high=high[rows], merit=merit
     )
+
+
+def draw_storage(axes: Axes, line: pd.DataFrame, **look: Any) -> None:
+    """Draw rows of `storage_points` as a line with 95 % intervals in the style `look`."""
+    bars = line["storage"], line["low"], line["high"]
+    axes.vlines(*bars, color=look["color"], linewidth=1.2, alpha=0.6)
+    axes.plot(line["storage"], line["score"], linewidth=1.2, markersize=4.5, **look)
+    axes.set_xlabel("storage (MiB)")
