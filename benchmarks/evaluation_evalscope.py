@@ -31,9 +31,9 @@ from benchmarks.measure import namespaces_missing, parser, timed
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import Policy, mirror
 from moe_lab.evaluation.harnesses.evalscope import HARNESS
-from moe_lab.evaluation.interpreters import interpreter
 from moe_lab.evaluation.items import Answer, Item, Reply
 from moe_lab.evaluation.mirror import benchmarks
+from moe_lab.machine import interpreter
 
 PARTS = ("answers", "programs")
 NAMES = ("gsm8k", "math500")

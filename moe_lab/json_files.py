@@ -16,10 +16,21 @@ from pathlib import Path
 from typing import Any
 
 Number = int | float
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 class Damaged(ValueError):
     """A file does not hold the expected document."""
+
+
+def canonical(document: Any) -> str:
+    """JSON text that is equal for equal documents: sorted keys, no spaces, no NaN."""
+    return _ENCODER.encode(document)
+
+
+def digest(document: Any) -> str:
+    """sha256 of the canonical JSON of `document`, in hexadecimal."""
+    return sha256(canonical(document).encode()).hexdigest()
 
 
 def write_json(path: Path, document: Any) -> None:

@@ -20,15 +20,14 @@ from moe_lab.config import (
     TimingConfig,
 )
 from moe_lab.evaluation import Policy
-from moe_lab.evaluation.suite import IdentifiedBenchmark
+from moe_lab.evaluation.harness import IdentifiedBenchmark
 from moe_lab.grid import Cell
 from moe_lab.study.resources import Resources
 from moe_lab.study.step import Step
 from moe_lab.study.steps import KINDS, perform
 from moe_lab.study.steps.costs import Cost, Profile, Timing
 from moe_lab.study.steps.evaluation import Asking, Contamination, Evaluate, Grading, task_of
-from moe_lab.study.steps.files import Files
-from moe_lab.study.steps.models import Models
+from moe_lab.study.steps.files import Files, Models
 from moe_lab.study.steps.passes import loaded_as
 from moe_lab.study.steps.plans import PlanRequest, drops_whole_experts
 from moe_lab.study.steps.recovery import (

@@ -13,7 +13,7 @@ from processes import quoted
 from moe_lab.config import BackendConfig, Config
 from moe_lab.config.base import unfit
 from moe_lab.errors import MASK, UserError
-from moe_lab.study.failures import error_document
+from moe_lab.study.provenance import error_document
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from studies import Worker, asked, start
 from moe_lab.config import Config, TrackerConfig
 from moe_lab.errors import UserError
 from moe_lab.results import DIGITS, STEPS
-from moe_lab.study import launchers, tracker
+from moe_lab.study import tracker
 from moe_lab.study.preflight import preflight
 from moe_lab.study.store import Store
 
@@ -181,7 +181,7 @@ def test_a_mode_is_checked_and_obeyed(
 
 
 def test_a_finished_study_is_logged_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launchers, "InProcessExecutor", Worker)
+    monkeypatch.setattr("moe_lab.study.run.InProcessExecutor", Worker)
     log = MagicMock(return_value="")
     monkeypatch.setattr(tracker, "log", log)
     for _ in range(2):

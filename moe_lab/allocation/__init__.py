@@ -15,7 +15,7 @@ from pydantic import Strict
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from moe_lab import criteria
-from moe_lab.allocation import coverage, grouping, listed, protection, shapes
+from moe_lab.allocation import coverage, grouping, listed, shapes
 from moe_lab.allocation.problem import (
     Budgets,
     Channels,
@@ -191,11 +191,12 @@ def needs(settings: Mapping[str, Any]) -> tuple[str, ...]:
     """Names of the evidence that these settings need besides the scores: "by", and the steps that
     measure the rest."""
     by = ("by",) if settings.get("by") else ()
-    steps = (
+    steps = [
         *grouping.needs(settings.get("replacement", "none")),
         *get(settings["name"]).needs(settings["parameters"]),
-        *protection.needs(settings),
-    )
+    ]
+    if settings.get("protect") is not None:
+        steps.append("statistics")  # super experts are recognised by it
     return by + tuple(dict.fromkeys(steps))
 
 

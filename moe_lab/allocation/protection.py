@@ -11,8 +11,6 @@ from numpy.typing import ArrayLike
 
 from moe_lab.allocation.problem import measured
 
-SUPER = "super"
-"""Value of allocation.protect that selects super experts."""
 STATISTIC = "output_abs_max"
 """What super experts are recognised by, measured by the step `statistics`."""
 PERCENTILE = 99.5
@@ -39,11 +37,6 @@ def super_experts(largest: Mapping[int, ArrayLike], end: int) -> dict[int, list[
         if layer < end
     }
     return {layer: experts for layer, experts in chosen.items() if experts}
-
-
-def needs(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """The step that measures by what experts are protected."""
-    return ("statistics",) if settings.get("protect") == SUPER else ()
 
 
 def with_protected(

@@ -26,6 +26,7 @@ from moe_lab.evaluation.engines import (
     check_finite,
 )
 from moe_lab.evaluation.items import (
+    MARKS,
     Answer,
     Document,
     Item,
@@ -35,8 +36,10 @@ from moe_lab.evaluation.items import (
     Request,
     Text,
     Window,
+    answer_in,
+    may_think,
+    special_marks,
 )
-from moe_lab.evaluation.thoughts import MARKS, answer_in, may_think, special_marks
 from moe_lab.json_files import Record
 
 PARTS = 16

@@ -1,4 +1,5 @@
-"""What a harness is: its items and grading, its checks, its identity and what it needs.
+"""What a harness is: its items and grading, its checks, its identity and what it needs. And what
+identifies the benchmarks of a study.
 
 Imports neither torch nor the package of a harness.
 """
@@ -12,14 +13,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import Unavailable, UserError, unknown, user_errors
 from moe_lab.evaluation import LIMITED, Policy
-from moe_lab.evaluation.interpreters import installed
 from moe_lab.evaluation.items import Answer, Item
+from moe_lab.machine import installed
 from moe_lab.paths import PREFIX, local
 from moe_lab.results import Result, Sample, Scale
 
@@ -361,3 +363,40 @@ def loss_result(
         n=len(losses),
         expected=benchmark.expected,
     )
+
+
+@dataclass(frozen=True)
+class Questions:
+    """The questions of a benchmark, however the answers are graded."""
+
+    benchmark: BenchmarkConfig
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """All settings of the benchmark that can change what a model answers."""
+        return harness_of(self.benchmark).question_identity(self.benchmark)
+
+
+class IdentifiedBenchmark(BenchmarkConfig):
+    """A benchmark that is identified by all that can change its results."""
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        return harness_of(self).identity(self)
+
+
+def wrong_benchmarks(benchmarks: Sequence[BenchmarkConfig]) -> list[str]:
+    """A sentence for each setting or file of the benchmarks that is wrong on any machine, and for
+    each result that two of them report."""
+    sentences: list[str] = []
+    reported: dict[str, str] = {}
+    for benchmark in benchmarks:
+        sentences += harness_of(benchmark).wrong(benchmark)
+        for name in benchmark.reports:  # results of one name would be confused
+            other = reported.setdefault(name, benchmark.name)
+            if other != benchmark.name:
+                sentences.append(
+                    f"benchmarks {other} and {benchmark.name} both report {name}: evaluate them in "
+                    f"two studies, or rename one by protocol.benchmarks.{benchmark.name}.reports"
+                )
+    return list(dict.fromkeys(sentences))

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.errors import Unavailable
 from moe_lab.evaluation import Policy
-from moe_lab.evaluation.thoughts import answer_in
+from moe_lab.evaluation.items import answer_in
 from moe_lab.json_files import read_sealed, write_sealed
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from moe_lab.evaluation import Policy
 from moe_lab.evaluation.answers import collect_answers
 from moe_lab.evaluation.engines import Engine
 from moe_lab.evaluation.harness import check_count, harness_of
-from moe_lab.evaluation.interpreters import installed
 from moe_lab.evaluation.items import Answer, replace_surrogates
 from moe_lab.json_files import Record, write_text
+from moe_lab.machine import installed
 from moe_lab.results import SCHEMA, Result, ResultFile, Sample
 
 ANSWERS = "answers.jsonl"

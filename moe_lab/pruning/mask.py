@@ -6,13 +6,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from moe_lab.exported_code.ragged import constant_output
-from moe_lab.models.discover import MoELayer, moe_layers
+from moe_lab.exported_code.ragged import constant_output, count_attributes, replace_tensor
+from moe_lab.models.discover import MoELayer, check_in_memory, moe_layers
 from moe_lab.models.experts import (
     ExpertsFunction,
     are_replaced,
@@ -23,8 +25,7 @@ from moe_lab.models.experts import (
 from moe_lab.models.transformers_private import activation, experts_implementation, with_activation
 from moe_lab.pruning.layer_plan import LayerPlan, Mask
 from moe_lab.pruning.plan import Plan
-from moe_lab.pruning.prune import merged_weights
-from moe_lab.pruning.routers import masked_router
+from moe_lab.pruning.prune import merged_weights, rows_of
 
 
 @contextmanager
@@ -150,3 +151,55 @@ def _grouped(layer: MoELayer, dropped: torch.Tensor) -> ExpertsFunction:
             return mixed
 
     return compute
+
+
+@contextmanager
+def sliced_router(layer: MoELayer, retained: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
+    """While open, the router of `layer` has the rows and biases of the experts `retained`
+    (ascending ids) only, and returns positions in `retained`. Yields the id of each whole tensor ->
+    its slice, for blocks that pass biases to their router."""
+    check_in_memory(layer)
+    ids = torch.tensor(retained)
+    slices = {}
+    with ExitStack() as undo:
+        for part in layer.routing:
+            whole = part.tensor
+            slices[id(whole)] = rows_of(whole, part.axis, ids)
+            undo.callback(replace_tensor, part.module, part.name, whole)
+            replace_tensor(part.module, part.name, slices[id(whole)])
+        for module in layer.router.modules():
+            for name in count_attributes(module, layer.n_experts):
+                undo.enter_context(patch.object(module, name, len(retained)))
+        yield slices
+
+
+@contextmanager
+def masked_router(layer: MoELayer, retained: tuple[int, ...]) -> Iterator[None]:
+    """Cut the router of `layer` down to the experts `retained`, and map the ids it returns back to
+    the original ids. RuntimeError when the experts are called with others, as by a block that does
+    not call its router."""
+    ids = torch.tensor(retained, device=layer.routing[0].tensor.device)
+    issued: list[torch.Tensor] = []
+
+    def after_router(
+        router: nn.Module, inputs: Any, output: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        logits, gates, chosen = output
+        issued[:] = [ids[chosen]]
+        return logits, gates, issued[0]
+
+    def before_experts(experts: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        _, index, _ = (*inputs, *named.values())
+        if not issued or index is not issued[0]:
+            raise RuntimeError(
+                f"the mask has no effect: {layer.name} got a routing that its masked router did "
+                "not return"
+            )
+
+    with sliced_router(layer, retained), ExitStack() as hooks:
+        # the router's hook is prepended, so that all other hooks see original ids
+        hooks.callback(layer.router.register_forward_hook(after_router, prepend=True).remove)
+        hooks.callback(
+            layer.experts.register_forward_pre_hook(before_experts, with_kwargs=True).remove
+        )
+        yield

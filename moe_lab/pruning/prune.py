@@ -4,21 +4,20 @@ loaded model."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
 from moe_lab.errors import UserError
-from moe_lab.exported_code.ragged import RaggedExperts, replace_tensor
+from moe_lab.exported_code.ragged import RaggedExperts, replace_tensor, set_counts
 from moe_lab.models.discover import MoELayer, check_in_memory, moe_layers, routed_layers
 from moe_lab.models.experts import wide
 from moe_lab.models.families import COUNT_FIELDS, GATE_UP, WIDTH_FIELDS, split
 from moe_lab.pruning import LayerForm, make_form
 from moe_lab.pruning.layer_plan import LayerPlan, StoredExpert
 from moe_lab.pruning.plan import Plan
-from moe_lab.pruning.routers import rows_of, slice_router
 
 Model = TypeVar("Model", bound=nn.Module)
 WIDTH_ATTRIBUTES = ("intermediate_dim", "intermediate_size")
@@ -160,3 +159,23 @@ def merged_weights(layer: MoELayer, plan: LayerPlan) -> dict[int, dict[str, torc
         fill(layer.family.split(tensors), plan.stored_expert(owner), layer)
         merged[owner] = tensors
     return merged
+
+
+def slice_router(layer: MoELayer, retained: Sequence[int]) -> None:
+    """Cut the router of one layer down to the experts `retained`, in place: its routing tensors,
+    and all counts."""
+    ids = torch.tensor(retained)
+    for part in layer.routing:
+        replace_tensor(part.module, part.name, rows_of(part.tensor, part.axis, ids))
+    set_counts((layer.block, layer.experts, *layer.router.modules()), layer.n_experts, len(ids))
+
+
+def rows_of(tensor: torch.Tensor, axis: int, ids: torch.Tensor) -> torch.Tensor:
+    """The entries `ids` of `tensor` along `axis`, as a copy of the same kind (parameter or plain
+    tensor)."""
+    chosen = tensor.detach().index_select(axis, ids.to(tensor.device))
+    return (
+        nn.Parameter(chosen, requires_grad=tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter)
+        else chosen
+    )

@@ -21,7 +21,7 @@ from moe_lab.allocation.shapes import LIMIT, check_removals, retained_subsets
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
 from moe_lab.models.experts import spread, wide
-from moe_lab.pruning.routers import sliced_router
+from moe_lab.pruning.mask import sliced_router
 from moe_lab.statistics import Layers, Statistics
 from moe_lab.statistics.observe import StatisticsHook
 

@@ -22,12 +22,11 @@ from rich.table import Column, Table
 
 from moe_lab.config import CalibrationConfig, Config, ModelConfig
 from moe_lab.errors import UserError
-from moe_lab.json_files import Number, fits
+from moe_lab.json_files import Number, canonical, fits
 from moe_lab.machine import main_memory, visible_gpus
 from moe_lab.models import config_json
 from moe_lab.models.config_json import GPU_COUNTS, Size, quantization, size_of
 from moe_lab.start import command
-from moe_lab.study.identity import canonical
 from moe_lab.study.resources import GIB, loaded_weights, on_gpu
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store

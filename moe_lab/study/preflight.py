@@ -17,13 +17,12 @@ from typing import Any
 
 from moe_lab import allocation, criteria
 from moe_lab import calibration as calibrations
-from moe_lab import recovery as recoveries
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.calibration import sources
-from moe_lab.config import BenchmarkConfig, Config, ExportConfig, LauncherConfig
+from moe_lab.config import BenchmarkConfig, Config, ExportConfig, LauncherConfig, RecoveryConfig
 from moe_lab.errors import UserError, check_known, user_errors
-from moe_lab.evaluation import engines, suite
-from moe_lab.evaluation.harness import harness_of
+from moe_lab.evaluation import engines
+from moe_lab.evaluation.harness import harness_of, wrong_benchmarks
 from moe_lab.grid import Cell, Request, is_shipped
 from moe_lab.models import config_json, files
 from moe_lab.paths import conf, store_folder
@@ -48,7 +47,7 @@ def preflight(config: Config, requests: Iterable[Request]) -> list[str]:
     check what this machine has; see `missing_requirements`."""
     sentences = list(_wrong_settings(config))
     for cells, benchmarks in requests:
-        sentences += suite.wrong(benchmarks)
+        sentences += wrong_benchmarks(benchmarks)
         sentences += engines.wrong(
             config.backend, benchmarks, [cell.model for cell in _distinct(cells, "model")]
         )
@@ -334,6 +333,17 @@ def _wrong_plan(cell: Cell, _: Config) -> Iterator[str]:
         yield from user_errors(check, cell)
 
 
+def _wrong_recovery(cell: Cell, _: Config) -> Iterator[str]:
+    """Problems of the recovery of a cell, if it has one."""
+    if cell.recovery == RecoveryConfig():
+        return
+    from moe_lab import recovery
+
+    yield from user_errors(recovery.check, cell.recovery)
+    yield from user_errors(recovery.check_model, cell.recovery, cell.model)
+    yield from user_errors(recovery.check_merging, cell.recovery, cell.allocation, cell.ratio)
+
+
 OF_CELLS: Sequence[tuple[tuple[str, ...], Callable[[Cell, Config], object]]] = (
     (("model",), lambda cell, _: files.check(cell.model)),
     (("model",), _check_gpu_number),
@@ -348,12 +358,7 @@ OF_CELLS: Sequence[tuple[tuple[str, ...], Callable[[Cell, Config], object]]] = (
             cell.allocation, criteria.get(cell.criterion.name).granularity
         ),
     ),
-    (("recovery",), lambda cell, _: recoveries.check(cell.recovery)),
-    (("recovery", "model"), lambda cell, _: recoveries.check_model(cell.recovery, cell.model)),
-    (
-        ("recovery", "allocation", "ratio"),
-        lambda cell, _: recoveries.check_merging(cell.recovery, cell.allocation, cell.ratio),
-    ),
+    (("recovery", "model", "allocation", "ratio"), _wrong_recovery),
     (("calibration", "allocation"), lambda cell, _: check_engine(cell)),
     (("model", "allocation"), lambda cell, _: check_plan_file(cell)),
     (("model", "criterion", "allocation", "ratio"), _wrong_plan),

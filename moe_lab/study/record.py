@@ -19,14 +19,13 @@ from typing import Any
 
 import moe_lab
 from moe_lab import criteria, plugins, progress
-from moe_lab.allocation.protection import SUPER
 from moe_lab.config import AllocationConfig, Config
 from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged, Number, parse_sealed, read_json, write_text
 from moe_lab.results import DIGITS, KEY, RECORD, SCHEMA, current_records, joined, read_record
 from moe_lab.start import command
-from moe_lab.study.failures import NO_ROOM
 from moe_lab.study.graph import CellSteps, Graph, uncollected
+from moe_lab.study.provenance import NO_ROOM
 from moe_lab.study.runs import ENDED, Run, runs
 from moe_lab.study.schedule import Schedule, inform, print_notices, show_regularly
 from moe_lab.study.step import Step, unmerged
@@ -372,7 +371,7 @@ def allocation_columns(allocation: AllocationConfig) -> dict[str, str | None]:
     }
     protect: str | None = allocation.protect
     if protect and allocation.protect_layers != usual.protect_layers:
-        protect = f"{SUPER}, protect_layers={allocation.protect_layers:g}"
+        protect = f"{protect}, protect_layers={allocation.protect_layers:g}"
     return {
         "allocation": allocation.label
         or _with_parameters(allocation.name, {**unusual, **allocation.parameters}),

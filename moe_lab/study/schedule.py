@@ -27,13 +27,11 @@ from moe_lab.child_process import Child, Ended, Refused
 from moe_lab.start import command
 from moe_lab.study.claims import Busy
 from moe_lab.study.estimates import Seconds, Spent, learned, time_left
-from moe_lab.study.failures import error_document
 from moe_lab.study.packing import Packing
-from moe_lab.study.provenance import code_state
+from moe_lab.study.provenance import code_state, error_document
 from moe_lab.study.step import Step
 from moe_lab.study.steps import perform
-from moe_lab.study.steps.files import Files
-from moe_lab.study.steps.models import Models
+from moe_lab.study.steps.files import Files, Models
 from moe_lab.study.store import Gone, Store
 
 POLL = 0.5

@@ -1,18 +1,80 @@
-"""A step: its inputs, settings and work. A kind of step is a subclass."""
+"""A step: its inputs, settings, identity and work. A kind of step is a subclass."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import field
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from hashlib import sha256
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, dataclass_transform
 
+from moe_lab.config.base import identity
+from moe_lab.json_files import digest
 from moe_lab.paths import shortened
-from moe_lab.study.identity import MEANING, IdentityEntry, StepFields
 from moe_lab.study.resources import Resources
 
 LONGEST_LABEL = 200
 """Most bytes of a label: it leaves room for longer names that are made from a folder's name."""
+
+MEANING = "4"
+"""Changes the id of every step. It goes up where results of earlier versions may be wrong, so that
+none is found again; CHANGELOG.md says which."""
+
+
+class IdentityEntry(NamedTuple):
+    """What a field contributes to the identity of a step."""
+
+    value: Any
+    """The input step, or the JSON document of a setting."""
+    line: str
+    """Its line in the text whose hash is the id."""
+
+
+@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(field,))
+class StepFields:
+    """Fields that several steps share, as one field of each: they count as fields of the step. A
+    class that is derived from it is a frozen dataclass."""
+
+    runtime: ClassVar[frozenset[str]] = frozenset()
+    """Fields that determine how the work is done (device, paths, permissions), and not its
+    result."""
+    _identifying: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, eq=False)(cls)
+        runtime = {name for base in cls.__mro__ for name in vars(base).get("runtime", ())}
+        of_class: Any = cls
+        cls._identifying = tuple(
+            each.name for each in fields(of_class) if each.init and each.name not in runtime
+        )
+
+    @cached_property
+    def identity_entries(self) -> dict[str, IdentityEntry]:
+        """Role -> what it contributes, of all fields but those in `runtime`."""
+        return self.collect_entries()
+
+    def collect_entries(self) -> dict[str, IdentityEntry]:
+        """The `identity_entries`, without keeping them."""
+        entries: dict[str, IdentityEntry] = {}
+        for name in self._identifying:
+            value = getattr(self, name)
+            if type(value) is dict:
+                for role, inner in value.items():
+                    entries.update(_entries(role, inner))
+            elif value is not None:
+                entries.update(_entries(name, value))
+        return entries
+
+    def entries_as(self, role: str) -> Mapping[str, IdentityEntry]:
+        """What this contributes to the identity of a step of which it is the field `role`."""
+        return self.identity_entries
+
+
+def _entries(role: str, value: Any) -> Mapping[str, IdentityEntry]:
+    if isinstance(value, StepFields):
+        return value.entries_as(role)
+    document = identity(value)
+    return {role: IdentityEntry(document, f"{role}={digest(document)}")}
 
 
 class Step(StepFields):

@@ -23,8 +23,8 @@ from moe_lab.packs import Packs, packs_in
 from moe_lab.paths import store_folder
 from moe_lab.results import DIGITS
 from moe_lab.study.claims import LIMIT, Claim, Claims, InQueue
-from moe_lab.study.failures import NO_ROOM
 from moe_lab.study.integrity import STEP, damage, read_step, seal
+from moe_lab.study.provenance import NO_ROOM
 from moe_lab.study.step import Step
 
 SCHEMA = 1

@@ -11,8 +11,8 @@ from unittest.mock import patch
 
 from moe_lab.config import TrackerConfig
 from moe_lab.errors import UserError, unknown
+from moe_lab.json_files import digest
 from moe_lab.results import DIGITS
-from moe_lab.study.identity import digest
 from moe_lab.study.store import Store
 
 

@@ -21,7 +21,7 @@ from moe_lab.calibration.documents import Chat, Text, from_template, pair, token
 from moe_lab.calibration.sources import first_record, locate, read, whole_text
 from moe_lab.config import BenchmarkConfig, CalibrationConfig, ModelConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import suite
+from moe_lab.evaluation.harness import wrong_benchmarks
 from moe_lab.evaluation.harnesses import perplexity
 from moe_lab.evaluation.items import Document
 from moe_lab.models.files import IdentifiedModel
@@ -496,7 +496,9 @@ def test_what_is_no_text_is_refused(
         match=rf"calibration.path={re.escape(path)} .*UTF-8.* line {re.escape(str(line))}\b",
     ):
         first_record(settings(path))
-    (said,) = suite.wrong([BenchmarkConfig("p", "perplexity", path, reports={"p": "perplexity"})])
+    (said,) = wrong_benchmarks(
+        [BenchmarkConfig("p", "perplexity", path, reports={"p": "perplexity"})]
+    )
     assert f"suite.path={path} " in said and "UTF-8" in said
 
 
@@ -514,7 +516,10 @@ def test_a_text_for_perplexity_is_read_as_one_for_calibration_is(tmp_path: Path)
     pickled = BenchmarkConfig(
         "p", "perplexity", str(written(tmp_path / "a.pkl", "x")), reports={"p": "loss"}
     )
-    assert "suite.path" in suite.wrong([pickled])[0] and "pickles" in suite.wrong([pickled])[0]
+    assert (
+        "suite.path" in wrong_benchmarks([pickled])[0]
+        and "pickles" in wrong_benchmarks([pickled])[0]
+    )
 
 
 # ---- conversations, and functions that are called in them

@@ -17,14 +17,13 @@ import torch
 from jinja2 import Environment
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.evaluation import Policy, run, suite
+from moe_lab.evaluation import Policy, run
 from moe_lab.evaluation.answers import Record, collect_answers
 from moe_lab.evaluation.engines import Engine, GeneratedText, GenerationSettings, Prompt
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.engines.vllm import VllmModel
-from moe_lab.evaluation.harness import Graded, harness_of
-from moe_lab.evaluation.items import Answer, Item, Reply, Text
-from moe_lab.evaluation.thoughts import answer_in
+from moe_lab.evaluation.harness import Graded, harness_of, wrong_benchmarks
+from moe_lab.evaluation.items import Answer, Item, Reply, Text, answer_in
 
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
@@ -41,7 +40,7 @@ def evaluate(engine: Engine, benchmark: BenchmarkConfig, policy: Policy | None =
 def problems(benchmarks: Sequence[BenchmarkConfig], policy: Policy) -> list[str]:
     """What is wrong with benchmarks, and what this machine lacks for them."""
     missing = [harness_of(benchmark).missing(benchmark, policy) for benchmark in benchmarks]
-    return list(dict.fromkeys([*suite.wrong(benchmarks), *chain.from_iterable(missing)]))
+    return list(dict.fromkeys([*wrong_benchmarks(benchmarks), *chain.from_iterable(missing)]))
 
 
 def ask(

@@ -20,10 +20,11 @@ import pyarrow.parquet as parquet
 import pytest
 from asking import Said, answered, problems, protocol, samples
 
+from moe_lab import machine
 from moe_lab.child_process import Child, Refused
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import NAMESPACES, Policy, interpreters, mirror, run
+from moe_lab.evaluation import NAMESPACES, Policy, mirror, run
 from moe_lab.evaluation.adapters import evalscope_code, evalscope_worker
 from moe_lab.evaluation.harnesses import evalscope
 from moe_lab.evaluation.harnesses.evalscope import HARNESS
@@ -349,8 +350,8 @@ def test_what_cannot_work_is_said_before_a_model_is_loaded(
         "and there is no such file: run make evalscope" in one
         for one in problems([missing], ALLOWED)
     )
-    monkeypatch.setattr(interpreters, "_ROOT", tmp_path)
-    monkeypatch.setattr(interpreters, "find_spec", lambda name: None)
+    monkeypatch.setattr(machine, "_ROOT", tmp_path)
+    monkeypatch.setattr(machine, "find_spec", lambda name: None)
     *_, sentence = HARNESS.missing(replace(code, python=None), ALLOWED)
     assert "benchmark live_code_bench" in sentence and "interpreters.evalscope=" in sentence
     bad = replace(code, shots=2, parameters={"end_date": "2025-04-31", "processes": 1})

@@ -13,13 +13,14 @@ from asking import Said, chatting, protocol, samples
 
 from moe_lab.config import BenchmarkConfig, ModelConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import Policy, run, suite
+from moe_lab.evaluation import Policy, run
 from moe_lab.evaluation.adapters import function_call_rules as rules
 from moe_lab.evaluation.adapters.function_call_rules import Call, Undecodable, tool
 from moe_lab.evaluation.answers import render
 from moe_lab.evaluation.engines.hf import LoadedModel
+from moe_lab.evaluation.harness import wrong_benchmarks
 from moe_lab.evaluation.harnesses import function_calls
-from moe_lab.evaluation.thoughts import answer_in
+from moe_lab.evaluation.items import answer_in
 from moe_lab.models.config_json import check_chat_template
 
 EXAMPLE = Path(__file__).parents[2] / "examples/function_calls"
@@ -405,12 +406,12 @@ def test_files_do_not_fit(
     file: str, number: int, fields: dict[str, Any], sentence: str, folder: Path
 ) -> None:
     changed(folder / file, number, **fields)
-    (problem,) = suite.wrong([benchmark(folder)])
+    (problem,) = wrong_benchmarks([benchmark(folder)])
     assert sentence in problem
     (folder / file).write_text('{"id": "simple_0", "ground')
-    assert f"{file} line 1 is damaged JSON" in suite.wrong([benchmark(folder)])[0]
+    assert f"{file} line 1 is damaged JSON" in wrong_benchmarks([benchmark(folder)])[0]
     (folder / file).unlink()
-    assert f"{file}, and there is no such file" in suite.wrong([benchmark(folder)])[0]
+    assert f"{file}, and there is no such file" in wrong_benchmarks([benchmark(folder)])[0]
 
 
 @pytest.mark.parametrize(
@@ -425,7 +426,7 @@ def test_files_do_not_fit(
 def test_one_sentence_for_wrong_settings(
     changes: dict[str, Any], sentence: str, folder: Path
 ) -> None:
-    assert any(sentence in problem for problem in suite.wrong([benchmark(folder, **changes)]))
+    assert any(sentence in problem for problem in wrong_benchmarks([benchmark(folder, **changes)]))
 
 
 def test_results_are_identified_by_both_files_wherever_they_are(

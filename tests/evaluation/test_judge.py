@@ -18,7 +18,7 @@ from moe_lab.config import JudgeConfig
 from moe_lab.errors import Unavailable
 from moe_lab.evaluation import judge as judges
 from moe_lab.evaluation.judge import Unparsable, score, verdicts
-from moe_lab.study.failures import error_document
+from moe_lab.study.provenance import error_document
 
 pytestmark = pytest.mark.slow
 

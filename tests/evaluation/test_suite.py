@@ -27,8 +27,9 @@ from harness_files import shipped_items, write_lines
 from benchmarks.measure import namespaces_missing
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import Unavailable, UserError
-from moe_lab.evaluation import LIMITED, NAMESPACES, UNCONFINED, Policy, suite
+from moe_lab.evaluation import LIMITED, NAMESPACES, UNCONFINED, Policy
 from moe_lab.evaluation.engines.hf import LoadedModel
+from moe_lab.evaluation.harness import wrong_benchmarks
 from moe_lab.evaluation.harnesses import evalplus
 from moe_lab.evaluation.harnesses.perplexity import HARNESS as PERPLEXITY
 from moe_lab.evaluation.run import evaluate
@@ -65,13 +66,14 @@ def test_all_problems_are_reported_together_and_what_is_right_is_silent() -> Non
 def test_preflight_imports_neither_torch_nor_a_harness_and_grading_no_torch() -> None:
     program = (
         "import sys\nfrom dataclasses import replace\nfrom pkgutil import iter_modules\n"
-        "from moe_lab.evaluation import suite\nfrom moe_lab.config import BenchmarkConfig as B\n"
+        "from moe_lab.evaluation.harness import wrong_benchmarks\n"
+        "from moe_lab.config import BenchmarkConfig as B\n"
         "from moe_lab.config.evaluation import HARNESSES\nfrom moe_lab.evaluation.harness import "
         "harness_of\n"
         "from moe_lab.evaluation.harnesses import evalplus\nimport moe_lab.results\n"
         "b = B(name='b', harness='evalplus', task='pocket:benchmarks/mbpp.jsonl', reports={'m': "
         "'base'})\n"
-        "assert len(suite.wrong([b])) == 1\n"
+        "assert len(wrong_benchmarks([b])) == 1\n"
         "for name in iter_modules([str(HARNESSES)]):\n"
         "    harness_of(replace(b, harness=name.name))\n"
         "evalplus.HARNESS.identity(b)\n"
@@ -214,7 +216,7 @@ def test_a_start_that_fails_while_programs_are_graded_is_tried_again(
 def test_settings_that_cannot_be_or_would_do_nothing_are_told(
     changed: dict[str, Any], says: str
 ) -> None:
-    assert any(says in sentence for sentence in suite.wrong([replace(CODE, **changed)]))
+    assert any(says in sentence for sentence in wrong_benchmarks([replace(CODE, **changed)]))
 
 
 OTHER_BODY = "    return 'something else'\n"

@@ -15,7 +15,8 @@ from endpoint import Endpoint, Reply, endpoint, message
 
 from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.errors import Unavailable, UserError
-from moe_lab.evaluation import Policy, mirror, run, suite
+from moe_lab.evaluation import Policy, mirror, run
+from moe_lab.evaluation.harness import wrong_benchmarks
 from moe_lab.evaluation.harnesses.wildbench import HARNESS, question, template
 
 KEY = "MOE_LAB_TEST_KEY"
@@ -80,7 +81,9 @@ def test_a_judge_and_its_key_are_missing(published: BenchmarkConfig, monkeypatch
 
 def test_a_chat_template_is_required() -> None:
     (problem,) = (
-        sentence for sentence in suite.wrong([replace(BENCHMARK, chat=False)]) if "chat" in sentence
+        sentence
+        for sentence in wrong_benchmarks([replace(BENCHMARK, chat=False)])
+        if "chat" in sentence
     )
     assert "chat=false: expected chat=true" in problem
 

@@ -24,9 +24,10 @@ from benchmarks.instrument import ABLATION, SKILLS, items_of, pruned_loss, rando
 from moe_lab.calibration.documents import document, tokenize
 from moe_lab.config import BenchmarkConfig, ModelConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import Policy, run, suite
+from moe_lab.evaluation import Policy, run
 from moe_lab.evaluation.adapters.function_call_rules import mistake
 from moe_lab.evaluation.engines.hf import LoadedModel
+from moe_lab.evaluation.harness import wrong_benchmarks
 from moe_lab.evaluation.harnesses import function_calls
 from moe_lab.evaluation.harnesses.stories import rules_followed
 from moe_lab.models.load import load_model
@@ -172,7 +173,7 @@ def calling() -> Any:
 
 
 def test_the_items_are_of_every_kind_and_fit_the_format(calling: BenchmarkConfig) -> None:
-    assert suite.wrong([calling]) == []
+    assert wrong_benchmarks([calling]) == []
     kinds = Counter(item.name.rpartition("_")[0] for item in function_calls.HARNESS.items(calling))
     assert set(kinds) == set(KINDS)
     assert min(kinds.values()) >= 16

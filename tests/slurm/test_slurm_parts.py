@@ -38,7 +38,7 @@ from moe_lab.config import (
 from moe_lab.config.base import valid
 from moe_lab.errors import UserError
 from moe_lab.evaluation import Policy
-from moe_lab.evaluation.suite import IdentifiedBenchmark, Questions
+from moe_lab.evaluation.harness import IdentifiedBenchmark, Questions
 from moe_lab.study.claims import in_queue
 from moe_lab.study.estimates import Seconds
 from moe_lab.study.provenance import code_state

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from studies import Asked, Worker, asked
 
-from moe_lab.study import launchers
+from moe_lab.study import run
 from moe_lab.study.store import Store
 
 
@@ -18,7 +18,7 @@ def store(tmp_path: Path) -> Store:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps take no time: `studies.Worker` does them, which starts without harm and with nothing
     done."""
-    monkeypatch.setattr(launchers, "InProcessExecutor", Worker)
+    monkeypatch.setattr(run, "InProcessExecutor", Worker)
     monkeypatch.setattr(Worker, "harm", None)
     monkeypatch.setattr(Worker, "did", [])
 

@@ -23,7 +23,7 @@ from analysis.load.reader import Reader
 from analysis.load.studies import document
 from moe_lab.config import LauncherConfig, TrackerConfig
 from moe_lab.errors import UserError
-from moe_lab.study import launchers, record, run
+from moe_lab.study import record, run
 from moe_lab.study.runs import Submitted, runs
 from moe_lab.study.schedule import StepError
 from moe_lab.study.slurm.jobs import StepsJob
@@ -43,7 +43,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, one: Asked) -> Iterator[P
             raise StepError({"message": "no"})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launchers, "InProcessExecutor", Worker)
+        patch.setattr(run, "InProcessExecutor", Worker)
         patch.setattr(Worker, "harm", harm)
         assert start(store, one) == 1
     (run_,) = runs(Store(store).create(), STUDY)
@@ -332,7 +332,7 @@ def done(tmp_path_factory: pytest.TempPathFactory, one: Asked) -> Path:
     """A store with a study whose results are real enough for the analysis."""
     store = tmp_path_factory.mktemp("done") / "store"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launchers, "InProcessExecutor", Worker)
+        patch.setattr(run, "InProcessExecutor", Worker)
         assert start(store, one) == 0
     return store
 

@@ -20,13 +20,12 @@ from moe_lab.allocation import IdentifiedAllocation
 from moe_lab.calibration import IdentifiedText
 from moe_lab.config.base import Group, type_at
 from moe_lab.criteria import IdentifiedCriterion
-from moe_lab.evaluation.harness import Harness
-from moe_lab.evaluation.suite import IdentifiedBenchmark
+from moe_lab.evaluation.harness import Harness, IdentifiedBenchmark
+from moe_lab.json_files import canonical, digest
 from moe_lab.models.files import IdentifiedModel
 from moe_lab.paths import resolve
 from moe_lab.study import estimates
 from moe_lab.study.estimates import resolved
-from moe_lab.study.identity import canonical, digest
 from moe_lab.study.step import KINDS, Step
 from moe_lab.study.steps.passes import Pass
 from moe_lab.study.steps.scores import Scores
@@ -332,7 +331,7 @@ def test_a_step_takes_its_identity_to_another_process(monkeypatch: pytest.Monkey
     step = Pass.of(cell_of(MODEL, TEXT), "statistics")
     content = pickle.dumps(step)
     monkeypatch.setattr(
-        "moe_lab.study.identity.identity", lambda _: pytest.fail("it was computed again")
+        "moe_lab.study.step.identity", lambda _: pytest.fail("it was computed again")
     )
     there: Step = pickle.loads(content)
     assert (there.id, there.folder, there.settings) == (step.id, step.folder, step.settings)

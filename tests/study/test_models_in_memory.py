@@ -10,7 +10,7 @@ from moe_lab.config import BackendConfig, ModelConfig
 from moe_lab.evaluation.engines import vllm
 from moe_lab.models import load
 from moe_lab.recovery import apply
-from moe_lab.study.steps.models import Models
+from moe_lab.study.steps.files import Models
 
 MODEL = ModelConfig(name="m", path="pocket:olmoe", device="cpu")
 OTHER = replace(MODEL, name="other", top_k=2)

@@ -31,9 +31,10 @@ from moe_lab.config import Config, LauncherConfig
 from moe_lab.errors import UserError, need
 from moe_lab.machine import WORKERS
 from moe_lab.results import FIGURES
-from moe_lab.study import launchers, record
-from moe_lab.study.failures import error_document
+from moe_lab.study import record
+from moe_lab.study import run as running
 from moe_lab.study.graph import Graph
+from moe_lab.study.provenance import error_document
 from moe_lab.study.resources import GIB, Resources
 from moe_lab.study.runs import RECORD, Submitted, begin
 from moe_lab.study.schedule import (
@@ -262,10 +263,10 @@ def locally(
             )
             workers.append(environment)
 
-    monkeypatch.setattr(launchers, "WorkerProcess", Noted)
+    monkeypatch.setattr(running, "WorkerProcess", Noted)
     config = Config(launcher=LauncherConfig(name="local", processes=processes))
     study: Any = SimpleNamespace(config=config, store=Store(place).create())
-    assert launchers.local(schedule, study, None)  # type: ignore[arg-type]
+    assert running.local(schedule, study, None)  # type: ignore[arg-type]
     return workers, did
 
 
@@ -302,9 +303,9 @@ def test_local_workers_get_gpus_of_the_visible_ones(
     usable = takewhile(re.compile(r"\d|GPU-|MIG-").match, visible.split(","))
     count = len(list(usable))
     monkeypatch.setattr(machine, "gpu_count", lambda: count)
-    monkeypatch.setattr(launchers, "work", lambda *_: None)
-    monkeypatch.setattr(launchers, "cores", lambda: 3)
-    monkeypatch.setattr(launchers, "main_memory", lambda: 10.0 * GIB)
+    monkeypatch.setattr(running, "work", lambda *_: None)
+    monkeypatch.setattr(running, "cores", lambda: 3)
+    monkeypatch.setattr(running, "main_memory", lambda: 10.0 * GIB)
     needed = {"memory": None, "on_gpu": True}
     if memory is not None:
         needed = {"memory": abs(memory) * GIB, "on_gpu": memory > 0}
@@ -327,7 +328,7 @@ def test_steps_on_few_gpus_run_before_those_on_many(
         for number, one in enumerate(passes)
     ]
     graded = Example("grade", "0", needed={"evaluate": evaluated[0]})
-    monkeypatch.setattr(launchers, "visible_gpus", lambda: list("0123"))
+    monkeypatch.setattr(running, "visible_gpus", lambda: list("0123"))
     schedule = Schedule([*passes, *evaluated, graded], set())
     _, did = locally(schedule, tmp_path, monkeypatch)
     assert did[:3] == [("statistics", 1)] * 3 and not schedule.failed

@@ -21,7 +21,7 @@ from typing import Any
 from moe_lab.config import BackendConfig, BenchmarkConfig, ModelConfig
 from moe_lab.errors import UserError, mask, user_errors
 from moe_lab.evaluation.harness import harness_of
-from moe_lab.evaluation.interpreters import check_has, interpreter
+from moe_lab.machine import check_has, interpreter
 from moe_lab.models.checkpoint import read_json_if_there
 from moe_lab.models.config_json import check_trained_top_k, config_of, eos_tokens
 from moe_lab.models.families import PORTS

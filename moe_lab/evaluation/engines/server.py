@@ -35,7 +35,7 @@ from moe_lab.evaluation.engines import (
     last_lines,
     search_path,
 )
-from moe_lab.evaluation.thoughts import MARKS
+from moe_lab.evaluation.items import MARKS
 from moe_lab.models.checkpoint import read_json, read_json_if_there
 from moe_lab.models.config_json import eos_tokens
 from moe_lab.paths import caches

@@ -31,9 +31,8 @@ from moe_lab.evaluation.engines import (
     generated_text,
     last_lines,
 )
-from moe_lab.evaluation.interpreters import interpreter
 from moe_lab.json_files import read_json
-from moe_lab.machine import visible_gpus
+from moe_lab.machine import interpreter, visible_gpus
 from moe_lab.models.config_json import tensor_parallel
 from moe_lab.paths import caches
 from moe_lab.pruning.plan import Plan

@@ -20,9 +20,8 @@ from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.evaluation import NAMESPACES, Policy, mirror
 from moe_lab.evaluation.adapters.evalscope_code import DataError
 from moe_lab.evaluation.harness import Graded, Harness, graded_by_mean
-from moe_lab.evaluation.interpreters import check_has, installed_in, interpreter
 from moe_lab.evaluation.items import Answer, Item, Text, replace_surrogates
-from moe_lab.machine import cores
+from moe_lab.machine import check_has, cores, installed_in, interpreter
 from moe_lab.start import command
 
 UNSCORED_AT_MOST = 0.01

@@ -18,9 +18,9 @@ from rich.table import Table
 from moe_lab.config import JobConfig, LauncherConfig, ResourcesConfig
 from moe_lab.config.pruning import DEVICE_MAPS
 from moe_lab.errors import UserError
+from moe_lab.json_files import canonical
 from moe_lab.models.config_json import GPU_COUNTS, config_of
 from moe_lab.study.estimates import Seconds
-from moe_lab.study.identity import canonical
 from moe_lab.study.resources import GIB
 from moe_lab.study.slurm.scheduler import LONGEST
 from moe_lab.study.step import Step

@@ -25,11 +25,10 @@ from moe_lab import plugins, start
 from moe_lab.calibration import parts, sources
 from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError
-from moe_lab.json_files import write_json
+from moe_lab.json_files import digest, write_json
 from moe_lab.models import files
 from moe_lab.paths import private
 from moe_lab.study.estimates import learned
-from moe_lab.study.identity import digest
 from moe_lab.study.provenance import NOTED, code_state
 from moe_lab.study.record import Study
 from moe_lab.study.runs import RECORD, Run, Submitted, runs

@@ -19,11 +19,9 @@ from typing import Any
 
 from moe_lab import plugins, progress
 from moe_lab.json_files import write_json
-from moe_lab.study.failures import error_document
-from moe_lab.study.provenance import provenance
+from moe_lab.study.provenance import error_document, provenance
 from moe_lab.study.step import KINDS, Step
-from moe_lab.study.steps.files import Files
-from moe_lab.study.steps.models import Models
+from moe_lab.study.steps.files import Files, Models
 
 __all__ = ["KINDS", "perform"]
 

@@ -17,12 +17,11 @@ from moe_lab.calibration import IdentifiedText
 from moe_lab.calibration.documents import BLANK_LINE
 from moe_lab.config import BackendConfig, BenchmarkConfig, CalibrationConfig, Config, ModelConfig
 from moe_lab.errors import Unavailable
-from moe_lab.evaluation import LIMITED, NAMESPACES, Policy, engines, suite
-from moe_lab.evaluation.harness import harness_of
+from moe_lab.evaluation import LIMITED, NAMESPACES, Policy, engines
+from moe_lab.evaluation.harness import IdentifiedBenchmark, Questions, harness_of
 from moe_lab.evaluation.items import Document, Item, Text, read_answers, write_answers
 from moe_lab.json_files import Record, write_json
 from moe_lab.results import CONTAMINATION
-from moe_lab.study.identity import StepFields
 from moe_lab.study.resources import (
     PROGRAMS,
     Check,
@@ -32,7 +31,7 @@ from moe_lab.study.resources import (
     benchmark_run,
     items,
 )
-from moe_lab.study.step import Step
+from moe_lab.study.step import Step, StepFields
 from moe_lab.study.steps.files import Files
 from moe_lab.study.steps.passes import Facts, loaded_as
 from moe_lab.study.steps.recovery import Export, Pruned, export_of
@@ -68,8 +67,8 @@ def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
     if policy.sandbox == "auto" and not limited:
         policy = replace(policy, sandbox=NAMESPACES)
 
-    grading = Grading(suite.IdentifiedBenchmark.of(benchmark), policy, limited)
-    asking = Asking(benchmark, suite.Questions(benchmark) if two_phases else None, backend)
+    grading = Grading(IdentifiedBenchmark.of(benchmark), policy, limited)
+    asking = Asking(benchmark, Questions(benchmark) if two_phases else None, backend)
 
     def results_of(pruned: Pruned) -> Evaluate | Grade:
         template = tuple(pruned.model.template_arguments.items()) if benchmark.chat else None
@@ -97,7 +96,7 @@ def _checkpoint(pruned: Pruned, backend: str, config: Config) -> Export | None:
 class Grading(StepFields):
     """How answers to a benchmark are graded."""
 
-    benchmark: suite.IdentifiedBenchmark
+    benchmark: IdentifiedBenchmark
     policy: Policy
     sandbox: str | None
     """The sandbox, where it changes results: without namespaces some programs are not run."""
@@ -113,7 +112,7 @@ class Asking(StepFields):
     """What a model is asked, and by what."""
 
     benchmark: BenchmarkConfig
-    questions: suite.Questions | None
+    questions: Questions | None
     """What of the benchmark changes answers; None where these are graded at once, and all of it
     counts."""
     backend: BackendConfig
@@ -292,7 +291,7 @@ class Contamination(Step):
     facts: Facts
     """The model, whose tokenizer decides where the text ends."""
     text: IdentifiedText
-    asked: tuple[tuple[str, suite.Questions], ...]
+    asked: tuple[tuple[str, Questions], ...]
     """Name of a benchmark, and what is asked in it."""
 
     @classmethod
@@ -304,7 +303,7 @@ class Contamination(Step):
         items = {
             name: replace(benchmarks[name], shots=0, batch_size=1) for name in sorted(benchmarks)
         }
-        asked = tuple((name, suite.Questions(benchmark)) for name, benchmark in items.items())
+        asked = tuple((name, Questions(benchmark)) for name, benchmark in items.items())
         return cls(
             loaded_as(model).facts, IdentifiedText.of(replace(text, batch_size=1, parts=1)), asked
         )

@@ -19,7 +19,6 @@ from moe_lab.grid import Cell
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import experts_implementation
 from moe_lab.models.files import IdentifiedModel
-from moe_lab.study.identity import StepFields
 from moe_lab.study.resources import (
     Bytes,
     Resources,
@@ -28,7 +27,7 @@ from moe_lab.study.resources import (
     read_files,
     text_pass,
 )
-from moe_lab.study.step import Step
+from moe_lab.study.step import Step, StepFields
 from moe_lab.study.steps import tables
 from moe_lab.study.steps.files import REPORT, STATISTICS, Files, Rows, engine, read_text
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from moe_lab import allocation, criteria, results
-from moe_lab.allocation import IdentifiedAllocation, listed, protection, shapes
+from moe_lab.allocation import IdentifiedAllocation, listed, shapes
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.allocation.problem import limits
 from moe_lab.calibration import IdentifiedText
@@ -21,9 +21,8 @@ from moe_lab.models.config_json import config_of, expert_shape
 from moe_lab.models.families import family_of
 from moe_lab.models.files import fingerprint
 from moe_lab.paths import resolve
-from moe_lab.study.identity import StepFields
 from moe_lab.study.resources import Resources, text_pass
-from moe_lab.study.step import KINDS, Step
+from moe_lab.study.step import KINDS, Step, StepFields
 from moe_lab.study.steps import tables
 from moe_lab.study.steps.files import STATISTICS, Files, engine, read_text
 from moe_lab.study.steps.passes import Facts, Loaded, loaded_as
@@ -207,22 +206,25 @@ class PlanRequest(StepFields):
 
     def facts_of(self, model: Facts, files: Files) -> dict[str, Any]:
         """The facts of a model, with the experts that the plan must keep."""
+        facts = files.facts(model)
+        if self.allocated["protect"] is None:
+            return facts
+        from moe_lab.allocation import protection
         from moe_lab.statistics import read
 
-        largest: Mapping[int, Any] = {}
-        if self.allocated["protect"] == protection.SUPER:
-            largest = read(
-                files.path(self.evidence["statistics"], STATISTICS), only=protection.STATISTIC
-            )
-        return protection.with_protected(self.allocated, files.facts(model), largest)
+        largest = read(
+            files.path(self.evidence["statistics"], STATISTICS), only=protection.STATISTIC
+        )
+        return protection.with_protected(self.allocated, facts, largest)
 
     def origin(self, model: Mapping[str, Any]) -> dict[str, Any]:
         """Provenance of the plan. `model`: the facts of the model."""
-        return {
-            "allocation": self.allocated,
-            "model_sha256": model["sha256"],
-            **protection.provenance(model),
-        }
+        origin = {"allocation": self.allocated, "model_sha256": model["sha256"]}
+        if self.allocated["protect"] is not None:
+            from moe_lab.allocation import protection
+
+            origin |= protection.provenance(model)
+        return origin
 
 
 def plan_request(cell: Cell) -> PlanRequest:

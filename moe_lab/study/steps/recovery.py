@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab import allocation
-from moe_lab import recovery as recoveries
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.calibration import IdentifiedText
 from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
@@ -19,9 +18,8 @@ from moe_lab.config.pruning import Shape
 from moe_lab.grid import Cell
 from moe_lab.json_files import write_json
 from moe_lab.study import resources
-from moe_lab.study.identity import StepFields
 from moe_lab.study.resources import Resources, channel_products, expert_weights, text_pass
-from moe_lab.study.step import KINDS, Step
+from moe_lab.study.step import KINDS, Step, StepFields
 from moe_lab.study.steps.files import Files, engine
 from moe_lab.study.steps.passes import Facts, Loaded, loaded_as
 from moe_lab.study.steps.plans import (
@@ -351,11 +349,12 @@ class Export(Step):
     def _write_changed(self, natural: Path, out: Path, files: Files) -> None:
         """Write the pruned checkpoint again, with the weights of the recovered model."""
         from moe_lab.pruning.export.rewrite import rewrite
+        from moe_lab.recovery import finetune_words
         from moe_lab.recovery.export import recovery_changes
 
         dtype = self._evaluated_dtype(natural)
         text = self.finetune.text.name if self.finetune else None
-        words = recoveries.finetune_words(self.pruned.recovery, text)
+        words = finetune_words(self.pruned.recovery, text)
         rewrite(
             natural,
             recovery_changes(natural, dtype=dtype, words=words, **self.pruned.changes(files)),
