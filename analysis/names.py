@@ -280,7 +280,7 @@ def methods_in_order(keys: Iterable[str]) -> list[str]:
     last."""
     groups = [list(CRITERIA), list(REPLACEMENTS), ["", *ALLOCATIONS], ["", *RECOVERIES]]
 
-    def place(method_key: str) -> list[tuple[int, str]]:
+    def sort_key(method_key: str) -> list[tuple[int, str]]:
         criterion_name, allocation, recovery = parts(method_key)
         kind, replacement = _replaced(allocation)
         named = zip((criterion_name, replacement, kind, recovery), groups, strict=True)
@@ -288,7 +288,7 @@ def methods_in_order(keys: Iterable[str]) -> list[str]:
             (group.index(value) if value in group else len(group), value) for value, group in named
         ]
 
-    return sorted(set(keys), key=place)
+    return sorted(set(keys), key=sort_key)
 
 
 def benchmark(name: str) -> str:

@@ -202,7 +202,7 @@ def outputs() -> Mapping[str, Output]:
     """All outputs by name, ordered by module name. `gaps` is last, because making the others can
     add gaps."""
     _import_modules()
-    return dict(sorted(REGISTERED.items(), key=_place))
+    return dict(sorted(REGISTERED.items(), key=_sort_key))
 
 
 @cache
@@ -214,7 +214,7 @@ def _import_modules() -> None:
         importlib.import_module(f"analysis.outputs.{module.name}")
 
 
-def _place(named: tuple[str, Output]) -> tuple[bool, str]:
+def _sort_key(named: tuple[str, Output]) -> tuple[bool, str]:
     name, output = named
     return name == "gaps", output.make.__module__
 

@@ -199,7 +199,7 @@ def agreements(results: Results, name: str) -> list[Item | None]:
 @output("coverage.fig12", chapter="attribution", needs=SUMS)
 @per_model("pruned")
 def smoothing_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Layer losses after each smoothing.
+    """Target share of the score that each layer keeps, under each smoothing of its losses.
 
     A panel per calibration set; targets are scaled to mean 1.
     """
@@ -229,8 +229,8 @@ def smoothing_figure(results: Results, comparison: Comparison, name: str) -> Fig
     grid[0].set_ylabel("target, mean 1")
     style.legend(drawing, grid[0].get_lines())
     caption = (
-        "Relative share of its score that each layer is to keep, by the smoothing of layer "
-        "losses; none: in proportion "
-        f"to the loss. Based on {of_pass(results.study)}"
+        "Target share of the score that each layer keeps, relative to the mean, under each "
+        "smoothing of the layer losses (none: proportional to the loss). Based on "
+        f"{of_pass(results.study)}"
     )
     return Figure(name, f"Smoothed layer losses: {comparison.model}", caption, drawing)

@@ -69,13 +69,10 @@ def signal_table(results: Results, name: str) -> Table:
     return Table(
         name=name,
         title="Inputs of the criteria",
-        caption="Text: a calibration set. For the others, each kind of input of the registered "
-        "criterion was changed, "
-        "and yes means that its scores changed. Activations: outputs or channels of experts; "
-        "routing: an expert's "
-        "number of tokens, and their gates. Sums over an expert's tokens count as routing only "
-        "where counts or gates "
-        "are in the formula.",
+        caption="Text: the criterion reads a calibration set. Other columns: yes if changing that "
+        "input changed the scores. Activations: outputs or channels of experts; routing: an "
+        "expert's number of tokens, and their gates. Sums over an expert's tokens count as routing "
+        "only where counts or gates are in the formula.",
         frame=pd.DataFrame(rows, columns=["Criterion", *SIGNALS]),
         formats={},
     )
@@ -244,8 +241,7 @@ def scoring_table(results: Results, name: str) -> Table:
         "Criteria that read one pass share it, so a study takes less than the sum. Peak memory: "
         "of the process, which "
         "may have done other steps before, in main memory and, where some were used, on GPUs; "
-        "loading memory: the "
-        f"model in bfloat16. {MEASURED}{measured_on(machines)}{reading(study)}",
+        f"loading memory: the model in bfloat16. {MEASURED}{measured_on(machines)}{reading(study)}",
         frame=spelled(
             pd.DataFrame(rows), {**TEXT, "Reads": "reads", **{column: column for column in formats}}
         ),
@@ -291,8 +287,7 @@ def allocation_table(results: Results, name: str) -> Table:
         caption="Seconds of each step behind a plan; – where a plan reads no such step. The "
         "forward pass gives the "
         "attributions of all experts at once; ablation runs the layers above again for every "
-        "expert. "
-        f"{MEASURED}{measured_on(machines)}{reading(study)}",
+        f"expert. {MEASURED}{measured_on(machines)}{reading(study)}",
         frame=spelled(
             pd.DataFrame(rows),
             {**TEXT, "Allocation": "allocation", **{column: column for column in formats}},

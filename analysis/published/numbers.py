@@ -101,7 +101,7 @@ class Split:
 
     items: int | None
     """Items of the whole benchmark."""
-    asked: Mapping[str, str]
+    settings: Mapping[str, str]
     """The known settings among ASKED."""
 
 
@@ -320,8 +320,8 @@ def _evaluated(number: Printed, evaluations: Sequence[Evaluation]) -> Iterator[s
         paper = split(number, evaluation.benchmark)
         details = {"items": _items(evaluation, paper.items)}
         for word, kind in ASKED.items():
-            value = evaluation.split.asked.get(word, "unknown")
-            printed = paper.asked.get(word)
+            value = evaluation.split.settings.get(word, "unknown")
+            printed = paper.settings.get(word)
             details[kind] = "" if printed in (None, value) else f"{value}, published {printed}"
         for kind, detail in details.items():
             differing.setdefault(kind, []).extend(

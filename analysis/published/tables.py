@@ -170,7 +170,8 @@ def _run(comparison: Comparison, columns: Iterable[str]) -> tuple[str, ...]:
 
 
 def _lacking(comparison: Comparison, published_target: Sequence[str]) -> list[str]:
-    """The benchmarks of a published average that the measured one lacks, as a reason."""
+    """A one-item list with the reason "measured without" some benchmarks of the published average,
+    or []."""
     measured_target = _run(comparison, published_target)
     parts = {
         column: names.COLUMNS.get(column, ())
@@ -344,8 +345,7 @@ def published_table(facts: Facts, comparisons: Sequence[Comparison], *, of: str)
         caption="Agrees: the printed number, within its rounding, is in the 95 % interval of the "
         "measured one. "
         f"Intervals are over items; sizes in GiB may differ by {MEMORY_TOLERANCE}. Deviation: "
-        "measured minus printed, "
-        f"where the two are comparable. {setting(study)}",
+        f"measured minus printed, where the two are comparable. {setting(study)}",
         frame=pd.DataFrame(rows, columns=_columns(study)),
         formats={"Measured": SCORE, "Published": SCORE, "Deviation": "{:+.3f}"},
         blocks=("Model", "Pruned", "Calibration"),

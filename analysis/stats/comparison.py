@@ -250,8 +250,8 @@ class Comparison:
         """Row numbers (replicates, cells) of the plans that are taken together; of size 0 if a cell
         has no result.
 
-        Plans are matched by their seed if two seeds are common to all cells that have several, else
-        in their order.
+        If the cells with several plans share at least two seeds, plans are matched by seed;
+        otherwise by position. A cell with one plan is repeated.
         """
         scored = self._scored(target)
         rows_by_seed = [

@@ -186,13 +186,15 @@ def _with_verdicts(
     verdicts = {}
     tests = {}
     for method, lead in zip(methods[1:], leads, strict=True):
-        behind = replace(lead, value=0.0 if abs(lead.value) < 1e-9 else quantity.sign * lead.value)
-        ends = quantity.shown_difference(
-            rows.loc[methods[0], "score"], np.array([behind.value, *behind.interval])
+        gap_to_best = replace(
+            lead, value=0.0 if abs(lead.value) < 1e-9 else quantity.sign * lead.value
         )
-        tests[method] = [*ends, behind.p]
+        ends = quantity.shown_difference(
+            rows.loc[methods[0], "score"], np.array([gap_to_best.value, *gap_to_best.interval])
+        )
+        tests[method] = [*ends, gap_to_best.p]
         verdicts[methods[0]] = BEST
-        verdicts[method] = _verdict(behind, printed[method] == printed[methods[0]])
+        verdicts[method] = _verdict(gap_to_best, printed[method] == printed[methods[0]])
     columns = ["behind", "behind_low", "behind_high", "p"]
     return rows.assign(
         **shown,
@@ -202,12 +204,12 @@ def _with_verdicts(
     )
 
 
-def _verdict(behind: Estimate, equal: bool) -> str:
+def _verdict(gap_to_best: Estimate, equal: bool) -> str:
     if equal:
         return BEST
-    if np.isnan(behind.p):
+    if np.isnan(gap_to_best.p):
         return UNTESTED
-    return SEPARATED if behind.p < LEVEL else TIED
+    return SEPARATED if gap_to_best.p < LEVEL else TIED
 
 
 def _with_status(rows: pd.DataFrame) -> pd.DataFrame:
@@ -425,8 +427,7 @@ def _chance_sentence(ranking: Ranking, kind: Kind, chance: Chance) -> str:
         f"Of {names.count(len(rows), 'plan')}, {names.listing(counts) or f'none {ABOVE}'} "
         f"({'below' if quantity.lower_is_better else 'above'} {quantity.shown(limit):.3f}; "
         f"{names.count(chance.plans, 'random plan')} with mean {quantity.shown(chance.mean):.3f}, "
-        "standard deviation "
-        f"{of}{chance.spread:.3f} {spread})."
+        f"standard deviation {of}{chance.spread:.3f} {spread})."
     )
     best = float(quantity.computed(rows["score"].iloc[0]))
     if (rows["chance"] == ABOVE).any() or quantity.sign * (best - chance.mean) <= 0:
