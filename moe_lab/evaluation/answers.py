@@ -121,8 +121,11 @@ def render(engine: Engine, messages: Messages, tools: Tools = ()) -> str:
             "model"
         )
 
-    begun = messages[-1]["role"] == "assistant"
-    ends = {"add_generation_prompt": not begun, "continue_final_message": begun}
+    has_answer_prefix = messages[-1]["role"] == "assistant"
+    ends = {
+        "add_generation_prompt": not has_answer_prefix,
+        "continue_final_message": has_answer_prefix,
+    }
     arguments: dict[str, Any] = {TEMPLATE_ARGUMENTS: engine.template_arguments}
     if tools:
         arguments["tools"] = list(tools)
@@ -144,7 +147,7 @@ class _Encoder:
             tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         )
         """The token before a text of which every token is predicted."""
-        self._begun = None if self.first is None else tokenizer.decode(self.first)
+        self._first_text = None if self.first is None else tokenizer.decode(self.first)
         self._appended = appended_tokens(tokenizer)
         """Tokens that are dropped from the end of every text: the model continues it, or answers
         it."""
@@ -177,9 +180,9 @@ class _Encoder:
         return query
 
     def _tokens(self, text: str) -> tuple[int, ...]:
-        """With the special tokens that the tokenizer adds before a text, unless it begins with them
-        or is a chat's."""
-        if self.benchmark.chat or (self._begun and text.startswith(self._begun)):
+        """Token ids of `text`. The tokenizer's leading special tokens are added, unless the text
+        has them already or is a rendered chat. Trailing ones are cut off."""
+        if self.benchmark.chat or (self._first_text and text.startswith(self._first_text)):
             return _encoded(self.engine.tokenizer, text, False)
         tokens = _encoded(self.engine.tokenizer, text, True)
         return tokens[: len(tokens) - len(self._appended)]

@@ -71,7 +71,7 @@ def check(benchmark: BenchmarkConfig) -> None:
     """Raise UserError when the mirror is missing, or a file differs from the manifest, or rows are
     missing."""
     path = folder(benchmark)
-    _count(benchmark, _entries(benchmark, benchmark.split))
+    _check_row_count(benchmark, _entries(benchmark, benchmark.split))
     for name, entry in _entries_read(benchmark).items():
         file = path / name
         if not file.is_file() or sha256_of(file) != entry["sha256"]:
@@ -164,9 +164,9 @@ def _command(benchmark: BenchmarkConfig) -> str:
     return f"python -m moe_lab.evaluation.mirror {benchmark.name} data_root={benchmark.root}"
 
 
-def _count(benchmark: BenchmarkConfig, entries: Entries) -> int:
-    """The rows of what is evaluated, of which harnesses may choose. Raises UserError for fewer than
-    items."""
+def _check_row_count(benchmark: BenchmarkConfig, entries: Entries) -> int:
+    """Number of rows of the evaluated splits; a harness may use fewer. UserError below
+    `benchmark.expected`."""
     count: int = sum(entry["rows"] for entry in entries.values())
     if count < (benchmark.expected or 0):
         raise UserError(
@@ -204,7 +204,7 @@ def make(benchmark: BenchmarkConfig, source: Path | None) -> str:
             "source": origin,
         }
     evaluated = {n: entry for n, entry in entries.items() if entry["split"] == benchmark.split}
-    count = _count(benchmark, evaluated)
+    count = _check_row_count(benchmark, evaluated)
     # Entries of other subsets and splits stay; those of these may have had other names.
     for name, entry in manifest(path).items():
         if (entry["subset"], entry["split"]) not in files.values():

@@ -59,25 +59,25 @@ class Engine:
             "dtype": str(config.dtype),
         }
 
-    def set_plan(self, kept: Sequence[tuple[int, Sequence[int]]]) -> None:
+    def set_plan(self, retained_experts: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Mask what a plan drops, for each layer the experts it keeps; [] takes the mask away.
 
         ValueError for experts that the model lacks, and if masks have no effect on this engine,
         which is tried before the first plan.
         """
-        if kept and not self.masks_proved:
+        if retained_experts and not self.masks_proved:
             self._prove_masks()
         experts = {layer: count for layer, count, _ in self._on_workers("experts_of_layers")}
-        for layer, numbers in kept:
+        for layer, numbers in retained_experts:
             if layer not in experts or not set(numbers) <= set(range(experts[layer])):
                 raise ValueError(
                     f"the plan keeps experts {list(numbers)} of layer {layer}, the model has "
                     f"{experts}"
                 )
-        self._mask(kept)
+        self._mask(retained_experts)
 
-    def _mask(self, kept: Sequence[tuple[int, Sequence[int]]]) -> None:
-        self._on_workers("set_plan", kept)
+    def _mask(self, retained_experts: Sequence[tuple[int, Sequence[int]]]) -> None:
+        self._on_workers("set_plan", retained_experts)
         if not self.llm.reset_prefix_cache():
             raise ValueError(
                 "vLLM did not forget what it had computed of earlier prompts: are requests under "
@@ -98,7 +98,7 @@ class Engine:
         """
         from vllm import SamplingParams
 
-        asked = SamplingParams(
+        sampling = SamplingParams(
             temperature=0,
             max_tokens=max_tokens,
             stop=list(stop) or None,
@@ -107,7 +107,7 @@ class Engine:
             detokenize=bool(stop),
             logprobs=0,  # of the chosen tokens alone
         )
-        for number, output in self._finished((ids, asked) for ids in prompts):
+        for number, output in self._finished((ids, sampling) for ids in prompts):
             (text,) = output.outputs
             if text.finish_reason not in ("stop", "length"):
                 raise ValueError(
@@ -133,14 +133,14 @@ class Engine:
         for read, numbers in alike.items():
             last = sorted({rows[number][-1] for number in numbers})
             of_prompt = 0 if min(starts[number] for number in numbers) < len(read) else None
-            asked = SamplingParams(
+            sampling = SamplingParams(
                 temperature=0,
                 max_tokens=1,
                 prompt_logprobs=of_prompt,
                 logprob_token_ids=last,
                 detokenize=False,
             )
-            requests.append((read, asked))
+            requests.append((read, sampling))
         of_request = list(alike.values())
         for place, output in self._finished(requests):
             (sampled,) = output.outputs[0].token_ids
@@ -162,8 +162,8 @@ class Engine:
     def _finished(self, requests: Any) -> Iterator[tuple[int, Any]]:
         """(number, output) of each request (token ids, settings) when it is finished."""
         engine = self.llm.llm_engine
-        for number, (ids, asked) in enumerate(requests):
-            engine.add_request(str(number), {"prompt_token_ids": list(ids)}, asked)
+        for number, (ids, sampling) in enumerate(requests):
+            engine.add_request(str(number), {"prompt_token_ids": list(ids)}, sampling)
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished:
@@ -183,7 +183,9 @@ class Engine:
                 "vLLM built no router that can be masked: expected a plan that is exported, or "
                 "backend=hf"
             )
-        before, masked, after = (self._losses(text, kept) for kept in ([], plan, []))
+        before, masked, after = (
+            self._losses(text, retained_experts) for retained_experts in ([], plan, [])
+        )
         if not _difference(before, masked) > EFFECT:
             raise ValueError(
                 "masks have no effect on this engine, whose experts may be run by a kernel that "
@@ -198,8 +200,10 @@ class Engine:
             )
         self.masks_proved = True
 
-    def _losses(self, text: list[int], kept: list[tuple[int, list[int]]]) -> list[float]:
-        self._mask(kept)
+    def _losses(
+        self, text: list[int], retained_experts: list[tuple[int, list[int]]]
+    ) -> list[float]:
+        self._mask(retained_experts)
         rows = [text[:length] for length in range(2, len(text) + 1)]
         found = sorted(self.log_likelihoods(rows, [len(row) - 1 for row in rows]))
         return [value for _, value, _ in found]

@@ -64,12 +64,12 @@ class PlanWorker:
         ]
 
     @torch.inference_mode()
-    def set_plan(self, kept: Sequence[tuple[int, Sequence[int]]]) -> None:
+    def set_plan(self, retained_experts: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Mask all experts of a layer but those that are kept; layers that are not named keep all.
 
         A correction bias is added to what the logits become, so that it must be minus infinity too.
         """
-        by_layer = {layer: list(experts) for layer, experts in kept}
+        by_layer = {layer: list(experts) for layer, experts in retained_experts}
         for layer, router in routers(self.model_runner.model):
             mask = torch.zeros(router.global_num_experts)
             if layer in by_layer:

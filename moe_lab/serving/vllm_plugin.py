@@ -90,20 +90,19 @@ def family_config(folder: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """
     if FIELD not in config:
         return dict(config)
-    about = config[FIELD]
-    if (number := about.get("format")) != FORMAT:
+    export_settings = config[FIELD]
+    if (number := export_settings.get("format")) != FORMAT:
         raise ValueError(
             f"{folder}: config.json has {FIELD}.format={number}, and this version of moe_lab's "
             f"plugin reads {FORMAT}: "
             "install the version of moe_lab that wrote the export, or export again"
         )
-    layers: Mapping[str, Mapping[str, Any]] = about["layers"]
+    layers: Mapping[str, Mapping[str, Any]] = export_settings["layers"]
     # one tensor holds the experts of a layer in vLLM
     if any("widths" in layer for layer in layers.values()):
         raise ValueError(
             f"{folder}: the experts of a layer have different widths, and vLLM has one width for "
-            "each layer: export "
-            "with export=padded"
+            "each layer: export with export=padded"
         )
     width = next((name for name in WIDTHS if isinstance(config.get(name), int)), "")
     fields: dict[str, dict[str, Any]] = {}
@@ -111,12 +110,12 @@ def family_config(folder: str, config: Mapping[str, Any]) -> dict[str, Any]:
         fields[index] = {name: layer["experts"] for name in COUNTS if name in config}
         if "width" in layer:
             fields[index][width] = layer["width"]
-    names = {name for own in fields.values() for name in own}
-    whole = {name: config[name] for name in names}  # of layers that keep all
-    fields = {index: {**whole, **own} for index, own in fields.items()}
-    largest = {name: max(own[name] for own in fields.values()) for name in names}
+    names = {name for layer_fields in fields.values() for name in layer_fields}
+    default_fields = {name: config[name] for name in names}  # of layers that keep all
+    fields = {index: {**default_fields, **layer_fields} for index, layer_fields in fields.items()}
+    largest = {name: max(layer_fields[name] for layer_fields in fields.values()) for name in names}
     family = {name: value for name, value in config.items() if name not in (FIELD, "auto_map")}
-    stock = about["stock"]
+    stock = export_settings["stock"]
     architectures = [f"{PREFIX}{name}" for name in stock["architectures"]]
     return {**family, **largest, **stock, "architectures": architectures, LAYERS: fields}
 
@@ -204,8 +203,7 @@ def _check(name: str, module: Any, vllm_config: Any, layers: Layers) -> None:
     if shared and len(widths) > 1:
         raise ValueError(
             f"{name}: vLLM makes shared experts ({shared[0]}) as wide as the routed ones of their "
-            "layer, and these are "
-            f"{sorted(widths)} wide: export with export=masked"
+            f"layer, and these are {sorted(widths)} wide: export with export=masked"
         )
     for setting in ("enable_eplb", "enable_ep_weight_filter"):
         if getattr(vllm_config.parallel_config, setting, False):

@@ -182,7 +182,7 @@ def test_a_stubborn_server_and_its_children_die(
     watcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servers, "GRACE", 0.3)
-    with servers.started(
+    with servers.start_process(
         shlex.split(script(tmp_path, STUBBORN).format(port=1, checkpoint="x"))
     ) as process:
         until(lambda: len(process.log().split()) == 2)

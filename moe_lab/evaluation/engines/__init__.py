@@ -126,18 +126,20 @@ class Engine(ABC):
 
 def generated_text(
     tokenizer: Any,
-    before: Sequence[int],
-    after: Sequence[int],
+    prompt_tokens: Sequence[int],
+    new_tokens: Sequence[int],
     generation: GenerationSettings,
     ends: Collection[int],
 ) -> GeneratedText:
-    """The new tokens `after`, up to the first end token, as the text that continues the prompt
-    tokens `before`."""
-    length = next((index for index, token in enumerate(after) if token in ends), len(after))
+    """The `new_tokens`, up to the first end token, as the text that continues the
+    `prompt_tokens`."""
+    length = next(
+        (index for index, token in enumerate(new_tokens) if token in ends), len(new_tokens)
+    )
     marks = dict(generation.marks)
-    tokens = [*before[-_CONTEXT_TOKENS:], *after[:length]]
+    tokens = [*prompt_tokens[-_CONTEXT_TOKENS:], *new_tokens[:length]]
     text = ""
-    start = len(before[-_CONTEXT_TOKENS:])
+    start = len(prompt_tokens[-_CONTEXT_TOKENS:])
     marked = [index for index in range(start, len(tokens)) if tokens[index] in marks]
     for end in (*marked, len(tokens)):
         context = max(0, start - _CONTEXT_TOKENS)
@@ -147,7 +149,10 @@ def generated_text(
             text += marks[tokens[end]]
         start = end + 1
     return GeneratedText(
-        text, "limit" if len(after) >= generation.max_tokens and length == len(after) else "end"
+        text,
+        "limit"
+        if len(new_tokens) >= generation.max_tokens and length == len(new_tokens)
+        else "end",
     )
 
 

@@ -232,7 +232,7 @@ def serving(
         unique = f"{name}-{secrets.token_hex(4)}"
         url = f"http://127.0.0.1:{port}/v1"
         arguments = model.template_arguments
-        with started(command_line(backend, view, port, unique)) as process:
+        with start_process(command_line(backend, view, port, unique)) as process:
             ended = partial(_exit_reason, process, _ENDING)
             served = ServedModel(
                 url, unique, tokenizer, max_length, arguments, backend.ready_seconds, ended, ends
@@ -262,8 +262,8 @@ def make_view(checkpoint: Path, view: Path, tokenizer: Any) -> None:
             (view / file.name).symlink_to(file.resolve())
 
 
-def started(line: Sequence[str]) -> Child:
-    """Run a command line, which ends when the process that is returned is closed, and when this one
+def start_process(line: Sequence[str]) -> Child:
+    """Start a child process. It ends when the returned `Child` is closed or when this process
     dies."""
     environment = {
         "HF_HUB_OFFLINE": "1",

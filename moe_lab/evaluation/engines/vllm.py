@@ -103,7 +103,9 @@ class VllmModel(Engine):
         if plan is not None or self.masked:
             with self._answering(0.0) as limit:
                 self._child.call(
-                    "set_plan", limit, kept=[] if plan is None else sorted(plan.retained.items())
+                    "set_plan",
+                    limit,
+                    retained_experts=[] if plan is None else sorted(plan.retained.items()),
                 )
             self.masked = plan is not None
 

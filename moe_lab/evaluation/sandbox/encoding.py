@@ -160,8 +160,8 @@ def _encode_other(value: Any) -> Any:
         and hasattr(value, "as_integer_ratio")
         and value.is_finite()
     ):
-        above, below = value.as_integer_ratio()
-        return {"kind": "ratio", "value": [hex(above), hex(below)]}
+        numerator, denominator = value.as_integer_ratio()
+        return {"kind": "ratio", "value": [hex(numerator), hex(denominator)]}
     if isinstance(value, bytearray):
         return _encode_subclass(bytes, bytes(value))
     if isinstance(value, AbstractSet):
@@ -188,8 +188,8 @@ def decode(encoded: Any) -> Any:
     if kind == "stream":
         return Stream(_decode_items(value))
     if kind == "ratio":
-        above, below = (int(part, 16) for part in value)
-        return Fraction(above, below)
+        numerator, denominator = (int(part, 16) for part in value)
+        return Fraction(numerator, denominator)
     if kind == "like":
         base = _BY_NAME[value[0]]
         return _SUBCLASSES[base](_FORMS[base][1](value[1]))
