@@ -252,7 +252,7 @@ class Claims:
         return "another process"
 
     def _beat(self) -> None:
-        """Renew all claims that are held, until none is."""
+        """Renew all owned claims, until none is owned."""
         pause = threading.Event()
         while not pause.wait(BEAT):  # monotonic, whatever the clock says
             with self.lock:

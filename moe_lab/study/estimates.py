@@ -156,9 +156,11 @@ def _rates(store: Store, kind: str) -> dict[str, list[float]]:
     for document in store.documents(kind):
         if not fits(document, TIMES_SHAPE):
             continue
-        about = document["provenance"]
-        if not about.get("merged"):  # the time of its shares is in their own folders
-            rates.setdefault(canonical(about["pace"]), []).append(about["seconds"] / about["units"])
+        provenance = document["provenance"]
+        if not provenance.get("merged"):  # the time of its shares is in their own folders
+            rates.setdefault(canonical(provenance["pace"]), []).append(
+                provenance["seconds"] / provenance["units"]
+            )
     return rates
 
 
@@ -179,22 +181,26 @@ def time_left(
 
     Steps of a kind take what its work has taken in this run, or else what `seconds` says.
     """
-    took = defaultdict[str, float](float)
-    did = defaultdict[str, float](float)
+    seconds_by_kind = defaultdict[str, float](float)
+    work_by_kind = defaultdict[str, float](float)
     for step, spent, share in (*ended, *running):
         if share and not step.merges:
-            took[step.kind] += spent
-            did[step.kind] += _work(step) * share
-    left = [0.0]
+            seconds_by_kind[step.kind] += spent
+            work_by_kind[step.kind] += _work(step) * share
+    remaining = [0.0]
     unknown = list[str]()
     for step, spent, share in (*running, *((step, 0.0, 0.0) for step in waiting)):
-        whole = _work(step) * took[step.kind] / did[step.kind] if did[step.kind] else seconds(step)
+        whole = (
+            _work(step) * seconds_by_kind[step.kind] / work_by_kind[step.kind]
+            if work_by_kind[step.kind]
+            else seconds(step)
+        )
         if whole is None:
             unknown.append(step.kind)
         else:
             # one that takes longer than others needs half as long again, until it reports progress
-            left.append(whole * (1 - share) if share else max(whole - spent, spent / 2))
-    return max(sum(left) / workers, *left), list(dict.fromkeys(unknown))
+            remaining.append(whole * (1 - share) if share else max(whole - spent, spent / 2))
+    return max(sum(remaining) / workers, *remaining), list(dict.fromkeys(unknown))
 
 
 SMALL = 100_000_000
@@ -294,6 +300,5 @@ def disk_problems(store: str | Path, steps: Iterable[Step]) -> list[str]:
         return []
     return [
         f"store={store}: about {decimal(int(needed))} would be written there and {decimal(free)} "
-        "are free: make room, "
-        "name another store, or ask for less (export=none, fewer cells)"
+        "are free: make room, name another store, or ask for less (export=none, fewer cells)"
     ]

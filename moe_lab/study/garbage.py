@@ -180,12 +180,13 @@ def _unclear(store: Store, reason: str) -> UserError:
 
 
 def _step(folder: Path) -> Garbage | None:
-    """The finished step in a folder; None when its identity does not say that it is one."""
+    """The finished step in a folder. None unless its step.json agrees with the folder's kind and
+    id."""
     with suppress(FileNotFoundError, Damaged):
         identity = read_step(folder)
-        start = folder.name[-DIGITS:]
-        if identity["kind"] == folder.parent.name and identity["id"].startswith(start):
-            return Garbage(folder, identity["kind"], _bytes(folder), start)
+        id_prefix = folder.name[-DIGITS:]
+        if identity["kind"] == folder.parent.name and identity["id"].startswith(id_prefix):
+            return Garbage(folder, identity["kind"], _bytes(folder), id_prefix)
     return None
 
 

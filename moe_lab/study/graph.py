@@ -131,7 +131,7 @@ def unresolved(steps: Iterable[Step]) -> list[str]:
 
 
 def _hub_names(setting: Any) -> Iterator[str]:
-    """Names in the identity of a model, or of a text and its sources, that stand for files."""
+    """Hub names in an identity that could not be resolved to file hashes."""
     if not isinstance(setting, dict):
         return
     for group in (setting, *setting.get("sources", ())):

@@ -119,9 +119,9 @@ class Schedule:
         """Count a step as finished. `computed`: whether this run has computed it."""
         with self.changed:
             self.waiting.pop(step.id, None)
-            _, begun = self.running.pop(step.id, (step, 0.0))
+            _, start_time = self.running.pop(step.id, (step, 0.0))
             if computed:
-                self.ended.append((step, self.clock() - begun, 1.0))
+                self.ended.append((step, self.clock() - start_time, 1.0))
             self.finished.add(step.id)
             self.changed.notify_all()
 
@@ -314,13 +314,12 @@ def overview(schedule: Schedule, store: Store, seconds: Seconds, workers: int) -
         waiting = [step for step in schedule.waiting.values() if step.id not in schedule.running]
         running = list(schedule.running.values())
         ended = list(schedule.ended)
-    unfinished = Counter(step.kind for step in waiting)
+    unfinished = Counter(step.kind for step in (*waiting, *(step for step, _ in running)))
     details = defaultdict[str, str](str)
-    spent: list[Spent] = []
-    for step, begun in running:
-        unfinished[step.kind] += 1
+    running_progress: list[Spent] = []
+    for step, start_time in running:
         share, text = progress.read(store.partial(step) / progress.NAME)
-        spent.append((step, schedule.clock() - begun, share))
+        running_progress.append((step, schedule.clock() - start_time, share))
         if text:
             details[step.kind] += f" ({text})"
     kinds = [
@@ -328,7 +327,9 @@ def overview(schedule: Schedule, store: Store, seconds: Seconds, workers: int) -
         for kind, total in schedule.total.items()
         if unfinished[kind]
     ]
-    remaining, unknown = time_left(ended, spent, waiting, seconds, workers or len(running) or 1)
+    remaining, unknown = time_left(
+        ended, running_progress, waiting, seconds, workers or len(running) or 1
+    )
     return ", ".join([*kinds, _time_text(remaining, unknown)])
 
 

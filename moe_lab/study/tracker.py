@@ -64,18 +64,24 @@ def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
     )
     quiet: dict[str, Any] = {**dict.fromkeys(off, True), "console": "off", "init_timeout": 30}
     # before login and init, which would print where a key is
-    found = wandb.setup(wandb.Settings(**quiet)).settings
-    asks = found.mode == "online" and "WANDB_MODE" not in os.environ
-    mode: Any = "offline" if asks and not wandb.login(prompt=False, verify=False) else found.mode
+    wandb_settings = wandb.setup(wandb.Settings(**quiet)).settings
+    needs_login = wandb_settings.mode == "online" and "WANDB_MODE" not in os.environ
+    mode: Any = (
+        "offline"
+        if needs_login and not wandb.login(prompt=False, verify=False)
+        else wandb_settings.mode
+    )
     cells = [
         entry for entry in record["cells"] if mode != "disabled" and all(entry["evaluate"].values())
     ]
     try:
         for entry in cells:
-            steps = sorted(place[-DIGITS:] for place in entry["evaluate"].values())
+            steps = sorted(step_folder[-DIGITS:] for step_folder in entry["evaluate"].values())
             # a run has one group: that of its study
             run_id = digest([record["study"], entry["cell"], steps])[:DIGITS]
-            if mode == "offline" and any(Path(found.wandb_dir).glob(f"offline-run-*-{run_id}")):
+            if mode == "offline" and any(
+                Path(wandb_settings.wandb_dir).glob(f"offline-run-*-{run_id}")
+            ):
                 continue
             # read first, so that no run is begun without them
             numbers, losses = _results(store, entry)
@@ -106,7 +112,7 @@ def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
         wandb.teardown()  # only then has its background process written or sent everything
     return (
         f"tracker: {len(cells)} of {len(record['cells'])} cells are logged ({mode}, in "
-        f"{found.wandb_dir})"
+        f"{wandb_settings.wandb_dir})"
     )
 
 
@@ -120,15 +126,15 @@ def _results(store: Store, entry: dict[str, Any]) -> tuple[dict[str, float], lis
         json.loads(store.content(entry["finetune"], "finetune.json")) if entry["finetune"] else {}
     )
     numbers = {f"cost/{name}": value for name, value in cost.items() if not isinstance(value, dict)}
-    for place in entry["evaluate"].values():
-        results = json.loads(store.content(place, "result.json"))["results"]
+    for step_folder in entry["evaluate"].values():
+        results = json.loads(store.content(step_folder, "result.json"))["results"]
         numbers |= {
             f"scores/{result['benchmark']}/{result['metric']}": result["score"]
             for result in results
         }
-        samples = pandas.read_parquet(BytesIO(store.content(place, "samples.parquet"))).set_index(
-            "benchmark"
-        )
+        samples = pandas.read_parquet(
+            BytesIO(store.content(step_folder, "samples.parquet"))
+        ).set_index("benchmark")
         losses = (
             samples.reindex(columns=["answer_loss"])
             .astype(float)

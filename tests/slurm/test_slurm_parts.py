@@ -242,7 +242,7 @@ def test_a_job_that_must_end_saves_unless_it_was_cancelled(
 def test_steps_of_pending_and_running_jobs_need_no_new_job() -> None:
     jobs = [submitted("1", "a"), submitted("2_0", "bc", "1"), submitted("3", "d", "2")]
     found = under_way(jobs, dict([queued("1", "RUNNING"), queued("2_0")]), "dab")
-    assert found.steps == {"a": "1", "b": "2_0"} and found.hopeless == []
+    assert found.steps == {"a": "1", "b": "2_0"} and found.failed_jobs == []
     assert under_way(jobs, dict([queued("1", name="other")]), "a").steps == {}, (
         "a job of another name is another"
     )
@@ -260,11 +260,11 @@ def test_what_waits_for_a_lost_job_is_hopeless_and_so_is_what_waits_for_that() -
     ]
     queue = dict([queued("1_1", "RUNNING"), queued("2"), queued("3_0")])
     found = under_way(jobs, queue, "abcd")
-    assert found.steps == {"b": "1_1"} and found.hopeless == ["2", "3_0"]
-    assert under_way([replace(job, user=-1) for job in jobs], queue, "abcd").hopeless == [], (
+    assert found.steps == {"b": "1_1"} and found.failed_jobs == ["2", "3_0"]
+    assert under_way([replace(job, user=-1) for job in jobs], queue, "abcd").failed_jobs == [], (
         "they are of a colleague"
     )
-    assert under_way(jobs, queue, "bcd").hopeless == [], "a is done, its job ended well"
+    assert under_way(jobs, queue, "bcd").failed_jobs == [], "a is done, its job ended well"
 
 
 def test_a_queued_pass_is_not_divided_otherwise(

@@ -105,11 +105,11 @@ def arrange(
         needs[stage] |= before - {stage}
     arrays = []
     for stage in TopologicalSorter(needs).static_order():
-        alike: dict[str, tuple[Mapping[str, Any], list[PackSteps]]] = {}
+        packs_by_request: dict[str, tuple[Mapping[str, Any], list[PackSteps]]] = {}
         for pack in _packs(members[stage], stage[0], settings):
             asks = ask(pack)
-            alike.setdefault(canonical(asks), (asks, []))[1].append(pack)
-        for asks, packs in alike.values():
+            packs_by_request.setdefault(canonical(asks), (asks, []))[1].append(pack)
+        for asks, packs in packs_by_request.values():
             arrays += [
                 Array(stage[0], asks, packs[at : at + longest])
                 for at in range(0, len(packs), longest)
@@ -176,14 +176,14 @@ def resources(
         one if one.memory is not None else one._replace(memory=UNKNOWN, gpu_counts=GPU_COUNTS)
         for one in every
     ]
-    about = every[0].model
+    model = every[0].model
     kind = settings.jobs.get(steps[0].kind)
-    asked = configured([settings.every, kind, settings.of_model(about) if about else None])
-    count = asked["gpus"]
-    given = options(asked["sbatch"], on_gpus=True)
+    job_config = configured([settings.every, kind, settings.of_model(model) if model else None])
+    count = job_config["gpus"]
+    given = options(job_config["sbatch"], on_gpus=True)
     others = [f"sbatch.{name}={value}" for name, value in given.items() if is_for_gpus(name, value)]
-    if others and count != 0 and (count or asked["gpu_type"]):
-        ours = f"gpus={count}" if count else f"gpu_type={asked['gpu_type']}"
+    if others and count != 0 and (count or job_config["gpu_type"]):
+        ours = f"gpus={count}" if count else f"gpu_type={job_config['gpu_type']}"
         raise UserError(
             f"resources: {steps[0].kind} jobs have {ours} and {others[0]}: expected one or the "
             "other"
@@ -195,19 +195,18 @@ def resources(
             for one in needed
             if one.memory and not one.fits(count, ROUGHLY * settings.gpu_memory)
         ]
-        if about and too_large and not others and config_of(about):
-            can_divide = about.device in DEVICE_MAPS or every[0].weights == "layers"
+        if model and too_large and not others and config_of(model):
+            can_divide = model.device in DEVICE_MAPS or every[0].weights == "layers"
             raise UserError(
-                f"{steps[0].kind} of model={about.name} needs about {too_large[0] / GIB:.0f} GiB, "
+                f"{steps[0].kind} of model={model.name} needs about {too_large[0] / GIB:.0f} GiB, "
                 "and is divided "
                 f"among at most {count} GPUs of resources.gpu_memory={settings.gpu_memory:g} GiB: "
                 "expected "
                 f"resources.jobs={{{steps[0].kind}: {{gpus: {count}}}}} where that is enough, "
-                f"{'' if can_divide else 'model.device=auto, '}"
-                "or weights of fewer bits"
+                f"{'' if can_divide else 'model.device=auto, '}or weights of fewer bits"
             )
     elif count and all(one.weights == "layers" for one in every):
-        asked["gpus"] = count = 1  # the model is read layer by layer, each on the same GPU
+        job_config["gpus"] = count = 1  # the model is read layer by layer, each on the same GPU
     largest = max(one.memory or 0.0 for one in needed) / GIB
     times = [seconds(step) for step in steps]
     minutes = float(settings.longest)
@@ -217,17 +216,19 @@ def resources(
         )
     estimated = {
         "gpus": count,
-        "cpus": max((about.threads if about else None) or 1, count * CPUS_PER_GPU),
+        "cpus": max((model.threads if model else None) or 1, count * CPUS_PER_GPU),
         "memory": ceil(HOST + largest) if count else ceil(2 * largest),
-        "minutes": int(min(minutes, _time_limit(asked, time_limits))),
+        "minutes": int(min(minutes, _time_limit(job_config, time_limits))),
     }
-    return {name: estimated.get(name) if value is None else value for name, value in asked.items()}
+    return {
+        name: estimated.get(name) if value is None else value for name, value in job_config.items()
+    }
 
 
 def configured(settings: Iterable[JobConfig | None]) -> dict[str, Any]:
     """What is set for a job: `settings` of every job, of its kind and of its model, the later ones
     above the earlier; sbatch is merged. Settings of models do not apply to small steps."""
-    found: dict[str, Any] = {field.name: None for field in fields(JobConfig)} | {
+    job_config: dict[str, Any] = {field.name: None for field in fields(JobConfig)} | {
         "sbatch": {},
         "setup": [],
     }
@@ -235,16 +236,16 @@ def configured(settings: Iterable[JobConfig | None]) -> dict[str, Any]:
         given = {
             name: value
             for name, value in vars(job).items()
-            if name in found and value not in (None, [])
+            if name in job_config and value not in (None, [])
         }
-        found |= {**given, "sbatch": {**found["sbatch"], **job.sbatch}}
-    return found
+        job_config |= {**given, "sbatch": {**job_config["sbatch"], **job.sbatch}}
+    return job_config
 
 
-def _time_limit(asked: Mapping[str, Any], time_limits: Mapping[str, float]) -> float:
+def _time_limit(job_config: Mapping[str, Any], time_limits: Mapping[str, float]) -> float:
     """Longest time limit in minutes of the partitions that a job may run in. Infinite when they are
     not known, and when a quality of service (qos) determines the limit."""
-    if asked["sbatch"].get("qos"):
+    if job_config["sbatch"].get("qos"):
         return inf
-    named = asked["partition"] or os.environ.get("SBATCH_PARTITION", "")
+    named = job_config["partition"] or os.environ.get("SBATCH_PARTITION", "")
     return max((time_limits[name] for name in named.split(",") if name in time_limits), default=inf)

@@ -114,7 +114,7 @@ def _submit_missing(schedule: Schedule, submission: Submission, *, again: bool =
     _download(missing)
     if again and time.monotonic() - begun > 60:  # jobs that were in the queue may have ended
         return _submit_missing(schedule, submission, again=False)
-    scheduler.cancel(covered.hopeless)
+    scheduler.cancel(covered.failed_jobs)
     for array in arrays:
         submission.add(array)
     submission.close()
@@ -136,15 +136,17 @@ class Submission:
 
     def add(self, array: Array) -> None:
         """Submit one array, to start when the jobs that it needs have succeeded."""
-        own = {step.id for pack in array.packs for step in pack}
-        needed = {needed.id for pack in array.packs for step in pack for needed in step.needs} - own
+        step_ids = {step.id for pack in array.packs for step in pack}
+        needed = {
+            needed.id for pack in array.packs for step in pack for needed in step.needs
+        } - step_ids
         after = [self.jobs[name] for name in needed if name in self.jobs]
         store = self.study.store.root
         launcher = self.study.config.launcher
         run = str(self.run.folder.relative_to(store / "runs"))
         packs = [StepsJob(str(store.absolute()), pack, run, launcher) for pack in array.packs]
         whole = self._submit(array.kind, array.asks, packs, array.packs, "afterok", after)
-        self.jobs.update(dict.fromkeys(own, whole))
+        self.jobs.update(dict.fromkeys(step_ids, whole))
 
     def close(self) -> None:
         """Submit the job that writes the record when all others have ended, successfully or not."""
@@ -175,12 +177,12 @@ class Submission:
             python=f"{python} {shlex.quote(str(self.starter))}",
         )
         dependency = {"dependency": f"{condition}:{':'.join(after)}"} if after else {}
-        own = options(asks["sbatch"], asks["gpus"] > 0)
-        more = {"kill-on-invalid-dep": "yes", "requeue": True, **dependency, **own}
+        sbatch_options = options(asks["sbatch"], asks["gpus"] > 0)
+        more = {"kill-on-invalid-dep": "yes", "requeue": True, **dependency, **sbatch_options}
         optional = {"partition": asks["partition"]} if asks["partition"] else {}
         if asks["memory"] and not any(name.startswith("mem-per-") for name in more):
             optional["mem"] = f"{max(1, round(asks['memory'] * 1024))}M"
-        if asks["gpus"] and not any(starmap(is_for_gpus, own.items())):
+        if asks["gpus"] and not any(starmap(is_for_gpus, sbatch_options.items())):
             optional["gpus_per_node"] = ":".join(
                 str(word) for word in (asks["gpu_type"], asks["gpus"]) if word
             )
@@ -195,10 +197,10 @@ class Submission:
             **optional,
         )
         try:
-            with scheduler.submitting([*optional, *own]):
+            with scheduler.submitting([*optional, *sbatch_options]):
                 ids = self._ids(executor, what)
         except (FailedJobError, FailedSubmissionError) as error:
-            every = {**asks, **own, "sbatch": None}
+            every = {**asks, **sbatch_options, "sbatch": None}
             words = " ".join(str(error).split())
             asked = " ".join(
                 f"{name}={value}" for name, value in every.items() if value not in (None, [])
@@ -209,18 +211,20 @@ class Submission:
             ) from None
         array = ids[0].partition("_")[0]
         self.run.add(
-            Submitted(job, array, name, kind, tuple(step.id for step in own), after)
-            for job, own in zip(ids, steps, strict=True)
+            Submitted(job, array, name, kind, tuple(step.id for step in pack), after)
+            for job, pack in zip(ids, steps, strict=True)
         )
         return array
 
-    def _ids(self, executor: SlurmExecutor, what: Sequence[Callable[[], Any]]) -> list[str]:
-        """Submit jobs as one array; their ids. While the controller is away, sbatch is tried again;
-        what it had taken without saying so is then cancelled."""
+    def _ids(
+        self, executor: SlurmExecutor, job_functions: Sequence[Callable[[], Any]]
+    ) -> list[str]:
+        """Submit jobs as one array; their ids. While the controller is away, sbatch is tried again.
+        Jobs that an unanswered sbatch had accepted are cancelled after the retry succeeds."""
         tries = 0
         while True:
             try:
-                ids = [job.job_id for job in executor.submit_array(what)]
+                ids = [job.job_id for job in executor.submit_array(job_functions)]
                 break
             except (FailedJobError, FailedSubmissionError) as error:
                 if tries == len(PAUSES) or not scheduler.UNANSWERED.search(str(error)):
@@ -254,8 +258,8 @@ def _announce(submission: Submission) -> None:
         tasks = [job for job in jobs if job.array == array]
         steps = sum(len(job.steps) for job in tasks)
         print(f"{array}  {kind}: {_count(len(tasks), 'job')}, {_count(steps, 'step')}", flush=True)
-    own = {step for job in jobs for step in job.steps}
-    if earlier := {job for step, job in submission.jobs.items() if step not in own}:
+    step_ids = {step for job in jobs for step in job.steps}
+    if earlier := {job for step, job in submission.jobs.items() if step not in step_ids}:
         inform(
             f"{study}: steps that are under way already are in jobs {', '.join(sorted(earlier))}"
         )
@@ -276,7 +280,7 @@ class UnderWay:
     their steps."""
 
     steps: dict[str, str] = field(default_factory=dict)
-    hopeless: list[str] = field(default_factory=list)
+    failed_jobs: list[str] = field(default_factory=list)
     recorded: list[str] = field(default_factory=list)
     """Jobs that will write the record."""
 
@@ -287,7 +291,7 @@ def under_way(
     """Find those of `jobs`, given in the order of submission, that will do `missing` steps.
 
     Slurm cancels jobs that wait for an array as soon as one task of the array fails. So a pending
-    job is hopeless when any job that it waits for has lost a step.
+    job is among `failed_jobs` when any job that it waits for has lost a step.
     """
     wanted = set(missing)
     covered = UnderWay()
@@ -305,7 +309,7 @@ def under_way(
         elif steps:
             lost |= {job.id, job.array}
             if queued and job.user == os.getuid():
-                covered.hopeless.append(job.id)
+                covered.failed_jobs.append(job.id)
     return covered
 
 
