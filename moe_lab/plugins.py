@@ -49,8 +49,7 @@ def load(modules: Iterable[str] = ()) -> list[str]:
         ):
             raise UserError(
                 f"plugins: {module} registers nothing, expected a function under @criterion(...) "
-                "or a call of "
-                "moe_lab.allocation.register(...): docs/new_criterion.md"
+                "or a call of moe_lab.allocation.register(...): docs/new_criterion.md"
             )
     return names
 
@@ -66,7 +65,7 @@ def sources(modules: Iterable[str]) -> dict[Path, Path]:
     return found
 
 
-def place(function: Callable[..., object]) -> dict[str, str]:
+def module_location(function: Callable[..., object]) -> dict[str, str]:
     """Name of a function's module, the folder it is imported from, so that another process can
     import it, and the digest of its code."""
     name = function.__module__
@@ -74,16 +73,16 @@ def place(function: Callable[..., object]) -> dict[str, str]:
     return {"module": name, "folder": str(folder), "source": source_of(function)}
 
 
-def bring(places: Iterable[Mapping[str, str]]) -> None:
-    """Import modules from places given by `place`. Their folders come last on sys.path, so that
-    they shadow nothing. UserError for a module whose code is another one by now, as ids of steps
-    count the code that `place` saw."""
-    for where in places:
-        name = where["module"]
-        if where["folder"] not in sys.path:
-            sys.path.append(where["folder"])
+def import_module_at(locations: Iterable[Mapping[str, str]]) -> None:
+    """Import modules from locations given by `module_location`. Their folders come last on
+    sys.path, so that they shadow nothing. UserError for a module whose code has changed since then,
+    as ids of steps count the code that `module_location` saw."""
+    for location in locations:
+        name = location["module"]
+        if location["folder"] not in sys.path:
+            sys.path.append(location["folder"])
         import_module(name)
-        if module_digest(name) != where["source"]:
+        if module_digest(name) != location["source"]:
             raise UserError(
                 f"plugins: the code of {name} has changed since this study was started: start it "
                 "again"

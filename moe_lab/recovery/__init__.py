@@ -17,10 +17,10 @@ from moe_lab.pruning.plan import Plan
 def check(settings: RecoveryConfig) -> None:
     """Raise UserError for a recovery called none, and for a required package that is not
     installed."""
-    asked = "bits" if settings.bits == 4 else settings.text_role
-    if settings.name == "none" and asked is not None:
+    setting = "bits" if settings.bits == 4 else settings.text_role
+    if settings.name == "none" and setting is not None:
         raise UserError(
-            f"recovery.name=none means none, and recovery.{asked} asks for one: expected another "
+            f"recovery.name=none means none, and recovery.{setting} asks for one: expected another "
             "name"
         )
     if settings.bits == 4:
@@ -47,8 +47,7 @@ def check_merging(settings: RecoveryConfig, allocation: AllocationConfig, ratio:
             f"recovery={settings.name} fits merged experts, and "
             f"allocation.replacement={allocation.replacement} with "
             f"ratio={ratio:g} and allocation.path={path} merges none: expected a replacement out "
-            "of "
-            f"{', '.join(GROUPINGS)} and a ratio above 0, or a plan that merges experts"
+            f"of {', '.join(GROUPINGS)} and a ratio above 0, or a plan that merges experts"
         )
 
 
@@ -60,8 +59,7 @@ def finetune_words(settings: RecoveryConfig, text: str | None) -> str:
     if settings.fit is not None:
         return (
             f"The down projections of merged experts were then fitted on {text} "
-            f"(recovery={settings.name}), by least "
-            "squares; nothing was trained."
+            f"(recovery={settings.name}), by least squares; nothing was trained."
         )
     ranks = f"ranks {settings.rank} and {settings.router_rank}"
     adapters = f"DoRA adapters on experts, shared experts and routers ({ranks})"

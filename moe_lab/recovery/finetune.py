@@ -167,10 +167,10 @@ def train(
     optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0)
     steps = step_count(settings, len(rows))
     content = digest(tensor for row in rows for tensor in row)
-    about = json.dumps(
+    identity = json.dumps(
         {"settings": settings.identity, "seed": seed, "rows": content}, sort_keys=True
     )
-    losses = load_progress(partial, about, parameters, optimizer)
+    losses = load_progress(partial, identity, parameters, optimizer)
     for step in range(len(losses), steps):
         chosen = [rows[row] for row in rows_of_step(step, settings.rows_per_step, len(rows), seed)]
         for part, group in zip(parts, optimizer.param_groups, strict=True):
@@ -190,7 +190,7 @@ def train(
         progress.tell(step + 1, steps, "steps")
         if (step + 1) % SAVE_EVERY == 0 and step + 1 < steps:
             trained_so_far = {name: parameter.detach() for name, parameter in parameters.items()}
-            saved = {"about": about, "losses": losses, "parameters": trained_so_far}
+            saved = {"about": identity, "losses": losses, "parameters": trained_so_far}
             save_progress(partial, {**saved, "optimizer": optimizer.state_dict()})
     return losses
 
@@ -290,14 +290,14 @@ def _mixed(seed: int, step: int) -> int:
 def save_progress(folder: Path, content: Mapping[str, Any]) -> None:
     """Save what `load_progress` reads atomically."""
     folder.mkdir(parents=True, exist_ok=True)
-    beside = folder / f"{PROGRESS_FILE}.part"
-    torch.save(content, beside)
-    beside.replace(folder / PROGRESS_FILE)
+    temporary_file = folder / f"{PROGRESS_FILE}.part"
+    torch.save(content, temporary_file)
+    temporary_file.replace(folder / PROGRESS_FILE)
 
 
 def load_progress(
     folder: Path,
-    about: str,
+    identity: str,
     parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
 ) -> list[float]:
@@ -307,7 +307,7 @@ def load_progress(
         content = torch.load(folder / PROGRESS_FILE, map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, UnpicklingError):
         return []
-    if content["about"] != about:
+    if content["about"] != identity:
         return []
     with torch.no_grad():
         for name, parameter in parameters.items():

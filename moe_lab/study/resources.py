@@ -169,14 +169,14 @@ def text_pass(
     backward: bool = False,
     copies: int = 1,
     per_layer: Bytes | None = None,
-    more: Bytes | None = None,
+    extra_bytes: Bytes | None = None,
 ) -> Resources:
     """Runs a model over a text.
 
     rows: the first row of a share of the text, and its end. engine: if it is not that of the text.
     backward: whether gradients come back through the layers. copies: of the weights in memory.
-    per_layer: bytes held for every layer whose weights are in memory, besides these. more: bytes
-    held once.
+    per_layer: bytes held for every layer whose weights are in memory, besides these.
+    extra_bytes: bytes held once.
     """
     is_layered = (engine or text.engine) == "streamed"
     tokens = (rows[1] - rows[0]) * text.length if rows else text.tokens
@@ -186,13 +186,17 @@ def text_pass(
         return size.hidden_states(tokens, backward=backward) if is_layered else 0.0
 
     def memory(size: Size) -> float:
-        layer, once = (rule(size) if rule else 0.0 for rule in (per_layer, more))
+        layer, fixed_bytes = (rule(size) if rule else 0.0 for rule in (per_layer, extra_bytes))
         if is_layered:
-            held = PROCESS + size.layer_weights() + layer + batch_tokens * size.activations()
+            base_bytes = PROCESS + size.layer_weights() + layer + batch_tokens * size.activations()
             # hidden states take at most half of the main memory, and are written beyond that
-            return held + (min(held, disk(size)) if model.device == "cpu" else 0.0) + once
+            return (
+                base_bytes
+                + (min(base_bytes, disk(size)) if model.device == "cpu" else 0.0)
+                + fixed_bytes
+            )
         batch = batch_tokens * (size.logits + size.activations(size.moe_layers if backward else 1))
-        return PROCESS + ROOM * size.bytes * copies + size.moe_layers * layer + batch + once
+        return PROCESS + ROOM * size.bytes * copies + size.moe_layers * layer + batch + fixed_bytes
 
     return _about_model(
         model,
@@ -230,7 +234,7 @@ def finetuning(
         return teacher + sums(size)
 
     passes = text_pass(
-        model, text, pace, engine="resident", backward=not is_fit, copies=copies, more=more
+        model, text, pace, engine="resident", backward=not is_fit, copies=copies, extra_bytes=more
     )
     size = size_of(model)
     return passes._replace(

@@ -103,7 +103,7 @@ class Step(StepFields):
     merges: tuple[Step, ...] = field(default=(), kw_only=True)
     """Steps that each do a share of the work; this step then only merges their results."""
     plugins: tuple[Mapping[str, str], ...] = field(default=(), kw_only=True)
-    """Where the plugins are that its work calls, as by `plugins.place`."""
+    """Where the plugins are that its work calls, as by `plugins.module_location`."""
     id: str = field(init=False)
     """sha256 over kind, settings, inputs and `MEANING`."""
     needs: tuple[Step, ...] = field(init=False, repr=False)

@@ -303,9 +303,11 @@ class Contamination(Step):
         items = {
             name: replace(benchmarks[name], shots=0, batch_size=1) for name in sorted(benchmarks)
         }
-        asked = tuple((name, Questions(benchmark)) for name, benchmark in items.items())
+        questions = tuple((name, Questions(benchmark)) for name, benchmark in items.items())
         return cls(
-            loaded_as(model).facts, IdentifiedText.of(replace(text, batch_size=1, parts=1)), asked
+            loaded_as(model).facts,
+            IdentifiedText.of(replace(text, batch_size=1, parts=1)),
+            questions,
         )
 
     def label(self) -> str:
@@ -319,7 +321,8 @@ class Contamination(Step):
             _check_data(questions.benchmark, identity)
         text = {words for passage in self._passages() for words in phrases(passage)}
         items = {
-            name: harness_of(asked.benchmark).items(asked.benchmark) for name, asked in self.asked
+            name: harness_of(questions.benchmark).items(questions.benchmark)
+            for name, questions in self.asked
         }
         counts = {name: contaminated(of, text) for name, of in items.items()}
         write_json(files.out / CONTAMINATION, counts)
@@ -359,9 +362,11 @@ def contaminated(items: Iterable[Item], text: Set[str]) -> dict[str, int]:
         for item in items
         for texts in _pieces(item)
     ]
-    found = [own & text for own in of_items]
-    shared = Counter(phrase for own in found for phrase in own)
-    hits = sum(any(shared[phrase] <= SHARED for phrase in own) for own in found)
+    shared_phrases = [item_phrases & text for item_phrases in of_items]
+    shared = Counter(phrase for item_phrases in shared_phrases for phrase in item_phrases)
+    hits = sum(
+        any(shared[phrase] <= SHARED for phrase in item_phrases) for item_phrases in shared_phrases
+    )
     return {"comparable": sum(map(bool, of_items)), "found": hits}
 
 

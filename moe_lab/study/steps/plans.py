@@ -102,8 +102,7 @@ def check_layout(cell: Cell) -> None:
         setting = f"allocation.replacement={cell.allocation.replacement}"
     raise UserError(
         f"{setting} changes channels of experts, and those of model={cell.model.name} {reason}: "
-        "expected a criterion "
-        "of whole experts and allocation.replacement=none"
+        "expected a criterion of whole experts and allocation.replacement=none"
     )
 
 
@@ -171,7 +170,7 @@ def check_sequential(cell: Cell) -> None:
             KINDS[need].reads_text for need in needs if need != "statistics"
         )
 
-    fitting = [name for name, about in criteria.CRITERIA.items() if fits(about.needs)]
+    fitting = [name for name, criterion in criteria.CRITERIA.items() if fits(criterion.needs)]
     if (name := cell.criterion.name) not in fitting:
         raise UserError(
             "allocation=sequential scores each layer by its forward statistics, and "

@@ -113,7 +113,9 @@ class ActivationAlignment(Step):
         fp32."""
         model = self.loaded.model
         pace = self.loaded.pace
-        return text_pass(model, self.text, pace, per_layer=channel_products, more=expert_weights)
+        return text_pass(
+            model, self.text, pace, per_layer=channel_products, extra_bytes=expert_weights
+        )
 
     def work(self, files: Files) -> None:
         from moe_lab.pruning.alignment import align_by_activations, alignment_hook
@@ -312,8 +314,8 @@ class Export(Step):
             check_widths(source, plan, self._evaluated_dtype(source))
         # code there would be run
         if files.partial.exists() and files.partial.stat().st_mode & SHARED == SHARED:
-            for left in files.partial.glob("*/"):
-                shutil.rmtree(left)
+            for leftover in files.partial.glob("*/"):
+                shutil.rmtree(leftover)
         natural = files.partial / "natural" if is_rewritten or is_converted else out
         if not natural.exists():
             write(source, plan, natural, shape=shape)

@@ -41,6 +41,7 @@ def reads_text(cell: Cell) -> bool:
     calibration set."""
     needs = [
         *criteria.get(cell.criterion.name).needs,
+        # "by" is a criterion, not a step
         *(need for need in evidence_of(cell) if need != "by"),
     ]
     if cell.allocation.by is not None:
@@ -123,7 +124,7 @@ def plugged(cell: Cell) -> tuple[Mapping[str, str], ...]:
     functions: list[Callable[..., Any]] = [criterion.function] if criterion.source else []
     if chosen.source:
         functions += [function for function in chosen.functions.values() if function]
-    return tuple(plugins.place(function) for function in functions)
+    return tuple(plugins.module_location(function) for function in functions)
 
 
 def score(step: Any, inputs: ByLayer, layers: ByLayer) -> dict[int, Any]:
