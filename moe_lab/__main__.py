@@ -74,12 +74,14 @@ def main() -> None:
         return
     # -m, --cfg, --help, completion, or a setting of Hydra itself: Hydra does what they ask for.
     flags = [
-        word
-        for word in words
-        if word.startswith("-") and not word.startswith(("--config-", "-cd", "-cn"))
+        argument
+        for argument in words
+        if argument.startswith("-") and not argument.startswith(("--config-", "-cd", "-cn"))
     ]
-    hydras = [word.lstrip("+~") for word in words if word.lstrip("+~").startswith("hydra")]
-    asks_hydra = flags or any(not word.startswith("hydra.searchpath=") for word in hydras)
+    hydras = [
+        argument.lstrip("+~") for argument in words if argument.lstrip("+~").startswith("hydra")
+    ]
+    asks_hydra = flags or any(not argument.startswith("hydra.searchpath=") for argument in hydras)
     with _sentences():
         sys.exit(_by_hydra(words) if asks_hydra else _study(words))
 
@@ -119,18 +121,18 @@ def _by_hydra(words: Sequence[str]) -> int:
 
         nonlocal code
         with _sentences():
-            own = HydraConfig.get()
+            hydra_config = HydraConfig.get()
             # hydra.job.chdir=true leaves it, and paths of settings are of here
-            os.chdir(own.runtime.cwd)
+            os.chdir(hydra_config.runtime.cwd)
             settings = [
-                *(word for word in own.overrides.hydra if "searchpath" in word),
-                *own.overrides.task,
+                *(word for word in hydra_config.overrides.hydra if "searchpath" in word),
+                *hydra_config.overrides.task,
             ]
             # with a launcher of Hydra's, each job is a study of its own
-            alone = own.mode == RunMode.MULTIRUN
-            config, requests = compose(settings, own.job.config_name or CONFIG)
+            alone = hydra_config.mode == RunMode.MULTIRUN
+            config, requests = compose(settings, hydra_config.job.config_name or CONFIG)
             if alone:
-                check_sweeper(own.runtime.choices, config)
+                check_sweeper(hydra_config.runtime.choices, config)
             ended = check_and_run(config, requests, add=alone)
             code = max(code, ended.code)
             return objective_value(ended, requests)

@@ -164,7 +164,8 @@ class Groups:
         return {choice: self._composed[choice] for choice in choices}
 
     def _compose(self, choices: Sequence[Choice]) -> None:
-        """Compose choices, each under a key of its own. An error names the first."""
+        """Compose all choices in one Hydra call, each under its own key. The error message blames
+        the first choice; `load` retries one by one to find the real one."""
         if not choices:
             return
         keys = {choice: f"choice{number}" for number, choice in enumerate(choices)}
@@ -177,8 +178,7 @@ class Groups:
         if outside := [key for key in composed if key not in keys.values()]:
             raise UserError(
                 f"{group}={name} sets {outside[0]}, expected nothing outside {group}: a file that "
-                "sets several groups "
-                "is an experiment"
+                "sets several groups is an experiment"
             )
         self._composed.update({choice: composed.get(key) or {} for choice, key in keys.items()})
 

@@ -69,9 +69,9 @@ def user_errors(check: Callable[..., object], *arguments: object) -> Iterator[st
     """Call `check` with `arguments`; yield the sentences of its iterator, if it returns one, and
     the sentence of the UserError that it raises, if any."""
     try:
-        said = check(*arguments)
-        if isinstance(said, Iterator):
-            yield from said
+        result = check(*arguments)
+        if isinstance(result, Iterator):
+            yield from result
     except UserError as error:
         yield str(error)
 

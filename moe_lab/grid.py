@@ -317,14 +317,14 @@ class _Axes:
         if name is None and (axis != "calibration" or "name" in composed):
             return composed
         chosen = (axis, self.draft.chosen.get(axis, ""))
-        before = composed
+        defaults = composed
         if name is None:  # no text is named
             name = SHIPPED_TEXT
-            before = {}
+            defaults = {}
         elif chosen[1] in self.files.names(axis):
-            before = self.files.load([chosen])[chosen]
+            defaults = self.files.load([chosen])[chosen]
         content = deepcopy(self.files.load([(axis, name)])[axis, name])
-        for setting, value in _differing(before, composed):
+        for setting, value in _differing(defaults, composed):
             assign(content, setting, value)
         return content
 
@@ -342,8 +342,8 @@ def _differing(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> Iterator[
 def assign(content: dict[str, Any], key: str, value: Any) -> None:
     """Set the value under a dotted key; a value that is a mapping is added to what is there, and
     REMOVED removes it."""
-    *above, last = key.split(".")
-    for part in above:
+    *parents, last = key.split(".")
+    for part in parents:
         if not isinstance(content.get(part), dict):
             content[part] = {}
         content = content[part]
@@ -443,8 +443,7 @@ def mixed(text: CalibrationConfig, files: Files) -> CalibrationConfig:
         if settings.sources:
             raise UserError(
                 f"calibration={text.name}: source {source.calibration} is a mixture itself, and a "
-                "mixture takes none: "
-                "expected its sets, each with its share of the whole"
+                "mixture takes none: expected its sets, each with its share of the whole"
             )
         if settings.name in [other.settings.name for other in sources if other.settings]:
             raise UserError(
@@ -495,8 +494,7 @@ def _benchmark(
     if config.suite.path is not None and not harness.reads_path:
         raise UserError(
             f"suite.path={config.suite.path} is the text of suite=perplexity or the folder of "
-            "suite=bfcl, expected "
-            f"null with benchmark {name}, which has its own data"
+            f"suite=bfcl, expected null with benchmark {name}, which has its own data"
         )
     path = config.suite.path
     task = benchmark.task

@@ -71,10 +71,10 @@ def describe(model: ModelConfig) -> tuple[str, list[Row], bool]:
     try:
         from moe_lab.models import facts  # loads torch
 
-        about = facts.describe(folder, model)
+        metadata = facts.describe(folder, model)
     except UserError as error:
         return title, [("supported", f"no: {error}")], False
-    return title, [("supported", "yes"), *_architecture(about), *_uses(model, about)], True
+    return title, [("supported", "yes"), *_architecture(metadata), *_uses(model, metadata)], True
 
 
 _ABSENT = "neither on this machine nor to be had from the hub"
@@ -99,18 +99,18 @@ def _parameters(count: int) -> Iterator[Row]:
     yield "loading memory", f"{2 * count / 2**30:.2f} GiB in bfloat16"
 
 
-def _architecture(about: Mapping[str, Any]) -> Iterator[Row]:
-    parameters = about["parameters"]
+def _architecture(facts: Mapping[str, Any]) -> Iterator[Row]:
+    parameters = facts["parameters"]
     total = sum(parameters.values())
     yield (
         "architecture",
         (
-            f"{about['model_type']}, {about['layers']} decoder layers, {len(about['moe'])} with "
+            f"{facts['model_type']}, {facts['layers']} decoder layers, {len(facts['moe'])} with "
             "experts"
         ),
     )
-    for words in dict.fromkeys(about["moe"].values()):
-        layers = [layer for layer, other in about["moe"].items() if other == words]
+    for words in dict.fromkeys(facts["moe"].values()):
+        layers = [layer for layer, other in facts["moe"].items() if other == words]
         starts = [layer for layer in layers if layer - 1 not in layers]
         ends = [layer for layer in layers if layer + 1 not in layers]
         spans = [
@@ -123,7 +123,8 @@ def _architecture(about: Mapping[str, Any]) -> Iterator[Row]:
     yield from _parameters(total)
 
 
-def _uses(model: ModelConfig, about: Mapping[str, Any]) -> Iterator[Row]:
+def _uses(model: ModelConfig, facts: Mapping[str, Any]) -> Iterator[Row]:
+    """Rows: the criteria and export shapes that this model supports."""
     from moe_lab import criteria
     from moe_lab.models.config_json import quantization
     from moe_lab.pruning import SHAPES
@@ -132,9 +133,9 @@ def _uses(model: ModelConfig, about: Mapping[str, Any]) -> Iterator[Row]:
 
     method = quantization(model)
     stored = f"its weights are stored as {method}" if method else None
-    unfit = about["moe_layers"][0].family.unfit
-    uncut = f"its experts {unfit}" if unfit else None
-    for granularity, reason in (("expert", None), ("channel", uncut)):
+    unfit = facts["moe_layers"][0].family.unfit
+    channel_obstacle = f"its experts {unfit}" if unfit else None
+    for granularity, reason in (("expert", None), ("channel", channel_obstacle)):
         names = [
             name
             for name, criterion in sorted(criteria.CRITERIA.items())
@@ -146,7 +147,7 @@ def _uses(model: ModelConfig, about: Mapping[str, Any]) -> Iterator[Row]:
     shapes = [
         shape
         for shape in SHAPES
-        if (shape != "masked" or can_bar(about["routing"]))
+        if (shape != "masked" or can_bar(facts["routing"]))
         and not [*user_errors(check_quantised, method, shape)]
     ]
     yield "exports", ", ".join(shapes)

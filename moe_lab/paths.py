@@ -102,9 +102,9 @@ def caches() -> Path:
     belongs to somebody else."""
     usual = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     # For what is in a folder that may not be entered, os.path.exists is false; Path.exists raises.
-    there = next(filter(os.path.exists, (usual, *usual.parents)))
+    existing_parent = next(filter(os.path.exists, (usual, *usual.parents)))
     # "~" stays where there is no home
-    if usual.parts[0] != "~" and os.access(there, os.W_OK | os.X_OK):
+    if usual.parts[0] != "~" and os.access(existing_parent, os.W_OK | os.X_OK):
         return usual
     return _own(Path(tempfile.gettempdir(), f"moe_lab-{os.getuid()}"), 0o700)
 

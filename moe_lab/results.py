@@ -127,14 +127,15 @@ no longer count."""
 
 
 def current_records(root: Path, study: str) -> dict[str, dict[str, Any]]:
-    """Name of a run -> its record, for the records of a study that no other one replaces, the
-    oldest first. A record replaces only runs of lower numbers, so that replaced ones need not be
-    read. Raises Damaged for a damaged record."""
+    """Name of a run -> its record, for the records of a study that no later record replaces, oldest
+    first. Walks from the newest run, so replaced records are never opened. Raises Damaged for a
+    damaged record."""
     records: dict[str, dict[str, Any]] = {}
     replaced: set[str] = set()
     for path in sorted(root.glob(f"runs/{study}/*/{RECORD}"), reverse=True):
         if path.parent.name not in replaced:
-            records[path.parent.name] = record = read_sealed(path, RECORD_SHAPE)
+            record = read_sealed(path, RECORD_SHAPE)
+            records[path.parent.name] = record
             replaced.update(record["replaces"])
     return dict(reversed(records.items()))
 

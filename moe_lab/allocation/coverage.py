@@ -56,12 +56,22 @@ def coverage(
 ) -> Budgets:
     """Layer -> channels each expert retains (E,).
 
-    First `inter` gives each layer its budget: by CBA over the pooled channels of each layer, with
-    the smoothed layer loss named by `layer_prior` as target (coverage); the same share (uniform); a
-    U over the depth, with `beta` and `floor` (u_shaped); or in proportion to that loss
-    (loss_based). Then `intra` divides it among the experts: by CBA with the smoothed `prior` as
-    target (coverage), in proportion to that (proportional), evenly (uniform), or by the best
-    channels of the layer (ranking). `layer_smoothing` is varied in MoE-Slimming's Tables 7 and 15.
+    CBA is Coverage-Maximized Budget Allocation. First `inter` gives each layer its budget:
+
+    coverage    by CBA over the pooled channels of each layer; target: the smoothed layer loss that
+                `layer_prior` names
+    uniform     the same share for every layer
+    u_shaped    a U over the depth, with `beta` and `floor`
+    loss_based  in proportion to the smoothed layer loss
+
+    Then `intra` divides it among the experts:
+
+    coverage      by CBA; target: the smoothed `prior`
+    proportional  in proportion to the smoothed `prior`
+    uniform       evenly
+    ranking       by the best channels of the layer
+
+    `layer_smoothing` is varied in MoE-Slimming's Tables 7 and 15.
     """
     scores = problem.scores
     shares = numpy.ones(len(scores))
@@ -120,7 +130,8 @@ def needs(parameters: Mapping[str, Any]) -> tuple[str, ...]:
     if parameters.get("intra", "coverage") in ("coverage", "proportional"):
         prior = parameters.get("prior", "ala1")
         if prior in PRIORS:
-            steps.add(PRIORS[prior][0])
+            step, _, _ = PRIORS[prior]
+            steps.add(step)
     return tuple(sorted(steps))
 
 
@@ -232,9 +243,9 @@ def check_fits(alignment: Alignment, layers: Mapping[int, Mapping[str, Any]], ra
 def align(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -> Budgets:
     """Round budgets to whole blocks: layer -> (E,). `scores`: layer -> (E, I).
 
-    Every budget is rounded down, for experts below `min_channels` to 0. The remaining whole blocks
-    go to the other experts of the layer, one each, repeatedly until none remains or all experts are
-    full (the paper stops after one each):
+    Every budget is rounded down, for experts below `min_channels` to 0. Leftover blocks are dealt
+    round-robin to the other experts of the layer, one per expert and round, until none is left or
+    every expert is full. The paper deals one round. The order of the experts in a round:
 
     remainder (l-r-c)  first to the experts that lost most channels by rounding
     scores (l-r-s)     first to the experts that lost the largest sum of scores by rounding

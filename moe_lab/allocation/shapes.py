@@ -155,14 +155,14 @@ def _steps(problem: Experts, by: Mapping[int, Array]) -> list[tuple[float, int, 
     return steps
 
 
-def u_shape(layers: int, keep: float, beta: float, floor: float) -> Array:
-    """Relative share that each MoE layer retains (L,): max(floor, keep (1 + beta z)), z the
-    standardised (x - 1/2)^2 at depth x = i / (L - 1). Equal shares for L < 3, where (x - 1/2)^2 is
-    the same in all layers."""
+def u_shape(layers: int, retained_share: float, beta: float, floor: float) -> Array:
+    """Relative share that each MoE layer retains (L,): max(floor, retained_share (1 + beta z)), z
+    the standardised (x - 1/2)^2 at depth x = i / (L - 1). Equal shares for L < 3, where
+    (x - 1/2)^2 is the same in all layers."""
     bend = (numpy.linspace(0, 1, layers) - 0.5) ** 2
     spread = bend.std()
     standardised = (bend - bend.mean()) / spread if spread > 1e-12 else numpy.zeros(layers)
-    shares: Array = numpy.maximum(floor, keep * (1 + beta * standardised))
+    shares: Array = numpy.maximum(floor, retained_share * (1 + beta * standardised))
     return shares
 
 

@@ -60,7 +60,7 @@ class Chat:
     call."""
     plain: Text | None = None
     """What a model without a chat template reads; None where only such a template can write it."""
-    where: str = data_field(default="calibration.path", compare=False, repr=False)
+    location: str = data_field(default="calibration.path", compare=False, repr=False)
 
 
 Document = Text | Chat
@@ -70,23 +70,23 @@ def pair(
     instruction: str,
     output: str,
     arguments: Mapping[str, Any] | None = None,
-    where: str = "calibration.path",
+    location: str = "calibration.path",
 ) -> Chat:
     """An instruction and its answer: a conversation of two messages, or two paragraphs of plain
     text."""
     begun = instruction + BLANK_LINE
     messages = ({"role": "user", "content": instruction}, {"role": "assistant", "content": output})
-    return Chat(messages, arguments or {}, Text(begun + output, len(begun)), where)
+    return Chat(messages, arguments or {}, Text(begun + output, len(begun)), location)
 
 
 def document(
     record: Any,
     field: str | None,
-    where: str,
+    location: str,
     template: str | None = None,
     ignored: Collection[str] = (),
 ) -> Document:
-    """The document in one JSON record, which is at `where`.
+    """The document in one JSON record, which is at `location`.
 
     `field` names the field to read; None takes `text`, `messages`, `instruction` and `output` (with
     the optional `input` of instruction sets), `question` and `answer`, `prompt` and `completion`,
@@ -98,20 +98,20 @@ def document(
     """
     if not isinstance(record, Mapping):
         raise UserError(
-            f"{where}: expected an object with fields such as text, found {record!r:.40}"
+            f"{location}: expected an object with fields such as text, found {record!r:.40}"
         )
     record = _without(_without_null(record), ignored)
     if template is not None:
         return Text(
             re.sub(
                 r"\{(\w+)\}",
-                lambda name: _field(record, name[1], where, "calibration.template"),
+                lambda name: _field(record, name[1], location, "calibration.template"),
                 template,
             )
         )
     if field is not None:
-        return _named(record, field, where, ignored)
-    return _standard(record, where, ignored)
+        return _named(record, field, location, ignored)
+    return _standard(record, location, ignored)
 
 
 def _without_null(value: Any) -> Any:
@@ -126,36 +126,36 @@ def _without(record: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]
     return {key: value for key, value in record.items() if key not in keys}
 
 
-def _standard(record: Mapping[str, Any], where: str, ignored: Collection[str]) -> Document:
+def _standard(record: Mapping[str, Any], location: str, ignored: Collection[str]) -> Document:
     """The document in the fields under which sets usually publish it."""
     if "text" in record:
-        return _named(record, "text", where, ignored)
+        return _named(record, "text", location, ignored)
     if "messages" in record:
-        messages = _messages(record["messages"], f"{where}, field messages", ignored)
-        return Chat(messages, _arguments(record, ["messages"], where), where=where)
+        messages = _messages(record["messages"], f"{location}, field messages", ignored)
+        return Chat(messages, _arguments(record, ["messages"], location), location=location)
     for task, solution in TASKS:
         if task in record and solution in record:
             parts = [task, "input"] if record.get("input") else [task]
-            instruction = BLANK_LINE.join(_field(record, part, where) for part in parts)
-            answer = _field(record, solution, where)
-            rest = _arguments(record, [task, "input", solution], where)
+            instruction = BLANK_LINE.join(_field(record, part, location) for part in parts)
+            answer = _field(record, solution, location)
+            rest = _arguments(record, [task, "input", solution], location)
             _check_rest(
-                _without(rest, [TEMPLATE_ARGUMENTS]), f"{instruction} {answer}", f"{where} holds"
+                _without(rest, [TEMPLATE_ARGUMENTS]), f"{instruction} {answer}", f"{location} holds"
             )
-            return pair(instruction, answer, rest, where)
+            return pair(instruction, answer, rest, location)
     if "prompt" in record and "completion" in record:
-        prompt = _field(record, "prompt", where)
-        text = prompt + _field(record, "completion", where)
+        prompt = _field(record, "prompt", location)
+        text = prompt + _field(record, "completion", location)
         rest = _without(record, ["prompt", "completion"])
-        _check_rest(rest, text, f"{where} holds")
+        _check_rest(rest, text, f"{location} holds")
         return Text(text, len(prompt), _other_texts(rest, text))
     if all(name in record for name in ("query", "answers", "tools")):
-        request = {"role": "user", "content": _field(record, "query", where)}
+        request = {"role": "user", "content": _field(record, "query", location)}
         calls = {"role": "assistant", "content": "", "tool_calls": record["answers"]}
-        messages = (request, _message(calls, f"{where}, field answers", ()))
-        return Chat(messages, _arguments(record, ["query", "answers"], where), where=where)
+        messages = (request, _message(calls, f"{location}, field answers", ()))
+        return Chat(messages, _arguments(record, ["query", "answers"], location), location=location)
     raise UserError(
-        f"{where}: none of the fields text, messages, instruction and output, question and "
+        f"{location}: none of the fields text, messages, instruction and output, question and "
         "answer, prompt and "
         f"completion, or query, answers and tools has a value (found: {_names(record)}): name it "
         "with calibration.field"
@@ -192,85 +192,87 @@ def _other_texts(rest: Mapping[str, Any], text: str) -> tuple[str, ...]:
 def _unread(what: str, key: str, value: Any) -> UserError:
     return UserError(
         f"{what} {key}={value!r:.60}, which is not read: expected a model whose chat template "
-        "reads it, or, for a "
-        "calibration set, calibration.template with the fields to read, or "
+        "reads it, or, for a calibration set, calibration.template with the fields to read, or "
         f"calibration.ignored=[{key}]"
     )
 
 
-def _named(record: Mapping[str, Any], field: str, where: str, ignored: Collection[str]) -> Document:
+def _named(
+    record: Mapping[str, Any], field: str, location: str, ignored: Collection[str]
+) -> Document:
     """The document in one field: a string, or a list of chat messages. The messages may be JSON
     text."""
     value = record.get(field)
     is_json = isinstance(value, str) and _MESSAGES.match(value)
     if is_json or isinstance(value, list) or (field == "messages" and field in record):
-        messages = _messages(value, f"{where}, field {field}", ignored)
+        messages = _messages(value, f"{location}, field {field}", ignored)
         read = {key: record[key] for key in ("tools", TEMPLATE_ARGUMENTS) if key in record}
-        return Chat(messages, _arguments(read, [], where), where=where)
-    return Text(_field(record, field, where, "calibration.field"))
+        return Chat(messages, _arguments(read, [], location), location=location)
+    return Text(_field(record, field, location, "calibration.field"))
 
 
-def _messages(value: Any, where: str, ignored: Collection[str]) -> tuple[Mapping[str, Any], ...]:
-    return tuple(_message(entry, where, ignored) for entry in _decoded(value, where, list))
+def _messages(value: Any, location: str, ignored: Collection[str]) -> tuple[Mapping[str, Any], ...]:
+    return tuple(_message(entry, location, ignored) for entry in _decoded(value, location, list))
 
 
-def _arguments(record: Mapping[str, Any], read: Collection[str], where: str) -> dict[str, Any]:
+def _arguments(record: Mapping[str, Any], read: Collection[str], location: str) -> dict[str, Any]:
     """The fields of a record beside those that were `read`, in the form of chat templates."""
     arguments = _without(record, [*read, "tools"])
     # some templates write a frame around an empty list
-    if tools := _tools(record.get("tools"), where):
+    if tools := _tools(record.get("tools"), location):
         arguments["tools"] = tools
     if named := arguments.get(TEMPLATE_ARGUMENTS):
-        arguments[TEMPLATE_ARGUMENTS] = _decoded(named, f"{where}: {TEMPLATE_ARGUMENTS}", dict)
+        arguments[TEMPLATE_ARGUMENTS] = _decoded(named, f"{location}: {TEMPLATE_ARGUMENTS}", dict)
     return arguments
 
 
-def _field(record: Mapping[str, Any], field: str, where: str, setting: str = "") -> str:
+def _field(record: Mapping[str, Any], field: str, location: str, setting: str = "") -> str:
     """The string in a field. Raises UserError, with the nearest field and the `setting` that asks
     for this one."""
     if field not in record:
         close = nearest(field, record)
         hint = f"did you mean {close}? " if close else ""
         raise UserError(
-            f"{where}: the field {field} of {setting} is not there: {hint}(found: {_names(record)})"
+            f"{location}: the field {field} of {setting} is not there: {hint}(found: "
+            f"{_names(record)})"
         )
     value = record[field]
     if not isinstance(value, str):
-        raise UserError(f"{where}: field {field} holds {value!r:.40}, expected a string")
+        raise UserError(f"{location}: field {field} holds {value!r:.40}, expected a string")
     return value
 
 
-def _message(entry: Any, where: str, ignored: Collection[str]) -> Mapping[str, Any]:
+def _message(entry: Any, location: str, ignored: Collection[str]) -> Mapping[str, Any]:
     """A message with all its keys; without content if it only calls functions."""
     if not isinstance(entry, Mapping):
         raise UserError(
-            f"{where}: expected messages with a role and a content that are strings, found "
+            f"{location}: expected messages with a role and a content that are strings, found "
             f"{entry!r:.80}"
         )
     message = _without(entry, ignored)
-    if calls := _decoded(message.pop("tool_calls", None) or [], f"{where}: tool_calls", list):
+    if calls := _decoded(message.pop("tool_calls", None) or [], f"{location}: tool_calls", list):
         message = {
             "content": "",
             **message,
-            "tool_calls": [_tool_call(call, where) for call in calls],
+            "tool_calls": [_tool_call(call, location) for call in calls],
         }
     if not fits(message, {"role": str, "content": str}):
         raise UserError(
-            f"{where}: expected messages with a role and a content that are strings, found "
+            f"{location}: expected messages with a role and a content that are strings, found "
             f"{entry!r:.80}"
         )
     return message
 
 
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
+def _tool_call(call: Any, location: str) -> dict[str, Any]:
     """A call in the form of chat templates, its arguments an object."""
     function: Any = call.get("function", call) if isinstance(call, Mapping) else None
     if not fits(function, {"name": str}):
         raise UserError(
-            f"{where}: expected tool_calls with a name and arguments, found {call!r:.80}"
+            f"{location}: expected tool_calls with a name and arguments, found {call!r:.80}"
         )
     arguments = _decoded(
-        function.get("arguments", {}), f"{where}: arguments of {function['name']}", dict
+        function.get("arguments", {}), f"{location}: arguments of {function['name']}", dict
     )
     around = (
         call if "function" in call else {key: call[key] for key in ("type", "id") if key in call}
@@ -279,30 +281,31 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     return {"type": "function", **around, "function": inside}
 
 
-def _tools(value: Any, where: str) -> Tools:
+def _tools(value: Any, location: str) -> Tools:
     """The functions in the field `tools`, a list or its JSON text."""
     tools = []
-    for tool in _decoded(value or [], f"{where}: tools", list):
+    for tool in _decoded(value or [], f"{location}: tools", list):
         wrapped = (
             tool
             if isinstance(tool, Mapping) and "function" in tool
             else {"type": "function", "function": tool}
         )
         if not fits(wrapped, {"function": {"name": str}}):
-            raise UserError(f"{where}: tools holds {tool!r:.80}, expected functions with a name")
+            raise UserError(f"{location}: tools holds {tool!r:.80}, expected functions with a name")
         tools.append(wrapped)
     return tools
 
 
-def _decoded(value: Any, where: str, kind: type) -> Any:
+def _decoded(value: Any, location: str, kind: type) -> Any:
     """A list or an object, as `kind` says, or that in its JSON text."""
     try:
         decoded = json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
-        raise UserError(f"{where} is damaged JSON: {error.msg}") from error
+        raise UserError(f"{location} is damaged JSON: {error.msg}") from error
     if not isinstance(decoded, kind):
         raise UserError(
-            f"{where}: found {decoded!r:.40}, expected {'a list' if kind is list else 'an object'}"
+            f"{location}: found {decoded!r:.40}, expected "
+            f"{'a list' if kind is list else 'an object'}"
         )
     return decoded
 
@@ -364,7 +367,7 @@ def written(document: Document, tokenizer: Any, special_tokens: bool) -> tuple[s
     tokens to it. Chat templates write their own: adding the tokenizer's would double the first
     one."""
     if isinstance(document, Chat) and tokenizer.chat_template:
-        what = f"{document.where} holds conversations with"
+        what = f"{document.location} holds conversations with"
         return render_whole(document.messages, document.arguments, tokenizer, what), False
     text = document.plain
     if text is None:

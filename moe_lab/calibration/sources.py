@@ -272,12 +272,12 @@ def download_file(path: str) -> Path:
 
 def download(settings: CalibrationConfig) -> None:
     """Download a source that is on the hub, once."""
-    if locate(settings.path) is None:
-        _ = (
-            download_file(settings.path)
-            if is_hub_file(settings.path)
-            else next(hub_rows(settings), None)
-        )
+    if locate(settings.path) is not None:
+        return
+    if is_hub_file(settings.path):
+        download_file(settings.path)
+    else:
+        next(hub_rows(settings), None)  # reads the first row
 
 
 def hub_rows(settings: CalibrationConfig) -> Iterator[tuple[int, Any]]:

@@ -172,8 +172,7 @@ def check(settings: ModelConfig) -> None:
         if settings.revision is not None:
             raise UserError(
                 f"model.revision={settings.revision} is of a model on the hub, and "
-                f"model.path={settings.path} is a "
-                "folder: expected null"
+                f"model.path={settings.path} is a folder: expected null"
             )
         _check_folder(folder, settings)
     elif not HUB_ID.fullmatch(settings.path):
@@ -197,8 +196,7 @@ def check_code(folder: Path, trust_remote_code: bool) -> None:
     if (folder / ADAPTER).is_file():
         raise UserError(
             f"{folder} has {ADAPTER}, by which transformers loads another model than the one "
-            "there: merge the adapter, "
-            "or take the file out"
+            "there: merge the adapter, or take the file out"
         )
 
 
@@ -341,6 +339,7 @@ class IdentifiedModel(ModelConfig):
 
 
 def _check_folder(folder: Path, settings: ModelConfig) -> None:
+    """UserError unless the folder is a supported, readable checkpoint."""
     kind = read_json(folder / "config.json").get("model_type")
     if not isinstance(kind, str):
         raise UserError(
@@ -349,7 +348,8 @@ def _check_folder(folder: Path, settings: ModelConfig) -> None:
     if kind in UNSUPPORTED:
         raise UserError(f"model_type={kind} is not supported: it {UNSUPPORTED[kind]}")
     check_code(folder, settings.trust_remote_code)
-    read_json_if_there(folder / GENERATION)  # transformers would ignore a damaged one
+    # read for their errors alone: transformers would ignore a damaged generation config
+    read_json_if_there(folder / GENERATION)
     open_checkpoint(folder)
 
 

@@ -131,13 +131,14 @@ class StreamedModel:
         return [name for name, layer in self.layer_of.items() if layer == number]
 
     @contextmanager
-    def layer(self, number: int, *, then: int = -1) -> Iterator[nn.Module]:
+    def layer(self, number: int, *, next_number: int = -1) -> Iterator[nn.Module]:
         """Load the weights of one decoder layer while open, and read ahead those of the layer
-        `then`. UserError naming a weight that is missing, of the wrong shape, NaN or infinite."""
+        `next_number`. UserError naming a weight that is missing, of the wrong shape, NaN or
+        infinite."""
         module: nn.Module = self.layers[number]
         self._read_ahead(number)
-        if 0 <= then < len(self.layers):
-            self._read_ahead(then)
+        if 0 <= next_number < len(self.layers):
+            self._read_ahead(next_number)
         compute_buffers(self.model, module, self.device)
         self._fill(number, module)
         try:
@@ -149,8 +150,8 @@ class StreamedModel:
         """The layers with routed experts, in order, each with its weights while it is the current
         one."""
         numbers = sorted(self.moe)
-        for number, then in zip(numbers, [*numbers[1:], -1], strict=True):
-            with self.layer(number, then=then):
+        for number, next_number in zip(numbers, [*numbers[1:], -1], strict=True):
+            with self.layer(number, next_number=next_number):
                 yield self.moe[number]
 
     def through(
@@ -161,8 +162,8 @@ class StreamedModel:
         its masks and positions."""
         with ExitStack() as undo:
             if state is not None:
-                for below in self.layers[:number]:
-                    stand_in(below, state, undo)
+                for lower_layer in self.layers[:number]:
+                    stand_in(lower_layer, state, undo)
             return output_of(self.layers[number], partial(run, self.model, ids, valid))
 
     def logits(self, ids: torch.Tensor, valid: torch.Tensor, state: torch.Tensor) -> torch.Tensor:

@@ -183,16 +183,18 @@ def row_flops(model: PreTrainedModel, length: int) -> dict[str, float]:
 
 
 def flops_per_token(
-    before: Sequence[MoELayer],
-    after: Sequence[MoELayer],
+    unpruned_layers: Sequence[MoELayer],
+    pruned_layers: Sequence[MoELayer],
     row: Mapping[str, float],
     routing: Routing,
 ) -> dict[str, float]:
-    """FLOPs per token by part, for a model with the layers `before` that is pruned to those
-    `after`. `row` is from `row_flops`. The FLOPs of experts are the mean over the tokens of
+    """FLOPs per token by part, for a model with `unpruned_layers` that is pruned to
+    `pruned_layers`. `row` is from `row_flops`. The FLOPs of experts are the mean over the tokens of
     `routing`."""
     experts = (
-        sum(2 * channel_parameters(layer) * routing.channels[layer.index] for layer in after)
+        sum(
+            2 * channel_parameters(layer) * routing.channels[layer.index] for layer in pruned_layers
+        )
         / routing.tokens
     )
     routers = [
@@ -202,7 +204,7 @@ def flops_per_token(
             for part in layer.routing
             if part.name == "weight"
         )
-        for layers in (before, after)
+        for layers in (unpruned_layers, pruned_layers)
     ]
     return {**row, "router": row["router"] - 2 * (routers[0] - routers[1]), "experts": experts}
 

@@ -73,7 +73,7 @@ class Batch:
 
     ids: torch.Tensor
     valid: torch.Tensor
-    at: Contexts
+    positions: Contexts
 
 
 class Candidates:
@@ -96,10 +96,14 @@ class Candidates:
         self.batches = _batches(rows, settings)
         self.cost = Cost()
         self.rows = sum(len(batch.ids) for batch in self.batches)
-        self._counts = [int(count) for batch in self.batches for count in batch.at.where.sum(1)]
+        self._counts = [
+            int(count) for batch in self.batches for count in batch.positions.where.sum(1)
+        ]
         self.known: dict[Schedule, float] = {}
         positions = (
-            0 if settings.fitness == "nll" else sum(len(batch.at.rows) for batch in self.batches)
+            0
+            if settings.fitness == "nll"
+            else sum(len(batch.positions.rows) for batch in self.batches)
         )
         needed = positions * int(model.get_output_embeddings().weight.shape[0]) * FLOAT
         self._full: dict[int, torch.Tensor] = {}
@@ -130,9 +134,11 @@ class Candidates:
         for schedule, states in self.relatives.walk(number, plans):
             with mask(self.model, plans[schedule]):
                 logits, run = self.decoder.logits(
-                    batch.ids, batch.valid, batch.at.where, schedule, states
+                    batch.ids, batch.valid, batch.positions.where, schedule, states
                 )
-            sums[schedule] = row_sums(self.settings.fitness, log_p, logits, batch.at).tolist()
+            sums[schedule] = row_sums(
+                self.settings.fitness, log_p, logits, batch.positions
+            ).tolist()
             self.cost.forwards += self._share(run, batch)
         return sums
 
@@ -143,8 +149,7 @@ class Candidates:
         if not math.isfinite(value):
             raise UserError(
                 f"{self.settings.fitness} of the model that loses {list(schedule)} experts in its "
-                f"layers is {value}: "
-                "expected a finite number, so the model's logits are damaged"
+                f"layers is {value}: expected a finite number, so the model's logits are damaged"
             )
         return value
 
@@ -157,7 +162,9 @@ class Candidates:
             return self._full[number]
         batch = self.batches[number]
         nothing = (0,) * len(self.plans.layers)
-        logits, run = self.decoder.logits(batch.ids, batch.valid, batch.at.where, nothing, {})
+        logits, run = self.decoder.logits(
+            batch.ids, batch.valid, batch.positions.where, nothing, {}
+        )
         self.cost.full += self._share(run, batch)
         log_p = log_probabilities(logits)
         if self._keeps_full:
@@ -174,11 +181,13 @@ def _batches(rows: Sequence[AnswerBatch], settings: SearchSettings) -> list[Batc
     generator = torch.Generator().manual_seed(settings.seed)
     batches = []
     for ids, valid, answers in rows:
-        at = contexts(ids, answers, shift=settings.shift, generator=generator)
-        if len(at.rows):
-            end = int(at.where.any(0).nonzero().max()) + 1
-            at = Contexts(at.where[:, :end], at.rows, at.targets, at.draws)
-            batches.append(Batch(ids[:, :end], valid[:, :end], at))
+        positions = contexts(ids, answers, shift=settings.shift, generator=generator)
+        if len(positions.rows):
+            end = int(positions.where.any(0).nonzero().max()) + 1
+            positions = Contexts(
+                positions.where[:, :end], positions.rows, positions.targets, positions.draws
+            )
+            batches.append(Batch(ids[:, :end], valid[:, :end], positions))
     if not batches:
         raise UserError(
             "allocation.search holds no answer that a token comes before: expected tasks with "

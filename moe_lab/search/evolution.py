@@ -88,8 +88,7 @@ class SearchSettings:
         if self.elites >= self.population:
             raise ValueError(
                 f"elites={self.elites}: expected fewer than the population of {self.population}, "
-                "at most "
-                f"{self.population - 1}"
+                f"at most {self.population - 1}"
             )
         if not self.shift and self.fitness not in UNSHIFTED:
             raise ValueError(
@@ -119,8 +118,7 @@ def space_to_search(
     if parameters.max_transfer < space.step:
         raise UserError(
             f"allocation.parameters.max_transfer={parameters.max_transfer}: layers lose multiples "
-            f"of {space.step} "
-            f"experts, expected {space.step} or more"
+            f"of {space.step} experts, expected {space.step} or more"
         )
     return space
 
@@ -236,16 +234,21 @@ def mutate(parent: Schedule, space: Space, settings: SearchSettings, random: Gen
 
 
 def _transfer(
-    taken: NDArray[numpy.int64], capacity: NDArray[numpy.int64], largest: int, random: Generator
+    units_removed: NDArray[numpy.int64],
+    capacity: NDArray[numpy.int64],
+    largest: int,
+    random: Generator,
 ) -> tuple[int, int, int]:
     """(layer that gets units back, another one that loses them, how many units). The paper draws
     ordered pairs of distinct layers and sizes until one is feasible. That is the same as one
     uniform draw from all feasible ones. There is always one of size 1 when the space has two
     schedules."""
     sizes = numpy.arange(1, largest + 1)[:, None]
-    gives = taken >= sizes
-    takes = taken + sizes <= capacity
-    feasible = gives[:, :, None] & takes[:, None, :] & ~numpy.eye(len(taken), dtype=bool)
+    can_give = units_removed >= sizes
+    can_take = units_removed + sizes <= capacity
+    feasible = (
+        can_give[:, :, None] & can_take[:, None, :] & ~numpy.eye(len(units_removed), dtype=bool)
+    )
     transfers = numpy.flatnonzero(feasible)
     size, source, destination = numpy.unravel_index(
         transfers[random.integers(len(transfers))], feasible.shape

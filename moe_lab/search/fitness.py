@@ -33,32 +33,32 @@ class Contexts:
     """(N,) fp64 in [0, 1): the random number of each position, the same for all candidates."""
 
 
-def esap(log_p: torch.Tensor, log_q: torch.Tensor, at: Contexts) -> torch.Tensor:
+def esap(log_p: torch.Tensor, log_q: torch.Tensor, positions: Contexts) -> torch.Tensor:
     """Expected speculative acceptance: sum_v min(p_v, q_v) = 1 - TV(p, q)."""
     return torch.minimum(log_p, log_q).exp_().sum(-1, dtype=torch.float64)
 
 
-def sap(log_p: torch.Tensor, log_q: torch.Tensor, at: Contexts) -> torch.Tensor:
+def sap(log_p: torch.Tensor, log_q: torch.Tensor, positions: Contexts) -> torch.Tensor:
     """Speculative acceptance of one token: y ~ q by the position's draw, then min(1, p_y / q_y).
     Its mean is esap."""
-    y = drawn(log_q.exp(), at.draws)[:, None]
+    y = drawn(log_q.exp(), positions.draws)[:, None]
     ratio = log_p.gather(1, y).double() - log_q.gather(1, y).double()
     return ratio.clamp(max=0).exp()[:, 0]
 
 
-def kl(log_p: torch.Tensor, log_q: torch.Tensor, at: Contexts) -> torch.Tensor:
+def kl(log_p: torch.Tensor, log_q: torch.Tensor, positions: Contexts) -> torch.Tensor:
     """-KL(p || q)."""
     return -(log_p.exp() * (log_p - log_q)).sum(-1, dtype=torch.float64)
 
 
-def kl_reversed(log_p: torch.Tensor, log_q: torch.Tensor, at: Contexts) -> torch.Tensor:
+def kl_reversed(log_p: torch.Tensor, log_q: torch.Tensor, positions: Contexts) -> torch.Tensor:
     """-KL(q || p)."""
-    return kl(log_q, log_p, at)
+    return kl(log_q, log_p, positions)
 
 
-def nll(log_p: torch.Tensor, log_q: torch.Tensor, at: Contexts) -> torch.Tensor:
+def nll(log_p: torch.Tensor, log_q: torch.Tensor, positions: Contexts) -> torch.Tensor:
     """log q_y of the token y that follows. Does not use p."""
-    return log_q.gather(1, at.targets[:, None]).double()[:, 0]
+    return log_q.gather(1, positions.targets[:, None]).double()[:, 0]
 
 
 POSITION_FITNESS = {function.__name__: function for function in (esap, sap, kl, kl_reversed, nll)}
@@ -88,22 +88,27 @@ def contexts(
 
 
 def row_sums(
-    name: str, log_p: torch.Tensor | None, logits: torch.Tensor, at: Contexts
+    name: str, log_p: torch.Tensor | None, logits: torch.Tensor, positions: Contexts
 ) -> torch.Tensor:
-    """(B,) fp64 on the CPU: the fitness `name` summed over the positions `at` of each row. `log_p`
+    """(B,) fp64 on the CPU: the fitness `name` summed over the `positions` of each row. `log_p`
     (N, V) fp32 of the full model, None for a fitness that needs none; `logits` (N, V) of the
     candidate."""
     function = POSITION_FITNESS[name]
     device = logits.device
     values = []
-    for part in torch.arange(len(at.rows)).split(CHUNK):
+    for part in torch.arange(len(positions.rows)).split(CHUNK):
         log_q = log_probabilities(logits[part.to(device)])
         full_log_p = log_q if log_p is None else log_p[part].to(device)
         piece = Contexts(
-            at.where, at.rows[part], at.targets[part].to(device), at.draws[part].to(device)
+            positions.where,
+            positions.rows[part],
+            positions.targets[part].to(device),
+            positions.draws[part].to(device),
         )
         values.append(function(full_log_p, log_q, piece).cpu())
-    return torch.zeros(len(at.where), dtype=torch.float64).index_add_(0, at.rows, torch.cat(values))
+    return torch.zeros(len(positions.where), dtype=torch.float64).index_add_(
+        0, positions.rows, torch.cat(values)
+    )
 
 
 def log_probabilities(logits: torch.Tensor) -> torch.Tensor:

@@ -67,7 +67,9 @@ def search(
     start = time.perf_counter()
     record = Record(partial / ANSWERS)
     outcome = evolve(
-        space, chosen, lambda asked: record.result(asked, lambda: list(judge.evaluate(asked)))
+        space,
+        chosen,
+        lambda schedules: record.result(schedules, lambda: list(judge.evaluate(schedules))),
     )
     result = {"fitness": outcome.fitness, "search": text.name, "seed": seed}
     origin = {

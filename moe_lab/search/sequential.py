@@ -47,7 +47,11 @@ def prune_sequentially(
     with rows.running():
         for number in range(rows.done, len(streamed.layers)):
             sums: Layers = {}
-            with streamed.layer(number, then=number + 1), torch.no_grad(), ExitStack() as masked:
+            with (
+                streamed.layer(number, next_number=number + 1),
+                torch.no_grad(),
+                ExitStack() as masked,
+            ):
                 if number in streamed.moe:
                     sums = rows.run(number, ForwardHook, keep=False)
                     plan = choose(number, sums[number])

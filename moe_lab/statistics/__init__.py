@@ -101,8 +101,8 @@ def plus(name: str, total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 
 def merged(parts: Iterable[Layers]) -> Layers:
-    """The statistics of disjoint sets of tokens together. UserError when they are not of the same
-    names."""
+    """The statistics of disjoint sets of tokens together. UserError when the parts hold different
+    statistics."""
     total: Layers = {}
     for layers in parts:
         if total and {n: total[n].keys() for n in total} != {n: layers[n].keys() for n in layers}:
@@ -110,10 +110,12 @@ def merged(parts: Iterable[Layers]) -> Layers:
                 "calibration.parts: parts of one pass have different statistics: remove the older "
                 "from the store"
             )
-        for layer, named in layers.items():
-            here = total.setdefault(layer, {})
-            for name, part in named.items():
-                here[name] = plus(name, here[name], part) if name in here else part
+        for layer, statistics_of_layer in layers.items():
+            total_of_layer = total.setdefault(layer, {})
+            for name, value in statistics_of_layer.items():
+                total_of_layer[name] = (
+                    plus(name, total_of_layer[name], value) if name in total_of_layer else value
+                )
     return total
 
 

@@ -55,8 +55,8 @@ class DamageHook(StatisticsHook):
             mixes = mix_outputs(self.layer, hidden[token], gates)
             mixed[token] = mixes[:, 0].to(mixed.dtype)
             losses = torch.linalg.vector_norm(mixes[:, 1:], dim=-1).double()
-            keep = slice(None) if valid is None else valid[token]
-            damage.index_add_(0, index[token][keep].flatten(), losses[keep].flatten())
+            valid_rows = slice(None) if valid is None else valid[token]
+            damage.index_add_(0, index[token][valid_rows].flatten(), losses[valid_rows].flatten())
         del self.call
         self.add("damage", damage)
         return mixed

@@ -201,10 +201,10 @@ class ExpertsCall:
             self.channels = Channels(self.n_experts, phi.shape[1], phi, ("gate", "renormalized"))
         gate_squares = [square[part] for square in self.gate_squares]
         if self.valid_rows is not None:
-            keep = self.valid_rows[part]
-            phi = phi[keep]
-            f = f[keep]
-            gate_squares = [square[keep] for square in gate_squares]
+            valid_rows = self.valid_rows[part]
+            phi = phi[valid_rows]
+            f = f[valid_rows]
+            gate_squares = [square[valid_rows] for square in gate_squares]
             if len(f) == 0:
                 return
         torch.sum(f, 0, out=self.columns["output_sum"][expert])
@@ -270,16 +270,18 @@ class ExpertsCall:
         """sum_t g^alpha ||f||^beta (E, 3 x gates, 3), kinds of gates one after the other; [:, 0, 0]
         counts tokens."""
         rows = self.rows
-        keep = self.valid_rows
+        valid_rows = self.valid_rows
         token = rows.token
         column = rows.column
         ends = rows.ends
         norm_square = self.norm_square.double()
-        if keep is not None:
-            token = token[keep]
-            column = column[keep]
-            norm_square = norm_square[keep]
-            ends = torch.bincount(rows.expert[keep], minlength=self.n_experts).cumsum(0).tolist()
+        if valid_rows is not None:
+            token = token[valid_rows]
+            column = column[valid_rows]
+            norm_square = norm_square[valid_rows]
+            ends = (
+                torch.bincount(rows.expert[valid_rows], minlength=self.n_experts).cumsum(0).tolist()
+            )
         ones = torch.ones_like(norm_square)
         norms = torch.stack((ones, norm_square.sqrt(), norm_square), 1)
         powers = []

@@ -69,12 +69,12 @@ class GradientHook(StatisticsHook):
         n_experts = self.layer.n_experts
         rows = sort_by_expert(index, n_experts)
         valid = self.valid(hidden)
-        keep = None if valid is None else valid[rows.token]
+        valid_rows = None if valid is None else valid[rows.token]
         channels = Channels(n_experts, self.layer.width, hidden)
         gate_square = wide(weights.detach())[rows.token, rows.column].square()
 
         def compute(expert: int, part: slice, states: torch.Tensor) -> torch.Tensor:
-            counted = slice(None) if keep is None else keep[part]
+            counted = slice(None) if valid_rows is None else valid_rows[part]
             expert_weights = layer.weights(expert)
             phi = layer.phi(states, expert_weights)
             channels.add(expert, wide(phi.detach())[counted], gate_square[part][counted])
@@ -87,7 +87,9 @@ class GradientHook(StatisticsHook):
             self.add(name, part)
         self.add(
             "tokens",
-            torch.bincount(rows.expert if keep is None else rows.expert[keep], minlength=n_experts),
+            torch.bincount(
+                rows.expert if valid_rows is None else rows.expert[valid_rows], minlength=n_experts
+            ),
         )
         # new tensors, on the device of the activations, for the backward pass
         for name in GRADIENT_SUMS:

@@ -173,8 +173,8 @@ class Saves:
     saved, and then has its usual effect."""
 
     def __init__(self, out: Path | None) -> None:
-        self.out, self.last, self.took = out, time.monotonic(), 0.0
-        self.ends = False
+        self.out, self.last_save, self.save_seconds = out, time.monotonic(), 0.0
+        self.stop_requested = False
         self._usual: Any = None
 
     def __enter__(self) -> Saves:
@@ -186,26 +186,26 @@ class Saves:
     def __exit__(self, *exception: object) -> None:
         if self._usual is not None:
             signal.signal(signal.SIGTERM, self._usual)
-        if self.ends:
-            self.ends = False
+        if self.stop_requested:
+            self.stop_requested = False
             signal.raise_signal(signal.SIGTERM)
 
     def _end(self, *_: object) -> None:
-        self.ends = True
+        self.stop_requested = True
 
     def due(self) -> bool:
         """Whether it is time."""
-        late = time.monotonic() - self.last >= max(SAVED, PER_SAVE * self.took)
-        return self.out is not None and (late or self.ends)
+        late = time.monotonic() - self.last_save >= max(SAVED, PER_SAVE * self.save_seconds)
+        return self.out is not None and (late or self.stop_requested)
 
     @contextmanager
     def timed(self) -> Iterator[None]:
         """A block that saves."""
         start = time.monotonic()
         yield
-        self.last = time.monotonic()
-        self.took = self.last - start
-        if self.ends:
+        self.last_save = time.monotonic()
+        self.save_seconds = self.last_save - start
+        if self.stop_requested:
             self.__exit__()
 
 
@@ -251,8 +251,7 @@ def description(model: PreTrainedModel, batches: Sequence[Batch], kind: str) -> 
     if highest >= rows:
         raise UserError(
             f"tokenizer: the text has token {highest}, and the model's embedding has {rows} rows: "
-            "expected a tokenizer "
-            f"with ids below {rows}"
+            f"expected a tokenizer with ids below {rows}"
         )
     return {"kind": kind, "batches": digest(tensor for batch in batches for tensor in batch)}
 

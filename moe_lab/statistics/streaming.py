@@ -131,7 +131,7 @@ def stream(
     with rows.running():
         for number in range(rows.done, len(streamed.layers)):
             changed = under(streamed.moe[number]) if number in streamed.moe else nullcontext()
-            with streamed.layer(number, then=number + 1), torch.no_grad(), changed:
+            with streamed.layer(number, next_number=number + 1), torch.no_grad(), changed:
                 sums = rows.run(number, hook, keep=number + 1 < len(streamed.layers))
             rows.finish(sums, [number + 1])
     return rows.result()
@@ -156,7 +156,7 @@ def stream_back(
     )
     with rows.running():
         for number in range(rows.done, last):
-            with streamed.layer(number, then=number + 1), torch.no_grad():
+            with streamed.layer(number, next_number=number + 1), torch.no_grad():
                 rows.run(number, None, keep=True)
             rows.finish({}, range(min(first, number + 1), number + 2))
         with differentiable(streamed.model):
@@ -168,7 +168,7 @@ def stream_back(
                 rows.finish({}, [*range(first, last), -last])
             for number in range(2 * last - rows.done, first - 1, -1):
                 with (
-                    streamed.layer(number, then=number - 1),
+                    streamed.layer(number, next_number=number - 1),
                     rows.observer(number, hook) as observer,
                 ):
                     for index in range(len(batches)):

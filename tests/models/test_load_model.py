@@ -141,7 +141,7 @@ def test_bytes_are_read_ahead_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     model = StreamedModel(tmp_path, dtype=torch.float32, device="cpu")
     for number in range(3):
-        with model.layer(number, then=number + 1):
+        with model.layer(number, next_number=number + 1):
             pass
     assert len(read) == 4 and sum(read) == sum(
         entry.size for entry in model.checkpoint.tensors.values()

@@ -109,7 +109,7 @@ def export(
             (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else "",
             shape=shape,
             kind="uneven" if LAYERS_FIELD in described else "ported" if code else "stock",
-            before=sum(entry.size for entry in checkpoint.tensors.values()),
+            unpruned_bytes=sum(entry.size for entry in checkpoint.tensors.values()),
             written=size,
             zeros=sum(piece.zeros for piece in written),
             left_out=sorted(prefix.removesuffix(".") for prefix in left_out),

@@ -27,22 +27,19 @@ LOADING = {
     ),
     "uneven": (
         "Its layers differ in shape, as `pruned` in config.json says; experts of unequal width "
-        "are packed. It has a "
-        "model type of its own, which the code beside the weights defines:"
+        "are packed. It has a model type of its own, which the code beside the weights defines:"
     ),
 }
 FILLED = {
     "masked": "Dropped channels and experts are zeros in tensors of the original shape; experts, "
-    "where any were "
-    "dropped, have a routing bias with which they are never chosen.",
+    "where any were dropped, have a routing bias with which they are never chosen.",
     "padded": "Experts are filled with zero channels up to the widest expert of their layer.",
 }
 LEFT_OUT = (
     "Left out: {}. These layers of the original predict further tokens (multi-token prediction). "
     "They have experts of "
     "their own, and transformers does not load them, so that there are no statistics to prune "
-    "them by. The model "
-    "generates without them, but cannot draft tokens for speculative decoding."
+    "them by. The model generates without them, but cannot draft tokens for speculative decoding."
 )
 
 
@@ -53,20 +50,20 @@ def model_card(
     *,
     shape: str,
     kind: str,
-    before: int,
+    unpruned_bytes: int,
     written: int,
     zeros: int,
     left_out: Sequence[str],
 ) -> str:
     """The model card in Markdown. It says what was pruned and how, how to load the model (`kind`:
-    stock, ported or uneven) and how large it is: `before` and `written` are bytes of weights, of
-    which `zeros` only fill a `shape`. `left_out`: layers of the original that are not written. The
-    card of the original model follows, whose front matter (licence and so on) is inherited, but for
-    the fields in `OF_ORIGINAL`."""
+    stock, ported or uneven) and how large it is: `unpruned_bytes` and `written` are bytes of
+    weights, of which `zeros` only fill a `shape`. `left_out`: layers of the original that are not
+    written. The card of the original model follows, whose front matter (licence and so on) is
+    inherited, but for the fields in `OF_ORIGINAL`."""
     front, body = split_card(original)
     front = _inherited(front)
     trust = "" if kind == "stock" else ", trust_remote_code=True"
-    size = f"Its weights take {written:,} bytes, {written / before:.1%} of the original's."
+    size = f"Its weights take {written:,} bytes, {written / unpruned_bytes:.1%} of the original's."
     if shape in FILLED:
         size += f" {FILLED[shape]} {zeros:,} bytes are such zeros; export=natural leaves them out."
     sections = [
@@ -74,13 +71,11 @@ def model_card(
         f"# {name}, pruned\n\n",
         (
             f"{_retained(plan)}; pruning left all other weights as they are in the original, byte "
-            "for "
-            "byte.\n\n"
+            "for byte.\n\n"
         ),
         (
             f"{LOADING[kind]}\n\n```python\nAutoModelForCausalLM.from_pretrained(folder{trust})\n"
-            "```\n"
-            f"\n{size}\n\n"
+            f"```\n\n{size}\n\n"
         ),
         f"{LEFT_OUT.format(', '.join(f'`{name}`' for name in left_out))}\n\n" if left_out else "",
         "What is retained is listed in `plan.json`. Where the plan comes from:\n\n",
@@ -109,8 +104,7 @@ def _retained(plan: Plan) -> str:
             f"{before - constants} of {before} routed experts are retained. The other {constants} "
             "are replaced by "
             "constants: the router stays whole, and a token that is routed to one of them gets "
-            "its constant times its "
-            "gate"
+            "its constant times its gate"
         )
     if plan.merged_layers:
         groups = sum(len(layer.merged) for layer in layers)

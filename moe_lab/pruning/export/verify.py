@@ -66,7 +66,7 @@ def verify(
             with ExitStack() as stack:
                 _align(
                     *(
-                        stack.enter_context(model.layer(number, then=number + 1))
+                        stack.enter_context(model.layer(number, next_number=number + 1))
                         for model in (masked, pruned)
                     )
                 )
