@@ -121,7 +121,7 @@ def _plain_seconds(candidates: Candidates, rows: Sequence[AnswerBatch]) -> float
         with mask(candidates.model, plan), torch.inference_mode():
             for number, (ids, _, _) in enumerate(rows):
                 logits = candidates.model(input_ids=ids, use_cache=False).logits
-                at = candidates.batches[number].at
+                at = candidates.batches[number].positions
                 chosen = logits[:, : at.where.shape[1]][at.where]
                 row_sums("esap", log_probabilities(chosen), chosen, at)
 
