@@ -130,8 +130,7 @@ def needs(parameters: Mapping[str, Any]) -> tuple[str, ...]:
     if parameters.get("intra", "coverage") in ("coverage", "proportional"):
         prior = parameters.get("prior", "ala1")
         if prior in PRIORS:
-            step, _, _ = PRIORS[prior]
-            steps.add(step)
+            steps.add(PRIORS[prior][0])  # the step that measures it
     return tuple(sorted(steps))
 
 
