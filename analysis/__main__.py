@@ -8,6 +8,7 @@ import moe_lab.interrupt  # noqa: F401 - first, for Ctrl-C during the other impo
 # isort: split
 import argparse
 import gc
+import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from analysis.names import FIGURE_FORMATS
 from moe_lab.errors import DISK_FULL, UserError, end_with, unknown
-from moe_lab.paths import shortened, store_folder
+from moe_lab.paths import is_of_group, shortened, store_folder
 
 if TYPE_CHECKING:
     from analysis.render.table import Table
@@ -199,6 +200,8 @@ def _run(request: argparse.Namespace) -> int:
 
     study = load(request.store, request.study or studies(request.store)[0])
     out = request.out or request.store / "reports" / shortened(study.name)
+    if request.out is None and is_of_group(request.store):
+        os.umask(0o002)  # whoever runs the study next writes the report anew
     publisher = Publisher(Results(study), out, request.format)
     try:
         complete = _write(request.names, publisher)

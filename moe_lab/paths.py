@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Mapping
 from functools import lru_cache
@@ -169,3 +170,10 @@ def shortened(name: str, longest: int = LONGEST_NAME) -> str:
     if len(encoded) <= longest:
         return name
     return f"{encoded[: longest - 9].decode(errors='ignore')}-{sha256(encoded).hexdigest()[:8]}"
+
+
+def is_of_group(folder: Path) -> bool:
+    """Whether everybody of a group may write in a folder, and what is written there is of the
+    group."""
+    shared = stat.S_ISGID | stat.S_IWGRP
+    return folder.exists() and folder.stat().st_mode & shared == shared

@@ -199,7 +199,8 @@ def _report(study: Study) -> bool:
             if not _make_report(study, page):
                 return False
             write_text(mark, made_from, store.file_mode)
-    with suppress(FileNotFoundError):  # nothing was evaluated
+    # nothing was evaluated, or a report that only its owner may read
+    with suppress(FileNotFoundError, PermissionError):
         inform(page.with_name("summary.txt").read_text(encoding="utf-8").rstrip())
     inform(f"report: {page.absolute()}")
     return True

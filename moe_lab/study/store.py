@@ -7,7 +7,6 @@ import contextlib
 import os
 import re
 import shutil
-import stat
 import time
 import uuid
 from collections import defaultdict
@@ -20,7 +19,7 @@ from typing import Any
 from moe_lab.errors import DISK_FULL, Unavailable, UserError
 from moe_lab.json_files import Damaged, parse_sealed, read_sealed, write_sealed
 from moe_lab.packs import Packs, packs_in
-from moe_lab.paths import store_folder
+from moe_lab.paths import is_of_group, store_folder
 from moe_lab.results import DIGITS
 from moe_lab.study.claims import LIMIT, Claim, Claims, InQueue
 from moe_lab.study.integrity import STEP, damage, read_step, seal
@@ -35,9 +34,6 @@ FOLDER = re.compile(rf"[^.].*-([0-9a-f]{{{DIGITS}}})")
 """Name of the folder of a finished step, with or without its kind."""
 SAMPLE = 200
 """Steps of a kind in packs from whose times those of others are estimated."""
-SHARED = stat.S_ISGID | stat.S_IWGRP
-"""Bits of the mode of a folder in which everybody of a group may write, and whose content is of the
-group."""
 VISIBLE_AFTER = 70.0
 """Seconds after which what another node has written is seen: NFS caches folders for up to a
 minute."""
@@ -67,9 +63,8 @@ class Store:
             raise UserError(f"store={root} is a file: expected a folder, or a new name")
         self.claims = Claims(self.root / "claims", in_queue, limit)
         self.notices: list[str] = []
-        self.shared = False
-        """Whether the folder is of a group (SHARED), all of whom may continue what one of them has
-        begun."""
+        self.shared = self.claims.shared = is_of_group(self.root)
+        """Whether the folder is of a group, all of whom may continue what one of them has begun."""
         self._writing = False
         self._hashed: set[str] = set()
         self._awaited: set[str] = set()
@@ -89,7 +84,7 @@ class Store:
         self.notices.clear()
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            self.shared = self.claims.shared = self.root.stat().st_mode & SHARED == SHARED
+            self.shared = self.claims.shared = is_of_group(self.root)
             self._check_marker()
             if not (self.root / MARKER).exists():
                 self.write(self.root / MARKER, {"schema": SCHEMA})

@@ -77,7 +77,7 @@ def starting_like(text: list[int], tokens: int, then: list[int]) -> list[int]:
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 def test_the_loop_gives_transformers_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whenever rows end, and whatever answers are read with their prompts."""
-    monkeypatch.setattr("moe_lab.evaluation.engines.hf.LEFT", 0.9)
+    monkeypatch.setattr("moe_lab.evaluation.engines.hf.SHRINK", 0.9)
     model = tiny.build(name)
     generator = torch.Generator().manual_seed(4)
     lengths = (9, 3, 7, 7, 5, 6, 4)

@@ -521,12 +521,12 @@ def test_a_program_that_is_not_installed_is_said_before_anything_is_loaded(
         BenchmarkConfig(name="b", harness="perplexity", task="pocket:calibration/general.jsonl"),
         backend=backend("no-such-server {checkpoint} {port}"),
     )
-    (sentence,) = preflight.lacking([step], LauncherConfig())
+    (sentence,) = preflight.missing_requirements([step], LauncherConfig())
     assert "backend.command starts no-such-server" in sentence
     said = "no-such-server cannot be started: there is no such program"
     refused("no-such-server {port} {checkpoint}", said, error=UserError)
     elsewhere = LauncherConfig(python="apptainer exec image.sif python")
-    assert preflight.lacking([step], elsewhere) == []
+    assert preflight.missing_requirements([step], elsewhere) == []
 
 
 def test_what_is_put_into_a_command_stays_one_word(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ def test_loaded_model_is_ready_to_be_scored(
 def test_what_gpus_do_not_hold_is_not_put_elsewhere(
     halved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load, "place", lambda _: "balanced")
+    monkeypatch.setattr(load, "resolve_device", lambda _: "balanced")
     with pytest.raises(UserError, match=r"model\.device=balanced: .* does not fit on the GPUs"):
         load_model(settings(halved, device="balanced"))
 

@@ -276,7 +276,7 @@ def test_experts_are_stored_unchanged(
     (count,) = [value for name, value in fields.items() if name.endswith(".expert_count")]
     assert fields["tokenizer.ggml.pre"] == "smollm" and fields["general.name"] == "N"
     for layer, kept in plan.retained.items():
-        assert count == (plan.n_experts[layer] if shape == "masked" else len(kept))
+        assert count == (plan.layers[layer].n_experts if shape == "masked" else len(kept))
         for part in ("gate", "up", "down"):
             stack = [
                 tensors[f"model.layers.{layer}.mlp.experts.{number}.{part}_proj.weight"]

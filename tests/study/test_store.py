@@ -381,6 +381,16 @@ def count_done(root: Path, *steps: Step) -> int:
     return count
 
 
+@pytest.mark.parametrize(("mode", "shared"), [(0o2775, True), (0o2755, False), (0o775, False)])
+def test_a_store_of_a_group_is_known_before_it_is_written(
+    mode: int, shared: bool, tmp_path: Path
+) -> None:
+    """Commands such as gc and verify write into a store that they did not create."""
+    tmp_path.chmod(mode)
+    store = Store(tmp_path)
+    assert (store.shared, store.claims.shared) == (shared, shared)
+
+
 @pytest.mark.root
 @pytest.mark.parametrize("many", [1, 500])
 def test_people_of_a_group_share_steps(

@@ -17,6 +17,7 @@ from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
 from moe_lab.config.pruning import Shape
 from moe_lab.grid import Cell
 from moe_lab.json_files import write_json
+from moe_lab.paths import is_of_group
 from moe_lab.study import resources
 from moe_lab.study.resources import Resources, channel_products, expert_weights, text_pass
 from moe_lab.study.step import KINDS, Step, StepFields
@@ -30,7 +31,6 @@ from moe_lab.study.steps.plans import (
     Sequential,
     drops_whole_experts,
 )
-from moe_lab.study.store import SHARED
 
 NO_RECOVERY = RecoveryConfig()
 
@@ -313,7 +313,7 @@ class Export(Step):
 
             check_widths(source, plan, self._evaluated_dtype(source))
         # code there would be run
-        if files.partial.exists() and files.partial.stat().st_mode & SHARED == SHARED:
+        if is_of_group(files.partial):
             for leftover in files.partial.glob("*/"):
                 shutil.rmtree(leftover)
         natural = files.partial / "natural" if is_rewritten or is_converted else out

@@ -81,6 +81,6 @@ if "INSTANT_BEAT" in os.environ:
 if "INSTANT_MANY" in os.environ:
     packing.MANY = int(os.environ["INSTANT_MANY"])
     packing.EVERY = 1.0
-    packing.FEW = 3
+    packing.MOST_PACKS = 3
 for kind in KINDS.values():
     kind.work = instant  # type: ignore[method-assign]
