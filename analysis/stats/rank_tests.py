@@ -52,17 +52,6 @@ class RankTest:
         """Whether some methods differ."""
         return bool((self.p_to_best < LEVEL).any())
 
-    def cliques(self) -> list[tuple[int, int]]:
-        """First and last position of each maximal run of methods that do not differ
-        significantly."""
-        values = self.ranks.to_numpy()
-        ends = [int(np.flatnonzero(values <= value + self.difference).max()) for value in values]
-        return [
-            (first, last)
-            for first, last in enumerate(ends)
-            if last > first and (first == 0 or ends[first - 1] < last)
-        ]
-
 
 def rank_test(comparison: Comparison, panel: Panel, over: str = COLUMNS) -> RankTest | None:
     """Test the average ranks of one panel; None with fewer than three complete methods with several
