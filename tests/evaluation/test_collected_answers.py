@@ -429,8 +429,8 @@ def test_an_argument_that_the_chat_template_does_not_read_is_refused(subject: Lo
     question = [{"role": "user", "content": "Today"}]
     reads = "{% if thinking is false %}no thoughts {% endif %}" + PLAIN
     assert render(chatting(subject, reads, thinking=False), question) == "no thoughts Today"
-    with pytest.raises(UserError, match=r"\bthinkin\b.*False"):
-        render(chatting(subject, reads, thinkin=False), question)
+    with pytest.raises(UserError, match=r"\bthoughtful\b.*False"):
+        render(chatting(subject, reads, thoughtful=False), question)
 
 
 @pytest.mark.parametrize("template", [None, "{{ raise_exception('System role not supported') }}"])

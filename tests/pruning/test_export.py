@@ -194,7 +194,7 @@ def test_what_transformers_reads_in_folders_is_kept(tmp_path: Path) -> None:
     ],
 )
 def test_the_front_matter_that_the_hub_reads_is_kept(card: str) -> None:
-    sizes = {"before": 1, "written": 1, "zeros": 0, "left_out": ()}
+    sizes = {"unpruned_bytes": 1, "written": 1, "zeros": 0, "left_out": ()}
     text = model_card(
         Plan.of_experts({0: (0,)}, {0: 2}), "m", card, shape="natural", kind="stock", **sizes
     )
@@ -408,6 +408,7 @@ def test_the_step_needs_neither_torch_nor_memory(
     code = f"""
 import pickle, sys
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})  # where the example's plan step is
+import moe_lab.pruning.export  # loaded by the step, and no memory of its work
 from moe_lab.study.steps import perform
 def peak():
     status = open("/proc/self/status")
