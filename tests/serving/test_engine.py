@@ -62,7 +62,7 @@ def plans_of(model: Any, uneven: Plan) -> list[Plan | None]:
 
 
 def under_plans(model: Any, plan: Plan, exported: Path) -> dict[str, Any]:
-    plans = [sorted(each.experts.items()) if each else [] for each in plans_of(model, plan)]
+    plans = [sorted(each.retained.items()) if each else [] for each in plans_of(model, plan)]
     return {"folder": str(exported.parent / "model"), "plans": plans}
 
 
