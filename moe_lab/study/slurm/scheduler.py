@@ -144,9 +144,10 @@ def cancel(jobs: Iterable[str]) -> None:
         raise UserError(f"launcher=slurm: some jobs are not cancelled, scancel says: {errors[0]}")
 
 
-def job_state(job: str, limit: float = LIMIT) -> dict[str, str]:
+def job_state(job: str, limit: float | None = None) -> dict[str, str]:
     """Slurm's fields of a job, such as JobState; after its end, as long as Slurm remembers it
-    (MinJobAge, five minutes by default). `limit`: seconds in which Slurm must answer."""
+    (MinJobAge, five minutes by default). `limit`: seconds in which Slurm must answer, LIMIT by
+    default."""
     done = _run("scontrol", "--oneliner", "show", "job", job, limit=limit)
     return dict(item.split("=", 1) for item in done.stdout.split() if "=" in item)
 
@@ -159,9 +160,10 @@ def run_command(*command: str) -> str:
     return done.stdout
 
 
-def _run(*command: str, limit: float = LIMIT) -> subprocess.CompletedProcess[str]:
+def _run(*command: str, limit: float | None = None) -> subprocess.CompletedProcess[str]:
     """Run a Slurm command. Raises UserError when it cannot be started or takes longer than `limit`
-    seconds."""
+    seconds, LIMIT by default."""
+    limit = LIMIT if limit is None else limit
     # By its path: where PATH has a folder that may not be read, a search ends with an error.
     program = shutil.which(command[0])
     problem = f"there is no {command[0]} here"
