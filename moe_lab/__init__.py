@@ -373,8 +373,7 @@ def plan(
     if tied := ties(plan, values, facts["layers"]):
         warnings.warn(
             f"plan: {sum(tied.values())} scores in {len(tied)} layers are equal at the cut, where "
-            "the lowest ids are "
-            "dropped",
+            "the lowest ids are dropped",
             stacklevel=2,
         )
     return plan

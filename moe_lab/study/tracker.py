@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -83,26 +84,8 @@ def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
                 Path(wandb_settings.wandb_dir).glob(f"offline-run-*-{run_id}")
             ):
                 continue
-            # read first, so that no run is begun without them
-            numbers, losses = _results(store, entry)
-            label = Path(str(entry["cost"] or entry["model"])).name[: -DIGITS - 1]
-            about: Any = {
-                "project": settings.project,
-                "group": record["study"],
-                "name": label,
-                "resume": "allow",
-            }
-            config = {**entry["cell"], "protocol": entry["protocol"], "plan": entry["plan"]}
-            with wandb.init(**about, id=run_id, config=config, mode=mode, settings=quiet) as run:
-                # a run that is continued has the steps before
-                for step in range(run.step, len(losses)):
-                    run.log({"recovery/loss": losses[step]}, step=step)
-                run.summary.update(numbers)
-                if settings.plans and entry["plan"]:
-                    artefact = wandb.Artifact(f"plan-{entry['plan'][-DIGITS:]}", type="plan")
-                    with artefact.new_file("plan.json", mode="wb") as file:
-                        file.write(store.content(entry["plan"], "plan.json"))
-                    run.log_artifact(artefact)
+            of_run = {"id": run_id, "group": record["study"], "mode": mode, "settings": quiet}
+            _log_cell(settings, store, entry, of_run)
     except wandb.Error as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
@@ -116,7 +99,35 @@ def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
     )
 
 
-def _results(store: Store, entry: dict[str, Any]) -> tuple[dict[str, float], list[float]]:
+def _log_cell(
+    settings: TrackerConfig, store: Store, entry: Mapping[str, Any], of_run: Mapping[str, Any]
+) -> None:
+    """Log a cell of a record as one run. `of_run`: arguments of `wandb.init` besides what the cell
+    states."""
+    import wandb
+
+    # read first, so that no run is begun without them
+    numbers, losses = _results(store, entry)
+    arguments: Any = {
+        **of_run,
+        "project": settings.project,
+        "name": Path(str(entry["cost"] or entry["model"])).name[: -DIGITS - 1],
+        "resume": "allow",
+        "config": {**entry["cell"], "protocol": entry["protocol"], "plan": entry["plan"]},
+    }
+    with wandb.init(**arguments) as run:
+        # a run that is continued has the steps before
+        for step in range(run.step, len(losses)):
+            run.log({"recovery/loss": losses[step]}, step=step)
+        run.summary.update(numbers)
+        if settings.plans and entry["plan"]:
+            artefact = wandb.Artifact(f"plan-{entry['plan'][-DIGITS:]}", type="plan")
+            with artefact.new_file("plan.json", mode="wb") as file:
+                file.write(store.content(entry["plan"], "plan.json"))
+            run.log_artifact(artefact)
+
+
+def _results(store: Store, entry: Mapping[str, Any]) -> tuple[dict[str, float], list[float]]:
     """Scores, losses on right answers in bits per byte, and costs, by name; the loss of each step
     of fine-tuning."""
     import pandas

@@ -20,23 +20,14 @@ import synthetic_plans
 from synthetic_plans import EXPERTS, LAYERS
 from synthetic_plans import rng as _rng
 
+from analysis.names import MULTIPLE_CHOICE
 from moe_lab.json_files import sealed
 
 DATA_FREE = ("aimer", "magnitude", "random", "channel_weight", "channel_random")
 CALIBRATIONS = ("pocket_general", "pocket_code", "pocket_math")
 TASKS = {"humaneval": ("humaneval", "humaneval_plus"), "mbpp": ("mbpp", "mbpp_plus")}
-_MULTIPLE_CHOICE = (
-    "arc_challenge",
-    "arc_easy",
-    "boolq",
-    "hellaswag",
-    "mmlu",
-    "openbookqa",
-    "rte",
-    "winogrande",
-)
 TASKS |= {
-    name: (name,) for name in ("livecodebench", "wildbench", "gsm8k", "math500", *_MULTIPLE_CHOICE)
+    name: (name,) for name in ("livecodebench", "wildbench", "gsm8k", "math500", *MULTIPLE_CHOICE)
 }
 ALL = tuple(TASKS)
 TASKS |= {"perplexity": ("perplexity",)}

@@ -208,12 +208,7 @@ def resources(
     elif count and all(one.weights == "layers" for one in every):
         job_config["gpus"] = count = 1  # the model is read layer by layer, each on the same GPU
     largest = max(one.memory or 0.0 for one in needed) / GIB
-    times = [seconds(step) for step in steps]
-    minutes = float(settings.longest)
-    if None not in times:
-        minutes = min(
-            minutes, ROUNDED * max(1, ceil(MARGIN * sum(filter(None, times)) / 60 / ROUNDED))
-        )
+    minutes = _minutes([seconds(step) for step in steps], settings.longest)
     estimated = {
         "gpus": count,
         "cpus": max((model.threads if model else None) or 1, count * CPUS_PER_GPU),
@@ -223,6 +218,14 @@ def resources(
     return {
         name: estimated.get(name) if value is None else value for name, value in job_config.items()
     }
+
+
+def _minutes(times: Sequence[float | None], longest: float) -> float:
+    """Minutes that a job asks for whose steps take `times` (seconds): at most `longest`, and that
+    where a time is unknown."""
+    if None in times:
+        return longest
+    return min(longest, ROUNDED * max(1, ceil(MARGIN * sum(filter(None, times)) / 60 / ROUNDED)))
 
 
 def configured(settings: Iterable[JobConfig | None]) -> dict[str, Any]:
