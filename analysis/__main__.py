@@ -27,8 +27,8 @@ USAGE = (
     "python -m analysis [NAME ...] [store=store] [study=NAME] [out=FOLDER] [format=svg] [--compare]"
 )
 EXIT_CODES = (
-    "Ends with 0, with 1 when something is missing from the results (what is there is "
-    "written), with 2 for a mistake."
+    "Ends with 0, with 1 when something is missing from the results (what is there is written), "
+    "with 2 for a mistake."
 )
 GARBAGE = 100_000
 """New objects after which garbage is collected: with Python's 700, a tenth of the time of a report
@@ -111,9 +111,8 @@ def _names() -> str:
 
     lines = [
         (
-            "NAME is report (the page with everything; the default), all (every table and "
-            "figure), or "
-            "one of:"
+            "NAME is report (the page with everything; the default), all (every table and figure), "
+            "or one of:"
         ),
         "",
     ]

@@ -174,8 +174,8 @@ def _nothing(made: Made) -> list[str]:
     is no such."""
     silent = [name for name, items in made.items() if not items and find(name).chapter]
     sentence = (
-        f"This study has nothing for {names.listing(silent)} (`python -m analysis NAME` says "
-        "what each needs)."
+        f"This study has nothing for {names.listing(silent)} (`python -m analysis NAME` says what "
+        "each needs)."
     )
     return [sentence] if silent else []
 
@@ -240,23 +240,20 @@ def _provenance(study: Study, made: Made) -> Section:
 
 
 RANKING = (
-    "Plans of a method that differ in the seed alone are one row, with an interval over "
-    "seeds and items together."
+    "Plans of a method that differ in the seed alone are one row, with an interval over seeds and "
+    "items together."
 )
 MAP = (
     "Rows are benchmarks or groups of them, columns are calibration sets. Each cell names the "
-    "criterion that leads. It "
-    "is hatched unless its lead over every other criterion is significant over seeds and items, "
-    "at the 5 % "
-    "level, with Holm's correction over the cells of a map; with one seed nothing is tested. The "
-    "map by the loss on "
-    "right answers (lower is better) sees smaller differences, because a loss is finer than right "
-    "or wrong."
+    "criterion that leads. It is hatched unless its lead over every other criterion is significant "
+    "over seeds and items, at the 5 % level, with Holm's correction over the cells of a map; with "
+    "one seed nothing is tested. The map by the loss on right answers (lower is better) sees "
+    "smaller differences, because a loss is finer than right or wrong."
 )
 CLAIMS = (
     "Each claim is a difference between pairs of plans that answered the same questions. It is "
-    "undecided where the "
-    "95 % interval contains 0, or p is not below 0.05 after Holm's correction over all rows."
+    "undecided where the 95 % interval contains 0, or p is not below 0.05 after Holm's correction "
+    "over all rows."
 )
 CHAPTERS = (
     Chapter("ranking", "Ranking", "Ranking by average", RANKING),
@@ -349,10 +346,8 @@ def what_was_run(study: Study) -> str:
     benchmarks = count(study.results["benchmark"].nunique(), "benchmark")
     return capitalised(
         f"{_who_chose(pruned)} chose which {removed(pruned)} of {models} to remove "
-        f"({_how_much(pruned)})."
-        f"{_stored(pruned)} That gave {count(len(pruned), kind)}, each evaluated like the "
-        "unpruned one on "
-        f"{benchmarks} of {items} items."
+        f"({_how_much(pruned)}).{_stored(pruned)} That gave {count(len(pruned), kind)}, each "
+        f"evaluated like the unpruned one on {benchmarks} of {items} items."
     )
 
 

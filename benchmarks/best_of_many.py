@@ -178,8 +178,8 @@ def _relabelled(store: Path, name: str, studies: int) -> bool:
             outcomes = {benchmark: values[drawn] for benchmark, values in plans.outcomes.items()}
             found.append(separated(comparison(methods, outcomes)) > 0)
         about = (
-            f"{len(rows)} random plans of {plans.model} as {methods[-1] + 1} methods of "
-            f"{seeds} seeds"
+            f"{len(rows)} random plans of {plans.model} as {methods[-1] + 1} methods of {seeds} "
+            "seeds"
         )
         failed |= misses(about, float(np.mean(found)), "<=", BAR_EQUAL)
     return failed

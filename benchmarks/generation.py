@@ -42,8 +42,7 @@ def main() -> int:
     layers = moe_layers(model)
     print(
         f"{arguments.model}: {len(layers)} layers of {layers[0].n_experts} experts, "
-        f"top-{layers[0].top_k}, "
-        f"hidden {layers[0].hidden}, width {layers[0].width}",
+        f"top-{layers[0].top_k}, hidden {layers[0].hidden}, width {layers[0].width}",
         flush=True,
     )
     failed = False

@@ -156,9 +156,8 @@ def kept_misses(data: Path | None) -> bool:
     medians = [statistics.median(times) for times in zip(*seconds, strict=True)]
     print(
         f"{programs} programs "
-        f"{'for the shipped benchmarks' if data is None else 'for HumanEval+'}: "
-        f"{medians[0]:.2f} s in kept processes, {again:.3f} s once more, {medians[1]:.2f} s in "
-        "started ones"
+        f"{'for the shipped benchmarks' if data is None else 'for HumanEval+'}: {medians[0]:.2f} s "
+        f"in kept processes, {again:.3f} s once more, {medians[1]:.2f} s in started ones"
     )
     print(
         f"  processor time: {medians[2]:.1f} s in started ones; calls of all canonical solutions "
@@ -266,8 +265,7 @@ def _report(what: str, found: Count, wanted: tuple[int, int]) -> bool:
     print(
         f"  {what}: base {found.base}, plus {found.plus}, expected {wanted[0]} and {wanted[1]}: "
         f"{'ok' if right else 'FAILED'}; {found.processor:.0f} s of processor time, "
-        f"{found.processor / CORES:.0f} s on "
-        f"{CORES} cores, {found.wall:.0f} s by the clock",
+        f"{found.processor / CORES:.0f} s on {CORES} cores, {found.wall:.0f} s by the clock",
         flush=True,
     )
     return not right

@@ -136,8 +136,7 @@ def _show(seconds: dict[str, list[float]], starts: dict[str, float]) -> None:
     for way, times in seconds.items():
         print(
             f"{way:12} start {starts[way]:6.2f} s, a plan {statistics.median(times):6.2f} s, "
-            "together "
-            f"{together[way]:7.1f} s, {together[way] / together['masks']:5.1f} times masks"
+            f"together {together[way]:7.1f} s, {together[way] / together['masks']:5.1f} times masks"
         )
 
 

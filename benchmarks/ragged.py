@@ -46,8 +46,8 @@ def main() -> int:
     pruned = prune(model, plan)
     print(
         f"{arguments.experts} experts of 0 to {arguments.width} channels, mean "
-        f"{arguments.width / 2:.0f} of "
-        f"{arguments.width}, top-{arguments.top_k}, hidden {arguments.hidden}",
+        f"{arguments.width / 2:.0f} of {arguments.width}, top-{arguments.top_k}, hidden "
+        f"{arguments.hidden}",
         flush=True,
     )
     failed = False

@@ -104,8 +104,7 @@ def _recover_dropped(
             report = json.loads((out / "finetune.json").read_text())
             print(
                 f"{name}: {report['steps']} steps, loss of the first {report['loss'][0]:.3f}, of "
-                "the last "
-                f"{report['loss'][-1]:.3f}, trained: {report['trained_parameters']}, "
+                f"the last {report['loss'][-1]:.3f}, trained: {report['trained_parameters']}, "
                 f"{report['seconds']} s",
                 flush=True,
             )
@@ -148,8 +147,8 @@ def _fit_merged(
         )
         print(
             f"  {report['fitted']} of {len(report['experts'])} merged experts fitted in "
-            f"{report['seconds']} s; mean "
-            f"||Y - W P||^2 / ||Y||^2 {averaged:.3f} of the average, {fitted:.3f} of the fit",
+            f"{report['seconds']} s; mean ||Y - W P||^2 / ||Y||^2 {averaged:.3f} of the average, "
+            f"{fitted:.3f} of the fit",
             flush=True,
         )
 
@@ -211,8 +210,7 @@ def _print_model(model: Any, tokenizer: Any, limit: int | None) -> None:
     held = storage(model)
     print(
         f"word problems {result['score']:.3f} of {result['n']}, experts {held['experts']:9,} "
-        "bytes, "
-        f"all {held['total']:9,} bytes",
+        f"bytes, all {held['total']:9,} bytes",
         flush=True,
     )
 

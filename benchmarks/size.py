@@ -55,8 +55,7 @@ def main() -> int:
         )
         print(
             f"{part.__doc__} {took['seconds']:.0f} s, at most {took['peak']:.3f} GiB of memory; "
-            f"{rest}; "
-            f"bars: {bar:.3g} GiB, shares {SHARE}: {'ok' if good else 'FAILED'}",
+            f"{rest}; bars: {bar:.3g} GiB, shares {SHARE}: {'ok' if good else 'FAILED'}",
             flush=True,
         )
         failed |= not good

@@ -55,8 +55,7 @@ def main() -> int:
         first = layers[0]
         print(
             f"{arguments.model or 'small'}: {len(layers)} layers, {first.n_experts} experts, "
-            f"top-{first.top_k}, "
-            f"hidden {first.hidden}, width {first.width}, {model.dtype}",
+            f"top-{first.top_k}, hidden {first.hidden}, width {first.width}, {model.dtype}",
             flush=True,
         )
         for part in arguments.parts:

@@ -84,8 +84,8 @@ def _streamed(folder: Path, device: str, pairs: int) -> bool:
     good = share >= SHARE
     print(
         f"streamed, {device}, {scored / GIB:.1f} GiB of experts: {share:.2f} of the speed of "
-        f"reading, {rate:.1f} GiB "
-        f"in a second of processor time; bar >= {SHARE}: {'ok' if good else 'FAILED'}",
+        f"reading, {rate:.1f} GiB in a second of processor time; bar >= {SHARE}: "
+        f"{'ok' if good else 'FAILED'}",
         flush=True,
     )
     return not good
@@ -121,8 +121,8 @@ def _resident(name: str, layers: int, shapes: tuple[tuple[int, ...], ...], bar: 
     median: float = statistics.median(times[2:])
     print(
         f"resident, {name}, {needed / GIB:.1f} GiB: {median:.1f} ms, "
-        f"{2 * needed / 1e9 / median:.2f} TB/s; "
-        f"bar <= {bar:.0f} ms: {'ok' if median <= bar else 'FAILED'}",
+        f"{2 * needed / 1e9 / median:.2f} TB/s; bar <= {bar:.0f} ms: "
+        f"{'ok' if median <= bar else 'FAILED'}",
         flush=True,
     )
     return median > bar

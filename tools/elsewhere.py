@@ -118,8 +118,7 @@ RUNS = (
         "newest",
         (
             "newest versions of dependencies, random order, four processes, read-only home, /tmp "
-            "on "
-            "another file system"
+            "on another file system"
         ),
         versions="newest",
         readonly_home=True,

@@ -87,8 +87,8 @@ def _problem(result: Mapping[str, Any]) -> str:
         return "written by a newer moe_lab: upgrade to read it"
     if not all(row.get("scale") in SCALES for row in rows):
         return (
-            "written by an older moe_lab, which does not distinguish losses from scores: run "
-            "the study again"
+            "written by an older moe_lab, which does not distinguish losses from scores: run the "
+            "study again"
         )
     return ""
 
@@ -262,8 +262,8 @@ def remarks(
             sentences.append(f"{name}: items of a model {reason}: up to {count}.")
     if results.groupby("cell")["task"].agg(frozenset).nunique() > 1:
         sentences.append(
-            "Cells were evaluated on different sets of benchmarks; averages are over those a "
-            "group has in common."
+            "Cells were evaluated on different sets of benchmarks; averages are over those a group "
+            "has in common."
         )
     for sandbox in sorted(set(origins["sandbox"].dropna()) - {NAMESPACES}):
         sentences.append(

@@ -87,8 +87,8 @@ def _read(store: Path, name: str) -> dict[str, Any]:
         raise UserError(f"study={name} has no record: run it again")
     if record["schema"] > SCHEMA:
         raise UserError(
-            f"study={name} has schema {record['schema']}, written by a newer moe_lab, and this "
-            f"one reads up to {SCHEMA}"
+            f"study={name} has schema {record['schema']}, written by a newer moe_lab, and this one "
+            f"reads up to {SCHEMA}"
         )
     if not record["cells"]:
         raise UserError(f"study={name} has no cells")

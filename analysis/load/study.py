@@ -149,8 +149,7 @@ def _contaminated(contaminations: passes.Reports) -> list[str]:
     return [
         (
             f"Calibration set {text} contains 13 consecutive words of {names.listing(text_of)}: "
-            "these "
-            "scores may be too good."
+            "these scores may be too good."
         )
         for text, text_of in of_sets.items()
     ]

@@ -92,19 +92,15 @@ def agreement_table(results: Results, name: str) -> Table:
         name=name,
         title="Agreement of attributions with the effect of removing an expert",
         caption="Correlations over experts: Pearson's and Spearman's over all layers, Spearman's "
-        "inside a layer (mean "
-        "over layers). Layer loss: change of the routed output relative to the residual stream "
-        "without one expert; it "
-        "is quadratic in that expert's factor, so the second order is the true value and agrees "
-        "by construction. Model "
-        "loss: rise of the language model's loss without the expert, where a plan read the "
-        "ablation. Channels kept: "
+        "inside a layer (mean over layers). Layer loss: change of the routed output relative to "
+        "the residual stream without one expert; it is quadratic in that expert's factor, so the "
+        "second order is the true value and agrees by construction. Model loss: rise of the "
+        "language model's loss without the expert, where a plan read the ablation. Channels kept: "
         "correlation of each expert's kept share in two plans of allocation=coverage, one with "
-        "this estimate as prior "
-        "and one with the true value (mean over such pairs). Time: of the step that measures it. "
-        "One forward pass "
-        "gives all estimates but the ablation, so first and second order take the same time. "
-        f"{MEASURED}{measured_on(machines)}Based on {of_pass(study)}",
+        "this estimate as prior and one with the true value (mean over such pairs). Time: of the "
+        "step that measures it. One forward pass gives all estimates but the ablation, so first "
+        f"and second order take the same time. {MEASURED}{measured_on(machines)}Based on "
+        f"{of_pass(study)}",
         frame=pd.DataFrame(rows, columns=[*text, *columns, SECONDS]),
         formats={**dict.fromkeys(columns, SCORE), SECONDS: "{:,.1f}"},
         blocks=text[:2],

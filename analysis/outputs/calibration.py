@@ -71,8 +71,7 @@ def text_cells(comparison: Comparison) -> pd.DataFrame:
     "Calibration sets: which text, and how much of it",
     (*names.ABLATION, MEAN),
     "A block per ratio and method; rows name the calibration set and the tokens read of it. "
-    "Difference: Mean minus "
-    "that of the set of most tokens, the last row, paired.",
+    "Difference: Mean minus that of the set of most tokens, the last row, paired.",
 )
 def calibration_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """One method with every calibration set: a block per ratio and method, differences to the set
@@ -148,8 +147,8 @@ def size_figure(results: Results, comparison: Comparison, name: str) -> Figure |
     style.legend(drawing, keys.values(), most=3)
     caption = (
         f"{averaged(target, names.HEAPR)} after calibration on more and more of the same text, "
-        "with 95 % intervals. "
-        "Lines are texts and methods; points of one line answered the same items."
+        "with 95 % intervals. Lines are texts and methods; points of one line answered the same "
+        "items."
     )
     return Figure(
         name, f"How much calibration text is enough: {comparison.model}", caption, drawing
@@ -237,12 +236,9 @@ def change_figure(results: Results, comparison: Comparison, name: str) -> Figure
     beyond = larger.groupby(["label", "ratio", "benchmark"])["beyond"].any()
     caption = (
         "Change of each benchmark's score, in points, against calibration on the least tokens "
-        f"({least}) of the same "
-        "text. Filled markers: the 95 % interval of the paired difference, not corrected for the "
-        "number of benchmarks, "
-        f"excludes zero; with one seed it is over items, for these plans. {beyond.sum()} of "
-        f"{len(beyond)} lines have a "
-        "filled marker."
+        f"({least}) of the same text. Filled markers: the 95 % interval of the paired difference, "
+        "not corrected for the number of benchmarks, excludes zero; with one seed it is over "
+        f"items, for these plans. {beyond.sum()} of {len(beyond)} lines have a filled marker."
     )
     return Figure(name, f"Effect of more calibration text: {comparison.model}", caption, drawing)
 

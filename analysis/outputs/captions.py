@@ -28,8 +28,8 @@ LOSSES = "samples with answer_loss: benchmarks with reference answers, evaluated
 """HEAPR to LOSSES: data that several outputs need, shown when a study lacks it."""
 GPU_PEAK = "Peak GPU memory (MiB)"
 MEASURED = (
-    "Seconds are those of the process that finished a step, without the work of "
-    "interrupted ones before it. "
+    "Seconds are those of the process that finished a step, without the work of interrupted ones "
+    "before it. "
 )
 MEBIBYTE = 2**20
 

@@ -103,10 +103,8 @@ def concentration_figure(study: Study, comparison: Comparison, name: str) -> Fig
     style.legend(drawing, style.depth_keys(layers))
     caption = (
         "(a) Each line is an expert, its shade the depth of its layer: share of the sum of its "
-        "channel scores that its "
-        "highest channels hold. Dashed: equal channels. The further a line is above it, the less "
-        "of the score pruning "
-        f"removes. Based on {of_pass(study)}"
+        "channel scores that its highest channels hold. Dashed: equal channels. The further a line "
+        f"is above it, the less of the score pruning removes. Based on {of_pass(study)}"
     )
     return Figure(
         name, f"How concentrated channel scores are: {comparison.model}", caption, drawing
@@ -161,10 +159,8 @@ def output_loss_figure(study: Study, comparison: Comparison, name: str) -> Figur
     style.legend(drawing, style.depth_keys(layers))
     caption = (
         "(b) Each line is a layer: error of its routed output when this layer alone is pruned, ‖m "
-        "− m′‖² / "
-        "(‖y‖² + ε), the mean over the tokens of a text; m: routed output, y: residual stream "
-        "after the layer. With "
-        f"everything kept it is 0. Based on {of_pass(study)}"
+        "− m′‖² / (‖y‖² + ε), the mean over the tokens of a text; m: routed output, y: residual "
+        f"stream after the layer. With everything kept it is 0. Based on {of_pass(study)}"
     )
     return Figure(
         name, f"Loss of layer outputs against the kept share: {comparison.model}", caption, drawing
@@ -267,11 +263,9 @@ def bars_figure(
     style.legend(drawing, handles)
     caption = (
         "Each bar is an expert: the sum of its channel scores in tenths of its channels, from the "
-        "highest scores (top, "
-        "dark) to the lowest (bottom, light). Red: the share of its channels that the "
-        "plan keeps. Diamonds: its first-order attribution, relative to the highest of the layer, "
-        "negative ones at 0. "
-        f"{plans} Based on {of_pass(study)}"
+        "highest scores (top, dark) to the lowest (bottom, light). Red: the share of its channels "
+        "that the plan keeps. Diamonds: its first-order attribution, relative to the highest of "
+        f"the layer, negative ones at 0. {plans} Based on {of_pass(study)}"
     )
     return Figure(name, title, caption, drawing)
 
@@ -296,8 +290,7 @@ def expert_bars(results: Results, comparison: Comparison, name: str) -> Figure |
     "coverage.fig16",
     chapter="attribution",
     needs=f"cells with criterion={ACTIVATION} and with criterion={WEIGHT_GRADIENT}, both with the "
-    "same "
-    "allocation=coverage, ratio and calibration set, and their scores in the store",
+    "same allocation=coverage, ratio and calibration set, and their scores in the store",
 )
 @per_model("pruned")
 def expert_bars_by_score(results: Results, comparison: Comparison, name: str) -> Figure | None:

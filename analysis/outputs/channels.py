@@ -80,9 +80,8 @@ def method_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     "Choice of channels: CAMERA and HEAPr within layers, HEAPr over all layers",
     (*names.HEAPR, MEAN),
     "CAMERA-P scores each layer on the outputs of the pruned layers below it, as its code does; "
-    "one-shot scores all "
-    "layers of the unpruned model. Difference: Mean minus that of CAMERA-P (one-shot where only "
-    "that was run), paired.",
+    "one-shot scores all layers of the unpruned model. Difference: Mean minus that of CAMERA-P "
+    "(one-shot where only that was run), paired.",
 )
 def channel_choice_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """HEAPr's Table 2: CAMERA-P, HEAPr-L and HEAPr-G.
@@ -132,8 +131,7 @@ def allocator_table(results: Results, comparison: Comparison) -> Iterator[Block]
     "Channel budgets: smoothing",
     (*names.ABLATION, MEAN),
     "How layer losses are smoothed; the priors of experts keep their own smoothing. Difference: "
-    "Mean minus that of "
-    f"{DEFAULT_SMOOTHING}, the default, paired.",
+    f"Mean minus that of {DEFAULT_SMOOTHING}, the default, paired.",
 )
 def smoothing_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """MoE-Slimming's Table 7: coverage budgets with different smoothings of losses; differences are
@@ -159,8 +157,7 @@ def smoothing_table(results: Results, comparison: Comparison) -> Iterator[Block]
     "Channel scores under coverage budgets",
     (*names.ABLATION, MEAN),
     "Activations, weights and gradients are those of the down projection, unless a row names "
-    "another. "
-    "Difference: Mean minus that of Activation, the default, paired.",
+    "another. Difference: Mean minus that of Activation, the default, paired.",
 )
 def channel_score_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """MoE-Slimming's Table 13: channel scores under one coverage allocation; differences are to the
@@ -281,10 +278,9 @@ def block_sizes(comparison: Comparison, allocations: str) -> Iterator[Block]:
 
 
 _BLOCKS = (
-    "Aligned: an expert keeps a multiple of so many channels; min: experts below so many lose "
-    "all; scores: channels "
-    f"left over by rounding go to the blocks of the highest scores. Difference: {MEAN} minus that "
-    f"of {USUAL}, paired."
+    "Aligned: an expert keeps a multiple of so many channels; min: experts below so many lose all; "
+    "scores: channels left over by rounding go to the blocks of the highest scores. Difference: "
+    f"{MEAN} minus that of {USUAL}, paired."
 )
 
 

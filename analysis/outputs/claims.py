@@ -282,18 +282,13 @@ def claim_table(results: Results, name: str) -> Table | None:
         name=name,
         title="What the papers claim",
         caption="Difference: for the first two claims, of the average, the mean over pairs of "
-        "plans, paired by seed "
-        "and item; channels and whole experts are paired when the shares of routed parameters "
-        "that they keep differ by "
-        f"less than {EQUAL:g}. For calibration sets, of the share of the lowest-scored experts "
-        "that all sets have in "
-        "common, the mean over layers. A claim is decided where the 95 % interval is on one side "
-        "of 0 and p is below "
+        "plans, paired by seed and item; channels and whole experts are paired when the shares of "
+        f"routed parameters that they keep differ by less than {EQUAL:g}. For calibration sets, of "
+        "the share of the lowest-scored experts that all sets have in common, the mean over "
+        "layers. A claim is decided where the 95 % interval is on one side of 0 and p is below "
         f"{LEVEL} after Holm's correction over all rows; methods with one seed are not tested. "
-        "Detectable: the "
-        "difference that this study would find in 80 % of cases. The last columns are differences "
-        "of group averages. "
-        f"{_of_losses(results)}{setting(results.study)}",
+        "Detectable: the difference that this study would find in 80 % of cases. The last columns "
+        f"are differences of group averages. {_of_losses(results)}{setting(results.study)}",
         frame=frame,
         formats={
             "Pairs": "{:.0f}",

@@ -113,9 +113,8 @@ def _looked_up(study: Study) -> str:
     ]
     return (
         "Items in the text: items of benchmarks of which 13 consecutive words are in the "
-        "calibration text, out of the "
-        "items with 13 words (words that more than ten items share do not count). "
-        f"{''.join(sentences)}"
+        "calibration text, out of the items with 13 words (words that more than ten items share do "
+        f"not count). {''.join(sentences)}"
     )
 
 
@@ -145,8 +144,7 @@ def coverage_figure(study: Study, name: str) -> Figure:
     style.legend(drawing, [Patch(**style.GONE, label="no token"), *handles])
     caption = (
         "Each square is an expert; its shade is its share of tokens on a logarithmic scale. "
-        "Crossed: no tokens. "
-        f"Based on {of_pass(study)}"
+        f"Crossed: no tokens. Based on {of_pass(study)}"
     )
     return Figure(name, "Tokens per expert", caption, drawing)
 

@@ -48,10 +48,9 @@ def formula_table(results: Results, name: str) -> Table:
     return Table(
         name=name,
         title="Formulas of the criteria",
-        caption="Sums run over the N tokens that the router sent to an expert; g: the gate, f: "
-        "the expert's output "
-        "before the gate, phi: the input of down_proj, w: weights. The lowest scores are pruned "
-        "first.",
+        caption="Sums run over the N tokens that the router sent to an expert; g: the gate, f: the "
+        "expert's output before the gate, phi: the input of down_proj, w: weights. The lowest "
+        "scores are pruned first.",
         frame=pd.DataFrame(rows, columns=["Criterion", "Scores", "Formula", "From"]),
         formats={},
     )
@@ -236,12 +235,11 @@ def scoring_table(results: Results, name: str) -> Table:
     return Table(
         name=name,
         title="Time and memory of scoring",
-        caption="Scoring time: of the passes over text or weights that the criterion reads, and "
-        "of the scores. "
-        "Criteria that read one pass share it, so a study takes less than the sum. Peak memory: "
-        "of the process, which "
-        "may have done other steps before, in main memory and, where some were used, on GPUs; "
-        f"loading memory: the model in bfloat16. {MEASURED}{measured_on(machines)}{reading(study)}",
+        caption="Scoring time: of the passes over text or weights that the criterion reads, and of "
+        "the scores. Criteria that read one pass share it, so a study takes less than the sum. "
+        "Peak memory: of the process, which may have done other steps before, in main memory and, "
+        "where some were used, on GPUs; loading memory: the model in bfloat16. "
+        f"{MEASURED}{measured_on(machines)}{reading(study)}",
         frame=spelled(
             pd.DataFrame(rows), {**TEXT, "Reads": "reads", **{column: column for column in formats}}
         ),
@@ -285,9 +283,8 @@ def allocation_table(results: Results, name: str) -> Table:
         name=name,
         title="Time of channel allocations",
         caption="Seconds of each step behind a plan; – where a plan reads no such step. The "
-        "forward pass gives the "
-        "attributions of all experts at once; ablation runs the layers above again for every "
-        f"expert. {MEASURED}{measured_on(machines)}{reading(study)}",
+        "forward pass gives the attributions of all experts at once; ablation runs the layers "
+        f"above again for every expert. {MEASURED}{measured_on(machines)}{reading(study)}",
         frame=spelled(
             pd.DataFrame(rows),
             {**TEXT, "Allocation": "allocation", **{column: column for column in formats}},

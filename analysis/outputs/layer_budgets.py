@@ -85,8 +85,8 @@ def layer_figure(results: Results, comparison: Comparison, name: str) -> Figure 
         axes.grid(axis="y")
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=6.5, labelspacing=0.9)
     caption = (
-        "Share of its channels that each layer keeps. Allocations that keep the same shares "
-        "are one line."
+        "Share of its channels that each layer keeps. Allocations that keep the same shares are "
+        "one line."
     )
     return Figure(name, "Channels kept by layer", caption, drawing)
 
@@ -177,11 +177,9 @@ def budget_strips(budgets: pd.DataFrame, losses: pd.DataFrame) -> pd.DataFrame:
 
 _MEANING = (
     "Layer loss: size of a layer's routed output relative to the residual stream after it, the "
-    "mean over "
-    "calibration tokens of ‖m‖² / (‖y‖² + ε), divided by its mean over layers. Score coverage: "
-    "share of the sum of the "
-    "layer's channel scores that the plan keeps. Squares of a row are shaded between its least "
-    "and its greatest value."
+    "mean over calibration tokens of ‖m‖² / (‖y‖² + ε), divided by its mean over layers. Score "
+    "coverage: share of the sum of the layer's channel scores that the plan keeps. Squares of a "
+    "row are shaded between its least and its greatest value."
 )
 
 
@@ -204,8 +202,8 @@ def smoothed_losses_and_budgets(
 ) -> Figure | None:
     """Raw and smoothed loss, score coverage and kept share of each layer."""
     caption = (
-        "Smoothed loss: by the smoothing of the plan, divided by its mean; the target of "
-        f"the coverage. {_MEANING}"
+        "Smoothed loss: by the smoothing of the plan, divided by its mean; the target of the "
+        f"coverage. {_MEANING}"
     )
     return strip_figure(results, comparison, name, STRIPS, "From layer losses to budgets", caption)
 

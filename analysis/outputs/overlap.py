@@ -41,10 +41,8 @@ def overlap_table(results: Results, name: str) -> Table:
         name=name,
         title="Overlap of the experts to prune across calibration sets",
         caption="Triple: share of the lowest experts that is the same under all calibration sets; "
-        "pairwise: mean over "
-        "pairs of sets; Jaccard: intersection over union. (1,0,0) scores all experts alike. Based "
-        "on "
-        f"{of_pass(results.study)}",
+        "pairwise: mean over pairs of sets; Jaccard: intersection over union. (1,0,0) scores all "
+        f"experts alike. Based on {of_pass(results.study)}",
         frame=spelled(overlaps.assign(variant=variants), text | shown),
         formats=dict.fromkeys(("b", "α", "β"), "{:.0f}") | dict.fromkeys(shown, SCORE),
         best=dict.fromkeys(shares, "max"),
@@ -60,9 +58,8 @@ def proxy_table(results: Results, name: str) -> Table:
     return Table(
         name=name,
         title="Overlap of proxy and exact damage",
-        caption="Share of the experts with the lowest exact damage that also have the lowest "
-        "proxy S(0,1,1): mean over "
-        "layers, the lowest layer, and expectation for random sets. Based on "
+        caption="Share of the experts with the lowest exact damage that also have the lowest proxy "
+        "S(0,1,1): mean over layers, the lowest layer, and expectation for random sets. Based on "
         f"{of_pass(results.study)}",
         frame=spelled(results.proxy, text | shares),
         formats=dict.fromkeys(shares, SCORE),
@@ -107,10 +104,8 @@ def proxy_figure(results: Results, name: str) -> Figure:
     style.legend(drawing, axes.get_legend_handles_labels()[0], most=4)
     caption = (
         "Share of the experts with the lowest exact damage that also have the lowest proxy "
-        "S(0,1,1): mean over layers "
-        "(point), the lowest layer (end of the line), and expectation for random sets (tick). "
-        "Based on "
-        f"{of_pass(results.study)}"
+        "S(0,1,1): mean over layers (point), the lowest layer (end of the line), and expectation "
+        f"for random sets (tick). Based on {of_pass(results.study)}"
     )
     return Figure(name, "Overlap of proxy and exact damage", caption, drawing)
 
@@ -128,11 +123,10 @@ def pooled_figure(results: Results, name: str) -> Figure:
         _heat_axes(right, at_ratio)
         left.set_title(f"{names.ratio(ratio)} pruned")
     caption = (
-        "Share of the lowest-scored experts of a layer that is the same under all calibration "
-        "sets (mean over layers "
-        "and models). Left: mean over all usable variants with this b, α or β. Right: each "
-        "variant. Dashed: random "
-        f"sets. (1,0,0) scores all experts alike. Based on {of_pass(results.study)}"
+        "Share of the lowest-scored experts of a layer that is the same under all calibration sets "
+        "(mean over layers and models). Left: mean over all usable variants with this b, α or β. "
+        "Right: each variant. Dashed: random sets. (1,0,0) scores all experts alike. Based on "
+        f"{of_pass(results.study)}"
     )
     return Figure(name, "Which scores depend least on the calibration set", caption, drawing)
 
@@ -218,9 +212,8 @@ def overlap_figure(results: Results, name: str) -> Figure | None:
             _heat_axes(axes, overlaps[(overlaps["model"] == model) & (overlaps["ratio"] == ratio)])
             axes.set_title(f"{model}, {names.ratio(ratio)} pruned")
     caption = (
-        "The heat map of each model: share of the lowest-scored experts that is the same under "
-        "all calibration sets. "
-        f"Based on {of_pass(results.study)}"
+        "The heat map of each model: share of the lowest-scored experts that is the same under all "
+        f"calibration sets. Based on {of_pass(results.study)}"
     )
     return Figure(name, "Overlap across calibration sets, model by model", caption, drawing)
 

@@ -172,10 +172,9 @@ def pareto_table(results: Results, name: str) -> Table:
         name=name,
         title="All methods: accuracy against what is kept",
         caption=f"{means_in_words(results.comparisons)} Parameters kept, routed kept, FLOPs: "
-        "shares of all "
-        "parameters, of those of routed experts, and of the unpruned model's FLOPs per token. "
-        "Front: the costs by "
-        f"which no cheaper pruned model is as good. {setting(results.study)}",
+        "shares of all parameters, of those of routed experts, and of the unpruned model's FLOPs "
+        "per token. Front: the costs by which no cheaper pruned model is as good. "
+        f"{setting(results.study)}",
         frame=spelled(rows.join(values), shown),
         formats={column: form for column, (_, form) in numbers.items()},
         blocks=("Model",),
@@ -252,12 +251,10 @@ def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | N
         )
     style.legend(drawing, keys, most=3)
     caption = (
-        "Each mark is a pruned model. Its shape says what was removed and what takes its place"
-        f"{', its colour how the model was recovered' if len(shades) > 1 else ''}; thin lines "
-        "join the ratios of a "
-        "method; bars are 95 % intervals. Steps and numbers: the Pareto front, models that no "
-        "other beats at their "
-        "cost or less. Dashed: the unpruned model."
+        "Each mark is a pruned model. Its shape says what was removed and what takes its "
+        f"place{', its colour how the model was recovered' if len(shades) > 1 else ''}; thin lines "
+        "join the ratios of a method; bars are 95 % intervals. Steps and numbers: the Pareto "
+        "front, models that no other beats at their cost or less. Dashed: the unpruned model."
     )
     return Figure(name, f"Accuracy against cost: {comparison.model}", caption, drawing)
 
@@ -384,10 +381,8 @@ def frontier_figure(results: Results, comparison: Comparison, name: str) -> Figu
     target = mean_target(comparison, list(points.index), names.COMMON_SENSE)
     caption = (
         f"{averaged(target, names.COMMON_SENSE)}, with 95 % intervals, against the size of the "
-        "weights on disk: a line "
-        "per method over its ratios, hollow marks where whole experts were removed. Steps: the "
-        "Pareto front, models "
-        "that no other beats with as few bytes."
+        "weights on disk: a line per method over its ratios, hollow marks where whole experts were "
+        "removed. Steps: the Pareto front, models that no other beats with as few bytes."
     )
     return Figure(
         name,

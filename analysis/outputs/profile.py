@@ -103,13 +103,11 @@ def profile_table(results: Results, name: str) -> Table:
     return Table(
         name=name,
         title="Layer by layer: hidden states and routing",
-        caption="Token variance: of the residual stream after the layer over the tokens of a "
-        "text, the mean over its "
-        "coordinates. Entropies in nats, means over tokens: of the router's softmax over the "
-        "experts it chooses from, "
-        "and of the gates of the chosen ones; load: of the distribution of tokens over experts. "
-        "Layers without "
-        f"experts have none. Based on {reading(study)}",
+        caption="Token variance: of the residual stream after the layer over the tokens of a text, "
+        "the mean over its coordinates. Entropies in nats, means over tokens: of the router's "
+        "softmax over the experts it chooses from, and of the gates of the chosen ones; load: of "
+        "the distribution of tokens over experts. Layers without experts have none. Based on "
+        f"{reading(study)}",
         frame=frame.assign(
             Layer=frame["Layer"].astype(str), Experts=frame["Experts"].where(frame["Experts"] > 0)
         ),
@@ -162,10 +160,9 @@ def entropy_figure(results: Results, name: str) -> Figure | None:
         row[0].set_ylabel("router entropy / ln(experts)", fontsize=7)
     caption = (
         "Entropy of the softmax of the router's logits over all experts, for each token of a "
-        "calibration set, as a "
-        "share of the highest possible: 1 where all experts are equally likely. Boxes: quartiles "
-        "over tokens; line: "
-        f"median; whiskers: 5 % to 95 %. Based on {of_pass(results.study)}"
+        "calibration set, as a share of the highest possible: 1 where all experts are equally "
+        "likely. Boxes: quartiles over tokens; line: median; whiskers: 5 % to 95 %. Based on "
+        f"{of_pass(results.study)}"
     )
     return Figure(name, "Router entropy across texts, layers and models", caption, drawing)
 

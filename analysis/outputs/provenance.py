@@ -33,8 +33,7 @@ def artefact_table(results: Results, name: str) -> Table:
         name=name,
         title="Files behind each row",
         caption=f"Folders of steps in {study.store} or its packs. step.json has the step's "
-        "identity, provenance and "
-        "checksums; evaluations also have every item (samples.parquet).",
+        "identity, provenance and checksums; evaluations also have every item (samples.parquet).",
         frame=spelled(cells, text),
         formats={},
     )
@@ -52,8 +51,8 @@ def gap_table(results: Results, name: str) -> Table:
         name=name,
         title="Gaps",
         caption=(
-            "Missing results are shown as – in every table and left out of averages, ranks "
-            "and tests."
+            "Missing results are shown as – in every table and left out of averages, ranks and "
+            "tests."
         ),
         frame=pd.DataFrame(rows, columns=["What", "Times", "Where"]),
         formats={"Times": "{:.0f}"},

@@ -100,16 +100,15 @@ def _caption(rankings: Sequence[Ranking]) -> str:
     sentences = []
     if any(ranking.chance for ranking in rankings):
         sentences.append(
-            "Above chance: with 95 % probability none of k random plans is as good, where k is "
-            "the number of the "
-            "model's other plans; below chance: none is as bad. The mean of a method's seeds "
-            "counts as one plan."
+            "Above chance: with 95 % probability none of k random plans is as good, where k is the "
+            "number of the model's other plans; below chance: none is as bad. The mean of a "
+            "method's seeds counts as one plan."
         )
     if any(ranking.rows["verdict"].any() for ranking in rankings):
         sentences.append(
-            "Best, separated: of the methods with several seeds, without random plans. Behind: "
-            "the best of these minus "
-            "this one; intervals and p are simultaneous for all pairs of them (studentised range)."
+            "Best, separated: of the methods with several seeds, without random plans. Behind: the "
+            "best of these minus this one; intervals and p are simultaneous for all pairs of them "
+            "(studentised range)."
         )
     return " ".join([*sentences, *overview(rankings)])
 

@@ -38,8 +38,7 @@ def rank_table(results: Results, name: str, criteria: Sequence[str] | None = Non
         name=name,
         title="Scores, average and average rank",
         caption=f"{means_in_words(comparisons)} Pruned models are ranked by values rounded to "
-        "three decimals; ties "
-        f"share the mean of their ranks. {setting(results.study)}",
+        f"three decimals; ties share the mean of their ranks. {setting(results.study)}",
         footnotes=[*_partial_columns(comparisons), *not_averaged(comparisons)],
     )
 
@@ -142,13 +141,10 @@ def rank_test_table(results: Results, name: str) -> Table:
     return Table(
         name=name,
         title="Critical differences of average ranks",
-        caption="Average ranks over columns or benchmarks (those that grade the same answers "
-        "twice count once) and "
-        f"seeds. Methods whose ranks are further apart than CD differ at the {LEVEL:.0%} level. "
-        "Seeds and columns are "
-        "random effects; CD and p to the best are simultaneous for all pairs of one block "
-        "(studentised range). "
-        f"{setting(results.study)}",
+        caption="Average ranks over columns or benchmarks (those that grade the same answers twice "
+        "count once) and seeds. Methods whose ranks are further apart than CD differ at the "
+        f"{LEVEL:.0%} level. Seeds and columns are random effects; CD and p to the best are "
+        f"simultaneous for all pairs of one block (studentised range). {setting(results.study)}",
         frame=pd.DataFrame(rows, columns=[*text_columns, *numbers]),
         formats=numbers,
         best={"Avg Rank": "min"},

@@ -77,10 +77,9 @@ def router_figure(results: Results, comparison: Comparison, name: str) -> Figure
     style.legend(drawing, _keys("router weight, tokens"))
     caption = (
         f"The {len(top)} experts with the highest mean router weight (a) and with the most tokens "
-        "(b), highest first. "
-        "Bars: rise of the model's loss without that expert's output; orange: the loss falls. "
-        "Router weight: the gate, "
-        f"the mean over the expert's tokens. Based on {of_pass(results.study)}"
+        "(b), highest first. Bars: rise of the model's loss without that expert's output; orange: "
+        "the loss falls. Router weight: the gate, the mean over the expert's tokens. Based on "
+        f"{of_pass(results.study)}"
     )
     title = (
         f"Experts that routers rank highest, and the loss without them: {comparison.model}, "
@@ -172,13 +171,11 @@ def statistics_figure(results: Results, comparison: Comparison, name: str) -> Fi
     absent = f" Not in this store: {names.listing(missing)}." if missing else ""
     caption = (
         "Weights: |w| of an expert. Activations and gradients: the root mean square over its "
-        "tokens of each channel, "
-        "the input of its down projection, and of the gradient of the loss at it. (a) Mean and "
-        "standard deviation over "
-        "all weights or channels of a layer; dots: rise of the loss without one expert, the mean "
-        "over the layer. (b) "
-        f"Experts of layer {middle} by the rise of the loss without them (bars).{absent} "
-        f"Based on {of_pass(results.study)}"
+        "tokens of each channel, the input of its down projection, and of the gradient of the loss "
+        "at it. (a) Mean and standard deviation over all weights or channels of a layer; dots: "
+        "rise of the loss without one expert, the mean over the layer. (b) Experts of layer "
+        f"{middle} by the rise of the loss without them (bars).{absent} Based on "
+        f"{of_pass(results.study)}"
     )
     title = f"Raw statistics across layers and experts: {comparison.model}, {_texts(experts)}"
     return Figure(name, title, caption, drawing)
@@ -235,9 +232,8 @@ def activation_figure(results: Results, comparison: Comparison, name: str) -> Fi
     drawing.axes[0].set_ylabel("root mean square of channels", fontsize=7)
     caption = (
         "Each point is an expert: the root mean square of its channels, the inputs of its down "
-        "projection, over its "
-        "tokens of the calibration set. Boxes: quartiles and median of the layer. Based on "
-        f"{of_pass(results.study)}"
+        "projection, over its tokens of the calibration set. Boxes: quartiles and median of the "
+        f"layer. Based on {of_pass(results.study)}"
     )
     title = f"Activation magnitudes of experts by calibration set: {comparison.model}"
     return Figure(name, title, caption, drawing)

@@ -83,8 +83,7 @@ def _unrecovered(method: str) -> str:
     "Pruning and recovery together",
     (*names.ABLATION, MEAN),
     "Rows name how pruned models were quantised or tuned. Difference: Mean minus that of 16 bits "
-    "at the same ratio, "
-    "paired. Storage: weights on disk, with the scales of quantised ones.",
+    "at the same ratio, paired. Storage: weights on disk, with the scales of quantised ones.",
     costs=STORED,
 )
 def recovery_table(results: Results, comparison: Comparison) -> Iterator[Block]:
@@ -132,9 +131,8 @@ def storage_figure(results: Results, comparison: Comparison, name: str) -> Figur
     style.legend(drawing, axes.get_legend_handles_labels()[0], most=3)
     target = mean_target(comparison, points.index.tolist(), names.ABLATION)
     caption = (
-        f"{averaged(target, names.ABLATION)}, with 95 % intervals, against the size of the "
-        "weights on disk "
-        "(logarithmic axis). Labels: the share of channels or experts that was removed."
+        f"{averaged(target, names.ABLATION)}, with 95 % intervals, against the size of the weights "
+        "on disk (logarithmic axis). Labels: the share of channels or experts that was removed."
     )
     return Figure(name, f"Accuracy against storage: {comparison.model}", caption, drawing)
 
@@ -163,8 +161,8 @@ def recovered(comparison: Comparison) -> Iterator[Block]:
 
 
 _RECOVERED = (
-    "Mean: of the benchmarks before it. Storage: weights on disk, with the scales of "
-    "quantised ones."
+    "Mean: of the benchmarks before it. Storage: weights on disk, with the scales of quantised "
+    "ones."
 )
 
 
@@ -212,8 +210,7 @@ def top_k_table(results: Results, name: str) -> Table | None:
         name=name,
         title="Fewer experts per token",
         caption="Top-k: experts per token, in calibration and in evaluation; models without it in "
-        "their name use the "
-        "number that they were trained with. Mean: of the benchmarks before it.",
+        "their name use the number that they were trained with. Mean: of the benchmarks before it.",
     )
 
 

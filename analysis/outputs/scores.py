@@ -51,9 +51,8 @@ def radar_figure(results: Results, comparison: Comparison, name: str) -> Figure 
     most = names.count(RADAR_LINES, "method")
     caption = (
         "Scores on each benchmark from 0 (centre) to 1 (rim); dashed: the unpruned model. Each "
-        "panel has the first "
-        f"two methods by Avg, those of AIMER's tables, then the first of the others, {most} at "
-        "most."
+        "panel has the first two methods by Avg, those of AIMER's tables, then the first of the "
+        f"others, {most} at most."
     )
     left_out = [
         names.benchmark(str(benchmark))
@@ -147,9 +146,8 @@ def task_specific_table(
         name=name,
         title="Calibrated on the task",
         caption="Coding columns come from the model pruned with code calibration, mathematics "
-        "columns from the one "
-        "pruned with mathematics calibration; Avg Rank is over these four columns. "
-        f"{setting(results.study)}",
+        "columns from the one pruned with mathematics calibration; Avg Rank is over these four "
+        f"columns. {setting(results.study)}",
         blocks=("Model", "Pruned"),
     )
 

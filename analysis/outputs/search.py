@@ -71,8 +71,7 @@ def general_pairs(comparison: Comparison) -> dict[int, int]:
 _CODE_AND_MATH = "Code and Math are means of their two columns."
 _SIGNIFICANT = (
     f"{SIGNIFICANT}: the columns whose paired difference has a p-value below {LEVEL} after Holm's "
-    "correction over all "
-    "differences of a model, where both methods have several seeds."
+    "correction over all differences of a model, where both methods have several seeds."
 )
 _UNTESTED = "Methods with one seed are not tested."
 
@@ -110,9 +109,8 @@ def allocation_table(
         dict.fromkeys(gains, "{:+.3f}"),
         name=name,
         title=f"Searched allocation against uniform: {what}",
-        caption=f"{means_in_words(results.comparisons)} {_CODE_AND_MATH} Δ: searched minus "
-        "uniform on the same items. "
-        f"{_SIGNIFICANT if tested else _UNTESTED} {setting(results.study)}",
+        caption=f"{means_in_words(results.comparisons)} {_CODE_AND_MATH} Δ: searched minus uniform "
+        f"on the same items. {_SIGNIFICANT if tested else _UNTESTED} {setting(results.study)}",
         blocks=TEXT[:4],
         optional=gains,
     )
@@ -234,8 +232,7 @@ def allocations_figure(results: Results, comparison: Comparison, name: str) -> F
     drawing = _density_panels(shares, "allocation", keys)
     caption = (
         f"Share of the experts each layer keeps when {names.criterion(criterion)} chooses which. "
-        "All schedules of a "
-        "panel remove the same number of experts."
+        "All schedules of a panel remove the same number of experts."
     )
     return Figure(name, f"Density schedules: {comparison.model}", caption, drawing)
 
@@ -264,8 +261,7 @@ def criteria_figure(results: Results, comparison: Comparison, name: str) -> Figu
     drawing = _density_panels(shares, "criterion", keys)
     caption = (
         "Share of the experts each layer keeps under the searched allocation of each criterion. "
-        "All schedules of a "
-        "panel remove the same number of experts."
+        "All schedules of a panel remove the same number of experts."
     )
     return Figure(name, f"Searched densities: {comparison.model}", caption, drawing)
 

@@ -86,10 +86,9 @@ def cost_table(results: Results, name: str) -> Table:
     return Table(
         name=name,
         title="What searches cost, and what memory pruning saves",
-        caption="Search: seconds of the process that finished it; peak memory: of that process, "
-        "in main memory and, "
-        "where some were used, on GPUs; loading memory: the model in bfloat16. Based on "
-        f"{reading(study)}",
+        caption="Search: seconds of the process that finished it; peak memory: of that process, in "
+        "main memory and, where some were used, on GPUs; loading memory: the model in bfloat16. "
+        f"Based on {reading(study)}",
         **tabulated(rows, {**TEXT, "Fitness": "fitness"}, numbers),
         blocks=("Model",),
         optional=("Samples", "Peak memory (MiB)", GPU_PEAK),
@@ -216,9 +215,8 @@ def _table(
         name=name,
         title=title,
         caption=f"{means_in_words(results.comparisons)} Code and Math are means of their two "
-        "columns. Samples: rows of "
-        "the search set; search: seconds of the process that finished it. "
-        f"{setting(results.study)}",
+        "columns. Samples: rows of the search set; search: seconds of the process that finished "
+        f"it. {setting(results.study)}",
         blocks=list(TEXT),
         optional=tuple(settings),
     )

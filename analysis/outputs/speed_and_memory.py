@@ -126,9 +126,8 @@ def conditions(study: Study) -> str:
     return (
         f"{repeats} requests each, {written} new tokens after the first one, {several['dtype']} on "
         f"{several['device']}, {threads} threads, load of the machine up to "
-        f"{timings['load'].max():.1f}; run by "
-        "transformers on prompts from a text. Peak memory: the weights and the working memory of "
-        "a request."
+        f"{timings['load'].max():.1f}; run by transformers on prompts from a text. Peak memory: "
+        "the weights and the working memory of a request."
     )
 
 
@@ -202,8 +201,8 @@ def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure
             axes.set_title(f"{pruned}\n{what}{unpruned}", fontsize=7.5)
     caption = (
         "a: block size, of which an expert's number of channels is a multiple; m: experts with "
-        "fewer channels lose "
-        f"all. Tokens per second are medians. The unpruned model is in 16 bits. {conditions(study)}"
+        "fewer channels lose all. Tokens per second are medians. The unpruned model is in 16 bits. "
+        f"{conditions(study)}"
     )
     return Figure(
         name, f"Throughput and memory by blocks of channels: {comparison.model}", caption, drawing
@@ -306,10 +305,9 @@ def architecture_table(results: Results, name: str) -> Table:
         name=name,
         title="Architectures",
         caption="From configurations alone. Parameters: of the whole model; active: without the "
-        "routed experts that a "
-        "token is not given to. Experts, top-k and channels (the width of an expert): of a layer, "
-        "the largest where "
-        "layers differ. Shared experts: in experts of that width.",
+        "routed experts that a token is not given to. Experts, top-k and channels (the width of an "
+        "expert): of a layer, the largest where layers differ. Shared experts: in experts of that "
+        "width.",
         frame=pd.DataFrame(rows, columns=columns),
         formats={column: formats[column] for column in columns if column in formats},
         optional=("Shared experts", "Dense layers"),

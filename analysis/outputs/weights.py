@@ -163,10 +163,9 @@ def profile_figure(results: Results, name: str) -> Figure | None:
     style.legend(drawing, handles, title="score, min-max in its layer")
     caption = (
         "Experts of each layer from the lowest score (rank 0) to the highest, shaded by their "
-        "score, scaled from the "
-        "lowest (0) to the highest (1) of the layer. Magnitude prunes the lowest scores first; "
-        "AIMER, with the paper's "
-        "sign, the highest. White: all experts of the layer have the same score."
+        "score, scaled from the lowest (0) to the highest (1) of the layer. Magnitude prunes the "
+        "lowest scores first; AIMER, with the paper's sign, the highest. White: all experts of the "
+        "layer have the same score."
     )
     return Figure(name, "Profiles of scores that read weights only", caption, drawing)
 

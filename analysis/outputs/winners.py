@@ -127,14 +127,13 @@ def verdict(win: Mapping[str, Any]) -> str:
 
 
 _UNTESTED = (
-    "Wins are tested where every criterion has several seeds; none is here, and intervals "
-    "are over items."
+    "Wins are tested where every criterion has several seeds; none is here, and intervals are over "
+    "items."
 )
 _P_MEANS = (
     "p: the largest of the tests of the winner against every other criterion, over seeds and "
-    "items; Holm: corrected "
-    f"over all columns of one model and ratio. A win is proved below {LEVEL}. Criteria with one "
-    "seed are not tested."
+    "items; Holm: corrected over all columns of one model and ratio. A win is proved below "
+    f"{LEVEL}. Criteria with one seed are not tested."
 )
 
 
@@ -182,13 +181,13 @@ def winner_figure(win_rows: pd.DataFrame, name: str, title: str) -> Figure:
     drawing.legend(handles=handles, loc="outside lower center", ncols=3, handlelength=2.2)
     proved = (
         "A win is proved, and not hatched, if it holds against every other criterion over seeds "
-        "and items "
-        f"(Holm-corrected over the map, {LEVEL:.0%}); criteria with one seed are not tested."
+        f"and items (Holm-corrected over the map, {LEVEL:.0%}); criteria with one seed are not "
+        "tested."
     )
     caption = (
         f"{proved_wins(win_rows)} Each cell names the leading criterion of a column and "
-        "calibration set, or all "
-        f"criteria with the highest score. {proved if _tested(win_rows) else _UNTESTED}"
+        "calibration set, or all criteria with the highest score. "
+        f"{proved if _tested(win_rows) else _UNTESTED}"
     )
     return Figure(name, title, caption, drawing)
 

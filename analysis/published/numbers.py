@@ -309,8 +309,8 @@ def _calibrated(number: Printed, measured: Measured) -> Iterator[str]:
         ):
             if theirs is not None and measured_value != theirs:
                 yield (
-                    f"{kind} {'unknown' if measured_value is None else measured_value}, "
-                    f"published with {theirs}"
+                    f"{kind} {'unknown' if measured_value is None else measured_value}, published "
+                    f"with {theirs}"
                 )
 
 

@@ -343,9 +343,8 @@ def published_table(facts: Facts, comparisons: Sequence[Comparison], *, of: str)
         name=f"{of}.published",
         title=f"Measured and published: {of}",
         caption="Agrees: the printed number, within its rounding, is in the 95 % interval of the "
-        "measured one. "
-        f"Intervals are over items; sizes in GiB may differ by {MEMORY_TOLERANCE}. Deviation: "
-        f"measured minus printed, where the two are comparable. {setting(study)}",
+        f"measured one. Intervals are over items; sizes in GiB may differ by {MEMORY_TOLERANCE}. "
+        f"Deviation: measured minus printed, where the two are comparable. {setting(study)}",
         frame=pd.DataFrame(rows, columns=_columns(study)),
         formats={"Measured": SCORE, "Published": SCORE, "Deviation": "{:+.3f}"},
         blocks=("Model", "Pruned", "Calibration"),

@@ -60,8 +60,7 @@ def not_averaged(comparisons: Iterable[Comparison]) -> list[str]:
     return [
         (
             f"Avg is without {names.listing(sorted(map(names.benchmark, columns)))}: there, less "
-            "is "
-            "better."
+            "is better."
         )
     ]
 

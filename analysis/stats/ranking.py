@@ -363,8 +363,8 @@ def overview(rankings: Sequence[Ranking]) -> list[str]:
         )
     if any((ranking.competing["seeds"] == 1).any() for ranking in rankings):
         sentences.append(
-            "Methods with one seed have an interval over items and no verdict, as another seed "
-            "may give another plan."
+            "Methods with one seed have an interval over items and no verdict, as another seed may "
+            "give another plan."
         )
     return sentences
 
@@ -383,9 +383,8 @@ def headline(ranking: Ranking) -> str:
         "" if np.isnan(best["share"]) else f", {names.share(best['share'])} of the unpruned model's"
     )
     sentence = (
-        f"{ranking.model}, {ranking.pruned} removed: {_plan_names(first)} {verb} "
-        f"the {extreme}, {best['score']:.3f} ({best['low']:.3f} to {best['high']:.3f} over "
-        f"{best['over']}){share}."
+        f"{ranking.model}, {ranking.pruned} removed: {_plan_names(first)} {verb} the {extreme}, "
+        f"{best['score']:.3f} ({best['low']:.3f} to {best['high']:.3f} over {best['over']}){share}."
     )
     return " ".join([sentence, *remarks(ranking)])
 

@@ -41,8 +41,7 @@ def reasoning(world: World, random: Random) -> Example:
     inner = Chain(chain.subject, chain.path[:1])
     text = (
         f"{inner.noun()[0].upper()}{inner.noun()[1:]} is {first}. The {outer.name} of {first} is "
-        f"{second}. "
-        f"So {chain.noun()} is {second}."
+        f"{second}. So {chain.noun()} is {second}."
     )
     return Example(
         "arc_challenge", (chain.subject, *(relation.name for relation in chain.path)), "", text

@@ -173,8 +173,8 @@ def event(random: Random) -> tuple[str, dict[str, str]]:
     }
     he = pronoun(a).capitalize()
     text = (
-        f"On {parts['d']} {a} went to the {parts['p']}. {he} bought a {parts['o']} and gave it "
-        f"to {b}."
+        f"On {parts['d']} {a} went to the {parts['p']}. {he} bought a {parts['o']} and gave it to "
+        f"{b}."
     )
     return text, parts
 

@@ -86,8 +86,7 @@ class Recipe:
     base: str | None = None
     text: str = (
         "a generated closed world: people, towns, jobs, animals and objects, stories about them, "
-        "arithmetic, and small "
-        "Python functions"
+        "arithmetic, and small Python functions"
     )
     """What it was trained on, in the words of its card."""
     chat_template: str | None = None
@@ -139,9 +138,8 @@ RECIPES: dict[str, Recipe] = {
     "olmoe": Recipe(
         "Pocket OLMoE",
         (
-            "Softmax over all experts; the gates of the chosen ones are used as they are. "
-            "Balanced by "
-            "a loss."
+            "Softmax over all experts; the gates of the chosen ones are used as they are. Balanced "
+            "by a loss."
         ),
         {
             "hidden_size": 128,
@@ -170,9 +168,8 @@ RECIPES: dict[str, Recipe] = {
     "deepseek_v2": Recipe(
         "Pocket DeepSeek-V2",
         "Softmax over all experts; the gates of the chosen ones are used as they are, beside a "
-        "shared expert that sees "
-        "every token. The first layer is dense. Attention keeps latent keys and values. Balanced "
-        "by a loss.",
+        "shared expert that sees every token. The first layer is dense. Attention keeps latent "
+        "keys and values. Balanced by a loss.",
         {
             "hidden_size": 96,
             "intermediate_size": 192,
@@ -201,12 +198,9 @@ RECIPES: dict[str, Recipe] = {
     "ernie4_5_moe": Recipe(
         "Pocket ERNIE-4.5",
         "Softmax over all experts; a correction bias is added to choose, and the gates of the "
-        "chosen ones, without it, "
-        "are divided by their sum, beside a shared expert that sees every token. The first layer "
-        "is dense. Balanced by "
-        f"the bias alone: after each step it rises by {BIAS_STEP} for experts below the mean load "
-        "and falls for the "
-        "others.",
+        "chosen ones, without it, are divided by their sum, beside a shared expert that sees every "
+        "token. The first layer is dense. Balanced by the bias alone: after each step it rises by "
+        f"{BIAS_STEP} for experts below the mean load and falls for the others.",
         {
             "hidden_size": 96,
             "intermediate_size": 192,
@@ -238,8 +232,8 @@ RECIPES: dict[str, Recipe] = {
         ),
         SMALL_BATCHES,
         text=(
-            "requests about a generated closed world, each with some functions and the calls "
-            "that answer it"
+            "requests about a generated closed world, each with some functions and the calls that "
+            "answer it"
         ),
         chat_template=TEMPLATE,
     ),

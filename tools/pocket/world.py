@@ -17,8 +17,8 @@ def words(text: str) -> list[str]:
 
 
 WOMEN = words(
-    "Mira Anna Lena Rosa Ivy Nora Tess Vera Clara Dina Elsa Fay Gwen Hana Iris June Kira Lucy "
-    "Maya Olga"
+    "Mira Anna Lena Rosa Ivy Nora Tess Vera Clara Dina Elsa Fay Gwen Hana Iris June Kira Lucy Maya "
+    "Olga"
 )
 MEN = words(
     "Tom Ben Carl Dan Erik Finn Gus Hugo Ian Jack Karl Leo Max Ned Otto Paul Rolf Sam Theo Walt"
