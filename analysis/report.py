@@ -89,7 +89,7 @@ class Publisher:
                 made[name] += [item] if files else []
                 written += files
             if len(names) > 1:  # not only the gaps
-                progress.tell(len(made), len(names), "tables and figures")
+                progress.update(len(made), len(names), "tables and figures")
         return made, written
 
     def log_failures(self) -> None:

@@ -1,5 +1,5 @@
-"""Write JSON files atomically, read them with a check of their shape, and record results in them
-one by one.
+"""Write JSON files atomically, read them with a check of their shape, and cache results of batches
+in them.
 
 The documents of a store are sealed: the sha256 of their text is their last key, so that a changed
 byte is noticed by whoever reads them.
@@ -141,11 +141,12 @@ def fits(document: Any, shape: Any) -> bool:
     return isinstance(document, shape) and (shape is bool or not isinstance(document, bool))
 
 
-class Record:
+class ResultCache:
     """Results of batches, each appended to a file as soon as it is computed.
 
-    A killed process repeats the batch that it was in. The batches do not depend on what is
-    recorded, so that results have the same bits whether a process was killed or not.
+    A process that resumes after it was killed reads them, and computes only the other batches. The
+    batches do not depend on the content of the file, so that results have the same bits whether a
+    process was killed or not.
     """
 
     def __init__(self, file: Path | None = None) -> None:
@@ -162,7 +163,7 @@ class Record:
                     self._results[key] = result
 
     def result(self, batch: Any, compute: Callable[[], list[Any]]) -> list[Any]:
-        """The result of `compute` for a batch, or that of an earlier process. Both are JSON."""
+        """The result of a batch, from the file or else from `compute`. Both are JSON."""
         key = sha256(json.dumps(batch).encode()).hexdigest()
         if key not in self._results:
             self._results[key] = compute()

@@ -18,8 +18,8 @@ _latest = (0.0, 0.0, "")
 _last_write = 0.0
 
 
-def tell(done: float, total: float, unit: str) -> None:
-    """Note that `done` of `total` units of the work are done."""
+def update(done: float, total: float, unit: str) -> None:
+    """Set the progress of this process to `done` of `total` units."""
     global _latest, _last_write
     _latest = (done, total, unit)
     if FILE in os.environ and time.monotonic() - _last_write >= EVERY:
@@ -31,13 +31,14 @@ def tell(done: float, total: float, unit: str) -> None:
 
 
 def add(units: float) -> None:
-    """Note that so many more units are done than at the last call."""
+    """Add `units` to the units that are done."""
     done, total, unit = _latest
-    tell(done + units, total, unit)
+    update(done + units, total, unit)
 
 
 def read(file: Path) -> tuple[float, str]:
-    """The share that is done, and a text with the numbers; 0 and "" without a progress file."""
+    """The share of the work that is done, and a text such as "3 of 40 batches"; 0 and "" without a
+    progress file."""
     with suppress(OSError, Damaged, ZeroDivisionError):
         done, total, unit = read_json(file, [Number | str])
         return min(1.0, done / total), f"{done:g} of {total:g} {unit}"

@@ -40,7 +40,7 @@ from moe_lab.evaluation.items import (
     may_think,
     special_marks,
 )
-from moe_lab.json_files import Record
+from moe_lab.json_files import ResultCache
 
 PARTS = 16
 """Batches of likelihoods that are computed in one call, so that requests with a common prefix share
@@ -48,7 +48,7 @@ a batch."""
 USUAL_LENGTH = 2048
 """Tokens of a window of a document, where neither the benchmark nor the model sets it."""
 COMPUTED = "computed.jsonl"
-"""File of a record, among the files from which a step resumes."""
+"""File of the `ResultCache` of a step, in its folder of partial results."""
 _EXCERPT = 40
 
 _T = TypeVar("_T")
@@ -73,7 +73,10 @@ class _Query:
 
 
 def collect_answers(
-    engine: Engine, items: Sequence[Item], benchmark: BenchmarkConfig, record: Record | None = None
+    engine: Engine,
+    items: Sequence[Item],
+    benchmark: BenchmarkConfig,
+    cache: ResultCache | None = None,
 ) -> list[Answer]:
     """An answer to every item, in order; in batches of `benchmark.batch_size`.
 
@@ -81,19 +84,19 @@ def collect_answers(
     room, and for a text to be scored that is too long or has no token. FloatingPointError for a
     likelihood that is no finite number.
     """
-    record = record or Record()
+    cache = cache or ResultCache()
     encoder = _Encoder(engine, benchmark)
     queries = [encoder.query(request) for item in items for request in item.requests]
     encoder.check_pairs(queries)
     prompts = encoder.prompts(queries)
-    texts = _generate(engine, prompts, queries, benchmark, record)
+    texts = _generate(engine, prompts, queries, benchmark, cache)
     likelihoods: dict[Row, Likelihood] = {}
     for number, prompt in prompts.items():
         likelihood = texts[number].likelihood
         if prompt.answer and likelihood:
             likelihoods[prompt.answer] = likelihood
     rows = {row for query in queries for row in query.rows if row not in likelihoods}
-    likelihoods |= _score(engine, rows, benchmark.batch_size, record)
+    likelihoods |= _score(engine, rows, benchmark.batch_size, cache)
     answers = []
     start = 0
     for item in items:
@@ -306,7 +309,7 @@ def _generate(
     prompts: Mapping[int, Prompt],
     queries: Sequence[_Query],
     benchmark: BenchmarkConfig,
-    record: Record,
+    cache: ResultCache,
 ) -> dict[int, GeneratedText]:
     """Number of a request -> its text. Equal prompts are written once; the longest come first."""
     # Stop texts in a thought do not end it, so texts of models that may think are cut at the end.
@@ -327,16 +330,16 @@ def _generate(
             of_group, key=lambda prompt: (-len(prompt.tokens), prompt.tokens, prompt.text)
         )
         for batch in _parts(order, generation.batch_size * engine.batches):
-            progress.tell(len(texts), len(prompts), "requests")
+            progress.update(len(texts), len(prompts), "requests")
             for prompt, text in zip(
-                batch, _generated(engine, batch, generation, record), strict=True
+                batch, _generated(engine, batch, generation, cache), strict=True
             ):
                 texts |= dict.fromkeys(of_group[prompt], text)
     return texts
 
 
 def _generated(
-    engine: Engine, batch: Sequence[Prompt], generation: GenerationSettings, record: Record
+    engine: Engine, batch: Sequence[Prompt], generation: GenerationSettings, cache: ResultCache
 ) -> list[GeneratedText]:
     def compute() -> list[Any]:
         texts = engine.generate(batch, generation)
@@ -348,7 +351,7 @@ def _generated(
         [prompt.tokens, prompt.answer and [prompt.answer.start, prompt.answer.tokens]]
         for prompt in batch
     ]
-    results = record.result(
+    results = cache.result(
         [generation.max_tokens, generation.stop, generation.marks, rows], compute
     )
     return [
@@ -358,14 +361,14 @@ def _generated(
 
 
 def _score(
-    engine: Engine, rows: Set[Row], batch_size: int, record: Record
+    engine: Engine, rows: Set[Row], batch_size: int, cache: ResultCache
 ) -> dict[Row, Likelihood]:
     """The likelihood of each row."""
     likelihoods: dict[Row, Likelihood] = {}
     for part in _parts(_by_question(rows), batch_size * PARTS):
-        progress.tell(len(likelihoods), len(rows), "requests")
+        progress.update(len(likelihoods), len(rows), "requests")
         key = ["likelihoods", batch_size, [[row.start, *row.tokens] for row in part]]
-        results = record.result(key, partial(_finite_scores, engine, part, batch_size))
+        results = cache.result(key, partial(_finite_scores, engine, part, batch_size))
         likelihoods |= {
             row: (total, likeliest) for row, (total, likeliest) in zip(part, results, strict=True)
         }

@@ -13,7 +13,7 @@ from moe_lab.evaluation.answers import collect_answers
 from moe_lab.evaluation.engines import Engine
 from moe_lab.evaluation.harness import check_count, harness_of
 from moe_lab.evaluation.items import Answer, replace_surrogates
-from moe_lab.json_files import Record, write_text
+from moe_lab.json_files import ResultCache, write_text
 from moe_lab.machine import installed
 from moe_lab.results import SCHEMA, Result, ResultFile, Sample
 
@@ -26,18 +26,18 @@ def evaluate(
     out: Path,
     *,
     policy: Policy,
-    record: Record | None = None,
+    cache: ResultCache | None = None,
 ) -> list[Result]:
     """Run the benchmark on a model and write out/result.json and out/samples.parquet.
 
     Raises UserError as `Harness.check`. If an item fails, the benchmark fails.
     """
     harness_of(benchmark).check(benchmark, policy)
-    return _grade(answer(engine, benchmark, record), benchmark, out, policy)
+    return _grade(answer(engine, benchmark, cache), benchmark, out, policy)
 
 
 def answer(
-    engine: Engine, benchmark: BenchmarkConfig, record: Record | None = None
+    engine: Engine, benchmark: BenchmarkConfig, cache: ResultCache | None = None
 ) -> list[Answer]:
     """The answers to all items of the benchmark."""
     harness = harness_of(benchmark)
@@ -46,7 +46,7 @@ def answer(
         check_count(benchmark, len(items))
     if len({item.name for item in items}) < len(items):
         raise RuntimeError(f"benchmark {benchmark.name} has two items of one name")
-    return collect_answers(engine, items, benchmark, record)
+    return collect_answers(engine, items, benchmark, cache)
 
 
 def grade(

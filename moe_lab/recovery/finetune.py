@@ -187,7 +187,7 @@ def train(
         torch.nn.utils.clip_grad_norm_(parameters.values(), CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        progress.tell(step + 1, steps, "steps")
+        progress.update(step + 1, steps, "steps")
         if (step + 1) % SAVE_EVERY == 0 and step + 1 < steps:
             trained_so_far = {name: parameter.detach() for name, parameter in parameters.items()}
             saved = {"about": identity, "losses": losses, "parameters": trained_so_far}

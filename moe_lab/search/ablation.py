@@ -65,7 +65,7 @@ def loss_rises(
         sums[index] = {kind: sums[index][kind] + rise if index in sums else rise}
         check_finite({index: sums[index]}, "the changed loss")
         save_checkpoint(out, sums, metadata, step + 1)
-        progress.tell(step + 1, len(rows) * len(layers), "layers")
+        progress.update(step + 1, len(rows) * len(layers), "layers")
     means = {index: {kind: named[kind] / predicted} for index, named in sums.items()}
     return Statistics(means, {**metadata, "predicted": predicted})
 

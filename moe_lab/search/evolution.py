@@ -187,7 +187,7 @@ def evolve(space: Space, settings: SearchSettings, evaluate: Judge) -> Outcome:
             )
             unlisted.discard(schedule)
         generation += 1
-        progress.tell(generation, settings.generations, "generations")
+        progress.update(generation, settings.generations, "generations")
     made = len(history)
     evaluated = len(known)
     counts = {

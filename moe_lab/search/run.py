@@ -16,7 +16,7 @@ import pyarrow.parquet as parquet
 from moe_lab.allocation.protection import provenance
 from moe_lab.calibration.batches import answer_batches
 from moe_lab.config import CalibrationConfig
-from moe_lab.json_files import Record
+from moe_lab.json_files import ResultCache
 from moe_lab.models.config_json import eos_tokens
 from moe_lab.search.candidates import Candidates, Cost, Plans
 from moe_lab.search.evolution import Outcome, SearchSettings, evolve, parse, space_to_search
@@ -24,7 +24,7 @@ from moe_lab.search.schedules import Space
 from moe_lab.search.speculative_decoding import DraftingCandidates
 
 ANSWERS = "answers.jsonl"
-"""File of a record in the folder of partial results."""
+"""File of the `ResultCache` of a search, in its folder of partial results."""
 SCHEMA = 1
 """Schema of search.json."""
 
@@ -65,11 +65,11 @@ def search(
     else:
         judge = Candidates(model, plans, rows, chosen)
     start = time.perf_counter()
-    record = Record(partial / ANSWERS)
+    cache = ResultCache(partial / ANSWERS)
     outcome = evolve(
         space,
         chosen,
-        lambda schedules: record.result(schedules, lambda: list(judge.evaluate(schedules))),
+        lambda schedules: cache.result(schedules, lambda: list(judge.evaluate(schedules))),
     )
     result = {"fitness": outcome.fitness, "search": text.name, "seed": seed}
     origin = {

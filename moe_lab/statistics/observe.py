@@ -230,7 +230,7 @@ def gather(
     with Saves(out) as saves, Observer(model, hook, layers) as observer:
         for number, (ids, valid) in enumerate(batches[done:], done + 1):
             observer.read(ids, valid, reading)
-            progress.tell(number, len(batches), "batches")
+            progress.update(number, len(batches), "batches")
             if number == len(batches) or saves.due():
                 with saves.timed():
                     layers = observer.layers()

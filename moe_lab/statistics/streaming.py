@@ -224,7 +224,7 @@ class LayerPass:
         self.sums |= sums
         self.done += 1
         self.states.keep(keys)
-        progress.tell(self.done, self.total, "layers")
+        progress.update(self.done, self.total, "layers")
         self.save_if_due()
 
     def result(self) -> Statistics:

@@ -18,7 +18,7 @@ from jinja2 import Environment
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import Policy, run
-from moe_lab.evaluation.answers import Record, collect_answers
+from moe_lab.evaluation.answers import ResultCache, collect_answers
 from moe_lab.evaluation.engines import Engine, GeneratedText, GenerationSettings, Prompt
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.engines.vllm import VllmModel
@@ -50,7 +50,7 @@ def ask(
     *,
     stop: tuple[str, ...] = (),
     references: Sequence[str | None] = (),
-    record: Record | None = None,
+    cache: ResultCache | None = None,
     skip_long: bool = False,
     **settings: Any,
 ) -> list[Reply]:
@@ -61,7 +61,7 @@ def ask(
         for number, (prompt, reference) in enumerate(zip(prompts, references, strict=True))
     ]
     answers = collect_answers(
-        engine, items, BenchmarkConfig("b", "lm_eval", "none", **settings), record
+        engine, items, BenchmarkConfig("b", "lm_eval", "none", **settings), cache
     )
     return [answer.reply for answer in answers]
 

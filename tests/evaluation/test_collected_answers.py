@@ -24,7 +24,7 @@ from transformers import AddedToken
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import Policy, answers, run
-from moe_lab.evaluation.answers import Record, collect_answers, render
+from moe_lab.evaluation.answers import ResultCache, collect_answers, render
 from moe_lab.evaluation.engines import (
     Engine,
     GeneratedText,
@@ -108,7 +108,7 @@ def test_killed_evaluations_resume_with_the_same_batches(
     for max_tokens in [*kills, 1000]:
         engine = Sums(max_tokens)
         with suppress(Killed):
-            found = collect_answers(engine, asked, BENCHMARK, Record(file))
+            found = collect_answers(engine, asked, BENCHMARK, ResultCache(file))
         done += engine.batches_done
         if torn and file.exists():
             with file.open("a") as lines:
@@ -120,7 +120,7 @@ def test_killed_evaluations_resume_with_the_same_batches(
 
 def test_what_was_recorded_for_another_question_is_not_taken(tmp_path: Path) -> None:
     engine = Sums()
-    record = Record(tmp_path / "computed.jsonl")
+    cache = ResultCache(tmp_path / "computed.jsonl")
     for prompt, max_tokens, settings in (
         ("a", 1, {}),
         ("a", 2, {}),
@@ -128,12 +128,12 @@ def test_what_was_recorded_for_another_question_is_not_taken(tmp_path: Path) -> 
         ("b", 1, {}),
         ("a", 1, {}),
     ):
-        write(engine, [prompt], max_tokens, record=record, **settings)
+        write(engine, [prompt], max_tokens, cache=cache, **settings)
     assert len(engine.batches_done) == 4
-    write(engine, ["a"], 1, record=Record(file := tmp_path / "computed.jsonl"))
+    write(engine, ["a"], 1, cache=ResultCache(file := tmp_path / "computed.jsonl"))
     assert len(engine.batches_done) == 4
     file.write_text(file.read_text().replace('"end"', '"enD"'))
-    write(engine, ["a"], 1, record=Record(file))
+    write(engine, ["a"], 1, cache=ResultCache(file))
     assert len(engine.batches_done) == 5, "its record was changed on the disk"
 
 
@@ -143,8 +143,10 @@ def test_a_likelihood_that_is_no_number_fails_and_is_computed_again(
 ) -> None:
     asked = [Item("1", (Pair("a", " b"),))]
     with pytest.raises(FloatingPointError, match=str(value)):
-        collect_answers(Sums(value=value), asked, BENCHMARK, Record(tmp_path / "computed.jsonl"))
-    (answer,) = collect_answers(Sums(), asked, BENCHMARK, Record(tmp_path / "computed.jsonl"))
+        collect_answers(
+            Sums(value=value), asked, BENCHMARK, ResultCache(tmp_path / "computed.jsonl")
+        )
+    (answer,) = collect_answers(Sums(), asked, BENCHMARK, ResultCache(tmp_path / "computed.jsonl"))
     assert math.isfinite(answer.reply.nats)
 
 

@@ -634,9 +634,9 @@ def test_a_process_tells_how_far_it_is_in_a_file(
     monkeypatch.setenv(progress.FILE, str(file))
     monkeypatch.setattr(progress, "EVERY", 0.0)
     assert progress.read(file) == (0, "")
-    progress.tell(3, 40, "batches")
+    progress.update(3, 40, "batches")
     progress.add(2)
     assert progress.read(file) == (0.125, "5 of 40 batches")
     monkeypatch.setattr(progress, "EVERY", 1e9)
-    progress.tell(40, 40, "batches")
+    progress.update(40, 40, "batches")
     assert progress.read(file)[0] == 0.125, "written rarely"

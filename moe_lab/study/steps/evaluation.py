@@ -20,7 +20,7 @@ from moe_lab.errors import Unavailable
 from moe_lab.evaluation import LIMITED, NAMESPACES, Policy, engines
 from moe_lab.evaluation.harness import IdentifiedBenchmark, Questions, harness_of
 from moe_lab.evaluation.items import Document, Item, Text, read_answers, write_answers
-from moe_lab.json_files import Record, write_json
+from moe_lab.json_files import ResultCache, write_json
 from moe_lab.results import CONTAMINATION
 from moe_lab.study.resources import (
     PROGRAMS,
@@ -187,11 +187,11 @@ class BenchmarkRun(Step):
             with self.pruned.open(files) as (network, tokenizer):
                 yield LoadedModel(network, tokenizer, self.pruned.model.template_arguments)
 
-    def record(self, files: Files) -> Record:
+    def cache(self, files: Files) -> ResultCache:
         """What the model has computed so far."""
         from moe_lab.evaluation.answers import COMPUTED
 
-        return Record(files.partial / COMPUTED)
+        return ResultCache(files.partial / COMPUTED)
 
     def weights(self, files: Files) -> Path:
         """The files that a server or an engine reads: the export, or the original."""
@@ -227,7 +227,7 @@ class Evaluate(BenchmarkRun):
                 self.benchmark,
                 files.out,
                 policy=self.grading.policy,
-                record=self.record(files),
+                cache=self.cache(files),
             )
         self.show(json.loads((files.out / "result.json").read_text())["protocol"]["prompt"])
 
@@ -247,7 +247,7 @@ class Generate(BenchmarkRun):
 
         _check_data(self.benchmark, self.settings["questions"])
         with self.engine(files) as engine:
-            answers = run.answer(engine, self.benchmark, self.record(files))
+            answers = run.answer(engine, self.benchmark, self.cache(files))
         write_answers(answers, files.out / run.ANSWERS)
         self.show(answers[0].prompt)
 
