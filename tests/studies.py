@@ -20,7 +20,7 @@ from moe_lab import compose as composition
 from moe_lab.config import Config
 from moe_lab.grid import Request
 from moe_lab.packs import Packs
-from moe_lab.study import __main__ as study_command
+from moe_lab.study import __main__ as study_main
 from moe_lab.study.run import run
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
@@ -31,46 +31,52 @@ WHEN_AND_WHERE = {"step.json"}
 ANNOUNCED = re.compile(r"\d\d:\d\d:\d\d (\w+/\S+)")
 
 
-def command(store: Path, *words: str) -> list[str]:
-    """What a user types; `words` are options and settings."""
-    options = [word for word in words if word.startswith("-")]
-    settings = [word for word in words if not word.startswith("-")]
+def command(store: Path, *arguments: str) -> list[str]:
+    """The command line of a study; `arguments` are options and settings."""
+    options = [argument for argument in arguments if argument.startswith("-")]
+    settings = [argument for argument in arguments if not argument.startswith("-")]
     return [sys.executable, "-m", "moe_lab", *options, *FEW, *settings, f"store={store}"]
 
 
 def moe_lab(
-    store: Path, *words: str, environment: Mapping[str, str] | None = None
+    store: Path, *arguments: str, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run it to its end."""
+    """Run the command line of a study to its end."""
     store.parent.mkdir(exist_ok=True)
-    done = command(store, *words)
-    return subprocess.run(done, capture_output=True, text=True, cwd=store.parent, env=environment)
+    return subprocess.run(
+        command(store, *arguments),
+        capture_output=True,
+        text=True,
+        cwd=store.parent,
+        env=environment,
+    )
 
 
-def on_boolq(store: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def on_boolq(store: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a study of one benchmark, unless it names others, in a Python that has imported what
     takes long."""
-    _, _, *started = command(store, "suite.benchmarks=[pocket_boolq]", *words)
-    return preloaded.run(store.parent, *started)
+    _, _, *module_and_arguments = command(store, "suite.benchmarks=[pocket_boolq]", *arguments)
+    return preloaded.run(store.parent, *module_and_arguments)
 
 
-def told(store: Path, *words: str) -> str:
-    """What `python -m moe_lab.study` answers."""
-    done = [sys.executable, "-m", "moe_lab.study", *words, f"store={store}"]
-    answer = subprocess.run(done, capture_output=True, text=True)
-    assert answer.returncode == 0, answer.stderr
-    return answer.stdout
+def study_output(store: Path, *arguments: str) -> str:
+    """The output of a command of `python -m moe_lab.study`, which must succeed."""
+    command_line = [sys.executable, "-m", "moe_lab.study", *arguments, f"store={store}"]
+    result = subprocess.run(command_line, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 def results(store: Path) -> dict[str, bytes]:
-    """All files of all steps, by path, but for what says when and where they were made."""
+    """Path -> content of all files of all steps, except those that say when and where the steps
+    were computed."""
     folders = [
         path.parent
         for path in sorted(store.glob("*/[!.]*/step.json"))
         if path.parts[-3] != "damaged"
     ]
     files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
-    found = {
+    contents = {
         str(path.relative_to(store)): path.read_bytes()
         for path in files
         if path.name not in WHEN_AND_WHERE
@@ -78,23 +84,23 @@ def results(store: Path) -> dict[str, bytes]:
     packs = Packs(store / "packs")
     packs.refresh()
     for start, name in packs.steps().items():
-        found |= {
+        contents |= {
             f"{name}/{file}": packs.read(start, file)
             for file in {*packs.files(start)} - WHEN_AND_WHERE
         }
-    return found
+    return contents
 
 
-def ran(store: Path) -> Counter[str]:
-    """Which steps workers were given, and how often."""
+def executed_steps(store: Path) -> Counter[str]:
+    """Folder of each step that a worker was given -> how often."""
     lines = [
         line for log in (store / "logs").glob("*.log") for line in log.read_text().splitlines()
     ]
-    return Counter(found[1] for line in lines if (found := ANNOUNCED.fullmatch(line)))
+    return Counter(match[1] for line in lines if (match := ANNOUNCED.fullmatch(line)))
 
 
 def jobs(printed: str) -> dict[str, str]:
-    """Kind -> id of the array, as a submission prints them."""
+    """Kind of jobs -> id of their array, as a submission prints them."""
     return {
         line.split()[1].rstrip(":"): line.split()[0]
         for line in printed.splitlines()
@@ -111,15 +117,15 @@ SMALL = [
     "report=false",
 ]
 STUDY = "study"
-Asked = tuple[Config, list[Request]]
+StudyRequest = tuple[Config, list[Request]]
 """Settings and cells of a study."""
 
 
 class Worker:
-    """Does steps in no time: every one leaves two small files. `harm` is called first."""
+    """Does steps in no time: every one leaves two small files. `hook` is called first."""
 
-    harm: Callable[[Step, Path], None] | None = None
-    did: ClassVar[list[str]] = []
+    hook: Callable[[Step, Path], None] | None = None
+    executed: ClassVar[list[str]] = []
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -129,29 +135,30 @@ class Worker:
 
     def __exit__(self, *_: object) -> None: ...
     def __call__(self, step: Step, scratch: Path) -> None:
-        self.did.append(step.folder)
-        if Worker.harm:
-            Worker.harm(step, scratch)
+        self.executed.append(step.folder)
+        if Worker.hook:
+            Worker.hook(step, scratch)
         (scratch / "result.json").write_text('{"score": 0.5, "of": ["a", 1]}')
         (scratch / "provenance.json").write_text('{"seconds": 1.5}')
 
 
-def asked(*words: str) -> Asked:
-    """What a command line asks for."""
+def study_request(*settings: str) -> StudyRequest:
+    """The study that a command line describes."""
     with composition.started():
-        return composition.compose([*SMALL, *words])
+        return composition.compose([*SMALL, *settings])
 
 
-def start(store: Path | str, of: Asked, **changes: Any) -> int:
+def start(store: Path | str, study: StudyRequest, **changes: Any) -> int:
     """Start a study in a store; the exit code."""
-    return run(replace(of[0], store=str(store), **changes), of[1]).code
+    config, requests = study
+    return run(replace(config, store=str(store), **changes), requests).code
 
 
-def ask(store: object, *words: str) -> int:
+def study_command(store: object, *arguments: str) -> int:
     """Run `python -m moe_lab.study` in this process on a store; the exit code."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["study", *words, f"store={store}"])
-        return study_command.main()
+        patch.setattr(sys, "argv", ["study", *arguments, f"store={store}"])
+        return study_main.main()
 
 
 BEGINNING = f"""
@@ -163,8 +170,12 @@ from moe_lab.study.store import Store
 """
 
 
-def killed(script: str, **environment: str) -> None:
-    """Run a script in a process of its own, by which it is killed."""
-    words = [sys.executable, "-c", BEGINNING + textwrap.dedent(script)]
-    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, **environment})
-    assert done.returncode == -signal.SIGKILL, done.stderr
+def run_until_killed(script: str, **environment: str) -> None:
+    """Run a script that kills its own process."""
+    result = subprocess.run(
+        [sys.executable, "-c", BEGINNING + textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    assert result.returncode == -signal.SIGKILL, result.stderr

@@ -12,7 +12,7 @@ from unittest.mock import MagicMock
 
 import pandas
 import pytest
-from studies import Worker, asked, start
+from studies import Worker, start, study_request
 
 from moe_lab.config import Config, TrackerConfig
 from moe_lab.errors import UserError
@@ -186,7 +186,10 @@ def test_a_finished_study_is_logged_too(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(tracker, "log", log)
     for _ in range(2):
         assert (
-            start(tmp_path / "store", asked("criterion=aimer", "ratio=0.5", "tracker=wandb")) == 0
+            start(
+                tmp_path / "store", study_request("criterion=aimer", "ratio=0.5", "tracker=wandb")
+            )
+            == 0
         )
     assert [len(call.args[2]["cells"]) for call in log.call_args_list] == [2, 2]
 

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 from cluster import Cluster, instant_environment, running, why_not
 from processes import OWN_LOCKS, WITHOUT_LOCKS, locks, until
-from studies import command, ran, results
+from studies import command, executed_steps, results
 
 from moe_lab.results import read_record
 from moe_lab.study.store import Store
@@ -211,7 +211,7 @@ class Study:
         notes = self.place / "instant" / "begun"
         if notes.exists():
             return Counter(line.split()[0] for line in notes.read_text().splitlines())
-        return ran(self.store)
+        return executed_steps(self.store)
 
     def running(self) -> list[psutil.Process]:
         """Python processes that were started for it, the command and its jobs included."""

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from cluster import instant_environment
 from processes import until
-from studies import command, told
+from studies import command, study_output
 
 pytestmark = [pytest.mark.slow, pytest.mark.root, pytest.mark.timeout(600)]
 PROGRAMS = {
@@ -160,7 +160,7 @@ def test_equal_commands_on_two_mounts_do_each_step_once(
     begun = [line.split()[0] for line in (tmp_path / "begun").read_text().splitlines()]
     assert begun and len(set(begun)) == len(begun)
     for mount in mounts:
-        assert "damaged" not in told(mount / "store", "verify", "study")
+        assert "damaged" not in study_output(mount / "store", "verify", "study")
 
 
 def test_a_node_goes_on_when_another_is_killed(mounts: list[Path], tmp_path: Path) -> None:
@@ -176,4 +176,4 @@ def test_a_node_goes_on_when_another_is_killed(mounts: list[Path], tmp_path: Pat
     assert exit_code(start(mounts[0], tmp_path, "node-a")) == 0
     assert begun.read_text() == steps
     for mount in mounts:
-        assert "damaged" not in told(mount / "store", "verify", "study")
+        assert "damaged" not in study_output(mount / "store", "verify", "study")

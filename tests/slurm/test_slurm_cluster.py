@@ -15,7 +15,7 @@ from typing import Any
 import preloaded
 import pytest
 from cluster import LONG, STEPS, TWO, Cluster, InstantStudies, until
-from studies import command, jobs, moe_lab, ran, results, told
+from studies import command, executed_steps, jobs, moe_lab, results, study_output
 
 from moe_lab.paths import cache as cache_of
 from moe_lab.results import read_record
@@ -118,7 +118,7 @@ def limited(cluster: Cluster, folder: Path) -> None:
     assert cluster.job(job)["Restarts"] == "1"
     log = "".join(file.read_text() for file in cache_of("jobs").glob(f"*/{job}*_log.*"))
     assert "this job is timed-out" in log and "Job not requeued" in log
-    assert "failed; the same command" in told(instant.store, "why", "limited")
+    assert "failed; the same command" in study_output(instant.store, "why", "limited")
     instant.release()
     instant.wait_for_the_end()
     assert set(instant.submit(*words)) == {"cost", "evaluate", "record"}
@@ -151,10 +151,10 @@ def overlapping(cluster: Cluster, folder: Path) -> None:
         (cell["cell"]["criterion"], cell["cost"] is not None) for cell in cells["broken"]
     )
     assert there == {("none", True): 1, ("random", True): 4, ("magnitude", False): 4}
-    why = told(instant.store, "why", "broken")
+    why = study_output(instant.store, "why", "broken")
     assert "broken on purpose" in why and "needs weights/" in why
-    assert "broken on purpose" in told(instant.store, "why", "weights/")
-    assert "failed" in told(instant.store, "status", "broken")
+    assert "broken on purpose" in study_output(instant.store, "why", "weights/")
+    assert "failed" in study_output(instant.store, "status", "broken")
 
 
 SCENES: dict[str, Callable[[Cluster, Path], Any]] = {
@@ -206,7 +206,7 @@ def test_the_main_experiment_gives_the_numbers_of_one_process(played: Played) ->
     steps = {str(path.parent.relative_to(store)) for path in store.glob("*/*/step.json")}
     counted = Counter(step.partition("/")[0] for step in steps)
     assert counted["evaluate"] == 18 and counted["plan"] == 8 and counted["statistics"] == 1
-    assert ran(store) == Counter(steps), "every step was given to a worker once"
+    assert executed_steps(store) == Counter(steps), "every step was given to a worker once"
     (last,) = [run for run in (store / "runs" / "task_agnostic").iterdir()]
     assert steps == set(json.loads((last / "run.json").read_text())["steps"])
     submitted = Counter(
@@ -232,14 +232,20 @@ def test_parts_of_a_pass_are_jobs_and_give_the_same_plan(
         line.split(": ")[1] for line in done.stdout.splitlines() if " statistics: " in line
     ]
     assert submitted == ["3 jobs, 3 steps", "1 job, 1 step"]
-    passes = {name: times for name, times in ran(store).items() if name.startswith("statistics/")}
+    passes = {
+        name: times
+        for name, times in executed_steps(store).items()
+        if name.startswith("statistics/")
+    }
     assert len(passes) == 4 and set(passes.values()) == {1}
     [mine] = store.glob("plan/*/plan.json")
     label = mine.parent.name.rpartition("-")[0]
     [theirs] = played("inline").glob(f"plan/{label}-????????????/plan.json")
     assert json.loads(mine.read_text())["layers"] == json.loads(theirs.read_text())["layers"]
     again = moe_lab(store, *words, "launcher=inline")  # one process finds what the jobs made
-    assert again.returncode == 0 and ran(store) == Counter({**ran(store), **passes}), again.stderr
+    assert again.returncode == 0 and executed_steps(store) == Counter(
+        {**executed_steps(store), **passes}
+    ), again.stderr
 
 
 def test_a_pass_is_saved_when_its_job_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
@@ -278,7 +284,7 @@ def test_a_job_that_dies_before_python_starts_is_explained(
     done = moe_lab(tmp_path / "store", *DRAWN, "study=dead", setup, *SLURM)
     assert done.returncode == 0, done.stderr
     cluster.wait_for_the_end(tmp_path / "store")
-    why, status = (told(tmp_path / "store", word, "dead") for word in ("why", "status"))
+    why, status = (study_output(tmp_path / "store", word, "dead") for word in ("why", "status"))
     assert all("| no such module" in said for said in (why, status))
     assert "is failed" in why and "jobs that ended without their steps: 6" in status
     assert "record: missing: job" in why

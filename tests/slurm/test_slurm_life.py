@@ -7,7 +7,7 @@ import signal
 
 import pytest
 from cluster import LONG, STEPS, TWO, WORDS, InstantStudies, until
-from studies import told
+from studies import study_output
 
 from moe_lab.results import read_record
 
@@ -33,7 +33,7 @@ def test_the_same_command_survives_what_clusters_do(
     errors = run.communicate(timeout=LONG)[1]
     assert run.returncode == 0, errors
     assert instant.done_once() == STEPS
-    assert told(instant.store, "why", "instant") == "instant: all 7 steps are done\n", (
+    assert study_output(instant.store, "why", "instant") == "instant: all 7 steps are done\n", (
         "nor is a record missing"
     )
 
@@ -54,11 +54,11 @@ def one_job_or_step_is_cancelled(instant: InstantStudies) -> None:
     (job,) = instant.cluster.ask("squeue", "-h", "-n", f"instant.{first}", "-o", "%i").split()
     instant.cluster.ask("scancel", job)
     until(lambda: instant.cluster.job(job)["JobState"] == "CANCELLED", LONG, "it is not cancelled")
-    assert "cancelled; the same command" in told(instant.store, "why", f"{first}/")
+    assert "cancelled; the same command" in study_output(instant.store, "why", f"{first}/")
     assert instant.cluster.ask("squeue", "-h", "-t", "R", "-o", "%j").split() == [
         f"instant.{second}"
     ]
-    assert "cancelled 1 jobs" in told(instant.store, "cancel", f"{second}/")
+    assert "cancelled 1 jobs" in study_output(instant.store, "cancel", f"{second}/")
     errors = run.communicate(timeout=LONG)[1]
     assert run.returncode == 1 and "the same command goes on from here" in errors, errors
 
@@ -72,7 +72,7 @@ def a_worker_is_killed_and_all_is_cancelled(instant: InstantStudies) -> None:
     instant.wait_for("plan", 2)
     assert len({step for step, _ in instant.lines("begun") if step.startswith("plan/")}) == 2
     instant.wait_for("cost", 2)
-    assert "cancelled 4 jobs" in told(instant.store, "cancel", "instant")
+    assert "cancelled 4 jobs" in study_output(instant.store, "cancel", "instant")
     instant.wait_for_the_end()
     instant.release()
 
@@ -89,7 +89,7 @@ def a_job_is_requeued_and_the_controller_restarted(
         impatient = cluster.folder / "impatient.conf"
         impatient.write_text(cluster.configuration.read_text() + "MessageTimeout=2\n")
         patched.setenv("SLURM_CONF", str(impatient))
-        assert "does not answer" in told(instant.store, "status", "instant")
+        assert "does not answer" in study_output(instant.store, "status", "instant")
     cluster.launch("slurmctld", "-D")
     instant.wait_for("cost", times)
 
@@ -106,7 +106,7 @@ def the_node_is_drained_and_lost(instant: InstantStudies, job: str) -> None:
     )
     cluster.ask("scontrol", "update", node, "state=down", "reason=test")
     until(lambda: cluster.job(job)["JobState"] == "PENDING", LONG, "it is not requeued")
-    assert "is PENDING (" in told(instant.store, "why", "instant")
+    assert "is PENDING (" in study_output(instant.store, "why", "instant")
     instant.release()
     cluster.ask("scontrol", "update", node, "state=resume")
 

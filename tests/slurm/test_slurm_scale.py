@@ -203,10 +203,10 @@ def test_slurm_is_not_told_what_the_shell_shows_or_would_override(
     scripts(tmp_path, typed(tmp_path, shell, "criterion=man", "resources.every.sbatch={qos:long}"))
     for name in ("squeue", "sinfo", "scontrol", "sbatch"):
         lines = (tmp_path / "bin" / f"{name}.env").read_text().split("\n")
-        told = dict(line.split("=", 1) for line in lines if "=" in line)
-        assert not set(SHOWN) & set(told), name
-        assert {**FOUND, **(USUAL if name == "sbatch" else {})}.items() <= told.items(), name
-    assert not set(OVERRIDING) & set(told) and told["HF_HUB_OFFLINE"] == "1"
+        variables = dict(line.split("=", 1) for line in lines if "=" in line)
+        assert not set(SHOWN) & set(variables), name
+        assert {**FOUND, **(USUAL if name == "sbatch" else {})}.items() <= variables.items(), name
+    assert not set(OVERRIDING) & set(variables) and variables["HF_HUB_OFFLINE"] == "1"
 
 
 def test_a_multirun_is_one_submission(tmp_path: Path, counting: Mapping[str, str]) -> None:

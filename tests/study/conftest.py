@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from studies import Asked, Worker, asked
+from studies import StudyRequest, Worker, study_request
 
 from moe_lab.study import run
 from moe_lab.study.store import Store
@@ -15,22 +15,22 @@ def store(tmp_path: Path) -> Store:
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps take no time: `studies.Worker` does them, which starts without harm and with nothing
-    done."""
+def fake_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps take no time: `studies.Worker` executes them, without a hook and with an empty list of
+    executed steps."""
     monkeypatch.setattr(run, "InProcessExecutor", Worker)
-    monkeypatch.setattr(Worker, "harm", None)
-    monkeypatch.setattr(Worker, "did", [])
+    monkeypatch.setattr(Worker, "hook", None)
+    monkeypatch.setattr(Worker, "executed", [])
 
 
 @pytest.fixture(scope="session")
-def one() -> Asked:
+def aimer_study() -> StudyRequest:
     """A study whose scores are of weights: its record does not name the step with the sums of
     weights."""
-    return asked("criterion=aimer", "ratio=0.5")
+    return study_request("criterion=aimer", "ratio=0.5")
 
 
 @pytest.fixture(scope="session")
-def other() -> Asked:
+def reap_study() -> StudyRequest:
     """A study with another criterion, and the same name."""
-    return asked("criterion=reap", "ratio=0.5")
+    return study_request("criterion=reap", "ratio=0.5")

@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 from example_steps import Example
 from processes import quoted, until
-from studies import SMALL, STUDY, Asked, Worker, ask, asked, start
+from studies import SMALL, STUDY, StudyRequest, Worker, start, study_command, study_request
 
 from analysis.load.reader import Reader
 from analysis.load.studies import document
@@ -30,22 +30,22 @@ from moe_lab.study.slurm.jobs import StepsJob
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fake_worker")]
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, one: Asked) -> Iterator[Path]:
+def finished(tmp_path_factory: pytest.TempPathFactory, aimer_study: StudyRequest) -> Iterator[Path]:
     """A store with a study of which one step failed, and with one file of every kind of JSON."""
     store = tmp_path_factory.mktemp("broken") / "store"
 
-    def harm(step: Step, scratch: Path) -> None:
+    def hook(step: Step, scratch: Path) -> None:
         if step.kind == "evaluate" and "plan" in step.inputs:
             raise StepError({"message": "no"})
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "InProcessExecutor", Worker)
-        patch.setattr(Worker, "harm", harm)
-        assert start(store, one) == 1
+        patch.setattr(Worker, "hook", hook)
+        assert start(store, aimer_study) == 1
     (run_,) = runs(Store(store).create(), STUDY)
     run_.add([Submitted("1", "1", "study.plan", "plan", ("x",), ())])
     return store
@@ -94,7 +94,11 @@ def damage(file: Path, way: str) -> None:
 
 @pytest.mark.parametrize("way", [*DAMAGES, "a folder"])
 def test_whatever_is_damaged_is_set_aside_and_the_same_command_goes_on(
-    finished: Path, one: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str], way: str
+    finished: Path,
+    aimer_study: StudyRequest,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    way: str,
 ) -> None:
     """One file of every kind is damaged in the same way."""
     store = tmp_path / "store"
@@ -103,22 +107,22 @@ def test_whatever_is_damaged_is_set_aside_and_the_same_command_goes_on(
     for file in damaged.values():
         damage(file, way)
     before = sorted((path, path.stat().st_mtime_ns) for path in store.rglob("*"))
-    assert ask(store, "status", STUDY) == 2, "no run says what its steps are"
-    assert start(store, one, dry_run=True) == 0
+    assert study_command(store, "status", STUDY) == 2, "no run says what its steps are"
+    assert start(store, aimer_study, dry_run=True) == 0
     assert sorted((path, path.stat().st_mtime_ns) for path in store.rglob("*")) == before, (
         "asking changes nothing"
     )
     capsys.readouterr()
-    assert start(store, one) == 0
+    assert start(store, aimer_study) == 0
     said = " ".join(capsys.readouterr().err.split())
     for kind in ("store.json", "failed", "run.json", "jobs.json"):
         assert f"{damaged[kind].relative_to(store)}: " in said
     for kind in STEPS:
         folder = damaged[kind].parent.relative_to(store)
-        assert f"{folder}: {damaged[kind].name} is " in said and str(folder) in Worker.did
+        assert f"{folder}: {damaged[kind].name} is " in said and str(folder) in Worker.executed
     assert len(list((store / "damaged").iterdir())) == said.count("moved to")
-    assert start(store, one) == 0 and "moved to" not in capsys.readouterr().err
-    assert ask(store, "status", STUDY) == ask(store, "verify", STUDY) == 0
+    assert start(store, aimer_study) == 0 and "moved to" not in capsys.readouterr().err
+    assert study_command(store, "status", STUDY) == study_command(store, "verify", STUDY) == 0
     first = runs(Store(store).create(), STUDY)[0]
     assert first.jobs == [] and first.plan is None
 
@@ -149,7 +153,11 @@ def change_a_byte(file: Path) -> None:
 
 @pytest.mark.parametrize("kind", NAMED_BY)
 def test_a_changed_byte_is_damage_for_every_reader(
-    finished: Path, one: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+    finished: Path,
+    aimer_study: StudyRequest,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
 ) -> None:
     """Gc frees nothing then. After a new start everything is as it should be."""
     store = tmp_path / "store"
@@ -157,24 +165,27 @@ def test_a_changed_byte_is_damage_for_every_reader(
     file = sorted(store.glob(KINDS.get(kind, "runs/study/*/record.json")))[0]
     change_a_byte(file)
     for word in NAMED_BY[kind]:
-        code = ask(store, word, *[STUDY] * (word != "gc"))
+        code = study_command(store, word, *[STUDY] * (word != "gc"))
         printed = capsys.readouterr()
         assert str(file.relative_to(store)) in "".join("".join(printed).split()), word
         assert code != 0 or word == "status"
     if kind == "record.json":
         with pytest.raises(UserError, match="damaged"):
             document(store, [STUDY])
-    assert start(store, one) == 0 and ask(store, "verify", STUDY) == ask(store, "gc") == 0
+    assert (
+        start(store, aimer_study) == 0
+        and study_command(store, "verify", STUDY) == study_command(store, "gc") == 0
+    )
 
 
 def test_a_changed_result_is_computed_again_before_it_is_told(
-    one: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    aimer_study: StudyRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the tracker, a sweeper or the hub. One that changes after that is refused when it is
     read."""
     store = tmp_path / "store"
     told = set[bytes]()
-    logged = (replace(one[0], tracker=TrackerConfig(name="wandb")), one[1])
+    logged = (replace(aimer_study[0], tracker=TrackerConfig(name="wandb")), aimer_study[1])
 
     def log(_: object, of: Store, study: dict[str, Any]) -> str:
         told.update(
@@ -187,10 +198,10 @@ def test_a_changed_result_is_computed_again_before_it_is_told(
     monkeypatch.setattr("moe_lab.study.tracker.log", log)
     assert start(store, logged) == 0
     change_a_byte(changed := next(store.glob("evaluate/*/result.json")))
-    Worker.did.clear()
+    Worker.executed.clear()
     assert (
         start(store, logged) == 0
-        and Worker.did == [str(changed.parent.relative_to(store))]
+        and Worker.executed == [str(changed.parent.relative_to(store))]
         and len(told) == 1
     )
     monkeypatch.setattr(run, "_damaged_results", lambda *_: set())
@@ -204,7 +215,7 @@ def test_a_changed_result_is_computed_again_before_it_is_told(
     "error", [StepError({"message": "no such file"}), FileNotFoundError(2, "no"), "goes on", None]
 )
 def test_a_store_that_is_lost_fails_no_step(
-    one: Asked,
+    aimer_study: StudyRequest,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     lost: str,
@@ -213,7 +224,7 @@ def test_a_store_that_is_lost_fails_no_step(
     """What is left of a mount is the empty folder that it was mounted on."""
     store = tmp_path / "store"
 
-    def harm(step: Step, scratch: Path) -> None:
+    def hook(step: Step, scratch: Path) -> None:
         if step.kind == "plan":
             shutil.rmtree(next(store.glob("scores/*")) if lost == "an input" else store)
             if lost == "unmounted":
@@ -225,18 +236,18 @@ def test_a_store_that_is_lost_fails_no_step(
             if error:  # as a worker does that makes the folders which it writes to
                 scratch.mkdir(parents=True, exist_ok=True)
 
-    monkeypatch.setattr(Worker, "harm", harm)
+    monkeypatch.setattr(Worker, "hook", hook)
     monkeypatch.setattr("moe_lab.study.store.VISIBLE_AFTER", 0.0)
     if lost in ("deleted", "unmounted"):
         with pytest.raises(UserError, match="is gone"):
-            start(store, one)
+            start(store, aimer_study)
         assert not [path for path in store.rglob("*") if path.is_file()], (
             "nothing is left where the store was"
         )
     elif isinstance(error, Exception) or (lost == "made again" and not error):
-        assert start(store, one) != 0
-    monkeypatch.setattr(Worker, "harm", None)
-    assert not list(store.glob("failed/*")) and start(store, one) == 0
+        assert start(store, aimer_study) != 0
+    monkeypatch.setattr(Worker, "hook", None)
+    assert not list(store.glob("failed/*")) and start(store, aimer_study) == 0
 
 
 def test_a_job_on_a_node_without_the_store_makes_none(
@@ -252,55 +263,59 @@ def cells(store: Path) -> list[str]:
     return sorted(cell["cell"]["criterion"] for cell in record.read(Store(store), STUDY)["cells"])
 
 
-def two_runs(store: Path, first: Asked, second: Asked, kind: str = "plan") -> None:
+def two_runs(store: Path, first: StudyRequest, second: StudyRequest, kind: str = "plan") -> None:
     """The second begins and ends when the first is about to do a step of that kind."""
     codes: list[int] = []
 
-    def harm(step: Step, scratch: Path) -> None:
+    def hook(step: Step, scratch: Path) -> None:
         if step.kind == kind:
-            Worker.harm = None
+            Worker.hook = None
             codes.append(start(store, second))
 
-    Worker.harm = harm
+    Worker.hook = hook
     assert start(store, first) == 0 and codes == [0]
 
 
 def test_two_runs_of_a_study_at_once_are_recorded_together(
-    one: Asked, other: Asked, tmp_path: Path
+    aimer_study: StudyRequest, reap_study: StudyRequest, tmp_path: Path
 ) -> None:
     """A dry run leaves nothing."""
     store = tmp_path / "store"
-    assert start(store, one, dry_run=True) == 0 and not store.exists()
-    two_runs(store, one, other)
+    assert start(store, aimer_study, dry_run=True) == 0 and not store.exists()
+    two_runs(store, aimer_study, reap_study)
     assert cells(store) == ["aimer", "none", "reap"]
-    assert start(store, one) == 0
+    assert start(store, aimer_study) == 0
     assert cells(store) == ["aimer", "none"], "a later run says what the study is"
 
 
 def test_cells_that_share_a_name_are_told(
-    other: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    reap_study: StudyRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = tmp_path / "store"
-    second = asked("criterion=reap", "ratio=0.5", "calibration.tokens=1024")
-    two_runs(store, other, second)
+    second = study_request("criterion=reap", "ratio=0.5", "calibration.tokens=1024")
+    two_runs(store, reap_study, second)
     assert cells(store) == ["none", "reap"] and " 1 of its cells " in capsys.readouterr().err
 
 
-def test_benchmarks_of_two_runs_at_once_stand_beside_each_other(one: Asked, tmp_path: Path) -> None:
+def test_benchmarks_of_two_runs_at_once_stand_beside_each_other(
+    aimer_study: StudyRequest, tmp_path: Path
+) -> None:
     store = tmp_path / "store"
-    second = asked("criterion=aimer", "ratio=0.5", "suite.benchmarks=[pocket_rte]")
-    two_runs(store, one, second, "evaluate")
+    second = study_request("criterion=aimer", "ratio=0.5", "suite.benchmarks=[pocket_rte]")
+    two_runs(store, aimer_study, second, "evaluate")
     for cell in record.read(Store(store), STUDY)["cells"]:
         assert set(cell["evaluate"]) == {"pocket_boolq", "pocket_rte"} and all(
             cell["evaluate"].values()
         )
 
 
-def test_a_store_without_a_name_is_refused(one: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_without_a_name_is_refused(
+    aimer_study: StudyRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir("/")
     with pytest.raises(ValueError, match="store"):
-        replace(one[0], store="")
-    assert ask(Path(), "status", STUDY) == 2
+        replace(aimer_study[0], store="")
+    assert study_command(Path(), "status", STUDY) == 2
 
 
 MOUNTS = """
@@ -328,12 +343,12 @@ def mounted(options: str, store: Path, *command: str) -> subprocess.CompletedPro
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory, one: Asked) -> Path:
+def done(tmp_path_factory: pytest.TempPathFactory, aimer_study: StudyRequest) -> Path:
     """A store with a study whose results are real enough for the analysis."""
     store = tmp_path_factory.mktemp("done") / "store"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "InProcessExecutor", Worker)
-        assert start(store, one) == 0
+        assert start(store, aimer_study) == 0
     return store
 
 
@@ -386,14 +401,17 @@ def test_a_file_for_which_there_is_no_room_leaves_nothing(tmp_path: Path) -> Non
 
 
 def test_what_the_last_job_left_undone_is_said_until_a_command_does_it(
-    one: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    aimer_study: StudyRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """It was killed, or had no network, after it had written the record."""
     monkeypatch.setattr("moe_lab.study.slurm.scheduler.queue", lambda _: {})
     monkeypatch.setattr("moe_lab.study.slurm.scheduler.job_state", lambda _: {"JobState": "FAILED"})
     log = Mock(side_effect=UserError("no network"))
     monkeypatch.setattr("moe_lab.study.tracker.log", log)
-    logged = (replace(one[0], tracker=TrackerConfig(name="wandb")), one[1])
+    logged = (replace(aimer_study[0], tracker=TrackerConfig(name="wandb")), aimer_study[1])
     store = tmp_path / "store"
     with pytest.raises(UserError):
         start(store, logged)
@@ -402,7 +420,7 @@ def test_what_the_last_job_left_undone_is_said_until_a_command_does_it(
     )
 
     def shown() -> list[bool]:
-        assert ask(store, "status", STUDY) == ask(store, "why", STUDY) == 0
+        assert study_command(store, "status", STUDY) == study_command(store, "why", STUDY) == 0
         printed = capsys.readouterr().out
         return [
             "jobs that ended without their steps: 1" in printed,
@@ -419,16 +437,16 @@ def test_what_the_last_job_left_undone_is_said_until_a_command_does_it(
 
 
 def test_no_report_is_begun_when_the_disk_is_full(
-    one: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    aimer_study: StudyRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def harm(step: Step, scratch: Path) -> None:
+    def hook(step: Step, scratch: Path) -> None:
         if step.kind == "plan":
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Worker, "harm", harm)
+    monkeypatch.setattr(Worker, "hook", hook)
     monkeypatch.setattr(record, "_report", lambda *_: pytest.fail("it was begun"))
     store = tmp_path / "store"
-    assert start(store, one, report=True) == 2 and not list(store.glob("failed/*"))
+    assert start(store, aimer_study, report=True) == 2 and not list(store.glob("failed/*"))
     write = Store.write
 
     def fail(of: Store, path: Path, document: dict[str, Any]) -> None:
@@ -438,7 +456,7 @@ def test_no_report_is_begun_when_the_disk_is_full(
 
     monkeypatch.setattr(Store, "write", fail)
     with pytest.raises(UserError, match="disk of the store is full"):
-        start(store, one)
+        start(store, aimer_study)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy
 import pytest
 import yaml
-from studies import moe_lab, on_boolq, ran, results
+from studies import executed_steps, moe_lab, on_boolq, results
 
 from moe_lab.results import read_record
 from moe_lab.statistics import read
@@ -91,7 +91,7 @@ def scores_of(store: Path, study: str) -> list[tuple[float, float]]:
 
 
 def test_shared_steps_ran_once(finished: Path) -> None:
-    kinds = Counter(name.split("/")[0] for name in ran(finished))
+    kinds = Counter(name.split("/")[0] for name in executed_steps(finished))
     assert kinds == {
         "model": 1,
         "statistics": 2,
@@ -101,7 +101,7 @@ def test_shared_steps_ran_once(finished: Path) -> None:
         "evaluate": 9,
         "contamination": 2,
     }
-    assert set(ran(finished).values()) == {1} and not list(finished.glob("partial/*"))
+    assert set(executed_steps(finished).values()) == {1} and not list(finished.glob("partial/*"))
     # small steps have no files of their own
     printed = [log.read_text() for log in finished.glob("logs/*-worker.log")]
     assert sum(text.count(" asks, for example: ") for text in printed) == 9 and not [
@@ -113,10 +113,10 @@ def test_shared_steps_ran_once(finished: Path) -> None:
 
 @pytest.mark.parametrize("launcher", ["study", "basic"])
 def test_a_multirun_is_the_same_cells_steps_and_store(finished: Path, launcher: str) -> None:
-    before = ran(finished)
+    before = executed_steps(finished)
     done = on_boolq(finished, "-m", *GRID, f"hydra/launcher={launcher}", "study=swept_" + launcher)
     assert done.returncode == 0, done.stderr
-    assert ran(finished) == before
+    assert executed_steps(finished) == before
     swept, grid = (
         (read_record(finished, name) or {})["cells"] for name in (f"swept_{launcher}", "study")
     )
@@ -153,12 +153,12 @@ def test_a_sweeper_finds_the_best_value_by_the_objective(finished: Path, launche
 def test_a_sweeper_without_an_objective_is_refused(
     finished: Path, wrong: list[str], says: str
 ) -> None:
-    before = ran(finished)
+    before = executed_steps(finished)
     refused = on_boolq(
         finished, *SWEEPER, "criterion=man", "ratio=0.25,0.5", "calibration=pocket_code", *wrong
     )
     assert refused.returncode == 2 and says in refused.stderr and "Traceback" not in refused.stderr
-    assert ran(finished) == before
+    assert executed_steps(finished) == before
 
 
 def test_inline_gives_the_same_results(finished: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import choices
 import pytest
 from example_steps import cell_of, evaluated, step_of
 from rich.filesize import decimal
-from studies import asked, start
+from studies import start, study_request
 
 from moe_lab.config import (
     AllocationConfig,
@@ -59,12 +59,12 @@ def step(
     kind: str, about: ModelConfig | None = None, text: CalibrationConfig = TEXT, **changes: Any
 ) -> Step:
     """A step of any kind about a model, that runs it."""
-    asked = {"benchmark": CODE if kind in ("generate", "grade") else BENCHMARK}
+    arguments = {"benchmark": CODE if kind in ("generate", "grade") else BENCHMARK}
     if kind == "cost":
         changes = {"criterion": CHANNELS, **changes}
     if kind == "finetune":
         changes = {"recovery": RecoveryConfig(name="r", instructions="t"), **changes}
-    return step_of(kind, cell_of(about or model(), text, **changes), **asked)
+    return step_of(kind, cell_of(about or model(), text, **changes), **arguments)
 
 
 def memory(one: Step) -> float:
@@ -238,7 +238,7 @@ def data(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("finished", "asked", "seconds"),
+    ("finished", "requested", "seconds"),
     [
         (reading(30), reading(120), 120.0),
         (reading(30), reading(120, kind="damage"), None),
@@ -262,11 +262,11 @@ def data(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_step_takes_what_finished_ones_took(
-    store: Store, finished: Step, asked: Step, seconds: float | None
+    store: Store, finished: Step, requested: Step, seconds: float | None
 ) -> None:
     """The finished one took 30 s; a benchmark without a limit has 1,000 items."""
     finish(store, finished, 30.0)
-    assert learned(store)(asked) == (None if seconds is None else pytest.approx(seconds))
+    assert learned(store)(requested) == (None if seconds is None else pytest.approx(seconds))
 
 
 def test_time_of_parts_of_a_pass_and_of_their_merge(
@@ -407,18 +407,18 @@ def test_models_larger_than_main_memory_are_refused(
     says: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked = make(replace(MODEL, **{"device": "cpu", **changes}))
+    step_to_load = make(replace(MODEL, **{"device": "cpu", **changes}))
     for memory, fits in ((19 * GIB, says is None), (40 * GIB, True)):
         monkeypatch.setattr(estimates, "main_memory", lambda memory=memory: memory)
-        problems = list(user_errors(estimates.check_memory, asked))
+        problems = list(user_errors(estimates.check_memory, step_to_load))
         assert problems == [] if fits else len(problems) == 1 and re.search(str(says), problems[0])
 
 
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("fake_worker")
 def test_a_study_that_is_done_is_not_refused_for_its_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    study = asked()
+    study = study_request()
     with monkeypatch.context() as patch:
         patch.setattr(estimates, "main_memory", lambda: 1000.0)
         with pytest.raises(UserError, match="main memory"):

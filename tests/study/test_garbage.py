@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 from example_steps import Example
-from studies import STUDY, Asked, Worker, ask, killed, start
+from studies import STUDY, StudyRequest, Worker, run_until_killed, start, study_command
 
 from moe_lab.config import LauncherConfig
 from moe_lab.errors import UserError
@@ -29,7 +29,7 @@ from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
 NO_FIGURES: dict[str, list[Any]] = {figure: [] for figure in FIGURES}
-pytestmark = pytest.mark.usefixtures("quick")
+pytestmark = pytest.mark.usefixtures("fake_worker")
 
 
 @pytest.fixture
@@ -38,14 +38,14 @@ def place(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def replaced(place: Path, one: Asked, other: Asked) -> Path:
+def replaced(place: Path, aimer_study: StudyRequest, reap_study: StudyRequest) -> Path:
     """A store in which the cells of `one` were replaced by those of `other`."""
-    assert start(place, one) == start(place, other) == 0
-    Worker.did.clear()
+    assert start(place, aimer_study) == start(place, reap_study) == 0
+    Worker.executed.clear()
     return place
 
 
-def steps(of: Asked) -> dict[str, Step]:
+def steps(of: StudyRequest) -> dict[str, Step]:
     return {step.folder: step for step in build(*of).steps}
 
 
@@ -59,10 +59,13 @@ def named(place: Path) -> set[str]:
 
 
 def test_what_no_study_refers_to_is_named_first_and_freed_on_request(
-    replaced: Path, one: Asked, other: Asked, capsys: pytest.CaptureFixture[str]
+    replaced: Path,
+    aimer_study: StudyRequest,
+    reap_study: StudyRequest,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    only_one = steps(one).keys() - steps(other).keys()
-    shared = steps(one).keys() & steps(other).keys()
+    only_one = steps(aimer_study).keys() - steps(reap_study).keys()
+    shared = steps(aimer_study).keys() & steps(reap_study).keys()
     assert {name.partition("/")[0] for name in only_one} >= {
         "weights",
         "scores",
@@ -70,7 +73,7 @@ def test_what_no_study_refers_to_is_named_first_and_freed_on_request(
         "evaluate",
     } and shared
     before = sorted((path, path.stat().st_mtime_ns) for path in replaced.rglob("*"))
-    assert ask(replaced, "gc") == 0
+    assert study_command(replaced, "gc") == 0
     shown = capsys.readouterr().out
     assert sorted((path, path.stat().st_mtime_ns) for path in replaced.rglob("*")) == before, (
         "it only looks"
@@ -82,55 +85,61 @@ def test_what_no_study_refers_to_is_named_first_and_freed_on_request(
     )
     assert sum(item.bytes for item in find_garbage(Store(replaced))[0]) == bytes_of_one
 
-    assert ask(replaced, "gc", "apply=true") == 0
-    assert finished(replaced) == set(steps(other)) and not list(replaced.glob("*/.*"))
-    assert ask(replaced, "verify", STUDY) == 0
-    assert start(replaced, other) == 0 and Worker.did == []
-    assert start(replaced, one) == 0 and set(Worker.did) == only_one
-    assert ask(replaced, "gc", "apply=true") == 0, "the last run is of one, and the record too"
-    assert finished(replaced) == set(steps(one))
+    assert study_command(replaced, "gc", "apply=true") == 0
+    assert finished(replaced) == set(steps(reap_study)) and not list(replaced.glob("*/.*"))
+    assert study_command(replaced, "verify", STUDY) == 0
+    assert start(replaced, reap_study) == 0 and Worker.executed == []
+    assert start(replaced, aimer_study) == 0 and set(Worker.executed) == only_one
+    assert study_command(replaced, "gc", "apply=true") == 0, (
+        "the last run is of one, and the record too"
+    )
+    assert finished(replaced) == set(steps(aimer_study))
 
 
-def test_a_record_alone_keeps_the_inputs_of_its_steps(place: Path, one: Asked) -> None:
-    assert start(place, one) == 0
+def test_a_record_alone_keeps_the_inputs_of_its_steps(
+    place: Path, aimer_study: StudyRequest
+) -> None:
+    assert start(place, aimer_study) == 0
     next(place.glob("runs/*/*/run.json")).unlink()
     gc(Store(place), apply=True)
-    assert finished(place) == set(steps(one))
+    assert finished(place) == set(steps(aimer_study))
     shutil.rmtree(place / "runs")
     gc(Store(place), apply=True)
     assert finished(place) == set()
 
 
 def test_an_interrupted_study_goes_on_from_where_it_was(
-    place: Path, one: Asked, other: Asked
+    place: Path, aimer_study: StudyRequest, reap_study: StudyRequest
 ) -> None:
     """Two runs of it were, and no record was written since. Both are kept, though the last one asks
     for other steps."""
 
-    def harm(step: Step, scratch: Path) -> None:
+    def hook(step: Step, scratch: Path) -> None:
         if step.kind == "plan":
             partial = Store(place).partial(step)
             partial.mkdir(parents=True, exist_ok=True)
             (partial / "half.txt").touch()
             raise KeyboardInterrupt
 
-    Worker.harm = harm
-    for of in (one, other):
+    Worker.hook = hook
+    for of in (aimer_study, reap_study):
         with pytest.raises(KeyboardInterrupt):
             start(place, of)
     made = finished(place)
-    assert made & (steps(one).keys() - steps(other).keys())
+    assert made & (steps(aimer_study).keys() - steps(reap_study).keys())
     gc(Store(place), apply=True)
     assert finished(place) == made and len(list(place.glob("partial/*/half.txt"))) == 2
-    Worker.harm = None
-    Worker.did.clear()
-    assert start(place, one) == 0 and set(Worker.did) == steps(one).keys() - made
+    Worker.hook = None
+    Worker.executed.clear()
+    assert (
+        start(place, aimer_study) == 0 and set(Worker.executed) == steps(aimer_study).keys() - made
+    )
 
 
 def test_what_killed_processes_left_is_freed_and_what_is_worked_on_is_not(place: Path) -> None:
     store = Store(place).create()
     alive, dead = (Example(number=number) for number in range(2))
-    killed(f"""
+    run_until_killed(f"""
         store, step = Store({str(place)!r}), Example(number=1)
         with begin(store, "study", [step]), store.claim(step) as scratch:
             (scratch / "half.txt").write_text("half")
@@ -156,15 +165,18 @@ def test_what_killed_processes_left_is_freed_and_what_is_worked_on_is_not(place:
 
 
 def test_a_concurrent_run_loses_nothing(
-    place: Path, one: Asked, other: Asked, monkeypatch: pytest.MonkeyPatch
+    place: Path,
+    aimer_study: StudyRequest,
+    reap_study: StudyRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The study is replaced and garbage collected in the middle of a run, whose steps only its
     claim keeps until its record is written."""
 
-    def harm(step: Step, scratch: Path) -> None:
+    def hook(step: Step, scratch: Path) -> None:
         if step.kind == "evaluate" and "plan" in step.inputs:
-            Worker.harm = None
-            assert start(place, other) == 0
+            Worker.hook = None
+            assert start(place, reap_study) == 0
             gc(Store(place), apply=True)
 
     def finish(*arguments: Any) -> int:
@@ -173,16 +185,19 @@ def test_a_concurrent_run_loses_nothing(
 
     end = running.finish
     monkeypatch.setattr(running, "finish", finish)
-    Worker.harm = harm
-    assert start(place, one) == 0
-    assert len(Worker.did) == len(set(Worker.did)) and finished(place) == {
-        *steps(one),
-        *steps(other),
+    Worker.hook = hook
+    assert start(place, aimer_study) == 0
+    assert len(Worker.executed) == len(set(Worker.executed)) and finished(place) == {
+        *steps(aimer_study),
+        *steps(reap_study),
     }
 
 
 def test_a_run_ending_while_gc_looks_loses_nothing(
-    replaced: Path, one: Asked, other: Asked, monkeypatch: pytest.MonkeyPatch
+    replaced: Path,
+    aimer_study: StudyRequest,
+    reap_study: StudyRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is let go after gc has read the records, which still are the old ones."""
     held = ExitStack()
@@ -196,11 +211,11 @@ def test_a_run_ending_while_gc_looks_loses_nothing(
     monkeypatch.setattr(garbage, "read_record", read_then_end)
     held.enter_context(runs(Store(replaced), STUDY)[0].claim())
     assert named(replaced) == set()
-    assert named(replaced) == steps(one).keys() - steps(other).keys()
+    assert named(replaced) == steps(aimer_study).keys() - steps(reap_study).keys()
 
 
 def test_a_run_starting_while_gc_chooses_waits(
-    replaced: Path, one: Asked, monkeypatch: pytest.MonkeyPatch
+    replaced: Path, aimer_study: StudyRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise it would find a step finished that is freed right afterwards."""
     threads: list[threading.Thread] = []
@@ -208,7 +223,7 @@ def test_a_run_starting_while_gc_chooses_waits(
 
     def look_then_start(store: Store) -> Any:
         survey = survey_of(store)
-        threads.append(threading.Thread(target=lambda: codes.append(start(replaced, one))))
+        threads.append(threading.Thread(target=lambda: codes.append(start(replaced, aimer_study))))
         threads[0].start()
         threads[0].join(0.5)  # more than it takes when it does not wait
         assert threads[0].is_alive(), "the run did not wait"
@@ -218,15 +233,15 @@ def test_a_run_starting_while_gc_chooses_waits(
     monkeypatch.setattr(garbage, "find_garbage", look_then_start)
     gc(Store(replaced), apply=True)
     threads[0].join()
-    assert codes == [0] and set(steps(one)) <= finished(replaced) and Worker.did
+    assert codes == [0] and set(steps(aimer_study)) <= finished(replaced) and Worker.executed
 
 
 def test_a_killed_gc_leaves_a_store_that_works(
-    replaced: Path, one: Asked, capsys: pytest.CaptureFixture[str]
+    replaced: Path, aimer_study: StudyRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It dies when the first folder is half removed."""
     garbage_of_one = named(replaced)
-    killed(f"""
+    run_until_killed(f"""
         from moe_lab.study.garbage import gc
         def rmtree(path, **_):
             sorted(path.iterdir())[-1].unlink()
@@ -234,13 +249,13 @@ def test_a_killed_gc_leaves_a_store_that_works(
         shutil.rmtree = rmtree
         gc(Store({str(replaced)!r}), apply=True)
     """)
-    assert ask(replaced, "verify", STUDY) == 0 and not finished(replaced) & garbage_of_one
+    assert study_command(replaced, "verify", STUDY) == 0 and not finished(replaced) & garbage_of_one
     assert {item.kind for item in find_garbage(Store(replaced))[0]} == {LEFTOVERS}
     capsys.readouterr()
-    assert start(replaced, one) == 0 and set(Worker.did) == garbage_of_one
+    assert start(replaced, aimer_study) == 0 and set(Worker.executed) == garbage_of_one
     assert "damaged" not in capsys.readouterr().err
     gc(Store(replaced), apply=True)
-    assert not list(replaced.glob("*/.*")) and finished(replaced) == set(steps(one))
+    assert not list(replaced.glob("*/.*")) and finished(replaced) == set(steps(aimer_study))
 
 
 @pytest.mark.parametrize(
@@ -260,14 +275,17 @@ def test_nothing_goes_while_needs_are_unclear(
     damaged.write_text("{")
     before = finished(replaced)
     for words in ([], ["apply=true"]):
-        assert ask(replaced, "gc", *words) == 2
+        assert study_command(replaced, "gc", *words) == 2
         said = capsys.readouterr().err
         assert damaged.name in said and len(said.splitlines()) == 1
     assert finished(replaced) == before and damaged.read_text() == "{"
 
 
 def test_queued_jobs_keep_steps(
-    replaced: Path, one: Asked, other: Asked, monkeypatch: pytest.MonkeyPatch
+    replaced: Path,
+    aimer_study: StudyRequest,
+    reap_study: StudyRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first = runs(Store(replaced), STUDY)[0]
     first.add([Submitted("7", "7", "study.plan", "plan", (), ())])
@@ -275,7 +293,7 @@ def test_queued_jobs_keep_steps(
     monkeypatch.setattr(scheduler, "queue", lambda *_: queue)
     assert named(replaced) == set()
     queue.clear()
-    assert named(replaced) == steps(one).keys() - steps(other).keys()
+    assert named(replaced) == steps(aimer_study).keys() - steps(reap_study).keys()
     monkeypatch.setattr(scheduler, "queue", Mock(side_effect=UserError("no scheduler here")))
     assert named(replaced) == set() and find_garbage(Store(replaced))[1] == "no scheduler here"
 
@@ -284,21 +302,24 @@ def test_partial_run_records_of_a_killed_command_are_removed(
     tmp_path: Path,
 ) -> None:
     store = Store(tmp_path).create()
-    left = ".run.json.0123abcd"
-    with begin(store, STUDY, []) as killed:
-        (killed.folder / left).touch()
-    with begin(store, STUDY, []) as running:
-        (running.folder / left).touch()
+    partial_record = ".run.json.0123abcd"
+    with begin(store, STUDY, []) as killed_run:
+        (killed_run.folder / partial_record).touch()
+    with begin(store, STUDY, []) as live_run:
+        (live_run.folder / partial_record).touch()
         with begin(store, STUDY, []):
-            assert not (killed.folder / left).exists() and (running.folder / left).exists()
+            assert (
+                not (killed_run.folder / partial_record).exists()
+                and (live_run.folder / partial_record).exists()
+            )
 
 
 def test_a_job_keeps_what_it_reads_and_makes(
-    place: Path, one: Asked, monkeypatch: pytest.MonkeyPatch
+    place: Path, aimer_study: StudyRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a queue that shows it, and after the record of a later run."""
     store = Store(place).create()
-    needed = list(steps(one).values())
+    needed = list(steps(aimer_study).values())
     with begin(store, STUDY, needed) as run, begin(store, STUDY, []) as later:
         name = str(run.folder.relative_to(place / "runs"))
     write_sealed(
@@ -306,14 +327,14 @@ def test_a_job_keeps_what_it_reads_and_makes(
         {"schema": 1, "created": 0, "replaces": [], "cells": [], **NO_FIGURES},
     )
 
-    def harm(step: Step, scratch: Path) -> None:
+    def hook(step: Step, scratch: Path) -> None:
         assert {read_sealed(path, {})["limit"] for path in place.glob("claims/*")} == {30.0}
         gc(Store(place), apply=True)
 
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr(slurm_jobs, "WorkerProcess", Worker)
-    Worker.harm = harm
+    Worker.hook = hook
     first = [step for step in needed if not step.needs]
     after = [step for step in needed if step.needs and all(each in first for each in step.needs)]
     done = slurm_jobs.StepsJob(
@@ -357,6 +378,6 @@ def test_wrong_words_are_one_sentence(place: Path, capsys: pytest.CaptureFixture
         "status": "expected 1",
     }
     for words, says in {**wrong, **more}.items():
-        assert ask(place, *words.split()) == 2
+        assert study_command(place, *words.split()) == 2
         said = capsys.readouterr().err
         assert says in said and len(said.splitlines()) == 1

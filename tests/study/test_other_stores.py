@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from studies import STUDY, Asked, Worker, ask, start
+from studies import STUDY, StudyRequest, Worker, start, study_command
 from test_store import rot, state
 
 from analysis.__main__ import parse
@@ -22,7 +22,7 @@ from moe_lab.study.graph import build
 from moe_lab.study.preflight import preflight
 from moe_lab.study.store import Store
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fake_worker")]
 
 
 @pytest.fixture(params=["folders", "links", "packs"])
@@ -36,11 +36,11 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 @pytest.fixture
-def other_store(tmp_path: Path, one: Asked, form: str) -> str:
+def other_store(tmp_path: Path, aimer_study: StudyRequest, form: str) -> str:
     """A store in which somebody else has finished the study."""
     path = tmp_path / "other"
-    assert start(path, one) == 0
-    Worker.did.clear()
+    assert start(path, aimer_study) == 0
+    Worker.executed.clear()
     return str(path)
 
 
@@ -50,13 +50,16 @@ def recorded(store: Path) -> set[str]:
 
 
 def test_finished_steps_are_not_computed_again(
-    tmp_path: Path, other_store: str, one: Asked, form: str
+    tmp_path: Path, other_store: str, aimer_study: StudyRequest, form: str
 ) -> None:
     before = state(tmp_path)
     store = tmp_path / "store"
-    assert start(store, one, also=[other_store]) == start(store, one) == 0 and Worker.did == []
     assert (
-        ask(store, "verify", STUDY) == ask(store, "gc", "apply=true") == 0
+        start(store, aimer_study, also=[other_store]) == start(store, aimer_study) == 0
+        and Worker.executed == []
+    )
+    assert (
+        study_command(store, "verify", STUDY) == study_command(store, "gc", "apply=true") == 0
         and len(recorded(store)) > 5
     )
     assert before.items() <= state(tmp_path).items() and bool(list(store.glob("packs/*"))) == (
@@ -65,67 +68,73 @@ def test_finished_steps_are_not_computed_again(
 
 
 def test_a_dry_run_counts_what_would_be_taken_over(
-    tmp_path: Path, other_store: str, one: Asked, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, other_store: str, aimer_study: StudyRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = state(tmp_path)
     store = tmp_path / "store"
-    assert start(store, one, also=[other_store], dry_run=True) == 0 and state(tmp_path) == before
-    assert f"{len(build(*one).steps)} of them in {store}" in capsys.readouterr().err
+    assert (
+        start(store, aimer_study, also=[other_store], dry_run=True) == 0
+        and state(tmp_path) == before
+    )
+    assert f"{len(build(*aimer_study).steps)} of them in {store}" in capsys.readouterr().err
 
 
 def test_only_links_need_the_other_store_later(
-    tmp_path: Path, other_store: str, one: Asked, form: str
+    tmp_path: Path, other_store: str, aimer_study: StudyRequest, form: str
 ) -> None:
     store = tmp_path / "store"
-    assert start(store, one, also=[other_store]) == 0
+    assert start(store, aimer_study, also=[other_store]) == 0
     shutil.rmtree(other_store)
-    assert start(store, one) == 0 and len(Worker.did) == (
-        len(build(*one).steps) if form == "links" else 0
+    assert start(store, aimer_study) == 0 and len(Worker.executed) == (
+        len(build(*aimer_study).steps) if form == "links" else 0
     )
 
 
 @pytest.mark.parametrize("form", ["folders", "links"], indirect=True)
 def test_damaged_steps_are_computed_here(
-    tmp_path: Path, other_store: str, one: Asked, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, other_store: str, aimer_study: StudyRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing is mended or removed in the other store."""
     rot(next(tmp_path.glob("other/plan/**/result.json")))
     next(tmp_path.glob("other/scores/**/result.json")).unlink()
     before = state(tmp_path / "other")
     assert (
-        start(tmp_path / "store", one, also=[other_store]) == 0
+        start(tmp_path / "store", aimer_study, also=[other_store]) == 0
         and state(tmp_path / "other") == before
     )
-    assert sorted(name.partition("/")[0] for name in Worker.did) == ["plan", "scores"]
+    assert sorted(name.partition("/")[0] for name in Worker.executed) == ["plan", "scores"]
     errors = capsys.readouterr().err
-    assert all(f"{name}: result.json" in errors for name in Worker.did)
+    assert all(f"{name}: result.json" in errors for name in Worker.executed)
 
 
 @pytest.mark.parametrize("form", ["folders", "links"], indirect=True)
 def test_what_is_damaged_later_is_computed_if_it_is_a_link(
-    tmp_path: Path, other_store: str, one: Asked, form: str
+    tmp_path: Path, other_store: str, aimer_study: StudyRequest, form: str
 ) -> None:
     store = tmp_path / "store"
-    assert start(store, one, also=[other_store]) == 0
+    assert start(store, aimer_study, also=[other_store]) == 0
     rot(next(tmp_path.glob("other/cost/**/result.json")))
     before = state(tmp_path / "other")
-    assert ask(store, "verify", STUDY) == (form == "links")
+    assert study_command(store, "verify", STUDY) == (form == "links")
     assert (
-        start(store, one) == ask(store, "verify", STUDY) == 0
+        start(store, aimer_study) == study_command(store, "verify", STUDY) == 0
         and state(tmp_path / "other") == before
     )
 
 
 @pytest.mark.parametrize("form", ["folders"], indirect=True)
 def test_no_file_is_written_outside_of_the_step(
-    tmp_path: Path, other_store: str, one: Asked
+    tmp_path: Path, other_store: str, aimer_study: StudyRequest
 ) -> None:
     marker = next(Path(other_store).glob("plan/*/step.json"))
     document = Store(other_store).document(f"plan/{marker.parent.name}")
     shutil.copy(marker.with_name("result.json"), Path(other_store, "outside"))
     document["files"]["../../outside"] = document["files"]["result.json"]
     write_sealed(marker, document)
-    assert start(tmp_path / "store", one, also=[other_store]) == 0 and len(Worker.did) == 1
+    assert (
+        start(tmp_path / "store", aimer_study, also=[other_store]) == 0
+        and len(Worker.executed) == 1
+    )
     assert not list(Path(tmp_path, "store").rglob("outside"))
 
 
@@ -133,7 +142,7 @@ def test_no_file_is_written_outside_of_the_step(
 def test_steps_in_packs_are_taken_together(
     tmp_path: Path,
     other_store: str,
-    one: Asked,
+    aimer_study: StudyRequest,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -150,8 +159,11 @@ def test_steps_in_packs_are_taken_together(
     monkeypatch.setattr(
         Store, "receive", lambda *given: received.append(given[1]) or receive(*given)
     )
-    assert start(store, one, also=[other_store]) == 0 and ask(store, "verify", STUDY) == 0
-    (damaged,) = Worker.did
+    assert (
+        start(store, aimer_study, also=[other_store]) == 0
+        and study_command(store, "verify", STUDY) == 0
+    )
+    (damaged,) = Worker.executed
     assert damaged in capsys.readouterr().err
     assert {name.partition("/")[0] for name in received} == {
         damaged.partition("/")[0],
@@ -161,22 +173,24 @@ def test_steps_in_packs_are_taken_together(
 
 @pytest.mark.parametrize("form", ["packs"], indirect=True)
 def test_a_damaged_pack_is_named(
-    tmp_path: Path, other_store: str, one: Asked, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, other_store: str, aimer_study: StudyRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for pack in Path(other_store).glob("packs/*"):
         pack.write_bytes(b"damaged")
     packs_in.cache_clear()  # another process finds it
     before = state(tmp_path / "other")
     assert (
-        start(tmp_path / "store", one, also=[other_store]) == 0
+        start(tmp_path / "store", aimer_study, also=[other_store]) == 0
         and state(tmp_path / "other") == before
     )
-    assert Worker.did and str(pack) in capsys.readouterr().err
+    assert Worker.executed and str(pack) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", ["", __file__, "missing", "s3://bucket/x"])
-def test_also_without_a_store_is_refused(path: str, one: Asked, tmp_path: Path) -> None:
-    (sentence,) = preflight(replace(one[0], also=[path or str(tmp_path)]), one[1])
+def test_also_without_a_store_is_refused(
+    path: str, aimer_study: StudyRequest, tmp_path: Path
+) -> None:
+    (sentence,) = preflight(replace(aimer_study[0], also=[path or str(tmp_path)]), aimer_study[1])
     assert f"also={path or tmp_path}" in sentence and "\n" not in sentence
 
 
@@ -187,7 +201,7 @@ def test_every_command_refuses_a_url(
     monkeypatch.chdir(tmp_path)
     (sentence,) = user_errors(store_folder, url)
     assert sentence.startswith("store")
-    assert ask(url, "status", STUDY) == 2
+    assert study_command(url, "status", STUDY) == 2
     with pytest.raises(UserError) as refused:
         parse([f"store={url}"])
     assert "hidden" not in str(refused.value) + capsys.readouterr().err and not list(

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 from example_steps import Example
 from processes import OWN_LOCKS, WITHOUT_LOCKS, locks
-from studies import BEGINNING, STUDY, Worker, ask, asked, killed, start
+from studies import BEGINNING, STUDY, Worker, run_until_killed, start, study_command, study_request
 
 from analysis.load.reader import Reader
 from moe_lab import packs
@@ -31,11 +31,11 @@ from moe_lab.study.step import Step
 from moe_lab.study.steps.files import Files
 from moe_lab.study.store import Store
 
-CELLS = asked("criterion=magnitude,random", "seed=1,2,3", "ratio=.25,.5")
+CELLS = study_request("criterion=magnitude,random", "seed=1,2,3", "ratio=.25,.5")
 
 
 @pytest.fixture(autouse=True)
-def _few(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def _few(fake_worker: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "MANY", 1)
 
 
@@ -93,17 +93,17 @@ def test_a_study_in_packs_is_the_study_in_folders(
             == (folder / "result.json").read_bytes()
         )
     assert not reader.gaps
-    count = len(Worker.did)
-    assert start(tmp_path / "packed", CELLS) == 0 and len(Worker.did) == count, (
+    count = len(Worker.executed)
+    assert start(tmp_path / "packed", CELLS) == 0 and len(Worker.executed) == count, (
         "nothing is done again"
     )
     assert len([*in_packs.root.glob("runs/*/*")]) == 1, "a run that changes nothing leaves nothing"
     assert (
-        ask(in_packs.root, "status", CELLS[0].study) == 0
-        and ask(in_packs.root, "verify", CELLS[0].study) == 0
+        study_command(in_packs.root, "status", CELLS[0].study) == 0
+        and study_command(in_packs.root, "verify", CELLS[0].study) == 0
     )
     monkeypatch.chdir(tmp_path)
-    assert ask(in_packs.root, "unpack", "plan/") == 0
+    assert study_command(in_packs.root, "unpack", "plan/") == 0
     plans = {name: folder for name, folder in steps.items() if folder.parent.name == "plan"}
     unpacked = {path.name: path for path in (tmp_path / "unpacked" / "plan").iterdir()}
     assert unpacked.keys() == plans.keys()
@@ -225,7 +225,10 @@ def test_a_row_that_was_changed_is_read_by_nobody(store: Store, file: str, chang
         Store(store.root).content(steps[1].folder, "result.json")
     with begin(store, STUDY, steps):
         pass
-    assert ask(store.root, "verify", STUDY) == 1 and ask(store.root, "verify", STUDY) == 0
+    assert (
+        study_command(store.root, "verify", STUDY) == 1
+        and study_command(store.root, "verify", STUDY) == 0
+    )
     assert Store(store.root).done_of(steps) == {steps[0].id, steps[2].id}
 
 
@@ -302,7 +305,7 @@ POINTS = {
 def test_nothing_is_lost_when_a_process_is_killed_while_it_packs(store: Store, point: str) -> None:
     steps = publish(store, range(20))
     before = {step.id: store.content(step.folder, "result.json") for step in steps}
-    killed(KILLED.format(root=str(store.root), patch=POINTS[point]))
+    run_until_killed(KILLED.format(root=str(store.root), patch=POINTS[point]))
     for _ in range(2):
         packs_in.cache_clear()
         found = Store(store.root).create()

@@ -24,7 +24,7 @@ import pytest
 import studies
 from example_steps import Example
 from processes import until
-from studies import STUDY, Asked, ask, start
+from studies import STUDY, StudyRequest, start, study_command
 
 from moe_lab import machine, progress
 from moe_lab.config import Config, LauncherConfig
@@ -324,8 +324,10 @@ def test_steps_on_few_gpus_run_before_those_on_many(
     one_gpu, four_gpus = ({"memory": gib * GIB, "on_gpu": True} for gib in (30, 200))
     passes = [Example("statistics", str(number), number, machine=one_gpu) for number in range(3)]
     evaluated = [
-        Example("evaluate", str(number), number, needed={"statistics": one}, machine=four_gpus)
-        for number, one in enumerate(passes)
+        Example(
+            "evaluate", str(number), number, needed={"statistics": statistics}, machine=four_gpus
+        )
+        for number, statistics in enumerate(passes)
     ]
     graded = Example("grade", "0", needed={"evaluate": evaluated[0]})
     monkeypatch.setattr(running, "visible_gpus", lambda: list("0123"))
@@ -348,32 +350,32 @@ Study = Callable[..., str]
 
 
 @pytest.fixture
-def study(quick: None, capsys: pytest.CaptureFixture[str]) -> Study:
+def study(fake_worker: None, capsys: pytest.CaptureFixture[str]) -> Study:
     """Runs commands of `python -m moe_lab.study` on a store; gives what they print."""
 
     def run(name: str, store: Path, of: str = STUDY) -> str:
         capsys.readouterr()
-        assert ask(store, name, of) == 0
+        assert study_command(store, name, of) == 0
         return capsys.readouterr().out
 
     return run
 
 
 def test_the_table_of_a_study_while_it_runs_and_at_its_end(
-    tmp_path: Path, one: Asked, study: Study
+    tmp_path: Path, aimer_study: StudyRequest, study: Study
 ) -> None:
     gate = threading.Event()
     at_plan = threading.Event()
     codes = list[int]()
 
-    def harm(step: Step, scratch: Path) -> None:
+    def hook(step: Step, scratch: Path) -> None:
         if step.kind == "plan":
             at_plan.set()
             gate.wait()
 
-    studies.Worker.harm = harm
+    studies.Worker.hook = hook
     thread = threading.Thread(
-        target=lambda: codes.append(start(tmp_path / "store", one)), daemon=True
+        target=lambda: codes.append(start(tmp_path / "store", aimer_study)), daemon=True
     )
     thread.start()
     until(at_plan.is_set)
@@ -437,7 +439,7 @@ def test_a_silent_scheduler_hides_no_error(
     why = study("why", tmp_path)
     assert "it broke" in why and "squeue has not answered" in why and not fate.called
     assert "ended" not in study("status", tmp_path)
-    assert ask(tmp_path, "cancel", STUDY) == 2
+    assert study_command(tmp_path, "cancel", STUDY) == 2
 
 
 class Vanished(RuntimeError):

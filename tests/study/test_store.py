@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from example_steps import Example
-from studies import ask, killed
+from studies import run_until_killed, study_command
 
 from moe_lab.errors import UserError
 from moe_lab.paths import private
@@ -142,7 +142,7 @@ def test_a_step_under_two_labels_is_one_step(store: Store) -> None:
     folders = [store.root / step.folder for step in steps]
     shutil.copytree(*folders)
     with begin(store, "study", steps[:1]):
-        assert ask(store.root, "gc", "apply=true") == 0 and all(
+        assert study_command(store.root, "gc", "apply=true") == 0 and all(
             folder.exists() for folder in folders
         )
     (folders[0] / "result.txt").write_text("damage")
@@ -150,7 +150,7 @@ def test_a_step_under_two_labels_is_one_step(store: Store) -> None:
     folders[1].rename(folders[0])
     shutil.copytree(*folders)
     shutil.rmtree(store.root / "runs")
-    assert ask(store.root, "gc", "apply=true") == 0 and not any(
+    assert study_command(store.root, "gc", "apply=true") == 0 and not any(
         folder.exists() for folder in folders
     )
 
@@ -288,22 +288,23 @@ def test_verify_names_damaged_files_and_a_run_makes_them_anew(
     with begin(store, "mine", steps):
         pass
     assert (
-        ask(store.root, "verify", "mine") == 0 and "all 2 finished steps" in capsys.readouterr().out
+        study_command(store.root, "verify", "mine") == 0
+        and "all 2 finished steps" in capsys.readouterr().out
     )
     file = store.path(steps[1]) / "result.txt"
     rot(file)
     assert Store(store.root).done(steps[1])
-    assert ask(store.root, "verify", "mine") == 1
+    assert study_command(store.root, "verify", "mine") == 1
     said = capsys.readouterr().out
     assert (
         f"damaged: {file}" in said and "step.json" not in said and "start the study again" in said
     )
     assert [Store(store.root).create().done(step) for step in steps] == [True, False, False]
-    assert ask(store.root, "verify", "mine") == 0
+    assert study_command(store.root, "verify", "mine") == 0
 
 
 def test_what_a_killed_run_leaves_is_removed_by_later_ones(store: Store) -> None:
-    killed(f"""
+    run_until_killed(f"""
         store = Store({str(store.root)!r})
         step = Example()
         other = Example(number=1)
