@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import pandas as pd
@@ -53,7 +53,7 @@ from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.profile import profile
 from moe_lab.pruning.prune import prune
 from moe_lab.recovery.apply import quantize, storage
-from moe_lab.results import TIMINGS
+from moe_lab.results import PROFILES, TIMINGS
 from moe_lab.study import estimates
 from moe_lab.study.graph import build
 from moe_lab.study.provenance import provenance
@@ -78,7 +78,7 @@ def batch(rows: int = 1, length: int = 24) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, torch.ones_like(ids, dtype=torch.bool)
 
 
-def counted(model: Any, ids: torch.Tensor) -> int:
+def counted_flops(model: Any, ids: torch.Tensor) -> int:
     """What torch counts for an eager forward pass, vocabulary included."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
@@ -88,8 +88,46 @@ def counted(model: Any, ids: torch.Tensor) -> int:
     return counter.get_total_flops()
 
 
-def ragged(model: Any) -> Plan:
-    return random_plan(model, "ragged", share=1.0)
+class FlopsCase(NamedTuple):
+    """The FLOPs of a plan, by part, with its routing as counted and, if it is certain, as known."""
+
+    model: Any
+    plan: Plan | None
+    even: Routing | None
+    measured: Routing
+    flops: dict[str, float]
+
+
+FLOPS_CASES = [
+    *((name, way) for name in tiny.ARCHITECTURES for way in ("unpruned", "experts", "uneven")),
+    *((name, way) for name in CHANNELS for way in ("one width", "channels")),
+]
+
+
+@pytest.fixture(scope="module", params=FLOPS_CASES, ids="-".join)
+def flops_case(request: pytest.FixtureRequest) -> FlopsCase:
+    """Computed from a model without weights, unless the routing has to be counted."""
+    name, way = request.param
+    model = tiny.build(name)
+    plan = planned(model, way)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(tiny.config(name)).eval()
+    pruned = layers_of(empty, plan)
+    even = even_routing(pruned)
+    routing = measured(model, plan, [batch()])
+    row = row_flops(empty, batch()[0].shape[1])
+    flops = flops_per_token(routed_layers(empty), pruned, row, even or routing)
+    return FlopsCase(model, plan, even, routing, flops)
+
+
+def planned(model: Any, way: str) -> Plan | None:
+    if way == "unpruned":
+        return None
+    if way == "experts":
+        return tiny.plan(model, 0.5)
+    if way == "channels":
+        return random_plan(model, "ragged", share=1.0)
+    return random_plan(model, way, width=[5, 6, 7])
 
 
 def layers_of(model: Any, plan: Plan | None) -> Any:
@@ -100,59 +138,57 @@ def measured(model: Any, plan: Plan | None, batches: Any) -> Routing:
     return measured_routing(model, plan, layers_of(model, plan), batches)
 
 
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
-def test_flops_are_what_torch_counts_and_need_no_weights_for_experts_of_one_width(
-    name: str,
-) -> None:
-    model, (ids, valid) = tiny.build(name), batch()
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(tiny.config(name)).eval()
-    layers = routed_layers(empty)
-    row = row_flops(empty, ids.shape[1])
-    plans = [None, tiny.plan(model, 0.5), random_plan(model, "uneven")]
-    if name in CHANNELS:
-        plans += [random_plan(model, "one width", width=[5, 6, 7]), ragged(model)]
-    for plan in plans:
-        pruned = layers_of(empty, plan)
-        routing = even_routing(pruned)
-        found_routing = measured(model, plan, [(ids, valid)])
-        assert (routing is None) == (len(plans) == 5 and plan is plans[-1])
-        found = flops_per_token(layers, pruned, row, routing or found_routing)
-        total = sum(found.values()) * ids.numel()
-        expected = counted(model if plan is None else prune(model, plan), ids)
-        assert (round(total) if routing is None else total) == expected
-        assert (
-            all(value >= 0 for value in found.values())
-            and found["experts"] > 0
-            and found["router"] > 0
-        )
-        assert found["other"] < 1
-        if routing is not None:
-            used = {
-                index: channels * found_routing.tokens
-                for index, channels in routing.channels.items()
-            }
-            assert found_routing.channels == used
+def test_flops_are_those_that_torch_counts(flops_case: FlopsCase) -> None:
+    model = flops_case.model
+    ids, _ = batch()
+    total = sum(flops_case.flops.values()) * ids.numel()
+    expected = counted_flops(
+        model if flops_case.plan is None else prune(model, flops_case.plan), ids
+    )
+    assert (round(total) if flops_case.even is None else total) == expected
+
+
+def test_flops_of_each_part_are_plausible(flops_case: FlopsCase) -> None:
+    flops = flops_case.flops
+    assert (
+        all(value >= 0 for value in flops.values()) and flops["experts"] > 0 and flops["router"] > 0
+    )
+    assert flops["other"] < 1
+
+
+def test_routing_to_experts_of_one_width_is_known_without_weights(flops_case: FlopsCase) -> None:
+    plan, even = flops_case.plan, flops_case.even
+    assert (even is None) == (plan is not None and plan.provenance.get("way") == "ragged")
+    if even is not None:
+        tokens = flops_case.measured.tokens
+        used = {index: channels * tokens for index, channels in even.channels.items()}
+        assert flops_case.measured.channels == used
+
+
+def test_measuring_routing_leaves_no_hooks(flops_case: FlopsCase) -> None:
+    model = flops_case.model
     assert not any("forward" in vars(layer.experts) for layer in moe_layers(model)), (
         "hooks are gone afterwards"
     )
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_flops_by_hand() -> None:
-    model = tiny.build("qwen2_moe", num_key_value_heads=2)
-    length = 20
-    layers = routed_layers(model)
-    routing = measured(model, None, [batch(3, length)])
-    found = flops_per_token(layers, layers, row_flops(model, length), routing)
-    hidden = 32
-    heads = 4
-    groups = 2
-    width = 8
-    experts = 16
-    top_k = 4
-    depth = 3
-    assert found == {
+QWEN2 = {"depth": 3, "hidden": 32, "heads": 4, "groups": 2, "width": 8, "experts": 16, "top_k": 4}
+
+
+def qwen2_flops(
+    length: int,
+    *,
+    depth: int,
+    hidden: int,
+    heads: int,
+    groups: int,
+    width: int,
+    experts: int,
+    top_k: int,
+) -> dict[str, Any]:
+    """FLOPs per token of a tiny Qwen2-MoE, by part."""
+    return {
         "attention": depth * 2 * hidden * (2 * heads * width + 2 * groups * width),
         "attention_scores": depth * 2 * 2 * length * heads * width,
         "router": depth * 2 * hidden * experts,
@@ -164,21 +200,36 @@ def test_flops_by_hand() -> None:
     }
 
 
-def test_batches_of_other_shapes_and_padding() -> None:
-    """A plan in which experts cost differently: only valid tokens count, each at its own
-    experts."""
+def test_flops_equal_a_computation_by_hand() -> None:
+    model = tiny.build("qwen2_moe", num_key_value_heads=2)
+    length = 20
+    layers = routed_layers(model)
+    routing = measured(model, None, [batch(3, length)])
+    flops = flops_per_token(layers, layers, row_flops(model, length), routing)
+    assert flops == qwen2_flops(length, **QWEN2)
+
+
+@pytest.fixture(scope="module")
+def ragged_olmoe() -> tuple[Any, Plan]:
+    """A model, and a plan in which experts cost differently."""
     model = tiny.build("olmoe")
-    plan = ragged(model)
+    return model, random_plan(model, "ragged", share=1.0)
+
+
+def test_routing_adds_up_over_batches(ragged_olmoe: tuple[Any, Plan]) -> None:
     first = batch(2, 24)
     second = batch(1, 10)
-    one, other = (measured(model, plan, [each]) for each in (first, second))
-    both = measured(model, plan, [first, second, first])
-    assert both == Routing(
-        106, {index: 2 * one.channels[index] + other.channels[index] for index in one.channels}
-    )
-    padded = torch.cat((second[0], torch.zeros(1, 6, dtype=torch.int64)), 1)
-    valid = (torch.arange(16) < 10)[None]
-    assert measured(model, plan, [(padded, valid)]) == other
+    of_first = measured(*ragged_olmoe, [first]).channels
+    of_second = measured(*ragged_olmoe, [second]).channels
+    expected = {index: 2 * of_first[index] + of_second[index] for index in of_first}
+    assert measured(*ragged_olmoe, [first, second, first]) == Routing(106, expected)
+
+
+def test_routing_leaves_out_padding(ragged_olmoe: tuple[Any, Plan]) -> None:
+    ids, valid = batch(1, 10)
+    padded = torch.cat((ids, torch.zeros(1, 6, dtype=torch.int64)), 1)
+    padding = (torch.arange(16) < 10)[None]
+    assert measured(*ragged_olmoe, [(padded, padding)]) == measured(*ragged_olmoe, [(ids, valid)])
 
 
 STREAMED = [("olmoe", "unpruned"), ("olmoe", "channels"), ("deepseek_v2", "channels")]
@@ -188,46 +239,64 @@ STREAMED += [
 ]
 
 
-def planned(model: Any, what: str) -> Plan | None:
-    return {"unpruned": None, "experts": tiny.plan(model, 0.5), "channels": ragged(model)}[what]
-
-
-@pytest.mark.parametrize(("name", "what"), STREAMED)
-def test_one_layer_in_memory_counts_the_same(name: str, what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "way"), STREAMED)
+def test_streamed_routing_is_that_of_the_loaded_model(name: str, way: str, tmp_path: Path) -> None:
     """Batches of two shapes, one padded."""
     model = tiny.save(name, tmp_path / "model")
-    plan = planned(model, what)
-    (ids, valid), short = batch(2, 24), batch(1, 10)
+    plan = planned(model, way)
+    ids, valid = batch(2, 24)
     valid[0, 15:] = False
-    batches = [(ids, valid), short, (ids.flip(1), valid)]
+    batches = [(ids, valid), batch(1, 10), (ids.flip(1), valid)]
     streamed = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
-    found = layered_routing(streamed, plan, layers_of(model, plan), batches, out=tmp_path)
-    assert found == measured(model, plan, batches)
+    routing = layered_routing(streamed, plan, layers_of(model, plan), batches, out=tmp_path)
+    assert routing == measured(model, plan, batches)
     assert all(weight.is_meta for weight in streamed.layers.parameters()), "no layer is left behind"
 
 
-def test_cost_compares_with_the_unpruned_model() -> None:
+class PrunedCost(NamedTuple):
+    """A model and its cost as it is and under a plan."""
+
+    model: Any
+    plan: Plan
+    unpruned: dict[str, Any]
+    cost: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def pruned_cost() -> PrunedCost:
     model = tiny.build("deepseek_v2")
     plan = random_plan(model, "one width", share=1.0)
     row = row_flops(model, 24)
-    text = [batch()]
-    pruned = prune(model, plan)
-    unpruned = cost(model, model, row, measured(model, None, text))
-    found = cost(model, pruned, row, measured(model, plan, text))
-    assert found == cost(model, pruned, unpruned["flops_by_part"], measured(model, plan, text))
-    assert (unpruned["flops_ratio"], unpruned["flops_saving"], unpruned["parameters_kept"]) == (
-        1,
-        0,
-        1,
-    )
-    assert found["flops_per_token"] == pytest.approx(sum(found["flops_by_part"].values()))
-    assert found["flops_per_token_unpruned"] == unpruned["flops_per_token"]
-    assert found["flops_ratio"] == found["flops_per_token"] / unpruned["flops_per_token"] < 0.85
-    assert found["flops_saving"] == 1 - found["flops_ratio"]
-    assert found["routed_kept"] == pytest.approx(
-        numpy.mean([layer.channels.mean() for layer in plan.layers.values()])
-    )
-    assert found["storage_bytes"] == found["loading_bytes"] == 2 * found["parameters"]
+    unpruned = cost(model, model, row, measured(model, None, [batch()]))
+    pruned = cost(model, prune(model, plan), row, measured(model, plan, [batch()]))
+    return PrunedCost(model, plan, unpruned, pruned)
+
+
+def test_cost_is_compared_with_that_of_the_unpruned_model(pruned_cost: PrunedCost) -> None:
+    unpruned, pruned = pruned_cost.unpruned, pruned_cost.cost
+    compared = ("flops_ratio", "flops_saving", "parameters_kept")
+    assert [unpruned[name] for name in compared] == [1, 0, 1]
+    assert pruned["flops_per_token_unpruned"] == unpruned["flops_per_token"]
+    assert pruned["flops_ratio"] == pruned["flops_per_token"] / unpruned["flops_per_token"] < 0.85
+    assert pruned["flops_saving"] == 1 - pruned["flops_ratio"]
+
+
+def test_cost_adds_up_its_parts(pruned_cost: PrunedCost) -> None:
+    pruned = pruned_cost.cost
+    assert pruned["flops_per_token"] == pytest.approx(sum(pruned["flops_by_part"].values()))
+    assert pruned["storage_bytes"] == pruned["loading_bytes"] == 2 * pruned["parameters"]
+
+
+def test_cost_reads_the_flops_that_it_wrote(pruned_cost: PrunedCost) -> None:
+    model, plan, unpruned, pruned = pruned_cost
+    routing = measured(model, plan, [batch()])
+    assert pruned == cost(model, prune(model, plan), unpruned["flops_by_part"], routing)
+
+
+def test_routed_kept_is_the_share_of_retained_channels(pruned_cost: PrunedCost) -> None:
+    model, plan, _, pruned = pruned_cost
+    masks = [layer.channels.mean() for layer in plan.layers.values()]
+    assert pruned["routed_kept"] == pytest.approx(numpy.mean(masks))
     assert size(model, prune(model, tiny.plan(model, 0.5)))["routed_kept"] == 0.5
 
 
@@ -245,43 +314,54 @@ def test_nf4_bytes() -> None:
 @pytest.mark.parametrize(
     "modules", [("experts",), ("experts", "shared_experts", "attention")], ids=len
 )
-@pytest.mark.parametrize("what", ["unpruned", "experts", "channels"])
-def test_storage_is_what_quantised_tensors_take(
-    name: str, modules: tuple[str, ...], what: str
+@pytest.mark.parametrize("way", ["unpruned", "experts", "channels"])
+def test_storage_bytes_are_those_of_quantised_tensors(
+    name: str, modules: tuple[str, ...], way: str
 ) -> None:
     pytest.importorskip("bitsandbytes")
     model = tiny.build(name, dtype=torch.bfloat16)
-    plan = planned(model, what)
+    plan = planned(model, way)
     pruned = copy.deepcopy(model) if plan is None else prune(model, plan)
-    found = size(model, pruned, bits=4, modules=modules)
-    loading = size(model, pruned)["loading_bytes"]
-    before = storage(pruned)["total"]
+    sizes = size(model, pruned, bits=4, modules=modules)
+    loading_bytes = size(model, pruned)["loading_bytes"]
+    unquantised_bytes = storage(pruned)["total"]
     quantize(pruned, modules)
-    saved = found["loading_bytes"] - found["storage_bytes"]
-    assert saved == before - storage(pruned)["total"] > 0
-    assert found["loading_bytes"] == loading
+    saved_bytes = sizes["loading_bytes"] - sizes["storage_bytes"]
+    assert saved_bytes == unquantised_bytes - storage(pruned)["total"] > 0
+    assert sizes["loading_bytes"] == loading_bytes
 
 
 # ---- profiles
 
 
-def outputs(model: Any, *modules: Any) -> list[torch.Tensor]:
-    """What each of some modules gives (its first result) for each valid token, in fp64 (T, H)."""
-    seen: list[list[torch.Tensor]] = [[] for _ in modules]
+def layer_profiles(model: Any, plan: Plan | None) -> dict[int, dict[str, Any]]:
+    """Decoder layer -> its row of `PROFILES`."""
+    rows = [dict(zip(PROFILES, row, strict=True)) for row in profile(model, plan, tiny.batches())]
+    return {row["layer"]: row for row in rows}
 
-    def keep(place: int, result: Any) -> None:
-        seen[place].append(result[0] if isinstance(result, tuple) else result)
+
+def outputs(model: Any, *modules: Any) -> list[torch.Tensor]:
+    """The outputs (first result) of some modules for each valid token, in fp64 (T, H)."""
+    parts: list[list[torch.Tensor]] = [[] for _ in modules]
+
+    def record(position: int, result: Any) -> None:
+        parts[position].append(result[0] if isinstance(result, tuple) else result)
 
     hooks = [
-        one.register_forward_hook(lambda *given, at=at: keep(at, given[2]))
-        for at, one in enumerate(modules)
+        module.register_forward_hook(
+            lambda _, args, result, position=position: record(position, result)
+        )
+        for position, module in enumerate(modules)
     ]
     for ids, valid in tiny.batches():
         run(model, ids, valid)
     for hook in hooks:
         hook.remove()
     valid = torch.cat([valid.flatten() for _, valid in tiny.batches()])
-    return [torch.cat([part.flatten(0, -2) for part in parts])[valid].double() for parts in seen]
+    return [
+        torch.cat([tensor.flatten(0, -2) for tensor in tensors])[valid].double()
+        for tensors in parts
+    ]
 
 
 def entropy(shares: list[float]) -> float:
@@ -292,113 +372,153 @@ def entropy(shares: list[float]) -> float:
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 def test_variance_is_that_of_the_stream_token_by_token(name: str) -> None:
     model = tiny.build(name)
-    rows = profile(model, None, tiny.batches())
+    rows = layer_profiles(model, None)
     routed = {layer.index for layer in moe_layers(model)}
     streams = outputs(model, *model.get_submodule(moe_layers(model)[0].stack))
-    assert [row[0] for row in rows] == [0, 1, 2]
-    for row, stream in zip(rows, streams, strict=True):
+    assert list(rows) == [0, 1, 2]
+    for (index, row), stream in zip(rows.items(), streams, strict=True):
         vectors = list(stream)
         mean = sum(vectors) / len(vectors)
         expected = sum((vector - mean) ** 2 for vector in vectors).mean() / len(vectors)
-        assert row[1] == pytest.approx(float(expected), rel=1e-9)
-        assert (row[5] == 0) == math.isnan(row[2]) == (row[0] not in routed)
+        assert row["variance"] == pytest.approx(float(expected), rel=1e-9)
+        assert (row["experts"] == 0) == math.isnan(row["router_entropy"]) == (index not in routed)
+
+
+def mean_entropy(rows: list[list[float]]) -> float:
+    """Of rows of positive numbers, divided by their sums."""
+    return sum(entropy([value / sum(row) for value in row]) for row in rows) / len(rows)
 
 
 @pytest.mark.parametrize("ratio", [None, 0.5])
 def test_entropies_are_those_of_the_routers_decisions(ratio: float | None) -> None:
     model = tiny.build("qwen3_moe")
     layer = moe_layers(model)[1]
-    calls: list = []
-    hook = layer.router.register_forward_hook(lambda m, args, out: calls.append(out))
-    row = profile(model, tiny.plan(model, ratio) if ratio else None, tiny.batches())[layer.index]
+    calls: list[Any] = []
+    hook = layer.router.register_forward_hook(lambda _, args, result: calls.append(result))
+    plan = tiny.plan(model, ratio) if ratio else None
+    row = layer_profiles(model, plan)[layer.index]
     hook.remove()
     valid = torch.cat([valid.flatten() for _, valid in tiny.batches()])
     logits, gates, chosen = (
         torch.cat([call[part] for call in calls[:3]])[valid].double() for part in range(3)
     )
-    tokens = len(logits)
-    kept = 8 if ratio else 16
-    assert row[5] == kept == logits.shape[-1]
-    softmax = [
-        entropy([math.exp(z) / sum(map(math.exp, line)) for z in line]) for line in logits.tolist()
-    ]
-    assert row[2] == pytest.approx(sum(softmax) / tokens)
-    assert row[3] == pytest.approx(
-        sum(entropy([g / sum(line) for g in line]) for line in gates.tolist()) / tokens
-    )
-    flat = chosen.flatten().tolist()
-    assert row[4] == pytest.approx(
-        entropy([flat.count(expert) / len(flat) for expert in set(flat)])
-    )
+    assert row["experts"] == (8 if ratio else 16) == logits.shape[-1]
+    assert row["router_entropy"] == pytest.approx(mean_entropy(logits.exp().tolist()))
+    assert row["gate_entropy"] == pytest.approx(mean_entropy(gates.tolist()))
+    choices = chosen.flatten().tolist()
+    shares = [choices.count(expert) / len(choices) for expert in set(choices)]
+    assert row["load_entropy"] == pytest.approx(entropy(shares))
+
+
+def every_expert(model: Any) -> tuple[dict[int, tuple[int, ...]], dict[int, int]]:
+    """MoE layer -> all its experts, and their number."""
+    counts = {layer.index: layer.n_experts for layer in moe_layers(model)}
+    return {index: tuple(range(count)) for index, count in counts.items()}, counts
+
+
+LOSS_MODELS = pytest.mark.parametrize("name", ["olmoe", "deepseek_v2", "gpt_oss"])
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["olmoe", "deepseek_v2", "gpt_oss"])
-def test_the_loss_of_a_layer_is_that_of_pruning_it_alone(name: str) -> None:
+@LOSS_MODELS
+def test_a_plan_that_retains_everything_has_no_output_loss(name: str) -> None:
     model = tiny.build(name)
-    layers = moe_layers(model)
-    counts = {layer.index: layer.n_experts for layer in layers}
-    everything = {index: tuple(range(count)) for index, count in counts.items()}
-    assert all(
-        row[6] == 0 or math.isnan(row[6])
-        for row in profile(model, Plan.of_experts(everything, counts), tiny.batches())
-    )
+    rows = layer_profiles(model, Plan.of_experts(*every_expert(model)))
+    assert all(row["output_loss"] == 0 or math.isnan(row["output_loss"]) for row in rows.values())
+
+
+@torch.no_grad()
+@LOSS_MODELS
+def test_output_loss_of_a_layer_is_that_of_pruning_it_alone(name: str) -> None:
+    model = tiny.build(name)
     plan = tiny.plan(model, 0.5)
-    found = {row[0]: row[6] for row in profile(model, plan, tiny.batches())}
-    assert {layer for layer, loss in found.items() if not math.isnan(loss)} == set(plan.retained)
-    last = layers[-1]
-    whole, stream = outputs(model, last.experts, model.get_submodule(f"{last.stack}.{last.index}"))
-    with mask(
-        model, Plan.of_experts({**everything, last.index: plan.layers[last.index].retained}, counts)
-    ):
+    losses = {index: row["output_loss"] for index, row in layer_profiles(model, plan).items()}
+    assert {index for index, loss in losses.items() if not math.isnan(loss)} == set(plan.retained)
+    last = moe_layers(model)[-1]
+    around = model.get_submodule(f"{last.stack}.{last.index}")
+    unpruned, stream = outputs(model, last.experts, around)
+    experts, counts = every_expert(model)
+    alone = Plan.of_experts({**experts, last.index: plan.layers[last.index].retained}, counts)
+    with mask(model, alone):
         (pruned,) = outputs(model, last.experts)
-    terms = (whole - pruned).square().sum(1) / (stream.square().sum(1) + 1e-6)
-    assert (
-        found[last.index] == pytest.approx(float(terms.mean()), rel=1e-4) and found[last.index] > 0
-    )
+    terms = (unpruned - pruned).square().sum(1) / (stream.square().sum(1) + 1e-6)
+    loss = losses[last.index]
+    assert loss == pytest.approx(float(terms.mean()), rel=1e-4) and loss > 0
 
 
 # ---- seconds, as generating takes them
 
-ASKED = TimingConfig(batch_sizes=[1, 3], prompt_lengths=[4, 10], new_tokens=5)
+TIMED = TimingConfig(batch_sizes=[1, 3], prompt_lengths=[4, 10], new_tokens=5)
 
 
-def test_requests_read_and_write_what_generate_does_and_are_timed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+class Measurement(NamedTuple):
+    """What `measure` returns for a model whose forward passes take known seconds, and the ids that
+    the model reads in each request (a prompt, then five tokens)."""
+
+    model: Any
+    text: torch.Tensor
+    rows: pd.DataFrame
+    requests: list[list[torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def measurement() -> Measurement:
     model = tiny.build("olmoe")
     read: list[torch.Tensor] = []
     now = [0.0]
     forward = model.forward
 
-    def slow(**given: Any) -> Any:
+    def slow(**arguments: Any) -> Any:
         """Takes seconds that are known, and, of the shortest prompt, bytes."""
-        read.append(given["input_ids"])
-        now[0] += 0.2 if given["input_ids"].shape[1] > 1 else 0.004
-        model.held = torch.ones(32 << 20 if given["input_ids"].shape == (1, 4) else 1)
-        return forward(**given)
+        ids = arguments["input_ids"]
+        read.append(ids)
+        now[0] += 0.2 if ids.shape[1] > 1 else 0.004
+        model.held = torch.ones(32 << 20 if ids.shape == (1, 4) else 1)
+        return forward(**arguments)
 
-    monkeypatch.setattr(model, "forward", slow)
-    monkeypatch.setattr(evaluation_timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    clock = SimpleNamespace(perf_counter=lambda: now[0])
     text = tiny.tokens(rows=1)[0]
-    rows = pd.DataFrame(measure(model, text, ASKED), columns=list(TIMINGS))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "forward", slow)
+        patch.setattr(evaluation_timing, "time", clock)
+        rows = pd.DataFrame(measure(model, text, TIMED), columns=list(TIMINGS))
+    requests = [read[start : start + 6] for start in range(0, len(read), 6)]
+    return Measurement(model, text, rows, requests)
+
+
+def test_prefill_and_decoding_are_timed_apart(measurement: Measurement) -> None:
+    rows = measurement.rows
     assert rows.groupby(["batch_size", "prompt_length"]).size().tolist() == [7] * 4
     assert (rows["new_tokens"] == 5).all()
     assert rows["prefill_seconds"].tolist() == pytest.approx([0.2] * 28)
     assert rows["decode_seconds"].tolist() == pytest.approx([5 * 0.004] * 28)
-    held = rows["working_bytes"][0]
+
+
+def test_working_bytes_are_the_peak_of_a_request(measurement: Measurement) -> None:
+    held = measurement.rows["working_bytes"][0]
     assert math.isnan(held) or held == pytest.approx(4 * (32 << 20), rel=0.1)
-    requests = [read[at : at + 6] for at in range(0, len(read), 6)]
+
+
+def test_timed_requests_are_of_each_batch_size_and_prompt_length(measurement: Measurement) -> None:
+    requests, text = measurement.requests, measurement.text
     shapes = [shape for shape in ((1, 4), (1, 10), (3, 4), (3, 10)) for _ in range(9)]
     assert [tuple(request[0].shape) for request in requests] == shapes
     assert torch.equal(requests[-1][0].flatten(), torch.cat([text, text])[:30])
+
+
+def test_timed_requests_write_what_generate_does(measurement: Measurement) -> None:
+    request = measurement.requests[-1]
+    lengths = {"max_new_tokens": 5, "min_new_tokens": 5}
+    expected = measurement.model.generate(request[0], do_sample=False, **lengths)
+    assert torch.equal(torch.cat(request, dim=1), expected)
+
+
+def test_prompts_that_do_not_fit_a_model_are_not_timed(measurement: Measurement) -> None:
+    model = measurement.model
     longest = model.config.max_position_embeddings
-    said = f"timed.prompt_lengths={longest} with timed.new_tokens=5 makes {longest + 6} tokens"
-    with pytest.raises(UserError, match=re.escape(said)):
-        measure(model, text, replace(ASKED, prompt_lengths=[longest]))
-    monkeypatch.undo()
-    expected = model.generate(requests[-1][0], max_new_tokens=5, min_new_tokens=5, do_sample=False)
-    assert torch.equal(torch.cat(requests[-1], dim=1), expected)
+    message = f"timed.prompt_lengths={longest} with timed.new_tokens=5 makes {longest + 6} tokens"
+    with pytest.raises(UserError, match=re.escape(message)):
+        measure(model, measurement.text, replace(TIMED, prompt_lengths=[longest]))
 
 
 TEXT = CalibrationConfig(
@@ -409,92 +529,97 @@ MODEL = ModelConfig(name="m", path="pocket:olmoe", device="cpu", threads=1)
 
 def step(device: str, plan: Step | None = None, storage: Storage | None = None) -> Timing:
     pruned = Pruned(loaded_as(MODEL), plan, None, storage, RecoveryConfig(), True)
-    return Timing.of(pruned, TEXT, replace(ASKED, device=device))
+    return Timing.of(pruned, TEXT, replace(TIMED, device=device))
 
 
-def test_a_step_is_about_one_device_and_is_done_on_no_other(tmp_path: Path) -> None:
-    here = device_name("cpu")
-    assert step(here).id != step("another").id
+def test_timing_is_of_one_device_and_computed_on_no_other(tmp_path: Path) -> None:
+    device = device_name("cpu")
+    assert step(device).id != step("another").id
     files = Files(tmp_path, tmp_path, {}, tmp_path / "log", tmp_path)
-    with pytest.raises(
-        Unavailable, match=f"timing is about another, and this machine has {re.escape(here)}"
-    ):
+    message = f"timing is about another, and this machine has {re.escape(device)}"
+    with pytest.raises(Unavailable, match=message):
         step("another").work(files)
-    step(here).work(files)
-    about = json.loads((tmp_path / "timing.json").read_text())
-    assert about["device"] == here and about["threads"] == 1 and about["weight_bytes"] > 14e6
+    step(device).work(files)
+    record = json.loads((tmp_path / "timing.json").read_text())
+    assert record["device"] == device and record["threads"] == 1 and record["weight_bytes"] > 14e6
     assert len(pd.read_parquet(tmp_path / "timing.parquet")) == 4 * 7
 
 
-def test_what_is_timed_is_without_what_the_plan_removes_and_in_its_bits(tmp_path: Path) -> None:
+def test_timed_model_is_pruned_and_quantised(tmp_path: Path) -> None:
     model = tiny.build("olmoe")
     plan = Example()
     tiny.plan(model, 0.5).save(tmp_path / "plan.json")
     files = Files(tmp_path, tmp_path, {plan.id: tmp_path}, tmp_path / "log", tmp_path)
 
-    def weights(*changes: Any) -> int:
+    def expert_bytes(*changes: Any) -> int:
         """Bytes of the experts that are timed."""
-        experts = filter(is_experts, step("cpu", *changes).deployed(model, files).modules())
+        deployed = step("cpu", *changes).deployed(model, files)
         return sum(
             tensor.nbytes
-            for module in experts
+            for module in filter(is_experts, deployed.modules())
             for tensor in (*module.parameters(), *module.buffers())
         )
 
-    whole = weights()
-    four = Storage(4, ("experts",))
-    assert weights(plan) == whole / 2
-    assert weights(None, four) < whole / 6 and weights(plan, four) < whole / 12
+    unpruned = expert_bytes()
+    nf4 = Storage(4, ("experts",))
+    assert expert_bytes(plan) == unpruned / 2
+    assert expert_bytes(None, nf4) < unpruned / 6 and expert_bytes(plan, nf4) < unpruned / 12
 
 
-def test_the_device_is_asked_for_once_and_what_is_not_there_is_a_sentence(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[list[str]] = []
+@pytest.fixture
+def device_commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands that ask for the name of a device; this machine has a CPU only."""
+    commands: list[list[str]] = []
 
-    def answer(words: list[str], **_: Any) -> SimpleNamespace:
-        asked.append(words)
+    def answer(command: list[str], **_: Any) -> SimpleNamespace:
+        commands.append(command)
         error = "Traceback\nmoe_lab.errors.UserError: model.device=cuda:7: this machine has none"
         return SimpleNamespace(
-            returncode=int("cuda:7" in words), stdout="a note\nA GPU\n", stderr=error
+            returncode=int("cuda:7" in command), stdout="a note\nA GPU\n", stderr=error
         )
 
     monkeypatch.setattr(estimates.subprocess, "run", answer)
+    return commands
+
+
+def test_device_name_is_asked_for_once(device_commands: list[list[str]]) -> None:
     cells = [cell_of(MODEL, TEXT, ratio=ratio) for ratio in (0.25, 0.5)]
-    graph = build(Config(timing=True, timed=ASKED), [(cells, [])])
-    timed = [cell.timing for cell in graph.cells]
-    assert len(timed) == 3 and {one.timed.device for one in timed if isinstance(one, Timing)} == {
-        "A GPU"
-    }
-    assert len(asked) == 1 and asked[0][-1] == "cpu"
+    graph = build(Config(timing=True, timed=TIMED), [(cells, [])])
+    timings = [cell.timing for cell in graph.cells]
+    devices = {timing.timed.device for timing in timings if isinstance(timing, Timing)}
+    assert len(timings) == 3 and devices == {"A GPU"}
+    assert len(device_commands) == 1 and device_commands[0][-1] == "cpu"
+
+
+def test_missing_device_is_reported(device_commands: list[list[str]]) -> None:
     with pytest.raises(UserError, match=r"^model\.device=cuda:7: this machine has none"):
         estimates.device_here("cuda:7")
 
 
-def test_what_a_step_held_on_gpus_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_provenance_has_the_peak_memory_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert provenance(time.time())["peak_gpu_memory_bytes"] is None or torch.cuda.is_available()
-    held = SimpleNamespace(
+    cuda = SimpleNamespace(
         is_initialized=lambda: True,
         device_count=lambda: 2,
         max_memory_allocated=lambda number: 7 + number,
         get_device_name=lambda number: f"GPU {number}",
     )
-    used = SimpleNamespace(
-        cuda=held, get_num_threads=lambda: 3, version=SimpleNamespace(cuda="12.8")
-    )
-    monkeypatch.setitem(sys.modules, "torch", used)
-    about = provenance(time.time())
+    version = SimpleNamespace(cuda="12.8")
+    fake_torch = SimpleNamespace(cuda=cuda, get_num_threads=lambda: 3, version=version)
+    monkeypatch.setitem(sys.modules, "torch", fake_torch)
+    record = provenance(time.time())
     assert (
-        about["peak_gpu_memory_bytes"] == 7 + 8
-        and about["gpus"] == ["GPU 0", "GPU 1"]
-        and about["driver"]
+        record["peak_gpu_memory_bytes"] == 7 + 8
+        and record["gpus"] == ["GPU 0", "GPU 1"]
+        and record["driver"]
     )
-    assert about["threads"] == 3 and about["processor"]
+    assert record["threads"] == 3 and record["processor"]
 
 
-def test_what_cannot_be_timed_is_said_before() -> None:
+def test_timing_beside_other_work_is_reported_before_the_start() -> None:
     local, slurm = (
-        list(wrong_timing(LauncherConfig(n, 1), TimingConfig(), MODEL)) for n in ("local", "slurm")
+        list(wrong_timing(LauncherConfig(name, 1), TimingConfig(), MODEL))
+        for name in ("local", "slurm")
     )
     assert "timing=true beside other work" in local[0]
     assert "timing=true with launcher=slurm needs timed.device" in slurm[0]

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import tiny
@@ -40,54 +40,86 @@ from moe_lab.pruning.prune import prune
 from tests.campaign.models import reconfigure
 
 
-def test_files_beside_the_weights(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    model = tiny.save("olmoe", folder, shard="60KB")
-    (folder / "README.md").write_text(
-        "---\nlicense: mit\nbase_model: a/b\n---\n# Nice model\nIt talks.\n"
-    )
-    (folder / "pytorch_model.bin").write_bytes(b"old")
-    reconfigure(folder, note="ä")
+class Exported(NamedTuple):
+    """An export of half the experts of OLMoE, beside its checkpoint in several files."""
+
+    source: Path
+    plan: Plan
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def sharded_export(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    source = tmp_path_factory.mktemp("sharded") / "model"
+    model = tiny.save("olmoe", source, shard="60KB")
+    card = "---\nlicense: mit\nbase_model: a/b\n---\n# Nice model\nIt talks.\n"
+    (source / "README.md").write_text(card)
+    (source / "pytorch_model.bin").write_bytes(b"old")
+    reconfigure(source, note="ä")
     plan = Plan.of_experts(
         tiny.plan(model, 0.5).retained,
         dict.fromkeys(range(3), 16),
         {"model": "little", "criterion": "man"},
     )
-    out = export(folder, plan, tmp_path / "deep" / "pruned")
-    names = {file.name for file in folder.iterdir()} - {"pytorch_model.bin"} | {"plan.json"}
-    assert {file.name for file in out.iterdir()} == names
-    assert [path.name for path in out.parent.iterdir()] == ["pruned"]
-    assert (out / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
-    before, after = (json.loads((path / "config.json").read_text()) for path in (folder, out))
-    assert list(before) == list(after) and after == {**before, "num_experts": 8}
-    assert Plan.load(out / "plan.json") == plan
-    card = (out / "README.md").read_text()
+    return Exported(source, plan, export(source, plan, source.parent / "deep" / "pruned"))
+
+
+def test_export_has_the_files_of_the_checkpoint_and_the_plan(sharded_export: Exported) -> None:
+    source, plan, folder = sharded_export
+    names = {file.name for file in source.iterdir()} - {"pytorch_model.bin"} | {"plan.json"}
+    assert {file.name for file in folder.iterdir()} == names
+    assert [path.name for path in folder.parent.iterdir()] == ["pruned"]
+    assert (folder / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    assert Plan.load(folder / "plan.json") == plan
+
+
+def test_exported_config_has_the_new_number_of_experts(sharded_export: Exported) -> None:
+    original = read_config(sharded_export.source)
+    exported_config = read_config(sharded_export.folder)
+    assert list(original) == list(exported_config)
+    assert exported_config == {**original, "num_experts": 8}
+
+
+def test_card_says_what_was_pruned_and_quotes_the_original(sharded_export: Exported) -> None:
+    card = (sharded_export.folder / "README.md").read_text()
     assert card.startswith(
         "---\nlicense: mit\n---\n\n# model, pruned\n\n24 of 48 routed experts are retained: 8 in "
         "each of 3"
     )
     assert (
         '"criterion": "man"' in card
-        and plan.digest in card
+        and sharded_export.plan.digest in card
         and card.endswith("# Nice model\nIt talks.\n")
     )
-    index = json.loads((out / "model.safetensors.index.json").read_text())
-    found = {}
+
+
+def test_index_lists_the_tensors_of_each_shard(sharded_export: Exported) -> None:
+    folder = sharded_export.folder
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    weight_map: dict[str, str] = {}
+    total = 0
     for shard in sorted(set(index["weight_map"].values())):
-        with safe_open(out / shard, "pt") as file:
+        with safe_open(folder / shard, "pt") as file:
             assert file.metadata() == {"format": "pt"}
-            found.update({key: (shard, file.get_tensor(key).nbytes) for key in file.keys()})  # noqa: SIM118
-    assert {key: shard for key, (shard, _) in found.items()} == index["weight_map"]
-    assert sum(size for _, size in found.values()) == index["metadata"]["total_size"]
+            for key in file.keys():  # noqa: SIM118
+                weight_map[key] = shard
+                total += file.get_tensor(key).nbytes
+    assert weight_map == index["weight_map"]
+    assert total == index["metadata"]["total_size"]
 
 
-def test_every_count_is_written_as_it_was(tmp_path: Path) -> None:
+def read_config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
+
+
+def test_numbers_listed_by_layer_stay_lists(tmp_path: Path) -> None:
     """Configurations of Hunyuan list numbers by layer."""
     model = tiny.save("hunyuan_v1_moe", tmp_path / "model")
     reconfigure(tmp_path / "model", moe_topk=[4] * 3)
-    before = json.loads((tmp_path / "model" / "config.json").read_text())
-    out = export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "out")
-    assert json.loads((out / "config.json").read_text()) == {**before, "num_experts": 8}
+    original = read_config(tmp_path / "model")
+    folder = export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "out")
+    assert read_config(folder) == {**original, "num_experts": 8}
     three = Plan.of_experts(dict.fromkeys(range(3), (0, 1, 2)), dict.fromkeys(range(3), 16))
     with pytest.raises(UserError, match=r"3 of 16 experts.*top_k=4"):
         export(tmp_path / "model", three, tmp_path / "no")
@@ -110,76 +142,92 @@ def test_kernel_copy_and_buffered_copy_give_the_same_files(
         assert file.read_bytes() == (second / file.name).read_bytes()
 
 
-def test_layers_for_extra_tokens_are_left_out(tmp_path: Path) -> None:
+def add_prediction_layers(tensors: dict[str, torch.Tensor]) -> None:
+    """Layers for extra tokens, copies of the last layer, under the names of two families."""
+    last = {name: tensor for name, tensor in tensors.items() if ".layers.2." in name}
+    for prefix in ("model.layers.3.", "mtp.layers.0."):
+        for name, tensor in last.items():
+            tensors[name.replace("model.layers.2.", prefix)] = tensor.clone()
+    tensors["mtp.fc.weight"] = torch.ones(2)
+    tensors["model.layers.3.eh_proj.weight"] = torch.ones(2)
+
+
+@pytest.fixture
+def predicting(tmp_path: Path) -> Plan:
+    """Writes a checkpoint with layers for extra tokens, and an export ("clean") of the same model
+    without them; a plan for it."""
     model = tiny.save("deepseek_v3", tmp_path / "model")
     plan = tiny.plan(model, 0.5)
-    clean = export(tmp_path / "model", plan, tmp_path / "clean")
-
-    def add(tensors: dict[str, torch.Tensor]) -> None:
-        last = {name: tensor for name, tensor in tensors.items() if ".layers.2." in name}
-        for prefix in ("model.layers.3.", "mtp.layers.0."):
-            tensors.update(
-                {
-                    name.replace("model.layers.2.", prefix): tensor.clone()
-                    for name, tensor in last.items()
-                }
-            )
-        tensors.update(
-            {name: torch.ones(2) for name in ("mtp.fc.weight", "model.layers.3.eh_proj.weight")}
-        )
-
-    rewrite(tmp_path / "model", add)
+    export(tmp_path / "model", plan, tmp_path / "clean")
+    rewrite(tmp_path / "model", add_prediction_layers)
     reconfigure(tmp_path / "model", num_nextn_predict_layers=1)
+    return plan
+
+
+def test_layers_for_extra_tokens_are_not_exported(predicting: Plan, tmp_path: Path) -> None:
+    clean, folder = tmp_path / "clean", export(tmp_path / "model", predicting, tmp_path / "out")
+    tensors = load_file(folder / "model.safetensors")
+    assert tensors.keys() == load_file(clean / "model.safetensors").keys()
+    assert read_config(folder)["num_nextn_predict_layers"] == 0
+    assert "`model.layers.3`, `mtp`" in (folder / "README.md").read_text()
+
+
+@pytest.mark.usefixtures("predicting")
+def test_layers_for_extra_tokens_are_not_loaded(tmp_path: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
     assert not [name for name in loaded if "mtp" in name or ".layers.3." in name], (
         "no statistics can be gathered"
     )
-    out = export(tmp_path / "model", plan, tmp_path / "out")
-    assert (
-        load_file(out / "model.safetensors").keys() == load_file(clean / "model.safetensors").keys()
-    )
-    assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 0
-    assert "`model.layers.3`, `mtp`" in (out / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
     "name", ["model.layers.3.eh_proj.weight", "mtp.fc.weight", "model.mtp_block.0.norm.weight"]
 )
-def test_layers_for_extra_tokens_without_experts_are_kept(name: str, tmp_path: Path) -> None:
+def test_layers_for_extra_tokens_without_experts_are_exported(name: str, tmp_path: Path) -> None:
     """With the field by which programs know of them."""
     model = tiny.save("deepseek_v3", tmp_path / "model")
     rewrite(tmp_path / "model", lambda tensors: tensors.update({name: torch.ones(2)}))
     reconfigure(tmp_path / "model", num_nextn_predict_layers=1)
-    out = export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "out")
-    assert name in load_file(out / "model.safetensors")
-    assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 1
-    assert "multi-token prediction" not in (out / "README.md").read_text()
+    folder = export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "out")
+    assert name in load_file(folder / "model.safetensors")
+    assert read_config(folder)["num_nextn_predict_layers"] == 1
+    assert "multi-token prediction" not in (folder / "README.md").read_text()
 
 
-def test_what_transformers_reads_in_folders_is_kept(tmp_path: Path) -> None:
-    """Further chat templates, also where the weights are written again, and a change of them is
-    another model."""
-    model = tiny.save("olmoe", tmp_path / "model")
-    plan = tiny.plan(model, 0.5)
-    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    (tmp_path / "model" / "chat_template.jinja").write_text(template)
-    unlike = fingerprint(tmp_path / "model")
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+@pytest.fixture
+def with_subfolders(tmp_path: Path) -> Plan:
+    """Writes a checkpoint with folders that transformers reads and one that it does not; a plan for
+    it. The model without them has another fingerprint."""
+    plan = tiny.plan(tiny.save("olmoe", tmp_path / "model"), 0.5)
+    (tmp_path / "model" / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    without_folders = fingerprint(tmp_path / "model")
     for name in (
         "additional_chat_templates/tool_use.jinja",
         "custom_generate/generate.py",
         "original/params.json",
     ):
         (tmp_path / "model" / name).parent.mkdir()
-        (tmp_path / "model" / name).write_text(f"{template} tools")
-    assert fingerprint(tmp_path / "model") != unlike
-    out = export(tmp_path / "model", plan, tmp_path / "out")
-    changes = Changes(lambda name, tensor: {name: tensor}, "Nothing was changed.")
-    again = rewrite_export(out, changes, tmp_path / "again")
-    for folder in (out, again):
-        assert AutoTokenizer.from_pretrained(folder).chat_template["tool_use"].endswith("tools")
-        assert (folder / "custom_generate" / "generate.py").is_file() and not (
-            folder / "original"
-        ).exists()
+        (tmp_path / "model" / name).write_text(f"{CHAT_TEMPLATE} tools")
+    assert fingerprint(tmp_path / "model") != without_folders
+    return plan
+
+
+@pytest.mark.parametrize("rewritten", [False, True])
+def test_subfolders_that_transformers_reads_are_copied(
+    rewritten: bool, with_subfolders: Plan, tmp_path: Path
+) -> None:
+    """Further chat templates, also where the weights are written again."""
+    folder = export(tmp_path / "model", with_subfolders, tmp_path / "out")
+    if rewritten:
+        changes = Changes(lambda name, tensor: {name: tensor}, "Nothing was changed.")
+        folder = rewrite_export(folder, changes, tmp_path / "again")
+    assert AutoTokenizer.from_pretrained(folder).chat_template["tool_use"].endswith("tools")
+    assert (folder / "custom_generate" / "generate.py").is_file() and not (
+        folder / "original"
+    ).exists()
 
 
 @pytest.mark.parametrize(
@@ -193,13 +241,13 @@ def test_what_transformers_reads_in_folders_is_kept(tmp_path: Path) -> None:
         "---\nlicense: mit\ntags: [moe]\n--- more\n---\nBody",
     ],
 )
-def test_the_front_matter_that_the_hub_reads_is_kept(card: str) -> None:
+def test_front_matter_of_the_card_is_kept(card: str) -> None:
     sizes = {"unpruned_bytes": 1, "written": 1, "zeros": 0, "left_out": ()}
     text = model_card(
         Plan.of_experts({0: (0,)}, {0: 2}), "m", card, shape="natural", kind="stock", **sizes
     )
-    found, expected = (REGEX_YAML_BLOCK.search(each) for each in (text, card))
-    assert (found and found[2]) == (expected and expected[2])
+    block, expected = (REGEX_YAML_BLOCK.search(content) for content in (text, card))
+    assert (block and block[2]) == (expected and expected[2])
     assert ("Body" in text) == ("Body" in card)
 
 
@@ -225,7 +273,7 @@ EXPERT = f"{BLOCK}.experts.{{}}.up_proj.weight"
         ),
     ],
 )
-def test_checkpoints_that_do_not_fit(
+def test_checkpoints_of_other_tensors_are_not_exported(
     tmp_path: Path, change: Callable[[Any], object], message: str
 ) -> None:
     model = tiny.save("olmoe", tmp_path / "model")
@@ -235,46 +283,44 @@ def test_checkpoints_that_do_not_fit(
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_plans_that_do_not_fit(tmp_path: Path) -> None:
+LOW = tuple(range(8))
+FOUR = (0, 4, 8, 12)
+
+
+@pytest.mark.parametrize(
+    ("retained", "count", "message"),
+    [
+        (LOW, 16, r"retains \[4, 4, 0, 0\] experts of the 4 groups"),
+        (FOUR, 16, "retains 4 of 16 experts, but its router needs at least 8"),
+        (LOW, 8, r"layers of 8 experts, and model\.layers\.1\."),
+    ],
+)
+def test_plans_of_other_experts_are_not_exported(
+    retained: tuple[int, ...], count: int, message: str, tmp_path: Path
+) -> None:
     tiny.save("deepseek_v3:grouped", tmp_path / "model")
-    low = tuple(range(8))
-    four = (0, 4, 8, 12)
-    counts = {1: 16, 2: 16}
-    for plan, message in [
-        (
-            Plan.of_experts({1: low, 2: low}, counts),
-            r"retains \[4, 4, 0, 0\] experts of the 4 groups",
-        ),
-        (
-            Plan.of_experts({1: four, 2: four}, counts),
-            "retains 4 of 16 experts, but its router needs at least 8",
-        ),
-        (
-            Plan.of_experts({1: low, 2: low}, {1: 8, 2: 8}),
-            r"layers of 8 experts, and model\.layers\.1\.",
-        ),
-        (
-            tiny.plan(tiny.build("deepseek_v3:grouped", num_hidden_layers=4), 0.5),
-            r"has layers \[1, 2, 3\]",
-        ),
-    ]:
-        with pytest.raises(UserError, match=message):
-            export(tmp_path / "model", plan, tmp_path / "out")
+    plan = Plan.of_experts(dict.fromkeys((1, 2), retained), dict.fromkeys((1, 2), count))
+    with pytest.raises(UserError, match=message):
+        export(tmp_path / "model", plan, tmp_path / "out")
+
+
+def test_plans_of_other_layers_are_not_exported(tmp_path: Path) -> None:
+    tiny.save("deepseek_v3:grouped", tmp_path / "model")
+    deeper = tiny.plan(tiny.build("deepseek_v3:grouped", num_hidden_layers=4), 0.5)
+    with pytest.raises(UserError, match=r"has layers \[1, 2, 3\]"):
+        export(tmp_path / "model", deeper, tmp_path / "out")
     # its third layer is not one that predicts further tokens
     reconfigure(tmp_path / "model", num_hidden_layers=2)
+    shallower = Plan.of_experts({1: tuple(range(0, 16, 2))}, {1: 16})
     with pytest.raises(UserError, match=r"layers \[1, 2\]"):
-        export(
-            tmp_path / "model",
-            Plan.of_experts({1: tuple(range(0, 16, 2))}, {1: 16}),
-            tmp_path / "out",
-        )
+        export(tmp_path / "model", shallower, tmp_path / "out")
 
 
 GROUPS = {"n_routed_experts": 32, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8}
 
 
 @pytest.mark.parametrize(
-    ("name", "made", "missing", "kept", "message"),
+    ("name", "fields", "missing", "retained", "message"),
     [
         ("mixtral", {}, ("num_local_experts",), range(6), r"layers\.0\."),
         ("mixtral", {}, ("num_experts_per_tok",), range(1), "top_k=2"),
@@ -287,36 +333,34 @@ GROUPS = {"n_routed_experts": 32, "n_group": 8, "topk_group": 4, "num_experts_pe
         ),
     ],
 )
-def test_fields_that_config_json_leaves_to_their_defaults(
+def test_missing_fields_of_config_json_have_their_defaults(
     name: str,
-    made: dict[str, int],
+    fields: dict[str, int],
     missing: tuple[str, ...],
-    kept: range,
+    retained: range,
     message: str,
     tmp_path: Path,
 ) -> None:
     """What prune would refuse, or nothing could load, is not written."""
-    model = tiny.save(name, tmp_path / "model", **made)
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    shortened = {field: value for field, value in config.items() if field not in missing}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(shortened))
+    model = tiny.save(name, tmp_path / "model", **fields)
+    config = read_config(tmp_path / "model")
+    for field in config.keys() & set(missing):
+        del config[field]
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     counts = {layer.index: layer.n_experts for layer in moe_layers(model)}
+    plan = Plan.of_experts(dict.fromkeys(counts, tuple(retained)), counts)
     with pytest.raises(UserError, match=message):
-        export(
-            tmp_path / "model",
-            Plan.of_experts(dict.fromkeys(counts, tuple(kept)), counts),
-            tmp_path / "out",
-        )
+        export(tmp_path / "model", plan, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-@pytest.mark.parametrize("lost", ["model.norm.weight", "model.layers.0.self_attn.q_proj.weight"])
-def test_a_checkpoint_that_lacks_a_weight_is_not_exported(lost: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("missing", ["model.norm.weight", "model.layers.0.self_attn.q_proj.weight"])
+def test_checkpoint_without_a_weight_is_not_exported(missing: str, tmp_path: Path) -> None:
     """Nothing could load the export."""
     model = tiny.save("olmoe", tmp_path / "model")
-    rewrite(tmp_path / "model", lambda weights: weights.pop(lost))
+    rewrite(tmp_path / "model", lambda weights: weights.pop(missing))
     counts = {layer.index: layer.n_experts for layer in moe_layers(model)}
-    with pytest.raises(UserError, match=lost):
+    with pytest.raises(UserError, match=missing):
         export(
             tmp_path / "model",
             Plan.of_experts(dict.fromkeys(counts, tuple(range(8))), counts),
@@ -325,10 +369,10 @@ def test_a_checkpoint_that_lacks_a_weight_is_not_exported(lost: str, tmp_path: P
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-@pytest.mark.parametrize("way", ["even", "uneven", "ragged"])
-def test_a_composite_is_exported_right_or_not_at_all(way: str, tmp_path: Path) -> None:
-    """The fields of its experts are below text_config."""
-    text = {**tiny.COMMON, **tiny.ARCHITECTURES["qwen3_next"]}
+@pytest.fixture
+def composite(tmp_path: Path) -> Any:
+    """Writes a model of texts and images, the fields of whose experts are below text_config; the
+    text model of it."""
     vision = {
         "depth": 1,
         "hidden_size": 32,
@@ -336,32 +380,47 @@ def test_a_composite_is_exported_right_or_not_at_all(way: str, tmp_path: Path) -
         "intermediate_size": 32,
         "out_hidden_size": 32,
     }
-    whole = Qwen3_5MoeForConditionalGeneration(
+    text = {**tiny.COMMON, **tiny.ARCHITECTURES["qwen3_next"]}
+    model = Qwen3_5MoeForConditionalGeneration(
         Qwen3_5MoeConfig(text_config=text, vision_config=vision)
     )
-    tiny.randomize(whole)
-    whole.save_pretrained(tmp_path / "model")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", experts_implementation="eager")
-    plan = random_plan(model, way)
-    if way != "even":
-        with pytest.raises(UserError, match="export"):
-            export(tmp_path / "model", plan, tmp_path / "out")
-        assert [path.name for path in tmp_path.iterdir()] == ["model"]
-        return
-    out = export(tmp_path / "model", plan, tmp_path / "out")
-    exported = AutoModelForCausalLM.from_pretrained(out, experts_implementation="eager")
-    assert torch.equal(tiny.logits(exported), tiny.logits(prune(model, plan)))
+    tiny.randomize(model)
+    model.save_pretrained(tmp_path / "model")
+    return load_eager(tmp_path / "model")
 
 
-def test_a_full_target_is_refused_and_a_full_disk_left_clean(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def load_eager(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager")
+
+
+def test_composite_is_exported_with_equal_numbers_of_experts(
+    composite: Any, tmp_path: Path
 ) -> None:
-    model = tiny.save("olmoe", tmp_path / "model")
-    plan = tiny.plan(model, 0.5)
+    plan = random_plan(composite, "even")
+    folder = export(tmp_path / "model", plan, tmp_path / "out")
+    expected = tiny.logits(prune(composite, plan))
+    assert torch.equal(tiny.logits(load_eager(folder)), expected)
+
+
+@pytest.mark.parametrize("way", ["uneven", "ragged"])
+def test_composite_is_not_exported_with_layers_that_differ(
+    way: str, composite: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="export"):
+        export(tmp_path / "model", random_plan(composite, way), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_folder_with_files_is_not_exported_to(tmp_path: Path) -> None:
+    plan = tiny.plan(tiny.save("olmoe", tmp_path / "model"), 0.5)
     (tmp_path / "empty").mkdir()
     export(tmp_path / "model", plan, tmp_path / "empty")
     with pytest.raises(UserError, match="empty exists already"):
         export(tmp_path / "model", plan, tmp_path / "empty")
+
+
+def test_full_disk_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = tiny.plan(tiny.save("olmoe", tmp_path / "model"), 0.5)
 
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, "full")
@@ -369,7 +428,7 @@ def test_a_full_target_is_refused_and_a_full_disk_left_clean(
     monkeypatch.setattr(os, "copy_file_range", full)
     with pytest.raises(OSError, match="full"):
         export(tmp_path / "model", plan, tmp_path / "out")
-    assert {path.name for path in tmp_path.iterdir()} == {"model", "empty"}
+    assert {path.name for path in tmp_path.iterdir()} == {"model"}
 
 
 @pytest.fixture(scope="module")
@@ -385,6 +444,22 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, tiny.save("minimax_m2", folder, num_experts_per_tok=2, **sizes)
 
 
+EXPORT_STEP = """
+import pickle, sys
+sys.path.insert(0, sys.argv[1])  # where the example's plan step is
+import moe_lab.pruning.export  # loaded by the step, and no memory of its work
+from moe_lab.study.steps import perform
+def peak():
+    status = open("/proc/self/status")
+    return int(next(line.split()[1] for line in status if line.startswith("VmHWM")))
+before = peak()  # mostly libraries, of which the kernel maps as much as it likes
+perform(*pickle.load(open(sys.argv[2], "rb")))
+assert not {"torch", "transformers"} & set(sys.modules)
+print(peak() - before)
+"""
+"""Prints by how many kB the memory of the process has grown."""
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads peak memory from /proc")
 @pytest.mark.parametrize(
     ("way", "shape", "share"),
@@ -395,31 +470,18 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
         ("ragged", "natural", 1.0),
     ],
 )
-def test_the_step_needs_neither_torch_nor_memory(
+def test_export_step_loads_no_torch_and_needs_little_memory(
     way: str, shape: str, share: float | None, large: tuple[Path, Any], tmp_path: Path
 ) -> None:
-    """An export step in a process of its own, whose memory grows by far less than the 151 MB it
-    reads."""
+    """In a process of its own, whose memory grows by far less than the 151 MB it reads."""
     source, model = large
     (tmp_path / "plan").mkdir()
     random_plan(model, way, share=share).save(tmp_path / "plan" / "plan.json")
-    work = exported(source, tmp_path, ExportConfig(shape))
-    (tmp_path / "work.pkl").write_bytes(pickle.dumps(work))
-    code = f"""
-import pickle, sys
-sys.path.insert(0, {str(Path(__file__).parents[1])!r})  # where the example's plan step is
-import moe_lab.pruning.export  # loaded by the step, and no memory of its work
-from moe_lab.study.steps import perform
-def peak():
-    status = open("/proc/self/status")
-    return int(next(line.split()[1] for line in status if line.startswith("VmHWM")))
-before = peak()  # mostly libraries, of which the kernel maps as much as it likes
-perform(*pickle.load(open({str(tmp_path / "work.pkl")!r}, "rb")))
-assert not {{"torch", "transformers"}} & set(sys.modules)
-print(peak() - before)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 10_000  # kB
+    file = tmp_path / "work.pkl"
+    file.write_bytes(pickle.dumps(exported(source, tmp_path, ExportConfig(shape))))
+    command = [sys.executable, "-c", EXPORT_STEP, str(Path(__file__).parents[1]), str(file)]
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(process.stdout) < 10_000  # kB
     written = tmp_path / "scratch" / "checkpoint" / "model.safetensors"
     assert written.stat().st_size > (source / "model.safetensors").stat().st_size / 3
     assert not (tmp_path / "partial").exists()
@@ -444,7 +506,7 @@ ROUNDING = TOLERANCE[torch.float32]
         ("qwen3_moe", "one width", "natural", 0, ROUNDING),
     ],
 )
-def test_whole_experts_agree_to_the_bit_and_others_within_rounding(
+def test_verify_finds_no_difference_beyond_rounding(
     name: str, way: str, shape: str, moved_by: int, bound: float, tmp_path: Path
 ) -> None:
     plan = random_plan(tiny.save(name, tmp_path / "model"), way)
@@ -453,7 +515,7 @@ def test_whole_experts_agree_to_the_bit_and_others_within_rounding(
     assert verify(tmp_path / "model", plan, tmp_path / "export") <= bound
 
 
-def test_a_wrong_router_is_named(tmp_path: Path) -> None:
+def test_verify_names_the_layer_of_a_wrong_router(tmp_path: Path) -> None:
     plan = tiny.plan(tiny.save("qwen3_moe", tmp_path / "model"), 0.25)
     export(tmp_path / "model", plan, tmp_path / "export")
     rewrite(tmp_path / "export", lambda tensors: tensors[GATE].copy_(tensors[GATE].flip(0)))
@@ -464,7 +526,7 @@ def test_a_wrong_router_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("channels", [False, True])
-def test_a_large_residual_hides_no_wrong_expert(channels: bool, tmp_path: Path) -> None:
+def test_verify_finds_wrong_experts_below_a_large_residual(channels: bool, tmp_path: Path) -> None:
     """One number of each hidden state is as large as in trained models; experts do not add to
     it."""
     model = tiny.save("qwen3_moe", tmp_path / "model", dtype=torch.bfloat16)
@@ -492,7 +554,7 @@ def grow(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def swap(tensors: dict[str, torch.Tensor]) -> None:
-    """Two experts of layer 1 trade places."""
+    """Exchange the weights of two experts of layer 1."""
     for part in ("gate_proj", "up_proj", "down_proj"):
-        one, other = (f"model.layers.1.mlp.experts.{expert}.{part}.weight" for expert in (1, 2))
-        tensors[one], tensors[other] = tensors[other], tensors[one]
+        first, second = (f"model.layers.1.mlp.experts.{index}.{part}.weight" for index in (1, 2))
+        tensors[first], tensors[second] = tensors[second], tensors[first]
