@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from pydantic import TypeAdapter, ValidationError
 
 from moe_lab import config, grid
-from moe_lab.calibration import parts
+from moe_lab.calibration import shares_and_sets
 from moe_lab.calibration.sources import locate
 from moe_lab.config import (
     BenchmarkConfig,
@@ -184,7 +184,7 @@ def test_a_group_file_fits_its_dataclass_and_is_named_as_it_says(file: Path) -> 
         assert settings.tokens % settings.length == 0
         assert all(
             locate(part.path) is None or part.path.startswith("pocket:")
-            for _, part in parts(settings)
+            for _, part in shares_and_sets(settings)
         )
 
 

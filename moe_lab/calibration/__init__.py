@@ -1,6 +1,6 @@
 """Calibration sets: sources of documents, packing into rows, batches with a validity mask.
 
-Here: checks of a set before it is read, and what identifies it.
+This module checks a set before it is read, and identifies it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from moe_lab.calibration.documents import Chat, Text, unread_texts, written
+from moe_lab.calibration.documents import Chat, Text, document_text, unread_texts
 from moe_lab.calibration.sources import (
     file_format,
     first_record,
@@ -29,42 +29,41 @@ from moe_lab.models.files import UNRESOLVED, data_file, data_files, sha256_of
 from moe_lab.paths import local
 
 
-def parts(settings: CalibrationConfig) -> list[tuple[float, CalibrationConfig]]:
-    """(share, settings) of each set of a mixture; a set that is no mixture is its own only part. A
-    set without a seed gets that of the mixture."""
-    sets = [
-        (source.share, source.settings)
-        for source in settings.sources
-        if source.settings is not None
-    ]
-    seeded = [
-        (share, replace(part, seed=settings.seed) if part.seed is None else part)
-        for share, part in sets
-    ]
-    return seeded or [(1.0, settings)]
+def shares_and_sets(settings: CalibrationConfig) -> list[tuple[float, CalibrationConfig]]:
+    """The sets of a mixture, each as (share of the tokens, settings); a set that is no mixture has
+    the share 1. A set without a seed gets the seed of the mixture."""
+    sets = []
+    for source in settings.sources:
+        if part := source.settings:
+            seeded = replace(part, seed=settings.seed) if part.seed is None else part
+            sets.append((source.share, seeded))
+    return sets or [(1.0, settings)]
 
 
 def check_chat_template(settings: CalibrationConfig, model: ModelConfig) -> None:
-    """Raise UserError when a set begins with chat messages and the model, on this machine, has no
-    template that reads all of them."""
-    other = ", or a set of plain texts, or of instructions and outputs"
-    for _, part in parts(settings):
+    """Raise UserError when a set begins with a conversation and the model, if it is in a local
+    folder, has no chat template that reads the whole conversation."""
+    alternatives = ", or a set of plain texts, or of instructions and outputs"
+    for _, part in shares_and_sets(settings):
         for document in first_record(part):
             if isinstance(document, Chat) and document.plain is None:
                 user = f"calibration={settings.name}"
                 config_json.check_chat_template(
-                    model, user, bool(document.arguments.get("tools")), other
+                    model, user, bool(document.arguments.get("tools")), alternatives
                 )
                 if (local(model.path) / "tokenizer.json").is_file():
                     from moe_lab.models.load import load_tokenizer
 
-                    written(document, load_tokenizer(local(model.path), model), part.special_tokens)
+                    tokenizer = load_tokenizer(local(model.path), model)
+                    # raises UserError for content that the template leaves out
+                    document_text(document, tokenizer, part.special_tokens)
 
 
 def unread_keys(settings: CalibrationConfig, model: ModelConfig) -> list[str]:
-    """Keys of texts in the first record of each set that the model, in a folder, does not read; see
-    `unread_texts`."""
-    documents = [document for _, part in parts(settings) for document in first_record(part)]
+    """Keys of texts in the first record of each set that the model would not read, see
+    `unread_texts`; [] for a model that is not in a local folder."""
+    sets = shares_and_sets(settings)
+    documents = [document for _, part in sets for document in first_record(part)]
     tokenizer = None
     if any(unread_texts(document, None) for document in documents):
         if not (local(model.path) / "tokenizer.json").is_file():
@@ -76,42 +75,41 @@ def unread_keys(settings: CalibrationConfig, model: ModelConfig) -> list[str]:
 
 
 def check_length(settings: CalibrationConfig, model: ModelConfig) -> None:
-    """Raise UserError when plain texts in a file surely do not fill the rows of calibration.tokens.
-    They are counted up to what is needed, by the tokenizer.json of a model in a folder; other
-    sources are too short when they are read."""
+    """Raise UserError when a file of plain texts is too short to fill the rows of
+    calibration.tokens. Its tokens are counted until they are enough, by the tokenizer.json of a
+    model in a local folder. Other sources are checked only when they are read."""
     file = None if settings.sources else locate(settings.path)
-    tokens = local(model.path) / "tokenizer.json"
-    # few tokens are so long
-    if file is None or not tokens.is_file() or file.stat().st_size > 6 * settings.tokens:
+    tokenizer_file = local(model.path) / "tokenizer.json"
+    # a token of more than 6 bytes is rare, so a larger file is long enough
+    if file is None or not tokenizer_file.is_file() or file.stat().st_size > 6 * settings.tokens:
         return
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(tokens))
-    rows = 0.0
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
     tokenizer.no_truncation()
+    rows = 0.0
     for document in read(settings):
         if rows >= settings.rows or not isinstance(document, Text):
             return
         ids = tokenizer.encode(document.text, add_special_tokens=settings.special_tokens).ids
-        rows += (
-            1
-            if settings.packing == "none"
-            else (len(ids) + (settings.gap != "none")) / settings.length
-        )
-    if (filled := int(rows + 1e-9)) < settings.rows:
-        fitting = (
-            f"at most calibration.tokens={filled * settings.length}" if filled else "a longer text"
-        )
+        tokens = len(ids) + (settings.gap != "none")
+        rows += 1 if settings.packing == "none" else tokens / settings.length
+    filled = int(rows + 1e-9)
+    if filled < settings.rows:
+        expected = "a longer text"
+        if filled:
+            expected = f"at most calibration.tokens={filled * settings.length}"
         raise UserError(
             f"calibration.tokens={settings.tokens} is more than {settings.path} has, which fills "
-            f"{filled} of "
-            f"{settings.rows} rows of calibration.length={settings.length}: expected {fitting}"
+            f"{filled} of {settings.rows} rows of calibration.length={settings.length}: expected "
+            f"{expected}"
         )
 
 
-def shares(settings: CalibrationConfig) -> list[tuple[int, int]]:
-    """First row, and end, of each of calibration.parts shares of the rows; empty for one pass over
-    all of them. A share has whole batches of that pass, and so the same numbers for each."""
+def part_bounds(settings: CalibrationConfig) -> list[tuple[int, int]]:
+    """(first row, end) of each of the calibration.parts parts of the rows; [] where one pass reads
+    all rows. A part has the same whole batches as that pass, so that each batch gives the same
+    numbers."""
     if settings.parts in (None, 1):
         return []
     bounds = [settings.batches * part // settings.parts for part in range(settings.parts + 1)]
@@ -134,34 +132,39 @@ def order_seed(settings: CalibrationConfig) -> int | None:
 
 
 class IdentifiedText(CalibrationConfig):
-    """A calibration set that is identified by all that changes what is read and in which batches:
-    of a path the content, of a mixture its sets and their shares, of the tokens how many rows they
-    fill. The seed counts only where documents are shuffled."""
+    """A calibration set that is identified by all that changes which documents are read and in
+    which batches: the content of its path, the sets and shares of a mixture, and the number of
+    rows in place of the number of tokens. The seed counts only where documents are shuffled."""
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        document = {**counting_fields(self, "sources", "tokens"), "rows": self.rows}
+        fields = {**counting_fields(self, "sources", "tokens"), "rows": self.rows}
         if not self.sources:
-            return {**document, **_documents(self)}
-        sources = [{"share": share, **_documents(part)} for share, part in parts(self)]
-        # each set has the seed of the mixture, or its own
-        return {**document, "sources": sources, "seed": None}
+            return {**fields, **_documents_identity(self)}
+        sources = [
+            {"share": share, **_documents_identity(part)} for share, part in shares_and_sets(self)
+        ]
+        # no seed of the mixture: each of its sets has one
+        return {**fields, "sources": sources, "seed": None}
 
 
-def _documents(settings: CalibrationConfig) -> dict[str, Any]:
-    """What names the documents of one set, and how each is read."""
-    document = {name: getattr(settings, name) for name in OF_DOCUMENTS}
-    return {**document, "path": _content(settings.path), "seed": order_seed(settings)}
+def _documents_identity(settings: CalibrationConfig) -> dict[str, Any]:
+    """The fields that identify the documents of one set, their order and how each is read."""
+    fields = {name: getattr(settings, name) for name in OF_DOCUMENTS}
+    return {**fields, "path": _content_identity(settings.path), "seed": order_seed(settings)}
 
 
-def _content(path: str) -> dict[str, Any]:
-    """The content that a path names: that of a file, here or on the hub, or of a data set there;
-    its name where the hub cannot be asked."""
+def _content_identity(path: str) -> dict[str, Any]:
+    """The hash of the content that a path names: of a file, here or on the hub, or of a data set
+    on the hub; the path itself where the hub cannot be reached."""
     if (file := locate(path)) is not None:
         return {"sha256": sha256_of(file), "format": file_format(path, file)}
     if is_hub_file(path):
         name, file_name = hub_file(path)
-        known = {"sha256": data_file(name, file_name), "format": file_format(path, Path(file_name))}
+        hashes = {
+            "sha256": data_file(name, file_name),
+            "format": file_format(path, Path(file_name)),
+        }
     else:
-        known = {"data": data_files(path)}
-    return known if all(known.values()) else {UNRESOLVED: path}
+        hashes = {"data": data_files(path)}
+    return hashes if all(hashes.values()) else {UNRESOLVED: path}

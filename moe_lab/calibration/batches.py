@@ -4,6 +4,7 @@ report."""
 from __future__ import annotations
 
 import hashlib
+import operator
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -13,17 +14,17 @@ from typing import Any
 
 import torch
 
-from moe_lab.calibration import order_seed, parts
+from moe_lab.calibration import order_seed, shares_and_sets
 from moe_lab.calibration.documents import (
     BLANK_LINE,
     Chat,
     Document,
+    document_text,
     from_template,
     is_content,
     rendering,
     tokenize,
     unread_texts,
-    written,
 )
 from moe_lab.calibration.sources import locate, read, read_answered
 from moe_lab.config import CalibrationConfig
@@ -33,7 +34,7 @@ from moe_lab.models.files import sha256_of
 GAP = -1
 """Stands for the filler token in rows of positions."""
 TOLERANCE = 0.01
-"""Largest difference between the share of tokens that a set of a mixture has and the one in the
+"""Largest difference between the share of tokens that a set of a mixture has and its share in the
 settings."""
 
 
@@ -71,9 +72,9 @@ def chunk(documents: Iterable[list[int]], length: int, gap: int | None) -> Itera
         stream = stream[start:]
 
 
-def one_a_row(documents: Iterable[list[int]], length: int, padding: int) -> Iterator[list[int]]:
-    """Pack one document per row: those longer than `length` are cut, shorter ones are padded on the
-    right."""
+def one_per_row(documents: Iterable[list[int]], length: int, padding: int) -> Iterator[list[int]]:
+    """Pack one document per row: longer documents than `length` are cut, shorter ones are padded on
+    the right."""
     for document in documents:
         yield document[:length] + [padding] * (length - len(document))
 
@@ -81,7 +82,7 @@ def one_a_row(documents: Iterable[list[int]], length: int, padding: int) -> Iter
 PACKINGS: dict[str, Callable[..., Iterator[list[int]]]] = {
     "reap": reap,
     "chunk": chunk,
-    "none": one_a_row,
+    "none": one_per_row,
 }
 """calibration.packing -> function (documents, length, filler)."""
 
@@ -105,14 +106,17 @@ class Source:
     share: float
     documents: list[Document]
     used: int = 0
-    """Documents that were tokenised, to so many `tokens`."""
+    """Number of documents that were tokenised."""
     tokens: int = 0
+    """Number of tokens of these documents."""
     assigned: int = 0
-    """Tokens that are in rows, or will be if nothing more is cut; those in finished rows are
-    `retained`."""
+    """Number of tokens that were packed and not cut off."""
     retained: int = 0
+    """Number of tokens in finished rows."""
     renderings: set[str] = field(default_factory=set)
+    """How documents became text, see `rendering`."""
     unread: set[str] = field(default_factory=set)
+    """Keys of records that are not read, see `unread_texts`."""
 
 
 class Packed:
@@ -128,29 +132,29 @@ class Packed:
         settings: CalibrationConfig,
         tokenizer: Any,
         read: Callable[[CalibrationConfig], list[Document]],
-        tokenized: Callable[[Document, bool], tuple[list[int], list[bool]]],
+        encode: Callable[[Document, bool], tuple[list[int], list[bool]]],
     ) -> None:
-        """Read and pack the set. `read` gives documents; `tokenized` gives the ids of one, and a
-        mark for each id."""
-        # the model was not trained on such positions
+        """Read and pack the set. `read` returns the documents of a set, and `encode` (document,
+        special tokens) the token ids of a document with a mark for each."""
+        # the model was not trained on later positions
         if settings.length > tokenizer.model_max_length:
             raise UserError(
                 f"calibration.length={settings.length} is more than the model reads at once: "
-                "expected at most "
-                f"{tokenizer.model_max_length}"
+                f"expected at most {tokenizer.model_max_length}"
             )
         self.settings = settings
         self.tokenizer = tokenizer
-        self._tokenized = tokenized
+        self._encode = encode
         self.sources = [
-            Source(part, share, _ordered(read(part), part)) for share, part in parts(settings)
+            Source(part, share, _ordered(read(part), part))
+            for share, part in shares_and_sets(settings)
         ]
         self.ids: list[int] = []
         self.marks: list[bool] = []
         self._origins: list[Source] = []
         self._exhausted: Source | None = None
         self.gap = _filler(settings, tokenizer)
-        self.rows = self._packed()
+        self.rows = self._pack()
         if len(self.rows) < settings.rows:
             raise self._too_short()
         self._check_shares()
@@ -164,26 +168,28 @@ class Packed:
             valid = positions != GAP
             yield ids[positions].masked_fill(~valid, self.gap or 0), valid, marks[positions] & valid
 
-    def _packed(self) -> list[list[int]]:
-        """Pack the number of rows in the settings, or fewer when a set runs out."""
-        pack = PACKINGS[self.settings.packing]
-        rows = pack(self._documents(), self.settings.length, None if self.gap is None else GAP)
-        packed = []
-        for row in islice(rows, self.settings.rows):
-            packed.append(row)
+    def _pack(self) -> list[list[int]]:
+        """The rows: as many as the settings want, or fewer when a set runs out."""
+        packing = PACKINGS[self.settings.packing]
+        gap = None if self.gap is None else GAP
+        rows = []
+        for row in islice(
+            packing(self._documents(), self.settings.length, gap), self.settings.rows
+        ):
+            rows.append(row)
             for position in row:
                 if position != GAP:
                     self._origins[position].retained += 1
-            # chunk cuts nothing off: other tokens go into the next row
+            # chunk cuts nothing off: tokens beyond this row go into the next row
             if self.settings.packing != "chunk":
                 for source in self.sources:
                     source.assigned = source.retained
-        return packed
+        return rows
 
     def _documents(self) -> Iterator[list[int]]:
-        """Yield the positions of each document's tokens, until the set whose turn it is has no
-        document left."""
-        streams = {id(source): self._read(source) for source in self.sources}
+        """Yield the positions of each document's tokens, until the set whose turn it is has no more
+        documents."""
+        streams = {id(source): self._documents_of(source) for source in self.sources}
         while True:
             source = min(self.sources, key=lambda source: source.assigned / source.share)
             positions = next(streams[id(source)], None)
@@ -193,12 +199,12 @@ class Packed:
             source.assigned += len(positions)
             yield positions
 
-    def _read(self, source: Source) -> Iterator[list[int]]:
-        """Yield the positions of one set's documents; in a stream shared with other sets, at most
-        `length` at once."""
+    def _documents_of(self, source: Source) -> Iterator[list[int]]:
+        """Yield the positions of each document of one set. With packing=chunk, documents of a
+        mixture are yielded in pieces of at most `length` positions."""
         mixed = len(self.sources) > 1 and self.settings.packing == "chunk"
         for document in source.documents:
-            ids, marks = self._tokenized(document, source.settings.special_tokens)
+            ids, marks = self._encode(document, source.settings.special_tokens)
             if not ids:
                 continue
             positions = list(range(len(self.ids), len(self.ids) + len(ids)))
@@ -218,31 +224,27 @@ class Packed:
         filled = len(self.rows)
         source = self._exhausted
         assert source is not None
-        fitting = (
-            f"calibration.tokens={filled * settings.length} would fit"
-            if filled
-            else "expected a longer text"
-        )
+        hint = "expected a longer text"
+        if filled:
+            hint = f"calibration.tokens={filled * settings.length} would fit"
         share = f", for its share of {source.share:g} of calibration={settings.name},"
         name = f"{source.settings.name}{share}" if settings.sources else source.settings.path
         return UserError(
             f"calibration.path={name} is too short: its {source.tokens} tokens are read when "
-            f"{filled} of the "
-            f"{settings.rows} rows of calibration.length={settings.length} in "
-            f"calibration.tokens={settings.tokens} are "
-            f"filled; {fitting}"
+            f"{filled} of the {settings.rows} rows of calibration.length={settings.length} in "
+            f"calibration.tokens={settings.tokens} are filled; {hint}"
         )
 
     def _check_shares(self) -> None:
-        """Raise UserError when a set of a mixture has another share of the valid tokens than in the
+        """Raise UserError when the share of a set in the valid tokens differs from its share in the
         settings."""
         total = sum(source.retained for source in self.sources)
         for source in self.sources:
-            if abs(source.retained / total - source.share) > TOLERANCE:
+            share = source.retained / total
+            if abs(share - source.share) > TOLERANCE:
                 raise UserError(
-                    f"calibration={self.settings.name}: {source.settings.name} makes "
-                    f"{source.retained / total:.1%} of the "
-                    f"tokens and not {source.share:.1%}, because documents are long beside "
+                    f"calibration={self.settings.name}: {source.settings.name} makes {share:.1%} "
+                    f"of the tokens and not {source.share:.1%}, because documents are long beside "
                     f"calibration.tokens={self.settings.tokens}: expected more tokens"
                 )
 
@@ -251,10 +253,11 @@ def batches(settings: CalibrationConfig, tokenizer: Any) -> Calibration:
     """Read, order, tokenise and pack a calibration set; the same settings and tokenizer give the
     same tensors. UserError for a source that cannot be read or is too short."""
 
-    def unmarked(document: Document, special_tokens: bool) -> tuple[list[int], list[bool]]:
-        return (ids := tokenize(document, tokenizer, special_tokens)), [False] * len(ids)
+    def encode(document: Document, special_tokens: bool) -> tuple[list[int], list[bool]]:
+        ids = tokenize(document, tokenizer, special_tokens)
+        return ids, [False] * len(ids)
 
-    packed = Packed(settings, tokenizer, read, unmarked)
+    packed = Packed(settings, tokenizer, read, encode)
     return Calibration([(ids, valid) for ids, valid, _ in packed.batches()], _report(packed))
 
 
@@ -266,10 +269,11 @@ def _ordered(documents: list[Document], settings: CalibrationConfig) -> list[Doc
 
 
 def _filler(settings: CalibrationConfig, tokenizer: Any) -> int | None:
-    """The token id at invalid positions: that of gaps (None for no gaps) or, for packing=none, of
-    the padding."""
+    """The token id at invalid positions, which are gaps or, for packing=none, padding; None without
+    gaps."""
     if settings.packing == "none" or settings.gap == "zero":
-        # right padding is invisible to the causal tokens before it: any id of the embedding will do
+        # Causal attention hides padding on the right from the tokens before it, and no statistic
+        # counts it: any id will do.
         return 0
     if settings.gap == "none":
         return None
@@ -281,14 +285,14 @@ def _filler(settings: CalibrationConfig, tokenizer: Any) -> int | None:
 
 
 def _report(packed: Packed) -> dict[str, Any]:
-    """Report what was read: the sources and their digests, how much of them, and the first row as
-    the model sees it."""
+    """What was read: the sources with their digests, numbers of documents and tokens, and the first
+    row as the model reads it."""
     settings = packed.settings
     sources = packed.sources
     digests = [_digest(source) for source in sources]
     retained = {source.settings.name: source.retained for source in sources}
     first = packed.rows[0]
-    end = max(at for at, position in enumerate(first) if position != GAP) + 1
+    end = max(index for index, position in enumerate(first) if position != GAP) + 1
     shares = [
         {
             "name": source.settings.name,
@@ -346,35 +350,35 @@ def answer_batches(
 ) -> list[AnswerBatch]:
     """The batches that `batches(settings, tokenizer)` gives, with the tokens of answers marked.
 
-    An answer is the output, the answer, the completion, or what an assistant says; a token belongs
-    to it if it contains one of its characters. `header` also marks what the chat template writes
-    around it (the name of the speaker and the end of the turn) or the blank line of a plain pair,
-    as the released code of EvoESAP does. The tokens themselves are marked, not the positions that
-    predict them. UserError as for `batches`, and for a set without answers.
+    An answer is an output, an answer, a completion or a turn of the assistant. A token belongs to
+    an answer if it contains a character of the answer. `header` also marks what the chat template
+    writes around an answer (the name of the speaker and the end of the turn), or the blank line
+    before the answer of a plain pair, as the released code of EvoESAP does. The tokens themselves
+    are marked, not the positions that predict them. UserError as for `batches`, and for a set
+    without answers.
     """
     if not tokenizer.is_fast:
         raise UserError(
             "the model's tokenizer does not say which characters a token stands for, so answers "
-            "cannot be marked: "
-            "expected a fast tokenizer (a tokenizer.json)"
+            "cannot be marked: expected a fast tokenizer (a tokenizer.json)"
         )
-    tokenized = partial(marked, tokenizer=tokenizer, header=header)
-    marked_batches = list(Packed(settings, tokenizer, read_answered, tokenized).batches())
-    if not any(bool(answers.any()) for _, _, answers in marked_batches):
+    encode = partial(encode_with_answers, tokenizer=tokenizer, header=header)
+    answered = list(Packed(settings, tokenizer, read_answered, encode).batches())
+    if not any(bool(answers.any()) for _, _, answers in answered):
         raise UserError(
             f"calibration.length={settings.length} cuts every answer of {settings.name} away: "
             "expected longer rows"
         )
-    return marked_batches
+    return answered
 
 
-def marked(
+def encode_with_answers(
     document: Document, special_tokens: bool, *, tokenizer: Any, header: bool
 ) -> tuple[list[int], list[bool]]:
-    """Token ids of a document, the same as without marks, and which of them belong to an answer."""
-    text, add = written(document, tokenizer, special_tokens)
+    """The token ids that `tokenize` returns, and for each id whether it belongs to an answer."""
+    text, add = document_text(document, tokenizer, special_tokens)
     encoded = tokenizer(text, add_special_tokens=add, verbose=False, return_offsets_mapping=True)
-    spans = list(_spans(document, text, tokenizer, header))
+    spans = list(_answer_spans(document, text, tokenizer, header))
     answers = [
         any(max(first, start) < min(last, end) for start, end in spans)
         for first, last in encoded["offset_mapping"]
@@ -382,57 +386,55 @@ def marked(
     return encoded["input_ids"], answers
 
 
-def _spans(
+def _answer_spans(
     document: Document, text: str, tokenizer: Any, header: bool
 ) -> Iterator[tuple[int, int]]:
-    """(start, end) of the characters of each answer in `text`."""
+    """(start, end) of each answer in `text`, in characters."""
     if isinstance(document, Chat) and tokenizer.chat_template:
-        yield from _turns(document, text, tokenizer, header)
-    elif (read := document.plain) and read.answer is not None:
-        before = len(BLANK_LINE) if header and isinstance(document, Chat) else 0
-        yield read.answer - before, len(text)
+        yield from _turn_spans(document, text, tokenizer, header)
+    elif (plain := document.plain) and plain.answer is not None:
+        separator = BLANK_LINE if header and isinstance(document, Chat) else ""
+        yield plain.answer - len(separator), len(text)
 
 
-def _turns(document: Chat, text: str, tokenizer: Any, header: bool) -> Iterator[tuple[int, int]]:
-    """As `_spans`, for a conversation that was rendered with a chat template. A turn begins where
-    the rendered messages before it stop being a prefix of `text`, whatever a template writes
-    last."""
+def _turn_spans(
+    document: Chat, text: str, tokenizer: Any, header: bool
+) -> Iterator[tuple[int, int]]:
+    """As `_answer_spans`, for a conversation that was rendered to `text` by a chat template. A turn
+    begins where `text` first differs from the rendered messages before it, whatever the template
+    writes after the last message."""
     turns = document.messages
     for number, message in enumerate(turns):
         if message["role"] != "assistant":
             continue
-        start = _shared(document, number, text, tokenizer)
-        if header:
-            yield (
-                start,
-                len(text)
-                if number + 1 == len(turns)
-                else _shared(document, number + 1, text, tokenizer),
-            )
-        elif others := [key for key in message if key != "content" and is_content(message[key])]:
+        start = _common_prefix(document, number, text, tokenizer)
+        other_keys = [key for key in message if key != "content" and is_content(message[key])]
+        if header and number + 1 == len(turns):
+            yield start, len(text)
+        elif header:
+            yield start, _common_prefix(document, number + 1, text, tokenizer)
+        elif other_keys:
             raise UserError(
-                f"calibration.path: the chat template writes {others[0]} of the assistant, so its "
-                "tokens cannot be "
-                f"told: expected a set without {others[0]}, or header=true to take the whole turn"
+                f"calibration.path: the chat template writes {other_keys[0]} of the assistant, so "
+                f"its tokens cannot be told: expected a set without {other_keys[0]}, or "
+                "header=true to take the whole turn"
             )
         elif content := message["content"].strip():
             begin = text.find(content, start)
             if begin < 0:
                 raise UserError(
                     f"calibration.path: the chat template rewrites the answer {content[:40]!r}, "
-                    "so its tokens cannot "
-                    "be told: expected a set of plain answers, or header=true to take the whole "
-                    "turn"
+                    "so its tokens cannot be told: expected a set of plain answers, or "
+                    "header=true to take the whole turn"
                 )
             yield begin, begin + len(content)
 
 
-def _shared(document: Chat, count: int, text: str, tokenizer: Any) -> int:
+def _common_prefix(document: Chat, count: int, text: str, tokenizer: Any) -> int:
     """Length in characters of the longest common prefix of `text` and the first `count` messages,
     rendered."""
-    so_far = (
+    rendered = (
         from_template(document.messages[:count], document.arguments, tokenizer) if count else ""
     )
-    return sum(
-        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(so_far, text, strict=False))
-    )
+    is_equal = map(operator.eq, rendered, text)  # character by character
+    return sum(takewhile(bool, is_equal))

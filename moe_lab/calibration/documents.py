@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as data_field
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError, nearest
@@ -23,7 +23,7 @@ BLANK_LINE = "\n\n"
 """Separates the two halves of a pair for a model without a chat template, and the rows of a joined
 set."""
 _MESSAGES = re.compile(r'\s*\[\s*\{\s*"role"\s*:')
-"""How the JSON text of messages begins, as columns of them are after a way through CSV."""
+"""How the JSON text of messages begins: data sets that were stored as CSV have such columns."""
 _ONE_WORD = re.compile(r"[!-~]*")
 """A text in ASCII without white space, such as an id, a source or an empty list in JSON."""
 
@@ -39,28 +39,31 @@ class Text:
 
     text: str
     answer: int | None = data_field(default=None, repr=False)
-    """Where its answer begins, such as the completion of a prompt."""
+    """Index in `text` at which the answer begins, such as the completion of a prompt."""
     unread: tuple[str, ...] = data_field(default=(), compare=False, repr=False)
-    """Keys of texts of one word beside a prompt and a completion."""
+    """Keys of the record's other texts, each of one word, that are not in `text`."""
 
     @property
     def plain(self) -> Text:
-        """What a model without a chat template reads."""
+        """The text that a model without a chat template reads."""
         return self
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation, and what else of its record a chat template may read."""
+    """A conversation, and the other fields of its record, which a chat template may read."""
 
     messages: tuple[Mapping[str, Any], ...]
-    """A role, a content and all other keys; the arguments of `tool_calls` are objects."""
+    """Messages with a role, a content and all other keys; the arguments of `tool_calls` are
+    objects."""
     arguments: Mapping[str, Any] = data_field(default_factory=dict)
     """The other fields of the record, such as `tools`: the functions that the assistant may
     call."""
     plain: Text | None = None
-    """What a model without a chat template reads; None where only such a template can write it."""
+    """The text that a model without a chat template reads; None where only a chat template can
+    write the conversation."""
     location: str = data_field(default="calibration.path", compare=False, repr=False)
+    """Where its record was read, for messages of errors."""
 
 
 Document = Text | Chat
@@ -74,9 +77,9 @@ def pair(
 ) -> Chat:
     """An instruction and its answer: a conversation of two messages, or two paragraphs of plain
     text."""
-    begun = instruction + BLANK_LINE
+    prompt = instruction + BLANK_LINE
     messages = ({"role": "user", "content": instruction}, {"role": "assistant", "content": output})
-    return Chat(messages, arguments or {}, Text(begun + output, len(begun)), location)
+    return Chat(messages, arguments or {}, Text(prompt + output, len(prompt)), location)
 
 
 def document(
@@ -90,11 +93,12 @@ def document(
 
     `field` names the field to read; None takes `text`, `messages`, `instruction` and `output` (with
     the optional `input` of instruction sets), `question` and `answer`, `prompt` and `completion`,
-    or `query`, `answers` and `tools` (a request and the calls that answer it), whichever is there
-    first. A chat template may read the other fields. UserError for other fields with content beside
-    pairs, but not beside `text`, which is whole. `template` is a text with fields in braces; with
-    these filled in, it is read as plain text. `ignored`: keys of the record and of its messages
-    that are not read. A key whose value is null counts as missing.
+    or `query`, `answers` and `tools` (a request and the calls that answer it): the first of these
+    that the record has. A chat template may read the other fields. UserError for other fields with
+    content in the record of a pair; the record of a `text` may have them. `template` is a text with
+    names of fields in braces, which is read as plain text after the fields are filled in.
+    `ignored`: keys of the record and of its messages that are not read. A key whose value is null
+    counts as missing.
     """
     if not isinstance(record, Mapping):
         raise UserError(
@@ -105,18 +109,18 @@ def document(
         return Text(
             re.sub(
                 r"\{(\w+)\}",
-                lambda name: _field(record, name[1], location, "calibration.template"),
+                lambda match: _field(record, match[1], location, "calibration.template"),
                 template,
             )
         )
     if field is not None:
-        return _named(record, field, location, ignored)
-    return _standard(record, location, ignored)
+        return _from_field(record, field, location, ignored)
+    return _from_standard_fields(record, location, ignored)
 
 
 def _without_null(value: Any) -> Any:
     """The value without keys whose value is null: Arrow gives every object of a column the keys of
-    all of them."""
+    all objects of that column."""
     if isinstance(value, Mapping):
         return {key: _without_null(inner) for key, inner in value.items() if inner is not None}
     return [_without_null(inner) for inner in value] if isinstance(value, list) else value
@@ -126,10 +130,12 @@ def _without(record: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]
     return {key: value for key, value in record.items() if key not in keys}
 
 
-def _standard(record: Mapping[str, Any], location: str, ignored: Collection[str]) -> Document:
+def _from_standard_fields(
+    record: Mapping[str, Any], location: str, ignored: Collection[str]
+) -> Document:
     """The document in the fields under which sets usually publish it."""
     if "text" in record:
-        return _named(record, "text", location, ignored)
+        return _from_field(record, "text", location, ignored)
     if "messages" in record:
         messages = _messages(record["messages"], f"{location}, field messages", ignored)
         return Chat(messages, _arguments(record, ["messages"], location), location=location)
@@ -138,17 +144,16 @@ def _standard(record: Mapping[str, Any], location: str, ignored: Collection[str]
             parts = [task, "input"] if record.get("input") else [task]
             instruction = BLANK_LINE.join(_field(record, part, location) for part in parts)
             answer = _field(record, solution, location)
-            rest = _arguments(record, [task, "input", solution], location)
-            _check_rest(
-                _without(rest, [TEMPLATE_ARGUMENTS]), f"{instruction} {answer}", f"{location} holds"
-            )
-            return pair(instruction, answer, rest, location)
+            arguments = _arguments(record, [task, "input", solution], location)
+            unread = _without(arguments, [TEMPLATE_ARGUMENTS])
+            _check_unread(unread, f"{instruction} {answer}", f"{location} holds")
+            return pair(instruction, answer, arguments, location)
     if "prompt" in record and "completion" in record:
         prompt = _field(record, "prompt", location)
         text = prompt + _field(record, "completion", location)
-        rest = _without(record, ["prompt", "completion"])
-        _check_rest(rest, text, f"{location} holds")
-        return Text(text, len(prompt), _other_texts(rest, text))
+        unread = _without(record, ["prompt", "completion"])
+        _check_unread(unread, text, f"{location} holds")
+        return Text(text, len(prompt), _other_texts(unread, text))
     if all(name in record for name in ("query", "answers", "tools")):
         request = {"role": "user", "content": _field(record, "query", location)}
         calls = {"role": "assistant", "content": "", "tool_calls": record["answers"]}
@@ -156,48 +161,47 @@ def _standard(record: Mapping[str, Any], location: str, ignored: Collection[str]
         return Chat(messages, _arguments(record, ["query", "answers"], location), location=location)
     raise UserError(
         f"{location}: none of the fields text, messages, instruction and output, question and "
-        "answer, prompt and "
-        f"completion, or query, answers and tools has a value (found: {_names(record)}): name it "
-        "with calibration.field"
+        f"answer, prompt and completion, or query, answers and tools has a value (found: "
+        f"{_names(record)}): name it with calibration.field"
     )
 
 
 def is_content(value: Any) -> bool:
-    """Whether a value must be part of what a model reads. Numbers, flags, and texts of one word in
+    """Whether a value is content, which a model must read. Numbers, flags, and texts of one word in
     ASCII, such as ids, are metadata."""
     if isinstance(value, str):
         return not _ONE_WORD.fullmatch(value)
     return bool(value) and not isinstance(value, int | float)
 
 
-def _check_rest(rest: Mapping[str, Any], text: str, what: str) -> None:
-    """Raise UserError, which begins with `what`, for content in `rest` that is not a part of
+def _check_unread(fields: Mapping[str, Any], text: str, source: str) -> None:
+    """Raise UserError, whose message begins with `source`, for content of `fields` that is not in
     `text`."""
-    for key, value in rest.items():
-        is_in_text = isinstance(value, str) and not _missing([value], text)
+    for key, value in fields.items():
+        is_in_text = isinstance(value, str) and not _missing_words([value], text)
         if is_content(value) and not is_in_text:
-            raise _unread(what, key, value)
+            raise _unread_error(source, key, value)
 
 
-def _other_texts(rest: Mapping[str, Any], text: str) -> tuple[str, ...]:
-    """Keys of texts in `rest` that have words and are not a part of `text`."""
+def _other_texts(fields: Mapping[str, Any], text: str) -> tuple[str, ...]:
+    """Keys of `fields` whose values are texts with words that are not in `text`."""
     texts = {
         key: value
-        for key, value in rest.items()
+        for key, value in fields.items()
         if isinstance(value, str) and re.search(r"\w", value)
     }
-    return tuple(key for key, value in texts.items() if _missing([value], text))
+    return tuple(key for key, value in texts.items() if _missing_words([value], text))
 
 
-def _unread(what: str, key: str, value: Any) -> UserError:
+def _unread_error(source: str, key: str, value: Any) -> UserError:
     return UserError(
-        f"{what} {key}={value!r:.60}, which is not read: expected a model whose chat template "
+        f"{source} {key}={value!r:.60}, which is not read: expected a model whose chat template "
         "reads it, or, for a calibration set, calibration.template with the fields to read, or "
         f"calibration.ignored=[{key}]"
     )
 
 
-def _named(
+def _from_field(
     record: Mapping[str, Any], field: str, location: str, ignored: Collection[str]
 ) -> Document:
     """The document in one field: a string, or a list of chat messages. The messages may be JSON
@@ -206,8 +210,8 @@ def _named(
     is_json = isinstance(value, str) and _MESSAGES.match(value)
     if is_json or isinstance(value, list) or (field == "messages" and field in record):
         messages = _messages(value, f"{location}, field {field}", ignored)
-        read = {key: record[key] for key in ("tools", TEMPLATE_ARGUMENTS) if key in record}
-        return Chat(messages, _arguments(read, [], location), location=location)
+        fields = {key: record[key] for key in ("tools", TEMPLATE_ARGUMENTS) if key in record}
+        return Chat(messages, _arguments(fields, [], location), location=location)
     return Text(_field(record, field, location, "calibration.field"))
 
 
@@ -216,9 +220,9 @@ def _messages(value: Any, location: str, ignored: Collection[str]) -> tuple[Mapp
 
 
 def _arguments(record: Mapping[str, Any], read: Collection[str], location: str) -> dict[str, Any]:
-    """The fields of a record beside those that were `read`, in the form of chat templates."""
+    """The fields of a record but those that were `read`, as arguments of a chat template."""
     arguments = _without(record, [*read, "tools"])
-    # some templates write a frame around an empty list
+    # no empty list: some templates write a heading for it
     if tools := _tools(record.get("tools"), location):
         arguments["tools"] = tools
     if named := arguments.get(TEMPLATE_ARGUMENTS):
@@ -227,8 +231,8 @@ def _arguments(record: Mapping[str, Any], read: Collection[str], location: str) 
 
 
 def _field(record: Mapping[str, Any], field: str, location: str, setting: str = "") -> str:
-    """The string in a field. Raises UserError, with the nearest field and the `setting` that asks
-    for this one."""
+    """The string in a field. UserError, with the nearest field and the `setting` that names this
+    field, when it is missing or no string."""
     if field not in record:
         close = nearest(field, record)
         hint = f"did you mean {close}? " if close else ""
@@ -243,7 +247,7 @@ def _field(record: Mapping[str, Any], field: str, location: str, setting: str = 
 
 
 def _message(entry: Any, location: str, ignored: Collection[str]) -> Mapping[str, Any]:
-    """A message with all its keys; without content if it only calls functions."""
+    """A message with all its keys; its content may be missing if it calls functions."""
     if not isinstance(entry, Mapping):
         raise UserError(
             f"{location}: expected messages with a role and a content that are strings, found "
@@ -265,7 +269,7 @@ def _message(entry: Any, location: str, ignored: Collection[str]) -> Mapping[str
 
 
 def _tool_call(call: Any, location: str) -> dict[str, Any]:
-    """A call in the form of chat templates, its arguments an object."""
+    """A call in the form of chat templates, with its arguments as an object."""
     function: Any = call.get("function", call) if isinstance(call, Mapping) else None
     if not fits(function, {"name": str}):
         raise UserError(
@@ -274,11 +278,11 @@ def _tool_call(call: Any, location: str) -> dict[str, Any]:
     arguments = _decoded(
         function.get("arguments", {}), f"{location}: arguments of {function['name']}", dict
     )
-    around = (
-        call if "function" in call else {key: call[key] for key in ("type", "id") if key in call}
-    )
-    inside = {**_without(function, around if function is call else ()), "arguments": arguments}
-    return {"type": "function", **around, "function": inside}
+    if "function" in call:
+        return {"type": "function", **call, "function": {**function, "arguments": arguments}}
+    call_fields = {key: call[key] for key in ("type", "id") if key in call}
+    function = {**_without(call, call_fields), "arguments": arguments}
+    return {"type": "function", **call_fields, "function": function}
 
 
 def _tools(value: Any, location: str) -> Tools:
@@ -297,7 +301,7 @@ def _tools(value: Any, location: str) -> Tools:
 
 
 def _decoded(value: Any, location: str, kind: type) -> Any:
-    """A list or an object, as `kind` says, or that in its JSON text."""
+    """The list or object (`kind`: list or dict) that `value` is, or that its JSON text holds."""
     try:
         decoded = json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
@@ -324,51 +328,49 @@ def has_answer(document: Document) -> bool:
     """Whether a document has an answer: an output, a completion, or a turn of the assistant."""
     if isinstance(document, Text):
         return document.answer is not None and bool(document.text[document.answer :].strip())
-    spoken = [turn for turn in document.messages if turn["role"] == "assistant"]
-    return any(turn["content"].strip() or turn.get("tool_calls") for turn in spoken)
+    answers = [message for message in document.messages if message["role"] == "assistant"]
+    return any(answer["content"].strip() or answer.get("tool_calls") for answer in answers)
 
 
 def rendering(document: Document, tokenizer: Any) -> str:
-    """How `tokenize` will turn this document into text, in words for the report."""
+    """How `tokenize` turns this document into text, in words for the report."""
     if isinstance(document, Text):
         return "as it stands"
     if not tokenizer.chat_template:
         return "pair parted by a blank line"
-    how = "chat template with tools" if document.arguments.get("tools") else "chat template"
-    return (
-        f"{how}, dated {_date(tokenizer)}"
-        if "strftime_now" in _template(document.arguments, tokenizer)
-        else how
-    )
+    template = "chat template with tools" if document.arguments.get("tools") else "chat template"
+    if "strftime_now" in _template(document.arguments, tokenizer):
+        return f"{template}, dated {_date(tokenizer)}"
+    return template
 
 
 def unread_texts(document: Document, tokenizer: Any) -> tuple[str, ...]:
-    """Keys of the record's texts of one word that are no part of the document, and that the chat
-    template of `tokenizer` does not read. None: as without a template."""
+    """Keys of the record's texts of one word that are not in the document, and that the chat
+    template of `tokenizer` does not read (None: without a chat template)."""
     if isinstance(document, Text):
         return document.unread
-    rest = document.arguments
+    arguments = document.arguments
     if tokenizer is not None and tokenizer.chat_template:
         from moe_lab.models.transformers_private import template_variables
 
-        rest = _without(rest, template_variables(_template(rest, tokenizer)))
-    return _other_texts(rest, " ".join(message["content"] for message in document.messages))
+        arguments = _without(arguments, template_variables(_template(arguments, tokenizer)))
+    return _other_texts(arguments, " ".join(message["content"] for message in document.messages))
 
 
 def tokenize(document: Document, tokenizer: Any, special_tokens: bool) -> list[int]:
     """Token ids of one document; `special_tokens` applies only to text without a chat template."""
-    text, add = written(document, tokenizer, special_tokens)
+    text, add = document_text(document, tokenizer, special_tokens)
     ids: list[int] = tokenizer(text, add_special_tokens=add, verbose=False)["input_ids"]
     return ids
 
 
-def written(document: Document, tokenizer: Any, special_tokens: bool) -> tuple[str, bool]:
-    """The text of a document as the model reads it, and whether the tokenizer adds its special
-    tokens to it. Chat templates write their own: adding the tokenizer's would double the first
-    one."""
+def document_text(document: Document, tokenizer: Any, special_tokens: bool) -> tuple[str, bool]:
+    """The text of a document as the model reads it, and whether the tokenizer must add special
+    tokens to it. Chat templates write special tokens themselves: the tokenizer would repeat the
+    first. UserError when the chat template leaves out content of the document, or is missing."""
     if isinstance(document, Chat) and tokenizer.chat_template:
-        what = f"{document.location} holds conversations with"
-        return render_whole(document.messages, document.arguments, tokenizer, what), False
+        source = f"{document.location} holds conversations with"
+        return render_whole(document.messages, document.arguments, tokenizer, source), False
     text = document.plain
     if text is None:
         raise UserError(
@@ -384,8 +386,8 @@ def from_template(
     tokenizer: Any,
     **options: Any,
 ) -> str:
-    """Render messages with the tokenizer's chat template, which gets those of `arguments` that it
-    reads, and `options`. Today is the tokenizer's date. UserError when it refuses."""
+    """Render messages with the tokenizer's chat template, which gets the `arguments` that it reads,
+    and `options`. Today's date is that of the tokenizer. UserError when the template refuses."""
     from jinja2 import TemplateError
 
     from moe_lab.models.transformers_private import rendered_on, template_variables
@@ -408,20 +410,21 @@ def from_template(
 
 
 def _date(tokenizer: Any) -> str:
-    """The date that a chat template writes as today's; a tokenizer that `load_tokenizer` did not
-    load has the usual."""
+    """The date that a chat template writes as today's; that of `ModelConfig` by default where
+    `load_tokenizer` did not load the tokenizer."""
     date: str = getattr(tokenizer, "date", ModelConfig.date)
     return date
 
 
 def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a record, and the arguments in one of them, by name."""
+    """The arguments of a chat template by name: the fields of a record, and those in its field
+    `TEMPLATE_ARGUMENTS`."""
     return {**_without(arguments, [TEMPLATE_ARGUMENTS]), **arguments.get(TEMPLATE_ARGUMENTS, {})}
 
 
 def _template(arguments: Mapping[str, Any], tokenizer: Any) -> str:
-    """The chat template that is used with these arguments: a tokenizer may have another one for
-    tools."""
+    """The chat template that the tokenizer uses with these arguments; it may have a template of its
+    own for tools."""
     template: str = tokenizer.get_chat_template(tools=_flat(arguments).get("tools") or None)
     return template
 
@@ -430,41 +433,42 @@ def render_whole(
     messages: Sequence[Mapping[str, Any]],
     arguments: Mapping[str, Any],
     tokenizer: Any,
-    what: str,
+    source: str,
     **options: Any,
 ) -> str:
-    """The text of a conversation, if the chat template reads all of it. Templates ignore what they
-    do not know, such as tools, documents or the role of a message, and some leave out the thoughts
-    in earlier answers: UserError, which begins with `what`, for content that the text lacks, or
-    without which it is the same."""
+    """The text of a conversation, if the chat template reads all of it. Templates ignore fields
+    that they do not know, such as tools, documents or the role of a message, and some leave out the
+    thoughts in earlier answers. So content that the text lacks, or without which the text is the
+    same, is a UserError, whose message begins with `source`."""
     from moe_lab.models.transformers_private import template_variables
 
     text = from_template(messages, arguments, tokenizer, **options)
     flat = _flat(arguments)
-    _check_words(messages, text, what)
+    _check_words(messages, text, source)
     for key in arguments.get(TEMPLATE_ARGUMENTS, {}):
         if key not in template_variables(_template(arguments, tokenizer)):
-            raise _unread(what, TEMPLATE_ARGUMENTS, {key: flat[key]})
-    _check_rest({key: value for key, value in flat.items() if isinstance(value, str)}, text, what)
+            raise _unread_error(source, TEMPLATE_ARGUMENTS, {key: flat[key]})
+    texts = {key: value for key, value in flat.items() if isinstance(value, str)}
+    _check_unread(texts, text, source)
     for key, value, remaining_messages, remaining_arguments in _omissions(messages, flat):
-        if key != "tools" and _missing(list(filter(is_content, _texts(value))), text):
-            raise _unread(what, key, value)
+        if key != "tools" and _missing_words(list(filter(is_content, _texts(value))), text):
+            raise _unread_error(source, key, value)
         try:
-            ignored = (
-                from_template(remaining_messages, remaining_arguments, tokenizer, **options) == text
-            )
+            without = from_template(remaining_messages, remaining_arguments, tokenizer, **options)
         except UserError:
-            # such as of a template that refuses an empty message: so it reads the calls
+            # A template that refuses the conversation without the value reads the value: such as
+            # the calls of a message that is empty without them.
             continue
-        if ignored:
-            raise _unread(what, key, value)
+        if without == text:
+            raise _unread_error(source, key, value)
     return text
 
 
 def _omissions(
     messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Sequence[Mapping[str, Any]], Mapping[str, Any]]]:
-    """Key and value of each list and object, and the conversation without it."""
+    """For each list or object in the messages and arguments: its key, its value, and the messages
+    and arguments without it."""
     for key, value in arguments.items():
         if is_content(value) and not isinstance(value, str):
             yield key, value, messages, _without(arguments, [key])
@@ -484,29 +488,35 @@ def _texts(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else []
 
 
-def _check_words(messages: Sequence[Mapping[str, Any]], text: str, what: str) -> None:
+class _Content(NamedTuple):
+    """A text in a message."""
+
+    role: str
+    key: str
+    text: str
+
+
+def _check_words(messages: Sequence[Mapping[str, Any]], text: str, source: str) -> None:
     """Raise UserError unless `text` has all words of the messages."""
-    parts = [
-        (message, key)
+    contents = [
+        _Content(message["role"], key, value)
         for message in messages
         for key, value in message.items()
         if key == "content" or (isinstance(value, str) and (key == "name" or is_content(value)))
     ]
-    missing = _missing([message[key] for message, key in parts], text)
-    for message, key in sorted(
-        parts, key=lambda part: part[0][part[1]].strip() in text
-    ):  # first what is not there whole
-        for word in _words(message[key]):
+    missing = _missing_words([content.text for content in contents], text)
+    # contents that `text` does not have unchanged come first: they are the likeliest to lack words
+    for role, key, value in sorted(contents, key=lambda content: content.text.strip() in text):
+        for word in _words(value):
             if word in missing:
                 raise UserError(
-                    f"{what} role={message['role']} {key}={message[key]!r:.60}, of which the "
-                    "model's chat template "
+                    f"{source} role={role} {key}={value!r:.60}, of which the model's chat template "
                     f"leaves out {word!r}: expected a set without it, or a model whose template "
                     "reads it"
                 )
 
 
-def _missing(contents: Sequence[str], text: str) -> Counter[str]:
+def _missing_words(contents: Sequence[str], text: str) -> Counter[str]:
     """The words of the contents that `text` lacks."""
     end = 0
     for content in contents:
@@ -515,9 +525,9 @@ def _missing(contents: Sequence[str], text: str) -> Counter[str]:
             break
         end = start + len(content.strip())
     else:
-        return Counter()  # all are there, one after another
-    # Templates may move a message to another place, or write it as JSON, so that its words are
-    # there but not its text.
+        return Counter()  # `text` has all contents, one after another
+    # Templates may move a message, or write it as JSON, so that `text` has its words but not its
+    # text.
     return _words(" ".join(contents)) - (_words(text) | _words(re.sub(r'\\[ntr"\\/]', " ", text)))
 
 

@@ -35,8 +35,8 @@ its split has 300 GB and one file 0.3 GB."""
 
 
 def read(settings: CalibrationConfig) -> list[Document]:
-    """All documents of the source, in its order; empty ones are left out. UserError when none is
-    left."""
+    """All documents of the source, in its order, without empty documents. UserError when there are
+    none."""
     file = locate(settings.path)
     if file is None and not is_hub_file(settings.path):
         rows = ((f"{settings.path} row {row}", record) for row, record in hub_rows(settings))
@@ -76,8 +76,7 @@ def read_answered(settings: CalibrationConfig) -> list[Document]:
 
 
 def check_answers(settings: CalibrationConfig) -> None:
-    """Raise UserError when the source is a file on this machine and no document in it has an
-    answer."""
+    """Raise UserError when the source is a local file and none of its documents has an answer."""
     if locate(settings.path) is not None:
         read_answered(settings)
 
@@ -97,7 +96,7 @@ def locate(path: str) -> Path | None:
     if not file.exists():
         if _may_be_hub_id(path):
             return None
-        raise _missing(path, file)
+        raise _missing_error(path, file)
     file_format(path, file)
     if file.stat().st_size == 0:
         raise UserError(f"calibration.path={path} is empty: expected text to calibrate on")
@@ -113,7 +112,7 @@ def _may_be_hub_id(path: str) -> bool:
     return HUB_ID.fullmatch(path) is not None and not looks_like_file and not is_in_folder
 
 
-def _missing(path: str, file: Path) -> UserError:
+def _missing_error(path: str, file: Path) -> UserError:
     if not file.parent.is_dir():
         return UserError(
             f"calibration.path={path} does not exist: there is no folder {file.parent}"
@@ -128,8 +127,8 @@ def _missing(path: str, file: Path) -> UserError:
 
 
 def file_format(path: str, file: Path, setting: str = "calibration.path") -> str:
-    """Format of a file by its suffix, ignoring .gz: "document" (its whole text is one) or "json"
-    (one in each record). UserError for any other suffix."""
+    """Format of a file by its suffix, ignoring .gz: "document" (the whole text is one document) or
+    "json" (one document in each record). UserError for any other suffix."""
     suffix = Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
     if suffix in TEXT_SUFFIXES:
         return "document"
@@ -157,10 +156,10 @@ def _read_file(file: Path, settings: CalibrationConfig) -> list[Document]:
 
 
 def _documents(records: Iterable[tuple[str, Any]], settings: CalibrationConfig) -> list[Document]:
-    """The documents of (where, record) pairs."""
+    """The documents of (location, record) pairs."""
     return [
-        document(record, settings.field, where, settings.template, settings.ignored)
-        for where, record in records
+        document(record, settings.field, location, settings.template, settings.ignored)
+        for location, record in records
     ]
 
 
@@ -171,14 +170,14 @@ def lines(text: str) -> list[str]:
 
 
 def first_record(settings: CalibrationConfig) -> list[Document]:
-    """The document in the first record of a JSON file on this machine; none for other sources.
-    UserError for a file that is not UTF-8 text, naming the line."""
+    """The document in the first record of a local JSON file; [] for other sources. UserError for a
+    local file that is not UTF-8 text, naming the line."""
     file = locate(settings.path)
     if file is None:
         return []
     if file_format(settings.path, file) == "json":
         return _documents(islice(records(file, "calibration.path"), 1), settings)
-    text_of(file, "calibration.path")  # which refuses what is no text
+    text_of(file, "calibration.path")  # raises UserError if it is no text
     return []
 
 
@@ -206,7 +205,7 @@ def text_of(file: Path, setting: str) -> str:
         raise UserError(f"{setting}={file} cannot be read: {error.strerror}") from error
     try:
         text = raw.decode("utf-8-sig")
-        position = raw.find(0)  # which other formats have, and UTF-16
+        position = raw.find(0)  # no text in UTF-8 has this byte; UTF-16 and binary formats do
     except UnicodeDecodeError as error:
         position = error.start
     if position >= 0:
@@ -219,8 +218,8 @@ def text_of(file: Path, setting: str) -> str:
 
 
 def records(file: Path, setting: str) -> Iterator[tuple[str, Any]]:
-    """(where, record) for each record of a JSON list or of JSON lines. UserError, naming the line,
-    for anything else; `setting`: what names the file."""
+    """(location, record) for each record of a JSON list or of JSON lines. UserError, naming the
+    line, for anything else; `setting` is the setting that names the file."""
     text = text_of(file, setting)
     number = 1
     try:
@@ -236,7 +235,7 @@ def records(file: Path, setting: str) -> Iterator[tuple[str, Any]]:
             if line.strip():
                 yield f"{file} line {number}", json.loads(line)
     except (ValueError, RecursionError) as error:
-        # no JSON; a number of too many digits; too many brackets
+        # damaged JSON, a number of too many digits, or too many nested brackets
         line_of_error = number + getattr(error, "lineno", 1) - 1
         raise UserError(
             f"{file} line {line_of_error} is damaged JSON: {getattr(error, 'msg', error)}"
@@ -249,8 +248,7 @@ def is_hub_file(path: str) -> bool:
 
 
 def hub_file(path: str) -> tuple[str, str]:
-    """The data set and the file that hf://datasets/OWNER/NAME/FILE names. UserError when one is
-    missing."""
+    """OWNER/NAME and FILE of hf://datasets/OWNER/NAME/FILE. UserError when a part is missing."""
     parts = path.removeprefix(FILE_PREFIX).split("/", 2)
     if len(parts) < 3:
         raise UserError(
@@ -267,7 +265,7 @@ def download_file(path: str) -> Path:
     try:
         return Path(hf_hub_download(name, file, repo_type="dataset"))
     except (OSError, ValueError) as error:
-        raise _unreachable(path, error) from error
+        raise _unreachable_error(path, error) from error
 
 
 def download(settings: CalibrationConfig) -> None:
@@ -281,18 +279,18 @@ def download(settings: CalibrationConfig) -> None:
 
 
 def hub_rows(settings: CalibrationConfig) -> Iterator[tuple[int, Any]]:
-    """(number, record) for each row of a split."""
+    """(number from 1, record) for each row of the source's split on the hub."""
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
     try:
         split = load_dataset(settings.path, settings.subset, split=settings.split)
     except (OSError, ValueError, DatasetsError) as error:
-        raise _unreachable(settings.path, error) from error
+        raise _unreachable_error(settings.path, error) from error
     yield from enumerate(split, start=1)
 
 
-def _unreachable(path: str, error: Exception) -> UserError:
+def _unreachable_error(path: str, error: Exception) -> UserError:
     reason = str(error).strip().split("\n")[0] or type(error).__name__
     return UserError(
         f"calibration.path={path} is no file here and could not be had from the hub ({reason}): "

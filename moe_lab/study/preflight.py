@@ -251,7 +251,9 @@ def _wrong_texts(cells: Iterable[Cell]) -> Iterator[str]:
     for role, text, model in distinct.values():
         look = sources.check_answers if role in WITH_ANSWERS else sources.first_record
         problems = [
-            sentence for _, part in calibrations.parts(text) for sentence in user_errors(look, part)
+            sentence
+            for _, part in calibrations.shares_and_sets(text)
+            for sentence in user_errors(look, part)
         ]
         yield from problems
         if role != "flops" and not problems:  # the model itself does not always read that text

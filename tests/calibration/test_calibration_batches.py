@@ -27,7 +27,7 @@ from moe_lab.calibration.batches import (
     answer_batches,
     batches,
     chunk,
-    one_a_row,
+    one_per_row,
     reap,
 )
 from moe_lab.config import CalibrationConfig, Config, SourceConfig
@@ -211,8 +211,8 @@ def test_reap_rows_begin_documents_and_drop_overflow(
 
 
 @given(numbered(), lengths)
-def test_one_a_row_keeps_each_beginning(documents: list[list[int]], length: int) -> None:
-    rows = list(one_a_row(documents, length, FILLER))
+def test_one_per_row_keeps_each_beginning(documents: list[list[int]], length: int) -> None:
+    rows = list(one_per_row(documents, length, FILLER))
     assert rows == [(document + [FILLER] * length)[:length] for document in documents]
 
 

@@ -160,7 +160,7 @@ def test_rows_are_shared_in_whole_batches() -> None:
         text = CalibrationConfig(
             name="t", path="t", length=4, tokens=rows * 4 + 3, batch_size=batch_size, parts=parts
         )
-        return calibrations.shares(text)
+        return calibrations.part_bounds(text)
 
     assert of(1) == []
     assert of(2) == [(0, 4), (4, 7)] and of(3) == [(0, 2), (2, 4), (4, 7)] and of(4)[-1] == (6, 7)

@@ -22,7 +22,7 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 import moe_lab
 from moe_lab import plugins, start
-from moe_lab.calibration import parts, sources
+from moe_lab.calibration import shares_and_sets, sources
 from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError
 from moe_lab.json_files import digest, write_json
@@ -83,7 +83,9 @@ def _download(steps: Iterable[Step]) -> None:
         for text in (
             value for value in vars(step).values() if isinstance(value, CalibrationConfig)
         ):
-            wanted |= {repr(part): partial(sources.download, part) for _, part in parts(text)}
+            wanted |= {
+                repr(part): partial(sources.download, part) for _, part in shares_and_sets(text)
+            }
     for download in wanted.values():
         download()
 

@@ -183,7 +183,9 @@ class Pass(Step):
         text = IdentifiedText.of(cell.calibration)
         on_several_gpus = cls.whole_model and text.engine == "streamed"
         shares = (
-            calibrations.shares(text) if cls.kinds[kind].divides and not on_several_gpus else []
+            calibrations.part_bounds(text)
+            if cls.kinds[kind].divides and not on_several_gpus
+            else []
         )
         return cls(
             kind, model, text, merges=tuple(cls(kind, model, text, rows=rows) for rows in shares)
