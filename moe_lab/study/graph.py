@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from moe_lab.allocation import IdentifiedAllocation
 from moe_lab.calibration import IdentifiedText
@@ -49,8 +50,8 @@ NO_ALLOCATION = AllocationConfig(name="none")
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """A context in which Python does not search for garbage: half of the time of a large study
-    would go into it."""
+    """A context without Python's garbage collection, which would take half of the time of building
+    a large study."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -76,19 +77,24 @@ class CellSteps:
     timing: Step | None
     evaluate: Mapping[str, Evaluate | Grade]
 
-    def named(self) -> dict[str, Step | None]:
-        """Field -> step, without the benchmarks."""
+    def by_field(self) -> dict[str, Step | None]:
+        """Field -> step, for all fields of STEPS: those without the benchmarks."""
         return {name: getattr(self, name) for name in STEPS}
 
 
-FigureKey = tuple[str, str, str, int]
-"""Names of the calibration set and the model, gate and seed."""
+class FigureKey(NamedTuple):
+    """What distinguishes the steps of a figure: names of calibration set and model, gate, seed."""
+
+    calibration: str
+    model: str
+    gate: str
+    seed: int
 
 
 @dataclass(frozen=True)
 class Graph:
-    """All steps of a study. The statistics and the fine-tuning of a cell are only done if another
-    step needs them."""
+    """All steps of a study. The statistics and the fine-tuning of a cell are only in `steps` if
+    another step needs them."""
 
     cells: Sequence[CellSteps]
     figures: Mapping[str, Mapping[FigureKey, Step]]
@@ -111,7 +117,7 @@ class Graph:
         for cell in self.cells:
             visit(
                 step
-                for name, step in cell.named().items()
+                for name, step in cell.by_field().items()
                 if name not in ("statistics", "finetune")
             )
             visit(cell.evaluate.values())
@@ -119,11 +125,11 @@ class Graph:
 
 
 def unresolved(steps: Iterable[Step]) -> list[str]:
-    """Models and texts on the hub whose files are not known, so that steps are named by their names
-    there."""
+    """Names of models and texts on the hub whose files are unknown. Identities of steps have the
+    name in place of a hash of the files."""
     names: dict[str, None] = {}
     for step in steps:
-        if isinstance(step, (BenchmarkRun, Grade)):  # which have data of their own
+        if isinstance(step, (BenchmarkRun, Grade)):  # the data of benchmarks is checked elsewhere
             continue
         for entry in step.collect_entries().values():
             names |= dict.fromkeys(_hub_names(entry.value))
@@ -141,50 +147,51 @@ def _hub_names(setting: Any) -> Iterator[str]:
 
 
 class _Resolver:
-    """Makes the cells of a study as its steps hold them. What cells share is made once, so that
-    their steps share it, too: its identity is computed once."""
+    """Resolves the cells of a study. A group that several cells share is resolved once, so that
+    their steps share the result, and its identity is computed once."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self._results: dict[tuple[Any, ...], Any] = {}
         self._arguments: list[tuple[Any, ...]] = []
 
-    def once(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """The result of a function, which is called once for the same objects and equal numbers."""
+    def cached(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """The cached result of a function. Arguments are compared by identity, integers by
+        value."""
         key = (function, *[value if isinstance(value, int) else id(value) for value in arguments])
         if key not in self._results:
             self._results[key] = function(*arguments)
-            self._arguments.append(arguments)  # no other object gets the id of one that exists
+            self._arguments.append(arguments)  # as long as an object exists, no other has its id
         result: Result = self._results[key]
         return result
 
     def cell(self, cell: Cell) -> Cell:
         """The cell with device, dtype, seed, engine and number of parts resolved."""
-        model = self.once(resolved_model, cell.model, self.config)
+        model = self.cached(resolved_model, cell.model, self.config)
 
-        def text(given: CalibrationConfig) -> IdentifiedText:
-            return self.once(resolved_text, given, cell.seed, model, self.config)
+        def resolve(text: CalibrationConfig) -> IdentifiedText:
+            return self.cached(resolved_text, text, cell.seed, model, self.config)
 
         return replace(
             cell,
             model=model,
-            criterion=self.once(IdentifiedCriterion.of, cell.criterion),
-            allocation=self.once(IdentifiedAllocation.of, cell.allocation),
-            calibration=text(cell.calibration),
-            texts={role: text(given) for role, given in cell.texts.items()},
+            criterion=self.cached(IdentifiedCriterion.of, cell.criterion),
+            allocation=self.cached(IdentifiedAllocation.of, cell.allocation),
+            calibration=resolve(cell.calibration),
+            texts={role: resolve(text) for role, text in cell.texts.items()},
         )
 
 
 def resolved_model(model: ModelConfig, config: Config) -> StepModel:
-    """The model with the device and the precision that auto stands for."""
+    """The model with device and precision resolved."""
     return StepModel.of(resolved(model, config))
 
 
 def resolved_text(
     text: CalibrationConfig, seed: int, model: ModelConfig, config: Config
 ) -> IdentifiedText:
-    """The text with its engine and number of parts, and with the cell's seed, unless it has a seed
-    of its own."""
+    """The text with engine and number of parts resolved, and with the cell's seed unless it sets
+    one itself."""
     seeded = text if text.seed is not None else replace(text, seed=seed)
     return IdentifiedText.of(divided(seeded, model, config))
 
@@ -199,25 +206,26 @@ def _steps(
     resolver: _Resolver,
     evaluated: dict[Any, dict[Task, Any]],
 ) -> CellSteps:
-    """All steps of one cell; criterion "none" is the unpruned model. `evaluated`: what identifies a
-    pruned model -> its evaluations, as cells may have one plan."""
+    """All steps of one cell; criterion "none" stands for the unpruned model. `evaluated`: identity
+    of a pruned model -> its evaluations, which cells with the same plan share."""
     config = resolver.config
     resolved_cell = resolver.cell(cell)
     model = resolved_cell.model
-    text: Any = resolved_cell.texts["flops"]
+    flops_text: Any = resolved_cell.texts["flops"]
     is_pruned = cell.criterion is not NO_CRITERION
     pruned = pruned_of(resolved_cell) if is_pruned else unpruned_model(model)
     scores = statistics = export = timing = None
-    cost = resolver.once(_unpruned_cost, model, text)
+    cost = resolver.cached(_unpruned_cost, model, flops_text)
     if is_pruned:
+        # some kinds of plans read no scores, and the study computes them for figures
         scores = getattr(pruned.plan, "scores", None) or Scores.of(resolved_cell)
         if reads_text(cell):
             statistics = scores.sums.get("statistics") or Pass.of(resolved_cell, "statistics")
         if config.export.shape:
             export = export_of(pruned, config.export, config.verify)
-        cost = Cost.of(pruned, text, cost)
+        cost = Cost.of(pruned, flops_text, cost)
     if config.timing:
-        timing = Timing.of(pruned, text, resolver.once(timing_of, config.timed, model))
+        timing = Timing.of(pruned, flops_text, resolver.cached(timing_of, config.timed, model))
     identity = tuple([entry.line for entry in pruned.identity_entries.values()])
     results = evaluated.setdefault(identity, {})
     for task in tasks.values():
@@ -232,32 +240,31 @@ def _steps(
         finetune=pruned.finetune,
         export=export,
         cost=cost,
-        profile=Profile(pruned.loaded, text, pruned.plan) if config.profile else None,
+        profile=Profile(pruned.loaded, flops_text, pruned.plan) if config.profile else None,
         timing=timing,
         evaluate={name: results[task] for name, task in tasks.items()},
     )
 
 
 def normalized(cell: Cell) -> Cell:
-    """The cell without its calibration set if nothing in the cell reads it, so that cells for
-    several sets coincide."""
+    """The cell, without its calibration set if nothing in the cell reads it, so that cells that
+    differ in the set alone are equal."""
     return cell if reads_text(cell) else replace(cell, calibration=NO_CALIBRATION)
 
 
 def unpruned(cell: Cell) -> Cell:
     """The cell of the unpruned model, with which the cell is compared."""
-    texts = {"flops": cell.texts["flops"]}
     return Cell(
-        cell.model,
-        NO_CRITERION,
-        NO_CALIBRATION,
-        NO_ALLOCATION,
-        NO_RECOVERY,
-        0.0,
-        "none",
-        0,
-        texts,
-        cell.protocol,
+        model=cell.model,
+        criterion=NO_CRITERION,
+        calibration=NO_CALIBRATION,
+        allocation=NO_ALLOCATION,
+        recovery=NO_RECOVERY,
+        ratio=0.0,
+        gate="none",
+        seed=0,
+        texts={"flops": cell.texts["flops"]},
+        protocol=cell.protocol,
     )
 
 
@@ -271,7 +278,7 @@ def build(config: Config, requests: Iterable[Request]) -> Graph:
     tasks_of: dict[Cell, dict[str, Task]] = {}
     for cells, benchmarks in requests:
         tasks = {
-            benchmark.name: resolver.once(task_of, benchmark, config) for benchmark in benchmarks
+            benchmark.name: resolver.cached(task_of, benchmark, config) for benchmark in benchmarks
         }
         for cell in cells:
             for candidate in (unpruned(cell), normalized(cell)):
@@ -284,10 +291,12 @@ def build(config: Config, requests: Iterable[Request]) -> Graph:
 def _figure_steps(
     resolver: _Resolver, requests: Iterable[Request]
 ) -> dict[str, dict[FigureKey, Step]]:
-    """Steps for figures and remarks alone: of texts that are read, each with one seed."""
+    """Figure -> key -> step, for steps that only figures and remarks need: for each calibration set
+    that is read, model and gate, with the first seed."""
     figures: dict[str, dict[FigureKey, Step]] = {figure: {} for figure in FIGURES}
-    seeds: dict[tuple[str, ...], int] = {}
-    compared: dict[FigureKey, tuple[Cell, dict[str, BenchmarkConfig]]] = {}
+    first_seeds: dict[FigureKey, int] = {}
+    cell_of: dict[FigureKey, Cell] = {}
+    benchmarks_of: dict[FigureKey, dict[str, BenchmarkConfig]] = defaultdict(dict)
     for cells, benchmarks in requests:
         listed = {
             benchmark.name: benchmark
@@ -295,19 +304,22 @@ def _figure_steps(
             if harness_of(benchmark).lists_items
         }
         for cell in cells:
-            key = (cell.calibration.name, cell.model.name, cell.gate, cell.seed)
-            if not reads_text(cell) or seeds.setdefault(key[:3], cell.seed) != cell.seed:
+            if not reads_text(cell):
+                continue
+            key = FigureKey(cell.calibration.name, cell.model.name, cell.gate, cell.seed)
+            if first_seeds.setdefault(key._replace(seed=0), cell.seed) != cell.seed:
                 continue
             if listed:
-                compared.setdefault(key, (cell, {}))[1].update(listed)
+                cell_of.setdefault(key, cell)
+                benchmarks_of[key].update(listed)
             if resolver.config.overlap:
                 resolved_cell = resolver.cell(cell)
                 exact = replace(resolved_cell, criterion=EXACT_DAMAGE)
                 figures["families"][key] = Family.of(resolved_cell)
                 figures["damages"][key] = Scores.of(exact)
-    for key, (cell, listed) in compared.items():
+    for key, cell in cell_of.items():
         resolved_cell = resolver.cell(cell)
         figures["contaminations"][key] = Contamination.of(
-            resolved_cell.model, resolved_cell.calibration, listed
+            resolved_cell.model, resolved_cell.calibration, benchmarks_of[key]
         )
     return figures

@@ -15,15 +15,15 @@ from typing import Any
 from moe_lab.json_files import Damaged, read_json, read_sealed, write_sealed
 
 STEP = "step.json"
-"""The one file beside a step's results: what it is (its identity in full), how it came about
-(provenance), size and sha256 of each file with the modification time that all were given; sealed,
-as all documents of the store are.
+"""File in the folder of every finished step, besides its results: identity, provenance, size and
+sha256 of each file, and the modification time that all files were given. It is sealed, as all
+documents of the store are.
 
-Hashing takes most of a second per GiB, so a start compares only sizes and times. The time is a
-whole, even number of seconds, which all file systems keep, before the publication of the step: any
-later write to a file changes it."""
+Hashing takes most of a second per GiB, so a study that starts compares only sizes and times. The
+time is a whole, even number of seconds, which all file systems keep, before the publication of the
+step: any later write to a file changes it."""
 PROVENANCE = "provenance.json"
-"""In a scratch folder: what a worker says of how the step came about; it becomes part of STEP."""
+"""File in which a worker writes the provenance of a step; `seal` moves it into STEP."""
 TICK = 2
 """Seconds between two modification times on the file systems with the coarsest clocks."""
 NANO = 10**9
@@ -33,8 +33,8 @@ def seal(folder: Path, document: Mapping[str, Any]) -> None:
     """Give all files and folders the permissions of `folder`, set the modification time of files,
     and write STEP.
 
-    `document`: the identity of the step; or its STEP in another store, with which the files were
-    compared, and of which large ones may be links that have its time already.
+    `document`: the identity of the step. For a copy from another store: STEP there, with which the
+    files were compared; large files may then be links to the other store.
     """
     provenance: dict[str, Any] = {}
     with suppress(FileNotFoundError):
@@ -78,10 +78,10 @@ def read_step(folder: Path) -> dict[str, Any]:
 def damage(folder: Path, *, hash_all: bool = False) -> dict[str, str]:
     """Missing and damaged files of a step's folder: file -> "missing" or "damaged".
 
-    It is found by size and modification time; a file with another time is hashed, and gets its time
-    back if unchanged. With `hash_all`, every file is hashed, and a damaged one gets another time,
-    so that it is found from then on. Files of other stores, to which there are links, are left as
-    they are; a link to a damaged one is removed."""
+    Files are compared by size and modification time; a file with another time is hashed, and gets
+    its time back if it is unchanged. With `hash_all` every file is hashed, and a damaged file gets
+    another time, so that later comparisons find it without hashing. Links to files of other stores
+    are followed, and these files never changed; a link to a damaged file is removed."""
     try:
         document = read_step(folder)
     except FileNotFoundError:
@@ -101,8 +101,8 @@ def damage(folder: Path, *, hash_all: bool = False) -> dict[str, str]:
 
 
 def _as_published(path: Path, expected: Mapping[str, Any], moment: int, hash_all: bool) -> bool:
-    """Whether a file has its size and hash. `moment`: the modification time that it was given, in
-    seconds."""
+    """Whether a file has the `expected` size and hash. `moment`: the modification time that it was
+    given, in seconds."""
     status = path.stat()
     if status.st_size != expected["bytes"]:
         return False
@@ -112,15 +112,15 @@ def _as_published(path: Path, expected: Mapping[str, Any], moment: int, hash_all
     with path.open("rb") as file:
         unchanged = bool(_sha256(file) == expected["sha256"])
         if unchanged != has_time and os.fstat(file.fileno()).st_mtime_ns == status.st_mtime_ns:
-            # a file of another owner: hashed again next time
+            # fails for a file of another owner, which is hashed again next time
             with suppress(OSError, OverflowError):
-                _mark(path, file, moment if unchanged else None)
+                _set_time(path, file, moment if unchanged else None)
     return unchanged
 
 
-def _mark(path: Path, file: BufferedReader, moment: int | None) -> None:
-    """Give an unchanged file its time back; give a damaged one (None) another time, or remove the
-    link to it."""
+def _set_time(path: Path, file: BufferedReader, moment: int | None) -> None:
+    """Set the modification time of a file to `moment`; None, for a damaged file: to now. Of links,
+    one to a damaged file is removed, and others stay."""
     if not path.is_symlink():
         time_ns = time.time_ns() if moment is None else moment * NANO
         os.utime(file.fileno(), ns=(time_ns, time_ns))

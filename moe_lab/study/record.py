@@ -279,13 +279,13 @@ def record_of(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -
     cells = []
     for steps in graph.cells:
         cell = steps.cell
-        named = steps.named()
+        by_field = steps.by_field()
         model = model_names[cell.model.name, cell.protocol.name]
         cells.append(
             {
                 "cell": {"model": model, **_names(steps)},
                 "protocol": cell.protocol.name,
-                **{field: name_of(step) for field, step in named.items()},
+                **{field: name_of(step) for field, step in by_field.items()},
                 "evaluate": {name: name_of(step) for name, step in steps.evaluate.items()},
                 "errors": _errors(steps, failed) if failed else {},
             }
@@ -311,7 +311,7 @@ def record_of(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -
 def _errors(steps: CellSteps, failed: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Error messages of the results of a cell."""
     errors = {}
-    for name, step in {**steps.evaluate, **steps.named()}.items():
+    for name, step in {**steps.evaluate, **steps.by_field()}.items():
         if name not in PREPARATION and step and step.id in failed:
             errors[name] = str(failed[step.id]["message"])
     return errors

@@ -1,8 +1,8 @@
-"""What a step needs of a machine, and how much work it is: computed from the sizes of its model,
-text and benchmark.
+"""Resources of steps: memory, disk, GPUs and amount of work, computed from the sizes of the model,
+the text and the benchmark.
 
-Each kind of step gives one `Resources`, made by a function of this module; launchers, Slurm and the
-forecast read nothing else. Estimates of memory are right to within a factor of two.
+Each kind of step returns one `Resources`, made by a function of this module; launchers, Slurm and
+the forecast read nothing else. Estimates of memory are right to within a factor of two.
 """
 
 from __future__ import annotations
@@ -25,65 +25,67 @@ GIB = 2**30
 PROCESS = 600 * 2**20
 """Bytes of a process with Python, torch and transformers loaded."""
 PROGRAMS = 4.0 * GIB
-"""Bytes of a step that runs programs which a model wrote, or compares a text with benchmarks."""
+"""Bytes of a step that runs programs written by a model, or compares a text with benchmarks."""
 GPU_FROM = GIB
-"""Bytes of weights from which Slurm's jobs are asked to put a model on a GPU."""
+"""Minimum bytes of weights for which device=auto puts a model on a GPU."""
 CHANNEL_SUMS = 7
-"""Sums of each channel that a pass gathers, at most."""
+"""Maximum number of sums per channel that a pass gathers."""
 DISTILLED = 4
-"""fp32 tensors of the size of a batch's logits that a distillation holds at once, besides the
-logits; measured."""
+"""Number of fp32 tensors of the size of a batch's logits that a distillation holds at once, besides
+the logits; measured."""
 ITEMS = 1000
-"""Items of a benchmark that does not say how many it has."""
+"""Assumed items of a benchmark that does not state their number."""
 PROMPT = 128
-"""Tokens of a prompt, or of a question with one of its answers."""
+"""Assumed tokens of a prompt, or of a question with one of its answers."""
 BYTES_PER_TOKEN = 16
-"""Bytes per token of a generated text as stored: with its prompt, as JSON, and once more among the
-samples."""
+"""Bytes per token of a generated text in the store, which has it with its prompt as JSON, and once
+more among the samples."""
 
 RUN = ("layers", "model", "server")
-"""Ways of holding weights in which the model is run."""
+"""Values of `Resources.weights` with which the model is run."""
 Check = tuple[Any, ...]
-"""A function that raises UserError or gives sentences, and its arguments."""
+"""A function, which raises UserError or returns sentences about problems, and its arguments."""
 Bytes = Callable[[Size], float]
-"""Bytes that depend on the size of a model."""
+"""Size of a model -> bytes."""
 
 
 class Resources(NamedTuple):
-    """What one step needs, and how much work it is. A large study makes millions of these: a tuple
-    takes a fifth of the time of a dataclass."""
+    """Resources and amount of work of one step. A NamedTuple, as a large study makes millions of
+    them, and a dataclass takes five times as long."""
 
     model: ModelConfig | None = None
-    """The model whose files it reads."""
+    """The model whose files the step reads."""
     weights: Literal["none", "files", "layers", "model", "server"] = "none"
-    """What it holds of the model's weights: nothing; a piece of the files at a time; a decoder
-    layer at a time, or all, to run the model; or all, in a server that it starts."""
+    """Which weights of the model are in memory. none; files: a piece of the files at a time;
+    layers: a decoder layer at a time, to run the model; model: all, to run the model; server: all,
+    in a server that the step starts."""
     memory: float | None = PROCESS
     """Peak in bytes, weights included, of GPU memory if `on_gpu`, else of main memory; None for a
     model of unknown size."""
     on_gpu: bool = False
-    """Whether it uses GPUs; if the size of its model is not known, it may."""
+    """Whether the step uses GPUs; True also if the size of its model is unknown."""
     gpu_counts: Sequence[int] = GPU_COUNTS
-    """Numbers of GPUs among which it can be divided, ascending."""
+    """Possible numbers of GPUs, ascending."""
     disk: float = 0.0
-    """Upper bound of the bytes that it writes, counted only where they are many."""
+    """Upper bound of the bytes that the step writes; 0 where they are few."""
     isolated: bool = False
-    """Whether foreign code runs in it, so that launcher=inline does it in a worker process."""
+    """Whether the step runs foreign code, so that launcher=inline uses a worker process for it."""
     units: float = 1.0
-    """Amount of work, in tokens or items where it reads these; seconds of steps of a kind are
-    proportional to it."""
+    """Amount of work, in tokens or items where the step reads these. The seconds of steps of one
+    kind are proportional to it."""
     pace: Sequence[Any] = ()
-    """What decides the seconds of a unit, JSON-ready: steps of one kind with equal values take
-    equally long."""
+    """JSON document of what determines the seconds per unit: they are equal for steps of one kind
+    with equal pace."""
     job: str | None = None
-    """The kind of the Slurm jobs that also do this step; None: jobs of its own kind."""
+    """Kind of the Slurm jobs that this step is part of; None for its own kind."""
     pack: Literal["one", "short", "cells", "models"] = "one"
-    """Steps of one Slurm job: one; many, where each takes seconds; `launcher.cells_per_job` steps;
-    or those about as many pruned models of one model, whose weights are loaded once."""
+    """Which steps share a Slurm job. one: none; short: many, as each takes seconds; cells:
+    `launcher.cells_per_job` steps; models: all steps of `launcher.cells_per_job` pruned models of
+    one model, whose weights are loaded once."""
     conditions: Sequence[Check] = ()
-    """What must hold where it is started, such as permissions."""
+    """Checks on the machine where the study is started, such as of permissions."""
     programs: Sequence[Check] = ()
-    """What must be installed where it runs: checked if that is this machine's Python
+    """Checks of what is installed where the step runs; made if it runs in this Python
     (launcher.python=null)."""
 
     @property
@@ -92,12 +94,12 @@ class Resources(NamedTuple):
         return self.weights in RUN
 
     def fits(self, gpus: int, gpu_memory: float) -> bool:
-        """Whether so many GPUs of `gpu_memory` GiB hold it, when a tenth of each cannot be used."""
+        """Whether `gpus` GPUs of `gpu_memory` GiB hold the step; a tenth of each is unusable."""
         return not self.on_gpu or (self.memory or 0.0) <= gpus * 0.9 * gpu_memory * GIB
 
     def gpus(self, gpu_memory: float) -> int:
-        """How many GPUs of `gpu_memory` GiB it is given: as few as hold it, or else as many as it
-        can be divided among; 0 for a step on the CPU."""
+        """Number of GPUs of `gpu_memory` GiB for the step: the least of `gpu_counts` that holds it,
+        or else the largest; 0 for a step on the CPU."""
         if not self.on_gpu:
             return 0
         return next(
@@ -107,56 +109,58 @@ class Resources(NamedTuple):
 
 
 def on_gpu(model: ModelConfig, size: Size) -> bool:
-    """Whether a model of this size is put on a GPU, where there may be one."""
+    """Whether a model of this size is put on a GPU if the machine has one."""
     return size.bytes >= GPU_FROM if model.device == "auto" else model.device != "cpu"
 
 
 def loaded_weights(size: Size) -> Resources:
-    """The GPUs that hold the weights of a model of this size."""
+    """Resources for the weights of a model of this size on GPUs."""
     return Resources(memory=ROOM * size.bytes, on_gpu=True)
 
 
 def expert_weights(size: Size) -> float:
-    """The weights, or their gradients, of all experts of a layer in fp32."""
+    """Bytes of the weights, or of their gradients, of all experts of a layer in fp32."""
     return 4.0 * size.experts * size.expert
 
 
 def channel_products(size: Size) -> float:
-    """Products of the channels of at most every expert of a layer, in fp64."""
+    """Bytes of the products of channels (I, I) of all experts of a layer in fp64."""
     return 8.0 * size.experts * size.width**2
 
 
-def _about_model(
-    model: ModelConfig, memory: Bytes, disk: Bytes | None = None, **others: Any
+def _by_size(
+    model: ModelConfig, memory: Bytes, disk: Bytes | None = None, **fields: Any
 ) -> Resources:
-    """Resources with memory and disk space by the size of the model, and other fields."""
+    """Resources with `memory` and `disk` of the size of the model. `fields`: other fields of
+    `Resources`."""
     size = size_of(model)
     if size is None:
-        return Resources(model=model, memory=None, on_gpu=True, **others)
-    is_on_gpu = others.get("weights") in RUN and on_gpu(model, size)
+        return Resources(model=model, memory=None, on_gpu=True, **fields)
+    is_on_gpu = fields.get("weights") in RUN and on_gpu(model, size)
     written = disk(size) if disk else 0.0
-    return Resources(model=model, memory=memory(size), on_gpu=is_on_gpu, disk=written, **others)
+    return Resources(model=model, memory=memory(size), on_gpu=is_on_gpu, disk=written, **fields)
 
 
 def _gpu_counts(model: ModelConfig) -> Sequence[int]:
-    """transformers divides layers, by a device map alone."""
+    """Numbers of GPUs among which transformers can divide the model: several only with a device
+    map."""
     return GPU_COUNTS if model.device in ("auto", *DEVICE_MAPS) else GPU_COUNTS[:1]
 
 
 def read_files(model: ModelConfig, pace: Sequence[Any]) -> Resources:
-    """Reads the files of a model once, a piece of them at a time."""
-    return _about_model(model, lambda _: 2.0 * PROCESS, weights="files", pace=pace)
+    """Resources of a step that reads the files of a model once, a piece at a time."""
+    return _by_size(model, lambda _: 2.0 * PROCESS, weights="files", pace=pace)
 
 
 def merged_sums(model: ModelConfig, text: CalibrationConfig, pace: Sequence[Any]) -> Resources:
-    """Adds up the sums of the shares of a pass: two sets in memory, and the file that is
-    written."""
+    """Resources of a step that adds up the sums of the shares of a pass: it holds two sets of sums
+    and the file that it writes."""
 
     def memory(size: Size) -> float:
         layer = size.experts * (CHANNEL_SUMS * size.width + size.hidden)
         return PROCESS + 3 * 8.0 * size.moe_layers * layer
 
-    return _about_model(model, memory, units=float(text.tokens), pace=pace)
+    return _by_size(model, memory, units=float(text.tokens), pace=pace)
 
 
 def text_pass(
@@ -171,12 +175,12 @@ def text_pass(
     per_layer: Bytes | None = None,
     extra_bytes: Bytes | None = None,
 ) -> Resources:
-    """Runs a model over a text.
+    """Resources of a step that runs a model over a text.
 
-    rows: the first row of a share of the text, and its end. engine: if it is not that of the text.
-    backward: whether gradients come back through the layers. copies: of the weights in memory.
-    per_layer: bytes held for every layer whose weights are in memory, besides these.
-    extra_bytes: bytes held once.
+    rows: the first row of a share of the text, and its end. engine: where it is not `text.engine`.
+    backward: whether gradients flow back through the layers. copies: copies of the weights in
+    memory. per_layer: bytes for every layer whose weights are in memory, besides the weights.
+    extra_bytes: bytes that do not depend on the number of layers.
     """
     is_layered = (engine or text.engine) == "streamed"
     tokens = (rows[1] - rows[0]) * text.length if rows else text.tokens
@@ -186,19 +190,19 @@ def text_pass(
         return size.hidden_states(tokens, backward=backward) if is_layered else 0.0
 
     def memory(size: Size) -> float:
-        layer, fixed_bytes = (rule(size) if rule else 0.0 for rule in (per_layer, extra_bytes))
+        layer = per_layer(size) if per_layer else 0.0
+        fixed_bytes = extra_bytes(size) if extra_bytes else 0.0
         if is_layered:
             base_bytes = PROCESS + size.layer_weights() + layer + batch_tokens * size.activations()
-            # hidden states take at most half of the main memory, and are written beyond that
-            return (
-                base_bytes
-                + (min(base_bytes, disk(size)) if model.device == "cpu" else 0.0)
-                + fixed_bytes
-            )
+            states = 0.0
+            if model.device == "cpu":
+                # at most half of the main memory; other hidden states are written to the disk
+                states = min(base_bytes, disk(size))
+            return base_bytes + states + fixed_bytes
         batch = batch_tokens * (size.logits + size.activations(size.moe_layers if backward else 1))
         return PROCESS + ROOM * size.bytes * copies + size.moe_layers * layer + batch + fixed_bytes
 
-    return _about_model(
+    return _by_size(
         model,
         memory,
         disk,
@@ -217,17 +221,15 @@ def finetuning(
     *,
     copies: int,
 ) -> Resources:
-    """Changes weights on a text, or fits merged experts: their sums are an expert in fp64 for two
-    that are merged."""
+    """Resources of a step that fine-tunes a model on a text, or fits merged experts. A fit gathers
+    sums in fp64, of the size of one expert for every two experts. `copies`: of the weights."""
     is_fit = recovery.fit is not None
     batch_tokens = min(text.batch_size * text.length, text.tokens)
 
     def sums(size: Size) -> float:
-        return (
-            8.0 * size.moe_layers * size.experts / 2 * size.width * (size.width + size.hidden)
-            if is_fit
-            else 0.0
-        )
+        if not is_fit:
+            return 0.0
+        return 8.0 * size.moe_layers * size.experts / 2 * size.width * (size.width + size.hidden)
 
     def more(size: Size) -> float:
         teacher = DISTILLED * batch_tokens * size.logits if recovery.distill is not None else 0.0
@@ -247,8 +249,9 @@ def finetuning(
 def export(
     model: ModelConfig, pace: Sequence[Any], *, is_changed: bool, is_converted: bool
 ) -> Resources:
-    """Writes a checkpoint. One whose weights are changed is written first without the changes, and
-    one in GGUF is converted from another; then a decoder layer is held three times in fp32."""
+    """Resources of a step that writes a checkpoint. Changed weights (`is_changed`) and GGUF
+    (`is_converted`) each take a further checkpoint on the disk, and three times the fp32 weights of
+    a decoder layer in memory."""
 
     def memory(size: Size) -> float:
         layers = (
@@ -261,17 +264,17 @@ def export(
     def disk(size: Size) -> float:
         return float(size.bytes) * (1 + is_changed + is_converted)
 
-    return _about_model(model, memory, disk, weights="files", pace=pace)
+    return _by_size(model, memory, disk, weights="files", pace=pace)
 
 
 def items(benchmark: BenchmarkConfig) -> int:
-    """Items of a benchmark that a model is given, about."""
+    """Approximate number of items of a benchmark that a model is given."""
     count = benchmark.expected or ITEMS
     return min(benchmark.limit or count, count)
 
 
 def benchmark_pace(benchmark: BenchmarkConfig) -> list[Any]:
-    """What decides the seconds of an item."""
+    """What determines the seconds per item, as `Resources.pace`."""
     return [benchmark.name, benchmark.shots, benchmark.chat, benchmark.max_new_tokens]
 
 
@@ -284,16 +287,16 @@ def benchmark_run(
     copies: int,
     programs: Sequence[Check] = (),
 ) -> Resources:
-    """Runs a model on the items of a benchmark: units are tokens that are read and written. Of a
-    batch it holds the keys and values where texts are generated, else the logits of prompts.
-    `copies`: of the weights."""
+    """Resources of a step that runs a model on the items of a benchmark. Units are tokens that the
+    model reads and writes. Besides `copies` of the weights it holds for each batch the keys and
+    values of generated texts, or else the logits of prompts."""
     written = benchmark.max_new_tokens
 
     def memory(size: Size) -> float:
         row = size.cache(PROMPT + written) if written else PROMPT * size.logits
         return PROCESS + ROOM * size.bytes * copies + benchmark.batch_size * row
 
-    return _about_model(
+    return _by_size(
         model,
         memory,
         weights="server" if backend.name == "server" else "model",

@@ -14,11 +14,11 @@ from moe_lab.paths import shortened
 from moe_lab.study.resources import Resources
 
 LONGEST_LABEL = 200
-"""Most bytes of a label: it leaves room for longer names that are made from a folder's name."""
+"""Maximum bytes of a label. File systems allow 255: logs and scratch add to a folder's name."""
 
 MEANING = "4"
-"""Changes the id of every step. It goes up where results of earlier versions may be wrong, so that
-none is found again; CHANGELOG.md says which."""
+"""Part of the id of every step. It is raised when results of earlier versions may be wrong, so that
+no step finds them; CHANGELOG.md lists these versions."""
 
 
 class IdentityEntry(NamedTuple):
@@ -32,8 +32,8 @@ class IdentityEntry(NamedTuple):
 
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(field,))
 class StepFields:
-    """Fields that several steps share, as one field of each: they count as fields of the step. A
-    class that is derived from it is a frozen dataclass."""
+    """A group of fields that several kinds of steps share. A step has the group as one field, and
+    the fields of the group count as fields of the step. Subclasses become frozen dataclasses."""
 
     runtime: ClassVar[frozenset[str]] = frozenset()
     """Fields that determine how the work is done (device, paths, permissions), and not its
@@ -43,18 +43,18 @@ class StepFields:
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True, eq=False)(cls)
         runtime = {name for base in cls.__mro__ for name in vars(base).get("runtime", ())}
-        of_class: Any = cls
+        as_dataclass: Any = cls
         cls._identifying = tuple(
-            each.name for each in fields(of_class) if each.init and each.name not in runtime
+            entry.name for entry in fields(as_dataclass) if entry.init and entry.name not in runtime
         )
 
     @cached_property
     def identity_entries(self) -> dict[str, IdentityEntry]:
-        """Role -> what it contributes, of all fields but those in `runtime`."""
+        """Role -> entry, of all fields except those in `runtime`."""
         return self.collect_entries()
 
     def collect_entries(self) -> dict[str, IdentityEntry]:
-        """The `identity_entries`, without keeping them."""
+        """Compute `identity_entries` without caching them."""
         entries: dict[str, IdentityEntry] = {}
         for name in self._identifying:
             value = getattr(self, name)
@@ -66,7 +66,7 @@ class StepFields:
         return entries
 
     def entries_as(self, role: str) -> Mapping[str, IdentityEntry]:
-        """What this contributes to the identity of a step of which it is the field `role`."""
+        """The entries of this object in the identity of a step that has it as the field `role`."""
         return self.identity_entries
 
 
@@ -82,28 +82,28 @@ class Step(StepFields):
 
     Fields that are steps are its inputs; all other fields, by `config.base.identity`, are its
     settings. Both, except the fields named in `runtime`, are its identity. A field that is None
-    does not count, one of `StepFields` counts as the fields in it, and a dictionary as its
+    does not count; an object of `StepFields` counts as its fields, and a dictionary as its
     entries."""
 
     kind: str = field(default="", init=False)
-    """The folder in the store, and the name in settings and tables. It registers the class. Steps
-    of a class with several kinds are each given theirs."""
+    """Name of the kind in settings and tables, and of its folder in the store. A class that sets it
+    is registered. Where a class has several `kinds`, each step is given its kind."""
     kinds: ClassVar[Mapping[str, Any]] = {}
-    """Kinds of a class with several, by name: what differs between them."""
+    """Kind -> settings of the kind, for a class with several kinds."""
     reads_text: ClassVar[bool] = False
     """Whether a criterion or an allocation that needs such a step depends on the calibration
     set."""
     whole_model: ClassVar[bool] = False
-    """Whether it needs all weights in memory at a time, so that calibration.engine=streamed cannot
+    """Whether it needs all weights in memory at once, so that calibration.engine=streamed cannot
     run it."""
     small: ClassVar[bool] = False
-    """Whether its result is small as a rule, and read by `Files.read` alone: then it may be kept in
-    a pack."""
+    """Whether its result may be moved to a pack: it is usually small, and only `Files.read` reads
+    it."""
 
     merges: tuple[Step, ...] = field(default=(), kw_only=True)
     """Steps that each do a share of the work; this step then only merges their results."""
     plugins: tuple[Mapping[str, str], ...] = field(default=(), kw_only=True)
-    """Where the plugins are that its work calls, as by `plugins.module_location`."""
+    """Locations, by `plugins.module_location`, of the plugins that its work calls."""
     id: str = field(init=False)
     """sha256 over kind, settings, inputs and `MEANING`."""
     needs: tuple[Step, ...] = field(init=False, repr=False)
@@ -111,7 +111,7 @@ class Step(StepFields):
     runtime: ClassVar[frozenset[str]] = frozenset({"kind", "merges", "plugins"})
 
     def __post_init__(self) -> None:
-        # a study has many steps, and few are asked for theirs
+        # not cached: a study has many steps, and few need their entries again
         entries = self.collect_entries().values()
         lines = [MEANING, self.kind, *sorted([entry.line for entry in entries])]
         object.__setattr__(self, "id", sha256("\n".join(lines).encode()).hexdigest())
@@ -127,12 +127,12 @@ class Step(StepFields):
         raise NotImplementedError
 
     def resources(self) -> Resources:
-        """What it needs, and how much work it is, by a function of `moe_lab.study.resources`."""
+        """Its resources and amount of work, from a function of `moe_lab.study.resources`."""
         raise NotImplementedError
 
     def work(self, files: Any) -> None:
-        """Do it: read finished steps, write to `files.out` (`Files` of steps/files.py). Imports
-        torch inside."""
+        """Read the results of the inputs, and write that of this step to `files.out`. `files`: a
+        `steps.files.Files`. Implementations import torch themselves, as it takes seconds."""
         raise NotImplementedError
 
     @property
@@ -158,8 +158,8 @@ class Step(StepFields):
         return {"id": self.id, "kind": self.kind, "settings": self.settings, "inputs": inputs}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Fields and identity, which another process does not compute again: files may have changed
-        by then."""
+        """Fields and identity entries. A process that unpickles the step does not compute the
+        entries again, as files may have changed by then."""
         return {**self.__dict__, "identity_entries": self.identity_entries}
 
 
