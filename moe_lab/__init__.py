@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -316,21 +316,18 @@ def plan(
     """Decide which experts, or which of their channels, are retained when `ratio` of the routed
     experts' parameters is removed.
 
-    `scores`: from `score`, or your own with the columns layer, expert, (channel,) score, one row
-    each; experts and channels are numbered from 0, and higher means keep. `allocation`: how the
-    budget is shared among layers and experts; those that search need a study. `statistics`: those
-    of the model, if they are not attached to the scores. `parameters`: parameters of the
-    allocation. For `multiple_of`, `replacement` and `protect` see
-    `moe_lab.config.AllocationConfig`. Where the replacement is m_smoe or ream, `mask`, `prune` and
-    `export` take what `align` makes of the plan. Warns, with the numbers, when another share is
-    removed, as whole experts or channels are, and when scores are equal at the cut. Raises
-    UserError for a ratio that is not feasible, naming the nearest one, and for scores that are not
-    one for each expert or channel of the model.
+    `scores`: the data frame of `score`, or your own with the columns layer, expert, (channel,)
+    score and one row per expert or channel, numbered from 0; higher means keep. `allocation`: how
+    the budget is shared among layers and experts; allocations that search need a study.
+    `statistics`: statistics of the model, if none are attached to the scores. `parameters`:
+    parameters of the allocation. For `multiple_of`, `replacement` and `protect` see
+    `moe_lab.config.AllocationConfig`. A plan with replacement m_smoe or ream has to go through
+    `align` before `mask`, `prune` and `export`. Warns, with the numbers, when rounding to whole
+    experts or channels changes the removed share, and when scores are equal at the cut. Raises
+    UserError for a ratio that is not feasible, naming the nearest feasible one, and for scores
+    without exactly one row for each expert or channel of the model.
     """
-    from moe_lab import allocation as allocations
     from moe_lab.allocation import protection
-    from moe_lab.config import AllocationConfig
-    from moe_lab.config.base import valid
     from moe_lab.errors import UserError
     from moe_lab.pruning.plan import ROUNDED
     from moe_lab.pruning.selection import plan_from_scores, ties
@@ -343,22 +340,9 @@ def plan(
     values = _scores_table(scores, statistics.facts["layers"])
     fields = {"multiple_of": multiple_of, "replacement": replacement, "protect": protect}
     fields |= {"name": allocation, "parameters": parameters}
-    config: AllocationConfig = valid(
-        AllocationConfig, fields, "allocation", f"allocation={allocation}"
-    )
-    if "channel" in scores:
-        allocations.check(config, "channel")
-    else:
-        allocations.check(config, "expert")
-    settings = {**allocations.IdentifiedAllocation.of(config).identity, "ratio": ratio}
-    missing = [need for need in allocations.needs(settings) if need not in statistics.sums]
-    if missing:
-        raise UserError(
-            f"plan: allocation={allocation}, replacement={replacement} and protect={protect} read "
-            f"{', '.join(missing)}, which these statistics do not have: give calibrate the same "
-            "replacement, and "
-            "criteria that read the rest"
-        )
+    identity = _allocation_identity(fields, "channel" if "channel" in scores else "expert")
+    settings = {**identity, "ratio": ratio}
+    _check_evidence(settings, statistics)
     facts = protection.with_protected(
         settings, statistics.facts, statistics.sums.get("statistics", {})
     )
@@ -377,6 +361,34 @@ def plan(
             stacklevel=2,
         )
     return plan
+
+
+def _allocation_identity(
+    fields: Mapping[str, Any], granularity: Literal["expert", "channel"]
+) -> dict[str, Any]:
+    """The fields of AllocationConfig as they identify plans. UserError for fields that are not
+    valid for scores of this granularity."""
+    from moe_lab import allocation
+    from moe_lab.config import AllocationConfig
+    from moe_lab.config.base import valid
+
+    config = valid(AllocationConfig, fields, "allocation", f"allocation={fields['name']}")
+    allocation.check(config, granularity)
+    return allocation.IdentifiedAllocation.of(config).identity
+
+
+def _check_evidence(settings: Mapping[str, Any], statistics: ModelStatistics) -> None:
+    """Raise UserError unless the statistics have what the settings of an allocation need."""
+    from moe_lab import allocation
+    from moe_lab.errors import UserError
+
+    missing = [need for need in allocation.needs(settings) if need not in statistics.sums]
+    if missing:
+        raise UserError(
+            f"plan: allocation={settings['name']}, replacement={settings['replacement']} and "
+            f"protect={settings['protect']} read {', '.join(missing)}, which these statistics "
+            "do not have: give calibrate the same replacement, and criteria that read the rest"
+        )
 
 
 def align(

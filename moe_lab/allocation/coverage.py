@@ -36,6 +36,8 @@ from moe_lab.errors import UserError
 
 BY_LOSS = ("coverage", "loss_based")
 """Values of `inter` that use the losses of layers."""
+BY_PRIOR = ("coverage", "proportional")
+"""Values of `intra` that use the priors of experts."""
 
 Prior: TypeAlias = Literal[
     "ala1", "ala2", "true_ablation", "loss", "usage", "router_weight", "ala_lm", "none"
@@ -83,28 +85,31 @@ def coverage(
         layer_budgets = _cover_layers(problem, shares)
     else:
         layer_budgets = problem.layer_budgets(shares)
-
-    def divide(layer: int, experts: NDArray[numpy.int64], budget: int) -> Budget:
-        """Channels of `experts` of a layer, `budget` in all."""
-        values = scores[layer][experts]
-        width = scores[layer].shape[1]
-        if intra == "uniform":
-            return apportion(numpy.ones(len(values)), budget, 0, width)
-        if intra == "ranking":
-            return best(values, budget)
-        measured = expert_prior(prior, problem.evidence, layer, len(scores[layer]))
-        target = smooth(measured[experts], expert_smoothing)
-        if intra == "proportional":
-            return apportion(target, budget, 0, width)
-        return cover(list(values), target, budget)
-
     budgets = {}
     for (layer, values), fixed in zip(scores.items(), problem.fixed.tolist(), strict=True):
         budgets[layer] = numpy.full(len(values), values.shape[1], dtype=numpy.int64)
-        unprotected = problem.unprotected(layer)
-        if len(unprotected):
-            budgets[layer][unprotected] = divide(layer, unprotected, layer_budgets[layer] - fixed)
+        experts = problem.unprotected(layer)
+        if not len(experts):
+            continue
+        targets = None
+        if intra in BY_PRIOR:
+            priors = expert_prior(prior, problem.evidence, layer, len(values))
+            targets = smooth(priors[experts], expert_smoothing)
+        budget = layer_budgets[layer] - fixed
+        budgets[layer][experts] = _divide_layer(intra, values[experts], targets, budget)
     return budgets
+
+
+def _divide_layer(intra: str, scores: Array, targets: Array | None, budget: int) -> Budget:
+    """Channels of each expert (E,) of one layer, `budget` in all. `scores`: (E, I). `targets`:
+    smoothed priors (E,); None if `intra` uses none."""
+    if intra == "ranking":
+        return best(scores, budget)
+    if targets is None:
+        targets = numpy.ones(len(scores))
+    if intra == "coverage":
+        return cover(list(scores), targets, budget)
+    return apportion(targets, budget, 0, scores.shape[1])
 
 
 def _cover_layers(problem: Channels, shares: Array) -> dict[int, int]:
@@ -127,7 +132,7 @@ def needs(parameters: Mapping[str, Any]) -> tuple[str, ...]:
     steps: set[str] = set()
     if parameters.get("inter", "coverage") in BY_LOSS and parameters.get("layer_prior") != "none":
         steps.update(loss_needs(parameters))
-    if parameters.get("intra", "coverage") in ("coverage", "proportional"):
+    if parameters.get("intra", "coverage") in BY_PRIOR:
         prior = parameters.get("prior", "ala1")
         if prior in PRIORS:
             steps.add(PRIORS[prior][0])  # the step that measures it

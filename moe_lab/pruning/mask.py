@@ -25,7 +25,7 @@ from moe_lab.models.experts import (
 from moe_lab.models.transformers_private import activation, experts_implementation, with_activation
 from moe_lab.pruning.layer_plan import LayerPlan, Mask
 from moe_lab.pruning.plan import Plan
-from moe_lab.pruning.prune import merged_weights, rows_of
+from moe_lab.pruning.prune import merged_weights
 
 
 @contextmanager
@@ -156,17 +156,18 @@ def _grouped(layer: MoELayer, dropped: torch.Tensor) -> ExpertsFunction:
 @contextmanager
 def sliced_router(layer: MoELayer, retained: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
     """While open, the router of `layer` has the rows and biases of the experts `retained`
-    (ascending ids) only, and returns positions in `retained`. Yields the id of each whole tensor ->
-    its slice, for blocks that pass biases to their router."""
+    (ascending ids) only, and returns positions in `retained`. Yields `id()` of each original
+    tensor -> its slice, for blocks that pass biases to their router."""
     check_in_memory(layer)
     ids = torch.tensor(retained)
     slices = {}
     with ExitStack() as undo:
         for part in layer.routing:
-            whole = part.tensor
-            slices[id(whole)] = rows_of(whole, part.axis, ids)
-            undo.callback(replace_tensor, part.module, part.name, whole)
-            replace_tensor(part.module, part.name, slices[id(whole)])
+            original = part.tensor
+            rows = original.detach().index_select(part.axis, ids.to(original.device))
+            slices[id(original)] = rows
+            undo.callback(replace_tensor, part.module, part.name, original)
+            replace_tensor(part.module, part.name, rows)
         for module in layer.router.modules():
             for name in count_attributes(module, layer.n_experts):
                 undo.enter_context(patch.object(module, name, len(retained)))

@@ -93,7 +93,10 @@ def install(layer: MoELayer, form: LayerForm) -> None:
         stacks = {name: _restacked(layer, form, name) for name in layer.family.stacks}
     else:  # also of parameters that moe_lab does not know
         ids = torch.tensor([expert.copied for expert in form.stored])
-        stacks = {name: rows_of(tensor, 0, ids) for name, tensor in experts.named_parameters()}
+        stacks = {
+            name: tensor.detach().index_select(0, ids.to(tensor.device))
+            for name, tensor in experts.named_parameters()
+        }
     for path, stack in stacks.items():
         owner, _, name = path.rpartition(".")
         replace_tensor(experts.get_submodule(owner), name, stack)
@@ -166,16 +169,7 @@ def slice_router(layer: MoELayer, retained: Sequence[int]) -> None:
     and all counts."""
     ids = torch.tensor(retained)
     for part in layer.routing:
-        replace_tensor(part.module, part.name, rows_of(part.tensor, part.axis, ids))
+        tensor = part.tensor.detach()
+        rows = tensor.index_select(part.axis, ids.to(tensor.device))
+        replace_tensor(part.module, part.name, rows)
     set_counts((layer.block, layer.experts, *layer.router.modules()), layer.n_experts, len(ids))
-
-
-def rows_of(tensor: torch.Tensor, axis: int, ids: torch.Tensor) -> torch.Tensor:
-    """The entries `ids` of `tensor` along `axis`, as a copy of the same kind (parameter or plain
-    tensor)."""
-    chosen = tensor.detach().index_select(axis, ids.to(tensor.device))
-    return (
-        nn.Parameter(chosen, requires_grad=tensor.requires_grad)
-        if isinstance(tensor, nn.Parameter)
-        else chosen
-    )

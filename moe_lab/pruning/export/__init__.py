@@ -1,6 +1,7 @@
-"""Write a pruned checkpoint from the files of the original one. No torch in a process that does not
-have it already, unless all experts get one new width: another one builds the model that the export
-describes, without weights.
+"""Write a pruned checkpoint from the files of the original checkpoint.
+
+Imports no torch, unless all experts get one new width: a child process builds the model that the
+export describes, without weights, if this process has not imported torch already.
 
 Dropping whole experts removes entries along the expert axis, and these are contiguous in a file:
 tensors of a single expert are copied or left out, and of tensors that hold all experts the retained
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -19,7 +21,7 @@ from typing import Any
 
 from moe_lab.child_process import Child, Refused
 from moe_lab.errors import UserError
-from moe_lab.models.checkpoint import INDEX, bits_of, open_checkpoint, read_json
+from moe_lab.models.checkpoint import INDEX, Checkpoint, bits_of, open_checkpoint, read_json
 from moe_lab.models.config_json import LAYERS_FIELD, quantization_method
 from moe_lab.models.families import family_of, predicting_experts
 from moe_lab.models.files import fingerprint
@@ -51,44 +53,33 @@ def export(
     shape: str = "natural",
     any_model: bool = False,
 ) -> Path:
-    """Write the checkpoint in folder `source`, pruned by `plan`, into the new folder `out`; returns
-    that folder.
+    """Write the checkpoint in folder `source`, pruned by `plan`, to the new folder `out`; return it.
 
-    `shape`, one of `SHAPES`, as in moe_lab/pruning; natural equals `prune` to the bit. Layers that
-    the family's configuration cannot describe get a model type of their own, with its code beside
-    them. The result has the shards, config.json (edited), tokenizer and other files of the
+    `shape`: see moe_lab/pruning; natural equals `prune` to the bit. Layers that the family's
+    configuration cannot describe get a model type of their own, whose code is written beside the
+    weights. The result has the shards, config.json (edited), tokenizer and other files of the
     original, plan.json, and a model card, and is complete as soon as it exists. UserError when the
     plan does not fit, was made for another model (unless `any_model`) or still has to be aligned,
     when the shape cannot express it, when the checkpoint is damaged or has an unknown tensor in a
-    MoE block, or when transformers could not load what would be written.
+    MoE block, or when transformers could not load the export.
     """
     folder = Path(source)
     target = Path(out)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(
-            f"export: {target} exists already: expected a folder that does not exist or is empty"
-        )
-    config = read_json(folder / "config.json")
-    check_routing(config, plan)
-    plan.check_aligned()
-    checkpoint = open_checkpoint(folder)
-    if not any_model:
-        plan.check_origin([("model_sha256", partial(fingerprint, folder))], folder)
-    check_quantised(quantization_method(config), shape, channels=plan.has_channels)
+    _check_target(target)
+    config, checkpoint = _open_source(folder, plan, shape, any_model)
     form = make_form(plan, shape, max(1, bits_of(expert_type(checkpoint)) // 8))
     left_out = predicting_experts(checkpoint.tensors)
     written_names = (name for name in checkpoint.tensors if not name.startswith(left_out))
     described, code = describe_export(config, form, written_names)
-    described_beside = renumbered_files(
-        folder, {index: layer.experts for index, layer in form.items()}
-    )
-    content = pieces(
-        checkpoint, family_of(config.get("text_config", config).get("model_type")), plan, form
-    )
+    experts = {index: layer.experts for index, layer in form.items()}
+    documents = {**renumbered_files(folder, experts), "config.json": described}
+    family = family_of(config.get("text_config", config).get("model_type"))
+    content = pieces(checkpoint, family, plan, form)
     with new_folder(target) as work:
         copy_others(folder, work)
-        (work / "plan.npz").unlink(missing_ok=True)  # of the plan of an export, if that is exported
-        for name, document in {**described_beside, "config.json": described}.items():
+        # an export that is exported again has the arrays of its own plan
+        (work / "plan.npz").unlink(missing_ok=True)
+        for name, document in documents.items():
             write_json(work / name, document)
         for name, text in code.items():
             (work / name).write_text(text, encoding="utf-8")
@@ -98,17 +89,16 @@ def export(
         write_weights(checkpoint, content, work)
         size = sum(piece.size for piece in written)
         if (folder / INDEX).exists():
-            write_index(
-                work,
-                {piece.name: shard for shard, tensors in content.items() for piece in tensors},
-                size,
-            )
+            shard_of = {
+                piece.name: shard for shard, tensors in content.items() for piece in tensors
+            }
+            write_index(work, shard_of, size)
         card = model_card(
             plan,
             _name(folder),
-            (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else "",
+            _card_of(folder),
             shape=shape,
-            kind="uneven" if LAYERS_FIELD in described else "ported" if code else "stock",
+            kind=_kind(described, code),
             unpruned_bytes=sum(entry.size for entry in checkpoint.tensors.values()),
             written=size,
             zeros=sum(piece.zeros for piece in written),
@@ -118,10 +108,41 @@ def export(
     return target
 
 
+def _check_target(target: Path) -> None:
+    """Raise UserError unless `target` does not exist or is an empty folder."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(
+            f"export: {target} exists already: expected a folder that does not exist or is empty"
+        )
+
+
+def _open_source(
+    folder: Path, plan: Plan, shape: str, any_model: bool
+) -> tuple[dict[str, Any], Checkpoint]:
+    """config.json and the files of the checkpoint in `folder`. UserError unless `plan` suits its
+    model and the checkpoint can be written in this `shape`; other arguments as for `export`."""
+    config = read_json(folder / "config.json")
+    check_routing(config, plan)
+    plan.check_aligned()
+    checkpoint = open_checkpoint(folder)
+    if not any_model:
+        plan.check_origin([("model_sha256", partial(fingerprint, folder))], folder)
+    check_quantised(quantization_method(config), shape, channels=plan.has_channels)
+    return config, checkpoint
+
+
+def _kind(described: Mapping[str, Any], code: Mapping[str, str]) -> str:
+    """Which entry of `card.LOADING` is true of the export with config.json `described` and these
+    files of `code`."""
+    if LAYERS_FIELD in described:
+        return "uneven"
+    return "ported" if code else "stock"
+
+
 def _check(
     source: Path, written: Path, shape: str, tensors: dict[str, tuple[str, tuple[int, ...]]]
 ) -> None:
-    """As `check.check`, in another process unless this one has torch already, so that it stays
+    """As `check.check`, in a child process unless torch is imported already: this process stays
     small."""
     arguments: dict[str, Any] = {
         "source": str(source),
@@ -139,10 +160,16 @@ def _check(
             raise (UserError if error.kind == "UserError" else RuntimeError)(str(error)) from None
 
 
+def _card_of(folder: Path) -> str:
+    """The model card of a checkpoint; "" without one."""
+    card = folder / CARD
+    return card.read_text(encoding="utf-8") if card.is_file() else ""
+
+
 def _name(folder: Path) -> str:
-    """The name of the original for its card: of its folder, or, in the hub's cache, of
-    models--OWNER--NAME."""
-    where = folder.resolve()
-    if where.parent.name == "snapshots":
-        return where.parent.parent.name.removeprefix("models--").replace("--", "/")
-    return where.name
+    """The name of the original model for the card: that of its folder, or OWNER/NAME for a folder
+    models--OWNER--NAME of the hub's cache."""
+    resolved = folder.resolve()
+    if resolved.parent.name == "snapshots":
+        return resolved.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return resolved.name

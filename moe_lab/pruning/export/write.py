@@ -74,7 +74,8 @@ def write_weights(
 
 
 def write_index(folder: Path, shard_of: Mapping[str, str], total: int) -> None:
-    """Write the index of the shards: the file of each tensor, and the bytes of all of them."""
+    """Write the index of the shards: `shard_of` (tensor -> file), and the `total` bytes of all
+    tensors."""
     write_json(
         folder / INDEX,
         {"metadata": {"total_size": total}, "weight_map": dict(sorted(shard_of.items()))},
