@@ -53,7 +53,7 @@ def export(
     shape: str = "natural",
     any_model: bool = False,
 ) -> Path:
-    """Write the checkpoint in folder `source`, pruned by `plan`, to the new folder `out`; return it.
+    """Write the checkpoint in folder `source`, pruned by `plan`, to the new folder `out`.
 
     `shape`: see moe_lab/pruning; natural equals `prune` to the bit. Layers that the family's
     configuration cannot describe get a model type of their own, whose code is written beside the
@@ -77,8 +77,7 @@ def export(
     content = pieces(checkpoint, family, plan, form)
     with new_folder(target) as work:
         copy_others(folder, work)
-        # an export that is exported again has the arrays of its own plan
-        (work / "plan.npz").unlink(missing_ok=True)
+        (work / "plan.npz").unlink(missing_ok=True)  # of its plan, if `source` is an export too
         for name, document in documents.items():
             write_json(work / name, document)
         for name, text in code.items():
