@@ -127,7 +127,7 @@ def test_an_installed_plugin_needs_no_word(folder: Path) -> None:
         ("value = 1", "plugins: broken registers nothing"),
         (
             MODULE.replace("crest", "man"),
-            "criterion man of broken is there already, of moe_lab.criteria.experts",
+            "criterion man of broken is registered already, by moe_lab.criteria.experts",
         ),
         (MODULE.replace('"like_uniform"', '"uniform"'), "allocation=uniform is registered already"),
     ],

@@ -1,5 +1,8 @@
-"""How many experts each layer loses, or how many channels each expert retains: the allocations by
-name, and checks of their settings. A new one is a function and an entry here. No torch."""
+"""Allocations by name: how many experts each layer loses, or how many channels each expert retains.
+
+Also the checks of their settings. A new allocation is a function and an entry of `ALLOCATIONS`. No
+torch.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from moe_lab.allocation.problem import (
     check_ratio,
     keywords,
     limits,
-    or_nearest,
+    or_suggest_ratio,
 )
 from moe_lab.config import AllocationConfig
 from moe_lab.config.base import SETTINGS, Positive, counting_fields, valid
@@ -44,30 +47,30 @@ expert retains."""
 
 @dataclass(frozen=True)
 class Allocation:
-    """A named rule for how much each layer, or each expert, loses."""
+    """A named rule for how many experts each layer loses, or how many channels each expert."""
 
     name: str
     functions: Mapping[Granularity, Function | None]
-    """What it allocates (whole experts, channels, or either) -> function that decides; None if a
-    step other than the plan step decides."""
+    """Granularity that it can allocate -> function that decides; None if a step other than the
+    plan step decides."""
     needs: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda parameters: ()
     """Parameters -> evidence besides the scores: "statistics", "gradients", "ablation",
     "scaling"."""
     step: Step = "plan"
     """Which step makes the plan: the plan step from numbers alone, or one that runs the model."""
     parameters: Mapping[str, Any] | None = field(default_factory=dict)
-    """Parameter that another step reads -> its type; those of a function are its keywords. None:
-    that step checks them."""
+    """Parameter that another step reads -> its type; the parameters of a function are its keywords.
+    None: the other step checks its parameters itself."""
     uneven: tuple[Granularity, ...] = ()
-    """What it retains different numbers of, by design: experts in different layers, or channels in
-    different experts."""
+    """Granularities at which the retained numbers differ by design: of experts between layers, or
+    of channels between experts."""
     zero_expert: str = "keep_null"
     """Default treatment of an expert without channels, as in `zero_expert()`."""
 
     @property
     def source(self) -> str:
-        """Digests of the code that defines it, which identifies its plans; "" for those of
-        moe_lab."""
+        """Digests of the source of a plugin's functions, for the identity of its plans; "" for an
+        allocation of moe_lab."""
         return " ".join(
             sorted({source_of(function) for function in self.functions.values() if function})
         )
@@ -137,8 +140,8 @@ def get(name: str) -> Allocation:
 
 
 class IdentifiedAllocation(AllocationConfig):
-    """An allocation that is identified by its fields, with the content of the file that it names,
-    and the source of a plugin."""
+    """An allocation whose identity is its fields, a digest of the file at `path`, and, for a
+    plugin's, its source."""
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -168,7 +171,7 @@ def check(settings: AllocationConfig, granularity: Granularity = "expert") -> No
             f"({', '.join(fitting)})"
         )
     if granularity == "channel":
-        _check_of_channels(settings)
+        _check_channel_settings(settings)
     _check_replacement(settings, allocation)
     if allocation.parameters is not None:
         valid(
@@ -177,6 +180,7 @@ def check(settings: AllocationConfig, granularity: Granularity = "expert") -> No
             "allocation.parameters",
         )
     if settings.name == "list":
+        # raises UserError if the file lists the other granularity
         listed.read_as(settings.path, granularity)
     if settings.by is not None:
         criteria.check(settings.by, {})
@@ -188,15 +192,15 @@ def check(settings: AllocationConfig, granularity: Granularity = "expert") -> No
 
 
 def needs(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the evidence that these settings need besides the scores: "by", and the steps that
-    measure the rest."""
+    """Names of the evidence that these settings need besides the scores: "by", and steps that
+    measure."""
     by = ("by",) if settings.get("by") else ()
     steps = [
         *grouping.needs(settings.get("replacement", "none")),
         *get(settings["name"]).needs(settings["parameters"]),
     ]
     if settings.get("protect") is not None:
-        steps.append("statistics")  # super experts are recognised by it
+        steps.append("statistics")  # super experts are recognised by output_abs_max
     return by + tuple(dict.fromkeys(steps))
 
 
@@ -206,7 +210,7 @@ def zero_expert(settings: Mapping[str, Any]) -> str:
     return str(settings["parameters"].get("zero_expert", get(settings["name"]).zero_expert))
 
 
-def _check_of_channels(settings: AllocationConfig) -> None:
+def _check_channel_settings(settings: AllocationConfig) -> None:
     """Raise UserError for settings that only make sense for whole experts."""
     for name, default in (("multiple_of", 1), ("replacement", "none"), ("by", None)):
         value = getattr(settings, name)
@@ -224,8 +228,10 @@ def _check_of_channels(settings: AllocationConfig) -> None:
 
 
 def _check_replacement(settings: AllocationConfig, allocation: Allocation) -> None:
+    """Raise UserError for an unknown replacement, and for one beside a plan or an allocation that
+    decides by running the model."""
     replacement = settings.replacement
-    grouping.needs(replacement)
+    check_known("allocation.replacement", replacement, grouping.REPLACEMENTS)
     if replacement == "none":
         return
     if settings.path is not None and listed.is_plan(listed.read(settings.path)):
@@ -236,16 +242,16 @@ def _check_replacement(settings: AllocationConfig, allocation: Allocation) -> No
         )
     if allocation.step != "plan":
         raise UserError(
-            f"allocation.replacement={replacement} replaces what scores drop, and "
-            f"allocation={settings.name} runs the "
-            "model without it to decide: expected none, or an allocation such as uniform or global"
+            f"allocation.replacement={replacement} replaces the experts that scores drop, and "
+            f"allocation={settings.name} runs the model without replacements to decide: expected "
+            "none, or an allocation such as uniform or global"
         )
 
 
 def _parameters(
     settings: AllocationConfig, allocation: Allocation, granularity: Granularity
 ) -> Any:
-    """The group of the parameters that these settings can have."""
+    """A dataclass with one field for each parameter that these settings accept."""
     function = allocation.functions[granularity]
     types = {**(allocation.parameters or {}), **(keywords(function) if function else {})}
     types |= grouping.parameters(settings.replacement)
@@ -290,15 +296,17 @@ def allocate(
         },
     }
     if granularity == "channel":
-        return or_nearest(partial(_budgets, function, settings, layers, inputs), settings["ratio"])
+        return or_suggest_ratio(
+            partial(_budgets, function, settings, layers, inputs), settings["ratio"]
+        )
     by_layer = limits(layers, settings["multiple_of"])
-    return or_nearest(
+    return or_suggest_ratio(
         lambda ratio: function(Experts(ratio=ratio, limits=by_layer, **inputs)), settings["ratio"]
     )
 
 
 def granularity_of(scores: Mapping[int, Any]) -> Granularity:
-    """What `scores` are of: experts (E,) or channels (E, I) of each layer."""
+    """Whether each layer has a score per expert, (E,), or per channel, (E, I)."""
     return "channel" if numpy.ndim(next(iter(scores.values()))) == 2 else "expert"
 
 
@@ -324,15 +332,17 @@ def _budgets(
     return budgets if alignment is None else coverage.align(budgets, inputs["scores"], alignment)
 
 
-def fits(settings: Mapping[str, Any], layers: Layers, granularity: Granularity) -> None:
+def check_fits(settings: Mapping[str, Any], layers: Layers, granularity: Granularity) -> None:
     """Raise UserError when ratio, multiple_of or block is infeasible in these layers, as far as
     known without scores. `layers` as in `allocate`; for channels, blocks are checked only in layers
-    that also have a width."""
+    that also have the fact `width`."""
     if granularity == "channel":
-        wide = {layer: facts for layer, facts in layers.items() if "width" in facts}
-        or_nearest(lambda ratio: _check_channels(ratio, settings, wide), settings["ratio"])
+        with_width = {layer: facts for layer, facts in layers.items() if "width" in facts}
+        or_suggest_ratio(
+            lambda ratio: _check_channels(ratio, settings, with_width), settings["ratio"]
+        )
     elif settings["name"] != "list":
-        or_nearest(lambda ratio: _check_experts(ratio, settings, layers), settings["ratio"])
+        or_suggest_ratio(lambda ratio: _check_experts(ratio, settings, layers), settings["ratio"])
 
 
 def _check_channels(ratio: float, settings: Mapping[str, Any], layers: Layers) -> None:
@@ -348,19 +358,19 @@ def _check_experts(ratio: float, settings: Mapping[str, Any], layers: Layers) ->
     else:
         budget(by_layer, ratio)
     for layer, limit in by_layer.items():
-        grouping.fits(
+        grouping.check_groups(
             settings, limit.count, limit.even(ratio), len(layers[layer].get("protected", ()))
         )
 
 
 def _function(settings: Mapping[str, Any], granularity: Granularity) -> Function:
-    """What the allocation decides by, with its parameters."""
+    """The function that decides the allocation, with its parameters bound. UserError when it is for
+    the other granularity or another step decides."""
     allocation = get(settings["name"])
     function = allocation.functions.get(granularity)
     if function is None:
         raise UserError(
             f"allocation={allocation.name} cannot decide from scores of {granularity}s alone: it "
-            "is for "
-            f"{' and '.join(allocation.functions)}s, decided in the {allocation.step} step"
+            f"is for {' and '.join(allocation.functions)}s, decided in the {allocation.step} step"
         )
     return partial(function, **accepted(function, settings["parameters"]))

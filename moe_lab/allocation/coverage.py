@@ -27,7 +27,7 @@ from moe_lab.allocation.problem import (
     RatioTooLarge,
     RatioTooSmall,
     apportion,
-    best,
+    count_highest,
     measured,
 )
 from moe_lab.allocation.shapes import Floor, Smoothing, layer_losses, loss_needs, smooth, u_shape
@@ -104,7 +104,7 @@ def _divide_layer(intra: str, scores: Array, targets: Array | None, budget: int)
     """Channels of each expert (E,) of one layer, `budget` in all. `scores`: (E, I). `targets`:
     smoothed priors (E,); None if `intra` uses none."""
     if intra == "ranking":
-        return best(scores, budget)
+        return count_highest(scores, budget)
     if targets is None:
         targets = numpy.ones(len(scores))
     if intra == "coverage":

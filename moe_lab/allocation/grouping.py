@@ -1,9 +1,9 @@
-"""Which experts are merged, and with which weights: sums of one layer in, groups of experts out. No
+"""Groups of experts to merge, and the weights of their members, from the sums of one layer. No
 torch.
 
-An allocation decides how many experts a layer keeps, and a grouping which experts share each of
-them. A new one is an entry of `GROUPINGS`: how different two experts are, how groups are made of
-that, and how a group becomes one expert.
+An allocation decides how many experts a layer retains, and a grouping which experts are merged into
+each of these. A new grouping is an entry of `GROUPINGS`: a distance between experts, a clustering
+by distance, and the weights of the members.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ class Grouping:
     passes: tuple[str, ...]
     """The passes whose sums it reads."""
     distances: Callable[[Sums], Array]
-    """Sums -> (E, E), how different two experts are."""
+    """Sums -> distance between each two experts (E, E)."""
     cluster: Callable[..., Groups]
-    """Distances (E, E), ids of the retained experts, that of highest score first, and parameters by
-    keyword -> as many groups as experts are retained."""
+    """Distances (E, E), ids of the retained experts by descending score, and parameters by keyword
+    -> groups, as many as retained experts."""
     weights: Literal["tokens", "scores"] = "tokens"
-    """What members are weighted by: routing frequency, N_j / sum N, or the criterion's scores, of
-    which negative ones count as 0. Where the sum is 0, all members weigh the same."""
+    """Weights of a group's members, which are divided by their sum: routed tokens N_j, or the
+    criterion's scores, negative scores as 0. If the sum is 0, the weights are equal."""
     rows: Literal["all", "retained"] = "all"
     """Rows of the router that are retained: all, so that the gates of a token's merged experts add
-    up, or only those of the retained experts, each the owner of a group."""
+    up, or only the rows of the retained experts, each of which owns a group."""
     align: Literal["weights", "activations_and_weights"] | None = None
-    """By what the channels of the members are matched before they are averaged; None leaves them as
-    they are."""
+    """Features by which channels of the members are matched before averaging; None: no
+    matching."""
 
 
 def of_logits(sums: Sums) -> Array:
@@ -57,7 +57,7 @@ def of_logits(sums: Sums) -> Array:
 
 def of_outputs(sums: Sums) -> Array:
     """Euclidean distance of the experts' mean outputs over all tokens."""
-    # the means times one number
+    # sums instead of means only scale all distances by one factor
     return _euclidean(numpy.asarray(sums["dense_output_sum"], dtype=float))
 
 
@@ -73,11 +73,11 @@ def of_outputs_and_logits(sums: Sums) -> Array:
     1]. s = (cos + 1) / 2 of the sums over all tokens of p_j f_j, p = softmax(logits). r = 1 - d /
     max d with d = sqrt(2 - 2 cos) of the logits over all tokens, the Euclidean distance of their
     normalised columns."""
-    apart = numpy.sqrt(numpy.maximum(2 * of_logits(sums), 0))
-    logits = 1 - apart / max(float(apart.max()), numpy.finfo(float).tiny)
+    distances = numpy.sqrt(numpy.maximum(2 * of_logits(sums), 0))
+    logit_similarity = 1 - distances / max(float(distances.max()), numpy.finfo(float).tiny)
     gated = numpy.asarray(sums["dense_gated_output_sum"], dtype=float)
-    outputs = (_cosine(gated @ gated.T) + 1) / 2
-    similarity: Array = (outputs + logits) / 2
+    output_similarity = (_cosine(gated @ gated.T) + 1) / 2
+    similarity: Array = (output_similarity + logit_similarity) / 2
     return 1 - similarity
 
 
@@ -88,8 +88,8 @@ def of_weights(sums: Sums) -> Array:
 
 
 def nearest(distances: Array, retained: Sequence[int]) -> Groups:
-    """Each other expert joins the nearest retained one; of equally near ones, that of the lower
-    id."""
+    """Groups in which each dropped expert joins the nearest retained expert; of equally near
+    experts, the one with the lower id."""
     groups = {owner: [owner] for owner in sorted(retained)}
     owners = list(groups)
     for expert in range(len(distances)):
@@ -99,7 +99,7 @@ def nearest(distances: Array, retained: Sequence[int]) -> Groups:
 
 
 def average_linkage(distances: Array, retained: Sequence[int]) -> Groups:
-    """Hierarchical clusters, as many as experts are retained; which ones these are does not
+    """Hierarchical clusters by average linkage, as many as `retained` has ids. The ids do not
     matter."""
     from scipy.cluster.hierarchy import cut_tree, linkage
     from scipy.spatial.distance import squareform
@@ -115,9 +115,9 @@ def average_linkage(distances: Array, retained: Sequence[int]) -> Groups:
 def by_salience(
     distances: Array, retained: Sequence[int], *, group_size: int = GROUP_SIZE
 ) -> Groups:
-    """From the retained expert of highest score on, each takes the nearest experts that are still
-    free, of equally near ones that of the lower id, up to a group of `group_size`. UserError when
-    groups cannot hold all."""
+    """Groups that the retained experts fill one after the other, in their order (highest score
+    first): each takes the nearest experts that no group has yet, of equally near experts the lower
+    id, up to `group_size` members. UserError when the groups cannot hold all experts."""
     check_capacity(len(distances), len(retained), group_size=group_size)
     free = [expert for expert in range(len(distances)) if expert not in retained]
     groups = []
@@ -163,24 +163,24 @@ REPLACEMENTS: dict[str, tuple[str, ...]] = {
     "mean_output": ("statistics",),
     **{name: grouping.passes for name, grouping in GROUPINGS.items()},
 }
-"""What can replace the experts that an allocation drops -> the passes whose sums it reads."""
+"""Value of allocation.replacement, which replaces dropped experts -> the passes whose sums it
+reads."""
 
 
 def needs(replacement: str) -> tuple[str, ...]:
-    """The passes whose sums a replacement of dropped experts reads. UserError for an unknown
-    one."""
+    """The passes whose sums the replacement reads. UserError for an unknown replacement."""
     check_known("allocation.replacement", replacement, REPLACEMENTS)
     return REPLACEMENTS[replacement]
 
 
 def parameters(replacement: str) -> dict[str, Any]:
-    """Parameter of a replacement -> its type; {} for one that has none."""
+    """Parameter of a replacement -> its type; {} without parameters."""
     return keywords(GROUPINGS[replacement].cluster) if replacement in GROUPINGS else {}
 
 
-def fits(settings: Mapping[str, Any], count: int, retained: int, protected: int) -> None:
-    """Raise UserError when the `retained` of `count` experts of a layer cannot own all; `protected`
-    ones own only themselves."""
+def check_groups(settings: Mapping[str, Any], count: int, retained: int, protected: int) -> None:
+    """Raise UserError when the groups of the `retained` of `count` experts of a layer cannot hold
+    all experts. `protected`: number of retained experts whose groups have no other members."""
     grouping = GROUPINGS.get(settings.get("replacement", "none"))
     if grouping is not None and grouping.cluster is by_salience and protected < retained < count:
         check_capacity(
@@ -197,15 +197,14 @@ def groups(
     retained: Sequence[int],
     protected: Sequence[int] = (),
 ) -> Groups:
-    """The groups of the grouping settings["replacement"], as many as experts are `retained`, in the
-    order of their ids. Each of `protected` has a group of its own. `settings`: fields of
-    AllocationConfig. `scores` (E,): those of the criterion. UserError when all retained experts are
-    protected, and for missing sums."""
+    """Groups by the grouping settings["replacement"], sorted, as many as `retained` has ids. Each
+    protected expert is a group alone. `settings`: fields of AllocationConfig. `scores` (E,): the
+    criterion's. UserError when all retained experts are protected, and for missing sums."""
     name = settings["replacement"]
     grouping = GROUPINGS[name]
-    others = [expert for expert in range(len(scores)) if expert not in protected]
+    unprotected = [expert for expert in range(len(scores)) if expert not in protected]
     groups = [[expert] for expert in protected]
-    if not others:
+    if not unprotected:
         return groups
     owners = sorted(
         (expert for expert in retained if expert not in protected),
@@ -214,41 +213,39 @@ def groups(
     if not owners:
         raise UserError(
             f"allocation.replacement={name}: all {len(retained)} retained experts of a layer are "
-            "protected, so that no "
-            "others can be merged into them: expected a smaller ratio"
+            "protected, so that no others can be merged into them: expected a smaller ratio"
         )
     if "router_gram" not in sums and grouping.distances in (of_logits, of_outputs_and_logits):
         raise UserError(
             f"allocation.replacement={name} compares the router's logits, and this router gives "
-            "none: expected "
-            "hc_smoe, which compares outputs"
+            "none: expected hc_smoe, which compares outputs"
         )
-    distances = grouping.distances(sums)[numpy.ix_(others, others)]
-    positions = [others.index(expert) for expert in owners]
+    distances = grouping.distances(sums)[numpy.ix_(unprotected, unprotected)]
+    positions = [unprotected.index(expert) for expert in owners]
     clusters = grouping.cluster(
         distances, positions, **accepted(grouping.cluster, settings["parameters"])
     )
     for cluster in clusters:
-        groups.append(sorted(others[position] for position in cluster))
+        groups.append(sorted(unprotected[position] for position in cluster))
     return sorted(groups)
 
 
-def weighted(
+def member_weights(
     name: str, groups: Groups, sums: Sums, scores: Array, retained: Sequence[int]
 ) -> dict[int, dict[int, float]]:
-    """The owner of each group -> {expert: weight}, for the grouping `name`: the retained expert
-    where only the router's rows of retained experts stay, and otherwise the member of largest
-    weight (of equals the lowest id)."""
+    """Owner of each group -> {member: weight}, for the grouping `name`; the weights of a group sum
+    to 1. The owner is the retained member if the router only retains rows of retained experts,
+    otherwise the member of largest weight (of equal weights the lowest id)."""
     grouping = GROUPINGS[name]
     values = numpy.asarray(
         sums["tokens"] if grouping.weights == "tokens" else numpy.maximum(scores, 0), dtype=float
     )
     merged = {}
     for group in groups:
-        of_group = values[group]
-        total = of_group.sum()
-        weights = of_group / total if total > 0 else numpy.full(len(group), 1 / len(group))
-        rank = numpy.isin(group, retained) if grouping.rows == "retained" else of_group
+        group_values = values[group]
+        total = group_values.sum()
+        weights = group_values / total if total > 0 else numpy.full(len(group), 1 / len(group))
+        rank = numpy.isin(group, retained) if grouping.rows == "retained" else group_values
         owner = group[int(rank.argmax())]
         merged[owner] = {
             expert: float(weight) for expert, weight in zip(group, weights, strict=True)
@@ -257,7 +254,7 @@ def weighted(
 
 
 def _cosine(gram: Array) -> Array:
-    """(E, E) cosines of vectors, from their products (E, E); 0 for a vector of zeros."""
+    """(E, E) cosines of vectors, from their inner products (E, E); 0 for a vector of zeros."""
     norms = numpy.sqrt(numpy.maximum(numpy.diag(gram), numpy.finfo(float).tiny))
     return gram / norms[:, None] / norms
 

@@ -13,12 +13,14 @@ from moe_lab.allocation.problem import Budgets, Channels, Experts
 from moe_lab.errors import UserError
 from moe_lab.json_files import fits
 
-CLOSE = 0.005
-"""Largest difference between the ratio and what a list removes: tables show two digits."""
+TOLERANCE = 0.005
+"""Largest difference between the ratio and the share that a list removes; tables show two
+digits."""
 
 
 def read(path: str) -> dict[str, Any]:
-    """Read the file. UserError when it is missing, damaged, or neither a schedule nor a plan."""
+    """The content of the file. UserError when it is missing, damaged, or neither a schedule nor a
+    plan."""
     try:
         content: dict[str, Any] = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
     except OSError as error:
@@ -36,15 +38,16 @@ def read(path: str) -> dict[str, Any]:
 
 
 def is_plan(content: Mapping[str, Any]) -> bool:
-    """Whether the file is a plan: then exactly that plan is used, without a criterion."""
+    """Whether `content` is a plan, which is used as it is, without a criterion, and not a
+    schedule."""
     return "schema" in content and fits(
         content, {"layers": {str: {"experts": int, "retained": list}}}
     )
 
 
 def read_as(path: str | None, granularity: str) -> dict[str, Any]:
-    """The content of the file. UserError unless it lists what the criterion scores: "expert" or
-    "channel"."""
+    """The content of the file. UserError unless it lists numbers of the `granularity` that the
+    criterion scores: "expert" or "channel"."""
     if path is None:
         raise UserError("allocation=list needs allocation.path: a schedule or a plan.json")
     content = read(path)
@@ -107,7 +110,8 @@ def budgets(problem: Channels) -> Budgets:
 
 
 def _of_layers(content: Mapping[str, Any], expected: Mapping[int, Any]) -> dict[int, Any]:
-    """What is listed of each of the `expected` layers, in their order."""
+    """Layer -> its value in `content`, in the order of `expected`. UserError for other layers than
+    `expected`."""
     numbered = {int(layer): value for layer, value in content.items()}
     if set(numbered) != set(expected):
         raise UserError(
@@ -117,7 +121,7 @@ def _of_layers(content: Mapping[str, Any], expected: Mapping[int, Any]) -> dict[
 
 
 def _check_ratio(removed: float, ratio: float) -> None:
-    if abs(removed - ratio) > CLOSE:
+    if abs(removed - ratio) > TOLERANCE:
         raise UserError(
             f"ratio={ratio}, but allocation.path removes {removed:.4g} of all: set "
             f"ratio={removed:.2g}, so that tables do not mislead"

@@ -1,5 +1,5 @@
-"""Inputs of an allocation: ratio, scores, other evidence, and the numbers of experts that routers
-allow."""
+"""Inputs of an allocation: ratio, scores, other evidence, and limits on the numbers of experts that
+layers retain."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Budget: TypeAlias = NDArray[numpy.int64]
 """Retained channels of each expert of a layer (E,)."""
 Budgets: TypeAlias = dict[int, Budget]
 Evidence: TypeAlias = Mapping[str, Mapping[int, Any]]
-"""What was measured besides the scores: need -> layer -> arrays by name ("by": layer -> scores)."""
+"""Measurements besides the scores: need -> layer -> arrays by name ("by": layer -> scores)."""
 
 
 def keywords(function: Callable[..., Any]) -> dict[str, Any]:
-    """Keyword-only argument -> type: the parameters of a function that decides something of an
-    allocation."""
+    """Keyword-only argument of `function` -> type; these arguments are the parameters that users
+    set."""
     hints = get_type_hints(function, include_extras=True)
     arguments = inspect.signature(function).parameters.values()
     return {
@@ -53,7 +53,7 @@ class RatioTooSmall(UserError):
     """Infeasible at this ratio and at all smaller ones, but perhaps feasible at a larger one."""
 
 
-def or_nearest(decide: Callable[[float], Result], ratio: float) -> Result:
+def or_suggest_ratio(decide: Callable[[float], Result], ratio: float) -> Result:
     """`decide(ratio)`; UserError with the nearest feasible ratio, in thousandths, if that raises
     RatioTooLarge or RatioTooSmall."""
 
@@ -70,15 +70,17 @@ def or_nearest(decide: Callable[[float], Result], ratio: float) -> Result:
     except RatioTooLarge as error:
         reason = error
         bound = "largest"
-        # Only below the ratio: rounding to blocks may leave a larger one feasible.
-        below = range(ceil(1000 * ratio) if ratio < 1 else 1000)
-        nearest = bisect_left(below, True, key=lambda n: isinstance(refusal(n), RatioTooLarge)) - 1
+        # only smaller ratios: rounding to blocks may make a larger ratio feasible
+        smaller = range(ceil(1000 * ratio) if ratio < 1 else 1000)
+        nearest = (
+            bisect_left(smaller, True, key=lambda n: isinstance(refusal(n), RatioTooLarge)) - 1
+        )
     except RatioTooSmall as error:
         reason = error
         bound = "smallest"
-        above = range(floor(1000 * ratio) + 1 if ratio > 0 else 0, 1000)
-        nearest = above.start + bisect_left(
-            above, True, key=lambda n: not isinstance(refusal(n), RatioTooSmall)
+        larger = range(floor(1000 * ratio) + 1 if ratio > 0 else 0, 1000)
+        nearest = larger.start + bisect_left(
+            larger, True, key=lambda n: not isinstance(refusal(n), RatioTooSmall)
         )
     if 0 <= nearest < 1000 and refusal(nearest) is None:
         raise UserError(
@@ -149,11 +151,11 @@ class Channels(Problem):
     @property
     def keep(self) -> int:
         """Total number of channels to retain: int(all channels * (1 - ratio))."""
-        return whole(int(self.sizes.sum()) * (1 - self.ratio))
+        return round_down(int(self.sizes.sum()) * (1 - self.ratio))
 
     def layer_budgets(self, shares: Array) -> dict[int, int]:
-        """Layer -> channels it retains, `keep` in all, in proportion to share * size, at least
-        those of its protected experts."""
+        """Layer -> channels it retains, `keep` in total, in proportion to share * size, but no
+        fewer than its protected experts have."""
         retained = apportion(shares * self.sizes, self.keep, self.fixed, self.sizes)
         return dict(zip(self.scores, retained.tolist(), strict=True))
 
@@ -161,25 +163,27 @@ class Channels(Problem):
         """Layer -> channels each expert retains, if each layer retains its best channels within
         `layer_budgets`."""
         budgets = self.layer_budgets(shares)
-        return {layer: best(scores, budgets[layer]) for layer, scores in self.scores.items()}
+        return {
+            layer: count_highest(scores, budgets[layer]) for layer, scores in self.scores.items()
+        }
 
 
-def best(scores: Array, keep: int) -> Budget:
-    """Count the `keep` highest of `scores` (E, I) by expert (E,); of equal scores the later ones
-    count."""
+def count_highest(scores: Array, keep: int) -> Budget:
+    """How many of the `keep` highest of all `scores` (E, I) each expert has (E,); of equal scores
+    the later count as higher."""
     counts: Budget = highest(scores.ravel(), keep).reshape(scores.shape).sum(axis=1)
     return counts
 
 
 def highest(scores: Array, keep: int) -> Budget:
-    """1 for the `keep` highest of `scores` (n,), 0 for the others; of equal scores the later ones
-    get 1."""
+    """1 for the `keep` highest of `scores` (n,), 0 for the others; of equal scores the later count
+    as higher."""
     flags: Budget = numpy.ones(len(scores), dtype=numpy.int64)
     flags[numpy.argsort(scores, kind="stable")[: len(scores) - keep]] = 0
     return flags
 
 
-def whole(value: float) -> int:
+def round_down(value: float) -> int:
     """int(value), tolerating the rounding error of 1 - ratio: 1000 * (1 - 0.9) is 100, not 99."""
     return int(value + 1e-6)
 
@@ -204,26 +208,26 @@ def apportion(
 
     `weights` > 0; `low`, `high` and `step`: one number, or one per weight; sum(low) <= total <=
     sum(high). The level is the one at which the clipped shares sum to `total`. They are rounded
-    down, and the largest remainders get one step more (ties: the first). When steps differ, the sum
-    may be below `total` by less than the largest step.
+    down, and the shares with the largest remainders get one step more (ties: the first). When steps
+    differ, the sum may be below `total` by less than the largest step.
     """
     weight = numpy.asarray(weights, dtype=numpy.float64)
     least, most, steps = (
         numpy.broadcast_to(numpy.asarray(x, numpy.int64), weight.shape) for x in (low, high, step)
     )
     levels = numpy.sort(numpy.concatenate([least / weight, most / weight]))
-    filled = [numpy.clip(level * weight, least, most).sum() for level in levels]
-    share = numpy.clip(numpy.interp(total, filled, levels) * weight, least, most)
+    totals = [numpy.clip(level * weight, least, most).sum() for level in levels]
+    share = numpy.clip(numpy.interp(total, totals, levels) * weight, least, most)
     parts: NDArray[numpy.int64] = (
         least + numpy.floor((share - least) / steps + 1e-9).astype(numpy.int64) * steps
     )
     parts = numpy.minimum(parts, most)
     remainder = numpy.round((share - parts) / steps, 9)
-    rest = total - int(parts.sum())
+    unassigned = total - int(parts.sum())
     for index in numpy.argsort(-remainder, kind="stable"):
-        if steps[index] <= min(rest, most[index] - parts[index]):
+        if steps[index] <= min(unassigned, most[index] - parts[index]):
             parts[index] += steps[index]
-            rest -= int(steps[index])
+            unassigned -= int(steps[index])
     return parts
 
 
@@ -262,7 +266,7 @@ class Limits:
 
 def limits(layers: Mapping[int, Mapping[str, Any]], multiple_of: int = 1) -> dict[int, Limits]:
     """The limits of every layer. `layers`: layer -> facts (n_experts, top_k, n_group, topk_group,
-    perhaps protected). UserError when a layer cannot keep any multiple of `multiple_of`."""
+    perhaps protected). UserError when a layer cannot retain any multiple of `multiple_of`."""
     by_layer = {}
     for layer, facts in layers.items():
         count = int(facts["n_experts"])
@@ -278,8 +282,8 @@ def limits(layers: Mapping[int, Mapping[str, Any]], multiple_of: int = 1) -> dic
         if limit.smallest > count:
             raise UserError(
                 f"allocation.multiple_of: layer {layer} has {count} experts and cannot keep a "
-                "multiple of "
-                f"{limit.step} that is at least {limit.fewest}: choose a smaller multiple"
+                f"multiple of {limit.step} that is at least {limit.fewest}: choose a smaller "
+                "multiple"
             )
     return by_layer
 

@@ -1,5 +1,5 @@
-"""allocation.protect: super experts (arXiv 2507.23279), which every plan keeps whole, whatever the
-criterion and the allocation say."""
+"""allocation.protect: super experts (arXiv 2507.23279), which every plan retains with all their
+channels, whatever the criterion and the allocation."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from numpy.typing import ArrayLike
 from moe_lab.allocation.problem import measured
 
 STATISTIC = "output_abs_max"
-"""What super experts are recognised by, measured by the step `statistics`."""
+"""Statistic by which super experts are recognised, measured by the step `statistics`."""
 PERCENTILE = 99.5
-"""A super expert is above this percentile of all experts ..."""
+"""The statistic of a super expert is above this percentile of all experts ..."""
 FRACTION = 10
-"""... and above the largest value over all experts divided by this: equation 8."""
+"""... and above the largest value of all experts divided by this number: equation 8."""
 
 
 def super_experts(largest: Mapping[int, ArrayLike], end: int) -> dict[int, list[int]]:
@@ -44,9 +44,9 @@ def with_protected(
     model: Mapping[str, Any],
     statistics: Mapping[int, Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """The facts of a model in which each layer lists the ids of its protected experts, as
-    `protected`; as they are without protection. `settings`: fields of AllocationConfig, among
-    others. `statistics`: layer -> sums by name."""
+    """The facts `model` with `protected`, the ids of its protected experts, added to each layer; no
+    change if settings["protect"] is None. `settings`: fields of AllocationConfig, among others.
+    `statistics`: layer -> sums by name."""
     if settings.get("protect") is None:
         return dict(model)
     evidence = {"statistics": statistics}
@@ -63,8 +63,8 @@ def with_protected(
 
 
 def provenance(model: Mapping[str, Any]) -> dict[str, Any]:
-    """`protected`: layer -> ids, for the provenance of a plan; {} when `with_protected` had nothing
-    to look for."""
+    """`protected`: layer -> ids, for the provenance of a plan; {} when `with_protected` added
+    nothing to the facts `model`."""
     lists = {
         str(layer): facts["protected"]
         for layer, facts in model["layers"].items()

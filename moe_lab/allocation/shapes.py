@@ -1,7 +1,7 @@
 """Allocations by a rule: the same share, one ranking over all layers, a U over the depth, or the
 loss of each layer.
 
-And all choices of the experts that a layer loses at the same share, among which
+Also the enumeration of the subsets of experts that a layer can retain at a given share, which
 allocation=reconstruction (NAEE) searches. No torch.
 """
 
@@ -29,8 +29,8 @@ from moe_lab.allocation.problem import (
     highest,
     limits,
     measured,
-    or_nearest,
-    whole,
+    or_suggest_ratio,
+    round_down,
 )
 from moe_lab.errors import UserError
 
@@ -54,7 +54,7 @@ def uniform_experts(problem: Experts) -> dict[int, int]:
 
 def same_share(layers: Mapping[int, Limits], ratio: float) -> dict[int, int]:
     """Layer -> experts to remove: int(n * ratio), the papers' rule, or the next smaller number that
-    the limits allow. RatioTooLarge or RatioTooSmall when there is none."""
+    the limits allow. RatioTooLarge or RatioTooSmall when they allow none."""
     check_ratio(ratio)
     remove = {}
     for layer, limit in layers.items():
@@ -74,12 +74,11 @@ def same_share(layers: Mapping[int, Limits], ratio: float) -> dict[int, int]:
 
 
 def uniform_channels(problem: Channels) -> Budgets:
-    """Every expert retains the same int(I * (1 - ratio)) channels, which rounds down once per
-    expert."""
+    """Every expert retains the same int(I * (1 - ratio)) channels, rounded down per expert."""
     budgets = {}
     for layer, scores in problem.scores.items():
         count, width = scores.shape
-        retained = whole(width * (1 - problem.ratio))
+        retained = round_down(width * (1 - problem.ratio))
         if not retained:
             raise RatioTooLarge(
                 f"retains no channel of {width} in the experts of layer {layer} with "
@@ -105,8 +104,8 @@ def loss_based(
 
 
 def layerwise(problem: Channels) -> Budgets:
-    """HEAPr-L: every layer loses the same share, its lowest channels whichever expert they belong
-    to."""
+    """HEAPr-L: every layer loses the same share of its channels, those of lowest score over all its
+    experts."""
     return problem.in_proportion(numpy.ones(len(problem.scores)))
 
 
@@ -126,24 +125,24 @@ def global_experts(problem: Experts) -> dict[int, int]:
     """One threshold over the experts of all layers (EvoESAP, Fig. 1): layer -> experts to remove.
 
     Experts are ranked by the scores of another criterion in evidence["by"], if given, otherwise by
-    their own. If they can only be removed in steps (`multiple_of`, groups that lose equally), steps
+    `scores`. If they can only be removed in steps (`multiple_of`, groups that lose equally), steps
     are ranked by their mean score. When the steps of layers differ, the sum may be below the budget
     by less than the largest step.
     """
     by = problem.evidence.get("by", problem.scores)
     remove = {layer: limit.count - limit.largest for layer, limit in problem.limits.items()}
-    rest = budget(problem.limits, problem.ratio) - sum(remove.values())
-    for _, layer, _ in sorted(_steps(problem, by)):
+    remaining = budget(problem.limits, problem.ratio) - sum(remove.values())
+    for _mean, layer, _number in sorted(_steps(problem, by)):
         limit = problem.limits[layer]
-        if limit.step <= rest and limit.count - remove[layer] - limit.step >= limit.smallest:
+        if limit.step <= remaining and limit.count - remove[layer] - limit.step >= limit.smallest:
             remove[layer] += limit.step
-            rest -= limit.step
+            remaining -= limit.step
     return remove
 
 
 def _steps(problem: Experts, by: Mapping[int, Array]) -> list[tuple[float, int, int]]:
-    """(mean score, layer, number) of every step of experts that a layer can lose, beyond those that
-    it must lose."""
+    """(mean score, layer, number of the step in its layer) of every step of experts that a layer
+    can lose, beyond the experts that it must lose."""
     steps = []
     for layer, limit in problem.limits.items():
         scores = numpy.array(by[layer], dtype=numpy.float64)
@@ -174,8 +173,8 @@ def layer_losses(evidence: Evidence, layers: Iterable[int], prior: LayerLoss) ->
     nll   rise of the language model's loss when m is scaled in that layer alone, a fall counting as
           0 (Appendix A.1)
     """
-    need, name = LAYER_LOSSES[prior]
-    losses: Array = numpy.array([float(measured(evidence, need, layer, name)) for layer in layers])
+    step, name = LAYER_LOSSES[prior]
+    losses: Array = numpy.array([float(measured(evidence, step, layer, name)) for layer in layers])
     if prior == "nll":
         losses = numpy.maximum(losses, 0)
     if (losses < 0).any() or not losses.any():
@@ -187,7 +186,8 @@ def layer_losses(evidence: Evidence, layers: Iterable[int], prior: LayerLoss) ->
 
 def loss_needs(parameters: Mapping[str, Any]) -> tuple[str, ...]:
     """The step that measures the layer losses of loss_based."""
-    return (LAYER_LOSSES[parameters.get("layer_prior", "loss")][0],)
+    step, _name = LAYER_LOSSES[parameters.get("layer_prior", "loss")]
+    return (step,)
 
 
 def smooth(values: Array, name: Smoothing) -> Array:
@@ -225,9 +225,9 @@ def check_removals(
     limit: int = LIMIT,
     multiple_of: int = 1,
 ) -> dict[int, int]:
-    """Number of experts that each layer loses, the same share in all, checked to leave at most
-    `limit` choices a layer. `layers`: layer -> facts. UserError, with the nearest feasible ratio,
-    for others and for a layer with more choices."""
+    """Number of experts that each layer loses, the same share in all. `layers`: layer -> facts.
+    UserError, with the nearest feasible ratio, if `ratio` is infeasible or leaves a layer more than
+    `limit` choices of these experts."""
     by_layer = limits(layers, multiple_of)
 
     def decide(ratio: float) -> dict[int, int]:
@@ -244,7 +244,7 @@ def check_removals(
                 )
         return removed
 
-    return or_nearest(decide, ratio)
+    return or_suggest_ratio(decide, ratio)
 
 
 def count_subsets(
@@ -258,7 +258,7 @@ def count_subsets(
 
 
 def _groups(n_experts: int, n_group: int, protected: Collection[int]) -> list[list[int]]:
-    """The experts of each group that can be removed."""
+    """Ids of the removable experts of each group."""
     size = n_experts // n_group
     groups = [range(first, first + size) for first in range(0, n_experts, size)]
     return [[expert for expert in group if expert not in protected] for group in groups]
@@ -267,7 +267,7 @@ def _groups(n_experts: int, n_group: int, protected: Collection[int]) -> list[li
 def retained_subsets(
     n_experts: int, removed: int, n_group: int = 1, protected: Collection[int] = ()
 ) -> list[tuple[int, ...]]:
-    """The retained ids, ascending, of all choices that `count_subsets` counts; first the one that
+    """The retained ids, ascending, of each choice that `count_subsets` counts; the first choice
     drops the lowest ids."""
     groups = _groups(n_experts, n_group, protected)
     subsets = []

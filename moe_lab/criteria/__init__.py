@@ -1,7 +1,7 @@
 """Criteria by name: statistics or weights -> scores, higher always meaning keep. No torch.
 
-Here: what they see of a layer, and how scores come from it. Every module in this folder is a place
-for criteria.
+This module defines the layer that a criterion reads, the registry of criteria and `score`. The
+other modules of this folder register criteria; all of them are imported below.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ Granularity = Literal["expert", "channel"]
 Function = Callable[..., Array]
 
 FROM_TEXT = ("statistics", "damage", "gradients", "weight_gradients")
-"""Needs that a model meets by reading a calibration set, as the kinds of steps of these names say
-too."""
+"""Values of `Criterion.needs` that are steps over a calibration set."""
 
 
 _SOFTMAX = (
@@ -42,7 +41,7 @@ MISSING_REASONS = {
     "sums_double_softmax": _SOFTMAX,
     "shift_weighted": "; this needs MoE blocks that read a norm of the residual stream",
 }
-"""Statistic that some models do not have -> why."""
+"""Statistic that some models lack -> end of the error message, which says why."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Layer:
     index: int
     n_experts: int
     width: int
-    """0 when a criterion of experts is not told."""
+    """0 when the caller of `score` gives no widths, which only criteria of channels need."""
     _arrays: Mapping[str, Any]
     _gate: str
     _random: numpy.random.Generator
@@ -68,12 +67,14 @@ class Layer:
 
     @property
     def random(self) -> numpy.random.Generator:
-        """Shared by the layers of one scoring, which are visited in layer order. UserError unless
+        """Generator that all layers of one call of `score` share, in layer order. UserError unless
         the criterion declares uses_seed."""
         self._check_declared("uses_seed", "layer.random")
         return self._random
 
     def _check_declared(self, declaration: str, what: str) -> None:
+        """UserError unless the criterion has the flag `declaration`, without which it may not read
+        `what`."""
         if not getattr(self.criterion, declaration):
             name = self.criterion.name
             raise UserError(
@@ -117,13 +118,12 @@ class Criterion:
 
     name: str
     granularity: Granularity
-    """What gets a score: every expert, or every channel of every expert."""
+    """Whether it scores every expert, or every channel of every expert."""
     needs: tuple[str, ...]
-    """Which steps leave its inputs: passes over a calibration set (statistics, damage, gradients,
-    weight_gradients) or over the weights (weights, channel_weights). Empty when it needs
-    nothing."""
+    """Steps whose results it reads: passes over a calibration set (statistics, damage, gradients,
+    weight_gradients) or over the weights (weights, channel_weights)."""
     reference: str
-    """The paper it is from."""
+    """The paper that introduces the criterion."""
     uses_gate: bool
     """Whether scores depend on which gate weighs expert outputs."""
     uses_seed: bool
@@ -131,7 +131,7 @@ class Criterion:
     function: Function
     """Layer and the criterion's own parameters -> scores (E,) or (E, I) fp64."""
     source: str = ""
-    """As `source_of` the function."""
+    """`source_of(function)`."""
 
     @property
     def needs_plain_weights(self) -> bool:
@@ -158,7 +158,7 @@ def criterion(
         if name in CRITERIA:
             other = CRITERIA[name].function.__module__
             raise UserError(
-                f"criterion {name} of {function.__module__} is there already, of {other}: "
+                f"criterion {name} of {function.__module__} is registered already, by {other}: "
                 "expected a new name"
             )
         source = source_of(function)
@@ -171,7 +171,7 @@ def criterion(
 
 
 class IdentifiedCriterion(CriterionConfig):
-    """A criterion that is identified by its name, its parameters, and the source of a plugin."""
+    """A criterion whose identity is its name, its parameters and, for a plugin's, its source."""
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -194,8 +194,9 @@ def reads_text(name: str) -> bool:
 
 
 def check(name: str, parameters: Mapping[str, Any]) -> None:
-    """UserError unless the criterion exists, `parameters` are some of its own and all that it
-    requires, and it can score a trial layer."""
+    """UserError unless the criterion exists, accepts all `parameters`, gets all that it requires,
+    and can score a trial layer."""
+    # the first argument is the layer
     accepted = dict(list(inspect.signature(get(name).function).parameters.items())[1:])
     for key in parameters:
         check_known(f"criterion.parameters of {name}", key, accepted)
@@ -224,11 +225,11 @@ def score(
     """Scores of every layer, fp64, higher meaning keep: layer -> (E,), or (E, I) from a criterion
     of channels.
 
-    `inputs`: layer -> statistics of that layer, all those that `get(name).needs` says, by the names
-    of moe_lab/statistics (numpy arrays or CPU tensors). `experts`: layer -> E; `widths`: layer ->
-    I, which criteria of channels need. `gate` weighs expert outputs (None: model); `seed` is for
-    random choices. UserError for an unknown name, gate or parameter, missing or ill-fitting
-    statistics, and scores that are NaN or infinite.
+    `inputs`: layer -> results of the steps in `get(name).needs` for that layer, by the names of
+    moe_lab/statistics (numpy arrays or CPU tensors). `experts`: layer -> E; `widths`: layer -> I,
+    which criteria of channels need. `gate` weighs expert outputs (None: model); `seed` is for
+    random choices. UserError for an unknown name, gate or parameter, statistics that are missing
+    or of another shape, and scores that are NaN or infinite.
     """
     chosen = get(name)
     parameters = dict(parameters or {})
@@ -246,37 +247,41 @@ def score(
     for index in sorted(experts):
         width = (widths or {}).get(index, 0)
         layer = Layer(chosen, index, experts[index], width, inputs.get(index, {}), gate, random)
-        where = f"in layer {index}"
-        scores[index] = _scores(layer, parameters, where, "the statistics are of another model")
+        location = f"in layer {index}"
+        scores[index] = _scores(layer, parameters, location, "the statistics are of another model")
         if len(bad := numpy.argwhere(~numpy.isfinite(scores[index]))):
             position = ", channel ".join(map(str, bad[0]))
-            raise UserError(f"criterion={name} gives NaN or Inf {where}, expert {position}")
+            raise UserError(f"criterion={name} gives NaN or Inf {location}, expert {position}")
     return scores
 
 
-def _scores(layer: Layer, parameters: Mapping[str, Any], where: str, remedy: str) -> Array:
-    """The scores of a layer, (E,) or (E, I), computed twice from equal states of layer.random.
-    UserError that names the criterion and `where` when both differ, when it fails, and when it
-    gives anything but one real number for each expert or channel; `remedy` is for a wrong number of
-    them."""
-    again = replace(layer, _random=deepcopy(layer._random))
-    scores, repeated = (_called(each, parameters, where, remedy) for each in (layer, again))
-    if not numpy.array_equal(scores, repeated, equal_nan=True):
+def _scores(layer: Layer, parameters: Mapping[str, Any], location: str, remedy: str) -> Array:
+    """The scores of a layer, (E,) or (E, I). UserError as from `_scores_once`, and if a second
+    call of the criterion, from the same state of layer.random, gives other scores."""
+    repeat = replace(layer, _random=deepcopy(layer._random))
+    scores = _scores_once(layer, parameters, location, remedy)
+    if not numpy.array_equal(
+        scores, _scores_once(repeat, parameters, location, remedy), equal_nan=True
+    ):
         raise UserError(
             f"criterion={layer.criterion.name} gives other scores when it is called again "
-            f"{where}: expected that "
+            f"{location}: expected that "
             "chance comes from layer.random alone, with @criterion(..., uses_seed=True)"
         )
     return scores
 
 
-def _called(layer: Layer, parameters: Mapping[str, Any], where: str, remedy: str) -> Array:
-    """As `_scores`, computed once."""
+def _scores_once(layer: Layer, parameters: Mapping[str, Any], location: str, remedy: str) -> Array:
+    """The scores of a layer, (E,) or (E, I), from one call of the criterion. UserError, naming
+    the criterion and `location`, if the call fails or returns anything but one real number for
+    each expert or channel; `remedy` ends the message about a wrong shape."""
     name = layer.criterion.name
     try:
         result = numpy.asarray(layer.criterion.function(layer, **parameters))
         if numpy.iscomplexobj(result):
-            raise UserError(f"criterion={name} gives complex scores {where}: expected real numbers")
+            raise UserError(
+                f"criterion={name} gives complex scores {location}: expected real numbers"
+            )
         scores: Array = numpy.array(result, dtype=numpy.float64)
     except (UserError, MemoryError, _UnknownStatistic):
         raise
@@ -284,27 +289,25 @@ def _called(layer: Layer, parameters: Mapping[str, Any], where: str, remedy: str
         line = traceback.extract_tb(error.__traceback__)[:2][-1]
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(
-            f"criterion={name} fails {where} of {layer.n_experts} experts with {layer.width} "
+            f"criterion={name} fails {location} of {layer.n_experts} experts with {layer.width} "
             "channels each: "
             f"{reason} ({line.filename}, line {line.lineno})"
         ) from error
     shape: tuple[int, ...] = (layer.n_experts,)
-    scored = "experts"
+    units = "experts"
     if layer.criterion.granularity == "channel":
         shape = (layer.n_experts, layer.width)
-        scored = f"experts' {layer.width} channels"
+        units = f"experts' {layer.width} channels"
     if scores.shape != shape:
         raise UserError(
-            f"criterion={name} gives {scores.shape} scores {where}, expected one for each of its "
-            f"{layer.n_experts} "
-            f"{scored}: {remedy}"
+            f"criterion={name} gives {scores.shape} scores {location}, expected one for each of "
+            f"its {layer.n_experts} {units}: {remedy}"
         )
     return scores
 
 
 EXPERTS, WIDTH, HIDDEN = 16, 12, 10
-"""E, I and H of the layer on which criteria are tried; they differ, so that a result of another
-shape is noticed."""
+"""E, I and H of the trial layer; they differ, so that a criterion that confuses them fails."""
 _SHAPES: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(
         ("tokens", "output_abs_max", "shift_weighted", "damage", "ablation"), (EXPERTS,)
@@ -318,15 +321,17 @@ _SHAPES: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(("layer_loss", "scaling", "count"), ()),
     "router_entropy": (HIDDEN,),
 }
-"""Statistic -> its shape in that layer, of those that are not about channels."""
+"""Statistic -> its shape in the trial layer. Statistics of channels are not listed."""
 
 
 class _UnknownStatistic(Exception):
-    """A trial reads a statistic of a step from elsewhere, whose shape is not known."""
+    """A criterion reads a statistic from the trial layer that is not in `_SHAPES`, so the trial
+    ends without a verdict."""
 
 
 class _TrialArrays(dict[str, Array]):
-    """The statistics of the trial layer: numbers between .5 and 1.5, other ones for each name."""
+    """The statistics of the trial layer: random numbers between .5 and 1.5, seeded by the name of
+    the statistic."""
 
     def __contains__(self, name: object) -> bool:
         return True

@@ -2,8 +2,8 @@
 
 phi is the input of down_proj and w_c its column for c, t runs over the N tokens routed to the
 expert, g is the gate the model multiplies with, L the next-token cross-entropy summed over the
-calibration set. Where tokens matter, channels of an expert that saw none get the lowest score there
-is.
+calibration set. Criteria that read tokens give the channels of an expert that saw no token the
+lowest possible score.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ HEAPR = "HEAPr"
 SLIMMING = "MoE-Slimming, arXiv 2606.18304"
 PROJECTIONS = ("down", "gate", "up")
 CAMERA_GATES = {"model": "gate", "renormalized": "renormalized"}
-"""Gate -> how the sums of channels weighed with it begin."""
+"""Gate -> prefix of the names of the channel statistics that are weighted with it."""
 UNSEEN = -1.0
-"""HEAPr's score of the channels of an expert that saw no token, below every other score."""
+"""HEAPr's score for the channels of an expert that saw no token; all other scores are >= 0."""
 
 
 @criterion("heapr", granularity="channel", needs=("gradients",), reference=HEAPR)
@@ -27,7 +27,8 @@ def heapr(layer: Layer) -> Array:
     """1/2 mean_t(phi^2) * mean_t((dL/dphi)^2), the loss expected from removing the channel.
 
     Equals the paper's mean_t 1/2 e_c^T G e_c with e_c = phi w_c and G = mean_t g g^T, g = dL/df (H,
-    H), because w_c^T g = dL/dphi. The gate is in it once, squared, through the gradient."""
+    H), because w_c^T g = dL/dphi. dL/dphi has the factor g, so the score has the
+    factor g^2."""
     tokens = layer.tokens[:, None]
     seen = numpy.maximum(tokens, 1)
     product = (layer["channel_square"] / seen) * (layer["channel_gradient_square"] / seen)
@@ -47,7 +48,8 @@ def camera(layer: Layer, alpha: float = 0.9) -> Array:
 
     That code renormalises g over the top k for DeepSeekMoE, Qwen3 and Mixtral (gate=renormalized),
     not for Qwen1.5 and Qwen2, whose gates are the model's. `alpha` in [0, 1]; the code's own
-    default is 1, its published runs use 0.9. UserError for any other, and for other gates."""
+    default is 1, its published runs use 0.9. UserError for an alpha outside [0, 1] and for other
+    gates."""
     check_known("gate of camera", layer.gate, CAMERA_GATES)
     if not (isinstance(alpha, (int, float)) and 0 <= alpha <= 1):
         raise UserError(
@@ -71,8 +73,8 @@ def channel_weight(layer: Layer, projection: str = "down") -> Array:
     """The Euclidean norm of the channel's weights in one projection, or (`projection=mean`) the
     mean of the norms.
 
-    UserError for another `projection` than down, gate, up or mean, and for one that the experts do
-    not have."""
+    UserError unless `projection` is down, gate, up or mean, and if the experts lack a projection
+    that it names."""
     names = _projections("channel_weight", projection)
     norms: Array = numpy.sqrt([layer[f"channel_{name}_square"] for name in names])
     mean: Array = norms.mean(axis=0)
@@ -109,9 +111,9 @@ def snip(layer: Layer, projection: str = "down") -> Array:
     """sum_o |w_oc dL/dw_oc| over the channel's weights in one projection, or (`projection=mean`)
     the mean of the sums.
 
-    In MoE-Slimming's equation c is an input channel of the projection, so it is the down
-    projection's for a channel of the expert; its code takes the mean of the three. UserError as for
-    channel_weight."""
+    In MoE-Slimming's equation c is an input channel of the projection, which makes the down
+    projection the default here; the paper's code takes the mean of the three projections.
+    UserError as in channel_weight."""
     names = _projections("snip", projection)
     sums: Array = numpy.mean([layer[f"snip_{name}"] for name in names], axis=0)
     return sums
@@ -125,7 +127,7 @@ def channel_random(layer: Layer) -> Array:
 
 
 def _projections(name: str, projection: str) -> tuple[str, ...]:
-    """The projections that `projection` of the criterion `name` means: one, or all three for
-    mean."""
+    """The names of all three projections for `mean`, otherwise `projection` alone. UserError, which
+    names the criterion, for any other value."""
     check_known(f"criterion.parameters.projection of {name}", projection, [*PROJECTIONS, "mean"])
     return PROJECTIONS if projection == "mean" else (projection,)

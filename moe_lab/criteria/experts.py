@@ -1,5 +1,5 @@
-"""Criteria of experts, from what they did on calibration tokens, from weights alone, or from
-nothing.
+"""Criteria of experts, from statistics of calibration tokens, from weights alone, or from the seed
+alone.
 
 N is the number of tokens routed to an expert, t runs over them, g is the gate, f the expert's
 output before the gate, ||.|| the Euclidean norm over the hidden dimension. An expert that saw no
@@ -76,8 +76,8 @@ def gate_energy(layer: Layer) -> Array:
 @criterion("easy_ep", needs=("statistics",), reference="EASY-EP, arXiv 2504.06792")
 def easy_ep(layer: Layer) -> Array:
     """sum_t s g ||f|| with s = max(0, 1 - cos(x, x + m)), x the residual stream before the MoE
-    block, m the routed output: tokens count by how much the routed experts turn the stream. g is
-    the gate that the model multiplies with.
+    block, m the routed output: s weights a token by how much the routed experts turn the stream.
+    g is the gate that the model multiplies with.
     """
     return layer["shift_weighted"]
 
@@ -95,8 +95,8 @@ def mone(layer: Layer) -> Array:
     uses_gate=True,
 )
 def mone_freq(layer: Layer) -> Array:
-    """(sum_t g) * V: MoNE with the routing frequency left in, as the paper's prose has it (its
-    Table 6 has not)."""
+    """(sum_t g) * V: MoNE without the division by N, as in the paper's prose; the paper's Table 6
+    divides."""
     return layer.sum(1, 0) * _spread(layer)
 
 
@@ -104,8 +104,8 @@ def mone_freq(layer: Layer) -> Array:
 def s_family(layer: Layer, b: float, alpha: int, beta: int) -> Array:
     """S(b, alpha, beta) = N^-b sum_t g^alpha ||f||^beta, alpha and beta in {0, 1, 2}; 0 for N = 0.
 
-    b is any number >= 0, 0 and 1 being the paper's. S(1,0,0) is 1 for every expert that saw a
-    token: UserError."""
+    b is any number >= 0; the paper has 0 and 1. UserError for S(1,0,0), which is 1 for every
+    expert that saw a token."""
     for name, value in (("alpha", alpha), ("beta", beta)):
         if value not in EXPONENTS:
             raise UserError(f"criterion.parameters.{name}={value} of s_family: expected 0, 1 or 2")
@@ -123,16 +123,16 @@ def s_family(layer: Layer, b: float, alpha: int, beta: int) -> Array:
 
 @criterion("exact_damage", needs=("damage",), reference=UNIFIED)
 def exact_damage(layer: Layer) -> Array:
-    """sum_t ||y - y without j||: what the layer's output loses when expert j alone is removed."""
+    """sum_t ||y - y without j||: change of the layer's output when expert j alone is removed."""
     return layer["damage"]
 
 
 @criterion("aimer", needs=("weights",), reference=AIMER)
 def aimer(layer: Layer) -> Array:
-    """-(||w||_1 / P) / sqrt(||w||_2^2 / P), in [-1, -1/sqrt(P)]; the flattest weights go first, so
-    the ratio is negated.
+    """-(||w||_1 / P) / sqrt(||w||_2^2 / P), in [-1, -1/sqrt(P)]; the ratio is negated because
+    experts with the flattest weights are pruned first.
 
-    An expert of zeros scores 0, as in the released code: it is never pruned first.
+    An expert of zeros scores 0, as in the released code, so it is pruned last.
     """
     absolute = layer["abs_sum"]
     square = layer["square_sum"]

@@ -136,7 +136,7 @@ def replace_dropped(
             continue
         values = numpy.asarray(scores[number], dtype=float)
         groups = grouping.groups(settings, sums, values, layer.retained, protected)
-        weights = grouping.weighted(name, groups, sums, values, layer.retained)
+        weights = grouping.member_weights(name, groups, sums, values, layer.retained)
         replaced[number] = merge_experts(weights, width, rows=how.rows)
     return Plan(replaced, plan.provenance, aligned=how is None or how.align is None)
 

@@ -26,7 +26,7 @@ from pydantic import AfterValidator, model_validator
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from moe_lab import progress
-from moe_lab.allocation.problem import budget, limits, or_nearest
+from moe_lab.allocation.problem import budget, limits, or_suggest_ratio
 from moe_lab.config.base import SETTINGS, Count, Positive, valid
 from moe_lab.errors import UserError, check_known
 from moe_lab.search.schedules import PATTERNS, Schedule, Space, pattern, space_of
@@ -113,7 +113,7 @@ def space_to_search(
     allowed = limits(
         {int(layer): router for layer, router in facts["layers"].items()}, settings["multiple_of"]
     )
-    lost = or_nearest(lambda ratio: budget(allowed, ratio), settings["ratio"])
+    lost = or_suggest_ratio(lambda ratio: budget(allowed, ratio), settings["ratio"])
     space = space_of([allowed[layer] for layer in sorted(allowed)], lost, parameters.granularity)
     if parameters.max_transfer < space.step:
         raise UserError(

@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import settings as how
 from hypothesis import strategies as st
 
-from moe_lab.allocation import ALLOCATIONS, allocate, check, fits, get, needs, zero_expert
+from moe_lab.allocation import ALLOCATIONS, allocate, check, check_fits, get, needs, zero_expert
 from moe_lab.allocation.problem import apportion
 from moe_lab.config import AllocationConfig
 from moe_lab.errors import UserError
@@ -117,7 +117,7 @@ def test_experts_leave_in_equal_numbers_within_limits_of_routers(
             continue
         at, remove = decided
         totals.setdefault(at, set()).add(sum(remove.values()))
-        fits({**settings(name, at), "multiple_of": multiple_of}, case.layers, "expert")
+        check_fits({**settings(name, at), "multiple_of": multiple_of}, case.layers, "expert")
         if abs(at - ratio) > 0.0011:
             with pytest.raises(UserError):
                 decide(at + (0.001 if at < ratio else -0.001))
@@ -273,21 +273,23 @@ def test_what_another_step_decides_is_not_decided_from_scores() -> None:
                 allocate(settings(name, 0.25), {0: layer(4)}, {0: [0.0] * 4})
 
 
-def test_fits_says_without_scores_what_cannot_be_had() -> None:
+def test_check_fits_says_without_scores_what_cannot_be_had() -> None:
     layers = {0: layer(16, top_k=8, width=48)}
     for name in ("uniform", "global", "evolutionary", "reconstruction"):
-        fits(settings(name, 0.5), layers, "expert")
+        check_fits(settings(name, 0.5), layers, "expert")
         with pytest.raises(UserError, match=r"0.562 is the largest feasible ratio"):
-            fits(settings(name, 0.75), layers, "expert")
+            check_fits(settings(name, 0.75), layers, "expert")
     for ratio, block in ((0.75, None), (0.75, 16), (0.75, 32)):
-        fits(settings("global", ratio, align=block and {"block": block}), layers, "channel")
+        check_fits(settings("global", ratio, align=block and {"block": block}), layers, "channel")
     for ratio, block, named in (
         (0.75, 64, "block=64"),
         (0.25, 32, "block=32.* smallest"),
         (1, None, "ratio=1"),
     ):
         with pytest.raises(UserError, match=named):
-            fits(settings("global", ratio, align=block and {"block": block}), layers, "channel")
+            check_fits(
+                settings("global", ratio, align=block and {"block": block}), layers, "channel"
+            )
     assert get("reconstruction").step == "reconstruction"
 
 

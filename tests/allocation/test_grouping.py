@@ -18,14 +18,14 @@ from scipy.spatial.distance import squareform
 from tokenizers import pre_tokenizers
 
 import moe_lab
-from moe_lab.allocation import allocate, fits
+from moe_lab.allocation import allocate, check_fits
 from moe_lab.allocation.grouping import (
     GROUPINGS,
     average_linkage,
     by_salience,
     groups,
+    member_weights,
     nearest,
-    weighted,
 )
 from moe_lab.allocation.protection import super_experts, with_protected
 from moe_lab.allocation.shapes import check_removals
@@ -99,7 +99,7 @@ def merged(
     others are zeros."""
     nothing = numpy.zeros(len(values))
     by_scores = GROUPINGS[name].weights == "scores"
-    return weighted(
+    return member_weights(
         name,
         groups,
         {"tokens": nothing if by_scores else values},
@@ -186,13 +186,13 @@ def test_groups_that_cannot_hold_all_experts_are_refused_before_anything_runs(
     for name in GROUPINGS:
         asked = {**settings("uniform", ratio, group_size=size), "replacement": name}
         if least is None or name != "ream":
-            fits(asked, million, "expert")
+            check_fits(asked, million, "expert")
         else:
             with pytest.raises(
                 UserError,
                 match=rf"group_size={re.escape(str(size))}\b.*\b{re.escape(str(least))}\b",
             ):
-                fits(asked, million, "expert")
+                check_fits(asked, million, "expert")
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -55,7 +55,9 @@ def _settings(cell: Cell) -> dict[str, Any]:
 def check_ratio(cell: Cell) -> None:
     """Raise UserError when the ratio is not feasible."""
     if layer := _known_layer(cell):
-        allocation.fits(_settings(cell), {0: layer}, criteria.get(cell.criterion.name).granularity)
+        allocation.check_fits(
+            _settings(cell), {0: layer}, criteria.get(cell.criterion.name).granularity
+        )
 
 
 def removed_share(cell: Cell) -> float:
