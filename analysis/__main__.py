@@ -45,23 +45,23 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line into names, store, study, out, format and compare; options are
     key=value or --key=value.
 
-    Raises UserError for an unknown option or format. Prints the help and exits when the words
-    include help.
+    Raises UserError for an unknown option or format. Prints the help and exits when an argument
+    asks for help.
     """
     help_wanted = {"-h", "--help", "help"} & set(arguments)
     parser = _Parser(
         prog="python -m analysis",
         usage=USAGE,
-        description=_names() if help_wanted else None,
+        description=_names_in_help() if help_wanted else None,
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("names", nargs="*", help="what to make, by default report", metavar="NAME")
+    parser.add_argument("names", nargs="*", help="what to write, by default report", metavar="NAME")
     parser.add_argument("--store", default="store", help="the folder a run wrote to")
     parser.add_argument(
         "--study",
-        help="which study in it, several with commas between, or all; by default the newest",
+        help="study in the store, several separated by commas, or all; by default the newest",
     )
     parser.add_argument("--out", type=Path, help="where to write; by default STORE/reports/STUDY")
     parser.add_argument(
@@ -75,8 +75,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         const="true",
         default="false",
         help=(
-            "beside each table NAME.published: the papers' numbers, deviations, and whether the "
-            "two agree"
+            "also write a table NAME.published: the papers' numbers, deviations, and whether the "
+            "measured numbers agree with them"
         ),
     )
     request = parser.parse_args(
@@ -95,7 +95,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def _dashed(argument: str) -> str:
     """Rewrite `store=x` as `--store=x`, which argparse reads."""
     if argument == "--compare":
-        return "--compare=true"  # otherwise argparse takes the next word as its value
+        return "--compare=true"  # otherwise argparse takes the next argument as its value
     key, equals, value = argument.removeprefix("--").partition("=")
     if not equals:
         return argument
@@ -106,7 +106,8 @@ def _dashed(argument: str) -> str:
     return f"--{key}={value}"
 
 
-def _names() -> str:
+def _names_in_help() -> str:
+    """The part of the help that lists the names of all tables and figures."""
     from analysis.registry import outputs
 
     lines = [
@@ -117,8 +118,8 @@ def _names() -> str:
         "",
     ]
     for output in outputs().values():
-        others = f" ({', '.join(output.also)} too)" if output.also else ""
-        lines.append(f"  {output.name:25} {output.title}{others}")
+        aliases = f" ({', '.join(output.also)} too)" if output.also else ""
+        lines.append(f"  {output.name:25} {output.title}{aliases}")
     return "\n".join(lines)
 
 
@@ -132,17 +133,18 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _unwritable(out: Path, error: OSError) -> Exception:
+    """The exception to raise for an OSError that occurred while writing to the folder `out`."""
     if isinstance(error, BrokenPipeError):  # the reader of stdout went away; `out` is not to blame
         return error
-    way = (
+    advice = (
         "make room, or name another folder" if error.errno in DISK_FULL else "name a folder you own"
     )
-    return UserError(f"out={out} cannot be written ({error.strerror}): {way}")
+    return UserError(f"out={out} cannot be written ({error.strerror}): {advice}")
 
 
 def _compare(request: argparse.Namespace, publisher: Publisher) -> bool:
-    """Write tables of published and measured numbers; returns whether every named table has
-    published numbers."""
+    """Write a table that compares measured with published numbers for every requested table that
+    has published numbers; returns whether every such table has rows."""
     from analysis.published.tables import published_tables
     from analysis.render.page import write_files
 
@@ -153,9 +155,8 @@ def _compare(request: argparse.Namespace, publisher: Publisher) -> bool:
         compare = partial(published_tables, study, comparisons, [name])
         tables |= publisher.attempt(f"{name}.published", compare) or {}
     publisher.log_failures()
-    for path in write_files(
-        (table for table in tables.values() if len(table.frame)), publisher.out
-    ):
+    with_rows = [table for table in tables.values() if len(table.frame)]
+    for path in write_files(with_rows, publisher.out):
         print(path)
     missing = [name for name in request.names if name in tables and tables[name].frame.empty]
     for name in missing:
@@ -170,20 +171,18 @@ def _comparable(requested: Sequence[str]) -> list[str]:
     """The requested tables that have published numbers. Raises UserError when none has."""
     from analysis.published.numbers import TABLES
 
-    printed = [
-        name
-        for name in (TABLES if {"all", "report"} & set(requested) else requested)
-        if name in TABLES
-    ]
-    if not printed:
+    if {"all", "report"} & set(requested):
+        return list(TABLES)
+    comparable = [name for name in requested if name in TABLES]
+    if not comparable:
         raise UserError(
             f"--compare: {', '.join(requested)}: no published numbers, expected {', '.join(TABLES)}"
         )
-    return printed
+    return comparable
 
 
-def _run(request: argparse.Namespace) -> int:
-    gc.set_threshold(GARBAGE)
+def _check_names(request: argparse.Namespace) -> None:
+    """Raises UserError for an unknown name, or when --compare has no table to compare."""
     names = set(request.names) - {"all", "report"}
     if names:
         from analysis.registry import find
@@ -192,6 +191,12 @@ def _run(request: argparse.Namespace) -> int:
             find(name)
     if request.compare:
         _comparable(request.names)
+
+
+def _run(request: argparse.Namespace) -> int:
+    """Write what the request names and print gaps and notes; returns the exit code."""
+    gc.set_threshold(GARBAGE)
+    _check_names(request)
     from analysis.load.studies import studies
     from analysis.load.study import load
     from analysis.registry import Results
@@ -221,7 +226,8 @@ def _run(request: argparse.Namespace) -> int:
 
 
 def _write(requested: Sequence[str], publisher: Publisher) -> bool:
-    """Write the report, or the requested tables and figures; returns whether each has results."""
+    """Write the report, or else the requested tables and figures; returns whether every requested
+    one has results."""
     from analysis.registry import find, outputs
     from analysis.report import GAPS, write_report
 
@@ -233,19 +239,21 @@ def _write(requested: Sequence[str], publisher: Publisher) -> bool:
     publisher.log_failures()
     for path in written:
         print(path)
-    without = [
+    empty = [
         name for name, items in items_by_name.items() if not items and name not in publisher.failed
     ]
-    missing = [name for name in requested if name != "all" and find(name).name in without]
+    missing = [name for name in requested if name != "all" and find(name).name in empty]
     for name in missing:
         print(
             f"analysis: {name} needs {find(name).needs}, which study={study.name} does not have",
             file=sys.stderr,
         )
-    rest = [name for name in without if name != GAPS]
-    if "all" in requested and rest:
-        words = "no data for these (name one to see what it needs)"
-        print(f"analysis: {words}: {', '.join(rest)}", file=sys.stderr)
+    without_data = ", ".join(name for name in empty if name != GAPS)
+    if "all" in requested and without_data:
+        print(
+            f"analysis: no data for these (name one to see what it needs): {without_data}",
+            file=sys.stderr,
+        )
     return not missing
 
 

@@ -1,4 +1,4 @@
-"""Display names of criteria, benchmarks, methods and numbers; parts of sentences."""
+"""Display names of criteria, benchmarks, methods and numbers, and helpers for sentences."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ def not_run(benchmarks: Iterable[str]) -> str:
 
 
 def capitalised(sentence: str) -> str:
+    """The sentence with a capital first letter."""
     return sentence[:1].upper() + sentence[1:]
 
 
@@ -83,8 +84,8 @@ ALLOCATIONS = {
     "evolutionary": "evolutionary",
     "uniform, protect=super": "super experts protected",
 }
-"""Allocation in a study's record -> display name, in the order of every table; others are shown as
-they are."""
+"""Allocation in a study's record -> display name, in the order of every table. Other allocations
+are displayed as in the record."""
 
 REPLACEMENTS = {
     "": "",
@@ -96,7 +97,7 @@ REPLACEMENTS = {
     "merge_moe": "MergeMoE groups",
     "ream": "REAM",
 }
-"""What dropped experts are replaced by in a study's record -> display name, in the order of every
+"""Replacement of dropped experts in a study's record -> display name, in the order of every
 table."""
 
 RECOVERIES = {
@@ -129,7 +130,7 @@ METHODS = {
 }
 """Criterion and allocation -> the papers' name of their combination."""
 
-_BETWEEN = "\x1f"
+_SEPARATOR = "\x1f"
 """Separator of the parts of a method's key."""
 
 BASELINES = ("frequency", "seer", "ean", "reap", "mone")
@@ -204,13 +205,13 @@ CODE_COLUMNS = ("Eval+", "LiveCode")
 MATH_COLUMNS = ("GSM8K", "MATH-500")
 
 SAME_ITEMS = {"humaneval_plus": "humaneval", "mbpp_plus": "mbpp"}
-"""Benchmark -> the benchmark whose answers it grades again; they have the same items."""
+"""Benchmark -> the benchmark with the same items, whose answers it grades by more tests."""
 
 _FAMILY = re.compile(r"s_family\((.*)\)")
 _REPLACEMENT = re.compile(r", replacement=([^,]+)")
 _ROUTED = re.compile(r"(?P<trained>.+)_top(?P<top_k>\d+)")
 _SHORT = ("code", "math", "general", "stories")
-"""Shipped calibration sets (without their prefix) that captions call by one word."""
+"""Names, without the prefix pocket_, of the shipped calibration sets that have a display name."""
 
 
 def criterion(name: str) -> str:
@@ -223,25 +224,24 @@ def criterion(name: str) -> str:
 
 
 def routed(model: str) -> tuple[str, int | None]:
-    """Split off a changed number of experts per token: qwen_top2 becomes (qwen, 2), qwen becomes
-    (qwen, None)."""
-    named = _ROUTED.fullmatch(model)
-    return (named["trained"], int(named["top_k"])) if named else (model, None)
+    """Split a model's name into the name of the trained model and a changed number of experts per
+    token: qwen_top2 becomes (qwen, 2), qwen becomes (qwen, None)."""
+    match = _ROUTED.fullmatch(model)
+    return (match["trained"], int(match["top_k"])) if match else (model, None)
 
 
 def key(criterion_name: str, allocation: str = "", recovery: str = "") -> str:
-    """The key of a method: the criterion's name, with the allocation and recovery where these
-    distinguish methods.
+    """The key by which tables identify a method: the criterion's name, and the allocation and
+    recovery if methods of the study differ in them ("" otherwise).
 
-    Tables compare methods. `method` gives the display name of a key.
+    `method` gives the display name of a key.
     """
-    return _BETWEEN.join((criterion_name, allocation, recovery)).rstrip(_BETWEEN)
+    return _SEPARATOR.join((criterion_name, allocation, recovery)).rstrip(_SEPARATOR)
 
 
 def parts(method_key: str) -> tuple[str, str, str]:
-    """Criterion, allocation and recovery of a method's key; "" for those that are not part of
-    it."""
-    criterion_name, allocation, recovery = (method_key + 2 * _BETWEEN).split(_BETWEEN)[:3]
+    """Criterion, allocation and recovery of a method's key; "" for a part that the key lacks."""
+    criterion_name, allocation, recovery = (method_key + 2 * _SEPARATOR).split(_SEPARATOR)[:3]
     return criterion_name, allocation, recovery
 
 
@@ -253,39 +253,40 @@ def method(method_key: str) -> str:
     parts_of_name = (
         (published,) if published else (criterion(criterion_name), allocated(allocation))
     )
-    return ", ".join(word for word in (*parts_of_name, RECOVERIES.get(recovery, recovery)) if word)
+    return ", ".join(filter(None, (*parts_of_name, RECOVERIES.get(recovery, recovery))))
 
 
 def allocated(allocation: str) -> str:
-    """Display name of an allocation: U-shaped; M-SMoE, global by frequency; novices for uniform
-    ones."""
-    kind, replacement = _replaced(allocation)
-    shown = ALLOCATIONS.get(kind, kind.replace("_", " "))
-    parts_of_name = (
-        REPLACEMENTS.get(replacement, replacement),
-        "" if replacement and kind == "uniform" else shown,
-    )
-    return ", ".join(filter(None, parts_of_name))
+    """Display name of an allocation, after that of its replacement if it has one: `U-shaped`;
+    `M-SMoE, global by frequency`. A uniform allocation with a replacement is named by the
+    replacement alone: `novices`."""
+    kind, replacement = _split_replacement(allocation)
+    replacement_name = REPLACEMENTS.get(replacement, replacement)
+    if replacement and kind == "uniform":
+        return replacement_name
+    name = ALLOCATIONS.get(kind, kind.replace("_", " "))
+    return ", ".join(filter(None, (replacement_name, name)))
 
 
-def _replaced(allocation: str) -> tuple[str, str]:
-    """An allocation of a study's record without what dropped experts are replaced by, and that; ""
-    for nothing."""
-    named = _REPLACEMENT.search(allocation)
-    return (allocation.replace(named[0], ""), named[1]) if named else (allocation, "")
+def _split_replacement(allocation: str) -> tuple[str, str]:
+    """Split an allocation of a study's record into the allocation without its replacement, and the
+    replacement ("" if it has none)."""
+    match = _REPLACEMENT.search(allocation)
+    return (allocation.replace(match[0], ""), match[1]) if match else (allocation, "")
 
 
 def methods_in_order(keys: Iterable[str]) -> list[str]:
-    """Sort methods by criterion, allocation and recovery in the order of tables; unknown ones
-    last."""
-    groups = [list(CRITERIA), list(REPLACEMENTS), ["", *ALLOCATIONS], ["", *RECOVERIES]]
+    """Sort methods by criterion, replacement, allocation and recovery in the order of tables,
+    unknown names last."""
+    orders = [list(CRITERIA), list(REPLACEMENTS), ["", *ALLOCATIONS], ["", *RECOVERIES]]
 
     def sort_key(method_key: str) -> list[tuple[int, str]]:
         criterion_name, allocation, recovery = parts(method_key)
-        kind, replacement = _replaced(allocation)
-        named = zip((criterion_name, replacement, kind, recovery), groups, strict=True)
+        kind, replacement = _split_replacement(allocation)
+        values = (criterion_name, replacement, kind, recovery)
         return [
-            (group.index(value) if value in group else len(group), value) for value, group in named
+            (order.index(value) if value in order else len(order), value)
+            for value, order in zip(values, orders, strict=True)
         ]
 
     return sorted(set(keys), key=sort_key)
@@ -306,41 +307,41 @@ def calibration(name: str) -> str:
 
 def domain(calibration_set: str) -> str | None:
     """Domain of a calibration set (code, math or general), read from its name; None when the name
-    has none."""
+    states no domain."""
     lowered = calibration_set.lower()
     if "code" in lowered:
         return "code"
     if "math" in lowered:
         return "math"
-    return "general" if any(word in lowered for word in ("general", "c4")) else None
+    return "general" if "general" in lowered or "c4" in lowered else None
 
 
 def share(value: float) -> str:
-    """A share as per cent without decimals: 0.917 becomes 92 %."""
+    """Format a share as per cent without decimals: 0.917 becomes 92 %."""
     return f"{value * 100:.0f} %"
 
 
 def ratio(value: float) -> str:
-    """A ratio as per cent: 0.25 becomes 25 %."""
+    """Format a ratio as per cent with its decimals: 0.125 becomes 12.5 %."""
     return f"{value * 100:g} %"
 
 
 def in_order(values: Iterable[str], order: Iterable[str]) -> list[str]:
-    """`values` without repetition: those in `order` first and in that order, then the others
+    """Sort `values`, without repetition, in the order of `order`; values that it lacks come last,
     alphabetically."""
     rank = {name: position for position, name in enumerate(order)}
     return sorted(set(values), key=lambda value: (rank.get(value, len(rank)), value))
 
 
 def calibrations_in_order(values: Iterable[str]) -> list[str]:
-    """Sort calibration sets as the papers list them: general, code, math, then all others."""
+    """Sort calibration sets as the papers list them: general, code, math, then other names."""
     rank = {"general": 0, "code": 1, "math": 2, None: 3}
     return sorted(set(values), key=lambda value: (rank[domain(value)], value))
 
 
-def listing(words: Iterable[str]) -> str:
-    """`a, b and c`."""
-    items = list(words)
+def listing(texts: Iterable[str]) -> str:
+    """Join texts as an enumeration: `a, b and c`."""
+    items = list(texts)
     if len(items) < 2:
         return "".join(items)
     return f"{', '.join(items[:-1])} and {items[-1]}"

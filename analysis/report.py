@@ -17,7 +17,7 @@ import pandas as pd
 from analysis import names
 from analysis.load.evaluations import versions
 from analysis.load.reader import groups
-from analysis.load.settings import removed
+from analysis.load.settings import removed_noun
 from analysis.load.study import Study, load
 from analysis.names import capitalised, count
 from analysis.published.tables import published_chapter
@@ -345,7 +345,7 @@ def what_was_run(study: Study) -> str:
     models = names.listing(dict.fromkeys(study.cells["model"]))
     benchmarks = count(study.results["benchmark"].nunique(), "benchmark")
     return capitalised(
-        f"{_who_chose(pruned)} chose which {removed(pruned)} of {models} to remove "
+        f"{_who_chose(pruned)} chose which {removed_noun(pruned)} of {models} to remove "
         f"({_how_much(pruned)}).{_stored(pruned)} That gave {count(len(pruned), kind)}, each "
         f"evaluated like the unpruned one on {benchmarks} of {items} items."
     )

@@ -1,4 +1,5 @@
-"""Evaluations of a study's cells: scores, outcomes of items, and how the evaluations were made."""
+"""Evaluations of a study's cells: scores, outcomes of items, and the origin of each evaluation
+(machine, versions, settings)."""
 
 from __future__ import annotations
 
@@ -16,20 +17,24 @@ from moe_lab.results import SCALES, STEPS
 from moe_lab.results import SCHEMA as RESULT_SCHEMA
 
 _SAMPLES = ("benchmark", "item", "outcome")
+"""Columns that every samples.parquet has."""
 _LOSS = "answer_loss"
+"""Optional column of samples.parquet, missing for benchmarks without reference answers."""
 _UNITS = "units"
-"""Optional columns of samples.parquet: missing without reference answers, and where all items have
-equal weights."""
+"""Optional column of samples.parquet, missing where all items have equal weights."""
 _RESULT = ("benchmark", "metric", "score", "scale", "unit", "stderr", "n", "expected")
+"""Fields of a result in result.json."""
 _NUMBERS = ["score", "stderr", "n", "expected"]
+"""Those of _RESULT that are numbers."""
 _OTHER_STEPS = ("cost", "profile")
-"""Other steps of a cell whose errors are recorded."""
+"""Steps of a cell, besides its evaluations, whose errors are recorded."""
 _UNANSWERED = {
     "too_long": "whose prompt and answer exceed its limit (counted as empty answers)",
     "unfinished_thoughts": "whose reasoning does not end within the limit (counted as wrong)",
 }
-"""Items without an answer, by their name in a protocol -> the reason."""
+"""Field of a protocol that lists items without an answer -> why they have none."""
 _ORIGIN = ("host", "machine", "python", "moe_lab", "commit", "sandbox", *_UNANSWERED)
+"""Columns of `Study.origins`, besides folder, seconds and versions."""
 
 Entries = Mapping[int, Mapping[str, Any]]
 """Cell -> its entry in the record."""
@@ -38,10 +43,11 @@ Entries = Mapping[int, Mapping[str, Any]]
 def evaluations(
     entries: Entries, labels: Mapping[int, str], reader: Reader
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """Read results, samples and origins (see `Study`) of every evaluation that can be read, each
-    result once.
+    """Read results, samples and origins (see `Study`) of every evaluation that can be read.
 
-    labels: cell -> its label in gaps.
+    A benchmark counts once per cell. An evaluation that cannot be read becomes a gap.
+
+    entries: cell -> its entry in the record; labels: cell -> its label in gaps.
     """
     rows: list[dict[str, Any]] = []
     tables: list[pa.Table] = []
@@ -79,7 +85,7 @@ def evaluations(
 
 
 def _problem(result: Mapping[str, Any]) -> str:
-    """Why the results in a result.json cannot be read; "" if they can."""
+    """The reason why the results in a result.json cannot be read; "" if they can be read."""
     rows = result.get("results")
     if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
         return "result.json is damaged"
@@ -94,6 +100,8 @@ def _problem(result: Mapping[str, Any]) -> str:
 
 
 def _samples(tables: list[pa.Table]) -> pd.DataFrame:
+    """Concatenate the samples of all evaluations; NaN in _LOSS and _UNITS where a table lacks
+    them."""
     samples = pd.DataFrame(columns=["cell", *_SAMPLES])
     if tables:
         samples = pa.concat_tables(tables, promote_options="permissive").to_pandas()
@@ -105,6 +113,7 @@ def _samples(tables: list[pa.Table]) -> pd.DataFrame:
 def _origin(
     folder: str, result: Mapping[str, Any], provenance: Mapping[str, Any]
 ) -> dict[str, Any]:
+    """The row of an evaluation in `Study.origins`, from its result.json and its provenance."""
     versions = {**(provenance.get("versions") or {}), **(result.get("versions") or {})}
     code = provenance.get("code") or {}
     protocol = result.get("protocol") or {}
@@ -151,6 +160,7 @@ def _compare_reports(results: pd.DataFrame, labels: Mapping[int, str], reader: R
 
 
 def _without_nan(results: pd.DataFrame, reader: Reader) -> pd.DataFrame:
+    """Leave out results whose score is not finite, with a gap for each."""
     finite = np.isfinite(results["score"].astype(float))
     for row in records(results[~finite]):
         reader.gap(f"{row['benchmark']} has no finite score", row["folder"])
@@ -158,36 +168,36 @@ def _without_nan(results: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def _without_duplicates(results: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    twice = results.duplicated(["cell", "benchmark"])
-    for row in records(results[twice]):
+    """Leave out results after the first of a cell and benchmark, with a gap for each."""
+    repeated = results.duplicated(["cell", "benchmark"])
+    for row in records(results[repeated]):
         reader.gap(f"{row['benchmark']} is reported twice, the first counts", row["folder"])
-    return results[~twice].reset_index(drop=True)
+    return results[~repeated].reset_index(drop=True)
 
 
 ROUNDING = 1e-3
-"""A score is taken to be the mean of its outcomes when it differs from that mean by less than
-this."""
+"""A score counts as the mean of its items' outcomes when it differs from this mean by less."""
 
 
 @dataclass(frozen=True)
 class Outcomes:
-    """Outcomes of one model's cells, one row per cell; the row is NaN when a cell's score is not
-    their mean."""
+    """Outcomes of the items of each benchmark, for the cells of one model."""
 
     matrices: dict[str, np.ndarray] = field(default_factory=dict)
-    """Benchmark -> outcomes (cells, items), NaN where a cell did not get an item."""
+    """Benchmark -> outcomes (cells, items), NaN where a cell did not get an item. The row of a cell
+    whose score is not the mean of its outcomes is NaN."""
     units: dict[str, np.ndarray] = field(default_factory=dict)
-    """Benchmark -> weights (items,) of its items; benchmarks whose items have equal weights are not
-    in it."""
+    """Benchmark -> weights (items,); without benchmarks whose items have equal weights."""
     unexplained: list[tuple[int, str]] = field(default_factory=list)
-    """(cell, benchmark) whose score is not the mean of its outcomes although other cells' scores
-    are."""
+    """Pairs (cell, benchmark) whose score is not the mean of its outcomes, for benchmarks in
+    `matrices`."""
 
 
 def outcome_matrices(samples: pd.DataFrame, scores: pd.DataFrame) -> Outcomes:
-    """Arrange the samples of some cells as matrices of outcomes; scores: (these cells, benchmarks).
+    """Arrange the samples of some cells as matrices of outcomes.
 
-    A benchmark is left out when most of its scores are not means of outcomes.
+    scores: the scores of these cells (rows) on benchmarks (columns). A benchmark is left out when
+    most of its scores are not means of outcomes.
     """
     outcomes = Outcomes()
     unique = samples.drop_duplicates(["cell", "benchmark", "item"])
@@ -223,7 +233,7 @@ def binary(outcomes: np.ndarray) -> bool:
 
 
 NAMESPACES = "namespaces"
-"""The sandbox that isolates programs fully; results made with it need no remark."""
+"""The sandbox that isolates programs fully; programs that ran in any other one get a remark."""
 
 
 def remarks(
@@ -253,12 +263,12 @@ def remarks(
             f"A limit was set: {names.count(limited, 'benchmark')} ran on part of the items only."
         )
     for key, reason in _UNANSWERED.items():
-        counts_of = (
+        most = (
             results.merge(origins[["folder", key]], on="folder")
             .groupby("benchmark", sort=True)[key]
             .max()
         )
-        for name, count in counts_of[counts_of > 0].items():
+        for name, count in most[most > 0].items():
             sentences.append(f"{name}: items of a model {reason}: up to {count}.")
     if results.groupby("cell")["task"].agg(frozenset).nunique() > 1:
         sentences.append(
@@ -273,8 +283,8 @@ def remarks(
 
 
 def mixed_versions(origins: pd.DataFrame, cells: pd.DataFrame, reader: Reader) -> list[str]:
-    """A sentence for every library of which the steps of the cells, with all their inputs, had
-    different versions."""
+    """A sentence for every library of which different versions computed the cells' steps and their
+    direct and indirect inputs."""
     steps = list(origins["folder"])
     for kind in STEPS:
         steps.extend(cells[f"{kind}_folder"].dropna())
@@ -285,24 +295,24 @@ def mixed_versions(origins: pd.DataFrame, cells: pd.DataFrame, reader: Reader) -
         for library, version in versions_of_step.items():
             if version:
                 steps_by_version.setdefault((library, str(version)), []).append(name)
-    described: dict[str, list[str]] = {}
-    for (library, version), made_with in sorted(steps_by_version.items()):
-        described.setdefault(library, []).append(f"{version} ({_first_of(made_with)})")
+    versions_in_words: dict[str, list[str]] = {}
+    for (library, version), step_names in sorted(steps_by_version.items()):
+        versions_in_words.setdefault(library, []).append(f"{version} ({_first_of(step_names)})")
     return [
-        f"Steps were made with different versions of {library}: {', '.join(versions_of)}."
-        for library, versions_of in described.items()
-        if len(versions_of) > 1
+        f"Steps were made with different versions of {library}: {', '.join(texts)}."
+        for library, texts in versions_in_words.items()
+        if len(texts) > 1
     ]
 
 
 def _first_of(steps: list[str]) -> str:
-    """The first step, and how many more there are."""
+    """The first step in alphabetical order and the number of the others: `plan/a and 2 more`."""
     return min(steps) + (f" and {len(steps) - 1} more" if len(steps) > 1 else "")
 
 
 def mixed_metrics(results: pd.DataFrame, cells: pd.DataFrame) -> list[str]:
-    """A sentence for every benchmark whose metric differs between cells of one model, so that
-    scores do not compare."""
+    """A sentence for every benchmark that was measured by different metrics in cells of one model;
+    its scores cannot be compared."""
     models = results["cell"].map(cells["model"])
     mixed = (
         results.groupby([results["benchmark"], models], sort=True)["metric"].transform("nunique")
@@ -318,7 +328,7 @@ def mixed_metrics(results: pd.DataFrame, cells: pd.DataFrame) -> list[str]:
 
 
 def versions(origins: pd.DataFrame) -> dict[str, list[str]]:
-    """Library -> the versions results were made with."""
+    """Library -> the versions of it that computed the results."""
     by_library: dict[str, set[str]] = {}
     for row in origins["versions"]:
         for library, version in row.items():

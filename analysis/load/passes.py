@@ -1,7 +1,8 @@
 """Results of calibration passes: statistics of experts, the S family, exact damage and coverage.
 
-When a study has several gates and seeds, those of the model's first pruned cell are shown where a
-pass was made with them, and another pass otherwise."""
+Tables and figures show one pass for each model and calibration set. If a study has passes with
+several gates and seeds, the shown pass has the gate and seed of the model's first pruned cell; if
+no pass has these, the first pass is shown."""
 
 from __future__ import annotations
 
@@ -30,22 +31,22 @@ Reports = Mapping[str, Mapping[str, Any]]
 
 
 def shown_passes(cells: pd.DataFrame) -> pd.DataFrame:
-    """One cell with a calibration pass for each model and calibration set, preferably of the shown
-    gate and seed."""
+    """One cell with a calibration pass for each model and calibration set, preferably with the gate
+    and seed of `shown_settings`."""
     with_pass = cells[cells["statistics_folder"].notna()]
     preferred = shown_settings(cells)
-    pairs = zip(with_pass["model"], with_pass["gate"], with_pass["seed"], strict=True)
-    other = pd.Series(
-        [preferred.get(model) != (gate, seed) for model, gate, seed in pairs],
+    axes = zip(with_pass["model"], with_pass["gate"], with_pass["seed"], strict=True)
+    has_other_settings = pd.Series(
+        [preferred.get(model) != (gate, seed) for model, gate, seed in axes],
         with_pass.index,
         dtype=bool,
     )
-    first = other.sort_values(kind="stable").index
-    return with_pass.loc[first].drop_duplicates(["model", "calibration"]).sort_index()
+    preferred_first = has_other_settings.sort_values(kind="stable").index
+    return with_pass.loc[preferred_first].drop_duplicates(["model", "calibration"]).sort_index()
 
 
 def shown_settings(cells: pd.DataFrame) -> dict[str, tuple[Any, Any]]:
-    """Model -> the gate and seed of its first pruned cell with a pass."""
+    """Model -> the gate and seed of its first pruned cell that has a calibration pass."""
     pruned = cells[
         (cells["criterion"] != "none") & cells["statistics_folder"].notna()
     ].drop_duplicates("model")
@@ -55,10 +56,11 @@ def shown_settings(cells: pd.DataFrame) -> dict[str, tuple[Any, Any]]:
 def steps_by_pass(
     rows: Sequence[Mapping[str, Any]], preferred: Mapping[str, tuple[Any, Any]]
 ) -> dict[tuple[str, str], str | None]:
-    """(Calibration, model) -> its step, from a record's steps for a figure.
+    """(calibration, model) -> step, from `rows` of a study's record: calibration, model, gate, seed
+    and step.
 
-    When there are several gates and seeds, those in `usual` (model -> gate and seed) are preferred,
-    then the first.
+    Of several steps of one calibration set and model, the step with the gate and seed in
+    `preferred` (model -> gate, seed) counts, or else the first.
     """
     steps: dict[tuple[str, str], str | None] = {}
     for row in sorted(
@@ -69,8 +71,10 @@ def steps_by_pass(
 
 
 def coverage(cells: pd.DataFrame, reader: Reader) -> tuple[pd.DataFrame, dict[str, dict[str, Any]]]:
-    """Read the tokens per expert (model, calibration, layer, expert, tokens) and the reports of the
-    passes."""
+    """Read the tokens per expert of every shown pass, and the reports of these passes.
+
+    Returns a frame (model, calibration, layer, expert, tokens) and "calibration@model" -> report.
+    """
     frames: list[pd.DataFrame] = []
     reports: dict[str, dict[str, Any]] = {}
     for row in records(shown_passes(cells)):
@@ -97,8 +101,10 @@ def damage(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> 
 
 
 def contaminations(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> Reports:
-    """Read how many items of each benchmark occur in a text: "calibration@model" -> benchmark ->
-    comparable, found."""
+    """Read how many items of each benchmark occur in a calibration text.
+
+    Returns "calibration@model" -> benchmark -> numbers of items: `comparable` (long enough to be
+    looked for) and `found`."""
     counts = {}
     for (calibration, model), name in steps_by_pass(
         document["contaminations"], shown_settings(cells)
@@ -119,8 +125,8 @@ def _per_calibration(
     cells: pd.DataFrame,
     reader: Reader,
 ) -> pd.DataFrame:
-    """Read `file` from the step of every calibration set and model (of one gate and seed) into one
-    frame."""
+    """Read `file` from the step of every calibration set and model into one frame; of several gates
+    and seeds, see `steps_by_pass`."""
     frames: list[pd.DataFrame] = []
     for (calibration, model), name in steps_by_pass(rows, shown_settings(cells)).items():
         folder = reader.step(name, f"{file.removesuffix('.parquet')} of {calibration}@{model}")
@@ -140,7 +146,7 @@ TABLES = {
     "expert_concentration.parquet": CONCENTRATION,
     "budgets.parquet": BUDGETS,
 }
-"""Table of a step -> its columns."""
+"""File of a step -> the columns of its table."""
 
 
 def read(folder: Path | None, file: str, reader: Reader) -> pd.DataFrame | None:
@@ -152,6 +158,7 @@ def read(folder: Path | None, file: str, reader: Reader) -> pd.DataFrame | None:
 
 
 KEYS = ["model", "calibration", "layer", "expert"]
+"""Columns that identify an expert in one calibration pass."""
 MEASURES = {
     "tokens": "tokens routed to the expert",
     "gate": "mean router weight",
@@ -182,14 +189,15 @@ def experts(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.Da
     - size: sqrt(sum_t,c phi^2 / (N I)), phi the inputs of its I channels to the down projection;
       NaN for N = 0
     """
-    frames = [
-        _measures(sums, _tokens(report))
-        .merge(_table_behind(of_pass, ABLATION, reader), on=["layer", "expert"], how="left")
-        .assign(model=model, calibration=calibration)
-        for model, calibration, of_pass, sums, report in _passes(
-            "experts.parquet", cells, calibrations, reader
+    frames = []
+    for model, calibration, cells_of_pass, sums, report in _passes(
+        "experts.parquet", cells, calibrations, reader
+    ):
+        ablations = _table_behind(cells_of_pass, ABLATION, reader)
+        measures = _measures(sums, _tokens(report)).merge(
+            ablations, on=["layer", "expert"], how="left"
         )
-    ]
+        frames.append(measures.assign(model=model, calibration=calibration))
     return stacked(frames, [*KEYS, *MEASURES, "size"])
 
 
@@ -206,10 +214,10 @@ def raw_statistics(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -
     expert without tokens has no activation and no gradient.
     """
     frames = []
-    for model, calibration, calibrated, sums, _ in _passes(
+    for model, calibration, cells_of_pass, sums, _ in _passes(
         "experts.parquet", cells, calibrations, reader
     ):
-        ablations = _table_behind(calibrated, ABLATION, reader)
+        ablations = _table_behind(cells_of_pass, ABLATION, reader)
         if ablations.empty:
             continue
         cells_of_model = cells[cells["model"] == model]
@@ -217,7 +225,7 @@ def raw_statistics(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -
         gradients = _table_behind(
             cells_of_model[cells_of_model["calibration"] == calibration], "gradients", reader
         )
-        by_statistic = [
+        moments_of_statistics = [
             _moments(weights, weights["abs_sum"], weights["square_sum"], weights["count"]).assign(
                 statistic="weight"
             ),
@@ -234,22 +242,27 @@ def raw_statistics(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -
                 gradients["channels"],
             ).assign(statistic="gradient"),
         ]
-        moments = pd.concat([frame for frame in by_statistic if len(frame)], ignore_index=True)
-        moments = moments.merge(ablations, on=["layer", "expert"]).assign(
-            model=model, calibration=calibration
+        with_rows = [moments for moments in moments_of_statistics if len(moments)]
+        statistics = pd.concat(with_rows, ignore_index=True).merge(
+            ablations, on=["layer", "expert"]
         )
-        frames.append(moments.dropna(subset=["mean"]))
+        frames.append(
+            statistics.assign(model=model, calibration=calibration).dropna(subset=["mean"])
+        )
     return stacked(frames, [*KEYS, "ablation", "statistic", "mean", "std", "count"])
 
 
 def _routed_tokens(sums: pd.DataFrame) -> pd.Series:
+    """Tokens that the router sent to each expert; NaN for an expert without tokens."""
     return sums["tokens"].where(sums["tokens"] > 0)
 
 
 def _moments(
     experts: pd.DataFrame, total: pd.Series, squares: pd.Series, count: pd.Series
 ) -> pd.DataFrame:
-    """layer, expert, mean and std of `count` values from their sum and the sum of their squares."""
+    """Mean and standard deviation of each expert's values: layer, expert, mean, std, count.
+
+    total and squares: sums of an expert's `count` values, and of their squares."""
     mean = (total / count).where(squares.notna())
     std = np.sqrt((squares / count - mean**2).clip(lower=0))
     return experts[["layer", "expert"]].assign(mean=mean, std=std, count=count)
@@ -270,8 +283,10 @@ def router_entropies(cells: pd.DataFrame, calibrations: Reports, reader: Reader)
 
 
 def layer_losses(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.DataFrame:
-    """Losses of layers (model, calibration, layer, loss): mean over calibration tokens of ||m||^2 /
-    (||y||^2 + eps), m the routed output of the layer, y the residual stream after it."""
+    """Losses of layers: model, calibration, layer, loss.
+
+    loss: mean over calibration tokens of ||m||^2 / (||y||^2 + eps), m the routed output of the
+    layer, y the residual stream after it."""
     frames = [
         sums.assign(model=model, calibration=calibration, loss=sums["layer_loss"] / _tokens(report))
         for model, calibration, _, sums, report in _passes(
@@ -282,7 +297,8 @@ def layer_losses(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> 
 
 
 def _measures(sums: pd.DataFrame, calibration_tokens: float) -> pd.DataFrame:
-    """MEASURES (without ablation) and size of experts from sums over their tokens."""
+    """Compute MEASURES (without ablation) and size of experts from sums over their tokens; see
+    `experts`."""
     tokens = _routed_tokens(sums)
     return pd.DataFrame(
         {
@@ -306,22 +322,20 @@ def _tokens(report: Mapping[str, Any]) -> float:
 def _passes(
     file: str, cells: pd.DataFrame, calibrations: Reports, reader: Reader
 ) -> Iterator[tuple[str, str, pd.DataFrame, pd.DataFrame, Mapping[str, Any]]]:
-    """Model, calibration set, cells, table `file` and report of each shown pass that has this
+    """Yield model, calibration set, cells, table `file` and report of each shown pass that has this
     table."""
-    cells = cells[cells["statistics_folder"].notna()].assign(
-        shown=shown_passes(cells)["statistics_folder"]
-    )
-    for (model, calibration, *_), of_pass in cells.groupby(
+    cells = cells[cells["statistics_folder"].notna()]
+    shown_folders = shown_passes(cells)["statistics_folder"]
+    for (model, calibration, *_), cells_of_pass in cells.groupby(
         ["model", "calibration", "gate", "seed"], sort=False
     ):
-        shown = of_pass["shown"].dropna()
-        if shown.empty:
+        folders = shown_folders[shown_folders.index.isin(cells_of_pass.index)]
+        if folders.empty:
             continue
-        folder: Path | None = reader.find(shown.iloc[0])
-        sums = read(folder, file, reader)
+        sums = read(reader.find(folders.iloc[0]), file, reader)
         if sums is not None:
             report = calibrations.get(f"{calibration}@{model}", {})
-            yield str(model), str(calibration), of_pass.drop(columns="shown"), sums, report
+            yield str(model), str(calibration), cells_of_pass, sums, report
 
 
 _TABLES_BEHIND = {"ablation": ABLATIONS, "gradients": GRADIENTS, "weights": WEIGHTS}
@@ -329,8 +343,8 @@ _TABLES_BEHIND = {"ablation": ABLATIONS, "gradients": GRADIENTS, "weights": WEIG
 
 
 def _table_behind(cells: pd.DataFrame, kind: str, reader: Reader) -> pd.DataFrame:
-    """The table of the first step of this kind among the inputs of the cells' plans; empty when
-    there is none."""
+    """The table of the first step of a kind among the direct and indirect inputs of the cells'
+    plans; empty when no plan has such an input."""
     for row in records(cells[cells["plan_folder"].notna()]):
         for name, folder in steps_behind([row["plan_folder"]], reader).items():
             table = read(folder, f"{kind}.parquet", reader) if step_kind(name) == kind else None

@@ -26,20 +26,20 @@ COSTS = (
     "loading_bytes",
     "flops_ratio",
 )
-"""Numbers of cost.json: counts of parameters; kept shares of all parameters and of those of routed
-experts; bytes as stored (4 bits where quantised) and as loaded in bf16; FLOPs per token as a share
-of the unpruned model's."""
+"""Numbers of cost.json: counts of parameters; retained shares of all parameters and of the routed
+experts' parameters; bytes on disk (4 bits where quantised) and as loaded in bf16; FLOPs per token
+as a share of the unpruned model's."""
 
 FIRST_ORDER = "ala1"
-"""The default prior of allocation=coverage, for plans that do not name theirs."""
+"""The default prior of allocation=coverage, for plans that do not name their prior."""
 
 
 SEARCHES = ("samples", "fitness", "population", "generations", "candidates", "seconds")
-"""Of a search: rows of the search set; name of the fitness; settings; schedules that were
-evaluated; seconds of the whole search in one process."""
+"""Columns of `searches`: samples: rows of the search set; fitness, population, generations:
+settings; candidates: number of evaluated schedules; seconds: of the whole search in one process."""
 
 CONDITIONS = ("device", "dtype", "threads", "load", "weight_bytes")
-"""Fields of timing.json that hold for all requests to a model."""
+"""Fields of timing.json with one value for all requests to a model."""
 
 
 def costs(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
@@ -52,27 +52,30 @@ def costs(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def loading_memory(cells: pd.DataFrame, costs: pd.DataFrame) -> pd.DataFrame:
-    """Loading memory before and after pruning: model, ratio, removed_words, granularity,
-    allocation, bytes, bytes_after and saved (a share). Models that are equal in all of these are
-    one row."""
+    """Loading memory before and after pruning.
+
+    Columns: model, ratio, removed_words, granularity, allocation, bytes, bytes_after and saved (a
+    share). Pruned cells with equal values in all columns are one row."""
     axes = ["model", "ratio", "removed_words", "granularity", "allocation"]
     pruned = cells.loc[cells["criterion"] != "none", axes]
     sizes = costs.set_index("cell")[["parameters_unpruned", "loading_bytes"]].dropna().astype(int)
     rows = pruned.join(sizes, how="inner")
-    before = BYTES * rows.pop("parameters_unpruned")
-    after = rows.pop("loading_bytes")
-    memory = rows.assign(bytes=before, bytes_after=after, saved=1 - after / before)
+    unpruned_bytes = BYTES * rows.pop("parameters_unpruned")
+    pruned_bytes = rows.pop("loading_bytes")
+    memory = rows.assign(
+        bytes=unpruned_bytes, bytes_after=pruned_bytes, saved=1 - pruned_bytes / unpruned_bytes
+    )
     return memory.drop_duplicates(ignore_index=True)
 
 
 def retained(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """What plans retain: cell, layer, expert, share of the expert's channels (0..1), constant,
-    merged.
+    """Retained share of every expert of the unpruned model, by cell.
 
-    All experts of the unpruned layer are listed. A dropped expert has share 0. So has one that
-    retains no channel and is still routed to: its output is 0, a constant (`constant`), or that of
-    the expert that it is `merged` into. An expert without a row of the router can be merged too.
-    Whole experts have share 1. The unpruned model has no rows.
+    Columns: cell, layer, expert, share (of the expert's channels: 1 for a whole expert, 0 for a
+    dropped one), constant, merged. The router can still choose an expert of share 0: the expert's
+    output is then 0, a constant (`constant` is true), or the output of the expert into which it is
+    merged (`merged` is true). An expert that the router cannot choose can be merged as well. The
+    unpruned model has no rows.
     """
     frames = {}
     for cell, document in _documents(cells, "plan_folder", "plan.json", reader).items():
@@ -83,21 +86,23 @@ def retained(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     return _by_cell(frames, ("layer", "expert", "share", "constant", "merged"))
 
 
-def removed(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """What plans remove, indexed like `cells`: `removed`, the share of the experts, of channels in
-    plans of channels; and `plan`, a text that is equal for equal plans. NaN and None for a cell
-    without a plan that can be read."""
+def removed_shares(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
+    """Share that each cell's plan removes, indexed like `cells`.
+
+    Columns: removed, the share of the experts, or of the channels in a plan of channels; plan, a
+    text that is equal for equal plans. NaN and None for a cell whose plan is missing or damaged."""
     rows = {}
     for cell, document in _documents(cells, "plan_folder", "plan.json", reader).items():
         try:
-            share = _removed(document["layers"])
+            share = _removed_share(document["layers"])
             rows[cell] = {"removed": share, "plan": json.dumps(document["layers"])}
         except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError):
             reader.gap("plan.json is damaged", str(cells.loc[cell, "plan_folder"]))
     return pd.DataFrame.from_dict(rows, "index", columns=["removed", "plan"]).reindex(cells.index)
 
 
-def _removed(layers: Mapping[str, Any]) -> float:
+def _removed_share(layers: Mapping[str, Any]) -> float:
+    """Share of the experts, or of their channels, that the layers of a plan remove."""
     total = 0
     retained_experts = 0.0
     for layer in layers.values():
@@ -115,12 +120,14 @@ def _channels(mask: str) -> int:
 
 
 def profiles(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Hidden states and routing of every pruned model by layer: cell and PROFILES."""
+    """Profiles of hidden states and routing, one row per cell and layer; columns cell and
+    PROFILES."""
     return _tables(cells["profile_folder"].dropna(), "profile.parquet", PROFILES, reader)
 
 
 def timings(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Durations of requests to every timed model: cell, TIMINGS and CONDITIONS."""
+    """Durations of requests, one row per cell and request; columns cell, TIMINGS and
+    CONDITIONS."""
     requests = _tables(cells["timing_folder"].dropna(), "timing.parquet", TIMINGS, reader)
     documents = _documents(cells, "timing_folder", "timing.json", reader)
     rows = [
@@ -131,8 +138,10 @@ def timings(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def blocks(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Rounding of channels per expert, for plans that round: cell, block (a multiple of so many
-    channels) and smallest (the fewest channels of an expert)."""
+    """Rounding of the number of channels per expert, one row per plan that rounds.
+
+    Columns: cell, block (the number of channels is a multiple of it) and smallest (the fewest
+    channels of an expert)."""
     rows = []
     for cell, plan in _documents(cells, "plan_folder", "plan.json", reader).items():
         allocation = (plan.get("provenance") or {}).get("allocation") or {}
@@ -144,11 +153,10 @@ def blocks(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def priors(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """The prior by which plans of allocation=coverage divide a layer's budget among experts: cell,
-    prior, others.
+    """The prior by which each plan of allocation=coverage divides a layer's budget among experts.
 
-    `others` is all other settings of the allocation as JSON, equal for plans that differ in the
-    prior alone."""
+    Columns: cell, prior, and other_settings: the other settings of the allocation as JSON, equal
+    for plans that differ in the prior alone."""
     rows = []
     for cell, plan in _documents(cells, "plan_folder", "plan.json", reader).items():
         allocation = dict((plan.get("provenance") or {}).get("allocation") or {})
@@ -156,13 +164,14 @@ def priors(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
         prior = parameters.pop("prior", FIRST_ORDER)
         reads_prior = parameters.get("intra", "coverage") in ("coverage", "proportional")
         if allocation.get("name") == "coverage" and reads_prior:
-            others = json.dumps({**allocation, "parameters": parameters}, sort_keys=True)
-            rows.append({"cell": cell, "prior": prior, "others": others})
-    return pd.DataFrame(rows, columns=["cell", "prior", "others"])
+            settings = json.dumps({**allocation, "parameters": parameters}, sort_keys=True)
+            rows.append({"cell": cell, "prior": prior, "other_settings": settings})
+    return pd.DataFrame(rows, columns=["cell", "prior", "other_settings"])
 
 
 def searches(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Searches, one row per cell whose allocation was searched for; columns cell and SEARCHES."""
+    """Searches for allocations, one row per cell with a searched allocation; columns cell and
+    SEARCHES."""
     rows = []
     folders = cells["plan_folder"].dropna().astype(str)
     for cell, name in folders[folders.str.startswith("search/")].items():
@@ -214,7 +223,7 @@ def _documents(
 
 
 def _shares(plan: Mapping[str, Any]) -> pd.DataFrame:
-    """layer, expert, share, constant, merged of one plan."""
+    """The rows of `retained` for one plan: layer, expert, share, constant, merged."""
     frames = []
     for index, layer in plan["layers"].items():
         experts = np.arange(layer["experts"])
@@ -234,4 +243,5 @@ def _shares(plan: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def _by_cell(frames: Mapping[int, pd.DataFrame], columns: Sequence[str]) -> pd.DataFrame:
+    """Concatenate `columns` of the frames of all cells, with a column `cell` first."""
     return stacked([frame.assign(cell=cell) for cell, frame in frames.items()], ["cell", *columns])

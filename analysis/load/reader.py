@@ -1,8 +1,8 @@
 """Read the files of a store as Python objects and data frames; a file that cannot be read is
 recorded as a gap.
 
-Also finds the steps that a result was computed from, and has helpers for rows and groups of data
-frames.
+`steps_behind` finds the steps from which a result was computed. At the end are helpers for rows and
+groups of data frames.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ SCHEMA = 1
 """Newest schema of a study's record that this code reads."""
 
 FILES = {"files": {str: {"sha256": str}}}
-"""What this reads of a step.json."""
+"""Types of the fields that are read from a step.json."""
 ID = 12
 """Characters of a step's id at the end of its folder's name."""
 
 
 @dataclass(frozen=True)
 class Gap:
-    """A missing result: the reason, and where."""
+    """A missing result, with the reason and the place: a folder of the store, or a cell's label."""
 
     reason: str
     where: str
@@ -50,28 +50,30 @@ class Reader:
         self._published: dict[Path, dict[str, str]] = {}
 
     def gap(self, reason: str, where: str) -> None:
+        """Record a missing result; equal gaps are recorded once."""
         self.gaps.setdefault((reason, where), Gap(reason, where))
 
     def step(self, name: str | None, purpose: str, error: str | None = None) -> Path | None:
-        """The folder of a step that a table needs; None, with a gap that says why, when there is
-        none."""
+        """The folder of the step `name`. If the record names no step, None, with a gap for
+        `purpose` that gives the step's `error`."""
         if name is None:
             self.gap(f"failed: {error}" if error else "not computed", purpose)
             return None
         return self.folder(name)
 
     def folder(self, name: str) -> Path | None:
-        """The folder of a step; None, with a gap, when it is gone."""
+        """The folder of a step; None, with a gap, when the store does not have it."""
         folder = self.find(name)
         if folder is None:
             self.gap("the folder is gone from the store", name)
         return folder
 
     def find(self, name: str) -> Path | None:
-        """The folder of a step, by its name or else by the id at its end, as the label may differ
-        between runs.
+        """The path of a step's folder, or None. The folder is looked up by its name, or else by the
+        id at the end of the name, because the label before the id may differ between runs.
 
-        That of a step in a pack is not on the disk; `has`, and all that read here, know its files.
+        The path of a packed step does not exist on the disk; the methods of this class read its
+        files from the pack.
         """
         path = self.root / name
         if path.is_dir():
@@ -89,8 +91,8 @@ class Reader:
         return self._by_id[kind.name].get(path.name[-ID:])
 
     def json(self, folder: Path | None, file: str) -> dict[str, Any] | None:
-        """Read a JSON document; None, with a gap, when that fails. `folder` None adds no gap: it
-        has one already."""
+        """Read a JSON document; None, with a gap, when it cannot be read. For `folder` None, None
+        without a further gap."""
         if folder is None:
             return None
         try:
@@ -112,8 +114,8 @@ class Reader:
     def table(
         self, folder: Path, file: str, columns: Sequence[str], optional: Sequence[str] = ()
     ) -> pa.Table | None:
-        """Read columns of a Parquet file, and the optional ones that it has; None, with a gap, when
-        that fails."""
+        """Read `columns` of a Parquet file, and those `optional` columns that the file has; None,
+        with a gap, when the file cannot be read."""
         try:
             with pq.ParquetFile(pa.BufferReader(self._bytes(folder, file))) as opened:
                 present = [name for name in optional if name in opened.schema_arrow.names]
@@ -132,8 +134,8 @@ class Reader:
         return table
 
     def frame(self, folder: Path | None, file: str, columns: Sequence[str]) -> pd.DataFrame | None:
-        """Read columns of a Parquet file; None, with a gap, when that fails. `folder` None gives
-        None."""
+        """Read columns of a Parquet file; None, with a gap, when it cannot be read. For `folder`
+        None, None without a further gap."""
         table = self.table(folder, file, columns) if folder else None
         return None if table is None else table.to_pandas()
 
@@ -147,18 +149,19 @@ class Reader:
         return content
 
     def has(self, folder: Path, file: str) -> bool:
-        """Whether a step has a file."""
+        """Whether a step's folder or pack has a file."""
         return (folder / file).is_file() or file in self.packs.files(folder.name[-ID:])
 
     def _stored(self, folder: Path, file: str) -> bytes:
+        """The content of a file in a step's folder or pack, not verified."""
         try:
             return (folder / file).read_bytes()
         except FileNotFoundError:
             return self.packs.read(folder.name[-ID:], file)
 
     def _checksums(self, folder: Path) -> dict[str, str]:
-        """File of a step -> sha256; {} without step.json. Raises Damaged, a ValueError, for a
-        damaged one."""
+        """File of a step -> its sha256, from the step's step.json; {} without step.json. Raises
+        Damaged, a ValueError, when step.json is damaged."""
         if folder not in self._published:
             files: dict[str, dict[str, str]] = {}
             with contextlib.suppress(FileNotFoundError):
@@ -172,14 +175,13 @@ class Reader:
 
 _STEP_COLUMNS = ("folder", "kind", "seconds", "peak", "gpu_peak", "machine")
 TIMELESS = ("model",)
-"""Steps that only read a configuration, which every study has: their time is not shown."""
+"""Kinds of steps whose time is not shown, because they only read a configuration."""
 
 
 def steps_behind(steps: Iterable[str | None], reader: Reader) -> dict[str, Path]:
-    """These steps and all their direct and indirect inputs: folder name as recorded -> its path.
+    """These steps and all their direct and indirect inputs: name as recorded -> path of its folder.
 
-    A step without step.json is taken to have no inputs. Steps that are gone from the store are left
-    out.
+    A step without step.json has no known inputs. Steps that the store does not have are left out.
     """
     folders: dict[str, Path] = {}
     remaining = [name for name in steps if name]
@@ -200,8 +202,10 @@ def step_kind(name: str) -> str:
 
 
 def time_and_memory(names: Iterable[str], reader: Reader) -> pd.DataFrame:
-    """Time and memory of steps, one row per step that says them: folder, kind, seconds, peak
-    (memory of its process in bytes), gpu_peak (bytes, NaN without a GPU), machine."""
+    """Time and memory of steps, one row per step whose provenance is known.
+
+    Columns: folder, kind, seconds, peak (memory of its process in bytes), gpu_peak (bytes, NaN
+    without a GPU), machine."""
     rows = []
     for name in names:
         folder = reader.find(name)
@@ -226,18 +230,16 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
 def stacked(frames: Iterable[pd.DataFrame], columns: Sequence[str]) -> pd.DataFrame:
     """Concatenate these columns of all frames; a frame without rows when there are no frames."""
     parts = list(frames)
-    return (
-        pd.concat(parts, ignore_index=True)[list(columns)]
-        if parts
-        else pd.DataFrame(columns=list(columns))
-    )
+    if not parts:
+        return pd.DataFrame(columns=list(columns))
+    return pd.concat(parts, ignore_index=True)[list(columns)]
 
 
 def groups(
     frame: pd.DataFrame, columns: Sequence[str]
 ) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
-    """Groups of rows with equal values in `columns`, in the order they first appear, with these
-    values by name."""
+    """Yield ({column: value}, rows) for each group of rows with equal values in `columns`, in the
+    order in which the groups first appear."""
     if frame.empty:  # an empty frame may lack the columns
         return
     for key, group in frame.groupby(list(columns), sort=False):

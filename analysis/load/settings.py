@@ -13,20 +13,19 @@ from analysis import names
 from analysis.load.reader import records
 
 
-def removed(cells: pd.DataFrame) -> str:
-    """The noun for what these cells remove: experts, channels, or experts or channels."""
-    granularities = set(cells["granularity"]) & {"expert", "channel"}
-    return {
-        frozenset({"channel"}): "channels",
-        frozenset({"expert", "channel"}): "experts or channels",
-    }.get(frozenset(granularities), "experts")
+def removed_noun(cells: pd.DataFrame) -> str:
+    """`experts`, `channels`, or `experts or channels`, whichever the plans of these cells
+    remove."""
+    granularities = set(cells["granularity"])
+    if "channel" not in granularities:
+        return "experts"
+    return "experts or channels" if "expert" in granularities else "channels"
 
 
 def labels(cells: pd.DataFrame) -> dict[int, str]:
-    """Cell -> its label for gaps: model, method, calibration set, ratio, and gate and seed where
-    these vary."""
-    varying = gate_and_seed(cells)
-    rows = zip(cells.index, records(cells), varying, strict=True)
+    """Cell -> its label in gaps: model, method, calibration set, ratio, and gate and seed where
+    cells differ in them."""
+    rows = zip(cells.index, records(cells), gate_and_seed(cells), strict=True)
     return {
         int(str(cell)): " ".join(filter(None, (_label(row), varying_axes)))
         for cell, row, varying_axes in rows
@@ -34,12 +33,11 @@ def labels(cells: pd.DataFrame) -> dict[int, str]:
 
 
 def _label(row: Mapping[str, Any]) -> str:
-    criterion, *rest = names.parts(row["method"])
+    criterion, allocation, recovery = names.parts(row["method"])
     if criterion == "none":
         return f"{row['model']} unpruned"
-    return " ".join(
-        [row["model"], criterion, row["calibration"], f"{row['ratio']:g}", *filter(None, rest)]
-    )
+    parts = (row["model"], criterion, row["calibration"], f"{row['ratio']:g}", allocation, recovery)
+    return " ".join(filter(None, parts))
 
 
 AXES = (
@@ -53,45 +51,43 @@ AXES = (
     "gate",
     "seed",
 )
-"""Axes of a cell; the unpruned model has `none` and 0 in them.
+"""Axes of a cell. The unpruned model has the ratio 0 and `none` on the other axes.
 
-granularity: what the criterion scores, expert or channel. allocation and recovery: as spelled in
+granularity: expert or channel, which the criterion scores. allocation and recovery: as spelled in
 the study's record.
 """
-WORDS = {"gate": "gate {}", "seed": "seed {}"}
-"""Axis -> the words for its value."""
+_AXIS_FORMATS = {"gate": "gate {}", "seed": "seed {}"}
+"""Axis -> format of its value in a text."""
 
 
 def gate_and_seed(cells: pd.DataFrame) -> pd.Series:
-    """Gate and seed of each cell in words, where its model's pruned cells have several of them:
-    `seed 43`, or ""."""
+    """Text with the gate and seed of each cell, as `gate raw, seed 43`; without the gate, or the
+    seed, if all pruned cells of the model have the same."""
     texts = pd.Series("", cells.index, dtype=object)
     for _, of_model in cells[cells["criterion"] != "none"].groupby("model", sort=False):
-        for axis, pattern in WORDS.items():
-            # cells that are compared have no seed of their own
+        for axis, pattern in _AXIS_FORMATS.items():
+            # the cells of a comparison have no column seed
             if axis in of_model and of_model[axis].nunique() > 1:
-                joined_texts = map(
-                    joined, texts[of_model.index], of_model[axis].map(pattern.format)
-                )
-                texts.update(pd.Series(list(joined_texts), of_model.index, dtype=object))
+                values = of_model[axis].map(pattern.format)
+                extended = list(map(comma_joined, texts[of_model.index], values))
+                texts.update(pd.Series(extended, of_model.index, dtype=object))
     return texts
 
 
-def pruned(cells: pd.DataFrame) -> pd.Series:
-    """What is removed from each cell in words, with its gate and seed when there are several:
-    `50 %, seed 43`."""
-    return pd.Series(
-        list(map(joined, cells["removed_words"], gate_and_seed(cells))), cells.index, dtype=object
-    )
+def pruned_in_words(cells: pd.DataFrame) -> pd.Series:
+    """Text with the share that each cell removes and its `gate_and_seed`: `50 %, seed 43`."""
+    texts = list(map(comma_joined, cells["removed_words"], gate_and_seed(cells)))
+    return pd.Series(texts, cells.index, dtype=object)
 
 
 ROUNDING = 5e-4
-"""A share that differs from the requested ratio by less than this is called by the ratio."""
+"""A removed share that differs by less than this from the requested ratio is printed as the
+ratio."""
 
 
 def removed_words(shares: pd.Series, requested: Sequence[float]) -> str:
-    """Removed shares in words, with the requested ratios where these differ:
-    `28.1 % (30 % requested)`.
+    """Text with the range of the removed shares, and with the requested ratios where the shares
+    differ from them: `28.1 % (30 % requested)`.
 
     Plans of one ratio can remove different shares, since allocations round in their own ways."""
     known = shares.dropna()
@@ -102,14 +98,14 @@ def removed_words(shares: pd.Series, requested: Sequence[float]) -> str:
     return f"{' to '.join(ends)} % ({ratios} requested)"
 
 
-def joined(first: str, second: str) -> str:
-    """Both texts joined by a comma, or the one that is not empty."""
+def comma_joined(first: str, second: str) -> str:
+    """The two texts joined by a comma; if one of them is empty, the other text alone."""
     return ", ".join(filter(None, (first, second)))
 
 
 def protocols(cells: pd.DataFrame) -> str:
-    """The protocol of each model when protocols differ: `qwen by heapr, deepseek by heapr_norm`; ""
-    otherwise."""
+    """Text with the protocol of each model, `qwen by heapr, deepseek by heapr_norm`; "" when all
+    cells have the same protocol."""
     if cells["protocol"].nunique() < 2:
         return ""
     by_protocol = cells.dropna(subset=["protocol"]).drop_duplicates(["model", "protocol"])
@@ -119,7 +115,9 @@ def protocols(cells: pd.DataFrame) -> str:
 METHOD = ["method", "calibration", "gate"]
 """Cells of one model with equal values in these columns differ only in the ratio."""
 
-_CALLED = re.compile(r"(?P<name>[^,(]+)(\((?P<inside>[^()]*)\))?(, (?P<after>.*))?")
+_ALLOCATION = re.compile(
+    r"(?P<name>[^,(]+)(\((?P<in_parentheses>[^()]*)\))?(, (?P<after_comma>.*))?"
+)
 
 
 def allocation(text: str) -> tuple[str, dict[str, str]]:
@@ -130,44 +128,49 @@ def allocation(text: str) -> tuple[str, dict[str, str]]:
     value, as in `coverage, aligned`, has the value "". A text of another form is a name without
     settings.
     """
-    match = _CALLED.fullmatch(text)
+    match = _ALLOCATION.fullmatch(text)
     if match is None:
         return text, {}
-    parts = [
-        part.strip()
-        for text in (match["inside"], match["after"])
-        for part in (text or "").split(",")
-    ]
-    pairs = (part.partition("=" if "=" in part else " ") for part in parts if part)
-    return match["name"], {key: value for key, _, value in pairs}
+    settings = {}
+    for part in f"{match['in_parentheses'] or ''},{match['after_comma'] or ''}".split(","):
+        key, _, value = part.strip().partition("=" if "=" in part else " ")
+        settings[key] = value
+    settings.pop("", None)
+    return match["name"], settings
 
 
 def replaces(text: str) -> bool:
-    """Whether an allocation of a study's record puts something in the place of the experts that it
-    drops."""
-    return "replacement" in allocation(text)[1]
+    """Whether an allocation of a study's record replaces the experts that it drops, by constants or
+    merged experts."""
+    _, settings = allocation(text)
+    return "replacement" in settings
 
 
 def method_labels(cells: pd.DataFrame) -> pd.Series:
-    """A label per cell: its method, and the calibration set and gate where these differ between
-    pruned cells."""
+    """Label of each cell: its method, then its calibration set and gate where pruned cells differ
+    in them."""
     pruned = cells[cells["criterion"] != "none"]
-    varying = [axis for axis in METHOD[1:] if pruned[axis].replace("none", None).nunique() > 1]
+    varying = [
+        axis for axis in ("calibration", "gate") if pruned[axis].replace("none", None).nunique() > 1
+    ]
     return pd.Series(
         [_method_label(row, varying) for row in records(cells)], cells.index, dtype=object
     )
 
 
 def _method_label(row: dict[str, object], varying: list[str]) -> str:
-    spelled = {"calibration": names.calibration(str(row["calibration"]))}
-    extra = [spelled.get(axis, str(row[axis])) for axis in varying if row[axis] != "none"]
-    return ", ".join(
-        [names.method(str(row["method"])), *(extra if row["criterion"] != "none" else [])]
-    )
+    """Display name of a cell's method, and of its values on the axes `varying`."""
+    parts = [names.method(str(row["method"]))]
+    if row["criterion"] != "none":
+        for axis in varying:
+            if row[axis] != "none":
+                value = str(row[axis])
+                parts.append(names.calibration(value) if axis == "calibration" else value)
+    return ", ".join(parts)
 
 
 SEARCHED = "evolutionary"
-"""Prefix of the names of searched allocations; settings may follow."""
+"""First word of a searched allocation in a study's record; settings may follow."""
 
 
 def is_searched(allocation: str) -> bool:

@@ -14,13 +14,13 @@ from moe_lab.json_files import Damaged
 from moe_lab.results import FIGURES, RECORD, read_record
 
 EVERY = "all"
-"""Stands for every study of a store, unless a study has this name."""
+"""As the name of a study: all studies of the store, unless a study has this name."""
 
 ID_DIGITS = 6
-"""Digits of the id of a model's step that are added to its name when another model has the same
-name."""
+"""Number of digits of the id of a model's step that distinguish models of the same name."""
 _BY_TASK = ("evaluate", "errors")
-"""Fields of an entry that map benchmarks and other steps to results and errors."""
+"""Fields of an entry that are dictionaries: evaluate (task -> step) and errors (task or kind of
+step -> message)."""
 
 
 def studies(store: Path) -> list[str]:
@@ -42,9 +42,10 @@ def studies(store: Path) -> list[str]:
 
 
 def chosen(store: Path, name: str) -> list[str]:
-    """The studies that `name` stands for: one, several separated by commas, or all of the store.
+    """Names of the studies that a user requests by `name`: one study, several separated by commas,
+    or all of the store.
 
-    Raises UserError when one does not exist.
+    Raises UserError for a study that does not exist.
     """
     names = studies(store)
     selected = sorted(names) if name == EVERY and EVERY not in names else name.split(",")
@@ -55,40 +56,39 @@ def chosen(store: Path, name: str) -> list[str]:
 
 
 def document(store: Path, names: Sequence[str]) -> dict[str, Any]:
-    """Read the record of one study, or of several combined into one. Raises UserError when one
+    """Read the records of studies, and combine several into one. Raises UserError when a record
     cannot be read.
 
-    A cell that several studies have counts once, with the benchmarks of all of them.
+    A cell of several studies counts once, with the benchmarks of all these studies.
     """
-    by_name = {
-        name: _with_suites(record)
-        for name, record in _with_distinct_models({n: _read(store, n) for n in names}).items()
-    }
-    records = list(by_name.values())
+    record_of = _with_distinct_models({name: _read(store, name) for name in names})
+    records = [_with_suites(record) for record in record_of.values()]
     if len(records) == 1:
         return records[0]
+    newest = max(records, key=lambda record: float(record["created"]))
     return {
-        **max(records, key=lambda record: float(record["created"])),
-        "study": "+".join(by_name),
-        "config": {name: record.get("config") for name, record in by_name.items()},
+        **newest,
+        "study": "+".join(record_of),
+        "config": {name: record.get("config") for name, record in record_of.items()},
         "cells": _joined_cells(records),
         **{kind: [row for record in records for row in record[kind]] for kind in FIGURES},
     }
 
 
 def _read(store: Path, name: str) -> dict[str, Any]:
+    """The record of one study. Raises UserError when it is missing, damaged, too new or empty."""
     try:
         record = read_record(store, name)
     except (Damaged, OSError) as error:
         raise UserError(
-            f"study={name} cannot be read: {error}, run the study again to write it anew"
+            f"study={name} cannot be read: {error}, run the study again to rewrite its record"
         ) from None
     if record is None:
         raise UserError(f"study={name} has no record: run it again")
     if record["schema"] > SCHEMA:
         raise UserError(
-            f"study={name} has schema {record['schema']}, written by a newer moe_lab, and this one "
-            f"reads up to {SCHEMA}"
+            f"study={name} has schema {record['schema']}, written by a newer moe_lab; this version "
+            f"reads schemas up to {SCHEMA}"
         )
     if not record["cells"]:
         raise UserError(f"study={name} has no cells")
@@ -96,15 +96,14 @@ def _read(store: Path, name: str) -> dict[str, Any]:
 
 
 def _with_id(name: str, step_id: str) -> str:
-    """The name of a model, extended by the start of its step's id to distinguish it from others of
-    this name."""
+    """A model's name with the start of its step's id: `qwen_top2` becomes `qwen-3f2a91_top2`."""
     # top_k and the protocol stay at the end of the name
     return re.sub(r"((_top\d+)?( \(.*\))?)$", rf"-{step_id[:ID_DIGITS]}\g<1>", name, count=1)
 
 
 def _with_distinct_models(records: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Add the start of a model's id to its name where different models share a name, within one
-    study or across several."""
+    """The records (study -> record), with ids in the names of models that share a name with a
+    different model, in the same study or another."""
     ids: dict[str, set[str]] = {}
     for record in records.values():
         for entry in record["cells"]:
@@ -115,8 +114,8 @@ def _with_distinct_models(records: Mapping[str, dict[str, Any]]) -> dict[str, di
 
 
 def _name_and_id(entry: Mapping[str, Any]) -> tuple[str, str]:
-    """The name of a cell's model without its id, and the start of its id, or "" when its step is
-    missing."""
+    """The name of a cell's model without an id, and the start of the id of the model's step (""
+    when the step is missing)."""
     name = str(entry["cell"].get("model"))
     folder = entry.get("model")
     step_id = str(folder)[-ID:][:ID_DIGITS] if folder else ""
@@ -124,7 +123,7 @@ def _name_and_id(entry: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _renamed(record: dict[str, Any], ambiguous: Collection[str]) -> dict[str, Any]:
-    """The record with ids in the names of exactly those models whose names are ambiguous."""
+    """The record with ids in the names of models with `ambiguous` names, and in no other name."""
     new_names: dict[str, str] = {}
     cells = []
     for entry in record["cells"]:
@@ -142,7 +141,8 @@ def _renamed(record: dict[str, Any], ambiguous: Collection[str]) -> dict[str, An
 
 
 def _with_suites(record: dict[str, Any]) -> dict[str, Any]:
-    """Add to each cell its `suite`: the tasks that this study ran on any cell of the same model."""
+    """The record with a field `suite` in each entry: the tasks that the study ran on any cell of
+    the same model."""
     suites: dict[str, dict[str, None]] = {}
     for entry in record["cells"]:
         suites.setdefault(entry["cell"].get("model"), {}).update(
@@ -155,17 +155,18 @@ def _with_suites(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _joined_cells(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The cells of all records, each once."""
-    entries: dict[str, list[Mapping[str, Any]]] = {}
+    """One entry for every cell of the records; entries of the same cell are joined."""
+    entries_of_cell: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
         for entry in record["cells"]:
-            entries.setdefault(json.dumps(entry["cell"], sort_keys=True), []).append(entry)
-    return [joined_entry(of_cell) for of_cell in entries.values()]
+            cell = json.dumps(entry["cell"], sort_keys=True)
+            entries_of_cell.setdefault(cell, []).append(entry)
+    return list(map(joined_entry, entries_of_cell.values()))
 
 
 def joined_entry(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge entries of one cell: of every step, and of every benchmark, the first result that one
-    of them has."""
+    """Merge the entries of one cell: each step and each benchmark from the first entry that has
+    it."""
     by_task = {
         name: _first_values([entry.get(name) or {} for entry in entries]) for name in _BY_TASK
     }
@@ -173,7 +174,7 @@ def joined_entry(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _first_values(mappings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Key -> its first value that is not empty; the value of the first mapping where all are."""
+    """Key -> the first value of this key that is not empty, or the last empty one."""
     merged: dict[str, Any] = {}
     for mapping in mappings:
         for key, value in mapping.items():

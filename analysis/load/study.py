@@ -28,25 +28,27 @@ def _of_cells(
 def _of_passes(
     read: Callable[[pd.DataFrame, passes.Reports, Reader], pd.DataFrame],
 ) -> cached_property[pd.DataFrame]:
-    """The same, read from its cells and the reports of its calibration passes."""
+    """A frame of a study that is read from its cells and the reports of its calibration passes when
+    it is first accessed."""
     return cached_property(lambda study: read(study.cells, study.calibrations, study.reader))
 
 
 @dataclass(frozen=True, eq=False)
 class Study:
-    """The results of a study, from which all tables and figures are made. `cell` is the row label
-    of `cells`."""
+    """The results of a study, from which all tables and figures are made.
+
+    Frames list their columns; a column `cell` refers to the index of `cells`."""
 
     name: str
     store: Path
     document: Mapping[str, Any]
     """The study's record as the run wrote it, including provenance."""
     cells: pd.DataFrame
-    """Index cell; columns AXES (ratio: as requested), removed (share of experts or channels that
-    the plan removes), removed_words (that of all cells of a model and ratio, in words), method (a
-    key of `names`, with the allocation and recovery only where they differ in this study), protocol
-    (how its benchmarks are run, None in older records) and `<artefact>_folder` for each of STEPS,
-    None where there is none."""
+    """One row per cell, with index `cell`. Columns: AXES (ratio: as requested); removed, the share
+    of experts or channels that the plan removes; removed_words, a text with this share for all
+    cells of the model and ratio; method, a key of `names.key`, with allocation and recovery only
+    where they differ in this study; protocol, by which benchmarks are run (None in older records);
+    and `<step>_folder` for each of STEPS, None where the cell lacks the step."""
     results: pd.DataFrame
     """cell, task, benchmark, metric, score, scale, unit, stderr, n, expected, folder: see
     `moe_lab.results.Result`."""
@@ -58,13 +60,13 @@ class Study:
     damage: pd.DataFrame
     """model, calibration, layer, expert, score: the exact damage of removing one expert."""
     coverage: pd.DataFrame
-    """model, calibration, layer, expert, tokens; of one gate and seed like the two above, see
-    `passes.shown_passes`."""
+    """model, calibration, layer, expert, tokens. This frame, `family` and `damage` have one gate
+    and seed per model and calibration set: see `passes.shown_passes`."""
     calibrations: passes.Reports
     """"calibration@model" -> the report of the calibration pass."""
     contaminations: passes.Reports
-    """"calibration@model" -> task -> how many of its items are comparable with the text, and found
-    in it."""
+    """"calibration@model" -> task -> numbers of items that are long enough to be looked for in the
+    calibration text (comparable), and that are found in it (found)."""
     models: Mapping[str, Mapping[str, Any]]
     """Model -> layers, experts and parameters."""
     origins: pd.DataFrame
@@ -77,7 +79,7 @@ class Study:
 
     @property
     def gaps(self) -> list[Gap]:
-        """Missing results among what was read so far."""
+        """Missing results, of everything that was read so far."""
         return list(self.reader.gaps.values())
 
     # the functions' docstrings list the columns of these frames
@@ -99,8 +101,8 @@ class Study:
 
 
 def load(store: Path, name: str) -> Study:
-    """Read the study `name`, or several separated by commas, or `all`, as one. What cannot be read
-    is in `gaps`.
+    """Read the study `name`; several names separated by commas, or `all`, are combined into one
+    study. Missing and damaged files are recorded in its `gaps`.
 
     Raises UserError for an unknown or unreadable study.
     """
@@ -131,32 +133,34 @@ def load(store: Path, name: str) -> Study:
 
 
 REMARKABLE = 0.01
-"""Share of a benchmark's items from which on it is said that a calibration set has them."""
+"""A benchmark is named in a remark if a calibration set contains more than this share of its
+items."""
 
 
 def _contaminated(contaminations: passes.Reports) -> list[str]:
-    """A sentence for every calibration set that has more than REMARKABLE of the items of a
+    """A sentence for every calibration set that contains more than REMARKABLE of the items of a
     benchmark."""
-    of_sets: dict[str, dict[str, None]] = {}
+    items_in_set: dict[str, dict[str, None]] = {}
     for key, counts in contaminations.items():
         for benchmark, count in counts.items():
             if count["found"] > REMARKABLE * count["comparable"]:
-                text_of = (
+                items = (
                     f"{count['found']} of {count['comparable']} items of "
                     f"{names.benchmark(benchmark)}"
                 )
-                of_sets.setdefault(key.partition("@")[0], {})[text_of] = None
+                items_in_set.setdefault(key.partition("@")[0], {})[items] = None
     return [
         (
-            f"Calibration set {text} contains 13 consecutive words of {names.listing(text_of)}: "
-            "these scores may be too good."
+            f"Calibration set {calibration} contains 13 consecutive words of "
+            f"{names.listing(items)}: these scores may be too good."
         )
-        for text, text_of in of_sets.items()
+        for calibration, items in items_in_set.items()
     ]
 
 
 def _cells(document: Mapping[str, Any], reader: Reader) -> tuple[pd.DataFrame, Entries]:
-    """One row per cell, and the entries; a cell that is listed twice counts once."""
+    """`Study.cells` from a study's record, and cell -> entry of the record. A cell that the record
+    lists twice counts once."""
     entries = dict(enumerate(document["cells"]))
     cells = pd.DataFrame(
         [entry["cell"] for entry in entries.values()], columns=list(AXES)
@@ -167,32 +171,32 @@ def _cells(document: Mapping[str, Any], reader: Reader) -> tuple[pd.DataFrame, E
         reader.gap("the record lacks an axis of it: left out", str(criterion))
     cells = cells[has_all].copy()
     cells["method"] = _methods(cells)
-    texts = labels(cells)
-    twice = cells.duplicated(list(AXES))
+    label_of = labels(cells)
+    repeated = cells.duplicated(list(AXES))
     differing = document.get("differing", [])
     for cell in cells.index:
         if entries[cell]["cell"] in differing:
             reader.gap(
                 "runs at the same time have it with different settings: the later run counts",
-                texts[cell],
+                label_of[cell],
             )
-        if twice[cell]:
-            reader.gap("listed twice, counted once", texts[cell])
-    return _one_row_per_plan(cells[~twice], entries, reader)
+        if repeated[cell]:
+            reader.gap("listed twice, counted once", label_of[cell])
+    return _one_row_per_plan(cells[~repeated], entries, reader)
 
 
 def _one_row_per_plan(
     cells: pd.DataFrame, entries: Entries, reader: Reader
 ) -> tuple[pd.DataFrame, Entries]:
     """Merge the ratios of a model at which all of its cells have the same plans, and add the
-    columns of results.
+    columns removed, removed_words, protocol and `<step>_folder`.
 
-    Rounding to whole experts can make the same plans of two ratios. They are one row then, of the
-    lower ratio, with the results of both. Both stay where the plans of any cell differ or cannot be
-    read, or where a cell has one of the ratios alone. The entries are those of the rows; the ones
-    that were given are not changed.
+    Rounding to whole experts can give the same plan for two ratios. Cells that differ only in such
+    ratios become one row, with the lower ratio and the results of all of them. Two ratios of a
+    model are not merged if a plan differs or cannot be read, or if a cell has only one of them.
+    Returns the rows and new entries, cell -> entry, without changing `entries`.
     """
-    cells = cells.join(plans.removed(_with_folders(cells, entries), reader))
+    cells = cells.join(plans.removed_shares(_with_folders(cells, entries), reader))
     cells["requested"] = cells["ratio"]
     cells["ratio"] = _lowest_equal_ratio(cells)
     for _, same_ratio in groups(cells, ["model", "ratio"]):
@@ -201,33 +205,29 @@ def _one_row_per_plan(
             same_ratio["removed"], requested
         )
     merged: dict[int, Mapping[str, Any]] = {}
-    for members in (
-        cells.sort_values("requested", kind="stable")
-        .groupby(list(AXES), sort=False)
-        .groups.values()
-    ):
+    by_axes = cells.sort_values("requested", kind="stable").groupby(list(AXES), sort=False)
+    for members in by_axes.groups.values():
         merged[int(members[0])] = studies.joined_entry([entries[member] for member in members])
     rows = _with_folders(cells.loc[sorted(merged)], merged)
-    return rows.assign(removed=rows["removed"].fillna(rows["ratio"])).drop(
-        columns=["plan", "requested"]
-    ), merged
+    rows = rows.assign(removed=rows["removed"].fillna(rows["ratio"]))
+    return rows.drop(columns=["plan", "requested"]), merged
 
 
 def _lowest_equal_ratio(cells: pd.DataFrame) -> pd.Series:
-    """Cell -> the lowest ratio at which all cells of its model have the plans that they have at its
-    ratio."""
+    """For each cell, the lowest ratio of its model with exactly the same plans as the cell's own
+    ratio, compared over all cells of the model; the own ratio if a plan is missing."""
     other_axes = [axis for axis in AXES if axis != "ratio"]
     lowest = cells["ratio"].copy()
-    ratio_of: dict[frozenset[Any], float] = {}
+    lowest_with_plans: dict[frozenset[Any], float] = {}
     for key, same_ratio in groups(cells.sort_values("ratio"), ["model", "ratio"]):
         if same_ratio["plan"].notna().all():
-            plans_of_cells = same_ratio[[*other_axes, "plan"]].itertuples(index=False, name=None)
-            lowest[same_ratio.index] = ratio_of.setdefault(frozenset(plans_of_cells), key["ratio"])
+            rows = same_ratio[[*other_axes, "plan"]].itertuples(index=False, name=None)
+            lowest[same_ratio.index] = lowest_with_plans.setdefault(frozenset(rows), key["ratio"])
     return lowest
 
 
 def _with_folders(cells: pd.DataFrame, entries: Entries) -> pd.DataFrame:
-    """Add the columns protocol and `<artefact>_folder`."""
+    """Add the columns protocol and `<step>_folder`."""
     rows = [entries[cell] for cell in cells.index]
     columns: dict[str, Any] = {f"{kind}_folder": [row.get(kind) for row in rows] for kind in STEPS}
     columns["protocol"] = [row.get("protocol") for row in rows]
@@ -235,7 +235,8 @@ def _with_folders(cells: pd.DataFrame, entries: Entries) -> pd.DataFrame:
 
 
 def _allocation(cell: Mapping[str, Any]) -> str | None:
-    """Words for an allocation: its name, what replaces dropped experts, and what is protected."""
+    """The allocation of a cell in the record as one text: its name, then the settings replacement
+    and protect, as `uniform, replacement=mean_output`."""
     replacement = cell.get("replacement", "none")
     protect = cell.get("protect")
     settings = [
@@ -247,38 +248,37 @@ def _allocation(cell: Mapping[str, Any]) -> str | None:
 
 
 def _methods(cells: pd.DataFrame) -> list[str]:
-    """The key of each cell's method: allocation and recovery are part of it when the study has
-    several of them.
+    """The key of each cell's method (see `names.key`). Its allocation and recovery are in the key
+    only if the study has several of them.
 
-    For experts, the default allocation `uniform` is not part of the key; for channels there is no
-    default. An allocation that replaces dropped experts is always part of it: with a criterion's
-    name alone, experts are dropped.
+    For experts, the default allocation `uniform` is not in the key; for channels there is no
+    default. An allocation that replaces dropped experts is always in the key, since a criterion's
+    name alone means that experts are dropped.
     """
     pruned = cells[cells["criterion"] != "none"]
-    several_allocations, several_recoveries = (
-        pruned[axis].nunique() > 1 for axis in ("allocation", "recovery")
-    )
-    return [
-        names.key(
-            row["criterion"],
-            row["allocation"]
-            if (several_allocations and _tells(row)) or replaces(row["allocation"])
-            else "",
-            row["recovery"] if several_recoveries and row["recovery"] != "none" else "",
-        )
-        for row in records(cells)
-    ]
+    several_allocations = pruned["allocation"].nunique() > 1
+    several_recoveries = pruned["recovery"].nunique() > 1
+    keys = []
+    for row in records(cells):
+        allocation = recovery = ""
+        if (several_allocations and not _is_default(row)) or replaces(row["allocation"]):
+            allocation = row["allocation"]
+        if several_recoveries and row["recovery"] != "none":
+            recovery = row["recovery"]
+        keys.append(names.key(row["criterion"], allocation, recovery))
+    return keys
 
 
-def _tells(row: Mapping[str, Any]) -> bool:
-    """Whether the cell's allocation differs from the default (see `_methods`)."""
+def _is_default(row: Mapping[str, Any]) -> bool:
+    """Whether the cell is unpruned, or has the default allocation of experts."""
     return bool(
-        row["criterion"] != "none"
-        and (row["allocation"] != "uniform" or row["granularity"] == "channel")
+        row["criterion"] == "none"
+        or (row["allocation"] == "uniform" and row["granularity"] != "channel")
     )
 
 
 def _models(cells: pd.DataFrame, reader: Reader) -> dict[str, Mapping[str, Any]]:
+    """Model -> its layers, experts and parameters, from the facts.json of its step."""
     models: dict[str, Mapping[str, Any]] = {}
     for row in records(cells.drop_duplicates("model")):
         folder = reader.folder(row["model_folder"]) if row["model_folder"] else None

@@ -45,7 +45,7 @@ PRIOR_LABELS = {
     "ala_lm": "Attribution of the model's loss",
     "none": "No prior",
 }
-ALIKE = ["ratio", "criterion", "gate", "others"]
+ALIKE = ["ratio", "criterion", "gate", "other_settings"]
 """Plans with equal values in these columns differ in the prior alone."""
 SECONDS = "Time (s)"
 

@@ -69,7 +69,7 @@ def against_cost(study: Study, comparison: Comparison) -> pd.DataFrame:
     scores = pd.DataFrame(dict(zip(("avg", "low", "high"), comparison.shown(target), strict=True)))
     axes = comparison.cells[["criterion", "method", "calibration", "ratio", "recovery"]]
     axes = axes.assign(
-        pruned=settings.pruned(comparison.cells), kind=_kinds(study, comparison.cells)
+        pruned=settings.pruned_in_words(comparison.cells), kind=_kinds(study, comparison.cells)
     )
     costs = study.costs.set_index("cell")[
         ["bits", "parameters_kept", "routed_kept", "flops_ratio", "storage_bytes"]

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 
 from analysis import names
 from analysis.load.reader import groups
-from analysis.load.settings import pruned
+from analysis.load.settings import pruned_in_words
 from analysis.outputs.captions import of_pass, reading
 from analysis.outputs.score_rows import method_lines
 from analysis.registry import Item, Results, output, per_model
@@ -74,7 +74,7 @@ def profile_table(results: Results, name: str) -> Table:
     for comparison in results.pruned:
         profiles = study.profiles[study.profiles["cell"].isin(comparison.cells.index)]
         axes = comparison.cells[["model", "calibration", "method"]].assign(
-            pruned=pruned(comparison.cells)
+            pruned=pruned_in_words(comparison.cells)
         )
         unpruned = profiles[profiles["cell"] == comparison.unpruned].set_index("layer")["variance"]
         if len(profiles):

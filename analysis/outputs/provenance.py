@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from analysis.load.settings import pruned
+from analysis.load.settings import pruned_in_words
 from analysis.registry import Results, output
 from analysis.render.table import Table, spelled
 
@@ -16,7 +16,7 @@ def artefact_table(results: Results, name: str) -> Table:
     evaluations = study.results.groupby("cell")["folder"].unique()
     cells = study.cells.fillna({f"{kind}_folder": "" for kind in ("plan", "scores", "statistics")})
     cells = cells.assign(
-        pruned=pruned(cells),
+        pruned=pruned_in_words(cells),
         evaluations=[" ".join(evaluations.get(cell, [])) for cell in cells.index],
     )
     text = {

@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 from analysis import names
 from analysis.load import settings
 from analysis.load.reader import groups
-from analysis.load.settings import gate_and_seed, joined
+from analysis.load.settings import comma_joined, gate_and_seed
 from analysis.load.study import Study
 from analysis.outputs.captions import MEBIBYTE, setting
 from analysis.registry import Results
@@ -210,10 +210,10 @@ def _pruned_and_labels(block: Block) -> tuple[str, dict[int, str]]:
     twice."""
     varying = gate_and_seed(block.comparison.cells)[list(block.labels)]
     if varying.nunique() == 1:
-        return joined(block.pruned, str(varying.iloc[0])), dict(block.labels)
+        return comma_joined(block.pruned, str(varying.iloc[0])), dict(block.labels)
     twice = [label for label, times in Counter(block.labels.values()).items() if times > 1]
     return block.pruned, {
-        cell: joined(label, str(varying[cell])) if label in twice else label
+        cell: comma_joined(label, str(varying[cell])) if label in twice else label
         for cell, label in block.labels.items()
     }
 

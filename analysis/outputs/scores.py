@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.projections.polar import PolarAxes
 
 from analysis import names
-from analysis.load.settings import pruned
+from analysis.load.settings import pruned_in_words
 from analysis.load.study import Study
 from analysis.outputs.captions import PANEL, metrics_in_words, setting
 from analysis.outputs.score_rows import method_lines, numbers_table, stacked
@@ -162,7 +162,7 @@ def benchmark_table(results: Results, name: str) -> Table | None:
     """Every benchmark of every model, with 95 % intervals."""
     blocks = []
     for comparison in results.measured:
-        cells = _sorted(comparison.cells.assign(pruned=pruned(comparison.cells)))
+        cells = _sorted(comparison.cells.assign(pruned=pruned_in_words(comparison.cells)))
         text = {
             "Model": "model",
             "Pruned": "pruned",

@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 
 from analysis import names
 from analysis.load.reader import groups
-from analysis.load.settings import is_searched, joined, pruned
+from analysis.load.settings import comma_joined, is_searched, pruned_in_words
 from analysis.load.study import Study
 from analysis.outputs.captions import SEARCHES, setting
 from analysis.outputs.score_rows import by_criterion, numbers_table, stacked
@@ -125,7 +125,7 @@ def _rows(comparison: Comparison, pairs: dict[int, int], columns: Sequence[str])
     targets = column_targets(comparison, cells, columns) if cells else {}
     if not targets:
         return None
-    axes = comparison.cells.assign(pruned=pruned(comparison.cells)).loc[cells]
+    axes = comparison.cells.assign(pruned=pruned_in_words(comparison.cells)).loc[cells]
     numbers = scores(comparison, cells, targets)
     gains = {column: differences(comparison, target, pairs) for column, target in targets.items()}
     frame, low, high = (
@@ -142,7 +142,7 @@ def _rows(comparison: Comparison, pairs: dict[int, int], columns: Sequence[str])
         dict(zip(TEXT, ("model", "pruned", "calibration", "criterion", "allocation"), strict=True)),
     )
     recovered = axes["recovery"].map(lambda recovery: names.RECOVERIES.get(recovery, recovery))
-    text["Allocation"] = list(map(joined, text["Allocation"], recovered))
+    text["Allocation"] = list(map(comma_joined, text["Allocation"], recovered))
     frame = pd.concat([text, frame], axis=1).assign(**{SIGNIFICANT: pd.Series(significant)})
     return Numbers(frame, low, high, numbers.best)
 

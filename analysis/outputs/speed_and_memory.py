@@ -192,7 +192,7 @@ def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure
     grid = drawing.subplots(len(panels), len(BLOCK_MAPS), squeeze=False, height_ratios=heights)
     for row, (key, part) in zip(grid, panels, strict=True):
         recovery = names.RECOVERIES.get(key["recovery"], key["recovery"])
-        pruned = settings.joined(f"{comparison.removed(key['ratio'])} pruned", recovery)
+        pruned = settings.comma_joined(f"{comparison.removed(key['ratio'])} pruned", recovery)
         for axes, (column, what) in zip(row, BLOCK_MAPS.items(), strict=True):
             _heat(axes, part, column)
             unpruned = (
@@ -219,7 +219,7 @@ def _largest(study: Study, comparison: Comparison) -> pd.DataFrame:
     ratios = comparison.cells["removed_words"].where(comparison.cells["ratio"] > 0, "")
     labels = settings.method_labels(comparison.cells)
     return timings.assign(
-        label=[settings.joined(labels[cell], ratios[cell]) for cell in timings["cell"]]
+        label=[settings.comma_joined(labels[cell], ratios[cell]) for cell in timings["cell"]]
     )
 
 

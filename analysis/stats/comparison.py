@@ -435,7 +435,7 @@ def _losses(results: pd.DataFrame) -> pd.DataFrame:
 
 def _panels(model: str, pruned: pd.DataFrame) -> Iterator[Panel]:
     axes = ["ratio", "gate"]
-    pruned_texts = settings.pruned(pruned)
+    pruned_texts = settings.pruned_in_words(pruned)
     for _, cells in pruned.groupby(axes, sort=True):
         ratio, gate = cells[axes].iloc[0]
         sets = names.calibrations_in_order(set(cells["calibration"]) - {"none"}) or ["none"]

@@ -111,7 +111,7 @@ def _groups(comparison: Comparison) -> Iterator[_Group]:
     pruned = comparison.cells[
         (comparison.cells["criterion"] != "none") & (comparison.cells["ratio"] > 0)
     ]
-    pruned_texts = settings.pruned(pruned)
+    pruned_texts = settings.pruned_in_words(pruned)
     for _, cells in pruned.groupby(["ratio", "gate"], sort=True):
         target = overall(comparison, list(cells.index))
         if target and comparison.score(target)[cells.index].notna().any():
