@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from processes import of_children, within
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 CALLS = 20
 SECONDS = 10
-Done = subprocess.CompletedProcess[str]
+Result = subprocess.CompletedProcess[str]
 SBATCH = """\
 #!/bin/sh
 echo "$@" >> {folder}/sbatch.calls
@@ -32,30 +33,37 @@ number=$(wc -l < {folder}/sbatch.calls)
 echo "sbatch: error: $REFUSE" >&2 && exit 1
 echo Submitted batch job $(wc -l < {folder}/sbatch.calls)
 """
-IMPATIENT = """
+WITHOUT_PAUSES = """
 import runpy
 from moe_lab.study.slurm import submit
 submit.PAUSES = (0.0, 0.0)
 runpy.run_module("moe_lab", run_name="__main__")
 """
-OTHERS = '#!/bin/sh\necho "$@" >> {folder}/{name}.calls\nenv >> {folder}/{name}.env\n'
+
+
+def install_fake_slurm(folder: Path) -> dict[str, str]:
+    """An environment in which sbatch prints job ids, the other commands of Slurm do nothing, and
+    each writes its arguments and environment into `folder`/bin."""
+    programs = folder / "bin"
+    programs.mkdir()
+    for name in ("sbatch", "squeue", "scancel", "scontrol", "srun", "sinfo"):
+        text = SBATCH if name == "sbatch" else OTHER_COMMAND
+        (programs / name).write_text(text.format(folder=programs, name=name))
+        (programs / name).chmod(0o755)
+    return {
+        **os.environ,
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "XDG_CACHE_HOME": str(folder / "cache"),
+    }
+
+
+OTHER_COMMAND = '#!/bin/sh\necho "$@" >> {folder}/{name}.calls\nenv >> {folder}/{name}.env\n'
 
 
 @pytest.fixture
-def counting(tmp_path: Path) -> Mapping[str, str]:
-    """An environment in which sbatch gives ids away and the other commands do nothing, and all
-    leave a trace."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    for name in ("sbatch", "squeue", "scancel", "scontrol", "srun", "sinfo"):
-        text = SBATCH if name == "sbatch" else OTHERS
-        (folder / name).write_text(text.format(folder=folder, name=name))
-        (folder / name).chmod(0o755)
-    return {
-        **os.environ,
-        "PATH": f"{folder}:{os.environ['PATH']}",
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
-    }
+def fake_slurm(tmp_path: Path) -> Mapping[str, str]:
+    """The environment of `install_fake_slurm` in the test's folder."""
+    return install_fake_slurm(tmp_path)
 
 
 def calls(folder: Path, name: str) -> list[str]:
@@ -63,13 +71,13 @@ def calls(folder: Path, name: str) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def typed(folder: Path, environment: Mapping[str, str], *words: str) -> Done:
-    """What comes of a command that submits jobs, on a store of its own."""
-    python, _, _, *typed = command(
-        folder / "store", "suite.benchmarks=[pocket_boolq]", "launcher=slurm", *words
+def submit(folder: Path, environment: Mapping[str, str], *settings: str) -> Result:
+    """The result of a command that submits a study of the store in `folder`."""
+    python, _, _, *arguments = command(
+        folder / "store", "suite.benchmarks=[pocket_boolq]", "launcher=slurm", *settings
     )
     return subprocess.run(
-        [python, "-c", IMPATIENT, *typed],
+        [python, "-c", WITHOUT_PAUSES, *arguments],
         capture_output=True,
         text=True,
         cwd=folder,
@@ -77,79 +85,131 @@ def typed(folder: Path, environment: Mapping[str, str], *words: str) -> Done:
     )
 
 
-def scripts(folder: Path, done: Done) -> dict[str, str]:
+def scripts(folder: Path, result: Result) -> dict[str, str]:
     """Kind -> script of the jobs that a command submitted."""
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
     return {
         kind: (folder / "bin" / f"{number}.sh").read_text()
-        for kind, number in jobs(done.stdout).items()
+        for kind, number in jobs(result.stdout).items()
     }
 
 
-def test_a_thousand_cells(tmp_path: Path, counting: Mapping[str, str]) -> None:
+def test_a_thousand_cells_are_submitted_in_few_calls(
+    tmp_path: Path, fake_slurm: Mapping[str, str]
+) -> None:
     ratios = ",".join(f"{number / 250:.3f}" for number in range(1, 201))
     grid = ["criterion=man,reap,frequency,magnitude,random", f"ratio={ratios}"]
     with within(SECONDS, of_children):
-        done = typed(tmp_path, counting, *grid)
-    assert done.returncode == 0, done.stderr
-    assert "1001 cells" in done.stderr
-    assert len(calls(tmp_path, "sbatch")) == len(jobs(done.stdout)) <= CALLS
+        result = submit(tmp_path, fake_slurm, *grid)
+    assert result.returncode == 0, result.stderr
+    assert "1001 cells" in result.stderr
+    assert len(calls(tmp_path, "sbatch")) == len(jobs(result.stdout)) <= CALLS
 
 
-def test_arrays_wait_for_what_they_need(tmp_path: Path, counting: Mapping[str, str]) -> None:
-    own = (
-        "evaluate: {partition: gpu, minutes: 7, sbatch: {nodelist: n7, mem_per_gpu: 9G, gres: "
-        "'nvme:1'}"
+JOBS = {
+    "evaluate": "{partition: gpu, minutes: 7, setup: [module load cuda], gpu_type: a100, "
+    "sbatch: {nodelist: n7, mem_per_gpu: 9G, gres: 'nvme:1'}}",
+    "statistics": "{memory: 0, sbatch: {gres: 'gpu:h100:1'}}",
+    "plan": "{gpus: 0, "
+    "sbatch: {mem_per_gpu: 9G, gres: 'gpu:1,nvme:1', account: null, hold: false}}",
+}
+"""Kind of jobs -> its resources in the study of `submission`."""
+
+
+class Submission(NamedTuple):
+    """The jobs of a study: the folder of its store, kind -> id of the array, kind -> script."""
+
+    folder: Path
+    ids: dict[str, str]
+    scripts: dict[str, str]
+
+    def dependency(self, kind: str) -> tuple[str, set[str]]:
+        """The condition under which an array starts, and the ids of the arrays it waits for."""
+        option = self.scripts[kind].split("--dependency=")[1].split()[0]
+        condition, *ids = option.split(":")
+        return condition, set(ids)
+
+    def ids_of(self, *kinds: str) -> set[str]:
+        return {self.ids[kind] for kind in kinds}
+
+
+@pytest.fixture(scope="module")
+def submission(tmp_path_factory: pytest.TempPathFactory) -> Submission:
+    """A study of three cells whose jobs have resources of their own."""
+    folder = tmp_path_factory.mktemp("submission")
+    resources = ", ".join(f"{kind}: {settings}" for kind, settings in JOBS.items())
+    result = submit(
+        folder,
+        install_fake_slurm(folder),
+        "criterion=man,magnitude",
+        "launcher.parallel=3",
+        "launcher.cells_per_job=1",
+        "launcher.stale_minutes=7.5",
+        f"+resources.jobs={{{resources}}}",
+        "model.device=cuda",
     )
-    own += ", setup: [module load cuda], gpu_type: a100}"
-    own += ", statistics: {memory: 0, sbatch: {gres: 'gpu:h100:1'}}"
-    own += (
-        ", plan: {gpus: 0, sbatch: {mem_per_gpu: 9G, gres: 'gpu:1,nvme:1', account: null, "
-        "hold: false}}"
-    )
-    parallel = ["criterion=man,magnitude", "launcher.parallel=3", "launcher.cells_per_job=1"]
-    parallel += ["launcher.stale_minutes=7.5"]
-    done = typed(tmp_path, counting, *parallel, f"+resources.jobs={{{own}}}", "model.device=cuda")
-    written = scripts(tmp_path, done)
-    ids = jobs(done.stdout)
-    assert "--dependency" not in written["model"]
-    after = {
-        kind: script.split("--dependency=")[1].split()[0]
-        for kind, script in written.items()
-        if kind != "model"
-    }
-    assert after["statistics"] == f"afterok:{ids['model']}"
-    assert after["plan"].split(":")[0] == "afterok" and ids["scores"] in after["plan"].split(":")
-    assert {ids["plan"], ids["model"], ids["cost"]} == set(after["evaluate"].split(":")[1:])
-    condition, *all_jobs = after["record"].split(":")
-    assert condition == "afterany" and set(all_jobs) == set(ids.values()) - {ids["record"]}
-    assert all("--kill-on-invalid-dep=yes" in script for script in written.values())
-    for word in (
-        "--array=0-2%3",
-        "--partition=gpu",
-        "--nodelist=n7",
-        "--time=7",
-        "\nmodule load cuda\n",
-    ):
-        assert written["evaluate"].count(word) == 1
-    assert "--partition" not in written["plan"] and re.findall(r"--mem[^=]*", written["plan"]) == [
-        "--mem"
-    ]
-    assert "--mem-per-gpu=9G" in written["evaluate"]
-    assert "--mem=" not in written["evaluate"] + written["statistics"]
-    asked = {kind: re.findall(r"--gp\S+|--gres\S+", script) for kind, script in written.items()}
-    assert sorted(asked["evaluate"]) == ["--gpus-per-node=a100:1", "--gres=nvme:1"]
-    assert "None" not in written["plan"] and "hold" not in written["plan"]
-    assert (asked["statistics"], asked["plan"], asked["record"]) == (
-        ["--gres=gpu:h100:1"],
-        ["--gres=nvme:1"],
-        [],
-    )
-    job = DelayedSubmission.load(next(tmp_path.glob("cache/moe_lab/jobs/*/1_submitted.pkl")))
-    assert job.function.launcher.stale_minutes == 7.5
+    return Submission(folder, jobs(result.stdout), scripts(folder, result))
 
 
-SHOWN = {
+def test_arrays_depend_on_the_arrays_of_their_inputs(submission: Submission) -> None:
+    assert "--dependency" not in submission.scripts["model"]
+    assert submission.dependency("statistics") == ("afterok", submission.ids_of("model"))
+    condition, ids = submission.dependency("plan")
+    assert condition == "afterok" and submission.ids["scores"] in ids
+    assert submission.dependency("evaluate")[1] == submission.ids_of("plan", "model", "cost")
+
+
+def test_the_record_waits_for_all_jobs_whether_they_fail_or_not(submission: Submission) -> None:
+    other_ids = set(submission.ids.values()) - submission.ids_of("record")
+    assert submission.dependency("record") == ("afterany", other_ids)
+
+
+def test_jobs_whose_inputs_fail_leave_the_queue(submission: Submission) -> None:
+    assert all("--kill-on-invalid-dep=yes" in script for script in submission.scripts.values())
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--array=0-2%3", "--partition=gpu", "--nodelist=n7", "--time=7", "\nmodule load cuda\n"],
+)
+def test_settings_of_jobs_are_in_their_script_once(submission: Submission, option: str) -> None:
+    assert submission.scripts["evaluate"].count(option) == 1
+    assert "--partition" not in submission.scripts["plan"]
+
+
+def test_memory_is_requested_by_one_option(submission: Submission) -> None:
+    scripts = submission.scripts
+    assert re.findall(r"--mem[^=]*", scripts["plan"]) == ["--mem"]
+    assert "--mem-per-gpu=9G" in scripts["evaluate"]
+    assert "--mem=" not in scripts["evaluate"] + scripts["statistics"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("evaluate", ["--gpus-per-node=a100:1", "--gres=nvme:1"]),
+        ("statistics", ["--gres=gpu:h100:1"]),
+        ("plan", ["--gres=nvme:1"]),
+        ("record", []),
+    ],
+)
+def test_gpus_are_requested_by_one_option(
+    submission: Submission, kind: str, options: list[str]
+) -> None:
+    assert sorted(re.findall(r"--gp\S+|--gres\S+", submission.scripts[kind])) == options
+
+
+def test_options_that_are_null_or_false_are_left_out(submission: Submission) -> None:
+    assert "None" not in submission.scripts["plan"]
+    assert "hold" not in submission.scripts["plan"]
+
+
+def test_jobs_get_the_settings_of_the_launcher(submission: Submission) -> None:
+    (file,) = submission.folder.glob("cache/moe_lab/jobs/*/1_submitted.pkl")
+    assert DelayedSubmission.load(file).function.launcher.stale_minutes == 7.5
+
+
+DISPLAY_VARIABLES = {
     **{
         "SQUEUE_STATES": "RUNNING",
         "SQUEUE_PARTITION": "x",
@@ -164,7 +224,7 @@ SHOWN = {
     },
     **{"SLURM_CLUSTERS": "x", "SLURM_TIME_FORMAT": "relative"},
 }
-OVERRIDING = {
+JOB_VARIABLES = {
     **{
         "SBATCH_JOB_NAME": "x",
         "SBATCH_ARRAY_INX": "0-9",
@@ -192,39 +252,38 @@ OVERRIDING = {
 }
 """What a shell, or the job that it is in, would say against what moe_lab says of jobs; the qos is
 set below."""
-USUAL = {"SBATCH_ACCOUNT": "me", "SBATCH_RESERVATION": "x"}
-FOUND = {"SLURM_CONF": "/x", "HOME": "/x"}
+SITE_VARIABLES = {"SBATCH_ACCOUNT": "me", "SBATCH_RESERVATION": "x"}
+PATH_VARIABLES = {"SLURM_CONF": "/x", "HOME": "/x"}
 
 
-def test_slurm_is_not_told_what_the_shell_shows_or_would_override(
-    tmp_path: Path, counting: Mapping[str, str]
+@pytest.mark.parametrize("program", ["squeue", "sinfo", "scontrol", "sbatch"])
+def test_variables_of_the_shell_are_hidden_from_slurm(
+    program: str, tmp_path: Path, fake_slurm: Mapping[str, str]
 ) -> None:
-    shell = {**counting, **SHOWN, **OVERRIDING, **USUAL, **FOUND}
-    scripts(tmp_path, typed(tmp_path, shell, "criterion=man", "resources.every.sbatch={qos:long}"))
-    for name in ("squeue", "sinfo", "scontrol", "sbatch"):
-        lines = (tmp_path / "bin" / f"{name}.env").read_text().split("\n")
-        variables = dict(line.split("=", 1) for line in lines if "=" in line)
-        assert not set(SHOWN) & set(variables), name
-        assert {**FOUND, **(USUAL if name == "sbatch" else {})}.items() <= variables.items(), name
-    assert not set(OVERRIDING) & set(variables) and variables["HF_HUB_OFFLINE"] == "1"
+    """Variables that change the output of its commands or override the settings of jobs."""
+    shell = {**fake_slurm, **DISPLAY_VARIABLES, **JOB_VARIABLES, **SITE_VARIABLES, **PATH_VARIABLES}
+    scripts(tmp_path, submit(tmp_path, shell, "criterion=man", "resources.every.sbatch={qos:long}"))
+    lines = (tmp_path / "bin" / f"{program}.env").read_text().split("\n")
+    variables = dict(line.split("=", 1) for line in lines if "=" in line)
+    assert not set(DISPLAY_VARIABLES) & set(variables)
+    assert PATH_VARIABLES.items() <= variables.items()
+    if program == "sbatch":
+        assert SITE_VARIABLES.items() <= variables.items()
+        assert not set(JOB_VARIABLES) & set(variables)
+        assert variables["HF_HUB_OFFLINE"] == "1"
 
 
-def test_a_multirun_is_one_submission(tmp_path: Path, counting: Mapping[str, str]) -> None:
-    words = ["-m", "hydra/launcher=study", "criterion=man,magnitude", "ratio=0.25,0.5"]
-    done = typed(tmp_path, counting, *words)
-    assert done.returncode == 0 and "5 cells" in done.stderr, done.stderr
-    assert (
-        list(jobs(done.stdout)).count("record")
-        == 1
-        == len(list((tmp_path / "store" / "runs").glob("*/*")))
-    )
-    assert all("under way" not in line for line in done.stderr.splitlines())
+def test_a_multirun_is_one_submission(tmp_path: Path, fake_slurm: Mapping[str, str]) -> None:
+    arguments = ["-m", "hydra/launcher=study", "criterion=man,magnitude", "ratio=0.25,0.5"]
+    result = submit(tmp_path, fake_slurm, *arguments)
+    assert result.returncode == 0 and "5 cells" in result.stderr, result.stderr
+    assert list(jobs(result.stdout)).count("record") == 1
+    assert len(list((tmp_path / "store" / "runs").glob("*/*"))) == 1
+    assert all("under way" not in line for line in result.stderr.splitlines())
 
 
-def test_the_page_on_slurm_shows_what_is_printed(
-    tmp_path: Path, counting: Mapping[str, str]
-) -> None:
-    words = [
+def test_slurm_page_shows_the_printed_plan(tmp_path: Path, fake_slurm: Mapping[str, str]) -> None:
+    arguments = [
         sys.executable,
         "-m",
         "moe_lab",
@@ -232,13 +291,15 @@ def test_the_page_on_slurm_shows_what_is_printed(
         "launcher=slurm",
         f"store={tmp_path}/store",
     ]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=dict(counting))
+    result = subprocess.run(
+        arguments, capture_output=True, text=True, cwd=tmp_path, env=dict(fake_slurm)
+    )
     page = (Path(__file__).parents[2] / "docs" / "slurm.md").read_text()
-    assert done.returncode == 0 and done.stdout in page, done.stdout
+    assert result.returncode == 0 and result.stdout in page, result.stdout
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("refusal", "message"),
     [
         (
             "Invalid account or account/partition combination specified",
@@ -246,122 +307,135 @@ def test_the_page_on_slurm_shows_what_is_printed(
         ),
         ("QOSMaxSubmitJobPerUserLimit", "launcher.cells_per_job"),
         (
-            (
-                "QOSMaxWallDurationPerJobLimit sbatch: error: Job violates (job submit limit, "
-                "user's "
-                "size)"
-            ),
+            "QOSMaxWallDurationPerJobLimit sbatch: error: Job violates (job submit limit, "
+            "user's size)",
             "ask for less",
         ),
         ("Socket timed out on send/recv operation", "has not answered"),
         ("accounting storage says no", "or resources.models"),
     ],
 )
-def test_a_refusal_takes_back_accepted_jobs(
-    words: str, says: str, tmp_path: Path, counting: Mapping[str, str]
+def test_a_refusal_cancels_accepted_jobs(
+    refusal: str, message: str, tmp_path: Path, fake_slurm: Mapping[str, str]
 ) -> None:
-    """And what was accepted although sbatch has not said so: 4 here."""
-    refusing = {**counting, "REFUSE_AT": "4", "REFUSE": f"Batch job submission failed: {words}"}
-    shown = (
+    """Also job 4, which Slurm accepted although sbatch reported an error."""
+    listing = (
         'case "$*" in *%o*) printf "4|$(ls -d '
         f'{tmp_path}/cache/moe_lab/jobs/0*)/x.sh\\n9|/x/jobs/x.sh\\n";; esac'
     )
-    (tmp_path / "bin" / "squeue").write_text(f"#!/bin/sh\n{shown}\n")
-    done = typed(tmp_path, refusing, "resources.every.sbatch={account:ours}")
-    assert done.returncode == 2 and words in done.stderr and "account=ours" in done.stderr
-    assert says in done.stderr
-    cancelled = {word for line in calls(tmp_path, "scancel") for word in line.split()}
+    (tmp_path / "bin" / "squeue").write_text(f"#!/bin/sh\n{listing}\n")
+    result = submit(
+        tmp_path,
+        {**fake_slurm, "REFUSE_AT": "4", "REFUSE": f"Batch job submission failed: {refusal}"},
+        "resources.every.sbatch={account:ours}",
+    )
+    assert result.returncode == 2 and refusal in result.stderr and "account=ours" in result.stderr
+    assert message in result.stderr
+    cancelled = {job for line in calls(tmp_path, "scancel") for job in line.split()}
     assert cancelled == {"1", "2", "3", "4"}
     assert not list((tmp_path / "store" / "runs").glob("*/*"))
 
 
-def test_a_controller_that_is_away_for_a_moment_gets_each_array_once(
-    tmp_path: Path, counting: Mapping[str, str]
+def test_each_array_is_submitted_once_if_the_controller_is_away(
+    tmp_path: Path, fake_slurm: Mapping[str, str]
 ) -> None:
     """It has taken 4 without saying so, and 5 when sbatch was tried again."""
     script = f"$(ls -d {tmp_path}/cache/moe_lab/jobs/0*)/x.sh"
-    shown = f'case "$*" in *%o*) for job in 1 4 5; do echo "$job|{script}"; done;; esac'
-    (tmp_path / "bin" / "squeue").write_text(f"#!/bin/sh\n{shown}\n")
-    away = {
+    listing = f'case "$*" in *%o*) for job in 1 4 5; do echo "$job|{script}"; done;; esac'
+    (tmp_path / "bin" / "squeue").write_text(f"#!/bin/sh\n{listing}\n")
+    refusal = {
         "REFUSE_AT": "4",
         "REFUSE_UNTIL": "5",
         "REFUSE": "Unable to contact slurm controller (connect failure)",
     }
-    done = typed(tmp_path, {**counting, **away})
-    assert done.returncode == 0, done.stderr
-    arrays = jobs(done.stdout).values()
+    result = submit(tmp_path, {**fake_slurm, **refusal})
+    assert result.returncode == 0, result.stderr
+    arrays = jobs(result.stdout).values()
     assert "4" not in arrays and len(arrays) == len(calls(tmp_path, "sbatch")) - 1
     assert calls(tmp_path, "scancel") == ["4"]
 
 
-def test_jobs_that_stay_are_noted(
-    tmp_path: Path, counting: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
+CANCEL_ERROR = "echo scancel: error: Kill job error on job id"
+
+
+def install_scancel(folder: Path, *lines: str) -> None:
+    (folder / "bin" / "scancel").write_text("\n".join(["#!/bin/sh", *lines, "exit 1", ""]))
+
+
+def test_jobs_that_cannot_be_cancelled_are_reported_and_recorded(
+    tmp_path: Path, fake_slurm: Mapping[str, str]
 ) -> None:
-    scancel = tmp_path / "bin" / "scancel"
-    says = "echo scancel: error: Kill job error on job id"
-    scancel.write_text(
-        f"#!/bin/sh\n({says} 1: Invalid job id specified; {says} 2: Access denied) >&2\nexit 1\n"
+    errors = (
+        f"{CANCEL_ERROR} 1: Invalid job id specified",
+        f"{CANCEL_ERROR} 2: Access denied",
     )
-    done = typed(tmp_path, {**counting, "REFUSE_AT": "4", "REFUSE": "it is full"})
-    assert done.returncode == 2 and re.search(
-        r"moe_lab: .*it is full.*on job id 2: Access denied", done.stderr
-    )
-    [noted] = (tmp_path / "store" / "runs").glob("*/*/jobs.json")
-    assert len({row["job"]["array"] for row in json.loads(noted.read_text())["jobs"]}) == 3
-    monkeypatch.setenv("PATH", counting["PATH"])
+    install_scancel(tmp_path, f"({'; '.join(errors)}) >&2")
+    result = submit(tmp_path, {**fake_slurm, "REFUSE_AT": "4", "REFUSE": "it is full"})
+    assert result.returncode == 2
+    assert re.search(r"moe_lab: .*it is full.*on job id 2: Access denied", result.stderr)
+    [file] = (tmp_path / "store" / "runs").glob("*/*/jobs.json")
+    assert len({row["job"]["array"] for row in json.loads(file.read_text())["jobs"]}) == 3
+
+
+def test_cancel_tries_all_jobs_and_raises_if_some_remain(
+    tmp_path: Path, fake_slurm: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", fake_slurm["PATH"])
     monkeypatch.setattr(scheduler, "AT_ONCE", 1)
-    scancel.write_text(
-        f"#!/bin/sh\necho $1 >> {tmp_path}/asked\n[ $1 = 2 ] && {says} 2: Access denied >&2\nexit "
-        "1\n"
+    install_scancel(
+        tmp_path,
+        f"echo $1 >> {tmp_path}/ids",
+        f"[ $1 = 2 ] && {CANCEL_ERROR} 2: Access denied >&2",
     )
     with pytest.raises(UserError, match=r"some jobs are not cancelled.*says: nothing"):
         scheduler.cancel("123")
-    assert (tmp_path / "asked").read_text().split() == ["1", "2", "3"]
-    scancel.write_text(f"#!/bin/sh\n{says} 1: Invalid job id specified >&2\nexit 1\n")
-    scheduler.cancel(["1"])  # it has ended
+    assert (tmp_path / "ids").read_text().split() == ["1", "2", "3"]
 
 
-def test_a_scheduler_that_falls_silent_may_have_taken_jobs(
-    tmp_path: Path, counting: Mapping[str, str]
+def test_cancel_accepts_jobs_that_have_ended(
+    tmp_path: Path, fake_slurm: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their files stay. It answers once about jobs."""
-    silent = (
-        f"#!/bin/sh\n[ -e {tmp_path}/silent ] && echo timed out >&2 && exit 1\ntouch "
-        f"{tmp_path}/silent\n"
-    )
-    (tmp_path / "bin" / "squeue").write_text(silent)
-    done = typed(tmp_path, {**counting, "REFUSE_AT": "2", "REFUSE": "Socket timed out"})
-    assert (
-        done.returncode == 2
-        and "see squeue" in done.stderr
-        and "jobs may remain in the queue" in done.stderr
-    )
-    assert calls(tmp_path, "scancel") == ["1"], "that one is known"
-    assert (
-        len(list(tmp_path.glob("store/runs/*/0*")))
-        == len(list(tmp_path.glob("cache/moe_lab/jobs/0*")))
-        == 1
-    )
+    monkeypatch.setenv("PATH", fake_slurm["PATH"])
+    install_scancel(tmp_path, f"{CANCEL_ERROR} 1: Invalid job id specified >&2")
+    scheduler.cancel(["1"])
 
 
-def test_a_hanging_squeue_is_told(
-    counting: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_files_of_jobs_stay_when_slurm_stops_answering(
+    tmp_path: Path, fake_slurm: Mapping[str, str]
+) -> None:
+    """Slurm may have accepted the second job. squeue answers once."""
+    marker = tmp_path / "answered"
+    (tmp_path / "bin" / "squeue").write_text(
+        f"#!/bin/sh\n[ -e {marker} ] && echo timed out >&2 && exit 1\ntouch {marker}\n"
+    )
+    result = submit(tmp_path, {**fake_slurm, "REFUSE_AT": "2", "REFUSE": "Socket timed out"})
+    assert result.returncode == 2 and "see squeue" in result.stderr
+    assert "jobs may remain in the queue" in result.stderr
+    assert calls(tmp_path, "scancel") == ["1"], "the job whose id is known"
+    assert len(list(tmp_path.glob("store/runs/*/0*"))) == 1
+    assert len(list(tmp_path.glob("cache/moe_lab/jobs/0*"))) == 1
+
+
+def test_a_hanging_squeue_is_reported(
+    fake_slurm: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "bin" / "squeue").write_text("#!/bin/sh\nexec sleep 100\n")
-    monkeypatch.setenv("PATH", counting["PATH"])
+    monkeypatch.setenv("PATH", fake_slurm["PATH"])
     monkeypatch.setattr(scheduler, "LIMIT", 0.1)
     with pytest.raises(UserError, match=r"squeue has not answered for 0\.1 s"):
         scheduler.queue()
 
 
 @pytest.mark.parametrize(
-    ("squeue", "says"),
+    ("squeue", "message"),
     [
         (None, "there is no squeue here"),
         ("no program", "squeue cannot be started (Exec format error)"),
     ],
 )
-def test_a_machine_without_slurm_is_told(squeue: str | None, says: str, tmp_path: Path) -> None:
+def test_a_machine_without_slurm_is_reported(
+    squeue: str | None, message: str, tmp_path: Path
+) -> None:
     """Also where PATH has a folder that may not be read, as after `su`, which hides that there is
     no such program."""
     hidden = tmp_path / "hidden"
@@ -371,5 +445,5 @@ def test_a_machine_without_slurm_is_told(squeue: str | None, says: str, tmp_path
     if squeue is not None:
         (programs / "squeue").write_bytes(b"\0" + squeue.encode())
         (programs / "squeue").chmod(0o755)
-    done = typed(tmp_path, {**os.environ, "PATH": f"{hidden}:{programs}"})
-    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+    result = submit(tmp_path, {**os.environ, "PATH": f"{hidden}:{programs}"})
+    assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr
