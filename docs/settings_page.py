@@ -8,29 +8,38 @@ from moe_lab.config.table import Setting, settings
 
 HEAD = """# Settings
 
-Settings are typed as `GROUP.SETTING=VALUE`, such as `calibration.tokens=4096`, and stand in
-the files of `conf/` without the name of their group. Those of most use come first. This page is
-printed by `python docs/settings_page.py`.
+A setting is typed as `GROUP.SETTING=VALUE`, for example:
+
+    python -m moe_lab calibration.tokens=4096 ratio=0.5
+
+`GROUP=NAME` chooses the file `conf/GROUP/NAME.yaml` ([usage.md](usage.md#settings)), in which the
+names of settings are written without their group. An empty default means that the setting must be
+set, in most cases by such a file. The settings that are used most come first, the others follow by
+group.
+
+This page is printed by `python docs/settings_page.py`.
 """
 
 
 def page() -> str:
     """The page of settings in Markdown: the basic ones, then the others by group."""
-    every = settings()
-    parts = [HEAD, "## Basic settings\n", _rows(setting for setting in every if setting.basic)]
-    for group in dict.fromkeys(setting.group for setting in every):
+    all_settings = settings()
+    basic = [setting for setting in all_settings if setting.basic]
+    others = [setting for setting in all_settings if not setting.basic]
+    parts = [HEAD, "## Basic settings\n", _rows(basic)]
+    for group in dict.fromkeys(setting.group for setting in others):
         parts += [
             f"## {group or 'Study'}\n",
-            _rows(one for one in every if one.group == group and not one.basic),
+            _rows(setting for setting in others if setting.group == group),
         ]
     return "\n".join(parts)
 
 
 def _rows(listed: Iterable[Setting]) -> str:
-    rows = [
-        f"| `{one.key}` | {f'`{one.default}`' if one.default else ''} | {one.meaning} |\n"
-        for one in listed
-    ]
+    rows = []
+    for setting in listed:
+        default = f"`{setting.default}`" if setting.default else ""
+        rows.append(f"| `{setting.key}` | {default} | {setting.meaning} |\n")
     return "".join(["| setting | default | meaning |\n|---|---|---|\n", *rows])
 
 

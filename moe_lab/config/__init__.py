@@ -92,20 +92,19 @@ class LauncherConfig(Group):
     name: Literal["inline", "local", "slurm"] = "local"
     """inline (this process), local (several processes) or slurm."""
     processes: Annotated[int, Strict(), Field(ge=1, le=1024)] | None = None
-    """Processes of launcher=local; null takes one per GPU, or set of GPUs for steps that need
-    several, or without GPUs one per CPU core, as far as memory goes."""
+    """Processes of launcher=local; null: one for each GPU, or for each group of GPUs that a step
+    needs; without GPUs, one for each CPU core, as far as memory allows."""
     cells_per_job: Positive = 16
-    """Pruned models that one Slurm job evaluates on weights it loads once."""
+    """Pruned models that one Slurm job evaluates after loading the weights once."""
     parallel: Positive = 64
     """Jobs of one array that may run at the same time."""
     max_requeues: Count = 3
-    """How often a job that is interrupted, by its time limit or by another job, is put back into
-    the queue."""
+    """How often a job that reaches its time limit or is preempted is put back into the queue."""
     signal_seconds: Positive = 120
     """Seconds before its time limit at which a job is told to stop."""
     stale_minutes: Above0 = 30
-    """Minutes without a heartbeat of a process after which others, on other machines, take
-    over what it was doing, unless Slurm shows its job."""
+    """Minutes without a heartbeat of a process after which processes on other machines take over
+    its step, unless Slurm shows its job."""
     python: str | None = None
     """Command that starts Python in a job, such as `apptainer exec image.sif python`; null takes
     the interpreter that runs now."""
@@ -125,9 +124,9 @@ class JobConfig(Group):
     cpus: Positive | None = None
     """CPU cores."""
     memory: Annotated[float, Strict(), Field(ge=0)] | None = None
-    """Main memory in GiB; 0 asks for none, where a cluster gives it with cores or GPUs."""
+    """Main memory in GiB; 0 requests none, for clusters that assign it with cores or GPUs."""
     minutes: Positive | None = None
-    """Time limit; interrupted work resumes from where it was."""
+    """Time limit; interrupted work resumes where it stopped."""
     partition: str | None = None
     """Partition, as sinfo names it."""
     sbatch: Annotated[dict[str, Any], AfterValidator(_others)] = field(default_factory=dict)
@@ -147,15 +146,15 @@ class ResourcesConfig(Group):
     gpu_memory: Above0 = 80.0
     """GiB of one GPU, of the cluster or of this machine."""
     longest: Positive = 1440
-    """Most minutes that a job asks for, and those it asks for when its time is not known, if the
-    partition allows them; longer work is requeued and resumes."""
+    """Largest time limit of a job in minutes, and the limit of a job of unknown time, as far as the
+    partition allows; longer work is requeued and resumes."""
     every: JobConfig = field(default_factory=JobConfig)
     """All jobs."""
     jobs: dict[str, JobConfig] = field(default_factory=dict)
     """Kind of step -> fields of `every`, for jobs of that kind."""
     models: dict[str, JobConfig] = field(default_factory=dict)
-    """Name of a model -> fields of `every`, for jobs that read its weights, whatever model.top_k
-    is; they take precedence over `jobs`."""
+    """Name of a model, without _topN -> fields of `every`, for jobs that read its weights; they
+    take precedence over `jobs`."""
 
     def of_model(self, model: ModelConfig) -> JobConfig | None:
         """What is set for jobs that read the weights of a model."""
@@ -177,7 +176,7 @@ class TimingConfig(Group):
     )
     """Tokens of each prompt."""
     new_tokens: Positive = 32
-    """Tokens that are generated after the first one, for each prompt."""
+    """Tokens that are generated after the first token, for each prompt."""
     device: str | None = None
     """Name of the GPU or processor to measure on, such as `NVIDIA H100 80GB HBM3`; null is that of
     this machine."""
@@ -192,14 +191,14 @@ class TrackerConfig(Group):
     name: Literal["none", "wandb"] = "none"
     """none or wandb."""
     project: Project | None = None
-    """Project of the tracker; null: that of its own settings, such as WANDB_PROJECT."""
+    """Project of the tracker; null: the project in wandb's own settings, such as WANDB_PROJECT."""
     plans: bool = False
     """Whether each cell's plan.json is logged as an artefact."""
 
 
 @dataclass(config=SETTINGS, frozen=True)
 class Config(Group):
-    """One study: what is asked of its cells, and how it runs."""
+    """One study: how its cells are evaluated, and how it runs."""
 
     basic = frozenset(
         {
@@ -232,24 +231,24 @@ class Config(Group):
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     """Experiment tracker that gets a copy of the results."""
     study: Study = "study"
-    """Name of the study: its list of cells and its report are stored under it."""
+    """Name of the study, under which its list of cells and its report are stored."""
     plugins: list[str] = field(default_factory=list)
     """Modules with criteria or allocations of your own, such as my_package.my_module. Set them on
     the command line, so that their criteria and allocations can be chosen there."""
     store: Text = "store"
     """Folder of all steps and results."""
     also: list[Text] = field(default_factory=list)
-    """Stores of others, which are only read: what they have finished is taken over before anything
-    is computed."""
+    """Stores that are only read: their finished steps are taken over before anything is
+    computed."""
     overlap: bool = False
-    """Also score every S(b, alpha, beta) and the exact damage on each text that is read, for the
+    """Also compute every S(b, alpha, beta) and the exact damage on each calibration set, for the
     overlap figures."""
     profile: bool = False
     """Also measure hidden states and routing of each pruned model layer by layer, and how much
     pruning each layer alone changes its output, on flops_text."""
     timing: bool = False
-    """Also measure how fast each model reads prompts and generates, and its memory, on the device
-    it runs on, with prompts from flops_text."""
+    """Also measure the speed of each model in reading prompts and generating, and its memory, with
+    prompts from flops_text."""
     timed: TimingConfig = field(default_factory=TimingConfig)
     """The requests that are timed."""
     report: bool = True
@@ -260,32 +259,32 @@ class Config(Group):
     """Run some tokens through each exported checkpoint and the masked model, and refuse a
     checkpoint that differs."""
     objective: str | None = None
-    """What a sweeper of Hydra is told of each job: Avg (the mean of all benchmarks in which more is
-    better), or a result such as arc_easy or perplexity (of a loss or perplexity, less is better).
-    hydra/sweeper=basic, a plain grid, needs none."""
-    flops_text: str = "pocket_excerpt"
-    """Name of the file in conf/calibration whose tokens are routed to count the FLOPs of each
-    pruned model."""
-    allow_code_execution: bool = False
-    """Let benchmarks run programs the model wrote, in a sandbox."""
-    sandbox: Literal["auto", "namespaces", "none"] = "auto"
-    """auto (namespaces, or a limited subprocess for the shipped model's programs), namespaces, or
+    """The value of each job for a sweeper of Hydra: Avg (the mean of all higher-is-better
+    benchmarks), or the name of a result such as arc_easy or perplexity. A plain grid needs
     none."""
+    flops_text: str = "pocket_excerpt"
+    """Name of the file in conf/calibration whose text is used to count FLOPs, and for profile and
+    timing."""
+    allow_code_execution: bool = False
+    """Let benchmarks run programs that the model wrote, in a sandbox."""
+    sandbox: Literal["auto", "namespaces", "none"] = "auto"
+    """How these programs are confined: auto (namespaces, or a limited subprocess for shipped
+    benchmarks if the kernel has no namespaces), namespaces, or none."""
     allow_judge: bool = False
     """Send the model's answers to the judge's endpoint."""
     allow_pickled_data: bool = False
-    """Read data sets that hold pickles, which can run code when read (LiveCodeBench's hidden
-    tests)."""
+    """Read data sets that contain pickles, which can run code when read: the hidden tests of
+    LiveCodeBench."""
     data_root: Text = "~/.cache/moe_lab/data"
-    """Folder of the mirrors of benchmark data; `python -m moe_lab.evaluation.mirror` fills it."""
+    """Folder of the mirrors of benchmark data, made by `python -m moe_lab.evaluation.mirror`."""
     interpreters: dict[Literal["vllm", "evalscope"], str | None] = field(default_factory=dict)
-    """Harness, or vllm -> the Python that runs it, if its packages conflict with those here;
-    `make evalscope` and `make vllm` make one."""
+    """evalscope or vllm -> the Python interpreter that runs it, since its packages conflict with
+    those of moe_lab; `make evalscope` and `make vllm` make one."""
     wait: bool = False
     """With launcher=slurm: follow the jobs until they end, instead of returning when they are
     submitted."""
     retry: Literal["failed"] | None = None
-    """failed: run failed steps again; null keeps their errors."""
+    """failed: run failed steps again; null: keep their errors."""
 
 
 @dataclass(config=SETTINGS, frozen=True)
@@ -313,4 +312,4 @@ class CellConfig(Group):
     seed: Count = 42
     """Seed of the calibration order and of random choices."""
     protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
-    """How the benchmarks are asked, where a paper differs from their files."""
+    """The evaluation settings of a paper that differ from the benchmarks' files."""

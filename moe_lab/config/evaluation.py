@@ -69,10 +69,10 @@ class JudgeConfig(Group):
     key_variable: Variable = "OPENAI_API_KEY"
     """Name of the environment variable that holds the key; endpoints without keys need none."""
     max_tokens: Positive = 2048
-    """Most tokens of a reply."""
+    """Largest number of tokens of a reply."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Anything else the endpoint takes in a request, such as reasoning_effort: low; the temperature
-    is 0 unless it is set here."""
+    """Other fields of a request to the endpoint, such as reasoning_effort: low; the temperature is
+    0 unless it is set here."""
 
     @model_validator(mode="after")
     def _extra_is_extra(self) -> Self:
@@ -93,12 +93,12 @@ class BackendConfig(Group):
     runtime = frozenset({"ready_seconds", "python"})
 
     name: Literal["hf", "server", "vllm"] = "hf"
-    """hf (the loaded model), vllm (an engine of vLLM that masks what plans drop; it also gives
-    likelihoods), or server (an exported checkpoint behind a server that is started and stopped)."""
+    """What generates texts: hf (the loaded model), vllm (an engine of vLLM, which also gives
+    likelihoods), or server (a server that is started for an exported checkpoint)."""
     command: str | None = None
     """Command line that starts the server, with {checkpoint}, {port} and {name}."""
     ready_seconds: Above0 = 1800.0
-    """Seconds the server, or vLLM, may take until it answers."""
+    """Largest number of seconds until the server, or vLLM, answers."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """With name=vllm: arguments of vllm.LLM, such as gpu_memory_utilization: 0.8 or
     tensor_parallel_size: 2."""
@@ -156,10 +156,10 @@ class BenchmarkConfig(Group):
     references = frozenset({"task", "data"})
 
     name: Name
-    """Name of this run in file names."""
+    """Name of the benchmark in file names."""
     harness: Annotated[str, AfterValidator(_known_harness)]
-    """The program that asks and grades: a module of moe_lab/evaluation/harnesses, such as lm_eval
-    or perplexity."""
+    """The program that makes the prompts and grades the answers: a module of
+    moe_lab/evaluation/harnesses, such as lm_eval or perplexity."""
     task: str
     """The harness's task: its own name for it, a task file, a data file, or
     `pocket:benchmarks/FILE`."""
@@ -180,11 +180,11 @@ class BenchmarkConfig(Group):
     shots: Count = 0
     """Solved examples in front of each question."""
     chat: bool = False
-    """Ask through the model's chat template."""
+    """Whether the model's chat template formats the prompts."""
     max_new_tokens: Count = 0
     """Generation limit; 0 for benchmarks that generate nothing."""
     max_length: From2 | None = None
-    """Most tokens of prompt and answer together; null takes the model's limit."""
+    """Largest number of tokens of prompt and answer together; null: the model's limit."""
     batch_size: Positive = 64
     """Sequences in one forward pass."""
     parameters: dict[str, Any] = field(default_factory=dict)
@@ -206,19 +206,19 @@ class SuiteConfig(Group):
     basic = frozenset({"benchmarks", "path", "limit"})
 
     benchmarks: list[str] | None = None
-    """Names of files in conf/benchmark; null: those of suite=pocket_no_code for the shipped models,
-    none for others."""
+    """Names of files in conf/benchmark; null: those of suite=pocket_no_code for shipped models,
+    none for other models."""
     path: str | None = None
     """The text file of suite=perplexity, or the folder of suite=bfcl."""
     limit: Positive | None = None
-    """Evaluate only the first N items of each benchmark; the report says so."""
+    """Evaluate only the first N items of each benchmark; the report names the limit."""
 
 
 @dataclass(config=SETTINGS, frozen=True)
 class ProtocolConfig(Group):
-    """How a paper asks its benchmarks, where that differs from the benchmarks' files."""
+    """The evaluation settings of a paper that differ from the benchmarks' files."""
 
     name: Name = "unified"
     """Name of the protocol."""
     benchmarks: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Benchmark -> the fields that differ; `every` holds for all that have `data`."""
+    """Benchmark -> the fields that differ; `every` applies to all benchmarks with `data`."""

@@ -27,7 +27,7 @@ from moe_lab.config.base import (
 Gate = Literal["model", "renormalized", "full_softmax", "double_softmax"]
 GATES: tuple[str, ...] = get_args(Gate)
 Shape = Literal["natural", "masked", "padded"]
-"""Values of export.format in which weights are rounded, after the model was evaluated."""
+"""Values of export.shape."""
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 DEVICE_MAPS = ("balanced", "balanced_low_0", "sequential")
 """Names of transformers' device maps, which spread a model over the devices of a machine."""
@@ -98,9 +98,9 @@ class ModelConfig(Group):
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     dtype: Precision = "auto"
-    """Weight precision once loaded: auto (as stored on CUDA, float32 on CPU), float32, bfloat16 or
-    float16. Routers that the files hold in a higher precision than most weights, and their
-    correction biases, are not rounded."""
+    """Precision of the loaded weights: auto (as stored on CUDA, float32 on the CPU), float32,
+    bfloat16 or float16. Routers and correction biases that are stored in a higher precision keep
+    it."""
     device: Device = "auto"
     """Where the model runs: auto, cpu, cuda, cuda:N, or a transformers device map such as
     balanced."""
@@ -110,8 +110,8 @@ class ModelConfig(Group):
     trust_remote_code: bool = False
     """Run modelling code that comes with the checkpoint. Off unless you trust the author."""
     top_k: Positive | None = None
-    """Routed experts per token, in scoring and evaluation; null is as trained. Otherwise the name
-    ends in _topN."""
+    """Routed experts per token, in scoring and evaluation; null is as trained. With a number N, the
+    model's name ends in _topN."""
     expected: ExpectedConfig | None = None
     """The architecture: costs are estimated from it without the model, and a checkpoint that
     differs is refused."""
@@ -195,8 +195,8 @@ class CalibrationConfig(Group):
     split: str = "train"
     """Split of a hub data set."""
     field: str | None = None
-    """Field of a JSON line to read; null takes text, messages, instruction and output, or question
-    and answer."""
+    """The only field of a JSON line that is read; null reads text, messages, instruction and
+    output, or question and answer."""
     template: str | None = None
     """Text made of a JSON line's fields, such as "Question: {question}", instead of one field."""
     ignored: tuple[str, ...] = ()
@@ -213,7 +213,7 @@ class CalibrationConfig(Group):
     tokens: Positive = 524288
     """Tokens to read, padding and gaps included; tokens / length is the number of rows."""
     batch_size: Positive = 4
-    """Rows in one forward pass; changes speed and memory, never the sums beyond rounding."""
+    """Rows in one forward pass; it changes speed and memory, and sums only by rounding."""
     order: Literal["random", "first"] = "random"
     """Which documents come first: random (without replacement, by seed) or first (as in the
     file)."""
@@ -226,13 +226,13 @@ class CalibrationConfig(Group):
     """Let the tokenizer add its special tokens; never applies with a chat template, which has its
     own."""
     parts: Positive | None = None
-    """Steps that divide the rows of a pass among processes, GPUs or jobs; their sums are merged.
-    null: one for each GPU where engine=auto streams, else 1."""
+    """Number of steps among which the rows of a pass are divided, for several processes, GPUs or
+    jobs; their sums are merged. null: one for each GPU if engine=auto streams, otherwise 1."""
     engine: Literal["auto", "resident", "streamed"] = "auto"
     """resident (the whole model is loaded), streamed (one decoder layer at a time, for models
-    larger than memory), or auto: streamed where one GPU does not hold the model."""
+    larger than memory), or auto (streamed if one GPU does not hold the model)."""
     is_default: bool = False
-    """Set where no text is named: only the shipped models read it."""
+    """Whether no text is named; only the shipped models read the default."""
 
     @property
     def rows(self) -> int:
@@ -303,20 +303,21 @@ class AllocationConfig(Group):
     label: str | None = None
     """Name in tables; null takes `name` and the parameters."""
     multiple_of: Positive = 1
-    """Kept experts per layer are a multiple of this, as expert-parallel servers need."""
+    """The number of retained experts of a layer is a multiple of this, as expert-parallel servers
+    need."""
     by: str | None = None
-    """Another criterion that allocation=global compares layers with; null takes the cell's own."""
+    """Another criterion by which allocation=global compares layers; null: the cell's criterion."""
     search: str | None = None
     """Name of the file in conf/calibration that allocation=evolutionary searches on; it needs
     answers."""
     path: str | None = None
     """The plan or schedule file of allocation=list."""
     replacement: str = "none"
-    """What takes the place of dropped experts: none (they go with their router rows), mean_output
-    (the mean of the expert's outputs on the calibration set, a constant), or kept experts that they
-    are merged into, by a name of docs/allocations.md, such as m_smoe, hc_smoe or ream."""
+    """What dropped experts become: none (removed with their router rows), mean_output (a constant),
+    or a way of merging them into retained experts, such as m_smoe; docs/allocations.md lists
+    them."""
     protect: Literal["super"] | None = None
-    """Experts that every plan keeps whole: super (super experts)."""
+    """Experts that every plan retains with all their channels: super (super experts)."""
     protect_layers: Annotated[float, Strict(), Field(gt=0, le=1)] = 0.75
     """Share of the decoder layers, from the first on, in which protect=super looks for super
     experts; 1 for all."""
@@ -371,35 +372,33 @@ class RecoveryConfig(Group):
     """What bits=4 quantises: experts, shared_experts, attention; never routers, embeddings or
     lm_head."""
     instructions: str | None = None
-    """Name of the file in conf/calibration whose answers are learnt. One of instructions, distill
-    and fit at most."""
+    """Name of the file in conf/calibration whose answers are learnt. At most one of instructions,
+    distill and fit can be set."""
     distill: str | None = None
-    """Name of the file in conf/calibration, of any text, on which the unpruned model's predictions
-    are learnt."""
+    """Name of the file in conf/calibration, of any text, on which the predictions of the unpruned
+    model are learnt."""
     temperature: Above0 = 1.0
-    """With distill: what the logits of both models are divided by; the loss is multiplied by its
-    square."""
+    """With distill: the number by which the logits of both models are divided; the loss is
+    multiplied by its square."""
     fit: str | None = None
     """Name of the file in conf/calibration, of any text, on which the down projections of merged
-    experts are fitted to the outputs of their members (MergeMoE). Nothing is trained then, and no
-    setting below applies."""
+    experts are fitted (MergeMoE). Nothing is trained then, and no setting below applies."""
     train: Literal["adapters", "routers"] = "adapters"
     """What is trained: adapters (DoRA on experts and routers) or routers (their weights, and
     nothing else)."""
     epochs: Above0 = 2.0
     """Passes over the text that is trained on."""
     rows_per_step: Positive = 16
-    """Rows of that text in one step of the optimiser; batch_size of the text is how many run at
-    once."""
+    """Rows of the text in one step of the optimiser; batch_size of the text is the number of rows
+    in one forward pass."""
     rank: Positive = 32
     """Rank of the DoRA adapters on the experts."""
     learning_rate: Above0 = 1e-4
     """Peak learning rate of the experts' adapters."""
     router_rank: Count = 4
-    """Rank of the DoRA adapters on the routers; 0 leaves routers alone."""
+    """Rank of the DoRA adapters on the routers; 0: routers are not trained."""
     router_learning_rate: Above0 = 1e-6
-    """Peak learning rate of the routers: of their adapters, or of their weights with
-    train=routers."""
+    """Peak learning rate of the adapters of routers or, with train=routers, of their weights."""
     dropout: Share = 0.05
     """Share of an expert adapter's inputs that are set to 0 while training."""
 
