@@ -23,7 +23,7 @@ from benchmarks.measure import cpu_seconds, misses, parser
 from moe_lab.allocation.problem import Limits
 from moe_lab.calibration.batches import AnswerBatch
 from moe_lab.pruning.mask import mask
-from moe_lab.search.candidates import Candidates, Plans, Relatives
+from moe_lab.search.candidates import Candidates, Plans, PrefixStates
 from moe_lab.search.evolution import SearchSettings, evolve
 from moe_lab.search.fitness import log_probabilities, row_sums
 from moe_lab.search.schedules import Schedule, space_of
@@ -68,7 +68,9 @@ def main() -> int:
         "% removed"
     )
     print(f"  CPU seconds of a child / the plain way: {seconds / children / plain:.2f}")
-    forgetful = sum(_layers_run(Relatives(1, 0), some) for some in generations[1:]) / 16 / children
+    forgetful = (
+        sum(_layers_run(PrefixStates(1, 0), some) for some in generations[1:]) / 16 / children
+    )
     print(
         "  layers run for a child / all layers, if no elite's states fit memory_budget: "
         f"{forgetful:.2f}"
@@ -122,17 +124,17 @@ def _plain_seconds(candidates: Candidates, rows: Sequence[AnswerBatch]) -> float
             for number, (ids, _, _) in enumerate(rows):
                 logits = candidates.model(input_ids=ids, use_cache=False).logits
                 at = candidates.batches[number].positions
-                chosen = logits[:, : at.where.shape[1]][at.where]
+                chosen = logits[:, : at.is_evaluated.shape[1]][at.is_evaluated]
                 row_sums("esap", log_probabilities(chosen), chosen, at)
 
     return cpu_seconds(evaluate)
 
 
-def _layers_run(relatives: Relatives, schedules: Iterable[Schedule], batch: int = 0) -> int:
+def _layers_run(prefix_states: PrefixStates, schedules: Iterable[Schedule], batch: int = 0) -> int:
     """Number of layers that `Candidates` runs for these schedules on one batch, when all layers are
     MoE layers."""
     run = 0
-    for schedule, states in relatives.walk(batch, schedules):
+    for schedule, states in prefix_states.walk(batch, schedules):
         start = max((k for k in range(len(schedule)) if schedule[:k] in states), default=0)
         run += len(schedule) - start
         states.update({schedule[:k]: torch.empty(1) for k in range(start, len(schedule))})

@@ -4,9 +4,9 @@ layer scaled down.
     ablation_j = (NLL with g_j f_j = 0 - NLL) / N
     scaling    = (NLL with m = SCALE sum_j g_j f_j - NLL) / N
 
-over the N valid tokens that follow a valid token in their row. The first is what attribution scores
-approximate; the second is the layer loss of MoE-Slimming's Appendix A.1, step 3. The other gates of
-that layer are not changed.
+over the N valid tokens that follow a valid token in their row. Attribution scores approximate the
+ablation; the scaling is the layer loss of MoE-Slimming's Appendix A.1, step 3. The ablation changes
+no other gate of the layer.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from moe_lab.statistics.gradients import check_loss
 from moe_lab.statistics.observe import Batch, description, resume, save_checkpoint
 
 SCALE = 0.9
-"""Factor of the routed output of one layer. The paper only says that it is scaled, as noise; its
-code uses 0.9, for another kind of layer loss."""
+"""Factor of the routed output of one layer. The paper gives no value; its code uses 0.9, for
+another kind of layer loss."""
 
 
 def loss_rises(
@@ -43,11 +43,11 @@ def loss_rises(
     ablation (E,)  without the output of each expert
     scaling ()     with the routed output times SCALE; shared experts and other layers unchanged
 
-    A few rows are read at a time. The hidden states before every MoE layer are stored, and the
-    layers from there on are run again: with L MoE layers, all of them (L + 1) / 2 times for
-    scaling, and as often for each expert for ablation. Sums are saved in the folder `out` after
-    every layer, and a pass resumes from its own. UserError when no two valid tokens are adjacent,
-    and when losses are not finite (naming layer and expert).
+    A few rows are read at a time. The hidden states before every MoE layer are stored, so that only
+    the layers behind it are run again: with L MoE layers, on average (L + 1) / 2 of them for each
+    scaled layer or ablated expert. Sums are saved in the folder `out` after every layer, and an
+    interrupted pass resumes from them. UserError when no two valid tokens are adjacent, and when
+    losses are not finite (naming layer and expert).
     """
     check_loss(batches)
     rows = _few_rows(model, batches)
@@ -71,8 +71,8 @@ def loss_rises(
 
 
 class _Reader:
-    """The unpruned model on a few rows. It can be run again from any MoE layer on, with changed
-    gates in that layer."""
+    """Runs the model on a few rows: once unpruned, then from any MoE layer on, with changed gates
+    in that layer."""
 
     def __init__(
         self,
@@ -86,8 +86,9 @@ class _Reader:
         self.ids = ids
         self.valid = valid
         self.states: States = {}
-        self.whole = self._likelihood((0,) * len(layers), self.states)
-        if not bool(self.whole.isfinite()):
+        self.likelihood = self._likelihood((0,) * len(layers), self.states)
+        """() fp64: that of the unpruned model, which also fills `states`."""
+        if not bool(self.likelihood.isfinite()):
             raise UserError(
                 "the loss of the unpruned model is NaN or infinite on this text: expected finite "
                 "numbers"
@@ -110,30 +111,32 @@ class _Reader:
     def _rise(
         self, position: int, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """() fp64: increase of the summed loss with other gates (T, K) in the MoE layer number
-        `position`: `change` of its expert ids and gates."""
+        """() fp64: increase of the summed loss when the gates (T, K) of the MoE layer number
+        `position` are `change(expert ids, gates)`."""
         start = (0,) * position
         changed = (*start, 1, *(0,) * (len(self.layers) - position - 1))
 
-        def gated(before: ExpertsFunction) -> ExpertsFunction:
-            return lambda hidden, index, weights: before(hidden, index, change(index, weights))
+        def with_change(experts: ExpertsFunction) -> ExpertsFunction:
+            return lambda hidden, index, weights: experts(hidden, index, change(index, weights))
 
         with ExitStack() as undo:
-            replace_experts(self.layers[position], gated, undo)
-            return self.whole - self._likelihood(changed, {start: self.states[start]})
+            replace_experts(self.layers[position], with_change, undo)
+            return self.likelihood - self._likelihood(changed, {start: self.states[start]})
 
     def _likelihood(self, schedule: tuple[int, ...], states: States) -> torch.Tensor:
-        """() fp64: the summed log-likelihood of the rows."""
-        where = _predicting(self.valid)
-        logits, _ = self.decoder.logits(self.ids, self.valid, where, schedule, states)
-        positions = where.nonzero()
-        targets = self.ids.roll(-1, 1)[where]
-        contexts = Contexts(where, positions[:, 0], targets, torch.zeros(len(positions)))
+        """() fp64: the summed log-likelihood of the rows, with `schedule` and `states` as in
+        `Decoder.logits`."""
+        is_evaluated = _predicting(self.valid)
+        logits, _ = self.decoder.logits(self.ids, self.valid, is_evaluated, schedule, states)
+        positions = is_evaluated.nonzero()
+        targets = self.ids.roll(-1, 1)[is_evaluated]
+        contexts = Contexts(is_evaluated, positions[:, 0], targets, torch.zeros(len(positions)))
         return row_sums("nll", None, logits, contexts).sum()
 
 
 KINDS = {"ablation": _Reader.without_each, "scaling": _Reader.scaled}
-"""Name of a sum, which is also the kind of its step -> method that computes it for a few rows."""
+"""Name of a sum, which is also the kind of its step -> method that computes the sum over a few
+rows."""
 
 
 def _predicting(valid: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Exact fitness of schedules, as masks on the loaded model."""
+"""Exact fitness of schedules, on the loaded model with masks in place of pruning."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ class Plans:
         return make_plan(self.scores, remove, self.routers, provenance=provenance or {})
 
 
-FLOAT = 4
+FP32_BYTES = 4
 """Bytes of a log-probability."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of the search set, cut after the last position that is evaluated, which later tokens do
-    not affect."""
+    """Rows of the search set without the tokens after the last evaluated position, which cannot
+    affect it."""
 
     ids: torch.Tensor
     valid: torch.Tensor
@@ -80,10 +80,11 @@ class Candidates:
     """The fitness of schedules over a search set, for one model and one ranking of its experts.
 
     `rows` are as from answer_batches. Values equal those of masking the model and running all of it
-    on the whole set. Three things are not computed again: layers before the first one that differs
-    from a schedule of the same call or from the elites, the best schedules so far; the vocabulary
-    head at positions that are not evaluated; and the unpruned model's log-probabilities, if they
-    fit `settings.memory_budget`. Hidden states of the elites take what is left of it.
+    on the whole set. Three computations are saved: layers before the first layer in which a
+    schedule differs from another schedule of the same call or from the elites, the best schedules
+    so far; the vocabulary head at positions that are not evaluated; and the unpruned model's
+    log-probabilities, which are stored if they fit `settings.memory_budget`. Hidden states of the
+    elites use the rest of that budget.
     """
 
     def __init__(
@@ -97,49 +98,51 @@ class Candidates:
         self.cost = Cost()
         self.rows = sum(len(batch.ids) for batch in self.batches)
         self._counts = [
-            int(count) for batch in self.batches for count in batch.positions.where.sum(1)
+            int(count) for batch in self.batches for count in batch.positions.is_evaluated.sum(1)
         ]
-        self.known: dict[Schedule, float] = {}
+        """Evaluated positions of each row."""
+        self.fitness: dict[Schedule, float] = {}
         positions = (
             0
             if settings.fitness == "nll"
             else sum(len(batch.positions.rows) for batch in self.batches)
         )
-        needed = positions * int(model.get_output_embeddings().weight.shape[0]) * FLOAT
+        needed = positions * int(model.get_output_embeddings().weight.shape[0]) * FP32_BYTES
         self._full: dict[int, torch.Tensor] = {}
-        self._keeps_full = needed <= settings.memory_budget
-        remaining = settings.memory_budget - needed * self._keeps_full
-        self.relatives = Relatives(len(self.batches), remaining)
+        """Batch number -> log-probabilities of the unpruned model."""
+        self._stores_full = needed <= settings.memory_budget
+        remaining = settings.memory_budget - needed * self._stores_full
+        self.prefix_states = PrefixStates(len(self.batches), remaining)
 
     def evaluate(self, schedules: Sequence[Schedule]) -> list[float]:
-        """The fitness of each schedule, higher is better. UserError for one that is not finite."""
+        """The fitness of each schedule, higher is better. UserError when a value is not finite."""
         plans = {schedule: self.plans.plan(schedule) for schedule in schedules}
         sums: dict[Schedule, list[float]] = {schedule: [] for schedule in plans}
         for number in range(len(self.batches)):
-            for schedule, of_rows in self._row_sums(number, plans).items():
-                sums[schedule] += of_rows
+            for schedule, batch_sums in self._row_sums(number, plans).items():
+                sums[schedule] += batch_sums
         values = {schedule: self._average(schedule, sums[schedule]) for schedule in plans}
         self.cost.candidates += len(values)
-        self.known |= values
-        self.relatives.choose(
-            heapq.nlargest(self.settings.elites, self.known, key=self.known.__getitem__)
+        self.fitness |= values
+        self.prefix_states.retain(
+            heapq.nlargest(self.settings.elites, self.fitness, key=self.fitness.__getitem__)
         )
         return [values[schedule] for schedule in schedules]
 
     def _row_sums(self, number: int, plans: Mapping[Schedule, Plan]) -> dict[Schedule, list[float]]:
-        """Schedule -> the sum of the fitness over each row of one batch."""
+        """Schedule -> the sum of the fitness over each row of the batch `number`."""
         batch = self.batches[number]
         sums: dict[Schedule, list[float]] = {}
         log_p = self._full_log_probabilities(number)
-        for schedule, states in self.relatives.walk(number, plans):
+        for schedule, states in self.prefix_states.walk(number, plans):
             with mask(self.model, plans[schedule]):
-                logits, run = self.decoder.logits(
-                    batch.ids, batch.valid, batch.positions.where, schedule, states
+                logits, layers_run = self.decoder.logits(
+                    batch.ids, batch.valid, batch.positions.is_evaluated, schedule, states
                 )
             sums[schedule] = row_sums(
                 self.settings.fitness, log_p, logits, batch.positions
             ).tolist()
-            self.cost.forwards += self._share(run, batch)
+            self.cost.forwards += self._share(layers_run, batch)
         return sums
 
     def _average(self, schedule: Schedule, sums: Sequence[float]) -> float:
@@ -154,20 +157,20 @@ class Candidates:
         return value
 
     def _full_log_probabilities(self, number: int) -> torch.Tensor | None:
-        """log p (N, V) of the unpruned model at the evaluated positions of one batch; None if it is
-        not needed."""
+        """log p (N, V) of the unpruned model at the evaluated positions of the batch `number`; None
+        if the fitness does not need it."""
         if self.settings.fitness == "nll":
             return None
         if number in self._full:
             return self._full[number]
         batch = self.batches[number]
-        nothing = (0,) * len(self.plans.layers)
-        logits, run = self.decoder.logits(
-            batch.ids, batch.valid, batch.positions.where, nothing, {}
+        unpruned = (0,) * len(self.plans.layers)
+        logits, layers_run = self.decoder.logits(
+            batch.ids, batch.valid, batch.positions.is_evaluated, unpruned, {}
         )
-        self.cost.full += self._share(run, batch)
+        self.cost.full += self._share(layers_run, batch)
         log_p = log_probabilities(logits)
-        if self._keeps_full:
+        if self._stores_full:
             self._full[number] = log_p
         return log_p
 
@@ -177,15 +180,16 @@ class Candidates:
 
 
 def _batches(rows: Sequence[AnswerBatch], settings: SearchSettings) -> list[Batch]:
-    """The rows with the positions to evaluate. Raises UserError when there is none."""
+    """The batches of `rows` that have positions to evaluate. Raises UserError when no batch has
+    any."""
     generator = torch.Generator().manual_seed(settings.seed)
     batches = []
     for ids, valid, answers in rows:
         positions = contexts(ids, answers, shift=settings.shift, generator=generator)
         if len(positions.rows):
-            end = int(positions.where.any(0).nonzero().max()) + 1
+            end = int(positions.is_evaluated.any(0).nonzero().max()) + 1
             positions = Contexts(
-                positions.where[:, :end], positions.rows, positions.targets, positions.draws
+                positions.is_evaluated[:, :end], positions.rows, positions.targets, positions.draws
             )
             batches.append(Batch(ids[:, :end], valid[:, :end], positions))
     if not batches:
@@ -219,14 +223,14 @@ class Decoder:
         self,
         ids: torch.Tensor,
         valid: torch.Tensor,
-        where: torch.Tensor,
+        is_evaluated: torch.Tensor,
         schedule: Schedule,
         states: States,
     ) -> tuple[torch.Tensor, int]:
-        """Logits (N, V) at the positions `where` (B, S) of a batch of `ids` (B, S), and how many
-        layers were run. Starts from the longest prefix of `schedule` in `states`, and adds the
-        states of longer prefixes. The caller must have masked the model as `schedule` says. `valid`
-        (B, S) is the attention mask."""
+        """Logits (N, V) at the N evaluated positions, and how many layers were run, for a batch of
+        `ids` with the attention mask `valid` and the flags `is_evaluated` (all (B, S)). Starts from
+        the longest prefix of `schedule` in `states`, and adds the states of longer prefixes. The
+        caller must have masked the model as `schedule` says."""
         n_layers = len(schedule)
         start = next((k for k in range(n_layers - 1, -1, -1) if schedule[:k] in states), -1)
         first = self.moe[start] if start >= 0 else 0
@@ -234,58 +238,64 @@ class Decoder:
         attention = None if bool(valid.all()) else valid.to(device, torch.int64)
         with ExitStack() as undo, torch.inference_mode():
             if start >= 0:
-                state = states[schedule[:start]].clone()  # which the layers that read it may change
+                state = states[schedule[:start]].clone()  # layers may write into their input
                 for layer in self.layers[:first]:
                     stand_in(layer, state, undo)
             for k in range(max(start, 0), n_layers):
                 undo.callback(self.layers[self.moe[k]].register_forward_hook(check_output).remove)
             for k in range(start + 1, n_layers):
-                undo.callback(_remember(self.layers[self.moe[k]], schedule[:k], states).remove)
+                undo.callback(_store_input(self.layers[self.moe[k]], schedule[:k], states).remove)
             head = self.model.get_output_embeddings().register_forward_pre_hook(
-                lambda module, given: (given[0][where.to(given[0].device)][None],)  # (1, N, H)
+                # (1, N, H)
+                lambda module, args: (args[0][is_evaluated.to(args[0].device)][None],)
             )
             undo.callback(head.remove)
             output = self.model(input_ids=ids.to(device), attention_mask=attention, use_cache=False)
         return output.logits[0], len(self.layers) - first
 
 
-def _remember(layer: nn.Module, beginning: Schedule, states: States) -> RemovableHandle:
-    """Add a hook that stores a copy of the input of `layer` as the state of the prefix `beginning`.
-    Returns it."""
+def _store_input(layer: nn.Module, prefix: Schedule, states: States) -> RemovableHandle:
+    """The handle of a new hook that stores a copy of the input of `layer` as `states[prefix]`."""
 
-    def before(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        states[beginning] = (inputs[0] if inputs else named["hidden_states"]).clone()
+    def store(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        states[prefix] = (args[0] if args else kwargs["hidden_states"]).clone()
 
-    return layer.register_forward_pre_hook(before, with_kwargs=True)
+    return layer.register_forward_pre_hook(store, with_kwargs=True)
 
 
-class Relatives:
-    """Hidden states of earlier candidates that later ones may share, within a number of bytes for
-    each batch."""
+class PrefixStates:
+    """Hidden states of earlier schedules, by prefix, for later schedules with the same prefix. All
+    batches together take at most `budget` bytes, each an equal part."""
 
     def __init__(self, batches: int, budget: int) -> None:
         self.states: list[States] = [{} for _ in range(batches)]
         self.budget = budget // max(batches, 1)
 
     def walk(self, batch: int, schedules: Iterable[Schedule]) -> Iterator[tuple[Schedule, States]]:
-        """Each schedule with all stored states of its prefixes, to which the caller adds new ones
-        before it goes on. Schedules are sorted, so that those with a common prefix follow each
-        other and share states."""
-        path: States = {}
+        """Each schedule with all stored states of its prefixes; the caller adds the states of new
+        prefixes before it takes the next schedule. Schedules are sorted, so that schedules with a
+        common prefix follow each other and share its states."""
+        states: States = {}
         for schedule in sorted(schedules):
-            known = {**path, **self.states[batch]}
-            path = {start: known[start] for start in known if schedule[: len(start)] == start}
-            yield schedule, path
+            available = {**states, **self.states[batch]}
+            states = {
+                prefix: state
+                for prefix, state in available.items()
+                if schedule[: len(prefix)] == prefix
+            }
+            yield schedule, states
             stored = self.states[batch]
             room = self.budget - sum(state.nbytes for state in stored.values())
-            for start, state in path.items():
-                if start not in stored and state.nbytes <= room:
-                    stored[start] = state
+            for prefix, state in states.items():
+                if prefix not in stored and state.nbytes <= room:
+                    stored[prefix] = state
                     room -= state.nbytes
 
-    def choose(self, best: Iterable[Schedule]) -> None:
-        """Drop all states but those of prefixes of the schedules `best`, which are the parents of
-        the next ones."""
-        wanted = {schedule[:k] for schedule in best for k in range(len(schedule))}
+    def retain(self, best: Iterable[Schedule]) -> None:
+        """Drop all states except those of prefixes of the schedules `best`, the parents of the next
+        generation."""
+        prefixes = {schedule[:k] for schedule in best for k in range(len(schedule))}
         for batch, states in enumerate(self.states):
-            self.states[batch] = {start: states[start] for start in states if start in wanted}
+            self.states[batch] = {
+                prefix: state for prefix, state in states.items() if prefix in prefixes
+            }

@@ -2,15 +2,15 @@
 maximises a fitness.
 
 Given are L layers, layer l with n_l experts, and a budget B. A schedule r = (r_1, ..., r_L) is the
-number of experts each layer loses; which ones is decided by a ranking outside this module. The
-search is for
+number of experts each layer loses; a ranking outside this module decides which experts. The search
+is for
 
     argmax f(r)   subject to   sum_l r_l = B,   0 <= r_l <= n_l - fewest_l,
                                n_l - r_l a multiple of step
 
 The caller gives f: higher is always better. The algorithm, and where the released code differs:
-docs/search.md. A search is deterministic: with the same values it asks for the same schedules
-again. No torch.
+docs/search.md. A search is deterministic: the same fitness values lead to the same schedules. No
+torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ UNSHIFTED = ("esap", "sap", "kl", "kl_reversed")
 predict them."""
 
 
-def _pattern(name: str) -> str:
+def _known_pattern(name: str) -> str:
+    """`name`; UserError unless it is the name of a pattern."""
     check_known("pattern", name, PATTERNS)
     return name
 
@@ -57,17 +58,17 @@ class SearchSettings:
     max_transfers: Positive = 3
     """tau_max: the most transfers between a parent and its child."""
     granularity: Positive = 2
-    """G: layers keep multiples of it, and transfers move multiples of it; 1 for any number."""
+    """G: layers keep, and transfers move, multiples of this number of experts."""
     seed: Count = 42
     """Seed of numpy's PCG64, the only source of randomness."""
-    patterns: list[Annotated[str, AfterValidator(_pattern)]] = field(
+    patterns: list[Annotated[str, AfterValidator(_known_pattern)]] = field(
         default_factory=lambda: list(PATTERNS)
     )
-    """The first schedules of the first population, one each; the others are drawn uniformly from
-    all feasible ones."""
+    """The first schedules of the first population, one per pattern; the others are drawn uniformly
+    from all feasible schedules."""
     fitness: Literal["esap", "sap", "kl", "kl_reversed", "nll", "spec_dec"] = "esap"
-    """esap, sap, kl (of the model from the candidate), kl_reversed, nll or spec_dec; all of them
-    higher is better."""
+    """esap, sap, kl (of the model from the candidate), kl_reversed, nll or spec_dec; higher is
+    better for all."""
     averaging: Literal["macro", "micro"] = "macro"
     """macro: the mean over rows of the mean over their answer tokens, as in the paper; micro: over
     all tokens."""
@@ -75,8 +76,8 @@ class SearchSettings:
     """Compute the fitness where answer tokens are predicted; False: at the answer tokens, as
     EvoESAP's code does."""
     header: bool = False
-    """Count what the chat template writes around an answer as part of it, as EvoESAP's code
-    does."""
+    """Count the text that the chat template writes around an answer as part of the answer, as
+    EvoESAP's code does."""
     max_new_tokens: Positive = 128
     """Tokens that spec_dec generates for each row."""
     memory_budget: Count = 2**31
@@ -84,7 +85,7 @@ class SearchSettings:
     computes them again."""
 
     @model_validator(mode="after")
-    def _can_work(self) -> Self:
+    def _fields_agree(self) -> Self:
         if self.elites >= self.population:
             raise ValueError(
                 f"elites={self.elites}: expected fewer than the population of {self.population}, "
@@ -99,22 +100,24 @@ class SearchSettings:
 
 
 def parse(parameters: Mapping[str, Any], seed: int = 0) -> SearchSettings:
-    """The parameters of allocation=evolutionary; `seed` is used if they name none. UserError for
-    wrong ones."""
+    """The settings of a search from `parameters` of allocation=evolutionary, with the default
+    `seed`. UserError for invalid parameters."""
     return valid(SearchSettings, {"seed": seed, **parameters}, "allocation.parameters")
 
 
 def space_to_search(
     settings: Mapping[str, Any], facts: Mapping[str, Any], parameters: SearchSettings
 ) -> Space:
-    """The schedules to search, from fields of AllocationConfig and the ratio, and the facts of the
-    model. UserError when the routers cannot work with the ratio, and for `parameters` that cannot
-    work on these layers."""
-    allowed = limits(
+    """The schedules to search. `settings`: fields of AllocationConfig and the ratio; `facts`: those
+    of the model. UserError when the routers cannot work with the ratio, and for `parameters` that
+    cannot work on these layers."""
+    layer_limits = limits(
         {int(layer): router for layer, router in facts["layers"].items()}, settings["multiple_of"]
     )
-    lost = or_suggest_ratio(lambda ratio: budget(allowed, ratio), settings["ratio"])
-    space = space_of([allowed[layer] for layer in sorted(allowed)], lost, parameters.granularity)
+    lost = or_suggest_ratio(lambda ratio: budget(layer_limits, ratio), settings["ratio"])
+    space = space_of(
+        [layer_limits[layer] for layer in sorted(layer_limits)], lost, parameters.granularity
+    )
     if parameters.max_transfer < space.step:
         raise UserError(
             f"allocation.parameters.max_transfer={parameters.max_transfer}: layers lose multiples "
@@ -123,31 +126,31 @@ def space_to_search(
     return space
 
 
-Judge: TypeAlias = Callable[[Sequence[Schedule]], Sequence[float]]
+Evaluate: TypeAlias = Callable[[Sequence[Schedule]], Sequence[float]]
 """Distinct schedules -> a finite number for each, higher is better."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a search: the best schedule, and all schedules that were tried."""
+    """Result of a search: the best schedule, and the history of all proposed schedules."""
 
     best: Schedule
     fitness: float
     history: list[dict[str, Any]]
-    """One row for each schedule that was made, in order; see `evolve`."""
+    """One row for each proposed schedule, in order; see `evolve`."""
     counts: dict[str, int]
-    """Numbers: generations; schedules made (rows), evaluated, known (made again)."""
+    """How many generations were evaluated; how many schedules were made (proposed), evaluated, and
+    known (proposed again)."""
 
 
 _Proposal: TypeAlias = tuple[Schedule, str, Schedule | None]
 """A schedule, its origin, and its parent, if any."""
 
 
-def evolve(space: Space, settings: SearchSettings, evaluate: Judge) -> Outcome:
+def evolve(space: Space, settings: SearchSettings, evaluate: Evaluate) -> Outcome:
     """Search for the schedule of highest fitness, as this module describes.
 
-    `evaluate` is called at most once per generation, with schedules that it has not been given
-    before.
+    `evaluate` is called at most once per generation, with schedules that no earlier call had.
 
     Rows of the history: generation (from 0), schedule and parent (lists of int; None without a
     parent), origin (a pattern's name, uniform_feasible or mutation), evaluated (bool: in this
@@ -155,23 +158,24 @@ def evolve(space: Space, settings: SearchSettings, evaluate: Judge) -> Outcome:
     evaluated).
     """
     random = Generator(PCG64(settings.seed))
-    known: dict[Schedule, float] = {}
+    fitness: dict[Schedule, float] = {}
     history: list[dict[str, Any]] = []
     elites: list[Schedule] = []
     generation = 0
-    while generation < settings.generations and len(known) < space.size:
+    while generation < settings.generations and len(fitness) < space.size:
         proposals = (
             _children(space, settings, elites, random)
             if elites
-            else _first(space, settings, random)
+            else _first_population(space, settings, random)
         )
         new = [
             schedule
             for schedule in dict.fromkeys(schedule for schedule, *_ in proposals)
-            if schedule not in known
+            if schedule not in fitness
         ]
-        known |= zip(new, evaluate(new), strict=True) if new else ()
-        elites = sorted(known, key=lambda schedule: -known[schedule])[: settings.elites]
+        if new:
+            fitness |= zip(new, evaluate(new), strict=True)
+        elites = sorted(fitness, key=lambda schedule: -fitness[schedule])[: settings.elites]
         unlisted = set(new)
         for schedule, origin, parent in proposals:
             history.append(
@@ -181,7 +185,7 @@ def evolve(space: Space, settings: SearchSettings, evaluate: Judge) -> Outcome:
                     "origin": origin,
                     "parent": None if parent is None else list(parent),
                     "evaluated": schedule in unlisted,
-                    "fitness": known[schedule],
+                    "fitness": fitness[schedule],
                     "elite": schedule in elites,
                 }
             )
@@ -189,17 +193,17 @@ def evolve(space: Space, settings: SearchSettings, evaluate: Judge) -> Outcome:
         generation += 1
         progress.update(generation, settings.generations, "generations")
     made = len(history)
-    evaluated = len(known)
+    evaluated = len(fitness)
     counts = {
         "generations": generation,
         "made": made,
         "evaluated": evaluated,
         "known": made - evaluated,
     }
-    return Outcome(elites[0], known[elites[0]], history, counts)
+    return Outcome(elites[0], fitness[elites[0]], history, counts)
 
 
-def _first(space: Space, settings: SearchSettings, random: Generator) -> list[_Proposal]:
+def _first_population(space: Space, settings: SearchSettings, random: Generator) -> list[_Proposal]:
     """The first population: patterns, then schedules drawn uniformly from all feasible ones."""
     names = settings.patterns[: settings.population]
     drawn = settings.population - len(names)
@@ -212,7 +216,7 @@ def _first(space: Space, settings: SearchSettings, random: Generator) -> list[_P
 def _children(
     space: Space, settings: SearchSettings, elites: Sequence[Schedule], random: Generator
 ) -> list[_Proposal]:
-    """A child of a random elite for each place in the population that is not an elite's."""
+    """Children of random elites, which fill the population together with the elites."""
     parents = random.integers(len(elites), size=settings.population - settings.elites)
     return [
         (mutate(elites[parent], space, settings, random), "mutation", elites[parent])
@@ -221,16 +225,16 @@ def _children(
 
 
 def mutate(parent: Schedule, space: Space, settings: SearchSettings, random: Generator) -> Schedule:
-    """Level-switch mutation: tau = min(U{1..tau_max}, U{1..tau_max}) transfers in a space of at
-    least two schedules."""
-    taken = numpy.array(space.taken(parent))
+    """A child of `parent` by level-switch mutation: tau = min(U{1..tau_max}, U{1..tau_max})
+    transfers. `space` must have at least two schedules."""
+    units = numpy.array(space.units_removed(parent))
     capacity = numpy.array(space.capacity)
     largest = settings.max_transfer // space.step
     for _ in range(random.integers(1, settings.max_transfers, size=2, endpoint=True).min()):
-        source, destination, size = _transfer(taken, capacity, largest, random)
-        taken[source] -= size
-        taken[destination] += size
-    return space.schedule(tuple(taken.tolist()))
+        source, destination, size = _transfer(units, capacity, largest, random)
+        units[source] -= size
+        units[destination] += size
+    return space.schedule(tuple(units.tolist()))
 
 
 def _transfer(
@@ -239,10 +243,10 @@ def _transfer(
     largest: int,
     random: Generator,
 ) -> tuple[int, int, int]:
-    """(layer that gets units back, another one that loses them, how many units). The paper draws
-    ordered pairs of distinct layers and sizes until one is feasible. That is the same as one
-    uniform draw from all feasible ones. There is always one of size 1 when the space has two
-    schedules."""
+    """A random transfer: (layer that gets units back, another layer that loses them, how many
+    units). The paper draws ordered pairs of distinct layers and sizes until a draw is feasible,
+    which is the same as one uniform draw from all feasible transfers. A space of two schedules
+    always has a feasible transfer of size 1."""
     sizes = numpy.arange(1, largest + 1)[:, None]
     can_give = units_removed >= sizes
     can_take = units_removed + sizes <= capacity

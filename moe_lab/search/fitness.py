@@ -1,9 +1,9 @@
 """Fitness of a candidate: how close its next-token distribution is to the full model's, position by
 position.
 
-p is the full model's distribution and q the candidate's at one context, y the token that follows
-there. Higher is always better: divergences are negated. Log-probabilities are fp32, sums over
-tokens and positions fp64.
+p is the full model's distribution and q the candidate's at one position, y the token that follows
+the position. Higher is always better: divergences are negated. Log-probabilities are fp32, sums
+over tokens and positions fp64.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ CHUNK = 512
 class Contexts:
     """The positions of a batch at which the fitness is computed, in row-major order."""
 
-    where: torch.Tensor
-    """(B, S) bool."""
+    is_evaluated: torch.Tensor
+    """(B, S) bool: whether a position is one of these N."""
     rows: torch.Tensor
     """(N,) row of each position."""
     targets: torch.Tensor
-    """(N,) token that follows it; 0 after the last one of a row."""
+    """(N,) token that follows each position; 0 at the last position of a row."""
     draws: torch.Tensor
     """(N,) fp64 in [0, 1): the random number of each position, the same for all candidates."""
 
@@ -41,7 +41,7 @@ def esap(log_p: torch.Tensor, log_q: torch.Tensor, positions: Contexts) -> torch
 def sap(log_p: torch.Tensor, log_q: torch.Tensor, positions: Contexts) -> torch.Tensor:
     """Speculative acceptance of one token: y ~ q by the position's draw, then min(1, p_y / q_y).
     Its mean is esap."""
-    y = drawn(log_q.exp(), positions.draws)[:, None]
+    y = draw_tokens(log_q.exp(), positions.draws)[:, None]
     ratio = log_p.gather(1, y).double() - log_q.gather(1, y).double()
     return ratio.clamp(max=0).exp()[:, 0]
 
@@ -62,13 +62,13 @@ def nll(log_p: torch.Tensor, log_q: torch.Tensor, positions: Contexts) -> torch.
 
 
 POSITION_FITNESS = {function.__name__: function for function in (esap, sap, kl, kl_reversed, nll)}
-"""Name -> function (log p (N, V), log q (N, V), contexts of these N) -> (N,) fp64, higher is
-better. spec_dec is not here: it is not defined by position, see speculative_decoding.py."""
+"""Name -> function of log p (N, V), log q (N, V) and the contexts of the N positions that returns
+(N,) fp64, higher is better. spec_dec is not defined by position, see speculative_decoding.py."""
 
 
-def drawn(probabilities: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """Draw tokens (N,) from probabilities (N, V), which need not sum to 1, with the uniform numbers
-    `draws` (N,)."""
+def draw_tokens(probabilities: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """Draw tokens (N,) from `probabilities` (N, V), whose rows need not sum to 1, by the uniform
+    numbers `draws` (N,)."""
     total = probabilities.double().cumsum(-1)
     tokens = torch.searchsorted(total, (draws * total[:, -1])[:, None], right=True)[:, 0]
     return tokens.clamp(max=total.shape[1] - 1)
@@ -77,22 +77,23 @@ def drawn(probabilities: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
 def contexts(
     ids: torch.Tensor, answers: torch.Tensor, *, shift: bool, generator: torch.Generator
 ) -> Contexts:
-    """The positions at which to compute the fitness, in a batch of ids (B, S) with answer tokens
-    marked (B, S). With `shift`, these are the positions that predict an answer token (nothing
-    predicts the first token of a row). Without, they are those of the answer tokens, as in the
-    released code of EvoESAP: the prediction of an answer's first token is then missing, and that of
-    the token after its end is included."""
-    where = pad(answers[:, 1:], (0, 1)) if shift else answers.clone()
-    draws = torch.rand(int(where.sum()), generator=generator, dtype=torch.float64)
-    return Contexts(where, where.nonzero()[:, 0], pad(ids[:, 1:], (0, 1))[where], draws)
+    """The positions at which to compute the fitness, in a batch of `ids` (B, S) with flags of the
+    answer tokens, `answers` (B, S). With `shift`, these are the positions that predict an answer
+    token (no position predicts the first token of a row). Without, they are the positions of the
+    answer tokens, as in the released code of EvoESAP: they include the prediction of the token
+    after an answer, and not that of the answer's first token."""
+    is_evaluated = pad(answers[:, 1:], (0, 1)) if shift else answers.clone()
+    draws = torch.rand(int(is_evaluated.sum()), generator=generator, dtype=torch.float64)
+    targets = pad(ids[:, 1:], (0, 1))[is_evaluated]
+    return Contexts(is_evaluated, is_evaluated.nonzero()[:, 0], targets, draws)
 
 
 def row_sums(
     name: str, log_p: torch.Tensor | None, logits: torch.Tensor, positions: Contexts
 ) -> torch.Tensor:
     """(B,) fp64 on the CPU: the fitness `name` summed over the `positions` of each row. `log_p`
-    (N, V) fp32 of the full model, None for a fitness that needs none; `logits` (N, V) of the
-    candidate."""
+    (N, V) fp32 is the full model's, None for a fitness that does not need it; `logits` (N, V) are
+    the candidate's."""
     function = POSITION_FITNESS[name]
     device = logits.device
     values = []
@@ -100,13 +101,13 @@ def row_sums(
         log_q = log_probabilities(logits[part.to(device)])
         full_log_p = log_q if log_p is None else log_p[part].to(device)
         piece = Contexts(
-            positions.where,
+            positions.is_evaluated,
             positions.rows[part],
             positions.targets[part].to(device),
             positions.draws[part].to(device),
         )
         values.append(function(full_log_p, log_q, piece).cpu())
-    return torch.zeros(len(positions.where), dtype=torch.float64).index_add_(
+    return torch.zeros(len(positions.is_evaluated), dtype=torch.float64).index_add_(
         0, positions.rows, torch.cat(values)
     )
 
@@ -116,13 +117,13 @@ def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
     return logits.float().log_softmax(-1)
 
 
-def average(sums: Iterable[float], counts: Iterable[int], how: str) -> float:
-    """The average fitness, from its sum and its number of positions (or of proposed tokens) in each
-    row.
+def average(sums: Iterable[float], counts: Iterable[int], averaging: str) -> float:
+    """The average fitness, from each row's sum and number of positions (or of proposed tokens).
 
-    `how` is macro, the mean of the rows' means, or micro, the mean over all positions. Rows without
-    any are left out."""  # fsum rounds once: results of `sum` differ between versions of Python
+    `averaging` is macro, the mean of the rows' means, or micro, the mean over all positions. Rows
+    without positions are left out."""
+    # fsum rounds once: results of `sum` differ between versions of Python
     rows = [(total, count) for total, count in zip(sums, counts, strict=True) if count]
-    if how == "macro":
+    if averaging == "macro":
         return fsum(total / count for total, count in rows) / len(rows)
     return fsum(total for total, _ in rows) / sum(count for _, count in rows)

@@ -3,9 +3,9 @@
 
     retained = argmin over S, |S| = n - r, of || F(x) - F_S(x) ||_F
 
-x are the inputs of the layer in the unpruned model at the valid calibration tokens, F is its routed
-output, and F_S its routed output with only the experts S, among which the model's own routing rule
-chooses anew. Shared experts cancel.
+x are the inputs of the layer in the unpruned model at the valid calibration tokens, F is the
+layer's routed output, and F_S its routed output when the model's own routing rule chooses among the
+experts S only. Shared experts cancel.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from moe_lab.statistics import Layers, Statistics
 from moe_lab.statistics.observe import StatisticsHook
 
 BUDGET = 1 << 28
-"""Bytes for the outputs of all experts, and for the products between them, for the tokens of one
-chunk."""
+"""Bytes for the outputs of all experts at the tokens of one chunk, and as many for the products
+between these outputs."""
 COLUMNS = ("layer", "retained", "error", "relative", "chosen")
 
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """The chosen experts, and the error of each choice."""
+    """The retained experts, and the error of each choice."""
 
     retained: dict[int, tuple[int, ...]]
     """Layer -> ids of the experts to retain, ascending."""
     errors: list[tuple[int, list[int], float, float, bool]]
-    """A row per choice, as COLUMNS: layer, retained ids, error = || F - F_S ||_F, error / || F
-    ||_F, whether chosen."""
+    """A row per choice, with the columns COLUMNS: layer, retained ids, error = || F - F_S ||_F,
+    error / || F ||_F, whether this choice is the layer's best."""
 
 
 def reconstruct(
@@ -53,12 +53,12 @@ def reconstruct(
     """Try all choices of experts in every layer, in a single forward pass, and keep the best of
     each layer.
 
-    Each layer loses the share `ratio` as in allocation=uniform; of equal errors, that of the choice
-    that loses the lower ids wins. `facts` are those of the model. The pass runs every expert on
-    every token and a router once for each choice; errors are computed from inner products of the
-    experts' outputs, so memory does not grow with their number. `read` makes the pass, by `gather`
-    or `stream`, and returns the sums that the given hook collects. UserError as `check_removals`,
-    for routers that cannot be called again, and for outputs that are not finite.
+    Each layer loses the share `ratio` as in allocation=uniform; of choices with equal errors, the
+    one that drops the lower ids is best. `facts` are those of the model. The pass runs every expert
+    on every token and a router once for each choice; errors are computed from inner products of the
+    experts' outputs, so memory does not grow with the number of choices. `read` makes the pass, by
+    `gather` or `stream`, and returns the sums that the given hook collects. UserError as
+    `check_removals`, for routers that cannot be called again, and for outputs that are not finite.
     """
     layers = {int(layer): router for layer, router in facts["layers"].items()}
     removed = check_removals(layers, ratio, limit=limit, multiple_of=multiple_of)
@@ -73,6 +73,7 @@ def reconstruct(
 
 
 def _best(choices: Mapping[int, Sequence[tuple[int, ...]]], sums: Layers) -> Reconstruction:
+    """The choice of least error in each layer, from the sums that SubsetHook collects."""
     retained: dict[int, tuple[int, ...]] = {}
     table = []
     for layer, subsets in choices.items():
@@ -88,21 +89,21 @@ def _best(choices: Mapping[int, Sequence[tuple[int, ...]]], sums: Layers) -> Rec
 
 
 class SubsetHook(StatisticsHook):
-    """Adds `error` (S,), the squared error of each choice, and `square` (), that of removing all
-    routed experts."""
+    """Adds `error` (S,), the squared error of each choice, and `square` (), the squared norm of the
+    routed output."""
 
     kind = "reconstruction"
     subsets: Mapping[int, Sequence[tuple[int, ...]]]
     """Layer -> the choices, each as the ids of the retained experts."""
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        """Record the arguments of the call, which is repeated for each choice."""
+        """Record the arguments of the router's call, which is repeated for each choice."""
         self.call = args, kwargs
 
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """The routed output (T, H), the same as the eager one up to rounding."""
+        """The routed output (T, H), equal to that of the eager experts up to rounding."""
         n = self.layer.n_experts
         subsets = self.subsets[self.layer.index]
         gates = spread(index, weights, n)
@@ -112,34 +113,31 @@ class SubsetHook(StatisticsHook):
                 "model is not supported"
             )
         valid = self.valid(hidden)
-        keep = (
-            torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
-            if valid is None
-            else valid
-        )
-        mixed = torch.empty_like(hidden)
+        if valid is None:
+            valid = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
+        output = torch.empty_like(hidden)
         errors = torch.zeros(len(subsets), dtype=torch.float64, device=hidden.device)
         square = errors.new_zeros(())
-        for token in torch.arange(len(hidden), device=hidden.device).split(
+        for tokens in torch.arange(len(hidden), device=hidden.device).split(
             max(1, BUDGET // (8 * n * n))
         ):
-            mixed[token], products = self._products(hidden[token], gates[token])
-            used = keep[token]
-            products = products[used]
-            full = gates[token][used].double()
-            square += _squares(full[:, None], products)[0]
-            # n choices at a time, which take as much memory as the products
+            output[tokens], products = self._products(hidden[tokens], gates[tokens])
+            is_valid = valid[tokens]
+            products = products[is_valid]
+            full_gates = gates[tokens][is_valid].double()
+            square += _squares(full_gates[:, None], products)[0]
+            # the gates of n choices take as much memory as the products
             for first in range(0, len(subsets), n):
-                routed = [
-                    route(self.layer, retained, *self.call)[token][used]
+                subset_gates = [
+                    route(self.layer, retained, *self.call)[tokens][is_valid]
                     for retained in subsets[first : first + n]
                 ]
                 errors[first : first + n] += _squares(
-                    full[:, None] - torch.stack(routed, 1), products
+                    full_gates[:, None] - torch.stack(subset_gates, 1), products
                 )
         self.add("error", errors.clamp(min=0))
         self.add("square", square)
-        return mixed
+        return output
 
     def _products(
         self, hidden: torch.Tensor, gates: torch.Tensor
@@ -148,14 +146,13 @@ class SubsetHook(StatisticsHook):
         experts, for hidden states (t, H) and gates (t, E)."""
         n = self.layer.n_experts
         width = hidden.shape[1]
-        mixed = []
+        outputs = []
         products = []
-        for token in torch.arange(len(hidden), device=hidden.device).split(
+        for tokens in torch.arange(len(hidden), device=hidden.device).split(
             max(1, BUDGET // (8 * n * width))
         ):
-            part = hidden[token]
             f = torch.stack(
-                [wide(self.layer.expert_output(part, expert)) for expert in range(n)], 1
+                [wide(self.layer.expert_output(hidden[tokens], expert)) for expert in range(n)], 1
             )
             if not bool(f.isfinite().all()):
                 expert = int((~f.isfinite()).any(-1).any(0).nonzero()[0, 0])
@@ -163,23 +160,23 @@ class SubsetHook(StatisticsHook):
                     f"NaN or Inf in layer {self.layer.index}, expert {expert}: its output is not "
                     "finite"
                 )
-            mixed.append(torch.bmm(gates[token][:, None].to(f.dtype), f)[:, 0])
-            precise = f.double()
-            products.append(torch.bmm(precise, precise.transpose(1, 2)))
-        return torch.cat(mixed).to(hidden.dtype), torch.cat(products)
+            outputs.append(torch.bmm(gates[tokens][:, None].to(f.dtype), f)[:, 0])
+            f64 = f.double()
+            products.append(torch.bmm(f64, f64.transpose(1, 2)))
+        return torch.cat(outputs).to(hidden.dtype), torch.cat(products)
 
 
 def route(
     layer: MoELayer, retained: tuple[int, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Gates (T, E) that the layer's router, called with these arguments, gives if only the experts
-    `retained` exist; 0 for all others. Its own code runs on their rows and biases, as in a pruned
-    model."""
+    """Gates (T, E) that the layer's router, called with `args` and `kwargs`, gives if only the
+    experts `retained` exist; 0 for all others. The router's own code runs on the rows and biases of
+    these experts, as in a pruned model."""
     with sliced_router(layer, retained) as slices:
-        given = [slices.get(id(value), value) for value in args]
-        named = {name: slices.get(id(value), value) for name, value in kwargs.items()}
-        # not by a call, so that no hook runs
-        _, weights, chosen = layer.router.forward(*given, **named)
+        sliced_args = [slices.get(id(value), value) for value in args]
+        sliced_kwargs = {name: slices.get(id(value), value) for name, value in kwargs.items()}
+        # `forward` runs no hooks, unlike a call of the module
+        _, weights, chosen = layer.router.forward(*sliced_args, **sliced_kwargs)
     return spread(torch.tensor(retained, device=chosen.device)[chosen], weights, layer.n_experts)
 
 

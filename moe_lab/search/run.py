@@ -46,30 +46,30 @@ def search(
 
     `facts` are those of the model, perhaps with protected experts; `scores`: layer -> a score per
     expert, of which the lowest are dropped first; `settings`: fields of AllocationConfig and the
-    ratio; `text`: the search set, tasks with answers. After every generation its fitness values are
-    saved in the folder `partial` of this search alone, from which it goes on when it was stopped,
-    to the same plan and history. UserError for settings, a ratio or a search set that cannot work,
-    and a fitness that is not finite.
+    ratio; `text`: the search set, tasks with answers. The fitness values of every generation are
+    saved in the folder `partial`, which belongs to this search alone; an interrupted search resumes
+    from them and ends with the same plan and history. UserError for settings, a ratio or a search
+    set that cannot work, and a fitness that is not finite.
     """
-    chosen = parse(settings["parameters"], seed)
-    space = space_to_search(settings, facts, chosen)
-    rows = answer_batches(text, tokenizer, header=chosen.header)
+    parameters = parse(settings["parameters"], seed)
+    space = space_to_search(settings, facts, parameters)
+    rows = answer_batches(text, tokenizer, header=parameters.header)
     protected = {
         int(layer): router.get("protected", ()) for layer, router in facts["layers"].items()
     }
     plans = Plans(model, scores, protected)
-    judge: Candidates | DraftingCandidates
-    if chosen.fitness == "spec_dec":
+    candidates: Candidates | DraftingCandidates
+    if parameters.fitness == "spec_dec":
         ends = frozenset(eos_tokens(model.generation_config.eos_token_id, tokenizer))
-        judge = DraftingCandidates(model, plans, rows, chosen, ends)
+        candidates = DraftingCandidates(model, plans, rows, parameters, ends)
     else:
-        judge = Candidates(model, plans, rows, chosen)
+        candidates = Candidates(model, plans, rows, parameters)
     start = time.perf_counter()
     cache = ResultCache(partial / ANSWERS)
     outcome = evolve(
         space,
-        chosen,
-        lambda schedules: cache.result(schedules, lambda: list(judge.evaluate(schedules))),
+        parameters,
+        lambda schedules: cache.result(schedules, lambda: list(candidates.evaluate(schedules))),
     )
     result = {"fitness": outcome.fitness, "search": text.name, "seed": seed}
     origin = {
@@ -81,23 +81,30 @@ def search(
     plan = plans.plan(outcome.best, origin)
     plan.save(out / "plan.json")
     parquet.write_table(arrow.Table.from_pylist(outcome.history), out / "history.parquet")
-    report = _report(outcome, space, chosen, plans, judge.cost, time.perf_counter() - start)
+    report = _report(
+        outcome, space, parameters, plans, candidates.cost, time.perf_counter() - start
+    )
     (out / "search.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def _report(
-    outcome: Outcome, space: Space, chosen: SearchSettings, plans: Plans, cost: Cost, seconds: float
+    outcome: Outcome,
+    space: Space,
+    parameters: SearchSettings,
+    plans: Plans,
+    cost: Cost,
+    seconds: float,
 ) -> dict[str, Any]:
-    """The content of search.json. `cost` is that of this process only, not of earlier runs of a
-    resumed search."""
-    first = next((row for row in outcome.history if row["origin"] == "uniform"), None)
+    """The content of search.json. `cost` and `seconds` are those of this process, without earlier
+    runs of a resumed search."""
+    uniform = next((row for row in outcome.history if row["origin"] == "uniform"), None)
     return {
         "schema": SCHEMA,
         "layers": [layer.index for layer in plans.layers],
         "budget": space.budget,
-        "settings": asdict(chosen),
+        "settings": asdict(parameters),
         "best": {"schedule": list(outcome.best), "fitness": outcome.fitness},
-        "uniform": {name: first[name] for name in ("schedule", "fitness")} if first else None,
+        "uniform": ({name: uniform[name] for name in ("schedule", "fitness")} if uniform else None),
         "counts": outcome.counts,
         "cost": {
             **asdict(cost),

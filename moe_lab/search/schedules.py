@@ -1,5 +1,5 @@
-"""Schedules (the number of experts each layer loses): the space of feasible ones, and patterns to
-start a search."""
+"""Schedules (the number of experts each layer loses): the space of feasible schedules, and patterns
+to start a search."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ class Space:
 
     step: int
     lowest: tuple[int, ...]
-    """Smallest number of experts a layer loses: n modulo step, so that it keeps a multiple of
-    `step`."""
+    """Smallest number of experts each layer loses: n modulo step, so that the layer keeps a
+    multiple of `step`."""
     capacity: tuple[int, ...]
-    """Units that a layer can lose beyond `lowest`."""
+    """Units that each layer can lose beyond `lowest`."""
     units: int
     """Units that all layers together lose beyond `lowest`."""
 
-    def schedule(self, taken: tuple[int, ...]) -> Schedule:
-        """The schedule in which each layer loses `taken` units."""
-        return tuple(low + self.step * count for low, count in zip(self.lowest, taken, strict=True))
+    def schedule(self, units: tuple[int, ...]) -> Schedule:
+        """The schedule in which each layer loses the given `units` beyond `lowest`."""
+        return tuple(low + self.step * count for low, count in zip(self.lowest, units, strict=True))
 
-    def taken(self, schedule: Schedule) -> tuple[int, ...]:
-        """Units that each layer loses in a schedule: the inverse of `schedule`."""
+    def units_removed(self, schedule: Schedule) -> tuple[int, ...]:
+        """Units that each layer loses in a schedule beyond `lowest`: the inverse of `schedule`."""
         return tuple(
             (lost - low) // self.step for low, lost in zip(self.lowest, schedule, strict=True)
         )
@@ -68,27 +68,30 @@ class Space:
 
     def nth(self, number: int) -> Schedule:
         """Feasible schedule `number` of `size`, in lexicographic order."""
-        taken = []
+        removed = []
         remaining = self.units
-        for rest in self._ways[1:]:
+        for ways in self._ways[1:]:
+            # schedules in which this layer loses `count` units come before those with more
             count = 0
-            while number >= rest[remaining - count]:
-                number -= rest[remaining - count]
+            while number >= ways[remaining - count]:
+                number -= ways[remaining - count]
                 count += 1
-            taken.append(count)
+            removed.append(count)
             remaining -= count
-        return self.schedule(tuple(taken))
+        return self.schedule(tuple(removed))
 
     def sample(self, random: numpy.random.Generator) -> Schedule:
         """Draw a feasible schedule uniformly: each has probability 1 / size."""
-        bits = random.bytes(16 + self.size.bit_length() // 8)  # numpy's own integers end at 64 bits
+        bits = random.bytes(
+            16 + self.size.bit_length() // 8
+        )  # numpy draws integers of at most 64 bits
         return self.nth(Random(bits).randrange(self.size))
 
 
 def space_of(layers: Sequence[Limits], budget: int, granularity: int) -> Space:
     """The space of schedules that remove `budget` experts, in which every layer keeps a multiple of
-    its step and of `granularity`. UserError when a layer can keep no such number, when layers need
-    different steps, and for an infeasible budget."""
+    its step and of `granularity`. UserError when a layer has no such multiple that its router
+    allows, when layers need different steps, and for an infeasible budget."""
     steps = {lcm(limit.step, granularity) for limit in layers}
     if len(steps) != 1:
         raise UserError(
@@ -115,16 +118,19 @@ def space_of(layers: Sequence[Limits], budget: int, granularity: int) -> Space:
 
 def _units(budget: int, lowest: int, capacity: int, step: int) -> int:
     """The budget in units beyond `lowest`, the experts that must be removed anyway. UserError, with
-    the nearest feasible budgets, when it is no whole number or exceeds the layers' capacity."""
-    units, rest = divmod(budget - lowest, step)
-    if rest == 0 and 0 <= units <= capacity:
+    the nearest feasible budgets, when the units are not a whole number or exceed the layers'
+    capacity."""
+    units, remainder = divmod(budget - lowest, step)
+    if remainder == 0 and 0 <= units <= capacity:
         return units
-    around = sorted({lowest + step * min(max(near, 0), capacity) for near in (units, units + 1)})
+    feasible = sorted(
+        {lowest + step * min(max(count, 0), capacity) for count in (units, units + 1)}
+    )
     raise UserError(
         f"allocation=evolutionary: {budget} experts cannot be removed when every layer loses a "
         f"multiple of {step} and "
-        f"keeps what its router needs: {' or '.join(map(str, around))} is the nearest feasible "
-        "number" + (" (or choose a smaller allocation.parameters.granularity)" if rest else "")
+        f"keeps what its router needs: {' or '.join(map(str, feasible))} is the nearest feasible "
+        "number" + (" (or choose a smaller allocation.parameters.granularity)" if remainder else "")
     )
 
 
@@ -141,7 +147,7 @@ _SHAPES: dict[str, Callable[[int, int], float]] = {
     "alt": lambda i, n: 2.0 if i % 2 == 0 else 1.0,
     "deep_flat": lambda i, n: 0.5 + 0.5 * (1 - abs(2 * i / max(1, n - 1) - 1)),
 }
-"""Name -> weight of layer i of n."""
+"""Name of a pattern -> function of layer i and number of layers n that gives the layer's weight."""
 
 PATTERNS = ("uniform", "random", *list(_SHAPES)[1:])
 """All twelve patterns. Weights of random are U(0, 1) + 1e-4, which is not uniform over the feasible
@@ -157,19 +163,19 @@ def pattern(name: str, space: Space, random: numpy.random.Generator) -> Schedule
 
 
 def project(weights: Sequence[float], space: Space) -> Schedule:
-    """The feasible schedule whose units are closest to proportional to `weights` (L,), which are
-    positive. Every layer gets the integer part of its share, within its capacity. The remaining
-    units are given out one by one, to the largest fractions first (ties: lower layer), then
-    round-robin from the first layer on."""
-    total = fsum(weights)  # rounded once: that of `sum` differs between versions of Python
+    """The feasible schedule whose units are closest to proportional to positive `weights` (L,).
+    Every layer gets the integer part of its share, within its capacity. The remaining units are
+    given out one by one, to the largest fractions first (ties: lower layer), then round-robin from
+    the first layer on."""
+    total = fsum(weights)  # rounds once: results of `sum` differ between versions of Python
     shares = [space.units * weight / total for weight in weights]
-    taken = [min(int(share), room) for share, room in zip(shares, space.capacity, strict=True)]
-    remaining = space.units - sum(taken)
+    removed = [min(int(share), room) for share, room in zip(shares, space.capacity, strict=True)]
+    remaining = space.units - sum(removed)
     order = sorted(range(len(shares)), key=lambda layer: int(shares[layer]) - shares[layer])
     while remaining:
         for layer in order:
-            if remaining and taken[layer] < space.capacity[layer]:
-                taken[layer] += 1
+            if remaining and removed[layer] < space.capacity[layer]:
+                removed[layer] += 1
                 remaining -= 1
         order = list(range(len(shares)))
-    return space.schedule(tuple(taken))
+    return space.schedule(tuple(removed))

@@ -1,6 +1,5 @@
-"""Sequential pruning: each layer is scored on the output of the pruned layers below it (as
-CAMERA-P's released code), not, as one-shot criteria do, on the activations of the unpruned
-model."""
+"""Sequential pruning: each layer is scored on the output of the pruned layers below it, as in
+CAMERA-P's released code. One-shot criteria score on the activations of the unpruned model."""
 
 from __future__ import annotations
 
@@ -33,8 +32,8 @@ def prune_sequentially(
     provenance: Mapping[str, Any],
 ) -> Plan:
     """Plan all MoE layers, from the first to the last, with one decoder layer in memory at a time.
-    `choose` gets the number and the sums of a layer and returns a plan of that layer alone; the
-    same sums must give the same plan. Each MoE layer runs twice over `batches`: once to collect the
+    `choose` gets the number and the sums of a layer and returns a plan of that layer alone, the
+    same plan for the same sums. Each MoE layer runs twice over `batches`: once to collect the
     sums, and once pruned, for the input of the next layer. `out` and resuming are as in
     `stream`."""
     rows = LayerPass(

@@ -2,9 +2,9 @@
 speculative decoding.
 
 At a context x the candidate drafts y ~ q(.|x); the full model accepts it with probability min(1,
-p_y / q_y) and then adds a token of its own, z ~ p(.|x, y); otherwise the next token is drawn from
-max(p - q, 0). So the text is distributed as the full model's at temperature 1, whatever the
-candidate is. The fitness of a row is accepted / proposed.
+p_y / q_y) and then adds a token of its own, z ~ p(.|x, y). If it rejects y, the next token is drawn
+from max(p - q, 0). The text is distributed as the full model's at temperature 1, whatever the
+candidate. The fitness of a row is accepted / proposed.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from moe_lab.errors import UserError
 from moe_lab.pruning.mask import mask
 from moe_lab.search.candidates import Cost, Decoder, Plans
 from moe_lab.search.evolution import SearchSettings
-from moe_lab.search.fitness import average, drawn
+from moe_lab.search.fitness import average, draw_tokens
 from moe_lab.search.schedules import Schedule
 
 Probabilities = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(ids (B, S), valid (B, S), where (B, S) bool) -> next-token probabilities (N, V) at `where`, fp64
-on the CPU."""
+"""ids (B, S), valid (B, S), is_evaluated (B, S) bool -> next-token probabilities (N, V) at the
+evaluated positions, fp64 on the CPU."""
 
 
 class DraftingCandidates:
@@ -76,6 +76,7 @@ class DraftingCandidates:
         return [self._evaluate(schedule) for schedule in schedules]
 
     def _evaluate(self, schedule: Schedule) -> float:
+        """As `evaluate`, for one schedule."""
         plan = self.plans.plan(schedule)
 
         def full(*batch: torch.Tensor) -> torch.Tensor:
@@ -94,9 +95,10 @@ class DraftingCandidates:
         return average(accepted, proposed, self.settings.averaging)
 
     def _probabilities(
-        self, ids: torch.Tensor, valid: torch.Tensor, where: torch.Tensor
+        self, ids: torch.Tensor, valid: torch.Tensor, is_evaluated: torch.Tensor
     ) -> torch.Tensor:
-        logits, _ = self.decoder.logits(ids, valid, where, (), {})
+        """As `Probabilities`, of the model with its current mask."""
+        logits, _ = self.decoder.logits(ids, valid, is_evaluated, (), {})
         return logits.float().softmax(-1).double().cpu()
 
 
@@ -104,9 +106,9 @@ def prompts(ids: torch.Tensor, valid: torch.Tensor, answers: torch.Tensor) -> li
     """The tokens before the first answer token of each row (B, S); [] for a row without an answer
     or a prompt. UserError for rows with several documents."""
     texts = []
-    for row, flags, marks in zip(ids, valid, answers, strict=True):
-        first = int(marks.int().argmax()) if bool(marks.any()) else 0
-        if not bool(flags[:first].all()):
+    for row, is_valid, is_answer in zip(ids, valid, answers, strict=True):
+        first = int(is_answer.int().argmax()) if bool(is_answer.any()) else 0
+        if not bool(is_valid[:first].all()):
             raise UserError(
                 "allocation.parameters.fitness=spec_dec needs one task a row: set packing=none in "
                 "the set"
@@ -123,39 +125,41 @@ def accepted_and_proposed(
     *,
     ends: frozenset[int],
 ) -> list[tuple[int, int]]:
-    """Numbers (accepted, proposed) of tokens for each text; an empty text proposes none. A text
-    grows up to one of the tokens `ends`, or by the number of steps in `draws` (texts, steps, 3),
-    the random numbers for draft, acceptance and next token of each step, the same for all
-    candidates."""
+    """Numbers (accepted, proposed) of tokens for each text; none are proposed for an empty text.
+    `draws` (texts, steps, 3): random numbers for draft, acceptance and next token of each step, the
+    same for all candidates. A text ends with one of the tokens `ends`, or when it is longer by
+    `steps` tokens."""
     ids = [list(text) for text in texts]
-    longest = [len(text) + draws.shape[1] for text in texts]
+    max_lengths = [len(text) + draws.shape[1] for text in texts]
     accepted = [0] * len(ids)
     proposed = [0] * len(ids)
     unfinished = [number for number, text in enumerate(texts) if text]
     while unfinished:
         uniform = torch.stack([draws[number, proposed[number]] for number in unfinished])
         q = candidate(*_padded([ids[number] for number in unfinished], 1))
-        draft = drawn(q, uniform[:, 0])
+        draft = draw_tokens(q, uniform[:, 0])
         drafted = [
             [*ids[number], int(token)] for number, token in zip(unfinished, draft, strict=True)
         ]
         verified = full(*_padded(drafted, 2))
         p = verified[0::2]
-        after = verified[1::2]
-        chosen = draft[:, None]
-        is_accepted = uniform[:, 1] * q.gather(1, chosen)[:, 0] < p.gather(1, chosen)[:, 0]
+        p_after_draft = verified[1::2]
+        column = draft[:, None]
+        is_accepted = uniform[:, 1] * q.gather(1, column)[:, 0] < p.gather(1, column)[:, 0]
         residual = (p - q).clamp(min=0)
-        following = drawn(torch.where(is_accepted[:, None], after, residual), uniform[:, 2])
+        next_tokens = draw_tokens(
+            torch.where(is_accepted[:, None], p_after_draft, residual), uniform[:, 2]
+        )
         for position, number in enumerate(list(unfinished)):
             proposed[number] += 1
             accepted[number] += int(is_accepted[position])
-            tokens = [int(following[position])]
+            tokens = [int(next_tokens[position])]
             if is_accepted[position]:
                 tokens.insert(0, int(draft[position]))
             for token in tokens:
                 if number in unfinished:
                     ids[number].append(token)
-                    if token in ends or len(ids[number]) == longest[number]:
+                    if token in ends or len(ids[number]) == max_lengths[number]:
                         unfinished.remove(number)
     return list(zip(accepted, proposed, strict=True))
 
@@ -163,8 +167,8 @@ def accepted_and_proposed(
 def _padded(
     texts: Sequence[Sequence[int]], last: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """ids, valid and where (B, S) of texts padded on the right; `where` marks the `last` positions
-    of each."""
+    """ids, valid and is_evaluated (B, S) of texts padded on the right; the `last` positions of each
+    text are evaluated."""
     ids = pad_sequence([torch.tensor(text) for text in texts], batch_first=True)
     position = torch.arange(ids.shape[1])[None]
     length = torch.tensor([[len(text)] for text in texts])

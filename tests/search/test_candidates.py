@@ -29,7 +29,7 @@ from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
 from moe_lab.pruning.selection import plan_from_scores
-from moe_lab.search.candidates import Candidates, Decoder, Plans, Relatives
+from moe_lab.search.candidates import Candidates, Decoder, Plans, PrefixStates
 from moe_lab.search.evolution import SearchSettings, space_to_search
 from moe_lab.search.fitness import POSITION_FITNESS, average, contexts
 from moe_lab.search.run import search
@@ -219,12 +219,18 @@ def test_contexts_are_just_before_answers_or_on_them_and_prompts_end_before() ->
     answers = torch.tensor([[True, False, True, True]])
     luck = torch.Generator().manual_seed(0)
     shifted = contexts(ids, answers, shift=True, generator=luck)
-    assert shifted.where.tolist() == [[False, True, True, False]] and shifted.targets.tolist() == [
+    assert shifted.is_evaluated.tolist() == [
+        [False, True, True, False]
+    ] and shifted.targets.tolist() == [
         7,
         8,
     ]
     released = contexts(ids, answers, shift=False, generator=luck)
-    assert released.where.tolist() == answers.tolist() and released.targets.tolist() == [6, 8, 0]
+    assert released.is_evaluated.tolist() == answers.tolist() and released.targets.tolist() == [
+        6,
+        8,
+        0,
+    ]
     ids = torch.tensor([[4, 5, 6, 7], [8, 9, 0, 0]])
     valid = torch.tensor([[True] * 4, [True, True, False, False]])
     answers = torch.tensor([[False, False, True, True], [True, True, False, False]])
@@ -288,13 +294,13 @@ def test_layers_that_are_not_run_get_a_forward_of_their_own_back() -> None:
 
 def test_the_budget_holds_and_states_of_the_best_outlive_a_call() -> None:
     # room for three states of 16 bytes for each batch
-    relatives, state = Relatives(2, 2 * 3 * 16), torch.zeros(4)
-    for schedule, states in relatives.walk(0, [(1, 1, 1, 1), (2, 2, 2, 2)]):
+    prefix_states, state = PrefixStates(2, 2 * 3 * 16), torch.zeros(4)
+    for schedule, states in prefix_states.walk(0, [(1, 1, 1, 1), (2, 2, 2, 2)]):
         assert all(schedule[: len(start)] == start for start in states)
         states.update({schedule[:k]: state for k in range(4)})
-    assert not relatives.states[1] and set(relatives.states[0]) == {(), (1,), (1, 1)}
-    relatives.choose([(1, 2, 2, 2)])
-    assert not relatives.states[1] and set(relatives.states[0]) == {(), (1,)}
+    assert not prefix_states.states[1] and set(prefix_states.states[0]) == {(), (1,), (1, 1)}
+    prefix_states.retain([(1, 2, 2, 2)])
+    assert not prefix_states.states[1] and set(prefix_states.states[0]) == {(), (1,)}
 
 
 # ---- the steps

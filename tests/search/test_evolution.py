@@ -80,7 +80,7 @@ def test_the_space_is_what_enumeration_finds(case: tuple[Problem, int]) -> None:
         return
     assert space.size == len(expected)
     assert [space.nth(number) for number in range(space.size)] == expected
-    assert [space.schedule(space.taken(each)) for each in expected] == expected
+    assert [space.schedule(space.units_removed(each)) for each in expected] == expected
 
 
 @pytest.mark.parametrize("granularity", [1, 2])
