@@ -29,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 from moe_lab import grid, overrides, plugins
 from moe_lab.allocation import ALLOCATIONS
 from moe_lab.config import Config
-from moe_lab.config.base import Mistakes, unfit, valid
+from moe_lab.config.base import Mistakes, storage_problems, valid
 from moe_lab.criteria import CRITERIA
 from moe_lab.errors import UserError, unknown
 from moe_lab.paths import conf, store_folder
@@ -69,7 +69,7 @@ def multirun(texts: Sequence[str]) -> Iterator[None]:
             if override.value_type is ValueType.GLOB_CHOICE_SWEEP:
                 continue
             for value in overrides.values(override):
-                mistakes += unfit(value, override.key_or_group)
+                mistakes += storage_problems(value, override.key_or_group)
     OmegaConf.register_new_resolver("sweeps", _sweeps)
     OmegaConf.register_new_resolver("basic_settings", basic_lines)
     try:

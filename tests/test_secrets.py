@@ -11,7 +11,7 @@ import pytest
 from processes import quoted
 
 from moe_lab.config import BackendConfig, Config
-from moe_lab.config.base import unfit
+from moe_lab.config.base import storage_problems
 from moe_lab.errors import MASK, UserError
 from moe_lab.study.provenance import error_document
 
@@ -91,7 +91,7 @@ def test_errors_and_settings_do_not_show_secrets_of_the_environment(
     assert (
         "PLANTED" not in str(document) and MASK in document["message"] and MASK in document["trace"]
     )
-    (sentence,) = unfit({"setup": ["export OTHER=PLANTED-token"]}, "resources.every")
+    (sentence,) = storage_problems({"setup": ["export OTHER=PLANTED-token"]}, "resources.every")
     assert sentence.startswith("resources.every.setup ") and "PLANTED" not in sentence
 
 
@@ -142,13 +142,15 @@ PLAIN = [
 
 def test_secrets_are_refused_by_the_names_of_their_settings() -> None:
     for text in SECRET:
-        (sentence,) = unfit({"jobs": {"plan": {"setup": ["module load cuda", text]}}}, "resources")
+        (sentence,) = storage_problems(
+            {"jobs": {"plan": {"setup": ["module load cuda", text]}}}, "resources"
+        )
         assert sentence.startswith("resources.jobs.plan.setup ") and text not in sentence, text
     for name in ("api_key", "HF_TOKEN", "Authorization", "x-api-key", "auth_token", "password"):
-        (sentence,) = unfit({"extra": {"headers": {name: "abc"}}}, "judge")
+        (sentence,) = storage_problems({"extra": {"headers": {name: "abc"}}}, "judge")
         assert sentence.startswith(f"judge.extra.headers.{name} ")
     others = ("max_tokens", "eos_token", "key_variable", "tokenizer", "special_tokens", "top_k")
-    assert list(unfit({**dict.fromkeys(others, "abc"), "setup": PLAIN}, "extra")) == []
+    assert list(storage_problems({**dict.fromkeys(others, "abc"), "setup": PLAIN}, "extra")) == []
     with pytest.raises(ValueError, match="has a secret in it"):
         Config(store="s3://user:pw@bucket/x")
     with pytest.raises(ValueError, match="has a secret in it"):

@@ -33,7 +33,7 @@ from moe_lab.allocation.problem import (
     or_suggest_ratio,
 )
 from moe_lab.config import AllocationConfig
-from moe_lab.config.base import SETTINGS, Positive, counting_fields, valid
+from moe_lab.config.base import SETTINGS, Positive, identity_fields, valid
 from moe_lab.criteria import Granularity
 from moe_lab.errors import UserError, check_known
 from moe_lab.paths import check_name
@@ -145,7 +145,7 @@ class IdentifiedAllocation(AllocationConfig):
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        document = {**counting_fields(self), "source": get(self.name).source}
+        document = {**identity_fields(self), "source": get(self.name).source}
         if self.path is not None:
             content = json.dumps(listed.read(self.path), sort_keys=True)
             document["path"] = sha256(content.encode()).hexdigest()

@@ -21,7 +21,7 @@ from moe_lab.calibration.sources import (
     read,
 )
 from moe_lab.config import CalibrationConfig, ModelConfig
-from moe_lab.config.base import counting_fields
+from moe_lab.config.base import identity_fields
 from moe_lab.config.pruning import OF_DOCUMENTS
 from moe_lab.errors import UserError
 from moe_lab.models import config_json
@@ -138,7 +138,7 @@ class IdentifiedText(CalibrationConfig):
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        fields = {**counting_fields(self, "sources", "tokens"), "rows": self.rows}
+        fields = {**identity_fields(self, "sources", "tokens"), "rows": self.rows}
         if not self.sources:
             return {**fields, **_documents_identity(self)}
         sources = [

@@ -49,36 +49,49 @@ Study = Annotated[
 
 
 OWNED = {
-    **{
-        "time": "minutes",
-        "mem": "memory",
-        "cpus-per-task": "cpus",
-        "gpus-per-node": "gpus and gpu_type",
-    },
-    **{"partition": "partition", "signal": "launcher.signal_seconds", "array": "launcher.parallel"},
-    **{"cpus-per-gpu": "cpus"},
+    "time": "minutes",
+    "mem": "memory",
+    "cpus-per-task": "cpus",
+    "cpus-per-gpu": "cpus",
+    "gpus-per-node": "gpus and gpu_type",
+    "tres-per-task": "gpus, gpu_type and cpus",
+    "partition": "partition",
+    "signal": "launcher.signal_seconds",
+    "array": "launcher.parallel",
     **dict.fromkeys(
-        ("job-name", "dependency", "output", "error", "requeue", "no-requeue", "open-mode")
+        (
+            "job-name",
+            "dependency",
+            "output",
+            "error",
+            "requeue",
+            "no-requeue",
+            "open-mode",
+            "nodes",
+            "ntasks",
+            "ntasks-per-node",
+            "export",
+            "clusters",
+            "kill-on-invalid-dep",
+            "wait",
+            "parsable",
+            "test-only",
+            "chdir",
+        )
     ),
-    **dict.fromkeys(
-        ("nodes", "ntasks", "ntasks-per-node", "export", "clusters", "kill-on-invalid-dep")
-    ),
-    **{
-        **dict.fromkeys(("wait", "parsable", "test-only", "chdir")),
-        "tres-per-task": "gpus, gpu_type and cpus",
-    },
 }
-"""Options of sbatch that moe_lab sets itself -> the setting that does so, if any."""
+"""Option of sbatch that moe_lab sets itself -> the setting that decides it, if any."""
 
 
-def _others(options: dict[str, Any]) -> dict[str, Any]:
+def _further_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The options, with - for _ in their names. ValueError for an option in `OWNED`."""
     named = {name.replace("_", "-"): value for name, value in options.items()}
     for name in named.keys() - {"gpus"}:
-        # sbatch takes the beginnings of names
+        # sbatch accepts abbreviated names
         for owned in (owned for owned in OWNED if owned.startswith(name)):
-            what = name if name == owned else f"{name}, short for {owned},"
+            option = name if name == owned else f"{name}, short for {owned},"
             raise ValueError(
-                f"{what} is set by moe_lab: expected {OWNED[owned] or 'other options'}"
+                f"{option} is set by moe_lab: expected {OWNED[owned] or 'other options'}"
             )
     return named
 
@@ -112,8 +125,8 @@ class LauncherConfig(Group):
 
 @dataclass(config=SETTINGS, frozen=True)
 class JobConfig(Group):
-    """Resources of a Slurm job; null takes the next more general setting, and without one an
-    estimate."""
+    """Resources of a Slurm job; null takes the next more general setting, or an estimate if that
+    is null too."""
 
     basic = frozenset({"gpus", "minutes", "partition", "setup"})
 
@@ -129,7 +142,9 @@ class JobConfig(Group):
     """Time limit; interrupted work resumes where it stopped."""
     partition: str | None = None
     """Partition, as sinfo names it."""
-    sbatch: Annotated[dict[str, Any], AfterValidator(_others)] = field(default_factory=dict)
+    sbatch: Annotated[dict[str, Any], AfterValidator(_further_options)] = field(
+        default_factory=dict
+    )
     """Further options of sbatch by their long names, such as account: ours, qos: long, constraint:
     h100. mem-per-cpu and mem-per-gpu stand for `memory`; gres, gpus, gpus-per-task and
     gpus-per-socket for `gpus` and `gpu_type`."""
@@ -157,7 +172,8 @@ class ResourcesConfig(Group):
     take precedence over `jobs`."""
 
     def of_model(self, model: ModelConfig) -> JobConfig | None:
-        """What is set for jobs that read the weights of a model."""
+        """The entry of `models` for a model, by its name or by the name without _topN; None if
+        there is no entry."""
         return self.models.get(
             model.name, self.models.get(model.name.removesuffix(f"_top{model.top_k}"))
         )
@@ -178,8 +194,8 @@ class TimingConfig(Group):
     new_tokens: Positive = 32
     """Tokens that are generated after the first token, for each prompt."""
     device: str | None = None
-    """Name of the GPU or processor to measure on, such as `NVIDIA H100 80GB HBM3`; null is that of
-    this machine."""
+    """Name of the GPU or processor to measure on, such as `NVIDIA H100 80GB HBM3`; null takes
+    the device of this machine."""
 
 
 @dataclass(config=SETTINGS, frozen=True)
@@ -219,11 +235,11 @@ class Config(Group):
     export: ExportConfig = field(default_factory=ExportConfig)
     """Whether and how each pruned model is also written as a checkpoint."""
     suite: SuiteConfig = field(default_factory=SuiteConfig)
-    """What pruned models are evaluated on."""
+    """Benchmarks on which pruned models are evaluated."""
     judge: JudgeConfig | None = None
     """The language model that grades answers where a program cannot."""
     backend: BackendConfig = field(default_factory=BackendConfig)
-    """What generates the texts of benchmarks."""
+    """Engine that generates the completions of benchmarks."""
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
     """Where steps run."""
     resources: ResourcesConfig = field(default_factory=ResourcesConfig)
@@ -289,7 +305,7 @@ class Config(Group):
 
 @dataclass(config=SETTINGS, frozen=True)
 class CellConfig(Group):
-    """What one cell is, and the choice of each axis that no list is given for."""
+    """Settings of one cell, and the value of each axis that has no list of values."""
 
     basic = frozenset({"ratio", "seed", "gate"})
 
@@ -302,7 +318,7 @@ class CellConfig(Group):
     allocation: AllocationConfig = field(default_factory=AllocationConfig)
     """How many experts, or channels, each layer and expert loses."""
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
-    """What is done to a pruned model before it is evaluated."""
+    """Training or fitting of a pruned model before it is evaluated."""
     ratio: Ratio = 0.25
     """Share of the routed experts, or of their channels, to remove, in [0, 1)."""
     gate: Gate = "model"

@@ -1,5 +1,5 @@
-"""What all groups of settings have in common: how they are checked, how each mistake becomes a
-sentence, and what of them is part of the identity of a step."""
+"""Base of all groups of settings: their checks, the sentence for each mistake, and their entries in
+the identity of a step."""
 
 from __future__ import annotations
 
@@ -36,17 +36,16 @@ from moe_lab.errors import UserError, nearest, secrets_in, unknown
 from moe_lab.paths import checked_name
 
 SETTINGS = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
-"""How every group is checked: unknown names are refused, and so is text where a number is expected.
-A class is only compiled when it is first used, which keeps the report of a typo within half a
-second."""
+"""Checks of every group: unknown names are refused, and so is text where a number is expected. A
+class is compiled when it is first used, which keeps the report of a typo within half a second."""
 
 LARGEST = 2**63 - 1
 """The largest whole number that random generators, counters and tensors take."""
 
 
 def matching(pattern: str, expected: str) -> AfterValidator:
-    """Refuse a text that does not match a pattern as a whole, in a sentence that says what is
-    expected."""
+    """A validator that raises ValueError, with the message `expected`, for a text that `pattern`
+    does not match from its beginning to its end."""
 
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text, re.DOTALL):
@@ -62,8 +61,7 @@ From2 = Annotated[int, Strict(), Field(ge=2, le=LARGEST)]
 Above0 = Annotated[float, Strict(), Field(gt=0)]
 Share = Annotated[float, Strict(), Field(ge=0, lt=1)]
 Ratio = Annotated[Share, AfterValidator(lambda ratio: round(ratio, 9))]
-"""Share to remove: a decimal, so that the third value of range(0.1,0.35,0.1) is the 0.3 that is
-typed elsewhere."""
+"""Share to remove, rounded, so that the third value of range(0.1,0.35,0.1) equals a typed 0.3."""
 Name = Annotated[str, AfterValidator(checked_name)]
 """Part of a folder's name."""
 Text = Annotated[str, matching(r".*\S.*", "expected a text that is not empty")]
@@ -73,71 +71,71 @@ T = TypeVar("T")
 
 @dataclass(config=SETTINGS, frozen=True)
 class Group:
-    """Settings that belong together; the text under a field is what docs and --help say of it."""
+    """Settings that belong together; docs and --help print the text under each field."""
 
     basic = frozenset[str]()
     """Fields that most users set, which --help shows."""
     internal = frozenset[str]()
     """Fields that other settings set, which nobody can type."""
     runtime = frozenset[str]()
-    """Fields that say how work is done and change no result: no part of an identity."""
+    """Fields that change how work is done but no result; they are not part of an identity."""
     references = frozenset[str]()
-    """Fields that stand for something outside of the settings, such as a path for the content of a
-    file. A class that is derived from this one, in the module of its subject, knows what identifies
-    it."""
+    """Fields that refer to something outside of the settings, such as a path to a file. A subclass,
+    in the module of the subject, puts the content in place of the reference in its `identity`."""
 
     @classmethod
     def of(cls, settings: Any) -> Self:
-        """`settings`, of this class or of one that it is derived from, as an object of this
-        class."""
+        """`settings`, an object of a base class, as an object of this class."""
         if isinstance(settings, cls):
             return settings
-        return cls(**{each.name: getattr(settings, each.name) for each in fields(settings)})
+        return cls(**{field.name: getattr(settings, field.name) for field in fields(settings)})
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What of the settings changes a result, JSON-ready: all fields but those in `runtime`."""
+        """The settings that change a result, JSON-ready: all fields except those in `runtime`.
+        TypeError when `references` is not empty and no subclass resolves them."""
         if self.references:
             raise TypeError(
                 f"{type(self).__name__} does not know what its {', '.join(self.references)} "
                 "stands for"
             )
-        return counting_fields(self)
+        return identity_fields(self)
 
     @model_validator(mode="before")
     @classmethod
-    def _is_not_set_by_others(cls, given: Any) -> Any:
-        for name in cls.internal & given.keys() if isinstance(given, dict) else ():
+    def _check_internal(cls, content: Any) -> Any:
+        """Refuse values of `internal` fields in a file or a command."""
+        for name in cls.internal & content.keys() if isinstance(content, dict) else ():
             raise ValueError(
                 f"{name} is set by other settings, and neither by a file nor by a command"
             )
-        return given
+        return content
 
     @model_validator(mode="after")
-    def _can_be_shown(self) -> Self:
-        """Settings are stored and shown with the results, whether they come from a file, a command
-        or Python."""
-        for each in fields(self):
-            for problem in unfit(getattr(self, each.name), each.name):
+    def _check_storable(self) -> Self:
+        """Refuse values that cannot be stored and shown with the results, whether they come from a
+        file, a command or Python."""
+        for field in fields(self):
+            for problem in storage_problems(getattr(self, field.name), field.name):
                 raise ValueError(problem)
         return self
 
 
-def unfit(value: Any, setting: str) -> Iterator[str]:
+def storage_problems(value: Any, setting: str) -> Iterator[str]:
     """A sentence for each value in a setting that cannot be stored with results: a secret, a number
-    that JSON does not have, and a text that is to be replaced by another."""
+    that JSON does not have, a text with an interpolation of OmegaConf."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
-            yield from unfit(inner, f"{setting}.{name}")
+            yield from storage_problems(inner, f"{setting}.{name}")
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from unfit(inner, setting)
+            yield from storage_problems(inner, setting)
     elif isinstance(value, float) and not math.isfinite(value):
         yield f"{setting}={value}: expected a finite number"
     elif isinstance(value, int) and abs(value) > LARGEST:
         yield f"{setting}={value:.3g}: expected a number of at most {LARGEST}"
     elif isinstance(value, str) and "${" in value and not setting.startswith("hydra."):
-        # Hydra's own are not stored
+        # settings of Hydra are not stored
         yield (
             f"{setting}={value}: nothing is replaced in settings: expected the value, or $NAME "
             "for a shell"
@@ -157,8 +155,8 @@ class SettingsError(UserError):
 
 
 class Mistakes(list[str], AbstractContextManager["Mistakes"]):
-    """Mistakes that are found one after another: the end of a `with` block raises SettingsError if
-    there are any."""
+    """A list of mistakes that are reported together: the end of its `with` block raises
+    SettingsError unless the list is empty."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
@@ -170,39 +168,41 @@ class Mistakes(list[str], AbstractContextManager["Mistakes"]):
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """Note mistakes that are raised in the block, and go on after it."""
+        """Add the mistakes of a UserError that the block raises to the list, and continue after the
+        block."""
         try:
             yield
         except UserError as error:
             self += error.sentences
 
 
-def valid(kind: type[T] | Any, content: Any, where: str, origin: str = "") -> T:
-    """The settings in `content`, which stand under the name `where`, as an object of `kind`.
+def valid(kind: type[T] | Any, content: Any, group: str, origin: str = "") -> T:
+    """The settings in `content` as an object of `kind`.
 
-    Raises SettingsError with all mistakes. `origin`: the choice of the group that `content` is
-    from, if it is to be named, such as calibration=c4.
+    Raises SettingsError with all mistakes. `group`: dotted name of the settings in messages, such
+    as allocation.parameters, "" for those of a study. `origin`: the choice that `content` is from,
+    if messages name it, such as calibration=c4.
     """
     try:
         checked: T = TypeAdapter(kind).validate_python(content)
     except ValidationError as error:
         prefix = f"{origin}: " if origin else ""
         raise SettingsError(
-            prefix + sentence for sentence in sentences(error, kind, where)
+            prefix + sentence for sentence in sentences(error, kind, group)
         ) from None
     return checked
 
 
-def sentences(error: ValidationError, kind: Any, where: str) -> Iterator[str]:
-    """A sentence for each mistake: the setting, its value, what is expected, and the nearest valid
-    choice."""
+def sentences(error: ValidationError, kind: Any, group: str) -> Iterator[str]:
+    """A sentence for each mistake in the settings `group`: the setting, its value, what is
+    expected, and the nearest valid choice."""
     for item in error.errors(include_url=False):
         path = [
             str(part)
             for part in item["loc"]
             if part not in _BRANCHES and not str(part).endswith("]")
         ]
-        key = ".".join(filter(None, [where, *path]))
+        key = ".".join(filter(None, [group, *path]))
         if item["loc"][-1:] == ("[key]",):  # a name that a mapping cannot have
             yield _no_setting(key, choices(get_args(type_at(kind, path[:-1]))[0]))
         else:
@@ -210,8 +210,8 @@ def sentences(error: ValidationError, kind: Any, where: str) -> Iterator[str]:
 
 
 _BRANCHES = ("int", "float", "str", "bool", "none", "nullable")
-"""Parts of a place that name one of the types of a union, and not a setting; as do those in
-brackets."""
+"""Parts of pydantic's location of a mistake that name a type of a union, not a setting. Parts in
+brackets do so, too."""
 _EXPECTED = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -234,36 +234,42 @@ _EXPECTED = {
 
 
 def _sentence(item: Mapping[str, Any], kind: Any, key: str, path: list[str]) -> str:
-    given = item["type"]
+    """The sentence for a mistake `item` of pydantic in the setting `key`, which is at `path` inside
+    the type `kind`."""
+    mistake = item["type"]
     value = item["input"]
-    if given == "missing":
+    if mistake == "missing":
         return f"{key} is not set: add {key}=VALUE"
-    if given in ("unexpected_keyword_argument", "extra_forbidden"):
+    if mistake in ("unexpected_keyword_argument", "extra_forbidden"):
         return _no_setting(key, fields_of(type_at(kind, path[:-1])))
-    if given == "literal_error":
+    if mistake == "literal_error":
         return str(unknown(key, str(value), choices(type_at(kind, path))))
-    if given == "value_error":
+    if mistake == "value_error":
         message = str(item["ctx"]["error"])
-        # A check of a whole group begins with one of its settings: tokens=1 is less than length=2.
+        # the message of a check of a whole group begins with a setting: tokens=1 is less than ...
         return (
             f"{key}={value}: {message}"
             if isinstance(value, str | int | float)
             else f"{key}.{message}".lstrip(".")
         )
-    expected = _EXPECTED[given].format(**item.get("ctx", {})) if given in _EXPECTED else item["msg"]
+    expected = item["msg"]
+    if mistake in _EXPECTED:
+        expected = _EXPECTED[mistake].format(**item.get("ctx", {}))
     return f"{key}={value}: expected {expected}"
 
 
 def _no_setting(key: str, known: Iterable[str]) -> str:
-    """The sentence for a setting that does not exist; `known`: those beside it."""
-    above, _, name = key.rpartition(".")
-    close = nearest(name, names := sorted(known))
-    hint = f": did you mean {above + '.' if above else ''}{close}?" if close else ""
+    """The sentence for a setting that does not exist; `known`: the settings of its group."""
+    group, dot, name = key.rpartition(".")
+    names = sorted(known)
+    close = nearest(name, names)
+    hint = f": did you mean {group}{dot}{close}?" if close else ""
     return f"{key} is not a setting{hint} (known: {', '.join(names)})"
 
 
 def fields_of(kind: Any) -> dict[str, Any]:
-    """Name -> type of each setting of a group that can be typed; {} for a type that is no group."""
+    """Name -> type of each setting of a group that users can type; {} for a type that is not a
+    group."""
     if not (isinstance(kind, type) and is_pydantic_dataclass(kind)):
         return {}
     hints = get_type_hints(kind, include_extras=True)
@@ -294,8 +300,8 @@ def type_at(kind: Any, path: Iterable[str]) -> Any:
 def without_none(kind: Any) -> Any:
     """`X` of `X | None`; any other type unchanged."""
     if get_origin(kind) in (Union, UnionType):
-        others = [each for each in get_args(kind) if each is not NoneType]
-        return others[0] if len(others) == 1 else kind
+        members = [member for member in get_args(kind) if member is not NoneType]
+        return members[0] if len(members) == 1 else kind
     return kind
 
 
@@ -305,8 +311,8 @@ def choices(kind: Any) -> list[str]:
 
 
 def is_text(kind: Any) -> bool:
-    """Whether a setting of this type is a text, so that it keeps what was typed, such as 2026_11_25
-    or 7e3."""
+    """Whether a setting of this type is a text, so that typed values such as 2026_11_25 or 7e3 are
+    not read as numbers."""
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     return kind is str or any(
@@ -315,13 +321,14 @@ def is_text(kind: Any) -> bool:
 
 
 def identity(value: Any) -> Any:
-    """What of a value changes a result, JSON-ready: `identity` of an object that has it, the fields
-    of another dataclass, and of a mapping or a list that of its values."""
+    """The part of a value that changes a result, JSON-ready: the attribute `identity` if the value
+    has it, `identity_fields` of any other dataclass, the identities of the entries of a mapping or
+    a list, and other values unchanged."""
     document = getattr(value, "identity", None)
     if document is not None:
         return document
     if is_dataclass(value):
-        return counting_fields(value)
+        return identity_fields(value)
     if isinstance(value, Mapping):
         return {str(name): identity(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -329,11 +336,12 @@ def identity(value: Any) -> Any:
     return value
 
 
-def counting_fields(group: Any, *without: str) -> dict[str, Any]:
-    """The fields of a dataclass that change a result, by name, but for those in `without`."""
+def identity_fields(group: Any, *without: str) -> dict[str, Any]:
+    """Name -> identity of each field of a dataclass that changes a result, except the names in
+    `without`."""
     skipped = {*getattr(group, "runtime", ()), *without}
     return {
-        each.name: identity(getattr(group, each.name))
-        for each in fields(group)
-        if each.name not in skipped
+        field.name: identity(getattr(group, field.name))
+        for field in fields(group)
+        if field.name not in skipped
     }

@@ -1,5 +1,5 @@
-"""Settings of evaluation: benchmarks, suites, protocols, the backend that generates, and the judge
-that grades."""
+"""Settings of evaluation: benchmarks, suites, protocols, the backend that generates completions,
+and the judge that grades them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PLACEMENT = (
     "swap_space",
     "tensor_parallel_size",
 )
-"""Arguments of vllm.LLM that say where a model is and how much memory it may take, and change no
+"""Arguments of vllm.LLM that place a model on devices and limit its memory; they change no
 result."""
 
 
@@ -75,7 +75,7 @@ class JudgeConfig(Group):
     0 unless it is set here."""
 
     @model_validator(mode="after")
-    def _extra_is_extra(self) -> Self:
+    def _check_extra(self) -> Self:
         for name in self.extra:
             if name in ("model", "messages", "max_tokens", "stream"):
                 raise ValueError(
@@ -86,7 +86,7 @@ class JudgeConfig(Group):
 
 @dataclass(config=SETTINGS, frozen=True)
 class BackendConfig(Group):
-    """What generates the texts of benchmarks."""
+    """The engine that generates the completions of benchmarks."""
 
     basic = frozenset({"command", "arguments"})
     internal = frozenset({"python"})
@@ -107,7 +107,8 @@ class BackendConfig(Group):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Its name; of a server the command line, of vLLM the arguments but for `PLACEMENT`."""
+        """The name, with the command line of a server, or the arguments of vLLM except
+        `PLACEMENT`."""
         if self.name == "server":
             return {"name": self.name, "command": self.command}
         if self.name == "vllm":
@@ -118,7 +119,7 @@ class BackendConfig(Group):
         return {"name": self.name}
 
     @model_validator(mode="after")
-    def _arguments_are_of_vllm(self) -> Self:
+    def _check_arguments(self) -> Self:
         if self.arguments and self.name != "vllm":
             raise ValueError(
                 f"arguments={self.arguments} are of vllm.LLM: expected backend=vllm, or none"
@@ -138,7 +139,8 @@ HARNESSES = Path(__file__).parents[1] / "evaluation" / "harnesses"
 
 
 def _known_harness(name: str) -> str:
-    names = [module.name for module in iter_modules([str(HARNESSES)])]  # none is imported
+    """`name`; ValueError unless it is a module of `HARNESSES`, which are not imported."""
+    names = [module.name for module in iter_modules([str(HARNESSES)])]
     if name in names:
         return name
     close = nearest(name, names)
@@ -161,12 +163,12 @@ class BenchmarkConfig(Group):
     """The program that makes the prompts and grades the answers: a module of
     moe_lab/evaluation/harnesses, such as lm_eval or perplexity."""
     task: str
-    """The harness's task: its own name for it, a task file, a data file, or
+    """The task: a name that the harness knows, a task file, a data file, or
     `pocket:benchmarks/FILE`."""
     data: str | None = None
     """Data set on the hub, such as allenai/ai2_arc; it is read from its mirror under data_root."""
     revision: str | None = None
-    """Commit of the data set that is mirrored; null: the newest."""
+    """Commit of the data set that is mirrored; null takes the newest."""
     url: str | None = None
     """Address of the file that is mirrored, for data that is not on the hub."""
     subset: str | None = None
@@ -176,7 +178,7 @@ class BenchmarkConfig(Group):
     reports: dict[str, str] = field(default_factory=dict)
     """Result name -> the harness's metric, such as arc_challenge: acc_norm."""
     expected: Positive | None = None
-    """Number of items the benchmark has; another number is an error unless `limit` is set."""
+    """Number of items the benchmark has; any other number is an error unless `limit` is set."""
     shots: Count = 0
     """Solved examples in front of each question."""
     chat: bool = False

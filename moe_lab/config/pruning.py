@@ -118,7 +118,7 @@ class ModelConfig(Group):
     template_arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments of the chat template besides the messages, such as enable_thinking: false."""
     date: Date = "2026-01-01"
-    """What the chat template writes as today's date, in calibration, recovery and evaluation."""
+    """Date that chat templates write as today's, in calibration, recovery and evaluation."""
     search: dict[str, Any] = field(default_factory=dict)
     """Parameters of allocation=evolutionary published for this model; those of the allocation take
     precedence."""
@@ -153,7 +153,7 @@ class SourceConfig(Group):
     share: Annotated[float, Strict(), Field(gt=0, lt=1)]
     """Share of the mixture's tokens, in (0, 1); the shares of a mixture add up to 1."""
     path: str | None = None
-    """Read this instead of the set's own path, as in {calibration: text, path: notes.txt, share:
+    """Path to read instead of the set's own, as in {calibration: text, path: notes.txt, share:
     0.5}."""
     settings: CalibrationConfig | None = None
     """The settings of the set; filled in from `calibration` and `path`."""
@@ -170,8 +170,8 @@ OF_DOCUMENTS = (
     "order",
     "special_tokens",
 )
-"""Settings of where documents come from and how each is read. In a mixture, every set has its
-own."""
+"""Settings of where documents come from and how each is read. Every set of a mixture has its own
+values."""
 
 
 @dataclass(config=SETTINGS, frozen=True)
@@ -245,7 +245,7 @@ class CalibrationConfig(Group):
         return -(-self.rows // self.batch_size)
 
     @model_validator(mode="after")
-    def _rows_fit(self) -> Self:
+    def _check_rows(self) -> Self:
         if self.tokens < self.length:
             raise ValueError(
                 f"tokens={self.tokens} is less than one row of length={self.length}: expected at "
@@ -254,19 +254,18 @@ class CalibrationConfig(Group):
         if (self.parts or 1) > self.batches:
             raise ValueError(
                 f"parts={self.parts} is more than the {self.batches} batches of "
-                f"batch_size={self.batch_size} in "
-                f"{self.rows} rows: expected at most {self.batches}, or a smaller batch_size"
+                f"batch_size={self.batch_size} in {self.rows} rows: expected at most "
+                f"{self.batches}, or a smaller batch_size"
             )
         return self
 
     @model_validator(mode="after")
-    def _one_source(self) -> Self:
+    def _check_sources(self) -> Self:
         for name in OF_DOCUMENTS if self.sources else ():
             if (value := getattr(self, name)) != getattr(type(self), name):
                 raise ValueError(
                     f"{name}={value} beside sources: each set of a mixture is read by its own "
-                    f"{name}: expected it in "
-                    "the file of that set"
+                    f"{name}: expected it in the file of that set"
                 )
         total = math.fsum(source.share for source in self.sources)
         if self.sources and abs(total - 1) > 1e-6:
@@ -274,14 +273,12 @@ class CalibrationConfig(Group):
         if not self.sources and not self.path:
             raise ValueError(
                 "path is not set: expected a text file, a JSON lines file, or a hub id; or, for a "
-                "mixture, "
-                "sources=[{calibration: NAME, share: 0.5}, ...]"
+                "mixture, sources=[{calibration: NAME, share: 0.5}, ...]"
             )
         if self.field is not None and self.template is not None:
             raise ValueError(
                 f"field={self.field} and template={self.template} are both set: expected one, for "
-                "a template names "
-                "its fields itself"
+                "a template names its fields itself"
             )
         return self
 
@@ -325,39 +322,36 @@ class AllocationConfig(Group):
     """Parameters of the allocation and of the replacement."""
 
     @model_validator(mode="after")
-    def _fields_are_read(self) -> Self:
+    def _check_readers(self) -> Self:
         for name, reader in ONLY_FOR.items():
             if getattr(self, name) is not None and self.name != reader:
                 raise ValueError(
                     f"{name}={getattr(self, name)} is only for allocation={reader}: expected null "
-                    "with "
-                    f"allocation={self.name}"
+                    f"with allocation={self.name}"
                 )
         if self.name == "evolutionary" and self.search is None:
             raise ValueError("search is not set: expected the name of a text with answers")
         if self.protect != "super" and self.protect_layers != type(self).protect_layers:
             raise ValueError(
                 f"protect_layers={self.protect_layers} is about super experts: expected "
-                "protect=super, or "
-                f"{type(self).protect_layers}"
+                f"protect=super, or {type(self).protect_layers}"
             )
         return self
 
 
 Module = Literal["experts", "shared_experts", "attention"]
-"""What bits=4 can quantise; routers, embeddings and lm_head never are."""
+"""Modules that bits=4 can quantise; routers, embeddings and lm_head are never quantised."""
 TEXTS = ("instructions", "distill", "fit")
 """Settings that name the text of a recovery."""
 OF_ADAPTERS = ("rank", "learning_rate", "router_rank", "dropout")
 """Settings that train=routers does not read."""
 OF_FIT = ("name", "bits", "modules", "fit")
-"""Settings that are read where nothing is trained."""
+"""Settings that a recovery with `fit` reads, which trains nothing."""
 
 
 @dataclass(config=SETTINGS, frozen=True)
 class RecoveryConfig(Group):
-    """What is done to a pruned model before it is evaluated: fine-tuning or fitting, then
-    quantising."""
+    """Changes of a pruned model before it is evaluated: fine-tuning or fitting, then quantising."""
 
     basic = frozenset({"bits", "instructions", "distill", "epochs", "rank", "learning_rate"})
     runtime = frozenset({"name", "bits", "modules", "instructions", "distill", "fit"})
@@ -369,8 +363,8 @@ class RecoveryConfig(Group):
     modules: Annotated[list[Module], Field(min_length=1)] = field(
         default_factory=lambda: ["experts", "shared_experts"]
     )
-    """What bits=4 quantises: experts, shared_experts, attention; never routers, embeddings or
-    lm_head."""
+    """Modules that bits=4 quantises: experts, shared_experts, attention; never routers, embeddings
+    or lm_head."""
     instructions: str | None = None
     """Name of the file in conf/calibration whose answers are learnt. At most one of instructions,
     distill and fit can be set."""
@@ -384,8 +378,8 @@ class RecoveryConfig(Group):
     """Name of the file in conf/calibration, of any text, on which the down projections of merged
     experts are fitted (MergeMoE). Nothing is trained then, and no setting below applies."""
     train: Literal["adapters", "routers"] = "adapters"
-    """What is trained: adapters (DoRA on experts and routers) or routers (their weights, and
-    nothing else)."""
+    """Weights that are trained: adapters (DoRA on experts and routers) or routers (the routers' own
+    weights alone)."""
     epochs: Above0 = 2.0
     """Passes over the text that is trained on."""
     rows_per_step: Positive = 16
@@ -404,19 +398,18 @@ class RecoveryConfig(Group):
 
     @property
     def text_role(self) -> str | None:
-        """The setting that names the text by which the recovery finds other weights; None where it
-        finds none."""
+        """The setting in `TEXTS` that names the text of the recovery; None where weights are
+        neither trained nor fitted."""
         return next((role for role in TEXTS if getattr(self, role) is not None), None)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What changes the weights that the recovery finds, whatever the bits they are stored in
-        afterwards. Its text has an identity of its own, so here only counts what the text is used
-        for."""
+        """The settings that change the trained or fitted weights, before they are stored in `bits`.
+        The text has an identity of its own; here only its role counts."""
         return {**super().identity, "text": self.text_role}
 
     @model_validator(mode="after")
-    def _is_one_recovery(self) -> Self:
+    def _check_combination(self) -> Self:
         texts = [
             f"{role}={getattr(self, role)}" for role in TEXTS if getattr(self, role) is not None
         ]
@@ -433,18 +426,21 @@ class RecoveryConfig(Group):
         if self.train == "routers":
             if not texts:
                 raise ValueError("train=routers has no text to train on: expected distill=NAME")
-            others = tuple(each.name for each in fields(type(self)) if each.name not in OF_ADAPTERS)
-            self._check_unread(others, "is about adapters, which train=routers does not have")
+            names = tuple(field.name for field in fields(type(self)))
+            read = tuple(name for name in names if name not in OF_ADAPTERS)
+            self._check_unread(read, "is about adapters, which train=routers does not have")
         return self
 
     def _check_unread(self, read: tuple[str, ...], why: str) -> None:
-        """Raise ValueError for a setting that has another value than usual, though only those in
-        `read` are read."""
-        for each in fields(type(self)):
-            value = getattr(self, each.name)
-            usual = each.default_factory() if callable(each.default_factory) else each.default
-            if each.name not in read and value != usual:
-                raise ValueError(f"{each.name}={value} {why}: expected {usual}")
+        """Raise ValueError, which gives the reason `why`, for a setting that is not in `read` and
+        differs from its default."""
+        for setting in fields(type(self)):
+            value = getattr(self, setting.name)
+            default = setting.default
+            if callable(setting.default_factory):
+                default = setting.default_factory()
+            if setting.name not in read and value != default:
+                raise ValueError(f"{setting.name}={value} {why}: expected {default}")
 
 
 @dataclass(config=SETTINGS, frozen=True)
@@ -455,7 +451,8 @@ class ExportConfig(Group):
     runtime = frozenset({"converter"})
 
     shape: Shape | None = None
-    """natural (what the plan keeps), masked or padded, as in docs/export.md; null writes none."""
+    """natural (what the plan retains), masked or padded, as in docs/export.md; null writes no
+    checkpoint."""
     format: Literal["safetensors", "gguf"] = "safetensors"
     """How the tensors are stored: safetensors (as in the original), or gguf (by llama.cpp's
     converter)."""
@@ -464,7 +461,7 @@ class ExportConfig(Group):
     fetches."""
 
     @model_validator(mode="after")
-    def _format_is_written(self) -> Self:
+    def _check_format(self) -> Self:
         if self.shape is None and self.format != "safetensors":
             raise ValueError(
                 f"format={self.format} without a shape writes nothing: add export=natural"

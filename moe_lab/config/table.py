@@ -1,4 +1,4 @@
-"""The settings that users can type, with what their classes say of them, for --help and
+"""The settings that users can type, with the texts under them in their classes, for --help and
 docs/settings.md."""
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from moe_lab.config.base import fields_of, without_none
 
 
 class Setting(NamedTuple):
-    """One setting, as it is typed, and what the source of its class says of it. `basic`: --help
-    shows it."""
+    """One setting, as it is typed; `meaning` is the text under it in its class, and `basic` whether
+    --help shows it."""
 
     group: str
     name: str
@@ -32,20 +32,24 @@ class Setting(NamedTuple):
 
 
 def settings() -> list[Setting]:
-    """All settings; those of jobs, which stand in several places, once."""
-    return [*_of(CellConfig, ""), *_of(Config, ""), *_of(BenchmarkConfig, "benchmark")]
+    """All settings. Those of jobs, which several groups have, are listed once."""
+    return [
+        *_settings_of(CellConfig, ""),
+        *_settings_of(Config, ""),
+        *_settings_of(BenchmarkConfig, "benchmark"),
+    ]
 
 
-def _of(kind: Any, group: str) -> Iterator[Setting]:
-    """The settings of a class that stands under the name `group`, then those of the classes inside
-    it."""
+def _settings_of(kind: Any, group: str) -> Iterator[Setting]:
+    """The settings of the class `kind`, whose group is called `group`, then those of its
+    subgroups."""
     meanings = _meanings(kind)
-    inside = []
+    subgroups = []
     for name, hint in fields_of(kind).items():
         inner = without_none(hint)
-        part = get_args(inner)[0] if get_origin(inner) is list else inner
-        if fields_of(part):
-            inside.append((part, f"{group}.{name}".lstrip(".")))
+        subgroup = get_args(inner)[0] if get_origin(inner) is list else inner
+        if fields_of(subgroup):
+            subgroups.append((subgroup, f"{group}.{name}".lstrip(".")))
         if not fields_of(inner):
             yield Setting(
                 group,
@@ -54,26 +58,27 @@ def _of(kind: Any, group: str) -> Iterator[Setting]:
                 meanings[name],
                 name in kind.basic,
             )
-    for part, place in inside:
-        yield from _of(part, place)
+    for subgroup, key in subgroups:
+        yield from _settings_of(subgroup, key)
 
 
 def _meanings(kind: Any) -> dict[str, str]:
     """Field -> the text under it in the source of its class."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(body, ast.ClassDef)
-    found = {}
+    meanings = {}
     for field, text in pairwise(body.body):
         if (
             isinstance(field, ast.AnnAssign)
             and isinstance(field.target, ast.Name)
             and isinstance(text, ast.Expr)
         ):
-            found[field.target.id] = " ".join(ast.literal_eval(text.value).split())
-    return found
+            meanings[field.target.id] = " ".join(ast.literal_eval(text.value).split())
+    return meanings
 
 
 def _default(field: Field[Any]) -> str:
+    """The default of a field, as it is typed; "" for a field without a default."""
     if field.default is MISSING and field.default_factory is MISSING:
         return ""
     value = field.default_factory() if field.default_factory is not MISSING else field.default
@@ -84,9 +89,9 @@ def basic_lines() -> str:
     """The basic settings for a terminal, one a line: the setting with its default, and a
     sentence."""
     lines = {
-        f"{one.key}={one.default}": one.meaning.split(". ")[0].rstrip(".")
-        for one in settings()
-        if one.basic
+        f"{setting.key}={setting.default}": setting.meaning.split(". ")[0].rstrip(".")
+        for setting in settings()
+        if setting.basic
     }
     width = max(map(len, lines))
     return "\n".join(f"{setting:{width}}  {meaning}" for setting, meaning in lines.items())

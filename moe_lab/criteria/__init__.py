@@ -310,9 +310,19 @@ EXPERTS, WIDTH, HIDDEN = 16, 12, 10
 """E, I and H of the trial layer; they differ, so that a criterion that confuses them fails."""
 _SHAPES: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(
-        ("tokens", "output_abs_max", "shift_weighted", "damage", "ablation"), (EXPERTS,)
+        (
+            "tokens",
+            "output_abs_max",
+            "shift_weighted",
+            "damage",
+            "ablation",
+            "ala_first",
+            "ala_second",
+            "abs_sum",
+            "square_sum",
+        ),
+        (EXPERTS,),
     ),
-    **dict.fromkeys(("ala_first", "ala_second", "abs_sum", "square_sum"), (EXPERTS,)),
     **dict.fromkeys((f"sums_{gate}" for gate in GATES), (EXPERTS, 3, 3)),
     **dict.fromkeys(
         ("output_sum", "dense_output_sum", "dense_gated_output_sum"), (EXPERTS, HIDDEN)

@@ -16,7 +16,7 @@ from typing import Any
 
 from moe_lab import json_files
 from moe_lab.config import ModelConfig
-from moe_lab.config.base import counting_fields
+from moe_lab.config.base import identity_fields
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.models.checkpoint import open_checkpoint, read_json, read_json_if_there
 from moe_lab.models.families import UNSUPPORTED
@@ -335,7 +335,7 @@ class IdentifiedModel(ModelConfig):
     def identity(self) -> dict[str, Any]:
         sha256 = fingerprint_of(self)
         files = {"sha256": sha256} if sha256 else {UNRESOLVED: self.path, "revision": self.revision}
-        return {**counting_fields(self, "path"), "path": files}
+        return {**identity_fields(self, "path"), "path": files}
 
 
 def _check_folder(folder: Path, settings: ModelConfig) -> None:
