@@ -11,10 +11,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from moe_lab.errors import UserError, end_with, mask
 from moe_lab.paths import conf
+
+if TYPE_CHECKING:
+    from moe_lab.study.steps.files import Models
 
 START = """moe_lab scores, prunes and evaluates Mixture-of-Experts language models. Three commands
 to start with:
@@ -114,12 +117,15 @@ def _by_hydra(words: Sequence[str]) -> int:
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise exceptions instead of printing them
     code = 0
+    models: Models | None = None  # imported after the first job's settings are valid
 
     def job(_: object) -> float:
         from moe_lab.study.objective import objective_value
         from moe_lab.study.run import check_and_run
+        from moe_lab.study.steps import files
 
-        nonlocal code
+        nonlocal code, models
+        models = models or files.Models()
         with _sentences():
             hydra_config = HydraConfig.get()
             # hydra.job.chdir=true leaves it, and paths of settings are of here
@@ -133,7 +139,7 @@ def _by_hydra(words: Sequence[str]) -> int:
             config, requests = compose(settings, hydra_config.job.config_name or CONFIG)
             if alone:
                 check_sweeper(hydra_config.runtime.choices, config)
-            ended = check_and_run(config, requests, add=alone)
+            ended = check_and_run(config, requests, add=alone, models=models)
             code = max(code, ended.code)
             return objective_value(ended, requests)
 

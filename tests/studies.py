@@ -127,7 +127,7 @@ class Worker:
     hook: Callable[[Step, Path], None] | None = None
     executed: ClassVar[list[str]] = []
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, models: object = None) -> None:
         self.store = store
 
     def __enter__(self) -> "Worker":

@@ -5,12 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
+
+if TYPE_CHECKING:
+    from moe_lab.study.steps.files import Models
 
 ConfigStore.instance().store(
     group="hydra/launcher",
@@ -22,6 +26,8 @@ ConfigStore.instance().store(
 
 class StudyLauncher(Launcher):
     """Composes every job, and hands all of them to one study."""
+
+    models: Models | None = None
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
@@ -35,6 +41,7 @@ class StudyLauncher(Launcher):
         from moe_lab.config.base import Mistakes
         from moe_lab.study.objective import objective_value
         from moe_lab.study.run import check_and_run
+        from moe_lab.study.steps.files import Models
 
         hydra = self.config.hydra
         searchpath = [word for word in hydra.overrides.hydra if "searchpath" in word]
@@ -51,8 +58,9 @@ class StudyLauncher(Launcher):
         # sweepers write what they found there
         Path(hydra.sweep.dir).mkdir(parents=True, exist_ok=True)
         every = [request for _, requests in asked for request in requests]
-        # a sweeper asks for some jobs at a time
-        ended = check_and_run(config, every, add=initial_job_idx > 0)
+        self.models = self.models or Models()
+        # a sweeper launches some jobs at a time
+        ended = check_and_run(config, every, add=initial_job_idx > 0, models=self.models)
         return [
             JobReturn(
                 list(overrides),

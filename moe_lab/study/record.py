@@ -29,6 +29,7 @@ from moe_lab.study.provenance import NO_ROOM
 from moe_lab.study.runs import ENDED, Run, runs
 from moe_lab.study.schedule import Schedule, inform, print_notices, show_regularly
 from moe_lab.study.step import Step, unmerged
+from moe_lab.study.steps.files import Models
 from moe_lab.study.steps.plans import TIES
 from moe_lab.study.store import Store
 
@@ -50,6 +51,8 @@ class Study:
     store: Store
     add: bool = False
     """Whether its cells are added to the recorded cells of the study, instead of replacing them."""
+    models: Models | None = None
+    """The models that earlier studies of this process have loaded."""
 
     def in_store(self, elsewhere: Set[str] = frozenset()) -> tuple[list[Step], set[str]]:
         """The steps of the study, and the ids of those that are finished; says how many.

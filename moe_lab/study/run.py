@@ -33,6 +33,7 @@ from moe_lab.study.schedule import (
     show_progress,
     work,
 )
+from moe_lab.study.steps.files import Models
 from moe_lab.study.store import Store
 
 
@@ -44,16 +45,20 @@ class Ended(NamedTuple):
     study: Study
 
 
-def check_and_run(config: Config, requests: Sequence[Request], *, add: bool = False) -> Ended:
+def check_and_run(
+    config: Config, requests: Sequence[Request], *, add: bool = False, models: Models | None = None
+) -> Ended:
     """Check the settings of a study, and run it."""
     with Mistakes() as mistakes:
         mistakes += preflight(config, requests)
-    return run(config, requests, add=add)
+    return run(config, requests, add=add, models=models)
 
 
-def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> Ended:
+def run(
+    config: Config, requests: Sequence[Request], *, add: bool = False, models: Models | None = None
+) -> Ended:
     """Run a study whose settings are valid. `add`: add its cells to those recorded under its name,
-    instead of replacing them.
+    instead of replacing them. `models`: those that studies of this process share.
 
     Raises UserError for what is missing on this machine, before anything is run, after the forecast
     of a dry run; and Unavailable, always after the forecast, for models and texts that are not
@@ -63,7 +68,7 @@ def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> En
         inform(remark)
     graph = build(config, requests)
     store = Store(config.store, 60 * config.launcher.stale_minutes, in_queue)
-    study = Study(config, graph, store, add)
+    study = Study(config, graph, store, add, models)
     absent = unresolved(graph.steps)
     problems = missing_requirements(graph.steps, config.launcher)
     with store.errors_as_sentences():
@@ -132,7 +137,10 @@ def _damaged_results(study: Study, done: Set[str]) -> set[str]:
 
 def inline(schedule: Schedule, study: Study, current: Run) -> bool:
     """Compute one step after another in this process."""
-    with show_progress(schedule, study.store, 1), InProcessExecutor(study.store) as execute:
+    with (
+        show_progress(schedule, study.store, 1),
+        InProcessExecutor(study.store, study.models) as execute,
+    ):
         work(schedule, study.store, execute)
     return True
 

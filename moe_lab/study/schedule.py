@@ -268,9 +268,9 @@ class InProcessExecutor(WorkerProcess):
     """Computes steps in this process. A worker process computes those with foreign code, and all in
     a store of a group, as its umask lets others resume them."""
 
-    def __init__(self, store: Store, environment: Mapping[str, str] = MappingProxyType({})) -> None:
-        super().__init__(store, environment)
-        self.models = Models()
+    def __init__(self, store: Store, models: Models | None = None) -> None:
+        super().__init__(store)
+        self.models = models or Models()
 
     def __call__(self, step: Step, scratch: Path) -> None:
         if step.resources().isolated or self.store.shared:

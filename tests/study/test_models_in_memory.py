@@ -3,9 +3,12 @@
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+from studies import SMALL
 
+from moe_lab import __main__ as command
 from moe_lab.config import BackendConfig, ModelConfig
 from moe_lab.evaluation.engines import vllm
 from moe_lab.models import load
@@ -54,3 +57,30 @@ def test_an_engine_and_a_loaded_model_are_not_held_together(calls: list[str]) ->
     models.engine(Path("x"), BackendConfig(name="vllm"), MODEL, None)
     models.loaded(MODEL)
     assert calls == ["m", "engine", "end", "m"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["study", "basic"])
+def test_studies_of_a_sweeper_share_the_models_in_memory(
+    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared: list[Models] = []
+
+    def check_and_run(*_: Any, models: Models, **__: Any) -> Any:
+        shared.append(models)
+        return MagicMock(code=0)
+
+    monkeypatch.setattr("moe_lab.study.run.check_and_run", check_and_run)
+    monkeypatch.setattr("moe_lab.study.objective.objective_value", lambda *_: 0.5)
+    sweeper = [
+        "hydra/sweeper=optuna",
+        "hydra/sweeper/sampler=grid",
+        "hydra.sweeper.n_trials=2",
+        "hydra.sweeper.n_jobs=1",
+    ]
+    arguments = ["-m", *sweeper, *SMALL, "criterion=man", "ratio=0.25,0.5", "objective=Avg"]
+    arguments += [f"hydra/launcher={launcher}", f"hydra.sweep.dir={tmp_path}"]
+    monkeypatch.setattr("sys.argv", ["moe_lab", *arguments])
+    with pytest.raises(SystemExit, match="0"):
+        command.main()
+    assert len(shared) == 2 and shared[0] is shared[1]
