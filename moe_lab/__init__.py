@@ -67,11 +67,11 @@ class ModelStatistics:
     text: Mapping[str, Any]
     """The text that was read: tokens of each source, rows, their length."""
     identity: Mapping[str, str]
-    """What tells the model from others of its shape, which plans carry in their provenance; see
-    `models.identity`."""
+    """Digests that tell the model from others of its shape; plans have them in their provenance.
+    See `models.identity`."""
 
     def __deepcopy__(self, memory: Any) -> ModelStatistics:
-        return self  # pandas copies the attributes of a data frame with it, and arrays are large
+        return self  # pandas deep-copies the attributes of a data frame, and the arrays are large
 
 
 def load(path: str, **settings: Any) -> tuple[Any, Any]:
@@ -86,11 +86,12 @@ def load(path: str, **settings: Any) -> tuple[Any, Any]:
     from moe_lab.models.load import load_model
     from moe_lab.paths import PREFIX, as_name
 
-    name = as_name(path.rstrip("/").rpartition("/")[2].rpartition(":")[2])
+    last_part = path.rstrip("/").rpartition("/")[2]
+    name = as_name(last_part.rpartition(":")[2])
     # the shipped models are so small that one thread is fastest
     threads = 1 if path.startswith(PREFIX) else None
-    usual = {"name": name, "path": path, "threads": threads}
-    return load_model(valid(ModelConfig, {**usual, **settings}, "", "load"))
+    defaults = {"name": name, "path": path, "threads": threads}
+    return load_model(valid(ModelConfig, {**defaults, **settings}, "", "load"))
 
 
 def calibrate(
@@ -104,19 +105,18 @@ def calibrate(
     any_tokenizer: bool = False,
     **settings: Any,
 ) -> ModelStatistics:
-    """Gather the statistics that `criteria` need: sums over the tokens of a text, and sums over
-    weights if needed.
+    """Gather the statistics that `criteria` need: sums over the tokens of a text, and perhaps over
+    the weights.
 
     One forward pass serves most criteria of whole experts; heapr and others add a backward pass.
     `text`: a file, a hub id, or a list of documents. `settings`: fields of
     `moe_lab.config.CalibrationConfig`; the defaults are tokens=32_768 in rows of length=512 (less
-    if the tokenizer's limit is lower), packing="chunk" (one stream). `replacement`: what `plan`
-    will replace dropped experts by, which may need a pass of its own. The model is not changed; its
-    weights count as they are in memory. Raises UserError for a criterion that does not exist,
+    if the tokenizer's limit is lower), packing="chunk" (one stream). `replacement`: the replacement
+    of dropped experts that `plan` will get; it may need a pass of its own. The model is not
+    changed; its weights are read from memory. Raises UserError for a criterion that does not exist,
     settings that cannot work, a text that is too short or has tokens without an embedding, and a
-    model without routed experts. Also for a tokenizer with another vocabulary or other added tokens
-    than that of the checkpoint that the model was loaded from, if there is one;
-    `any_tokenizer=True` takes it nevertheless.
+    model without routed experts; and, unless `any_tokenizer`, for a tokenizer whose vocabulary or
+    added tokens differ from those of the checkpoint that the model was loaded from.
     """
     from moe_lab import criteria as registry
     from moe_lab.allocation import grouping
@@ -132,10 +132,10 @@ def calibrate(
     calibration = _calibration(tokenizer, text, seed, settings, "calibrate")
     with _evaluated(model):
         sums = {str(need): _gather(need, model, calibration.rows) for need in needs}
-    nothing: Mapping[int, Mapping[str, Any]] = {layer: {} for layer in facts["layers"]}
-    layers = by_layer([nothing, *sums.values()])
-    values = {name: compute() for name, compute in model_digests(model)}
-    return ModelStatistics(layers, sums, facts, calibration.report, values)
+    empty: Mapping[int, Mapping[str, Any]] = {layer: {} for layer in facts["layers"]}
+    layers = by_layer([empty, *sums.values()])
+    digests = {name: compute() for name, compute in model_digests(model)}
+    return ModelStatistics(layers, sums, facts, calibration.report, digests)
 
 
 def _calibration(
@@ -148,20 +148,20 @@ def _calibration(
     from moe_lab.paths import as_name
 
     with _text_file(text) as path:
-        usual = {
+        defaults = {
             "name": as_name(Path(path).stem),
             "path": path,
             "packing": "chunk",
             "tokens": 32_768,
             "seed": seed,
         }
-        usual["length"] = min(512, tokenizer.model_max_length)
-        return batches(valid(CalibrationConfig, {**usual, **settings}, "", caller), tokenizer)
+        defaults["length"] = min(512, tokenizer.model_max_length)
+        return batches(valid(CalibrationConfig, {**defaults, **settings}, "", caller), tokenizer)
 
 
 @contextmanager
 def _evaluated(model: Any) -> Iterator[None]:
-    """The model in eval mode while open."""
+    """A context in which the model is in eval mode."""
     training = model.training
     model.eval()
     try:
@@ -172,11 +172,12 @@ def _evaluated(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _text_file(text: str | os.PathLike[str] | Sequence[str]) -> Iterator[str]:
-    """The path of a text. A list of documents is written to a temporary file of JSON lines."""
+    """A context with the path of a text; a list of documents becomes a temporary file of JSON
+    lines."""
     if isinstance(text, (str, os.PathLike)):
         yield os.fspath(text)
         return
-    # late, as processes that run a program of a model import moe_lab and should be small
+    # imported late, as processes that run a model's program import moe_lab and should be small
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -262,9 +263,9 @@ def score(
 
 
 def _scores_table(scores: pd.DataFrame, layers: Mapping[int, Mapping[str, Any]]) -> dict[int, Any]:
-    """Layer -> its scores, (E,) or (E, I), from a data frame with its rows in any order. Numbers
-    may be texts, as the keys of JSON are. Raises UserError unless each expert of these `layers`, or
-    each of its channels, has one row."""
+    """Layer -> scores, (E,) or (E, I), from a data frame with rows in any order. Numbers may be
+    strings, as the keys of JSON are. Raises UserError unless each expert of `layers`, or each of
+    its channels, has one row."""
     import numpy as np
     import pandas as pd
 
@@ -402,9 +403,10 @@ def align(
     any_tokenizer: bool = False,
     **settings: Any,
 ) -> Plan:
-    """`plan`, which merges experts, with their channels matched before weights are summed.
+    """Match the channels of the experts that `plan` merges, so that their weights can be summed;
+    returns the matched plan.
 
-    Without a text by the weights of the channels, as in M-SMoE (arXiv 2310.01334); with one also by
+    Channels are matched by their weights, as in M-SMoE (arXiv 2310.01334), and with a text also by
     their activations on it, as in REAM (arXiv 2604.04356). `text`, `any_tokenizer` and `settings`:
     as in `calibrate`; `any_model`: as in `mask`. The model is not changed. Raises UserError when
     the plan does not fit the model or merges nothing, for a text without a tokenizer, and for
@@ -448,9 +450,9 @@ def mask(model: Any, plan: Plan, *, any_model: bool = False) -> Iterator[None]:
 
     A plan states the model that it was made for by a digest of its weights in memory, and by the
     fingerprint of its checkpoint, if it has one. Raises UserError for a plan of another model, or
-    of weights that were changed since; `any_model=True` takes it if it has the layers and counts of
-    this one. That alone is compared, with a warning, if the plan states no model. See
-    `moe_lab.pruning.mask.mask` for what is equal, and further errors.
+    of weights that were changed since. With `any_model=True` only layers and counts have to agree;
+    also if the plan states no model, with a warning. See `moe_lab.pruning.mask.mask` for how
+    exactly results agree, and for further errors.
     """
     from moe_lab.pruning.mask import mask as masked
 
@@ -469,6 +471,7 @@ def prune(model: Any, plan: Plan, *, any_model: bool = False) -> Any:
 
 
 def _check_origin(plan: Plan, model: Any, any_model: bool) -> None:
+    """Raise UserError for a plan of another model, unless `any_model`."""
     from moe_lab.models.identity import model_digests
 
     if not any_model:
@@ -483,7 +486,7 @@ def export(
     shape: str = "natural",
     any_model: bool = False,
 ) -> Path:
-    """Write the checkpoint of `source`, pruned by `plan`, into the new folder `out`; returns it.
+    """Write the checkpoint of `source`, pruned by `plan`, into the new folder `out`; returns `out`.
 
     `source`: as `path` of `load`. `shape`: natural (only what is retained), masked (the shape of
     the original, with zeros) or padded; see `moe_lab.pruning.export`. Needs at most about 50 MB of

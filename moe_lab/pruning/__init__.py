@@ -32,7 +32,7 @@ class LayerForm:
     experts: tuple[int, ...]
     """Ids of the experts that are stored, in order."""
     stored: tuple[StoredExpert, ...]
-    """What each of them is made of."""
+    """The stored experts, in the order of `experts`."""
     dropped: frozenset[int] = frozenset()
     """Ids among `experts` that are zeros, and which the router never chooses."""
     width: int | None = None
@@ -41,14 +41,14 @@ class LayerForm:
     """Channels of each stored expert where they are packed one after the other, each with its own
     number."""
     owners: tuple[int, ...] | None = None
-    """(E',) of packed experts: the position of the expert with whose weights each is computed;
-    None: each its own."""
+    """(E',) for packed experts: the position of each expert's owner, with whose weights it is
+    computed; None: each expert is its own owner."""
     constants: Constants | None = None
-    """(N, H) of packed experts: constant outputs of the N null experts; None: 0."""
+    """(N, H) for packed experts: constant outputs of the N null experts; None: 0."""
 
     @property
     def changed(self) -> bool:
-        """Whether weights of experts are stored that are not copies of whole experts."""
+        """Whether any stored expert is neither zeros nor a copy of a whole source expert."""
         return any(expert.members and expert.copied is None for expert in self.stored)
 
 
@@ -58,8 +58,8 @@ Form: TypeAlias = dict[int, LayerForm]
 
 def make_form(plan: Plan, shape: str, element_size: int) -> Form:
     """How `plan` is stored in the shape `shape`, with weights of `element_size` bytes each. Raises
-    UserError for an unknown shape, and for any but natural where tokens are routed to experts that
-    are constants or computed with the weights of others."""
+    UserError for an unknown shape, and for shapes other than natural if tokens are routed to
+    experts that are constants or are computed with the weights of others."""
     check_known("export", shape, SHAPES)
     if shape != "natural" and (plan.has_constants or plan.shares_experts):
         raise no_replacements(shape)

@@ -1,4 +1,4 @@
-"""What a plan retains of one MoE layer, and which source experts each stored one is made of. No
+"""What a plan retains of one MoE layer, and the stored experts as sums of source experts. No
 torch."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Member(NamedTuple):
     weight: float | None
     """The factor of its weights; None: they are copied, bit by bit."""
     channels: Channels | None
-    """Which of its channels are used; None: all, in their order."""
+    """Which channels of the expert are used; None: all, in their order."""
 
 
 class StoredExpert(NamedTuple):
@@ -42,7 +42,7 @@ class StoredExpert(NamedTuple):
 
     @property
     def copied(self) -> int | None:
-        """The source expert that is copied without a change; None if there is more to do."""
+        """The source expert, if the stored expert is a bit-for-bit copy of it; else None."""
         if len(self.members) != 1:
             return None
         expert, weight, channels = self.members[0]
@@ -62,9 +62,9 @@ class StoredExpert(NamedTuple):
     ) -> Any:
         """One projection (W, H) of the stored expert; it must have members.
 
-        `read(expert)` gives that of a source expert (I, H), channels as rows: a tensor of torch, or
-        the bits in a file. `widen` makes numbers of them that can be added, fp32, or fp64 if they
-        are fp64. `narrow(sum, values)` rounds the sum to the type of `values`.
+        `read(expert)`: the projection of a source expert (I, H), channels as rows, as a torch
+        tensor or as the bits in a file. `widen` converts it to numbers that can be added: fp32, or
+        fp64 for fp64. `narrow(sum, values)` rounds the sum to the type of `values`.
         """
         total: Any = 0
         for expert, weight, channels in self.members:
@@ -101,13 +101,13 @@ class LayerPlan:
     constants: Constants | None = None
     """Constant outputs of the null experts; None: 0."""
     merged: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
-    """Owner -> {expert: weight}, the members of its group, itself among them. The weights of an
-    owner, which has channels, become the weighted sum of those of its members, which have none.
-    Tokens that are routed to any retained member are computed with the owner, and their gates add
-    up. No token is routed to a member that is not retained."""
+    """Owner -> {expert: weight}, the members of its group, the owner among them. The owner, which
+    has channels, gets the weighted sum of the weights of its members, which have none. Tokens that
+    are routed to any retained member are computed with the owner, and their gates add up. No token
+    is routed to a member that is not retained."""
     alignment: Alignment | None = None
-    """For each of `merged_away`, which of its channels is added to each channel of its owner; None:
-    channel i to i."""
+    """For each of `merged_away`, the channel that is added to each channel of its owner; None:
+    channel i to channel i."""
 
     @property
     def dropped(self) -> list[int]:
@@ -116,8 +116,8 @@ class LayerPlan:
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """(E,) the expert that computes for each expert: itself unless it is merged into
-        another."""
+        """(E,) the expert with whose weights each expert is computed: itself unless it is merged
+        into another."""
         owners = list(range(self.n_experts))
         for owner, group in self.merged.items():
             for member in group:
@@ -126,8 +126,8 @@ class LayerPlan:
 
     @cached_property
     def owner_positions(self) -> tuple[int, ...] | None:
-        """(E',) for each retained expert, the position of its owner among them; None where each is
-        its own."""
+        """(E',) for each retained expert, the position of its owner among the retained experts;
+        None if each is its own owner."""
         positions = tuple(self.retained.index(self.owners[expert]) for expert in self.retained)
         return None if positions == tuple(range(len(self.retained))) else positions
 
@@ -166,8 +166,8 @@ class LayerPlan:
         return is_whole and expert in self.retained and expert not in self.merged
 
     def stored_expert(self, expert: int, width: int | None = None) -> StoredExpert:
-        """What an expert that is stored with `width` channels (None: all) is made of: retained
-        channels, then zeros."""
+        """The stored form of an expert, with `width` channels (None: all): its retained channels,
+        then zeros."""
         if expert in self.merged:  # owners have all their channels
             return StoredExpert(tuple(self._members(expert)))
         if self.channels is None or width is None:
@@ -180,6 +180,7 @@ class LayerPlan:
         return StoredExpert((Member(expert, None, channels),))
 
     def _members(self, owner: int) -> Iterator[Member]:
+        """The members of a group, with the order in which their channels are added."""
         for expert, weight in sorted(self.merged[owner].items()):
             channels = None
             if self.alignment is not None and expert != owner:
@@ -187,8 +188,8 @@ class LayerPlan:
             yield Member(expert, weight, channels)
 
     def masked_expert(self, expert: int) -> StoredExpert:
-        """What an expert of the original shape is made of, with zeros for dropped channels; empty
-        if it is dropped."""
+        """The stored form of an expert in its original shape, with zeros for dropped channels;
+        empty if the expert is dropped."""
         if expert not in self.retained:
             return StoredExpert()
         if self.channels is None or self.channels[expert].all():
@@ -210,7 +211,7 @@ class LayerPlan:
         return document | {name: _sha256(array) for name, array in self.arrays().items()}
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """The arrays that are in plan.npz, by name; of `ARRAYS` those that the layer has."""
+        """Name -> array for plan.npz, of the fields `ARRAYS` that the layer has."""
         return {name: getattr(self, name) for name in ARRAYS if getattr(self, name) is not None}
 
     @classmethod
@@ -228,8 +229,8 @@ class LayerPlan:
 
 
 def _unpacked(document: Mapping[str, Any]) -> Mask:
-    """The mask (E, I) of a layer of plan.json. ValueError unless each retained expert has one of
-    that width."""
+    """The mask (E, I) of a layer of plan.json. ValueError unless each retained expert has a row of
+    the stated width."""
     mask: Mask = numpy.zeros((document["experts"], document["width"]), dtype=numpy.bool_)
     for expert, text in zip(document["retained"], document["channels"], strict=True):
         bits = numpy.frombuffer(bytes.fromhex(text), dtype=numpy.uint8)
@@ -238,4 +239,5 @@ def _unpacked(document: Mapping[str, Any]) -> Mask:
 
 
 def _sha256(array: NDArray[Any]) -> str:
+    """Of the array's bytes in little-endian order."""
     return hashlib.sha256(array.astype(array.dtype.newbyteorder("<")).tobytes()).hexdigest()

@@ -32,10 +32,10 @@ from moe_lab.pruning.prune import merged_weights
 def mask(model: PreTrainedModel, plan: Plan) -> Iterator[None]:
     """A context in which `model` computes what `prune(model, plan)` would compute.
 
-    Equal bit for bit under eager experts for plans of whole experts, and within 1e-5 (fp32) for
-    plans of channels. Each router runs on the rows and biases of its retained experts only, and the
-    ids it returns are mapped back. Expert weights are neither copied nor changed, but merged
-    experts have weights of their own meanwhile. Contexts of the same model cannot be nested.
+    Results are equal bit for bit under eager experts for plans of whole experts, and within 1e-5
+    (fp32) for plans of channels. Each router runs on the rows and biases of its retained experts
+    only, and the ids it returns are mapped back. Expert weights are neither copied nor changed, but
+    the weights of merged experts are additional memory. Contexts of one model cannot be nested.
     UserError when the plan does not fit the model or still has to be aligned, or when weights of
     MoE blocks are offloaded.
     """
@@ -72,13 +72,13 @@ def _masked(layer: MoELayer, plan: LayerPlan) -> Iterator[None]:
 
 
 def planned(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
-    """What the experts of a layer compute under `plan`, one with channels; they have their original
-    ids. Dropped channels are 0 before the down projection, null experts put out their constants,
-    and merged ones are computed with the weights of their group. Experts that retain all channels
-    give the bits of the eager forward; models that use grouped_mm still use it, except in layers
-    with merged experts."""
+    """The function that computes the experts of a layer, with their original ids, under `plan`,
+    which has channels. Dropped channels are 0 before the down projection, null experts put out
+    their constants, and merged experts are computed with the weights of their group. Experts that
+    retain all channels give the bits of the eager forward; models that use grouped_mm still use it,
+    except in layers with merged experts."""
     if not plan.merged and experts_implementation(layer.experts) == "grouped_mm":
-        function = _grouped(layer, _dropped(layer, plan))
+        function = _grouped(layer, _dropped_channels(layer, plan))
     else:
         function = _one_by_one(layer, plan)
     if plan.constants is None:
@@ -86,14 +86,15 @@ def planned(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
     return _with_constants(function, layer, plan)
 
 
-def _dropped(layer: MoELayer, plan: LayerPlan) -> torch.Tensor:
+def _dropped_channels(layer: MoELayer, plan: LayerPlan) -> torch.Tensor:
     """(E, I) bool: dropped channels, on the device of the router."""
     return torch.from_numpy(~cast(Mask, plan.channels)).to(layer.routing[0].tensor.device)
 
 
 def _one_by_one(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
-    """Experts without their dropped channels, and merged ones with the weights of their group."""
-    dropped = _dropped(layer, plan)
+    """A function that computes one expert after the other, without its dropped channels, and merged
+    experts with the weights of their group."""
+    dropped = _dropped_channels(layer, plan)
     owners = plan.owners
     widths = cast(Mask, plan.channels).sum(1).tolist()
     merged = {
@@ -124,31 +125,31 @@ def _with_constants(function: ExpertsFunction, layer: MoELayer, plan: LayerPlan)
     vectors = torch.from_numpy(plan.constants).to(device, weights.dtype)
 
     def compute(hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        mixed = function(hidden, index, gates)
-        mixed += constant_output(index, gates, layer.n_experts, plan.null_experts, vectors)
-        return mixed
+        output = function(hidden, index, gates)
+        output += constant_output(index, gates, layer.n_experts, plan.null_experts, vectors)
+        return output
 
     return compute
 
 
 def _grouped(layer: MoELayer, dropped: torch.Tensor) -> ExpertsFunction:
-    """Experts whose channels `dropped` (E, I) are 0, by transformers' grouped matrix products of
-    all experts at once: every row is masked with its expert's channels right after the
-    activation."""
+    """A function that computes all experts at once, by transformers' grouped matrix products, with
+    0 for the channels `dropped` (E, I): every row is masked with its expert's channels right after
+    the activation."""
     experts: Any = layer.experts
 
     def compute(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         activate = activation(experts)
         expert = index.reshape(-1).sort().values  # the order in which grouped_mm processes rows
 
-        def masked(gate_up: torch.Tensor) -> torch.Tensor:
+        def masked_activation(gate_up: torch.Tensor) -> torch.Tensor:
             return activate(gate_up).masked_fill(dropped[expert], 0)
 
-        with with_activation(experts, masked):
-            mixed: torch.Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](
+        with with_activation(experts, masked_activation):
+            output: torch.Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](
                 experts, hidden, index, weights
             )
-            return mixed
+            return output
 
     return compute
 
@@ -177,8 +178,8 @@ def sliced_router(layer: MoELayer, retained: Sequence[int]) -> Iterator[dict[int
 @contextmanager
 def masked_router(layer: MoELayer, retained: tuple[int, ...]) -> Iterator[None]:
     """Cut the router of `layer` down to the experts `retained`, and map the ids it returns back to
-    the original ids. RuntimeError when the experts are called with others, as by a block that does
-    not call its router."""
+    the original ids. RuntimeError when the experts are called with other ids, as by a block that
+    does not call its router."""
     ids = torch.tensor(retained, device=layer.routing[0].tensor.device)
     issued: list[torch.Tensor] = []
 

@@ -81,10 +81,10 @@ class Plan:
     def __post_init__(self) -> None:
         if not self.layers:
             raise UserError("plan: layers={}, expected at least one layer")
-        whole = [number for number, layer in self.layers.items() if layer.channels is None]
-        if 0 < len(whole) < len(self.layers):
+        missing = [number for number, layer in self.layers.items() if layer.channels is None]
+        if 0 < len(missing) < len(self.layers):
             raise UserError(
-                f"plan: channels are missing in layers {whole}: expected channels in all layers "
+                f"plan: channels are missing in layers {missing}: expected channels in all layers "
                 "or in none"
             )
         for number, layer in self.layers.items():
@@ -101,7 +101,7 @@ class Plan:
 
     @property
     def has_channels(self) -> bool:
-        """Whether it states which channels of experts are retained."""
+        """Whether the plan states which channels of experts are retained."""
         return any(layer.channels is not None for layer in self.layers.values())
 
     @property
@@ -121,7 +121,7 @@ class Plan:
 
     @property
     def removed(self) -> float:
-        """Share of the experts, or of the channels of all experts, that it removes or replaces."""
+        """Share of the experts, or of the channels of all experts, that are removed or replaced."""
         retained = 0
         total = 0
         for layer in self.layers.values():
@@ -142,22 +142,23 @@ class Plan:
 
     def check(self, routers: Routers) -> None:
         """Raise UserError, with the nearest feasible number, unless routers work with the retained
-        experts, equally many in each of their groups of adjacent experts, and protected experts are
-        retained whole."""
-        self._check_numbers(routers)
+        experts, each of their groups of adjacent experts retains equally many, and protected
+        experts are retained whole."""
+        self._check_layer_numbers(routers)
         for number, router in routers.items():
             _check_router(number, self.layers[number], router)
 
     def check_model(self, layers: Sequence[MoELayer]) -> None:
-        """Raise UserError unless the plan is for exactly these layers, what it drops can be
-        removed, and their routers work with what it retains."""
+        """Raise UserError unless the plan is for exactly these layers, the dropped experts and
+        channels can be removed, and routers work with the retained experts."""
         routers = {layer.index: vars(layer) for layer in layers}
-        self._check_numbers(routers)
+        self._check_layer_numbers(routers)
         for layer in layers:
             _check_shape(self.layers[layer.index], layer)
         self.check(routers)
 
-    def _check_numbers(self, numbers: Collection[int]) -> None:
+    def _check_layer_numbers(self, numbers: Collection[int]) -> None:
+        """Raise UserError unless the plan has exactly the layers `numbers`."""
         if set(self.layers) != set(numbers):
             raise UserError(
                 f"plan is for another model: it has layers {sorted(self.layers)}, this model has "
@@ -175,32 +176,32 @@ class Plan:
             )
 
     def check_origin(
-        self, identity: Iterable[tuple[str, Callable[[], str]]], where: object
+        self, identity: Iterable[tuple[str, Callable[[], str]]], model: object
     ) -> None:
-        """Raise UserError if the plan was made for another model than the one at `where`.
-        `identity`: (name, function that computes it) of what tells that model from others, as by
-        `models.identity`; the first name that the provenance has, too, decides. Warns if it has
-        none of them, so that only layers and counts are compared."""
+        """Raise UserError if the plan was made for another model than this one, which messages call
+        `model`. `identity`: (name, function that computes the value) of each digest of this model,
+        as by `models.identity`; the first name that is also in the provenance decides. Warns if
+        none is there, as then only layers and counts are compared."""
         for name, compute in identity:
             stated = self.provenance.get(name)
             if not stated:
                 continue
             if (value := compute()) != stated:
-                raise self._of_another(name, f"{where} has {value[:12]}")
+                raise self._origin_error(name, f"{model} has {value[:12]}")
             return
         if self.provenance.get("model_sha256"):
-            raise self._of_another("model_sha256", f"{where} has the weights of no checkpoint")
+            raise self._origin_error("model_sha256", f"{model} has the weights of no checkpoint")
         warnings.warn(
             f"plan {self.digest[:12]} states no model_sha256, so only its layers and counts are "
-            f"compared with {where}",
+            f"compared with {model}",
             stacklevel=2,
         )
 
-    def _of_another(self, name: str, given: str) -> UserError:
+    def _origin_error(self, name: str, actual: str) -> UserError:
         return UserError(
             "plan is for another model: it was made for the one of "
             f"{name}={str(self.provenance[name])[:12]}, and "
-            f"{given}: give that model, or try the plan on another with any_model=True, or "
+            f"{actual}: give that model, or try the plan on another with any_model=True, or "
             f"without {name} in the plan"
         )
 
@@ -234,8 +235,8 @@ class Plan:
 
     @classmethod
     def read(cls, read: Callable[[str], bytes], path: str) -> Plan:
-        """As `load`, with the content of the plan's files, .json and .npz, from `read`. `path`: its
-        name in errors."""
+        """As `load`, with the contents of the plan's files from `read`, which takes a suffix, .json
+        or .npz. `path`: the plan's name in errors."""
         try:
             content = json.loads(read(".json"))
             if content["schema"] != SCHEMA:
@@ -261,7 +262,7 @@ class Plan:
             raise UserError(
                 f"plan={path} is damaged: expected a plan as it was saved: {error}"
             ) from None
-        # such as an unknown field, or the arrays of another plan
+        # they differ for an unknown field, or for the arrays of another plan
         if (content["layers"], content.get("digest")) != (plan._layers(), plan.digest):
             raise UserError(f"plan={path} is damaged: expected the layers and arrays of its digest")
         return plan
@@ -313,7 +314,7 @@ def _check_layer(number: int, layer: LayerPlan) -> None:
 
 
 def _check_router(number: int, layer: LayerPlan, router: Mapping[str, Any]) -> None:
-    """Raise UserError unless a router works with the retained experts and protected ones are
+    """Raise UserError unless a router works with the retained experts, and protected experts are
     retained whole."""
     retained = layer.retained
     count = layer.n_experts

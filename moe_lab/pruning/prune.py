@@ -25,14 +25,14 @@ WIDTH_ATTRIBUTES = ("intermediate_dim", "intermediate_size")
 
 
 def prune(model: Model, plan: Plan) -> Model:
-    """A smaller copy of `model` with only the experts and channels `plan` retains; it shares all
-    other weights.
+    """A smaller copy of `model` with only the experts and channels `plan` retains; both models
+    share all other weights.
 
     Layers whose experts retain equal numbers of channels have the family's module, others
-    RaggedExperts. Where all layers retain equally many whole experts, the configuration says so and
-    `save_pretrained` writes a stock checkpoint; other models are written by `export`. A model on
-    the meta device gives one there. UserError when the plan does not fit the model or still has to
-    be aligned, and when weights are offloaded.
+    RaggedExperts. If all layers retain equally many whole experts, the configuration says so and
+    `save_pretrained` writes a stock checkpoint; other models are written by `export`. The copy of a
+    model on the meta device is there too. UserError when the plan does not fit the model or still
+    has to be aligned, and when weights are offloaded.
     """
     layers = moe_layers(model)
     plan.check_model(layers)
@@ -50,28 +50,29 @@ def prune(model: Model, plan: Plan) -> Model:
         layer_form = form[layer.index]
         install(layer, layer_form)
         slice_router(layer, layer_form.experts)
-    _describe(pruned)
+    _update_config(pruned)
     return pruned
 
 
-def _describe(pruned: Any) -> None:
+def _update_config(pruned: Any) -> None:
     """Write the number of experts into the configuration of a pruned model, if all layers have the
-    same one; unless it then describes the model, refuse `save_pretrained`, whose checkpoint would
-    be loaded with random experts."""
+    same number. If the configuration still does not describe the model, `save_pretrained` raises
+    UserError: its checkpoint would be loaded with random experts."""
     config = pruned.config.get_text_config()
     layers = routed_layers(pruned)
     counts = {layer.n_experts for layer in layers}
     if len(counts) == 1:
-        for module in (config, pruned):  # the model's own number is that of the balancing loss
+        (count,) = counts
+        for holder in (config, pruned):  # the model has a number too, for its balancing loss
             for field in COUNT_FIELDS:
-                if isinstance(vars(module).get(field), int):
-                    setattr(module, field, *counts)
+                if isinstance(vars(holder).get(field), int):
+                    setattr(holder, field, count)
     stated = [
         vars(config)[field] for field in WIDTH_FIELDS if isinstance(vars(config).get(field), int)
     ]
     widths = {width for layer in layers for width in layer.widths}
     if len(counts) == 1 and widths == set(stated[:1]):
-        vars(pruned).pop("save_pretrained", None)  # of a model that was pruned before
+        vars(pruned).pop("save_pretrained", None)  # set if the model was pruned before
     else:
         pruned.save_pretrained = _refuse_to_save
 
@@ -153,8 +154,7 @@ def _refuse_to_save(*_: Any, **__: Any) -> None:
 
 
 def merged_weights(layer: MoELayer, plan: LayerPlan) -> dict[int, dict[str, torch.Tensor]]:
-    """Expert that others are merged into -> name -> tensor of its group, shaped as that of one
-    expert."""
+    """Owner of a group of merged experts -> name -> merged tensor, of the shape of one expert's."""
     check_in_memory(layer)
     merged = {}
     for owner in plan.merged:
@@ -165,8 +165,8 @@ def merged_weights(layer: MoELayer, plan: LayerPlan) -> dict[int, dict[str, torc
 
 
 def slice_router(layer: MoELayer, retained: Sequence[int]) -> None:
-    """Cut the router of one layer down to the experts `retained`, in place: its routing tensors,
-    and all counts."""
+    """Cut the router of one layer down to the experts `retained`, in place: slice its routing
+    tensors and set all numbers of experts."""
     ids = torch.tensor(retained)
     for part in layer.routing:
         tensor = part.tensor.detach()

@@ -1,5 +1,5 @@
-"""A plan from scores: which experts or channels are retained, and what replaces dropped experts:
-nothing, constants, or experts that they are merged into. No torch."""
+"""Make a plan from scores: select the retained experts or channels, and replace dropped experts by
+constants or merge them into others. No torch."""
 
 from __future__ import annotations
 
@@ -117,13 +117,13 @@ def replace_dropped(
     evidence: Evidence,
     layers: Routers,
 ) -> Plan:
-    """`plan`, one of whole experts, with its dropped experts replaced as settings["replacement"]
-    says; other arguments as in `plan_from_scores`. UserError for routers that a grouping cannot
-    compare."""
+    """Replace the dropped experts of `plan`, which retains whole experts, as
+    settings["replacement"] says; other arguments as in `plan_from_scores`. UserError for routers
+    that a grouping cannot compare."""
     name = settings.get("replacement", "none")
     if name == "none":
         return plan
-    how = grouping.GROUPINGS.get(name)
+    rule = grouping.GROUPINGS.get(name)
     replaced = {}
     for number, layer in plan.layers.items():
         width = int(layers[number]["width"])
@@ -131,23 +131,23 @@ def replace_dropped(
         sums: dict[str, Any] = {}
         for need in grouping.needs(name):
             sums |= evidence[need][number]
-        if how is None:
+        if rule is None:
             replaced[number] = replace_by_constants(layer, finite(number, mean_output(sums)), width)
             continue
         values = numpy.asarray(scores[number], dtype=float)
         groups = grouping.groups(settings, sums, values, layer.retained, protected)
         weights = grouping.member_weights(name, groups, sums, values, layer.retained)
-        replaced[number] = merge_experts(weights, width, rows=how.rows)
-    return Plan(replaced, plan.provenance, aligned=how is None or how.align is None)
+        replaced[number] = merge_experts(weights, width, rows=rule.rows)
+    return Plan(replaced, plan.provenance, aligned=rule is None or rule.align is None)
 
 
 def replace_by_constants(
     layer: LayerPlan, outputs: NDArray[numpy.float64], width: int
 ) -> LayerPlan:
-    """The layer in which the experts that `layer`, one of whole experts, drops stay routable and
-    put out constants. `outputs` (E, H): the constant c_j of each expert j; with its mean output,
-    this is MoNE (arXiv 2507.00390). A token that is routed to a replaced expert j with gate g_j
-    gets g_j c_j. `width`: channels of an expert."""
+    """Replace the experts that `layer`, a plan of whole experts, drops by constants: they stay
+    routable, and a token that is routed to a replaced expert j with gate g_j gets g_j c_j.
+    `outputs` (E, H): the constant c_j of each expert j; its mean output in MoNE (arXiv 2507.00390).
+    `width`: channels of an expert."""
     channels: Mask = numpy.zeros((layer.n_experts, width), dtype=numpy.bool_)
     channels[list(layer.retained)] = True
     constants = None
@@ -165,9 +165,9 @@ def merge_experts(
     """The plan of a layer that merges experts.
 
     `groups`: owner -> {expert: weight}, as in `LayerPlan.merged`; every expert is in one group, and
-    one that stays unchanged has a group of its own. `width`: channels of an expert. `rows`: "all"
-    if the router stays whole, so that tokens are routed to all members of a group, or "retained" if
-    it only retains the rows of owners.
+    an expert that stays unchanged has a group of its own. `width`: channels of an expert. `rows`:
+    "all" if the router stays whole, so that tokens are routed to all members of a group, or
+    "retained" if the router only retains the rows of owners.
     """
     n_experts = sum(map(len, groups.values()))
     channels: Mask = numpy.zeros((n_experts, width), dtype=numpy.bool_)
@@ -178,9 +178,9 @@ def merge_experts(
 
 
 def ties(plan: Plan, scores: Mapping[int, ArrayLike], routers: Routers) -> dict[int, int]:
-    """Layer -> how many experts, or channels, have a score equal to one that the plan decides
-    otherwise, so that ids decided. Layers without any are omitted; arguments are as for `make_plan`
-    and `make_channel_plan`."""
+    """Layer -> number of experts, or channels, whose score equals that of another with the opposite
+    decision, so that their ids decided. Layers without ties are omitted; arguments are as for
+    `make_plan` and `make_channel_plan`."""
     tied = {}
     for number, layer in plan.layers.items():
         values = _competing(number, scores[number], routers[number])
@@ -198,8 +198,8 @@ def ties(plan: Plan, scores: Mapping[int, ArrayLike], routers: Routers) -> dict[
 
 
 def _retained(layer: LayerPlan, scores: NDArray[numpy.float64]) -> Mask:
-    """Whether what each of `scores`, (E,) or (E, I), belongs to is retained; experts that are
-    replaced are not."""
+    """Which experts or channels are retained, of the shape of `scores`, (E,) or (E, I); replaced
+    experts are not."""
     if layer.channels is None:
         return numpy.isin(numpy.arange(layer.n_experts), layer.retained)
     return layer.channels if scores.ndim == 2 else layer.channels.sum(axis=1) > 0
@@ -213,14 +213,14 @@ def _competing(layer: int, scores: ArrayLike, router: Mapping[str, Any]) -> NDAr
 
 
 def finite(layer: int, scores: ArrayLike) -> NDArray[numpy.float64]:
-    """Scores of experts (E,) or of channels (E, I) in fp64. Raises UserError naming the first that
-    is not finite."""
+    """Scores of experts (E,) or of channels (E, I) in fp64. Raises UserError naming the first score
+    that is not finite."""
     values = numpy.asarray(scores, dtype=numpy.float64)
     if indices := numpy.argwhere(~numpy.isfinite(values)).tolist():
-        first = zip(("expert", "channel"), indices[0], strict=False)
-        where = ", ".join(f"{name} {index}" for name, index in first)
+        first = indices[0]
+        ids = zip(("expert", "channel"), first, strict=False)
+        position = ", ".join(f"{name} {index}" for name, index in ids)
         raise UserError(
-            f"scores: layer {layer}, {where} is {values[tuple(indices[0])]}: expected a finite "
-            "number"
+            f"scores: layer {layer}, {position} is {values[tuple(first)]}: expected a finite number"
         )
     return values
