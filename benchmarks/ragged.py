@@ -28,7 +28,7 @@ from benchmarks.measure import parser, ratios, rounds
 from benchmarks.models import random_model
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.layer_plan import LayerPlan
-from moe_lab.pruning.mask import mask, planned
+from moe_lab.pruning.mask import mask, planned_experts
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
 
@@ -119,8 +119,8 @@ def _layer_ways(
     hidden = torch.randn(tokens, layer.hidden, generator=torch.Generator().manual_seed(0))
     _, gates, index = layer.router(hidden)
     layer_plan = plan.layers[layer.index]
-    masked = planned(layer, layer_plan)
-    dense = planned(
+    masked = planned_experts(layer, layer_plan)
+    dense = planned_experts(
         layer, replace(layer_plan, channels=numpy.ones((layer.n_experts, layer.width), dtype=bool))
     )
     return {

@@ -1,6 +1,6 @@
-"""Match channels of merged experts that compute alike before they are added, by an optimal
-assignment (Hungarian method) for each pair: the order of its channels does not change what one
-expert computes, but changes a sum of two."""
+"""Match the channels of merged experts before their weights are added, by an optimal assignment
+(Hungarian method) for each expert and its owner. The order of its channels does not change what an
+expert computes, but it changes the sum of two experts' weights."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ COMPONENTS = 64
 
 
 def align_by_weights(plan: Plan, layers: Iterable[MoELayer]) -> Plan:
-    """`plan` with the channels of merged experts matched by their weights, as in M-SMoE (arXiv
-    2310.01334). The order p of an expert m that is merged into an expert o maximises the sum over
-    channels i of <gate_o[i], gate_m[p(i)]> + <up_o[i], up_m[p(i)]> + <down_o[:, i], down_m[:,
-    p(i)]>. `layers`: the MoE layers of the model, each with its weights while it is the current
-    one."""
+    """Match the channels of the experts that `plan` merges by their weights, as in M-SMoE (arXiv
+    2310.01334); returns the aligned plan. The order p of an expert m that is merged into an expert
+    o maximises the sum over channels i of <gate_o[i], gate_m[p(i)]> + <up_o[i], up_m[p(i)]> +
+    <down_o[:, i], down_m[:, p(i)]>. `layers`: the model's MoE layers; the weights of each are read
+    before the next layer is requested."""
     alignments = {}
     for layer in layers:
         layer_plan = plan.layers[layer.index]
@@ -37,15 +37,16 @@ def align_by_weights(plan: Plan, layers: Iterable[MoELayer]) -> Plan:
             alignments[layer.index] = match_channels(
                 layer_plan, layer, partial(_weight_cost, layer)
             )
-    return aligned(plan, alignments)
+    return with_alignments(plan, alignments)
 
 
 def _weight_cost(layer: MoELayer, owner: int, member: int) -> torch.Tensor:
+    """(I, I) negative inner products of the weights of two experts' channels."""
     return -(channel_weights(layer, owner) @ channel_weights(layer, member).T)
 
 
-def aligned(plan: Plan, alignments: Mapping[int, Alignment]) -> Plan:
-    """`plan` with the order of channels of merged experts in each layer."""
+def with_alignments(plan: Plan, alignments: Mapping[int, Alignment]) -> Plan:
+    """`plan`, now aligned, with these `alignments` of its layers."""
     layers = {
         number: replace(plan.layers[number], alignment=order)
         for number, order in alignments.items()
@@ -56,19 +57,20 @@ def aligned(plan: Plan, alignments: Mapping[int, Alignment]) -> Plan:
 def match_channels(
     plan: LayerPlan, layer: MoELayer, cost: Callable[[int, int], torch.Tensor]
 ) -> Alignment:
-    """(M, I) for each merged expert of a layer, the assignment of its channels of least total cost.
-    `cost(o, m)` (I, I): entry (i, j) is that of adding channel j of expert m to channel i of expert
-    o."""
+    """(M, I): for each merged expert of a layer, the assignment of its channels with the least
+    total cost. `cost(o, m)` (I, I): entry (i, j) is the cost of adding channel j of expert m to
+    channel i of expert o."""
     orders = []
     for member in plan.merged_away:
         matrix = cost(plan.owners[member], member).double().cpu().numpy()
-        orders.append(linear_sum_assignment(matrix)[1])
+        _, order = linear_sum_assignment(matrix)
+        orders.append(order)
     return numpy.array(orders, dtype=numpy.int32).reshape(-1, layer.width)
 
 
 def channel_weights(layer: MoELayer, expert: int) -> torch.Tensor:
-    """(I, 3 H) in at least fp32: the weights of each channel, its rows of gate and up and its
-    column of down."""
+    """(I, 3 H) in at least fp32: the weights of each channel, which are its rows of gate and up and
+    its column of down."""
     check_in_memory(layer)
     roles = layer.projections(expert)
     return torch.cat([wide(roles[role].detach()) for role in ("gate", "up", "down")], dim=1)
@@ -81,8 +83,8 @@ class AlignmentHook(StatisticsHook):
     The cost of adding channel j of expert m to channel i of expert o is |a - b| + |v - w|. a and b
     are the activations of the two channels over all tokens, each divided by its norm. v and w are
     their weights, in COMPONENTS principal components of the normalised weights of all channels of
-    the layer, each component times its singular value, and divided by their norms. All experts that
-    are merged run on all tokens. The `result` is order (M, I).
+    the layer, each component times its singular value, and divided by their norms. All members of
+    groups run on all tokens. The `result` is order (M, I).
     """
 
     kind = "alignment"
@@ -132,8 +134,8 @@ def alignment_hook(plan: Plan) -> type[AlignmentHook]:
 
 
 def align_by_activations(plan: Plan, sums: Layers) -> Plan:
-    """`plan` with the orders from the results of an `AlignmentHook` by layer."""
-    return aligned(
+    """`plan`, aligned by the results of an `AlignmentHook`: `sums`, by layer."""
+    return with_alignments(
         plan,
         {layer: sums[layer]["order"].numpy().astype(numpy.int32) for layer in plan.merged_layers},
     )
@@ -141,10 +143,10 @@ def align_by_activations(plan: Plan, sums: Layers) -> Plan:
 
 def principal_components(layer: MoELayer) -> torch.Tensor:
     """(E, I, R): the weights of each channel of a layer, normalised and centred over all channels,
-    in R principal components times their singular values: COMPONENTS, or fewer in small models. A
-    fixed seed finds them."""
+    in R principal components times their singular values. R is COMPONENTS, or less in small models.
+    The randomised decomposition has a fixed seed."""
     first = torch.nn.functional.normalize(channel_weights(layer, 0))
-    # the only copy of that size
+    # one copy of the weights of all experts, filled row by row to have no second one
     flat = first.new_empty(layer.n_experts * layer.width, first.shape[1])
     for expert, rows in enumerate(flat.split(layer.width)):
         rows.copy_(torch.nn.functional.normalize(channel_weights(layer, expert)))
@@ -159,8 +161,9 @@ def principal_components(layer: MoELayer) -> torch.Tensor:
 def normalised_distance(
     products: torch.Tensor, first: torch.Tensor, second: torch.Tensor
 ) -> torch.Tensor:
-    """(I, I) Euclidean distances of normalised vectors, from their products (I, I) and squares
-    (I,). A vector of zeros stays one: its distance to a normalised one is 1."""
+    """(I, I) Euclidean distances of normalised vectors, from their products (I, I) and their
+    squares `first` (I,) and `second` (I,). A vector of zeros has distance 1 to normalised
+    vectors."""
     cosine = products / (first.sqrt()[:, None] * second.sqrt()).clamp_min(
         torch.finfo(products.dtype).tiny
     )

@@ -24,7 +24,7 @@ from moe_lab.statistics import Layers
 from moe_lab.statistics.observe import Batch, Observer, StatisticsHook
 
 BYTES = 2
-"""Of a parameter in bfloat16, the precision in which the papers state loading memory."""
+"""Bytes of a parameter in bfloat16, the precision in which the papers state loading memory."""
 NF4_BLOCK = 64
 """Weights that share one scale."""
 SCALE_BLOCK = 256
@@ -38,8 +38,8 @@ def cost(
     routing: Routing,
     **stored: Any,
 ) -> dict[str, Any]:
-    """Parameters, bytes and FLOPs of what `model` was pruned to (itself: unpruned), as JSON data:
-    those of `size`, and
+    """Parameters, bytes and FLOPs of `pruned`, made from `model` (or `model` itself), as JSON data:
+    the fields of `size`, and
 
     flops_per_token                  with the routing of the masked model
     flops_by_part                    the same by part, see PARTS
@@ -50,7 +50,8 @@ def cost(
     """
     layers = routed_layers(model)
     parts = flops_per_token(layers, routed_layers(pruned), row, routing)
-    total = before = sum(parts.values())
+    total = sum(parts.values())
+    before = total
     if pruned is not model:
         unpruned = even_routing(layers)
         assert unpruned is not None  # experts of unequal width cannot be pruned
@@ -68,7 +69,7 @@ def cost(
 def size(
     model: PreTrainedModel, pruned: PreTrainedModel, *, bits: int = 16, modules: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Parameters and bytes of what `model` was pruned to, both perhaps on the meta device.
+    """Parameters and bytes of `pruned`, made from `model`; both may be on the meta device.
 
     parameters, parameters_unpruned  after and before pruning
     parameters_kept                  share of all parameters
@@ -109,8 +110,8 @@ def nf4_bytes(weights: int) -> int:
 
 
 def _matrices(model: nn.Module, modules: Sequence[str]) -> Iterator[int]:
-    """The number of weights of each matrix that is stored in NF4; 0 for the matrices of a null
-    expert."""
+    """Number of weights of each matrix of `modules`, which are stored in NF4; 0 for the matrices of
+    a null expert."""
     if "experts" in modules:
         for layer in routed_layers(model):
             for width in layer.widths:
@@ -131,9 +132,9 @@ PARTS = (
     "lm_head",
     "other",
 )
-"""attention: projections and recurrences of the modules that mix tokens; attention_scores: their
-products of activations with activations; shared_experts: everything in a MoE block that is not
-routed; dense: blocks of layers without experts."""
+"""attention: projections and recurrences of the modules that mix tokens; attention_scores: products
+of activations with activations in these modules; shared_experts: everything in a MoE block that is
+not routed; dense: blocks of layers without experts."""
 
 aten = torch.ops.aten
 PROJECTIONS = (aten.mm, aten.addmm, aten.convolution)
@@ -149,22 +150,22 @@ heads."""
 
 @dataclass(frozen=True)
 class Routing:
-    """Channels used by `tokens` tokens: layer -> the channels of all experts that they were routed
-    to. An expert's channels count once for every token routed to it."""
+    """How many channels a number of tokens uses."""
 
     tokens: int
     channels: Mapping[int, int]
+    """Layer -> channels of its experts, an expert's channels counted once for every token routed to
+    it."""
 
 
 def row_flops(model: PreTrainedModel, length: int) -> dict[str, float]:
     """FLOPs per token of the unpruned `model` in a row of `length` tokens, by part (PARTS), without
-    routed experts. The model may be on the meta device, where it is run without computing
-    anything."""
+    routed experts. On the meta device the model runs without computing anything."""
     layers = routed_layers(model)
     device = layers[0].routing[0].tensor.device
     ids = torch.zeros(1, length, dtype=torch.int64, device=device)
-    # transformers uses a mask of four axes unchanged. It would read the values of others, and the
-    # meta device has none.
+    # transformers uses a mask with four axes as it is. It would read the values of any other mask,
+    # and tensors on the meta device have none.
     mask = torch.zeros(1, 1, length, length, dtype=model.dtype, device=device)
     with ExitStack() as undo, torch.no_grad():
         for layer in layers:
@@ -191,27 +192,23 @@ def flops_per_token(
     """FLOPs per token by part, for a model with `unpruned_layers` that is pruned to
     `pruned_layers`. `row` is from `row_flops`. The FLOPs of experts are the mean over the tokens of
     `routing`."""
-    experts = (
-        sum(
-            2 * channel_parameters(layer) * routing.channels[layer.index] for layer in pruned_layers
-        )
-        / routing.tokens
-    )
-    routers = [
-        sum(
-            part.tensor.numel()
-            for layer in layers
-            for part in layer.routing
-            if part.name == "weight"
-        )
-        for layers in (unpruned_layers, pruned_layers)
-    ]
-    return {**row, "router": row["router"] - 2 * (routers[0] - routers[1]), "experts": experts}
+    experts = 0
+    for layer in pruned_layers:
+        experts += 2 * channel_parameters(layer) * routing.channels[layer.index]
+    dropped = _router_weights(unpruned_layers) - _router_weights(pruned_layers)
+    router = row["router"] - 2 * dropped
+    return {**row, "router": router, "experts": experts / routing.tokens}
+
+
+def _router_weights(layers: Sequence[MoELayer]) -> int:
+    """Number of weights of the routers' linear maps."""
+    routing = [part for layer in layers for part in layer.routing]
+    return sum(part.tensor.numel() for part in routing if part.name == "weight")
 
 
 def even_routing(layers: Sequence[MoELayer]) -> Routing | None:
-    """The channels used by any token; None where they depend on it, as experts of a layer have
-    several widths."""
+    """The routing of one token, whichever it is; None if experts of a layer have several widths, so
+    that the number of channels depends on the token."""
     channels = {}
     for layer in layers:
         widths = set(computed_widths(layer).tolist())
@@ -222,8 +219,8 @@ def even_routing(layers: Sequence[MoELayer]) -> Routing | None:
 
 
 class LoadHook(StatisticsHook):
-    """Counts the valid tokens that are routed to each expert, whatever computes the experts: tokens
-    (E,)."""
+    """Counts the valid tokens that are routed to each expert, tokens (E,); also under a plan of
+    channels."""
 
     kind = "load"
     computes = False
@@ -231,7 +228,7 @@ class LoadHook(StatisticsHook):
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """The routed output (T, H) as it was."""
+        """The routed output (T, H), computed as without the hook."""
         valid = self.valid(hidden)
         chosen = index if valid is None else index[valid]
         self.add("tokens", torch.bincount(chosen.flatten(), minlength=self.layer.n_experts))
@@ -258,22 +255,23 @@ def layered_routing(
     plan: Plan | None,
     pruned: Sequence[MoELayer],
     batches: Sequence[Batch],
-    **passing: Any,
+    **options: Any,
 ) -> Routing:
     """Measure the routing as `measured_routing` does, of a `StreamedModel`, with one decoder layer
-    of the checkpoint in memory. `passing`: further arguments of `stream`."""
-    from moe_lab.statistics.streaming import stream  # few costs need it
+    of the checkpoint in memory. `options`: further arguments of `stream`."""
+    from moe_lab.statistics.streaming import stream  # imported late, as few costs need it
 
     if plan is not None:
         plan.check_model(moe_layers(streamed.model))
-        passing["under"] = lambda layer: mask_layers([layer], plan)
-    return _routing(plan, pruned, stream(streamed, LoadHook, batches, **passing).layers, batches)
+        options["under"] = lambda layer: mask_layers([layer], plan)
+    load = stream(streamed, LoadHook, batches, **options).layers
+    return _routing(plan, pruned, load, batches)
 
 
 def _routing(
     plan: Plan | None, pruned: Sequence[MoELayer], load: Layers, batches: Sequence[Batch]
 ) -> Routing:
-    """The channels used by the tokens that `load` counts."""
+    """The channels used by the valid tokens of `batches`, from the sums `load` of a `LoadHook`."""
     channels = {}
     for layer in pruned:
         tokens = load[layer.index]["tokens"]
@@ -293,24 +291,24 @@ def channel_parameters(layer: MoELayer) -> int:
 
 
 def computed_widths(layer: MoELayer) -> torch.Tensor:
-    """(E,) int64: the channels with which each expert is computed: those of the one that it is
-    merged into, if any."""
+    """(E,) int64: the channels with which each expert is computed: those of its owner, if it is
+    merged into another."""
     widths = torch.tensor(layer.widths)
-    owners = getattr(layer.experts, "owners", None)  # of packed experts
+    owners = getattr(layer.experts, "owners", None)  # only packed experts have them
     return widths if owners is None else widths[list(owners)]
 
 
 def _by_part(
     counts: Mapping[str, Mapping[Any, int]], layers: Sequence[MoELayer], model: PreTrainedModel
 ) -> Counter[str]:
-    """What torch counted (outside experts and vocabulary head) by part. The child of a decoder
-    layer that holds the experts in MoE layers is its block (dense in layers without experts); the
-    other children mix tokens."""
+    """FLOPs by part, from torch's `counts` (path of a module -> operation -> FLOPs), without
+    experts and vocabulary head. A decoder layer has a child that is the MoE block, or the dense
+    block in layers without experts; its other children mix tokens."""
     by_part: Counter[str] = Counter()
     base: nn.Module = model.base_model
     paths = {module: f"{type(base).__name__}.{name}" for name, module in base.named_modules()}
-    container, _, rest = paths[layers[0].experts].partition(f".{layers[0].index}.")
-    block = rest.partition(".")[0]
+    container, _, experts = paths[layers[0].experts].partition(f".{layers[0].index}.")
+    block = experts.partition(".")[0]
     sparse = {str(layer.index) for layer in layers}
     for path, operations in counts.items():
         number, _, child = path.removeprefix(f"{container}.").partition(".")

@@ -65,13 +65,13 @@ def _masked(layer: MoELayer, plan: LayerPlan) -> Iterator[None]:
                 raise RuntimeError(
                     f"{layer.name} is observed already, or under another plan of channels"
                 )
-            function = planned(layer, plan)
+            function = planned_experts(layer, plan)
             replace_experts(layer, lambda _: function, undo)
         with masked_router(layer, plan.retained):
             yield
 
 
-def planned(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
+def planned_experts(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
     """The function that computes the experts of a layer, with their original ids, under `plan`,
     which has channels. Dropped channels are 0 before the down projection, null experts put out
     their constants, and merged experts are computed with the weights of their group. Experts that

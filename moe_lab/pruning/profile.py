@@ -46,12 +46,12 @@ def output_losses(model: PreTrainedModel, plan: Plan, batches: Sequence[Batch]) 
     losses = [_Loss(model, layer, plan) for layer in moe_layers(model)]
     with ExitStack() as hooks:
         for loss in losses:
-            around = model.get_submodule(f"{loss.layer.stack}.{loss.layer.index}")
+            decoder_layer = model.get_submodule(f"{loss.layer.stack}.{loss.layer.index}")
             hooks.callback(loss.layer.experts.register_forward_hook(loss.after_experts).remove)
             hooks.callback(
                 loss.layer.block.register_forward_hook(loss.after_block, with_kwargs=True).remove
             )
-            hooks.callback(around.register_forward_hook(loss.after_layer).remove)
+            hooks.callback(decoder_layer.register_forward_hook(loss.after_layer).remove)
         _read(model, batches, losses)
     return {loss.layer.index: loss.total / loss.tokens for loss in losses}
 
@@ -59,7 +59,8 @@ def output_losses(model: PreTrainedModel, plan: Plan, batches: Sequence[Batch]) 
 def _read(
     model: PreTrainedModel, batches: Sequence[Batch], observers: Sequence[_Sums] | Sequence[_Loss]
 ) -> None:
-    """Run the model, and tell the observers of its layers which tokens of each batch count."""
+    """Run the model on each batch, after setting the observers' `valid` (B * S,): which tokens
+    count."""
     for ids, valid in batches:
         for observer in observers:
             observer.valid = valid.flatten()
@@ -68,7 +69,7 @@ def _read(
 
 
 def _hidden(output: Any) -> torch.Tensor:
-    """(T, H): what a layer or its experts put out."""
+    """The hidden states (T, H) in the output of a layer or of its experts."""
     states: torch.Tensor = output[0] if isinstance(output, tuple) else output
     return states.flatten(0, -2)
 
@@ -91,24 +92,25 @@ class _Loss:
         self.routed = _hidden(output)
 
     def after_block(self, module: nn.Module, inputs: Any, named: Any, output: Any) -> None:
-        """Run the block again on the same input under the mask, and compare."""
-        whole = self.routed
+        """Run the block again on the same input under the mask, and compare the routed outputs."""
+        unmasked = self.routed
         with mask_layers([self.layer], self.plan):
-            module.forward(*inputs, **named)  # not by a call, which would come back here
-        self.off = (whole.double() - self.routed.double()).square().sum(-1)
+            module.forward(*inputs, **named)  # not module(), which would call this hook again
+        self.square_error = (unmasked.double() - self.routed.double()).square().sum(-1)
 
     def after_layer(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Add the error relative to the residual stream (B, S, H) after the layer."""
         stream = _hidden(output).double()
         valid = self.valid.to(stream.device)
-        off = self.off.to(stream.device) / (stream.square().sum(-1) + EPSILON)
-        self.total += float(off[valid].sum())
+        error = self.square_error.to(stream.device) / (stream.square().sum(-1) + EPSILON)
+        self.total += float(error[valid].sum())
         self.tokens += int(valid.sum())
 
 
 class _Sums:
-    """Sums over the valid tokens of a decoder layer, in fp64: of its hidden states (H,) and their
-    squares, of its router's entropies, and `load` (E,), the tokens routed to each expert."""
+    """Sums over the valid tokens of a decoder layer, in fp64: hidden states (H,) and their squares,
+    entropies of the router's logits and gates, and `load` (E,), the tokens routed to each
+    expert."""
 
     valid: torch.Tensor
     states: Any = 0
@@ -132,12 +134,14 @@ class _Sums:
     def after_router(
         self, module: nn.Module, inputs: Any, output: tuple[torch.Tensor, ...]
     ) -> None:
-        """Add the entropies of a router's logits (T, E) and gates (T, K), and count its choices (T,
-        K)."""
+        """Add the entropies of a router's logits (T, E) and gates (T, K), and count the chosen
+        experts (T, K)."""
         assert self.moe is not None
-        logits, gates = (part.detach().flatten(0, -2).double() for part in output[:2])
+        logits, gates, chosen = (part.detach().flatten(0, -2) for part in output)
+        logits = logits.double()
+        gates = gates.double()
         valid = self.valid.to(logits.device)
-        chosen = output[2].flatten(0, -2)[valid].flatten()
+        chosen = chosen[valid].flatten()
         self.load = self.load + torch.bincount(chosen, minlength=self.moe.n_experts).cpu()
         self.router += _entropy(logits[valid].softmax(-1))
         self.gate += _entropy(_shares(gates[valid]))
@@ -150,21 +154,22 @@ class _Sums:
             raise UserError(f"NaN or Inf in layer {self.index}: its hidden states are not finite")
         if self.moe is None:
             return (self.index, variance, *(float("nan"),) * 3, 0)
-        spread = _entropy(_shares(self.load.double())[None])
+        load_entropy = _entropy(_shares(self.load.double())[None])
         return (
             self.index,
             variance,
             self.router / self.tokens,
             self.gate / self.tokens,
-            spread,
+            load_entropy,
             self.experts,
         )
 
 
 def _shares(values: torch.Tensor) -> torch.Tensor:
+    """Divide each row by its sum."""
     return values / values.sum(-1, keepdim=True)
 
 
 def _entropy(shares: torch.Tensor) -> float:
-    """The sum over rows of the entropy of each, in nats."""
+    """The sum of the entropies of all rows, in nats."""
     return float(torch.special.entr(shares).sum())

@@ -38,7 +38,7 @@ from moe_lab.study.steps.recovery import Export
 pytestmark = pytest.mark.slow
 
 needs_converter = pytest.mark.skipif(
-    not gguf.OWN.is_file(), reason="no converter to GGUF: make llama"
+    not gguf.FETCHED.is_file(), reason="no converter to GGUF: make llama"
 )
 WRITES = "Path(given.outfile).write_bytes(Path(given.model, 'config.json').read_bytes())"
 
@@ -206,7 +206,7 @@ def test_no_number_is_rounded(
 def test_a_missing_converter_is_said_with_where_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gguf, "OWN", tmp_path / "convert_hf_to_gguf.py")
+    monkeypatch.setattr(gguf, "FETCHED", tmp_path / "convert_hf_to_gguf.py")
     with pytest.raises(
         UserError, match=r"^export.format=gguf: .*make llama.*export.converter=PATH"
     ):

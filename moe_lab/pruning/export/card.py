@@ -55,11 +55,11 @@ def model_card(
     zeros: int,
     left_out: Sequence[str],
 ) -> str:
-    """The model card in Markdown. It says what was pruned and how, how to load the model (`kind`:
-    stock, ported or uneven) and how large it is: `unpruned_bytes` and `written` are bytes of
-    weights, of which `zeros` only fill a `shape`. `left_out`: layers of the original that are not
-    written. The card of the original model follows, whose front matter (licence and so on) is
-    inherited, but for the fields in `OF_ORIGINAL`."""
+    """The model card in Markdown: what was pruned and how, how to load the model (`kind`: a key of
+    `LOADING`) and how large it is. `unpruned_bytes` and `written`: bytes of all weights before and
+    after pruning; `zeros`: bytes of zeros that only fill the `shape`. `left_out`: layers of the
+    original that are not written. The card `original` follows, whose front matter (licence and so
+    on) is inherited, but for the fields in `OF_ORIGINAL`."""
     front, body = split_card(original)
     front = _inherited(front)
     trust = "" if kind == "stock" else ", trust_remote_code=True"
@@ -86,16 +86,14 @@ def model_card(
 
 
 def with_section(card: str, heading: str, text: str) -> str:
-    """The model card of an export that was changed after pruning, with a section about it before
-    the original's."""
-    card_of_pruned, original, rest = card.partition(ORIGINAL)
-    return f"{card_of_pruned.rstrip()}\n\n## {heading}\n\n{text}\n" + (
-        f"\n{original}{rest}" if original else ""
-    )
+    """The model card of an export with a further section, before the original model's card."""
+    pruned, marker, original = card.partition(ORIGINAL)
+    with_text = f"{pruned.rstrip()}\n\n## {heading}\n\n{text}\n"
+    return f"{with_text}\n{marker}{original}" if marker else with_text
 
 
 def _retained(plan: Plan) -> str:
-    """What remains of the experts, as a sentence without its end."""
+    """How many experts and channels are retained or replaced, as a sentence without its end."""
     layers = plan.layers.values()
     before = sum(layer.n_experts for layer in layers)
     constants = sum(len(layer.null_experts) for layer in layers if layer.constants is not None)
@@ -118,9 +116,9 @@ def _retained(plan: Plan) -> str:
             f"{groups} weighted sums of their weights, {matched}. The router {router}"
         )
     counts = [len(layer.retained) for layer in layers]
-    each = " to ".join(map(str, dict.fromkeys((min(counts), max(counts)))))
+    range_of_counts = " to ".join(map(str, dict.fromkeys((min(counts), max(counts)))))
     experts = (
-        f"{sum(counts)} of {before} routed experts are retained: {each} in each of "
+        f"{sum(counts)} of {before} routed experts are retained: {range_of_counts} in each of "
         f"{len(layers)} layers. "
     )
     masks = [layer.channels for layer in layers if layer.channels is not None]

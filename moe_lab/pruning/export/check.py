@@ -24,9 +24,9 @@ def check(
     source: str, written: str, shape: str, tensors: Mapping[str, tuple[str, Sequence[int]]]
 ) -> None:
     """Raise UserError unless the plan in folder `written` fits the model in folder `source`, as for
-    `prune`, and the model that `written` describes has the experts and routers of the pruned one,
-    and takes all of `tensors`, name -> (type, shape). Both models are built by transformers,
-    without weights; a model type that needs code from elsewhere is not, and not checked."""
+    `prune`, and the model that `written` describes has the experts and routers of the pruned model,
+    and takes all of `tensors`, name -> (type, shape). transformers builds both models, without
+    weights; a model type for which it has no code is not checked."""
     if not has_causal_model(str(read_json(Path(source, "config.json")).get("model_type"))):
         return
     plan = Plan.load(Path(written, "plan.json"))

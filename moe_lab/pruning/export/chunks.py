@@ -1,4 +1,4 @@
-"""Chunks of which exported tensors consist: byte ranges of the original, constants, changed
+"""Chunks that exported tensors consist of: byte ranges of the original, constants, changed
 projections. No torch."""
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ UNSIGNED: dict[str, Any] = {
     "F16": numpy.uint16,
     "BF16": numpy.uint16,
 }
-"""Types whose numbers can be copied one by one -> an integer type of that size. In others, numbers
-share scales."""
+"""Type whose numbers can be copied one by one -> an integer type of the same size. In all other
+types, numbers share scales."""
 FLOATS: dict[str, Any] = {"F64": numpy.float64, "F32": numpy.float32, "F16": numpy.float16}
-"""Those that numpy can compute with."""
+"""The types of `UNSIGNED` that numpy can compute with -> numpy's type."""
 BLOCK = 1 << 18
-"""Bytes of a chunk that are in memory at a time while they are made."""
+"""Bytes of a `Constant` that are in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class Constant:
     def read(self, folder: Path) -> Iterator[bytes]:
         """The bytes, block by block; no file is read."""
         count = self.size // len(self.pattern)
-        whole = max(BLOCK // len(self.pattern), 1)
-        for done in range(0, count, whole):
-            yield self.pattern * min(whole, count - done)
+        per_block = max(BLOCK // len(self.pattern), 1)
+        for start in range(0, count, per_block):
+            yield self.pattern * min(per_block, count - start)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Matrix:
     dtype: str
 
     def read(self, folder: Path) -> NDArray[Any]:
-        """Its bits."""
+        """The bits of the matrix."""
         bits = numpy.fromfile(
             folder / self.shard, UNSIGNED[self.dtype], self.rows * self.columns, offset=self.start
         )
@@ -78,7 +78,8 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Projection:
-    """One projection of a stored expert. Those of its members are read one after the other."""
+    """One projection of a stored expert, whose members' projections are read one after the
+    other."""
 
     stored: StoredExpert
     matrices: Mapping[int, Matrix]
@@ -92,7 +93,7 @@ class Projection:
 
     @property
     def matrix(self) -> Matrix:
-        """One of the matrices."""
+        """The matrix of the first member; all have its shape and type."""
         return self.matrices[self.stored.members[0].expert]
 
     @property
@@ -114,12 +115,12 @@ class Projection:
 
     @property
     def _bytes_of_channel(self) -> int:
-        other = self.matrix.rows if self.down else self.matrix.columns
-        return other * int(numpy.dtype(UNSIGNED[self.dtype]).itemsize)
+        hidden = self.matrix.rows if self.down else self.matrix.columns
+        return hidden * int(numpy.dtype(UNSIGNED[self.dtype]).itemsize)
 
     def read(self, folder: Path) -> Iterator[memoryview]:
-        """The bits of the result, row-major. Only sums, and numbers of another type than the
-        result, are converted."""
+        """The bits of the result, row-major. Numbers are converted only for sums, and if their type
+        is not that of the result."""
         is_sum = self.stored.members[0].weight is not None
         converts = is_sum or self.matrix.dtype != self.dtype
 
@@ -142,7 +143,7 @@ class Projection:
 
 
 def _numbers(bits: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """fp32, or fp64 for F64."""
+    """The numbers of a type with these bits, as fp32, or fp64 for F64."""
     if dtype == "BF16":  # the upper half of fp32
         return (bits.astype(numpy.uint32) << 16).view(numpy.float32)
     values = numpy.ascontiguousarray(bits).view(FLOATS[dtype])

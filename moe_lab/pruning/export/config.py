@@ -31,12 +31,12 @@ from moe_lab.pruning import Form
 from moe_lab.pruning.plan import Plan
 
 FORMAT = 2
-"""Of `LAYERS_FIELD`. To be raised when a program that reads an older one, such as the plugin of
-vLLM, would read the new one wrong."""
+"""Version of the content of `LAYERS_FIELD`. It is raised when a program that reads the older
+version, such as the plugin of vLLM, would misread the newer one."""
 
 FILES = ("hf_quant_config.json", "quant_config.json", "quantize_config.json")
-"""Files beside the weights that describe the quantisation to some programs, as config.json does to
-others."""
+"""Files beside the weights in which some programs read the quantisation that others read in
+config.json."""
 DOT = r"\\?\."
 EXPERT_NAME = re.compile(
     rf"\blayers{DOT}(?P<layer>\d+){DOT}(?:\w+{DOT})*?experts{DOT}(?P<expert>\d+)(?={DOT}(?![*+?])|\$?$)"
@@ -51,7 +51,7 @@ ANY_DIGIT = "[0-9]"
 def check_routing(config: dict[str, Any], plan: Plan) -> None:
     """Raise UserError unless the router that config.json describes can work with the plan."""
     text = config.get("text_config", config)
-    # a number, or one for each layer
+    # a field holds one number, or a number for each layer
     top_k = int(max(numpy.max(text.get(field, 1)) for field in TOP_K_FIELDS))
     n_group = text.get("n_group") or 1
     if text.get("topk_method") in UNGROUPED_METHODS:
@@ -63,11 +63,11 @@ def check_routing(config: dict[str, Any], plan: Plan) -> None:
 def describe_export(
     config: dict[str, Any], form: Form, names: Iterable[str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """config.json for `form`, and the code needed to load it: file name -> text; none for a stock
-    checkpoint. `names`: of the tensors that are written; without any that predict several tokens,
-    config.json counts no such layers. A quantised model's lists of modules name experts by their
-    new numbers. UserError when config.json is of another model or of one whose layers differ
-    already, or when transformers has no class to build on."""
+    """config.json for `form`, and the code needed to load the export: file name -> text; empty for
+    a stock checkpoint. `names`: names of the written tensors; if none is of layers that predict
+    several tokens, config.json counts no such layers. A quantised model's lists of modules name
+    experts by their new numbers. UserError when config.json is of another model or of a pruned
+    model whose layers differ, or when transformers has no class to build on."""
     if LAYERS_FIELD in config:
         raise UserError(
             "the source is a pruned checkpoint whose layers differ already "
@@ -102,21 +102,21 @@ def describe_export(
         and all(layer.widths is None for layer in form.values())
     ):
         width = widths.pop()
-        alike = edited if width is None else narrowed(edited, width)
-        if alike is not None:
-            return alike, port
+        stock_config = edited if width is None else narrowed(edited, width)
+        if stock_config is not None:
+            return stock_config, port
     return _uneven(edited, form), _code(kind)
 
 
 def _uneven(config: dict[str, Any], form: Form) -> dict[str, Any]:
     """config.json of a checkpoint whose layers differ, or that the family's configuration cannot
-    describe. It has a model type of its own, so that no stock class fills what lacks with random
-    numbers. `LAYERS_FIELD` has the shape of each layer, and what a program that reads it by a class
-    of the family has to put back."""
+    describe. It has a model type of its own, so that no stock class fills missing weights with
+    random numbers. `LAYERS_FIELD` has the shape of each layer, and the fields that a program has to
+    restore to load the checkpoint by a class of the family."""
     kind = config.get("model_type", "")
-    check_known(kind)
-    shown = ("model_type", "architectures", *(["auto_map"] if kind in PORTS else []))
-    stock: dict[str, Any] = {name: config[name] for name in shown if name in config}
+    check_causal(kind)
+    replaced = ("model_type", "architectures", *(["auto_map"] if kind in PORTS else []))
+    stock: dict[str, Any] = {name: config[name] for name in replaced if name in config}
     layers = {}
     for index, layer in form.items():
         fields = {"width": layer.width, "widths": layer.widths, "owners": layer.owners}
@@ -154,23 +154,22 @@ def _code(kind: str) -> dict[str, str]:
     return {**texts, "pruned.py": text, **port}
 
 
-def check_known(kind: str) -> None:
-    """Raise UserError when transformers cannot load a causal language model of a model type by its
-    own code."""
+def check_causal(kind: str) -> None:
+    """Raise UserError unless transformers has the code of causal language models of this model
+    type."""
     if not has_causal_model(kind):
         raise UserError(
-            f"model_type={kind}: layers and experts of another shape can be exported for causal "
-            "language models that "
-            "transformers knows itself only, evaluate the plan with a mask"
+            f"model_type={kind}: layers and experts of another shape can only be exported for "
+            "causal language models that transformers has code for: evaluate the plan with a mask"
         )
 
 
 def narrowed(config: dict[str, Any], width: int) -> dict[str, Any] | None:
     """`config` with experts of `width` channels; None if a stock model cannot have them, because
-    the same field also sets the size of something else, such as shared experts."""
-    check_known(config.get("model_type", ""))
+    the same field also sets another size, such as that of shared experts."""
+    check_causal(config.get("model_type", ""))
     field = next((field for field in WIDTH_FIELDS if isinstance(config.get(field), int)), None)
-    if field is None:  # left to the default of its class
+    if field is None:  # the width is the default of the model's class
         return None
     edited = {**config, field: width}
     return edited if _shapes(config) == _shapes(edited) else None
@@ -178,7 +177,8 @@ def narrowed(config: dict[str, Any], width: int) -> dict[str, Any] | None:
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Shapes of the parameters of the model that `config` describes, without its routed experts."""
-    import torch  # here, because most exports need neither, and importing them takes seconds
+    # imported late: most exports need neither torch nor transformers, whose import takes seconds
+    import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     import moe_lab.exported_code  # noqa: F401  families that transformers lacks
@@ -199,16 +199,16 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def renumbered(content: Any, written: Mapping[int, Sequence[int]]) -> Any:
-    """A copy of the content of a JSON file in which names of experts follow the experts that are
-    written. A quantisation lists modules there that are stored otherwise, or not quantised.
-    `written`: layer -> original ids of its experts, in order. List items and fields that name an
-    expert which is not written are left out. Raises UserError for a name that means experts by
-    number in several layers."""
+    """A copy of the content of a JSON file in which modules of experts have their new numbers, as
+    in a quantisation's lists of modules that are not quantised. `written`: layer -> original ids of
+    its written experts, in order. List items and fields that name another expert are left out.
+    Raises UserError for a name that refers to experts by number in several layers."""
     if isinstance(content, dict):
-        named = (
-            (_renamed(key, written), renumbered(value, written)) for key, value in content.items()
-        )
-        return {key: value for key, value in named if key is not None}
+        renamed = {
+            _renamed(key, written): renumbered(value, written) for key, value in content.items()
+        }
+        renamed.pop(None, None)
+        return renamed
     if isinstance(content, list):
         items = [
             _renamed(item, written) if isinstance(item, str) else renumbered(item, written)
@@ -225,7 +225,7 @@ def renumbered(content: Any, written: Mapping[int, Sequence[int]]) -> Any:
 def renumbered_files(
     folder: Path, written: Mapping[int, Sequence[int]]
 ) -> dict[str, dict[str, Any]]:
-    """Name -> new content of the files of `FILES` that `folder` has."""
+    """Name -> new content, for each of `FILES` that `folder` has."""
     return {
         name: renumbered(read_json(folder / name), written)
         for name in FILES
@@ -236,8 +236,8 @@ def renumbered_files(
 def _renamed(name: str, written: Mapping[int, Sequence[int]]) -> str | None:
     """The name with the expert's new number; None for an expert that is not written."""
     match = EXPERT_NAME.search(name)
-    rest = f"{name[: match.start()]} {name[match.end() :]}" if match else name
-    if OTHER_NUMBER.search(rest.replace(ANY_DIGIT, "")):
+    unmatched = f"{name[: match.start()]} {name[match.end() :]}" if match else name
+    if OTHER_NUMBER.search(unmatched.replace(ANY_DIGIT, "")):
         raise UserError(
             f"quantization_config has {name}, which names experts by number in several layers, "
             "but pruning gives them "

@@ -18,9 +18,11 @@ from moe_lab.pruning.export.write import CARD, copy_others, new_folder
 from moe_lab.start import command
 
 FILE = "model.gguf"
-OWN = Path(__file__).resolve().parents[3] / ".venv-llama" / "llama.cpp" / "convert_hf_to_gguf.py"
+FETCHED = (
+    Path(__file__).resolve().parents[3] / ".venv-llama" / "llama.cpp" / "convert_hf_to_gguf.py"
+)
 """The converter that `make llama` fetches."""
-PACKAGES = OWN.parents[1] / "packages"
+PACKAGES = FETCHED.parents[1] / "packages"
 """What `make llama` installs for the converter: its own reader of GGUF files, and sentencepiece."""
 LOG_LINES = 20
 """Last lines of a failing converter that are printed."""
@@ -51,23 +53,23 @@ AutoModelForCausalLM.from_pretrained(folder, gguf_file="{file}", config=config)
 def converter(export: ExportConfig) -> Path:
     """llama.cpp's converter: export.converter, or the one that `make llama` fetched. UserError when
     there is none."""
-    path = OWN if export.converter is None else Path(export.converter).expanduser().absolute()
+    path = FETCHED if export.converter is None else Path(export.converter).expanduser().absolute()
     if path.is_file():
         return path
-    asked = (
+    setting = (
         "export.format=gguf" if export.converter is None else f"export.converter={export.converter}"
     )
     raise UserError(
-        f"{asked}: llama.cpp's converter is not there: run make llama, or set "
-        f"export.converter=PATH/{OWN.name}"
+        f"{setting}: llama.cpp's converter is not there: run make llama, or set "
+        f"export.converter=PATH/{FETCHED.name}"
     )
 
 
 def convert(checkpoint: Path, out: Path, path: Path, name: str) -> Path:
     """Convert the exported stock checkpoint in folder `checkpoint` to `out`/model.gguf by the
-    converter `path`. `name` is that of the model in the file. The new folder `out` also has the
-    small files of the checkpoint. Weights keep their type, or become fp32 where they have several,
-    so that all numbers are the same. UserError for a checkpoint whose layers differ, and, quoting
+    converter `path`. `name`: the model's name in the file. The new folder `out` also has the small
+    files of the checkpoint. Weights keep their type, or become fp32 if they have several types, so
+    that all numbers are the same. UserError for a checkpoint whose layers differ, and, quoting
     its last line, when the converter fails."""
     if LAYERS_FIELD in read_json(checkpoint / "config.json"):
         raise UserError(
@@ -75,7 +77,7 @@ def convert(checkpoint: Path, out: Path, path: Path, name: str) -> Path:
             "layers, and this plan "
             "gives them different ones: expected allocation=uniform, or export=masked"
         )
-    kind = _output(checkpoint)
+    kind = _output_type(checkpoint)
     with new_folder(out) as work:
         arguments = [
             str(checkpoint),
@@ -95,8 +97,8 @@ def convert(checkpoint: Path, out: Path, path: Path, name: str) -> Path:
 
 
 def pre_tokenizer(folder: Path) -> str | None:
-    """llama.cpp's name for the pre-tokenizer of tokenizer.json in `folder`; None where none of
-    PRE_TOKENIZERS is it."""
+    """llama.cpp's name for the pre-tokenizer of tokenizer.json in `folder`; None if it is none of
+    PRE_TOKENIZERS."""
     described = read_json_if_there(folder / "tokenizer.json")
     model = described.get("model") or {}
     steps = described.get("pre_tokenizer") or {}
@@ -109,9 +111,9 @@ def pre_tokenizer(folder: Path) -> str | None:
     return next((name for name, known in PRE_TOKENIZERS.items() if sequence == known), None)
 
 
-def _output(checkpoint: Path) -> str:
-    """The converter's output type that keeps all numbers; it stores vectors and routers in fp32 in
-    any case."""
+def _output_type(checkpoint: Path) -> str:
+    """The converter's output type that keeps all numbers. The converter stores vectors and routers
+    in fp32 with any output type."""
     types = set()
     for name, entry in open_checkpoint(checkpoint).tensors.items():
         if entry.dtype not in TYPES:
@@ -126,7 +128,7 @@ def _output(checkpoint: Path) -> str:
 
 
 def _run(path: Path, pre: str | None, arguments: list[str]) -> None:
-    """Run the converter until it ends. It ends with this process, whatever ends this one."""
+    """Run the converter to its end. It is killed if this process dies."""
     search = [*filter(None, [os.environ.get("PYTHONPATH")]), str(PACKAGES)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(search)}
     with Child(
@@ -136,7 +138,7 @@ def _run(path: Path, pre: str | None, arguments: list[str]) -> None:
             child.call("convert", converter=str(path), pre=pre, arguments=arguments)
             return
         except (Ended, Refused) as error:
-            code = child.process.poll() or 0  # 0: it is still there, and has replied with an error
+            code = child.process.poll() or 0  # 0: the child still runs, and replied with an error
             reason = f"killed by signal {-code}" if code < 0 else str(error)
     print(mask("\n".join(child.log().splitlines()[-LOG_LINES:])), file=sys.stderr, flush=True)
     kind = Unavailable if code < 0 or "No space left on device" in reason else UserError

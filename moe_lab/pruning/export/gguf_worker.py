@@ -1,4 +1,4 @@
-"""Run llama.cpp's converter, in a process of its own: `python -m moe_lab.child_process` serves this
+"""Run llama.cpp's converter in a child process: `python -m moe_lab.child_process` serves this
 module."""
 
 from __future__ import annotations
@@ -10,17 +10,15 @@ from typing import Any
 
 
 def convert(converter: str, pre: str | None, arguments: list[str]) -> None:
-    """Run the converter's main function with these arguments. `pre` is its name for the
-    pre-tokenizer of the model, for a vocabulary that it does not recognise; None if there is no
-    such name."""
+    """Run the converter's main function with these arguments. `pre`: the converter's name for the
+    model's pre-tokenizer, used if it does not recognise the vocabulary; None if unknown."""
     sys.path[:0] = [str(Path(converter).parent), str(Path(converter).parent / "gguf-py")]
     script = importlib.import_module(Path(converter).stem)
-    # No code of a checkpoint is run, and nobody is there to be asked about it, for which 15 s would
-    # be waited.
+    # No code of a checkpoint is run; transformers would wait 15 s for a user to allow it.
     remote: Any = importlib.import_module("transformers.dynamic_module_utils")
     remote.TIME_OUT_REMOTE_CODE = 0
     library = sys.modules.get("conversion.base", script)
-    # as --no-mtp does, which is an error for families without such layers
+    # as --no-mtp does, which is an error for families that predict only one token
     if hasattr(library, "ModelBase"):
         library.ModelBase.no_mtp = True
     if pre:
@@ -30,9 +28,8 @@ def convert(converter: str, pre: str | None, arguments: list[str]) -> None:
 
 
 def _name_pre_tokenizer(module: Any, pre: str) -> None:
-    """Make the converter take `pre` for the name of a pre-tokenizer that it does not recognise. It
-    recognises vocabularies, by a hash of the tokens of a fixed text, so that no new one is ever
-    recognised."""
+    """Make the converter use the pre-tokenizer `pre` for a vocabulary that it does not recognise.
+    It recognises a vocabulary by a hash of the tokens of a fixed text, so never a new one."""
     recognised = module.TextModel.get_vocab_base_pre
 
     def recognised_or_named(model: Any, tokenizer: Any) -> str:

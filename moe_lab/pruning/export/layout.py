@@ -1,4 +1,4 @@
-"""The tensors of an exported checkpoint, and the parts of the original that each is made of. No
+"""The tensors of an exported checkpoint, as byte ranges and matrices of the original files. No
 torch."""
 
 from __future__ import annotations
@@ -22,34 +22,36 @@ from moe_lab.pruning.layer_plan import StoredExpert
 from moe_lab.pruning.plan import Plan
 
 AFTER_SOFTMAX = "moe_statics."
-"""Prefix of biases that are added after the softmax. They cannot bar dropped experts: these would
-still take part in the softmax and make the other probabilities smaller."""
+"""Prefix of biases that are added after the softmax. Such biases cannot bar dropped experts, which
+would still take part in the softmax and make the other probabilities smaller."""
 NEVER = {"F64": "000000000088c3c0", "F32": "00401cc6", "F16": "e2f0", "BF16": "1cc6"}
 """-10000 as little-endian bytes of each type: with this bias, no score (0 to 1) or logit of a
 retained expert is lower."""
 NO_BIAS = (
-    "no bias per expert that could keep tokens from dropped ones without changing the gates of "
-    "others, which a "
-    "checkpoint of the original shape needs: use export=natural"
+    "no bias per expert that could keep tokens from dropped experts without changing the gates of "
+    "others, which a checkpoint of the original shape needs: use export=natural"
 )
 
 
 class Block:
-    """One MoE block on disk, and how it is written."""
+    """One MoE block of the original checkpoint, and its tensors in the export."""
 
     def __init__(
         self, tensors: Mapping[str, tuple[Entry, BlockTensor]], layer: LayerForm, count: int
     ) -> None:
-        """`tensors`: those of the block by name. `count`: the number of its experts."""
+        """`tensors`: name -> its entry in the file and its role in the block. `count`: number of
+        experts."""
         self.tensors = tensors
         self.layer = layer
         self.count = count
         self.prefix = next(block_tensor.block for _, block_tensor in tensors.values())
         self.of_experts = {
-            name: pair for name, pair in tensors.items() if pair[1].kind in ("expert", "stack")
+            name: (entry, block_tensor)
+            for name, (entry, block_tensor) in tensors.items()
+            if block_tensor.kind in ("expert", "stack")
         }
         self.matrices: dict[tuple[str, int], Matrix] = {}
-        """(role, expert) -> projection, of layers whose experts change."""
+        """(role, expert) -> projection; empty until `read_matrices`."""
 
     def read_matrices(self, width: int) -> None:
         """Find the projections of all experts, of `width` channels each. UserError for any other
@@ -74,7 +76,7 @@ class Block:
                 _rows(name, entry, len(entry.shape) - 1, retained, self.count), entry, self.layer
             )
         if block_tensor.kind == "shared":
-            return whole(name, entry)
+            return unchanged(name, entry)
         if self.layer.widths is not None or (
             block_tensor.expert is not None and block_tensor.expert not in retained
         ):
@@ -109,14 +111,15 @@ class Block:
         return tuple(resized)
 
     def _chunks(self, entry: Entry, block_tensor: BlockTensor) -> Iterator[Chunk]:
-        """What is written for the stored experts of a stack, or for one expert."""
-        size = entry.size // self.count if block_tensor.kind == "stack" else entry.size
+        """The chunks that are written for the experts of a stack, or for one expert."""
+        is_stack = block_tensor.kind == "stack"
+        size = entry.size // self.count if is_stack else entry.size
         for expert, stored in zip(self.layer.experts, self.layer.stored, strict=True):
-            if block_tensor.kind == "stack" or block_tensor.expert == expert:
-                start = entry.start + expert * size if block_tensor.kind == "stack" else entry.start
+            if is_stack or block_tensor.expert == expert:
                 if not stored.members:
                     yield Constant(b"\0", size)
                 elif stored.copied is not None:
+                    start = entry.start + expert * size if is_stack else entry.start
                     yield Span(entry.shard, start, size)
                 elif block_tensor.axes is not None:
                     yield from (
@@ -148,8 +151,8 @@ class Block:
         return Projection(stored, matrices, dtype, down=role == "down", as_rows=as_rows)
 
     def check_complete(self, folder: Path) -> None:
-        """Raise UserError unless there are one router, which can do without dropped experts, and
-        all experts."""
+        """Raise UserError unless the block has all its experts and one router, in which dropped
+        experts can be barred."""
         kinds = Counter(block_tensor.kind for _, block_tensor in self.tensors.values())
         layer = next(block_tensor.layer for _, block_tensor in self.tensors.values())
         if kinds["router"] != 1:
@@ -163,15 +166,15 @@ class Block:
                 f"export=masked: the plan drops experts of layer {layer}, but its router has "
                 f"{NO_BIAS}"
             )
-        found = {
+        experts = {
             block_tensor.expert
             for _, block_tensor in self.tensors.values()
             if block_tensor.expert is not None
         }
-        if found != set(range(self.count)) and (found or not kinds["stack"]):
+        if experts != set(range(self.count)) and (experts or not kinds["stack"]):
             raise UserError(
                 f"plan is for another model: its layer {layer} has {self.count} experts, {folder} "
-                f"has {len(found)}"
+                f"has {len(experts)}"
             )
         projections = Counter(
             block_tensor.expert
@@ -222,14 +225,14 @@ def pieces(
             piece = (
                 blocks[block_tensors[name].layer].piece(name)
                 if name in block_tensors
-                else whole(name, entry)
+                else unchanged(name, entry)
             )
             by_shard[entry.shard] += [piece] if piece is not None else []
     for block in blocks.values():
         block.check_complete(checkpoint.folder)
         if block.layer.widths is not None:
             shard = [entry.shard for entry, _ in block.of_experts.values()][-1]
-            # which is aligned whatever the sizes of the other tensors
+            # at the start of the file, where they are aligned whatever the sizes of other tensors
             by_shard[shard][:0] = block.packed()
     return by_shard
 
@@ -237,8 +240,8 @@ def pieces(
 def _matrices(
     name: str, entry: Entry, block_tensor: BlockTensor, count: int, width: int
 ) -> Iterator[tuple[str, int, Matrix]]:
-    """(role, expert, matrix) of each projection in a tensor of one expert or of all `count`
-    experts."""
+    """(role, expert, matrix) for each projection in a tensor of one expert or of all `count`
+    experts, of `width` channels each."""
     if block_tensor.axes is None or block_tensor.axes.is_bias or entry.dtype not in UNSIGNED:
         raise UserError(
             f"{name}, of type {entry.dtype}: channels can be removed from gate, up and down "
@@ -280,13 +283,13 @@ def expert_type(checkpoint: Checkpoint) -> str:
 
 
 def can_bar(names: Iterable[str]) -> bool:
-    """Whether tensors of these names include a routing vector in which a dropped expert can be
+    """Whether these names of tensors include a routing vector in which a dropped expert can be
     barred."""
     vectors = tuple(f".{name}" for name in DISK_ROUTING_VECTORS)
     return any(name.endswith(vectors) and AFTER_SOFTMAX not in name for name in names)
 
 
-def whole(name: str, entry: Entry) -> Piece:
+def unchanged(name: str, entry: Entry) -> Piece:
     """A tensor that is copied unchanged."""
     return Piece(name, entry.dtype, entry.shape, (Span(entry.shard, entry.start, entry.size),))
 

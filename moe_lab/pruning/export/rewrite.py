@@ -1,5 +1,4 @@
-"""Write an exported checkpoint again with some tensors changed. One tensor is in memory at a
-time."""
+"""Copy an exported checkpoint with some tensors changed, one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +25,8 @@ from moe_lab.pruning.export.write import (
 )
 
 HEADER_ENTRY = 2048
-"""Bytes of a header that are reserved for each tensor that is read; NF4 writes six in its place."""
+"""Bytes of a header that are reserved for each tensor that is read; NF4 writes six tensors for
+one."""
 TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -76,12 +76,13 @@ def _describe(folder: Path, shards: tuple[str, ...], changes: Changes, target: P
 
 
 def _write_shard(checkpoint: Checkpoint, shard: str, changes: Changes, folder: Path) -> None:
-    """Write one shard; room for its header is left at its start, as its tensors are known at its
-    end only. Tensors that would move the following ones away from `ALIGNMENT` are written last."""
+    """Write one shard. Bytes for its header are reserved at its start, because its tensors are
+    known only at its end. Tensors after which the next would be unaligned (`ALIGNMENT`) are written
+    last."""
     names = [name for name, entry in checkpoint.tensors.items() if entry.shard == shard]
     metadata = checkpoint.metadata[shard]
-    room = len(json.dumps(metadata)) + HEADER_ENTRY * (len(names) + 1)
-    start = -(-room // ALIGNMENT) * ALIGNMENT
+    reserved = len(json.dumps(metadata)) + HEADER_ENTRY * (len(names) + 1)
+    start = -(-reserved // ALIGNMENT) * ALIGNMENT
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     unaligned: dict[str, torch.Tensor] = {}
     with (
@@ -107,7 +108,8 @@ def _write_shard(checkpoint: Checkpoint, shard: str, changes: Changes, folder: P
 
 
 def _append(tensor: torch.Tensor, target: BinaryIO, start: int) -> dict[str, Any]:
-    """Write the bytes of a tensor; returns its entry in a header of data that begins at `start`."""
+    """Write the bytes of a tensor; returns its entry for the header of a file whose data begin at
+    `start`."""
     begin = target.tell() - start
     target.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return {

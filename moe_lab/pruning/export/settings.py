@@ -1,5 +1,4 @@
-"""Which settings of an export cannot be combined, with each other, the model and the recovery. No
-torch."""
+"""Check that the settings of an export suit each other, the model and the recovery. No torch."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ offsets beside the weights."""
 
 
 def check_quantised(method: str | None, shape: str, channels: bool = False) -> None:
-    """Raise UserError if a checkpoint quantised by `method` cannot be exported in that shape; None:
-    not quantised."""
+    """Raise UserError if a checkpoint quantised by `method` (None: not quantised) cannot be
+    exported in that shape, or with fewer `channels`."""
     if method is None:
         return
     if channels:
@@ -45,7 +44,7 @@ def wrong(
     verify: bool,
 ) -> Iterator[str]:
     """A sentence for each reason why plans of `granularity` for the model cannot be exported with
-    these settings. What needs the model's files is checked only if they are on this machine."""
+    these settings. Files of the model are checked if they are on this machine."""
     shape = f"export={export.shape}"
     stored = f"export.format={export.format}"
     recovers = f"recovery={recovery.name}"
@@ -76,8 +75,8 @@ def wrong(
 
 
 def check_uneven(export: ExportConfig, allocation: str) -> None:
-    """Raise UserError when an allocation that is known to treat layers, or experts, differently is
-    to be written as GGUF in a shape that keeps the difference."""
+    """Raise UserError if the export is a GGUF file in a shape with unequal layers; `allocation` is
+    the name of an allocation that makes layers or experts unequal."""
     if export.format == "gguf" and export.shape not in (None, "masked"):
         raise UserError(
             "export.format=gguf: a GGUF file has one number of experts and one width for all "

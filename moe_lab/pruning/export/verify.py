@@ -1,5 +1,4 @@
-"""Check that an exported checkpoint computes what the masked model computes, layer by layer, for
-models of any size."""
+"""Compare an exported checkpoint with the masked model, one decoder layer at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from moe_lab.models.experts import replace_experts
 from moe_lab.models.streamed import StreamedModel, stored_dtype
 from moe_lab.pruning.export.write import ALIGNMENT
 from moe_lab.pruning.layer_plan import LayerPlan
-from moe_lab.pruning.mask import mask_layers, planned
+from moe_lab.pruning.mask import mask_layers, planned_experts
 from moe_lab.pruning.plan import Plan
 
 TOKENS = 64
@@ -26,7 +25,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """Largest relative difference of outputs that is accepted where channels are summed in another
 order."""
 Compared = tuple[str, torch.Tensor, torch.Tensor]
-"""Outputs to compare: their name, those of the masked model (..., H), and those of the export."""
+"""Outputs to compare: their name, the masked model's (..., H), and the export's (..., H)."""
 
 
 def verify(
@@ -41,12 +40,12 @@ def verify(
     largest difference.
 
     Each decoder layer of `exported` gets the input of that layer in the masked model, for TOKENS
-    random tokens, one layer of each in memory, in the precision they are stored in. The outputs of
-    the layer and of every retained expert (also those that no token chose) are compared, and the
-    logits after the last layer. They must be equal bit for bit on the CPU where the layer lost only
-    whole experts and is written without them, and within TOLERANCE otherwise, relative to the
-    largest number of a token or of a place in the hidden state, whichever is smaller. The code of
-    an export with uneven layers is run. UserError naming the first layer that differs.
+    random tokens. One layer of each model is in memory, in the stored precision. The outputs of the
+    layer and of every retained expert (also of experts that no token chose) are compared, and the
+    logits after the last layer. They must be equal bit for bit on the CPU if the layer lost only
+    whole experts and is written without them. Otherwise they must be within TOLERANCE, relative to
+    the largest number of a token or of an entry of the hidden state, whichever is smaller. The code
+    of an export with uneven layers is run. UserError naming the first layer that differs.
     """
     dtype = stored_dtype(source)
     masked = StreamedModel(source, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
@@ -64,29 +63,27 @@ def verify(
             moe = masked.moe.get(number)
             written = pruned.moe.get(number)
             with ExitStack() as stack:
-                _align(
-                    *(
-                        stack.enter_context(model.layer(number, next_number=number + 1))
-                        for model in (masked, pruned)
-                    )
-                )
+                for model in (masked, pruned):
+                    _align(stack.enter_context(model.layer(number, next_number=number + 1)))
                 with mask_layers([] if moe is None else [moe], plan):
-                    first = masked.through(number, ids, valid, state)
-                compared = [("outputs", first, pruned.through(number, ids, valid, state))]
+                    output = masked.through(number, ids, valid, state)
+                compared = [("outputs", output, pruned.through(number, ids, valid, state))]
                 if moe is not None and written is not None:
-                    hidden = rms_norm(first.flatten(0, -2), first.shape[-1:])
+                    hidden = rms_norm(output.flatten(0, -2), output.shape[-1:])
                     compared.append(_all_experts(moe, written, plan.layers[number], hidden))
             same_order = written is None or (
                 not plan.has_channels and written.n_experts == len(plan.retained[number])
             )
             bound = 0.0 if device == "cpu" and same_order else TOLERANCE[dtype]
-            where = f"decoder layer {number} of {exported}"
-            largest = max(largest, *(_held(where, pair, bound) for pair in compared))
-            state = first
+            location = f"decoder layer {number} of {exported}"
+            largest = max(largest, *(_difference(location, pair, bound) for pair in compared))
+            state = output
         assert state is not None
-        _align(masked.model, pruned.model)
+        _align(masked.model)
+        _align(pruned.model)
         logits = ("logits", masked.logits(ids, valid, state), pruned.logits(ids, valid, state))
-    return max(largest, _held(str(exported), logits, 0.0 if device == "cpu" else TOLERANCE[dtype]))
+    bound = 0.0 if device == "cpu" else TOLERANCE[dtype]
+    return max(largest, _difference(str(exported), logits, bound))
 
 
 def _all_experts(
@@ -105,39 +102,37 @@ def _all_experts(
     ones = hidden.new_ones(turn.shape)
     with ExitStack() as stack:
         if plan.channels is not None:
-            replace_experts(layer, lambda _: planned(layer, plan), stack)
-        first = layer.experts(hidden, retained[turn], ones)
-    return (
-        "outputs of all retained experts, called in turn,",
-        first,
-        written.experts(hidden, positions[turn], ones),
-    )
+            replace_experts(layer, lambda _: planned_experts(layer, plan), stack)
+        expected = layer.experts(hidden, retained[turn], ones)
+    actual = written.experts(hidden, positions[turn], ones)
+    return "outputs of all retained experts, called in turn,", expected, actual
 
 
-def _align(*modules: nn.Module) -> None:
+def _align(module: nn.Module) -> None:
     """Copy weights that start in the middle of a cache line, as in a memory-mapped file, so that
     they are aligned."""
-    for weight in (weight for module in modules for weight in module.parameters()):
+    for weight in module.parameters():
         if not weight.is_meta and weight.data_ptr() % ALIGNMENT:
             weight.data = weight.data.clone()
 
 
-def _held(where: str, compared: Compared, bound: float) -> float:
-    """The relative difference of a pair. Raises UserError when it is above `bound`."""
-    words, first, second = compared
-    difference = _difference(first.flatten(0, -2), second.flatten(0, -2))
+def _difference(location: str, compared: Compared, bound: float) -> float:
+    """The relative difference of two outputs. Raises UserError, naming the `location`, when it is
+    above `bound`."""
+    name, expected, actual = compared
+    difference = _relative_difference(expected.flatten(0, -2), actual.flatten(0, -2))
     if not difference <= bound:
         raise UserError(
-            f"export: {where} gives something else than the masked model: its {words} differ by "
+            f"export: {location} gives something else than the masked model: its {name} differ by "
             f"{difference:.1e} of "
             f"the largest, expected {f'{bound:.0e} at most' if bound else 'the same bits'}"
         )
     return difference
 
 
-def _difference(first: torch.Tensor, second: torch.Tensor) -> float:
-    """The largest difference of (T, H) numbers, relative to the maximum of its row or its column,
-    if that is less."""
-    size = first.float().abs()
+def _relative_difference(expected: torch.Tensor, actual: torch.Tensor) -> float:
+    """The largest difference of (T, H) numbers, relative to the largest expected number in its row
+    or in its column, whichever is smaller."""
+    size = expected.float().abs()
     scale = torch.minimum(size.amax(0, keepdim=True), size.amax(1, keepdim=True)).clamp(min=1e-30)
-    return float(((first.float() - second.float()).abs() / scale).max())
+    return float(((expected.float() - actual.float()).abs() / scale).max())

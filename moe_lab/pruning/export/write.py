@@ -20,7 +20,8 @@ from moe_lab.pruning.export.chunks import Chunk, Piece, Span
 
 CARD = "README.md"
 NOT_COPIED = {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors"}
-"""Suffixes of weight files, which are not copied: those of the pruned model are written instead."""
+"""Suffixes of weight files, which are not copied: the pruned model's weights are written
+instead."""
 ALIGNMENT = 64
 """Bytes. Matrix products of mapped files can differ in the last bit if weights start in the middle
 of a cache line."""
@@ -69,7 +70,7 @@ def write_weights(
                     with (checkpoint.folder / part.shard).open("rb") as source:
                         _copy(source, target, part.start, part.size)
                 else:
-                    # keeps no block while the next is made
+                    # writes each block before the next is computed
                     target.writelines(part.read(checkpoint.folder))
 
 
@@ -88,7 +89,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def copy_others(folder: Path, target: Path) -> None:
-    """Copy what lies beside the weights of a checkpoint, such as its tokenizer, to the same places
+    """Copy the files beside the weights of a checkpoint, such as its tokenizer, to the same paths
     in `target`."""
     for file in files_of(folder):
         if (
@@ -101,11 +102,11 @@ def copy_others(folder: Path, target: Path) -> None:
             shutil.copyfile(file, copied)
 
 
-def header_bytes(fields: Mapping[str, Any], room: int = 0) -> bytes:
-    """The beginning of a safetensors file with this header, of at least `room` bytes, after which
-    data are aligned."""
+def header_bytes(fields: Mapping[str, Any], least: int = 0) -> bytes:
+    """The beginning of a safetensors file with this header, at least `least` bytes long, after
+    which data are aligned."""
     text = json.dumps(fields, separators=(",", ":")).encode()
-    size = max(room, 8 + len(text))
+    size = max(least, 8 + len(text))
     size += -size % ALIGNMENT
     return struct.pack("<Q", size - 8) + text.ljust(size - 8)
 
