@@ -8,6 +8,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -48,16 +49,16 @@ DRAWN = ["criterion=random", "suite.benchmarks=[]"]
 
 def inline(_: Cluster, store: Path) -> Path:
     """A store with the results of one process."""
-    for words in (AGNOSTIC, PASS):
-        done = moe_lab(store, *words, "launcher=inline")
-        assert done.returncode == 0, done.stderr
+    for arguments in (AGNOSTIC, PASS):
+        result = moe_lab(store, *arguments, "launcher=inline")
+        assert result.returncode == 0, result.stderr
     return store
 
 
 def agnostic(cluster: Cluster, store: Path) -> Path:
     """A store in which jobs did all of the main experiment."""
-    done = moe_lab(store, *AGNOSTIC, *SLURM, f"launcher.python={preloaded.python()}")
-    assert done.returncode == 0 and "record" in jobs(done.stdout), done.stderr
+    result = moe_lab(store, *AGNOSTIC, *SLURM, f"launcher.python={preloaded.python()}")
+    assert result.returncode == 0 and "record" in jobs(result.stdout), result.stderr
     assert not list(store.glob("evaluate/*/step.json")), (
         "the command returns when jobs are submitted"
     )
@@ -82,10 +83,10 @@ def secretive(_: Cluster, store: Path) -> None:
         "report=true",
         "wait=true",
     ]
-    done = moe_lab(store, *settings, *SLURM, environment={**os.environ, **PLANTED})
-    assert done.returncode == 0 and "record" in jobs(done.stdout), done.stderr
+    result = moe_lab(store, *settings, *SLURM, environment={**os.environ, **PLANTED})
+    assert result.returncode == 0 and "record" in jobs(result.stdout), result.stderr
     [run] = runs(Store(store), "study")
-    assert leaks(store, done) == leaks(run.logs, done) == []
+    assert leaks(store, result) == leaks(run.logs, result) == []
     record = read_record(store, "study")
     assert (
         record
@@ -105,10 +106,10 @@ def limited(cluster: Cluster, folder: Path) -> None:
     limit leaves one to two minutes, however long the job took to begin.
     """
     instant = InstantStudies(cluster, folder)
-    words = [TWO, "study=limited", "launcher.max_requeues=1", "launcher.signal_seconds=59"]
-    words += ["+resources.jobs={cost: {minutes: 10}}"]
+    arguments = [TWO, "study=limited", "launcher.max_requeues=1", "launcher.signal_seconds=59"]
+    arguments += ["+resources.jobs={cost: {minutes: 10}}"]
     instant.hold("cost")
-    job = instant.submit(*words)["cost"]
+    job = instant.submit(*arguments)["cost"]
     instant.wait_for("cost")
     cluster.ask("scontrol", "update", f"jobid={job}", f"timelimit={cluster.minutes(job) + 2}")
     instant.wait_for("cost", 2)
@@ -121,7 +122,7 @@ def limited(cluster: Cluster, folder: Path) -> None:
     assert "failed; the same command" in study_output(instant.store, "why", "limited")
     instant.release()
     instant.wait_for_the_end()
-    assert set(instant.submit(*words)) == {"cost", "evaluate", "record"}
+    assert set(instant.submit(*arguments)) == {"cost", "evaluate", "record"}
     instant.wait_for_the_end()
     assert instant.done_once() == STEPS and len(instant.begun("cost")) == 5
 
@@ -137,9 +138,9 @@ def overlapping(cluster: Cluster, folder: Path) -> None:
     (instant.folder / "apart").touch()
     wide = instant.start("study=wide", "ratio=0.1,0.2,0.3,0.4")
     broken = instant.start("study=broken", "ratio=0.2,0.3,0.4,0.5", "criterion=random,magnitude")
-    said = [run.communicate(timeout=LONG) for run in (wide, broken)]
-    assert (wide.returncode, broken.returncode) == (0, 0), said
-    assert sum(printed.count("plan: 3 jobs, 3 steps") for printed, _ in said) >= 2, (
+    outputs = [run.communicate(timeout=LONG) for run in (wide, broken)]
+    assert (wide.returncode, broken.returncode) == (0, 0), outputs
+    assert sum(printed.count("plan: 3 jobs, 3 steps") for printed, _ in outputs) >= 2, (
         "MaxArraySize is 3"
     )
     instant.release()
@@ -147,24 +148,24 @@ def overlapping(cluster: Cluster, folder: Path) -> None:
     assert instant.done_once() == {"model": 1, "scores": 1, "plan": 5, "cost": 6}
     cells = {name: (read_record(instant.store, name) or {})["cells"] for name in ("wide", "broken")}
     assert len(cells["wide"]) == 5 and all(cell["cost"] for cell in cells["wide"])
-    there = Counter(
+    cells_by_criterion = Counter(
         (cell["cell"]["criterion"], cell["cost"] is not None) for cell in cells["broken"]
     )
-    assert there == {("none", True): 1, ("random", True): 4, ("magnitude", False): 4}
+    assert cells_by_criterion == {("none", True): 1, ("random", True): 4, ("magnitude", False): 4}
     why = study_output(instant.store, "why", "broken")
     assert "broken on purpose" in why and "needs weights/" in why
     assert "broken on purpose" in study_output(instant.store, "why", "weights/")
     assert "failed" in study_output(instant.store, "status", "broken")
 
 
-SCENES: dict[str, Callable[[Cluster, Path], Any]] = {
+SCENARIOS: dict[str, Callable[[Cluster, Path], Any]] = {
     "limited": limited,
     "overlapping": overlapping,
     "agnostic": agnostic,
     "inline": inline,
     "secretive": secretive,
 }
-Played = Callable[[str], Any]
+Scenario = Callable[[str], Any]
 ROOT = Path(__file__).parents[2]
 
 
@@ -175,61 +176,86 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def played(request: pytest.FixtureRequest, cluster: Cluster, folder: Path) -> Iterator[Played]:
-    """What comes of a scenario. All are started at once, unless a single test is run."""
+def scenario(request: pytest.FixtureRequest, cluster: Cluster, folder: Path) -> Iterator[Scenario]:
+    """Name -> result of a scenario. All are started at once, unless a single test is run."""
     with ThreadPoolExecutor() as pool:
-        started = cache(lambda name: pool.submit(SCENES[name], cluster, folder / name))
+        started = cache(lambda name: pool.submit(SCENARIOS[name], cluster, folder / name))
         if sum(item.path == request.path for item in request.session.items) > 1:
-            for name in SCENES:
+            for name in SCENARIOS:
                 started(name)
         yield lambda name: started(name).result()
         cluster.ask("scancel", "--user=root")
 
 
-@pytest.mark.parametrize("scene", ["overlapping", "secretive"])
-def test_what_befalls_studies_while_others_run(scene: str, played: Played) -> None:
-    played(scene)
+@pytest.mark.parametrize("name", ["overlapping", "secretive"])
+def test_scenario_runs_beside_the_others(name: str, scenario: Scenario) -> None:
+    scenario(name)
 
 
-def test_the_main_experiment_gives_the_numbers_of_one_process(played: Played) -> None:
-    """Bit for bit, in the same store: the same steps, the same files, but for when and where they
-    were made."""
-    mine = results(played("agnostic"))
-    theirs = results(played("inline"))
-    own = {
-        name: content
-        for name, content in theirs.items()
-        if name.split("/")[1] in {n.split("/")[1] for n in mine}
+@pytest.fixture(scope="module")
+def agnostic_store(scenario: Scenario) -> Path:
+    """The store in which jobs did all of the main experiment."""
+    store: Path = scenario("agnostic")
+    return store
+
+
+@pytest.fixture(scope="module")
+def agnostic_steps(agnostic_store: Path) -> set[str]:
+    """Folders of all its finished steps."""
+    files = agnostic_store.glob("*/*/step.json")
+    return {str(path.parent.relative_to(agnostic_store)) for path in files}
+
+
+@pytest.fixture(scope="module")
+def agnostic_run(agnostic_store: Path) -> Path:
+    """The folder of its only run."""
+    (folder,) = (agnostic_store / "runs" / "task_agnostic").iterdir()
+    return folder
+
+
+def test_jobs_give_the_results_of_one_process(scenario: Scenario, agnostic_store: Path) -> None:
+    """Bit for bit, in a store of their own: the same steps and the same files, but for when and
+    where they were computed."""
+    by_jobs = results(agnostic_store)
+    names = {path.split("/")[1] for path in by_jobs}
+    in_process = results(scenario("inline"))
+    assert by_jobs == {
+        path: content for path, content in in_process.items() if path.split("/")[1] in names
     }
-    assert mine == own
-    store = played("agnostic")
-    steps = {str(path.parent.relative_to(store)) for path in store.glob("*/*/step.json")}
-    counted = Counter(step.partition("/")[0] for step in steps)
-    assert counted["evaluate"] == 18 and counted["plan"] == 8 and counted["statistics"] == 1
-    assert executed_steps(store) == Counter(steps), "every step was given to a worker once"
-    (last,) = [run for run in (store / "runs" / "task_agnostic").iterdir()]
-    assert steps == set(json.loads((last / "run.json").read_text())["steps"])
-    submitted = Counter(
-        row["job"]["kind"] for row in json.loads((last / "jobs.json").read_text())["jobs"]
-    )
-    assert submitted["evaluate"] == 3, "nine models in jobs of three at most"
-    record = read_record(store, "task_agnostic")
-    assert (
-        record
-        and len(record["cells"]) == 9
-        and all(all(cell["evaluate"].values()) for cell in record["cells"])
-    )
 
 
-def test_parts_of_a_pass_are_jobs_and_give_the_same_plan(
-    cluster: Cluster, tmp_path: Path, played: Played
+def test_each_step_of_the_main_experiment_is_done_once(
+    agnostic_store: Path, agnostic_steps: set[str], agnostic_run: Path
+) -> None:
+    kinds = Counter(step.partition("/")[0] for step in agnostic_steps)
+    assert kinds["evaluate"] == 18 and kinds["plan"] == 8 and kinds["statistics"] == 1
+    assert executed_steps(agnostic_store) == Counter(agnostic_steps)
+    assert agnostic_steps == set(json.loads((agnostic_run / "run.json").read_text())["steps"])
+
+
+def test_a_job_evaluates_three_models_at_most(agnostic_run: Path) -> None:
+    """There are nine."""
+    rows = json.loads((agnostic_run / "jobs.json").read_text())["jobs"]
+    assert Counter(row["job"]["kind"] for row in rows)["evaluate"] == 3
+
+
+def test_the_record_of_jobs_has_all_cells(agnostic_store: Path) -> None:
+    record = read_record(agnostic_store, "task_agnostic")
+    assert record and len(record["cells"]) == 9
+    assert all(all(cell["evaluate"].values()) for cell in record["cells"])
+
+
+def test_a_pass_in_parts_gives_the_same_plan(
+    cluster: Cluster, tmp_path: Path, scenario: Scenario
 ) -> None:
     store = tmp_path / "store"
-    words = [*PASS, "calibration.parts=3"]
-    done = moe_lab(store, *words, *SLURM, f"launcher.python={preloaded.python()}", "wait=true")
-    assert done.returncode == 0, done.stderr
+    arguments = [*PASS, "calibration.parts=3"]
+    result = moe_lab(
+        store, *arguments, *SLURM, f"launcher.python={preloaded.python()}", "wait=true"
+    )
+    assert result.returncode == 0, result.stderr
     submitted = [
-        line.split(": ")[1] for line in done.stdout.splitlines() if " statistics: " in line
+        line.split(": ")[1] for line in result.stdout.splitlines() if " statistics: " in line
     ]
     assert submitted == ["3 jobs, 3 steps", "1 job, 1 step"]
     passes = {
@@ -238,89 +264,119 @@ def test_parts_of_a_pass_are_jobs_and_give_the_same_plan(
         if name.startswith("statistics/")
     }
     assert len(passes) == 4 and set(passes.values()) == {1}
-    [mine] = store.glob("plan/*/plan.json")
-    label = mine.parent.name.rpartition("-")[0]
-    [theirs] = played("inline").glob(f"plan/{label}-????????????/plan.json")
-    assert json.loads(mine.read_text())["layers"] == json.loads(theirs.read_text())["layers"]
-    again = moe_lab(store, *words, "launcher=inline")  # one process finds what the jobs made
-    assert again.returncode == 0 and executed_steps(store) == Counter(
-        {**executed_steps(store), **passes}
-    ), again.stderr
+    [file] = store.glob("plan/*/plan.json")
+    label = file.parent.name.rpartition("-")[0]
+    [inline_file] = scenario("inline").glob(f"plan/{label}-????????????/plan.json")
+    plan, inline_plan = (json.loads(path.read_text()) for path in (file, inline_file))
+    assert plan["layers"] == inline_plan["layers"]
+    again = moe_lab(store, *arguments, "launcher=inline")  # one process finds what the jobs made
+    assert again.returncode == 0, again.stderr
+    executed = executed_steps(store)
+    assert executed == Counter({**executed, **passes})
 
 
 def test_a_pass_is_saved_when_its_job_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     store = tmp_path / "store"
     text.write_text("Anna has a dog. The dog sleeps in the barn at night.\n\n" * 40_000)
-    words = ["criterion=man", "suite.benchmarks=[]", "calibration=text", f"calibration.path={text}"]
-    done = moe_lab(store, *words, "calibration.tokens=262144", "calibration.batch_size=1", *SLURM)
+    result = moe_lab(
+        store,
+        "criterion=man",
+        "suite.benchmarks=[]",
+        "calibration=text",
+        f"calibration.path={text}",
+        "calibration.tokens=262144",
+        "calibration.batch_size=1",
+        *SLURM,
+    )
     until(lambda: list(store.glob("partial/*/progress.json")), LONG, "the pass does not begin")
-    cluster.ask("scontrol", "requeue", jobs(done.stdout)["statistics"])
+    cluster.ask("scontrol", "requeue", jobs(result.stdout)["statistics"])
     until(lambda: list(store.glob("partial/*/checkpoint.safetensors")), LONG, "nothing is saved")
-    cluster.ask("scancel", *jobs(done.stdout).values())
+    cluster.ask("scancel", *jobs(result.stdout).values())
     cluster.wait_for_the_end(store)
 
 
-def test_jobs_of_a_study_that_is_started_inside_a_job_are_its_own(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    """What the job around it was asked for, which SLURM_* say, is not what they are."""
-    words = [
+def test_a_study_inside_a_job_submits_jobs_of_its_own(cluster: Cluster, tmp_path: Path) -> None:
+    """The SLURM_* variables of the job around them do not change what they request."""
+    arguments = [
         "salloc",
         "--mem-per-cpu=500M",
         *command(tmp_path / "store", *DRAWN, *SLURM, "wait=true"),
     ]
-    done = subprocess.run(
-        words, capture_output=True, text=True, cwd=tmp_path, env=cluster.environment
+    result = subprocess.run(
+        arguments, capture_output=True, text=True, cwd=tmp_path, env=cluster.environment
     )
-    assert done.returncode == 0 and list(tmp_path.glob("store/plan/*/plan.json")), done.stderr
+    assert result.returncode == 0 and list(tmp_path.glob("store/plan/*/plan.json")), result.stderr
 
 
-def test_a_job_that_dies_before_python_starts_is_explained(
+def test_why_shows_errors_of_a_job_that_dies_before_python(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     """By the last lines of its own errors, of a line of `setup` here."""
     setup = "resources.every.setup=['echo no such module >&2', 'false']"
-    done = moe_lab(tmp_path / "store", *DRAWN, "study=dead", setup, *SLURM)
-    assert done.returncode == 0, done.stderr
+    result = moe_lab(tmp_path / "store", *DRAWN, "study=dead", setup, *SLURM)
+    assert result.returncode == 0, result.stderr
     cluster.wait_for_the_end(tmp_path / "store")
-    why, status = (study_output(tmp_path / "store", word, "dead") for word in ("why", "status"))
-    assert all("| no such module" in said for said in (why, status))
+    why = study_output(tmp_path / "store", "why", "dead")
+    status = study_output(tmp_path / "store", "status", "dead")
+    assert "| no such module" in why and "| no such module" in status
     assert "is failed" in why and "jobs that ended without their steps: 6" in status
     assert "record: missing: job" in why
 
 
-def test_jobs_run_the_code_as_it_was_when_they_were_submitted(
-    cluster: Cluster, played: Played, tmp_path: Path
-) -> None:
-    """What is edited while jobs are in the queue, even in the folder they start in, does not
-    matter."""
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of the repository that jobs may enter."""
     tmp_path.chmod(0o755)
-    checkout = tmp_path / "checkout"
-    store = tmp_path / "store"
+    folder = tmp_path / "checkout"
     for name in ("moe_lab", "analysis", "conf", "hydra_plugins"):
-        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
-    cells = (read_record(played("inline"), "task_agnostic") or {})["cells"]
-    drawn = {
-        cell["cell"]["seed"]: cell["plan"]
-        for cell in cells
-        if cell["cell"]["criterion"] == "random"
-    }
-    before = played("inline") / drawn[42]
-    shutil.copytree(before.parents[1], store)
-    shutil.rmtree(store / before.relative_to(before.parents[1]))
-    cluster.ask("scontrol", "update", f"nodename={cluster.host}", "state=drain", "reason=test")
-    done = subprocess.run(
-        command(store, *DRAWN, "study=copied", *SLURM), cwd=checkout, capture_output=True, text=True
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+def random_plan(store: Path, seed: int) -> Path:
+    """The folder of the main experiment's random plan."""
+    (plan,) = (
+        cell["plan"]
+        for cell in (read_record(store, "task_agnostic") or {})["cells"]
+        if cell["cell"]["criterion"] == "random" and cell["cell"]["seed"] == seed
     )
-    assert done.returncode == 0 and set(jobs(done.stdout)) == {"plan", "record"}, done.stderr
-    for file in checkout.glob("moe_lab/study/**/*.py"):
-        file.write_text("raise RuntimeError('edited')\n")
-    cluster.ask("scontrol", "update", f"nodename={cluster.host}", "state=resume")
+    return store / plan
+
+
+@contextmanager
+def drained(cluster: Cluster) -> Iterator[None]:
+    """A cluster whose jobs stay in the queue."""
+    node = f"nodename={cluster.host}"
+    cluster.ask("scontrol", "update", node, "state=drain", "reason=test")
+    yield
+    cluster.ask("scontrol", "update", node, "state=resume")
+
+
+def test_jobs_run_the_code_as_it_was_submitted(
+    cluster: Cluster, scenario: Scenario, checkout: Path, tmp_path: Path
+) -> None:
+    """Edits while jobs are in the queue, even in their working directory, have no effect."""
+    finished = scenario("inline")
+    store = tmp_path / "store"
+    shutil.copytree(finished, store)
+    shutil.rmtree(store / random_plan(finished, 42).relative_to(finished))
+    with drained(cluster):
+        result = subprocess.run(
+            command(store, *DRAWN, "study=copied", *SLURM),
+            cwd=checkout,
+            capture_output=True,
+            text=True,
+        )
+        assert result.returncode == 0 and set(jobs(result.stdout)) == {"plan", "record"}, (
+            result.stderr
+        )
+        for file in checkout.glob("moe_lab/study/**/*.py"):
+            file.write_text("raise RuntimeError('edited')\n")
     cluster.wait_for_the_end(store)
-    assert results(store) == results(before.parents[1])
+    assert results(store) == results(finished)
 
 
-def test_a_job_that_is_out_of_time_is_requeued_once(played: Played) -> None:
+def test_a_job_out_of_time_is_requeued_once(scenario: Scenario) -> None:
     """The last, since it waits for Slurm's own time."""
-    played("limited")
+    scenario("limited")

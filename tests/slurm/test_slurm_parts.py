@@ -1,4 +1,4 @@
-"""Which steps share a job, what jobs ask for, and which are still of use."""
+"""Which steps share a job, what resources jobs request, and which jobs have failed."""
 
 import importlib
 import os
@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import count
 from math import inf
@@ -67,15 +67,15 @@ def study(cells: int, models: Sequence[str] = ("m",)) -> list[Step]:
     for name in models:
         model = ModelConfig(name=name, path=name)
         facts = Example("model", name, models.index(name))
-        whole = Example("cost", name, needed={"facts": facts}, model=model)
-        steps += [facts, whole]
+        unpruned = Example("cost", name, needed={"facts": facts}, model=model)
+        steps += [facts, unpruned]
         for number in range(cells):
             plan = Example("plan", f"{name}{number}", number, {"facts": facts})
             inputs: dict[str, Step] = {"facts": facts, "plan": plan}
             cost = Example(
                 "cost",
                 plan.name,
-                needed={**inputs, "unpruned": whole},
+                needed={**inputs, "unpruned": unpruned},
                 model=model,
                 done_in="evaluate",
             )
@@ -84,129 +84,167 @@ def study(cells: int, models: Sequence[str] = ("m",)) -> list[Step]:
     return steps
 
 
-def ask(steps: Sequence[Step]) -> dict[str, Any]:
+def gpus(steps: Sequence[Step]) -> dict[str, Any]:
     model = steps[0].resources().model
     return {"gpus": 4 if model and model.name == "large" and steps[0].kind == "evaluate" else 0}
 
 
-def test_every_step_is_in_one_job_after_its_inputs() -> None:
-    steps = study(5, ("m", "large"))
-    done: list[str] = []
-    for array in (arrays := arrange(steps, ask, SETTINGS)):
-        before = set(done)
+TWO_MODELS = study(5, ("m", "large"))
+
+
+def test_each_step_is_in_one_job_after_its_inputs() -> None:
+    finished: list[str] = []
+    for array in arrange(TWO_MODELS, gpus, SETTINGS):
+        earlier = set(finished)
         for pack in array.packs:
             inside: set[str] = set()
-            for step in sorted(pack, key=steps.index):
-                assert {needed.id for needed in step.inputs.values()} <= before | inside
+            for step in sorted(pack, key=TWO_MODELS.index):
+                assert {needed.id for needed in step.inputs.values()} <= earlier | inside
                 inside.add(step.id)
-            done += inside
-    assert sorted(done) == sorted(step.id for step in steps)
-    evaluating = [array for array in arrays if array.kind == "evaluate"]
-    assert [array.asks["gpus"] for array in evaluating] == [0, 4]
-    for array in evaluating:
-        assert sorted(len({step.inputs["plan"].id for step in pack}) for pack in array.packs) == [
-            1,
-            2,
-            2,
-        ]
-        for pack in array.packs:
-            assert len({repr(step.resources().model) for step in pack}) == 1
-        for pack in array.packs:
-            assert [step.kind for step in pack] == ["evaluate", "evaluate", "cost"] * (
-                len(pack) // 3
-            )
+            finished += inside
+    assert sorted(finished) == sorted(step.id for step in TWO_MODELS)
+
+
+def test_evaluations_that_need_other_gpus_are_another_array() -> None:
+    arrays = arrange(TWO_MODELS, gpus, SETTINGS)
+    assert [array.asks["gpus"] for array in arrays if array.kind == "evaluate"] == [0, 4]
+
+
+def test_a_job_evaluates_at_most_two_plans_of_one_model() -> None:
+    """`cells_per_job` is 2; the cost of a plan follows its evaluations."""
+    for array in arrange(TWO_MODELS, gpus, SETTINGS):
+        if array.kind == "evaluate":
+            plans = [{step.inputs["plan"].id for step in pack} for pack in array.packs]
+            assert sorted(map(len, plans)) == [1, 2, 2]
+            for pack in array.packs:
+                assert len({repr(step.resources().model) for step in pack}) == 1
+                kinds = ["evaluate", "evaluate", "cost"] * (len(pack) // 3)
+                assert [step.kind for step in pack] == kinds
 
 
 @pytest.mark.parametrize(("backend", "generates"), [("hf", "evaluate"), ("server", "generate")])
 def test_texts_are_graded_in_jobs_of_their_own(backend: str, generates: str) -> None:
     steps = study(5)
-    for plan in [step for step in steps if step.kind == "plan"]:
-        asked = BenchmarkConfig(
-            name="code", harness="evalplus", task="pocket:benchmarks/mbpp.jsonl"
-        )
-        by = BackendConfig(name=backend, command="serve {checkpoint}")
-        pruned = evaluated(ModelConfig(name="m", path="owner/m"), asked, plan).pruned
-        generate = Generate(Asking(asked, Questions(asked), by), pruned, None, None)
-        steps += [
-            pruned.loaded.facts,
-            generate,
-            Grade(Grading(IdentifiedBenchmark.of(asked), Policy(), None), generate),
-        ]
-    arrays = arrange(steps, lambda pack: {"gpus": int(pack[0].kind != "grade")}, SETTINGS)
-    of = {step.kind: array for array in arrays for pack in array.packs for step in pack}
-    assert of["generate"].kind == generates and of["generate"].asks["gpus"] == 1
-    assert of["grade"].kind == "grade" and of["grade"].asks["gpus"] == 0
-    assert arrays.index(of["generate"]) < arrays.index(of["grade"])
-
-
-def test_what_an_unpruned_model_costs_comes_first_and_small_steps_share_jobs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("moe_lab.study.slurm.arrays.STEPS_PER_JOB", 4)
-    arrays = arrange(study(9), ask, SETTINGS)
-    assert [array.kind for array in arrays].index("cost") < [array.kind for array in arrays].index(
-        "evaluate"
+    benchmark = BenchmarkConfig(
+        name="code", harness="evalplus", task="pocket:benchmarks/mbpp.jsonl"
     )
+    step_about = Asking(
+        benchmark,
+        Questions(benchmark),
+        BackendConfig(name=backend, command="serve {checkpoint}"),
+    )
+    grading = Grading(IdentifiedBenchmark.of(benchmark), Policy(), None)
+    for plan in [step for step in steps if step.kind == "plan"]:
+        pruned = evaluated(ModelConfig(name="m", path="owner/m"), benchmark, plan).pruned
+        generate = Generate(step_about, pruned, None, None)
+        steps += [pruned.loaded.facts, generate, Grade(grading, generate)]
+    arrays = arrange(steps, lambda pack: {"gpus": int(pack[0].kind != "grade")}, SETTINGS)
+    by_kind = {step.kind: array for array in arrays for pack in array.packs for step in pack}
+    assert by_kind["generate"].kind == generates and by_kind["generate"].asks["gpus"] == 1
+    assert by_kind["grade"].kind == "grade" and by_kind["grade"].asks["gpus"] == 0
+    assert arrays.index(by_kind["generate"]) < arrays.index(by_kind["grade"])
+
+
+def test_the_cost_of_the_unpruned_model_precedes_evaluations() -> None:
+    kinds = [array.kind for array in arrange(study(9), gpus, SETTINGS)]
+    assert kinds.index("cost") < kinds.index("evaluate")
+
+
+def test_small_steps_share_jobs_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe_lab.study.slurm.arrays.STEPS_PER_JOB", 4)
+    arrays = arrange(study(9), gpus, SETTINGS)
     (plans,) = [array for array in arrays if array.kind == "plan"]
     assert [len(pack) for pack in plans.packs] == [3, 3, 3]
 
 
 @pytest.mark.parametrize(("longest", "sizes"), [((), [1001, 199]), ((500,), [500, 500, 200])])
-def test_an_array_is_no_longer_than_slurm_takes(longest: tuple[int, ...], sizes: list[int]) -> None:
-    arrays = arrange(study(1200), ask, replace(SETTINGS, cells_per_job=1), *longest)
+def test_arrays_are_no_longer_than_slurm_allows(longest: tuple[int, ...], sizes: list[int]) -> None:
+    arrays = arrange(study(1200), gpus, replace(SETTINGS, cells_per_job=1), *longest)
     assert [len(array.packs) for array in arrays if array.kind == "evaluate"] == sizes
 
 
-def test_jobs_and_limits_are_read_whatever_jobs_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And whoever submitted them; time limits as sinfo writes them; the longest array in both of a
-    cluster's limits."""
-    squeue = (
-        "7_1|RUNNING|None|1:00|s.k\n8|PENDING|Priority|0:00|two\nlines|\f|x\n"
-        "9|BOOT_FAIL|None|0:00|s.k\n"
-    )
-    squeue += "10|COMPLETING|None|0:22|cancelled\n11|COMPLETING|None|0:00|requeued\n"
-    squeue += "12|COMPLETING|NonZeroExitCode|0:00|died at once\n"
-    ask = Mock(side_effect=lambda *words: squeue if words[-1] == "--user=7" else "")
-    monkeypatch.setattr("moe_lab.study.slurm.scheduler.run_command", ask)
+SQUEUE = """\
+7_1|RUNNING|None|1:00|s.k
+8|PENDING|Priority|0:00|two
+lines|\f|x
+9|BOOT_FAIL|None|0:00|s.k
+10|COMPLETING|None|0:22|cancelled
+11|COMPLETING|None|0:00|requeued
+12|COMPLETING|NonZeroExitCode|0:00|died at once
+"""
+
+
+def patch_slurm(monkeypatch: pytest.MonkeyPatch, output: str) -> None:
+    """Have all commands of Slurm print a text."""
+    monkeypatch.setattr("moe_lab.study.slurm.scheduler.run_command", lambda *_: output)
+
+
+def test_squeue_is_read_whatever_jobs_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch_slurm(monkeypatch, SQUEUE)
+    rows = [(job.id, job.name, job.pending) for job in queue().values()]
+    assert rows == [("7_1", "s.k", False), ("8", "two", True), ("11", "requeued", False)]
+
+
+@pytest.fixture
+def squeue_of_user_7(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """A queue in which only user 7 has jobs."""
+    run_command = Mock(side_effect=lambda *words: SQUEUE if words[-1] == "--user=7" else "")
+    monkeypatch.setattr("moe_lab.study.slurm.scheduler.run_command", run_command)
+    return run_command
+
+
+def test_the_queue_of_each_submitting_user_is_read(squeue_of_user_7: Mock) -> None:
     jobs = {job.id: job for job in (replace(submitted("7_1", "a"), user=7), submitted("8", "b"))}
-    assert (
-        queued_jobs(jobs)[0].keys() == {"7_1"}
-        and in_queue("8", 7)
-        and not in_queue("8", os.getuid())
+    assert queued_jobs(jobs)[0].keys() == {"7_1"}
+    assert in_queue("8", 7) and not in_queue("8", os.getuid())
+
+
+def test_the_queue_of_a_user_is_read_once_a_minute(squeue_of_user_7: Mock) -> None:
+    assert all(in_queue("8", 7) for _ in range(99))
+    assert squeue_of_user_7.call_count <= 4
+
+
+def test_longest_array_is_the_lower_limit_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = (
+        "MaxArraySize            = 1001",
+        "SchedulerParameters     = bf_continue,max_array_tasks=3,defer",
     )
-    ask.reset_mock()
-    assert any([in_queue("8", 7) for _ in range(99)]) and ask.call_count <= 4, (
-        "once a minute for each user"
-    )
-    monkeypatch.setattr("moe_lab.study.slurm.scheduler.run_command", lambda *_: squeue)
-    found = [(job.id, job.name, job.pending) for job in queue().values()]
-    assert found == [("7_1", "s.k", False), ("8", "two", True), ("11", "requeued", False)]
-    config = (
-        "MaxArraySize            = 1001\nSchedulerParameters     = "
-        "bf_continue,max_array_tasks=3,defer\n"
-    )
-    monkeypatch.setattr("moe_lab.study.slurm.scheduler.run_command", lambda *_: config)
+    patch_slurm(monkeypatch, "\n".join([*lines, ""]))
     assert longest_array() == 3
-    sinfo = "debug*|infinite\ngpu|1-12:00:00\nshort|30:00\n"
-    monkeypatch.setattr("moe_lab.study.slurm.scheduler.run_command", lambda *_: sinfo)
+
+
+def test_time_limits_are_minutes_by_partition(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch_slurm(monkeypatch, "debug*|infinite\ngpu|1-12:00:00\nshort|30:00\n")
     assert time_limits() == {"": inf, "debug": inf, "gpu": 2160, "short": 30}
 
 
-def test_jobs_work_for_the_store_that_they_were_made_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def store_with_a_job(tmp_path: Path) -> Store:
     store = Store(tmp_path / "store").create()
     with begin(store, "s", []) as run:
         run.add([submitted("1", "a")])
+    return store
+
+
+def test_jobs_of_a_store_are_known_by_each_of_its_paths_but_not_in_a_copy(
+    store_with_a_job: Store, tmp_path: Path
+) -> None:
+    store = store_with_a_job
     (tmp_path / "link").symlink_to(store.root)
     shutil.copytree(store.root, tmp_path / "copy")
     counts = [len(runs(Store(tmp_path / name), "s")[0].jobs) for name in ("store", "link", "copy")]
-    store.root.rename(tmp_path / "mount")  # the same folder by another path
-    assert [*counts, len(runs(Store(tmp_path / "mount"), "s")[0].jobs)] == [1, 1, 0, 1]
+    assert counts == [1, 1, 0]
+    store.root.rename(tmp_path / "mount")
+    assert len(runs(Store(tmp_path / "mount"), "s")[0].jobs) == 1
+
+
+def test_jobs_of_a_renamed_mount_point_are_unknown(
+    store_with_a_job: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All disks have the same inode at their root, so that it identifies no store."""
+    store_with_a_job.root.rename(tmp_path / "mount")
     monkeypatch.setattr("os.path.ismount", lambda _: True)
-    assert not runs(Store(tmp_path / "mount"), "s")[0].jobs, (
-        "the inode of a whole disk says nothing"
-    )
+    assert not runs(Store(tmp_path / "mount"), "s")[0].jobs
 
 
 def submitted(job: str, steps: str, after: str = "", kind: str = "k") -> Submitted:
@@ -219,7 +257,7 @@ def queued(job: str, state: str = "PENDING", name: str = "s.k") -> tuple[str, Qu
     return job, Queued(job, name, state, "Dependency", "0:00")
 
 
-def test_a_job_that_must_end_saves_unless_it_was_cancelled(
+def test_a_preempted_job_saves_and_a_cancelled_job_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where its image has no scontrol that says which it is."""
@@ -241,75 +279,104 @@ def test_a_job_that_must_end_saves_unless_it_was_cancelled(
 
 def test_steps_of_pending_and_running_jobs_need_no_new_job() -> None:
     jobs = [submitted("1", "a"), submitted("2_0", "bc", "1"), submitted("3", "d", "2")]
-    found = under_way(jobs, dict([queued("1", "RUNNING"), queued("2_0")]), "dab")
-    assert found.steps == {"a": "1", "b": "2_0"} and found.failed_jobs == []
-    assert under_way(jobs, dict([queued("1", name="other")]), "a").steps == {}, (
-        "a job of another name is another"
-    )
-    last = [submitted("9", "", "1", RECORD)]
-    assert under_way(last, dict([queued("9", name="s.record")]), "").recorded == ["9"]
-    assert under_way(last, {}, "").recorded == []
+    active = under_way(jobs, dict([queued("1", "RUNNING"), queued("2_0")]), "dab")
+    assert active.steps == {"a": "1", "b": "2_0"} and active.failed_jobs == []
 
 
-def test_what_waits_for_a_lost_job_is_hopeless_and_so_is_what_waits_for_that() -> None:
-    jobs = [
-        submitted("1_0", "a"),
-        submitted("1_1", "b"),
-        submitted("2", "c", "1"),
-        submitted("3_0", "d", "2"),
-    ]
-    queue = dict([queued("1_1", "RUNNING"), queued("2"), queued("3_0")])
-    found = under_way(jobs, queue, "abcd")
-    assert found.steps == {"b": "1_1"} and found.failed_jobs == ["2", "3_0"]
-    assert under_way([replace(job, user=-1) for job in jobs], queue, "abcd").failed_jobs == [], (
-        "they are of a colleague"
-    )
-    assert under_way(jobs, queue, "bcd").failed_jobs == [], "a is done, its job ended well"
+def test_a_queued_job_of_another_name_is_another_job() -> None:
+    queue = dict([queued("1", name="other")])
+    assert under_way([submitted("1", "a")], queue, "a").steps == {}
 
 
-def test_a_queued_pass_is_not_divided_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def divided(parts: int) -> list[Step]:
-        shares = tuple(
-            Example("statistics", "share", 10 * parts + number) for number in range(parts)
-        )
-        return [*shares, Example("statistics", "whole", merges=shares)]
+def test_a_queued_record_needs_no_new_job() -> None:
+    jobs = [submitted("9", "", "1", RECORD)]
+    assert under_way(jobs, dict([queued("9", name="s.record")]), "").recorded == ["9"]
+    assert under_way(jobs, {}, "").recorded == []
 
-    whole = divided(2)[-1]
-    added = list[Array]()
+
+LOST_JOBS = [
+    submitted("1_0", "a"),
+    submitted("1_1", "b"),
+    submitted("2", "c", "1"),
+    submitted("3_0", "d", "2"),
+]
+"""1_0 is lost; 2 waits for it, and 3_0 for 2."""
+LOST_QUEUE = dict([queued("1_1", "RUNNING"), queued("2"), queued("3_0")])
+
+
+def test_jobs_that_wait_for_a_lost_job_have_failed() -> None:
+    active = under_way(LOST_JOBS, LOST_QUEUE, "abcd")
+    assert active.steps == {"b": "1_1"} and active.failed_jobs == ["2", "3_0"]
+
+
+def test_jobs_of_a_colleague_are_not_failed_jobs() -> None:
+    jobs = [replace(job, user=-1) for job in LOST_JOBS]
+    assert under_way(jobs, LOST_QUEUE, "abcd").failed_jobs == []
+
+
+def test_a_job_whose_step_is_finished_is_not_lost() -> None:
+    """Step a is not missing, so that its job ended well."""
+    assert under_way(LOST_JOBS, LOST_QUEUE, "bcd").failed_jobs == []
+
+
+def pass_in_parts(parts: int) -> list[Step]:
+    """The parts of a pass, and the step that merges them."""
+    shares = tuple(Example("statistics", "share", 10 * parts + number) for number in range(parts))
+    return [*shares, Example("statistics", "whole", merges=shares)]
+
+
+@pytest.fixture
+def queued_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A submission to a store for which job 1 computes a pass in two parts; and the arrays that are
+    added to it."""
     store = Store(tmp_path).create()
     with begin(store, "study", []) as run:
-        run.add([replace(submitted("1", ""), steps=(whole.id,))])
-    monkeypatch.setattr(scheduler, "queue", lambda *_: dict([queued("1")]))
+        run.add([replace(submitted("1", ""), steps=(pass_in_parts(2)[-1].id,))])
     monkeypatch.setattr(scheduler, "time_limits", dict)
     monkeypatch.setattr(scheduler, "longest_array", lambda: 9)
-    asked = SimpleNamespace(config=Config(), store=store)
-    submission: Any = SimpleNamespace(study=asked, jobs={}, add=added.append, close=lambda: None)
-    submit_missing(Schedule(divided(3)), submission)
-    assert added == [] and submission.jobs == {whole.id: "1"}
-    looks = Mock(side_effect=[{}, dict([queued("1")])])
+    arrays = list[Array]()
+    study = SimpleNamespace(config=Config(), store=store)
+    return SimpleNamespace(
+        study=study, jobs={}, arrays=arrays, add=arrays.append, close=lambda: None
+    )
+
+
+def test_a_queued_pass_is_not_submitted_in_other_parts(
+    queued_pass: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "queue", lambda *_: dict([queued("1")]))
+    submit_missing(Schedule(pass_in_parts(3)), queued_pass)
+    assert queued_pass.arrays == [] and queued_pass.jobs == {pass_in_parts(2)[-1].id: "1"}
+
+
+def test_a_pass_that_is_queued_during_a_long_download_is_not_submitted(
+    queued_pass: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queue is read again after the download."""
+    read_queue = Mock(side_effect=[{}, dict([queued("1")])])
     clock = count(step=99)
-    monkeypatch.setattr(scheduler, "queue", looks)
+    monkeypatch.setattr(scheduler, "queue", read_queue)
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    submit_missing(Schedule(divided(3)), submission)
-    assert added == [] and looks.call_count == 2, "it was submitted during a long download"
+    submit_missing(Schedule(pass_in_parts(3)), queued_pass)
+    assert queued_pass.arrays == [] and read_queue.call_count == 2
 
 
-def test_a_pack_goes_on_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A job in Slurm with four steps in a store: two that lack an input, one that fails and one
+    that succeeds; and the labels of the steps that it executes."""
     store = Store(tmp_path).create()
-    given = []
-    there = Example("first", "there")
-    gone = Example("first", "gone", 1)
-    with store.claim(there):
+    present = Example("first", "present")
+    with store.claim(present):
         pass
-    good = Example("next", "good", 0, {"in": there})
-    bad = Example("next", "bad", 0, {"in": gone})
-    last = Example("last", "bad", 0, {"in": bad})
-    failed = Example("next", "failed", 2, {"in": there})
+    without_input = Example("next", "bad", 0, {"in": Example("first", "missing", 1)})
+    after_it = Example("last", "bad", 0, {"in": without_input})
+    failed = Example("next", "failed", 2, {"in": present})
+    good = Example("next", "good", 0, {"in": present})
+    executed: list[str] = []
 
     def execute(_: WorkerProcess, step: Step, scratch: Path) -> None:
-        given.append(step.label())
+        executed.append(step.label())
         if step is failed:
             raise StepError({"message": "no"})
 
@@ -319,44 +386,69 @@ def test_a_pack_goes_on_after_a_failure(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("moe_lab.study.store.VISIBLE_AFTER", 0.0)
     with begin(store, "study", []) as run:
         name = str(run.folder.relative_to(tmp_path / "runs"))
-        pack = StepsJob(
-            str(tmp_path), [bad, last, failed, good], name, LauncherConfig(max_requeues=1)
-        )
-    assert pack() == {"done": 2, "failed": 1, "skipped": 3}
-    assert given == ["failed", "good"] and store.done(good) and store.error(failed.id)
-    again = pack.checkpoint()
-    assert again is not None and again.function.checkpoint() is None
+    job = StepsJob(
+        str(tmp_path),
+        [without_input, after_it, failed, good],
+        name,
+        LauncherConfig(max_requeues=1),
+    )
+    return SimpleNamespace(job=job, store=store, executed=executed, failed=failed, good=good)
 
 
-def test_parts_of_a_pass_are_an_array_before_their_merge(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which sees what other nodes have written late, as on NFS, and does not wait for what has
-    failed."""
+def test_a_job_goes_on_after_a_failure(pack: SimpleNamespace) -> None:
+    assert pack.job() == {"done": 2, "failed": 1, "skipped": 3}
+    assert pack.executed == ["failed", "good"]
+    assert pack.store.done(pack.good) and pack.store.error(pack.failed.id)
+
+
+def test_a_job_is_requeued_as_often_as_the_launcher_allows(pack: SimpleNamespace) -> None:
+    requeued = pack.job.checkpoint()
+    assert requeued is not None and requeued.function.checkpoint() is None
+
+
+@pytest.fixture
+def merge() -> Step:
+    """A step that merges three parts of a pass."""
     model = ModelConfig(name="m", path="m")
     parts = tuple(Example("statistics", f"rows{n}", n, model=model) for n in range(3))
-    merge = Example("statistics", "whole", 3, model=model, merges=parts)
-    arrays = arrange([*parts, merge], ask, SETTINGS)
-    assert [array.packs for array in arrays] == [[[part] for part in parts], [[merge]]]
-    schedule = Schedule([merge])
-    store = Store(tmp_path).create()
-    written = iter(parts)
+    return Example("statistics", "whole", 3, model=model, merges=parts)
 
-    def another_node_writes(_: float) -> None:
-        with store.claim(next(written)):
+
+def test_parts_of_a_pass_are_an_array_before_their_merge(merge: Step) -> None:
+    arrays = arrange([*merge.merges, merge], gpus, SETTINGS)
+    packs_of_parts = [[part] for part in merge.merges]
+    assert [array.packs for array in arrays] == [packs_of_parts, [[merge]]]
+
+
+def test_a_merge_waits_for_parts_that_become_visible_late(
+    merge: Step, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As files of other nodes do on NFS."""
+    store = Store(tmp_path).create()
+    unwritten = iter(merge.merges)
+
+    def publish_next_part(_: float) -> None:
+        with store.claim(next(unwritten)):
             pass
 
-    monkeypatch.setattr(time, "sleep", another_node_writes)
-    assert store.readable(parts[0]) and missing_inputs(schedule, store) == []
-    (one, two) = (Example("plan", name) for name in "ab")
-    store.fail(one, {"message": "no"})
-    needs = Schedule(
-        [Example("cost", needed={"plan": Example("plan", "c", needed={"a": one, "b": two})})]
-    )
-    assert [step.label() for step in missing_inputs(needs, store)] == ["c"], "it does not wait"
+    monkeypatch.setattr(time, "sleep", publish_next_part)
+    assert store.readable(merge.merges[0])
+    assert missing_inputs(Schedule([merge]), store) == []
 
 
-def test_what_is_left_takes_as_long_as_what_is_done_did() -> None:
+def test_inputs_that_cannot_appear_are_missing_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path).create()
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it waits"))
+    failed, missing = (Example("plan", name) for name in "ab")
+    store.fail(failed, {"message": "no"})
+    plan = Example("plan", "c", needed={"a": failed, "b": missing})
+    schedule = Schedule([Example("cost", needed={"plan": plan})])
+    assert [step.label() for step in missing_inputs(schedule, store)] == ["c"]
+
+
+def test_seconds_left_assume_the_mean_time_of_finished_steps() -> None:
     """Three steps of 60 s to come, two at a time, of which one has been running for 20 s and one
     for too long."""
     now = time.time()
@@ -370,21 +462,21 @@ def test_what_is_left_takes_as_long_as_what_is_done_did() -> None:
     assert seconds_left(steps, 60.0) == pytest.approx((3 * 60 - 20 - 60) / 2, abs=1)
 
 
-def test_a_lost_step_is_told_apart_from_failed_and_skipped_ones(tmp_path: Path) -> None:
+def test_settle_distinguishes_lost_failed_and_skipped_steps(tmp_path: Path) -> None:
     store = Store(tmp_path).create()
-    done, failed, lost = (
+    finished, failed, lost = (
         Example("k", name, number) for number, name in enumerate(("done", "failed", "lost"))
     )
-    after = [Example("after", step.name, needed={"in": step}) for step in (failed, lost)]
-    with store.claim(done):
+    skipped = [Example("after", step.name, needed={"in": step}) for step in (failed, lost)]
+    with store.claim(finished):
         pass
     store.fail(failed, {"message": "no", "user": True})
-    schedule = Schedule([done, failed, lost, *after])
+    schedule = Schedule([finished, failed, lost, *skipped])
     settle(schedule, store)
-    assert schedule.finished == {done.id} and set(schedule.skipped) == {step.id for step in after}
-    assert str(schedule.failed[failed.id]) == "no" and "was not finished" in str(
-        schedule.failed[lost.id]
-    )
+    assert schedule.finished == {finished.id}
+    assert set(schedule.skipped) == {step.id for step in skipped}
+    assert str(schedule.failed[failed.id]) == "no"
+    assert "was not finished" in str(schedule.failed[lost.id])
     assert not schedule.waiting
 
 
@@ -404,68 +496,83 @@ def test_code_is_copied_once_for_each_state_of_it(
     assert len(list((tmp_path / "jobs" / "code").iterdir())) == 2, "nothing is left behind"
 
 
-def test_the_commit_is_of_moe_lab_and_new_files_are_edits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An installation in the folder of another project, which ignores it, has no commit."""
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Runs git in the repository of another project, in whose folder moe_lab is installed."""
     (package := tmp_path / "moe_lab").mkdir()
     (package / "__init__.py").touch()
     monkeypatch.setattr(moe_lab, "__file__", str(package / "__init__.py"))
 
-    def git(*words: str) -> None:
-        subprocess.run(
-            ["git", "-c", "user.name=n", "-c", "user.email=e", *words], cwd=tmp_path, check=True
-        )
-
-    def commit_and_edits() -> tuple[str | None, str | None]:
-        state = code_state.__wrapped__()
-        return state.get("commit"), state.get("edits")
+    def git(*arguments: str) -> None:
+        command = ["git", "-c", "user.name=n", "-c", "user.email=e", *arguments]
+        subprocess.run(command, cwd=tmp_path, check=True)
 
     git("init", "-q")
     git("commit", "-q", "--allow-empty", "-m", "another project")
+    return git
+
+
+def commit_and_edits() -> tuple[str | None, str | None]:
+    state = code_state.__wrapped__()
+    return state.get("commit"), state.get("edits")
+
+
+def test_an_untracked_installation_has_no_commit(repository: Callable[..., None]) -> None:
     assert commit_and_edits() == (None, None)
-    git("add", ".")
-    git("commit", "-q", "-m", "moe_lab")
-    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")  # as in the checkout of a colleague
-    states = [commit_and_edits()]
-    for text in ("1", "2"):
-        (package / "new.py").write_text(text)
-        states.append(commit_and_edits())
-    commits, edits = map(set, zip(*states, strict=True))
-    assert None not in commits and len(commits) == 1 and states[0][1] is None and len(edits) == 3
 
 
-def test_jobs_run_plugins_as_they_were_submitted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_new_files_of_a_tracked_installation_are_edits(
+    repository: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The package that a plugin is in, or its only file, also where Python would find what they
-    have become."""
-    own = tmp_path / "own" / "moe_lab"
-    mine = tmp_path / "mine"
-    copies = []
-    for folder in (own, mine / "plugged"):
-        folder.mkdir(parents=True)
-    shutil.copy(start.FILE, own)
-    monkeypatch.setattr(moe_lab, "__file__", str(own / "__init__.py"))
+    """Also in the checkout of a colleague."""
+    repository("add", ".")
+    repository("commit", "-q", "-m", "moe_lab")
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    commits, edits = {}, {}
+    for text in ("", "1", "2"):
+        if text:
+            (tmp_path / "moe_lab" / "new.py").write_text(text)
+        commits[text], edits[text] = commit_and_edits()
+    assert commits[""] is not None and set(commits.values()) == {commits[""]}
+    assert edits[""] is None and len(set(edits.values())) == 3
+
+
+@pytest.fixture
+def plugin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of sys.path for the plugins plugged.part and plugged_file."""
+    folder = tmp_path / "mine"
+    installation = tmp_path / "own" / "moe_lab"
+    (folder / "plugged").mkdir(parents=True)
+    installation.mkdir(parents=True)
+    shutil.copy(start.FILE, installation)
+    monkeypatch.setattr(moe_lab, "__file__", str(installation / "__init__.py"))
     monkeypatch.setattr(
         plugins, "load", lambda names: [importlib.import_module(name).__name__ for name in names]
     )
-    monkeypatch.syspath_prepend(mine)
+    monkeypatch.syspath_prepend(folder)
+    return folder
+
+
+def test_jobs_run_plugins_as_they_were_submitted(plugin_folder: Path, tmp_path: Path) -> None:
+    """The package of a plugin, or its only file; Python would find its later state."""
+    copies = []
     for text in ("before", "after"):
         for file in ("plugged/part.py", "plugged_file.py"):
-            (mine / file).write_text(f"print('{text}')")
+            (plugin_folder / file).write_text(f"print('{text}')")
         copies.append(copy_code(tmp_path / "store", ["plugged.part", "plugged_file"]))
     assert copies[0] != copies[1]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     for name in ("plugged.part", "plugged_file"):
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        words = [sys.executable, str(copies[0]), "-m", name]
-        assert (
-            subprocess.run(words, capture_output=True, text=True, env=environment).stdout
-            == "before\n"
+        result = subprocess.run(
+            [sys.executable, str(copies[0]), "-m", name],
+            capture_output=True,
+            text=True,
+            env=environment,
         )
+        assert result.stdout == "before\n"
 
 
-# What jobs ask for: the most particular that is set, the rest estimated for all steps together
+# Requested resources: the most specific setting, or an estimate for all steps of the job
 
 FACTS = ExpectedConfig(
     parameters=57_000_000_000,
@@ -483,117 +590,153 @@ WRITTEN = BenchmarkConfig(
 )
 
 
-def resources(
+def request_of(
     steps: list[Step],
     text: str = "{}",
     seconds: Seconds = lambda step: 3600.0,
     limits: Mapping[str, float] | None = None,
 ) -> Any:
-    """What a job asks for whose steps take an hour each, under settings that are written as a file
-    of them."""
+    """The resources that a job requests for steps of an hour each, under settings in YAML."""
     settings = valid(ResourcesConfig, OmegaConf.to_container(OmegaConf.create(text)), "resources")
     return module.resources(steps, settings, seconds, limits or {})
 
 
-def asking(model: ModelConfig = BIG, kind: str = "evaluate") -> Step:
+def step_about(model: ModelConfig = BIG, kind: str = "evaluate") -> Step:
     return step_of(kind, cell_of(model, TEXT), benchmark=WRITTEN)
 
 
-def test_models_are_there_before_jobs_are_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_and_texts_are_downloaded_before_submission(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each once, and their texts; none that no step reads."""
-    done: list[str] = []
-    monkeypatch.setattr("moe_lab.models.files.local_folder", lambda model: done.append(model.name))
-    monkeypatch.setattr("moe_lab.calibration.sources.download", lambda text: done.append(text.path))
-    steps = [asking(kind="profile"), asking(kind="statistics"), Example("plan", "o")]
-    download(steps)
-    assert sorted(done) == ["a/b", "big"]
-
-
-def test_a_job_asks_for_gpus_of_a_node_and_a_layered_pass_for_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It is not known how a model is read whose config.json cannot be had."""
-    assert resources([asking(replace(BIG, device="cuda"))])["gpus"] == 1
-    monkeypatch.setattr("moe_lab.models.config_json.hub_config", lambda *_: {"model_type": "any"})
-    huge = choices.choose(ModelConfig, "model", "deepseek_v3")
-    for model, way in (
-        (huge, "enough, or"),
-        (replace(BIG, name="deepseek_v3", device="cuda"), "model.device=auto"),
-    ):
-        with pytest.raises(UserError, match=rf"deepseek_v3.*resources\.gpu_memory.*{way}"):
-            resources([asking(model)])
-    four = "{models: {deepseek_v3: {gpus: 4}}}"
-    assert resources([asking(huge)], four)["gpus"] == 4
-    text = CalibrationConfig(name="t", path="a/b", engine="streamed", seed=1)
-    layered = step_of("statistics", cell_of(huge, text))
-    assert resources([layered])["gpus"] == resources([layered], four)["gpus"] == 1
-    with pytest.raises(UserError, match="among at most 1 GPUs"):
-        resources([layered], "{gpu_memory: 8}")
-    for device, gpus in (("NVIDIA H100", 1), ("2 x NVIDIA H100", 2)):
-        timing = step_of("timing", cell_of(BIG, TEXT), Config(timed=TimingConfig(device=device)))
-        assert resources([timing], "{gpu_memory: 250}")["gpus"] == gpus
-
-
-def test_a_job_with_vllm_asks_for_gpus_that_divide_the_heads_of_its_model(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The same number that vLLM takes of the GPUs it is given."""
+    downloads: list[str] = []
     monkeypatch.setattr(
-        "moe_lab.models.config_json.hub_config", lambda *_: {"num_attention_heads": 28}
+        "moe_lab.models.files.local_folder", lambda model: downloads.append(model.name)
     )
-    asked = evaluated(BIG, WRITTEN, backend=BackendConfig("vllm"))
-    assert resources([asked])["gpus"] == 4
-    with pytest.raises(UserError, match=r"at most 4 GPUs of resources\.gpu_memory=24 "):
-        resources([asked], "{gpu_memory: 24}")
-    assert resources([asking()], "{gpu_memory: 24}")["gpus"] == 8, (
-        "in transformers, layers are divided"
+    monkeypatch.setattr(
+        "moe_lab.calibration.sources.download", lambda text: downloads.append(text.path)
     )
-    two = evaluated(
-        BIG, WRITTEN, backend=BackendConfig("vllm", arguments={"tensor_parallel_size": 2})
-    )
-    assert resources([two], "{gpu_memory: 96}")["gpus"] == 2
+    steps = [step_about(kind="profile"), step_about(kind="statistics"), Example("plan", "o")]
+    download(steps)
+    assert sorted(downloads) == ["a/b", "big"]
+
+
+DEEPSEEK_V3 = choices.choose(ModelConfig, "model", "deepseek_v3")
+ON_FOUR_GPUS = "{models: {deepseek_v3: {gpus: 4}}}"
+
+
+def test_a_model_of_unknown_format_gets_one_gpu() -> None:
+    assert request_of([step_about(replace(BIG, device="cuda"))])["gpus"] == 1
 
 
 @pytest.mark.parametrize(
-    "sourced",
+    ("model", "message"),
     [
-        "[ -f none ] && . none",
-        "exit 3",
-        "f() { false; }; f",
-        "set -u; echo $none",
-        "(exit 4)",
-        ": fine",
+        (DEEPSEEK_V3, "enough, or"),
+        (replace(BIG, name="deepseek_v3", device="cuda"), "model.device=auto"),
     ],
 )
-def test_a_line_of_setup_that_ends_a_job_is_named(tmp_path: Path, sourced: str) -> None:
-    """Whatever ends it in a file that the line sources."""
-    (tmp_path / "rc").write_text(f"{sourced}\n")
-    script = "\n".join(
-        [*setup_lines(["echo before", f"source {tmp_path}/rc"]), "echo Python", "exit 5"]
+def test_a_model_larger_than_the_gpus_of_a_node_is_refused(
+    model: ModelConfig, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moe_lab.models.config_json.hub_config", lambda *_: {"model_type": "any"})
+    with pytest.raises(UserError, match=rf"deepseek_v3.*resources\.gpu_memory.*{message}"):
+        request_of([step_about(model)])
+
+
+def test_configured_gpus_of_a_large_model_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe_lab.models.config_json.hub_config", lambda *_: {"model_type": "any"})
+    assert request_of([step_about(DEEPSEEK_V3)], ON_FOUR_GPUS)["gpus"] == 4
+
+
+def test_a_streamed_pass_asks_for_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe_lab.models.config_json.hub_config", lambda *_: {"model_type": "any"})
+    text = CalibrationConfig(name="t", path="a/b", engine="streamed", seed=1)
+    streamed = step_of("statistics", cell_of(DEEPSEEK_V3, text))
+    assert request_of([streamed])["gpus"] == request_of([streamed], ON_FOUR_GPUS)["gpus"] == 1
+    with pytest.raises(UserError, match="among at most 1 GPUs"):
+        request_of([streamed], "{gpu_memory: 8}")
+
+
+@pytest.mark.parametrize(("device", "gpus"), [("NVIDIA H100", 1), ("2 x NVIDIA H100", 2)])
+def test_a_timing_asks_for_the_gpus_of_its_device(device: str, gpus: int) -> None:
+    timing = step_of("timing", cell_of(BIG, TEXT), Config(timed=TimingConfig(device=device)))
+    assert request_of([timing], "{gpu_memory: 250}")["gpus"] == gpus
+
+
+@pytest.fixture
+def heads_28(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All models have 28 attention heads."""
+    monkeypatch.setattr(
+        "moe_lab.models.config_json.hub_config", lambda *_: {"num_attention_heads": 28}
     )
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
-    if sourced == ": fine":
-        assert (done.stdout, done.stderr, done.returncode) == ("before\nPython\n", "", 5)
-    else:
-        assert (
-            done.stdout == "before\n"
-            and f"source {tmp_path}/rc" in done.stderr
-            and done.returncode != 0
-        )
 
 
-def test_where_nothing_is_set_all_is_estimated() -> None:
-    """A pack asks for the time of all its steps, and the memory of one."""
-    asked = resources([asking()])
-    assert set(asked) == {field.name for field in fields(JobConfig)}
-    assert asked["gpus"] == 4 and asked["cpus"] == 32, "three do not divide a model"
-    assert asked["memory"] > 106, "the weights pass through main memory"
-    assert asked["minutes"] % 30 == 0
-    assert (asked["partition"], asked["sbatch"], asked["setup"]) == (None, {}, [])
-    one, four = (resources([asking()] * count) for count in (1, 4))
-    assert (one["minutes"], four["minutes"]) == (120, 480), "with a margin of 2"
-    assert {**one, "minutes": 0} == {**four, "minutes": 0}
-    assert resources([asking()] * 400)["minutes"] == ResourcesConfig().longest
+@pytest.mark.usefixtures("heads_28")
+def test_vllm_jobs_ask_for_gpus_that_divide_the_attention_heads() -> None:
+    """As vLLM uses only such a number of the GPUs it is given."""
+    step = evaluated(BIG, WRITTEN, backend=BackendConfig("vllm"))
+    assert request_of([step])["gpus"] == 4
+    with pytest.raises(UserError, match=r"at most 4 GPUs of resources\.gpu_memory=24 "):
+        request_of([step], "{gpu_memory: 24}")
+
+
+@pytest.mark.usefixtures("heads_28")
+def test_transformers_jobs_may_divide_layers_among_eight_gpus() -> None:
+    assert request_of([step_about()], "{gpu_memory: 24}")["gpus"] == 8
+
+
+@pytest.mark.usefixtures("heads_28")
+def test_vllm_jobs_ask_for_the_configured_tensor_parallel_size() -> None:
+    backend = BackendConfig("vllm", arguments={"tensor_parallel_size": 2})
+    step = evaluated(BIG, WRITTEN, backend=backend)
+    assert request_of([step], "{gpu_memory: 96}")["gpus"] == 2
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["[ -f none ] && . none", "exit 3", "f() { false; }; f", "set -u; echo $none", "(exit 4)"],
+)
+def test_a_line_of_setup_that_ends_a_job_is_named(tmp_path: Path, command: str) -> None:
+    """Whatever ends it in a file that the line sources."""
+    result = run_setup(tmp_path, command)
+    assert result.stdout == "before\n" and result.returncode != 0
+    assert f"source {tmp_path}/rc" in result.stderr
+
+
+def test_lines_of_setup_that_succeed_change_nothing_else(tmp_path: Path) -> None:
+    result = run_setup(tmp_path, ": fine")
+    assert (result.stdout, result.stderr, result.returncode) == ("before\nPython\n", "", 5)
+
+
+def run_setup(folder: Path, command: str) -> subprocess.CompletedProcess[str]:
+    """Run the script of a job whose setup sources a file with a command."""
+    (folder / "rc").write_text(f"{command}\n")
+    setup = setup_lines(["echo before", f"source {folder}/rc"])
+    script = "\n".join([*setup, "echo Python", "exit 5"])
+    return subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+
+
+def test_every_resource_has_an_estimate_or_default() -> None:
+    estimate = request_of([step_about()])
+    assert set(estimate) == {field.name for field in fields(JobConfig)}
+    assert (estimate["partition"], estimate["sbatch"], estimate["setup"]) == (None, {}, [])
+
+
+def test_gpus_and_memory_are_estimated_from_the_weights() -> None:
+    """Three GPUs do not divide the model; the weights pass through main memory."""
+    estimate = request_of([step_about()])
+    assert estimate["gpus"] == 4 and estimate["cpus"] == 32
+    assert estimate["memory"] > 106
+
+
+def test_minutes_of_a_job_are_twice_the_time_of_its_steps() -> None:
+    single, four = (request_of([step_about()] * count) for count in (1, 4))
+    assert (single["minutes"], four["minutes"]) == (120, 480)
+    assert {**single, "minutes": 0} == {**four, "minutes": 0}
+
+
+def test_minutes_are_half_hours_up_to_the_longest() -> None:
+    assert request_of([step_about()])["minutes"] % 30 == 0
+    assert request_of([step_about()] * 400)["minutes"] == ResourcesConfig().longest
 
 
 @pytest.mark.parametrize(
@@ -608,20 +751,20 @@ def test_where_nothing_is_set_all_is_estimated() -> None:
         ("export", "{partition: short, minutes: 70}", 70),
     ],
 )
-def test_a_pack_of_which_no_time_is_known_or_set_asks_for_the_longest(
+def test_a_job_of_unknown_time_asks_for_the_longest_allowed(
     kinds: str, every: str, minutes: int
 ) -> None:
     """That its partition allows. An evaluation takes a minute, an export nobody knows how long."""
     limits = {"": inf, "short": 60.0, "long": 90.0}
     seconds = {"evaluate": 60.0}
-    pack = [asking(kind=kind) for kind in kinds.split()]
-    asked = resources(
-        pack, f"{{longest: 777, every: {every}}}", lambda one: seconds.get(one.kind), limits
+    pack = [step_about(kind=kind) for kind in kinds.split()]
+    request = request_of(
+        pack, f"{{longest: 777, every: {every}}}", lambda step: seconds.get(step.kind), limits
     )
-    assert asked["minutes"] == minutes
+    assert request["minutes"] == minutes
 
 
-def test_the_most_particular_counts() -> None:
+def test_resources_of_a_model_precede_those_of_a_job_and_of_every_job() -> None:
     cluster = """
         every: {partition: gpu, sbatch: {exclusive: true, nice: 5}, setup: [module load cuda]}
         jobs:
@@ -631,32 +774,32 @@ def test_the_most_particular_counts() -> None:
           big: {gpus: 8, minutes: 90}
           other: {gpus: 3}
         """
-    asked = resources([asking()], cluster)
-    assert (asked["gpus"], asked["cpus"], asked["minutes"]) == (8, 64, 90)
-    assert (asked["partition"], asked["setup"]) == ("long", ["module load cuda"])
-    assert asked["sbatch"] == {"exclusive": True, "nice": 7}
-    assert resources([asking(kind="export")], cluster)["gpus"] == 8
-    assert resources([asking(kind="model")], cluster)["gpus"] == 0, (
+    request = request_of([step_about()], cluster)
+    assert (request["gpus"], request["cpus"], request["minutes"]) == (8, 64, 90)
+    assert (request["partition"], request["setup"]) == ("long", ["module load cuda"])
+    assert request["sbatch"] == {"exclusive": True, "nice": 7}
+    assert request_of([step_about(kind="export")], cluster)["gpus"] == 8
+    assert request_of([step_about(kind="model")], cluster)["gpus"] == 0, (
         "a job of small steps is about no model"
     )
 
 
-def test_gpus_are_asked_for_in_one_way() -> None:
-    for ours in ("gpus: 2", "gpu_type: a100"):
-        text = f"{{every: {{{ours}}}, jobs: {{evaluate: {{sbatch: {{gres: 'nvme:1,gpu:1'}}}}}}}}"
-        with pytest.raises(
-            UserError,
-            match=rf"evaluate jobs have .*{ours.replace(': ', '=')}.* and sbatch.gres=nvme",
-        ):
-            resources([asking()], text)
-    assert (
-        resources([asking()], "{every: {gpus: 0, gpu_type: a100, sbatch: {gres: 'gpu:1'}}}")["gpus"]
-        == 0
-    )
+@pytest.mark.parametrize("setting", ["gpus: 2", "gpu_type: a100"])
+def test_gpus_are_set_by_one_option(setting: str) -> None:
+    text = f"{{every: {{{setting}}}, jobs: {{evaluate: {{sbatch: {{gres: 'nvme:1,gpu:1'}}}}}}}}"
+    message = rf"evaluate jobs have .*{setting.replace(': ', '=')}.* and sbatch.gres=nvme"
+    with pytest.raises(UserError, match=message):
+        request_of([step_about()], text)
+
+
+def test_no_gpus_and_a_gres_are_no_conflict() -> None:
+    text = "{every: {gpus: 0, gpu_type: a100, sbatch: {gres: 'gpu:1'}}}"
+    assert request_of([step_about()], text)["gpus"] == 0
+
+
+def test_a_model_with_the_same_weights_has_the_same_resources() -> None:
     cluster = "{every: {sbatch: {gpus: 1}}, models: {big: {gpus: 2, sbatch: {gpus: null}}}}"
-    assert resources([asking(replace(BIG, name="big_top4", top_k=4))], cluster)["gpus"] == 2, (
-        "the same weights"
-    )
+    assert request_of([step_about(replace(BIG, name="big_top4", top_k=4))], cluster)["gpus"] == 2
 
 
 POCKET = ModelConfig(name="pocket", path="pocket:olmoe", threads=1)
@@ -672,8 +815,10 @@ POCKET = ModelConfig(name="pocket", path="pocket:olmoe", threads=1)
         (["evaluate"], ModelConfig(name="unknown", path="a/b"), "{}", 1, 8, None),
     ],
 )
-def test_gpus_and_cores_follow_from_the_work(
+def test_gpus_and_cores_are_estimated_from_the_steps(
     kinds: list[str], model: ModelConfig, text: str, gpus: int, cpus: int, memory: int | None
 ) -> None:
-    asked = resources([asking(model, kind) for kind in kinds], text)
-    assert (asked["gpus"], asked["cpus"]) == (gpus, cpus) and asked["memory"] <= (memory or 10**6)
+    request = request_of([step_about(model, kind) for kind in kinds], text)
+    assert (request["gpus"], request["cpus"]) == (gpus, cpus) and request["memory"] <= (
+        memory or 10**6
+    )
