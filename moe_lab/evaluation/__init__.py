@@ -1,5 +1,5 @@
-"""Evaluation of models on benchmarks. Here: what it may do on this machine, and how programs are
-confined.
+"""Evaluation of models on benchmarks. This module states what evaluation may do on this machine,
+and how programs are confined.
 
 Standard library only, as processes that run programs import this.
 """
@@ -13,6 +13,7 @@ from moe_lab.errors import Unavailable, UserError
 NAMESPACES = "namespaces"
 LIMITED = "limited subprocess, closed-world programs only"
 UNCONFINED = "none: limited subprocess"
+"""Results of `Policy.protection`, in the words of reports."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class Policy:
         `closed_world`: right answers need no import and no private attribute, as in the shipped
         benchmarks. Where there are no namespaces, sandbox=auto runs only such programs, after
         checking them (`closed_world.py`). Raises UserError when no allowed sandbox is possible on
-        this machine, and Unavailable when one that is possible does not start now: programs then
-        run in no weaker one.
+        this machine, and Unavailable when namespaces are possible but their sandbox does not start
+        now: no weaker sandbox takes its place.
         """
         from moe_lab.evaluation.sandbox.client import NoNamespaces, RunnerError, check_namespaces
 

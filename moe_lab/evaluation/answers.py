@@ -1,5 +1,5 @@
-"""Collect an engine's answers to items: prompts, tokens, order, batches, thoughts and answers. No
-torch."""
+"""Collect an engine's answers to items: encode prompts, order and batch them, and part the texts
+into thoughts and answers. No torch."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from moe_lab.evaluation.items import (
 )
 from moe_lab.json_files import ResultCache
 
-PARTS = 16
-"""Batches of likelihoods that are computed in one call, so that requests with a common prefix share
-a batch."""
+BATCHES_PER_CALL = 16
+"""Batches of likelihoods that are computed in one call of the engine, which puts rows with a common
+prefix into the same batch."""
 USUAL_LENGTH = 2048
-"""Tokens of a window of a document, where neither the benchmark nor the model sets it."""
+"""Tokens of a window of a document, where neither the benchmark nor the model sets a length."""
 COMPUTED = "computed.jsonl"
 """File of the `ResultCache` of a step, in its folder of partial results."""
 _EXCERPT = 40
@@ -56,7 +56,7 @@ _T = TypeVar("_T")
 
 @dataclass
 class _Query:
-    """A request as an engine gets it."""
+    """A request with its tokens and the rows whose likelihoods it needs."""
 
     request: Request
     prompt: str
@@ -64,10 +64,10 @@ class _Query:
     tokens: tuple[int, ...] = ()
     """Tokens of the prompt or document."""
     rows: list[Row] = field(default_factory=list)
-    """What is scored: the reference after the prompt, the continuation after the context, or the
+    """Rows to score: the reference after the prompt, the continuation after the context, or the
     windows."""
     reference_bytes: int = 0
-    """Bytes that the reference's row scores."""
+    """Bytes of the reference's scored tokens."""
     marks: tuple[tuple[int, str], ...] = ()
     """Special tokens that part the text into thought and answer, or may end it."""
 
@@ -78,11 +78,12 @@ def collect_answers(
     benchmark: BenchmarkConfig,
     cache: ResultCache | None = None,
 ) -> list[Answer]:
-    """An answer to every item, in order; in batches of `benchmark.batch_size`.
+    """The engine's answer to every item, in order, computed in batches of `benchmark.batch_size`.
+    Results in `cache` are not computed again.
 
-    UserError is raised before the engine computes anything: for a prompt that leaves too little
-    room, and for a text to be scored that is too long or has no token. FloatingPointError for a
-    likelihood that is no finite number.
+    UserError, before the engine computes anything, for a prompt that leaves too little room, and
+    for a text to be scored that is too long or has no token. FloatingPointError for a likelihood
+    that is no finite number.
     """
     cache = cache or ResultCache()
     encoder = _Encoder(engine, benchmark)
@@ -115,8 +116,8 @@ def collect_answers(
 def render(engine: Engine, messages: Messages, tools: Tools = ()) -> str:
     """The prompt for the next message of a conversation, in which the model may call `tools`.
 
-    A last message of the assistant is the beginning of that message. Raises UserError without a
-    chat template, and for one that refuses the conversation, ignores the tools or omits words.
+    If the last message is the assistant's, the model continues it. Raises UserError without a chat
+    template, and for a template that refuses the conversation, ignores the tools or omits words.
     """
     if not engine.tokenizer.chat_template:
         raise UserError(
@@ -136,24 +137,26 @@ def render(engine: Engine, messages: Messages, tools: Tools = ()) -> str:
 
 
 class _Encoder:
-    """Makes what an engine gets of the requests of a benchmark."""
+    """Turns the requests of a benchmark into queries and prompts for an engine."""
 
     def __init__(self, engine: Engine, benchmark: BenchmarkConfig) -> None:
-        self.engine, self.benchmark, self.name = engine, benchmark, f"benchmark {benchmark.name}"
+        self.engine = engine
+        self.benchmark = benchmark
+        self.name = f"benchmark {benchmark.name}"
         limits = [
             length for length in (engine.max_length, benchmark.max_length) if length is not None
         ]
-        self.room: int | None = min(limits, default=None)
-        """Tokens that are read of a prompt and its answer together; None for any number."""
+        self.max_length: int | None = min(limits, default=None)
+        """Most tokens of a prompt and its answer together; None for any number."""
         tokenizer = engine.tokenizer
-        self.first: int | None = (
+        self.first_token: int | None = (
             tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         )
-        """The token before a text of which every token is predicted."""
-        self._first_text = None if self.first is None else tokenizer.decode(self.first)
+        """The token that is put before a text of which every token is predicted."""
+        self._first_text = None if self.first_token is None else tokenizer.decode(self.first_token)
         self._appended = appended_tokens(tokenizer)
-        """Tokens that are dropped from the end of every text: the model continues it, or answers
-        it."""
+        """Tokens that the tokenizer appends to every text. They are dropped, because the model must
+        continue the text or answer it."""
         if self._appended:
             warnings.warn(
                 f"the model's tokenizer appends {tokenizer.decode(self._appended)!r} to every "
@@ -162,7 +165,7 @@ class _Encoder:
             )
 
     def query(self, request: Request) -> _Query:
-        """A request with its tokens and with the rows that are to be scored."""
+        """A request with its tokens and the rows to score."""
         if isinstance(request, Document):
             tokens = self._tokens(request.text)
             return _Query(request, request.text, tokens, self._windows(request, tokens))
@@ -171,7 +174,7 @@ class _Encoder:
         )
         text = prompt if isinstance(prompt, str) else render(self.engine, prompt, tools)
         if isinstance(request, Pair):
-            return _Query(request, text, rows=[self._pair(text, request.continuation)])
+            return _Query(request, text, rows=[self._pair_row(text, request.continuation)])
         query = _Query(
             request,
             text,
@@ -184,7 +187,7 @@ class _Encoder:
 
     def _tokens(self, text: str) -> tuple[int, ...]:
         """Token ids of `text`. The tokenizer's leading special tokens are added, unless the text
-        has them already or is a rendered chat. Trailing ones are cut off."""
+        already has them or is a rendered chat. Trailing special tokens are cut off."""
         if self.benchmark.chat or (self._first_text and text.startswith(self._first_text)):
             return _encoded(self.engine.tokenizer, text, False)
         tokens = _encoded(self.engine.tokenizer, text, True)
@@ -193,26 +196,26 @@ class _Encoder:
     def _add_reference(self, query: _Query, reference: str) -> None:
         """Add the row of a reference after its prompt, unless there is no prompt or no room for
         both. As in lm-eval, white space at the end of the prompt counts as part of the answer."""
-        head = query.prompt.rstrip()
-        whole = query.prompt + reference
-        start = len(self._tokens(head))
-        row = self._tokens(whole)
-        if 0 < start < len(row) <= (self.room or len(row)):
+        stripped = query.prompt.rstrip()
+        text = query.prompt + reference
+        start = len(self._tokens(stripped))
+        row = self._tokens(text)
+        if 0 < start < len(row) <= (self.max_length or len(row)):
             query.rows = [Row(row, start)]
-            query.reference_bytes = len(whole[len(head) :].encode("utf-8", "surrogatepass"))
+            query.reference_bytes = len(text[len(stripped) :].encode("utf-8", "surrogatepass"))
 
-    def _pair(self, context: str, continuation: str) -> Row:
-        """Context and continuation in tokens, divided as by lm-eval; without a context, after the
-        first token of texts. UserError for one of them without a token: its likelihood of 1 would
-        beat all others."""
+    def _pair_row(self, context: str, continuation: str) -> Row:
+        """The row of a context and its continuation, divided as by lm-eval; an empty context is
+        replaced by `first_token`. UserError if the continuation, or what is before it, has no
+        token: a continuation without tokens would have the likelihood 1, the largest of all."""
         if context:
             row = self._tokens(context + continuation)
             start = len(self._tokens(context.rstrip()))
         else:
             row = _encoded(self.engine.tokenizer, continuation, False)
             start = 1
-            if self.first is not None and row[:1] != (self.first,):
-                row = (self.first, *row)
+            if self.first_token is not None and row[:1] != (self.first_token,):
+                row = (self.first_token, *row)
         if not 0 < start < len(row):
             raise UserError(
                 f"{self.name}: the {'answer' if start else 'question'} has no token of its own in "
@@ -222,31 +225,33 @@ class _Encoder:
         return Row(row, start)
 
     def check_pairs(self, queries: Sequence[_Query]) -> None:
-        """Raise UserError for a question and answer with more tokens than are read; their last one
-        never is."""
+        """Raise UserError for a context and continuation that have more tokens than the model
+        reads. Their last token is predicted, and never read."""
         rows = [query.rows[0] for query in queries if isinstance(query.request, Pair)]
         longest = max((len(row.tokens) for row in rows), default=0)
-        if self.room is not None and longest > self.room + 1:
-            limit = "model" if self.room == self.engine.max_length else "max_length"
+        if self.max_length is not None and longest > self.max_length + 1:
+            limit = "model" if self.max_length == self.engine.max_length else "max_length"
             raise UserError(
-                f"{self.name}: a question with its answer has {longest} tokens, and {self.room} "
-                f"are read: expected a {limit} of {longest - 1} tokens or more, to read it whole"
+                f"{self.name}: a question with its answer has {longest} tokens, and "
+                f"{self.max_length} are read: expected a {limit} of {longest - 1} tokens or more, "
+                "to read it whole"
             )
 
     def _windows(self, document: Document, tokens: Sequence[int]) -> list[Row]:
-        room = self.room
+        """The rows of a document, window by window."""
+        limit = self.max_length
         if document.from_nothing:
             return _rolling_windows(
-                [token for token in (self.first, *tokens) if token is not None],
-                room or USUAL_LENGTH,
+                [token for token in (self.first_token, *tokens) if token is not None],
+                limit or USUAL_LENGTH,
             )
-        length = document.length or min(USUAL_LENGTH, room or USUAL_LENGTH)
-        if length < 2 or (room is not None and length > room):
+        length = document.length or min(USUAL_LENGTH, limit or USUAL_LENGTH)
+        if length < 2 or (limit is not None and length > limit):
             raise UserError(
-                f"{self.name}: length={length}: expected 2 to {room or 'any number of'} tokens"
+                f"{self.name}: length={length}: expected 2 to {limit or 'any number of'} tokens"
             )
-        cuts = [tuple(tokens[start : start + length]) for start in range(0, len(tokens), length)]
-        rows = [Row(cut, 1) for cut in cuts if len(cut) > 1][: document.windows]
+        windows = [tuple(tokens[start : start + length]) for start in range(0, len(tokens), length)]
+        rows = [Row(window, 1) for window in windows if len(window) > 1][: document.windows]
         if not rows:
             raise UserError(
                 f"{self.name}: its text has {len(tokens)} tokens: expected at least two"
@@ -254,51 +259,53 @@ class _Encoder:
         return rows
 
     def prompts(self, queries: Sequence[_Query]) -> dict[int, Prompt]:
-        """Number of a request -> prompt, for every text that fits.
+        """Index of a query -> its prompt, for the requested texts that fit into `max_length`.
 
-        Raises UserError when a prompt leaves too little room, unless its request may be skipped,
-        and when all do.
+        Raises UserError for a prompt that leaves too little room, unless its request may be skipped
+        and another one fits.
         """
         prompts: dict[int, Prompt] = {}
-        long: list[tuple[int, Text]] = []
+        too_long: list[tuple[int, Text]] = []
         for number, query in enumerate(queries):
             if isinstance(query.request, Text):
-                if self.room is None or len(query.tokens) + query.request.max_tokens <= self.room:
-                    prompts[number] = Prompt(
-                        query.prompt, query.tokens, query.rows[0] if query.rows else None
-                    )
+                length = len(query.tokens)
+                if self.max_length is None or length + query.request.max_tokens <= self.max_length:
+                    answer = query.rows[0] if query.rows else None
+                    prompts[number] = Prompt(query.prompt, query.tokens, answer)
                 else:
-                    long.append((len(query.tokens), query.request))
-        refused = [(length, text) for length, text in long if not text.skip_long or not prompts]
-        if self.room is not None and refused:
+                    too_long.append((length, query.request))
+        refused = [(length, text) for length, text in too_long if not (text.skip_long and prompts)]
+        if self.max_length is not None and refused:
             length, text = max(refused, key=lambda entry: entry[0] + entry[1].max_tokens)
-            remaining = self.room - length
+            remaining = self.max_length - length
             hint = "expected a model, or a max_length, of more"
             if remaining > 0:
                 hint = f"expected max_new_tokens={remaining} or less"
             raise UserError(
                 f"a prompt of {length} tokens and max_new_tokens={text.max_tokens} do not fit the "
-                f"{'model' if self.room == self.engine.max_length else 'benchmark'}'s {self.room} "
-                f"tokens: {hint}"
+                f"{'model' if self.max_length == self.engine.max_length else 'benchmark'}'s "
+                f"{self.max_length} tokens: {hint}"
             )
         return prompts
 
 
-# all plans of a model get the same questions, one plan after the other
+# cached, since all plans of a model get the same questions, one plan after the other
 @lru_cache(maxsize=1 << 13)
 def _encoded(tokenizer: Any, text: str, special: bool) -> tuple[int, ...]:
     return tuple(tokenizer([text], add_special_tokens=special, verbose=False).input_ids[0])
 
 
 def _rolling_windows(tokens: Sequence[int], length: int) -> list[Row]:
-    """Windows that predict `length` tokens each, all but the first of `tokens` together, as those
-    of lm-eval do. The last one predicts what is left, after as many tokens as are read."""
+    """Windows, as those of lm-eval, that together predict all `tokens` but the first, `length` of
+    them each. The last window predicts the remaining tokens after as many earlier tokens as
+    fit."""
     last = len(tokens) - 1
     ends = [*range(length, last, length), last] if last > 0 else []
-    return [
-        Row(tuple(tokens[max(0, end - length) : end + 1]), min(end, length) + 1 - (end - before))
-        for before, end in pairwise([0, *ends])
-    ]
+    rows = []
+    for previous_end, end in pairwise([0, *ends]):
+        window = tuple(tokens[max(0, end - length) : end + 1])
+        rows.append(Row(window, len(window) - (end - previous_end)))
+    return rows
 
 
 # Batches.
@@ -311,7 +318,8 @@ def _generate(
     benchmark: BenchmarkConfig,
     cache: ResultCache,
 ) -> dict[int, GeneratedText]:
-    """Number of a request -> its text. Equal prompts are written once; the longest come first."""
+    """Index of a query -> its text. The text after equal prompts is generated once; the longest
+    prompts come first."""
     # Stop texts in a thought do not end it, so texts of models that may think are cut at the end.
     thinks = benchmark.chat and may_think(engine.tokenizer)
     groups: dict[GenerationSettings, dict[Prompt, list[int]]] = {}
@@ -325,22 +333,23 @@ def _generate(
         )
         groups.setdefault(generation, {}).setdefault(prompt, []).append(number)
     texts: dict[int, GeneratedText] = {}
-    for generation, of_group in groups.items():
+    for generation, numbers in groups.items():
         order = sorted(
-            of_group, key=lambda prompt: (-len(prompt.tokens), prompt.tokens, prompt.text)
+            numbers, key=lambda prompt: (-len(prompt.tokens), prompt.tokens, prompt.text)
         )
-        for batch in _parts(order, generation.batch_size * engine.batches):
+        for batch in _slices(order, generation.batch_size * engine.batches):
             progress.update(len(texts), len(prompts), "requests")
-            for prompt, text in zip(
-                batch, _generated(engine, batch, generation, cache), strict=True
-            ):
-                texts |= dict.fromkeys(of_group[prompt], text)
+            batch_texts = _generate_batch(engine, batch, generation, cache)
+            for prompt, text in zip(batch, batch_texts, strict=True):
+                texts |= dict.fromkeys(numbers[prompt], text)
     return texts
 
 
-def _generated(
+def _generate_batch(
     engine: Engine, batch: Sequence[Prompt], generation: GenerationSettings, cache: ResultCache
 ) -> list[GeneratedText]:
+    """The text after each prompt, from the cache or else from the engine."""
+
     def compute() -> list[Any]:
         texts = engine.generate(batch, generation)
         for text in texts:
@@ -365,13 +374,12 @@ def _score(
 ) -> dict[Row, Likelihood]:
     """The likelihood of each row."""
     likelihoods: dict[Row, Likelihood] = {}
-    for part in _parts(_by_question(rows), batch_size * PARTS):
+    for batch in _slices(_by_question(rows), batch_size * BATCHES_PER_CALL):
         progress.update(len(likelihoods), len(rows), "requests")
-        key = ["likelihoods", batch_size, [[row.start, *row.tokens] for row in part]]
-        results = cache.result(key, partial(_finite_scores, engine, part, batch_size))
-        likelihoods |= {
-            row: (total, likeliest) for row, (total, likeliest) in zip(part, results, strict=True)
-        }
+        key = ["likelihoods", batch_size, [[row.start, *row.tokens] for row in batch]]
+        results = cache.result(key, partial(_finite_scores, engine, batch, batch_size))
+        for row, (total, likeliest) in zip(batch, results, strict=True):
+            likelihoods[row] = (total, likeliest)
     return likelihoods
 
 
@@ -383,9 +391,9 @@ def _finite_scores(engine: Engine, rows: Sequence[Row], batch_size: int) -> list
 
 
 def _by_question(rows: Iterable[Row]) -> list[Row]:
-    """The rows in the order in which they are computed: those that are equal up to their start
-    follow each other, as they share a forward pass, and the question with the longest row comes
-    first."""
+    """The rows in the order in which they are computed. A question is what a row has before its
+    start: rows with the same question follow each other, as they share a forward pass, and the
+    question with the longest row comes first."""
     longest: dict[tuple[int, ...], int] = {}
     for row in rows:
         question = row.tokens[: row.start]
@@ -396,7 +404,8 @@ def _by_question(rows: Iterable[Row]) -> list[Row]:
     )
 
 
-def _parts(values: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
+def _slices(values: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
+    """Consecutive slices of `values` with `size` values each, the last with at most so many."""
     for start in range(0, len(values), size):
         yield values[start : start + size]
 
@@ -407,8 +416,8 @@ def _parts(values: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
 def _reply(
     query: _Query, text: GeneratedText | None, likelihoods: Mapping[Row, Likelihood], *, chat: bool
 ) -> Reply:
-    """The likelihoods of a request's rows; of a request for a text its thought and answer, and the
-    loss on its reference."""
+    """The reply to a request: the thought and answer in its text and the loss on its reference, or
+    the likelihoods of its rows. `text` is None where nothing was generated."""
     if not isinstance(query.request, Text):
         windows = []
         for row in query.rows:
@@ -421,14 +430,14 @@ def _reply(
         loss = -total / math.log(2) / query.reference_bytes
     if text is None:
         return Reply(ended="too_long", loss=loss)
-    whole = cut(text.text, query.request.stop, query.prompt, chat=chat)
-    ended = "stop" if whole != text.text else text.ended
-    # Marks of stop texts remain in a thought, or where a stop text is incomplete.
+    thought_and_answer = cut(text.text, query.request.stop, query.prompt, chat=chat)
+    ended = "stop" if thought_and_answer != text.text else text.ended
+    # Special tokens of stop texts are still in a thought, or where a stop text is incomplete.
     for _, mark in query.marks:
         if mark not in MARKS:
-            whole = whole.replace(mark, "")
-    answer = answer_in(whole, query.prompt, chat=chat)
-    thought = whole[: len(whole) - len(answer or "")]
+            thought_and_answer = thought_and_answer.replace(mark, "")
+    answer = answer_in(thought_and_answer, query.prompt, chat=chat)
+    thought = thought_and_answer[: len(thought_and_answer) - len(answer or "")]
     return Reply(answer, thought, ended, loss)
 
 

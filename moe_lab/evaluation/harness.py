@@ -1,5 +1,5 @@
-"""What a harness is: its items and grading, its checks, its identity and what it needs. And what
-identifies the benchmarks of a study.
+"""The base class of harnesses: items, grading, checks, identity and requirements. Also the identity
+of the benchmarks of a study.
 
 Imports neither torch nor the package of a harness.
 """
@@ -27,7 +27,7 @@ from moe_lab.results import Result, Sample, Scale
 
 
 def harness_of(benchmark: BenchmarkConfig) -> Harness:
-    """The harness that a benchmark names. Its module imports nothing heavy."""
+    """The harness that a benchmark names; importing its module is fast."""
     module = importlib.import_module(f"moe_lab.evaluation.harnesses.{benchmark.harness}")
     harness: Harness = module.HARNESS
     return harness
@@ -48,13 +48,13 @@ class Graded:
 
 
 class Harness(ABC):
-    """Asks the questions of benchmarks and grades the answers. Defaults are those of most
+    """Asks the questions of benchmarks and grades the answers. Attributes have the values of most
     harnesses."""
 
     package: str | None = None
-    """Package that it needs in this interpreter."""
+    """Package that the harness needs in this interpreter."""
     metrics: tuple[str, ...] | None = None
-    """Metrics that it can report; None: those that the task defines."""
+    """Metrics that the harness can report; None: those that the task defines."""
     question_parameters: tuple[str, ...] = ()
     """Keys of benchmark.parameters that change the model's input."""
     grading_parameters: tuple[str, ...] = ()
@@ -62,19 +62,19 @@ class Harness(ABC):
     other_parameters: tuple[str, ...] = ()
     """Keys of benchmark.parameters that change no result, or name a file that is hashed instead."""
     numeric_parameters: tuple[str, ...] = ()
-    """Those of all keys whose values are numbers, 0 or more."""
+    """Keys of benchmark.parameters whose values are numbers, 0 or more."""
     mirrored: bool | None = None
     """Whether its data is a mirror (True), or files that suite.path or task names (False); None:
-    either."""
+    either of them."""
     chat: bool | None = None
-    """The only value of benchmark.chat that it supports; None: both."""
+    """The only supported value of benchmark.chat; None: both values are supported."""
     least_new_tokens = 1
-    """Smallest benchmark.max_new_tokens; 0 where it may compute likelihoods alone."""
+    """Smallest benchmark.max_new_tokens; 0 for a harness that can do with likelihoods alone."""
     shows_examples = False
-    """Whether it can put solved examples before a question."""
+    """Whether the harness can put solved examples before a question."""
     two_phases = False
-    """Whether texts are graded without the model, so that generating and grading are separate
-    steps."""
+    """Whether generating answers and grading them are separate steps, the second without a
+    model."""
     judged = False
     """Whether a judge scores the answers."""
     gives_tools = False
@@ -85,8 +85,8 @@ class Harness(ABC):
     lists_items = True
     """Whether its items are listed in this interpreter."""
     counts_items = True
-    """Whether it has as many items as benchmark.expected; a whole text is one item of many
-    windows."""
+    """Whether benchmark.expected is the number of items; it is not for a text, which is one item of
+    many windows."""
 
     @abstractmethod
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:
@@ -96,7 +96,7 @@ class Harness(ABC):
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
     ) -> Graded:
-        """Results of the answers. Needs no model."""
+        """The results of the answers. Needs no model."""
 
     # Data and identity.
 
@@ -106,11 +106,12 @@ class Harness(ABC):
         return installed(self.package) if self.package else None
 
     def paths(self, benchmark: BenchmarkConfig) -> list[Path]:
-        """Paths of the data of a benchmark without a mirror; the last one has the items."""
+        """Paths of the data files of a benchmark without a mirror; the last file has the items."""
         return [local(benchmark.task).absolute()]
 
     def data_files(self, benchmark: BenchmarkConfig) -> list[Path]:
-        """As `paths`. Raises UserError for a missing file."""
+        """As `paths`, for files that exist. UserError for a missing one, and without
+        benchmark.task."""
         if not benchmark.task:
             raise UserError(
                 f"benchmark {benchmark.name} has no data: name its file, such as suite.path=FILE"
@@ -125,22 +126,21 @@ class Harness(ABC):
         return paths
 
     def hashed_files(self, benchmark: BenchmarkConfig) -> tuple[list[Path], dict[str, str]]:
-        """All files that define a benchmark without a mirror, that of its items last, and versions
-        of the packages that code among them imports."""
+        """All files that define a benchmark without a mirror, the file of its items last; and the
+        versions of the packages that code in these files imports, by name."""
         return self.data_files(benchmark), {}
 
     def data_digest(self, benchmark: BenchmarkConfig) -> str:
         """sha256 over the files that define a benchmark, or over their hashes in its mirror.
 
-        If the mirror is missing, a text with the name of the data is returned, so that costs can be
-        estimated without it.
+        Without the mirror, a text with the name of the data, so that costs can be estimated.
         """
         if benchmark.data is not None:
             from moe_lab.evaluation import mirror
 
             try:
                 return mirror.digest(benchmark)
-            except UserError:  # which `missing` reports
+            except UserError:  # `missing` reports it
                 return f"no mirror of {benchmark.data}"
         files, versions = self.hashed_files(benchmark)
         digest = hashlib.sha256(json.dumps(versions, sort_keys=True).encode() if versions else b"")
@@ -150,7 +150,8 @@ class Harness(ABC):
         return digest.hexdigest()
 
     def question_identity(self, benchmark: BenchmarkConfig) -> dict[str, Any]:
-        """All settings that can change an answer, such as the batch size, which changes bits."""
+        """All settings that can change an answer; the batch size too, as it changes how sums are
+        rounded."""
         source = ("task", "subset", "split") if benchmark.data is not None else ()
         names = (
             *source,
@@ -170,7 +171,7 @@ class Harness(ABC):
         }
 
     def identity(self, benchmark: BenchmarkConfig) -> dict[str, Any]:
-        """All settings that can change a result, so without the address of a judge."""
+        """All settings that can change a result; the address of a judge is not among them."""
         keys = self.question_parameters + self.grading_parameters
         judge = {"judge": benchmark.judge.identity} if benchmark.judge else {}
         return {
@@ -184,8 +185,8 @@ class Harness(ABC):
     # Checks.
 
     def check(self, benchmark: BenchmarkConfig, policy: Policy) -> None:
-        """Raise UserError for wrong settings, and Unavailable for what is missing on this machine:
-        another one may have it."""
+        """Raise UserError for wrong settings, and Unavailable for requirements that are missing on
+        this machine: another machine may have them."""
         if problems := list(self.wrong(benchmark)):
             raise UserError("; ".join(problems))
         if problems := list(self.missing(benchmark, policy)):
@@ -209,6 +210,7 @@ class Harness(ABC):
                 yield f"{name}: parameters.{key}={value}: expected a number, 0 or more"
 
     def _wrong_settings(self, benchmark: BenchmarkConfig) -> Iterator[str]:
+        """A sentence for each setting that the harness does not support."""
         if not benchmark.reports:
             yield "reports is empty: expected result name -> metric"
         if self.mirrored is True and benchmark.data is None:
@@ -216,9 +218,9 @@ class Harness(ABC):
         if self.mirrored is False and benchmark.data is not None:
             yield f"data={benchmark.data}, but {benchmark.harness} reads files: expected null"
         if self.chat not in (None, benchmark.chat):
-            given = str(benchmark.chat).lower()
+            actual = str(benchmark.chat).lower()
             expected = str(self.chat).lower()
-            yield f"chat={given}: expected chat={expected} with {benchmark.harness}"
+            yield f"chat={actual}: expected chat={expected} with {benchmark.harness}"
         if benchmark.max_new_tokens < self.least_new_tokens:
             yield (
                 f"max_new_tokens={benchmark.max_new_tokens}: expected {self.least_new_tokens} or "
@@ -228,15 +230,15 @@ class Harness(ABC):
             yield f"shots={benchmark.shots}: expected 0"
 
     def check_data(self, benchmark: BenchmarkConfig) -> None:
-        """Raise UserError for files, of a benchmark without a mirror, that are missing or have
-        another number of items."""
+        """Raise UserError when the files of a benchmark without a mirror are missing, or have
+        another number of items than benchmark.expected."""
         files, _ = self.hashed_files(benchmark)
         if files[-1].suffix == ".jsonl":
             lines = files[-1].read_bytes().splitlines()
             check_count(benchmark, sum(1 for line in lines if line.strip()))
 
     def missing(self, benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
-        """A sentence for each package, mirror, permission or sandbox that is missing on this
+        """A sentence for each package, mirror, permission, judge or sandbox that is missing on this
         machine."""
         if self.package and installed(self.package) is None:
             yield (
@@ -260,17 +262,18 @@ class Harness(ABC):
         return False
 
     def protection(self, benchmark: BenchmarkConfig, policy: Policy) -> str:
-        """The sandbox in which programs run; errors as of `Policy.protection`."""
+        """The sandbox in which programs run, see `Policy.protection`; the answers to shipped
+        benchmarks are closed-world programs."""
         return policy.protection(closed_world=benchmark.task.startswith(PREFIX))
 
     def runs_limited(self, benchmark: BenchmarkConfig, policy: Policy) -> bool:
-        """Whether programs that are not closed-world count as wrong, because this machine has no
-        namespaces."""
+        """Whether only closed-world programs are run, and others count as wrong, because this
+        machine has no namespaces."""
         if not self.runs_programs(benchmark):
             return False
         try:
             return self.protection(benchmark, policy) == LIMITED
-        except (UserError, Unavailable):  # which `missing` reports
+        except (UserError, Unavailable):  # `missing` reports it
             return False
 
 
@@ -322,8 +325,8 @@ def graded_by_mean(
     protocol: dict[str, Any] | None = None,
     tolerated: int = 0,
 ) -> Graded:
-    """Results that are mean outcomes; `verdict` gives an answer's outcome for a metric, and a text
-    that explains it."""
+    """Results that are mean outcomes. `verdict` (answer, metric) returns the outcome of an answer
+    and a text that explains it."""
     samples = []
     results = []
     for name, metric in benchmark.reports.items():
@@ -341,10 +344,10 @@ def loss_result(
     weights: Sequence[float],
     benchmark: BenchmarkConfig,
 ) -> Result:
-    """The mean loss or its perplexity exp(mean), with the standard error of the loss over items
-    times the slope.
+    """The mean loss, or its perplexity exp(mean). The standard error is that of the mean loss over
+    items, times the slope of exp at the mean for a perplexity.
 
-    `losses` of the items are in `unit`, `weights` are their numbers of tokens, words or bytes.
+    `losses` are those of the items, in `unit`; `weights` their numbers of tokens, words or bytes.
     """
     total = math.fsum(weights)
     shares = [weight / total for weight in weights]
@@ -387,12 +390,12 @@ class IdentifiedBenchmark(BenchmarkConfig):
 
 def wrong_benchmarks(benchmarks: Sequence[BenchmarkConfig]) -> list[str]:
     """A sentence for each setting or file of the benchmarks that is wrong on any machine, and for
-    each result that two of them report."""
+    each result name that two benchmarks report."""
     sentences: list[str] = []
     reported: dict[str, str] = {}
     for benchmark in benchmarks:
         sentences += harness_of(benchmark).wrong(benchmark)
-        for name in benchmark.reports:  # results of one name would be confused
+        for name in benchmark.reports:  # results of the same name would be confused
             other = reported.setdefault(name, benchmark.name)
             if other != benchmark.name:
                 sentences.append(

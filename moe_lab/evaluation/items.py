@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Pair:
-    """Request for the likelihood of the continuation after the context."""
+    """Request for the likelihood of a continuation after a context."""
 
     context: str | Messages
     continuation: str
@@ -49,8 +49,8 @@ class Pair:
 class Document:
     """Request for the likelihood of a whole text, window by window.
 
-    By default windows do not overlap, and the first token of each is not predicted. `from_nothing`
-    predicts every token, each but the first after another one, as lm-eval does.
+    By default windows do not overlap, and the first token of each window is not predicted. With
+    `from_nothing` every token of the text is predicted, as by lm-eval.
     """
 
     text: str
@@ -82,7 +82,7 @@ class Window:
     tokens: int
     """Number of these tokens."""
     likeliest: bool
-    """Whether each of them was the likeliest."""
+    """Whether each of these tokens was the likeliest."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ class Reply:
     """The text that was generated before the answer."""
     ended: str | None = None
     """Why a text ended: end (an end token), stop (a stop text), limit (too many tokens), or
-    too_long: nothing was generated, because prompt and limit together are too long. None where no
-    text was requested. A server does not distinguish end from stop."""
+    too_long (prompt and limit together are too long, and nothing was generated). None where no text
+    was requested. A server does not distinguish end from stop."""
     loss: float | None = None
     """Loss on the reference, in bits per byte."""
     windows: tuple[Window, ...] = ()
@@ -118,7 +118,7 @@ class Answer:
     prompt: str
     """The prompt of the first request as the model read it."""
     replies: tuple[Reply, ...]
-    """One for each request of the item."""
+    """The reply to each request of the item."""
     replicate: int = 0
     """Number of this answer among several to the same item."""
 
@@ -130,24 +130,28 @@ class Answer:
     def sample(
         self, result: str, outcome: float, extracted: str, output: str | None = None
     ) -> Sample:
-        """The row of samples.parquet for this answer and a result.
+        """The row of samples.parquet for this answer and the result named `result`.
 
-        `output` replaces the generated text where there is none.
+        `output` replaces the generated text of an answer that has none.
         """
+        digest = hashlib.sha256(self.prompt.encode("utf-8", "surrogatepass")).hexdigest()
         return Sample(
             benchmark=result,
             item=self.item,
             replicate=self.replicate,
             outcome=outcome,
-            prompt_hash=hashlib.sha256(self.prompt.encode("utf-8", "surrogatepass")).hexdigest()[
-                :16
-            ],
+            prompt_hash=digest[:16],
             thought=self.reply.thought,
             output=self.reply.text if output is None else output,
             ended=self.reply.ended,
             extracted=extracted,
             answer_loss=self.reply.loss,
         )
+
+
+def text_items(requests: Iterable[tuple[str, Text]]) -> list[Item]:
+    """An item for each (name, request for a text)."""
+    return [Item(name, (request,)) for name, request in requests]
 
 
 def replace_surrogates(text: str) -> str:
@@ -175,7 +179,7 @@ def read_answers(content: bytes) -> list[Answer]:
     return answers
 
 
-PAIRS: Mapping[str, str] = {
+CLOSING_MARKS: Mapping[str, str] = {
     "<think>": "</think>",
     "[THINK]": "[/THINK]",
     "<seed:think>": "</seed:think>",
@@ -186,8 +190,8 @@ PAIRS: Mapping[str, str] = {
     "<|begin_of_thought|>": "<|end_of_thought|>",
     "◁think▷": "◁/think▷",
 }
-"""Opening -> closing mark of a thought, of all families."""
-MARKS = frozenset({*PAIRS, *PAIRS.values()})
+"""Opening mark of a thought -> closing mark, of all families."""
+MARKS = frozenset({*CLOSING_MARKS, *CLOSING_MARKS.values()})
 _HARMONY = "<|start|>assistant"
 """How the prompt ends in the harmony format of gpt-oss."""
 _HARMONY_THOUGHT = "<|channel|>analysis<|message|>"
@@ -205,16 +209,16 @@ def answer_in(text: str, prompt: str = "", *, chat: bool = True) -> str | None:
     """The answer in a text that a model wrote after `prompt`: the part after the thought. None if
     the thought does not end.
 
-    A text without a thought is an answer as a whole. In a chat, a closing mark alone also ends a
-    thought: where the opening one may have been in the prompt. Marks in quotes are ignored.
+    A text without a thought is all answer. In a chat, a closing mark without an opening mark also
+    ends a thought, since the opening mark may have been in the prompt. Marks in quotes are ignored.
     """
     if _is_harmony(text, prompt):
         answer = _HARMONY_ANSWER.search(text)
         return None if answer is None else text[answer.end() :].lstrip()
-    for opening, closing in PAIRS.items():
+    for opening, closing in CLOSING_MARKS.items():
         if prompt.rstrip().endswith(opening) or text.lstrip().startswith(opening):
             return _after_thoughts(text, opening, closing)
-    for opening, closing in PAIRS.items() if chat else ():
+    for opening, closing in CLOSING_MARKS.items() if chat else ():
         end = _end_of(closing, text)
         if end is not None and opening not in text[:end]:
             return _after_thoughts(text, opening, closing)
@@ -222,14 +226,14 @@ def answer_in(text: str, prompt: str = "", *, chat: bool = True) -> str | None:
 
 
 def may_think(tokenizer: Any) -> bool:
-    """Whether a tokenizer's chat templates know thoughts, by their marks."""
+    """Whether a tokenizer's chat templates mention marks of thoughts."""
     templates = str(getattr(tokenizer, "chat_template", None))
     return _HARMONY_THOUGHT in templates or any(mark in templates for mark in MARKS)
 
 
 def special_marks(tokenizer: Any, stop: Sequence[str]) -> tuple[tuple[int, str], ...]:
-    """Special tokens, id and text, that mark thoughts or occur in stop texts; decoding would leave
-    them out."""
+    """(id, text) of the special tokens that mark thoughts or occur in stop texts. Decoding would
+    leave them out of a text."""
     added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     special = [(number, token.content) for number, token in added.items() if token.special]
     return tuple(
@@ -240,24 +244,26 @@ def special_marks(tokenizer: Any, stop: Sequence[str]) -> tuple[tuple[int, str],
 
 
 def _after_thoughts(text: str, opening: str, closing: str) -> str | None:
-    """What follows the first thought, and every later one that begins a line."""
+    """The part of `text` after its first thought, and after every later thought that begins a line;
+    None if a thought does not end."""
     answer = text
-    again = re.compile(rf"^[ \t]*{re.escape(opening)}", re.MULTILINE)
+    later_opening = re.compile(rf"^[ \t]*{re.escape(opening)}", re.MULTILINE)
     while True:
         end = _end_of(closing, answer)
         if end is None:
             return None
         answer = answer[end:]
-        if not (later := again.search(answer)):
+        if not (mark := later_opening.search(answer)):
             return answer.lstrip()
-        answer = answer[later.end() :]
+        answer = answer[mark.end() :]
 
 
 def _end_of(closing: str, text: str) -> int | None:
-    """The end of the first closing mark that is not in quotes."""
+    """The end of the first closing mark that is not in quotes; None if there is none."""
     for mark in re.finditer(re.escape(closing), text):
-        around = text[mark.start() - 1 : mark.start()], text[mark.end() : mark.end() + 1]
-        if around[0] != around[1] or around[0] not in ("'", '"', "`"):
+        before = text[mark.start() - 1 : mark.start()]
+        after = text[mark.end() : mark.end() + 1]
+        if before != after or before not in ("'", '"', "`"):
             return mark.end()
     return None
 

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 _BUSY = (408, 409, 429)
 """HTTP status codes below 500 after which the client repeats a request, as it does from 500 on."""
 _BROKEN = ("abort", "error", "content_filter")
-"""Reasons why a reply ends that leave it incomplete. Endpoints differ in those of complete ones."""
+"""Values of finish_reason of incomplete replies; those of complete replies differ between
+endpoints."""
 ATTEMPTS = 8
 """How often a request is sent while the endpoint is busy, broken or unreachable: about a minute."""
 PARALLEL = 8
@@ -41,7 +42,7 @@ _SCORE = re.compile(r'"score"\s*:\s*', re.IGNORECASE)
 # A character must follow the number, because a reply may be cut off in the middle of 10.
 _NUMBER = re.compile(r'"?\s*(\d+(?:\.\d+)?)(?=["},\s])')
 UNPARSABLE_ATTEMPTS = 3
-"""How often a text is sent while its replies hold no score: enough for one that broke off by
+"""How often a text is sent while its replies hold no score: enough for a reply that broke off by
 chance."""
 
 
@@ -56,11 +57,12 @@ class Verdict:
     score: float | None
     """1 to 10; None without a usable reply."""
     reply: str
-    """The judge's reply, or why there is none."""
+    """The judge's reply, or the reason why there is none."""
 
 
 def missing(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
-    """A sentence if there is no permission to use a judge, no judge, or no key for it."""
+    """A sentence each for a missing permission to use a judge, a missing judge, and a missing key
+    for the judge."""
     name = f"benchmark {benchmark.name}"
     judge = benchmark.judge
     if not policy.allow_judge:
@@ -94,7 +96,8 @@ def verdicts(
     """
     unscored: list[Verdict] = []
     refused = threading.Event()
-    with _client(judge) as client:  # closed, it ends the requests that are still being repeated
+    # closing the client ends the requests that are still being repeated
+    with _client(judge) as client:
         pool = ThreadPoolExecutor(PARALLEL)
         try:
             futures = [
@@ -153,7 +156,7 @@ def _verdict(
                 max_tokens=judge.max_tokens,
                 extra_body={"temperature": 0, **judge.extra},
             )
-            reply = _text(response.content)
+            reply = _message(response.content)
             verdict = Verdict(score(reply), reply)
         except Unparsable as error:
             reason = f"{UNPARSABLE_ATTEMPTS} replies in a row without a usable score ({error})"
@@ -177,9 +180,9 @@ def _verdict(
     return Verdict(None, reason)
 
 
-def _text(body: bytes) -> str:
-    """The message in a response. Unparsable without one, as of another program, and for one that
-    was broken off."""
+def _message(body: bytes) -> str:
+    """The message in a response. Raises Unparsable for a response without a message, such as that
+    of another program, and for a message that was broken off."""
     try:
         choice = json.loads(body)["choices"][0]
         content = choice["message"]["content"] or ""
@@ -195,20 +198,20 @@ def _text(body: bytes) -> str:
 
 
 def score(reply: str) -> float:
-    """The number, from 1 to 10, after the last "score" of the reply: a judge may quote the form
-    first.
+    """The number from 1 to 10 after the last "score" of the reply; earlier ones may be in a quote
+    of the form.
 
-    Thoughts are not read. Raises Unparsable when there is none.
+    Thoughts are not read. Raises Unparsable when there is no such number.
     """
-    verdict = answer_in(reply)
-    if verdict is None:
+    answer = answer_in(reply)
+    if answer is None:
         raise Unparsable("a thought that does not end")
-    ends = [match.end() for match in _SCORE.finditer(verdict)]
+    ends = [match.end() for match in _SCORE.finditer(answer)]
     if not ends:
         raise Unparsable('no "score"')
-    number = _NUMBER.match(verdict, ends[-1])
+    number = _NUMBER.match(answer, ends[-1])
     if number is None:
-        raise Unparsable(f'the last "score" is no number: {verdict[ends[-1] : ends[-1] + 20]!r}')
+        raise Unparsable(f'the last "score" is no number: {answer[ends[-1] : ends[-1] + 20]!r}')
     value = float(number[1])
     if not LOWEST <= value <= HIGHEST:
         raise Unparsable(f"score {number[1]} is not between 1 and 10")

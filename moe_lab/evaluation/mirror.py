@@ -2,7 +2,7 @@
 
     python -m moe_lab.evaluation.mirror NAME ... data_root=FOLDER [from=FOLDER|FILE]
 
-makes them for benchmarks or whole suites. Evaluation reads mirrors alone, never the hub.
+makes mirrors for benchmarks or whole suites. Evaluation reads mirrors alone, never the hub.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _SHAPE = {"files": {str: {"subset": str, "split": str, "rows": int, "sha256": st
 """Expected form of a manifest."""
 ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".csv")
 _SPLITS = {"train": "train", "validation": "validation|valid|val|dev", "test": "test"}
-"""Parts of paths by which files belong to a split where there is no dataset card, as for
-`datasets`."""
+"""Split -> regular expression of the parts of paths by which files belong to it where there is no
+dataset card, as for `datasets`."""
 
 Entries = Mapping[str, Mapping[str, Any]]
 """File of a mirror -> its subset, split, rows, sha256 and source."""
@@ -46,7 +46,7 @@ Entries = Mapping[str, Mapping[str, Any]]
 
 
 def folder(benchmark: BenchmarkConfig) -> Path:
-    """The folder of the benchmark's mirror. Raises UserError with the command that makes it when
+    """The folder of the benchmark's mirror. UserError, with the command that makes the mirror, when
     there is none."""
     path = _folder(benchmark)
     if not (path / MANIFEST).is_file():
@@ -58,12 +58,12 @@ def folder(benchmark: BenchmarkConfig) -> Path:
 
 
 def digest(benchmark: BenchmarkConfig) -> str:
-    """sha256 over the hashes, in the manifest, of the files that a benchmark reads, regardless of
-    their names."""
-    in_order = sorted(
+    """sha256 over the manifest's hashes of the files that a benchmark reads, regardless of their
+    names."""
+    entries = sorted(
         _entries_read(benchmark).values(), key=lambda entry: (entry["subset"], entry["split"])
     )
-    hashes = [[entry["subset"], entry["split"], entry["sha256"]] for entry in in_order]
+    hashes = [[entry["subset"], entry["split"], entry["sha256"]] for entry in entries]
     return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
 
@@ -139,20 +139,20 @@ def _entries_read(benchmark: BenchmarkConfig) -> Entries:
 
 def _entries(benchmark: BenchmarkConfig, split: str | None) -> Entries:
     """The manifest's entries for the benchmark's subset and for `split` (None: for every split)."""
-    every = manifest(folder(benchmark))
-    chosen = {
+    entries = manifest(folder(benchmark))
+    selected = {
         name: entry
-        for name, entry in every.items()
+        for name, entry in entries.items()
         if benchmark.subset in (None, entry["subset"]) and split in (None, entry["split"])
     }
-    if not chosen:
-        known = {f"{entry['subset']}/{entry['split']}" for entry in every.values()}
+    if not selected:
+        known = {f"{entry['subset']}/{entry['split']}" for entry in entries.values()}
         wanted = f"{benchmark.subset or '*'}/{split or '*'}"
-        missing = unknown(f"benchmark {benchmark.name}: subset/split", wanted, known)
+        error = unknown(f"benchmark {benchmark.name}: subset/split", wanted, known)
         raise UserError(
-            f"{missing}: the mirror {folder(benchmark)} has none, {_command(benchmark)} adds it"
+            f"{error}: the mirror {folder(benchmark)} has none, {_command(benchmark)} adds it"
         )
-    return chosen
+    return selected
 
 
 def _folder(benchmark: BenchmarkConfig) -> Path:
@@ -165,8 +165,8 @@ def _command(benchmark: BenchmarkConfig) -> str:
 
 
 def _check_row_count(benchmark: BenchmarkConfig, entries: Entries) -> int:
-    """Number of rows of the evaluated splits; a harness may use fewer. UserError below
-    `benchmark.expected`."""
+    """Return the number of rows of `entries`. UserError if it is less than benchmark.expected; a
+    harness may use fewer rows than there are."""
     count: int = sum(entry["rows"] for entry in entries.values())
     if count < (benchmark.expected or 0):
         raise UserError(
@@ -180,7 +180,7 @@ def _check_row_count(benchmark: BenchmarkConfig, entries: Entries) -> int:
 
 
 def make(benchmark: BenchmarkConfig, source: Path | None) -> str:
-    """Make the mirror of the benchmark's data and return a line about it.
+    """Make the mirror of the benchmark's data and return a line for the log.
 
     `source` is a folder laid out as on the hub, or the file of the evaluated split. None: the
     benchmark's revision on the hub. The manifest is written once all files are copied and the
@@ -203,9 +203,12 @@ def make(benchmark: BenchmarkConfig, source: Path | None) -> str:
             "sha256": sha256_of(path / name),
             "source": origin,
         }
-    evaluated = {n: entry for n, entry in entries.items() if entry["split"] == benchmark.split}
+    evaluated = {
+        name: entry for name, entry in entries.items() if entry["split"] == benchmark.split
+    }
     count = _check_row_count(benchmark, evaluated)
-    # Entries of other subsets and splits stay; those of these may have had other names.
+    # Earlier entries of other subsets and splits stay. Those of the same subset and split go, since
+    # their files may have had other names.
     for name, entry in manifest(path).items():
         if (entry["subset"], entry["split"]) not in files.values():
             entries.setdefault(name, entry)
@@ -218,8 +221,8 @@ Layout = dict[str, tuple[str, str]]
 
 
 def _download(benchmark: BenchmarkConfig, path: Path) -> tuple[str, Layout]:
-    """Download the files of the benchmark's subset. Returns where they came from, with the commit,
-    and the files."""
+    """Download the files of the benchmark's subset. Returns the name of the data set with its
+    commit, and the files."""
     from httpx import HTTPError
     from huggingface_hub import HfApi, snapshot_download
 
@@ -246,7 +249,8 @@ def _download(benchmark: BenchmarkConfig, path: Path) -> tuple[str, Layout]:
 
 
 def _one_file(benchmark: BenchmarkConfig, source: Path | None, path: Path) -> tuple[str, Layout]:
-    """Copy the file `source`, or the one at the benchmark's address."""
+    """Copy the file `source`, or download the file at benchmark.url. Returns its address, and the
+    file."""
     address = str(benchmark.url) if source is None else source.as_uri()
     ending = next((ending for ending in ENDINGS if address.endswith(ending)), None)
     if ending is None:
@@ -270,8 +274,8 @@ def _one_file(benchmark: BenchmarkConfig, source: Path | None, path: Path) -> tu
 
 
 def _copy(benchmark: BenchmarkConfig, source: Path, path: Path) -> tuple[str, Layout]:
-    """Copy the files of the benchmark's subset from a folder laid out as on the hub, or from
-    OWNER/NAME in it."""
+    """Copy the files of the benchmark's subset from a folder laid out as on the hub, or from its
+    subfolder OWNER/NAME. Returns that folder, and the files."""
     origin = source / str(benchmark.data)
     if not origin.is_dir():
         origin = source
@@ -286,13 +290,13 @@ def _copy(benchmark: BenchmarkConfig, source: Path, path: Path) -> tuple[str, La
 
 
 def _layout(benchmark: BenchmarkConfig, origin: str, names: Iterable[str], card: Path) -> Layout:
-    """The files of the benchmark's subset, by the dataset card or else by their names. UserError
-    without its split."""
-    wanted = list(_patterns(card, benchmark.subset))
+    """The files of the benchmark's subset, by the dataset card or else by their names. UserError if
+    none of them belongs to the benchmark's split."""
+    patterns = list(_patterns(card, benchmark.subset))
     files = {
         name: (subset, split)
         for name in names
-        for subset, split, pattern in wanted
+        for subset, split, pattern in patterns
         if name.endswith(ENDINGS) and re.search(pattern, name)
     }
     if not any(split == benchmark.split for _, split in files.values()):
@@ -306,8 +310,8 @@ def _layout(benchmark: BenchmarkConfig, origin: str, names: Iterable[str], card:
 
 
 def _patterns(card: Path, subset: str | None) -> Iterator[tuple[str, str, str]]:
-    """Subset, split and regular expression of the files of a data set. None: all subsets but `all`,
-    which repeats the others."""
+    """(subset, split, regular expression of paths) for the files of a data set. `subset` None: all
+    subsets but the one named `all`, which repeats the others."""
     from huggingface_hub import metadata_load
 
     configs = ((metadata_load(card) if card.is_file() else None) or {}).get("configs") or ()
@@ -318,15 +322,15 @@ def _patterns(card: Path, subset: str | None) -> Iterator[tuple[str, str, str]]:
         name = config["config_name"]
         if name != subset and (subset is not None or name == "all"):
             continue
-        for part in _listed(config.get("data_files", [])):
+        for part in _as_list(config.get("data_files", [])):
             split, paths = (
                 (part["split"], part["path"]) if isinstance(part, dict) else ("train", part)
             )
-            yield from ((name, split, f"^{fnmatch.translate(path)}") for path in _listed(paths))
+            yield from ((name, split, f"^{fnmatch.translate(path)}") for path in _as_list(paths))
 
 
-def _listed(value: Any) -> list[Any]:
-    """A card may have a value in place of a list with one value."""
+def _as_list(value: Any) -> list[Any]:
+    """The value as a list: a card may have a single value in place of a list with one value."""
     return value if isinstance(value, list) else [value]
 
 
@@ -334,7 +338,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def benchmarks(names: Iterable[str], root: str) -> list[BenchmarkConfig]:
-    """The benchmarks, each once, that are named or in a named suite, and that need a mirror."""
+    """The benchmarks that need a mirror, each once, of the `names` of benchmarks and suites."""
     from omegaconf import OmegaConf
 
     files = {
@@ -370,14 +374,17 @@ def benchmarks(names: Iterable[str], root: str) -> list[BenchmarkConfig]:
 def main(arguments: Sequence[str]) -> int:
     """NAME ... data_root=FOLDER [from=FOLDER|FILE]: make the mirrors of benchmarks or whole suites.
 
-    Returns 0; or 2 after printing what is wrong. Where data is missing, the other mirrors are made.
+    Returns 0; or 2 after printing all errors. A mirror that cannot be made does not stop the
+    others.
     """
     settings = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
     names = [argument for argument in arguments if "=" not in argument]
     try:
         if not names or not settings.get("data_root") or settings.keys() - {"data_root", "from"}:
-            given = " ".join(arguments) or "nothing"
-            raise UserError(f"expected NAME ... data_root=FOLDER [from=FOLDER|FILE], got {given}")
+            raise UserError(
+                "expected NAME ... data_root=FOLDER [from=FOLDER|FILE], got "
+                f"{' '.join(arguments) or 'nothing'}"
+            )
         source = Path(settings["from"]).expanduser().absolute() if "from" in settings else None
         if source is not None and not source.exists():
             raise UserError(f"from={source}: there is no such file or folder")
@@ -385,10 +392,10 @@ def main(arguments: Sequence[str]) -> int:
             for benchmark in benchmarks(names, settings["data_root"]):
                 with mistakes.caught():
                     try:
-                        made = make(benchmark, source)
+                        line = make(benchmark, source)
                     except OSError as error:
                         raise UserError(f"benchmark {benchmark.name}: {error}") from error
-                    print(made, flush=True)
+                    print(line, flush=True)
     except UserError as error:
         print(f"moe_lab: {error}", file=sys.stderr)
         return 2

@@ -11,7 +11,7 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import Policy
 from moe_lab.evaluation.answers import collect_answers
 from moe_lab.evaluation.engines import Engine
-from moe_lab.evaluation.harness import check_count, harness_of
+from moe_lab.evaluation.harness import Harness, check_count, harness_of
 from moe_lab.evaluation.items import Answer, replace_surrogates
 from moe_lab.json_files import ResultCache, write_text
 from moe_lab.machine import installed
@@ -28,40 +28,47 @@ def evaluate(
     policy: Policy,
     cache: ResultCache | None = None,
 ) -> list[Result]:
-    """Run the benchmark on a model and write out/result.json and out/samples.parquet.
+    """Run the benchmark on a model, write out/result.json and out/samples.parquet, and return the
+    results.
 
-    Raises UserError as `Harness.check`. If an item fails, the benchmark fails.
+    Raises UserError and Unavailable as `Harness.check`. If an item fails, the benchmark fails.
     """
-    harness_of(benchmark).check(benchmark, policy)
-    return _grade(answer(engine, benchmark, cache), benchmark, out, policy)
+    harness = harness_of(benchmark)
+    harness.check(benchmark, policy)
+    return _grade(harness, answer(engine, benchmark, cache), benchmark, out, policy)
 
 
 def answer(
     engine: Engine, benchmark: BenchmarkConfig, cache: ResultCache | None = None
 ) -> list[Answer]:
-    """The answers to all items of the benchmark."""
+    """The model's answers to all items of the benchmark."""
     harness = harness_of(benchmark)
     items = harness.items(benchmark)
     if benchmark.limit is None and harness.counts_items:
         check_count(benchmark, len(items))
     if len({item.name for item in items}) < len(items):
-        raise RuntimeError(f"benchmark {benchmark.name} has two items of one name")
+        raise RuntimeError(f"benchmark {benchmark.name} has two items of the same name")
     return collect_answers(engine, items, benchmark, cache)
 
 
 def grade(
     answers: Sequence[Answer], benchmark: BenchmarkConfig, out: Path, *, policy: Policy
 ) -> list[Result]:
-    """Grade answers and write out/result.json and out/samples.parquet. Needs no model."""
-    harness_of(benchmark).check(benchmark, policy)
-    return _grade(answers, benchmark, out, policy)
+    """As `evaluate`, of answers that the model has given before. Needs no model."""
+    harness = harness_of(benchmark)
+    harness.check(benchmark, policy)
+    return _grade(harness, answers, benchmark, out, policy)
 
 
 def _grade(
-    answers: Sequence[Answer], benchmark: BenchmarkConfig, out: Path, policy: Policy
+    harness: Harness,
+    answers: Sequence[Answer],
+    benchmark: BenchmarkConfig,
+    out: Path,
+    policy: Policy,
 ) -> list[Result]:
-    """Grade answers and write the results, unless items have no outcome."""
-    harness = harness_of(benchmark)
+    """Grade answers and write the results. RuntimeError when more items have no outcome than the
+    harness tolerates."""
     graded = harness.grade(answers, benchmark, policy)
     for result in graded.results:
         missing = (result["expected"] or result["n"]) - result["n"]

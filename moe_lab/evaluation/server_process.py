@@ -1,9 +1,10 @@
-"""The process between moe_lab and a server: it ends when moe_lab does, and the server with all its
-child processes.
+"""The process between moe_lab and a server: when moe_lab ends, it ends too, and with it the server
+and all child processes of the server.
 
     python -m moe_lab.evaluation.server_process GRACE COMMAND...
 
-GRACE are the seconds between telling the server to stop and killing it. Standard library only.
+GRACE is the time in seconds between telling the server to stop and killing it. Standard library
+only.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ from contextlib import suppress
 
 
 def main(grace: float, command: Sequence[str]) -> None:
-    """Run the server until it ends, or standard input does. Ends the whole process group."""
-    signal.signal(signal.SIGTERM, lambda *_: None)  # which is for the server
+    """Run the server until it ends, or standard input ends; then kill the whole process group."""
+    # The signal is for the server, which is in the same process group.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr)
     except OSError as error:
-        # A folder of PATH that may not be read hides that the program is nowhere.
+        # The error may be that a folder of PATH cannot be read, though no folder has the program.
         reason = error.strerror if shutil.which(command[0]) else "there is no such program"
         raise SystemExit(f"{command[0]} cannot be started: {reason}") from None
     threading.Thread(target=_end_with_input, args=(server, grace), daemon=True).start()
     code = server.wait()
-    print(
-        f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}",
-        file=sys.stderr,
-        flush=True,
-    )
+    end = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    print(end, file=sys.stderr, flush=True)
     os.killpg(0, signal.SIGKILL)
 
 
 def _end_with_input(server: subprocess.Popen[bytes], grace: float) -> None:
+    """Wait for the end of standard input, then stop the server, and kill it after `grace`
+    seconds."""
     os.read(0, 1)
     os.killpg(0, signal.SIGTERM)
     with suppress(subprocess.TimeoutExpired):

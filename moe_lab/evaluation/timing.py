@@ -1,5 +1,5 @@
-"""Measure how fast a model reads prompts and generates on its device, and how much memory that
-takes."""
+"""Measure how fast a model reads prompts and generates tokens on its device, and how much memory it
+needs for them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from moe_lab.errors import UserError
 _STATUS = Path("/proc/self/status")
 _RESET = Path("/proc/self/clear_refs")
 WARMUP = 2
-"""Requests before the timed ones: the first compiles and allocates, and memory is measured in
-it."""
+"""Requests before the timed ones. The first of them compiles and allocates; it is the one of which
+memory is measured."""
 REPEATS = 7
 """Timed requests: enough for medians and quartiles."""
 _RESET_PEAK = "5"
@@ -32,8 +32,8 @@ def measure(model: Any, tokens: torch.Tensor, settings: TimingConfig) -> list[tu
     warm-up.
 
     Prompts are cut from `tokens` (N,), repeated as often as needed. Generation is greedy, with a
-    cache of keys and values, and always makes `settings.new_tokens` tokens after the first; end
-    tokens are ignored. Raises UserError for a prompt that leaves too little room.
+    cache of keys and values. It always makes `settings.new_tokens` tokens after the first new
+    token; end tokens are ignored. Raises UserError for a prompt that leaves too little room.
     """
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     longest = max(settings.prompt_lengths) + settings.new_tokens + 1
@@ -48,17 +48,17 @@ def measure(model: Any, tokens: torch.Tensor, settings: TimingConfig) -> list[tu
         repeats = -(-size * length // len(tokens))
         ids = tokens.repeat(repeats)[: size * length].view(size, length).to(model.device)
         request = partial(_request, model, ids, settings.new_tokens)
-        working = _working_bytes(model.device, request)
+        working_bytes = _working_bytes(model.device, request)
         for _ in range(WARMUP - 1):
             request()
         for repeat in range(REPEATS):
-            rows.append((size, length, settings.new_tokens, repeat, *request(), working))
+            rows.append((size, length, settings.new_tokens, repeat, *request(), working_bytes))
     return rows
 
 
 def _request(model: Any, ids: torch.Tensor, new_tokens: int) -> tuple[float, float]:
-    """Seconds until the first new token of each prompt, and seconds for the `new_tokens` after
-    it."""
+    """Seconds until the first new token of each prompt, and seconds for the `new_tokens` tokens
+    after it."""
     start = _now(model.device)
     output = model(input_ids=ids, use_cache=True, logits_to_keep=1)
     chosen = output.logits[:, -1:].argmax(-1)
@@ -83,8 +83,8 @@ def _now(device: torch.device) -> float:
 
 
 def _working_bytes(device: torch.device, request: Callable[[], object]) -> float:
-    """Peak bytes of `request` beyond those used before it: torch's allocations on GPUs, else
-    resident memory."""
+    """Peak memory during `request` beyond the memory in use before it, in bytes: of torch's
+    allocations on GPUs, else resident memory; NaN where the peak cannot be reset."""
     if device.type == "cuda":
         gpus = range(torch.cuda.device_count())
         before = sum(torch.cuda.memory_allocated(number) for number in gpus)
@@ -93,7 +93,7 @@ def _working_bytes(device: torch.device, request: Callable[[], object]) -> float
         request()
         return float(sum(torch.cuda.max_memory_allocated(number) for number in gpus) - before)
     try:
-        # return free memory to the system: its reuse would not be counted
+        # return free memory to the system, because using it again would not be counted
         ctypes.CDLL(None).malloc_trim(0)
         _RESET.write_text(_RESET_PEAK)
     except (AttributeError, OSError):  # not Linux, or not permitted

@@ -323,7 +323,7 @@ def test_answers_that_could_not_be_compared_are_wrong_and_must_be_few(
     verdicts[7] |= {"outcome": None, "why": "exceeded the deadline"}
     answers = [Answer(f"{n}", "", (Reply(),)) for n in range(200)]
     monkeypatch.setattr(
-        evalscope, "_called", lambda *given, **more: {"samples": verdicts, "versions": {}}
+        evalscope, "_call_worker", lambda *given, **more: {"samples": verdicts, "versions": {}}
     )
     graded = HARNESS.grade(answers, benchmark, Policy())
     assert graded.results[0]["score"] == 199 / 200 and graded.protocol["unscored"] == ["7"]

@@ -80,7 +80,7 @@ def test_a_server_serves_the_checkpoint_and_is_gone_after_an_exception(named: bo
         assert write(served, ["abc", "abcdef", ""], 4, batch_size=2) == [" 3", " 6", " 0"]
         assert served.max_length == 512
         raise ZeroDivisionError
-    assert servers._listed(served) is None
+    assert servers._listed_models(served) is None
 
 
 def refused(
@@ -145,7 +145,7 @@ def test_a_stale_server_in_place_of_one_that_died_is_noticed(
 def test_a_server_that_lists_the_model_and_is_mute_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(servers, "_ANSWER", 1.0)
+    monkeypatch.setattr(servers, "_ANSWER_SECONDS", 1.0)
     clock(monkeypatch, lambda: 0.0)  # it is ready in time, however long it takes
     text = (
         f"sys.path.insert(0, {str(ENDPOINT.parent)!r})\nfrom endpoint import endpoint\nimport "

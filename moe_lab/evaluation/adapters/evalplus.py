@@ -21,8 +21,10 @@ from moe_lab.machine import cores
 
 PARTS = ("base", "plus")
 _CANONICAL_SECONDS = 30.0
+"""CPU limit of each call of a canonical solution."""
 _CANONICAL_MEMORY = 4 << 30
 _LONGEST = 60.0
+"""CPU seconds that a program may take for all its calls together."""
 _OUTPUT = 64 << 20
 _SANITIZING = (20.0, 4 << 30)
 """CPU seconds and bytes of memory that sanitizing a text may take."""
@@ -55,17 +57,18 @@ class GradeRequest:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of a program on the base tests and on all tests: pass, fail, timeout, crash, output or
-    refused."""
+    """Status of a program on the base tests and on all (plus) tests: pass, fail, timeout, crash,
+    output or refused."""
 
     program: str
-    """The program that was run, so after the sanitizer."""
+    """The program as it was run: after the sanitizer."""
     base: str
     plus: str
     reason: str = ""
 
     def outcome(self, metric: str) -> tuple[float, str]:
-        """1 for a right program, and a text about it, for base or plus."""
+        """1 if the program passes the tests of `metric` (base or plus), else 0; and a text with
+        status, reason and program."""
         status = self.base if metric == "base" else self.plus
         reason = f": {self.reason}" if self.reason and status != "pass" else ""
         return float(status == "pass"), f"{status}{reason}\n\n{self.program}"
@@ -73,19 +76,18 @@ class Verdict:
 
 @dataclass(frozen=True)
 class _DataFile:
-    """The problems of one EvalPlus data file and what was computed for them."""
+    """The problems of one EvalPlus data file, with cached results."""
 
     problems: dict[str, dict[str, Any]]
     expected: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Task id -> part -> what the canonical solution returns, and its CPU seconds."""
+    """Task id -> part -> the encoded outputs of the canonical solution, and its CPU seconds."""
     verdicts: dict[tuple[Any, ...], Verdict] = field(default_factory=dict)
-    """A program and all that its verdict depends on -> verdict."""
+    """(task id, program, settings of grading) -> verdict."""
 
 
 class Grader:
-    """Grades programs. Its caches and processes serve later requests.
-
-    Programs that were graded before, as other plans often give, cost nothing.
+    """Grades programs. Its caches and processes serve later requests: several plans of a model
+    often give the same program.
     """
 
     def __init__(self) -> None:
@@ -95,7 +97,7 @@ class Grader:
         self.rules = LimitedCalls(evalplus_rules.__name__, environment)
         self.runners = {confined: Runners(confined=confined) for confined in (True, False)}
         self.files: dict[tuple[str, str], _DataFile] = {}
-        """Data set and sha256 of a file -> its problems and what was computed for them."""
+        """(data set, sha256 of a file) -> its problems."""
 
     def grade(self, request: GradeRequest) -> dict[str, Verdict]:
         """Verdicts by task id. Raises RuntimeError for a canonical solution that does not run."""
@@ -106,7 +108,7 @@ class Grader:
         try:
             return _Grading(request, self.files[key], self).verdicts()
         finally:
-            if not request.confined:  # a program may have harmed them
+            if not request.confined:  # a program may have harmed the processes
                 self.close()
 
     def close(self) -> None:
@@ -147,7 +149,8 @@ class _Grading:
             cached.clear()
         for task in missing:
             verdict = verdicts[task]
-            if "crash" not in (verdict.base, verdict.plus):  # another program may have caused it
+            # a crash is not cached, as another program may have caused it
+            if "crash" not in (verdict.base, verdict.plus):
                 cached[keys[task]] = verdict
         return {task: verdicts[task] for task in keys}
 
@@ -169,8 +172,8 @@ class _Grading:
         return self.grader.runners[self.request.confined].run(request)
 
     def _canonical(self, task: str) -> dict[str, Any]:
-        """What the canonical solution, which is run like any other program, returns for each
-        part."""
+        """Part -> the encoded outputs of the canonical solution and its CPU seconds. It is run like
+        any other program; RuntimeError if it fails."""
         problem = self.file.problems[task]
         program = problem["prompt"] + problem["canonical_solution"]
         outputs = {}
@@ -197,7 +200,7 @@ class _Grading:
         return Verdict(program, base, plus, reason)
 
     def _part_verdict(self, task: str, part: str, program: str) -> tuple[str, str]:
-        """Status on the tests of one part, and its reason."""
+        """Status of a program on the tests of one part, and the reason."""
         canonical = self.file.expected[task][part]
         limits = [max(self.request.seconds, 4.0 * seconds) for seconds in canonical["seconds"]]
         outcome = self._run(task, part, program, limits, self.request.memory_mib << 20)

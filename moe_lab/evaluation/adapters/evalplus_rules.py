@@ -33,13 +33,13 @@ MOST_LINES = 150
 
 
 def sanitized(text: str, entry_point: str) -> str:
-    """`text` after EvalPlus's sanitizer, which can crash this process."""
+    """The program that EvalPlus's sanitizer extracts from `text`. It can crash this process."""
     return str(evalplus_sanitize.sanitize(text, entry_point))
 
 
 def longest_program(text: str) -> str:
-    """The run of lines of `text` that is Python and has the most lines that are not blank; of equal
-    ones, the first.
+    """The consecutive lines of `text` that are a Python program and have the most lines that are
+    not blank; of equally long programs, the first.
 
     The result is that of EvalPlus's `code_extract`, which tries every run, except that only the
     first MOST_LINES lines are searched of a text that is not Python as a whole.
@@ -47,13 +47,14 @@ def longest_program(text: str) -> str:
     lines = text.split("\n")
     if not _is_python(text):
         lines = lines[:MOST_LINES]
-    # non-blank lines before each line
+    # number of non-blank lines before each line
     filled = [0, *accumulate(bool(line.strip()) for line in lines)]
     runs = []
     for start in range(len(lines)):
         for end in range(start + 2, len(filled)):
-            runs.append((filled[start] - filled[end], start, end))
-    for _, start, end in sorted(run for run in runs if run[0] < 0):
+            if filled[start] < filled[end]:
+                runs.append((filled[start] - filled[end], start, end))
+    for _, start, end in sorted(runs):
         run = "\n".join(lines[start:end])
         if _is_python(run):
             return run
@@ -68,10 +69,10 @@ def _is_python(text: str) -> bool:
     return True
 
 
-def gives_something(function: Any) -> bool:
-    """Whether a function's tree-sitter node holds a return or a yield. EvalPlus drops functions
-    without a return as unfinished, also generators, without which the canonical solution of
-    Mbpp/630 fails."""
+def returns_or_yields(function: Any) -> bool:
+    """Whether a function's tree-sitter node holds a return or a yield. EvalPlus itself drops
+    functions without a return as unfinished, and with them the generator that the canonical
+    solution of Mbpp/630 needs."""
     return any(
         node.type in ("return_statement", "yield")
         for node in evalplus_sanitize.traverse_tree(function)
@@ -79,12 +80,11 @@ def gives_something(function: Any) -> bool:
 
 
 evalplus_sanitize.code_extract = longest_program
-evalplus_sanitize.has_return_statement = gives_something
+evalplus_sanitize.has_return_statement = returns_or_yields
 
 _SUCCESS = 0
 _recorded: Iterator[Any] = iter(())
-
-
+"""Outputs that `replay` returns."""
 _UNGUARDED = {
     "create_tempdir": nullcontext,
     "swallow_io": nullcontext,
@@ -96,7 +96,8 @@ _UNGUARDED = {
 
 
 def replay(*arguments: Any) -> Any:
-    """The stand-in's function: the next recorded value, whatever the arguments."""
+    """The function of the program that stands in for the model's: the next recorded value, whatever
+    the arguments."""
     return next(_recorded)
 
 
@@ -114,11 +115,10 @@ def problems_of(dataset: str, data: str) -> dict[str, dict[str, Any]]:
 def compared(
     dataset: str, problem: Mapping[str, Any], encoded: list[str], canonical: list[str]
 ) -> str:
-    """How a program's encoded outputs compare with those of the canonical solution: right, wrong,
-    or no value.
+    """Compare a program's encoded outputs with those of the canonical solution: right, wrong, or no
+    value.
 
-    `problem` has its entry_point, its atol, and the encoded `inputs`. What is encoded is decoded
-    only here; that makes data of it, never code.
+    `problem` has the entry_point, atol, and encoded `inputs`. Decoding makes data, never code.
     """
     try:
         outputs = [decode_text(text) for text in encoded]
@@ -140,8 +140,9 @@ def _agrees(
     if len(outputs) != len(inputs):
         return False
     _recorded = iter(outputs)
-    # in EvalPlus, shared memory
-    verdict, progress = SimpleNamespace(value=-1), SimpleNamespace(value=0)
+    # stand-ins for the shared memory of EvalPlus
+    verdict = SimpleNamespace(value=-1)
+    progress = SimpleNamespace(value=0)
     program = f"from {__name__} import replay as {problem['entry_point']}"
     limits = [0.0] * len(inputs)
     details = [False] * len(inputs)

@@ -24,14 +24,14 @@ from unittest.mock import patch
 from moe_lab.evaluation.sandbox.client import LimitedCalls, Outcome, Runners
 from moe_lab.evaluation.sandbox.runner import Request
 
-# most wrong programs fail one of them, and then the others, which may take hours, are not run
+# most wrong programs fail one of these tests: the others may take hours, and are not run then
 _FIRST_TESTS = 4
 _OUTPUT = 256 << 20
-# solutions often recurse in a thread, and a thread that ended still counts for a moment
+# solutions often recurse in a thread, and a thread that has ended still counts for a moment
 _PROCESSES = 4
 _COMPARING = (60.0, 4 << 30)  # CPU seconds and bytes of memory
 _WRONG = -2  # EvalScope's number for a wrong answer
-_PARTS = 1 << 30  # outputs are compared here, so they come back whole
+_PARTS = 1 << 30  # no output becomes a hash: EvalScope's comparison needs the values
 
 _PROGRAM = """
 import ast, json, sys
@@ -48,11 +48,11 @@ def _load(solution, function):
         return get_function(module, "wrapped_function")
     return get_function(compile_code(import_string + "\\n\\n" + solution, 0), function)
 _method, _calls_function = _load({solution!r}, {function!r}), {function!r} is not None
-def moe_lab_answer(given):
+def moe_lab_answer(text):
     if _calls_function:
-        return _method(*[json.loads(line) for line in given.split("\\n")])
+        return _method(*[json.loads(line) for line in text.split("\\n")])
     with Capturing() as captured:
-        call_method(_method, given)
+        call_method(_method, text)
     return captured[0]
 """
 
@@ -61,26 +61,26 @@ class DataError(Exception):
     """The data is unusable, or not allowed. The message is a sentence for the user."""
 
 
-def of_days(
+def select_days(
     record_to_sample: Callable[[dict[str, Any]], Any], days: Sequence[str], *, asking: bool
 ) -> Any:
-    """EvalScope's `record_to_sample` for the problems from the first to the last of `days`
-    (YYYY-MM-DD) alone. With `asking`, private tests are not read."""
+    """A function like EvalScope's `record_to_sample` that gives samples only of problems from
+    days[0] to days[1] (YYYY-MM-DD). With `asking`, private tests are not read."""
 
-    def of_selected(record: dict[str, Any]) -> Any:
+    def selected_samples(record: dict[str, Any]) -> Any:
         day = record["contest_date"]
         row = {**record, "contest_date": day if isinstance(day, str) else day.isoformat()}
         if not days[0] <= row["contest_date"][:10] <= days[1]:
             return []
         return record_to_sample({**row, "private_test_cases": "[]"} if asking else row)
 
-    return of_selected
+    return selected_samples
 
 
 @contextmanager
 def only_text_unpickled(*, allowed: bool) -> Iterator[None]:
-    """A context in which EvalScope reads pickled tests only where they are allowed, and nothing but
-    text of them."""
+    """A context in which EvalScope reads pickled tests only if `allowed`, and only if they are
+    text."""
     from evalscope.benchmarks.live_code_bench import load_utils
 
     def loads(content: bytes) -> Any:
@@ -106,17 +106,19 @@ class OnlyText(pickle.Unpickler):
 
 
 class Programs:
-    """Runs programs and grades what they printed or returned.
+    """Runs programs and grades their outputs.
 
-    `confined`: in namespaces, otherwise only with limits; `seconds` of the processor for each test,
-    as EvalScope's own; `memory_mib` of address space; `processes`: programs that run at the same
-    time.
+    `confined`: run programs in namespaces; False: only in a subprocess with limits. `seconds`: CPU
+    limit of each test, by default EvalScope's. `memory_mib`: limit on the address space.
+    `processes`: programs that run at the same time.
     """
 
     def __init__(
         self, *, confined: bool, seconds: float = 6.0, memory_mib: int = 4096, processes: int = 1
     ) -> None:
-        self.seconds, self.memory, self.processes = seconds, memory_mib << 20, processes
+        self.seconds = seconds
+        self.memory = memory_mib << 20
+        self.processes = processes
         self._runners = Runners(confined=confined)
         self._compared = LimitedCalls(__name__, os.environ)
 
@@ -126,7 +128,8 @@ class Programs:
         self._compared.close()
 
     def grade(self, adapter: Any, state: Any) -> dict[str, Any]:
-        """The outcome of an answer, 1 if its program passes every test, and why it is wrong."""
+        """The outcome of an answer (1 if its program passes every test, else 0), and why it is
+        wrong."""
         solution = adapter.filter_prediction(state.output.completion, state)
         tests = json.loads(state.metadata["evaluation_sample"])
         if not tests["inputs"]:
@@ -143,8 +146,8 @@ class Programs:
         }
 
     def judge(self, solution: str, tests: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """EvalScope's results, True for a test that the program passes, up to the first failure,
-        and its notes."""
+        """EvalScope's results, which are True for tests that the program passes and end with the
+        first failure; and EvalScope's notes."""
         inputs = tests["inputs"]
         request = Request(
             program=program(solution, tests["fn_name"]),
@@ -158,6 +161,7 @@ class Programs:
             processes=_PROCESSES,
         )
         outcome = self._runners.run(request)
+        # tests with an output, and the test at which the program failed
         number = len(outcome.encoded) + (outcome.status != "ok")
         first = {name: tests[name][:number] for name in ("inputs", "outputs")}
         judged = self._compared("compared", [tests["fn_name"], first, asdict(outcome)], *_COMPARING)
@@ -169,8 +173,8 @@ class Programs:
 
 
 def compared(function: str | None, tests: dict[str, Any], outcome: dict[str, Any]) -> Any:
-    """EvalScope's results and notes on the outcome of tests, as JSON; `function` is the name of the
-    called one."""
+    """EvalScope's results and notes for the `outcome` of a program on `tests`, as JSON; `function`
+    is the name of the called function, None for a program that prints."""
     from evalscope.benchmarks.live_code_bench import testing_util
 
     with replayed(Outcome(**outcome), function):
@@ -210,11 +214,11 @@ def replayed(outcome: Outcome, function: str | None) -> Iterator[None]:
     solution."""
     from evalscope.benchmarks.live_code_bench import testing_util
 
-    values = _replies(outcome)
+    values = _outputs(outcome)
     printed = list[str]()
-    solution = SimpleNamespace(**{function or "wrapped_function": lambda *given: next(values)})
+    solution = SimpleNamespace(**{function or "wrapped_function": lambda *_: next(values)})
 
-    def call_method(method: Any, given: str) -> None:
+    def call_method(method: Any, _: str) -> None:
         printed[:] = [method()]
 
     with (
@@ -226,9 +230,9 @@ def replayed(outcome: Outcome, function: str | None) -> Iterator[None]:
         yield
 
 
-def _replies(outcome: Outcome) -> Iterator[Any]:
-    """The program's output for each test. After the last one, raises an exception with how the
-    program ended."""
+def _outputs(outcome: Outcome) -> Iterator[Any]:
+    """The program's output for each test. After the last output, raises a RuntimeError that says
+    how the program ended."""
     try:
         yield from outcome.values()
     except ValueError as error:

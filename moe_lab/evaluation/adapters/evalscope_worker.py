@@ -2,7 +2,7 @@
 
 It needs EvalScope and the standard library, but no other package of moe_lab's environment.
 EvalScope's adapter of the task reads the data, writes the prompts, extracts the answers and
-compares them. Processes of programs end with this one, whose pipes they read.
+compares them. Processes that run programs end with this process, whose pipes they read.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ Samples = dict[str, Any]
 
 
 def questions(**task: Any) -> list[dict[str, Any]]:
-    """Dicts of item and messages."""
+    """For each question of a task: {"item": its name, "messages": its conversation}. `task`:
+    arguments of `load`."""
     _, samples = load(**task, asking=True)
     return [{"item": name, "messages": _messages(sample)} for name, sample in samples.items()]
 
 
 def grade(texts: dict[str, str], **task: Any) -> dict[str, Any]:
-    """Versions, and samples: dicts of item, outcome (None where EvalScope could not compare),
-    extracted and why. AssertionError unless the items of the answers `texts` are those of the
-    questions."""
+    """{"versions": of packages, "samples": for each item its name, outcome (None where EvalScope
+    could not compare), extracted answer and why it is wrong}. `texts`: name of an item -> answer;
+    `task`: arguments of `load`. AssertionError unless `texts` has exactly the items of the task."""
     verdict: Callable[[Any, Any], dict[str, Any]] = _verdict
     parallel = 1
     if task["code"]:
@@ -42,11 +43,11 @@ def grade(texts: dict[str, str], **task: Any) -> dict[str, Any]:
         verdict = programs.grade
         parallel = programs.processes
     adapter, samples = load(**task, asking=False)
-    other = set(texts) ^ set(samples)
-    assert not other, (
-        f"answers and questions are not the same: {sorted(other)[0]} is only on one side"
+    unpaired = set(texts) ^ set(samples)
+    assert not unpaired, (
+        f"answers and questions are not the same: {sorted(unpaired)[0]} is only on one side"
     )
-    states = [_answered(sample, texts[name]) for name, sample in samples.items()]
+    states = [_state(sample, texts[name]) for name, sample in samples.items()]
     with ThreadPoolExecutor(parallel) as pool:
         judged = pool.map(verdict, repeat(adapter), states)
         verdicts = [
@@ -78,7 +79,7 @@ def load(
     args = {name: {"dataset_id": folder, **dataset_args}}
     adapter = get_benchmark(name, TaskConfig(datasets=[name], dataset_args=args))
     if code:
-        adapter.record_to_sample = evalscope_code.of_days(
+        adapter.record_to_sample = evalscope_code.select_days(
             adapter.record_to_sample, code["days"], asking=asking
         )
     with evalscope_code.only_text_unpickled(allowed=code["pickles"]) if code else nullcontext():
@@ -90,24 +91,23 @@ def load(
 
 
 def _named(subsets: Any, limit: int | None) -> Iterator[tuple[str, Any]]:
-    """Samples up to the limit, named by subset, number and a digest of the prompt, so that no other
-    text fits."""
+    """(name, sample) up to the limit. A name consists of subset, number and a digest of the prompt,
+    so that an answer to a prompt that has changed since matches no sample."""
     order = sorted((sample.id, subset) for subset, samples in subsets.items() for sample in samples)
-    wanted = set(order[:limit])
+    selected = set(order[:limit])
     for subset, samples in subsets.items():
         for sample in samples:
-            if (sample.id, subset) in wanted:
-                digest = sha256(json.dumps(_messages(sample), sort_keys=True).encode()).hexdigest()[
-                    :8
-                ]
-                yield f"{subset}/{sample.id} {digest}", sample
+            if (sample.id, subset) in selected:
+                prompt = json.dumps(_messages(sample), sort_keys=True)
+                digest = sha256(prompt.encode()).hexdigest()
+                yield f"{subset}/{sample.id} {digest[:8]}", sample
 
 
 def _messages(sample: Any) -> list[dict[str, str]]:
     return [{"role": message.role, "content": message.text} for message in sample.input]
 
 
-def _answered(sample: Any, text: str) -> Any:
+def _state(sample: Any, text: str) -> Any:
     """EvalScope's state of an item after `text` was generated."""
     from evalscope.api.evaluator import TaskState
     from evalscope.api.model import ModelOutput
@@ -117,7 +117,8 @@ def _answered(sample: Any, text: str) -> Any:
 
 
 def _verdict(adapter: Any, state: Any) -> dict[str, Any]:
-    """EvalScope's verdict."""
+    """EvalScope's verdict on an answer: outcome (None where it could not compare), extracted
+    answer, and why it is wrong."""
     score = adapter.calculate_metrics(state).score
     values = list(score.value.values()) if score.status == _SCORED else [None]
     assert len(values) == 1, f"an answer has several scores: {score}"

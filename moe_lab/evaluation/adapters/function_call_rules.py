@@ -1,7 +1,7 @@
 """The AST check of the Berkeley Function Calling Leaderboard (BFCL v4), for functions in Python.
 
-Pure functions on JSON values: no code is run. A question comes with functions; its right answer is
-a list of calls, in which every argument has a list of allowed values. "" among them means that the
+Pure functions on JSON values: no code is run. A question comes with functions. Its right answer is
+a list of calls, in which every argument has a list of allowed values; if "" is allowed, the
 argument may be left out.
 """
 
@@ -41,9 +41,10 @@ _ARGUMENT = re.compile(
 _RECIPIENT = re.compile(
     r"(?:\A|assistant)\s*(?:<\|channel\|>)?(?:(?:commentary|analysis)\s+)?(?P<to>to=functions\.)"
 )
-"""The beginning of a message to a function; only the first message of an answer does not name its
+"""The beginning of a message to a function. The first message of an answer does not name its
 role."""
 _IGNORED = re.compile(r"[ ,./\-_*^]")
+"""Characters that do not count when texts are compared."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +56,15 @@ class Call:
 
 
 class Undecodable(ValueError):
-    """A text is no list of calls."""
+    """Raised for a text that is no list of calls."""
 
 
 def decode(answer: str, functions: Sequence[Mapping[str, Any]] = ()) -> list[Call]:
-    """The calls in an answer, which has no thought. Raises Undecodable for one that is no list of
-    calls.
+    """The calls in an answer without its thought. Raises Undecodable for an answer that is no list
+    of calls.
 
-    `functions` are the descriptions that came with the question. The forms that are read:
-    docs/evaluation.md.
+    `functions` are the descriptions that came with the question. docs/evaluation.md lists the forms
+    of calls that are read.
     """
     answer = answer.strip()
     descriptions = _by_name(functions)
@@ -98,15 +99,15 @@ def _call_in_block(block: str, descriptions: Mapping[str, Mapping[str, Any]]) ->
 
 
 def _value(text: str, described: Mapping[str, Any]) -> Any:
-    """A tagged value: the text where a text is declared, else its JSON or Python value, and the
-    text without either."""
+    """The value of a tagged argument: its text if the function declares a text, else the JSON or
+    Python value that the text stands for, else the text."""
     if TYPES.get(str(described.get("type"))) is str:
         return text
     for read in (json.loads, ast.literal_eval):
         try:
             return read(text)
         except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
-            # what literal_eval documents
+            # the errors that literal_eval documents
             continue
     return text
 
@@ -143,7 +144,7 @@ def _calls_in_messages(answer: str, descriptions: Mapping[str, Any]) -> list[Cal
 
 
 def _json(text: str) -> Any:
-    """The value of a JSON text; None for one that is none."""
+    """The value of a JSON text; None for a text that is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -151,7 +152,7 @@ def _json(text: str) -> Any:
 
 
 def _call(document: Any) -> Call:
-    """The call that a JSON object describes."""
+    """The call that a JSON object describes: {"name", "arguments"} or {name: arguments}."""
     if not isinstance(document, dict):
         raise Undecodable(f"expected an object with a name and arguments, found {document!r:.80}")
     name = document.get("name")
@@ -168,13 +169,12 @@ def mistake(
     functions: Sequence[Mapping[str, Any]],
     right: Sequence[Mapping[str, Mapping[str, Any]]],
 ) -> str | None:
-    """Why an answer is wrong, in a sentence; None if it is right. None as an answer is a thought
+    """A sentence that says why an answer is wrong; None if it is right. `answer` None: a thought
     that does not end.
 
-    `functions` are the descriptions that came with the question, `right` the calls of a right
-    answer, one {name: {argument: allowed values}} each. The order of calls is free. Where `right`
-    is empty, the functions are of no use for the question, and the answer is right without any
-    call, be it malformed.
+    `functions` are the descriptions that came with the question; `right` are the calls of a right
+    answer, each {name: {argument: allowed values}}, in any order. If `right` is empty, no call
+    helps to answer the question, and any call, even a malformed one, is wrong.
     """
     if answer is None:
         return "expected an answer, found a thought that does not end"
@@ -195,9 +195,8 @@ def mistake(
         ((name, allowed),) = expected.items()
         mistakes = []
         for index, call in enumerate(remaining):
-            if (
-                reason := _wrong_call(call, name, allowed, descriptions[name]["parameters"])
-            ) is None:
+            reason = _call_mistake(call, name, allowed, descriptions[name]["parameters"])
+            if reason is None:
                 del remaining[index]
                 break
             mistakes.append(reason)
@@ -206,10 +205,10 @@ def mistake(
     return None
 
 
-def _wrong_call(
+def _call_mistake(
     call: Call, name: str, allowed: Mapping[str, Sequence[Any]], parameters: Mapping[str, Any]
 ) -> str | None:
-    """Why a call is not that of function `name` with allowed arguments; None if it is."""
+    """Why a call is not a call of the function `name` with allowed arguments; None if it is."""
     if call.name != name:
         return f"expected {name}, found {call.name}"
     for argument in parameters.get("required", ()):
@@ -231,19 +230,18 @@ def _wrong_call(
 
 def _is_allowed(value: Any, described: Mapping[str, Any], allowed: Sequence[Any]) -> bool:
     """Whether the value of an argument has the type in its description, and is one of the allowed
-    values. One of the type of the allowed values passes too: that is how answers name variables, by
-    their names."""
+    values. An allowed value of another type passes too: right answers name variables by texts,
+    whatever the type of the argument."""
     declared = TYPES[described["type"]]
-    of_answer = _type_of_first(allowed)
+    allowed_type = _type_of_first(allowed)
     options: list[Any] = [option for option in allowed if isinstance(option, declared)]
     if described["type"] == "float" and type(value) is int:
         value = float(value)
-    of_value = type(value)
-    if of_value is not declared:
-        return of_value is of_answer and value in allowed
-    if not _has_elements(value, described, allowed):
+    if type(value) is not declared:
+        return type(value) is allowed_type and value in allowed
+    if not _has_element_types(value, described, allowed):
         return False
-    if of_answer not in (None, declared):
+    if allowed_type not in (None, declared):
         return value in allowed
     if declared is dict:
         return any(_is_dict(value, option) for option in options)
@@ -261,10 +259,10 @@ def _type_of_first(allowed: Iterable[Any]) -> type | None:
     return next((type(value) for value in allowed if value != ""), None)
 
 
-def _has_elements(value: Any, described: Mapping[str, Any], allowed: Sequence[Any]) -> bool:
-    """Whether the elements of a list have the type in its description, or that of an allowed list's
-    elements. As in BFCL, an int is no float here, and elements are not compared with "" as an
-    allowed value."""
+def _has_element_types(value: Any, described: Mapping[str, Any], allowed: Sequence[Any]) -> bool:
+    """Whether the elements of a list have the type in its description, or the type of the elements
+    of an allowed list; True for a value that is no list. As in BFCL, an int is no float here, and
+    any elements pass where "" is allowed."""
     if not isinstance(value, list):
         return True
     declared = TYPES[described["items"]["type"]]
@@ -276,8 +274,8 @@ def _has_elements(value: Any, described: Mapping[str, Any], allowed: Sequence[An
 
 
 def _standard(value: Any) -> Any:
-    """A text without spaces and , . / - _ * ^, in lower case, with " for '; any other value as it
-    is."""
+    """A text without spaces and , . / - _ * ^, in lower case, with " in place of '; any other value
+    unchanged."""
     return _IGNORED.sub("", value).lower().replace("'", '"') if isinstance(value, str) else value
 
 
@@ -286,8 +284,8 @@ def _standard_list(values: Iterable[Any]) -> list[Any]:
 
 
 def _is_dict(value: Mapping[str, Any], option: Mapping[str, Any]) -> bool:
-    """Whether every key has one of its allowed values, and only keys that may be left out are
-    missing."""
+    """Whether every key of `value` has a value that `option` allows, and only keys that may be left
+    out are missing."""
     for key, entry in value.items():
         if key not in option or _standard(entry) not in _standard_list(option[key]):
             return False
@@ -313,7 +311,8 @@ def tool(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _schema(described: Mapping[str, Any]) -> dict[str, Any]:
-    """The description of a parameter, and of all inside it, with the types of JSON schema."""
+    """The description of a parameter, and of its inner parameters, with the types of JSON
+    schema."""
     schema = {**described, "type": SCHEMA_TYPES.get(described["type"], described["type"])}
     if "properties" in schema:
         schema["properties"] = {

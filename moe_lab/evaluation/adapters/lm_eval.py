@@ -1,7 +1,8 @@
 """lm-eval with its own tasks, prompts, filters and metrics, and with moe_lab's data, generation and
 likelihoods.
 
-Tasks give what lm-eval's own `evaluate` uses: requests, filters, and the metrics of each item.
+lm-eval's tasks provide the same as to its own `evaluate`: requests, filters, and the metrics of
+each item.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ class _Question:
 
 @dataclass(frozen=True)
 class _Row:
-    """lm-eval's metrics of an answer after one of the task's filters."""
+    """lm-eval's metrics of an answer after a filter of the task."""
 
     question: _Question
     answer: Answer
@@ -58,51 +59,51 @@ def items(benchmark: BenchmarkConfig) -> list[Item]:
     """The items of a task, or of a group of tasks, with their requests.
 
     Raises UserError for a metric that the task does not have or that has no outcome of an item, and
-    a task that samples, runs programs or shows images.
+    for a task that samples, runs programs or shows images.
     """
     by_name = tasks(benchmark)
     for metric in benchmark.reports.values():
+        # raise UserError for a metric that cannot be reported
         _aggregation(metric, by_name, benchmark)
         weights_tasks_equally(benchmark, metric)
-    return [
-        Item(
-            question.name,
-            tuple(_request(request, question, benchmark) for request in question.requests),
-        )
-        for of_task in _questions(by_name, benchmark)
-        for question in of_task
-    ]
+    items = []
+    for questions in _questions_by_task(by_name, benchmark):
+        for question in questions:
+            requests = [_request(request, question, benchmark) for request in question.requests]
+            items.append(Item(question.name, tuple(requests)))
+    return items
 
 
 def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig) -> Graded:
     """Filter and grade the replies as lm-eval does. A thought that does not end gets no credit."""
     by_name = tasks(benchmark)
-    questions = _questions(by_name, benchmark)
-    rows = _rows(questions, {answer.item: answer for answer in answers})
+    questions = _questions_by_task(by_name, benchmark)
+    rows = _graded_rows(questions, {answer.item: answer for answer in answers})
     samples: list[Sample] = []
-    scores: list[Result] = []
+    results: list[Result] = []
     for name, metric in benchmark.reports.items():
         aggregation = _aggregation(metric, by_name, benchmark)
-        score, of_score = _result(
-            name, metric, aggregation, _rows_with(metric, rows, benchmark), benchmark
-        )
-        scores.append(score)
-        samples += of_score
-    evaluated = [of_task[0].task for of_task in questions]
+        rows_of_metric = _rows_with(metric, rows, benchmark)
+        result, result_samples = _result(name, metric, aggregation, rows_of_metric, benchmark)
+        results.append(result)
+        samples += result_samples
+    evaluated = [task_questions[0].task for task_questions in questions]
     protocol = {
         "task": benchmark.task if benchmark.data is not None else next(iter(by_name)),
         "task_version": ", ".join(sorted({str(task.VERSION) for task in evaluated})),
         "num_fewshot": evaluated[0].config.num_fewshot,
     }
-    return Graded(scores, samples, protocol)
+    return Graded(results, samples, protocol)
 
 
 # Requests and replies.
 
 
-def _questions(by_name: Mapping[str, Any], benchmark: BenchmarkConfig) -> list[list[_Question]]:
-    """The items that are evaluated, task by task, called by their ids if these are unique, else by
-    numbers; where there are several tasks, after the task's name."""
+def _questions_by_task(
+    by_name: Mapping[str, Any], benchmark: BenchmarkConfig
+) -> list[list[_Question]]:
+    """The questions of each task. Their names are the ids of items if these are unique, else
+    numbers; if there are several tasks, the name begins with that of the task."""
     questions: list[list[_Question]] = []
     for task_name in first_items(by_name, benchmark.limit):
         task = by_name[task_name]
@@ -116,33 +117,37 @@ def _questions(by_name: Mapping[str, Any], benchmark: BenchmarkConfig) -> list[l
         questions.append([])
         for number, requests in by_doc.items():
             name = names[number] if unique else str(number)
-            whole = f"{task_name}/{name}" if len(by_name) > 1 else name
+            if len(by_name) > 1:
+                name = f"{task_name}/{name}"
             requests = sorted(requests, key=lambda request: request.idx)
-            questions[-1].append(_Question(whole, task, requests[0].doc, requests))
+            questions[-1].append(_Question(name, task, requests[0].doc, requests))
     return questions
 
 
 def _request(
     request: Instance, question: _Question, benchmark: BenchmarkConfig
 ) -> Text | Pair | Document:
+    """The request in moe_lab's form. The second argument of lm-eval's request is the continuation,
+    or the settings of generation."""
     if request.request_type == "loglikelihood_rolling":
         return Document(request.args[0], from_nothing=True)
-    context, other = request.args[:2]
+    context, argument = request.args[:2]
     if benchmark.chat:
         context = json.loads(context)
     if request.request_type != "generate_until":
-        return Pair(context, other)
-    max_tokens, stop = _limit_and_stop(other, question.task.config.task, benchmark)
+        return Pair(context, argument)
+    max_tokens, stop = _limit_and_stop(argument, question.task.config.task, benchmark)
     target = question.task.doc_to_target(question.doc)
     reference = None
-    if isinstance(target, str) and not benchmark.chat:  # the right answer as it follows the prompt
+    if isinstance(target, str) and not benchmark.chat:
+        # the right answer with the delimiter between it and the prompt
         reference = f"{question.task.config.target_delimiter}{target}"
     return Text(context, max_tokens, stop, reference)
 
 
 _LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""Names of the largest number of tokens, by lm-eval's priority."""
-_OF_SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p")
+"""Settings with the largest number of tokens; the first that a task has counts, as in lm-eval."""
+_SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p")
 _NEUTRAL = {
     "num_beams": 1,
     "num_return_sequences": 1,
@@ -150,7 +155,7 @@ _NEUTRAL = {
     "no_repeat_ngram_size": 0,
     "min_new_tokens": 0,
 }
-"""Settings that greedy generation follows at one value alone."""
+"""Setting -> the only value at which greedy generation follows it."""
 
 
 def _limit_and_stop(
@@ -166,7 +171,7 @@ def _limit_and_stop(
             "greedy"
         )
     for name, value in settings.items():
-        check_known(field, name, ("until", *_LIMITS, *_OF_SAMPLING, *_NEUTRAL))
+        check_known(field, name, ("until", *_LIMITS, *_SAMPLING, *_NEUTRAL))
         if value != _NEUTRAL.get(name, value):
             raise UserError(
                 f"{field}.{name}={value}: only greedy generation is done, expected {_NEUTRAL[name]}"
@@ -184,14 +189,15 @@ def _limit_and_stop(
     return int(max_tokens), tuple(text for text in texts if text)
 
 
-def _rows(questions: Sequence[Sequence[_Question]], answers: Mapping[str, Answer]) -> list[_Row]:
+def _graded_rows(
+    questions_by_task: Sequence[Sequence[_Question]], answers: Mapping[str, Answer]
+) -> list[_Row]:
     """lm-eval's metrics of each answer, task by task and filter by filter."""
     rows = []
-    for of_task in questions:
-        for question in of_task:
-            for request, reply in zip(
-                question.requests, answers[question.name].replies, strict=True
-            ):
+    for questions in questions_by_task:
+        for question in questions:
+            replies = answers[question.name].replies
+            for request, reply in zip(question.requests, replies, strict=True):
                 response: Any = reply.nats
                 if request.request_type == "generate_until":
                     response = reply.text or ""
@@ -199,67 +205,70 @@ def _rows(questions: Sequence[Sequence[_Question]], answers: Mapping[str, Answer
                     response = (reply.nats, reply.windows[0].likeliest)
                 request.resps = [response] * (request.repeats or 1)
                 request.filtered_resps = {}
-        of_task[0].task.apply_filters()
-        for name, question in product(of_task[0].requests[0].filtered_resps, of_task):
+        first = questions[0]
+        first.task.apply_filters()
+        for name, question in product(first.requests[0].filtered_resps, questions):
             answer = answers[question.name]
             extracted = [request.filtered_resps[name] for request in question.requests]
             values = question.task.process_results(question.doc, extracted)
-            # lm-eval has graded an empty answer, which some metrics find right
+            # without an answer, lm-eval has graded an empty one, which some metrics find right
             if answer.reply.text is None:
-                higher = question.task.higher_is_better()
-                numbers = [
-                    metric for metric, value in values.items() if isinstance(value, int | float)
-                ]
-                values |= {metric: 0.0 for metric in numbers if higher.get(metric, True)}
+                higher_is_better = question.task.higher_is_better()
+                for metric, value in values.items():
+                    if isinstance(value, int | float) and higher_is_better.get(metric, True):
+                        values[metric] = 0.0
             rows.append(_Row(question, answer, name, extracted, values))
     return rows
 
 
 def _rows_with(metric: str, rows: Sequence[_Row], benchmark: BenchmarkConfig) -> list[_Row]:
-    """The rows that report `metric`, or `metric,filter` where a task has several filters."""
-    name, _, wanted = metric.partition(",")
+    """The rows after the filter that `metric` names, as METRIC or, for a task with several filters,
+    METRIC,FILTER. UserError for an unknown metric or filter."""
+    name, _, named_filter = metric.partition(",")
     filters = list(dict.fromkeys(row.filter for row in rows))
-    chosen = wanted or filters[0]
-    check_known(f"benchmark {benchmark.name}: filter", chosen, filters)
-    if not wanted and len(filters) > 1:
+    filter_name = named_filter or filters[0]
+    check_known(f"benchmark {benchmark.name}: filter", filter_name, filters)
+    if not named_filter and len(filters) > 1:
         raise UserError(
             f"benchmark {benchmark.name}: {metric} has several filters: add one of "
             f"{', '.join(filters)}"
         )
     check_known(f"benchmark {benchmark.name}: metric", name, rows[0].metrics)
-    return [row for row in rows if row.filter == chosen]
+    return [row for row in rows if row.filter == filter_name]
 
 
-_OF_LOSSES: Mapping[Aggregation, tuple[Scale, str, float]] = {
+_LOSS_AGGREGATIONS: Mapping[Aggregation, tuple[Scale, str, float]] = {
     metrics.perplexity: ("perplexity", "nats per answer", 1.0),
     metrics.weighted_perplexity: ("perplexity", "", 1.0),
     metrics.bits_per_byte: ("loss", "bits per byte", 1 / math.log(2)),
 }
-"""lm-eval's aggregations of log-likelihoods -> scale, unit, and the unit's number in a nat. A
-weighted perplexity is of words or bytes, by which lm-eval calls it: word_perplexity."""
-_BY_ITEM = (metrics.mean, metrics.nanmean, *_OF_LOSSES)
+"""lm-eval's aggregation of log-likelihoods -> (scale, unit, units in a nat). The unit of a weighted
+perplexity is in the name of its metric, such as word_perplexity."""
+_BY_ITEM = (metrics.mean, metrics.nanmean, *_LOSS_AGGREGATIONS)
+"""Aggregations that give each item an outcome."""
 
 
 def _aggregation(
     metric: str, by_name: Mapping[str, Any], benchmark: BenchmarkConfig
 ) -> Aggregation:
-    """lm-eval's function that makes the score of a metric. UserError for any but means and
-    perplexities: f1 and BLEU, computed from all items together, give no outcome of an item, on
-    which errors and comparisons of models rest."""
+    """lm-eval's function that computes the score of a metric. UserError for functions other than
+    means and perplexities, such as f1 and BLEU: they are computed from all items together, and
+    standard errors and comparisons of models need the outcome of each item."""
     aggregation: Aggregation = metrics.mean
-    for task, functions in ((task, of_task.aggregation()) for task, of_task in by_name.items()):
+    for name, task in by_name.items():
+        functions = task.aggregation()
         aggregation = functions.get(metric.partition(",")[0], metrics.mean)
         if aggregation not in _BY_ITEM:
             how = getattr(aggregation, "__name__", aggregation)
             possible = ", ".join(
-                name for name, function in functions.items() if function in _BY_ITEM
+                other for other, function in functions.items() if function in _BY_ITEM
             )
             raise UserError(
-                f"benchmark {benchmark.name}: metric={metric} of {task} is computed from all items "
+                f"benchmark {benchmark.name}: metric={metric} of {name} is computed from all items "
                 f"together, by {how}: expected a mean over items or a perplexity (the task has "
                 f"{possible or 'none'})"
             )
-    if aggregation in _OF_LOSSES and len(by_name) > 1:
+    if aggregation in _LOSS_AGGREGATIONS and len(by_name) > 1:
         raise UserError(
             f"benchmark {benchmark.name}: metric={metric} of {len(by_name)} tasks together: "
             "lm-eval takes the mean of their perplexities, which has no outcome of an item, "
@@ -275,40 +284,44 @@ def _result(
     rows: Sequence[_Row],
     benchmark: BenchmarkConfig,
 ) -> tuple[Result, list[Sample]]:
+    """The result named `result`, from the rows of its metric, and its samples."""
     name = metric.partition(",")[0]
-    if aggregation not in _OF_LOSSES:
+    if aggregation not in _LOSS_AGGREGATIONS:
         samples = [_sample(result, name, row, float(row.metrics[name])) for row in rows]
         scale: Scale = (
             "score" if rows[0].question.task.higher_is_better().get(name, True) else "loss"
         )
         if not weights_tasks_equally(benchmark, metric):
             return mean_result(result, metric, samples, benchmark, scale), samples
-        of_tasks = _by_task(rows, samples)
-        means = [mean_result(result, metric, of_task, benchmark, scale) for of_task in of_tasks]
-        return _mean_of_tasks(means), [sample for of_task in of_tasks for sample in of_task]
-    scale, unit, per_nat = _OF_LOSSES[aggregation]
-    sums = [
-        value if isinstance(value := row.metrics[name], tuple) else (value, 1.0) for row in rows
-    ]
-    weights = [units for _, units in sums]
-    losses = [-value / units * per_nat for value, units in sums]
-    samples = [_sample(result, name, row, loss) for row, loss in zip(rows, losses, strict=True)]
-    samples = [{**sample, "units": units} for sample, units in zip(samples, weights, strict=True)]
+        by_task = _samples_by_task(rows, samples)
+        means = [mean_result(result, metric, part, benchmark, scale) for part in by_task]
+        return _mean_of_tasks(means), list(chain.from_iterable(by_task))
+    scale, unit, per_nat = _LOSS_AGGREGATIONS[aggregation]
+    samples = []
+    losses = []
+    weights = []
+    for row in rows:
+        value = row.metrics[name]
+        nats, units = value if isinstance(value, tuple) else (value, 1.0)
+        loss = -nats / units * per_nat
+        samples.append({**_sample(result, name, row, loss), "units": units})
+        losses.append(loss)
+        weights.append(units)
     unit = unit or f"nats per {name.partition('_')[0]}"
     return loss_result(result, metric, scale, unit, losses, weights, benchmark), samples
 
 
-def _by_task(rows: Sequence[_Row], samples: Sequence[Sample]) -> list[list[Sample]]:
-    """The samples of each task, weighted so that tasks count alike and the weights sum to the
-    number of samples."""
-    of_tasks: dict[str, list[Sample]] = {}
+def _samples_by_task(rows: Sequence[_Row], samples: Sequence[Sample]) -> list[list[Sample]]:
+    """The samples of each task, with weights (`units`) such that all tasks have the same weight and
+    the weights sum to the number of samples."""
+    by_task: dict[str, list[Sample]] = {}
     for row, sample in zip(rows, samples, strict=True):
-        of_tasks.setdefault(row.question.task.config.task, []).append(sample)
-    share = len(samples) / len(of_tasks)
+        by_task.setdefault(row.question.task.config.task, []).append(sample)
+    task_weight = len(samples) / len(by_task)
     weighted: list[list[Sample]] = []
-    for of_task in of_tasks.values():
-        units = share / len(of_task)
-        weighted.append([{**sample, "units": units} for sample in of_task])
+    for task_samples in by_task.values():
+        units = task_weight / len(task_samples)
+        weighted.append([{**sample, "units": units} for sample in task_samples])
     return weighted
 
 
@@ -327,6 +340,7 @@ def _mean_of_tasks(results: Sequence[Result]) -> Result:
 
 
 def _sample(result: str, metric: str, row: _Row, outcome: float) -> Sample:
+    """The sample of a row. Without a generated text, its output has the log-likelihoods."""
     kind = row.question.requests[0].request_type
     nats = [reply.nats for reply in row.answer.replies]
     if kind == "generate_until":

@@ -1,5 +1,5 @@
-"""The files that define a task in lm-eval's format, and a guard against inputs besides them. No
-lm-eval, no torch."""
+"""The files that define a task in lm-eval's format, and a guard against other inputs. Imports
+neither lm-eval nor torch."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from moe_lab.errors import UserError, check_known, unknown
 from moe_lab.source_code import SITE, code_of, file_of
 
 _TASK = re.compile(r"^[\"']?(?:task|group)[\"']?: *[\"']?([\w-]+)[\"']? *$", re.MULTILINE)
-"""The name in a file of lm-eval's own task definitions."""
+"""The name of a task or group in lm-eval's own definition files."""
 
 
 def task_folder(benchmark: BenchmarkConfig) -> Path:
-    """The folder of lm-eval that defines benchmark.task: parameters.folder, or the one with the
-    task's name.
+    """The folder of lm-eval that defines benchmark.task: parameters.folder, or by default the
+    folder with the task's name.
 
     Only this folder is indexed, as indexing all of lm-eval's 14,000 files takes ten seconds. Raises
     UserError when the folder or the task does not exist.
@@ -54,9 +54,9 @@ def definition_files(task: Path) -> tuple[list[Path], dict[str, str]]:
     """The files that define a task, and the versions of the installed packages that its code
     imports.
 
-    They are its own file, those that it includes, the code that these name by `!function` with all
-    local modules that it imports, and the data files that this code names, relative to its folder.
-    UserError for one that is missing or cannot be read.
+    These files are: the task's own file; the files that it includes; the modules that these files
+    name by `!function`, with all local modules that they import; and the data files that these
+    modules name, relative to their folder. UserError for a file that is missing or cannot be read.
     """
     files: dict[Path, None] = {}
     versions: dict[str, str] = {}
@@ -82,7 +82,8 @@ def definition_files(task: Path) -> tuple[list[Path], dict[str, str]]:
 
 
 def _references(file: Path) -> tuple[list[str], list[str]]:
-    """What a definition names by `include`, and by `!function`."""
+    """The files that a definition names by `include`, and the functions that it names by
+    `!function`."""
     functions: list[str] = []
 
     class Loader(yaml.SafeLoader):
@@ -132,8 +133,8 @@ _PROGRAM_EVENTS = {
     ),
     "socket.connect",
 }
-"""Audit events of what may read files that this process does not see: other programs, and
-servers."""
+"""Audit events of starting programs and connections, by which files may be read that this process
+does not see."""
 _LIBRARIES = [
     *(
         Path(sysconfig.get_path(name)).resolve()
@@ -145,8 +146,8 @@ _observers: list[_Observer] = []
 
 
 class _Observer:
-    """The files that are read, in the current thread and in those that start later; programs are
-    refused."""
+    """Notices files that are read in the current thread and in threads that start later, and
+    refuses to start programs there."""
 
     def __init__(self, reader: str) -> None:
         self.reader = reader
@@ -156,8 +157,8 @@ class _Observer:
         self.ignored_threads = earlier - {threading.get_native_id()}
 
     def notice(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Take note of one audit event. UserError for one of _PROGRAM_EVENTS, which thereby does
-        not take place."""
+        """Take note of one audit event. UserError for one of _PROGRAM_EVENTS, which stops the
+        program from being started."""
         if threading.get_native_id() in self.ignored_threads:
             return
         if event == "open":
@@ -180,7 +181,7 @@ class _Observer:
 
 @cache
 def _install_hook() -> None:
-    """Pass audit events to observers. Once, as Python cannot remove a hook."""
+    """Pass audit events to observers. Called once per process, as Python cannot remove a hook."""
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         for observer in _observers:
@@ -191,14 +192,15 @@ def _install_hook() -> None:
 
 @contextmanager
 def reading_only(files: Collection[Path], reader: str) -> Iterator[None]:
-    """A context in which the code of a task may read `files`, which identify its items, and what
-    belongs to Python and to packages. The next task imports its code anew.
+    """A context in which the code of a task may read `files`, which identify its items, and the
+    files of Python and of packages. The next task imports its code again.
 
-    Raises UserError, in the name of `reader`, for another file, and for starting a program or a
-    connection. Only what Python audits is seen: not what native code opens.
+    Raises UserError, which names `reader`, when another file is read, and when a program or a
+    connection is started. Files that native code opens are not noticed, as Python does not audit
+    them.
     """
     identified = {str(file.resolve()) for file in files}
-    before = _module_files()
+    modules_before = _module_files()
     observer = _Observer(reader)
     _install_hook()
     _observers.append(observer)
@@ -207,29 +209,29 @@ def reading_only(files: Collection[Path], reader: str) -> Iterator[None]:
     finally:
         _observers.remove(observer)
         modules = _module_files()
-        # those of packages that were imported before
-        late = {file for name, file in modules.items() if name.partition(".")[0] in before}
-        read = {_source(name) for name in observer.files}
-        other = (
-            {str(file) for file in read if file.is_file() and not _is_of_library(file)}
-            - identified
-            - late
-        )
+        # modules of packages that were imported before, wherever these are installed
+        of_packages = {
+            file for name, file in modules.items() if name.partition(".")[0] in modules_before
+        }
+        sources = {_source(name) for name in observer.files}
+        read = {str(file) for file in sources if file.is_file() and not _is_of_library(file)}
+        unidentified = read - identified - of_packages
         for name, file in modules.items():
-            if file in identified | other:
+            if file in identified | unidentified:
                 del sys.modules[name]
     if observer.refusal:
         raise observer.refusal
-    if other:
+    if unidentified:
         raise UserError(
-            f"{reader} reads {', '.join(sorted(other))}, which does not identify the items: "
+            f"{reader} reads {', '.join(sorted(unidentified))}, which does not identify the items: "
             "expected files that its code imports, or names by a literal path relative to its "
             "folder"
         )
 
 
 def _module_files() -> dict[str, str]:
-    """Name -> file of the modules that have been imported; namespaces have none."""
+    """Name -> file of the modules that have been imported; without namespace packages, which have
+    no file."""
     files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
     return {name: file for name, file in files.items() if file}
 
@@ -242,6 +244,7 @@ def _source(name: str) -> Path:
 
 
 def _is_of_library(file: Path) -> bool:
+    """Whether a file belongs to Python, an installed package or the system."""
     return bool(SITE.intersection(file.parts)) or any(
         file.is_relative_to(folder) for folder in _LIBRARIES
     )

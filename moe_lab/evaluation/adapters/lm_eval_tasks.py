@@ -1,6 +1,6 @@
 """lm-eval's tasks on moe_lab's data: built by lm-eval's public `TaskManager`, and checked.
 
-While they are built, `datasets.load_dataset`, from which they get their data, is replaced, so that
+Tasks get their data from `datasets.load_dataset`. It is replaced while they are built, so that
 neither the hub nor a cache on disk nor the current folder is used.
 """
 
@@ -27,20 +27,21 @@ from moe_lab.evaluation.harness import harness_of
 SEED = 1234
 """The default of lm-eval's own command line."""
 _built: dict[str, Mapping[str, Any]] = {}
+"""Identity of a benchmark's questions, as JSON -> its tasks and groups."""
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
 datasets.disable_progress_bars()
 
 
 def tasks(benchmark: BenchmarkConfig) -> dict[str, Any]:
-    """Name -> task with its requests; several for a group such as mmlu. UserError as for
+    """Name -> task with its requests; a group such as mmlu has several tasks. UserError as for
     `tasks_and_groups`."""
     by_name: dict[str, Any] = tasks_and_groups(benchmark)["tasks"]
     return by_name
 
 
 def tasks_and_groups(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
-    """`tasks` with their requests, and `groups`, by name. Built once per process for the same data
-    and settings.
+    """{"tasks": name -> task with its requests, "groups": name -> group}. Built once per process
+    for the same data and settings.
 
     Raises UserError when the task's split is not the benchmark's, when the task has too few
     examples to show, or when an item to evaluate has no right answer.
@@ -54,25 +55,28 @@ def tasks_and_groups(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
 
 def weights_tasks_equally(benchmark: BenchmarkConfig, metric: str) -> bool:
     """Whether all tasks of a group have the same weight in a metric, regardless of their numbers of
-    items (lm-eval's weight_by_size=false). A group without rules weights its items equally.
-    UserError for a metric without a rule in a group that has rules for others."""
+    items (lm-eval's weight_by_size=false). A group without rules gives all items the same weight.
+    UserError for a metric without a rule in a group that has rules for other metrics."""
     groups = list(tasks_and_groups(benchmark)["groups"].values())
-    # the others are its subgroups, whose rules do not apply
-    if not groups or not groups[0].aggregate_metric_list:
+    if not groups:
         return False
-    rules = groups[0].aggregate_metric_list
+    group = groups[0]  # the others are its subgroups, whose rules do not apply
+    rules = group.aggregate_metric_list
+    if not rules:
+        return False
     name, _, chosen = metric.partition(",")
-    for rule in reversed(rules):  # of several, the last one counts
+    for rule in reversed(rules):  # the last rule for a metric counts
         if rule.metric == name and (not chosen or chosen in (rule.filter_list or [chosen])):
             return not rule.weight_by_size
     raise UserError(
         f"benchmark {benchmark.name}: metric={metric} is none that lm-eval computes for the group "
-        f"{groups[0].name}: expected {', '.join(sorted({rule.metric for rule in rules}))}, or one "
+        f"{group.name}: expected {', '.join(sorted({rule.metric for rule in rules}))}, or one "
         "of its tasks"
     )
 
 
 def _with_requests(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
+    """Load the tasks and groups, and build their requests."""
     if benchmark.data is not None:
         return _with_items(_published(benchmark), benchmark)
     files, _ = harness_of(benchmark).hashed_files(benchmark)
@@ -81,10 +85,10 @@ def _with_requests(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
 
 
 def _with_items(loaded: Mapping[str, Any], benchmark: BenchmarkConfig) -> Mapping[str, Any]:
-    """The tasks and groups, with requests for the items that are evaluated."""
+    """The loaded tasks and groups, after building requests for the items that are evaluated."""
     by_name = loaded["tasks"]
     for name, task in by_name.items():
-        _set(task, name, benchmark)
+        _configure(task, name, benchmark)
     for name, numbers in first_items(by_name, benchmark.limit).items():
         task = by_name[name]
         _check_labels(task, name, numbers, benchmark)
@@ -93,14 +97,15 @@ def _with_items(loaded: Mapping[str, Any], benchmark: BenchmarkConfig) -> Mappin
             samples=numbers,
             apply_chat_template=benchmark.chat,
             fewshot_as_multiturn=benchmark.chat,
-            # lm-eval takes a conversation as a text, which `lm_eval._request` reads
+            # lm-eval wants a text from a chat template; `lm_eval._request` reads the JSON
             chat_template=(lambda messages, **_: json.dumps(messages)) if benchmark.chat else None,
         )
     return loaded
 
 
 def _published(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
-    """A task or group of lm-eval that reads the benchmark's mirror; only its folder is indexed."""
+    """A task or group of lm-eval, with data from the benchmark's mirror. Only its folder is
+    indexed."""
     manager = TaskManager(include_path=str(task_folder(benchmark)), include_defaults=False)
     subsets = mirror.subsets(benchmark)
 
@@ -117,9 +122,9 @@ def _published(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
 
 
 def _in_file(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
-    """The task in a file of lm-eval's format, whose items are the JSON lines file with the same
-    name; or the one that the benchmark defines, whose items are benchmark.task. All its splits are
-    those items."""
+    """The task in a file of lm-eval's format, with items in the JSON lines file of the same name;
+    or the task that parameters.definition defines, with items in the file benchmark.task. All its
+    splits have the same items."""
     *files, items = harness_of(benchmark).data_files(benchmark)
     manager = TaskManager(include_defaults=False)
     defined = {"task": benchmark.name, "test_split": "test"}
@@ -127,8 +132,8 @@ def _in_file(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
     loaded = _load(manager, definition, lambda *_, **__: _Splits(defaultdict(lambda: [items])))
     for task in loaded["tasks"].values():
         if _source_of_examples(task) is not None:
-            # lm-eval leaves an item out of its own examples only where both are of the same, named
-            # test split.
+            # lm-eval leaves an item out of its own examples only where the task names the same
+            # split as test split and as split of examples.
             task.config.test_split = task.config.fewshot_config.split = _evaluated_split(task)
     return loaded
 
@@ -149,7 +154,7 @@ def _load(
 
 
 class _Splits(dict[str, Any]):
-    """Splits of a data set, each read at its first use; those that are missing in the mirror are
+    """Splits of a data set, each read at its first use. A split that the mirror does not have is
     empty."""
 
     def __init__(self, files: defaultdict[str, list[Path]]) -> None:
@@ -163,7 +168,9 @@ class _Splits(dict[str, Any]):
         return self[split]
 
 
-def _set(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
+def _configure(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
+    """Apply the benchmark's settings to a task. UserError for a task that runs programs or shows
+    images, evaluates another split, or has too few examples."""
     for kind in ("UNSAFE_CODE", "MULTIMODAL"):
         if getattr(task, kind, False):
             raise UserError(
@@ -190,7 +197,7 @@ def _evaluated_split(task: Any) -> Any:
 
 
 def _source_of_examples(task: Any) -> Any:
-    """The split from which lm-eval takes examples, None if the task lists them."""
+    """The split from which lm-eval takes examples; None if the task lists its examples."""
     config = task.config
     examples = task.config.fewshot_config
     if examples.split is None and examples.samples is not None:
@@ -204,8 +211,7 @@ def _check_examples(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
     split = _evaluated_split(task)
     source = _source_of_examples(task)
     shots = task.config.num_fewshot
-    # By lm-eval's rule, which does not see that a split is the evaluated one where the task names
-    # it otherwise.
+    # lm-eval leaves out the item only if the task itself names the test split for its examples.
     without_item = source is not None and task.config.fewshot_config.split == task.config.test_split
     if source == split and not without_item:
         raise UserError(
@@ -213,8 +219,9 @@ def _check_examples(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
             f"evaluated split {split}, so an item could be shown with its answer: expected shots=0"
         )
     examples = Counter(json.dumps(doc, sort_keys=True, default=str) for doc in task.fewshot_docs())
-    # lm-eval drops every copy
-    count = examples.total() - (max(examples.values(), default=0) if without_item else 0)
+    count = examples.total()
+    if without_item:  # with all its copies
+        count -= max(examples.values(), default=0)
     if count < shots:
         raise UserError(
             f"benchmark {benchmark.name}: shots={shots}, but {name} has {count} examples to show "
@@ -224,7 +231,7 @@ def _check_examples(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
 
 def _check_labels(task: Any, name: str, numbers: Sequence[int], benchmark: BenchmarkConfig) -> None:
     """Raise UserError for an item whose label is hidden (-1, null) or none of its choices: lm-eval
-    grades every answer as wrong. A task with its own way of grading may have other labels."""
+    would grade every answer as wrong. A task with a grading function may have other labels."""
     if task.config.process_results is not None:
         return
     for number in numbers:
@@ -233,14 +240,13 @@ def _check_labels(task: Any, name: str, numbers: Sequence[int], benchmark: Bench
         labels = label if isinstance(label, list) else [label]
         choices = None if task.config.doc_to_choice is None else task.doc_to_choice(doc)
         if choices is None:
-            right = label is not None
+            has_right_answer = label is not None
             expected = "a text"
         else:
-            right = bool(labels) and all(
-                each in range(len(choices)) or each in choices for each in labels
-            )
+            known = [*range(len(choices)), *choices]
+            has_right_answer = bool(labels) and all(label in known for label in labels)
             expected = f"a number from 0 to {len(choices) - 1} or the text of a choice"
-        if not right:
+        if not has_right_answer:
             raise UserError(
                 f"benchmark {benchmark.name}: item {doc.get('id', number)} of {name} has "
                 f"label={label!r}, so no answer is right: expected {expected}"
@@ -256,8 +262,6 @@ def first_items(by_name: Mapping[str, Any], limit: int | None) -> dict[str, list
     """Task -> numbers of its items to evaluate: all, or `limit` in total, taken from the tasks in
     turn."""
     sizes = {name: len(task.task_docs) for name, task in by_name.items()}
-    positions = sorted((number, name) for name, size in sizes.items() for number in range(size))[
-        :limit
-    ]
-    counts = Counter(name for _, name in positions)
+    in_turn = sorted((number, name) for name, size in sizes.items() for number in range(size))
+    counts = Counter(name for _, name in in_turn[:limit])
     return {name: list(range(counts[name])) for name in by_name if counts[name]}

@@ -1,6 +1,6 @@
 """Engines compute texts and likelihoods, batch by batch: the loaded model (`hf.py`), a process of
-vLLM (`vllm.py`) or a server (`server.py`). `answers.py` calls them. Imports neither torch nor
-openai, for the preflight.
+vLLM (`vllm.py`) or a server (`server.py`). `answers.py` calls them. This module imports neither
+torch nor openai, so that the preflight is fast.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from moe_lab.models.families import PORTS
 
 TOKEN_SECONDS = 1.0
 """Seconds per token that a slow server or engine may take."""
-# prompt tokens decoded together with the first new ones: some tokenizers drop a leading space
+# Prompt tokens that are decoded together with the first new ones: by themselves, some tokenizers
+# would drop a leading space.
 _CONTEXT_TOKENS = 4
 _LOG_LINES = 60
 """Lines of a log that are printed when a server or an engine fails."""
-_LONGEST = 600
-"""Characters of an error that are quoted."""
+_MOST_CHARACTERS = 600
+"""Most characters of an error that are quoted."""
 _ERROR = re.compile(r"(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?([A-Za-z_][\w.]*(?:Error|Exception): .+)")
 """The last line of a stack trace, alone or as vLLM logs it: after the name of a process, a time and
 a line of code."""
@@ -41,16 +42,18 @@ CAUSED = "root cause"
 """Part of vLLM's message for an error that another error caused."""
 
 Likelihood = tuple[float, bool]
-"""The summed log-likelihood of tokens in nats, and whether each was the likeliest."""
+"""The summed log-likelihood of tokens in nats, and whether each token was the likeliest."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Token ids whose likelihood from index `start` on is wanted. The last one is not read."""
+    """Tokens to score: the likelihood of those from index `start` on. The last token is only
+    predicted, not read."""
 
     tokens: tuple[int, ...]
+    """Token ids."""
     start: int
-    """At least 1."""
+    """Index, at least 1."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,8 @@ class Prompt:
     text: str
     tokens: tuple[int, ...]
     answer: Row | None = None
-    """A right answer after the prompt. An engine may compute its likelihood with the text, at less
-    cost than alone."""
+    """A right answer after the prompt. An engine may compute its likelihood together with the text,
+    which costs less than two passes."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class GenerationSettings:
     batch_size: int = 64
     """Prompts in one forward pass, or requests under way at the same time."""
     marks: tuple[tuple[int, str], ...] = ()
-    """Special tokens, id and text, that are retained in a text: the caller searches it for them."""
+    """(id, text) of special tokens that stay in a text, where the caller searches for them."""
 
 
 @dataclass(frozen=True)
@@ -88,27 +91,27 @@ class GeneratedText:
     """The text after a prompt."""
 
     text: str
-    """It has no special tokens but `GenerationSettings.marks`, and no end token."""
+    """The text without an end token, and without special tokens but `GenerationSettings.marks`."""
     ended: str = "end"
     """end (by an end token or a stop text) or limit (by `GenerationSettings.max_tokens`)."""
     likelihood: Likelihood | None = None
-    """Of the prompt's answer, if it was computed."""
+    """The likelihood of the prompt's answer, if it was computed."""
 
 
 class Engine(ABC):
-    """One model, under the plan that is evaluated."""
+    """A model under the plan that is evaluated."""
 
     tokenizer: Any
     """The model's tokenizer."""
     template_arguments: Mapping[str, Any]
-    """Arguments of its chat template besides the messages."""
+    """Arguments of the model's chat template besides the messages."""
     max_length: int | None
-    """Tokens the model can read, prompt and answer together; None when its configuration does not
-    say."""
+    """Most tokens that the model can read, prompt and answer together; None if its configuration
+    does not say."""
     batches = 1
-    """Batch sizes of prompts that are generated in one call."""
+    """Number of batches whose prompts `generate` gets in one call."""
     scores = True
-    """Whether it computes likelihoods."""
+    """Whether the engine computes likelihoods."""
 
     @abstractmethod
     def generate(
@@ -140,23 +143,20 @@ def generated_text(
     tokens = [*prompt_tokens[-_CONTEXT_TOKENS:], *new_tokens[:length]]
     text = ""
     start = len(prompt_tokens[-_CONTEXT_TOKENS:])
-    marked = [index for index in range(start, len(tokens)) if tokens[index] in marks]
-    for end in (*marked, len(tokens)):
+    # the tokens between two marks are decoded together
+    mark_indices = [index for index in range(start, len(tokens)) if tokens[index] in marks]
+    for end in (*mark_indices, len(tokens)):
         context = max(0, start - _CONTEXT_TOKENS)
-        prefix = _decoded(tokenizer, tokens[context:start])
-        text += _decoded(tokenizer, tokens[context:end])[len(prefix) :]
+        prefix = _decode(tokenizer, tokens[context:start])
+        text += _decode(tokenizer, tokens[context:end])[len(prefix) :]
         if end < len(tokens):
             text += marks[tokens[end]]
         start = end + 1
-    return GeneratedText(
-        text,
-        "limit"
-        if len(new_tokens) >= generation.max_tokens and length == len(new_tokens)
-        else "end",
-    )
+    is_cut = len(new_tokens) >= generation.max_tokens and length == len(new_tokens)
+    return GeneratedText(text, "limit" if is_cut else "end")
 
 
-def _decoded(tokenizer: Any, tokens: Sequence[int]) -> str:
+def _decode(tokenizer: Any, tokens: Sequence[int]) -> str:
     text: str = tokenizer.decode(
         tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
@@ -164,25 +164,26 @@ def _decoded(tokenizer: Any, tokens: Sequence[int]) -> str:
 
 
 def end_tokens(checkpoint: Path, tokenizer: Any) -> list[int]:
-    """The tokens that end a text: those of the checkpoint's generation settings, and the
-    tokenizer's."""
-    files = (checkpoint / name for name in ("generation_config.json", "config.json"))
-    first, second = (read_json_if_there(file).get("eos_token_id") for file in files)
-    return eos_tokens(second if first is None else first, tokenizer)
+    """The tokens that end a text: the tokenizer's end token, and those of the checkpoint's
+    generation_config.json or else of its config.json."""
+    ends = read_json_if_there(checkpoint / "generation_config.json").get("eos_token_id")
+    if ends is None:
+        ends = read_json_if_there(checkpoint / "config.json").get("eos_token_id")
+    return eos_tokens(ends, tokenizer)
 
 
 def appended_tokens(tokenizer: Any) -> list[int]:
-    """The tokens, such as an end token, that a tokenizer adds after every text."""
-    text, whole = (
+    """The tokens, such as an end token, that a tokenizer appends to every text."""
+    plain, with_special = (
         tokenizer(["a"], add_special_tokens=special, verbose=False).input_ids[0]
         for special in (False, True)
     )
-    return list(whole[whole.index(text[0]) + len(text) :])
+    return list(with_special[with_special.index(plain[0]) + len(plain) :])
 
 
 def check_finite(number: float, name: str) -> None:
-    """Raise FloatingPointError for a logit or log-likelihood that is no finite number, though it
-    would give a text."""
+    """Raise FloatingPointError for a logit or log-likelihood (`name`) that is no finite number;
+    without the check, the model would still give a text."""
     if not math.isfinite(number):
         raise FloatingPointError(
             f"the {name} of a token is {number}, expected a finite number: the model's weights or "
@@ -196,8 +197,8 @@ def check_finite(number: float, name: str) -> None:
 def wrong(
     backend: BackendConfig, benchmarks: Iterable[BenchmarkConfig], models: Iterable[ModelConfig]
 ) -> Iterator[str]:
-    """A sentence for each mistake in the back end, and for each benchmark or model that it cannot
-    serve."""
+    """A sentence for each wrong setting of the back end, and for each benchmark or model that it
+    cannot serve."""
     if backend.name == "hf":
         return
     if backend.name == "server":
@@ -218,9 +219,9 @@ def wrong(
 
 
 def command_line(backend: BackendConfig, checkpoint: Path, port: int, name: str) -> list[str]:
-    """The arguments of backend.command, with the values of {checkpoint}, {port}, {name} and of
-    environment variables. UserError for a command without one of the first two, or with a variable
-    that is not set."""
+    """The arguments of backend.command, with values in place of {checkpoint}, {port}, {name} and
+    environment variables. UserError for a command without {checkpoint} or {port}, and for a
+    variable that is not set."""
     line = backend.command or ""
     if "{checkpoint}" not in line or "{port}" not in line:
         raise UserError(
@@ -242,8 +243,8 @@ def command_line(backend: BackendConfig, checkpoint: Path, port: int, name: str)
 
 
 def check_installed(backend: BackendConfig) -> None:
-    """Raise UserError when vLLM, or the program that backend.command starts, is not on this
-    machine."""
+    """Raise UserError when vLLM, or the program that backend.command starts, is not installed on
+    this machine."""
     if backend.name == "vllm":
         check_has("vllm", interpreter("vllm", backend.python, "backend=vllm"))
     elif backend.name == "server":
@@ -256,17 +257,16 @@ def check_installed(backend: BackendConfig) -> None:
 
 
 def search_path() -> str:
-    """The PATH in which programs are searched: first the folder of this interpreter, then the usual
-    PATH."""
+    """The PATH of started programs: the folder of this interpreter, then the usual PATH."""
     return os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
 
 
 def last_lines(log: str) -> str:
-    """The last error and the last line of a log, as part of a sentence; the last two lines if it
-    has no error. More lines are printed to standard error."""
+    """The last error and the last line of a log, as part of a sentence; the last two lines of a log
+    without an error. The last `_LOG_LINES` lines are printed to standard error."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     print(mask("\n".join(lines[-_LOG_LINES:])), file=sys.stderr, flush=True)
-    errors = [match[1][:_LONGEST] for line in lines if (match := _ERROR.match(line))]
+    errors = [match[1][:_MOST_CHARACTERS] for line in lines if (match := _ERROR.match(line))]
     causes = [error for error in errors if CAUSED not in error] or errors
     if causes:
         return "; ".join(dict.fromkeys([causes[-1], lines[-1]]))

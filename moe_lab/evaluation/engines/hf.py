@@ -1,10 +1,11 @@
 """The loaded model as an engine: every benchmark's texts and likelihoods come from it in the same
 way.
 
-Texts are written greedily for a batch of prompts, and end at different times. transformers prepares
-the inputs of each step, as a family needs them. The loop is ours, for two reasons: rows whose text
-is complete leave the batch; and a right answer, whose likelihood is requested anyway, is read with
-its prompt, so that the text needs no steps as far as it is that answer.
+Texts are generated greedily for a batch of prompts, and end at different times. transformers
+prepares the inputs of each step, as a family needs them. The loop is ours, for two reasons: rows
+whose text is complete leave the batch; and a right answer, whose likelihood is requested anyway, is
+read with its prompt, so that no steps are needed for the tokens that the text has in common with
+the answer.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from moe_lab.models.load import tokens_with_logits
 from moe_lab.models.transformers_private import next_inputs
 
 SHRINK = 0.75
-"""Complete rows leave the batch when at most this share of its rows is still generated: leaving
-copies the cache."""
+"""Complete rows leave the batch when at most this share of its rows is incomplete, not earlier, as
+the cache is copied each time."""
 
 
 @dataclass(eq=False)
@@ -62,7 +63,7 @@ class LoadedModel(Engine):
             self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.ends[0]
         )
         tokens = [prompt.tokens for prompt in prompts]
-        answers = [_after(prompt) for prompt in prompts]
+        answers = [_readable_answer(prompt) for prompt in prompts]
         batch = Batch(tokens, answers, generation, frozenset(self.ends), padding, self.tokenizer)
         return [
             replace(
@@ -77,9 +78,10 @@ class LoadedModel(Engine):
         return log_likelihoods(self.model, rows, batch_size)
 
 
-def _after(prompt: Prompt) -> Row | None:
-    """The prompt's answer, if its tokens begin with those of the prompt: where the two join, others
-    may arise."""
+def _readable_answer(prompt: Prompt) -> Row | None:
+    """The prompt's answer, if its row begins with the tokens of the prompt. Prompt and answer
+    together may have other tokens where they meet; the answer cannot be read after the prompt
+    then."""
     row = prompt.answer
     length = len(prompt.tokens)
     return row if row and row.start <= length and row.tokens[:length] == prompt.tokens else None
@@ -90,8 +92,7 @@ def _after(prompt: Prompt) -> Row | None:
 
 @dataclass
 class NewTokens:
-    """The new tokens after a prompt, and the likelihood of the right answer to it if that was
-    read."""
+    """The new tokens after a prompt, and the likelihood of its right answer if that was read."""
 
     tokens: list[int]
     likelihood: Likelihood | None = None
@@ -99,49 +100,49 @@ class NewTokens:
 
 @dataclass(frozen=True)
 class Batch:
-    """Texts that are written together."""
+    """Prompts whose texts are generated together."""
 
     prompts: Sequence[Sequence[int]]
-    """Token ids."""
+    """Token ids of each prompt."""
     answers: Sequence[Row | None]
-    """Right answers, whose rows begin with their prompts."""
+    """The right answer to each prompt, whose row begins with the prompt; None without one."""
     generation: GenerationSettings
-    """How: texts that contain one of its stop texts are complete, too."""
+    """A text is complete at `max_tokens`, or when it contains one of the `stop` texts."""
     ends: frozenset[int]
     """Tokens at which a text is complete."""
     padding: int
     """The token to the left of shorter prompts."""
     tokenizer: Any = None
-    """What finds stop texts."""
+    """The tokenizer by which stop texts are found."""
 
     def open_rows(self, rows: Sequence[int], texts: Sequence[NewTokens], unseen: int) -> list[int]:
-        """Those of `rows` whose texts are incomplete. At most the last `unseen` tokens of a text
-        are new."""
-        going_on = [
+        """The `rows` whose texts are incomplete. Only the last `unseen` tokens of each text are new
+        since the last call."""
+        open_rows = [
             row
             for row in rows
             if len(texts[row].tokens) < self.generation.max_tokens
             and not self.ends & set(texts[row].tokens[-unseen:])
         ]
         stop = self.generation.stop
-        if not stop or not going_on:
-            return going_on
-        # every token adds at least a byte
+        if not stop or not open_rows:
+            return open_rows
+        # enough tokens for a stop text that ends in the new ones: every token adds at least a byte
         window = max(len(text.encode()) for text in stop) + unseen
-        last = [texts[row].tokens[-window:] for row in going_on]
-        ends = self.tokenizer.batch_decode(last, clean_up_tokenization_spaces=False)
+        last_tokens = [texts[row].tokens[-window:] for row in open_rows]
+        endings = self.tokenizer.batch_decode(last_tokens, clean_up_tokenization_spaces=False)
         return [
             row
-            for row, end in zip(going_on, ends, strict=True)
-            if not any(text in end for text in stop)
+            for row, ending in zip(open_rows, endings, strict=True)
+            if not any(text in ending for text in stop)
         ]
 
 
 @torch.inference_mode()
 def greedy(model: Any, batch: Batch) -> list[NewTokens]:
-    """The text after each prompt, up to and with its first end token. Where the family keeps keys
-    and values alone, right answers are read with their prompts."""
-    # generate() takes settings that it is not given, such as a penalty, from the checkpoint
+    """The new tokens after each prompt, up to the first end token, which is included. For families
+    whose cache has only keys and values, right answers are read with their prompts."""
+    # without these, generate() would take settings such as a penalty from the checkpoint
     settings = GenerationConfig(
         max_new_tokens=batch.generation.max_tokens,
         do_sample=False,
@@ -155,11 +156,11 @@ def greedy(model: Any, batch: Batch) -> list[NewTokens]:
         model.generate(
             input_ids=ids,
             attention_mask=attention,
-            custom_generate=partial(_write, batch=batch, texts=texts),
+            custom_generate=partial(_generate, batch=batch, texts=texts),
         )
     for text in texts:
-        ends = (end for end, token in enumerate(text.tokens, start=1) if token in batch.ends)
-        del text.tokens[next(ends, len(text.tokens)) :]
+        lengths = (length for length, token in enumerate(text.tokens, 1) if token in batch.ends)
+        del text.tokens[next(lengths, len(text.tokens)) :]
     return texts
 
 
@@ -183,20 +184,20 @@ def _padded(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, attention
 
 
-def _write(
+def _generate(
     model: Any,
     input_ids: torch.Tensor,
     generation_config: Any,
     *,
     batch: Batch,
     texts: list[NewTokens],
-    **others: Any,
+    **arguments: Any,
 ) -> torch.Tensor:
-    """The loop, called by `generate`; `others` are arguments of the model's forward besides those
-    of sampling."""
+    """The loop of generation, called by transformers' `generate`: it fills `texts`. `arguments` are
+    those of the model's forward, and two of sampling, which are not used."""
     inputs = {
         name: value
-        for name, value in others.items()
+        for name, value in arguments.items()
         if name not in ("logits_processor", "stopping_criteria")
     }
     output, input_ids, inputs = _read(model, input_ids, inputs, batch, texts)
@@ -237,12 +238,12 @@ def _write(
 def _read(
     model: Any, ids: torch.Tensor, inputs: dict[str, Any], batch: Batch, texts: list[NewTokens]
 ) -> tuple[Any, torch.Tensor, dict[str, Any]]:
-    """Read the prompts, with right answers after them where tokens can be forgotten again, and
-    begin `texts`.
+    """Read the prompts, with right answers after them if the cache can forget these again, and add
+    the beginning of each text to `texts`.
 
-    Returns the model's output, and the token ids and arguments for what stays in the cache:
-    prompts, and texts without their last tokens. Answers are not read where their logits would take
-    too much memory.
+    Returns the model's output, and the token ids and arguments of the tokens that stay in the
+    cache: prompts, and texts without their last tokens. Answers are not read if their logits would
+    take too much memory.
     """
     by_token = [
         name for name, value in inputs.items() if getattr(value, "shape", None) == ids.shape
@@ -256,7 +257,7 @@ def _read(
         if row
     ]
     first = min([longest, *starts]) - 1
-    """The first place after which logits are needed."""
+    """The first position after which logits are needed."""
     logits_read = len(ids) * (ids.shape[1] - first)
     if (
         not starts
@@ -289,8 +290,8 @@ def _read(
 
 
 def _can_forget(model: Any, inputs: dict[str, Any], by_token: Collection[str]) -> bool:
-    """Whether the last tokens of each row can be forgotten: the cache has keys and values alone,
-    each of one token."""
+    """Whether the cache can forget the last tokens of a row: it has only keys and values, each of
+    one token."""
     cache = inputs.get("past_key_values")
     plain = (
         type(cache) is DynamicCache
@@ -306,17 +307,18 @@ def _can_forget(model: Any, inputs: dict[str, Any], by_token: Collection[str]) -
 def _beginning(
     prompt: Sequence[int], answer: Row | None, logits: torch.Tensor, max_tokens: int
 ) -> NewTokens:
-    """How a text begins: as its right answer does, if that is what the model would choose, and the
-    next choice, by logits (n, V) after the prompt and after each token that follows it."""
+    """The beginning of a text: the tokens of its right answer that the model would choose too, and
+    its next choice. `logits` (n, V) are those after the prompt and after each token of the
+    answer."""
     tokens = answer.tokens[len(prompt) :] if answer else ()
     likeliest, largest = _likeliest(logits[: len(tokens) + 1])
     choices = likeliest.tolist()
-    same = 0
-    while same < min(len(tokens), max_tokens - 1) and choices[same] == tokens[same]:
-        same += 1
-    for logit in largest[: same + 1]:
+    common = 0
+    while common < min(len(tokens), max_tokens - 1) and choices[common] == tokens[common]:
+        common += 1
+    for logit in largest[: common + 1]:
         check_finite(logit, "logit")
-    return NewTokens(choices[: same + 1])
+    return NewTokens(choices[: common + 1])
 
 
 def _forget(
@@ -326,8 +328,9 @@ def _forget(
     batch: Batch,
     texts: Sequence[NewTokens],
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Forget of the answers what the texts do not begin with: it is masked, or dropped where no
-    text has it."""
+    """Remove the tokens of answers with which the texts do not begin: they are masked, and dropped
+    from the end of the cache where no text needs them. Returns the remaining token ids, and
+    arguments for them."""
     longest = max(map(len, batch.prompts))
     ends = [longest + len(text.tokens) - 1 for text in texts]
     width = max(ends)
@@ -342,7 +345,7 @@ def _forget(
 
 
 def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
-    """The likeliest tokens (n) by logits (n, V), and their logits. A logit that is NaN counts as
-    the largest."""
+    """The likeliest tokens (n) by logits (n, V), and their logits. NaN counts as the largest
+    logit."""
     tokens = logits.float().argmax(-1)
     return tokens, logits.gather(-1, tokens[:, None])[:, 0].tolist()

@@ -1,9 +1,9 @@
-"""Likelihoods of rows of tokens by a loaded model. Answers to one question share the pass over the
-question.
+"""Likelihoods of rows of tokens by a loaded model. Answers to the same question share the pass over
+the question.
 
-Such rows are read as one: the question, then its answers one after another. An attention mask lets
-the tokens of an answer see the question and their own answer only, and their positions continue the
-question's, so each answer gets the likelihood that it has alone, up to rounding.
+The question is read once, then its answers one after another. An attention mask lets the tokens of
+an answer see only the question and the same answer, and their positions continue those of the
+question. So each answer gets the likelihood that it has alone, up to rounding.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from moe_lab.evaluation.engines import Likelihood, Row
 from moe_lab.models.load import tokens_with_logits
 from moe_lab.models.transformers_private import attention_implementation
 
-TRIED = ((5, 7, 11, 13), ((17, 3), (19, 23, 29)))
-"""A question and two answers, token ids, on which reading them together is tried."""
-AGREES, HALF_AGREES = 1e-4, 0.05
-"""Most that logits may differ in the trial, as a share of the largest, in fp32 and in half
-precision."""
+TRIAL = ((5, 7, 11, 13), ((17, 3), (19, 23, 29)))
+"""Token ids of a question and two answers, by which reading answers together is tried."""
+TOLERANCE = 1e-4
+"""Largest difference of logits in the trial, as a share of the largest logit, in fp32."""
+HALF_TOLERANCE = 0.05
+"""The same in half precision."""
 
 
 @dataclass
 class _Question:
-    """What several rows have in common, and their answers."""
+    """The tokens that several rows have before their start, and the answers after them."""
 
     tokens: tuple[int, ...]
     answers: dict[tuple[int, ...], list[Row]] = field(default_factory=dict)
-    """Tokens of an answer that are read, which the last is not -> its rows."""
+    """Tokens of an answer but the last, which is not read -> its rows."""
 
     def __len__(self) -> int:
+        """Number of tokens that are read."""
         return len(self.tokens) + sum(map(len, self.answers))
 
 
@@ -44,8 +46,8 @@ class _Question:
 def log_likelihoods(model: Any, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
     """The log-likelihood of each row, in nats, and whether each of its tokens was the likeliest.
 
-    A pass has at most `batch_size` questions, and as many tokens as so many of the longest rows
-    have.
+    A pass has at most `batch_size` questions, and at most as many tokens as `batch_size` rows of
+    the largest length.
     """
     questions = _questions(rows, share=bool(rows) and _can_share(model))
     tokens = min(
@@ -59,44 +61,42 @@ def log_likelihoods(model: Any, rows: Sequence[Row], batch_size: int) -> list[Li
         questions = questions[size:]
         for question, logits in zip(batch, _logits(model, batch), strict=True):
             end = 1
-            for answer, of_answer in question.answers.items():
-                predicting = torch.cat([logits[:1], logits[end : end + len(answer)]])
+            for answer, answer_rows in question.answers.items():
+                predictions = torch.cat([logits[:1], logits[end : end + len(answer)]])
                 end += len(answer)
-                likelihoods |= {
-                    row: likelihood(row.tokens[row.start :], predicting) for row in of_answer
-                }
-                progress.add(len(of_answer))
+                for row in answer_rows:
+                    likelihoods[row] = likelihood(row.tokens[row.start :], predictions)
+                progress.add(len(answer_rows))
     return [likelihoods[row] for row in rows]
 
 
 def _questions(rows: Sequence[Row], *, share: bool) -> list[_Question]:
-    """The rows by question, the longest first. Without `share`, a question has one answer, for one
-    or more rows.
+    """The rows by question, the longest question first. Without `share`, each question has one
+    answer, for one or more rows.
 
-    Answers that are read together are together no longer than their question; the others of that
-    question follow another copy of it. So a row is at most twice as long as an unshared one, which
-    bounds the memory of its mask, and windows of a document that begin with the same token are not
-    taken for answers to that token.
+    With `share`, a question has answers that together are no longer than the question itself; its
+    other answers follow another copy of it. So a question with its answers is at most twice as long
+    as the question, which bounds the memory of its mask, and windows of a document that begin with
+    the same token are not taken for answers to that token.
     """
     answers_of: dict[tuple[int, ...], dict[tuple[int, ...], list[Row]]] = {}
     for row in rows:
-        answers_of.setdefault(row.tokens[: row.start], {}).setdefault(
-            row.tokens[row.start : -1], []
-        ).append(row)
+        answers = answers_of.setdefault(row.tokens[: row.start], {})
+        answers.setdefault(row.tokens[row.start : -1], []).append(row)
     questions: list[_Question] = []
     for tokens, answers in answers_of.items():
         copy = _Question(tokens)
-        for answer, of_answer in answers.items():
+        for answer, answer_rows in answers.items():
             if copy.answers and not (share and len(copy) + len(answer) <= 2 * len(tokens)):
                 questions.append(copy)
                 copy = _Question(tokens)
-            copy.answers[answer] = of_answer
+            copy.answers[answer] = answer_rows
         questions.append(copy)
     return sorted(questions, key=len, reverse=True)
 
 
 def _logits(model: Any, questions: Sequence[_Question]) -> list[torch.Tensor]:
-    """For each question, logits (n, V) after its last token, and then after each token of its
+    """For each question, logits (n, V) after its last token and then after each token of its
     answers that is read."""
     longest = max(map(len, questions))
     ids = torch.zeros(len(questions), longest, dtype=torch.int64)
@@ -108,33 +108,33 @@ def _logits(model: Any, questions: Sequence[_Question]) -> list[torch.Tensor]:
         lengths = torch.tensor([len(question) for question in questions])
         inputs["attention_mask"] = (torch.arange(longest) < lengths[:, None]).long()
     else:
-        inputs |= _separated(questions, longest, model.dtype)
+        inputs |= _separate_answers(questions, longest, model.dtype)
     inputs = {name: value.to(model.device) for name, value in inputs.items()}
     first = min(len(question.tokens) for question in questions) - 1
     options = {"logits_to_keep": longest - first} if "logits_to_keep" in _arguments(model) else {}
     logits: torch.Tensor = model(**inputs, **options, use_cache=False).logits
     first = longest - logits.shape[1]
     return [
-        of_row[len(question.tokens) - 1 - first : len(question) - first]
-        for question, of_row in zip(questions, logits, strict=True)
+        row_logits[len(question.tokens) - 1 - first : len(question) - first]
+        for question, row_logits in zip(questions, logits, strict=True)
     ]
 
 
-def _separated(
+def _separate_answers(
     questions: Sequence[_Question], longest: int, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Position ids (B, S), and what is added to attention scores (B, 1, S, S): answers do not see
-    each other."""
+    """Position ids (B, S), and an attention mask (B, 1, S, S), which is added to attention scores
+    and hides answers from each other."""
     positions = torch.zeros(len(questions), longest, dtype=torch.int64)
-    answer_of = torch.full((len(questions), longest), -1)  # padding is an answer of its own
+    # number of the answer of each token: 0 for the question, -1 for padding
+    answer_of = torch.full((len(questions), longest), -1)
     for row, question in enumerate(questions):
         end = len(question.tokens)
         positions[row, :end] = torch.arange(end)
         answer_of[row, :end] = 0
         for number, answer in enumerate(question.answers, start=1):
-            positions[row, end : end + len(answer)] = len(question.tokens) + torch.arange(
-                len(answer)
-            )
+            steps = torch.arange(len(answer))
+            positions[row, end : end + len(answer)] = len(question.tokens) + steps
             answer_of[row, end : end + len(answer)] = number
             end += len(answer)
     seen = (answer_of[:, None, :] == answer_of[:, :, None]) | (answer_of[:, None, :] == 0)
@@ -144,8 +144,8 @@ def _separated(
 
 
 def likelihood(targets: Sequence[int], logits: torch.Tensor) -> Likelihood:
-    """The log-likelihood of the tokens `targets` (n), and whether each is the likeliest, by logits
-    (n, V)."""
+    """The log-likelihood of the tokens `targets` (n) by logits (n, V), in nats, and whether each is
+    the likeliest."""
     scores = logits.float().log_softmax(-1)
     ids = torch.tensor(targets, device=logits.device)
     total = float(scores.gather(1, ids[:, None]).double().sum())
@@ -153,24 +153,23 @@ def likelihood(targets: Sequence[int], logits: torch.Tensor) -> Likelihood:
 
 
 def _can_share(model: Any) -> bool:
-    """Whether answers can be read together: every layer has full attention, and a trial gives the
-    same logits."""
-    if model not in _shares:
-        takes_positions = "position_ids" in _arguments(model) and attention_implementation(
-            model
-        ) in (
-            "sdpa",
-            "eager",
+    """Whether answers can be read together: the model takes positions and a mask, every layer has
+    full attention, and a trial gives the same logits as separate answers."""
+    if model not in _sharing:
+        takes_positions = "position_ids" in _arguments(model)
+        takes_mask = attention_implementation(model) in ("sdpa", "eager")
+        _sharing[model] = (
+            takes_positions and takes_mask and has_full_attention(model) and _trial_agrees(model)
         )
-        _shares[model] = takes_positions and has_full_attention(model) and _agrees(model)
-    return _shares[model]
+    return _sharing[model]
 
 
-_shares: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+_sharing: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+"""Results of `_can_share`."""
 
 
 def has_full_attention(model: Any) -> bool:
-    """Whether every token attends to all before it, in every layer."""
+    """Whether every token attends to all tokens before it, in every layer."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     return (
@@ -185,8 +184,10 @@ def _arguments(model: Any) -> Collection[str]:
     return inspect.signature(type(model).forward).parameters
 
 
-def _agrees(model: Any) -> bool:
-    tokens, answers = TRIED
+def _trial_agrees(model: Any) -> bool:
+    """Whether the answers of `TRIAL` have the same logits when read together as when read alone, up
+    to rounding."""
+    tokens, answers = TRIAL
     together = _Question(tokens, {answer: [] for answer in answers})
     logits = _logits(model, [together])[0].float()
     start = 1
@@ -194,7 +195,7 @@ def _agrees(model: Any) -> bool:
         alone = _logits(model, [_Question(tokens, {answer: []})])[0][1:].float()
         part = logits[start : start + len(answer)]
         start += len(answer)
-        share = AGREES if model.dtype.itemsize >= 4 else HALF_AGREES
-        if not float((part - alone).abs().max()) <= share * float(alone.abs().max()):
+        tolerance = TOLERANCE if model.dtype.itemsize >= 4 else HALF_TOLERANCE
+        if not float((part - alone).abs().max()) <= tolerance * float(alone.abs().max()):
             return False
     return True

@@ -1,5 +1,5 @@
-"""A server with OpenAI's interface as an engine that generates: started for a checkpoint, checked,
-and stopped."""
+"""A server with OpenAI's interface as an engine that generates texts: it is started for a
+checkpoint, checked, and stopped."""
 
 from __future__ import annotations
 
@@ -44,18 +44,19 @@ from moe_lab.start import command
 GRACE = 20.0
 """Seconds between telling a server to stop and killing it."""
 STOPS = 4
-"""Most stop texts of one request: OpenAI's limit, and vLLM's default. Texts are cut at the other
-ones here."""
+"""Most stop texts of one request: OpenAI's limit, and vLLM's default. moe_lab itself cuts texts at
+further stop texts."""
 COMPLETE = ("stop", "length")
-"""OpenAI's reasons for the end of a complete text. Others, such as abort or error, depend on the
-server."""
+"""OpenAI's values of finish_reason for complete texts. Other values, such as abort or error, depend
+on the server."""
 _POLL_SECONDS = 0.2
-_ANSWER = 30.0
+_ANSWER_SECONDS = 30.0
+"""Seconds that a server may take for a list of models or a first text."""
 PORTS = range(15_000, 32_000)
-_ENDING = 2.0
+_EXIT_SECONDS = 2.0
 """Seconds in which a server that has closed a connection may end."""
-_REFUSAL = 1000
-"""Characters that are quoted of the reason that a server gives."""
+_MOST_CHARACTERS = 1000
+"""Most characters that are quoted of the reason that a server gives."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,11 @@ class ServedModel(Engine):
     name: str
     """Name of the model at the server."""
     tokenizer: Any
-    """The tokenizer the server uses."""
+    """The tokenizer that the server uses."""
     max_length: int | None
     template_arguments: Mapping[str, Any]
     patience: float = BackendConfig.ready_seconds
-    """Seconds without any finished text, in addition to the time for one text, after which a server
-    counts as hung."""
+    """A server counts as hung if it finishes no text in these seconds and the time for one text."""
     exit_reason: Callable[[], str | None] = lambda: None
     """Returns the last output of a server that has ended; None while it runs."""
     ends: list[int] = field(default_factory=list)
@@ -82,7 +82,8 @@ class ServedModel(Engine):
     scores = False
 
     def __post_init__(self) -> None:
-        """Raise UserError for a tokenizer that appends tokens, after which no text can continue."""
+        """Raise UserError for a tokenizer that appends tokens: a prompt that ends with them has no
+        continuation."""
         if appended := appended_tokens(self.tokenizer):
             raise UserError(
                 "backend=server: the model's tokenizer appends "
@@ -95,16 +96,16 @@ class ServedModel(Engine):
     ) -> list[GeneratedText]:
         """As `Engine.generate`, with `generation.batch_size` requests at a time.
 
-        Raises Unavailable when no text at all arrives for too long. A single late text is no error,
-        because the server may finish all others first. Raises UserError where a server would leave
-        out the marks of thoughts, or a stop text.
+        Raises Unavailable when the server finishes no text for too long. A single late text is no
+        error, because the server may finish all others first. Raises UserError if the server would
+        leave out the marks of thoughts, or a stop text.
         """
         ends = eos_tokens(self.ends, self.tokenizer)
         marks = [mark for number, mark in generation.marks if number not in ends]
-        if lost := [mark for mark in marks if generation.chat or mark not in MARKS]:
+        if omitted := [mark for mark in marks if generation.chat or mark not in MARKS]:
             raise UserError(
-                f"backend=server: a server leaves out special tokens, and {', '.join(lost)} part "
-                "the model's thoughts from its answers, or end them: expected backend=hf or "
+                f"backend=server: a server leaves out special tokens, and {', '.join(omitted)} "
+                "part the model's thoughts from its answers, or end them: expected backend=hf or "
                 "backend=vllm"
             )
         texts = [self._request_text(prompt) for prompt in prompts]
@@ -117,7 +118,7 @@ class ServedModel(Engine):
             seconds = self.patience + TOKEN_SECONDS * generation.max_tokens
             try:
                 while pending:
-                    done, rest = wait(pending, seconds, FIRST_COMPLETED)
+                    done, not_done = wait(pending, seconds, FIRST_COMPLETED)
                     if not done:
                         raise Unavailable(
                             f"the server of {self.name} runs and wrote no text for {seconds:g} s, "
@@ -125,15 +126,15 @@ class ServedModel(Engine):
                             f"{TOKEN_SECONDS:g} s per token: it seems to hang"
                         )
                     for future in done:
-                        future.result()  # raises what the request did
-                    pending = list(rest)
+                        future.result()  # raises the request's error
+                    pending = list(not_done)
                 return [future.result() for future in futures]
-            finally:  # do not wait for the others: they end with the server, which may hang
+            finally:  # do not wait for other requests: they end with the server, which may hang
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def client(self, seconds: float | None = None) -> openai.OpenAI:
-        """A client with a timeout of `seconds` per text; None by default, as a server may queue all
-        texts."""
+        """A client with a timeout of `seconds` per text; without a timeout by default, as a server
+        may queue all texts."""
         direct = openai.DefaultHttpxClient(trust_env=False)  # no proxy to this machine
         return openai.OpenAI(
             base_url=self.url, api_key="none", timeout=seconds, max_retries=0, http_client=direct
@@ -142,13 +143,13 @@ class ServedModel(Engine):
     def complete(
         self, client: openai.OpenAI, prompt: str, max_tokens: int, stop: Sequence[str]
     ) -> GeneratedText:
-        """The text of at most `max_tokens` tokens, greedily and without penalties.
+        """The text after `prompt` of at most `max_tokens` tokens, greedily and without penalties.
 
-        Some servers also stop at a stop text that begins in the prompt, so these are not sent.
-        Raises UserError for a refused request and for an answer of another model, Unavailable for a
-        text that the server broke off, and when it has ended or fails.
+        A stop text whose beginning ends the prompt is not sent, because some servers would stop at
+        it. Raises UserError for a refused request and for an answer of another model, Unavailable
+        for a text that the server broke off, and for a server that has ended or fails.
         """
-        inside = [
+        sent_stop = [
             text
             for text in stop
             if not any(prompt.endswith(text[:end]) for end in range(1, len(text)))
@@ -159,7 +160,7 @@ class ServedModel(Engine):
                 model=self.name,
                 prompt=prompt,
                 max_tokens=max_tokens,
-                stop=inside[:STOPS] or None,
+                stop=sent_stop[:STOPS] or None,
                 temperature=0,
                 top_p=1,
                 frequency_penalty=0,
@@ -178,7 +179,7 @@ class ServedModel(Engine):
             if kind is Unavailable and (ended := self.exit_reason()):
                 raise Unavailable(f"{server} ended: {ended}") from None
             message = error.body.get("message") if isinstance(error.body, dict) else None
-            reply = " ".join(str(message or error.response.text).split())[:_REFUSAL]
+            reply = " ".join(str(message or error.response.text).split())[:_MOST_CHARACTERS]
             raise kind(f"{server} answered HTTP {error.status_code}: {reply}") from None
         except (AttributeError, IndexError, TypeError, ValueError):  # the client checks no types
             raise UserError(f"what answers at {self.url} gives no text completions") from None
@@ -195,8 +196,8 @@ class ServedModel(Engine):
         return GeneratedText(text, "limit" if reason == "length" else "end")
 
     def _request_text(self, prompt: Prompt) -> str:
-        """The text that a server tokenizes to the prompt, given that it always adds the tokenizer's
-        special tokens."""
+        """The text that the server, which always adds the tokenizer's special tokens, turns into
+        the tokens of the prompt. UserError if there is none."""
         candidates = (prompt.text, prompt.text.removeprefix(self.tokenizer.bos_token or ""))
         for text in candidates:
             if tuple(self.tokenizer(text).input_ids) == prompt.tokens:
@@ -213,8 +214,8 @@ def serving(
 ) -> Iterator[ServedModel]:
     """A context with a server of the checkpoint; the name of the served model begins with `name`.
 
-    The server reads a view of the checkpoint with greedy generation settings, because it may take
-    defaults from the settings of the checkpoint's author. Raises UserError for a folder that is no
+    The server reads a view of the checkpoint with settings of greedy generation, because it may
+    take defaults from those of the checkpoint's author. Raises UserError for a folder that is no
     checkpoint, Unavailable for a server that ends, serves another model or does not answer within
     backend.ready_seconds.
     """
@@ -231,19 +232,24 @@ def serving(
         # so that another server cannot be mistaken for this one
         unique = f"{name}-{secrets.token_hex(4)}"
         url = f"http://127.0.0.1:{port}/v1"
-        arguments = model.template_arguments
         with start_process(command_line(backend, view, port, unique)) as process:
-            ended = partial(_exit_reason, process, _ENDING)
             served = ServedModel(
-                url, unique, tokenizer, max_length, arguments, backend.ready_seconds, ended, ends
+                url=url,
+                name=unique,
+                tokenizer=tokenizer,
+                max_length=max_length,
+                template_arguments=model.template_arguments,
+                patience=backend.ready_seconds,
+                exit_reason=partial(_exit_reason, process, _EXIT_SECONDS),
+                ends=ends,
             )
             yield _ready(served, process, str(view))
 
 
 def make_view(checkpoint: Path, view: Path, tokenizer: Any) -> None:
-    """Make a folder with links to the checkpoint's files and its own, neutral settings of
-    generation and decoding."""
-    ends = end_tokens(checkpoint, tokenizer)  # as `LoadedModel` has them
+    """Make a folder `view` with links to the checkpoint's files, and with neutral settings of
+    generation and decoding in place of the checkpoint's."""
+    ends = end_tokens(checkpoint, tokenizer)
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends[0]
     tokenization = read_json_if_there(checkpoint / "tokenizer_config.json")
     changed = {
@@ -282,8 +288,8 @@ def _exit_reason(process: Child, seconds: float = 0.0) -> str | None:
 
 
 def _free_port() -> int:
-    """A port that is free now, and not one of those that a system gives to outgoing connections:
-    any of them could take it before the server, which imports for a while, does."""
+    """A port that is free now. It is not in the range that systems give to outgoing connections: a
+    connection could take it before the server, which imports for a while, does."""
     while True:
         port = secrets.choice(PORTS)
         with socket.socket() as unused, suppress(OSError):
@@ -292,10 +298,10 @@ def _free_port() -> int:
 
 
 def _ready(served: ServedModel, process: Child, path: str) -> ServedModel:
-    """The model, once the server answers a request for it, by its name or by the path of the
-    checkpoint."""
+    """The served model, under the name or path by which the server answers a request for it. Waits
+    until the server does; `path` is that of the checkpoint's view."""
     deadline = time.monotonic() + served.patience
-    while (listed := _listed(served)) is None:
+    while (listed := _listed_models(served)) is None:
         if (ended := _exit_reason(process)) is not None:
             raise Unavailable(f"the server ended before it was ready: {ended}")
         if time.monotonic() > deadline:
@@ -310,7 +316,7 @@ def _ready(served: ServedModel, process: Child, path: str) -> ServedModel:
     if served.name not in listed:
         served = replace(served, name=path)
     try:
-        with served.client(max(_ANSWER, deadline - time.monotonic())) as client:
+        with served.client(max(_ANSWER_SECONDS, deadline - time.monotonic())) as client:
             served.complete(client, "Hello", 1, ())
     except UserError as error:
         raise Unavailable(
@@ -322,14 +328,14 @@ def _ready(served: ServedModel, process: Child, path: str) -> ServedModel:
     return served
 
 
-def _listed(served: ServedModel) -> list[str] | None:
-    """Names of the models that the server lists, [] if it answers without a list; None while
-    nothing answers."""
+def _listed_models(served: ServedModel) -> list[str] | None:
+    """Names of the models that the server lists; [] if it answers without a list, None while it
+    does not answer."""
     try:
-        with served.client(_ANSWER) as client:
+        with served.client(_ANSWER_SECONDS) as client:
             return [model.id for model in client.models.list()]
     except openai.APIConnectionError:
         return None
     except (openai.APIError, AttributeError, TypeError, ValueError) as error:
-        # 503: it is still loading
+        # HTTP 503: the server is still loading
         return None if getattr(error, "status_code", None) == 503 else []

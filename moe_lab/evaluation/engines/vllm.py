@@ -1,6 +1,7 @@
 """vLLM as an engine, in a separate process and environment.
 
-Prompts are tokenized here, and tokens are decoded here, as for a loaded model. No torch.
+Prompts are tokenized and tokens are decoded in this process, as for a loaded model. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ from moe_lab.start import command
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, which ends with its standard input
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB; by itself vLLM takes nearly all main memory
+    "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB; the default is nearly all main memory
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "HF_HUB_OFFLINE": "1",
 }
-"""Settings of vLLM's process where the environment has none."""
+"""Environment variables of vLLM's process; the user's environment overrides them."""
 
 
 class VllmModel(Engine):
-    """A causal language model in vLLM, under the plan that it has at the time; in a process with
-    one checkpoint."""
+    """A causal language model in vLLM, in a process of its own with one checkpoint, under the plan
+    of the last `set_plan`."""
 
-    batches = 16  # which vLLM divides itself
+    batches = 16  # vLLM divides them itself
 
     def __init__(self, checkpoint: Path, backend: BackendConfig, model: ModelConfig) -> None:
         """Start vLLM with `checkpoint`. Raises Unavailable, with vLLM's reason, when the engine
@@ -80,7 +81,7 @@ class VllmModel(Engine):
                 arguments = {
                     "dtype": _dtype(checkpoint, model),
                     "trust_remote_code": model.trust_remote_code,
-                    **_divided(checkpoint, model, backend.arguments),
+                    **_parallel_arguments(checkpoint, model, backend.arguments),
                     **backend.arguments,
                 }
                 self.metadata = self._child.call(
@@ -96,7 +97,7 @@ class VllmModel(Engine):
         self._child.close()
 
     def set_plan(self, plan: Plan | None) -> None:
-        """Mask the experts that `plan` drops; None takes the mask away. UserError for a plan with
+        """Mask the experts that `plan` drops; None removes the mask. UserError for a plan with
         channels, Unavailable if masks have no effect on this engine."""
         if plan is not None and plan.has_channels:
             raise UserError("a plan of channels is no mask of routers: expected an export of it")
@@ -110,11 +111,11 @@ class VllmModel(Engine):
             self.masked = plan is not None
 
     def items(self, method: str, seconds: float, **arguments: Any) -> Iterator[Any]:
-        """What a method of `vllm_engine.Engine` yields, each within `seconds` and the time that a
-        start may take.
+        """Yield the items that a method of `vllm_engine.Engine` yields. Each may take `seconds`
+        plus the time of a start.
 
-        Raises Unavailable when the engine fails, ends, or sends nothing for too long. It is ended
-        then, since requests are left, and when the caller does not take all items.
+        Raises Unavailable when the engine fails, ends, or sends nothing for too long. The engine is
+        closed then, since it still has requests.
         """
         try:
             with self._answering(seconds) as limit:
@@ -127,8 +128,8 @@ class VllmModel(Engine):
 
     @contextmanager
     def _answering(self, seconds: float) -> Iterator[float]:
-        """The seconds that each reply may take, in a context where what goes wrong is
-        Unavailable."""
+        """A context with the seconds that each reply may take, in which errors of vLLM's process
+        become Unavailable."""
         limit = self.patience + seconds
         try:
             yield limit
@@ -151,15 +152,15 @@ class VllmModel(Engine):
     def generate(
         self, prompts: Sequence[Prompt], generation: GenerationSettings
     ) -> list[GeneratedText]:
-        request = {
-            "prompts": [prompt.tokens for prompt in prompts],
-            "max_tokens": generation.max_tokens,
-            "stop": generation.stop,
-        }
-        texts: dict[int, GeneratedText] = {}
         replies = self.items(
-            "generate", TOKEN_SECONDS * generation.max_tokens, ends=self.ends, **request
+            "generate",
+            TOKEN_SECONDS * generation.max_tokens,
+            prompts=[prompt.tokens for prompt in prompts],
+            max_tokens=generation.max_tokens,
+            stop=generation.stop,
+            ends=self.ends,
         )
+        texts: dict[int, GeneratedText] = {}
         for number, tokens, total in replies:
             check_finite(total, "log-likelihood")
             texts[number] = generated_text(
@@ -169,10 +170,13 @@ class VllmModel(Engine):
 
     def score(self, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
         """As `Engine.score`; vLLM makes the batches itself."""
-        request = {"rows": [row.tokens for row in rows], "starts": [row.start for row in rows]}
-        seconds = TOKEN_SECONDS * max(len(row.tokens) for row in rows)
-        replies = sorted(self.items("log_likelihoods", seconds, **request))
-        return [(total, likeliest) for _, total, likeliest in replies]
+        replies = self.items(
+            "log_likelihoods",
+            TOKEN_SECONDS * max(len(row.tokens) for row in rows),
+            rows=[row.tokens for row in rows],
+            starts=[row.start for row in rows],
+        )
+        return [(total, likeliest) for _, total, likeliest in sorted(replies)]
 
 
 class OpenEngine:
@@ -180,15 +184,16 @@ class OpenEngine:
 
     def __init__(self) -> None:
         self._key = ""
+        """Settings of `engine`, as JSON."""
         self.engine: VllmModel | None = None
-        self._refused: dict[str, str] = {}
-        """Settings of an engine that did not start -> why."""
+        self._failures: dict[str, str] = {}
+        """Settings of an engine that did not start, as JSON -> the reason."""
 
     def open(
         self, checkpoint: Path, backend: BackendConfig, model: ModelConfig, plan: Plan | None
     ) -> VllmModel:
-        """The model in `checkpoint`, with `plan` as its mask. An engine that could not be started
-        is not started again for the same settings."""
+        """The model in `checkpoint`, with `plan` as its mask. Raises Unavailable for an engine that
+        does not start; a later call with the same settings does not try again."""
         settings = [
             str(checkpoint),
             asdict(backend),
@@ -198,15 +203,15 @@ class OpenEngine:
             model.trust_remote_code,
         ]
         key = json.dumps(settings, sort_keys=True)
-        if key in self._refused:
-            raise Unavailable(self._refused[key])
+        if key in self._failures:
+            raise Unavailable(self._failures[key])
         engine = self.engine
         if engine is None or key != self._key or engine.process.poll() is not None:
             self.close()
             try:
                 engine = VllmModel(checkpoint, backend, model)
             except Unavailable as error:
-                self._refused[key] = str(error)
+                self._failures[key] = str(error)
                 raise
             self.engine = engine
             self._key = key
@@ -216,14 +221,14 @@ class OpenEngine:
         return engine
 
     def close(self) -> None:
-        """End the process; a model that is loaded here may need its memory."""
+        """End the process, so that a model that is loaded in this process has its memory."""
         if self.engine:
             self.engine.close()
         self.engine = None
 
 
 def _dtype(checkpoint: Path, model: ModelConfig) -> str:
-    """The precision that a loaded model would have; vLLM by itself never takes fp32."""
+    """The precision that a loaded model would have: by default vLLM never takes fp32."""
     from moe_lab.models.load import precision
     from moe_lab.models.streamed import stored_dtype
 
@@ -231,15 +236,14 @@ def _dtype(checkpoint: Path, model: ModelConfig) -> str:
     return str(stored_dtype(checkpoint) if dtype == "auto" else dtype).removeprefix("torch.")
 
 
-def _divided(checkpoint: Path, model: ModelConfig, arguments: Mapping[str, Any]) -> dict[str, int]:
-    """vLLM's arguments for dividing a model among as many GPUs of this process as possible; {}
-    where the given arguments divide it."""
+def _parallel_arguments(
+    checkpoint: Path, model: ModelConfig, arguments: Mapping[str, Any]
+) -> dict[str, int]:
+    """vLLM's arguments for dividing a model among as many GPUs of this process as possible; {} if
+    backend.arguments already divide it."""
     if model.device == "cpu" or any(name.endswith("parallel_size") for name in arguments):
         return {}
-    gpus = len(visible_gpus())
-    count = max(
-        count
-        for count in tensor_parallel(read_json(checkpoint / "config.json", {}))
-        if count <= max(1, gpus)
-    )
+    gpus = max(1, len(visible_gpus()))
+    counts = tensor_parallel(read_json(checkpoint / "config.json", {}))
+    count = max(count for count in counts if count <= gpus)
     return {"tensor_parallel_size": count} if count > 1 else {}

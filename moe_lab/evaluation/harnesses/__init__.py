@@ -1,2 +1,2 @@
-"""One module for each harness, with its object `HARNESS`; the module's name is that of the harness
-in settings."""
+"""One module for each harness, with its object `HARNESS`. The name of the module is that of the
+harness in settings."""

@@ -38,10 +38,11 @@ class EvalPlus(Harness):
     two_phases = True
 
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:
-        """Every problem's prompt, to be completed or, with benchmark.chat, answered.
+        """An item for each problem: its prompt, which the model completes or, with benchmark.chat,
+        answers.
 
         The reference of a completion is the problem's canonical solution; an answer in a chat has
-        none.
+        no reference.
         """
         max_tokens = benchmark.max_new_tokens
         stop = self.stops(benchmark)
@@ -57,7 +58,7 @@ class EvalPlus(Harness):
         return items
 
     def stops(self, benchmark: BenchmarkConfig) -> tuple[str, ...]:
-        """Stop texts of a completion; answers in a chat have none."""
+        """Stop texts of a completion; () for answers in a chat."""
         from evalplus.provider.utility import EOS, extra_eos_for_direct_completion
 
         if benchmark.chat:
@@ -70,9 +71,9 @@ class EvalPlus(Harness):
         """Grade programs on the base tests and on all (plus) tests. A program that passes plus has
         passed base too.
 
-        Answers to published problems go through EvalPlus's sanitizer first, as in EvalPlus. Answers
-        to the shipped problems do not need it, because the shipped models write nothing but code.
-        An unfinished thought counts as an empty program. UserError when programs may not be run,
+        EvalPlus's sanitizer extracts the programs from answers to published problems. Answers to
+        the shipped problems do not need it, because the shipped models write nothing but code. An
+        unfinished thought counts as an empty program. UserError when programs may not be run,
         RuntimeError for a canonical solution that does not run.
         """
         from moe_lab.evaluation.adapters import evalplus
@@ -123,7 +124,7 @@ class EvalPlus(Harness):
         return dict(list(problems.items())[: benchmark.limit])
 
     def data_file(self, benchmark: BenchmarkConfig) -> Path:
-        """The release file, which a mirror keeps unchanged."""
+        """The file of the benchmark's problems, which a mirror has as it was released."""
         if benchmark.data is None:
             return self.data_files(benchmark)[-1]
         (splits,) = mirror.subsets(benchmark).values()
@@ -135,7 +136,7 @@ HARNESS = EvalPlus()
 
 
 def _program(answer: Answer, problem: Mapping[str, Any], *, chat: bool) -> str:
-    """The program in an answer, empty if its thought does not end."""
+    """The program in an answer; "" if the thought does not end."""
     text = answer.reply.text
     if text is None:
         return ""
@@ -158,7 +159,7 @@ def fenced_program(text: str, entry_point: str) -> str:
 
 def dataset_of(problems: Mapping[str, Any]) -> str:
     """The data set whose rules apply: mbpp for problems with ids Mbpp/N, otherwise humaneval."""
-    kinds = {"mbpp" if task.startswith("Mbpp/") else "humaneval" for task in problems}
-    if len(kinds) != 1:
+    names = {"mbpp" if task.startswith("Mbpp/") else "humaneval" for task in problems}
+    if len(names) != 1:
         raise UserError("task_id: a data file has either only ids Mbpp/N or none")
-    return kinds.pop()
+    return names.pop()

@@ -26,7 +26,7 @@ from moe_lab.start import command
 
 UNSCORED_AT_MOST = 0.01
 """Share of answers that EvalScope may fail to compare, as its time for each is limited. They count
-as wrong."""
+as wrong answers."""
 SHOTS: Mapping[str, tuple[int, ...] | None] = {
     "gsm8k": None,
     "math_500": (0,),
@@ -34,8 +34,8 @@ SHOTS: Mapping[str, tuple[int, ...] | None] = {
     "gpqa_diamond": (0, 5),
     "live_code_bench": (0,),
 }
-"""Task, by EvalScope's name -> numbers of examples it can show; None: any number. Questions and
-grading of other tasks have not been checked."""
+"""EvalScope's name of a task -> numbers of examples that the task can show; None: any number. The
+questions and grading of tasks that are not listed here have not been checked."""
 CODE = "live_code_bench"
 """The task whose answers are programs."""
 OWN_SUBSETS = "math_500"
@@ -43,7 +43,8 @@ OWN_SUBSETS = "math_500"
 
 
 class EvalScope(Harness):
-    """EvalScope in an interpreter that has it, as its requirements contradict those of moe_lab."""
+    """EvalScope, which runs in an interpreter of its own: its requirements contradict those of
+    moe_lab."""
 
     metrics = ("acc",)
     question_parameters = ("start_date", "end_date")
@@ -56,13 +57,13 @@ class EvalScope(Harness):
     lists_items = False
 
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:
-        """EvalScope's prompts: conversations for a chat template, or their text where
-        benchmark.chat is off.
+        """EvalScope's prompts: conversations for a chat template, or their text if benchmark.chat
+        is false.
 
-        EvalScope reads complete answers, so only an end token ends them.
+        There are no stop texts, because EvalScope reads complete answers.
         """
         items = []
-        for question in _called(benchmark, None, "questions"):
+        for question in _call_worker(benchmark, None, "questions"):
             messages = question["messages"]
             text = "\n\n".join(message["content"] for message in messages) + "\n"
             request = Text(messages if benchmark.chat else text, benchmark.max_new_tokens)
@@ -72,14 +73,14 @@ class EvalScope(Harness):
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
     ) -> Graded:
-        """Grade answers by EvalScope, without the thoughts before them: one that does not end is an
-        empty answer.
+        """Grade answers by EvalScope, without the thoughts before them. A thought that does not end
+        counts as an empty answer.
 
-        Raises RuntimeError when EvalScope could not compare more than 1 % of them.
+        Raises RuntimeError when EvalScope could not compare more than 1 % of the answers.
         """
         is_code = self.runs_programs(benchmark)
         texts = {answer.item: replace_surrogates(answer.reply.text or "") for answer in answers}
-        reply = _called(benchmark, policy, "grade", texts=texts)
+        reply = _call_worker(benchmark, policy, "grade", texts=texts)
         samples = {sample["item"]: sample for sample in reply["samples"]}
         unscored = [item for item, sample in samples.items() if sample["outcome"] is None]
         if len(unscored) > UNSCORED_AT_MOST * len(samples):
@@ -150,11 +151,11 @@ def _python(benchmark: BenchmarkConfig) -> str:
     return interpreter("evalscope", benchmark.python, f"benchmark {benchmark.name}")
 
 
-def _called(
+def _call_worker(
     benchmark: BenchmarkConfig, policy: Policy | None, method: str, **arguments: Any
 ) -> Any:
-    """What a method of EvalScope's process returns. UserError for a problem of the data,
-    RuntimeError if the process failed."""
+    """Start EvalScope's process and return the result of a method of `evalscope_worker`. UserError
+    for unusable data, RuntimeError if the process fails."""
     dataset_args: dict[str, Any] = {
         "few_shot_num": benchmark.shots,
         "eval_split": benchmark.split,
@@ -165,10 +166,10 @@ def _called(
         folder = Path(scratch)
         arguments |= {
             "name": benchmark.task,
-            "folder": str(_linked_data(benchmark, folder / "data")),
+            "folder": str(_link_data(benchmark, folder / "data")),
             "dataset_args": dataset_args,
             "limit": benchmark.limit,
-            "code": _code(benchmark, policy) if benchmark.task == CODE else None,
+            "code": _code_settings(benchmark, policy) if benchmark.task == CODE else None,
         }
         worker = "moe_lab.evaluation.adapters.evalscope_worker"
         line = command("moe_lab.child_process", worker, python=_python(benchmark))
@@ -199,9 +200,9 @@ def _environment(folder: Path) -> dict[str, str]:
     }
 
 
-def _linked_data(benchmark: BenchmarkConfig, folder: Path) -> Path:
-    """A data set of links to the benchmark's files, because EvalScope may delete files in a folder
-    that it reads."""
+def _link_data(benchmark: BenchmarkConfig, folder: Path) -> Path:
+    """Make a data set of links to the benchmark's files in `folder`, and return the folder.
+    EvalScope may delete files in a folder that it reads."""
     card = ["---", "configs:"]
     for subset, by_split in mirror.subsets(benchmark).items():
         card += [f"- config_name: {subset}", "  data_files:"]
@@ -214,8 +215,9 @@ def _linked_data(benchmark: BenchmarkConfig, folder: Path) -> Path:
     return folder
 
 
-def _code(benchmark: BenchmarkConfig, policy: Policy | None) -> dict[str, Any]:
-    """Days, pickles and limits. Without a policy, no program is run."""
+def _code_settings(benchmark: BenchmarkConfig, policy: Policy | None) -> dict[str, Any]:
+    """The argument `code` of `evalscope_worker.load`. `policy` None: for questions alone, so that
+    no program runs and no pickle is read."""
     parameters = benchmark.parameters
     limits = {key: parameters[key] for key in HARNESS.numeric_parameters if parameters.get(key)}
     is_confined = policy is None or policy.protection() == NAMESPACES

@@ -14,7 +14,7 @@ from moe_lab.errors import UserError, check_known
 from moe_lab.evaluation import Policy
 from moe_lab.evaluation.adapters.function_call_rules import TYPES, mistake, tool
 from moe_lab.evaluation.harness import Graded, Harness, check_count, graded_by_mean
-from moe_lab.evaluation.items import Answer, Item, Text
+from moe_lab.evaluation.items import Answer, Item, Text, text_items
 from moe_lab.json_files import fits
 
 _QUESTION = {
@@ -43,8 +43,8 @@ class Question:
     messages: Sequence[Mapping[str, str]]
     functions: Sequence[Mapping[str, Any]]
     right: Sequence[Mapping[str, Mapping[str, Any]]]
-    """The calls of a right answer, each {name: {argument: allowed values}}; empty if no function is
-    of use."""
+    """The calls of a right answer, each {name: {argument: allowed values}}; empty if no call helps
+    to answer the question."""
 
 
 class FunctionCalls(Harness):
@@ -59,18 +59,18 @@ class FunctionCalls(Harness):
     reads_path = True
 
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:
-        items = []
-        for question in self.questions(benchmark)[: benchmark.limit]:
-            tools = [tool(function) for function in question.functions]
-            request = Text(question.messages, benchmark.max_new_tokens, tools=tools)
-            items.append(Item(question.name, (request,)))
-        return items
+        questions = self.questions(benchmark)[: benchmark.limit]
+        max_tokens = benchmark.max_new_tokens
+        return text_items(
+            (question.name, Text(question.messages, max_tokens, tools=_tools(question)))
+            for question in questions
+        )
 
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
     ) -> Graded:
-        """Whether the calls of each answer are right; what is wrong with them is the extracted text
-        of its sample."""
+        """The outcome of an answer is 1 if all its calls are right, else 0; the extracted text of
+        its sample says what is wrong."""
         questions = {question.name: question for question in self.questions(benchmark)}
 
         def verdict(answer: Answer, metric: str) -> tuple[float, str]:
@@ -81,7 +81,7 @@ class FunctionCalls(Harness):
         return graded_by_mean(answers, benchmark, verdict)
 
     def paths(self, benchmark: BenchmarkConfig) -> list[Path]:
-        """The file of right answers, if there is one, and that of the questions in the same
+        """The file of right answers, if there is one, and the file of questions in the same
         folder."""
         (questions,) = super().paths(benchmark)
         answers = benchmark.parameters.get("answers")
@@ -115,10 +115,15 @@ class FunctionCalls(Harness):
 HARNESS = FunctionCalls()
 
 
+def _tools(question: Question) -> list[dict[str, Any]]:
+    """The question's functions in the form of chat templates."""
+    return [tool(function) for function in question.functions]
+
+
 def _check_ids(
     file: Path, ids: Collection[str], other_ids: Collection[str], other_file: Path
 ) -> None:
-    """Raise UserError for an id of the other file that `file` does not have."""
+    """Raise UserError for an id of `other_file` that is not among the `ids` of `file`."""
     for name in other_ids:
         if name not in ids:
             raise UserError(
@@ -128,8 +133,8 @@ def _check_ids(
 
 
 def _question(row: Mapping[str, Any], right: Sequence[Any], source: str) -> Question:
-    """The question of a line. Raises UserError, which begins with the `source`, for one that cannot
-    be asked."""
+    """The question of a line, with its `right` calls. UserError, whose message begins with
+    `source`, for several turns, unknown types and a right answer that fits no function."""
     if len(row["question"]) != 1:
         raise UserError(
             f"{source} has {len(row['question'])} turns: expected one, as others need calls to be "
@@ -160,7 +165,7 @@ def _rows(file: Path, kind: str, shape: Any) -> dict[str, Any]:
 
 
 def _check_types(properties: Mapping[str, Any], source: str) -> None:
-    """Raise UserError for a parameter whose type is none of a function in Python."""
+    """Raise UserError for a parameter whose type is not in `TYPES`."""
     for name, described in properties.items():
         declared = str(described.get("type")) if isinstance(described, Mapping) else "missing"
         check_known(f"{source}: type of {name}", declared, TYPES)
@@ -170,8 +175,8 @@ def _check_types(properties: Mapping[str, Any], source: str) -> None:
 
 
 def _check_answer(question: Question, source: str) -> None:
-    """Raise UserError for a right answer that calls something else than one function of the item at
-    a time."""
+    """Raise UserError unless each call of the right answer calls one function of the question, with
+    allowed values in BFCL's form."""
     names = [function["name"] for function in question.functions]
     for call in question.right:
         if len(call) != 1:

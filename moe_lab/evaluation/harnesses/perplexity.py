@@ -47,7 +47,7 @@ class Perplexity(Harness):
         """Loss in nats, weighted by tokens; perplexity = exp(loss); bits per byte = loss * tokens /
         bytes / ln 2.
 
-        Every token of a window but the first is predicted. Each window is a sample.
+        All tokens of a window but the first are predicted. Each window is a sample.
         """
         (answer,) = answers
         text = answer.prompt

@@ -12,14 +12,14 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, check_known
 from moe_lab.evaluation import Policy, mirror
 from moe_lab.evaluation.harness import Graded, Harness, graded_by_mean
-from moe_lab.evaluation.items import Answer, Item, Text
+from moe_lab.evaluation.items import Answer, Item, Text, text_items
 
 
 class Stories(Harness):
     """Stories that a model without a chat template writes, each with a checklist.
 
-    The data file has lines {"id", "prompt", "checklist"} and possibly "reference", a story that
-    follows the prompt and whose loss is measured.
+    The data file has lines {"id", "prompt", "checklist"}, some with a "reference": a story that
+    follows the prompt, on which the model's loss is measured.
     """
 
     metrics = ("score",)
@@ -27,11 +27,11 @@ class Stories(Harness):
     chat = False
 
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:
-        items = []
-        for name, row in self._rows(benchmark).items():
-            story = Text(row["prompt"], benchmark.max_new_tokens, reference=row.get("reference"))
-            items.append(Item(name, (story,)))
-        return items
+        max_tokens = benchmark.max_new_tokens
+        return text_items(
+            (name, Text(row["prompt"], max_tokens, reference=row.get("reference")))
+            for name, row in self._rows(benchmark).items()
+        )
 
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
@@ -90,7 +90,7 @@ def rules_followed(story: str, checklist: Sequence[Mapping[str, Any]]) -> list[b
     Each entry is {"rule": name, ...arguments}:
 
     mentions(text)    the text occurs as whole words;
-    opens_with(text)  it does so in the first sentence;
+    opens_with(text)  the text occurs as whole words in the first sentence;
     ends_with(text)   the story ends with exactly this text;
     sentences(least)  there are at least so many complete sentences;
     no_repeats()      there is a sentence, and none occurs twice.

@@ -17,7 +17,7 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.evaluation import Policy, mirror
 from moe_lab.evaluation.harness import Graded, Harness, graded_by_mean
-from moe_lab.evaluation.items import Answer, Item, Text, replace_surrogates
+from moe_lab.evaluation.items import Answer, Item, Text, replace_surrogates, text_items
 from moe_lab.evaluation.judge import HIGHEST, LOWEST, Verdict, verdicts
 from moe_lab.paths import cache
 
@@ -42,15 +42,11 @@ class WildBench(Harness):
 
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:
         """A conversation that is too long counts as an empty answer, as in HELM."""
-        items = []
-        for row in _rows(benchmark):
-            messages = [
-                {"role": message["role"], "content": message["content"]}
-                for message in row["conversation_input"]
-            ]
-            request = Text(messages, benchmark.max_new_tokens, skip_long=True)
-            items.append(Item(row["session_id"], (request,)))
-        return items
+        max_tokens = benchmark.max_new_tokens
+        return text_items(
+            (row["session_id"], Text(_messages(row), max_tokens, skip_long=True))
+            for row in _rows(benchmark)
+        )
 
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
@@ -59,7 +55,7 @@ class WildBench(Harness):
         without a request.
 
         The judge does not see the thought before an answer. Items without a score are omitted and
-        named in the protocol. Raises Unavailable when they are more than 1 %.
+        named in the protocol. Raises Unavailable when more than 1 % of the items have no score.
         """
         assert benchmark.judge is not None
         rows = {row["session_id"]: row for row in _rows(benchmark)}
@@ -110,7 +106,7 @@ HARNESS = WildBench()
 
 
 def _unanswered(answer: Answer) -> str | None:
-    """Why an answer is empty; None for one that is not."""
+    """Why an answer is empty; None if it is not empty."""
     text = answer.reply.text
     if text and text.strip():
         return None
@@ -119,6 +115,14 @@ def _unanswered(answer: Answer) -> str | None:
     if text is None:
         return "a thought does not end, so that there is no answer"
     return "nothing was generated"
+
+
+def _messages(row: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The conversation of a row, with roles and contents alone."""
+    return [
+        {"role": message["role"], "content": message["content"]}
+        for message in row["conversation_input"]
+    ]
 
 
 def _rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
@@ -134,8 +138,8 @@ def _rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
 
 
 def template(benchmark: BenchmarkConfig) -> str:
-    """The template in parameters.template, or the default one. Raises UserError for one that cannot
-    be used."""
+    """The template in the file parameters.template, or the default template. UserError for a file
+    that cannot be read, or has other placeholders than `PLACEHOLDERS`."""
     path = benchmark.parameters.get("template")
     file = Path(path).expanduser() if path else _DEFAULT
     setting = f"benchmark {benchmark.name}: parameters.template={file}"
@@ -155,8 +159,8 @@ def template(benchmark: BenchmarkConfig) -> str:
 def question(
     template: str, conversation: Sequence[Mapping[str, Any]], answer: str, checklist: Sequence[str]
 ) -> str:
-    """The filled template: the prompt of the judge. Inserted texts are not searched for
-    placeholders."""
+    """The prompt of the judge: the template with its placeholders filled in. Inserted texts are not
+    searched for placeholders."""
     *history, last = conversation
     turns = [f"{message['role'].upper()}: {message['content']}" for message in history]
     values = {

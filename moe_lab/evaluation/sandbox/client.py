@@ -28,18 +28,18 @@ class Outcome:
     """How a program ended."""
 
     status: str
-    """ok (every call returned), failed (an exception), timeout, crash (it died), or output (too
-    much, or no value)."""
+    """ok (every call returned), failed (an exception), timeout, crash (the program died), or output
+    (too much, or no value)."""
     error: str
     """Exception of a failed program."""
     encoded: list[str]
-    """What each call returned, as JSON of an encoded value; fewer than there are inputs unless
-    status is ok."""
+    """The value that each call returned, encoded as JSON; fewer values than inputs unless status is
+    ok."""
     seconds: list[float]
     """CPU seconds of each call."""
 
     def values(self) -> list[Any]:
-        """What each call returned, decoded. Raises ValueError when the program sent anything but
+        """The value that each call returned. Raises ValueError when the program sent anything but
         encoded values."""
         return [decode_text(text) for text in self.encoded]
 
@@ -53,9 +53,10 @@ class NoNamespaces(RunnerError):
 
 
 _STATM = Path("/proc/self/statm")
-STARTS, PAUSE = 3, 0.5
-"""Tries to start a runner, and seconds between them: memory or processes may be short at that
-moment."""
+STARTS = 3
+"""Tries to start a runner: at one moment, memory or processes may be short."""
+PAUSE = 0.5
+"""Seconds between two tries."""
 
 
 class Runner(Child):
@@ -78,9 +79,9 @@ class Runner(Child):
 
 
 def start(*, confined: bool) -> Runner:
-    """A new runner. Raises NoNamespaces where the machine has none, and RunnerError when `STARTS`
-    tries failed."""
-    last: Exception | None = None
+    """A new runner. Raises NoNamespaces on a machine without namespaces, and RunnerError when
+    `STARTS` tries failed."""
+    last_error: Exception | None = None
     for number in range(STARTS):
         time.sleep(PAUSE if number else 0)
         try:
@@ -88,16 +89,16 @@ def start(*, confined: bool) -> Runner:
         except NoNamespaces:
             raise
         except (RunnerError, OSError) as error:
-            last = error
-    raise RunnerError(f"{STARTS} starts failed, the last with: {last}") from last
+            last_error = error
+    raise RunnerError(f"{STARTS} starts failed, the last with: {last_error}") from last_error
 
 
 Process = TypeVar("Process", bound=Child)
 
 
 class Pool(Generic[Process]):
-    """Processes for several threads, one for each request under way, started by `start` when there
-    are too few."""
+    """Processes for several threads: each request has a process while it is under way. Idle
+    processes are used again; `start` starts more."""
 
     def __init__(self, start: Callable[[], Process]) -> None:
         self._start = start
@@ -106,7 +107,7 @@ class Pool(Generic[Process]):
 
     @contextmanager
     def process(self) -> Iterator[Process]:
-        """A context with a process, which is ended when it raises."""
+        """A context with a process, which is ended if the context raises."""
         try:
             process = self._idle.get_nowait()
         except Empty:
@@ -116,13 +117,13 @@ class Pool(Generic[Process]):
             yield process
         except BaseException:
             process.close()
-            with suppress(ValueError):  # all were ended
+            with suppress(ValueError):  # `close` has removed it
                 self._all.remove(process)
             raise
         self._idle.put(process)
 
     def close(self) -> None:
-        """End all processes, also those that work; others are started for later requests."""
+        """End all processes, also those with a request; later requests start others."""
         self._idle = SimpleQueue()
         while self._all:
             self._all.pop().close()
@@ -137,10 +138,9 @@ class Runners(Pool[Runner]):
 
     def run(self, request: Request) -> Outcome:
         """Run one program. An unconfined program that ends its runner twice counts as crashed.
-        RunnerError when no runner can start, or when confined ones end twice, which no program can
+        RunnerError when no runner can start, or when two confined runners end, which no program can
         cause."""
-        # Two tries: an earlier unconfined program may have ended this runner, not the program of
-        # this request.
+        # Two tries: the first runner may have been ended by an earlier unconfined program.
         for _ in range(2):
             with suppress(Ended), self.process() as runner:
                 return runner.run(request)
@@ -153,16 +153,16 @@ class Runners(Pool[Runner]):
 
 @lru_cache(maxsize=1)
 def check_namespaces() -> None:
-    """Raise what `start` does when no confined runner starts. A success is remembered."""
+    """Raise the error of `start` when no confined runner starts. A success is cached."""
     if not sys.platform.startswith("linux"):
         raise NoNamespaces(f"{sys.platform} has no namespaces")
     start(confined=True).close()
 
 
 class LimitedCalls(Pool[Child]):
-    """Calls trusted functions of one module on texts of a model, from several threads. As texts may
-    make one take hours or gigabytes, or end its process, each call has a process, which stays for
-    the next. Arguments and results are JSON.
+    """Calls trusted functions of one module on texts of a model, from several threads. A text may
+    make a function take hours or gigabytes, or end its process, so each call has a separate process
+    while it runs. Arguments and results are JSON.
     """
 
     def __init__(self, module: str, environment: Mapping[str, str]) -> None:
@@ -173,15 +173,17 @@ class LimitedCalls(Pool[Child]):
     def __call__(self, function: str, arguments: list[Any], seconds: float, memory: int) -> Any:
         """The result of a function, or None if it took too much time or memory, or failed.
 
-        `seconds` of the processor; `memory`: bytes in addition to what its process has mapped
+        `seconds`: CPU limit; `memory`: bytes in addition to those that the process has mapped
         before (Linux). Raises RunnerError when no process can be started.
         """
         try:
             with self.process() as child:
-                limits = (seconds, memory)
-                module = self._module
                 return child.call(
-                    "call", module=module, function=function, arguments=arguments, limits=limits
+                    "call",
+                    module=self._module,
+                    function=function,
+                    arguments=arguments,
+                    limits=(seconds, memory),
                 )
         except (Ended, Refused):
             return None
@@ -196,7 +198,7 @@ class LimitedCalls(Pool[Child]):
         return child
 
 
-# What such a process does.
+# Methods of the processes of LimitedCalls.
 
 
 def load(module: str) -> None:
@@ -207,13 +209,15 @@ def load(module: str) -> None:
 
 
 def call(module: str, function: str, arguments: list[Any], limits: tuple[float, int]) -> Any:
-    """Call a function within `limits`: seconds of the processor, and bytes of memory."""
+    """Call a function within `limits`: CPU seconds, and bytes of memory in addition to those that
+    are mapped."""
     seconds, memory = limits
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     if _STATM.exists():
-        allowed = int(_STATM.read_text().split()[0]) * resource.getpagesize() + memory
-        within = allowed if hard == resource.RLIM_INFINITY else min(allowed, hard)
-        resource.setrlimit(resource.RLIMIT_AS, (within, hard))
+        limit = int(_STATM.read_text().split()[0]) * resource.getpagesize() + memory
+        if hard != resource.RLIM_INFINITY:
+            limit = min(limit, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
     try:
         return getattr(sys.modules[module], function)(*arguments)

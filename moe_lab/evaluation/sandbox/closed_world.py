@@ -41,16 +41,17 @@ _ATTRIBUTES = frozenset(
 
 
 def leaves_closed_world(program: str) -> str | None:
-    """What in `program` could reach outside itself, in a few words; None if nothing can, or if it
-    is not Python."""
+    """A part of `program` that could reach outside the program, in a few words; None if there is
+    none, or if `program` is not Python."""
     try:
         tree = ast.parse(program)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None  # it will fail when it is run, which is the right verdict
-    return next(filter(None, map(_reaches_out, ast.walk(tree))), None)
+    return next(filter(None, map(_forbidden_part, ast.walk(tree))), None)
 
 
-def _reaches_out(node: ast.AST) -> str | None:
+def _forbidden_part(node: ast.AST) -> str | None:
+    """The syntax, name or attribute of a node that is not allowed; None if all are allowed."""
     if isinstance(node, (ast.Import, ast.ImportFrom)):
         return "an import"
     if isinstance(node, ast.Attribute) and node.attr not in _ATTRIBUTES:

@@ -41,7 +41,7 @@ _ROOT = "/sys"
 """Folder on which the new file system is mounted, in a separate mount namespace. Every Linux has
 it, programs need nothing in it, and unlike a temporary folder it does not have to be removed."""
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
-# Per machine: its number in the kernel's ABI, and those of system calls that are refused.
+# Machine -> (its number in the kernel's ABI, numbers of the system calls that are refused).
 # shmget, semget, msgget, mq_open, add_key, request_key, keyctl, memfd_create, memfd_secret: what
 # they create is not counted by the limits of a process, or outlives the program.
 # io_uring_setup: calls made through a ring bypass this filter.
@@ -71,6 +71,7 @@ _python = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock dur
 
 
 def _call(name: str, *arguments: object) -> None:
+    """Call a function of the C library. OSError if it does not return 0."""
     if getattr(_libc, name)(*arguments) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
@@ -100,6 +101,7 @@ def _visible_paths() -> list[str]:
 
 
 def _bind(source: str) -> None:
+    """Make the file or folder `source` visible at the same path below `_ROOT`; copy a link."""
     target = _ROOT + source
     os.makedirs(os.path.dirname(target), exist_ok=True)
     if os.path.islink(source):
@@ -123,10 +125,10 @@ def _mounts() -> dict[str, str]:
 
 
 def _replace_root(hidden: Iterable[str]) -> None:
-    """Replace the root by a read-only file system that has only the visible paths. The folders
-    `hidden` are empty."""
+    """Replace the root by a read-only file system that has only the visible paths, and in which the
+    folders `hidden` are empty."""
     _mount("none", "/", None, _RECURSIVE | _PRIVATE)
-    before = _mounts()
+    mounts_before = _mounts()
     _mount("tmpfs", _ROOT, "tmpfs", _NO_SETUID | _NO_DEVICES, "size=1m,mode=755")
     for source in _visible_paths():
         _bind(source)
@@ -134,7 +136,7 @@ def _replace_root(hidden: Iterable[str]) -> None:
         if os.path.isdir(_ROOT + path):
             _mount("tmpfs", _ROOT + path, "tmpfs", _NO_SETUID | _NO_DEVICES, "size=4k,mode=755")
     for number, point in _mounts().items():
-        if number not in before:  # the ones above, and those that recursive binds brought along
+        if number not in mounts_before:  # mounts from above, and those within recursive binds
             flags = os.statvfs(point).f_flag & _PRESERVED_FLAGS
             _mount("none", point, None, _REMOUNT | _BIND | _READ_ONLY | flags)
     os.chdir(_ROOT)
@@ -161,27 +163,30 @@ def _refuse_calls() -> None:
         raise OSError(errno.ENOSYS, f"the numbers of system calls on {machine} are not known")
     abi, refused = _REFUSED_CALLS[machine]
     sockets, pairs = _SOCKET_CALLS[machine]
+    # instructions of BPF: (operation, steps to skip if true, steps to skip if false, operand)
     load = 0x20
     equal = 0x15
     at_least = 0x35
-    give = 0x06
+    result = 0x06
     kill = 0x80000000
     refuse = 0x00050000 | errno.EPERM
     allow = 0x7FFF0000
     no_family = 0x00050000 | errno.EAFNOSUPPORT
-    # offsets in struct seccomp_data; its numbers are little-endian here
-    call, abi_of_call, first_argument = 0, 4, 16
-    # of another ABI, whose numbers differ
-    steps = [(load, 0, 0, abi_of_call), (equal, 1, 0, abi), (give, 0, 0, kill)]
+    # offsets in struct seccomp_data, for little-endian machines
+    call = 0
+    abi_of_call = 4
+    first_argument = 16
+    # calls of another ABI, whose numbers differ
+    steps = [(load, 0, 0, abi_of_call), (equal, 1, 0, abi), (result, 0, 0, kill)]
     steps += [(load, 0, 0, call)]
-    # x86_64 has a second set of numbers from there on
-    steps += [(at_least, 0, 1, 1 << 30), (give, 0, 0, refuse)]
+    # a second set of numbers of x86_64 begins here
+    steps += [(at_least, 0, 1, 1 << 30), (result, 0, 0, refuse)]
     for number in refused:
-        steps += [(equal, 0, 1, number), (give, 0, 0, refuse)]
-    steps += [(equal, 0, 1, sockets), (give, 0, 0, no_family)]
+        steps += [(equal, 0, 1, number), (result, 0, 0, refuse)]
+    steps += [(equal, 0, 1, sockets), (result, 0, 0, no_family)]
     steps += [(equal, 0, 3, pairs), (load, 0, 0, first_argument)]
-    steps += [(equal, 1, 0, _LOCAL_SOCKETS), (give, 0, 0, no_family)]
-    steps.append((give, 0, 0, allow))
+    steps += [(equal, 1, 0, _LOCAL_SOCKETS), (result, 0, 0, no_family)]
+    steps.append((result, 0, 0, allow))
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in steps))
     program = ctypes.create_string_buffer(struct.pack("@HP", len(steps), ctypes.addressof(code)))
     _call("prctl", _FILTER_CALLS, 2, program, 0, 0)
@@ -192,9 +197,9 @@ _KINDS = ("user", "pid", "mnt", "net", "ipc", "uts")
 
 
 def is_refusal(error: OSError) -> bool:
-    """Whether an error of `enter` means that this machine cannot confine processes at all, not only
-    at this moment."""
-    # no more namespaces: none are allowed, or as many as are allowed exist
+    """Whether an error of `enter` means that this machine can never confine processes, not only at
+    this moment."""
+    # no namespace left: either none is allowed at all, or all that are allowed are in use
     if error.errno == errno.ENOSPC:
         files = [Path(f"/proc/sys/user/max_{kind}_namespaces") for kind in _KINDS]
         return any(file.exists() and file.read_text().strip() == "0" for file in files)
@@ -248,17 +253,15 @@ def fork_process_tree() -> int:
     """As os.fork, but the child is process 1 of a new process tree: it sees no other processes, and
     the tree dies with it. Raises OSError when the kernel refuses that.
 
-    One clone instead of a fork that leaves its namespaces and forks again: half the time of
-    starting a program. The C library, which this bypasses, caches the number of the thread, which
-    stays right if this process, which must have no other thread, is process 1 of its tree too, as
-    after `enter`.
+    A single clone takes half the time of a fork that leaves its namespaces and forks again. It
+    bypasses the C library, which caches the number of the thread. That number stays right if this
+    process has no other thread and is process 1 of its own tree, as after `enter`.
     """
     flags = ctypes.c_long(_NEW_USER | _NEW_PIDS | signal.SIGCHLD)
-    # without its own stack, the child continues as a fork
-    no_stack, nothing = ctypes.c_long(0), ctypes.c_long(0)
+    nothing = ctypes.c_long(0)  # without a stack of its own, the child continues as a fork
     _python.PyOS_BeforeFork()
     child = _python.syscall(
-        ctypes.c_long(_CLONE[os.uname().machine]), flags, no_stack, nothing, nothing, nothing
+        ctypes.c_long(_CLONE[os.uname().machine]), flags, nothing, nothing, nothing, nothing
     )
     if child == 0:
         try:
@@ -287,6 +290,6 @@ def limit_process(memory: int, processes: int) -> None:
         limits[resource.RLIMIT_AS] = memory
     for kind, value in limits.items():
         _, hard = resource.getrlimit(kind)
-        # lower existing limits are kept
+        # lower existing limits stay
         allowed = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (allowed, allowed))

@@ -1,10 +1,10 @@
-"""Python values as JSON, so that what a program returned can be read without running or unpickling
-any of it.
+"""Python values as JSON, so that values which a program returned can be read without running or
+unpickling anything.
 
-Plain values stay as they are; others become {"kind": ..., "value": ...}. What cannot be represented
-(a function, an object of the program's own class) becomes an `Opaque`, which equals nothing, as
-such an object would. A value with more than `HUGE` parts (some published tests return hundreds of
-millions) becomes a hash, by which it can be compared.
+Plain values stay as they are; others become {"kind": ..., "value": ...}. A value that cannot be
+represented (a function, an object of the program's own class) becomes an `Opaque`, which equals
+nothing, as such an object would. A value with more than `HUGE` parts (some published tests return
+hundreds of millions) becomes a hash, by which it can be compared.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Opaque:
 
 @dataclass(frozen=True)
 class Huge:
-    """A value too large to send. It equals another one with the same hash."""
+    """A value too large to send. It equals other huge values with the same hash."""
 
     fingerprint: int
 
@@ -55,7 +55,8 @@ def _decode_items(items: Any) -> list[Any]:
     return [decode(item) for item in items]
 
 
-# Base type -> its content as JSON, by the base's own methods and not those of a subclass, and back.
+# Base type -> (function from a value to JSON, function back). The first uses methods of the base
+# type, not of a subclass.
 _FORMS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     int: (lambda value: hex(int.__index__(value)), lambda text: int(text, 16)),
     float: (float.__float__, float),
@@ -72,8 +73,8 @@ _FORMS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     ),
 }
 _BY_NAME = {base.__name__: base for base in _FORMS}
-# What instances of subclasses, such as a Counter, a named tuple or a numpy number, become: equal,
-# but of another type.
+# Base type -> class of decoded instances of its subclasses, such as a Counter, a named tuple or a
+# numpy number: these equal the plain value, but have another type.
 _SUBCLASSES = {base: type(f"Subclass_{base.__name__}", (base,), {}) for base in _FORMS}
 
 
@@ -116,7 +117,7 @@ def _fingerprint(value: Any) -> int:
         )
     if isinstance(value, (list, tuple)):
         try:
-            # as below, where all items can be hashed: faster
+            # the same as below if all items can be hashed, and faster
             return hash((isinstance(value, list), *map(hash, value)))
         except TypeError:
             return hash((isinstance(value, list), *map(_fingerprint, value)))
@@ -124,7 +125,7 @@ def _fingerprint(value: Any) -> int:
 
 
 def encode(value: Any) -> Any:
-    """`value` as something json.dumps takes. Deeply nested values raise RecursionError, as
+    """`value` in a form that json.dumps accepts. Deeply nested values raise RecursionError, as
     comparing them would."""
     kind = type(value)
     if kind in _PLAIN:
@@ -146,6 +147,7 @@ def _encode_subclass(base: type, value: Any) -> Any:
 
 
 def _encode_other(value: Any) -> Any:
+    """Encode a value whose type is not derived from a base type."""
     if (
         type(value).__module__ == "numpy"
         and getattr(value, "shape", None) == ()
@@ -172,7 +174,7 @@ def _encode_other(value: Any) -> Any:
 
 
 def decode(encoded: Any) -> Any:
-    """The value `encode` saw."""
+    """The value that `encode` encoded, or one that stands for it."""
     if isinstance(encoded, list):
         return _decode_items(encoded)
     if not isinstance(encoded, dict):

@@ -3,9 +3,10 @@ outputs.
 
 It gets requests as lines of JSON, as `moe_lab/child_process.py` sends them: a program is executed
 in a child process and called on each input, and the values that it returned are sent back encoded
-(`encoding.py`). A program can harm only its own child, which has no network, no writable file, no
-view of other processes, and limits on memory, processes, time and output. The child and all it
-started are killed before the reply is written. Nothing it sends is executed or unpickled.
+(`encoding.py`). A program can harm only its own child process, which has no network, no writable
+file, no view of other processes, and limits on memory, processes, time and output. The child and
+all processes that it started are killed before the reply is written. Nothing that it sends is
+executed or unpickled.
 
 Standard library only, so that a child has no secrets in memory and starts within milliseconds.
 """
@@ -37,7 +38,7 @@ from moe_lab.evaluation.sandbox.encoding import HUGE, decode, encode_result
 from moe_lab.start import command
 
 NO_NAMESPACES = "no namespaces"
-"""Beginning of the last line of a runner that the machine does not confine."""
+"""Beginning of the last line of a runner on a machine that cannot confine it."""
 
 _USUAL_IMPORTS = (
     "bisect",
@@ -52,10 +53,10 @@ _USUAL_IMPORTS = (
     "typing",
 )
 _TICK = 0.01
-"""Seconds between two looks at what a program has sent. Waking at each result would double the cost
+"""Seconds between two reads of what a program has sent. Waking at each result would double the cost
 of short calls."""
 _PIPE = 1 << 20
-"""Bytes of results that a program can send between two looks, where the system allows so much."""
+"""Bytes of results that a program can send between two reads, where the system allows so many."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,10 @@ class Request:
     entry_point: str
     """Name of the function the program defines."""
     inputs: list[Any]
-    """Encoded argument lists, one per call."""
+    """An encoded list of arguments for each call."""
     seconds: list[float]
     """CPU limit of each call in seconds (`_wall_limit` gives the wall-clock limit); the first also
-    limits loading."""
+    limits the time of loading the program."""
     total_seconds: float
     """CPU limit of the whole program in seconds."""
     memory: int
@@ -86,7 +87,8 @@ class Request:
 
 def main(confined: bool, hidden: list[str]) -> None:
     """Serve requests until standard input ends, in namespaces that hide the folders `hidden`, or
-    only with limits: the method `start` replies when that is so, `run` runs a program."""
+    only with limits. The request `start` is answered once the process is confined; `run` runs a
+    program."""
     for name in _USUAL_IMPORTS:
         __import__(name)
     if confined:
@@ -108,8 +110,7 @@ def main(confined: bool, hidden: list[str]) -> None:
 
 
 def _run(request: Request, fork: Callable[[], int]) -> dict[str, Any]:
-    """Run one program and describe how it ended: status ok, failed, timeout, crash or output, and
-    what it returned."""
+    """Run one program. Returns its `client.Outcome` as a dictionary."""
     results, sending = os.pipe()
     with suppress(OSError, AttributeError):  # over the user's limit, or not Linux
         fcntl.fcntl(results, fcntl.F_SETPIPE_SZ, _PIPE)
@@ -122,16 +123,16 @@ def _run(request: Request, fork: Callable[[], int]) -> dict[str, Any]:
         _child(request, sending)
     os.close(sending)
     watch = _Watch(child, request)
-    ended = select.poll()
-    ended.register(results, 0)  # reports only that the last writer has closed it
-    ended.register(0, select.POLLIN)
+    poll = select.poll()
+    poll.register(results, 0)  # wakes only when the last writer has closed the pipe
+    poll.register(0, select.POLLIN)  # standard input, which the grader closes when it ends
     reply = None
     try:
         while reply is None:
             seconds = watch.seconds_remaining()
             if seconds <= 0:
                 return watch.reply("timeout")
-            if any(number == 0 for number, _ in ended.poll(1000 * min(_TICK, seconds))):
+            if any(number == 0 for number, _ in poll.poll(1000 * min(_TICK, seconds))):
                 raise SystemExit("the grader has ended")
             with suppress(BlockingIOError):
                 reply = watch.take(os.read(results, _PIPE))
@@ -149,7 +150,8 @@ def _kill(child: int) -> None:
 
 
 def _cpu_seconds(process: int) -> float:
-    """CPU seconds of another process. A limit on these gives the same verdict on a busy machine."""
+    """CPU seconds of another process: a limit on them gives the same verdict on a busy machine.
+    Wall-clock seconds where the system is not Linux."""
     if not sys.platform.startswith("linux"):
         return time.monotonic()
     # Linux's number of the CPU clock of a process; Python has no clock_getcpuclockid.
@@ -172,40 +174,41 @@ class _Watch:
             request.seconds[0] if request.seconds else request.total_seconds,
             *request.seconds,
         ]
+        """CPU limits of loading the program and of each call."""
         self.lines: list[str] = []
+        """Complete lines that the program has sent: one after loading, then one for each call."""
         self.times: list[float] = []
-        self.rest = bytearray()
+        """CPU seconds of each of these lines."""
+        self.partial_line = bytearray()
         self.received = 0
-        self.begin = self.since = _cpu_seconds(child)
-        self.wall = time.monotonic()
-        self.end = self.wall + _wall_limit(request.total_seconds)
+        self.start = self.call_start = _cpu_seconds(child)
+        self.call_wall_start = time.monotonic()
+        self.wall_end = self.call_wall_start + _wall_limit(request.total_seconds)
 
     def seconds_remaining(self) -> float:
         """Seconds until the next limit: of the current call or of the whole program, in CPU or
         wall-clock time."""
         used = _cpu_seconds(self.child)
         limit = self.limits[min(len(self.lines), len(self.limits) - 1)]
-        by_call = self.since + limit - used
-        by_all = self.begin + self.request.total_seconds - used
-        return min(
-            by_call, by_all, min(self.wall + _wall_limit(limit), self.end) - time.monotonic()
-        )
+        cpu_of_call = self.call_start + limit - used
+        cpu_of_program = self.start + self.request.total_seconds - used
+        wall_end = min(self.call_wall_start + _wall_limit(limit), self.wall_end)
+        return min(cpu_of_call, cpu_of_program, wall_end - time.monotonic())
 
     def take(self, chunk: bytes) -> dict[str, Any] | None:
         """Record what the program sent. Returns the reply if the program is done or has failed,
         else None."""
         if not chunk:
-            return self.reply(
-                "ok" if len(self.lines) == len(self.limits) and not self.rest else "crash"
-            )
+            is_complete = len(self.lines) == len(self.limits) and not self.partial_line
+            return self.reply("ok" if is_complete else "crash")
         self.received += len(chunk)
         if self.received > self.request.output:
             return self.reply("output")
-        *complete, rest = chunk.split(b"\n")
+        *complete, partial_line = chunk.split(b"\n")
         if complete:  # joined only when a line is complete, as it may arrive in thousands of pieces
-            complete[0] = bytes(self.rest) + complete[0]
-            self.rest.clear()
-        self.rest += rest
+            complete[0] = bytes(self.partial_line) + complete[0]
+            self.partial_line.clear()
+        self.partial_line += partial_line
         now = _cpu_seconds(self.child)
         for line in complete:
             if line.startswith(b"error "):
@@ -213,17 +216,16 @@ class _Watch:
             if not line.isascii():
                 return self.reply("output", "it returned something that is not a value")
             self.lines.append(line.decode())
-            self.times.append(now - self.since)
-            self.since, self.wall = now, time.monotonic()
-        return (
-            self.reply("crash", "more results than calls")
-            if len(self.lines) > len(self.limits)
-            else None
-        )
+            self.times.append(now - self.call_start)
+            self.call_start = now
+            self.call_wall_start = time.monotonic()
+        if len(self.lines) > len(self.limits):
+            return self.reply("crash", "more results than calls")
+        return None
 
     def reply(self, status: str, error: str = "") -> dict[str, Any]:
-        """The reply to the request, without the first line, which only reports that the program was
-        loaded."""
+        """The reply to the request. It omits the first line, which only reports that the program
+        was loaded."""
         return {
             "status": status,
             "error": error,
@@ -236,7 +238,7 @@ class _Watch:
 
 
 def _child(request: Request, results: int) -> None:
-    """Execute the program, call it, send what it returns. Ends the process."""
+    """Execute the program, call it, and send the values that it returns. Ends the process."""
     try:
         die_with_parent()
         os.setsid()  # a signal to "my process group" must not reach the runner
@@ -272,7 +274,7 @@ def _send(line: str) -> None:
         data = data[os.write(3, data) :]
 
 
-# How another process starts this one.
+# The command line by which another process starts this one.
 
 
 def runner_command(*, confined: bool) -> tuple[list[str], dict[str, str]]:
