@@ -34,38 +34,44 @@ def config_of(folder: Path) -> dict[str, Any]:
     )
 
 
-def check_close(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
-    torch.testing.assert_close(logits(found), logits(expected), rtol=0, atol=tolerance)
+def check_close(result: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(logits(result), logits(expected), rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize(
     "name", ["olmoe", "mixtral", "deepseek_v3", "jamba", "phimoe", "granitemoe"]
 )
-def test_masked_channels_have_the_original_shape(name: str, tmp_path: Path) -> None:
+def test_masked_channels_are_zeros_in_tensors_of_the_original_shape(
+    name: str, tmp_path: Path
+) -> None:
     model = tiny.save(name, tmp_path / "model")
     plan = random_plan(model, "ragged", share=1.0)
-    out = export(tmp_path / "model", plan, tmp_path / "out", shape="masked")
-    assert config_of(out) == config_of(tmp_path / "model")
-    before, after = (
-        load_file(folder / "model.safetensors") for folder in (tmp_path / "model", out)
-    )
-    assert {name: value.shape for name, value in before.items()} == {
-        name: value.shape for name, value in after.items()
-    }
-    reference = copy.deepcopy(model)
-    for layer in moe_layers(reference):
-        gone = ~torch.from_numpy(plan.layers[layer.index].channels)
-        layer.experts.gate_up_proj[torch.cat((gone, gone), 1)] = 0
-        layer.experts.down_proj.transpose(1, 2)[gone] = 0
-    masked = load(out)
-    expected = reference.state_dict()
+    folder = export(tmp_path / "model", plan, tmp_path / "out", shape="masked")
+    assert config_of(folder) == config_of(tmp_path / "model")
+    assert tensor_shapes(folder) == tensor_shapes(tmp_path / "model")
+    expected = with_zeros(model, plan).state_dict()
+    masked = load(folder)
     # channels stay in place
     assert all(torch.equal(masked.state_dict()[name], expected[name]) for name in expected)
     check_close(masked, prune(model, plan))
 
 
-def masking_is_refused(folder: Path) -> str:
-    """What is said before anything runs."""
+def tensor_shapes(folder: Path) -> dict[str, torch.Size]:
+    return {key: value.shape for key, value in load_file(folder / "model.safetensors").items()}
+
+
+def with_zeros(model: Any, plan: Plan) -> Any:
+    """A copy of the model with zeros as weights of the dropped channels."""
+    reference = copy.deepcopy(model)
+    for layer in moe_layers(reference):
+        dropped = ~torch.from_numpy(plan.layers[layer.index].channels)
+        layer.experts.gate_up_proj[torch.cat((dropped, dropped), 1)] = 0
+        layer.experts.down_proj.transpose(1, 2)[dropped] = 0
+    return reference
+
+
+def masking_errors(folder: Path) -> str:
+    """The errors that are reported before anything runs."""
     model = ModelConfig(name="m", path=str(folder))
     return " ".join(wrong(ExportConfig("masked"), model, RecoveryConfig(), "expert", verify=False))
 
@@ -88,7 +94,7 @@ BARRING = (
 def test_masked_experts_are_never_chosen(name: str, way: str, tmp_path: Path) -> None:
     model = tiny.save(name, tmp_path / "model")
     plan = random_plan(model, way, share=0.5)
-    assert not masking_is_refused(tmp_path / "model")
+    assert not masking_errors(tmp_path / "model")
     out = export(tmp_path / "model", plan, tmp_path / "out", shape="masked")
     assert config_of(out) == config_of(tmp_path / "model")
     masked = load(out)
@@ -117,7 +123,7 @@ def test_routers_without_a_bias_cannot_be_masked(name: str, layer: int, tmp_path
     ):
         export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "out", shape="masked")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-    assert "no bias" in masking_is_refused(tmp_path / "model")
+    assert "no bias" in masking_errors(tmp_path / "model")
 
 
 @pytest.mark.parametrize("name", ["olmoe", "glm4_moe", "hunyuan_v1_moe", "granitemoe"])
@@ -142,52 +148,59 @@ def test_padded_to_the_widest_expert_of_each_layer(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "stock"),
-    [
-        *((name, "natural", True) for name in ("olmoe", "qwen2_moe", "jamba")),
-        ("dots1", "natural", False),
-        ("qwen3_moe", "padded", True),
-    ],
+    ("name", "stock"), [("olmoe", True), ("qwen2_moe", True), ("jamba", True), ("dots1", False)]
 )
-def test_one_width_is_stock_where_the_family_can_say_it(
-    name: str, shape: str, stock: bool, tmp_path: Path
+def test_experts_of_one_width_need_code_only_in_some_families(
+    name: str, stock: bool, tmp_path: Path
 ) -> None:
+    """In those whose config.json has no field for it."""
     model = tiny.save(name, tmp_path / "model")
-    plan = random_plan(model, "ragged" if shape == "padded" else "one width", share=0.8, width=12)
-    for layer in plan.layers.values() if shape == "padded" else ():
+    plan = random_plan(model, "one width", share=0.8, width=12)
+    folder = export(tmp_path / "model", plan, tmp_path / "out", shape="natural")
+    assert code_files(folder) == (set() if stock else {"pruned.py", "ragged.py"})
+    check_close(load(folder, trust_remote_code=not stock), prune(model, plan), 0)
+
+
+def test_experts_padded_to_one_width_need_no_code(tmp_path: Path) -> None:
+    model = tiny.save("qwen3_moe", tmp_path / "model")
+    plan = random_plan(model, "ragged", share=0.8, width=12)
+    for layer in plan.layers.values():
         layer.channels[:, 18:] = False
-    out = export(tmp_path / "model", plan, tmp_path / "out", shape=shape)
-    assert {file.name for file in out.glob("*.py")} == (
-        set() if stock else {"pruned.py", "ragged.py"}
-    )
-    if shape == "padded":
-        changed = {"moe_intermediate_size": 20, "num_local_experts": 13, "num_experts": 13}
-        assert config_of(out) == {**config_of(tmp_path / "model"), **changed}
-    check_close(
-        load(out, trust_remote_code=not stock), prune(model, plan), 1e-5 if shape == "padded" else 0
-    )
+    folder = export(tmp_path / "model", plan, tmp_path / "out", shape="padded")
+    assert code_files(folder) == set()
+    changed = {"moe_intermediate_size": 20, "num_local_experts": 13, "num_experts": 13}
+    assert config_of(folder) == {**config_of(tmp_path / "model"), **changed}
+    check_close(load(folder, trust_remote_code=False), prune(model, plan), 1e-5)
 
 
-def test_config_is_edited_and_not_written_anew(tmp_path: Path) -> None:
+def code_files(folder: Path) -> set[str]:
+    return {file.name for file in folder.glob("*.py")}
+
+
+REMOTE_CODE = {"AutoConfig": "configuration_old.Old", "AutoModelForCausalLM": "modeling_old.Old"}
+
+
+@pytest.fixture
+def qwen3_moe(tmp_path: Path) -> Any:
+    """Writes a checkpoint with fields of others and remote code in its config; its model."""
+    model = tiny.save("qwen3_moe", tmp_path / "model")
+    fields = {"note": "ä", "rope_theta": 1e6, "output_router_logits": True}
+    reconfigure(tmp_path / "model", auto_map=REMOTE_CODE, **fields)
+    return model
+
+
+@pytest.mark.usefixtures("qwen3_moe")
+def test_config_of_uneven_export_keeps_the_other_fields(tmp_path: Path) -> None:
     """Fields of others stay, old remote code is no longer pointed at, the global numbers are those
     of the original."""
-    model = tiny.save("qwen3_moe", tmp_path / "model")
-    old = {"AutoConfig": "configuration_old.Old", "AutoModelForCausalLM": "modeling_old.Old"}
-    reconfigure(
-        tmp_path / "model", note="ä", rope_theta=1e6, output_router_logits=True, auto_map=old
-    )
-    kept = {0: tuple(range(16)), 1: tuple(range(9)), 2: (0, 3, 5, 7, 8)}
-    after = config_of(
-        export(
-            tmp_path / "model", Plan.of_experts(kept, dict.fromkeys(range(3), 16)), tmp_path / "out"
-        )
-    )
-    assert after == {
+    retained = {0: tuple(range(16)), 1: tuple(range(9)), 2: (0, 3, 5, 7, 8)}
+    plan = Plan.of_experts(retained, dict.fromkeys(range(3), 16))
+    assert config_of(export(tmp_path / "model", plan, tmp_path / "out")) == {
         **config_of(tmp_path / "model"),
         "pruned": {
             "format": 2,
             "stock": {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]},
-            "layers": {str(layer): {"experts": len(ids)} for layer, ids in kept.items()},
+            "layers": {str(layer): {"experts": len(ids)} for layer, ids in retained.items()},
         },
         "model_type": "pruned_qwen3_moe",
         "architectures": ["PrunedForCausalLM"],
@@ -197,40 +210,64 @@ def test_config_is_edited_and_not_written_anew(tmp_path: Path) -> None:
         },
         "output_router_logits": False,
     }
-    plan = random_plan(model, "ragged", share=1.0)
-    about = config_of(export(tmp_path / "model", plan, tmp_path / "ragged"))["pruned"]["layers"]
-    assert about == {
-        str(at): {"experts": 16, "widths": list(plan.layers[at].widths)} for at in kept
+
+
+def test_config_of_ragged_export_has_the_width_of_each_expert(
+    qwen3_moe: Any, tmp_path: Path
+) -> None:
+    plan = random_plan(qwen3_moe, "ragged", share=1.0)
+    folder = export(tmp_path / "model", plan, tmp_path / "ragged")
+    assert config_of(folder)["pruned"]["layers"] == {
+        str(index): {"experts": 16, "widths": list(layer.widths)}
+        for index, layer in plan.layers.items()
     }
 
 
-def test_what_cannot_be_exported_is_named(tmp_path: Path) -> None:
-    model = tiny.save("olmoe", tmp_path / "model")
-    source = tmp_path / "model"
-    ragged = random_plan(model, "ragged")
-    uneven = random_plan(model, "uneven")
+@pytest.fixture
+def olmoe(tmp_path: Path) -> Any:
+    return tiny.save("olmoe", tmp_path / "model")
 
-    def refused(field: str, plan: Plan, source: Path = source, shape: str = "natural") -> None:
-        with pytest.raises(UserError, match=field):
-            export(source, plan, tmp_path / "out", shape=shape)
-        assert not list(tmp_path.glob("*out*"))
 
-    refused(r"export=mask\b.* masked\?", uneven, shape="mask")
-    refused("28 channels", random_plan(tiny.build("olmoe", intermediate_size=28), "ragged"))
-    refused(
-        "model_type=pruned_olmoe", tiny.plan(model, 0.5), export(source, uneven, tmp_path / "first")
-    )
-    reconfigure(source, model_type="homemade")
-    for plan in (uneven, random_plan(model, "one width", share=1.0, width=12)):
-        refused("model_type=homemade", plan)
-    reconfigure(source, model_type="olmoe")
+def check_refused(folder: Path, message: str, plan: Plan, shape: str = "natural") -> None:
+    """Exporting the checkpoint in a folder is an error, and writes nothing beside it."""
+    with pytest.raises(UserError, match=message):
+        export(folder, plan, folder.parent / "out", shape=shape)
+    assert not list(folder.parent.glob("*out*"))
+
+
+def test_unknown_shapes_are_refused(olmoe: Any, tmp_path: Path) -> None:
+    plan = random_plan(olmoe, "uneven")
+    check_refused(tmp_path / "model", r"export=mask\b.* masked\?", plan, shape="mask")
+
+
+@pytest.mark.usefixtures("olmoe")
+def test_plans_for_other_widths_are_refused(tmp_path: Path) -> None:
+    wider = random_plan(tiny.build("olmoe", intermediate_size=28), "ragged")
+    check_refused(tmp_path / "model", "28 channels", wider)
+
+
+def test_exports_are_not_exported_again(olmoe: Any, tmp_path: Path) -> None:
+    folder = export(tmp_path / "model", random_plan(olmoe, "uneven"), tmp_path / "first")
+    check_refused(folder, "model_type=pruned_olmoe", tiny.plan(olmoe, 0.5))
+
+
+@pytest.mark.parametrize("way", ["uneven", "one width"])
+def test_unknown_families_cannot_have_layers_that_differ(
+    way: str, olmoe: Any, tmp_path: Path
+) -> None:
+    plan = random_plan(olmoe, way, share=None if way == "uneven" else 1.0, width=12)
+    reconfigure(tmp_path / "model", model_type="homemade")
+    check_refused(tmp_path / "model", "model_type=homemade", plan)
+
+
+def test_channels_of_fp8_weights_are_not_removed(olmoe: Any, tmp_path: Path) -> None:
     experts = {
         name: value.to(torch.float8_e4m3fn)
-        for name, value in weights(source).items()
+        for name, value in weights(tmp_path / "model").items()
         if "experts" in name
     }
-    tiny.rewrite(source, lambda tensors: tensors.update(experts))
-    refused("F8_E4M3", ragged)
+    tiny.rewrite(tmp_path / "model", lambda tensors: tensors.update(experts))
+    check_refused(tmp_path / "model", "F8_E4M3", random_plan(olmoe, "ragged"))
 
 
 # ---- loaded by a process that has transformers and the folder, and no moe_lab
@@ -259,22 +296,22 @@ def refusal(folder):
 for folder in folders:
     try:
         model = load(folder)
-        found = logits(model)
+        result = logits(model)
         model.save_pretrained(folder / "again")
         again = load(folder / "again")
-        save_file({"logits": found, "again": logits(again)}, folder / "found.safetensors")
+        save_file({"logits": result, "again": logits(again)}, folder / "result.safetensors")
         again.set_experts_implementation("grouped_mm")
         configs = [getattr(part, "config", again.config) for part in again.modules()]
         used = {config._experts_implementation for config in configs}
         refused = [refusal(folder), refusal(folder / "again")]
-        said = {"implementations": sorted(used), "refused": refused}
+        report = {"implementations": sorted(used), "refused": refused}
     except Exception as error:
         import traceback
-        said = {"error": traceback.format_exc()}
-    (folder / "said.json").write_text(json.dumps(said))
+        report = {"error": traceback.format_exc()}
+    (folder / "report.json").write_text(json.dumps(report))
 """
 WITH_OLDER = """
-said = {"version": transformers.__version__}
+report = {"version": transformers.__version__}
 for folder in (root / name for name in sys.argv[2:]):
     for trust in (False, True):
         try:
@@ -285,28 +322,25 @@ for folder in (root / name for name in sys.argv[2:]):
             answer = float((logits - expected).abs().max())
         except Exception as error:
             answer = f"{type(error).__name__}: {error}"
-        said[f"{folder.name} {trust}"] = answer
-print("RESULT " + json.dumps(said))
+        report[f"{folder.name} {trust}"] = answer
+print("RESULT " + json.dumps(report))
 """
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every architecture and case, exported here and loaded there."""
+    """Every architecture and case, exported by this process and loaded by one without moe_lab."""
     root = tmp_path_factory.mktemp("exports")
     save_file({"tokens": tiny.tokens()}, root / "tokens.safetensors")
     for name in NAMES:
         source = tmp_path_factory.mktemp(name)
         model = tiny.save(name, source, shard="60KB")
-        for case in [case for other, case in EXPORTS if other == name]:
-            plan = random_plan(
-                model, PLANS[case], share=None if case == "counts" else 0.75, width=(8, 24, 16)
-            )
-            out = export(source, plan, root / f"{name}-{case}")
-            save_file(
-                {"logits": tiny.logits(prune(model, plan)).contiguous()},
-                out / "expected.safetensors",
-            )
+        for case in [case for family, case in EXPORTS if family == name]:
+            share = None if case == "counts" else 0.75
+            plan = random_plan(model, PLANS[case], share=share, width=(8, 24, 16))
+            folder = export(source, plan, root / f"{name}-{case}")
+            expected = tiny.logits(prune(model, plan)).contiguous()
+            save_file({"logits": expected}, folder / "expected.safetensors")
     read_alone(WITHOUT_MOE_LAB, root)
     return root
 
@@ -317,21 +351,21 @@ def test_loads_without_moe_lab_and_equals_the_pruned_model(
     folders: Path, name: str, case: str
 ) -> None:
     folder = folders / f"{name}-{case}"
-    said = json.loads((folder / "said.json").read_text())
-    assert "error" not in said, said["error"]
+    report = json.loads((folder / "report.json").read_text())
+    assert "error" not in report, report["error"]
     expected = load_file(folder / "expected.safetensors")["logits"]
-    found = load_file(folder / "found.safetensors")
-    assert torch.equal(found["logits"], expected)
+    result = load_file(folder / "result.safetensors")
+    assert torch.equal(result["logits"], expected)
     # files of save_pretrained are not aligned: mapped weights give equal numbers up to the last bit
-    torch.testing.assert_close(found["again"], expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(result["again"], expected, rtol=0, atol=1e-5)
     ours = weights(folder)
     theirs = weights(folder / "again")
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
-    assert said["implementations"] == ["grouped_mm"]
+    assert report["implementations"] == ["grouped_mm"]
     if case == "even" and name != PORTED:
-        assert said["refused"] == [None, None]
+        assert report["refused"] == [None, None]
         return
-    assert all("trust_remote_code=True" in refused for refused in said["refused"])
+    assert all("trust_remote_code=True" in refused for refused in report["refused"])
 
 
 @pytest.mark.slow
@@ -344,10 +378,10 @@ def test_older_versions_load_stock_exports_and_refuse_the_others(
     printed = read_alone(
         WITH_OLDER, folders, *names, PYTHONPATH=str(OLDER / version), HOME=str(folders / version)
     )
-    said = json.loads(printed.rpartition("RESULT ")[2])
-    assert said["version"] == version
+    report = json.loads(printed.rpartition("RESULT ")[2])
+    assert report["version"] == version
     for name, case in FOR_OLDER:
-        answers = [said[f"{name}-{case} {trust}"] for trust in (False, True)]
+        answers = [report[f"{name}-{case} {trust}"] for trust in (False, True)]
         if case == "even" and name != PORTED:
             assert all(isinstance(answer, float) and answer < 1e-5 for answer in answers), (
                 name,

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import preloaded
 import pytest
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.slow
 needs_converter = pytest.mark.skipif(
     not gguf.FETCHED.is_file(), reason="no converter to GGUF: make llama"
 )
-WRITES = "Path(given.outfile).write_bytes(Path(given.model, 'config.json').read_bytes())"
+WRITES = "Path(options.outfile).write_bytes(Path(options.model, 'config.json').read_bytes())"
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def fake(tmp_path: Path) -> Callable[[str], Path]:
         path.write_text(
             "import argparse, os, signal, sys, time\nfrom pathlib import Path\ndef main():\n"
             f"    parser = argparse.ArgumentParser()\n    parser.add_argument('model')\n{options}"
-            f"    given = parser.parse_args()\n    {code}\n"
+            f"    options = parser.parse_args()\n    {code}\n"
         )
         return path
 
@@ -83,7 +83,7 @@ def ask(fake: Callable[[str], Path], tmp_path: Path) -> Callable[..., tuple[Expo
 
 
 @pytest.mark.parametrize(
-    ("code", "way", "error", "says"),
+    ("code", "way", "error", "message"),
     [
         (
             "print('reading'); sys.exit('it has no such tensor')",
@@ -98,13 +98,42 @@ def ask(fake: Callable[[str], Path], tmp_path: Path) -> Callable[..., tuple[Expo
     ],
 )
 def test_what_cannot_be_converted_leaves_nothing(
-    code: str, way: str, error: type[UserError], says: str, ask: Callable[..., Any], tmp_path: Path
+    code: str,
+    way: str,
+    error: type[UserError],
+    message: str,
+    ask: Callable[..., Any],
+    tmp_path: Path,
 ) -> None:
-    asked = ask(code, way)
-    with pytest.raises(error, match=rf"^export.format=gguf: .*{re.escape(says)}[^\n]*$") as raised:
-        perform(*asked)
+    request = ask(code, way)
+    with pytest.raises(
+        error, match=rf"^export.format=gguf: .*{re.escape(message)}[^\n]*$"
+    ) as raised:
+        perform(*request)
     assert type(raised.value) is error
     assert not any((tmp_path / "scratch").iterdir()) and not (tmp_path / "partial").exists()
+
+
+PERFORM = """
+import pickle, sys
+from moe_lab.study.steps import perform
+perform(*pickle.load(open(sys.argv[1], "rb")))
+"""
+
+
+def stop_conversion(request: tuple[Export, Files], folder: Path, number: signal.Signals) -> None:
+    """Perform a step in another process, which is stopped while its converter sleeps."""
+    file = folder / "work.pkl"
+    file.write_bytes(pickle.dumps(request))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, "-c", PERFORM, str(file)], env=environment)
+    unfinished = folder / "scratch" / ".checkpoint.unfinished" / "model.gguf"
+    until(lambda: unfinished.exists() and unfinished.read_text())
+    converter = int(unfinished.read_text())
+    assert is_running(converter)
+    process.send_signal(number)
+    process.wait()
+    until(lambda: not is_running(converter))
 
 
 @pytest.mark.parametrize(("number", "mode"), [(signal.SIGKILL, 0o2775), (signal.SIGINT, 0o755)])
@@ -115,52 +144,40 @@ def test_stopped_conversion_resumes_unless_others_may_write_there(
     fake: Callable[[str], Path],
     tmp_path: Path,
 ) -> None:
-    asked = ask("Path(given.outfile).write_text(str(os.getpid())); time.sleep(1000)")
-    file = tmp_path / "work.pkl"
-    out = tmp_path / "scratch" / "checkpoint"
-    file.write_bytes(pickle.dumps(asked))
-    code = (
-        "import pickle\nfrom moe_lab.study.steps import perform\n"
-        f"perform(*pickle.load(open({str(file)!r}, 'rb')))"
-    )
-    search = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen([sys.executable, "-c", code], env=search)
-    unfinished = out.with_name(".checkpoint.unfinished") / "model.gguf"
-    until(lambda: unfinished.exists() and unfinished.read_text())
-    converter = int(unfinished.read_text())
-    assert is_running(converter)
-    process.send_signal(number)
-    process.wait()
-    until(lambda: not is_running(converter))
-    assert not out.exists()
+    request = ask("Path(options.outfile).write_text(str(os.getpid())); time.sleep(1000)")
+    stop_conversion(request, tmp_path, number)
+    folder = tmp_path / "scratch" / "checkpoint"
+    assert not folder.exists()
     written = tmp_path / "partial" / "natural" / "model.safetensors"
-    before = written.stat()
+    stopped = written.stat()
     (tmp_path / "partial").chmod(mode)
     shutil.rmtree(tmp_path / "scratch")  # as the store does
     (tmp_path / "scratch").mkdir()
     fake(WRITES)
-    perform(*asked)
-    same = (written.stat().st_ino, written.stat().st_mtime_ns) == (
-        before.st_ino,
-        before.st_mtime_ns,
-    )
-    assert same == (mode == 0o755)
-    assert (out / "model.gguf").read_bytes() == (out / "config.json").read_bytes()
-    others = {"README.md", "config.json", "generation_config.json", "plan.json", "tokenizer.json"}
-    assert {file.name for file in out.iterdir()} == {*others, "model.gguf", "tokenizer_config.json"}
+    perform(*request)
+    resumed = written.stat()
+    same_file = (resumed.st_ino, resumed.st_mtime_ns) == (stopped.st_ino, stopped.st_mtime_ns)
+    assert same_file == (mode == 0o755)
+    assert (folder / "model.gguf").read_bytes() == (folder / "config.json").read_bytes()
+    names = {"README.md", "config.json", "generation_config.json", "plan.json", "tokenizer.json"}
+    assert {file.name for file in folder.iterdir()} == {
+        *names,
+        "model.gguf",
+        "tokenizer_config.json",
+    }
 
 
 def test_a_recovered_model_is_converted_with_its_weights(
     ask: Callable[..., Any], tmp_path: Path
 ) -> None:
-    copies = "import shutil; shutil.copy(f'{given.model}/model.safetensors', given.outfile)"
-    asked = ask(copies, "even", RecoveryConfig(name="dora", instructions="x"))
+    copies = "import shutil; shutil.copy(f'{options.model}/model.safetensors', options.outfile)"
+    request = ask(copies, "even", RecoveryConfig(name="dora", instructions="x"))
     (tmp_path / "finetune").mkdir()
     name = "model.layers.1.mlp.gate.weight"
     plan = Plan.load(tmp_path / "plan" / "plan.json")
     tuned = prune(tiny.build("olmoe"), plan).get_parameter(name) + 1
     save_file({name: tuned}, tmp_path / "finetune" / TENSORS)
-    perform(*asked)
+    perform(*request)
     out = tmp_path / "scratch" / "checkpoint"
     assert torch.equal(load_file(out / gguf.FILE)[name], tuned)
     assert (
@@ -169,8 +186,26 @@ def test_a_recovered_model_is_converted_with_its_weights(
     )
 
 
+def unconverted(folder: Path, dtype: torch.dtype, embedding: torch.dtype) -> dict[str, Any]:
+    """Writes a checkpoint of one layer of two experts; its tensors."""
+    layer = "model.layers.0.mlp"
+    # the converter's fp32
+    vectors = {f"{layer}.gate.weight": torch.zeros(2, 4), "model.norm.weight": torch.zeros(4)}
+    experts = {
+        f"{layer}.experts.{expert}.up_proj.weight": torch.zeros(4, 4, dtype=dtype)
+        for expert in "01"
+    }
+    embeddings = {"model.embed_tokens.weight": torch.zeros(4, 4, dtype=embedding)}
+    folder.mkdir()
+    for name, text in (("README.md", ""), ("config.json", "{}")):
+        (folder / name).write_text(text)
+    tensors = {**embeddings, **vectors, **experts}
+    save_file(tensors, folder / "model.safetensors")
+    return tensors
+
+
 @pytest.mark.parametrize(
-    ("dtype", "other", "kind"),
+    ("dtype", "embedding", "kind"),
     [
         (torch.float32, torch.float32, "f32"),
         (torch.bfloat16, torch.bfloat16, "bf16"),
@@ -179,31 +214,24 @@ def test_a_recovered_model_is_converted_with_its_weights(
     ],
 )
 def test_no_number_is_rounded(
-    dtype: torch.dtype, other: torch.dtype, kind: str, fake: Callable[[str], Path], tmp_path: Path
+    dtype: torch.dtype,
+    embedding: torch.dtype,
+    kind: str,
+    fake: Callable[[str], Path],
+    tmp_path: Path,
 ) -> None:
-    layer = "model.layers.0.mlp"
-    file = tmp_path / "model" / "model.safetensors"
-    # the converter's fp32
-    vectors = {f"{layer}.gate.weight": torch.zeros(2, 4), "model.norm.weight": torch.zeros(4)}
-    experts = {
-        f"{layer}.experts.{expert}.up_proj.weight": torch.zeros(4, 4, dtype=dtype)
-        for expert in "01"
-    }
-    tensors = {"model.embed_tokens.weight": torch.zeros(4, 4, dtype=other), **vectors, **experts}
-    file.parent.mkdir()
-    save_file(tensors, file)
-    for name, text in (("README.md", ""), ("config.json", "{}")):
-        (tmp_path / "model" / name).write_text(text)
-    path = fake("Path(given.outfile).write_text(given.outtype + given.model_name)")
-    out = gguf.convert(tmp_path / "model", tmp_path / "out", path, "N")
-    assert (out / "model.gguf").read_text() == f"{kind}N"
-    save_file({**tensors, "x": torch.zeros(2, dtype=torch.float64)}, file)
+    tensors = unconverted(tmp_path / "model", dtype, embedding)
+    path = fake("Path(options.outfile).write_text(options.outtype + options.model_name)")
+    folder = gguf.convert(tmp_path / "model", tmp_path / "out", path, "N")
+    assert (folder / "model.gguf").read_text() == f"{kind}N"
+    fp64 = {"x": torch.zeros(2, dtype=torch.float64)}
+    save_file({**tensors, **fp64}, tmp_path / "model" / "model.safetensors")
     with pytest.raises(UserError, match="x is of type F64"):
         gguf.convert(tmp_path / "model", tmp_path / "other", path, "N")
     assert not (tmp_path / "other").exists()
 
 
-def test_a_missing_converter_is_said_with_where_to_get_it(
+def test_missing_converter_is_reported_with_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gguf, "FETCHED", tmp_path / "convert_hf_to_gguf.py")
@@ -248,6 +276,13 @@ def converted(
     return written, out / gguf.FILE
 
 
+def expert_stack(tensors: dict[str, torch.Tensor], layer: int, part: str) -> torch.Tensor:
+    """The weights of all experts of a layer, by ascending index."""
+    key = f"model.layers.{layer}.mlp.experts.{{}}.{part}_proj.weight"
+    count = sum(key.format(number) in tensors for number in range(16))
+    return torch.stack([tensors[key.format(number)] for number in range(count)])
+
+
 @needs_converter
 @pytest.mark.parametrize(
     ("family", "shape"),
@@ -268,66 +303,67 @@ def test_experts_are_stored_unchanged(
 
     model = tiny.save(family, tmp_path / "model", vocab_size=1024)
     plan = random_plan(model, "ragged", share=1.0) if shape == "padded" else tiny.plan(model, 0.5)
-    written, out = converted(tmp_path, plan, "olmoe", shape)
-    file = GGUFReader(out)
+    written, path = converted(tmp_path, plan, "olmoe", shape)
+    file = GGUFReader(path)
     stored = {tensor.name: torch.tensor(tensor.data.copy()) for tensor in file.tensors}
     tensors = load_file(written / "model.safetensors")
     fields = {name: field.contents() for name, field in file.fields.items()}
     (count,) = [value for name, value in fields.items() if name.endswith(".expert_count")]
     assert fields["tokenizer.ggml.pre"] == "smollm" and fields["general.name"] == "N"
-    for layer, kept in plan.retained.items():
-        assert count == (plan.layers[layer].n_experts if shape == "masked" else len(kept))
+    for layer, retained in plan.retained.items():
+        assert count == (plan.layers[layer].n_experts if shape == "masked" else len(retained))
         for part in ("gate", "up", "down"):
-            stack = [
-                tensors[f"model.layers.{layer}.mlp.experts.{number}.{part}_proj.weight"]
-                for number in range(count)
-            ]
-            assert torch.equal(stored[f"blk.{layer}.ffn_{part}_exps.weight"], torch.stack(stack))
+            stack = expert_stack(tensors, layer, part)
+            assert torch.equal(stored[f"blk.{layer}.ffn_{part}_exps.weight"], stack)
         if shape == "masked":
-            barred = (
-                (stored[f"blk.{layer}.exp_probs_b.bias"] == -10000).nonzero().flatten().tolist()
-            )
-            assert barred == sorted(set(range(count)) - set(kept))
+            bias = stored[f"blk.{layer}.exp_probs_b.bias"]
+            barred = (bias == -10000).nonzero().flatten().tolist()
+            assert barred == sorted(set(range(count)) - set(retained))
 
 
-@needs_converter
-def test_a_study_writes_a_file_with_the_logits_of_the_evaluated_model(tmp_path: Path) -> None:
-    words = ["model=pocket_qwen3_moe", "criterion=aimer", "suite.benchmarks=[]"]
-    words += [
-        "export=natural",
-        "export.format=gguf",
-        "verify=true",
-        "report=false",
-        "store=store",
-        "launcher=inline",
-    ]
-    done = preloaded.run(tmp_path, "moe_lab", *words)
-    assert done.returncode == 0, done.stderr
-    (folder,) = tmp_path.glob("store/export/*/checkpoint")
-    assert f"export: {folder} (verified" in done.stderr
-    assert not list(folder.glob("*.safetensors")) and not list(tmp_path.glob("store/partial/*"))
-    code = f"""
-import torch, moe_lab
+GGUF_STUDY = (
+    "model=pocket_qwen3_moe",
+    "criterion=aimer",
+    "suite.benchmarks=[]",
+    "export=natural",
+    "export.format=gguf",
+    "verify=true",
+    "report=false",
+    "store=store",
+    "launcher=inline",
+)
+LARGEST_DIFFERENCE = """
+import sys, torch, moe_lab
 from moe_lab import Plan, load, mask
 from transformers import AutoConfig, AutoModelForCausalLM
-folder = {str(folder)!r}
+folder = sys.argv[1]
 config = AutoConfig.from_pretrained(folder)
 settings = dict(config=config, dtype=torch.float32, experts_implementation="eager")
 read = AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf", **settings).eval()
 assert read.config.num_experts == 12
 tokens = torch.arange(512).view(4, 128)
 model = load("pocket:qwen3_moe")[0]
-with torch.no_grad(), mask(model, Plan.load({str(folder / "plan.json")!r})):
+with torch.no_grad(), mask(model, Plan.load(f"{folder}/plan.json")):
     print((model(tokens).logits - read(tokens).logits).abs().max().item())
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
+"""Of the logits of a GGUF file and those of the model that is masked by its plan."""
+
+
+@needs_converter
+def test_study_writes_gguf_with_the_logits_of_the_evaluated_model(tmp_path: Path) -> None:
+    study = preloaded.run(tmp_path, "moe_lab", *GGUF_STUDY)
+    assert study.returncode == 0, study.stderr
+    (folder,) = tmp_path.glob("store/export/*/checkpoint")
+    assert f"export: {folder} (verified" in study.stderr
+    assert not list(folder.glob("*.safetensors")) and not list(tmp_path.glob("store/partial/*"))
+    process = subprocess.run(
+        [sys.executable, "-c", LARGEST_DIFFERENCE, str(folder)],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(gguf.PACKAGES), *sys.path])},
     )
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout.split()[-1]) == 0.0
+    assert process.returncode == 0, process.stderr
+    assert float(process.stdout.split()[-1]) == 0.0
 
 
 PROMPTS = [
@@ -360,38 +396,63 @@ json.dump({"likely": likely, "tokens": tokens}, open(sys.argv[1], "w"))
 """
 
 
-@needs_converter
-@pytest.mark.skipif(
-    not (gguf.PACKAGES / "xllamacpp").is_dir(), reason="no compiled llama.cpp: make llama"
-)
-@pytest.mark.parametrize("model", ["olmoe", "qwen3_moe"])
-def test_llama_cpp_reads_text_and_computes_logits_as_transformers_does(
-    model: str, tmp_path: Path
-) -> None:
-    """In fp32, since llama.cpp also rounds activations when weights are in bf16."""
-    source = resolve(f"pocket:{model}")
-    whole = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    whole.save_pretrained(tmp_path / "model")
-    written, out = converted(tmp_path, tiny.plan(whole, 0.5), model)
-    tokenizer = AutoTokenizer.from_pretrained(source)
+class Served(NamedTuple):
+    """The reply of llama.cpp, and the model and texts that it was given."""
+
+    pruned: Any
+    texts: list[str]
+    tokenizer: Any
+    reply: dict[str, Any]
+
+
+def random_texts() -> list[str]:
     letters = random.Random(0)
     alphabet = "ab  \n\n\n\t\r 12½².,'s't é日\u00a0\u2003_-()"
-    read = ["".join(letters.choices(alphabet, k=letters.randint(1, 60))) for _ in range(400)]
-    read += ["a special token: <|pad|>", *PROMPTS]
+    texts = ["".join(letters.choices(alphabet, k=letters.randint(1, 60))) for _ in range(400)]
+    return [*texts, "a special token: <|pad|>", *PROMPTS]
+
+
+@pytest.fixture(scope="module", params=["olmoe", "qwen3_moe"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """In fp32, since llama.cpp also rounds activations when weights are in bf16."""
+    folder = tmp_path_factory.mktemp(request.param)
+    source = resolve(f"pocket:{request.param}")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    model.save_pretrained(folder / "model")
+    written, path = converted(folder, tiny.plan(model, 0.5), request.param)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    texts = random_texts()
     prompts = [tokenizer.encode(text) for text in PROMPTS]
     subprocess.run(
-        [sys.executable, "-c", SERVE, str(tmp_path / "reply.json")],
-        input=json.dumps([str(out), prompts, read]),
+        [sys.executable, "-c", SERVE, str(folder / "reply.json")],
+        input=json.dumps([str(path), prompts, texts]),
         text=True,
         check=True,
         env={**os.environ, "PYTHONPATH": str(gguf.PACKAGES)},
     )
-    reply = json.loads((tmp_path / "reply.json").read_text())
-    assert reply["tokens"] == [tokenizer.encode(text) for text in read]
+    reply = json.loads((folder / "reply.json").read_text())
     pruned = AutoModelForCausalLM.from_pretrained(written).eval()
-    for prompt, likely in zip(prompts, reply["likely"], strict=True):
+    return Served(pruned, texts, tokenizer, reply)
+
+
+needs_llama_cpp = pytest.mark.skipif(
+    not (gguf.PACKAGES / "xllamacpp").is_dir(), reason="no compiled llama.cpp: make llama"
+)
+
+
+@needs_converter
+@needs_llama_cpp
+def test_llama_cpp_reads_text_as_transformers_does(served: Served) -> None:
+    assert served.reply["tokens"] == [served.tokenizer.encode(text) for text in served.texts]
+
+
+@needs_converter
+@needs_llama_cpp
+def test_llama_cpp_computes_logits_as_transformers_does(served: Served) -> None:
+    for prompt, likely in zip(PROMPTS, served.reply["likely"], strict=True):
+        ids = torch.tensor([served.tokenizer.encode(prompt)])
         with torch.no_grad():
-            expected = pruned(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+            expected = served.pruned(ids).logits[0, -1].log_softmax(-1)
         assert len(likely) == 20
         for token, value in likely:
             assert value == pytest.approx(expected[token].item(), abs=1e-4)

@@ -8,7 +8,7 @@ import warnings
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import naive
 import numpy
@@ -43,16 +43,16 @@ from moe_lab.statistics.streaming import stream
 SCORES = st.lists(st.integers(-3, 3).map(float), min_size=4, max_size=40)
 
 
-def two_layers(kept: tuple[int, ...] = (0, 2, 3), count: int = 4, **provenance: Any) -> Plan:
-    return Plan.of_experts({1: kept, 2: (0, 1, 3)}, {1: count, 2: 4}, provenance)
+def two_layers(retained: tuple[int, ...] = (0, 2, 3), count: int = 4, **provenance: Any) -> Plan:
+    return Plan.of_experts({1: retained, 2: (0, 1, 3)}, {1: count, 2: 4}, provenance)
 
 
 @given(SCORES, st.data())
-def test_lowest_scores_go_ties_fall_by_index_and_plans_come_back(
+def test_lowest_scores_are_dropped_and_ties_by_index(
     tmp_path_factory: pytest.TempPathFactory, scores: list[float], data: st.DataObject
 ) -> None:
     remove = data.draw(st.integers(0, len(scores) - 1))
-    made = make_plan(
+    plan = make_plan(
         {0: scores, 7: scores},
         {0: remove, 7: 0},
         tiny.routers([0, 7], 1),
@@ -60,10 +60,10 @@ def test_lowest_scores_go_ties_fall_by_index_and_plans_come_back(
     )
     # stable: equal scores stay in index order
     order = sorted(range(len(scores)), key=lambda expert: scores[expert])
-    assert made.retained == {0: tuple(sorted(order[remove:])), 7: tuple(range(len(scores)))}
+    assert plan.retained == {0: tuple(sorted(order[remove:])), 7: tuple(range(len(scores)))}
     path = tmp_path_factory.mktemp("plan") / "plan.json"
-    made.save(path)
-    assert Plan.load(path) == made and Plan.load(path).provenance == made.provenance
+    plan.save(path)
+    assert Plan.load(path) == plan and Plan.load(path).provenance == plan.provenance
     assert [file.name for file in path.parent.iterdir()] == ["plan.json"]
 
 
@@ -108,7 +108,7 @@ EXPERTS = {layer: scores[:, 0] for layer, scores in DISTINCT.items()}
         (DISTINCT, 0.25, {"allocation": "layerwise"}, ()),
     ],
 )
-def test_a_share_that_is_rounded_is_warned_of(
+def test_rounded_ratio_is_warned_of(
     values: Any, ratio: float, settings: Any, numbers: Any
 ) -> None:
     plan, messages = warned(values, ratio, **settings)
@@ -118,7 +118,7 @@ def test_a_share_that_is_rounded_is_warned_of(
     assert f"{plan.removed:.3g}" == (numbers[1] if numbers else f"{ratio:g}")
 
 
-def test_equal_scores_at_the_cut_are_warned_of_with_their_number() -> None:
+def test_equal_scores_at_the_cut_are_warned_of() -> None:
     """Of two layers of 32 experts each, 8 of which go."""
     few = {0: numpy.arange(32.0), 1: numpy.arange(32.0)}
     few[1][6:11] = 7
@@ -136,14 +136,14 @@ def test_ties_are_those_of_experts_that_compete() -> None:
     """Within groups of a router, and without protected ones."""
     scores = {0: numpy.array([1.0, 2, 3, 4, 2, 5, 6, 7])}
     router = {"n_group": 2, "top_k": 1, "topk_group": 1}
-    made = make_plan(scores, {0: 4}, {0: router}, provenance={})
-    assert ties(made, scores, {0: router}) == {}, "2 goes in one group, and goes in the other"
-    made = make_plan(scores, {0: 2}, {0: router}, provenance={})
-    assert ties(made, scores, {0: router}) == {}, "2 stays in one group, and goes in the other"
+    plan = make_plan(scores, {0: 4}, {0: router}, provenance={})
+    assert ties(plan, scores, {0: router}) == {}, "2 goes in one group, and goes in the other"
+    plan = make_plan(scores, {0: 2}, {0: router}, provenance={})
+    assert ties(plan, scores, {0: router}) == {}, "2 stays in one group, and goes in the other"
     equal = {0: numpy.ones(4)}
     protected = {**tiny.routers([0], 1)[0], "protected": [0]}
-    made = make_plan(equal, {0: 1}, {0: protected}, provenance={})
-    assert made.retained == {0: (0, 2, 3)} and ties(made, equal, {0: protected}) == {0: 3}
+    plan = make_plan(equal, {0: 1}, {0: protected}, provenance={})
+    assert plan.retained == {0: (0, 2, 3)} and ties(plan, equal, {0: protected}) == {0: 3}
     constants = Plan({0: LayerPlan(4, (0, 1, 2, 3), numpy.arange(4)[:, None] > [[0, 0]])})
     assert ties(constants, equal, tiny.routers([0], 1)) == {0: 4}, (
         "what is replaced is not retained"
@@ -175,18 +175,18 @@ def test_a_plan_retains_equally_many_experts_of_two_groups(
 def test_groups_lose_equally(n_group: int, size: int, data: st.DataObject) -> None:
     scores = data.draw(st.lists(st.floats(-1, 1), min_size=n_group * size, max_size=n_group * size))
     share = data.draw(st.integers(0, size - 2))
-    made = make_plan(
+    plan = make_plan(
         {0: scores}, {0: share * n_group}, tiny.routers([0], 1, n_group), provenance={}
     )
     for group in range(n_group):
-        members = [expert for expert in made.layers[0].retained if expert // size == group]
-        gone = set(range(group * size, (group + 1) * size)) - set(members)
-        assert len(gone) == share
-        assert all(scores[lost] <= scores[kept] for lost in gone for kept in members)
+        members = [expert for expert in plan.layers[0].retained if expert // size == group]
+        dropped = set(range(group * size, (group + 1) * size)) - set(members)
+        assert len(dropped) == share
+        assert all(scores[low] <= scores[high] for low in dropped for high in members)
 
 
 @given(st.integers(1, 5), st.integers(1, 20), st.sampled_from(["keep_null", "drop"]), st.data())
-def test_the_best_channels_of_each_expert_stay_and_plans_come_back(
+def test_best_channels_of_each_expert_are_retained(
     tmp_path_factory: pytest.TempPathFactory,
     experts: int,
     width: int,
@@ -203,24 +203,24 @@ def test_the_best_channels_of_each_expert_stay_and_plans_come_back(
         with pytest.raises(UserError, match="ratio"):
             make_channel_plan({7: scores}, {7: keep}, tiny.routers([7], 1), **arguments)
         return
-    made = make_channel_plan({7: scores}, {7: keep}, tiny.routers([7], 1), **arguments)
-    assert made.layers[7].retained == tuple(
+    plan = make_channel_plan({7: scores}, {7: keep}, tiny.routers([7], 1), **arguments)
+    assert plan.layers[7].retained == tuple(
         e for e in range(experts) if keep[e] or zero == "keep_null"
     )
-    assert made.layers[7].widths == tuple(keep[list(made.layers[7].retained)])
-    for row, kept in zip(scores, made.layers[7].channels, strict=True):
+    assert plan.layers[7].widths == tuple(keep[list(plan.layers[7].retained)])
+    for row, retained in zip(scores, plan.layers[7].channels, strict=True):
         # stable: lower index falls first
         order = sorted(range(width), key=lambda channel: row[channel])
-        assert sorted(numpy.flatnonzero(~kept)) == sorted(order[: width - kept.sum()])
+        assert sorted(numpy.flatnonzero(~retained)) == sorted(order[: width - retained.sum()])
     path = tmp_path_factory.mktemp("plan") / "plan.json"
-    made.save(path)
+    plan.save(path)
     assert (
-        Plan.load(path) == made
-        and Plan.load(path).layers[7].channels.tolist() == made.layers[7].channels.tolist()
+        Plan.load(path) == plan
+        and Plan.load(path).layers[7].channels.tolist() == plan.layers[7].channels.tolist()
     )
 
 
-def test_digest_is_of_what_is_kept() -> None:
+def test_digest_is_of_retained_experts() -> None:
     assert two_layers(seed=1).digest == two_layers(seed=2).digest
     assert two_layers().digest != two_layers((0, 1, 3)).digest
     assert two_layers().digest != two_layers(count=5).digest
@@ -244,31 +244,31 @@ MASK = numpy.ones((3, 2), dtype=bool)
         {0: LayerPlan(3, (0, 1, 2), MASK), 1: LayerPlan(1, (0,))},  # no mask for layer 1
     ],
 )
-def test_what_a_plan_states_must_agree(layers: Any) -> None:
+def test_inconsistent_layers_of_a_plan_are_refused(layers: Any) -> None:
     with pytest.raises(UserError, match=r"layer 1\b|layers .*\b1\b"):
         Plan(layers)
 
 
-def test_retained_experts_and_counts_are_of_the_same_layers() -> None:
+def test_retained_experts_and_counts_must_be_of_the_same_layers() -> None:
     with pytest.raises(UserError, match=r"layers \[1\].*layers \[2\]"):
         Plan.of_experts({1: (0,)}, {2: 2})
 
 
 @pytest.mark.parametrize(
-    ("kept", "count", "router", "nearest"),
+    ("retained", "count", "router", "nearest"),
     [
         (range(3), 4, (4,), 4),
         ((0, 1, 2, 4, 5), 8, (2, 2), 2),  # unequal groups
         (range(0, 16, 2), 16, (4, 4, 1), 16),  # groups a token reaches must hold top_k experts
     ],
 )
-def test_routers_must_work_with_what_is_kept(
-    kept: Any, count: int, router: tuple[int, ...], nearest: int
+def test_routers_must_work_with_the_retained_experts(
+    retained: Any, count: int, router: tuple[int, ...], nearest: int
 ) -> None:
-    made = Plan.of_experts({3: tuple(kept)}, {3: count})
-    made.check(tiny.routers([3], 2))
+    plan = Plan.of_experts({3: tuple(retained)}, {3: count})
+    plan.check(tiny.routers([3], 2))
     with pytest.raises(UserError, match=rf"layer 3 .*\b{re.escape(str(nearest))}\b"):
-        made.check(tiny.routers([3], *router))
+        plan.check(tiny.routers([3], *router))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -281,76 +281,129 @@ def test_scores_must_be_finite(value: float) -> None:
         make_channel_plan({2: scores}, {2: keep}, tiny.routers([2], 1), provenance={})
 
 
-def test_damaged_files_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    with pytest.raises(UserError, match=r"plan\.json"):
-        Plan.load(path)
+@pytest.fixture
+def saved_plan(tmp_path: Path) -> Path:
+    """The file of a plan of three experts of three channels."""
     channels = numpy.array([[1, 0, 1], [0, 0, 0], [0, 1, 0]], bool)
-    Plan({4: LayerPlan(3, (0, 2), channels)}).save(path)
-    text = path.read_text()
-    content = json.loads(text)
-    changes: list[dict[str, Any]] = [
+    Plan({4: LayerPlan(3, (0, 2), channels)}).save(tmp_path / "plan.json")
+    return tmp_path / "plan.json"
+
+
+def check_damaged(path: Path, text: str) -> None:
+    """A plan file of this content is an error."""
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"plan\.json is damaged"):
+        Plan.load(path)
+
+
+def test_missing_plan_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"plan\.json"):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_shortened_plan_file_is_refused(saved_plan: Path) -> None:
+    check_damaged(saved_plan, saved_plan.read_text()[:30])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
         {"schema": 3},
         {"schema": None},
         {"digest": "0" * 64},
         {"layers": []},
-    ]
-    about = ({"experts": 4, "retained": [0, "1"]}, {"experts": 4, "retained": [0], "channels": {}})
-    damaged = [text[:30], *(json.dumps({**content, **change}) for change in changes)]
-    damaged += [json.dumps({**content, "layers": {"1": layer}}) for layer in about]
-    for before, after in (
+        {"layers": {"1": {"experts": 4, "retained": [0, "1"]}}},
+        {"layers": {"1": {"experts": 4, "retained": [0], "channels": {}}}},
+    ],
+)
+def test_plan_file_with_a_wrong_field_is_refused(change: dict[str, Any], saved_plan: Path) -> None:
+    content = json.loads(saved_plan.read_text())
+    check_damaged(saved_plan, json.dumps({**content, **change}))
+
+
+@pytest.mark.parametrize(
+    ("original", "damaged"),
+    [
         ('"05"', '"5"'),
         ('"05"', '"07"'),
         ('"width": 3', '"width": 30'),
         ('"05"', '"0g"'),
-    ):
-        assert before in text
-        damaged.append(text.replace(before, after, 1))
-    for each in damaged:
-        path.write_text(each)
-        with pytest.raises(UserError, match=r"plan\.json is damaged"):
-            Plan.load(path)
+    ],
+)
+def test_plan_file_with_wrong_channels_is_refused(
+    original: str, damaged: str, saved_plan: Path
+) -> None:
+    text = saved_plan.read_text()
+    assert original in text
+    check_damaged(saved_plan, text.replace(original, damaged, 1))
 
 
 # ---- replaced experts
 
 
-@pytest.mark.parametrize("way", ["merged", "constants"])
-def test_each_routed_pair_adds_what_stands_for_its_expert(way: str) -> None:
-    """m = sum_j g_j f_G(j) with W_G = sum_i w_i W_i, or sum_j g_j c_j, with the router of the
-    original."""
+class ExpertsCall(NamedTuple):
+    """The arguments and the result of the experts of a layer."""
+
+    hidden: torch.Tensor
+    index: torch.Tensor
+    gates: torch.Tensor
+    result: torch.Tensor
+
+
+class Replaced(NamedTuple):
+    """A layer whose dropped experts are merged or constant, and a call of it under its plan."""
+
+    layer: Any
+    plan: LayerPlan
+    call: ExpertsCall
+
+
+@pytest.fixture(params=["merged", "constants"])
+def replaced(request: pytest.FixtureRequest) -> Replaced:
     model = tiny.build("qwen3_moe", dtype=torch.float64)
-    plan = unaligned(random_plan(model, way, share=0.5))
+    plan = unaligned(random_plan(model, request.param, share=0.5))
     layer = moe_layers(model)[1]
-    seen: list[Any] = []
+    calls: list[ExpertsCall] = []
     hook = layer.experts.register_forward_hook(
-        lambda module, given, result: seen.append((*given, result))
+        lambda _, args, result: calls.append(ExpertsCall(*args, result))
     )
     with hook, mask(model, plan):
         logits(model)
-    hidden, index, gates, result = seen[0]
-    unmasked = layer.router(hidden)
-    assert torch.equal(unmasked[2], index) and torch.equal(unmasked[1], gates)
-    experts: Any = layer.experts
-    layer_plan = plan.layers[layer.index]
+    return Replaced(layer, plan.layers[layer.index], calls[0])
+
+
+def test_router_of_replaced_experts_is_that_of_the_original(replaced: Replaced) -> None:
+    call = replaced.call
+    _, gates, index, *_ = replaced.layer.router(call.hidden)
+    assert torch.equal(index, call.index) and torch.equal(gates, call.gates)
+
+
+def test_each_routed_pair_adds_the_replacement_of_its_expert(replaced: Replaced) -> None:
+    """m = sum_j g_j f_G(j) with W_G = sum_i w_i W_i, or sum_j g_j c_j."""
+    layer, layer_plan, (hidden, index, gates, result) = replaced
+    experts = layer.experts
     group_of = {expert: group for group in layer_plan.merged.values() for expert in group}
-    null = zip(
-        layer_plan.null_experts, () if way == "merged" else layer_plan.constants, strict=True
-    )
-    constants = {expert: torch.from_numpy(constant).double() for expert, constant in null}
+    constants = {} if layer_plan.constants is None else null_outputs(layer_plan)
     assert 0 < len({**group_of, **constants}) < layer.n_experts
     expected = torch.zeros_like(hidden)
     for token, (chosen, weights) in enumerate(zip(index.tolist(), gates.tolist(), strict=True)):
         for expert, gate in zip(chosen, weights, strict=True):
             group = group_of.get(expert, {expert: 1.0}).items()
-            gate_up = sum(share * experts.gate_up_proj[one] for one, share in group)
-            down = sum(share * experts.down_proj[one] for one, share in group)
+            gate_up = sum(share * experts.gate_up_proj[member] for member, share in group)
+            down = sum(share * experts.down_proj[member] for member, share in group)
             computed = down @ activation(experts)(hidden[token : token + 1] @ gate_up.T)[0]
             expected[token] += gate * constants.get(expert, computed)
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
 
 
-def test_experts_without_a_router_row_lend_their_weights_only() -> None:
+def null_outputs(plan: LayerPlan) -> dict[int, torch.Tensor]:
+    """Null expert -> the constant that it puts out."""
+    assert plan.constants is not None
+    constants = torch.from_numpy(plan.constants).double()
+    return dict(zip(plan.null_experts, constants, strict=True))
+
+
+def test_merged_experts_without_a_router_row_lend_their_weights() -> None:
     """The router chooses among the experts that stand for a group; their weights are those of the
     merging plan."""
     model = tiny.build("qwen3_moe")
@@ -370,7 +423,7 @@ def test_experts_without_a_router_row_lend_their_weights_only() -> None:
 
 
 @pytest.mark.parametrize("shape", ["masked", "padded"])
-def test_shapes_of_the_original_hold_experts_without_router_rows_alone(
+def test_masked_and_padded_exports_hold_merged_experts_without_router_rows_only(
     shape: str, tmp_path: Path
 ) -> None:
     model = tiny.save("deepseek_v3", tmp_path / "model")
@@ -419,7 +472,7 @@ def test_plans_of_other_arrays_are_other_plans(way: str, name: str) -> None:
     assert plan.with_layers({1: replace(layer, **{name: None})}) != plan
 
 
-def test_plans_that_weigh_members_otherwise_are_other_plans() -> None:
+def test_plans_with_other_shares_are_other_plans() -> None:
     plan = random_plan(tiny.build("olmoe"), "merged", share=0.5)
     halves = {owner: dict.fromkeys(group, 0.5) for owner, group in plan.layers[1].merged.items()}
     assert plan.with_layers({1: replace(plan.layers[1], merged=halves)}) != plan
@@ -463,7 +516,7 @@ def weights_of(layer: Any, expert: int) -> list[Any]:
     return [torch.cat((gate[i], up[i], down[:, i])).numpy() for i in range(layer.width)]
 
 
-def test_of_all_orders_the_one_of_the_largest_products_of_weights_is_chosen() -> None:
+def test_alignment_by_weights_is_the_best_of_all_orders() -> None:
     """M-SMoE: argmax over p of sum_i <gate_o[i], gate_m[p_i]> + <up_o[i], up_m[p_i]> + <down_o[i],
     down_m[p_i]>."""
     model = tiny.build("olmoe", intermediate_size=5)
@@ -483,7 +536,7 @@ def test_of_all_orders_the_one_of_the_largest_products_of_weights_is_chosen() ->
 
 
 @pytest.mark.parametrize("by_activations", [False, True])
-def test_experts_that_differ_in_the_order_of_their_channels_are_merged_without_loss(
+def test_alignment_merges_permuted_experts_without_loss(
     by_activations: bool,
 ) -> None:
     model = tiny.build("qwen3_moe")
@@ -520,40 +573,55 @@ def naive_cost(of_owner: Any, of_member: Any) -> Any:
     return numpy.array([[numpy.linalg.norm(a - b) for b in second] for a in first])
 
 
-def test_ream_adds_distances_of_activations_and_of_principal_components_of_weights() -> None:
-    model, (ids, valid) = tiny.build("olmoe", dtype=torch.float64, hidden_size=16), naive.batch()
-    plan = unaligned(random_plan(model, "merged", share=0.5))
-    seen: dict[int, torch.Tensor] = {}
-    for layer in moe_layers(model):
+def record_inputs(model: Any, ids: torch.Tensor, valid: torch.Tensor) -> dict[int, torch.Tensor]:
+    """MoE layer -> hidden states of the valid tokens before its experts (T, H)."""
+    states: dict[int, torch.Tensor] = {}
+    hooks = [
         layer.experts.register_forward_pre_hook(
-            lambda _, inputs, at=layer.index: seen.update({at: inputs[0].detach()})
+            lambda _, args, index=layer.index: states.update({index: args[0].detach()})
         )
+        for layer in moe_layers(model)
+    ]
     with torch.no_grad():
         model(input_ids=ids, attention_mask=valid.long())
-    given = dict(seen)
+    for hook in hooks:
+        hook.remove()
+    return {index: tensor[valid.flatten()] for index, tensor in states.items()}
+
+
+def principal_components(layer: Any) -> Any:
+    """(N, I, H) coordinates of the normed weights of each channel of each expert."""
+    rows = numpy.stack([weights_of(layer, expert) for expert in range(layer.n_experts)])
+    rows = rows / numpy.linalg.norm(rows, axis=2)[:, :, None]
+    flat = rows.reshape(-1, rows.shape[2])
+    _, singular, directions = numpy.linalg.svd(flat - flat.mean(0), full_matrices=False)
+    return ((rows - flat.mean(0)) @ directions.T) * singular
+
+
+def test_ream_adds_distances_of_activations_and_of_principal_components() -> None:
+    model = tiny.build("olmoe", dtype=torch.float64, hidden_size=16)
+    ids, valid = naive.batch()
+    plan = unaligned(random_plan(model, "merged", share=0.5))
+    states = record_inputs(model, ids, valid)
     sums = gather(model, alignment_hook(plan), [(ids[:2], valid[:2]), (ids[2:], valid[2:])])
     aligned = align_by_activations(plan, sums.layers)
     assert not valid.all() and plan.merged_layers
     for layer in moe_layers(model):
-        states = given[layer.index][valid.flatten()]
-        rows = numpy.stack([weights_of(layer, expert) for expert in range(layer.n_experts)])
-        rows = rows / numpy.linalg.norm(rows, axis=2)[:, :, None]
-        flat = rows.reshape(-1, rows.shape[2])
-        _, singular, directions = numpy.linalg.svd(flat - flat.mean(0), full_matrices=False)
-        components = ((rows - flat.mean(0)) @ directions.T) * singular
-        owners = plan.layers[layer.index].owners
-        for row, member in enumerate(plan.layers[layer.index].merged_away):
+        components = principal_components(layer)
+        layer_plan = aligned.layers[layer.index]
+        for row, member in enumerate(layer_plan.merged_away):
+            owner = layer_plan.owners[member]
             phi = [
-                layer.phi(states, layer.weights(expert)).detach().numpy().T
-                for expert in (owners[member], member)
+                layer.phi(states[layer.index], layer.weights(expert)).detach().numpy().T
+                for expert in (owner, member)
             ]
-            cost = naive_cost(*phi) + naive_cost(components[owners[member]], components[member])
-            order = aligned.layers[layer.index].alignment[row]
+            cost = naive_cost(*phi) + naive_cost(components[owner], components[member])
             best = cost[linear_sum_assignment(cost)].sum()
+            order = layer_plan.alignment[row]
             assert cost[numpy.arange(layer.width), order].sum() == pytest.approx(best, rel=1e-6)
 
 
-def test_both_engines_find_the_same_orders(tmp_path: Path) -> None:
+def test_engines_align_alike(tmp_path: Path) -> None:
     model = tiny.save("olmoe", tmp_path / "model")
     plan = unaligned(random_plan(model, "merged", share=0.5))
     streamed = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
@@ -572,13 +640,16 @@ def test_both_engines_find_the_same_orders(tmp_path: Path) -> None:
     assert by_activations not in (plan, by_weights)
 
 
-def test_what_cannot_be_aligned_is_said() -> None:
+@pytest.mark.parametrize(
+    ("merges", "arguments", "field"),
+    [
+        (False, {}, "plan merges no experts"),
+        (True, {"length": 3}, "length"),
+        (True, {"text": ["a text"]}, "tokenizer"),
+    ],
+)
+def test_align_names_a_wrong_argument(merges: bool, arguments: dict[str, Any], field: str) -> None:
     model = tiny.build("olmoe")
-    plan = random_plan(model, "merged", share=0.5)
-    for words, field in (
-        ({"plan": tiny.plan(model, 0.5)}, "plan merges no experts"),
-        ({"plan": plan, "length": 3}, "length"),
-        ({"plan": plan, "text": ["a text"]}, "tokenizer"),
-    ):
-        with pytest.raises(UserError, match=field):
-            moe_lab.align(model, **words)
+    plan = random_plan(model, "merged", share=0.5) if merges else tiny.plan(model, 0.5)
+    with pytest.raises(UserError, match=field):
+        moe_lab.align(model, plan=plan, **arguments)
