@@ -1,12 +1,12 @@
-"""Processes that are started, asked by lines of JSON, watched and ended.
+"""Child processes that answer requests, in lines of JSON.
 
-`Child` is the side of the process that asks, `serve` that of the one that is asked;
-`python -m moe_lab.child_process MODULE` serves the functions of a module. A request is the name of
-a method and its arguments; the replies are any number of {"item": ...}, then {"done": result}, or
-{"error": ..., "kind": ...}. A process ends when its standard input does, so also when the one that
-started it was killed.
+`Child` starts such a process, sends requests to it and ends it. `serve` answers requests in the
+child process; `python -m moe_lab.child_process MODULE` serves the functions of a module. A request
+is the name of a method and its arguments; the replies are any number of {"item": ...}, then
+{"done": result}, or {"error": ..., "kind": ...}. A child process ends when its standard input is
+closed, so also when its parent is killed.
 
-Standard library only: the other side may run in another interpreter.
+Standard library only: the child process may run in another interpreter.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ GRACE = 20.0
 
 
 class Ended(RuntimeError):
-    """The process has ended. The message is how, and the last it said."""
+    """The process has ended. The message says how, and has the last line of its log."""
 
 
 class Refused(RuntimeError):
-    """The process replied with an error, the message; `kind` is the name of its class."""
+    """The process replied with an error, whose text is the message; `kind` is the error's class."""
 
     def __init__(self, message: str, kind: str) -> None:
         super().__init__(message)
@@ -42,7 +42,7 @@ class Refused(RuntimeError):
 
 
 class Child(AbstractContextManager["Child"]):
-    """A process that runs `serve`, in a session of its own. What it prints goes to a log."""
+    """A process that runs `serve`, in a session of its own, and prints to a log."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Child(AbstractContextManager["Child"]):
             start_new_session=True,
             umask=umask,
         )
-        self._said = b""
+        self._log_content = b""
         self._replies: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -72,7 +72,7 @@ class Child(AbstractContextManager["Child"]):
         self.close()
 
     def call(self, method: str, seconds: float | None = None, **arguments: Any) -> Any:
-        """The result of a method, as for `replies`."""
+        """The result of a method. Arguments and errors are those of `replies`."""
         return next(self.replies(method, seconds, **arguments))["done"]
 
     def replies(
@@ -81,14 +81,14 @@ class Child(AbstractContextManager["Child"]):
         """The replies to a request, the last one with `done`; each takes at most `seconds` (None:
         for ever).
 
-        Raises Refused; and Ended and TimeoutError, after which the process is gone. It is ended too
-        if the caller does not take the last reply, since those that are left would be taken for
-        replies to the next request.
+        Raises Refused; and Ended and TimeoutError, after which the process is gone. The process is
+        also ended if the caller does not take the last reply, since the next request would get the
+        replies that are left.
         """
         assert self.process.stdin is not None
         finished = False
         try:
-            # it has ended or was closed, which the end of its replies reports
+            # the loop below reports a process that has ended or was closed
             with suppress(OSError, ValueError):
                 self.process.stdin.write(json.dumps([method, arguments]) + "\n")
                 self.process.stdin.flush()
@@ -102,12 +102,12 @@ class Child(AbstractContextManager["Child"]):
                 if not line:
                     self._replies.put("")  # for the next request
                     code = self.process.wait()
-                    how = (
+                    reason = (
                         f"killed by {signal.Signals(-code).name}"
                         if code < 0
                         else f"exit code {code}"
                     )
-                    raise Ended(f"{how}: {_last_line(self.log())}")
+                    raise Ended(f"{reason}: {_last_line(self.log())}")
                 reply = json.loads(line)
                 finished = "item" not in reply
                 if "error" in reply:
@@ -118,14 +118,17 @@ class Child(AbstractContextManager["Child"]):
                 self.close()
 
     def log(self) -> str:
-        """What the process has printed."""
-        # read by position, as the process writes at the place where this file is
+        """Text that the process has printed."""
+        # pread, because seek would move the position at which the process writes
         if not self._log.closed:
-            self._said = os.pread(self._log.fileno(), os.fstat(self._log.fileno()).st_size, 0)
-        return self._said.decode(errors="replace")
+            self._log_content = os.pread(
+                self._log.fileno(), os.fstat(self._log.fileno()).st_size, 0
+            )
+        return self._log_content.decode(errors="replace")
 
     def close(self) -> None:
-        """End the process, within GRACE by itself, and then all that it has started."""
+        """Let the process end by itself within GRACE, then kill it and all processes that it has
+        started."""
         assert self.process.stdin is not None and self.process.stdout is not None
         with suppress(OSError):
             self.process.stdin.close()
@@ -138,6 +141,7 @@ class Child(AbstractContextManager["Child"]):
         self._log.close()
 
     def _listen(self) -> None:
+        """Put the lines of the replies into the queue, and "" after the last."""
         assert self.process.stdout is not None
         with self.process.stdout as replies:
             for line in replies:
@@ -147,15 +151,15 @@ class Child(AbstractContextManager["Child"]):
 
 def _last_line(log: str) -> str:
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "nothing in its log"
 
 
 def serve(worker: object, at_end: Callable[[], object] = lambda: None) -> None:
-    """Call the methods of `worker` that standard input names, until it ends. Ends the process and
-    its group.
+    """Answer the requests on standard input with methods of `worker`. At the end of standard input,
+    call `at_end` and kill the process and its group.
 
-    A method that yields replies with several items. What is printed to standard output goes to
-    standard error.
+    If a method is a generator, each value that it yields is an item. Text printed to standard
+    output goes to standard error.
     """
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -182,7 +186,8 @@ def serve(worker: object, at_end: Callable[[], object] = lambda: None) -> None:
 
 
 def _receive(requests: queue.SimpleQueue[Any], at_end: Callable[[], object]) -> None:
-    # Not sys.stdin, whose lock, held here, would block every process that a library forks.
+    """Put the requests on standard input into a queue; at its end, end the process as `serve`."""
+    # not sys.stdin: a thread that waits for it holds a lock, which would block forked processes
     with os.fdopen(os.dup(0), encoding="utf-8") as lines:
         for line in lines:
             requests.put(json.loads(line))
@@ -191,8 +196,10 @@ def _receive(requests: queue.SimpleQueue[Any], at_end: Callable[[], object]) -> 
 
 
 def _sentence(error: Exception) -> str:
-    """The message of an error, on one line and without the frame that pydantic puts around it."""
-    reasons = [each["msg"] for each in error.errors()] if hasattr(error, "errors") else [str(error)]
+    """The message of an error on one line; of an error of pydantic, the messages of its parts."""
+    reasons = [str(error)]
+    if hasattr(error, "errors"):
+        reasons = [part["msg"] for part in error.errors()]
     return " ".join("; ".join(reasons).split()) or type(error).__name__
 
 

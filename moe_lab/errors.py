@@ -1,7 +1,7 @@
 """Errors for users: one sentence without a stack trace, and without secrets.
 
-Secrets, such as keys and passwords, are no part of settings, which results show: programs read
-their environment.
+Results show settings, so settings contain no secrets such as keys and passwords: programs read
+these from their environment.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class UserError(ValueError):
     nearest choice. Secrets of the environment are masked in it."""
 
     code = 2
-    """Exit code of a command that it ends."""
+    """Exit code of a command that ends with this error."""
 
     def __init__(self, message: str) -> None:
         super().__init__(mask(message))
@@ -32,7 +32,7 @@ class UserError(ValueError):
 
 
 class Unavailable(UserError):
-    """Something outside moe_lab, such as the hub or an endpoint, is not available now. Another run
+    """Something outside moe_lab, such as the hub or an endpoint, is not available now. The next run
     tries again."""
 
     code = 3
@@ -53,12 +53,12 @@ def unknown(field: str, value: str, known: Iterable[str]) -> UserError:
 
 
 def check_known(field: str, value: str, known: Collection[str]) -> None:
-    """Raise the error `unknown` when a name is not among those that are known."""
+    """Raise the error `unknown` unless `value` is one of the `known` names."""
     if value not in known:
         raise unknown(field, value, known)
 
 
-def need(package: str, extra: str, reason: str) -> None:
+def check_installed(package: str, extra: str, reason: str) -> None:
     """Raise UserError with the command that installs `package` when it is not installed."""
     if find_spec(package.replace("-", "_")) is None:
         missing = UserError(f"{reason} needs the package {package}: pip install 'moe-lab[{extra}]'")
@@ -78,12 +78,12 @@ def user_errors(check: Callable[..., object], *arguments: object) -> Iterator[st
 
 def end_with(main: Callable[[], int | None]) -> NoReturn:
     """Run a command and end the process with its exit code. The code is 130 after Ctrl-C, and 141
-    when the reader of the output has closed it, as `head` does. Neither prints a stack trace."""
+    when the reader of the output has closed it, as `head` does, without a stack trace."""
     try:
         try:
             os.getcwd()
         except FileNotFoundError:
-            print("the current folder was removed: change into one that is there", file=sys.stderr)
+            print("the current folder was removed: change into another", file=sys.stderr)
             sys.exit(UserError.code)
         try:
             code = main() or 0
@@ -92,7 +92,7 @@ def end_with(main: Callable[[], int | None]) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
     except BrokenPipeError:
-        # Python flushes both again at exit, which would raise again
+        # at exit Python flushes both streams again, which would raise again
         for stream in (sys.stdout, sys.stderr):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         code = 141
@@ -105,8 +105,8 @@ def end_with(main: Callable[[], int | None]) -> NoReturn:
 
 
 def _is_interrupt(error: BaseException | None) -> bool:
-    """Whether it is Ctrl-C, or an error that a library, such as OmegaConf, had when it was
-    interrupted."""
+    """Whether `error` is Ctrl-C, or an error that a library, such as OmegaConf, raised while it
+    handled Ctrl-C."""
     return error is not None and (
         isinstance(error, KeyboardInterrupt) or _is_interrupt(error.__context__)
     )
@@ -114,7 +114,7 @@ def _is_interrupt(error: BaseException | None) -> bool:
 
 MASK = "***"
 SHORTEST = 8
-"""Fewest characters of a value that is masked; a shorter one cannot be told from other text."""
+"""Fewest characters of a value that is masked; shorter values also occur in ordinary text."""
 _NAME = re.compile(
     r"(?!(bos|eos|pad|unk|sep|cls|mask|image|stop)_)"  # tokens of a tokenizer
     r"(.*[_-])?(api[_-]?key|token|secret|password|passwd|authorization|credentials?)",
@@ -133,8 +133,8 @@ _VARIABLE = re.compile(r"(.*_)?(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)",
 
 
 def secrets_in(setting: str, value: Any) -> Iterator[str]:
-    """A sentence if the value of the setting with this dotted name is a text that looks like a
-    secret, or that has one of the environment in it."""
+    """A sentence if `value`, of the setting with the dotted name `setting`, is a text that looks
+    like a secret or contains a secret of the environment."""
     name = setting.rpartition(".")[2]
     if (
         isinstance(value, str)
@@ -143,19 +143,20 @@ def secrets_in(setting: str, value: Any) -> Iterator[str]:
     ):
         yield (
             f"{setting} has a secret in it, which would be shown with the results: expected none, "
-            "as servers and jobs "
-            "read their own environment, and judge.key_variable names the variable that holds a key"
+            "as servers and jobs read their own environment, and judge.key_variable names the "
+            "variable that holds a key"
         )
 
 
 def mask(text: str) -> str:
-    """Replace the values of environment variables that are called like secrets by ***."""
+    """`text` with *** in place of the values of environment variables whose names are those of
+    secrets."""
     values = {
         value
         for name, value in os.environ.items()
         if len(value) >= SHORTEST and _VARIABLE.fullmatch(name)
     }
-    # the longest first, as one may begin with another
+    # the longest first, as a value may contain a shorter value
     for value in sorted(values, key=len, reverse=True):
         text = text.replace(value, MASK)
     return text

@@ -1,5 +1,5 @@
-"""`python -m moe_lab.inspect model=NAME`: whether a model is supported, and what applies to it,
-without its weights."""
+"""`python -m moe_lab.inspect model=NAME`: whether a model is supported, and which criteria and
+exports apply to it, without its weights."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ USAGE = """python -m moe_lab.inspect model=NAME [model.path=FOLDER] [...]
 
 Whether a model is supported or why not, its layers, experts, routers and parameters by part, its
 loading memory, and which criteria and exports apply. Takes the settings of `python -m moe_lab`;
-reads no weight. What steps take of memory, a dry run says."""
+reads no weight. A dry run prints the memory that steps need."""
 Row = tuple[str, str]
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Print the facts on a model. Exit code 0 if it is supported, 1 if it is not, 2 for a user's
     mistake."""
-    if not words or {"-h", "--help"} & set(words):
+    if not arguments or {"-h", "--help"} & set(arguments):
         print(USAGE)
         return 0
     from moe_lab.compose import compose, started
 
     try:
         with started():
-            _, requests = compose(words)
+            _, requests = compose(arguments)
         models = {cell.model.name: cell.model for cells, _ in requests for cell in cells}
         if len(models) > 1:
             raise UserError(f"model={','.join(sorted(models))}: expected one model")
@@ -64,8 +64,8 @@ def describe(model: ModelConfig) -> tuple[str, list[Row], bool]:
         )
     if folder is None:
         sentence = (
-            f"{_ABSENT}: this is what is expected of it; routers and exports are told once "
-            "config.json is there"
+            f"{_ABSENT}: these rows are what is expected of it; routers and exports are listed "
+            "once config.json is there"
         )
         return title, [("configuration", sentence), *_expected(model)], True
     try:
@@ -81,25 +81,28 @@ _ABSENT = "neither on this machine nor to be had from the hub"
 
 
 def _expected(model: ModelConfig) -> Iterator[Row]:
-    """Rows on a model that is not on this machine, as its settings expect it."""
-    shape = model.expected
-    assert shape is not None
+    """Rows on a model that is not on this machine, from the architecture that its settings
+    expect."""
+    expected = model.expected
+    assert expected is not None
     yield (
         "layers",
         (
-            f"{shape.moe_layers} of {shape.experts} experts, top-{shape.top_k}, {shape.width:,} "
-            "channels each"
+            f"{expected.moe_layers} of {expected.experts} experts, top-{expected.top_k}, "
+            f"{expected.width:,} channels each"
         ),
     )
-    yield from _parameters(shape.parameters)
+    yield from _parameters(expected.parameters)
 
 
 def _parameters(count: int) -> Iterator[Row]:
+    """Rows on a model of `count` parameters: their number and memory."""
     yield "parameters, all", f"{count:,}"
     yield "loading memory", f"{2 * count / 2**30:.2f} GiB in bfloat16"
 
 
 def _architecture(facts: Mapping[str, Any]) -> Iterator[Row]:
+    """Rows on the layers and parameters of a model; layers with equal descriptions share a row."""
     parameters = facts["parameters"]
     total = sum(parameters.values())
     yield (
@@ -109,15 +112,15 @@ def _architecture(facts: Mapping[str, Any]) -> Iterator[Row]:
             "experts"
         ),
     )
-    for words in dict.fromkeys(facts["moe"].values()):
-        layers = [layer for layer, other in facts["moe"].items() if other == words]
+    for description in dict.fromkeys(facts["moe"].values()):
+        layers = [layer for layer, text in facts["moe"].items() if text == description]
         starts = [layer for layer in layers if layer - 1 not in layers]
         ends = [layer for layer in layers if layer + 1 not in layers]
         spans = [
             f"{start}-{end}" if end > start else str(start)
             for start, end in zip(starts, ends, strict=True)
         ]
-        yield f"layers {', '.join(spans)}", words
+        yield f"layers {', '.join(spans)}", description
     for part, count in parameters.items():
         yield f"parameters, {part}", f"{count:,} ({count / total:.1%})"
     yield from _parameters(total)

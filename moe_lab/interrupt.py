@@ -1,8 +1,8 @@
-"""Ctrl-C while a command still imports is one sentence and exit code 130, as it is later
-(`errors.end_with`).
+"""End a command that still imports at Ctrl-C, with one sentence and exit code 130, as
+`errors.end_with` does later.
 
-The first import of every command. It imports next to nothing, so that the time in which Python
-itself answers is short.
+This is the first import of every command. It imports next to nothing, so that the time in which
+Ctrl-C prints a stack trace is short.
 """
 
 import os
@@ -11,6 +11,7 @@ from types import TracebackType
 
 
 def _end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """The hook for exceptions that end the process; only Ctrl-C is treated differently."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
         return

@@ -34,7 +34,7 @@ def digest(document: Any) -> str:
 
 
 def write_json(path: Path, document: Any) -> None:
-    """Write `document` as people read it, as `write_text` does."""
+    """Write `document` with indentation, as `write_text` does."""
     write_text(path, json.dumps(document, indent=1, sort_keys=True) + "\n")
 
 
@@ -42,7 +42,7 @@ def write_text(path: Path, text: str, mode: int | None = None) -> None:
     """Write a file atomically: a reader sees the old file or the whole new one. After an error
     nothing remains.
 
-    `mode`: its permissions, None for those of the umask.
+    `mode`: permissions of the file, None for those of the umask.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
@@ -62,8 +62,9 @@ def read_json(path: Path, shape: Any) -> Any:
 
 
 def _content(path: Path) -> bytes:
+    """The content of a file. Raises FileNotFoundError without it, and Damaged for a folder."""
     try:
-        with path.open("rb", buffering=0) as file:  # takes fewer calls of the system
+        with path.open("rb", buffering=0) as file:  # fewer system calls than with a buffer
             return file.read()
     except NotADirectoryError:
         raise FileNotFoundError(path) from None
@@ -83,8 +84,8 @@ def parse(content: bytes, shape: Any, name: str) -> Any:
 
 
 DIGEST = ',"digest":"'
-"""What comes before the sha256 in a sealed document; the text before it, closed by a brace, is what
-was hashed."""
+"""Text before the sha256 in a sealed document. The hashed text ends before it, plus a closing
+brace."""
 
 
 def sealed(text: str) -> str:
@@ -104,15 +105,15 @@ def write_sealed(
 
 
 def read_sealed(path: Path, shape: Any) -> Any:
-    """As `read_json`, of a sealed document without its digest. Raises Damaged also when any byte
-    has changed."""
+    """As `read_json`, for a sealed document, which is returned without its digest. Raises Damaged
+    also when any byte has changed."""
     return parse_sealed(_content(path), shape, str(path))
 
 
 def parse_sealed(content: bytes, shape: Any, name: str) -> Any:
-    """As `read_sealed`, of the content of the file `name`."""
-    text, mark, ending = content.rpartition(DIGEST.encode())
-    if not mark:
+    """As `read_sealed`, for the content of the file `name`."""
+    text, separator, ending = content.rpartition(DIGEST.encode())
+    if not separator:
         raise Damaged(f"{name} is damaged, or of an older moe_lab: it has no digest")
     text += b"}"
     if ending != f'{sha256(text).hexdigest()}"}}'.encode():
@@ -136,16 +137,18 @@ def fits(document: Any, shape: Any) -> bool:
     if isinstance(shape, list):
         return isinstance(document, list) and all(fits(item, shape[0]) for item in document)
     if isinstance(shape, tuple):
-        alike = isinstance(document, list) and len(document) == len(shape)
-        return alike and all(fits(item, inner) for item, inner in zip(document, shape, strict=True))
+        same_length = isinstance(document, list) and len(document) == len(shape)
+        return same_length and all(
+            fits(item, inner) for item, inner in zip(document, shape, strict=True)
+        )
     return isinstance(document, shape) and (shape is bool or not isinstance(document, bool))
 
 
 class ResultCache:
     """Results of batches, each appended to a file as soon as it is computed.
 
-    A process that resumes after it was killed reads them, and computes only the other batches. The
-    batches do not depend on the content of the file, so that results have the same bits whether a
+    After a kill, the next process reads them from the file and computes only the other batches.
+    Batches do not depend on the content of the file, so that results have the same bits whether a
     process was killed or not.
     """
 
@@ -163,7 +166,7 @@ class ResultCache:
                     self._results[key] = result
 
     def result(self, batch: Any, compute: Callable[[], list[Any]]) -> list[Any]:
-        """The result of a batch, from the file or else from `compute`. Both are JSON."""
+        """The result of a batch, from the file or else from `compute`. Both must fit into JSON."""
         key = sha256(json.dumps(batch).encode()).hexdigest()
         if key not in self._results:
             self._results[key] = compute()

@@ -1,5 +1,5 @@
-"""The machine: the processors, the GPUs and the main memory that this process may use, and the
-packages of its Pythons. No torch."""
+"""The machine: processors, GPUs and main memory that this process may use, Python interpreters and
+their packages. No torch."""
 
 from __future__ import annotations
 
@@ -36,40 +36,44 @@ def processor() -> str:
 
 
 def cores() -> int:
-    """Processors that this process may use: those that it is bound to, or fewer by its control
-    group."""
+    """Number of processors that this process may use: those that it is bound to, or fewer by the
+    limits of its control group or its Slurm job."""
     limits = [os.cpu_count() or 1]
     if hasattr(os, "sched_getaffinity"):
         limits = [len(os.sched_getaffinity(0))]
-    # microseconds in each period: version 2 has both in one file, version 1 has a file for each
-    quotas: list[Sequence[str]] = [text.split() for text in _group_limits("cpu", "cpu.max", "")]
-    used = _group_limits("cpu", "", "cpu.cfs_quota_us")
+    # quota and period in microseconds: one file in version 2, a file for each in version 1
+    limit_pairs: list[Sequence[str]] = [
+        text.split() for text in _group_limits("cpu", "cpu.max", "")
+    ]
+    quotas = _group_limits("cpu", "", "cpu.cfs_quota_us")
     periods = _group_limits("cpu", "", "cpu.cfs_period_us")
-    quotas += zip(used, periods, strict=True)
-    for quota, period in quotas:
+    limit_pairs += zip(quotas, periods, strict=True)
+    for quota, period in limit_pairs:
         if quota not in ("max", "-1"):
             limits.append(math.ceil(int(quota) / int(period)))
-    if requested := os.environ.get("SLURM_CPUS_PER_TASK"):  # clusters may not bind processes to it
+    if requested := os.environ.get(
+        "SLURM_CPUS_PER_TASK"
+    ):  # clusters may not bind processes to their share
         limits.append(int(requested))
     return max(1, min(limits))
 
 
 def main_memory() -> float:
-    """Most bytes of main memory that this process may use: those of the machine, the limit of its
-    control group, or those that its Slurm job requested; of these its part where it is one of
-    several workers (WORKERS)."""
+    """Most bytes of main memory that this process may use: the least of the machine's memory, the
+    limits of its control groups and the request of its Slurm job, divided by the number of workers
+    (WORKERS)."""
     limits = [float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))]
     for text in _group_limits("memory", "memory.max", "memory.limit_in_bytes"):
         if text.isdigit():
             limits.append(float(text))
     requested = os.environ.get("SLURM_MEM_PER_NODE", "")  # MiB; 0 for all
-    if requested.strip("0").isdigit():  # clusters may not limit the group
+    if requested.strip("0").isdigit():  # clusters may not limit the control group
         limits.append(2.0**20 * int(requested))
     return min(limits) / int(os.environ.get(WORKERS, "1"))
 
 
 def release_memory() -> None:
-    """Free what nothing refers to any more, on the GPU too."""
+    """Free objects without references, and GPU memory that torch has cached."""
     gc.collect()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -77,8 +81,8 @@ def release_memory() -> None:
 
 
 def visible_gpus() -> list[str]:
-    """Ids for CUDA_VISIBLE_DEVICES, one for each GPU that torch finds in this process: of NVIDIA or
-    AMD."""
+    """Ids for CUDA_VISIBLE_DEVICES, one for each GPU (of NVIDIA or AMD) that torch finds in this
+    process."""
     count = gpu_count()
     ids = os.environ.get("CUDA_VISIBLE_DEVICES")
     return ids.split(",")[:count] if ids else [str(number) for number in range(count)]
@@ -86,8 +90,8 @@ def visible_gpus() -> list[str]:
 
 @lru_cache(maxsize=1)
 def gpu_count() -> int:
-    """Number of GPUs that torch finds with the environment of this process. Another process runs
-    torch, which takes seconds to import, and only if it is built for GPUs."""
+    """Number of GPUs that torch finds with the environment of this process. Torch is imported in
+    another process, because that takes seconds, and only if it is built for GPUs."""
     try:
         build = version("torch")
     except PackageNotFoundError:
@@ -100,9 +104,9 @@ def gpu_count() -> int:
 
 
 def _group_limits(controller: str, file_in_2: str, file_in_1: str) -> Iterator[str]:
-    """Contents of the files of a limit, of the control groups that this process is in and of those
-    around them: `file_in_2` in version 2, `file_in_1` in version 1, where each controller has
-    groups of its own."""
+    """Values of a limit in the control groups of this process and the groups around them. The limit
+    is in `file_in_2` of groups of version 2, and in `file_in_1` of groups of version 1, where each
+    controller has groups of its own."""
     for line in CONTROL_GROUPS.read_text().splitlines() if CONTROL_GROUPS.is_file() else []:
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
@@ -127,10 +131,10 @@ def installed(package: str) -> str | None:
 
 
 def interpreter(module: str, path: str | None, user: str) -> str:
-    """The Python that has `module`: `path` of interpreters.MODULE, or that of `make MODULE`, or
-    this one.
+    """The Python that has `module`: `path` (of interpreters.MODULE), the one that `make MODULE`
+    installs, or the one of this process.
 
-    Raises UserError, for the `user` that needs it, when there is none.
+    Raises UserError when none has it; `user` is the setting that needs it.
     """
     if path is not None:
         python = Path(path).expanduser()
@@ -139,10 +143,10 @@ def interpreter(module: str, path: str | None, user: str) -> str:
                 f"interpreters.{module}={path}, and there is no such file: run make {module}"
             )
         return str(python.absolute())
-    # Links are resolved because torch compiles nothing below a path with a space, which vLLM needs.
-    made = (_ROOT / f".venv-{module}").resolve() / "bin" / "python"
-    if made.is_file():
-        return str(made)
+    # torch cannot compile for vLLM below a path with a space, so the folder may be a link
+    installed_by_make = (_ROOT / f".venv-{module}").resolve() / "bin" / "python"
+    if installed_by_make.is_file():
+        return str(installed_by_make)
     if find_spec(module) is not None:
         return sys.executable
     raise UserError(
@@ -153,14 +157,15 @@ def interpreter(module: str, path: str | None, user: str) -> str:
 
 @lru_cache(maxsize=8)
 def installed_in(python: str, package: str) -> str | None:
-    """The version of `package` in another interpreter; None if either does not exist."""
+    """The version of `package` in the interpreter `python`; None without the package or the
+    interpreter."""
     program = f"from importlib.metadata import version; print(version({package!r}))"
     return _output(python, program) or None
 
 
 def check_has(module: str, python: str) -> None:
     """Raise UserError when the interpreter `python` does not exist or has no `module`."""
-    # a module, not a package: builds of vLLM have several names
+    # asks for the module, since the packages of vLLM's builds have several names
     program = f"from importlib.util import find_spec; print(find_spec({module!r}) or '')"
     if not _output(python, program):
         raise UserError(
@@ -169,10 +174,10 @@ def check_has(module: str, python: str) -> None:
 
 
 def _output(python: str, program: str) -> str:
-    """What a program prints in another interpreter; "" if it fails, or there is no such
+    """Text that a program prints in another interpreter; "" if it fails, or if there is no such
     interpreter."""
-    line = [python, "-I", "-c", program]
+    command = [python, "-I", "-c", program]
     try:
-        return subprocess.run(line, capture_output=True, text=True, env={}).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, env={}).stdout.strip()
     except OSError:
         return ""

@@ -74,21 +74,22 @@ def cache(name: str) -> Path:
 
 
 def private(name: str) -> Path:
-    """The folder `name` in the user's cache of moe_lab, for what is executed: nobody else may enter
-    it, or replace it. Raises UserError when it, or the folder around it, belongs to somebody else,
-    and without a home folder."""
+    """The folder `name` in the user's cache of moe_lab, for files that are executed: no other user
+    may enter or replace the folder. Raises UserError when it, or the folder around it, belongs to
+    somebody else, and without a home folder."""
     if caches().name == f"moe_lab-{os.getuid()}":
         raise UserError(
             "the home folder cannot be written: expected XDG_CACHE_HOME=FOLDER that all nodes see"
         )
-    _own(cache(name).parent, 0o755)
-    return _own(cache(name), 0o700)
+    _make_private(cache(name).parent, 0o755)
+    return _make_private(cache(name), 0o700)
 
 
-def _own(folder: Path, mode: int) -> Path:
-    """Make a folder, whatever the umask, with at most the permissions in `mode`."""
+def _make_private(folder: Path, mode: int) -> Path:
+    """`folder`, which is made if it does not exist, with at most the permissions in `mode`,
+    whatever the umask. Raises UserError when it belongs to somebody else."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # a link of somebody else's is refused, too
+    # lstat: a link of another user is refused, too
     if {folder.lstat().st_uid, folder.stat().st_uid} != {os.getuid()}:
         raise UserError(
             f"{folder} is somebody else's: expected XDG_CACHE_HOME=FOLDER, where you may write"
@@ -101,13 +102,13 @@ def caches() -> Path:
     """The folder of the user's caches: $XDG_CACHE_HOME, or ~/.cache, or a folder of the user among
     temporary files where the home folder cannot be written. Raises UserError when that folder
     belongs to somebody else."""
-    usual = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    # For what is in a folder that may not be entered, os.path.exists is false; Path.exists raises.
-    existing_parent = next(filter(os.path.exists, (usual, *usual.parents)))
-    # "~" stays where there is no home
-    if usual.parts[0] != "~" and os.access(existing_parent, os.W_OK | os.X_OK):
-        return usual
-    return _own(Path(tempfile.gettempdir(), f"moe_lab-{os.getuid()}"), 0o700)
+    default = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    # below a folder that may not be entered os.path.exists is false, where Path.exists raises
+    existing_parent = next(filter(os.path.exists, (default, *default.parents)))
+    # expanduser leaves "~" in place without a home folder
+    if default.parts[0] != "~" and os.access(existing_parent, os.W_OK | os.X_OK):
+        return default
+    return _make_private(Path(tempfile.gettempdir(), f"moe_lab-{os.getuid()}"), 0o700)
 
 
 def store_folder(store: str, field: str = "store") -> Path:
@@ -132,27 +133,28 @@ NAME = re.compile(r"\w[\w.+-]*")
 
 
 def checked_name(text: str) -> str:
-    """The text, if it can be part of a folder's name; ValueError that says what is expected
-    otherwise."""
+    """The text. ValueError, which says what is expected, unless it can be part of a folder's
+    name."""
     if len(text.encode("utf-8", "replace")) > LONGEST_NAME:
         raise ValueError(f"expected at most {LONGEST_NAME} bytes, since folders are named by it")
     if not NAME.fullmatch(text):
-        hint = f", such as {close}" if (close := as_name(text, "")) else ""
+        close = as_name(text, "")
+        hint = f", such as {close}" if close else ""
         raise ValueError(
             f"expected a valid folder name: letters, digits and _, after the first also . + -{hint}"
         )
     return text
 
 
-def as_name(text: str, other: str = "unnamed") -> str:
-    """A valid name like `text`; `other` where nothing of it can be in a name."""
+def as_name(text: str, default: str = "unnamed") -> str:
+    """A valid name made of the characters of `text` that names may have; `default` without any."""
     plain = re.sub(r"[^\w.+-]+", "_", text).strip("_.+-")
-    return plain.encode()[:LONGEST_NAME].decode(errors="ignore") or other
+    return plain.encode()[:LONGEST_NAME].decode(errors="ignore") or default
 
 
 def check_name(field: str, name: str) -> None:
-    """Raise UserError unless `name` can be part of a path, and is not none; see
-    `moe_lab.config.base.Name`."""
+    """Raise UserError when `name` cannot be part of a path, and for the name none, which other
+    settings reserve."""
     if name == "none":
         raise UserError(
             f"{field}={name} means something else: expected another name, such as {name}_1"
@@ -173,7 +175,7 @@ def shortened(name: str, longest: int = LONGEST_NAME) -> str:
 
 
 def is_of_group(folder: Path) -> bool:
-    """Whether everybody of a group may write in a folder, and what is written there is of the
+    """Whether all members of a group may write in a folder, and new files there belong to the
     group."""
     shared = stat.S_ISGID | stat.S_IWGRP
     return folder.exists() and folder.stat().st_mode & shared == shared

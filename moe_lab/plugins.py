@@ -19,8 +19,9 @@ ENTRY_POINTS = "moe_lab.plugins"
 
 
 def load(modules: Iterable[str] = ()) -> list[str]:
-    """Import the modules of all entry points, and `modules`; the names of all. Raises UserError for
-    one that cannot be imported, registers nothing, or registers a name that is taken."""
+    """Import the modules of all entry points, and `modules`, and return the names of all. Raises
+    UserError for a module that cannot be imported, registers nothing, or registers a name that is
+    taken."""
     names = list(
         dict.fromkeys([*(point.module for point in entry_points(group=ENTRY_POINTS)), *modules])
     )
@@ -40,8 +41,8 @@ def load(modules: Iterable[str] = ()) -> list[str]:
         ]
         functions += [
             function
-            for one in ALLOCATIONS.values()
-            for function in one.functions.values()
+            for allocation in ALLOCATIONS.values()
+            for function in allocation.functions.values()
             if function
         ]
         if not any(
@@ -55,28 +56,28 @@ def load(modules: Iterable[str] = ()) -> list[str]:
 
 
 def sources(modules: Iterable[str]) -> dict[Path, Path]:
-    """All files of the packages that plugins are in, or their own: path below a folder of sys.path
-    -> file."""
-    found: dict[Path, Path] = {}
+    """Files of each plugin's top package, or its single module file: path below a folder of
+    sys.path -> file."""
+    files: dict[Path, Path] = {}
     for module in load(modules):
         top = sys.modules[module.partition(".")[0]]
         for path in map(Path, getattr(top, "__path__", None) or [str(top.__file__)]):
-            found |= {file.relative_to(path.parent): file for file in (path, *path.rglob("*"))}
-    return found
+            files |= {file.relative_to(path.parent): file for file in (path, *path.rglob("*"))}
+    return files
 
 
 def module_location(function: Callable[..., object]) -> dict[str, str]:
-    """Name of a function's module, the folder it is imported from, so that another process can
-    import it, and the digest of its code."""
+    """The module of a function as `import_modules_at` needs it: its name, the folder from which it
+    is imported, and the digest of its code."""
     name = function.__module__
     folder = folder_of(name, Path(sys.modules[name].__file__ or ""))
     return {"module": name, "folder": str(folder), "source": source_of(function)}
 
 
-def import_module_at(locations: Iterable[Mapping[str, str]]) -> None:
+def import_modules_at(locations: Iterable[Mapping[str, str]]) -> None:
     """Import modules from locations given by `module_location`. Their folders come last on
-    sys.path, so that they shadow nothing. UserError for a module whose code has changed since then,
-    as ids of steps count the code that `module_location` saw."""
+    sys.path, so that they shadow nothing. UserError for a module whose code has changed since its
+    location was taken, because ids of steps include the digest of that time."""
     for location in locations:
         name = location["module"]
         if location["folder"] not in sys.path:

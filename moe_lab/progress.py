@@ -12,8 +12,8 @@ from moe_lab.json_files import Damaged, Number, read_json, write_json
 FILE = "MOE_LAB_PROGRESS"
 """Environment variable with the path of the file."""
 NAME = "progress.json"
-EVERY = 2.0
-"""Least seconds between two writes, so that they take no time."""
+INTERVAL = 2.0
+"""Fewest seconds between two writes, which keeps their cost small."""
 _latest = (0.0, 0.0, "")
 _last_write = 0.0
 
@@ -22,7 +22,7 @@ def update(done: float, total: float, unit: str) -> None:
     """Set the progress of this process to `done` of `total` units."""
     global _latest, _last_write
     _latest = (done, total, unit)
-    if FILE in os.environ and time.monotonic() - _last_write >= EVERY:
+    if FILE in os.environ and time.monotonic() - _last_write >= INTERVAL:
         _last_write = time.monotonic()
         path = Path(os.environ[FILE])
         with suppress(OSError):

@@ -1,4 +1,5 @@
-"""Digests of Python code from outside moe_lab: of a module with all that it imports. No torch."""
+"""Digests of Python code from outside moe_lab: of a module and all modules that it imports. No
+torch."""
 
 from __future__ import annotations
 
@@ -20,17 +21,15 @@ SITE = {"site-packages", "dist-packages"}
 """Names of the folders into which packages are installed."""
 IGNORED = {
     *sys.stdlib_module_names,
-    *(
-        "moe_lab",
-        "analysis",
-        "numpy",
-        "pandas",
-        "pydantic",
-        "safetensors",
-        "scipy",
-        "torch",
-        "transformers",
-    ),
+    "moe_lab",
+    "analysis",
+    "numpy",
+    "pandas",
+    "pydantic",
+    "safetensors",
+    "scipy",
+    "torch",
+    "transformers",
 }
 """Python, moe_lab, and libraries that moe_lab requires: their versions are in the provenance of
 steps, and in no id."""
@@ -50,7 +49,7 @@ def source_of(function: Callable[..., Any]) -> str:
 
 @cache
 def module_digest(name: str) -> str:
-    """Digest of an imported module, as its code is on disk at the first call."""
+    """Digest of an imported module, from its code on disk at the first call."""
     return digest_of(name, Path(str(sys.modules[name].__file__)))
 
 
@@ -64,14 +63,14 @@ def digest_of(name: str, file: Path) -> str:
 
 def code_of(name: str, file: Path) -> tuple[dict[str, Path], dict[str, str]]:
     """Name -> file of the module `name` in `file` and of all local modules that it imports,
-    directly or not; and name -> version of the installed packages.
+    directly or not; and name -> version of the installed packages that it imports.
 
     Local modules are those in the same folder or package, all parts of a namespace package
-    included, and packages that are installed as editable. Nothing is run: imports are found in the
-    text, inside functions too, as statements; and in code that has the name `import_module` or
-    `__import__`, every literal text may be the name of a module. Data files do not count.
+    included, and packages that are installed as editable. The code is parsed and not run. Imports
+    are import statements, inside functions too; if the code has the name `import_module` or
+    `__import__`, every literal text may be the name of a module. Data files are left out.
     """
-    own = name.partition(".")[0]
+    own_top = name.partition(".")[0]
     root = folder_of(name, file)
     local: dict[str, Path] = {}
     versions: dict[str, str] = {}
@@ -87,13 +86,13 @@ def code_of(name: str, file: Path) -> tuple[dict[str, Path], dict[str, str]]:
             if top in IGNORED:
                 continue
             folders = _folders_on_path(top)
-            if top == own or not folders:
+            if top == own_top or not folders:
                 folders = [root, *folders]
             files = dict(_files(imported, folders))
             is_installed = any(
                 SITE.intersection(path.parts) for path in [*files.values()] or folders
             )
-            if top != own and is_installed and (installed := _versions(top)):
+            if top != own_top and is_installed and (installed := _versions(top)):
                 versions |= installed
             else:
                 pending += files.items()
@@ -101,22 +100,23 @@ def code_of(name: str, file: Path) -> tuple[dict[str, Path], dict[str, str]]:
 
 
 def file_of(name: str, folder: Path) -> Path | None:
-    """The file of a module below `folder`, or else where Python finds it. Nothing is imported."""
+    """The file of the module `name` below `folder`, or else where Python finds it; None if neither
+    has it. Nothing is imported."""
     return dict(_files(name, [folder, *_folders_on_path(name.partition(".")[0])])).get(name)
 
 
 def folder_of(name: str, file: Path) -> Path:
-    """The folder of sys.path below which the module `name` in `file` is."""
+    """The folder of sys.path from which the module `name` in `file` is imported."""
     depth = name.count(".") + (file.name == "__init__.py")
     return file.absolute().parents[depth]
 
 
 def _imports(content: bytes, package: str) -> Iterator[str]:
-    """Absolute names that a module in `package` imports. `from a import b` is a.b, a module or a
-    value in one."""
+    """Absolute names that the module with this `content`, in `package`, imports. `from a import b`
+    gives a.b, which is a module, or a value in the module a."""
     try:
         tree = ast.parse(content)
-    except (SyntaxError, ValueError):  # whoever imports it fails
+    except (SyntaxError, ValueError):  # importing the module fails, too
         return
     texts = set[str]()
     for node in ast.walk(tree):
@@ -130,7 +130,7 @@ def _imports(content: bytes, package: str) -> Iterator[str]:
             case ast.Constant(str(text)) if MODULE_NAME.fullmatch(text):
                 texts.add(text)
     if b"import_module" in content or b"__import__" in content:
-        # a relative name may be one in a package that another text names
+        # a relative name may be relative to a package that another text names
         yield from {_absolute(name, parent) for name, parent in product(texts, (package, *texts))}
 
 
@@ -144,8 +144,8 @@ def _absolute(name: str, package: str) -> str:
 
 
 def _files(name: str, folders: Sequence[Path]) -> Iterator[tuple[str, Path]]:
-    """The module `name` and the packages around it, each with its file in the first of `folders`
-    that has one."""
+    """Name and file of each package around the module `name`, and of the module itself; the file is
+    in the first of `folders` that has it."""
     parts = name.split(".")
     for count in range(1, len(parts) + 1):
         paths = [folder.joinpath(*parts[:count]) for folder in folders]
@@ -159,8 +159,8 @@ def _files(name: str, folders: Sequence[Path]) -> Iterator[tuple[str, Path]]:
 
 
 def _folders_on_path(top: str) -> list[Path]:
-    """The folders that a package or a module is imported from, as far as known: several for a
-    namespace package."""
+    """The folders of sys.path from which the module or package `top` is imported: several for a
+    namespace package, none if Python does not find it."""
     with contextlib.suppress(ValueError):  # an imported module without a specification
         if spec := find_spec(top):
             return [
@@ -170,8 +170,8 @@ def _folders_on_path(top: str) -> list[Path]:
 
 
 def _versions(package: str) -> dict[str, str]:
-    """Distribution -> version, of those that installed a package."""
-    # most are called like their package; a search takes long
+    """Distribution that installed `package` -> version."""
+    # most distributions have the name of their package; a search takes long
     with contextlib.suppress(metadata.PackageNotFoundError):
         return {package: metadata.version(package)}
     return {name: metadata.version(name) for name in _distributions().get(package, ())}

@@ -3,9 +3,9 @@
     python start.py [OPTIONS] -m MODULE ARGUMENTS
 
 does what `python OPTIONS -m MODULE ARGUMENTS` does, except that the current folder is not searched,
-and that `moe_lab` and `analysis` are those beside this file, and so are plugins of which a copy
-lies there, in the folder PLUGINS. All other packages are found as usual, so that another
-interpreter uses its own. Standard library only.
+that `moe_lab` and `analysis` are imported from the folder around this package, and that plugins are
+imported from its subfolder PLUGINS if they have a copy there. All other packages are found as
+usual, so that another interpreter uses its own. Standard library only.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import runpy
 FILE = os.path.abspath(__file__)
 _ROOT = os.path.dirname(os.path.dirname(FILE))
 PLUGINS = "moe_lab_plugins"
+"""Folder beside `moe_lab` with copies of plugins."""
 
 
 def command(module: str, *arguments: str, python: str = sys.executable) -> list[str]:
@@ -29,6 +30,7 @@ def command(module: str, *arguments: str, python: str = sys.executable) -> list[
 
 
 def _run() -> None:
+    """Run the module that the command line of this process names."""
     sys.path.insert(0, _ROOT)
     for package in ("moe_lab", "analysis"):
         __import__(package)  # once imported, a package finds its modules by its own path

@@ -278,7 +278,7 @@ def test_steps_of_a_plugin_are_named_by_its_code_and_refuse_another(
     same = {name for name in before if before[name].id == after[name].id}
     assert same == {"frequency"} and before["random"].scores.id == after["random"].scores.id
     assert all(before[name].scores.id != after[name].scores.id for name in ("signed", "signed_too"))
-    plugins.import_module_at(after["signed"].scores.plugins)
+    plugins.import_modules_at(after["signed"].scores.plugins)
     for _ in range(2):  # and not at its first step alone
         with pytest.raises(UserError, match="plugin_one"):
-            plugins.import_module_at(before["signed"].scores.plugins)
+            plugins.import_modules_at(before["signed"].scores.plugins)

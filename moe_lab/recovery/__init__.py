@@ -9,7 +9,7 @@ from __future__ import annotations
 from moe_lab.allocation import listed
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.config import AllocationConfig, ModelConfig, RecoveryConfig
-from moe_lab.errors import UserError, need
+from moe_lab.errors import UserError, check_installed
 from moe_lab.models.config_json import check_plain_weights
 from moe_lab.pruning.plan import Plan
 
@@ -24,7 +24,7 @@ def check(settings: RecoveryConfig) -> None:
             "name"
         )
     if settings.bits == 4:
-        need("bitsandbytes", "quantisation", "recovery.bits=4")
+        check_installed("bitsandbytes", "quantisation", "recovery.bits=4")
 
 
 def check_model(settings: RecoveryConfig, model: ModelConfig) -> None:

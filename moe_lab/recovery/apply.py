@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn.functional import linear, pad
 
-from moe_lab.errors import need
+from moe_lab.errors import check_installed
 from moe_lab.exported_code.ragged import replace_tensor
 from moe_lab.models.discover import is_ragged, linears, part_of, routed_layers
 from moe_lab.pruning.cost import NF4_BLOCK
@@ -235,7 +235,7 @@ def _quantized(matrix: torch.Tensor) -> tuple[torch.Tensor, Any]:
 @cache
 def bitsandbytes_functional() -> Any:
     """The module bitsandbytes.functional; UserError with the command that installs it."""
-    need("bitsandbytes", "quantisation", "recovery.bits=4")
+    check_installed("bitsandbytes", "quantisation", "recovery.bits=4")
     log = logging.getLogger("bitsandbytes")
     level = log.level
     log.setLevel(logging.ERROR)  # without a GPU it warns on import

@@ -28,7 +28,7 @@ from studies import STUDY, StudyRequest, start, study_command
 
 from moe_lab import machine, progress
 from moe_lab.config import Config, LauncherConfig
-from moe_lab.errors import UserError, need
+from moe_lab.errors import UserError, check_installed
 from moe_lab.machine import WORKERS
 from moe_lab.results import FIGURES
 from moe_lab.study import record
@@ -507,7 +507,7 @@ def test_a_step_refused_by_a_missing_import_is_tried_again_by_the_next_run(
 
 def test_a_package_that_a_step_needs_may_be_installed_later(tmp_path: Path) -> None:
     with pytest.raises(UserError) as raised:
-        need("no_such_package", "extra", "a step")
+        check_installed("no_such_package", "extra", "a step")
     assert error_document(raised.value)["environment"]
 
 
@@ -634,11 +634,11 @@ def test_a_process_tells_how_far_it_is_in_a_file(
 ) -> None:
     file = tmp_path / "step" / progress.NAME
     monkeypatch.setenv(progress.FILE, str(file))
-    monkeypatch.setattr(progress, "EVERY", 0.0)
+    monkeypatch.setattr(progress, "INTERVAL", 0.0)
     assert progress.read(file) == (0, "")
     progress.update(3, 40, "batches")
     progress.add(2)
     assert progress.read(file) == (0.125, "5 of 40 batches")
-    monkeypatch.setattr(progress, "EVERY", 1e9)
+    monkeypatch.setattr(progress, "INTERVAL", 1e9)
     progress.update(40, 40, "batches")
     assert progress.read(file)[0] == 0.125, "written rarely"

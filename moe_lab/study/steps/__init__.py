@@ -36,7 +36,7 @@ for _module in pkgutil.iter_modules(__path__):
 def perform(step: Step, files: Files) -> None:
     """Do `step`: write its result and provenance. Any exception counts as its failure."""
     start = time.time()
-    plugins.import_module_at(step.plugins)
+    plugins.import_modules_at(step.plugins)
     os.environ[progress.FILE] = str(files.partial / progress.NAME)
     step.work(files)
     merged = {"merged": [Path(share.folder).name for share in step.merges]} if step.merges else {}
