@@ -7,9 +7,9 @@
 
 `break` draws lines of moe_lab and analysis by the seed, changes one expression of each in a copy of
 the last commit, and runs the tests that run the line, the quickest first, as many as take five
-minutes. It prints each line that no test noticed, for a person to say whether the change is
-equivalent, and writes all to FOLDER/SEED.jsonl. A run that was interrupted goes on where it
-stopped.
+minutes; those that `-m quick` selects come before all others. It prints each line that no test
+noticed, for a person to say whether the change is equivalent, and writes all to FOLDER/SEED.jsonl.
+A run that was interrupted resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import coverage
+import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDER = Path("/var/tmp/moe_lab-mutations")
@@ -123,7 +124,7 @@ def break_lines(folder: Path, seed: int, count: int) -> int:
     done = (
         [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     )
-    copy = folder / "copy"
+    copy = folder / f"copy_{seed}"
     shutil.rmtree(copy, ignore_errors=True)  # a run that was killed leaves a broken line in it
     subprocess.run(["git", "clone", "--quiet", ROOT, copy], check=True)
     draw = random.Random(seed)
@@ -138,13 +139,18 @@ def break_lines(folder: Path, seed: int, count: int) -> int:
         if any(row["file"] == file and row["line"] == number for row in done):
             continue
         chosen = quickest(tests, seconds)
+        if not chosen:
+            continue
         row = {"file": file, "line": number, "after": change[1].strip(), "tests": len(chosen)}
-        done.append({**row, "noticed": is_noticed(copy, file, change[0], chosen)})
+        row["quick"] = is_noticed(copy, file, change[0], chosen, "-m", "quick")
+        row["noticed"] = row["quick"] or is_noticed(copy, file, change[0], chosen)
+        done.append(row)
         with results.open("a") as stream:
             print(json.dumps(done[-1]), file=stream)
         if not done[-1]["noticed"]:
             print(f"{file}:{number}: no test noticed: {change[1].strip()}", flush=True)
-    print(f"noticed: {sum(row['noticed'] for row in done)} of {len(done)}")
+    quick = sum(row["quick"] for row in done)
+    print(f"noticed: {sum(row['noticed'] for row in done)} of {len(done)}, by -m quick {quick}")
     return 0
 
 
@@ -158,18 +164,24 @@ def tested_lines(data: coverage.CoverageData) -> Iterator[tuple[str, int, list[s
 
 
 def seconds_of_tests(file: Path) -> Mapping[str, float]:
-    """`key_of_test` -> the time that the test took."""
+    """`key_of_test` -> the time that the test took, for each test that passed: one that fails
+    without a broken line would notice every line."""
     cases = ElementTree.parse(file).getroot().iter("testcase")
     return {
         key_of_test(case.attrib["classname"], case.attrib["name"]): float(case.attrib["time"])
         for case in cases
+        if case.find("failure") is None and case.find("error") is None
     }
 
 
 def quickest(tests: Sequence[str], seconds: Mapping[str, float]) -> list[str]:
     """The tests in order of their time, as many as take SECONDS together, and at least one."""
-    times = {test: seconds.get(key_of_test(*test.split("::", 1)), SECONDS) for test in tests}
-    ordered = sorted(tests, key=times.__getitem__)
+    times = {
+        test: seconds[key]
+        for test in tests
+        if (key := key_of_test(*test.split("::", 1))) in seconds
+    }
+    ordered = sorted(times, key=times.__getitem__)
     ends = itertools.accumulate(times[test] for test in ordered)
     return [test for test, end in zip(ordered, ends, strict=True) if end <= SECONDS] or ordered[:1]
 
@@ -228,15 +240,26 @@ def replacements(node: ast.AST) -> Iterator[str]:
             yield "pass"
 
 
-def is_noticed(copy: Path, file: str, text: str, tests: Sequence[str]) -> bool:
+def is_noticed(copy: Path, file: str, text: str, tests: Sequence[str], *arguments: str) -> bool:
     """Whether one of the tests fails, or does not end, with the changed file in the copy.
+    `arguments`: more arguments of pytest.
 
     RuntimeError if there is no such test."""
     path = copy / file
     before = path.read_text(encoding="utf-8")
     path.write_text(text, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(copy)}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        *arguments,
+        *tests,
+    ]
     try:
         done = subprocess.run(
             command, cwd=copy, env=environment, capture_output=True, timeout=3 * SECONDS
@@ -247,7 +270,7 @@ def is_noticed(copy: Path, file: str, text: str, tests: Sequence[str]) -> bool:
         path.write_text(before, encoding="utf-8")
     if b"ERROR: not found: " in done.stderr:
         raise RuntimeError(done.stderr.decode())
-    return done.returncode != 0
+    return done.returncode not in (0, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
 if __name__ == "__main__":
