@@ -1,12 +1,13 @@
 """Learning what the unpruned model predicts, and fitting merged experts: losses, gradients,
 resumption, closed form."""
 
+import copy
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import pytest
@@ -49,85 +50,145 @@ def batch(count: int = 4) -> tuple[torch.Tensor, ...]:
     return tuple(torch.stack(parts) for parts in zip(*rows(count), strict=True))
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("temperature", [None, 1.0, 2.0])
-@pytest.mark.parametrize("name", ["olmoe", "granitemoe"])
-def test_losses_are_those_of_each_learnt_token(name: str, temperature: float | None) -> None:
-    """The divergence from the teacher, or, without a temperature, the cross entropy of answers."""
-    teacher = tiny.build(name)
-    model = tiny.build(name, seed=1)
+def unlearnt_span() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids, valid and learnt of a batch: four valid tokens of the first row are not learnt."""
     ids, valid, _ = batch()
     learnt = valid.clone()
     learnt[0, 5:9] = False
-    if temperature is None:
-        found = answer_loss(model, ids, valid, learnt)
-    else:
-        found = distillation_loss(
-            model, ids, valid, learnt, teacher=teacher, temperature=temperature
-        )
+    return ids, valid, learnt
+
+
+def learnt_tokens(
+    models: list[Any], temperature: float
+) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    """Each learnt token of `unlearnt_span`, and the probabilities (V,) that each model predicts for
+    its place."""
+    for row, flags, learnt in zip(*unlearnt_span(), strict=True):
+        logits = [model(row[flags][None]).logits[0].double() / temperature for model in models]
+        for position in range(1, int(flags.sum())):
+            if learnt[position]:
+                predicted = [torch.softmax(part[position - 1], -1) for part in logits]
+                yield int(row[position]), predicted
+
+
+LEARNT_MODELS = pytest.mark.parametrize("name", ["olmoe", "granitemoe"])
+
+
+@torch.no_grad()
+@LEARNT_MODELS
+def test_answer_loss_is_the_cross_entropy_of_learnt_tokens(name: str) -> None:
+    model = tiny.build(name, seed=1)
+    loss = answer_loss(model, *unlearnt_span())
+    expected = sum(-float(q[token].log()) for token, (q,) in learnt_tokens([model], 1))
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@LEARNT_MODELS
+def test_distillation_loss_is_the_divergence_from_the_teacher(
+    name: str, temperature: float
+) -> None:
+    teacher = tiny.build(name)
+    model = tiny.build(name, seed=1)
+    named = {"teacher": teacher, "temperature": temperature}
+    loss = distillation_loss(model, *unlearnt_span(), **named)
     expected = 0.0
-    for row, flags, wanted in zip(ids, valid, learnt, strict=True):
-        logits = [
-            network(row[flags][None]).logits[0].double() / (temperature or 1)
-            for network in (teacher, model)
-        ]
-        p, q = (torch.softmax(part, -1) for part in logits)
-        for token in (place for place in range(1, int(flags.sum())) if wanted[place]):
-            if temperature is None:
-                expected -= float(q[token - 1, row[token]].log())
-            else:
-                expected += temperature**2 * float(
-                    (p[token - 1] * (p[token - 1] / q[token - 1]).log()).sum()
-                )
-    assert float(found) == pytest.approx(expected, rel=1e-5)
+    for _, (p, q) in learnt_tokens([teacher, model], temperature):
+        expected += temperature**2 * float((p * (p / q).log()).sum())
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", [*tiny.ARCHITECTURES, "olmoe ragged"])
-def test_gradients_reach_routers_and_nothing_else(name: str) -> None:
-    """Also: the student shares all other tensors with its teacher, and is what the pruned model
-    with its routers is."""
-    model = tiny.build(name.split()[0], dtype=torch.float64)
-    plan = random_plan(model, "ragged") if "ragged" in name else tiny.plan(model, 0.5)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    structural = pruned(model, plan)
-    ids, valid, learnt = batch()
+class RouterStep(NamedTuple):
+    """A step of a student's routers against their gradients: the model that it was made from and
+    its weights before, the student's trainable tensors, addresses of tensors in memory, and the
+    student's logits and changed weights after the step."""
+
+    model: Any
+    original: dict[str, torch.Tensor]
+    pruned: Any
+    routers: dict[str, Any]
+    trainable: list[Any]
+    model_addresses: set[int]
+    expert_addresses: set[int]
+    logits: torch.Tensor
+    changed: dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module", params=[*tiny.ARCHITECTURES, "olmoe ragged"])
+def router_step(request: pytest.FixtureRequest) -> RouterStep:
+    model = tiny.build(request.param.split()[0], dtype=torch.float64)
+    plan = random_plan(model, "ragged") if "ragged" in request.param else tiny.plan(model, 0.5)
+    original = {key: value.clone() for key, value in model.state_dict().items()}
     with trained_routers(model, plan) as student:
-        parameters = student.parameters["routers"]
-        assert {id(parameter) for parameter in parameters.values()} == {
-            id(parameter) for parameter in student.model.parameters() if parameter.requires_grad
+        routers = student.parameters["routers"]
+        trainable = [tensor for tensor in student.model.parameters() if tensor.requires_grad]
+        model_addresses = {tensor.data_ptr() for tensor in model.parameters()}
+        expert_addresses = {
+            tensor.data_ptr()
+            for name, module in student.model.named_modules()
+            if name.endswith(".experts")
+            for tensor in module.parameters()
         }
-        held = {tensor.data_ptr() for tensor in model.parameters()}
-        experts = [
-            module for name, module in student.model.named_modules() if name.endswith(".experts")
-        ]
-        assert all(
-            tensor.data_ptr() in held for module in experts for tensor in module.parameters()
-        )
+        ids, valid, learnt = batch()
         loss = distillation_loss(student.model, ids, valid, learnt, teacher=model, temperature=1.0)
         loss.backward()
-        for key, parameter in parameters.items():
-            assert parameter.grad is not None and float(parameter.grad.abs().max()) > 0, key
-        assert not any(parameter.grad is not None for parameter in model.parameters())
         with torch.no_grad():
-            for parameter in parameters.values():
+            for parameter in routers.values():
                 parameter -= 0.05 * parameter.grad.sign()
-            trained = student.model(ids).logits
-        changed = student.changed()
-    routers = {key: value for key, value in structural.state_dict().items() if key in changed}
-    assert len(routers) == len(changed) == len(parameters)
+            logits = student.model(ids).logits
+        return RouterStep(
+            model,
+            original,
+            pruned(model, plan),
+            routers,
+            trainable,
+            model_addresses,
+            expert_addresses,
+            logits,
+            student.changed(),
+        )
+
+
+def test_gradients_reach_routers_only(router_step: RouterStep) -> None:
+    routers = router_step.routers
+    assert {id(parameter) for parameter in routers.values()} == set(map(id, router_step.trainable))
+    for key, parameter in routers.items():
+        assert parameter.grad is not None and float(parameter.grad.abs().max()) > 0, key
+    model = router_step.model
+    assert not any(parameter.grad is not None for parameter in model.parameters())
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_student_shares_experts_with_its_teacher(router_step: RouterStep) -> None:
+    model, original = router_step.model, router_step.original
+    assert router_step.expert_addresses <= router_step.model_addresses
+    assert all(torch.equal(value, original[key]) for key, value in model.state_dict().items())
+
+
+def test_changed_weights_are_those_of_routers(router_step: RouterStep) -> None:
+    changed = router_step.changed
+    weights = router_step.pruned.state_dict()
+    routers = {key: value for key, value in weights.items() if key in changed}
+    assert len(routers) == len(changed) == len(router_step.routers)
     assert all(
         value.shape == changed[key].shape and not torch.equal(value, changed[key])
         for key, value in routers.items()
     )
-    structural.load_state_dict(changed, strict=False)
+
+
+def test_student_is_the_pruned_model_with_its_routers(
+    router_step: RouterStep, request: pytest.FixtureRequest
+) -> None:
+    student = copy.deepcopy(router_step.pruned)
+    student.load_state_dict(router_step.changed, strict=False)
+    ids, *_ = batch()
     with torch.no_grad():
-        difference = float((structural(ids).logits - trained).abs().max())
-    assert difference < 1e-9 if "ragged" in name else difference == 0
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    assert not any(parameter.requires_grad for parameter in model.parameters())
+        difference = float((student(ids).logits - router_step.logits).abs().max())
+    assert difference < 1e-9 if "ragged" in request.node.name else difference == 0
 
 
-def test_steps_that_bfloat16_would_lose_are_kept_in_fp32(tmp_path: Path) -> None:
+def test_routers_in_bfloat16_are_trained_in_fp32(tmp_path: Path) -> None:
     model = tiny.build("olmoe", dtype=torch.bfloat16, num_hidden_layers=1)
     settings = RecoveryConfig(**ROUTERS, router_learning_rate=1e-5, epochs=1)
     before = router_weight(routed_layers(model)[0]).weight.clone()
@@ -146,14 +207,14 @@ def test_steps_that_bfloat16_would_lose_are_kept_in_fp32(tmp_path: Path) -> None
     assert torch.equal(changed, parameter.detach().bfloat16())
 
 
-def test_padding_and_what_follows_a_gap_are_not_learnt(
+def test_padding_and_tokens_after_a_gap_are_not_learnt(
     folder: Path, tokenizer: Any, tmp_path: Path
 ) -> None:
     for settings in (text(folder), replace(text(folder), packing="chunk", gap="zero", tokens=72)):
         gaps = 0
         for ids, valid, learnt in text_rows(settings, tokenizer):
             assert [bool(flag) for flag in learnt[1:]] == [
-                bool(valid[place] and valid[place - 1]) for place in range(1, len(ids))
+                bool(valid[position] and valid[position - 1]) for position in range(1, len(ids))
             ]
             gaps += int((~valid).sum())
         assert gaps
@@ -163,7 +224,7 @@ def test_padding_and_what_follows_a_gap_are_not_learnt(
 
 
 @pytest.mark.parametrize("train_what", ["routers", "adapters"])
-def test_a_killed_distillation_goes_on_to_the_same_bits(
+def test_killed_distillation_resumes_with_the_same_result(
     folder: Path, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train_what: str
 ) -> None:
     model = tiny.build("olmoe", num_hidden_layers=2)
@@ -173,26 +234,30 @@ def test_a_killed_distillation_goes_on_to_the_same_bits(
     monkeypatch.setattr(finetuning, "SAVE_EVERY", 2)
     plan = tiny.plan(model, 0.5)
 
-    def run(name: str) -> None:
-        places = {"out": tmp_path / name / "out", "partial": tmp_path / name / "partial"}
-        finetune(model, tokenizer, plan, settings, text(folder), **places, seed=0)
+    def run(name: str) -> Path:
+        paths = {"out": tmp_path / name / "out", "partial": tmp_path / name / "partial"}
+        finetune(model, tokenizer, plan, settings, text(folder), **paths, seed=0)
+        return paths["out"]
 
-    run("whole")
+    complete = run("complete")
     with monkeypatch.context() as patch, pytest.raises(tiny.Killed):
         tiny.count_calls(patch, finetuning, "_backward", kill_at=6)
-        run("cut")
+        run("resumed")
     calls = tiny.count_calls(monkeypatch, finetuning, "_backward")
-    run("cut")
+    resumed = run("resumed")
     assert len(calls) == 8 - 4  # 8 rows, twice, 2 in a step; 4 steps were saved
-    whole, cut = (tmp_path / name / "out" for name in ("whole", "cut"))
-    assert (whole / "tuned.safetensors").read_bytes() == (cut / "tuned.safetensors").read_bytes()
-    reports = [json.loads((out / "finetune.json").read_text()) for out in (whole, cut)]
-    assert (
-        reports[0]["loss"] == reports[1]["loss"]
-        and reports[0]["tokens"] == reports[1]["tokens"] > 0
+    files = [folder / "tuned.safetensors" for folder in (complete, resumed)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    check_equal_reports(complete, resumed, train_what)
+
+
+def check_equal_reports(complete: Path, resumed: Path, train_what: str) -> None:
+    report, again = (
+        json.loads((folder / "finetune.json").read_text()) for folder in (complete, resumed)
     )
+    assert report["loss"] == again["loss"] and report["tokens"] == again["tokens"] > 0
     if train_what == "routers":
-        assert reports[0]["trained_parameters"] == {"routers": 2 * 8 * 32}
+        assert report["trained_parameters"] == {"routers": 2 * 8 * 32}
 
 
 # ---- merged experts fitted by least squares
@@ -215,23 +280,44 @@ def plan_of(model: Any, way: str = "merged", seed: int = 0) -> Plan:
 def run(folder: Path, tokenizer: Any) -> Run:
     def run(model: Any, out: Path, plan: Plan | None = None, tokens: int = 192) -> dict[str, Any]:
         rows = text(folder, tokens=tokens)
-        places = {"out": out, "partial": out / "partial"}
-        return fit(model, tokenizer, plan or plan_of(model), SETTINGS, rows, **places)
+        paths = {"out": out, "partial": out / "partial"}
+        return fit(model, tokenizer, plan or plan_of(model), SETTINGS, rows, **paths)
 
     return run
 
 
-def naive(
-    model: Any, plan: Plan, rows: list[tuple[torch.Tensor, torch.Tensor]]
-) -> dict[tuple[int, int], Any]:
-    """(layer, expert) -> P (T, I), Y (T, H) and W_D (H, I), token by token, with each row of the
-    text alone."""
-    seen: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {
+class Regression(NamedTuple):
+    """The least-squares problem of a merged expert: inputs P (T, I), targets Y (T, H), and the
+    average of the members' down projections (H, I)."""
+
+    inputs: Any
+    targets: Any
+    average: Any
+
+    def error(self, weight: Any) -> float:
+        residuals = self.targets - self.inputs @ weight.T
+        return float((residuals**2).sum() / (self.targets**2).sum())
+
+    def solution(self) -> Any:
+        """(H, I) the ridge regression towards the average."""
+        size = self.inputs.shape[1]
+        root = numpy.sqrt(RIDGE * (self.inputs**2).sum(0).mean())
+        damped = numpy.concatenate((self.inputs, root * numpy.eye(size)))
+        targets = numpy.concatenate((self.targets, root * self.average.T))
+        return numpy.linalg.lstsq(damped, targets, rcond=None)[0].T
+
+
+def routed_tokens(
+    model: Any, rows: list[tuple[torch.Tensor, torch.Tensor]]
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """MoE layer -> hidden states (T, H) and chosen experts (T, K) of the valid tokens, from a
+    forward pass of each row alone."""
+    calls: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {
         layer.index: [] for layer in moe_layers(model)
     }
     hooks = [
         layer.experts.register_forward_pre_hook(
-            lambda _, given, at=layer.index: seen[at].append(given[:2])
+            lambda _, args, index=layer.index: calls[index].append(args[:2])
         )
         for layer in moe_layers(model)
     ]
@@ -241,19 +327,29 @@ def naive(
                 model(input_ids=row[flags][None])
     for hook in hooks:
         hook.remove()
-    found = {}
+    return {
+        index: (torch.cat([hidden for hidden, _ in parts]), torch.cat([top for _, top in parts]))
+        for index, parts in calls.items()
+    }
+
+
+def regressions(
+    model: Any, plan: Plan, rows: list[tuple[torch.Tensor, torch.Tensor]]
+) -> dict[tuple[int, int], Regression]:
+    """(layer, owner) -> the problem of the merged expert."""
+    tokens = routed_tokens(model, rows)
+    result = {}
     for layer in moe_layers(model):
-        hidden, chosen = (torch.cat(parts) for parts in zip(*seen[layer.index], strict=True))
+        hidden, chosen = tokens[layer.index]
         merged = merged_weights(layer, plan.layers[layer.index])
         for owner, group in plan.layers[layer.index].merged.items():
-            own = layer.weights(owner, merged[owner])
+            weights = layer.weights(owner, merged[owner])
             states = hidden[torch.isin(chosen, torch.tensor(list(group))).any(1)]
-            outputs = sum(share * layer.expert_output(states, one) for one, share in group.items())
-            average = layer.output(torch.eye(layer.width, dtype=torch.float64), own).T
-            found[layer.index, owner] = tuple(
-                part.numpy() for part in (layer.phi(states, own), outputs, average)
-            )
-    return found
+            targets = sum(share * layer.expert_output(states, i) for i, share in group.items())
+            average = layer.output(torch.eye(layer.width, dtype=torch.float64), weights).T
+            parts = (layer.phi(states, weights), targets, average)
+            result[layer.index, owner] = Regression(*(part.numpy() for part in parts))
+    return result
 
 
 def fitted_rows(folder: Path, plan: Plan, layer: int, expert: int) -> torch.Tensor:
@@ -268,66 +364,96 @@ def fitted_rows(folder: Path, plan: Plan, layer: int, expert: int) -> torch.Tens
     return packed[start : start + int(widths[expert])].T
 
 
-@pytest.mark.parametrize(
-    ("tokens", "way", "align"),
-    [
+class Fitted(NamedTuple):
+    """A model whose merged experts were fitted, and the problem and the written weight (H, I) of
+    each, by (layer, owner)."""
+
+    plan: Plan
+    tokens: int
+    report: dict[str, Any]
+    folder: Path
+    problems: dict[tuple[int, int], Regression]
+    written: dict[tuple[int, int], Any]
+
+    @property
+    def rows(self) -> dict[tuple[int, int], dict[str, Any]]:
+        return {(row["layer"], row["expert"]): row for row in self.report["experts"]}
+
+    def is_averaged(self, key: tuple[int, int]) -> bool:
+        """Whether a merged expert saw fewer tokens than it has channels."""
+        count, size = self.problems[key].inputs.shape
+        return bool(count < size)
+
+
+@pytest.fixture(
+    params=[
         (192, "merged", False),
         (48, "merged", False),
         (192, "merged", True),
         (192, "merged rows", True),
-    ],
+    ]
 )
-def test_the_fit_is_least_squares_on_the_tokens_routed_to_any_member(
+def fitted(
+    request: pytest.FixtureRequest,
     model: Any,
     folder: Path,
     tokenizer: Any,
     run: Run,
     tmp_path: Path,
-    tokens: int,
-    way: str,
-    align: bool,
-) -> None:
+) -> Fitted:
     """With 48 tokens some groups see fewer than the 24 channels of an expert, and keep the
     average."""
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    tokens, way, align = request.param
+    original = {name: value.clone() for name, value in model.state_dict().items()}
     plan = plan_of(model, way) if align else unaligned(plan_of(model, way))
     report = run(model, tmp_path, plan, tokens)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    read = batches(text(folder, tokens=tokens), tokenizer).rows
-    assert not all(bool(valid.all()) for _, valid in read)
-    about = {(one["layer"], one["expert"]): one for one in report["experts"]}
-    expected = naive(model, plan, read)
-    assert about.keys() == expected.keys()
-    averaged = 0
-    for (layer, owner), (p, y, average) in expected.items():
-        own = about[layer, owner]
-        written = fitted_rows(tmp_path, plan, layer, owner).numpy()
-        assert own["tokens"] == len(p) and own["members"] == sorted(
-            plan.layers[layer].merged[owner]
-        )
-        residuals = [
-            ((y - p @ weight.T) ** 2).sum() / (y**2).sum() for weight in (average, written)
-        ]
-        assert own["error_averaged"] == pytest.approx(residuals[0], rel=1e-9)
-        if len(p) < p.shape[1]:
-            averaged += 1
-            assert own["error_fitted"] is None
-            numpy.testing.assert_allclose(written, average, atol=1e-15)
-            continue
-        root = numpy.sqrt(RIDGE * (p**2).sum(0).mean())
-        damped = numpy.concatenate((p, root * numpy.eye(p.shape[1])))
-        weight = numpy.linalg.lstsq(damped, numpy.concatenate((y, root * average.T)), rcond=None)[
-            0
-        ].T
-        numpy.testing.assert_allclose(written, weight, rtol=0, atol=1e-9)
-        assert own["error_fitted"] == pytest.approx(residuals[1], rel=1e-6, abs=1e-12)
-        assert residuals[1] < residuals[0]
-    assert (report["fitted"], report["averaged"]) == (len(expected) - averaged, averaged)
-    assert (averaged > 0) == (tokens == 48) and averaged < len(expected)
-    assert json.loads((tmp_path / "finetune.json").read_text()) == report
+    assert all(torch.equal(value, original[name]) for name, value in model.state_dict().items())
+    rows = batches(text(folder, tokens=tokens), tokenizer).rows
+    assert not all(bool(valid.all()) for _, valid in rows)
+    problems = regressions(model, plan, rows)
+    written = {key: fitted_rows(tmp_path, plan, *key).numpy() for key in problems}
+    return Fitted(plan, tokens, report, tmp_path, problems, written)
 
 
-def test_a_killed_fit_ends_the_same(
+def test_fit_is_least_squares_on_the_tokens_routed_to_any_member(fitted: Fitted) -> None:
+    for key, problem in fitted.problems.items():
+        if fitted.is_averaged(key):
+            numpy.testing.assert_allclose(fitted.written[key], problem.average, atol=1e-15)
+        else:
+            solution = problem.solution()
+            numpy.testing.assert_allclose(fitted.written[key], solution, rtol=0, atol=1e-9)
+
+
+def test_fit_reports_errors_before_and_after(fitted: Fitted) -> None:
+    for key, problem in fitted.problems.items():
+        row = fitted.rows[key]
+        averaged = problem.error(problem.average)
+        assert row["error_averaged"] == pytest.approx(averaged, rel=1e-9)
+        if fitted.is_averaged(key):
+            assert row["error_fitted"] is None
+        else:
+            error = problem.error(fitted.written[key])
+            assert row["error_fitted"] == pytest.approx(error, rel=1e-6, abs=1e-12)
+            assert error < averaged
+
+
+def test_fit_reports_members_and_their_tokens(fitted: Fitted) -> None:
+    assert fitted.rows.keys() == fitted.problems.keys()
+    for (layer, owner), problem in fitted.problems.items():
+        row = fitted.rows[layer, owner]
+        members = sorted(fitted.plan.layers[layer].merged[owner])
+        assert row["tokens"] == len(problem.inputs) and row["members"] == members
+
+
+def test_fit_counts_experts_that_keep_the_average(fitted: Fitted) -> None:
+    report, count = fitted.report, len(fitted.problems)
+    averaged = sum(map(fitted.is_averaged, fitted.problems))
+    assert (report["fitted"], report["averaged"]) == (count - averaged, averaged)
+    assert (averaged > 0) == (fitted.tokens == 48) and averaged < count
+    assert json.loads((fitted.folder / "finetune.json").read_text()) == report
+
+
+def test_killed_fit_resumes_with_the_same_result(
     model: Any, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(model, tmp_path / "whole")
@@ -343,7 +469,9 @@ def test_a_killed_fit_ends_the_same(
     assert whole.read_bytes() == cut.read_bytes()
 
 
-def test_what_cannot_be_fitted_is_said(model: Any, run: Run, tmp_path: Path) -> None:
+def test_plans_and_texts_that_cannot_be_fitted_are_refused(
+    model: Any, run: Run, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match="merged experts, and the plan has none"):
         run(model, tmp_path, tiny.plan(model, 0.5))
     with pytest.raises(UserError, match=r"each of \d+ merged experts saw fewer tokens"):

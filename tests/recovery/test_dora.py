@@ -6,7 +6,7 @@ import json
 from contextlib import nullcontext
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import pytest
@@ -52,7 +52,7 @@ def trained(
     return train(model, trainable(layers), rows(first=8), settings, partial=partial, **run), layers
 
 
-def shaken(layers: Any) -> None:
+def shake(layers: Any) -> None:
     """Give adapters, which start as the identity, an effect."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -61,44 +61,89 @@ def shaken(layers: Any) -> None:
                 parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
 
 
-@pytest.mark.parametrize(
-    "name", [*tiny.ARCHITECTURES, "olmoe ragged", "olmoe constants", "olmoe merged"]
+class Adapted(NamedTuple):
+    """Logits of a model as it is, with new adapters, with changed ones, and after merging them; the
+    states of the original and the pruned model before, and the tensors that merging changed."""
+
+    original: Any
+    original_state: dict[str, torch.Tensor]
+    model: Any
+    pruned_state: dict[str, torch.Tensor]
+    layers: Any
+    changed: dict[str, torch.Tensor]
+    logits: dict[str, torch.Tensor]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[*tiny.ARCHITECTURES, "olmoe ragged", "olmoe constants", "olmoe merged"],
 )
-def test_adapters_start_as_nothing_and_merge_into_what_they_did(name: str) -> None:
-    family, _, kind = name.partition(" ")
+def adapted(request: pytest.FixtureRequest) -> Adapted:
+    family, _, kind = request.param.partition(" ")
     original = tiny.build(family, dtype=torch.float64)
-    ids = tiny.tokens()
-    before = {key: value.clone() for key, value in original.state_dict().items()}
+    original_state = cloned_state(original)
     model = pruned(original, random_plan(original, kind) if kind else None)
-    there = {key: value.clone() for key, value in model.state_dict().items()}
+    pruned_state = cloned_state(model)
+    logits = {"plain": tiny.logits(model)}
+    layers = attach(model, recovery(), seed=0)
+    logits["new"] = tiny.logits(model)
+    shake(layers)
+    for module in (layers["experts"] | layers["shared_experts"]).values():
+        module.eval()
+    logits["adapted"] = tiny.logits(model)
     with torch.no_grad():
-        plain = model(ids).logits
-        layers = attach(model, recovery(), seed=0)
-        identity = model(ids).logits
-        shaken(layers)
-        for module in (layers["experts"] | layers["shared_experts"]).values():
-            module.eval()
-        adapted = model(ids).logits
         changed = merge(model, layers)
-        merged = model(ids).logits
-    assert torch.allclose(identity, plain, atol=1e-10)
-    assert float((adapted - plain).abs().max()) > 0.02
-    assert torch.allclose(merged, adapted, atol=1e-10)
-    after = model.state_dict()
-    assert after.keys() == there.keys() and {type(module) for module in model.modules()} == {
-        type(module) for module in pruned(model, None).modules()
+    logits["merged"] = tiny.logits(model)
+    return Adapted(original, original_state, model, pruned_state, layers, changed, logits)
+
+
+def cloned_state(model: Any) -> dict[str, torch.Tensor]:
+    return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def test_new_adapters_change_nothing(adapted: Adapted) -> None:
+    assert torch.allclose(adapted.logits["new"], adapted.logits["plain"], atol=1e-10)
+
+
+def test_merged_adapters_give_the_same_logits(adapted: Adapted) -> None:
+    logits = adapted.logits
+    assert float((logits["adapted"] - logits["plain"]).abs().max()) > 0.02
+    assert torch.allclose(logits["merged"], logits["adapted"], atol=1e-10)
+
+
+def test_merging_restores_the_modules_of_the_model(adapted: Adapted) -> None:
+    assert adapted.model.state_dict().keys() == adapted.pruned_state.keys()
+    plain = pruned(adapted.model, None)
+    assert set(map(type, adapted.model.modules())) == set(map(type, plain.modules()))
+
+
+def test_merging_returns_the_changed_tensors(adapted: Adapted) -> None:
+    state, changed = adapted.model.state_dict(), adapted.changed
+    different = {
+        key for key, value in state.items() if not torch.equal(value, adapted.pruned_state[key])
     }
-    assert {
-        key for key, value in after.items() if not torch.equal(value, there[key])
-    } == changed.keys()
-    assert all(torch.equal(after[key], value) for key, value in changed.items())
-    assert len(changed) == 3 * len(layers["experts"]) + len(list(linears(model, "shared_experts")))
-    assert all(torch.equal(value, before[key]) for key, value in original.state_dict().items())
+    assert different == changed.keys()
+    assert all(torch.equal(state[key], value) for key, value in changed.items())
+    shared = len(list(linears(adapted.model, "shared_experts")))
+    assert len(changed) == 3 * len(adapted.layers["experts"]) + shared
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_outputs_and_gradients_are_those_of_pefts_layer(training: bool) -> None:
-    """With a dropout that drops the same numbers in both, and rows of a bias."""
+def test_merging_leaves_the_original_model(adapted: Adapted) -> None:
+    state = adapted.original.state_dict()
+    assert all(torch.equal(value, adapted.original_state[key]) for key, value in state.items())
+
+
+class Twins(NamedTuple):
+    """A linear map with a bias, PEFT's DoRA of it and ours, and pairs of their equal weights."""
+
+    plain: nn.Linear
+    theirs: Any
+    ours: Dora
+    pairs: list[tuple[Any, Any]]
+
+
+@pytest.fixture(params=[False, True], ids=["eval", "train"])
+def twins(request: pytest.FixtureRequest) -> Twins:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     plain = nn.Linear(24, 16).double()
@@ -106,37 +151,44 @@ def test_outputs_and_gradients_are_those_of_pefts_layer(training: bool) -> None:
     adapter = peft.LoraConfig(
         r=4, lora_alpha=8, lora_dropout=0.4, target_modules=["map"], use_dora=True
     )
-    theirs: Any = peft.inject_adapter_in_model(adapter, holder)["map"].double().train(training)
-    ours = Dora(plain.weight, rank=4, scaling=2.0, dropout=0.4).train(training)
+    theirs: Any = peft.inject_adapter_in_model(adapter, holder)["map"].double()
+    theirs.train(request.param)
+    ours = Dora(plain.weight, rank=4, scaling=2.0, dropout=0.4).train(request.param)
     parts = (theirs.lora_A, theirs.lora_B, theirs.lora_magnitude_vector)
-    pairs = [
-        (mine, part["default"].weight)
-        for mine, part in zip((ours.a, ours.b, ours.magnitude), parts, strict=True)
-    ]
+    peft_weights = [part["default"].weight for part in parts]
+    pairs = list(zip((ours.a, ours.b, ours.magnitude), peft_weights, strict=True))
     with torch.no_grad():
-        for mine, other in pairs:
-            other.copy_(torch.randn(other.shape, dtype=torch.float64))
-            mine.copy_(other)
+        for weight, peft_weight in pairs:
+            peft_weight.copy_(torch.randn(peft_weight.shape, dtype=torch.float64))
+            weight.copy_(peft_weight)
+    return Twins(plain, theirs, ours, pairs)
+
+
+def forward_and_backward(compute: Any, rows: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """The output, and the gradient of the input of a sum of its weighted squares."""
+    torch.manual_seed(3)  # dropouts drop the same numbers
+    x = rows.clone().requires_grad_()
+    y = compute(x)
+    (y * torch.arange(16)).square().sum().backward()
+    return y.detach(), x.grad
+
+
+def test_outputs_and_gradients_are_those_of_peft(twins: Twins) -> None:
+    plain, theirs, ours, pairs = twins
     rows = torch.randn(5, 7, 24, dtype=torch.float64)
-    results = []
-    for compute in (lambda x: ours(x, plain.weight, plain.bias), theirs):
-        torch.manual_seed(3)
-        x = rows.clone().requires_grad_()
-        y = compute(x)
-        (y * torch.arange(16)).square().sum().backward()
-        results.append((y.detach(), x.grad))
-    for mine, other in [
-        *zip(*results, strict=True),
-        *((mine.grad, other.grad) for mine, other in pairs),
-    ]:
-        assert mine is not None and float((mine - other).abs().max()) < 1e-10 * float(
-            other.abs().max()
-        )
-    theirs.merge()
+    results = forward_and_backward(lambda x: ours(x, plain.weight, plain.bias), rows)
+    expected = forward_and_backward(theirs, rows)
+    gradients = [(weight.grad, peft_weight.grad) for weight, peft_weight in pairs]
+    for mine, other in [*zip(results, expected, strict=True), *gradients]:
+        assert mine is not None
+        assert float((mine - other).abs().max()) < 1e-10 * float(other.abs().max())
+
+
+def test_merged_weight_is_that_of_peft(twins: Twins) -> None:
+    twins.theirs.merge()
     with torch.no_grad():
-        assert (
-            float((ours.weight(plain.weight) - theirs.get_base_layer().weight).abs().max()) < 1e-10
-        )
+        weight = twins.ours.weight(twins.plain.weight)
+        assert float((weight - twins.theirs.get_base_layer().weight).abs().max()) < 1e-10
 
 
 def test_a_row_of_zeros_stays() -> None:
@@ -147,35 +199,63 @@ def test_a_row_of_zeros_stays() -> None:
     assert torch.equal(adapter(torch.ones(1, 3), weight), torch.tensor([[3.0, 0.0]]))
 
 
-def test_training_lowers_the_loss_and_changes_the_moe_blocks_alone(tmp_path: Path) -> None:
-    """DeepSeek-V3: a dense layer, then routed and shared experts; a shared expert's maps have the
-    experts' rank."""
+class Training(NamedTuple):
+    """A pruned model after a short training, merged; names of the tensors that differ, the trained
+    parameters, and those of them that require a gradient before merging."""
+
+    original: Any
+    original_state: dict[str, torch.Tensor]
+    losses: list[float]
+    parameters: dict[str, dict[str, Any]]
+    trainable: set[int]
+    changed: set[str]
+    different: set[str]
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """DeepSeek-V3: a dense layer, then routed and shared experts."""
     original = tiny.build("deepseek_v3")
-    plan = tiny.plan(original, 0.25)
-    model = pruned(original, plan)
-    before = copy.deepcopy(original.state_dict())
-    there = {key: value.clone() for key, value in model.state_dict().items()}
-    losses, layers = trained(model, recovery(epochs=8), tmp_path)
-    assert len(losses) == 24 and sum(losses[-3:]) < 0.6 * sum(losses[:3])
-    parameters = [parameter for part in trainable(layers).values() for parameter in part.values()]
-    assert {id(parameter) for parameter in parameters} == {
-        id(p) for p in model.parameters() if p.requires_grad
+    original_state = copy.deepcopy(original.state_dict())
+    model = pruned(original, tiny.plan(original, 0.25))
+    state = cloned_state(model)
+    losses, layers = trained(model, recovery(epochs=8), tmp_path_factory.mktemp("training"))
+    parameters = trainable(layers)
+    with_gradient = {id(tensor) for tensor in model.parameters() if tensor.requires_grad}
+    changed = set(merge(model, layers))
+    different = {
+        key for key, value in model.state_dict().items() if not torch.equal(value, state[key])
     }
+    return Training(original, original_state, losses, parameters, with_gradient, changed, different)
+
+
+def test_training_lowers_the_loss(training: Training) -> None:
+    losses = training.losses
+    assert len(losses) == 24 and sum(losses[-3:]) < 0.6 * sum(losses[:3])
+
+
+def test_adapters_are_the_only_trainable_parameters(training: Training) -> None:
+    parameters = [parameter for part in training.parameters.values() for parameter in part.values()]
+    assert {id(parameter) for parameter in parameters} == training.trainable
+
+
+def test_shared_experts_have_the_rank_of_experts(training: Training) -> None:
     shared = [
         tensor
-        for name, tensor in trainable(layers)["shared_experts"].items()
+        for name, tensor in training.parameters["shared_experts"].items()
         if name.endswith(".a")
     ]
     assert len(shared) == 2 * len(SHARED) and {len(tensor) for tensor in shared} == {4}
-    changed = merge(model, layers)
+
+
+def test_training_changes_moe_blocks_only(training: Training) -> None:
     parts = ("gate.weight", "experts.gate_up_proj", "experts.down_proj", *SHARED)
-    assert changed.keys() == {
-        f"model.layers.{layer}.mlp.{part}" for layer in (1, 2) for part in parts
-    }
-    assert {
-        key for key, value in model.state_dict().items() if not torch.equal(value, there[key])
-    } == changed.keys()
-    assert all(torch.equal(original.state_dict()[name], value) for name, value in before.items()), (
+    expected = {f"model.layers.{layer}.mlp.{part}" for layer in (1, 2) for part in parts}
+    assert training.changed == expected
+    assert training.different == training.changed
+    state = training.original.state_dict()
+    original_state = training.original_state
+    assert all(torch.equal(state[name], value) for name, value in original_state.items()), (
         "it shares tensors"
     )
 
@@ -184,20 +264,20 @@ def test_routers_have_a_rank_and_a_rate_of_their_own(tmp_path: Path) -> None:
     # the first step of AdamW moves every weight that has a gradient by the learning rate
     settings = recovery(epochs=0.1, learning_rate=1e-3, router_learning_rate=1e-5)
     model = small()
-    start = attach(copy.deepcopy(model), settings, seed=0)
+    initial_layers = attach(copy.deepcopy(model), settings, seed=0)
     _, layers = trained(model, settings, tmp_path)
     assert not trainable(attach(small(), recovery(router_rank=0), seed=0))["routers"]
     for part, rate in (("experts", 1e-3), ("routers", 1e-5)):
-        there = trainable(start)[part]
-        now = trainable(layers)[part]
-        moved = max(float((now[name] - there[name]).detach().abs().max()) for name in now)
-        assert moved == pytest.approx(rate, rel=0.02), part
-        ranks = {len(tensor) for name, tensor in now.items() if name.endswith(".a")}
+        initial = trainable(initial_layers)[part]
+        final = trainable(layers)[part]
+        steps = [float((final[name] - initial[name]).detach().abs().max()) for name in final]
+        assert max(steps) == pytest.approx(rate, rel=0.02), part
+        ranks = {len(tensor) for name, tensor in final.items() if name.endswith(".a")}
         assert ranks == {4 if part == "experts" else 2}
 
 
 @pytest.mark.parametrize("change", ["settings", "seed", "damage"])
-def test_another_training_is_not_gone_on_from(
+def test_checkpoint_of_another_training_is_not_resumed(
     tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(finetune, "SAVE_EVERY", 1)
@@ -210,21 +290,25 @@ def test_another_training_is_not_gone_on_from(
     assert len(calls) == 3
 
 
-def test_rows_at_once_change_rounding_alone(tmp_path: Path) -> None:
+def test_rows_at_once_change_rounding_only(tmp_path: Path) -> None:
     settings = recovery(rows_per_step=6, epochs=2)
-    one, six = (trained(small(), settings, tmp_path, rows_at_once=n)[0] for n in (1, 6))
-    assert one == pytest.approx(six, abs=1e-4)
+    single, six = (trained(small(), settings, tmp_path, rows_at_once=n)[0] for n in (1, 6))
+    assert single == pytest.approx(six, abs=1e-4)
 
 
-def test_rates_rise_and_fall_and_every_pass_reads_every_row_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_learning_rate_rises_and_falls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finetune, "WARMUP", 0.2)
     cosine = [rate_factor(step, 10) for step in range(10)]
     assert (
         cosine[:3] == [0.5, 1.0, 1.0] and cosine[6] == pytest.approx(0.5) and 0 < cosine[9] < 0.05
     )
+
+
+def test_steps_are_those_of_the_epochs() -> None:
     assert [step_count(recovery(epochs=epochs), 5) for epochs in (2, 0.1, 0.9)] == [5, 1, 3]
+
+
+def test_every_epoch_reads_every_row_once_in_its_own_order() -> None:
     read = [row for step in range(10) for row in rows_of_step(step, 4, 20, seed=5)]
     assert sorted(read[:20]) == sorted(read[20:]) == list(range(20))
     assert read[:20] != read[20:] != list(range(20))
@@ -234,20 +318,30 @@ def test_rates_rise_and_fall_and_every_pass_reads_every_row_once(
 # ---- the whole step
 
 
-def test_a_model_is_pruned_tuned_and_stored_in_this_order(
-    folder: Path, tokenizer: Any, tmp_path: Path
-) -> None:
+class Finetuned(NamedTuple):
+    model: Any
+    original_state: dict[str, torch.Tensor]
+    plan: Plan
+    folder: Path
+
+
+@pytest.fixture
+def finetuned(folder: Path, tokenizer: Any, tmp_path: Path) -> Finetuned:
+    """A model of two layers whose pruned form was tuned, with the files of that."""
     model = tiny.build("olmoe", num_hidden_layers=2)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
+    original_state = cloned_state(model)
     plan = tiny.plan(model, 0.5)
-    out = tmp_path / "out"
     settings = RecoveryConfig(
         instructions="set", rank=2, router_rank=1, learning_rate=1e-2, rows_per_step=4
     )
-    run = {"partial": tmp_path / "partial", "seed": 1}
-    finetune.finetune(model, tokenizer, plan, settings, text(folder, "answers"), out=out, **run)
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    report = json.loads((out / "finetune.json").read_text())
+    paths = {"out": tmp_path / "out", "partial": tmp_path / "partial"}
+    answers = text(folder, "answers")
+    finetune.finetune(model, tokenizer, plan, settings, answers, seed=1, **paths)
+    return Finetuned(model, original_state, plan, tmp_path / "out")
+
+
+def test_finetuning_reports_steps_tokens_and_parameters(finetuned: Finetuned) -> None:
+    report = json.loads((finetuned.folder / "finetune.json").read_text())
     assert report["steps"] == len(report["loss"]) == 4 and report["rows"] == 8
     assert report["answer_tokens"] == 8 * 4
     # per map: A (rank, in), B (out, rank), magnitude (out,); gate and up are 32 -> 24, down is 24
@@ -259,17 +353,28 @@ def test_a_model_is_pruned_tuned_and_stored_in_this_order(
         "routers": of_routers,
         "shared_experts": 0,
     }
-    again = recovered(model, plan, bits=16, modules=(), tuned=out)
-    expected = tiny.logits(again)
-    assert not torch.equal(tiny.logits(pruned(model, plan)), expected)
-    stored = tiny.logits(recovered(model, plan, bits=4, modules=["experts"], tuned=out))
-    quantize(again, ["experts"])
-    assert torch.equal(stored, tiny.logits(again)) and not torch.equal(stored, expected)
-    names = load_file(out / "tuned.safetensors").keys()
+
+
+def test_finetuning_writes_tensors_of_moe_blocks_and_leaves_the_model(
+    finetuned: Finetuned,
+) -> None:
+    state = finetuned.model.state_dict()
+    assert all(torch.equal(value, finetuned.original_state[key]) for key, value in state.items())
+    names = load_file(finetuned.folder / "tuned.safetensors").keys()
     assert len(names) == 6 and all(".mlp." in name for name in names)
 
 
-def test_what_cannot_be_learnt_is_said(tmp_path: Path) -> None:
+def test_model_is_pruned_then_tuned_then_quantised(finetuned: Finetuned) -> None:
+    model, _, plan, folder = finetuned
+    tuned = recovered(model, plan, bits=16, modules=(), tuned=folder)
+    tuned_logits = tiny.logits(tuned)
+    assert not torch.equal(tiny.logits(pruned(model, plan)), tuned_logits)
+    nf4_logits = tiny.logits(recovered(model, plan, bits=4, modules=["experts"], tuned=folder))
+    quantize(tuned, ["experts"])
+    assert torch.equal(nf4_logits, tiny.logits(tuned)) and not torch.equal(nf4_logits, tuned_logits)
+
+
+def test_loss_that_is_no_number_is_an_error(tmp_path: Path) -> None:
     model = small()
     model.lm_head.weight.data[0, 0] = float("nan")
     with pytest.raises(UserError, match=r"step 1\b.* nan.* recovery\.learning_rate"):
@@ -279,17 +384,19 @@ def test_what_cannot_be_learnt_is_said(tmp_path: Path) -> None:
 # ---- settings
 
 
-def test_identity_counts_a_text_by_its_use_and_not_the_bits_it_is_stored_in_afterwards() -> None:
-    learnt, distilled, fitted = (
-        RecoveryConfig(**{use: "c4"}) for use in ("instructions", "distill", "fit")
-    )
+RECOVERIES = [RecoveryConfig(**{use: "c4"}) for use in ("instructions", "distill", "fit")]
+
+
+def test_identity_has_the_use_of_a_text() -> None:
     assert not any(
-        one.identity == other.identity
-        for one, other in combinations((learnt, distilled, fitted), 2)
+        first.identity == second.identity for first, second in combinations(RECOVERIES, 2)
     )
-    for use in (learnt, distilled, fitted):
-        stored = dataclasses.replace(use, bits=4, modules=["attention"], name="other")
-        assert stored.identity == use.identity
+
+
+@pytest.mark.parametrize("recovery", RECOVERIES)
+def test_identity_lacks_name_and_bits(recovery: RecoveryConfig) -> None:
+    stored = dataclasses.replace(recovery, bits=4, modules=["attention"], name="other")
+    assert stored.identity == recovery.identity
 
 
 @pytest.mark.parametrize(
@@ -313,7 +420,7 @@ def test_a_fit_needs_merging(
     (tmp_path / "schedule.json").write_text('{"0": 1}')
     if "path" in allocation:
         allocation = {**allocation, "name": "list", "path": str(tmp_path / allocation["path"])}
-    given = (AllocationConfig(**allocation), ratio)
-    check_merging(RecoveryConfig(), *given)
+    arguments = (AllocationConfig(**allocation), ratio)
+    check_merging(RecoveryConfig(), *arguments)
     with nullcontext() if sentence is None else pytest.raises(UserError, match=sentence):
-        check_merging(RecoveryConfig(fit="c4"), *given)
+        check_merging(RecoveryConfig(fit="c4"), *arguments)

@@ -52,8 +52,8 @@ def dequantized(model: Any, original: Any) -> Any:
                 tensor.data = torch.cat(matrices) if tensor.dim() == 2 else torch.stack(matrices)
     for part in ("shared_experts", "attention"):
         for name, module in linears(plain, part):
-            if isinstance(found := model.get_submodule(name), FourBitLinear):
-                module.weight.data = found.weight()
+            if isinstance(result := model.get_submodule(name), FourBitLinear):
+                module.weight.data = result.weight()
     return plain
 
 
@@ -70,12 +70,12 @@ def test_a_matrix_comes_back_within_half_a_gap(shape: tuple[int, int], dtype: to
     ]
     stack = FourBitMatrices(map(FourBitMatrix, matrices))
     for number, matrix in enumerate(matrices):
-        found = stack[number]
-        assert found.shape == matrix.shape and found.dtype == dtype
+        result = stack[number]
+        assert result.shape == matrix.shape and result.dtype == dtype
         largest = torch.cat(
             [b.abs().max().expand(len(b)) for b in matrix.double().reshape(-1).split(64)]
         )
-        error = found.double() - matrix
+        error = result.double() - matrix
         # a scale, which is rounded too, is off by 2 % at most
         assert bool((error.abs().reshape(-1) <= (widest + 0.02) * largest + 1e-9).all())
         assert float(error.std()) < 0.1 * float(matrix.double().std()), (
@@ -107,10 +107,10 @@ def test_model_computes_with_the_weights_it_stands_for(name: str) -> None:
     plain, stored = (
         recovered(model, plan, bits=bits, modules=PARTS, tuned=None) for bits in (16, 4)
     )
-    found = tiny.logits(stored)
+    result = tiny.logits(stored)
     before = tiny.logits(plain)
-    assert torch.equal(found, tiny.logits(dequantized(stored, plain)))
-    assert 1e-3 < float((found - before).abs().max()) < 8
+    assert torch.equal(result, tiny.logits(dequantized(stored, plain)))
+    assert 1e-3 < float((result - before).abs().max()) < 8
     left = {key for key in stored.state_dict() if "packed" not in key}
     assert {
         key for key in plain.state_dict() if "router" in key or "gate.w" in key or "head" in key
@@ -233,54 +233,69 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("case", CASES)
 def test_the_export_reloads_as_the_evaluated_model(folders: Path, case: str) -> None:
     folder = folders / case
-    found = load_file(folder / "found.safetensors")
+    result = load_file(folder / "found.safetensors")
     expected = load_file(folder / "expected.safetensors")
-    in_4_bits = found.keys() - {"logits", "exact logits"}
-    assert all(torch.equal(found[name], expected[name]) for name in in_4_bits)
-    assert torch.equal(found["exact logits"], expected["logits"])
+    in_4_bits = result.keys() - {"logits", "exact logits"}
+    assert all(torch.equal(result[name], expected[name]) for name in in_4_bits)
+    assert torch.equal(result["exact logits"], expected["logits"])
     if in_4_bits and functional.has_avx512bf16():  # other experts are chosen for single tokens
-        difference = (found["logits"] - expected["logits"]).norm() / expected["logits"].norm()
+        difference = (result["logits"] - expected["logits"]).norm() / expected["logits"].norm()
         assert 0 < difference < 0.1
     else:
-        assert torch.equal(found["logits"], expected["logits"])
+        assert torch.equal(result["logits"], expected["logits"])
 
 
 @pytest.mark.slow
-def test_what_is_in_4_bits_and_tensors_begin_where_mapped_files_are_aligned(folders: Path) -> None:
+def test_wide_linear_maps_outside_experts_are_in_4_bits(folders: Path) -> None:
     stored = tiny.weights(folders / "dora_nf4")
-    config = json.loads((folders / "dora_nf4" / "config.json").read_text())
     packed = {
         name
         for name, tensor in stored.items()
         if tensor.dtype == torch.uint8 and name.endswith("weight")
     }
-    inside = [f"self_attn.{role}_proj" for role in "qkvo"] + [
-        f"mlp.shared_expert.{role}_proj" for role in ("gate", "up")
-    ]
+    modules = [f"self_attn.{role}_proj" for role in "qkvo"]
+    modules += [f"mlp.shared_expert.{role}_proj" for role in ("gate", "up")]
     assert packed == {
-        f"model.layers.{layer}.{name}.weight" for layer in range(3) for name in inside
+        f"model.layers.{layer}.{name}.weight" for layer in range(3) for name in modules
     }
-    assert not packed & {
-        f"{name}.weight" for name in config["quantization_config"]["llm_int8_skip_modules"]
-    }
-    assert "lm_head" in config["quantization_config"]["llm_int8_skip_modules"]
+    skipped = quantization(folders / "dora_nf4")["llm_int8_skip_modules"]
+    assert not packed & {f"{name}.weight" for name in skipped}
+    assert "lm_head" in skipped
     assert {f"{name}.quant_state.bitsandbytes__nf4" for name in packed} <= stored.keys()
     assert stored["model.layers.0.mlp.experts.0.up_proj.weight"].dtype == torch.float32
+
+
+def quantization(folder: Path) -> dict[str, Any]:
+    """The field quantization_config of config.json, if it has one."""
+    config = json.loads((folder / "config.json").read_text())
+    return dict(config.get("quantization_config", {}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["nf4_experts", "nf4"])
+def test_config_without_maps_in_4_bits_has_no_quantization(folders: Path, case: str) -> None:
+    """Routed experts, and shared ones that are too narrow."""
+    config = json.loads((folders / case / "config.json").read_text())
+    assert "quantization_config" not in config
+
+
+@pytest.mark.slow
+def test_card_says_how_many_maps_are_in_4_bits(folders: Path) -> None:
     card = (folders / "dora_nf4" / "README.md").read_text()
     assert (
         "Nothing was trained" not in card
         and "It was tuned." in card
         and "18 linear maps are stored in 4 bits" in card
     )
-    for case in ("nf4_experts", "nf4"):  # routed experts, and shared ones that are too narrow
-        assert "quantization_config" not in json.loads((folders / case / "config.json").read_text())
+
+
+@pytest.mark.slow
+def test_tensors_begin_where_mapped_files_are_aligned(folders: Path) -> None:
     for file in (folders / "dora_nf4").glob("model*.safetensors"):
         _, entries = read_header(file)
-        odd = [entry.start for entry in entries.values() if entry.start % 64]
-        last_aligned = max(
-            (entry.start for entry in entries.values() if entry.size % 64 == 0), default=0
-        )
-        assert all(start > last_aligned for start in odd)
+        unaligned = [entry.start for entry in entries.values() if entry.start % 64]
+        aligned = [entry.start for entry in entries.values() if entry.size % 64 == 0]
+        assert all(start > max(aligned, default=0) for start in unaligned)
 
 
 @pytest.mark.slow
