@@ -106,7 +106,7 @@ class AlignmentHook(StatisticsHook):
                 of_member = wide(layer.phi(states, layer.weights(member)))
                 self.add(f"squares.{member}", of_member.square().sum(0))
                 self.add(f"products.{member}", of_owner.T @ of_member)
-        return self.before(hidden, index, weights)
+        return self.unobserved(hidden, index, weights)
 
     def result(self) -> dict[str, torch.Tensor]:
         """{"order": (M, I)}, from the sums over all tokens."""

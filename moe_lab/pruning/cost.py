@@ -232,7 +232,7 @@ class LoadHook(StatisticsHook):
         valid = self.valid(hidden)
         chosen = index if valid is None else index[valid]
         self.add("tokens", torch.bincount(chosen.flatten(), minlength=self.layer.n_experts))
-        return self.before(hidden, index, weights)
+        return self.unobserved(hidden, index, weights)
 
 
 def measured_routing(

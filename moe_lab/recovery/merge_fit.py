@@ -135,7 +135,7 @@ class MergeHook(StatisticsHook):
             self.add(f"error.{owner}", error.square().sum())
             self.add(f"gram.{owner}", phi.T @ phi)
             self.add(f"cross.{owner}", error.T @ phi)
-        return self.before(hidden, index, weights)
+        return self.unobserved(hidden, index, weights)
 
 
 @torch.no_grad()

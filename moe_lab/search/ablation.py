@@ -28,7 +28,7 @@ from moe_lab.search.candidates import Decoder, States
 from moe_lab.search.fitness import Contexts, row_sums
 from moe_lab.statistics import Statistics, check_finite
 from moe_lab.statistics.gradients import check_loss
-from moe_lab.statistics.observe import Batch, description, resume, save_checkpoint
+from moe_lab.statistics.observe import Batch, pass_header, resume, save_checkpoint
 
 SCALE = 0.9
 """Factor of the routed output of one layer. The paper gives no value; its code uses 0.9, for
@@ -51,7 +51,7 @@ def loss_rises(
     """
     check_loss(batches)
     rows = _few_rows(model, batches)
-    metadata = {**description(model, batches, kind), "pieces": len(rows)}
+    metadata = {**pass_header(model, batches, kind), "pieces": len(rows)}
     predicted = sum(int(_predicting(valid).sum()) for _, valid in rows)
     layers = moe_layers(model)
     done, sums = resume(out, metadata)

@@ -16,7 +16,7 @@ from moe_lab.pruning.mask import mask_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics import Layers
 from moe_lab.statistics.forward import ForwardHook
-from moe_lab.statistics.observe import Batch, description
+from moe_lab.statistics.observe import Batch, pass_header
 from moe_lab.statistics.streaming import LayerPass
 
 Sums = Mapping[str, torch.Tensor]
@@ -36,15 +36,15 @@ def prune_sequentially(
     same plan for the same sums. Each MoE layer runs twice over `batches`: once to collect the
     sums, and once pruned, for the input of the next layer. `out` and resuming are as in
     `stream`."""
-    rows = LayerPass(
+    layer_pass = LayerPass(
         streamed,
         batches,
-        description(streamed.model, batches, "sequential"),
+        pass_header(streamed.model, batches, "sequential"),
         len(streamed.layers),
         out,
     )
-    with rows.running():
-        for number in range(rows.done, len(streamed.layers)):
+    with layer_pass.running():
+        for number in range(layer_pass.done, len(streamed.layers)):
             sums: Layers = {}
             with (
                 streamed.layer(number, next_number=number + 1),
@@ -52,13 +52,13 @@ def prune_sequentially(
                 ExitStack() as masked,
             ):
                 if number in streamed.moe:
-                    sums = rows.run(number, ForwardHook, keep=False)
+                    sums = layer_pass.run(number, ForwardHook, keep=False)
                     plan = choose(number, sums[number])
                     masked.enter_context(mask_layers([streamed.moe[number]], plan))
                 if number + 1 < len(streamed.layers):
-                    rows.run(number, None, keep=True)
-            rows.finish(sums, [number + 1])
+                    layer_pass.run(number, None, keep=True)
+            layer_pass.finish(sums, [number + 1])
     layers: dict[int, LayerPlan] = {}
-    for number, gathered in rows.result().layers.items():
+    for number, gathered in layer_pass.result().layers.items():
         layers |= choose(number, gathered).layers
     return Plan(layers, dict(provenance))

@@ -1,7 +1,7 @@
-"""Files of the statistics: sums over tokens, a set of tensors per MoE layer. Reading needs no
+"""Statistics: sums over tokens, a set of tensors per MoE layer, and their files. Reading needs no
 torch.
 
-Names, shapes and formulas of all of them: docs/new_criterion.md.
+docs/new_criterion.md lists the names, shapes and formulas of all statistics.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     import torch
 
 Layers: TypeAlias = "dict[int, dict[str, torch.Tensor]]"
+"""Decoder layer number -> name of a statistic -> fp64 tensor on the CPU."""
 
 
 @dataclass
 class Statistics:
-    """Sums per MoE layer, with a header that says what was summed. `layers`: decoder layer number
-    -> tensor name -> fp64 tensor on the CPU. `header`: JSON data with `kind` (forward, damage,
-    similarity, gradients, weight_gradients, weights, channel_weights or weight_distances), and
-    `batches`, a digest of the text that was read, if any."""
+    """Sums per MoE layer, with a header that says what was summed. `header`: JSON data with `kind`
+    (forward, damage, similarity, gradients, weight_gradients, weights, channel_weights or
+    weight_distances), and `batches`, a digest of the text, for sums over a text."""
 
     layers: Layers
     header: dict[str, Any] = field(default_factory=dict)
@@ -48,22 +48,22 @@ class Statistics:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
         save_file(tensors, partial, {"moe_lab": json.dumps(self.header, sort_keys=True)})
-        partial.chmod(path.parent.stat().st_mode & 0o666)  # a colleague may go on from it
+        partial.chmod(path.parent.stat().st_mode & 0o666)  # colleagues may resume from the file
         partial.replace(path)
 
     @classmethod
     def load(cls, path: Path | str) -> Statistics:
-        """Read a file of `save`. UserError when it is missing, damaged or not statistics."""
+        """Read a file of `save`. UserError when the file is missing, damaged or not statistics."""
         return cls(read(path, framework="pt"), header(path))
 
 
 def read(
     path: Path | str, framework: str = "np", only: str | None = None
 ) -> dict[int, dict[str, Any]]:
-    """Read statistics: layer -> name -> array (fp64 numpy; torch tensors with framework="pt"),
-    names as above. `only`: the one name to read; None reads all. UserError when the file is
-    missing, damaged or not statistics."""
-    header(path)
+    """Read statistics: layer -> name -> array (fp64 numpy; torch tensors with framework="pt").
+    `only`: the one name to read; None reads all. UserError when the file is missing, damaged or not
+    statistics."""
+    header(path)  # raises the UserError
     layers: dict[int, dict[str, Any]] = {}
     with safe_open(path, framework=framework) as file:
         for key in file.keys():  # noqa: SIM118 (a safetensors file is not iterable)
@@ -84,7 +84,7 @@ def by_layer(passes: Iterable[Mapping[int, Mapping[str, Any]]]) -> dict[int, dic
 
 
 def header(path: Path | str) -> dict[str, Any]:
-    """Read the header of a file of statistics: what was summed. Same errors as `read`."""
+    """Read the header of a file of statistics. Errors are those of `read`."""
     try:
         with safe_open(path, framework="np") as file:
             return dict(json.loads(file.metadata()["moe_lab"]))
@@ -95,14 +95,14 @@ def header(path: Path | str) -> dict[str, Any]:
 
 
 def plus(name: str, total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """The statistic `name` of two disjoint sets of tokens together: the maximum where it ends in
-    _max, else the sum."""
+    """The statistic `name` over two disjoint sets of tokens, from its values `total` and `part`:
+    their maximum if the name ends in _max, otherwise their sum."""
     return total.maximum(part) if name.endswith("_max") else total + part
 
 
 def merged(parts: Iterable[Layers]) -> Layers:
-    """The statistics of disjoint sets of tokens together. UserError when the parts hold different
-    statistics."""
+    """The statistics over all tokens, from `parts`, the statistics over disjoint sets of them.
+    UserError when the parts have different statistics."""
     total: Layers = {}
     for layers in parts:
         if total and {n: total[n].keys() for n in total} != {n: layers[n].keys() for n in layers}:
@@ -120,39 +120,39 @@ def merged(parts: Iterable[Layers]) -> Layers:
 
 
 def merged_means(parts: Sequence[Statistics]) -> Layers:
-    """Means over the tokens of all `parts`, from the mean of each and header["predicted"], its
-    number of tokens."""
+    """Means over the tokens of all `parts`. Each part has means over header["predicted"] tokens."""
     counts = [int(part.header["predicted"]) for part in parts]
     sums = [
         {
-            layer: {name: mean * count for name, mean in named.items()}
-            for layer, named in part.layers.items()
+            layer: {name: mean * count for name, mean in means.items()}
+            for layer, means in part.layers.items()
         }
         for part, count in zip(parts, counts, strict=True)
     ]
-    total = merged(sums)
     return {
-        layer: {name: part / sum(counts) for name, part in named.items()}
-        for layer, named in total.items()
+        layer: {name: total / sum(counts) for name, total in totals.items()}
+        for layer, totals in merged(sums).items()
     }
 
 
-def check_finite(layers: Mapping[int, Mapping[str, torch.Tensor]], where: str) -> None:
-    """Raise UserError naming layer and expert when a statistic is NaN or infinite; `where` names
-    what was read."""
-    for layer, named in layers.items():
-        for name, tensor in named.items():
+def check_finite(layers: Mapping[int, Mapping[str, torch.Tensor]], source: str) -> None:
+    """Raise UserError naming layer and expert when a statistic is NaN or infinite. `source`: the
+    batches, for the message."""
+    for layer, tensors in layers.items():
+        for name, tensor in tensors.items():
             if tensor.isfinite().all():
                 continue
-            bad = (~tensor.isfinite()).nonzero()[0].tolist()
-            expert = f", expert {bad[0]}" if bad else ""
-            raise UserError(f"NaN or Inf in layer {layer}{expert}: {name} of {where} is not finite")
+            position = (~tensor.isfinite()).nonzero()[0].tolist()
+            expert = f", expert {position[0]}" if position else ""
+            raise UserError(
+                f"NaN or Inf in layer {layer}{expert}: {name} of {source} is not finite"
+            )
 
 
 def mean_output(sums: Mapping[str, Any]) -> NDArray[numpy.float64]:
     """(E, H): the mean output of each expert of a layer over the tokens routed to it, before the
-    gate; 0 without any. It is the constant nearest to those outputs in the mean square, the novice
-    of MoNE (arXiv 2507.00390)."""
+    gate; 0 without tokens. No constant is nearer to these outputs in the mean square: it is the
+    novice of MoNE (arXiv 2507.00390)."""
     tokens = numpy.maximum(numpy.asarray(sums["tokens"], dtype=float), 1)
     means: NDArray[numpy.float64] = numpy.asarray(sums["output_sum"], dtype=float) / tokens[:, None]
     return means

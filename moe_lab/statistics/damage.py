@@ -1,4 +1,4 @@
-"""Hooks that run other experts than the router chose: exact damage, and similarity.
+"""Hooks that also run experts that the router did not choose: exact damage, and similarity.
 
 Exact damage of an expert is how much the layer's output changes when that expert alone is removed:
 
@@ -25,12 +25,12 @@ TOKENS = 2048
 
 
 class DamageHook(StatisticsHook):
-    """Adds `damage` (E,) while computing the routed output, the same as the eager one up to
-    rounding, at (k + 1) / k of the expert work of a forward pass."""
+    """Adds `damage` (E,) while computing the routed output, which equals that of the eager experts
+    up to rounding, at (k + 1) / k of the expert work of a forward pass."""
 
     kind = "damage"
     call: tuple[tuple[Any, ...], dict[str, Any], torch.Tensor]
-    """Arguments of the router, and its logits (T, E), from its call to that of the experts."""
+    """Arguments and keyword arguments of the router's last call, and its logits (T, E)."""
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         """Record the call of the router, which is repeated without each of the chosen experts."""
@@ -42,64 +42,66 @@ class DamageHook(StatisticsHook):
         """The routed output (T, H)."""
         valid = self.valid(hidden)
         damage = torch.zeros(self.layer.n_experts, dtype=torch.float64, device=hidden.device)
-        mixed = torch.empty_like(hidden)
-        for token in torch.arange(len(hidden), device=hidden.device).split(TOKENS):
-            gates = self._coefficients(token, index[token])
+        routed = torch.empty_like(hidden)
+        for tokens in torch.arange(len(hidden), device=hidden.device).split(TOKENS):
+            gates = self._coefficients(tokens, index[tokens])
             if not torch.equal(
-                gates[:, 0], spread(index[token], weights[token], self.layer.n_experts)
+                gates[:, 0], spread(index[tokens], weights[tokens], self.layer.n_experts)
             ):
-                where = f"the router of {self.layer.name}"
                 raise UserError(
-                    f"criterion=exact_damage cannot repeat {where}: this model is not supported"
+                    f"criterion=exact_damage cannot repeat the router of {self.layer.name}: this "
+                    "model is not supported"
                 )
-            mixes = mix_outputs(self.layer, hidden[token], gates)
-            mixed[token] = mixes[:, 0].to(mixed.dtype)
-            losses = torch.linalg.vector_norm(mixes[:, 1:], dim=-1).double()
-            valid_rows = slice(None) if valid is None else valid[token]
-            damage.index_add_(0, index[token][valid_rows].flatten(), losses[valid_rows].flatten())
+            mixes = mix_outputs(self.layer, hidden[tokens], gates)
+            routed[tokens] = mixes[:, 0].to(routed.dtype)
+            changes = torch.linalg.vector_norm(mixes[:, 1:], dim=-1).double()
+            valid_rows = slice(None) if valid is None else valid[tokens]
+            damage.index_add_(0, index[tokens][valid_rows].flatten(), changes[valid_rows].flatten())
         del self.call
         self.add("damage", damage)
-        return mixed
+        return routed
 
-    def _coefficients(self, token: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Gates (t, 1 + K, E): row 0 gives y from the outputs of all experts, row 1 + k gives y -
-        (y without the k-th of the experts `index` (t, K) that `token` (t,) were routed to)."""
-        (t, k), n_experts = index.shape, self.layer.n_experts
-        full = spread(*self._rerouted(token, None), n_experts)
-        without = spread(*self._rerouted(token.repeat_interleave(k), index.flatten()), n_experts)
+    def _coefficients(self, tokens: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Factors (t, 1 + K, E) of the outputs of all experts, for the `tokens` (t,) that are
+        routed to the experts `index` (t, K): with row 0 their sum is y, with row 1 + k it is
+        y - (y without the k-th expert)."""
+        t, k = index.shape
+        n_experts = self.layer.n_experts
+        full = spread(*self._rerouted(tokens, None), n_experts)
+        without = spread(*self._rerouted(tokens.repeat_interleave(k), index.flatten()), n_experts)
         return torch.cat((full[:, None], full[:, None] - without.view(t, k, n_experts)), 1)
 
     def _rerouted(
-        self, token: torch.Tensor, removed: torch.Tensor | None
+        self, tokens: torch.Tensor, removed: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and gates (R, K) of the experts of the tokens `token` (R,), each without its expert
-        in `removed` (R,); of all experts if None.
+        """Ids and gates (R, K) of the experts to which the router sends `tokens` (R,) when token r
+        cannot use the expert removed[r]; None removes no experts.
 
         The router's own code runs with two differences: its linear map gives the logits of the
         recorded call, and the logit of the removed expert is -inf, as is its entry wherever the
-        router selects the best of all experts, so that no correction bias can bring it back. Groups
-        of a group-limited router then differ in size, so that cutting the expert's row off instead
-        would change them.
+        router selects the best of all experts, so that no correction bias can bring it back.
+        Cutting off the expert's row instead would change the groups of a group-limited router.
         """
         args, kwargs, logits = self.call
-        logits = logits[token]
+        logits = logits[tokens]
         if removed is not None:
             logits = logits.scatter(1, removed[:, None], float("-inf"))
         hidden = args[0] if args else kwargs["hidden_states"]
-        # of any values, as logits are replayed
-        rows = hidden.flatten(0, -2)[:1].expand(len(token), -1)
+        # the values of these rows do not matter, as logits are replayed
+        rows = hidden.flatten(0, -2)[:1].expand(len(tokens), -1)
         rows = rows if hidden.dim() == 2 else rows[None]
-        given, named = (
-            ((rows, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": rows})
-        )
+        if args:
+            args = (rows, *args[1:])
+        else:
+            kwargs = {**kwargs, "hidden_states": rows}
         with _Replay(logits, removed):
-            result = self.layer.router.forward(*given, **named)
-        return result[2], result[1]
+            _logits, gates, experts = self.layer.router.forward(*args, **kwargs)
+        return experts, gates
 
 
 class _Replay(TorchFunctionMode):
-    """Returns `logits` (R, E) for the linear map, and hides expert `removed[r]` from every choice
-    among all experts."""
+    """A context in which the router's linear map returns `logits` (R, E), and no choice among all
+    experts takes the expert removed[r] for row r."""
 
     def __init__(self, logits: torch.Tensor, removed: torch.Tensor | None) -> None:
         super().__init__()
@@ -109,14 +111,17 @@ class _Replay(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.linear and args[1].shape[0] == self.logits.shape[1]:
             return self.logits
-        best = func in (torch.topk, torch.Tensor.topk) and args[0].numel() == self.logits.numel()
-        if best and self.removed is not None:  # a choice among all experts, perhaps in groups
-            return self._without(args[0], func, args, kwargs or {})
+        # a choice among all experts, perhaps in groups
+        is_choice = (
+            func in (torch.topk, torch.Tensor.topk) and args[0].numel() == self.logits.numel()
+        )
+        if is_choice and self.removed is not None:
+            return self._topk_without_removed(args[0], func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
-    def _without(self, scores: torch.Tensor, func: Any, args: Any, kwargs: Any) -> Any:
-        """Select the best of `scores` without the removed experts; if too few are left, the removed
-        one at value 0."""
+    def _topk_without_removed(self, scores: torch.Tensor, func: Any, args: Any, kwargs: Any) -> Any:
+        """The best of `scores` without the removed experts. If too few experts are left, a removed
+        expert is selected with value 0."""
         assert self.removed is not None
         remaining = (
             scores.reshape(self.logits.shape)
@@ -135,7 +140,7 @@ class SimilarityHook(StatisticsHook):
 
     kind = "similarity"
     probabilities: torch.Tensor | None = None
-    """(T, E) fp64 of the valid tokens, from the router's call to that of the experts; None without
+    """Softmax (T, E) fp64 of the valid tokens' logits in the router's last call; None without
     logits."""
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
@@ -153,7 +158,7 @@ class SimilarityHook(StatisticsHook):
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """The routed output (T, H); adds the outputs of all experts for all valid tokens."""
+        """The routed output (T, H). Adds the outputs of all experts for all valid tokens."""
         valid = self.valid(hidden)
         states = hidden if valid is None else hidden[valid]
         plain = []
@@ -166,4 +171,4 @@ class SimilarityHook(StatisticsHook):
         self.add("dense_output_sum", torch.stack(plain))
         if gated:
             self.add("dense_gated_output_sum", torch.stack(gated))
-        return self.before(hidden, index, weights)
+        return self.unobserved(hidden, index, weights)

@@ -25,34 +25,39 @@ of MoE-Slimming."""
 
 
 class ForwardHook(StatisticsHook):
-    """Adds all statistics of a forward pass; see moe_lab/statistics."""
+    """Adds all statistics of a forward pass; see docs/new_criterion.md."""
 
     kind = "forward"
     residual: torch.Tensor | None = None
+    """(T, H) residual stream before the MoE block, from the block's call to that of the experts."""
     logits: torch.Tensor | None = None
+    """(T, E) logits of the router's last call; None if it returns none."""
     call: ExpertsCall | None = None
+    """The last call of the experts, until the decoder layer returns."""
 
     def __init__(self, observer: Observer, layer: MoELayer, start: dict[str, torch.Tensor]) -> None:
         super().__init__(observer, layer, start)
         self.softmax_router = "sums_double_softmax" in start if start else None
         self.normalized: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """id of a module around the block -> its input and its output."""
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        """Keep the router's logits (T, E) for the call of the experts that follows."""
+        """Record the router's logits (T, E) for the call of the experts that follows."""
         first = result[0] if isinstance(result, tuple) else None
         self.logits = None
         if isinstance(first, torch.Tensor) and first.shape[-1] == self.layer.n_experts:
             self.logits = first.detach().reshape(-1, self.layer.n_experts)
 
-    def watch(self, around: torch.nn.Module) -> Iterable[RemovableHandle]:
-        """Keep the residual stream before the MoE block: the input of the norm whose output the
+    def watch(self, decoder_layer: torch.nn.Module) -> Iterable[RemovableHandle]:
+        """Record the residual stream before the MoE block: the input of the norm whose output the
         block reads."""
-        for child in around.children():
+        for child in decoder_layer.children():
             if child is not self.layer.block:
                 yield child.register_forward_hook(self._after_child)
         yield self.layer.block.register_forward_pre_hook(self._before_block)
 
     def _after_child(self, module: torch.nn.Module, args: Any, result: Any) -> None:
+        """Record input and output of a module that may be the norm before the block."""
         if (
             len(args) == 1
             and isinstance(args[0], torch.Tensor)
@@ -61,15 +66,16 @@ class ForwardHook(StatisticsHook):
             self.normalized[id(module)] = (args[0].detach(), result)
 
     def _before_block(self, module: torch.nn.Module, args: Any) -> None:
-        entering = args[0] if args else None
-        inputs = [given for given, result in self.normalized.values() if result is entering]
+        """Set `residual`, if exactly one recorded module returned the block's input."""
+        block_input = args[0] if args else None
+        inputs = [state for state, result in self.normalized.values() if result is block_input]
         self.residual = inputs[0].flatten(0, -2) if len(inputs) == 1 else None
         self.normalized.clear()
 
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """The routed output m (T, H); adds the statistics of this call."""
+        """The routed output m (T, H). Adds the statistics of this call."""
         layer = self.layer
         rows = sort_by_expert(index, self.layer.n_experts)
         gates = weights.detach()
@@ -84,29 +90,29 @@ class ForwardHook(StatisticsHook):
             call.add(expert, part, phi.detach(), f.detach())
             return f
 
-        mixed = routed_output(hidden, rows, weights, compute)
-        for name, sums in call.finish(mixed.detach()).items():
+        routed = routed_output(hidden, rows, weights, compute)
+        for name, sums in call.finish(routed.detach()).items():
             self.add(name, sums)
         if self.residual is not None:
-            self.add("shift_weighted", call.weigh_shifts(self.residual, mixed.detach()))
+            self.add("shift_weighted", call.weigh_shifts(self.residual, routed.detach()))
         if self.logits is not None:
             self.add("router_entropy", entropy_histogram(self.logits, call.valid))
         self.call = call
         self.residual = None
-        return mixed
+        return routed
 
     def after_layer(self, module: torch.nn.Module, args: Any, result: Any) -> None:
-        """Add the sums of the last call whose denominator is the output of the decoder layer."""
+        """Add those sums of the last call that are divided by the output of the decoder layer."""
         if self.call is not None:
             stream = result[0] if isinstance(result, tuple) else result
             for name, sums in self.call.normalize(stream.detach().flatten(0, -2)).items():
                 self.add(name, sums)
             self.call = None
-        self.normalized.clear()  # norms after the block
+        self.normalized.clear()  # of norms after the block
 
     def _softmax_gates(self, index: torch.Tensor, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         """The gates full_softmax and double_softmax (T, K), if the router is a softmax over all
-        experts, which is decided at its first call."""
+        experts; its first call decides whether it is."""
         if self.softmax_router is None:
             self.softmax_router = self.logits is not None and is_softmax(
                 self.logits, index, weights
@@ -133,9 +139,9 @@ def entropy_histogram(logits: torch.Tensor, valid: torch.Tensor | None) -> torch
 
 def is_softmax(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> bool:
     """Whether a router's gates are proportional to exp(logits), i.e. softmax probabilities,
-    renormalised or not. `logits` (T, E), `index` and `weights` (T, K): log g - z is then the same
-    for all experts of a token. With K = 1 it always is, so g must be the probability times a
-    constant."""
+    renormalised or not. `logits` z (T, E), `index` and gates `weights` g (T, K): log g - z is then
+    the same for all experts of a token. With K = 1 it always is, so log g - log softmax(z) must be
+    the same for all tokens."""
     tolerance = 1e-3 if weights.dtype in (torch.float32, torch.float64) else 0.05
     chosen = logits.double().log_softmax(-1).gather(-1, index)
     gap = weights.double().clamp(min=torch.finfo(torch.float64).tiny).log() - chosen
@@ -145,8 +151,8 @@ def is_softmax(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor)
 
 def shifts(stream: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
     """1 - cos(x, x + a) of every token, at least 0, for x = `stream` and a = `added`, (T, H) ->
-    (T,) fp64; 1 where x + a is 0. Small angles are computed from their sine: in fp32, 1 - cos
-    cancels."""
+    (T,) fp64; 1 where x + a is 0. Small angles are computed from their sine, because 1 - cos
+    cancels in fp32."""
     x = wide(stream)
     a = wide(added)
     xx, xa, aa = (
@@ -163,8 +169,9 @@ def shifts(stream: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
 
 class ExpertsCall:
     """The statistics of one call: `add` for each expert, then `finish`, then `normalize`. `rows`:
-    the routed pairs. `weights` (T, K): gates as the model multiplies with them. `further_gates`:
-    more gates (T, K) by name. `valid`: (T,) bool, which tokens count, None for all."""
+    the pairs of token and expert. `weights` (T, K): the gates with which the model multiplies.
+    `further_gates`: more gates (T, K) by name. `valid`: (T,) bool, which tokens count, None for
+    all."""
 
     def __init__(
         self,
@@ -212,10 +219,10 @@ class ExpertsCall:
         torch.maximum(-lowest, highest, out=self.columns["output_abs_max"][expert])
         self.channels.add(expert, phi, *gate_squares)
 
-    def finish(self, mixed: torch.Tensor) -> dict[str, torch.Tensor]:
-        """All sums that do not need the layer's output; `mixed` (T, H) is the routed output m of
-        the call."""
-        self._align(wide(mixed))
+    def finish(self, routed: torch.Tensor) -> dict[str, torch.Tensor]:
+        """All sums that do not need the layer's output. `routed` (T, H): the routed output m of the
+        call."""
+        self._compute_numerators(wide(routed))
         moments = self._moments()
         names = [f"sums_{gate}" for gate in self.gates]
         return {
@@ -225,13 +232,13 @@ class ExpertsCall:
             **dict(zip(names, moments.split(3, 1), strict=True)),
         }
 
-    def weigh_shifts(self, stream: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
-        """shift_weighted (E,); `stream` (T, H) is the residual stream before the MoE block, `mixed`
-        (T, H) is m."""
+    def weigh_shifts(self, stream: torch.Tensor, routed: torch.Tensor) -> torch.Tensor:
+        """shift_weighted (E,). `stream` (T, H): the residual stream before the MoE block; `routed`
+        (T, H): m."""
         token = self.rows.token
         column = self.rows.column
         terms = (
-            shifts(stream, mixed)[token]
+            shifts(stream, routed)[token]
             * self.gates["model"][token, column]
             * self.norm_square.double().sqrt()
         )
@@ -239,35 +246,36 @@ class ExpertsCall:
         return torch.bincount(self.rows.expert, terms, self.n_experts)
 
     def normalize(self, stream: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The ala sums and the layer loss; `stream` (T, H) is the residual stream y after the
-        decoder layer."""
-        share = 1 / (wide(stream).square().sum(-1).double() + EPSILON)
-        loss = self.loss * share
+        """The ala sums and the layer loss. `stream` (T, H): the residual stream y after the decoder
+        layer."""
+        factor = 1 / (wide(stream).square().sum(-1).double() + EPSILON)
+        loss = self.loss * factor
         if self.valid is not None:
-            share = torch.where(self.valid, share, 0)
+            factor = torch.where(self.valid, factor, 0)
             loss = loss[self.valid]
-        summed = {"layer_loss": loss.sum()}
+        sums = {"layer_loss": loss.sum()}
         token = self.rows.token
         expert = self.rows.expert
-        for name, terms in (("ala_first", self.first), ("ala_second", self.second)):
-            rows = terms * share[token]
-            rows = rows if self.valid_rows is None else torch.where(self.valid_rows, rows, 0)
-            summed[name] = torch.bincount(expert, rows, self.n_experts)
-        return summed
+        for name, numerators in (("ala_first", self.first), ("ala_second", self.second)):
+            terms = numerators * factor[token]
+            terms = terms if self.valid_rows is None else torch.where(self.valid_rows, terms, 0)
+            sums[name] = torch.bincount(expert, terms, self.n_experts)
+        return sums
 
-    def _align(self, mixed: torch.Tensor) -> None:
-        """Compute the numerators of the ala sums and the layer loss; `normalize` divides by the
-        layer's output. They need m, so f, T x K x H numbers, is kept until now and freed here."""
-        aligned = torch.empty_like(self.norm_square)
+    def _compute_numerators(self, routed: torch.Tensor) -> None:
+        """Compute the numerators of the ala sums and the layer loss, which `normalize` divides by
+        the layer's output. They need m, so the expert outputs f (T x K x H numbers) are stored
+        until this call, which frees them."""
+        products = torch.empty_like(self.norm_square)
         for part, f in self.outputs:
-            torch.sum(f * mixed[self.rows.token[part]], -1, out=aligned[part])
+            torch.sum(f * routed[self.rows.token[part]], -1, out=products[part])
         self.outputs.clear()
-        self.first = self.gates["model"][self.rows.token, self.rows.column] * aligned
+        self.first = self.gates["model"][self.rows.token, self.rows.column] * products
         self.second = self.gate_square.double() * self.norm_square
-        self.loss = mixed.square().sum(-1).double()
+        self.loss = routed.square().sum(-1).double()
 
     def _moments(self) -> torch.Tensor:
-        """sum_t g^alpha ||f||^beta (E, 3 x gates, 3), kinds of gates one after the other; [:, 0, 0]
+        """sum_t g^alpha ||f||^beta (E, 3 x gates, 3), three rows for each kind of gate; [:, 0, 0]
         counts tokens."""
         rows = self.rows
         valid_rows = self.valid_rows
@@ -285,8 +293,8 @@ class ExpertsCall:
         ones = torch.ones_like(norm_square)
         norms = torch.stack((ones, norm_square.sqrt(), norm_square), 1)
         powers = []
-        for of_token in self.gates.values():
-            gate = of_token[token, column]
+        for gates_of_kind in self.gates.values():
+            gate = gates_of_kind[token, column]
             powers += [ones, gate, gate.square()]
         gates = torch.stack(powers, 1)
         moments = norms.new_zeros(self.n_experts, gates.shape[1], 3)
@@ -296,18 +304,18 @@ class ExpertsCall:
 
 
 class Channels:
-    """channel_square, channel_max and the same weighted with one or several `gates`, (E, I) each,
-    of one call."""
+    """channel_square and channel_max of one call, (E, I) each, unweighted and weighted with each of
+    `gates`. The sums have at least fp32 and the device of `like`."""
 
     def __init__(
         self, n_experts: int, width: int, like: torch.Tensor, gates: Sequence[str] = ("gate",)
     ) -> None:
         self.gates = gates
         self.columns = {}
-        for weight in ("", *(f"{gate}_" for gate in gates)):
-            for what in ("square", "max"):
+        for prefix in ("", *(f"{gate}_" for gate in gates)):
+            for statistic in ("square", "max"):
                 zeros = like.new_zeros(n_experts, width)
-                self.columns[f"{weight}channel_{what}"] = wide(zeros)
+                self.columns[f"{prefix}channel_{statistic}"] = wide(zeros)
 
     def add(self, expert: int, phi: torch.Tensor, *gate_squares: torch.Tensor) -> None:
         """Add the valid tokens of one expert: phi (n, I) and, for each of `gates`, g^2 (n,), at
@@ -318,9 +326,9 @@ class Channels:
         torch.sum(square, 0, out=self.columns["channel_square"][expert])
         torch.amax(square, 0, out=self.columns["channel_max"][expert])
         for gate, gate_square in zip(self.gates, gate_squares, strict=True):
-            weighed = square * gate_square[:, None]
-            torch.sum(weighed, 0, out=self.columns[f"{gate}_channel_square"][expert])
-            torch.amax(weighed, 0, out=self.columns[f"{gate}_channel_max"][expert])
+            weighted = square * gate_square[:, None]
+            torch.sum(weighted, 0, out=self.columns[f"{gate}_channel_square"][expert])
+            torch.amax(weighted, 0, out=self.columns[f"{gate}_channel_max"][expert])
 
     def finish(self) -> dict[str, torch.Tensor]:
         """The sums and maxima by name, after every expert was added."""

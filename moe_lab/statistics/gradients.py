@@ -1,5 +1,5 @@
-"""Gradient statistics of every channel: gradients with respect to activations, and with respect to
-weights (SNIP).
+"""Gradient statistics of every channel, from gradients with respect to activations, and with
+respect to weights (SNIP).
 
 The loss is the summed cross-entropy of the next tokens, over pairs of neighbouring tokens that are
 both valid. Sums, unlike means, do not depend on how rows are cut into batches. Two vectors per
@@ -38,7 +38,7 @@ LOGITS = 1 << 26
 def gather_gradients(
     model: PreTrainedModel, hook: type[StatisticsHook], batches: Sequence[Batch], **settings: Any
 ) -> Statistics:
-    """Sum what `hook` collects in a forward and a backward pass of `model`, in eval mode, over
+    """The sums that `hook` collects in a forward and a backward pass of `model`, in eval mode, over
     `batches`. `settings` and errors are those of `gather`. UserError when no valid token follows
     another."""
     check_loss(batches)
@@ -56,8 +56,9 @@ def check_loss(batches: Sequence[Batch]) -> None:
 
 
 class GradientHook(StatisticsHook):
-    """Adds channel sums of the forward pass, once, and of the backward pass of LOSS_SCALE times the
-    loss that may follow. Experts compute what the eager forward computes, in the same order."""
+    """Adds channel sums of the forward pass and, if a backward pass of LOSS_SCALE times the loss
+    follows, of the gradients. Experts compute what the eager forward computes, in the same
+    order."""
 
     kind = "gradients"
 
@@ -74,15 +75,15 @@ class GradientHook(StatisticsHook):
         gate_square = wide(weights.detach())[rows.token, rows.column].square()
 
         def compute(expert: int, part: slice, states: torch.Tensor) -> torch.Tensor:
-            counted = slice(None) if valid_rows is None else valid_rows[part]
+            is_valid = slice(None) if valid_rows is None else valid_rows[part]
             expert_weights = layer.weights(expert)
             phi = layer.phi(states, expert_weights)
-            channels.add(expert, wide(phi.detach())[counted], gate_square[part][counted])
+            channels.add(expert, wide(phi.detach())[is_valid], gate_square[part][is_valid])
             if phi.requires_grad:
-                phi.register_hook(partial(self._add_gradient, expert, phi.detach(), counted))
+                phi.register_hook(partial(self._add_gradient, expert, phi.detach(), is_valid))
             return layer.output(phi, expert_weights)
 
-        mixed = routed_output(hidden, rows, weights, compute)
+        routed = routed_output(hidden, rows, weights, compute)
         for name, part in channels.finish().items():
             self.add(name, part)
         self.add(
@@ -97,14 +98,14 @@ class GradientHook(StatisticsHook):
                 name,
                 torch.zeros(n_experts, self.layer.width, dtype=torch.float64, device=hidden.device),
             )
-        return mixed
+        return routed
 
     def _add_gradient(
-        self, expert: int, phi: torch.Tensor, counted: torch.Tensor | slice, gradient: torch.Tensor
+        self, expert: int, phi: torch.Tensor, is_valid: torch.Tensor | slice, gradient: torch.Tensor
     ) -> None:
-        """Add the `counted` tokens of one expert: phi and LOSS_SCALE * dL/dphi, (n, I) each."""
-        gradient = wide(gradient[counted])
-        product = gradient * wide(phi[counted])
+        """Add the valid tokens of one expert, from phi and LOSS_SCALE * dL/dphi, (n, I) each."""
+        gradient = wide(gradient[is_valid])
+        product = gradient * wide(phi[is_valid])
         parts = (gradient.square().sum(0), product.sum(0), product.abs_().sum(0))
         for name, part, scale in zip(
             GRADIENT_SUMS, parts, (LOSS_SCALE**2, LOSS_SCALE, LOSS_SCALE), strict=True
@@ -135,20 +136,19 @@ def loss_gradient(
     targets = input_ids.to(states.device)[row, column + 1]
     vocabulary = int(model.config.get_text_config().vocab_size)
     for part in torch.arange(len(row), device=states.device).split(max(1, LOGITS // vocabulary)):
-        judged = states[row[part], column[part]][None].requires_grad_()
-        logits = head(model, judged, output)[0]
+        selected = states[row[part], column[part]][None].requires_grad_()
+        logits = head(model, selected, output)[0]
         logits = logits if logits.dtype == torch.float64 else logits.float()
         loss = cross_entropy(logits, targets[part].to(logits.device), reduction="sum") * LOSS_SCALE
-        (gradient[row[part], column[part]],) = (
-            part[0] for part in torch.autograd.grad(loss, judged)
-        )
+        (selected_gradient,) = torch.autograd.grad(loss, selected)
+        gradient[row[part], column[part]] = selected_gradient[0]
     return gradient
 
 
 def head(model: PreTrainedModel, states: torch.Tensor, output: Any) -> torch.Tensor:
-    """Compute logits (B, n, V) from `states` (B, n, H) by the model's own forward, including its
-    scaling or capping, in which the decoder returns `states` in an object of the type of
-    `output`."""
+    """Logits (B, n, V) for `states` (B, n, H) at the decoder's end, by the model's own forward with
+    its scaling or capping. The decoder is replaced by one that returns `states` in an object of the
+    type of `output`."""
     with ExitStack() as undo:
         stand_in(model.base_model, type(output)(last_hidden_state=states), undo)
         logits: torch.Tensor = model(inputs_embeds=states, use_cache=False).logits
@@ -157,8 +157,8 @@ def head(model: PreTrainedModel, states: torch.Tensor, output: Any) -> torch.Ten
 
 @contextmanager
 def differentiable(model: PreTrainedModel) -> Iterator[None]:
-    """While open, gradients are taken with respect to activations only: no weight requires them,
-    embedded tokens do."""
+    """A context in which gradients are taken with respect to activations only: embedded tokens
+    require gradients, and no weight does."""
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     embeddings: Any = model.get_input_embeddings()
     with ExitStack() as stack, torch.enable_grad():
@@ -166,17 +166,19 @@ def differentiable(model: PreTrainedModel) -> Iterator[None]:
             stack.callback(weight.requires_grad_, True)
             weight.requires_grad_(False)
         stack.callback(
-            embeddings.register_forward_hook(lambda module, given, out: out.requires_grad_()).remove
+            embeddings.register_forward_hook(
+                lambda module, args, result: result.requires_grad_()
+            ).remove
         )
         yield
 
 
 class WeightGradientHook(StatisticsHook):
-    """Computes SNIP's `snip_down`, `snip_up` and, for gated experts, `snip_gate` (E, I): sums of |w
-    dL/dw| over the weights of a channel in that projection (Lee et al. 2019, by channel).
+    """Computes SNIP's `snip_down`, `snip_up` and, for gated experts, `snip_gate` (E, I): sums of
+    |w dL/dw| over the weights of a channel in the projection (Lee et al. 2019, by channel).
 
     LOSS_SCALE * dL/dw of all routed experts is kept in memory, at least in fp32, because the
-    absolute value is taken of the gradient of the whole set. So a stopped pass cannot be resumed.
+    absolute value is that of the gradient over all batches. A stopped pass cannot be resumed.
     """
 
     kind = "weight_gradients"
@@ -203,8 +205,8 @@ class WeightGradientHook(StatisticsHook):
         return routed_output(hidden, sort_by_expert(index, layer.n_experts), weights, compute)
 
     def result(self) -> dict[str, torch.Tensor]:
-        """`snip_*` (E, I) fp64: sum of |w dL/dw| over the weights of each channel; 0 for unused
-        experts."""
+        """`snip_*` (E, I) fp64: sum of |w dL/dw| over the weights of each channel; 0 for experts
+        without tokens."""
         shape = (self.layer.n_experts, self.layer.width)
         stacks = self.layer.family.stacks
         matrices = [axes for axes in stacks.values() if not axes.is_bias]
@@ -222,8 +224,9 @@ class WeightGradientHook(StatisticsHook):
         return sums
 
     def _add(self, name: str, expert: int, leaf: torch.Tensor) -> None:
+        """Move the gradient of `leaf`, the matrix `name` of an expert, to `gradients`."""
         assert leaf.grad is not None
         gradient = wide(leaf.grad)
         leaf.grad = None
-        before = self.gradients.get((name, expert))
-        self.gradients[name, expert] = gradient if before is None else before.add_(gradient)
+        total = self.gradients.get((name, expert))
+        self.gradients[name, expert] = gradient if total is None else total.add_(gradient)

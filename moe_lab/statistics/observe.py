@@ -1,5 +1,5 @@
-"""Observe the routed experts of a model while it reads a calibration set: one hook per MoE layer,
-one pass, checkpoints. A function of ours replaces the forward of every experts module."""
+"""Observe the routed experts of a model while it reads a calibration set, in one pass with
+checkpoints. One hook per MoE layer replaces the forward of the layer's experts module."""
 
 from __future__ import annotations
 
@@ -25,33 +25,35 @@ from moe_lab.statistics import Layers, Statistics, check_finite, plus
 Reading = Callable[[PreTrainedModel, torch.Tensor, torch.Tensor], Any]
 """Function that runs a model on one batch: model, input_ids (B, S), valid (B, S)."""
 CHECKPOINT = "checkpoint.safetensors"
-SAVED, PER_SAVE = 180.0, 50
-"""Seconds between two saves of a pass, or so many times what the last one took, if that is longer:
-2 % of the pass."""
+SAVE_INTERVAL = 180.0
+"""Fewest seconds between two saves of a pass."""
+SAVE_FACTOR = 50
+"""Fewest seconds between two saves, as a multiple of those that the last save took: saving takes at
+most 2 % of a pass."""
 Batch = tuple[torch.Tensor, torch.Tensor]
 """(input_ids, valid), (B, S) int64 and (B, S) bool: the tokens, and which of them count."""
 
 
 def forward(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) -> None:
-    """One forward pass without gradients: the default reading."""
+    """Run one forward pass without gradients: the default `Reading`."""
     with torch.no_grad():
         run(model, input_ids, valid)
 
 
 class StatisticsHook:
     """Observes one layer: replaces its experts and holds its `sums` so far (name -> fp64 tensor, on
-    the device of the activations). Subclasses define in `experts` what to compute and what to
-    sum."""
+    the device of the activations). The method `experts` of a subclass computes the routed output
+    and adds to the sums."""
 
     kind: ClassVar[str]
     """`kind` in the header of the sums."""
     computes: ClassVar[bool] = True
-    """Whether it computes experts itself, so that it cannot observe a model under a plan of
+    """Whether the hook computes experts itself, so that it cannot observe a model under a plan of
     channels."""
     resumes: ClassVar[bool] = True
-    """Whether its sums so far are all that it needs to go on after an interruption."""
-    before: ExpertsFunction
-    """What computed the routed output of the layer until it was observed."""
+    """Whether an interrupted pass can resume from the sums alone."""
+    unobserved: ExpertsFunction
+    """The function that computes the layer's routed output when it is not observed."""
 
     def __init__(self, observer: Observer, layer: MoELayer, start: dict[str, torch.Tensor]) -> None:
         self.observer = observer
@@ -65,9 +67,9 @@ class StatisticsHook:
         K)."""
         raise NotImplementedError
 
-    def put(self, before: ExpertsFunction) -> ExpertsFunction:
-        """The function that computes the experts while they are observed, and may call `before`."""
-        self.before = before
+    def wrap(self, unobserved: ExpertsFunction) -> ExpertsFunction:
+        """The function that takes the place of `unobserved`, which it may call."""
+        self.unobserved = unobserved
         return self.experts
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
@@ -76,9 +78,9 @@ class StatisticsHook:
     def after_layer(self, module: torch.nn.Module, args: Any, result: Any) -> None:
         """Called after the decoder layer that contains the experts."""
 
-    def watch(self, around: torch.nn.Module) -> Iterable[RemovableHandle]:
-        """Register further hooks in the decoder layer `around`; they are removed when the observer
-        is closed."""
+    def watch(self, decoder_layer: torch.nn.Module) -> Iterable[RemovableHandle]:
+        """Register further hooks in `decoder_layer`; they are removed when the observer is
+        closed."""
         return ()
 
     def result(self) -> dict[str, torch.Tensor]:
@@ -96,7 +98,7 @@ class StatisticsHook:
         self.sums[name] = part
 
     def valid(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """(T,) bool: which of the tokens in `hidden` (T, H) count; None when all of them do."""
+        """(T,) bool: which of the tokens in `hidden` (T, H) count; None when all tokens count."""
         valid = self.observer.valid
         if valid is None or bool(valid.all()):
             return None
@@ -114,7 +116,8 @@ class Observer:
             observer.read(input_ids, valid)
         observer.layers()   # layer -> name -> fp64 tensor on the CPU
 
-    Any other forward pass of the model meanwhile is observed too. `start`: sums to continue from.
+    While it is open, all other forward passes of the model are observed, too. `start`: sums to
+    continue from.
     """
 
     def __init__(
@@ -138,15 +141,15 @@ class Observer:
                     raise RuntimeError(
                         f"{hook.layer.name} is observed already, or under a plan of channels"
                     )
-                replace_experts(hook.layer, hook.put, stack)
-                around = self.model.get_submodule(f"{hook.layer.stack}.{hook.layer.index}")
+                replace_experts(hook.layer, hook.wrap, stack)
+                decoder_layer = self.model.get_submodule(f"{hook.layer.stack}.{hook.layer.index}")
                 stack.callback(
                     hook.layer.router.register_forward_hook(
                         hook.after_router, with_kwargs=True
                     ).remove
                 )
-                stack.callback(around.register_forward_hook(hook.after_layer).remove)
-                for handle in hook.watch(around):
+                stack.callback(decoder_layer.register_forward_hook(hook.after_layer).remove)
+                for handle in hook.watch(decoder_layer):
                     stack.callback(handle.remove)
             self._open = stack.pop_all()
         return self
@@ -168,39 +171,43 @@ class Observer:
 
 
 class Saves:
-    """When a pass saves what it has in a folder (None: never): after SAVED seconds, or PER_SAVE
-    times as long as the last save took. While this is open, SIGTERM is held back until the pass has
-    saved, and then has its usual effect."""
+    """Decides when a pass saves its sums in the folder `out` (None: never), by SAVE_INTERVAL and
+    SAVE_FACTOR. While it is open, SIGTERM is held back until the pass has saved, and then has its
+    usual effect."""
 
     def __init__(self, out: Path | None) -> None:
-        self.out, self.last_save, self.save_seconds = out, time.monotonic(), 0.0
+        self.out = out
+        self.last_save = time.monotonic()
+        self.save_seconds = 0.0
         self.stop_requested = False
-        self._usual: Any = None
+        self._previous_handler: Any = None
 
     def __enter__(self) -> Saves:
-        # others handle no signals
+        # other threads cannot handle signals
         if self.out is not None and threading.current_thread() is threading.main_thread():
-            self._usual = signal.signal(signal.SIGTERM, self._end)
+            self._previous_handler = signal.signal(signal.SIGTERM, self._request_stop)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._usual is not None:
-            signal.signal(signal.SIGTERM, self._usual)
+        if self._previous_handler is not None:
+            signal.signal(signal.SIGTERM, self._previous_handler)
         if self.stop_requested:
             self.stop_requested = False
             signal.raise_signal(signal.SIGTERM)
 
-    def _end(self, *_: object) -> None:
+    def _request_stop(self, *_: object) -> None:
         self.stop_requested = True
 
     def due(self) -> bool:
-        """Whether it is time."""
-        late = time.monotonic() - self.last_save >= max(SAVED, PER_SAVE * self.save_seconds)
+        """Whether the pass should save now."""
+        late = time.monotonic() - self.last_save >= max(
+            SAVE_INTERVAL, SAVE_FACTOR * self.save_seconds
+        )
         return self.out is not None and (late or self.stop_requested)
 
     @contextmanager
-    def timed(self) -> Iterator[None]:
-        """A block that saves."""
+    def saving(self) -> Iterator[None]:
+        """A context in which the pass saves, whose seconds are measured."""
         start = time.monotonic()
         yield
         self.last_save = time.monotonic()
@@ -217,22 +224,22 @@ def gather(
     out: Path | None = None,
     reading: Reading = forward,
 ) -> Statistics:
-    """Sum what `hook` collects over `batches`, each read by `reading`.
+    """The sums that `hook` collects over `batches`, each read by `reading`.
 
-    Every few minutes the sums are saved in the folder `out`, unless it is None; it is of this pass
-    of one model alone. A pass that finds sums of the same batches there continues from them, and on
-    the CPU gives exactly the numbers of an uninterrupted one. UserError for no batches, NaN or
-    infinite sums (naming layer and expert), and models that cannot be observed.
+    Every few minutes the sums are saved in the folder `out`, unless it is None; the folder belongs
+    to this pass of one model alone. A pass that finds sums of the same batches there continues from
+    them, and on the CPU gives exactly the numbers of an uninterrupted pass. UserError for no
+    batches, NaN or infinite sums (naming layer and expert), and models that cannot be observed.
     """
     out = out if hook.resumes else None
-    header = description(model, batches, hook.kind)
+    header = pass_header(model, batches, hook.kind)
     done, layers = resume(out, header)
     with Saves(out) as saves, Observer(model, hook, layers) as observer:
         for number, (ids, valid) in enumerate(batches[done:], done + 1):
             observer.read(ids, valid, reading)
             progress.update(number, len(batches), "batches")
             if number == len(batches) or saves.due():
-                with saves.timed():
+                with saves.saving():
                     layers = observer.layers()
                     check_finite(layers, f"batches {done + 1} to {number}")
                     done = number
@@ -240,9 +247,9 @@ def gather(
     return Statistics(layers, header)
 
 
-def description(model: PreTrainedModel, batches: Sequence[Batch], kind: str) -> dict[str, Any]:
-    """Header of sums of a `kind` over `batches`, equal to one read from a file. UserError when
-    there are no batches, and for a token that `model` has no embedding for."""
+def pass_header(model: PreTrainedModel, batches: Sequence[Batch], kind: str) -> dict[str, Any]:
+    """The header of sums of a `kind` over `batches`, which equals the header of their file.
+    UserError without batches, and for a token for which `model` has no embedding."""
     if not batches:
         raise UserError("calibration gives no batches, expected at least one")
     embeddings: Any = model.get_input_embeddings()

@@ -1,5 +1,5 @@
-"""Calibrate models larger than the memory: each layer in turn reads all batches; a pass reads the
-checkpoint once.
+"""Calibrate models larger than the memory: one layer after the other is loaded and reads all
+batches, so that a pass reads the checkpoint once.
 
 A layer is run by the model's own code: the layers below it return stored outputs, the layers above
 it are not run.
@@ -28,61 +28,63 @@ from moe_lab.statistics.observe import (
     Observer,
     Saves,
     StatisticsHook,
-    description,
+    pass_header,
     resume,
     save_checkpoint,
 )
 
 SHARE = 0.5
-"""Part of the main memory of a process that hidden states may take."""
+"""Share of the main memory of a process that hidden states may take."""
 
 
 class States:
-    """A tensor for each (key, batch), in memory as far as there is room, else in a file. Key n
-    is for the inputs of layer n, the number after the last layer for the final output; -n for
+    """A tensor for each (key, batch), in memory as far as there is room, otherwise in a file. Key n
+    has the inputs of layer n, the number after the last layer the final output, and -n the
     gradients of the loss at the inputs of layer n."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.room = folder, SHARE * main_memory()
-        self.held: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
-        self.retained = self.saved = {int(path.name) for path in folder.glob("*")}
-        """Keys from which the pass can go on now, and those from which it does when it is
-        killed."""
+        self.folder = folder
+        self.room = SHARE * main_memory()
+        self.in_memory: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
+        self.saved = {int(path.name) for path in folder.glob("*")}
+        """Keys whose states are in files, from which a killed pass resumes."""
+        self.retained = self.saved
+        """Keys whose states the pass needs from now on."""
 
     def put(self, key: int, batch: int, state: torch.Tensor) -> None:
         """Store `state`, detached."""
         if _bytes(state) <= self.room:
             try:
                 memory = torch.empty(state.shape, dtype=state.dtype, pin_memory=state.is_cuda)
-            except RuntimeError:  # others use the machine, too
+            except RuntimeError:  # other processes use the memory, too
                 self.room = 0.0
             else:
                 self.room -= _bytes(state)
-                self.held[key][batch] = memory.copy_(state.detach())
+                self.in_memory[key][batch] = memory.copy_(state.detach())
                 return
         self._write(key, batch, state)
 
     def get(self, key: int, batch: int, device: str) -> torch.Tensor:
         """A copy of the stored state, on `device`."""
-        held = self.held[key].get(batch)
-        state: torch.Tensor = (
-            read(self._file(key, batch), "pt")[key][str(batch)] if held is None else held
-        )
+        state: torch.Tensor | None = self.in_memory[key].get(batch)
+        if state is None:
+            state = read(self._file(key, batch), "pt")[key][str(batch)]
         # a copy, because rows in the mapped file may start where matrix products round differently
         return state.to(device, copy=True)
 
-    def keep(self, keys: Iterable[int]) -> None:
-        """Forget the states of other keys: the pass goes on from these, and adds others."""
-        before = self.retained
+    def retain(self, keys: Iterable[int]) -> None:
+        """Drop the states of all keys except `keys`, which the pass needs from now on."""
+        dropped = self.retained.difference(keys)
         self.retained = set(keys)
-        for key in before - self.retained:
-            self.room += sum(map(_bytes, self.held.pop(key, {}).values()))
-        self._delete(before - self.retained - self.saved)
+        for key in dropped:
+            self.room += sum(map(_bytes, self.in_memory.pop(key, {}).values()))
+        self._delete(dropped - self.saved)
 
     def save(self, record: Callable[[], None]) -> None:
-        """Copy what is kept in memory to files, `record` it, and delete what was saved before."""
+        """Write the retained states to files, call `record`, and delete the files of all other
+        states."""
         for key in self.retained:
-            for batch, state in self.held[key].items():
+            for batch, state in self.in_memory[key].items():
                 if not self._file(key, batch).exists():
                     self._write(key, batch, state)
         record()
@@ -101,10 +103,10 @@ class States:
 
 
 def _bytes(state: torch.Tensor) -> int:
-    """Bytes that a state takes in main memory. Pinned memory is given in powers of two."""
-    return (
-        1 << (state.nbytes - 1).bit_length() if state.is_cuda or state.is_pinned() else state.nbytes
-    )
+    """Bytes that a state takes in main memory. Pinned memory is allocated in powers of two."""
+    if state.is_cuda or state.is_pinned():
+        return 1 << (state.nbytes - 1).bit_length()
+    return state.nbytes
 
 
 def stream(
@@ -115,79 +117,84 @@ def stream(
     out: Path,
     under: Callable[[MoELayer], AbstractContextManager[None]] = lambda layer: nullcontext(),
 ) -> Statistics:
-    """Sum what `hook` collects in a forward pass, as `gather` does, with one decoder layer in
+    """The sums that `hook` collects in a forward pass, as by `gather`, with one decoder layer in
     memory.
 
-    Hidden states of all batches are kept in memory, up to SHARE of it, and in the folder `out`
-    beyond that. An interrupted pass resumes after the layer that was finished when it was last
-    saved there, as by `Saves`. `under`: a context in which a layer is run, such as a mask."""
-    rows = LayerPass(
+    Hidden states of all batches are kept in memory, up to SHARE of it, and the others in the folder
+    `out`, where the pass saves as `Saves` decides. An interrupted pass resumes after the layer that
+    was finished at the last save. `under`: a context in which a layer is run, such as a mask."""
+    layer_pass = LayerPass(
         streamed,
         batches,
-        description(streamed.model, batches, hook.kind),
+        pass_header(streamed.model, batches, hook.kind),
         len(streamed.layers),
         out,
     )
-    with rows.running():
-        for number in range(rows.done, len(streamed.layers)):
-            changed = under(streamed.moe[number]) if number in streamed.moe else nullcontext()
-            with streamed.layer(number, next_number=number + 1), torch.no_grad(), changed:
-                sums = rows.run(number, hook, keep=number + 1 < len(streamed.layers))
-            rows.finish(sums, [number + 1])
-    return rows.result()
+    with layer_pass.running():
+        for number in range(layer_pass.done, len(streamed.layers)):
+            context = under(streamed.moe[number]) if number in streamed.moe else nullcontext()
+            with streamed.layer(number, next_number=number + 1), torch.no_grad(), context:
+                sums = layer_pass.run(number, hook, keep=number + 1 < len(streamed.layers))
+            layer_pass.finish(sums, [number + 1])
+    return layer_pass.result()
 
 
 def stream_back(
     streamed: StreamedModel, hook: type[StatisticsHook], batches: Sequence[Batch], *, out: Path
 ) -> Statistics:
-    """Sum what `hook` collects in a forward and a backward pass, with one decoder layer in memory.
-    The sums are those of `gather_gradients`; arguments and resuming are as in `stream`. The forward
-    pass goes through all layers and keeps the input of each. The backward pass goes from the last
-    layer to the first MoE layer, and runs each of them once more."""
+    """The sums that `hook` collects in a forward and a backward pass, with one decoder layer in
+    memory. The sums are those of `gather_gradients`; arguments and resuming are as in `stream`. The
+    forward pass goes through all layers and keeps the input of each layer from the first MoE layer
+    on. The backward pass goes from the last layer to the first MoE layer, and runs each of them
+    once more."""
     check_loss(batches)
     first = min(streamed.moe)
     last = len(streamed.layers)
-    rows = LayerPass(
+    layer_pass = LayerPass(
         streamed,
         batches,
-        description(streamed.model, batches, hook.kind),
+        pass_header(streamed.model, batches, hook.kind),
         2 * last + 1 - first,
         out,
     )
-    with rows.running():
-        for number in range(rows.done, last):
+    with layer_pass.running():
+        for number in range(layer_pass.done, last):
             with streamed.layer(number, next_number=number + 1), torch.no_grad():
-                rows.run(number, None, keep=True)
-            rows.finish({}, range(min(first, number + 1), number + 2))
+                layer_pass.run(number, None, keep=True)
+            layer_pass.finish({}, range(min(first, number + 1), number + 2))
         with differentiable(streamed.model):
-            if rows.done == last:
+            if layer_pass.done == last:
                 for index, (ids, valid) in enumerate(batches):
-                    rows.save_if_due()
-                    output = rows.states.get(last, index, streamed.device)
-                    rows.states.put(-last, index, _gradient_at_head(streamed, ids, valid, output))
-                rows.finish({}, [*range(first, last), -last])
-            for number in range(2 * last - rows.done, first - 1, -1):
+                    layer_pass.save_if_due()
+                    output = layer_pass.states.get(last, index, streamed.device)
+                    layer_pass.states.put(
+                        -last, index, _gradient_at_head(streamed, ids, valid, output)
+                    )
+                layer_pass.finish({}, [*range(first, last), -last])
+            for number in range(2 * last - layer_pass.done, first - 1, -1):
                 with (
                     streamed.layer(number, next_number=number - 1),
-                    rows.observer(number, hook) as observer,
+                    layer_pass.observer(number, hook) as observer,
                 ):
                     for index in range(len(batches)):
-                        state = rows.entering(number, index)
+                        state = layer_pass.layer_input(number, index)
                         if state is not None:
                             state.requires_grad_()
-                        output = rows.read(number, index, state, observer)
-                        output.backward(rows.states.get(-(number + 1), index, streamed.device))
+                        output = layer_pass.read(number, index, state, observer)
+                        output.backward(
+                            layer_pass.states.get(-(number + 1), index, streamed.device)
+                        )
                         if number > first and state is not None and state.grad is not None:
-                            rows.states.put(-number, index, state.grad)
+                            layer_pass.states.put(-number, index, state.grad)
                     sums = _sums(observer)
-                rows.finish(sums, [*range(first, number), -number])
-    return rows.result()
+                layer_pass.finish(sums, [*range(first, number), -number])
+    return layer_pass.result()
 
 
 class LayerPass:
-    """Runs all batches through a streamed model, one decoder layer after the other. The pass that
-    `header` describes has `total` parts, each a layer in one direction, and goes on after those
-    that were done when it was last saved."""
+    """Runs all batches through a streamed model, one decoder layer after the other. The pass, which
+    `header` describes, has `total` parts, each a layer in one direction. It resumes after the parts
+    that were done at its last save."""
 
     def __init__(
         self,
@@ -205,25 +212,26 @@ class LayerPass:
         self.done, self.sums = resume(self.folder, header)
         if not self.done:
             shutil.rmtree(self.folder, ignore_errors=True)
-        self.states, self.saves = States(self.folder / "states"), Saves(self.folder)
+        self.states = States(self.folder / "states")
+        self.saves = Saves(self.folder)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A block that runs the parts, at whose end no memory is held any more."""
+        """A context in which the parts run; its end frees the memory of the states."""
         try:
             with self.saves:
                 yield
         finally:
-            self.states.held.clear()
+            self.states.in_memory.clear()
             if torch.cuda.is_initialized():
-                torch.accelerator.empty_host_cache()  # pinned memory is not given back by itself
+                torch.accelerator.empty_host_cache()  # torch caches pinned memory
 
     def finish(self, sums: Layers, keys: Iterable[int]) -> None:
-        """Note that a part is done, with its sums. `keys`: the states that are needed from now
+        """Count a part as done, with its sums. `keys`: keys of the states that are needed from now
         on."""
         self.sums |= sums
         self.done += 1
-        self.states.keep(keys)
+        self.states.retain(keys)
         progress.update(self.done, self.total, "layers")
         self.save_if_due()
 
@@ -234,40 +242,40 @@ class LayerPass:
         )
 
     def save_if_due(self) -> None:
-        """Save when it is time, or when the process was told to end."""
+        """Save the states and sums if `Saves` says so."""
         if self.saves.due():
-            with self.saves.timed():
+            with self.saves.saving():
                 self.states.save(
                     lambda: save_checkpoint(self.folder, self.sums, self.header, self.done)
                 )
 
     def run(self, number: int, hook: type[StatisticsHook] | None, *, keep: bool) -> Layers:
-        """Run all batches through a layer that has its weights; if `keep`, keep its outputs for the
-        next layer. Returns the sums that `hook` collects in a layer with routed experts; empty for
-        others and without a hook."""
+        """Run all batches through a layer that has its weights; if `keep`, store its outputs for
+        the next layer. Returns the sums that `hook` collects in a layer with routed experts; {} for
+        other layers and without a hook."""
         with self.observer(number, hook) as observer:
             for index in range(len(self.batches)):
-                output = self.read(number, index, self.entering(number, index), observer)
+                output = self.read(number, index, self.layer_input(number, index), observer)
                 if keep:
                     self.states.put(number + 1, index, output)
             return _sums(observer)
 
     def observer(self, number: int, hook: type[StatisticsHook] | None) -> Observer:
-        """Observes the layer by `hook` while open, if it has routed experts."""
-        layers = (
-            [self.streamed.moe[number]] if hook is not None and number in self.streamed.moe else []
-        )
+        """An observer of the layer with `hook`; of no layer if it has no routed experts, or without
+        a hook."""
+        layers = []
+        if hook is not None and number in self.streamed.moe:
+            layers = [self.streamed.moe[number]]
         return Observer(self.streamed.model, hook or StatisticsHook, layers=layers)
 
-    def entering(self, number: int, index: int) -> torch.Tensor | None:
+    def layer_input(self, number: int, index: int) -> torch.Tensor | None:
         """The input of a layer (B, S, H); None for the first layer, which reads the embeddings."""
         return self.states.get(number, index, self.streamed.device) if number else None
 
     def read(
         self, number: int, index: int, state: torch.Tensor | None, observer: Observer
     ) -> torch.Tensor:
-        """Run the layer on one batch, with `state` as its input, and return its output (B, S,
-        H)."""
+        """The output (B, S, H) of the layer for one batch, with `state` as its input."""
         self.save_if_due()
         ids, valid = self.batches[index]
         output: torch.Tensor = observer.read(
@@ -277,7 +285,8 @@ class LayerPass:
 
 
 def _sums(observer: Observer) -> Layers:
-    """The sums over the batches read; empty where nothing was observed."""
+    """The sums over all batches; {} if the observer has no layer. UserError unless they are
+    finite."""
     layers = observer.layers()
     check_finite(layers, "all batches")
     return layers

@@ -1,5 +1,5 @@
-"""Sums over the weights of experts, channels and pairs of experts: from a checkpoint's shards, for
-which no model is loaded, or from a model in memory."""
+"""Sums over the weights of experts, channels and pairs of experts, from the shards of a checkpoint,
+without loading a model, or from a model in memory."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from moe_lab.models.families import BlockTensor, family_of, split
 from moe_lab.statistics import Layers, Statistics
 
 BLOCK = 1 << 23
-"""Number of weights of all experts of a layer together that are compared at once: 64 MiB in
+"""Number of weights, of all experts of a layer together, that are compared at once: 64 MiB in
 fp64."""
 PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Unquantised dtypes, by their names in safetensors."""
 Source: TypeAlias = Path | str | nn.Module
-"""A folder with a checkpoint in safetensors, or a model in memory, whose weights count as they are
-now."""
+"""A folder with a checkpoint in safetensors, or a model in memory with its present weights."""
 
 
 def weigh_experts(source: Source, *, device: str = "cpu") -> Statistics:
     """Sum |w| and w^2 over each expert's weights, and count them: abs_sum (E,), square_sum (E,),
     count () by layer. An expert's gate, up and down weights count; biases, routers and shared
-    experts do not. Sums are taken in fp32 within a row and fp64 across: of files on `device`, cpu
-    or cuda[:N]; of a model in memory where its weights are. UserError for a source without experts,
-    quantised experts, damaged shards, and weights that are not finite (naming them)."""
+    experts do not. Sums are taken in fp32 within a row and in fp64 over rows, on `device` (cpu or
+    cuda[:N]) for a checkpoint, and on the device of the weights for a model in memory. UserError
+    for a source without experts, quantised experts, damaged shards, and weights that are not finite
+    (naming the tensor)."""
 
     def measure(
         name: str, block_tensor: BlockTensor, weights: torch.Tensor
@@ -43,7 +43,7 @@ def weigh_experts(source: Source, *, device: str = "cpu") -> Statistics:
         (absolute,), (square,) = rows_absolute_and_square(weights[None])
         return {"abs_sum": absolute, "square_sum": square, "count": torch.tensor(weights.numel())}
 
-    layers = _measured(source, device, measure)
+    layers = _sum_matrices(source, device, measure)
     for layer, sums in layers.items():
         if len(set(sums["count"].tolist())) > 1:
             raise _incomplete(source, layer)
@@ -52,14 +52,14 @@ def weigh_experts(source: Source, *, device: str = "cpu") -> Statistics:
 
 
 Measure = Callable[[str, BlockTensor, torch.Tensor], dict[str, torch.Tensor]]
-"""Name of a tensor, what it is in its block, and the weights of one expert in it -> statistics to
-add to those of the expert."""
+"""Name of a tensor, its BlockTensor, and the weights of one expert in it -> statistics that are
+added to those of the expert."""
 
 
-def _measured(source: Source, device: str, measure: Measure) -> Layers:
-    """layer -> statistic (E, ...) fp64: sums of `measure` over the matrices of each expert, in the
+def _sum_matrices(source: Source, device: str, measure: Measure) -> Layers:
+    """Layer -> statistic (E, ...) fp64: sums of `measure` over the matrices of each expert, in the
     order of the bytes. UserError for a source without experts, sums that are NaN or infinite, and
-    experts with other sums than the others."""
+    experts of one layer whose statistics differ in name or shape."""
     sums: dict[int, dict[str, dict[int, torch.Tensor]]] = {}
     for name, block_tensor, expert, weights in _open(source, device).matrices():
         for statistic, values in measure(name, block_tensor, weights).items():
@@ -68,33 +68,36 @@ def _measured(source: Source, device: str, measure: Measure) -> Layers:
                 raise UserError(
                     f"NaN or Inf in layer {block_tensor.layer}, expert {expert}: weights {name}"
                 )
-            of_experts = sums.setdefault(block_tensor.layer, {}).setdefault(statistic, {})
-            of_experts[expert] = of_experts[expert] + values if expert in of_experts else values
+            rows = sums.setdefault(block_tensor.layer, {}).setdefault(statistic, {})
+            rows[expert] = rows[expert] + values if expert in rows else values
     layers: Layers = {}
-    for layer, named in sorted(sums.items()):
-        experts = range(1 + max(expert for rows in named.values() for expert in rows))
-        if any(len(rows) != len(experts) for rows in named.values()):
+    for layer, statistics in sorted(sums.items()):
+        experts = range(1 + max(expert for rows in statistics.values() for expert in rows))
+        if any(len(rows) != len(experts) for rows in statistics.values()):
             raise _incomplete(source, layer)
-        if len({row.shape for rows in named.values() for row in rows.values()}) > 1:
+        if len({row.shape for rows in statistics.values() for row in rows.values()}) > 1:
             raise UserError(
                 f"model.path={source}: experts of layer {layer} have unequal widths, expected one "
                 "width"
             )
         layers[layer] = {
-            name: torch.stack([rows[expert] for expert in experts]) for name, rows in named.items()
+            name: torch.stack([rows[expert] for expert in experts])
+            for name, rows in statistics.items()
         }
     return layers
 
 
 def _incomplete(source: Source, layer: int) -> UserError:
+    """The error for a layer in which experts lack weights."""
     return UserError(
         f"model.path={source} lacks weights of some experts of layer {layer}: a shard is missing"
     )
 
 
 def rows_absolute_and_square(experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """sum |w| and sum w^2 of each expert (E,), in fp64, of stacked weights (E, rows, columns): sums
-    of norms of rows in fp32, so that nothing of their size is written."""
+    """sum |w| and sum w^2 of each expert (E,), in fp64, of stacked weights (E, rows, columns). They
+    are summed from norms of rows in fp32, which need no temporary tensor of the size of the
+    weights."""
     dtype = torch.promote_types(experts.dtype, torch.float32)
     absolute, length = (
         vector_norm(experts, order, dim=-1, dtype=dtype).double() for order in (1, 2)
@@ -103,8 +106,7 @@ def rows_absolute_and_square(experts: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 class LoadedExperts:
-    """The stacked matrices of the routed experts of a model in memory, as they are now and where
-    they are."""
+    """The stacked matrices of the routed experts of a model in memory, on their present devices."""
 
     def __init__(self, model: nn.Module) -> None:
         """UserError for a model that cannot be scored, and for offloaded weights."""
@@ -135,8 +137,8 @@ class StoredExperts:
     """The matrices of the routed experts of a checkpoint in safetensors."""
 
     def __init__(self, folder: Path, device: str = "cpu") -> None:
-        """`device`: where `matrices` are read to. UserError for a checkpoint that is damaged, or
-        has no experts, or experts that are not plain numbers."""
+        """`device`: the device to which `matrices` reads. UserError for a checkpoint that is
+        damaged, or has no experts, or experts that are not plain numbers."""
         self.checkpoint = open_checkpoint(folder)
         self.tensors = self.checkpoint.tensors
         self.slices = self.checkpoint.slices
@@ -164,17 +166,16 @@ class StoredExperts:
 
 
 def _open(source: Source, device: str) -> LoadedExperts | StoredExperts:
-    return (
-        LoadedExperts(source)
-        if isinstance(source, nn.Module)
-        else StoredExperts(Path(source), device)
-    )
+    """The matrices of a source. `device`: as in StoredExperts."""
+    if isinstance(source, nn.Module):
+        return LoadedExperts(source)
+    return StoredExperts(Path(source), device)
 
 
 def projections(checkpoint: Checkpoint) -> dict[str, BlockTensor]:
-    """Name -> what it is, of every tensor with projections of routed experts. Biases are left out,
-    and layers numbered beyond the decoder's, which predict several tokens at once. UserError for
-    tensors of experts that are not plain numbers."""
+    """Name -> BlockTensor of every tensor with projections of routed experts, without biases, and
+    without layers numbered beyond the decoder's, which predict several tokens at once. UserError
+    for tensors of experts that are not plain numbers."""
     config = read_json(checkpoint.folder / "config.json")
     text = config.get("text_config", config)
     n_layers = int(text.get("num_hidden_layers", 1 << 30))
@@ -193,9 +194,9 @@ def projections(checkpoint: Checkpoint) -> dict[str, BlockTensor]:
         if not block_tensor.axes.is_bias:
             block_tensors[name] = block_tensor
     if not block_tensors:
-        where = f"model.path={checkpoint.folder}"
         raise UserError(
-            f"{where} has no weights of routed experts, expected a mixture-of-experts checkpoint"
+            f"model.path={checkpoint.folder} has no weights of routed experts, expected a "
+            "mixture-of-experts checkpoint"
         )
     return block_tensors
 
@@ -206,14 +207,15 @@ def compare_experts(source: Source, *, device: str = "cpu") -> Statistics:
     (arXiv 2510.14436). They are compared in fp64, because small distances are differences of large
     sums, on `device`. Arguments and errors are those of `weigh_experts`."""
     weights = _open(source, device)
-    parts: dict[int, dict[tuple[str, ...], dict[int, str]]] = {}
+    # layer -> roles of a projection -> expert (0 for a stack of all) -> name of the tensor
+    names_of: dict[int, dict[tuple[str, ...], dict[int, str]]] = {}
     for name, block_tensor in weights.block_tensors.items():
         if block_tensor.axes is not None and block_tensor.axes.roles != ("down",):
-            parts.setdefault(block_tensor.layer, {}).setdefault(block_tensor.axes.roles, {})[
+            names_of.setdefault(block_tensor.layer, {}).setdefault(block_tensor.axes.roles, {})[
                 block_tensor.expert or 0
             ] = name
     layers: Layers = {}
-    for layer, matrices in sorted(parts.items()):
+    for layer, matrices in sorted(names_of.items()):
         experts = range(max(map(len, matrices.values())))
         if any(sorted(names) != list(experts) for names in matrices.values()):
             raise _incomplete(source, layer)
@@ -234,7 +236,7 @@ def _blocks(
     weights: LoadedExperts | StoredExperts, layer: int, names: Sequence[str], device: str
 ) -> Iterator[torch.Tensor]:
     """(E, weights) fp64 of one projection of a layer, block by block of its rows. `names`: the
-    tensors of all experts in their order, or the one that has them all (E, rows, columns)."""
+    tensors of all experts in their order, or the stacked tensor (E, rows, columns) alone."""
     *stacked, rows, columns = weights.tensors[names[0]].shape
     experts = stacked[0] if stacked else len(names)
     step = max(1, BLOCK // (experts * columns))
@@ -242,13 +244,14 @@ def _blocks(
         slices = list(weights.slices(names, files).values())
         for first in range(0, rows, step):
             part = slice(first, first + step)
-            read = (
+            matrices = (
                 slices[0][:, part] if stacked else torch.stack([matrix[part] for matrix in slices])
             )
-            block = read.to(device).double().flatten(1)
-            if bad := (~block.isfinite().all(1)).nonzero().flatten().tolist():
-                name = names[0] if stacked else names[bad[0]]
-                raise UserError(f"NaN or Inf in layer {layer}, expert {bad[0]}: weights {name}")
+            block = matrices.to(device).double().flatten(1)
+            if damaged := (~block.isfinite().all(1)).nonzero().flatten().tolist():
+                expert = damaged[0]
+                name = names[0] if stacked else names[expert]
+                raise UserError(f"NaN or Inf in layer {layer}, expert {expert}: weights {name}")
             yield block
 
 
@@ -263,15 +266,15 @@ def weigh_channels(source: Source, *, device: str = "cpu") -> Statistics:
         name: str, block_tensor: BlockTensor, weights: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         assert block_tensor.axes is not None
-        sums = {}
+        channel_sums = {}
         for role, matrix in split(wide(weights), block_tensor.axes).items():
-            sums[f"channel_{role}_square"] = matrix.square().sum(1)
+            channel_sums[f"channel_{role}_square"] = matrix.square().sum(1)
             if role == "down":
-                sums["channel_down_abs"] = matrix.abs().sum(1)
-        return sums
+                channel_sums["channel_down_abs"] = matrix.abs().sum(1)
+        return channel_sums
 
-    layers = _measured(source, device, measure)
-    for layer, named in layers.items():
-        if not {"channel_down_square", "channel_up_square"} <= named.keys():
+    layers = _sum_matrices(source, device, measure)
+    for layer, sums in layers.items():
+        if not {"channel_down_square", "channel_up_square"} <= sums.keys():
             raise _incomplete(source, layer)
     return Statistics(layers, {"kind": "channel_weights"})

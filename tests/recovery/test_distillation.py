@@ -457,8 +457,8 @@ def test_killed_fit_resumes_with_the_same_result(
     model: Any, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(model, tmp_path / "whole")
-    monkeypatch.setattr(observe, "SAVED", 0.0)
-    monkeypatch.setattr(observe, "PER_SAVE", 0)
+    monkeypatch.setattr(observe, "SAVE_INTERVAL", 0.0)
+    monkeypatch.setattr(observe, "SAVE_FACTOR", 0)
     with monkeypatch.context() as patch, pytest.raises(tiny.Killed):
         tiny.count_calls(patch, Observer, "read", kill_at=3)
         run(model, tmp_path / "cut")

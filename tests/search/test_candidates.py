@@ -485,8 +485,8 @@ def test_an_interrupted_one_goes_on_from_its_last_layer(
             raise KeyboardInterrupt
         return choose(layer, sums)
 
-    monkeypatch.setattr(observe, "SAVED", 0.0)
-    monkeypatch.setattr(observe, "PER_SAVE", 0)
+    monkeypatch.setattr(observe, "SAVE_INTERVAL", 0.0)
+    monkeypatch.setattr(observe, "SAVE_FACTOR", 0)
     with pytest.raises(KeyboardInterrupt):
         run_sequentially("olmoe", killed, tmp_path / "killed")
     calls = tiny.count_calls(monkeypatch, ForwardHook, "experts")
