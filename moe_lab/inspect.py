@@ -85,13 +85,11 @@ def _expected(model: ModelConfig) -> Iterator[Row]:
     expect."""
     expected = model.expected
     assert expected is not None
-    yield (
-        "layers",
-        (
-            f"{expected.moe_layers} of {expected.experts} experts, top-{expected.top_k}, "
-            f"{expected.width:,} channels each"
-        ),
+    layers = (
+        f"{expected.moe_layers} of {expected.experts} experts, top-{expected.top_k}, "
+        f"{expected.width:,} channels each"
     )
+    yield "layers", layers
     yield from _parameters(expected.parameters)
 
 
@@ -105,13 +103,10 @@ def _architecture(facts: Mapping[str, Any]) -> Iterator[Row]:
     """Rows on the layers and parameters of a model; layers with equal descriptions share a row."""
     parameters = facts["parameters"]
     total = sum(parameters.values())
-    yield (
-        "architecture",
-        (
-            f"{facts['model_type']}, {facts['layers']} decoder layers, {len(facts['moe'])} with "
-            "experts"
-        ),
+    architecture = (
+        f"{facts['model_type']}, {facts['layers']} decoder layers, {len(facts['moe'])} with experts"
     )
+    yield "architecture", architecture
     for description in dict.fromkeys(facts["moe"].values()):
         layers = [layer for layer, text in facts["moe"].items() if text == description]
         starts = [layer for layer in layers if layer - 1 not in layers]

@@ -51,9 +51,8 @@ def cores() -> int:
     for quota, period in limit_pairs:
         if quota not in ("max", "-1"):
             limits.append(math.ceil(int(quota) / int(period)))
-    if requested := os.environ.get(
-        "SLURM_CPUS_PER_TASK"
-    ):  # clusters may not bind processes to their share
+    # clusters may not bind processes to the processors that they requested
+    if requested := os.environ.get("SLURM_CPUS_PER_TASK"):
         limits.append(int(requested))
     return max(1, min(limits))
 

@@ -153,8 +153,8 @@ def as_name(text: str, default: str = "unnamed") -> str:
 
 
 def check_name(field: str, name: str) -> None:
-    """Raise UserError when `name` cannot be part of a path, and for the name none, which other
-    settings reserve."""
+    """Raise UserError when `name` cannot be part of a path, or is none, which settings use for no
+    choice."""
     if name == "none":
         raise UserError(
             f"{field}={name} means something else: expected another name, such as {name}_1"

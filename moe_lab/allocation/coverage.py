@@ -28,7 +28,7 @@ from moe_lab.allocation.problem import (
     RatioTooSmall,
     apportion,
     count_highest,
-    measured,
+    measurement,
 )
 from moe_lab.allocation.shapes import Floor, Smoothing, layer_losses, loss_needs, smooth, u_shape
 from moe_lab.config.base import SETTINGS, Count, Positive, valid
@@ -181,7 +181,7 @@ def expert_prior(prior: Prior, evidence: Evidence, layer: int, n_experts: int) -
     if prior == "none":
         return numpy.ones(n_experts)
     need, name, read = PRIORS[prior]
-    positive: Array = numpy.maximum(read(measured(evidence, need, layer, name)), 0)
+    positive: Array = numpy.maximum(read(measurement(evidence, need, layer, name)), 0)
     return positive
 
 

@@ -51,11 +51,11 @@ def read_as(path: str | None, granularity: str) -> dict[str, Any]:
     if path is None:
         raise UserError("allocation=list needs allocation.path: a schedule or a plan.json")
     content = read(path)
-    of_channels = is_plan(content) and any(
+    lists_channels = is_plan(content) and any(
         "channels" in layer for layer in content["layers"].values()
     )
-    if of_channels != (granularity == "channel"):
-        lists = "channels" if of_channels else "experts"
+    if lists_channels != (granularity == "channel"):
+        lists = "channels" if lists_channels else "experts"
         raise UserError(
             f"allocation.path={path} lists {lists}, but the criterion scores {granularity}s: "
             f"choose a criterion that scores {lists}"

@@ -171,11 +171,11 @@ class Channels(Problem):
 def count_highest(scores: Array, keep: int) -> Budget:
     """How many of the `keep` highest of all `scores` (E, I) each expert has (E,); of equal scores
     the later count as higher."""
-    counts: Budget = highest(scores.ravel(), keep).reshape(scores.shape).sum(axis=1)
+    counts: Budget = flag_highest(scores.ravel(), keep).reshape(scores.shape).sum(axis=1)
     return counts
 
 
-def highest(scores: Array, keep: int) -> Budget:
+def flag_highest(scores: Array, keep: int) -> Budget:
     """1 for the `keep` highest of `scores` (n,), 0 for the others; of equal scores the later count
     as higher."""
     flags: Budget = numpy.ones(len(scores), dtype=numpy.int64)
@@ -188,7 +188,7 @@ def round_down(value: float) -> int:
     return int(value + 1e-6)
 
 
-def measured(evidence: Evidence, need: str, layer: int, name: str) -> Array:
+def measurement(evidence: Evidence, need: str, layer: int, name: str) -> Array:
     """The array `name` that the step `need` measured for `layer`, fp64. UserError when it is
     missing."""
     arrays = evidence.get(need, {}).get(layer, {})

@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 from numpy.typing import ArrayLike
 
-from moe_lab.allocation.problem import measured
+from moe_lab.allocation.problem import measurement
 
 STATISTIC = "output_abs_max"
 """Statistic by which super experts are recognised, measured by the step `statistics`."""
@@ -29,14 +29,14 @@ def super_experts(largest: Mapping[int, ArrayLike], end: int) -> dict[int, list[
     them, has no numeric rule.
     """
     values = {layer: numpy.asarray(row, dtype=numpy.float64) for layer, row in largest.items()}
-    everything = numpy.concatenate(list(values.values()))
-    bound = max(float(numpy.percentile(everything, PERCENTILE)), float(everything.max()) / FRACTION)
-    chosen = {
+    pooled = numpy.concatenate(list(values.values()))
+    bound = max(float(numpy.percentile(pooled, PERCENTILE)), float(pooled.max()) / FRACTION)
+    super_ids = {
         layer: numpy.flatnonzero(row > bound).tolist()
         for layer, row in values.items()
         if layer < end
     }
-    return {layer: experts for layer, experts in chosen.items() if experts}
+    return {layer: experts for layer, experts in super_ids.items() if experts}
 
 
 def with_protected(
@@ -51,27 +51,25 @@ def with_protected(
         return dict(model)
     evidence = {"statistics": statistics}
     end = round(settings["protect_layers"] * model["decoder_layers"])
-    chosen = super_experts(
-        {layer: measured(evidence, "statistics", layer, STATISTIC) for layer in model["layers"]},
+    protected = super_experts(
+        {layer: measurement(evidence, "statistics", layer, STATISTIC) for layer in model["layers"]},
         end,
     )
-    marked = {
-        layer: {**facts, "protected": chosen.get(layer, [])}
+    layers = {
+        layer: {**facts, "protected": protected.get(layer, [])}
         for layer, facts in model["layers"].items()
     }
-    return {**model, "layers": marked}
+    return {**model, "layers": layers}
 
 
 def provenance(model: Mapping[str, Any]) -> dict[str, Any]:
     """`protected`: layer -> ids, for the provenance of a plan; {} when `with_protected` added
     nothing to the facts `model`."""
-    lists = {
+    experts_of = {
         str(layer): facts["protected"]
         for layer, facts in model["layers"].items()
         if "protected" in facts
     }
-    return (
-        {"protected": {layer: experts for layer, experts in lists.items() if experts}}
-        if lists
-        else {}
-    )
+    if not experts_of:
+        return {}
+    return {"protected": {layer: experts for layer, experts in experts_of.items() if experts}}

@@ -26,9 +26,9 @@ from moe_lab.allocation.problem import (
     RatioTooSmall,
     budget,
     check_ratio,
-    highest,
+    flag_highest,
     limits,
-    measured,
+    measurement,
     or_suggest_ratio,
     round_down,
 )
@@ -113,7 +113,7 @@ def global_channels(problem: Channels) -> Budgets:
     """One threshold over the channels of all experts of all layers (HEAPr-G); an expert may retain
     none."""
     pooled = numpy.concatenate([scores.ravel() for scores in problem.scores.values()])
-    flags = highest(pooled, problem.keep)
+    flags = flag_highest(pooled, problem.keep)
     parts = numpy.split(flags, numpy.cumsum(problem.sizes)[:-1])
     budgets = {}
     for (layer, scores), part in zip(problem.scores.items(), parts, strict=True):
@@ -174,7 +174,9 @@ def layer_losses(evidence: Evidence, layers: Iterable[int], prior: LayerLoss) ->
           0 (Appendix A.1)
     """
     step, name = LAYER_LOSSES[prior]
-    losses: Array = numpy.array([float(measured(evidence, step, layer, name)) for layer in layers])
+    losses: Array = numpy.array(
+        [float(measurement(evidence, step, layer, name)) for layer in layers]
+    )
     if prior == "nll":
         losses = numpy.maximum(losses, 0)
     if (losses < 0).any() or not losses.any():
@@ -205,6 +207,7 @@ def smooth(values: Array, name: Smoothing) -> Array:
 
 
 def _huber(x: Array) -> Array:
+    """huber of `smooth`."""
     delta = x.mean() + 0.5 * x.std()
     return numpy.where(x <= delta, x, delta + numpy.sqrt(delta * numpy.maximum(x - delta, 0)))
 

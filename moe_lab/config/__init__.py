@@ -85,15 +85,15 @@ OWNED = {
 
 def _further_options(options: dict[str, Any]) -> dict[str, Any]:
     """The options, with - for _ in their names. ValueError for an option in `OWNED`."""
-    named = {name.replace("_", "-"): value for name, value in options.items()}
-    for name in named.keys() - {"gpus"}:
+    options = {name.replace("_", "-"): value for name, value in options.items()}
+    for name in options.keys() - {"gpus"}:
         # sbatch accepts abbreviated names
         for owned in (owned for owned in OWNED if owned.startswith(name)):
             option = name if name == owned else f"{name}, short for {owned},"
             raise ValueError(
                 f"{option} is set by moe_lab: expected {OWNED[owned] or 'other options'}"
             )
-    return named
+    return options
 
 
 @dataclass(config=SETTINGS, frozen=True)

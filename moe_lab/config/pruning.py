@@ -124,7 +124,8 @@ class ModelConfig(Group):
     precedence."""
 
     def __post_init__(self) -> None:
-        if self.top_k is not None and not self.name.endswith(ending := f"_top{self.top_k}"):
+        ending = f"_top{self.top_k}"
+        if self.top_k is not None and not self.name.endswith(ending):
             object.__setattr__(self, "name", self.name + ending)
 
 

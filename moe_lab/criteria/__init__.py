@@ -72,13 +72,12 @@ class Layer:
         self._check_declared("uses_seed", "layer.random")
         return self._random
 
-    def _check_declared(self, declaration: str, what: str) -> None:
-        """UserError unless the criterion has the flag `declaration`, without which it may not read
-        `what`."""
+    def _check_declared(self, declaration: str, value: str) -> None:
+        """UserError, as the criterion reads `value`, unless it has the flag `declaration`."""
         if not getattr(self.criterion, declaration):
             name = self.criterion.name
             raise UserError(
-                f"criterion={name} reads {what}: expected @criterion({name!r}, ..., "
+                f"criterion={name} reads {value}: expected @criterion({name!r}, ..., "
                 f"{declaration}=True)"
             )
 
@@ -156,9 +155,9 @@ def criterion(
     def register(function: Function) -> Function:
         check_name(f"criterion of {function.__module__}", name)
         if name in CRITERIA:
-            other = CRITERIA[name].function.__module__
+            owner = CRITERIA[name].function.__module__
             raise UserError(
-                f"criterion {name} of {function.__module__} is registered already, by {other}: "
+                f"criterion {name} of {function.__module__} is registered already, by {owner}: "
                 "expected a new name"
             )
         source = source_of(function)
@@ -258,15 +257,14 @@ def score(
 def _scores(layer: Layer, parameters: Mapping[str, Any], location: str, remedy: str) -> Array:
     """The scores of a layer, (E,) or (E, I). UserError as from `_scores_once`, and if a second
     call of the criterion, from the same state of layer.random, gives other scores."""
-    repeat = replace(layer, _random=deepcopy(layer._random))
+    same_layer = replace(layer, _random=deepcopy(layer._random))
     scores = _scores_once(layer, parameters, location, remedy)
-    if not numpy.array_equal(
-        scores, _scores_once(repeat, parameters, location, remedy), equal_nan=True
-    ):
+    repeated = _scores_once(same_layer, parameters, location, remedy)
+    if not numpy.array_equal(scores, repeated, equal_nan=True):
         raise UserError(
             f"criterion={layer.criterion.name} gives other scores when it is called again "
-            f"{location}: expected that "
-            "chance comes from layer.random alone, with @criterion(..., uses_seed=True)"
+            f"{location}: expected that chance comes from layer.random alone, with "
+            "@criterion(..., uses_seed=True)"
         )
     return scores
 
@@ -290,8 +288,7 @@ def _scores_once(layer: Layer, parameters: Mapping[str, Any], location: str, rem
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(
             f"criterion={name} fails {location} of {layer.n_experts} experts with {layer.width} "
-            "channels each: "
-            f"{reason} ({line.filename}, line {line.lineno})"
+            f"channels each: {reason} ({line.filename}, line {line.lineno})"
         ) from error
     shape: tuple[int, ...] = (layer.n_experts,)
     units = "experts"
@@ -344,6 +341,7 @@ class _TrialArrays(dict[str, Array]):
     the statistic."""
 
     def __contains__(self, name: object) -> bool:
+        """The trial layer has all statistics."""
         return True
 
     def __missing__(self, name: str) -> Array:

@@ -66,7 +66,7 @@ def loss_rises(
         check_finite({index: sums[index]}, "the changed loss")
         save_checkpoint(out, sums, metadata, step + 1)
         progress.update(step + 1, len(rows) * len(layers), "layers")
-    means = {index: {kind: named[kind] / predicted} for index, named in sums.items()}
+    means = {index: {kind: arrays[kind] / predicted} for index, arrays in sums.items()}
     return Statistics(means, {**metadata, "predicted": predicted})
 
 
@@ -114,14 +114,15 @@ class _Reader:
         """() fp64: increase of the summed loss when the gates (T, K) of the MoE layer number
         `position` are `change(expert ids, gates)`."""
         start = (0,) * position
-        changed = (*start, 1, *(0,) * (len(self.layers) - position - 1))
+        # any schedule that differs from the unpruned one at this layer
+        schedule = (*start, 1, *(0,) * (len(self.layers) - position - 1))
 
         def with_change(experts: ExpertsFunction) -> ExpertsFunction:
             return lambda hidden, index, weights: experts(hidden, index, change(index, weights))
 
         with ExitStack() as undo:
             replace_experts(self.layers[position], with_change, undo)
-            return self.likelihood - self._likelihood(changed, {start: self.states[start]})
+            return self.likelihood - self._likelihood(schedule, {start: self.states[start]})
 
     def _likelihood(self, schedule: tuple[int, ...], states: States) -> torch.Tensor:
         """() fp64: the summed log-likelihood of the rows, with `schedule` and `states` as in

@@ -232,6 +232,7 @@ class Decoder:
         the longest prefix of `schedule` in `states`, and adds the states of longer prefixes. The
         caller must have masked the model as `schedule` says."""
         n_layers = len(schedule)
+        # the MoE layer whose input is stored, or -1
         start = next((k for k in range(n_layers - 1, -1, -1) if schedule[:k] in states), -1)
         first = self.moe[start] if start >= 0 else 0
         device = self.model.get_input_embeddings().weight.device

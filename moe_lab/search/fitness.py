@@ -69,9 +69,10 @@ POSITION_FITNESS = {function.__name__: function for function in (esap, sap, kl, 
 def draw_tokens(probabilities: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     """Draw tokens (N,) from `probabilities` (N, V), whose rows need not sum to 1, by the uniform
     numbers `draws` (N,)."""
-    total = probabilities.double().cumsum(-1)
-    tokens = torch.searchsorted(total, (draws * total[:, -1])[:, None], right=True)[:, 0]
-    return tokens.clamp(max=total.shape[1] - 1)
+    cumulative = probabilities.double().cumsum(-1)
+    thresholds = draws * cumulative[:, -1]
+    tokens = torch.searchsorted(cumulative, thresholds[:, None], right=True)[:, 0]
+    return tokens.clamp(max=cumulative.shape[1] - 1)
 
 
 def contexts(

@@ -128,9 +128,9 @@ def _units(budget: int, lowest: int, capacity: int, step: int) -> int:
     )
     raise UserError(
         f"allocation=evolutionary: {budget} experts cannot be removed when every layer loses a "
-        f"multiple of {step} and "
-        f"keeps what its router needs: {' or '.join(map(str, feasible))} is the nearest feasible "
-        "number" + (" (or choose a smaller allocation.parameters.granularity)" if remainder else "")
+        f"multiple of {step} and keeps what its router needs: {' or '.join(map(str, feasible))} is "
+        "the nearest feasible number"
+        + (" (or choose a smaller allocation.parameters.granularity)" if remainder else "")
     )
 
 

@@ -59,6 +59,7 @@ def prune_sequentially(
                     layer_pass.run(number, None, keep=True)
             layer_pass.finish(sums, [number + 1])
     layers: dict[int, LayerPlan] = {}
-    for number, gathered in layer_pass.result().layers.items():
-        layers |= choose(number, gathered).layers
+    # a resumed pass has the sums of all layers, but not the plans that it made before
+    for number, sums_of_layer in layer_pass.result().layers.items():
+        layers |= choose(number, sums_of_layer).layers
     return Plan(layers, dict(provenance))

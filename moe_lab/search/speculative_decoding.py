@@ -65,8 +65,7 @@ class DraftingCandidates:
         if limit is not None and longest + settings.max_new_tokens > limit:
             raise UserError(
                 f"allocation.parameters.max_new_tokens={settings.max_new_tokens} and a task of "
-                f"{longest} tokens do not "
-                f"fit the model's {limit} tokens: {limit - longest} would"
+                f"{longest} tokens do not fit the model's {limit} tokens: {limit - longest} would"
             )
 
     def evaluate(self, schedules: Sequence[Schedule]) -> list[float]:

@@ -159,8 +159,8 @@ def shifts(stream: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
         (left_vector * right_vector).sum(-1).double()
         for left_vector, right_vector in ((x, x), (x, a), (a, a))
     )
-    after = (xx + 2 * xa + aa).clamp(min=0)
-    squares = xx * after
+    sum_square = (xx + 2 * xa + aa).clamp(min=0)
+    squares = xx * sum_square
     cosine = (xx + xa) / squares.sqrt()
     sine_square = (xx * aa - xa.square()).clamp(min=0) / squares
     shift = torch.where(cosine > 0, sine_square / (1 + cosine), 1 - cosine)
@@ -188,6 +188,7 @@ class ExpertsCall:
         self.gates |= {name: gates.double() for name, gates in further_gates.items()}
         self.valid = valid
         self.valid_rows = None if valid is None else valid[rows.token]
+        # from here on, one entry for each of `rows`
         self.gate_square = wide(weights)[rows.token, rows.column].square()
         renormalized = self.gates["renormalized"][rows.token, rows.column]
         self.gate_squares = (self.gate_square, renormalized.to(self.gate_square.dtype).square())
