@@ -240,8 +240,7 @@ def score(
     if missing:
         raise UserError(
             f"criterion={criterion} reads {', '.join(missing)}, which these statistics do not "
-            "have: calibrate with "
-            f"criteria=[..., {criterion!r}]"
+            f"have: calibrate with criteria=[..., {criterion!r}]"
         )
     table = criteria.score(
         criterion,
@@ -277,8 +276,7 @@ def _scores_table(scores: pd.DataFrame, layers: Mapping[int, Mapping[str, Any]])
     if missing:
         raise UserError(
             f"plan: the scores have columns {', '.join(map(str, scores))}, without {missing[0]}: "
-            "expected "
-            f"{', '.join(columns)}"
+            f"expected {', '.join(columns)}"
         )
     numbers = scores[columns].astype(object).apply(pd.to_numeric, errors="coerce").astype(float)
     if set(numbers["layer"]) != set(layers):

@@ -75,8 +75,7 @@ def parse(texts: Iterable[str]) -> list[tuple[str, Override]]:
         except HydraException:
             raise UserError(
                 f"{text} cannot be read: expected SETTING=VALUE or GROUP=NAME; a value with "
-                "special characters is put "
-                f"in quotes, as in {_in_quotes(text)}"
+                f"special characters is put in quotes, as in {_in_quotes(text)}"
             ) from None
     return parsed
 
@@ -130,9 +129,8 @@ def add_to_draft(text: str, override: Override, files: grid.Files, draft: grid.D
         return []
     if is_several:
         raise UserError(
-            f"{text} names several values, and {key} has one in a study: expected one (a text "
-            "with a comma as "
-            f"{_in_quotes(text)}), or -m in front for several studies"
+            f"{text} names several values, and {key} has one in a study: expected one (a text with "
+            f"a comma as {_in_quotes(text)}), or -m in front for several studies"
         )
     if group in grid.GROUPS:
         draft.overrides.append((key, listed[0]))

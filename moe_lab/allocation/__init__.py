@@ -166,9 +166,8 @@ def check(settings: AllocationConfig, granularity: Granularity = "expert") -> No
         )
         raise UserError(
             f"allocation={allocation.name} allocates {allocated}s, but the criterion scores "
-            f"{granularity}s: choose a "
-            f"criterion that scores {allocated}s, or one of the allocations of {granularity}s "
-            f"({', '.join(fitting)})"
+            f"{granularity}s: choose a criterion that scores {allocated}s, or one of the "
+            f"allocations of {granularity}s ({', '.join(fitting)})"
         )
     if granularity == "channel":
         _check_channel_settings(settings)
@@ -237,8 +236,7 @@ def _check_replacement(settings: AllocationConfig, allocation: Allocation) -> No
     if settings.path is not None and listed.is_plan(listed.read(settings.path)):
         raise UserError(
             f"allocation.replacement={replacement}: the plan allocation.path={settings.path} "
-            "states what experts are "
-            "replaced by, expected none"
+            "states what experts are replaced by, expected none"
         )
     if allocation.step != "plan":
         raise UserError(

@@ -133,10 +133,9 @@ def check_capacity(count: int, retained: int, *, group_size: int = GROUP_SIZE) -
     `count`."""
     if retained * group_size < count:
         raise UserError(
-            f"allocation.parameters.group_size={group_size}: {retained} groups of that size "
-            f"cannot hold {count} "
-            f"unprotected experts of a layer: expected at least {ceil(count / retained)}, or a "
-            "smaller ratio"
+            f"allocation.parameters.group_size={group_size}: {retained} groups of that size cannot "
+            f"hold {count} unprotected experts of a layer: expected at least "
+            f"{ceil(count / retained)}, or a smaller ratio"
         )
 
 

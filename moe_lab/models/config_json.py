@@ -138,8 +138,7 @@ def check_chat_template(settings: ModelConfig, user: str, tools: bool, other: st
     if not template:
         raise UserError(
             f"{user} needs a chat template, and model={settings.name} has none: expected an "
-            "instruction-tuned "
-            f"model{other}"
+            f"instruction-tuned model{other}"
         )
     # which is then used instead
     for_tools = folder / "additional_chat_templates" / "tool_use.jinja"
@@ -163,8 +162,7 @@ def check_plain_weights(settings: ModelConfig, user: str) -> None:
     if (method := quantization(settings)) is not None:
         raise UserError(
             f"{user} needs plain weights, but model={settings.name} is stored as {method}: "
-            "expected a checkpoint "
-            "in bfloat16 or float32"
+            "expected a checkpoint in bfloat16 or float32"
         )
 
 
@@ -174,8 +172,7 @@ def check_trained_top_k(settings: ModelConfig, user: str) -> None:
     if settings.top_k is not None:
         raise UserError(
             f"{user} gives a checkpoint that routes as it was trained, not by "
-            f"model.top_k={settings.top_k}: "
-            "expected null"
+            f"model.top_k={settings.top_k}: expected null"
         )
 
 

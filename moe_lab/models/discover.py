@@ -170,8 +170,7 @@ def moe_layers(model: nn.Module) -> list[MoELayer]:
         if is_ragged(layer.experts):
             raise UserError(
                 f"model_type={_kind(model)} can be evaluated, but neither scored nor pruned: "
-                f"{layer.name} is not a "
-                "stack of experts of one width"
+                f"{layer.name} is not a stack of experts of one width"
             )
     return layers
 

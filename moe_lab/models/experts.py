@@ -246,9 +246,8 @@ def check_output(layer: nn.Module, inputs: Any, output: Any) -> None:
     if not isinstance(output, torch.Tensor):
         raise UserError(
             f"{type(layer).__name__} gives {type(output).__name__} instead of hidden states, so "
-            "its layers cannot be "
-            "run one by one, as searches, ablation and calibration.engine=streamed do: this model "
-            "is not supported"
+            "its layers cannot be run one by one, as searches, ablation and "
+            "calibration.engine=streamed do: this model is not supported"
         )
 
 

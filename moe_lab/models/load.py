@@ -272,9 +272,8 @@ def check_sizes(checkpoint: Checkpoint, names: NameMapping) -> None:
         expected = sum(weight.numel() for weight in layer.experts.parameters())
         if counts[layer.index] not in (0, expected):
             raise UserError(
-                f"{folder}: experts of layer {layer.index} have {counts[layer.index]} weights, "
-                "but config.json asks "
-                f"for {expected}"
+                f"{folder}: experts of layer {layer.index} have {counts[layer.index]} weights, but "
+                f"config.json asks for {expected}"
             )
 
 
@@ -285,8 +284,7 @@ def check_shapes(where: Path | str, mismatched: Iterable[tuple[str, Any, Any]]) 
         name, shape, expected = wrong[0]
         raise UserError(
             f"{where}: {name} has shape {tuple(shape)}, but config.json asks for "
-            f"{tuple(expected)}: they are of two "
-            "models"
+            f"{tuple(expected)}: they are of two models"
         )
 
 

@@ -63,8 +63,7 @@ class Plan:
         if set(retained) != set(n_experts):
             raise UserError(
                 f"plan: retained experts are given for layers {sorted(retained)}, and numbers of "
-                "experts for layers "
-                f"{sorted(n_experts)}: expected the same layers"
+                f"experts for layers {sorted(n_experts)}: expected the same layers"
             )
         layers = {
             layer: LayerPlan(n_experts[layer], tuple(experts))
@@ -162,8 +161,7 @@ class Plan:
         if set(self.layers) != set(numbers):
             raise UserError(
                 f"plan is for another model: it has layers {sorted(self.layers)}, this model has "
-                "experts in layers "
-                f"{sorted(numbers)}"
+                f"experts in layers {sorted(numbers)}"
             )
 
     def check_aligned(self) -> None:
@@ -200,9 +198,8 @@ class Plan:
     def _origin_error(self, name: str, actual: str) -> UserError:
         return UserError(
             "plan is for another model: it was made for the one of "
-            f"{name}={str(self.provenance[name])[:12]}, and "
-            f"{actual}: give that model, or try the plan on another with any_model=True, or "
-            f"without {name} in the plan"
+            f"{name}={str(self.provenance[name])[:12]}, and {actual}: give that model, or try the "
+            f"plan on another with any_model=True, or without {name} in the plan"
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -296,8 +293,7 @@ def _check_layer(number: int, layer: LayerPlan) -> None:
     if not retained or list(retained) != sorted(set(retained) & set(range(count))):
         raise UserError(
             f"plan: layer {number} retains experts {list(retained)}: expected ids from 0 to "
-            f"{count - 1}, ascending, at "
-            "least one"
+            f"{count - 1}, ascending, at least one"
         )
     if mask is None:
         return
@@ -326,8 +322,7 @@ def _check_router(number: int, layer: LayerPlan, router: Mapping[str, Any]) -> N
             needs += f", n_group={n_group}"
         raise UserError(
             f"plan: layer {number} retains {len(retained)} of {count} experts, but its router "
-            f"needs at least {fewest} "
-            f"({needs}): retain {fewest} or more"
+            f"needs at least {fewest} ({needs}): retain {fewest} or more"
         )
     groups = numpy.bincount(numpy.array(retained) // (count // n_group), minlength=n_group).tolist()
     if len(set(groups)) > 1:
@@ -340,9 +335,8 @@ def _check_router(number: int, layer: LayerPlan, router: Mapping[str, Any]) -> N
         if not layer.is_unchanged(expert):
             raise UserError(
                 f"plan: layer {number} drops expert {expert}, or channels of it, or merges others "
-                "into it, and "
-                "allocation.protect retains it unchanged: expected a plan that does, or a smaller "
-                "ratio"
+                "into it, and allocation.protect retains it unchanged: expected a plan that does, "
+                "or a smaller ratio"
             )
 
 
@@ -356,12 +350,10 @@ def _check_shape(plan: LayerPlan, layer: MoELayer) -> None:
     if stated != actual:
         raise UserError(
             "plan is for another model: experts, channels of each and hidden size of layer "
-            f"{layer.index} are "
-            f"{stated} in the plan, and {actual} in this model"
+            f"{layer.index} are {stated} in the plan, and {actual} in this model"
         )
     if plan.channels is not None and layer.family.unfit:
         raise UserError(
             f"plan: channels of {layer.name} ({type(layer.experts).__name__}) cannot be removed, "
-            "because its experts "
-            f"{layer.family.unfit}: use a criterion of whole experts"
+            f"because its experts {layer.family.unfit}: use a criterion of whole experts"
         )

@@ -47,10 +47,8 @@ def recovery_changes(
     if bits == 4:
         words += (
             f" Weights of {', '.join(sorted(modules))} were rounded to NF4 with double "
-            "quantisation; "
-            f"{len(recovered.in_4_bits)} linear maps are stored in 4 bits, as bitsandbytes does, "
-            "the others as "
-            "the numbers they were rounded to."
+            f"quantisation; {len(recovered.in_4_bits)} linear maps are stored in 4 bits, as "
+            "bitsandbytes does, the others as the numbers they were rounded to."
         )
     words += (
         f" The changed weights are stored in {name}: load the folder with dtype=torch.{name} "
@@ -74,11 +72,9 @@ def check_widths(source: Path, plan: Plan, dtype: torch.dtype) -> None:
             name = str(dtype).removeprefix("torch.")
             raise UserError(
                 f"export: experts of layer {number} retain {layer.widths[0]} channels, whose rows "
-                "fit the kernels of "
-                f"transformers either in {name}, in which the recovery was computed, or in the "
-                "precision of the files "
-                f"in {source}, but not in both: expected model.dtype as stored, or widths that "
-                "are multiples of 8"
+                f"fit the kernels of transformers either in {name}, in which the recovery was "
+                f"computed, or in the precision of the files in {source}, but not in both: "
+                "expected model.dtype as stored, or widths that are multiples of 8"
             )
 
 

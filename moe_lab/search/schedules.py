@@ -109,9 +109,8 @@ def space_of(layers: Sequence[Limits], budget: int, granularity: int) -> Space:
         if room < 0:
             raise UserError(
                 f"allocation=evolutionary: MoE layer {position} (counted from 0) has {limit.count} "
-                "experts and cannot "
-                f"keep a multiple of {step} that is at least {limit.fewest}: choose a smaller "
-                "multiple"
+                f"experts and cannot keep a multiple of {step} that is at least {limit.fewest}: "
+                "choose a smaller multiple"
             )
     return Space(step, lowest, capacity, _units(budget, sum(lowest), sum(capacity), step))
 

@@ -189,10 +189,9 @@ class Engine:
         if not _difference(before, masked) > EFFECT:
             raise ValueError(
                 "masks have no effect on this engine, whose experts may be run by a kernel that "
-                "routes by itself: no "
-                f"log-probability of {len(text)} tokens changes by more than {EFFECT} without "
-                "half of the experts: "
-                "expected backend=hf, or backend=server, which exports each plan"
+                f"routes by itself: no log-probability of {len(text)} tokens changes by more than "
+                f"{EFFECT} without half of the experts: expected backend=hf, or backend=server, "
+                "which exports each plan"
             )
         if not _difference(before, after) <= REPEATED:
             raise ValueError(

@@ -123,10 +123,9 @@ def check_memory(step: Step) -> None:
     if size and size.bytes > there:
         way = "leave it out" if step.whole_model else "set calibration.engine=streamed"
         raise UserError(
-            f"model.device=cpu: {step.kind} of model={model.name} loads {size.bytes / GIB:.1f} "
-            "GiB of weights, and "
-            f"there are {there / GIB:.1f} GiB of main memory: {way}, or name another device or a "
-            "smaller dtype"
+            f"model.device=cpu: {step.kind} of model={model.name} loads {size.bytes / GIB:.1f} GiB "
+            f"of weights, and there are {there / GIB:.1f} GiB of main memory: {way}, or name "
+            "another device or a smaller dtype"
         )
 
 

@@ -32,8 +32,7 @@ def objective_value(ended: Ended, requests: Iterable[Request]) -> float:
     if len(pruned) != 1:
         raise UserError(
             f"objective={objective} is a number of one pruned model, but a job of this sweep "
-            f"prunes {len(pruned)}: "
-            "expected one value in each axis"
+            f"prunes {len(pruned)}: expected one value in each axis"
         )
     scores: dict[str, float] = {}
     averages: list[float] = []
@@ -42,8 +41,7 @@ def objective_value(ended: Ended, requests: Iterable[Request]) -> float:
         if name is None:
             raise UserError(
                 f"objective={objective}: {benchmark} has no result: `python -m moe_lab.study why "
-                f"{study.config.study} "
-                f"store={study.config.store}` explains it"
+                f"{study.config.study} store={study.config.store}` explains it"
             )
         with study.store.errors_as_sentences():
             results = parse(study.store.content(name, "result.json"), RESULTS, name)["results"]

@@ -226,8 +226,7 @@ def _check_objective(config: Config, benchmarks: Sequence[BenchmarkConfig]) -> N
     if config.launcher.name == "slurm" and not config.wait:
         raise UserError(
             f"objective={config.objective} is known when the jobs of a study have ended: expected "
-            "wait=true with "
-            "launcher=slurm"
+            "wait=true with launcher=slurm"
         )
 
 
@@ -310,8 +309,7 @@ def _wrong_replacement(cell: Cell, config: Config) -> Iterator[str]:
     if shape is not None and (method := config_json.quantization(cell.model)):
         yield (
             f"export={shape}: {by} makes experts of other weights, and those of {cell.model.name} "
-            "are stored as "
-            f"{method}: expected a checkpoint in bfloat16 or float32"
+            f"are stored as {method}: expected a checkpoint in bfloat16 or float32"
         )
     if routes and shape not in (None, "natural"):
         yield str(no_replacements(shape))
@@ -323,8 +321,7 @@ def _wrong_replacement(cell: Cell, config: Config) -> Iterator[str]:
     if routes and config.backend.name == "vllm":
         yield (
             f"backend=vllm cannot compute {by}: expected backend=hf, or backend=server with a "
-            "server that runs the "
-            "code of an export"
+            "server that runs the code of an export"
         )
 
 

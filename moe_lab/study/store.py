@@ -94,8 +94,7 @@ class Store:
                 raise UserError(NO_ROOM) from None
             raise UserError(
                 f"store={self.root} cannot be written ({error.strerror}): name a folder you own; "
-                f"also=[{self.root}] "
-                "uses what is finished there"
+                f"also=[{self.root}] uses what is finished there"
             ) from None
         return self
 
@@ -115,8 +114,7 @@ class Store:
         if schema > SCHEMA:
             raise UserError(
                 f"store={self.root} has schema {schema}, written by a newer moe_lab, and this one "
-                "reads up to "
-                f"{SCHEMA}: upgrade moe_lab or name another store"
+                f"reads up to {SCHEMA}: upgrade moe_lab or name another store"
             )
 
     def exists(self) -> bool:
@@ -128,9 +126,8 @@ class Store:
         """Raise Gone when the folder is no longer a store."""
         if not self.exists():
             raise Gone(
-                f"store={self.root} is gone: it was deleted or unmounted, or this machine does "
-                "not see it; no step "
-                "counts as failed: restore it and start the same command again"
+                f"store={self.root} is gone: it was deleted or unmounted, or this machine does not "
+                "see it; no step counts as failed: restore it and start the same command again"
             )
 
     @contextlib.contextmanager

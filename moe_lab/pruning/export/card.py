@@ -100,9 +100,8 @@ def _retained(plan: Plan) -> str:
     if constants:
         return (
             f"{before - constants} of {before} routed experts are retained. The other {constants} "
-            "are replaced by "
-            "constants: the router stays whole, and a token that is routed to one of them gets "
-            "its constant times its gate"
+            "are replaced by constants: the router stays whole, and a token that is routed to one "
+            "of them gets its constant times its gate"
         )
     if plan.merged_layers:
         groups = sum(len(layer.merged) for layer in layers)

@@ -239,10 +239,9 @@ def _renamed(name: str, written: Mapping[int, Sequence[int]]) -> str | None:
     unmatched = f"{name[: match.start()]} {name[match.end() :]}" if match else name
     if OTHER_NUMBER.search(unmatched.replace(ANY_DIGIT, "")):
         raise UserError(
-            f"quantization_config has {name}, which names experts by number in several layers, "
-            "but pruning gives them "
-            "other numbers in each: expected one name for each layer and expert, such as "
-            "model.layers.0.mlp.experts.3"
+            f"quantization_config has {name}, which names experts by number in several layers, but "
+            "pruning gives them other numbers in each: expected one name for each layer and "
+            "expert, such as model.layers.0.mlp.experts.3"
         )
     if match is None or int(match["layer"]) not in written:
         return name

@@ -119,8 +119,7 @@ def _output_type(checkpoint: Path) -> str:
         if entry.dtype not in TYPES:
             raise UserError(
                 f"export.format=gguf: {name} is of type {entry.dtype}: expected one of "
-                f"{', '.join(TYPES)}, which GGUF "
-                "can hold without rounding"
+                f"{', '.join(TYPES)}, which GGUF can hold without rounding"
             )
         if len(entry.shape) > 1 and not name.endswith(DISK_ROUTER_WEIGHTS):
             types.add(entry.dtype)

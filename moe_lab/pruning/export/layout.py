@@ -202,8 +202,7 @@ def pieces(
     if sorted(tensors) != sorted(plan.layers):
         raise UserError(
             f"plan is for another model: it has layers {sorted(plan.layers)}, and "
-            f"{checkpoint.folder} has experts in "
-            f"layers {sorted(tensors)}"
+            f"{checkpoint.folder} has experts in layers {sorted(tensors)}"
         )
     blocks = {
         index: Block(tensors[index], form[index], layer.n_experts)
@@ -215,8 +214,7 @@ def pieces(
             if family.unfit:
                 raise UserError(
                     f"plan: channels of {block.prefix}experts cannot be removed, because its "
-                    f"experts {family.unfit}: "
-                    "use a criterion of whole experts"
+                    f"experts {family.unfit}: use a criterion of whole experts"
                 )
             block.read_matrices(width)
     by_shard: dict[str, list[Piece]] = {shard: [] for shard in checkpoint.shards}
@@ -254,8 +252,7 @@ def _matrices(
     if entry.shape[:-2] != stacked or entry.shape[-1 if down else -2] != width * len(roles):
         raise UserError(
             f"plan is for another model: it is about {count} experts of {width} channels, and "
-            f"{name} has shape "
-            f"{entry.shape}"
+            f"{name} has shape {entry.shape}"
         )
     rows = entry.shape[-2] // len(roles)
     columns = entry.shape[-1]

@@ -30,8 +30,7 @@ def check_quantised(method: str | None, shape: str, channels: bool = False) -> N
     if shape == "masked" and method not in ZEROS:
         raise UserError(
             "export=masked fills dropped experts with zeros, which is not possible in weights "
-            f"stored as {method}: "
-            "expected export=natural, or a checkpoint in bfloat16 or float32"
+            f"stored as {method}: expected export=natural, or a checkpoint in bfloat16 or float32"
         )
 
 
@@ -50,15 +49,12 @@ def wrong(
     recovers = f"recovery={recovery.name}"
     is_recovered = recovery.name != "none"
     conflicts = {
-        f"verify=true compares an export with the masked model, which {recovers} changes: "
-        "expected verify=false with "
-        "a recovery": verify and is_recovered,
+        f"verify=true compares an export with the masked model, which {recovers} changes: expected "
+        "verify=false with a recovery": verify and is_recovered,
         f"{stored} stores weights in a way of its own, and {recovers} stores some in 4 bits: "
-        "expected a recovery with "
-        "bits=16": export.format != "safetensors" and recovery.bits == 4,
+        "expected a recovery with bits=16": export.format != "safetensors" and recovery.bits == 4,
         f"{shape} has a shape other than that of the model that {recovers} changes: expected "
-        "export=natural with a "
-        "recovery": is_recovered and export.shape not in (None, "natural"),
+        "export=natural with a recovery": is_recovered and export.shape not in (None, "natural"),
     }
     yield from (sentence for sentence, conflict in conflicts.items() if conflict)
     if export.shape is None:
@@ -80,7 +76,6 @@ def check_uneven(export: ExportConfig, allocation: str) -> None:
     if export.format == "gguf" and export.shape not in (None, "masked"):
         raise UserError(
             "export.format=gguf: a GGUF file has one number of experts and one width for all "
-            "layers, and "
-            f"allocation={allocation} gives them different ones: expected allocation=uniform, or "
-            "export=masked"
+            f"layers, and allocation={allocation} gives them different ones: expected "
+            "allocation=uniform, or export=masked"
         )

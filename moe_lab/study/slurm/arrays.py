@@ -199,9 +199,8 @@ def resources(
             can_divide = model.device in DEVICE_MAPS or every[0].weights == "layers"
             raise UserError(
                 f"{steps[0].kind} of model={model.name} needs about {too_large[0] / GIB:.0f} GiB, "
-                "and is divided "
-                f"among at most {count} GPUs of resources.gpu_memory={settings.gpu_memory:g} GiB: "
-                "expected "
+                f"and is divided among at most {count} GPUs of "
+                f"resources.gpu_memory={settings.gpu_memory:g} GiB: expected "
                 f"resources.jobs={{{steps[0].kind}: {{gpus: {count}}}}} where that is enough, "
                 f"{'' if can_divide else 'model.device=auto, '}or weights of fewer bits"
             )

@@ -103,8 +103,7 @@ class Cost(Step):
             if self.text is None:
                 raise UserError(
                     f"cost of model={self.pruned.model.name}: its experts differ in width, which "
-                    "is known only of a "
-                    "folder: download it, and give the folder as model.path"
+                    "is known only of a folder: download it, and give the folder as model.path"
                 )
             routing = engine(self.pruned.model, self.text, files).routing(plan, layers)
         stored = asdict(self.storage) if self.storage else {}

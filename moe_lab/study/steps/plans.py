@@ -82,9 +82,8 @@ def check_engine(cell: Cell) -> None:
     if any(KINDS[step].whole_model for step in steps):
         raise UserError(
             f"allocation={name} compares whole models, and calibration.engine=streamed has one "
-            "decoder layer in "
-            "memory: expected calibration.engine=resident, or an allocation from sums, such as "
-            "uniform"
+            "decoder layer in memory: expected calibration.engine=resident, or an allocation from "
+            "sums, such as uniform"
         )
 
 
@@ -176,9 +175,8 @@ def check_sequential(cell: Cell) -> None:
     if (name := cell.criterion.name) not in fitting:
         raise UserError(
             "allocation=sequential scores each layer by its forward statistics, and "
-            f"criterion={name} reads "
-            f"{' and '.join(criteria.get(name).needs) or 'none'}: expected one of "
-            f"{', '.join(fitting)}"
+            f"criterion={name} reads {' and '.join(criteria.get(name).needs) or 'none'}: expected "
+            f"one of {', '.join(fitting)}"
         )
 
 
