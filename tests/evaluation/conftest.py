@@ -11,7 +11,7 @@ from moe_lab.evaluation.sandbox.client import Runner
 from moe_lab.models.load import load_model
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def namespaces() -> None:
     """Skips what needs them on a machine that has none."""
     if namespaces_missing():

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -32,7 +33,7 @@ from moe_lab.evaluation.adapters.evalplus import GRADER, GradeRequest
 from moe_lab.evaluation.adapters.evalplus_rules import longest_program, sanitized
 from moe_lab.evaluation.harnesses import evalplus
 from moe_lab.evaluation.harnesses.evalplus import fenced_program
-from moe_lab.evaluation.items import read_answers, write_answers
+from moe_lab.evaluation.items import Answer, read_answers, write_answers
 from moe_lab.evaluation.mirror import benchmarks, make
 
 pytestmark = pytest.mark.slow
@@ -128,21 +129,33 @@ SAID = [
 ]
 
 
-def test_answers_are_graded_again_without_their_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Answered(NamedTuple):
+    """Answers to three problems of HumanEval+, as written to a file and read from it."""
+
+    benchmark: BenchmarkConfig
+    model: Said
+    answers: list[Answer]
+
+
+@pytest.fixture
+def answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Answered:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     benchmark = small_mirror(tmp_path)
-    out = tmp_path / "out"
     model = Said(SAID)
     write_answers(run.answer(model, benchmark), tmp_path / run.ANSWERS)
-    assert (model.generation.stop, model.generation.max_tokens, model.generation.chat) == (
-        (),
-        2048,
-        True,
-    )
-    answers = read_answers((tmp_path / run.ANSWERS).read_bytes())
-    assert [answer.reply.thought + (answer.reply.text or "") for answer in answers] == SAID
+    return Answered(benchmark, model, read_answers((tmp_path / run.ANSWERS).read_bytes()))
+
+
+def test_answers_are_stored_as_they_were_written(answered: Answered) -> None:
+    settings = answered.model.generation
+    assert (settings.stop, settings.max_tokens, settings.chat) == ((), 2048, True)
+    replies = [answer.reply for answer in answered.answers]
+    assert [reply.thought + (reply.text or "") for reply in replies] == SAID
+
+
+def test_stored_answers_are_graded_without_their_model(answered: Answered, tmp_path: Path) -> None:
+    benchmark, _, answers = answered
+    out = tmp_path / "out"
     results = run.grade(answers, benchmark, out, policy=ALLOWED)
     assert [result["score"] for result in results] == [pytest.approx(2 / 3), pytest.approx(1 / 3)]
     rows = samples(out)
@@ -150,13 +163,19 @@ def test_answers_are_graded_again_without_their_model(
     verdict, _, program = rows[4]["extracted"].partition("\n\n")
     assert verdict == "fail: another value was expected"
     assert [type(node).__name__ for node in ast.parse(program).body] == ["Import", "FunctionDef"]
-    written = json.loads((out / "result.json").read_text())
-    assert written["protocol"]["seconds"] == 4.0 and written["protocol"]["sanitize"] is True
-    assert written["protocol"]["prompt"] == answers[0].prompt and "evalplus" in written["versions"]
+    record = json.loads((out / "result.json").read_text())
+    assert record["protocol"]["seconds"] == 4.0 and record["protocol"]["sanitize"] is True
+    assert record["protocol"]["prompt"] == answers[0].prompt and "evalplus" in record["versions"]
+
+
+def test_programs_are_not_graded_without_permission(answered: Answered, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="allow_code_execution=true"):
-        run.grade(answers, benchmark, out, policy=Policy())
+        run.grade(answered.answers, answered.benchmark, tmp_path / "out", policy=Policy())
+
+
+def test_missing_answers_are_not_graded(answered: Answered, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="2 of 3 items"):
-        run.grade(answers[:2], benchmark, out, policy=ALLOWED)
+        run.grade(answered.answers[:2], answered.benchmark, tmp_path / "out", policy=ALLOWED)
 
 
 @pytest.mark.parametrize(

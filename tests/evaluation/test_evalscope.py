@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as arrow
 import pyarrow.parquet as parquet
@@ -152,41 +152,63 @@ CASES: dict[str, tuple[bool, str, float]] = {
 }
 
 
-@needs_evalscope
-@pytest.mark.usefixtures("namespaces")
-def test_evalscope_judges_programs_that_run_in_the_sandbox(
-    tmp_path: Path,
-) -> None:
-    benchmark = configured("live_code_bench", tmp_path, expected=len(CASES))
+class JudgedPrograms(NamedTuple):
+    """The answers of `CASES` to problems of LiveCodeBench, judged by EvalScope."""
+
+    model: Said
+    result: Any
+    samples: dict[str, dict[str, Any]]
+    protocol: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def judged_programs(namespaces: None, tmp_path_factory: pytest.TempPathFactory) -> JudgedPrograms:
+    """Two problems are of days outside the benchmark's."""
+    folder = tmp_path_factory.mktemp("live_code_bench")
+    benchmark = configured("live_code_bench", folder, expected=len(CASES))
     days = [
         "2025-01-01T00:00:00",
         *["2025-02-02T10:30:00"] * (len(CASES) - 2),
         "2025-04-30T23:59:00",
     ]
-    outside = [problem(97, "2024-12-31T23:59:59"), problem(98, "2025-05-01T00:00:00")]
-    asked = [
+    inside = [
         problem(number, day, function=function)
         for number, (day, (function, _, _)) in enumerate(zip(days, CASES.values(), strict=True))
     ]
-    write_data(benchmark, {"test": [outside[0], *asked, outside[1]]})
-    parrot = Said([text for _, text, _ in CASES.values()])
-    [result] = run.evaluate(parrot, benchmark, tmp_path / "out", policy=ALLOWED)
-    found = samples(tmp_path / "out")
-    assert {name: sample["outcome"] for name, sample in zip(CASES, found, strict=True)} == {
-        name: outcome for name, (_, _, outcome) in CASES.items()
-    }
+    earlier, later = problem(97, "2024-12-31T23:59:59"), problem(98, "2025-05-01T00:00:00")
+    write_data(benchmark, {"test": [earlier, *inside, later]})
+    model = Said([text for _, text, _ in CASES.values()])
+    [result] = run.evaluate(model, benchmark, folder / "out", policy=ALLOWED)
+    rows = dict(zip(CASES, samples(folder / "out"), strict=True))
+    return JudgedPrograms(model, result, rows, protocol(folder / "out"))
+
+
+@needs_evalscope
+def test_evalscope_judges_programs_that_run_in_the_sandbox(
+    judged_programs: JudgedPrograms,
+) -> None:
+    _, result, rows, record = judged_programs
+    outcomes = {name: outcome for name, (_, _, outcome) in CASES.items()}
+    assert {name: sample["outcome"] for name, sample in rows.items()} == outcomes
     assert (result["n"], result["score"]) == (len(CASES), pytest.approx(3 / len(CASES)))
-    said = {name: sample["extracted"] for name, sample in zip(CASES, found, strict=True)}
-    assert said["reads lines"] == "pass" and said["never ends"] == "Time Limit Exceeded"
+    assert record["sandbox"] == NAMESPACES and record["evalscope"]["evalscope"]
+
+
+@needs_evalscope
+def test_samples_have_the_verdicts_of_evalscope(judged_programs: JudgedPrograms) -> None:
+    verdicts = {name: sample["extracted"] for name, sample in judged_programs.samples.items()}
+    assert verdicts["reads lines"] == "pass" and verdicts["never ends"] == "Time Limit Exceeded"
     assert (
-        said["returns another order"] == "Wrong Answer"
-        and "expected an indented block" in said["has no block"]
+        verdicts["returns another order"] == "Wrong Answer"
+        and "expected an indented block" in verdicts["has no block"]
     )
-    conversations = list(parrot.tokenizer.rendered.values())
+
+
+@needs_evalscope
+def test_evalscope_asks_in_its_own_words(judged_programs: JudgedPrograms) -> None:
+    conversations = list(judged_programs.model.tokenizer.rendered.values())
     assert [message["role"] for message in conversations[0]] == ["system", "user"]
     assert "Problem 0" in conversations[0][1]["content"]
-    about = protocol(tmp_path / "out")
-    assert about["sandbox"] == NAMESPACES and about["evalscope"]["evalscope"]
 
 
 def test_a_runner_that_a_program_ends_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,36 +226,59 @@ def test_a_runner_that_a_program_ends_is_replaced(monkeypatch: pytest.MonkeyPatc
         programs.close()
 
 
-@needs_evalscope
-def test_every_item_is_graded_with_its_own_answer(tmp_path: Path) -> None:
-    questions = ["What is 1 and 1?", "What is 2 and 2?", "What is 1 and 1?", "What is 3 and 3?"]
-    answers = ["2", "4", "3", "1,006"]  # the third asks as the first does, and wants something else
-    benchmark = configured("gsm8k", tmp_path, expected=4)
+QUESTIONS = ["What is 1 and 1?", "What is 2 and 2?", "What is 1 and 1?", "What is 3 and 3?"]
+
+
+class Gsm8kRun(NamedTuple):
+    """Four questions, of which the third is the first with another answer, asked and graded."""
+
+    benchmark: BenchmarkConfig
+    model: Said
+    result: Any
+    samples: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def gsm8k_run(tmp_path_factory: pytest.TempPathFactory) -> Gsm8kRun:
+    folder = tmp_path_factory.mktemp("gsm8k")
+    benchmark = configured("gsm8k", folder, expected=4)
     rows = [
-        {"question": q, "answer": f"Thus.\n#### {a}"}
-        for q, a in zip(questions, answers, strict=True)
+        {"question": question, "answer": f"Thus.\n#### {answer}"}
+        for question, answer in zip(QUESTIONS, ["2", "4", "3", "1,006"], strict=True)
     ]
     write_data(benchmark, {"test": rows})
     # EvalScope deletes such a file where it finds one
-    beside = mirror.folder(benchmark) / "dataset_infos.json"
-    beside.write_text("{}")
-    parrot = Said(
+    (mirror.folder(benchmark) / "dataset_infos.json").write_text("{}")
+    model = Said(
         ["<think>\\boxed{9}?</think>\n\u2028So \\boxed{2}. \ud83c", "\\boxed{5}", "\\boxed{1006}"]
     )
-    [result] = run.evaluate(parrot, benchmark, tmp_path / "out", policy=Policy())
-    assert [sample["outcome"] for sample in samples(tmp_path / "out")] == [1.0, 0.0, 0.0, 1.0]
-    assert [sample["extracted"] for sample in samples(tmp_path / "out")] == ["2", "5", "2", "1006"]
-    assert result["score"] == 0.5 and (parrot.generation.max_tokens, parrot.generation.chat) == (
-        64,
-        True,
-    )
-    content = [messages[-1]["content"] for messages in parrot.tokenizer.rendered.values()]
+    [result] = run.evaluate(model, benchmark, folder / "out", policy=Policy())
+    return Gsm8kRun(benchmark, model, result, samples(folder / "out"))
+
+
+@needs_evalscope
+def test_every_item_is_graded_with_its_own_answer(gsm8k_run: Gsm8kRun) -> None:
+    rows = gsm8k_run.samples
+    assert [sample["outcome"] for sample in rows] == [1.0, 0.0, 0.0, 1.0]
+    assert [sample["extracted"] for sample in rows] == ["2", "5", "2", "1006"]
+    settings = gsm8k_run.model.generation
+    assert gsm8k_run.result["score"] == 0.5 and (settings.max_tokens, settings.chat) == (64, True)
+
+
+@needs_evalscope
+def test_equal_questions_are_asked_once(gsm8k_run: Gsm8kRun) -> None:
+    rendered = gsm8k_run.model.tokenizer.rendered.values()
+    content = [messages[-1]["content"] for messages in rendered]
     assert all(
         text.startswith(question)
-        for text, question in zip(content, dict.fromkeys(questions), strict=True)
+        for text, question in zip(content, dict.fromkeys(QUESTIONS), strict=True)
     )
     assert all(text.endswith("put your final answer within \\boxed{}.") for text in content)
-    assert beside.exists()
+
+
+@needs_evalscope
+def test_evalscope_deletes_no_file_of_a_mirror(gsm8k_run: Gsm8kRun) -> None:
+    assert (mirror.folder(gsm8k_run.benchmark) / "dataset_infos.json").exists()
 
 
 def test_items_beyond_the_limit_are_taken_from_all_subsets_alike(

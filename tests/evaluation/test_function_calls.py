@@ -477,29 +477,27 @@ def answering(texts: Sequence[str]) -> Said:
     return Said([text for text in texts for _ in ("with tools", "without")], TEMPLATE)
 
 
-def test_right_and_wrong_answers_have_their_verdicts(tmp_path: Path) -> None:
-    (result,) = run.evaluate(
-        answering(RIGHT), benchmark(EXAMPLE), tmp_path / "right", policy=ALLOWED
-    )
+def test_right_answers_have_full_score(tmp_path: Path) -> None:
+    (result,) = run.evaluate(answering(RIGHT), benchmark(EXAMPLE), tmp_path / "out", policy=ALLOWED)
     assert (result["score"], result["stderr"], result["n"]) == (1.0, 0.0, 9)
-    assert "unfinished_thoughts" not in protocol(tmp_path / "right")
+    assert "unfinished_thoughts" not in protocol(tmp_path / "out")
 
+
+def test_wrong_answers_have_their_verdicts(tmp_path: Path) -> None:
     wrong = [
         *RIGHT[:6],
         "A saw.",
         '<tool_call>{"name": "call_of", "arguments": {"ani',
         f"<think>{NO_CALL}, but",
     ]
-    (result,) = run.evaluate(
-        answering(wrong), benchmark(EXAMPLE), tmp_path / "wrong", policy=ALLOWED
-    )
+    (result,) = run.evaluate(answering(wrong), benchmark(EXAMPLE), tmp_path / "out", policy=ALLOWED)
     assert result["score"] == pytest.approx(6 / 9)
     assert result["stderr"] == pytest.approx((6 / 9 * 3 / 9 / 8) ** 0.5)
-    rows = samples(tmp_path / "wrong")
+    rows = samples(tmp_path / "out")
     assert [row["outcome"] for row in rows] == [1] * 6 + [0] * 3
     assert rows[6]["output"] == "A saw." and rows[0]["extracted"] == "right"
     assert rows[7]["extracted"].startswith("expected no call, found")
-    assert protocol(tmp_path / "wrong")["unfinished_thoughts"] == ["irrelevance_1"]
+    assert protocol(tmp_path / "out")["unfinished_thoughts"] == ["irrelevance_1"]
 
 
 def test_a_template_without_tools_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:

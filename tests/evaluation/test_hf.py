@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import choices
 import pytest
@@ -60,7 +60,7 @@ def sizes_of_passes(model: Any) -> list[tuple[int, int]]:
     """The numbers of rows and of tokens in each that are read by every forward pass from now on."""
     sizes: list[tuple[int, int]] = []
     model.register_forward_pre_hook(
-        lambda *given: sizes.append(given[2]["input_ids"].shape), with_kwargs=True
+        lambda _, args, arguments: sizes.append(arguments["input_ids"].shape), with_kwargs=True
     )
     return sizes
 
@@ -73,61 +73,83 @@ def starting_like(text: list[int], tokens: int, then: list[int]) -> list[int]:
     return [*text[:tokens], other, *then]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
-def test_the_loop_gives_transformers_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whenever rows end, and whatever answers are read with their prompts."""
-    monkeypatch.setattr("moe_lab.evaluation.engines.hf.SHRINK", 0.9)
-    model = tiny.build(name)
+class Loop(NamedTuple):
+    """A model, prompts of several lengths, and the texts (20 tokens) that transformers writes."""
+
+    name: str
+    model: Any
+    prompts: list[list[int]]
+    texts: list[list[int]]
+
+
+@pytest.fixture(scope="module", params=tiny.ARCHITECTURES)
+def loop(request: pytest.FixtureRequest) -> Loop:
+    model = tiny.build(request.param)
     generator = torch.Generator().manual_seed(4)
-    lengths = (9, 3, 7, 7, 5, 6, 4)
     prompts = [
         torch.randint(3, tiny.VOCABULARY, (length,), generator=generator).tolist()
-        for length in lengths
+        for length in (9, 3, 7, 7, 5, 6, 4)
     ]
-    free = by_transformers(model, prompts)
-    # rows end one after another, unless a model repeats one token
-    first = {text[0] for text in free}
-    ends = [free[2][0], *(text[8] for text in free if text[8] not in first)]
-    expected = [ended(text, ends) for text in free]
-    sizes = sizes_of_passes(model)
-    assert [text.tokens for text in together(model, prompts, ends)] == expected
-    assert len(set(map(len, expected))) > 1
-    rows_read = [rows for rows, _ in sizes]
-    assert rows_read[0] == len(prompts) > rows_read[-1] and rows_read == sorted(
-        rows_read, reverse=True
-    )
+    return Loop(request.param, model, prompts, by_transformers(model, prompts))
 
-    ends = [free[2][6]]
+
+@pytest.fixture
+def shrinking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches are made smaller as soon as a row ends."""
+    monkeypatch.setattr("moe_lab.evaluation.engines.hf.SHRINK", 0.9)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("shrinking")
+def test_loop_writes_what_transformers_does_whenever_rows_end(loop: Loop) -> None:
+    # rows end one after another, unless a model repeats one token
+    first = {text[0] for text in loop.texts}
+    ends = [loop.texts[2][0], *(text[8] for text in loop.texts if text[8] not in first)]
+    expected = [ended(text, ends) for text in loop.texts]
+    sizes = sizes_of_passes(loop.model)
+    texts = together(loop.model, loop.prompts, ends)
+    assert [text.tokens for text in texts] == expected
+    assert len(set(map(len, expected))) > 1
+    rows = [count for count, _ in sizes]
+    assert rows[0] == len(loop.prompts) > rows[-1] and rows == sorted(rows, reverse=True)
+
+
+def answer_rows(prompts: list[list[int]], texts: list[list[int]]) -> list[Row | None]:
+    """Answers that are read with the prompts: most begin as the texts do."""
     answers = [
-        starting_like(free[0], 4, [8, 9]),
-        starting_like(free[1], 0, []),
-        free[2],  # has an end token in its middle
+        starting_like(texts[0], 4, [8, 9]),
+        starting_like(texts[1], 0, []),
+        texts[2],  # has an end token in its middle
         None,
-        [*free[4], 5, 6],  # longer than the text may be
-        free[5][:2],
-        [*starting_like(free[6], 11, []), *range(3, 20)],
+        [*texts[4], 5, 6],  # longer than the text may be
+        texts[5][:2],
+        [*starting_like(texts[6], 11, []), *range(3, 20)],
     ]
-    rows = [
+    return [
         Row((*prompt, *answer), len(prompt) - number % 3) if answer else None
         for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
     ]
-    # after which a pass may give logits: too few to read answers, or enough
-    for tokens in (80, 10**6):
-        monkeypatch.setattr(
-            "moe_lab.evaluation.engines.hf.tokens_with_logits", lambda model, tokens=tokens: tokens
-        )
-        texts = together(model, prompts, ends, rows)
-        assert [text.tokens for text in texts] == [ended(text, ends) for text in free]
-        # whose caches cannot forget a token
-        read = tokens > 80 and name not in ("qwen3_next", "minimax")
-        assert [text.likelihood is not None for text in texts] == [
-            bool(row and read) for row in rows
-        ]
-        for text, row in zip(texts, rows, strict=True):
-            if text.likelihood:
-                ((total, likeliest),) = log_likelihoods(model, [row], 1)
-                assert text.likelihood == (pytest.approx(total, rel=1e-5), likeliest)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("shrinking")
+@pytest.mark.parametrize("tokens", [80, 10**6])
+def test_loop_writes_what_transformers_does_whatever_answers_are_read(
+    tokens: int, loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass may give logits of so many tokens: too few to read answers, or enough."""
+    ends = [loop.texts[2][6]]
+    rows = answer_rows(loop.prompts, loop.texts)
+    monkeypatch.setattr("moe_lab.evaluation.engines.hf.tokens_with_logits", lambda model: tokens)
+    texts = together(loop.model, loop.prompts, ends, rows)
+    assert [text.tokens for text in texts] == [ended(text, ends) for text in loop.texts]
+    # whose caches cannot forget a token
+    read = tokens > 80 and loop.name not in ("qwen3_next", "minimax")
+    assert [text.likelihood is not None for text in texts] == [bool(row and read) for row in rows]
+    for text, row in zip(texts, rows, strict=True):
+        if text.likelihood:
+            ((total, likeliest),) = log_likelihoods(loop.model, [row], 1)
+            assert text.likelihood == (pytest.approx(total, rel=1e-5), likeliest)
 
 
 @pytest.mark.slow

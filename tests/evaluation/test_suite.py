@@ -423,42 +423,59 @@ def test_an_evaluation_that_fails_leaves_no_folder(
 BLOCK = re.compile(r"^`([\w/.]+)`[^\n]*:\n\n```\w+\n(.*?)```", re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.slow
-def test_an_added_benchmark_is_asked_graded_and_in_the_report(tmp_path: Path) -> None:
-    """As docs/evaluation.md#adding-a-benchmark says it, in a copy of the repository."""
+STUDY_OF_COLOURS = (
+    "suite.benchmarks=[colours,pocket_rte]",
+    "criterion=frequency,man",
+    "calibration.tokens=2048",
+    "calibration.length=128",
+    "suite.limit=4",
+    "launcher=inline",
+    "report=false",
+    "store=store",
+)
+
+
+@pytest.fixture(scope="module")
+def extended_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the repository with the benchmark that docs/evaluation.md#adding-a-benchmark adds,
+    and the store of a study of it."""
+    folder = tmp_path_factory.mktemp("repository")
     for name in ("moe_lab", "analysis", "conf", "hydra_plugins"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     page = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
     section = page.partition("### Adding a benchmark\n")[2].partition("\n## ")[0]
     blocks = dict(BLOCK.findall(section))
     assert list(blocks) == ["colours.jsonl", "conf/benchmark/colours.yaml"]
     for file, text in blocks.items():
-        assert not (tmp_path / file).exists()
-        (tmp_path / file).write_text(text, encoding="utf-8")
+        assert not (folder / file).exists()
+        (folder / file).write_text(text, encoding="utf-8")
+    run_command(folder, "moe_lab", *STUDY_OF_COLOURS)
+    return folder
 
-    def started(*words: str) -> None:
-        done = preloaded.run(tmp_path, *words, PYTHONPATH=str(tmp_path))
-        assert done.returncode == 0, done.stdout + done.stderr
 
-    small = (
-        "calibration.tokens=2048",
-        "calibration.length=128",
-        "suite.limit=4",
-        "launcher=inline",
-        "report=false",
-    )
-    started(
-        "moe_lab",
-        "suite.benchmarks=[colours,pocket_rte]",
-        "criterion=frequency,man",
-        *small,
+def run_command(folder: Path, *arguments: str) -> None:
+    process = preloaded.run(folder, *arguments, PYTHONPATH=str(folder))
+    assert process.returncode == 0, process.stdout + process.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("criterion", ["frequency", "man"])
+def test_added_benchmark_is_asked_and_graded(criterion: str, extended_repository: Path) -> None:
+    (folder,) = (extended_repository / "store" / "evaluate").glob(f"*-{criterion}-*-colours-*")
+    assert [sample["item"] for sample in samples(folder)] == ["grass", "blood", "snow"]
+    assert {sample["outcome"] for sample in samples(folder)} <= {0.0, 1.0}
+
+
+@pytest.mark.slow
+def test_added_benchmark_is_in_the_report(extended_repository: Path, tmp_path: Path) -> None:
+    run_command(
+        extended_repository,
+        "analysis",
+        "unified.table1",
+        "winners",
         "store=store",
+        f"out={tmp_path / 'tables'}",
     )
-    for criterion in ("frequency", "man"):
-        (folder,) = (tmp_path / "store" / "evaluate").glob(f"*-{criterion}-*-colours-*")
-        assert [sample["item"] for sample in samples(folder)] == ["grass", "blood", "snow"]
-        assert {sample["outcome"] for sample in samples(folder)} <= {0.0, 1.0}
-    started("analysis", "unified.table1", "winners", "store=store", "out=tables")
     for name, column in (("unified.table1", None), ("winners", "Column")):
         with next((tmp_path / "tables").rglob(f"{name}.csv")).open(newline="") as file:
             rows = list(csv.DictReader(file))

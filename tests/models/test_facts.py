@@ -170,46 +170,66 @@ def test_parts_add_up_to_the_model(tmp_path: Path) -> None:
         )
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
-    code = inspect.main(list(words))
+def inspected(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """The exit code of `python -m moe_lab.inspect`, and its output in one line."""
+    code = inspect.main(list(arguments))
     printed = capsys.readouterr()
     return code, " ".join((printed.out + printed.err).replace("│", " ").split())
 
 
-def test_a_model_is_told_in_rows_and_why_not(
+def test_inspect_lists_what_is_known_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    code, output = inspected(capsys, "model=pocket_olmoe")
+    assert (
+        code == 0 and "supported yes" in output and "layers 0-3 32 experts of 64 channels" in output
+    )
+    assert "norm_topk_prob=False" in output
+    assert (
+        "3,688,576" in output
+        and "loading memory 0.01 GiB" in output
+        and "heapr" in output
+        and "padded" in output
+    )
+
+
+def test_inspect_reads_models_that_are_not_local(capsys: pytest.CaptureFixture[str]) -> None:
+    code, output = inspected(capsys, "model=qwen3_30b_a3b_instruct")
+    assert code == 0
+    assert "48 of 128 experts, top-8" in output and "loading memory 56.87 GiB" in output
+
+
+@pytest.mark.parametrize(
+    ("name", "router", "biased"),
+    [
+        (
+            "deepseek_v3:grouped",
+            "the best 4, chosen with a correction bias, from 2 of 4 groups",
+            False,
+        ),
+        ("gpt_oss", "best 4", True),
+    ],
+)
+def test_inspect_describes_routers_and_biases_of_experts(
+    name: str, router: str, biased: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny.config(name).save_pretrained(tmp_path)
+    code, output = inspected(capsys, "model=local", f"model.path={tmp_path}")
+    assert code == 0 and router in output and "exports natural, masked" in output
+    no_channels = "channels none, for its experts have biases" in output
+    assert ("heapr" in output) != no_channels == biased
+
+
+def test_inspect_names_an_unsupported_family(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, said = told(capsys, "model=pocket_olmoe")
-    assert code == 0 and "supported yes" in said and "layers 0-3 32 experts of 64 channels" in said
-    assert "norm_topk_prob=False" in said
-    assert (
-        "3,688,576" in said
-        and "loading memory 0.01 GiB" in said
-        and "heapr" in said
-        and "padded" in said
-    )
-    code, said = told(capsys, "model=qwen3_30b_a3b_instruct")
-    assert code == 0 and "48 of 128 experts, top-8" in said and "loading memory 56.87 GiB" in said
-    grouped = "deepseek_v3:grouped"
-    biased = "gpt_oss"
-    for name, router in (
-        (grouped, "the best 4, chosen with a correction bias, from 2 of 4 groups"),
-        (biased, "best 4"),
-    ):
-        tiny.config(name).save_pretrained(tmp_path)
-        code, said = told(capsys, "model=local", f"model.path={tmp_path}")
-        assert code == 0 and router in said and "exports natural, masked" in said
-        assert (
-            ("heapr" in said)
-            != ("channels none, for its experts have biases" in said)
-            == (name == biased)
-        )
     tiny.config("olmoe").save_pretrained(tmp_path)
     reconfigure(tmp_path, model_type="jetmoe")
-    code, said = told(capsys, "model=local", f"model.path={tmp_path}")
-    assert code == 1 and "no: model_type=jetmoe is not supported" in said
-    code, said = told(capsys, "model=local", "model.path=nobody/nothing")
-    assert code == 1 and "give a folder" in said and "expected" not in said
+    code, output = inspected(capsys, "model=local", f"model.path={tmp_path}")
+    assert code == 1 and "no: model_type=jetmoe is not supported" in output
+
+
+def test_inspect_reports_a_missing_model(capsys: pytest.CaptureFixture[str]) -> None:
+    code, output = inspected(capsys, "model=local", "model.path=nobody/nothing")
+    assert code == 1 and "give a folder" in output and "expected" not in output
 
 
 def skeleton(kind: str, **settings: object) -> torch.nn.Module:

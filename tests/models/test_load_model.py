@@ -11,6 +11,7 @@ from pathlib import Path
 from threading import Event
 from time import monotonic
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import httpx
@@ -46,28 +47,39 @@ def halved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_loaded_model_is_ready_to_be_scored(
-    halved: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_loaded_model_is_ready_to_be_scored(halved: Path) -> None:
     model, tokenizer = load_model(settings(halved, threads=1))
     assert model.dtype == torch.float32 and not model.training
     assert set(model.get_experts_implementation().values()) == {experts.CPU_EXPERTS}
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert tokenizer.pad_token == "</s>" and model.generation_config.pad_token_id is not None
+
+
+def test_loading_prints_nothing(halved: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    load_model(settings(halved, threads=1))
     assert capfd.readouterr() == ("", "")
-    chosen, _ = load_model(settings(halved, dtype="bfloat16"))
-    assert chosen.dtype == torch.bfloat16 and set(chosen.get_experts_implementation().values()) == {
-        "eager"
-    }
+
+
+def test_loaded_weights_are_those_of_the_checkpoint(halved: Path) -> None:
+    model, _ = load_model(settings(halved, threads=1))
     expected = tiny.build("olmoe", dtype=torch.bfloat16).float()
-    assert torch.equal(
-        model(input_ids=tiny.tokens()).logits, expected(input_ids=tiny.tokens()).logits
-    )
-    for device in ("cuda:99", *(["balanced"] if not torch.cuda.is_available() else [])):
-        with pytest.raises(
-            UserError, match=rf"model\.device={device}: this machine has \d+ CUDA devices"
-        ):
-            load_model(settings(halved, device=device))
+    ids = tiny.tokens()
+    assert torch.equal(model(input_ids=ids).logits, expected(input_ids=ids).logits)
+
+
+def test_model_is_loaded_in_the_dtype_of_its_settings(halved: Path) -> None:
+    model, _ = load_model(settings(halved, dtype="bfloat16"))
+    assert model.dtype == torch.bfloat16
+    assert set(model.get_experts_implementation().values()) == {"eager"}
+
+
+@pytest.mark.parametrize(
+    "device", ["cuda:99", *([] if torch.cuda.is_available() else ["balanced"])]
+)
+def test_missing_device_is_refused(device: str, halved: Path) -> None:
+    message = rf"model\.device={re.escape(device)}: this machine has \d+ CUDA devices"
+    with pytest.raises(UserError, match=message):
+        load_model(settings(halved, device=device))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
@@ -219,38 +231,53 @@ def test_without_trust_one_sentence_says_what_to_set(case: SimpleNamespace, tmp_
     load_model(settings(tmp_path))
 
 
-def test_the_plugin_of_vllm_reads_exports_as_models_of_their_family(tmp_path: Path) -> None:
-    """And refuses those that vLLM would serve wrong. vLLM's own classes are none of its
-    business."""
-    tiny.save("olmoe", tmp_path / "model")
-    counts = {0: 8, 1: 9, 2: 10}
-    plan = Plan.of_experts(
-        {layer: tuple(range(count)) for layer, count in counts.items()}, dict.fromkeys(range(3), 16)
-    )
-    out = export(tmp_path / "model", plan, tmp_path / "out")
-    stock, config = (
-        json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "model", out)
-    )
+COUNTS = {0: 8, 1: 9, 2: 10}
+"""Layer -> number of experts in the export."""
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The export of a model, beside the model."""
+    folder = tmp_path_factory.mktemp("uneven")
+    tiny.save("olmoe", folder / "model")
+    retained = {layer: tuple(range(count)) for layer, count in COUNTS.items()}
+    plan = Plan.of_experts(retained, dict.fromkeys(range(3), 16))
+    return export(folder / "model", plan, folder / "out")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
+
+
+def test_vllm_plugin_reads_exports_as_models_of_their_family(uneven: Path) -> None:
+    """vLLM's own classes are none of its business."""
+    stock = read_config(uneven.parent / "model")
     assert vllm_plugin.family_config("x", stock) == stock
-    assert vllm_plugin.family_config("x", config) == {
+    assert vllm_plugin.family_config("x", read_config(uneven)) == {
         **stock,
         "architectures": ["PrunedOlmoeForCausalLM"],
         "num_experts": 10,
-        vllm_plugin.LAYERS: {str(layer): {"num_experts": count} for layer, count in counts.items()},
+        vllm_plugin.LAYERS: {str(layer): {"num_experts": count} for layer, count in COUNTS.items()},
     }
-    about = config["pruned"]
-    ragged = {"0": {"experts": 2, "widths": [1, 2]}}
-    for changed, word in (
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
         ({"format": 3}, "pruned.format=3"),
-        ({"layers": ragged}, "export=padded"),
-    ):
-        with pytest.raises(ValueError, match="export") as caught:
-            vllm_plugin.family_config(str(out), {**config, "pruned": {**about, **changed}})
-        assert (
-            word in str(caught.value)
-            and str(out) in str(caught.value)
-            and "\n" not in str(caught.value)
-        )
+        ({"layers": {"0": {"experts": 2, "widths": [1, 2]}}}, "export=padded"),
+    ],
+)
+def test_vllm_plugin_refuses_exports_that_vllm_would_serve_wrong(
+    change: dict[str, Any], message: str, uneven: Path
+) -> None:
+    config = read_config(uneven)
+    config["pruned"].update(change)
+    with pytest.raises(ValueError, match="export") as error:
+        vllm_plugin.family_config(str(uneven), config)
+    text = str(error.value)
+    assert message in text and str(uneven) in text and "\n" not in text
 
 
 # ---- where files are, and what tells one model from another
@@ -283,44 +310,62 @@ def test_fingerprint_depends_on_content_alone(folder: Path, original: Path) -> N
         shutil.copy(original / file, folder)
 
 
-def test_a_folder_and_its_hub_name_are_one_model(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The hub's cache holds weights as links to files named by their sha256."""
-    place = tmp_path / "hub/models--owner--name"
-    in_the_cache = ModelConfig(name="n", path="owner/name")
-    (place / "refs").mkdir(parents=True)
-    (place / "refs/main").write_text("c0ffee" * 6 + "c0de")
-    (snapshot := place / "snapshots" / ("c0ffee" * 6 + "c0de")).mkdir(parents=True)
-    (place / "blobs").mkdir()
+ON_THE_HUB = ModelConfig(name="n", path="owner/name")
+
+
+@pytest.fixture
+def snapshot(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The checkpoint in the hub's cache, which holds weights as links to files named by their
+    sha256."""
+    root = tmp_path / "hub/models--owner--name"
+    commit = "c0ffee" * 6 + "c0de"
+    (root / "refs").mkdir(parents=True)
+    (root / "refs/main").write_text(commit)
+    (root / "snapshots" / commit).mkdir(parents=True)
+    (root / "blobs").mkdir()
     for file in folder.iterdir():
-        blob = place / "blobs" / hashlib.sha256(file.read_bytes()).hexdigest()
+        blob = root / "blobs" / hashlib.sha256(file.read_bytes()).hexdigest()
         shutil.copy(file, blob)
-        (snapshot / file.name).symlink_to(blob)
+        (root / "snapshots" / commit / file.name).symlink_to(blob)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     files._fingerprint_there.cache_clear()
-    assert fingerprint_of(in_the_cache) == fingerprint(folder)
+    return root / "snapshots" / commit
+
+
+@pytest.mark.usefixtures("snapshot")
+def test_model_in_the_hub_cache_has_the_identity_of_a_folder(folder: Path) -> None:
+    assert fingerprint_of(ON_THE_HUB) == fingerprint(folder)
     size = size_of(ModelConfig(name="n", path=str(folder)))
-    assert size and size_of(in_the_cache) == size
+    assert size and size_of(ON_THE_HUB) == size
+
+
+@pytest.fixture(params=[True, False], ids=["stated", "unstated"])
+def remote(
+    request: pytest.FixtureRequest, folder: Path, snapshot: Path, monkeypatch: pytest.MonkeyPatch
+) -> bool:
+    """Whether the hub states the files of a model, with the sha256 of weights, whose weights are
+    not in the cache."""
     stated: dict[str, tuple[int, str]] = {"README.md": (1, ""), "old/a.safetensors": (1, "")}
     for file in folder.glob("*.safetensors"):
         stated[file.name] = file.stat().st_size, hashlib.sha256(file.read_bytes()).hexdigest()
     for link in snapshot.glob("*.safetensors"):
         link.unlink()
     monkeypatch.setattr(files, "configuration_folder", lambda _: snapshot)
-    # the hub states the sha256 of weights
-    for found, expected in ((stated, fingerprint(folder)), (None, None)):
-        monkeypatch.setattr(files, "stated_files", lambda *_, found=found: found)
-        files._fingerprint_there.cache_clear()
-        assert fingerprint_of(in_the_cache) == expected
-        monkeypatch.setattr(config_json, "stated_files", lambda *_, found=found: found)
-        config_json._measured.cache_clear()
-        measured = size_of(in_the_cache)
-        assert (
-            measured is None
-            if found is None
-            else measured.bytes == pytest.approx(size.bytes, rel=0.1)
-        )
+    for module in (files, config_json):
+        monkeypatch.setattr(module, "stated_files", lambda *_: stated if request.param else None)
+    files._fingerprint_there.cache_clear()
+    config_json._measured.cache_clear()
+    return bool(request.param)
+
+
+def test_model_on_the_hub_has_the_fingerprint_of_a_folder(remote: bool, folder: Path) -> None:
+    assert fingerprint_of(ON_THE_HUB) == (fingerprint(folder) if remote else None)
+
+
+def test_model_on_the_hub_has_about_the_size_of_a_folder(remote: bool, folder: Path) -> None:
+    local = size_of(ModelConfig(name="n", path=str(folder)))
+    size = size_of(ON_THE_HUB)
+    assert size is None if not remote else size.bytes == pytest.approx(local.bytes, rel=0.1)
 
 
 def test_a_large_file_is_read_once_and_again_when_it_changes(

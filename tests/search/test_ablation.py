@@ -6,7 +6,7 @@ import math
 from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import naive
 import pytest
@@ -71,27 +71,49 @@ def naive_rises(
     return found
 
 
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
-def test_rises_are_those_of_changed_weights(name: str) -> None:
-    model = tiny.build(name, **tiny.few_experts(name))
+class Rises(NamedTuple):
+    """Rises of the loss of a model by layer: measured without each expert and with scaled outputs,
+    and from changed weights."""
+
+    model: Any
+    weights: dict[str, Any]
+    ablation: Any
+    scaling: Any
+    expected: dict[int, tuple[list[float], float]]
+
+
+@pytest.fixture(scope="module", params=tiny.ARCHITECTURES)
+def rises(request: pytest.FixtureRequest) -> Rises:
+    model = tiny.build(request.param, **tiny.few_experts(request.param))
     ids, valid = (part[:2, 2:14] for part in naive.batch())
-    before = dict(model.named_parameters())
-    without = ablate(model, [(ids, valid)]).layers
-    scaled = loss_rises(model, "scaling", [(ids[:1], valid[:1]), (ids[1:], valid[1:])])
-    expected = naive_rises(model, ids, valid)
-    assert (
-        scaled.header["kind"] == "scaling"
-        and scaled.layers.keys() == expected.keys() == without.keys()
-    )
-    for index, (of_experts, of_layer) in expected.items():
-        assert {without[index]["ablation"].dtype, scaled.layers[index]["scaling"].dtype} == {
-            torch.float64
-        }
-        assert without[index]["ablation"].tolist() == pytest.approx(of_experts, abs=3e-6), index
+    weights = dict(model.named_parameters())
+    ablation = ablate(model, [(ids, valid)]).layers
+    scaling = loss_rises(model, "scaling", [(ids[:1], valid[:1]), (ids[1:], valid[1:])])
+    return Rises(model, weights, ablation, scaling, naive_rises(model, ids, valid))
+
+
+def test_rises_of_experts_are_those_of_changed_weights(rises: Rises) -> None:
+    assert rises.ablation.keys() == rises.expected.keys()
+    for index, (of_experts, _) in rises.expected.items():
+        ablation = rises.ablation[index]["ablation"]
+        assert ablation.dtype == torch.float64
+        assert ablation.tolist() == pytest.approx(of_experts, abs=3e-6), index
         assert max(map(abs, of_experts)) > 1e-3
-        assert scaled.layers[index]["scaling"].tolist() == pytest.approx(of_layer, abs=3e-6), index
-    assert max(abs(of_layer) for _, of_layer in expected.values()) > 1e-4
-    assert all(tensor is before[key] for key, tensor in model.named_parameters())
+
+
+def test_rises_of_layers_are_those_of_changed_weights(rises: Rises) -> None:
+    assert rises.scaling.header["kind"] == "scaling"
+    assert rises.scaling.layers.keys() == rises.expected.keys()
+    for index, (_, of_layer) in rises.expected.items():
+        scaling = rises.scaling.layers[index]["scaling"]
+        assert scaling.dtype == torch.float64
+        assert scaling.tolist() == pytest.approx(of_layer, abs=3e-6), index
+    assert max(abs(of_layer) for _, of_layer in rises.expected.values()) > 1e-4
+
+
+def test_measuring_rises_leaves_the_model(rises: Rises) -> None:
+    model = rises.model
+    assert all(tensor is rises.weights[key] for key, tensor in model.named_parameters())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
