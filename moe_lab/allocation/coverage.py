@@ -135,7 +135,8 @@ def needs(parameters: Mapping[str, Any]) -> tuple[str, ...]:
     if parameters.get("intra", "coverage") in BY_PRIOR:
         prior = parameters.get("prior", "ala1")
         if prior in PRIORS:
-            steps.add(PRIORS[prior][0])  # the step that measures it
+            step, _name, _read = PRIORS[prior]
+            steps.add(step)
     return tuple(sorted(steps))
 
 
@@ -148,35 +149,35 @@ def cover(groups: Sequence[Array], prior: Array, budget: int) -> Budget:
     0 (G,).
 
     Group g takes its channel n+1 as soon as alpha phi_g S_g > S_g(n), so the channels of all groups
-    are sorted by S_g(n) / (S_g phi_g) and the first `budget` are taken; of equal groups, of the one
-    with the larger phi, then of the first. Groups with phi = 0 and, after these, channels without
-    any score come last.
+    are sorted by S_g(n) / (S_g phi_g) and the first `budget` are retained. Of channels with equal
+    values, those of the group with the larger phi come first, then those of the first group. Groups
+    with phi = 0 and, after these, channels with scores <= 0 come last.
     """
     order = numpy.argsort(-prior, kind="stable")
     thresholds = [_thresholds(groups[group], prior[group]) for group in order]
     owner = numpy.repeat(order, [len(threshold) for threshold in thresholds])
     flat = numpy.concatenate(thresholds)
-    taken = numpy.argsort(flat, kind="stable")
-    return numpy.bincount(owner[taken[:budget]], minlength=len(groups))
+    ranking = numpy.argsort(flat, kind="stable")
+    return numpy.bincount(owner[ranking[:budget]], minlength=len(groups))
 
 
 def _thresholds(scores: Array, prior: float) -> Array:
-    """The alpha above which each channel of a group, best first, is taken."""
+    """The alpha above which each channel of a group is retained, from the best channel on."""
     descending = numpy.sort(numpy.maximum(scores, 0))[::-1]
-    reached = numpy.cumsum(descending)
-    if reached[-1] <= 0:
+    sums = numpy.cumsum(descending)
+    if sums[-1] <= 0:
         return numpy.full(len(scores), numpy.inf)
-    share = (reached - descending) / reached[-1]
+    share = (sums - descending) / sums[-1]
     threshold = share / prior if prior > 0 else BEYOND * (1 + share)
     thresholds: Array = numpy.where(descending > 0, threshold, numpy.inf)
     return thresholds
 
 
 def expert_prior(prior: Prior, evidence: Evidence, layer: int, n_experts: int) -> Array:
-    """The prior of each expert of `layer` (E,), >= 0, up to a factor; the formula of each:
-    docs/allocations.md.
+    """The prior of each expert of `layer` (E,), >= 0, up to a factor; docs/allocations.md has the
+    formulas.
 
-    An expert that opposes the others (a negative attribution) counts as 0.
+    The prior of an expert with a negative attribution, which opposes the other experts, is 0.
     """
     if prior == "none":
         return numpy.ones(n_experts)
@@ -194,37 +195,38 @@ PRIORS: Mapping[str, tuple[str, str, Callable[[Array], Array]]] = {
     "router_weight": ("statistics", "sums_model", lambda sums: sums[:, 1, 0]),
     "ala_lm": ("gradients", "channel_product", lambda product: -product.sum(axis=1)),
 }
-"""Prior -> the step that measures it, the name there, and how it is read from that array."""
+"""Prior -> the step that measures it, the name of an array among the step's results, and the
+function that turns this array into the prior."""
 
 
 @dataclass(config=SETTINGS, frozen=True)
 class Alignment:
-    """How widths are rounded: allocation.parameters.align."""
+    """Rounding of widths: allocation.parameters.align."""
 
     block: Positive
-    """Kept channels of an expert are a multiple of this."""
+    """The number of retained channels of an expert is a multiple of this."""
     min_channels: Count | None = None
     """Experts with fewer channels than this lose them all; null takes `block`."""
     order: Literal["remainder", "scores"] = "remainder"
-    """Which experts get the blocks that rounding down leaves over: see `align`."""
+    """Order in which experts get the blocks that rounding down leaves over: see `align`."""
 
     @property
     def fewest(self) -> int:
-        """The smallest number of channels that an expert can keep."""
+        """The smallest number of channels that an expert can retain, except 0."""
         return self.block if self.min_channels is None else self.min_channels
 
 
 def alignment_of(settings: Mapping[str, Any]) -> Alignment | None:
-    """The alignment that the fields of AllocationConfig ask for, if any. UserError for a value that
-    cannot work."""
+    """The alignment in `settings`, fields of AllocationConfig; None without one. UserError for
+    invalid values."""
     value = settings["parameters"].get("align")
     return None if value is None else valid(Alignment, value, "allocation.parameters.align")
 
 
 def check_fits(alignment: Alignment, layers: Mapping[int, Mapping[str, Any]], ratio: float) -> None:
     """Raise UserError when experts are narrower than a block or min_channels, and RatioTooSmall
-    when whole blocks hold fewer channels than `ratio` keeps. `layers`: layer -> n_experts, width,
-    which a block need not divide."""
+    when whole blocks hold fewer channels than `ratio` retains. `layers`: layer -> n_experts, width.
+    A width need not be a multiple of the block."""
     block = alignment.block
     width = min((facts["width"] for facts in layers.values()), default=block)
     for name, least in (("block", block), ("min_channels", alignment.fewest)):
@@ -274,8 +276,9 @@ def _aligned(budgets: Budget, scores: Array, alignment: Alignment) -> Budget:
     active = (budgets >= alignment.fewest) & (budgets > 0)
     rounded = numpy.where(active, budgets // block * block, 0)
     lost: NDArray[Any] = budgets - rounded
-    rest = int(lost.sum()) // block
-    if alignment.order == "scores":  # the sum of those of the channels ranked rounded .. budget - 1
+    leftover = int(lost.sum()) // block
+    if alignment.order == "scores":
+        # the summed scores of the channels that rounding drops
         descending = -numpy.sort(-scores, axis=1)
         rank = numpy.arange(scores.shape[1])
         is_lost = (rank >= rounded[:, None]) & (rank < budgets[:, None])
@@ -283,11 +286,11 @@ def _aligned(budgets: Budget, scores: Array, alignment: Alignment) -> Budget:
     room = numpy.where(active, (scores.shape[1] - rounded) // block, 0)
     order = numpy.argsort(-lost, kind="stable")
     added = numpy.zeros_like(room)
-    while rest > 0:
-        experts = order[(added < room)[order]][:rest]
+    while leftover > 0:
+        experts = order[(added < room)[order]][:leftover]
         if not experts.size:
             break
         added[experts] += 1
-        rest -= len(experts)
+        leftover -= len(experts)
     aligned: Budget = rounded + block * added
     return aligned
