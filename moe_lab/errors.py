@@ -149,7 +149,7 @@ def secrets_in(setting: str, value: Any) -> Iterator[str]:
 
 
 def mask(text: str) -> str:
-    """`text` with *** in place of the values of environment variables whose names are those of
+    """`text` with *** in place of the values of environment variables that are named like
     secrets."""
     values = {
         value

@@ -1,8 +1,8 @@
 """Write JSON files atomically, read them with a check of their shape, and cache results of batches
 in them.
 
-The documents of a store are sealed: the sha256 of their text is their last key, so that a changed
-byte is noticed by whoever reads them.
+The documents of a store are sealed: the sha256 of their text is their last key, so that readers
+notice a changed byte.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def write_text(path: Path, text: str, mode: int | None = None) -> None:
     """Write a file atomically: a reader sees the old file or the whole new one. After an error
     nothing remains.
 
-    `mode`: permissions of the file, None for those of the umask.
+    `mode`: permissions of the file; None: by the umask.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:

@@ -65,7 +65,7 @@ def code_of(name: str, file: Path) -> tuple[dict[str, Path], dict[str, str]]:
     """Name -> file of the module `name` in `file` and of all local modules that it imports,
     directly or not; and name -> version of the installed packages that it imports.
 
-    Local modules are those in the same folder or package, all parts of a namespace package
+    Local modules are modules in the same folder or package, all parts of a namespace package
     included, and packages that are installed as editable. The code is parsed and not run. Imports
     are import statements, inside functions too; if the code has the name `import_module` or
     `__import__`, every literal text may be the name of a module. Data files are left out.

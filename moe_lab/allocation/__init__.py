@@ -60,7 +60,7 @@ class Allocation:
     """Which step makes the plan: the plan step from numbers alone, or one that runs the model."""
     parameters: Mapping[str, Any] | None = field(default_factory=dict)
     """Parameter that another step reads -> its type; the parameters of a function are its keywords.
-    None: the other step checks its parameters itself."""
+    None: the step that decides checks the parameters."""
     uneven: tuple[Granularity, ...] = ()
     """Granularities at which the retained numbers differ by design: of experts between layers, or
     of channels between experts."""
@@ -156,8 +156,8 @@ ZeroExpert = Literal["keep_null", "drop"]
 
 
 def check(settings: AllocationConfig, granularity: Granularity = "expert") -> None:
-    """Raise UserError unless the allocation exists, allocates what the criterion scores ("expert"
-    or "channel"), and every field and parameter belongs to it and has a valid value."""
+    """Raise UserError unless the allocation exists, can allocate the `granularity` that the
+    criterion scores, and every field and parameter belongs to it and has a valid value."""
     allocation = get(settings.name)
     if granularity not in allocation.functions:
         allocated = next(iter(allocation.functions))
@@ -179,7 +179,7 @@ def check(settings: AllocationConfig, granularity: Granularity = "expert") -> No
             "allocation.parameters",
         )
     if settings.name == "list":
-        # raises UserError if the file lists the other granularity
+        # raises UserError if the file lists channels for experts, or experts for channels
         listed.read_as(settings.path, granularity)
     if settings.by is not None:
         criteria.check(settings.by, {})
@@ -362,8 +362,8 @@ def _check_experts(ratio: float, settings: Mapping[str, Any], layers: Layers) ->
 
 
 def _function(settings: Mapping[str, Any], granularity: Granularity) -> Function:
-    """The function that decides the allocation, with its parameters bound. UserError when it is for
-    the other granularity or another step decides."""
+    """The function that decides the allocation, with its parameters bound. UserError when it does
+    not allocate this granularity, or when another step decides."""
     allocation = get(settings["name"])
     function = allocation.functions.get(granularity)
     if function is None:

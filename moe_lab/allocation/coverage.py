@@ -113,8 +113,8 @@ def _divide_layer(intra: str, scores: Array, targets: Array | None, budget: int)
 
 
 def _cover_layers(problem: Channels, shares: Array) -> dict[int, int]:
-    """Layer -> channels it retains by CBA over the pooled channels of each layer, and those of
-    protected experts."""
+    """Layer -> channels it retains: all channels of protected experts, and further channels by CBA
+    over the pooled channels of each layer."""
     budgets = problem.fixed
     free = problem.sizes > problem.fixed
     if free.any():

@@ -46,11 +46,11 @@ Result = TypeVar("Result")
 
 
 class RatioTooLarge(UserError):
-    """Infeasible at this ratio and at all larger ones, but perhaps feasible at a smaller one."""
+    """Infeasible at this ratio and all larger ratios, but perhaps feasible at a smaller ratio."""
 
 
 class RatioTooSmall(UserError):
-    """Infeasible at this ratio and at all smaller ones, but perhaps feasible at a larger one."""
+    """Infeasible at this ratio and all smaller ratios, but perhaps feasible at a larger ratio."""
 
 
 def or_suggest_ratio(decide: Callable[[float], Result], ratio: float) -> Result:
@@ -245,8 +245,8 @@ class Limits:
     step: int
     """Numbers of retained experts are multiples of this."""
     fewest: int
-    """The smallest number of experts with which the router works and all protected ones are
-    retained."""
+    """The smallest number of experts with which the router works and which includes all protected
+    experts."""
 
     @property
     def smallest(self) -> int:

@@ -196,7 +196,7 @@ def smooth(values: Array, name: Smoothing) -> Array:
     """Smooth `values` >= 0 (n,): g(x) for x = values / mean(values), then at least 1e-6 of the sum,
     so none is zero. sqrt: x^(1/2), as in MoE-Slimming's paper; its code takes four roots, with
     clipping. log: ln(1 + 5x). huber: x up to d = mean + std/2, above it d + (d (x - d))^(1/2).
-    clip: x within mean +- std/2. none: x. std is that of the population. All-zero values give equal
+    clip: x within mean +- std/2. none: x. std is the population's. All-zero values give equal
     targets."""
     total = values.sum()
     if total <= 0:

@@ -180,7 +180,7 @@ def valid(kind: type[T] | Any, content: Any, group: str, origin: str = "") -> T:
     """The settings in `content` as an object of `kind`.
 
     Raises SettingsError with all mistakes. `group`: dotted name of the settings in messages, such
-    as allocation.parameters, "" for those of a study. `origin`: the choice that `content` is from,
+    as allocation.parameters, "" for a whole study. `origin`: the choice that `content` is from,
     if messages name it, such as calibration=c4.
     """
     try:
@@ -230,7 +230,7 @@ _EXPECTED = {
     "less_than_equal": "at most {le}",
     "too_short": "at least {min_length}",
 }
-"""Kind of mistake -> what was expected."""
+"""Kind of mistake -> expected value."""
 
 
 def _sentence(item: Mapping[str, Any], kind: Any, key: str, path: list[str]) -> str:

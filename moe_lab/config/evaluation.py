@@ -93,7 +93,7 @@ class BackendConfig(Group):
     runtime = frozenset({"ready_seconds", "python"})
 
     name: Literal["hf", "server", "vllm"] = "hf"
-    """What generates texts: hf (the loaded model), vllm (an engine of vLLM, which also gives
+    """Engine that generates texts: hf (the loaded model), vllm (an engine of vLLM, which also gives
     likelihoods), or server (a server that is started for an exported checkpoint)."""
     command: str | None = None
     """Command line that starts the server, with {checkpoint}, {port} and {name}."""

@@ -87,7 +87,8 @@ class _Reader:
         self.valid = valid
         self.states: States = {}
         self.likelihood = self._likelihood((0,) * len(layers), self.states)
-        """() fp64: that of the unpruned model, which also fills `states`."""
+        """() fp64: log-likelihood of the rows under the unpruned model. Computing it fills
+        `states`."""
         if not bool(self.likelihood.isfinite()):
             raise UserError(
                 "the loss of the unpruned model is NaN or infinite on this text: expected finite "

@@ -79,12 +79,15 @@ class Batch:
 class Candidates:
     """The fitness of schedules over a search set, for one model and one ranking of its experts.
 
-    `rows` are as from answer_batches. Values equal those of masking the model and running all of it
-    on the whole set. Three computations are saved: layers before the first layer in which a
-    schedule differs from another schedule of the same call or from the elites, the best schedules
-    so far; the vocabulary head at positions that are not evaluated; and the unpruned model's
-    log-probabilities, which are stored if they fit `settings.memory_budget`. Hidden states of the
-    elites use the rest of that budget.
+    `rows` are as from answer_batches. Values equal those of the masked model, run from its first to
+    its last layer on the whole set. Three computations are saved:
+
+    - layers before the first layer in which a schedule differs from another schedule of the same
+      call or from the elites, the best schedules so far;
+    - the vocabulary head at positions that are not evaluated;
+    - the unpruned model's log-probabilities, which are stored if they fit `settings.memory_budget`.
+
+    Hidden states of the elites use the rest of that budget.
     """
 
     def __init__(

@@ -48,7 +48,8 @@ class SearchSettings:
     OLMoE."""
 
     population: Positive = 32
-    """P: schedules of the first generation; later ones have the elites and P - m children."""
+    """P: schedules of the first generation; later generations have the elites and P - m
+    children."""
     elites: Positive = 4
     """m: the best schedules so far, which stay in the population and are the parents."""
     generations: Positive = 50

@@ -82,7 +82,7 @@ def contexts(
     answer tokens, `answers` (B, S). With `shift`, these are the positions that predict an answer
     token (no position predicts the first token of a row). Without, they are the positions of the
     answer tokens, as in the released code of EvoESAP: they include the prediction of the token
-    after an answer, and not that of the answer's first token."""
+    after an answer, and not the prediction of the answer's first token."""
     is_evaluated = pad(answers[:, 1:], (0, 1)) if shift else answers.clone()
     draws = torch.rand(int(is_evaluated.sum()), generator=generator, dtype=torch.float64)
     targets = pad(ids[:, 1:], (0, 1))[is_evaluated]

@@ -54,7 +54,7 @@ def reconstruct(
     each layer.
 
     Each layer loses the share `ratio` as in allocation=uniform; of choices with equal errors, the
-    one that drops the lower ids is best. `facts` are those of the model. The pass runs every expert
+    one that drops the lower ids is best. `facts`: facts of the model. The pass runs every expert
     on every token and a router once for each choice; errors are computed from inner products of the
     experts' outputs, so memory does not grow with the number of choices. `read` makes the pass, by
     `gather` or `stream`, and returns the sums that the given hook collects. UserError as

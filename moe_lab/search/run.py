@@ -44,7 +44,7 @@ def search(
     """Search for the schedule of highest fitness and write plan.json, history.parquet and
     search.json in `out`.
 
-    `facts` are those of the model, perhaps with protected experts; `scores`: layer -> a score per
+    `facts`: facts of the model, perhaps with protected experts; `scores`: layer -> a score per
     expert, of which the lowest are dropped first; `settings`: fields of AllocationConfig and the
     ratio; `text`: the search set, tasks with answers. The fitness values of every generation are
     saved in the folder `partial`, which belongs to this search alone; an interrupted search resumes

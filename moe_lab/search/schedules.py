@@ -71,7 +71,7 @@ class Space:
         removed = []
         remaining = self.units
         for ways in self._ways[1:]:
-            # schedules in which this layer loses `count` units come before those with more
+            # schedules in which this layer loses fewer units come first
             count = 0
             while number >= ways[remaining - count]:
                 number -= ways[remaining - count]

@@ -29,7 +29,7 @@ class ForwardHook(StatisticsHook):
 
     kind = "forward"
     residual: torch.Tensor | None = None
-    """(T, H) residual stream before the MoE block, from the block's call to that of the experts."""
+    """(T, H) residual stream before the MoE block, until the block's experts have run."""
     logits: torch.Tensor | None = None
     """(T, E) logits of the router's last call; None if it returns none."""
     call: ExpertsCall | None = None

@@ -28,8 +28,8 @@ CHECKPOINT = "checkpoint.safetensors"
 SAVE_INTERVAL = 180.0
 """Fewest seconds between two saves of a pass."""
 SAVE_FACTOR = 50
-"""Fewest seconds between two saves, as a multiple of those that the last save took: saving takes at
-most 2 % of a pass."""
+"""Fewest seconds between two saves, as a multiple of the seconds that the last save took. Saving
+takes at most 2 % of a pass."""
 Batch = tuple[torch.Tensor, torch.Tensor]
 """(input_ids, valid), (B, S) int64 and (B, S) bool: the tokens, and which of them count."""
 
