@@ -193,11 +193,16 @@ def loss_needs(parameters: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def smooth(values: Array, name: Smoothing) -> Array:
-    """Smooth `values` >= 0 (n,): g(x) for x = values / mean(values), then at least 1e-6 of the sum,
-    so none is zero. sqrt: x^(1/2), as in MoE-Slimming's paper; its code takes four roots, with
-    clipping. log: ln(1 + 5x). huber: x up to d = mean + std/2, above it d + (d (x - d))^(1/2).
-    clip: x within mean +- std/2. none: x. std is the population's. All-zero values give equal
-    targets."""
+    """Smooth `values` >= 0 (n,): g(x) for x = values / mean(values), at least 1e-6 of the sum, so
+    that no result is zero. All-zero values give equal results. `name` chooses g; std is the
+    population's:
+
+    sqrt   x^(1/2), as in MoE-Slimming's paper; its code takes four roots, with clipping
+    log    ln(1 + 5x)
+    huber  x up to d = mean + std/2, above it d + (d (x - d))^(1/2)
+    clip   x within mean +- std/2
+    none   x
+    """
     total = values.sum()
     if total <= 0:
         return numpy.ones_like(values)

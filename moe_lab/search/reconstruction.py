@@ -79,12 +79,11 @@ def _best(choices: Mapping[int, Sequence[tuple[int, ...]]], sums: Layers) -> Rec
     for layer, subsets in choices.items():
         errors = sums[layer]["error"].sqrt().tolist()
         norm = sqrt(float(sums[layer]["square"]))
-        best = errors.index(min(errors))
-        retained[layer] = subsets[best]
-        for number, (subset, error) in enumerate(zip(subsets, errors, strict=True)):
-            table.append(
-                (layer, list(subset), error, error / norm if norm else 0.0, number == best)
-            )
+        best = subsets[errors.index(min(errors))]
+        retained[layer] = best
+        for subset, error in zip(subsets, errors, strict=True):
+            relative = error / norm if norm else 0.0
+            table.append((layer, list(subset), error, relative, subset == best))
     return Reconstruction(retained, table)
 
 

@@ -140,6 +140,7 @@ def accepted_and_proposed(
         drafted = [
             [*ids[number], int(token)] for number, token in zip(unfinished, draft, strict=True)
         ]
+        # two rows for each text: at the position before the draft, and at the draft
         verified = full(*_padded(drafted, 2))
         p = verified[0::2]
         p_after_draft = verified[1::2]

@@ -150,6 +150,7 @@ def stream_back(
     check_loss(batches)
     first = min(streamed.moe)
     last = len(streamed.layers)
+    # parts of the pass: `last` layers forward, the loss, and the layers from `first` on backward
     layer_pass = LayerPass(
         streamed,
         batches,
