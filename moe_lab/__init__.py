@@ -122,7 +122,7 @@ def calibrate(
     from moe_lab.allocation import grouping
     from moe_lab.models.facts import model_facts
     from moe_lab.models.identity import check_tokenizer, model_digests
-    from moe_lab.statistics import by_layer
+    from moe_lab.statistics import merge_passes
 
     needs = dict.fromkeys(need for criterion in criteria for need in registry.get(criterion).needs)
     needs |= dict.fromkeys(grouping.needs(replacement))
@@ -133,7 +133,7 @@ def calibrate(
     with _evaluated(model):
         sums = {str(need): _gather(need, model, calibration.rows) for need in needs}
     empty: Mapping[int, Mapping[str, Any]] = {layer: {} for layer in facts["layers"]}
-    layers = by_layer([empty, *sums.values()])
+    layers = merge_passes([empty, *sums.values()])
     digests = {name: compute() for name, compute in model_digests(model)}
     return ModelStatistics(layers, sums, facts, calibration.report, digests)
 

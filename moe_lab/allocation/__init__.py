@@ -18,7 +18,7 @@ from pydantic import Strict
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from moe_lab import criteria
-from moe_lab.allocation import coverage, grouping, listed, shapes
+from moe_lab.allocation import coverage, grouping, list_file, shapes
 from moe_lab.allocation.problem import (
     Budgets,
     Channels,
@@ -108,7 +108,7 @@ ALLOCATIONS: dict[str, Allocation] = {
             uneven=CHANNEL,
             zero_expert="drop",
         ),
-        Allocation("list", {"expert": listed.removals, "channel": listed.budgets}),
+        Allocation("list", {"expert": list_file.removals, "channel": list_file.budgets}),
         Allocation(
             "evolutionary", {"expert": None}, step="search", parameters=None, uneven=("expert",)
         ),
@@ -147,7 +147,7 @@ class IdentifiedAllocation(AllocationConfig):
     def identity(self) -> dict[str, Any]:
         document = {**identity_fields(self), "source": get(self.name).source}
         if self.path is not None:
-            content = json.dumps(listed.read(self.path), sort_keys=True)
+            content = json.dumps(list_file.read(self.path), sort_keys=True)
             document["path"] = sha256(content.encode()).hexdigest()
         return document
 
@@ -180,7 +180,7 @@ def check(settings: AllocationConfig, granularity: Granularity = "expert") -> No
         )
     if settings.name == "list":
         # raises UserError if the file lists channels for experts, or experts for channels
-        listed.read_as(settings.path, granularity)
+        list_file.read_as(settings.path, granularity)
     if settings.by is not None:
         criteria.check(settings.by, {})
         if criteria.get(settings.by).granularity != "expert":
@@ -233,7 +233,7 @@ def _check_replacement(settings: AllocationConfig, allocation: Allocation) -> No
     check_known("allocation.replacement", replacement, grouping.REPLACEMENTS)
     if replacement == "none":
         return
-    if settings.path is not None and listed.is_plan(listed.read(settings.path)):
+    if settings.path is not None and list_file.is_plan(list_file.read(settings.path)):
         raise UserError(
             f"allocation.replacement={replacement}: the plan allocation.path={settings.path} "
             "states what experts are replaced by, expected none"
@@ -297,9 +297,10 @@ def allocate(
         return or_suggest_ratio(
             partial(_budgets, function, settings, layers, inputs), settings["ratio"]
         )
-    by_layer = limits(layers, settings["multiple_of"])
+    layer_limits = limits(layers, settings["multiple_of"])
     return or_suggest_ratio(
-        lambda ratio: function(Experts(ratio=ratio, limits=by_layer, **inputs)), settings["ratio"]
+        lambda ratio: function(Experts(ratio=ratio, limits=layer_limits, **inputs)),
+        settings["ratio"],
     )
 
 
@@ -350,14 +351,14 @@ def _check_channels(ratio: float, settings: Mapping[str, Any], layers: Layers) -
 
 
 def _check_experts(ratio: float, settings: Mapping[str, Any], layers: Layers) -> None:
-    by_layer = limits(layers, settings["multiple_of"])
+    layer_limits = limits(layers, settings["multiple_of"])
     if settings["name"] in ("uniform", "reconstruction", "sequential"):
-        shapes.same_share(by_layer, ratio)
+        shapes.same_share(layer_limits, ratio)
     else:
-        budget(by_layer, ratio)
-    for layer, limit in by_layer.items():
+        budget(layer_limits, ratio)
+    for layer, limit in layer_limits.items():
         grouping.check_groups(
-            settings, limit.count, limit.even(ratio), len(layers[layer].get("protected", ()))
+            settings, limit.count, limit.retained_at(ratio), len(layers[layer].get("protected", ()))
         )
 
 

@@ -50,30 +50,30 @@ class Grouping:
     matching."""
 
 
-def of_logits(sums: Sums) -> Array:
+def logit_distances(sums: Sums) -> Array:
     """1 - cos of the router's logits z_i and z_j over all tokens, from sum_t z z^T."""
     return 1 - _cosine(numpy.asarray(sums["router_gram"], dtype=float))
 
 
-def of_outputs(sums: Sums) -> Array:
+def output_distances(sums: Sums) -> Array:
     """Euclidean distance of the experts' mean outputs over all tokens."""
     # sums instead of means only scale all distances by one factor
     return _euclidean(numpy.asarray(sums["dense_output_sum"], dtype=float))
 
 
-def of_routed_outputs(sums: Sums) -> Array:
+def routed_output_distances(sums: Sums) -> Array:
     """Euclidean distance of the experts' mean outputs, each over the tokens routed to it."""
     from moe_lab.statistics import mean_output
 
     return _euclidean(mean_output(sums))
 
 
-def of_outputs_and_logits(sums: Sums) -> Array:
+def output_and_logit_distances(sums: Sums) -> Array:
     """1 - (s + r) / 2 of REAM's code: s from gated outputs, r from the router's logits, both in [0,
     1]. s = (cos + 1) / 2 of the sums over all tokens of p_j f_j, p = softmax(logits). r = 1 - d /
     max d with d = sqrt(2 - 2 cos) of the logits over all tokens, the Euclidean distance of their
     normalised columns."""
-    distances = numpy.sqrt(numpy.maximum(2 * of_logits(sums), 0))
+    distances = numpy.sqrt(numpy.maximum(2 * logit_distances(sums), 0))
     logit_similarity = 1 - distances / max(float(distances.max()), numpy.finfo(float).tiny)
     gated = numpy.asarray(sums["dense_gated_output_sum"], dtype=float)
     output_similarity = (_cosine(gated @ gated.T) + 1) / 2
@@ -81,7 +81,7 @@ def of_outputs_and_logits(sums: Sums) -> Array:
     return 1 - similarity
 
 
-def of_weights(sums: Sums) -> Array:
+def weight_distances(sums: Sums) -> Array:
     """Euclidean distance of the experts' weights in gate_proj and up_proj."""
     distances: Array = numpy.sqrt(numpy.asarray(sums["weight_distance_square"], dtype=float))
     return distances
@@ -140,19 +140,19 @@ def check_capacity(count: int, retained: int, *, group_size: int = GROUP_SIZE) -
 
 
 GROUPINGS = {
-    "m_smoe": Grouping(("statistics", "similarity"), of_logits, nearest, align="weights"),
-    "m_smoe_unaligned": Grouping(("statistics", "similarity"), of_logits, nearest),
-    "hc_smoe": Grouping(("statistics", "similarity"), of_outputs, average_linkage),
-    "hc_smoe_routed": Grouping(("statistics",), of_routed_outputs, average_linkage),
+    "m_smoe": Grouping(("statistics", "similarity"), logit_distances, nearest, align="weights"),
+    "m_smoe_unaligned": Grouping(("statistics", "similarity"), logit_distances, nearest),
+    "hc_smoe": Grouping(("statistics", "similarity"), output_distances, average_linkage),
+    "hc_smoe_routed": Grouping(("statistics",), routed_output_distances, average_linkage),
     "ream": Grouping(
         ("similarity",),
-        of_outputs_and_logits,
+        output_and_logit_distances,
         by_salience,
         weights="scores",
         rows="retained",
         align="activations_and_weights",
     ),
-    "merge_moe": Grouping(("statistics", "weight_distances"), of_weights, nearest),
+    "merge_moe": Grouping(("statistics", "weight_distances"), weight_distances, nearest),
 }
 """M-SMoE (arXiv 2310.01334; unaligned as in its code for Mixtral), HC-SMoE (2410.08589; routed:
 with the mean outputs over routed tokens), REAM (2604.04356) and the groups of MergeMoE
@@ -214,7 +214,10 @@ def groups(
             f"allocation.replacement={name}: all {len(retained)} retained experts of a layer are "
             "protected, so that no others can be merged into them: expected a smaller ratio"
         )
-    if "router_gram" not in sums and grouping.distances in (of_logits, of_outputs_and_logits):
+    if "router_gram" not in sums and grouping.distances in (
+        logit_distances,
+        output_and_logit_distances,
+    ):
         raise UserError(
             f"allocation.replacement={name} compares the router's logits, and this router gives "
             "none: expected hc_smoe, which compares outputs"

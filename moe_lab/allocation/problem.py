@@ -258,7 +258,7 @@ class Limits:
         """The largest multiple of `step` that is not above `count`."""
         return self.step * (self.count // self.step)
 
-    def even(self, ratio: float) -> int:
+    def retained_at(self, ratio: float) -> int:
         """Experts retained when int(count * ratio) are removed, the papers' rule, rounded up to a
         multiple of `step`."""
         return self.step * ceil((self.count - int(self.count * ratio)) / self.step)
@@ -267,7 +267,7 @@ class Limits:
 def limits(layers: Mapping[int, Mapping[str, Any]], multiple_of: int = 1) -> dict[int, Limits]:
     """The limits of every layer. `layers`: layer -> facts (n_experts, top_k, n_group, topk_group,
     perhaps protected). UserError when a layer cannot retain any multiple of `multiple_of`."""
-    by_layer = {}
+    layer_limits = {}
     for layer, facts in layers.items():
         count = int(facts["n_experts"])
         top_k = int(facts["top_k"])
@@ -278,21 +278,23 @@ def limits(layers: Mapping[int, Mapping[str, Any]], multiple_of: int = 1) -> dic
             raise UserError(
                 f"model.top_k={top_k}: layer {layer} has {count} experts in the model's config.json"
             )
-        limit = by_layer[layer] = Limits(count, top_k, n_group, lcm(multiple_of, n_group), fewest)
+        limit = layer_limits[layer] = Limits(
+            count, top_k, n_group, lcm(multiple_of, n_group), fewest
+        )
         if limit.smallest > count:
             raise UserError(
                 f"allocation.multiple_of: layer {layer} has {count} experts and cannot keep a "
                 f"multiple of {limit.step} that is at least {limit.fewest}: choose a smaller "
                 "multiple"
             )
-    return by_layer
+    return layer_limits
 
 
 def budget(layers: Mapping[int, Limits], ratio: float) -> int:
     """Total number of experts to remove at `ratio`: as many as allocation=uniform removes, summed
     over layers. RatioTooLarge or RatioTooSmall when the layers together cannot lose that many."""
     check_ratio(ratio)
-    removed = sum(limit.count - limit.even(ratio) for limit in layers.values())
+    removed = sum(limit.count - limit.retained_at(ratio) for limit in layers.values())
     least = sum(limit.count - limit.largest for limit in layers.values())
     most = sum(limit.count - limit.smallest for limit in layers.values())
     if removed > most:

@@ -58,7 +58,7 @@ def same_share(layers: Mapping[int, Limits], ratio: float) -> dict[int, int]:
     check_ratio(ratio)
     remove = {}
     for layer, limit in layers.items():
-        retained = limit.even(ratio)
+        retained = limit.retained_at(ratio)
         if retained < limit.fewest:
             raise RatioTooLarge(
                 f"retains {retained} of {limit.count} experts in layer {layer}, but its router "
@@ -236,10 +236,10 @@ def check_removals(
     """Number of experts that each layer loses, the same share in all. `layers`: layer -> facts.
     UserError, with the nearest feasible ratio, if `ratio` is infeasible or leaves a layer more than
     `limit` choices of these experts."""
-    by_layer = limits(layers, multiple_of)
+    layer_limits = limits(layers, multiple_of)
 
     def decide(ratio: float) -> dict[int, int]:
-        removed = same_share(by_layer, ratio)
+        removed = same_share(layer_limits, ratio)
         for layer, facts in layers.items():
             n_experts = facts["n_experts"]
             protected = facts.get("protected", ())

@@ -6,7 +6,7 @@ Here: checks before anything is loaded, and what is said of it. No torch.
 
 from __future__ import annotations
 
-from moe_lab.allocation import listed
+from moe_lab.allocation import list_file
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.config import AllocationConfig, ModelConfig, RecoveryConfig
 from moe_lab.errors import UserError, check_installed
@@ -40,7 +40,7 @@ def check_merging(settings: RecoveryConfig, allocation: AllocationConfig, ratio:
         return
     path = allocation.path
     merges = allocation.replacement in GROUPINGS and ratio > 0
-    if path is not None and listed.is_plan(listed.read(path)):
+    if path is not None and list_file.is_plan(list_file.read(path)):
         merges = bool(Plan.load(path).merged_layers)
     if not merges:
         raise UserError(

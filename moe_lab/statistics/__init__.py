@@ -74,7 +74,7 @@ def read(
     return dict(sorted(layers.items()))
 
 
-def by_layer(passes: Iterable[Mapping[int, Mapping[str, Any]]]) -> dict[int, dict[str, Any]]:
+def merge_passes(passes: Iterable[Mapping[int, Mapping[str, Any]]]) -> dict[int, dict[str, Any]]:
     """Merge the arrays of several passes over one model: layer -> name -> array."""
     merged: dict[int, dict[str, Any]] = {}
     for layers in passes:
@@ -100,7 +100,7 @@ def plus(name: str, total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     return total.maximum(part) if name.endswith("_max") else total + part
 
 
-def merged(parts: Iterable[Layers]) -> Layers:
+def merge(parts: Iterable[Layers]) -> Layers:
     """The statistics over all tokens, from `parts`, the statistics over disjoint sets of them.
     UserError when the parts have different statistics."""
     total: Layers = {}
@@ -119,7 +119,7 @@ def merged(parts: Iterable[Layers]) -> Layers:
     return total
 
 
-def merged_means(parts: Sequence[Statistics]) -> Layers:
+def merge_means(parts: Sequence[Statistics]) -> Layers:
     """Means over the tokens of all `parts`. Each part has means over header["predicted"] tokens."""
     counts = [int(part.header["predicted"]) for part in parts]
     sums = [
@@ -131,7 +131,7 @@ def merged_means(parts: Sequence[Statistics]) -> Layers:
     ]
     return {
         layer: {name: total / sum(counts) for name, total in totals.items()}
-        for layer, totals in merged(sums).items()
+        for layer, totals in merge(sums).items()
     }
 
 

@@ -147,9 +147,9 @@ class Files:
 
     def evidence(self, steps: Mapping[str, Step]) -> dict[int, dict[str, Any]]:
         """Layer -> the arrays of all sums of the steps, by name."""
-        from moe_lab.statistics import by_layer
+        from moe_lab.statistics import merge_passes
 
-        return by_layer(self.sums(steps).values())
+        return merge_passes(self.sums(steps).values())
 
     def expert_scores(self, step: Step) -> dict[int, list[float]]:
         """Layer -> a score per expert."""

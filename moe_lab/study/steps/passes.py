@@ -228,9 +228,9 @@ class Pass(Step):
 
     def merge(self, shares: list[Path]) -> Any:
         """The sums of the shares in these files together: layer -> name -> tensor."""
-        from moe_lab.statistics import merged, read
+        from moe_lab.statistics import merge, read
 
-        return merged(read(file, framework="pt") for file in shares)
+        return merge(read(file, framework="pt") for file in shares)
 
 
 class LossRise(Pass):
@@ -253,9 +253,9 @@ class LossRise(Pass):
         return resolve_name(LOSS_RISES)(network, self.kind, text, out=files.partial)
 
     def merge(self, shares: list[Path]) -> Any:
-        from moe_lab.statistics import Statistics, merged_means
+        from moe_lab.statistics import Statistics, merge_means
 
-        return merged_means([Statistics.load(file) for file in shares])
+        return merge_means([Statistics.load(file) for file in shares])
 
 
 class WeightSums(Step):

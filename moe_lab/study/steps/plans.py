@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from moe_lab import allocation, criteria, results
-from moe_lab.allocation import IdentifiedAllocation, listed, shapes
+from moe_lab.allocation import IdentifiedAllocation, list_file, shapes
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.allocation.problem import limits
 from moe_lab.calibration import IdentifiedText
@@ -126,7 +126,7 @@ def plan_in(settings: AllocationConfig) -> Any:
     from moe_lab.pruning.plan import Plan
 
     path = settings.path
-    return Plan.load(path) if path is not None and listed.is_plan(listed.read(path)) else None
+    return Plan.load(path) if path is not None and list_file.is_plan(list_file.read(path)) else None
 
 
 def drops_whole_experts(cell: Cell) -> bool:
@@ -451,7 +451,7 @@ class Sequential(Step):
         from moe_lab.models.streamed import open_streamed
         from moe_lab.pruning.selection import plan_from_scores, ties
         from moe_lab.search.sequential import prune_sequentially
-        from moe_lab.statistics import by_layer
+        from moe_lab.statistics import merge_passes
 
         streamed, tokenizer = open_streamed(self.loaded.model)
         model = self.request.facts_of(self.loaded.facts, files)
@@ -460,7 +460,7 @@ class Sequential(Step):
             for role, step in {**self.sums, **self.request.evidence}.items()
             if role != "statistics"
         }
-        weights = by_layer(files.sums(read).values())
+        weights = merge_passes(files.sums(read).values())
         granularity = criteria.get(self.criterion.name).granularity
         settings = {
             **self.request.allocated,
