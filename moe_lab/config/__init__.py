@@ -88,7 +88,8 @@ def _further_options(options: dict[str, Any]) -> dict[str, Any]:
     options = {name.replace("_", "-"): value for name, value in options.items()}
     for name in options.keys() - {"gpus"}:
         # sbatch accepts abbreviated names
-        for owned in (owned for owned in OWNED if owned.startswith(name)):
+        owned = next((option for option in OWNED if option.startswith(name)), None)
+        if owned is not None:
             option = name if name == owned else f"{name}, short for {owned},"
             raise ValueError(
                 f"{option} is set by moe_lab: expected {OWNED[owned] or 'other options'}"
