@@ -221,8 +221,8 @@ def _check_channel_settings(settings: AllocationConfig) -> None:
     if settings.protect is not None and settings.name == "uniform":
         raise UserError(
             f"allocation.protect={settings.protect} retains experts with all their channels, and "
-            "allocation=uniform "
-            "gives all experts the same number: expected null, or an allocation such as layerwise"
+            "allocation=uniform gives all experts the same number: expected null, or an allocation "
+            "such as layerwise"
         )
 
 

@@ -185,8 +185,8 @@ def compare(numbers: Mapping[str, int], settings: ModelConfig) -> None:
         if (actual := numbers.get(name, value)) != value:
             raise UserError(
                 f"model={settings.name}: {settings.path} has {name}={actual}, but "
-                f"model.expected.{name}={value}: "
-                "give the path and revision of that model, or model=local, which expects nothing"
+                f"model.expected.{name}={value}: give the path and revision of that model, or "
+                "model=local, which expects nothing"
             )
 
 

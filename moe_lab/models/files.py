@@ -190,8 +190,8 @@ def check_code(folder: Path, trust_remote_code: bool) -> None:
     for field, value in _named_code(read_json(folder / "config.json")):
         raise UserError(
             f"{folder / 'config.json'} has {field}={value}, code that transformers would fetch "
-            "from the hub and run: "
-            f"take it out, or set model.trust_remote_code=true if you trust the author"
+            "from the hub and run: take it out, or set model.trust_remote_code=true if you trust "
+            "the author"
         )
     if (folder / ADAPTER).is_file():
         raise UserError(
@@ -366,8 +366,8 @@ def _download(settings: ModelConfig, weights: list[str]) -> Path:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise (UserError if hub_answers() else Unavailable)(
             f"model.path={settings.path} is no folder, and the hub gave no such model{at} "
-            f"({type(error).__name__}: "
-            f"{reason}): check the name, the revision and the network, or give a folder"
+            f"({type(error).__name__}: {reason}): check the name, the revision and the network, or "
+            "give a folder"
         ) from None
 
 

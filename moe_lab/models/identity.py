@@ -128,9 +128,9 @@ def check_tokenizer(model: Any, tokenizer: Any) -> None:
         token = min(different)
         raise UserError(
             f"tokenizer={tokenizer.name_or_path!r} is of another model: {len(different)} tokens "
-            "differ from those of "
-            f"{folder}, such as {token!r}, which is {_described(given, token)} and expected to be "
-            f"{_described(expected, token)}: give the model's own tokenizer, or any_tokenizer=True"
+            f"differ from those of {folder}, such as {token!r}, which is "
+            f"{_described(given, token)} and expected to be {_described(expected, token)}: give "
+            "the model's own tokenizer, or any_tokenizer=True"
         )
 
 

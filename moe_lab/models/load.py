@@ -234,8 +234,8 @@ def check_used(where: Path | str, unused: Iterable[str]) -> None:
     ):
         raise UserError(
             f"{where}: the model that config.json describes does not use {len(lost)} of the "
-            "weights in the files, "
-            f"the first is {lost[0]}: expected the config.json that was stored with them"
+            f"weights in the files, the first is {lost[0]}: expected the config.json that was "
+            "stored with them"
         )
 
 

@@ -169,8 +169,8 @@ class Plan:
         if self.merged_layers and not self.aligned:
             raise UserError(
                 "plan: aligned=false: channels of the experts that layer "
-                f"{min(self.merged_layers)} merges were not "
-                "matched: expected the plan that moe_lab.align returns for this one"
+                f"{min(self.merged_layers)} merges were not matched: expected the plan that "
+                "moe_lab.align returns for this one"
             )
 
     def check_origin(
@@ -327,9 +327,9 @@ def _check_router(number: int, layer: LayerPlan, router: Mapping[str, Any]) -> N
     groups = numpy.bincount(numpy.array(retained) // (count // n_group), minlength=n_group).tolist()
     if len(set(groups)) > 1:
         raise UserError(
-            f"plan: layer {number} retains {groups} experts of the {n_group} groups of its "
-            "router, which must retain "
-            f"equally many: {max(1, round(len(retained) / n_group))} each is nearest"
+            f"plan: layer {number} retains {groups} experts of the {n_group} groups of its router, "
+            f"which must retain equally many: {max(1, round(len(retained) / n_group))} each is "
+            "nearest"
         )
     for expert in router.get("protected", ()):
         if not layer.is_unchanged(expert):

@@ -45,9 +45,9 @@ def check_merging(settings: RecoveryConfig, allocation: AllocationConfig, ratio:
     if not merges:
         raise UserError(
             f"recovery={settings.name} fits merged experts, and "
-            f"allocation.replacement={allocation.replacement} with "
-            f"ratio={ratio:g} and allocation.path={path} merges none: expected a replacement out "
-            f"of {', '.join(GROUPINGS)} and a ratio above 0, or a plan that merges experts"
+            f"allocation.replacement={allocation.replacement} with ratio={ratio:g} and "
+            f"allocation.path={path} merges none: expected a replacement out of "
+            f"{', '.join(GROUPINGS)} and a ratio above 0, or a plan that merges experts"
         )
 
 

@@ -66,8 +66,8 @@ def fit(
     if not fitted:
         raise UserError(
             f"recovery.fit={settings.fit}: each of {len(experts)} merged experts saw fewer tokens "
-            "than it has channels "
-            f"(at most {max(summary['tokens'] for summary in experts)}): expected a longer text"
+            f"than it has channels (at most {max(summary['tokens'] for summary in experts)}): "
+            "expected a longer text"
         )
     changed = {
         f"{layer.name}.{name}": weight

@@ -94,8 +94,8 @@ def family_config(folder: str, config: Mapping[str, Any]) -> dict[str, Any]:
     if (number := export_settings.get("format")) != FORMAT:
         raise ValueError(
             f"{folder}: config.json has {FIELD}.format={number}, and this version of moe_lab's "
-            f"plugin reads {FORMAT}: "
-            "install the version of moe_lab that wrote the export, or export again"
+            f"plugin reads {FORMAT}: install the version of moe_lab that wrote the export, or "
+            "export again"
         )
     layers: Mapping[str, Mapping[str, Any]] = export_settings["layers"]
     # one tensor holds the experts of a layer in vLLM
@@ -256,8 +256,8 @@ def _check_files(counts: Mapping[int, int], experts: Mapping[tuple[int, str], se
             surplus = sorted(numbers - expected)
             raise ValueError(
                 f"layer {layer} has {len(expected)} experts by config.json, and the files lack "
-                f"{what} of experts "
-                f"{missing or 'none'} and have it of {surplus or 'none'} beyond: export again"
+                f"{what} of experts {missing or 'none'} and have it of {surplus or 'none'} beyond: "
+                "export again"
             )
     if gone := sorted(set(counts) - {layer for layer, _ in experts}):
         raise ValueError(f"the files have no experts of layers {gone}: export again")

@@ -22,8 +22,8 @@ LOADING = {
     "stock": "It has the layout of the original and loads like it:",
     "ported": (
         "It has the layout of the original. transformers has no code for this family and cannot "
-        "import the original's; "
-        "the code beside the weights is used instead, and moe_lab needs none:"
+        "import the original's; the code beside the weights is used instead, and moe_lab needs "
+        "none:"
     ),
     "uneven": (
         "Its layers differ in shape, as `pruned` in config.json says; experts of unequal width "
@@ -111,8 +111,8 @@ def _retained(plan: Plan) -> str:
         router = "stays whole" if plan.shares_experts else "has the rows of the remaining experts"
         return (
             f"{before - merged_away} of {before} routed experts remain: {groups + merged_away} "
-            "were merged into "
-            f"{groups} weighted sums of their weights, {matched}. The router {router}"
+            f"were merged into {groups} weighted sums of their weights, {matched}. The router "
+            f"{router}"
         )
     counts = [len(layer.retained) for layer in layers]
     range_of_counts = " to ".join(map(str, dict.fromkeys((min(counts), max(counts)))))

@@ -71,8 +71,8 @@ def describe_export(
     if LAYERS_FIELD in config:
         raise UserError(
             "the source is a pruned checkpoint whose layers differ already "
-            f"(model_type={config.get('model_type')}, "
-            f"{LAYERS_FIELD} in config.json): export from the original model"
+            f"(model_type={config.get('model_type')}, {LAYERS_FIELD} in config.json): export from "
+            "the original model"
         )
     edited: dict[str, Any] = renumbered(
         config, {index: layer.experts for index, layer in form.items()}

@@ -74,8 +74,8 @@ def convert(checkpoint: Path, out: Path, path: Path, name: str) -> Path:
     if LAYERS_FIELD in read_json(checkpoint / "config.json"):
         raise UserError(
             "export.format=gguf: a GGUF file has one number of experts and one width for all "
-            "layers, and this plan "
-            "gives them different ones: expected allocation=uniform, or export=masked"
+            "layers, and this plan gives them different ones: expected allocation=uniform, or "
+            "export=masked"
         )
     kind = _output_type(checkpoint)
     with new_folder(out) as work:

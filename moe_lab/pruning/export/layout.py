@@ -243,8 +243,8 @@ def _matrices(
     if block_tensor.axes is None or block_tensor.axes.is_bias or entry.dtype not in UNSIGNED:
         raise UserError(
             f"{name}, of type {entry.dtype}: channels can be removed from gate, up and down "
-            "projections of types "
-            f"{', '.join(sorted(UNSIGNED))} only: use a criterion of whole experts"
+            f"projections of types {', '.join(sorted(UNSIGNED))} only: use a criterion of whole "
+            "experts"
         )
     roles = block_tensor.axes.roles
     down = block_tensor.axes.channels == -1

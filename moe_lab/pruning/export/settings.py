@@ -24,8 +24,8 @@ def check_quantised(method: str | None, shape: str, channels: bool = False) -> N
     if channels:
         raise UserError(
             f"export={shape}: channels cannot be removed from experts stored as {method}, since "
-            "several weights share "
-            "a scale: expected a plan of whole experts, or a checkpoint in bfloat16 or float32"
+            "several weights share a scale: expected a plan of whole experts, or a checkpoint in "
+            "bfloat16 or float32"
         )
     if shape == "masked" and method not in ZEROS:
         raise UserError(

@@ -124,8 +124,8 @@ def _difference(location: str, compared: Compared, bound: float) -> float:
     if not difference <= bound:
         raise UserError(
             f"export: {location} gives something else than the masked model: its {name} differ by "
-            f"{difference:.1e} of "
-            f"the largest, expected {f'{bound:.0e} at most' if bound else 'the same bits'}"
+            f"{difference:.1e} of the largest, expected "
+            f"{f'{bound:.0e} at most' if bound else 'the same bits'}"
         )
     return difference
 
