@@ -156,9 +156,7 @@ def check_name(field: str, name: str) -> None:
     """Raise UserError when `name` cannot be part of a path, or is none, which settings use for no
     choice."""
     if name == "none":
-        raise UserError(
-            f"{field}={name} means something else: expected another name, such as {name}_1"
-        )
+        raise UserError(f"{field}={name} is reserved: expected another name, such as {name}_1")
     try:
         checked_name(name)
     except ValueError as error:

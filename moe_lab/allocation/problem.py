@@ -299,13 +299,13 @@ def budget(layers: Mapping[int, Limits], ratio: float) -> int:
     most = sum(limit.count - limit.smallest for limit in layers.values())
     if removed > most:
         raise RatioTooLarge(
-            f"removes {removed} experts: routers, allocation.protect and allocation.multiple_of "
-            f"let only {most} go"
+            f"removes {removed} experts, but routers, allocation.protect and "
+            f"allocation.multiple_of allow {most} at most"
         )
     if removed < least:
         raise RatioTooSmall(
-            f"removes {max(removed, 0)} experts, but allocation.multiple_of makes at least "
-            f"{least} go"
+            f"removes {max(removed, 0)} experts, but allocation.multiple_of requires {least} "
+            "at least"
         )
     return removed
 

@@ -181,7 +181,7 @@ def layer_losses(evidence: Evidence, layers: Iterable[int], prior: LayerLoss) ->
         losses = numpy.maximum(losses, 0)
     if (losses < 0).any() or not losses.any():
         raise UserError(
-            f"{name} is {losses.tolist()}: expected numbers of which none is below and one above 0"
+            f"{name} is {losses.tolist()}: expected numbers >= 0, at least one of them above 0"
         )
     return losses
 

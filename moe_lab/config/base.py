@@ -137,8 +137,8 @@ def storage_problems(value: Any, setting: str) -> Iterator[str]:
     elif isinstance(value, str) and "${" in value and not setting.startswith("hydra."):
         # settings of Hydra are not stored
         yield (
-            f"{setting}={value}: nothing is replaced in settings: expected the value, or $NAME "
-            "for a shell"
+            f"{setting}={value}: settings have no interpolation: expected the value, or $NAME for "
+            "a shell"
         )
     else:
         yield from secrets_in(setting, value)
@@ -149,7 +149,7 @@ class SettingsError(UserError):
 
     def __init__(self, sentences: Iterable[str]) -> None:
         distinct = list(dict.fromkeys(sentences))
-        heading = [] if len(distinct) == 1 else ["several things:"]
+        heading = [] if len(distinct) == 1 else ["several mistakes:"]
         super().__init__("\n  - ".join([*heading, *distinct]))
         self.sentences = distinct
 

@@ -79,7 +79,7 @@ class JudgeConfig(Group):
         for name in self.extra:
             if name in ("model", "messages", "max_tokens", "stream"):
                 raise ValueError(
-                    f"extra.{name} is not for extra: set {name}, where there is such a setting"
+                    f"extra.{name} is set by moe_lab: expected other fields of a request"
                 )
         return self
 

@@ -170,7 +170,7 @@ class Observer:
         }
 
 
-class Saves:
+class SaveTimer:
     """Decides when a pass saves its sums in the folder `out` (None: never), by SAVE_INTERVAL and
     SAVE_FACTOR. While it is open, SIGTERM is held back until the pass has saved, and then has its
     usual effect."""
@@ -182,7 +182,7 @@ class Saves:
         self.stop_requested = False
         self._previous_handler: Any = None
 
-    def __enter__(self) -> Saves:
+    def __enter__(self) -> SaveTimer:
         # other threads cannot handle signals
         if self.out is not None and threading.current_thread() is threading.main_thread():
             self._previous_handler = signal.signal(signal.SIGTERM, self._request_stop)
@@ -234,12 +234,12 @@ def gather(
     out = out if hook.resumes else None
     header = pass_header(model, batches, hook.kind)
     done, layers = resume(out, header)
-    with Saves(out) as saves, Observer(model, hook, layers) as observer:
+    with SaveTimer(out) as timer, Observer(model, hook, layers) as observer:
         for number, (ids, valid) in enumerate(batches[done:], done + 1):
             observer.read(ids, valid, reading)
             progress.update(number, len(batches), "batches")
-            if number == len(batches) or saves.due():
-                with saves.saving():
+            if number == len(batches) or timer.due():
+                with timer.saving():
                     layers = observer.layers()
                     check_finite(layers, f"batches {done + 1} to {number}")
                     done = number

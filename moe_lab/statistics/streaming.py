@@ -26,7 +26,7 @@ from moe_lab.statistics.gradients import check_loss, differentiable, forward_and
 from moe_lab.statistics.observe import (
     Batch,
     Observer,
-    Saves,
+    SaveTimer,
     StatisticsHook,
     pass_header,
     resume,
@@ -121,8 +121,9 @@ def stream(
     memory.
 
     Hidden states of all batches are kept in memory, up to SHARE of it, and the others in the folder
-    `out`, where the pass saves as `Saves` decides. An interrupted pass resumes after the layer that
-    was finished at the last save. `under`: a context in which a layer is run, such as a mask."""
+    `out`, where the pass saves as `SaveTimer` decides. An interrupted pass resumes after the layer
+    that was finished at the last save. `under`: a context in which a layer is run, such as a mask.
+    """
     layer_pass = LayerPass(
         streamed,
         batches,
@@ -214,13 +215,13 @@ class LayerPass:
         if not self.done:
             shutil.rmtree(self.folder, ignore_errors=True)
         self.states = States(self.folder / "states")
-        self.saves = Saves(self.folder)
+        self.timer = SaveTimer(self.folder)
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """A context in which the parts run; its end frees the memory of the states."""
         try:
-            with self.saves:
+            with self.timer:
                 yield
         finally:
             self.states.in_memory.clear()
@@ -243,9 +244,9 @@ class LayerPass:
         )
 
     def save_if_due(self) -> None:
-        """Save the states and sums if `Saves` says so."""
-        if self.saves.due():
-            with self.saves.saving():
+        """Save the states and sums if `SaveTimer` says so."""
+        if self.timer.due():
+            with self.timer.saving():
                 self.states.save(
                     lambda: save_checkpoint(self.folder, self.sums, self.header, self.done)
                 )

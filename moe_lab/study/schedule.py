@@ -248,7 +248,7 @@ class WorkerProcess(AbstractContextManager["WorkerProcess"]):
 
     def end(self, seconds: float) -> None:
         """End the process, in the middle of its step; a pass may save for so many seconds, see
-        `observe.Saves`."""
+        `observe.SaveTimer`."""
         if self.child:
             self.child.process.terminate()
             with suppress(subprocess.TimeoutExpired):

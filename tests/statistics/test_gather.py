@@ -114,12 +114,12 @@ def test_what_a_pass_saves_is_a_small_part_of_it(
     assert written() - before < 1.5 * (tmp_path / CHECKPOINT).stat().st_size
     now = [0.0]
     monkeypatch.setattr(observe.time, "monotonic", lambda: now[0])
-    saves = observe.Saves(tmp_path)
+    timer = observe.SaveTimer(tmp_path)
     saved = 0.0
     for seconds in (1.0, 100.0) * 5000:
         now[0] += 10
-        if saves.due():
-            with saves.saving():
+        if timer.due():
+            with timer.saving():
                 now[0] += seconds
             saved += seconds
     assert 0 < saved < 0.02 * now[0]
