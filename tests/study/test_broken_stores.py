@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,24 +34,31 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fake_worker")]
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, aimer_study: StudyRequest) -> Iterator[Path]:
+def finished(tmp_path_factory: pytest.TempPathFactory, aimer_study: StudyRequest) -> Path:
     """A store with a study of which one step failed, and with one file of every kind of JSON."""
     store = tmp_path_factory.mktemp("broken") / "store"
 
-    def hook(step: Step, scratch: Path) -> None:
+    def fail_evaluation(step: Step, scratch: Path) -> None:
         if step.kind == "evaluate" and "plan" in step.inputs:
             raise StepError({"message": "no"})
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "InProcessExecutor", Worker)
-        patch.setattr(Worker, "hook", hook)
+        patch.setattr(Worker, "hook", fail_evaluation)
         assert start(store, aimer_study) == 1
-    (run_,) = runs(Store(store).create(), STUDY)
-    run_.add([Submitted("1", "1", "study.plan", "plan", ("x",), ())])
+    (only_run,) = runs(Store(store).create(), STUDY)
+    only_run.add([Submitted("1", "1", "study.plan", "plan", ("x",), ())])
     return store
 
 
-KINDS = {
+@pytest.fixture
+def store(finished: Path, tmp_path: Path) -> Path:
+    """A copy of `finished`."""
+    shutil.copytree(finished, tmp_path / "store")
+    return tmp_path / "store"
+
+
+FILES = {
     "store.json": "store.json",
     "run.json": "runs/study/*/run.json",
     "jobs.json": "runs/study/*/jobs.json",
@@ -59,7 +66,8 @@ KINDS = {
     "step": "plan/*/step.json",
     "result": "model/*/result.json",
 }
-STEPS = ("step", "result")
+"""Kind of a JSON file -> pattern of its path."""
+STEP_FILES = ("step", "result")
 
 
 def wrong(document: Any) -> Any:
@@ -83,51 +91,69 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-def damage(file: Path, way: str) -> None:
-    if way == "a folder":
+def damage(file: Path, method: str) -> None:
+    if method == "a folder":
         file.unlink()
         file.mkdir()
         (file / "inside").touch()
     else:
-        file.write_bytes(DAMAGES[way](file.read_bytes()))
+        file.write_bytes(DAMAGES[method](file.read_bytes()))
 
 
-@pytest.mark.parametrize("way", [*DAMAGES, "a folder"])
-def test_whatever_is_damaged_is_set_aside_and_the_same_command_goes_on(
-    finished: Path,
-    aimer_study: StudyRequest,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    way: str,
+@pytest.fixture(params=[*DAMAGES, "a folder"])
+def damaged(request: pytest.FixtureRequest, store: Path) -> dict[str, Path]:
+    """Kind -> the file of this kind in `store`, after all of them are damaged by one method."""
+    files = {kind: sorted(store.glob(pattern))[0] for kind, pattern in FILES.items()}
+    for file in files.values():
+        damage(file, request.param)
+    return files
+
+
+def times(store: Path) -> list[tuple[Path, int]]:
+    """Every path of a store with its modification time."""
+    return sorted((path, path.stat().st_mtime_ns) for path in store.rglob("*"))
+
+
+@pytest.mark.usefixtures("damaged")
+def test_status_and_a_dry_run_leave_damaged_files_as_they_are(
+    store: Path, aimer_study: StudyRequest
 ) -> None:
-    """One file of every kind is damaged in the same way."""
-    store = tmp_path / "store"
-    shutil.copytree(finished, store)
-    damaged = {kind: sorted(store.glob(pattern))[0] for kind, pattern in KINDS.items()}
-    for file in damaged.values():
-        damage(file, way)
-    before = sorted((path, path.stat().st_mtime_ns) for path in store.rglob("*"))
-    assert study_command(store, "status", STUDY) == 2, "no run says what its steps are"
+    times_before = times(store)
+    assert study_command(store, "status", STUDY) == 2, "run.json is damaged"
     assert start(store, aimer_study, dry_run=True) == 0
-    assert sorted((path, path.stat().st_mtime_ns) for path in store.rglob("*")) == before, (
-        "asking changes nothing"
-    )
-    capsys.readouterr()
+    assert times(store) == times_before
+
+
+def test_a_start_sets_damaged_files_aside_and_reports_them(
+    damaged: dict[str, Path],
+    store: Path,
+    aimer_study: StudyRequest,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert start(store, aimer_study) == 0
-    said = " ".join(capsys.readouterr().err.split())
-    for kind in ("store.json", "failed", "run.json", "jobs.json"):
-        assert f"{damaged[kind].relative_to(store)}: " in said
-    for kind in STEPS:
+    messages = " ".join(capsys.readouterr().err.split())
+    for kind in damaged.keys() - STEP_FILES:
+        assert f"{damaged[kind].relative_to(store)}: " in messages
+    for kind in STEP_FILES:
         folder = damaged[kind].parent.relative_to(store)
-        assert f"{folder}: {damaged[kind].name} is " in said and str(folder) in Worker.executed
-    assert len(list((store / "damaged").iterdir())) == said.count("moved to")
+        assert f"{folder}: {damaged[kind].name} is " in messages
+        assert str(folder) in Worker.executed
+    assert len(list((store / "damaged").iterdir())) == messages.count("moved to")
+
+
+@pytest.mark.usefixtures("damaged")
+def test_a_store_is_whole_after_one_start(
+    store: Path, aimer_study: StudyRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start(store, aimer_study) == 0
+    capsys.readouterr()
     assert start(store, aimer_study) == 0 and "moved to" not in capsys.readouterr().err
     assert study_command(store, "status", STUDY) == study_command(store, "verify", STUDY) == 0
-    first = runs(Store(store).create(), STUDY)[0]
-    assert first.jobs == [] and first.plan is None
+    first_run = runs(Store(store).create(), STUDY)[0]
+    assert first_run.jobs == [] and first_run.plan is None
 
 
-NAMED_BY = {
+READERS = {
     **dict.fromkeys(
         ("store.json", "run.json", "jobs.json", "record.json"), ("status", "verify", "gc")
     ),
@@ -135,6 +161,7 @@ NAMED_BY = {
     "step": ("verify", "gc"),
     "result": ("verify",),
 }
+"""Kind of a file -> the commands that read files of this kind."""
 """Kind of a file -> the commands that read files of this kind."""
 
 
@@ -151,106 +178,126 @@ def change_a_byte(file: Path) -> None:
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-@pytest.mark.parametrize("kind", NAMED_BY)
+@pytest.mark.parametrize("kind", READERS)
 def test_a_changed_byte_is_damage_for_every_reader(
-    finished: Path,
-    aimer_study: StudyRequest,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    kind: str,
+    store: Path, aimer_study: StudyRequest, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    """Gc frees nothing then. After a new start everything is as it should be."""
-    store = tmp_path / "store"
-    shutil.copytree(finished, store)
-    file = sorted(store.glob(KINDS.get(kind, "runs/study/*/record.json")))[0]
+    """`gc` frees nothing then. A new start mends the store."""
+    file = sorted(store.glob(FILES.get(kind, "runs/study/*/record.json")))[0]
     change_a_byte(file)
-    for word in NAMED_BY[kind]:
-        code = study_command(store, word, *[STUDY] * (word != "gc"))
-        printed = capsys.readouterr()
-        assert str(file.relative_to(store)) in "".join("".join(printed).split()), word
-        assert code != 0 or word == "status"
+    for command in READERS[kind]:
+        code = study_command(store, command, *[STUDY] * (command != "gc"))
+        output = capsys.readouterr()
+        assert str(file.relative_to(store)) in "".join("".join(output).split()), command
+        assert code != 0 or command == "status"
     if kind == "record.json":
         with pytest.raises(UserError, match="damaged"):
             document(store, [STUDY])
-    assert (
-        start(store, aimer_study) == 0
-        and study_command(store, "verify", STUDY) == study_command(store, "gc") == 0
-    )
+    assert start(store, aimer_study) == 0
+    assert study_command(store, "verify", STUDY) == study_command(store, "gc") == 0
 
 
-def test_a_changed_result_is_computed_again_before_it_is_told(
-    aimer_study: StudyRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To the tracker, a sweeper or the hub. One that changes after that is refused when it is
-    read."""
-    store = tmp_path / "store"
-    told = set[bytes]()
-    logged = (replace(aimer_study[0], tracker=TrackerConfig(name="wandb")), aimer_study[1])
+@pytest.fixture
+def tracked_study(aimer_study: StudyRequest) -> StudyRequest:
+    config, requests = aimer_study
+    return replace(config, tracker=TrackerConfig(name="wandb")), requests
 
-    def log(_: object, of: Store, study: dict[str, Any]) -> str:
-        told.update(
-            of.content(name, "result.json")
-            for cell in study["cells"]
-            for name in cell["evaluate"].values()
-        )
+
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch) -> set[bytes]:
+    """The results that the tracker gets from now on."""
+    contents = set[bytes]()
+
+    def log(_: object, store: Store, study: dict[str, Any]) -> str:
+        for cell in study["cells"]:
+            contents.update(
+                store.content(name, "result.json") for name in cell["evaluate"].values()
+            )
         return ""
 
     monkeypatch.setattr("moe_lab.study.tracker.log", log)
-    assert start(store, logged) == 0
-    change_a_byte(changed := next(store.glob("evaluate/*/result.json")))
+    return contents
+
+
+def test_a_changed_result_is_computed_again_before_it_is_logged(
+    tracked_study: StudyRequest, tmp_path: Path, logged: set[bytes]
+) -> None:
+    """By the tracker, as by a sweeper or the hub."""
+    store = tmp_path / "store"
+    assert start(store, tracked_study) == 0
+    changed = next(store.glob("evaluate/*/result.json"))
+    change_a_byte(changed)
     Worker.executed.clear()
-    assert (
-        start(store, logged) == 0
-        and Worker.executed == [str(changed.parent.relative_to(store))]
-        and len(told) == 1
-    )
+    assert start(store, tracked_study) == 0
+    assert Worker.executed == [str(changed.parent.relative_to(store))]
+    assert len(logged) == 1
+
+
+@pytest.mark.usefixtures("logged")
+def test_a_result_that_changes_before_it_is_logged_is_refused(
+    tracked_study: StudyRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tmp_path / "store"
+    assert start(store, tracked_study) == 0
     monkeypatch.setattr(run, "_damaged_results", lambda *_: set())
+    changed = next(store.glob("evaluate/*/result.json"))
     change_a_byte(changed)
     with pytest.raises(UserError, match=f"{changed.parent.name}: result.json is damaged"):
-        start(store, logged)
+        start(store, tracked_study)
 
 
-@pytest.mark.parametrize("lost", ["deleted", "unmounted", "made again", "an input"])
-@pytest.mark.parametrize(
-    "error", [StepError({"message": "no such file"}), FileNotFoundError(2, "no"), "goes on", None]
-)
-def test_a_store_that_is_lost_fails_no_step(
+def lose(store: Path, loss: str) -> None:
+    """Remove a store, or a part of it."""
+    shutil.rmtree(next(store.glob("scores/*")) if loss == "an input" else store)
+    if loss == "unmounted":
+        store.mkdir()
+    if loss == "made again":
+        Store(store).create()
+
+
+LOSSES = ["deleted", "unmounted", "made again", "an input"]
+"""The mount point is an empty folder after a store is unmounted."""
+WORKER_ENDS: list[Exception | str | None] = [
+    StepError({"message": "no such file"}),
+    FileNotFoundError(2, "no"),
+    "makes the scratch folder",
+    None,
+]
+"""How a worker ends when the store is lost."""
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("worker_end", WORKER_ENDS)
+def test_a_lost_store_fails_no_step(
     aimer_study: StudyRequest,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    lost: str,
-    error: Exception | str | None,
+    loss: str,
+    worker_end: Exception | str | None,
 ) -> None:
-    """What is left of a mount is the empty folder that it was mounted on."""
     store = tmp_path / "store"
 
-    def hook(step: Step, scratch: Path) -> None:
+    def lose_at_plan(step: Step, scratch: Path) -> None:
         if step.kind == "plan":
-            shutil.rmtree(next(store.glob("scores/*")) if lost == "an input" else store)
-            if lost == "unmounted":
-                store.mkdir()
-            if lost == "made again":
-                Store(store).create()
-            if isinstance(error, Exception):
-                raise error
-            if error:  # as a worker does that makes the folders which it writes to
+            lose(store, loss)
+            if isinstance(worker_end, Exception):
+                raise worker_end
+            if worker_end:
                 scratch.mkdir(parents=True, exist_ok=True)
 
-    monkeypatch.setattr(Worker, "hook", hook)
+    monkeypatch.setattr(Worker, "hook", lose_at_plan)
     monkeypatch.setattr("moe_lab.study.store.VISIBLE_AFTER", 0.0)
-    if lost in ("deleted", "unmounted"):
+    if loss in ("deleted", "unmounted"):
         with pytest.raises(UserError, match="is gone"):
             start(store, aimer_study)
-        assert not [path for path in store.rglob("*") if path.is_file()], (
-            "nothing is left where the store was"
-        )
-    elif isinstance(error, Exception) or (lost == "made again" and not error):
+        assert not [path for path in store.rglob("*") if path.is_file()]
+    elif isinstance(worker_end, Exception) or (loss == "made again" and not worker_end):
         assert start(store, aimer_study) != 0
     monkeypatch.setattr(Worker, "hook", None)
     assert not list(store.glob("failed/*")) and start(store, aimer_study) == 0
 
 
-def test_a_job_on_a_node_without_the_store_makes_none(
+def test_a_job_on_a_node_without_the_store_creates_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("signal.signal", lambda *_: None)
@@ -263,53 +310,58 @@ def cells(store: Path) -> list[str]:
     return sorted(cell["cell"]["criterion"] for cell in record.read(Store(store), STUDY)["cells"])
 
 
-def two_runs(store: Path, first: StudyRequest, second: StudyRequest, kind: str = "plan") -> None:
-    """The second begins and ends when the first is about to do a step of that kind."""
+def start_during(
+    store: Path, first: StudyRequest, second: StudyRequest, kind: str = "plan"
+) -> None:
+    """Run `first`, and `second` from begin to end when `first` is about to execute a step of that
+    kind."""
     codes: list[int] = []
 
-    def hook(step: Step, scratch: Path) -> None:
+    def start_second(step: Step, scratch: Path) -> None:
         if step.kind == kind:
             Worker.hook = None
             codes.append(start(store, second))
 
-    Worker.hook = hook
+    Worker.hook = start_second
     assert start(store, first) == 0 and codes == [0]
 
 
-def test_two_runs_of_a_study_at_once_are_recorded_together(
-    aimer_study: StudyRequest, reap_study: StudyRequest, tmp_path: Path
-) -> None:
-    """A dry run leaves nothing."""
+def test_a_dry_run_creates_no_store(aimer_study: StudyRequest, tmp_path: Path) -> None:
     store = tmp_path / "store"
     assert start(store, aimer_study, dry_run=True) == 0 and not store.exists()
-    two_runs(store, aimer_study, reap_study)
+
+
+def test_simultaneous_runs_of_a_study_are_recorded_together(
+    aimer_study: StudyRequest, reap_study: StudyRequest, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    start_during(store, aimer_study, reap_study)
     assert cells(store) == ["aimer", "none", "reap"]
     assert start(store, aimer_study) == 0
-    assert cells(store) == ["aimer", "none"], "a later run says what the study is"
+    assert cells(store) == ["aimer", "none"], "a later run replaces both"
 
 
-def test_cells_that_share_a_name_are_told(
+def test_cells_that_share_a_name_are_reported(
     reap_study: StudyRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = tmp_path / "store"
     second = study_request("criterion=reap", "ratio=0.5", "calibration.tokens=1024")
-    two_runs(store, reap_study, second)
+    start_during(store, reap_study, second)
     assert cells(store) == ["none", "reap"] and " 1 of its cells " in capsys.readouterr().err
 
 
-def test_benchmarks_of_two_runs_at_once_stand_beside_each_other(
+def test_benchmarks_of_simultaneous_runs_are_recorded_together(
     aimer_study: StudyRequest, tmp_path: Path
 ) -> None:
     store = tmp_path / "store"
     second = study_request("criterion=aimer", "ratio=0.5", "suite.benchmarks=[pocket_rte]")
-    two_runs(store, aimer_study, second, "evaluate")
+    start_during(store, aimer_study, second, "evaluate")
     for cell in record.read(Store(store), STUDY)["cells"]:
-        assert set(cell["evaluate"]) == {"pocket_boolq", "pocket_rte"} and all(
-            cell["evaluate"].values()
-        )
+        assert set(cell["evaluate"]) == {"pocket_boolq", "pocket_rte"}
+        assert all(cell["evaluate"].values())
 
 
-def test_a_store_without_a_name_is_refused(
+def test_an_empty_store_setting_is_refused(
     aimer_study: StudyRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir("/")
@@ -329,17 +381,18 @@ os.execvp(command[0], command)
 
 
 def mounted(options: str, store: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """Run a command that finds `store` mounted; nobody else does. Skips where root may not mount
-    either."""
+    """Run a command that finds `store` mounted; no other process does. Skips where root may not
+    mount either."""
     unshare = ["unshare", "--mount", sys.executable, "-c", MOUNTS, options, str(store)]
-    probe = (
-        subprocess.run([*unshare, "true"], capture_output=True, text=True)
-        if shutil.which("unshare")
-        else None
-    )
-    if probe is None or probe.returncode:
-        pytest.skip("one may not mount here")
+    if shutil.which("unshare") is None:
+        pytest.skip("needs unshare")
+    if subprocess.run([*unshare, "true"], capture_output=True).returncode:
+        pytest.skip("needs the right to mount")
     return subprocess.run([*unshare, *command], capture_output=True, text=True, cwd=store.parent)
+
+
+AIMER = [*SMALL, "criterion=aimer", "ratio=0.5"]
+"""Settings of `aimer_study`."""
 
 
 @pytest.fixture(scope="module")
@@ -353,148 +406,155 @@ def done(tmp_path_factory: pytest.TempPathFactory, aimer_study: StudyRequest) ->
 
 
 @pytest.mark.root  # which may mount
-def test_a_read_only_store_can_be_read(done: Path, tmp_path: Path) -> None:
-    words = [*SMALL, "criterion=aimer", "ratio=0.5", f"store={done}"]
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["moe_lab.study", "status", STUDY], 0),
+        (["moe_lab", "-m", *AIMER, "dry_run=true", "hydra/launcher=basic"], 0),
+        (["moe_lab", *AIMER], 2),
+    ],
+)
+def test_commands_on_a_read_only_store(done: Path, arguments: list[str], code: int) -> None:
     python = [sys.executable, "-m"]
-    unread = f"{quoted('-m', 'analysis', 'gaps', f'store={done}', f'out={tmp_path}')} | true"
-    for command_, code in (
-        ([*python, "moe_lab.study", "status", STUDY, f"store={done}"], 0),
-        ([*python, "moe_lab", "-m", *words, "dry_run=true", "hydra/launcher=basic"], 0),
-        ([*python, "moe_lab", *words], 2),
-        (["bash", "-o", "pipefail", "-c", unread], 141),
-    ):
-        answer = mounted(f"--bind {done}", done, *command_)
-        assert answer.returncode == code and "Traceback" not in answer.stderr, answer.stderr
-        assert code != 2 or answer.stderr.startswith(f"moe_lab: store={done} cannot be written")
+    result = mounted(f"--bind {done}", done, *python, *arguments, f"store={done}")
+    assert result.returncode == code and "Traceback" not in result.stderr, result.stderr
+    if code == 2:
+        assert result.stderr.startswith(f"moe_lab: store={done} cannot be written")
+
+
+@pytest.mark.root  # which may mount
+def test_the_analysis_reads_a_read_only_store(done: Path, tmp_path: Path) -> None:
+    """Its output, which is not read here, breaks the pipe."""
+    command = quoted("-m", "analysis", "gaps", f"store={done}", f"out={tmp_path}")
+    script = f"{command} | true"
+    result = mounted(f"--bind {done}", done, "bash", "-o", "pipefail", "-c", script)
+    assert result.returncode == 141 and "Traceback" not in result.stderr, result.stderr
     assert list(tmp_path.rglob("*.csv"))
 
 
 @pytest.mark.root  # which may mount
 def test_a_report_on_a_full_disk_is_one_sentence(done: Path, tmp_path: Path) -> None:
-    words = " ".join([*SMALL[:-1], "criterion=aimer", "ratio=0.5", f"store={tmp_path}"])
-    script = (
-        f"cp -a {done}/. {tmp_path} && dd if=/dev/zero of={tmp_path}/rest bs=1k; truncate -s "
-        f"-40k {tmp_path}/rest"
-    )
-    script += f"; exec {quoted('-m', 'moe_lab')} {words}"
-    answer = mounted("-t tmpfs -o size=1m tmpfs", tmp_path, "sh", "-c", script)
-    assert answer.returncode == 1 and "Traceback" not in answer.stderr, answer.stderr
-    assert "the report failed: out=" in answer.stderr.splitlines()[-1]
+    settings = [*SMALL[:-1], "criterion=aimer", "ratio=0.5", f"store={tmp_path}"]
+    commands = [
+        f"cp -a {done}/. {tmp_path} && dd if=/dev/zero of={tmp_path}/rest bs=1k",
+        f"truncate -s -40k {tmp_path}/rest",
+        f"exec {quoted('-m', 'moe_lab')} {' '.join(settings)}",
+    ]
+    result = mounted("-t tmpfs -o size=1m tmpfs", tmp_path, "sh", "-c", "; ".join(commands))
+    assert result.returncode == 1 and "Traceback" not in result.stderr, result.stderr
+    assert "the report failed: out=" in result.stderr.splitlines()[-1]
 
 
-def test_a_file_for_which_there_is_no_room_leaves_nothing(tmp_path: Path) -> None:
+def test_a_file_on_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     script = (
         "import pathlib, sys, moe_lab.json_files as own; "
         "own.write_json(pathlib.Path(sys.argv[1]), '7' * 2**22)"
     )
-    command_ = [sys.executable, "-c", script, str(tmp_path / "run.json")]
-    answer = mounted(
-        "-t tmpfs -o size=1m tmpfs",
-        tmp_path,
-        "sh",
-        "-c",
-        '"$@"; ls -A $0',
-        str(tmp_path),
-        *command_,
-    )
-    assert "No space left" in answer.stderr and answer.stdout == ""
+    command = [sys.executable, "-c", script, str(tmp_path / "run.json")]
+    list_after = ["sh", "-c", '"$@"; ls -A $0', str(tmp_path)]
+    result = mounted("-t tmpfs -o size=1m tmpfs", tmp_path, *list_after, *command)
+    assert "No space left" in result.stderr and result.stdout == ""
 
 
-def test_what_the_last_job_left_undone_is_said_until_a_command_does_it(
-    aimer_study: StudyRequest,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """It was killed, or had no network, after it had written the record."""
+@pytest.fixture
+def unlogged(tracked_study: StudyRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """A tracker without network, a store with a study that it could not log, and a failed job that
+    was to write its record."""
     monkeypatch.setattr("moe_lab.study.slurm.scheduler.queue", lambda _: {})
     monkeypatch.setattr("moe_lab.study.slurm.scheduler.job_state", lambda _: {"JobState": "FAILED"})
     log = Mock(side_effect=UserError("no network"))
     monkeypatch.setattr("moe_lab.study.tracker.log", log)
-    logged = (replace(aimer_study[0], tracker=TrackerConfig(name="wandb")), aimer_study[1])
     store = tmp_path / "store"
     with pytest.raises(UserError):
-        start(store, logged)
-    runs(Store(store).create(), STUDY)[0].add(
-        [Submitted("8", "8", "study.record", "record", (), ())]
-    )
+        start(store, tracked_study)
+    record_job = Submitted("8", "8", "study.record", "record", (), ())
+    runs(Store(store).create(), STUDY)[0].add([record_job])
+    return log
 
-    def shown() -> list[bool]:
+
+def test_a_study_that_was_not_logged_is_unfinished_until_it_is(
+    unlogged: Mock, tracked_study: StudyRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "store"
+
+    def reports_failed_job() -> list[bool]:
+        """Whether `status` and `why` do."""
         assert study_command(store, "status", STUDY) == study_command(store, "why", STUDY) == 0
-        printed = capsys.readouterr().out
-        return [
-            "jobs that ended without their steps: 1" in printed,
-            "record: missing: job 8 is failed" in printed,
-        ]
+        output = capsys.readouterr().out
+        messages = ("jobs that ended without their steps: 1", "record: missing: job 8 is failed")
+        return [message in output for message in messages]
 
-    assert shown() == [True, True]
+    assert reports_failed_job() == [True, True]
     with pytest.raises(UserError):
-        start(store, logged)
-    assert shown() == [True, True]
-    log.side_effect = None
-    log.return_value = ""
-    assert start(store, logged) == 0 and shown() == [False, False]
+        start(store, tracked_study)
+    assert reports_failed_job() == [True, True]
+    unlogged.side_effect = None
+    unlogged.return_value = ""
+    assert start(store, tracked_study) == 0
+    assert reports_failed_job() == [False, False]
+
+
+def disk_is_full() -> OSError:
+    return OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_no_report_is_begun_when_the_disk_is_full(
     aimer_study: StudyRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def hook(step: Step, scratch: Path) -> None:
+    def fail_at_plan(step: Step, scratch: Path) -> None:
         if step.kind == "plan":
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise disk_is_full()
 
-    monkeypatch.setattr(Worker, "hook", hook)
+    monkeypatch.setattr(Worker, "hook", fail_at_plan)
     monkeypatch.setattr(record, "_report", lambda *_: pytest.fail("it was begun"))
     store = tmp_path / "store"
     assert start(store, aimer_study, report=True) == 2 and not list(store.glob("failed/*"))
+
+
+def test_a_record_on_a_full_disk_is_one_sentence(
+    aimer_study: StudyRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write = Store.write
 
-    def fail(of: Store, path: Path, document: dict[str, Any]) -> None:
+    def fail_for_record(store: Store, path: Path, document: dict[str, Any]) -> None:
         if path.name == "record.json":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(of, path, document)
+            raise disk_is_full()
+        write(store, path, document)
 
-    monkeypatch.setattr(Store, "write", fail)
+    monkeypatch.setattr(Store, "write", fail_for_record)
     with pytest.raises(UserError, match="disk of the store is full"):
-        start(store, aimer_study)
+        start(tmp_path / "store", aimer_study)
 
 
 @pytest.mark.parametrize(
-    "words", ["moe_lab", "moe_lab.study verify study store={}", "moe_lab.inspect --help"]
+    "arguments", ["moe_lab", "moe_lab.study verify study store={}", "moe_lab.inspect --help"]
 )
-def test_a_reader_that_has_had_enough_gets_no_trace(done: Path, words: str) -> None:
-    command = [sys.executable, "-m", *words.format(done).split()]
+def test_a_closed_pipe_gives_no_traceback(done: Path, arguments: str) -> None:
+    command = [sys.executable, "-m", *arguments.format(done).split()]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout and process.stderr
     process.stdout.close()
     assert process.stderr.read() == "" and process.wait() == 141
 
 
-def test_an_interrupted_study_prints_no_trace(tmp_path: Path) -> None:
-    words = [*SMALL[:2], "launcher.processes=1", f"store={tmp_path}"]
+def test_an_interrupted_study_gives_no_traceback(tmp_path: Path) -> None:
+    settings = [*SMALL[:2], "launcher.processes=1", f"store={tmp_path}"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "moe_lab", *words], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "moe_lab", *settings], stderr=subprocess.PIPE, text=True
     )
     until(lambda: list(tmp_path.glob("runs/*/*/run.json")) or process.poll() is not None)
     process.send_signal(signal.SIGINT)
     assert process.stderr
-    said = process.stderr.read()
-    assert (
-        process.wait() == 130
-        and "Traceback" not in said
-        and "goes on from here" in said.splitlines()[-1]
-    )
+    errors = process.stderr.read()
+    assert process.wait() == 130 and "Traceback" not in errors
+    assert "goes on from here" in errors.splitlines()[-1]
 
 
-@pytest.mark.parametrize("way", [*DAMAGES, "a folder"])
-def test_the_analysis_refuses_a_damaged_record_in_a_sentence(
-    finished: Path, tmp_path: Path, way: str
-) -> None:
-    store = tmp_path / "store"
-    shutil.copytree(finished, store)
-    damage(next(store.glob("runs/study/*/record.json")), way)
+@pytest.mark.parametrize("method", [*DAMAGES, "a folder"])
+def test_the_analysis_refuses_a_damaged_record(store: Path, method: str) -> None:
+    damage(next(store.glob("runs/study/*/record.json")), method)
     for step in store.glob("*/*/step.json"):
-        damage(step, way)
+        damage(step, method)
         assert Reader(store).json(step.parent, "result.json") is None
     with pytest.raises(UserError, match="study=study cannot be read"):
         document(store, [STUDY])

@@ -33,139 +33,186 @@ pytestmark = pytest.mark.usefixtures("fake_worker")
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def root(tmp_path: Path) -> Path:
+    """The folder of a store."""
     return tmp_path / "store"
 
 
 @pytest.fixture
-def replaced(place: Path, aimer_study: StudyRequest, reap_study: StudyRequest) -> Path:
-    """A store in which the cells of `one` were replaced by those of `other`."""
-    assert start(place, aimer_study) == start(place, reap_study) == 0
+def replaced(root: Path, aimer_study: StudyRequest, reap_study: StudyRequest) -> Path:
+    """A store in which `reap_study` has replaced `aimer_study`: both have one name."""
+    assert start(root, aimer_study) == start(root, reap_study) == 0
     Worker.executed.clear()
-    return place
+    return root
 
 
-def steps(of: StudyRequest) -> dict[str, Step]:
-    return {step.folder: step for step in build(*of).steps}
+def steps(study: StudyRequest) -> dict[str, Step]:
+    return {step.folder: step for step in build(*study).steps}
 
 
-def finished(place: Path) -> set[str]:
-    return {str(path.parent.relative_to(place)) for path in place.glob("*/[!.]*/step.json")}
+@pytest.fixture(scope="module")
+def aimer_steps(aimer_study: StudyRequest) -> set[str]:
+    """Folders of the steps of `aimer_study`."""
+    return set(steps(aimer_study))
 
 
-def named(place: Path) -> set[str]:
+@pytest.fixture(scope="module")
+def reap_steps(reap_study: StudyRequest) -> set[str]:
+    return set(steps(reap_study))
+
+
+def finished(root: Path) -> set[str]:
+    """Folders of the finished steps of a store."""
+    return {str(path.parent.relative_to(root)) for path in root.glob("*/[!.]*/step.json")}
+
+
+def garbage_in(root: Path) -> set[str]:
     """Folders that gc would free."""
-    return {str(item.path.relative_to(place)) for item in find_garbage(Store(place))[0]}
+    return {str(item.path.relative_to(root)) for item in find_garbage(Store(root))[0]}
 
 
-def test_what_no_study_refers_to_is_named_first_and_freed_on_request(
-    replaced: Path,
-    aimer_study: StudyRequest,
-    reap_study: StudyRequest,
-    capsys: pytest.CaptureFixture[str],
+def times(root: Path) -> list[tuple[Path, int]]:
+    """Every path of a store with its modification time."""
+    return sorted((path, path.stat().st_mtime_ns) for path in root.rglob("*"))
+
+
+def test_steps_that_no_study_needs_are_garbage(
+    replaced: Path, aimer_steps: set[str], reap_steps: set[str]
 ) -> None:
-    only_one = steps(aimer_study).keys() - steps(reap_study).keys()
-    shared = steps(aimer_study).keys() & steps(reap_study).keys()
-    assert {name.partition("/")[0] for name in only_one} >= {
-        "weights",
-        "scores",
-        "plan",
-        "evaluate",
-    } and shared
-    before = sorted((path, path.stat().st_mtime_ns) for path in replaced.rglob("*"))
-    assert study_command(replaced, "gc") == 0
-    shown = capsys.readouterr().out
-    assert sorted((path, path.stat().st_mtime_ns) for path in replaced.rglob("*")) == before, (
-        "it only looks"
-    )
-    assert "weights" in shown and "apply=true" in shown and "model" not in shown.split("kept")[0]
-    assert named(replaced) == only_one
-    bytes_of_one = sum(
-        path.stat().st_size for name in only_one for path in (replaced / name).iterdir()
-    )
-    assert sum(item.bytes for item in find_garbage(Store(replaced))[0]) == bytes_of_one
+    unneeded = aimer_steps - reap_steps
+    assert aimer_steps & reap_steps
+    kinds = {name.partition("/")[0] for name in unneeded}
+    assert kinds >= {"weights", "scores", "plan", "evaluate"}
+    assert garbage_in(replaced) == unneeded
+    files = [path for name in unneeded for path in (replaced / name).iterdir()]
+    garbage_bytes = sum(item.bytes for item in find_garbage(Store(replaced))[0])
+    assert garbage_bytes == sum(path.stat().st_size for path in files)
 
+
+def test_gc_without_apply_prints_garbage_and_changes_nothing(
+    replaced: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times_before = times(replaced)
+    assert study_command(replaced, "gc") == 0
+    output = capsys.readouterr().out
+    assert times(replaced) == times_before
+    assert "weights" in output and "apply=true" in output
+    assert "model" not in output.split("kept")[0]
+
+
+def test_gc_frees_garbage_and_nothing_else(
+    replaced: Path, reap_study: StudyRequest, reap_steps: set[str]
+) -> None:
     assert study_command(replaced, "gc", "apply=true") == 0
-    assert finished(replaced) == set(steps(reap_study)) and not list(replaced.glob("*/.*"))
+    assert finished(replaced) == reap_steps and not list(replaced.glob("*/.*"))
     assert study_command(replaced, "verify", STUDY) == 0
     assert start(replaced, reap_study) == 0 and Worker.executed == []
-    assert start(replaced, aimer_study) == 0 and set(Worker.executed) == only_one
-    assert study_command(replaced, "gc", "apply=true") == 0, (
-        "the last run is of one, and the record too"
-    )
-    assert finished(replaced) == set(steps(aimer_study))
 
 
-def test_a_record_alone_keeps_the_inputs_of_its_steps(
-    place: Path, aimer_study: StudyRequest
+def test_a_study_that_starts_after_gc_replaces_the_later_one(
+    replaced: Path, aimer_study: StudyRequest, aimer_steps: set[str], reap_steps: set[str]
 ) -> None:
-    assert start(place, aimer_study) == 0
-    next(place.glob("runs/*/*/run.json")).unlink()
-    gc(Store(place), apply=True)
-    assert finished(place) == set(steps(aimer_study))
-    shutil.rmtree(place / "runs")
-    gc(Store(place), apply=True)
-    assert finished(place) == set()
+    """Its run and its record are then the last ones."""
+    assert study_command(replaced, "gc", "apply=true") == 0
+    assert start(replaced, aimer_study) == 0
+    assert set(Worker.executed) == aimer_steps - reap_steps
+    assert study_command(replaced, "gc", "apply=true") == 0
+    assert finished(replaced) == aimer_steps
 
 
-def test_an_interrupted_study_goes_on_from_where_it_was(
-    place: Path, aimer_study: StudyRequest, reap_study: StudyRequest
-) -> None:
-    """Two runs of it were, and no record was written since. Both are kept, though the last one asks
-    for other steps."""
+def test_a_record_alone_keeps_inputs_of_its_steps(root: Path, aimer_study: StudyRequest) -> None:
+    assert start(root, aimer_study) == 0
+    next(root.glob("runs/*/*/run.json")).unlink()
+    gc(Store(root), apply=True)
+    assert finished(root) == set(steps(aimer_study))
+    shutil.rmtree(root / "runs")
+    gc(Store(root), apply=True)
+    assert finished(root) == set()
 
-    def hook(step: Step, scratch: Path) -> None:
+
+@pytest.fixture
+def interrupted(root: Path, aimer_study: StudyRequest, reap_study: StudyRequest) -> Path:
+    """A store of a study of which two runs, with different cells, were interrupted at plans. It has
+    no record."""
+
+    def interrupt(step: Step, scratch: Path) -> None:
         if step.kind == "plan":
-            partial = Store(place).partial(step)
+            partial = Store(root).partial(step)
             partial.mkdir(parents=True, exist_ok=True)
             (partial / "half.txt").touch()
             raise KeyboardInterrupt
 
-    Worker.hook = hook
-    for of in (aimer_study, reap_study):
+    Worker.hook = interrupt
+    for study in (aimer_study, reap_study):
         with pytest.raises(KeyboardInterrupt):
-            start(place, of)
-    made = finished(place)
-    assert made & (steps(aimer_study).keys() - steps(reap_study).keys())
-    gc(Store(place), apply=True)
-    assert finished(place) == made and len(list(place.glob("partial/*/half.txt"))) == 2
+            start(root, study)
     Worker.hook = None
     Worker.executed.clear()
-    assert (
-        start(place, aimer_study) == 0 and set(Worker.executed) == steps(aimer_study).keys() - made
-    )
+    return root
 
 
-def test_what_killed_processes_left_is_freed_and_what_is_worked_on_is_not(place: Path) -> None:
-    store = Store(place).create()
-    alive, dead = (Example(number=number) for number in range(2))
+def test_gc_keeps_the_steps_of_interrupted_runs(
+    interrupted: Path, aimer_steps: set[str], reap_steps: set[str]
+) -> None:
+    """Of both, though the last run needs other steps."""
+    steps_before = finished(interrupted)
+    assert steps_before & (aimer_steps - reap_steps)
+    gc(Store(interrupted), apply=True)
+    assert finished(interrupted) == steps_before
+    assert len(list(interrupted.glob("partial/*/half.txt"))) == 2
+
+
+def test_an_interrupted_study_goes_on_after_gc(
+    interrupted: Path, aimer_study: StudyRequest, aimer_steps: set[str]
+) -> None:
+    steps_before = finished(interrupted)
+    gc(Store(interrupted), apply=True)
+    assert start(interrupted, aimer_study) == 0
+    assert set(Worker.executed) == aimer_steps - steps_before
+
+
+@pytest.fixture
+def killed_step(root: Path) -> Step:
+    """A step whose run was killed while it wrote results and resume files."""
+    Store(root).create()
     run_until_killed(f"""
-        store, step = Store({str(place)!r}), Example(number=1)
+        store, step = Store({str(root)!r}), Example(number=1)
         with begin(store, "study", [step]), store.claim(step) as scratch:
             (scratch / "half.txt").write_text("half")
             store.partial(step).mkdir(parents=True)
             (store.partial(step) / "half.txt").write_text("half")
             os.kill(os.getpid(), signal.SIGKILL)
     """)
+    return Example(number=1)
+
+
+def test_files_of_a_killed_run_are_garbage(root: Path, killed_step: Step) -> None:
+    """Its resume files are kept for the next run as long as its record of the run is there."""
+    store = Store(root)
     assert steps_at_work(store) == set()
-    assert {item.kind for item in find_garbage(Store(place))[0]} == {LEFTOVERS}
-    runs(store, "study")[0].remove()  # otherwise what the killed run saved is kept for the next one
-    with store.claim(alive) as scratch:
+    assert {item.kind for item in find_garbage(store)[0]} == {LEFTOVERS}
+    runs(store, "study")[0].remove()
+    garbage_items = find_garbage(store)[0]
+    assert [item.kind for item in garbage_items] == [LEFTOVERS] * 2
+    assert [item.bytes for item in garbage_items] == [4, 4]
+
+
+def test_gc_keeps_files_of_a_step_that_is_computed(root: Path, killed_step: Step) -> None:
+    store = Store(root)
+    runs(store, "study")[0].remove()
+    step = Example(number=0)
+    with store.claim(step) as scratch:
         assert scratch is not None
-        store.partial(alive).mkdir(parents=True)
-        left = find_garbage(Store(place))[0]
-        assert [item.kind for item in left] == [LEFTOVERS] * 2 and [
-            item.bytes for item in left
-        ] == [4, 4]
-        gc(Store(place), apply=True)
-        assert list(place.glob("plan/.*")) == [scratch] and list(place.glob("partial/*")) == [
-            store.partial(alive)
-        ]
-    assert store.done(alive) and not store.done(dead)
+        store.partial(step).mkdir(parents=True)
+        assert len(find_garbage(store)[0]) == 2
+        gc(store, apply=True)
+        assert list(root.glob("plan/.*")) == [scratch]
+        assert list(root.glob("partial/*")) == [store.partial(step)]
+    assert store.done(step) and not store.done(killed_step)
 
 
-def test_a_concurrent_run_loses_nothing(
-    place: Path,
+def test_gc_during_a_run_frees_none_of_its_steps(
+    root: Path,
     aimer_study: StudyRequest,
     reap_study: StudyRequest,
     monkeypatch: pytest.MonkeyPatch,
@@ -173,74 +220,72 @@ def test_a_concurrent_run_loses_nothing(
     """The study is replaced and garbage collected in the middle of a run, whose steps only its
     claim keeps until its record is written."""
 
-    def hook(step: Step, scratch: Path) -> None:
+    def replace_study(step: Step, scratch: Path) -> None:
         if step.kind == "evaluate" and "plan" in step.inputs:
             Worker.hook = None
-            assert start(place, reap_study) == 0
-            gc(Store(place), apply=True)
+            assert start(root, reap_study) == 0
+            gc(Store(root), apply=True)
 
-    def finish(*arguments: Any) -> int:
-        gc(Store(place), apply=True)
-        return end(*arguments)
+    def collect_then_finish(*arguments: Any) -> int:
+        gc(Store(root), apply=True)
+        return finish(*arguments)
 
-    end = running.finish
-    monkeypatch.setattr(running, "finish", finish)
-    Worker.hook = hook
-    assert start(place, aimer_study) == 0
-    assert len(Worker.executed) == len(set(Worker.executed)) and finished(place) == {
-        *steps(aimer_study),
-        *steps(reap_study),
-    }
+    finish = running.finish
+    monkeypatch.setattr(running, "finish", collect_then_finish)
+    Worker.hook = replace_study
+    assert start(root, aimer_study) == 0
+    assert len(Worker.executed) == len(set(Worker.executed))
+    assert finished(root) == {*steps(aimer_study), *steps(reap_study)}
 
 
-def test_a_run_ending_while_gc_looks_loses_nothing(
+def test_gc_keeps_steps_of_a_run_that_ends_meanwhile(
     replaced: Path,
     aimer_study: StudyRequest,
     reap_study: StudyRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is let go after gc has read the records, which still are the old ones."""
-    held = ExitStack()
-    read = garbage.read_record
+    """Its claim ends after gc has read the old records."""
+    claims = ExitStack()
+    read_record = garbage.read_record
 
     def read_then_end(*arguments: Any) -> Any:
-        document = read(*arguments)
-        held.close()
+        document = read_record(*arguments)
+        claims.close()
         return document
 
     monkeypatch.setattr(garbage, "read_record", read_then_end)
-    held.enter_context(runs(Store(replaced), STUDY)[0].claim())
-    assert named(replaced) == set()
-    assert named(replaced) == steps(aimer_study).keys() - steps(reap_study).keys()
+    claims.enter_context(runs(Store(replaced), STUDY)[0].claim())
+    assert garbage_in(replaced) == set()
+    assert garbage_in(replaced) == steps(aimer_study).keys() - steps(reap_study).keys()
 
 
-def test_a_run_starting_while_gc_chooses_waits(
+def test_a_run_that_starts_during_gc_waits(
     replaced: Path, aimer_study: StudyRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise it would find a step finished that is freed right afterwards."""
     threads: list[threading.Thread] = []
     codes: list[int] = []
 
-    def look_then_start(store: Store) -> Any:
-        survey = survey_of(store)
+    def find_then_start(store: Store) -> Any:
+        items = find_garbage(store)
         threads.append(threading.Thread(target=lambda: codes.append(start(replaced, aimer_study))))
         threads[0].start()
         threads[0].join(0.5)  # more than it takes when it does not wait
         assert threads[0].is_alive(), "the run did not wait"
-        return survey
+        return items
 
-    survey_of = garbage.find_garbage
-    monkeypatch.setattr(garbage, "find_garbage", look_then_start)
+    find_garbage = garbage.find_garbage
+    monkeypatch.setattr(garbage, "find_garbage", find_then_start)
     gc(Store(replaced), apply=True)
     threads[0].join()
     assert codes == [0] and set(steps(aimer_study)) <= finished(replaced) and Worker.executed
 
 
-def test_a_killed_gc_leaves_a_store_that_works(
+def test_a_store_works_after_a_killed_gc(
     replaced: Path, aimer_study: StudyRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It dies when the first folder is half removed."""
-    garbage_of_one = named(replaced)
+    """It is killed when the first folder is half removed."""
+    garbage_before = garbage_in(replaced)
     run_until_killed(f"""
         from moe_lab.study.garbage import gc
         def rmtree(path, **_):
@@ -249,10 +294,10 @@ def test_a_killed_gc_leaves_a_store_that_works(
         shutil.rmtree = rmtree
         gc(Store({str(replaced)!r}), apply=True)
     """)
-    assert study_command(replaced, "verify", STUDY) == 0 and not finished(replaced) & garbage_of_one
+    assert study_command(replaced, "verify", STUDY) == 0 and not finished(replaced) & garbage_before
     assert {item.kind for item in find_garbage(Store(replaced))[0]} == {LEFTOVERS}
     capsys.readouterr()
-    assert start(replaced, aimer_study) == 0 and set(Worker.executed) == garbage_of_one
+    assert start(replaced, aimer_study) == 0 and set(Worker.executed) == garbage_before
     assert "damaged" not in capsys.readouterr().err
     gc(Store(replaced), apply=True)
     assert not list(replaced.glob("*/.*")) and finished(replaced) == set(steps(aimer_study))
@@ -267,21 +312,21 @@ def test_a_killed_gc_leaves_a_store_that_works(
         "statistics/*/step.json",
     ],
 )
-def test_nothing_goes_while_needs_are_unclear(
+def test_gc_frees_nothing_while_a_document_is_damaged(
     replaced: Path, file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs(Store(replaced), STUDY)[-1].add([Submitted("1", "1", "study.plan", "plan", ("x",), ())])
     damaged = sorted(replaced.glob(file))[-1]
     damaged.write_text("{")
-    before = finished(replaced)
-    for words in ([], ["apply=true"]):
-        assert study_command(replaced, "gc", *words) == 2
-        said = capsys.readouterr().err
-        assert damaged.name in said and len(said.splitlines()) == 1
-    assert finished(replaced) == before and damaged.read_text() == "{"
+    steps_before = finished(replaced)
+    for arguments in ([], ["apply=true"]):
+        assert study_command(replaced, "gc", *arguments) == 2
+        errors = capsys.readouterr().err
+        assert damaged.name in errors and len(errors.splitlines()) == 1
+    assert finished(replaced) == steps_before and damaged.read_text() == "{"
 
 
-def test_queued_jobs_keep_steps(
+def test_gc_keeps_steps_of_queued_jobs(
     replaced: Path,
     aimer_study: StudyRequest,
     reap_study: StudyRequest,
@@ -291,11 +336,11 @@ def test_queued_jobs_keep_steps(
     first.add([Submitted("7", "7", "study.plan", "plan", (), ())])
     queue = {"7": Queued("7", "study.plan", "PENDING", "Dependency", "0:00")}
     monkeypatch.setattr(scheduler, "queue", lambda *_: queue)
-    assert named(replaced) == set()
+    assert garbage_in(replaced) == set()
     queue.clear()
-    assert named(replaced) == steps(aimer_study).keys() - steps(reap_study).keys()
+    assert garbage_in(replaced) == steps(aimer_study).keys() - steps(reap_study).keys()
     monkeypatch.setattr(scheduler, "queue", Mock(side_effect=UserError("no scheduler here")))
-    assert named(replaced) == set() and find_garbage(Store(replaced))[1] == "no scheduler here"
+    assert garbage_in(replaced) == set() and find_garbage(Store(replaced))[1] == "no scheduler here"
 
 
 def test_partial_run_records_of_a_killed_command_are_removed(
@@ -314,70 +359,77 @@ def test_partial_run_records_of_a_killed_command_are_removed(
             )
 
 
-def test_a_job_keeps_what_it_reads_and_makes(
-    place: Path, aimer_study: StudyRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a queue that shows it, and after the record of a later run."""
-    store = Store(place).create()
+@pytest.fixture
+def unrecorded_run(root: Path, aimer_study: StudyRequest) -> str:
+    """The name of a run of the study, after which another run has written a record without
+    cells."""
+    store = Store(root).create()
     needed = list(steps(aimer_study).values())
     with begin(store, STUDY, needed) as run, begin(store, STUDY, []) as later:
-        name = str(run.folder.relative_to(place / "runs"))
+        name = str(run.folder.relative_to(root / "runs"))
     write_sealed(
         later.folder / "record.json",
         {"schema": 1, "created": 0, "replaces": [], "cells": [], **NO_FIGURES},
     )
+    return name
 
-    def hook(step: Step, scratch: Path) -> None:
-        assert {read_sealed(path, {})["limit"] for path in place.glob("claims/*")} == {30.0}
-        gc(Store(place), apply=True)
+
+def test_gc_keeps_inputs_and_results_of_a_job_while_it_works(
+    root: Path, aimer_study: StudyRequest, unrecorded_run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though no queue lists the job."""
+
+    def collect_garbage(step: Step, scratch: Path) -> None:
+        assert {read_sealed(path, {})["limit"] for path in root.glob("claims/*")} == {30.0}
+        gc(Store(root), apply=True)
 
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr(slurm_jobs, "WorkerProcess", Worker)
-    Worker.hook = hook
+    Worker.hook = collect_garbage
+    needed = steps(aimer_study).values()
     first = [step for step in needed if not step.needs]
-    after = [step for step in needed if step.needs and all(each in first for each in step.needs)]
-    done = slurm_jobs.StepsJob(
-        str(place), [*first, *after], name, LauncherConfig(stale_minutes=0.5)
-    )()
-    assert first and after and done["failed"] == done["skipped"] == 0
-    assert {step.folder for step in (*first, *after)} <= finished(place)
-    gc(Store(place), apply=True)
-    assert finished(place) == set()
+    second = [step for step in needed if step.needs and {*step.needs} <= {*first}]
+    launcher = LauncherConfig(stale_minutes=0.5)
+    counts = slurm_jobs.StepsJob(str(root), [*first, *second], unrecorded_run, launcher)()
+    assert first and second and counts["failed"] == counts["skipped"] == 0
+    assert {step.folder for step in (*first, *second)} <= finished(root)
+    gc(Store(root), apply=True)
+    assert finished(root) == set()
 
 
-def test_folders_that_are_no_steps_stay(replaced: Path) -> None:
+def test_gc_keeps_folders_that_are_no_steps(replaced: Path) -> None:
     """Files of the user whose names look like those of steps, and steps that were set aside."""
     notes = replaced / "plan" / "notes-0123456789ab"
     notes.mkdir()
-    copied = next(replaced / name for name in named(replaced) if name.startswith("plan/"))
-    shutil.copytree(copied, replaced / "mine" / copied.name)
-    wrong = copied.with_name("x-0123456789ab")
-    shutil.copytree(copied, wrong)
-    os.rename(wrong / "step.json", wrong / "other.json")
-    write_sealed(wrong / "step.json", {**read_sealed(wrong / "other.json", {}), "id": "f" * 64})
+    plan = next(replaced / name for name in garbage_in(replaced) if name.startswith("plan/"))
+    copy = replaced / "mine" / plan.name
+    shutil.copytree(plan, copy)
+    other_id = plan.with_name("x-0123456789ab")
+    shutil.copytree(plan, other_id)
+    os.rename(other_id / "step.json", other_id / "other.json")
+    document = read_sealed(other_id / "other.json", {})
+    write_sealed(other_id / "step.json", {**document, "id": "f" * 64})
     gc(Store(replaced), apply=True)
-    assert (
-        not copied.exists()
-        and notes.is_dir()
-        and wrong.is_dir()
-        and (replaced / "mine" / copied.name).is_dir()
-    )
+    assert not plan.exists()
+    assert notes.is_dir() and other_id.is_dir() and copy.is_dir()
 
 
-def test_wrong_words_are_one_sentence(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Store(place).create()
-    wrong = {
-        "gc apply_all=true": "did you mean apply",
-        "gc apply=yes": "apply=yes",
-        f"gc {STUDY}": STUDY,
-    }
-    more = {
-        f"status {STUDY} apply=true": "setting=apply",
-        f"verify {STUDY} more": "expected 1",
-        "status": "expected 1",
-    }
-    for words, says in {**wrong, **more}.items():
-        assert study_command(place, *words.split()) == 2
-        said = capsys.readouterr().err
-        assert says in said and len(said.splitlines()) == 1
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("gc apply_all=true", "did you mean apply"),
+        ("gc apply=yes", "apply=yes"),
+        (f"gc {STUDY}", STUDY),
+        (f"status {STUDY} apply=true", "setting=apply"),
+        (f"verify {STUDY} more", "expected 1"),
+        ("status", "expected 1"),
+    ],
+)
+def test_wrong_arguments_are_one_sentence(
+    root: Path, capsys: pytest.CaptureFixture[str], command: str, message: str
+) -> None:
+    Store(root).create()
+    assert study_command(root, *command.split()) == 2
+    errors = capsys.readouterr().err
+    assert message in errors and len(errors.splitlines()) == 1

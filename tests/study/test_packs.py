@@ -8,7 +8,7 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import Mock
 
 import pytest
@@ -64,65 +64,85 @@ def pack_of(store: Store) -> Path:
     return path
 
 
-def test_a_study_in_packs_is_the_study_in_folders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same record and files, one pack instead of a folder for each step, and nothing left to
-    do."""
+class Stores(NamedTuple):
+    """The stores of the same study, with small steps in packs and in folders; and name -> folder of
+    each step of the second."""
+
+    packs: Store
+    folders: Store
+    steps: dict[str, Path]
+
+
+@pytest.fixture
+def stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stores:
     assert start(tmp_path / "packed", CELLS) == 0
     monkeypatch.setattr(packing, "MANY", 1000)
     assert start(tmp_path / "folders", CELLS) == 0
-    in_packs, in_folders = (Store(tmp_path / name) for name in ("packed", "folders"))
-    steps = {path.parent.name: path.parent for path in in_folders.root.glob("*/*/step.json")}
-    assert len(steps) > 30 and not [
-        *in_packs.root.glob("plan/*"),
-        *in_packs.root.glob("evaluate/*"),
-    ]
-    assert sum(1 for _ in in_packs.root.rglob("*")) < len(steps)
-    records = [record.read(store, CELLS[0].study)["cells"] for store in (in_packs, in_folders)]
-    assert records[0] == records[1] != []
-    reader = Reader(in_packs.root)
-    for name, folder in steps.items():
-        there = reader.find(f"{folder.parent.name}/{name}")
-        assert there is not None and reader.json(there, "result.json") == {
-            "score": 0.5,
-            "of": ["a", 1],
-        }
-        assert (
-            in_packs.content(f"{folder.parent.name}/{name}", "result.json")
-            == (folder / "result.json").read_bytes()
-        )
+    folders = Store(tmp_path / "folders")
+    steps = {path.parent.name: path.parent for path in folders.root.glob("*/*/step.json")}
+    return Stores(Store(tmp_path / "packed"), folders, steps)
+
+
+def test_a_pack_replaces_the_folders_of_steps(stores: Stores) -> None:
+    root = stores.packs.root
+    assert len(stores.steps) > 30
+    assert not [*root.glob("plan/*"), *root.glob("evaluate/*")]
+    assert sum(1 for _ in root.rglob("*")) < len(stores.steps)
+
+
+def test_records_of_packs_and_of_folders_are_equal(stores: Stores) -> None:
+    cells, cells_of_folders = (
+        record.read(store, STUDY)["cells"] for store in (stores.packs, stores.folders)
+    )
+    assert cells == cells_of_folders != []
+
+
+def test_files_in_packs_are_those_of_folders(stores: Stores) -> None:
+    reader = Reader(stores.packs.root)
+    for name, folder in stores.steps.items():
+        step = f"{folder.parent.name}/{name}"
+        path = reader.find(step)
+        assert path is not None
+        assert reader.json(path, "result.json") == {"score": 0.5, "of": ["a", 1]}
+        content = (folder / "result.json").read_bytes()
+        assert stores.packs.content(step, "result.json") == content
     assert not reader.gaps
-    count = len(Worker.executed)
-    assert start(tmp_path / "packed", CELLS) == 0 and len(Worker.executed) == count, (
-        "nothing is done again"
-    )
-    assert len([*in_packs.root.glob("runs/*/*")]) == 1, "a run that changes nothing leaves nothing"
-    assert (
-        study_command(in_packs.root, "status", CELLS[0].study) == 0
-        and study_command(in_packs.root, "verify", CELLS[0].study) == 0
-    )
+
+
+def test_a_second_start_of_a_packed_study_does_nothing(stores: Stores) -> None:
+    root = stores.packs.root
+    Worker.executed.clear()
+    assert start(root, CELLS) == 0 and Worker.executed == []
+    assert len([*root.glob("runs/*/*")]) == 1, "a run that changes nothing leaves nothing"
+    assert study_command(root, "status", STUDY) == study_command(root, "verify", STUDY) == 0
+
+
+def test_unpack_restores_the_folders_of_steps(
+    stores: Stores, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    assert study_command(in_packs.root, "unpack", "plan/") == 0
-    plans = {name: folder for name, folder in steps.items() if folder.parent.name == "plan"}
+    assert study_command(stores.packs.root, "unpack", "plan/") == 0
+    plans = {name: folder for name, folder in stores.steps.items() if folder.parent.name == "plan"}
     unpacked = {path.name: path for path in (tmp_path / "unpacked" / "plan").iterdir()}
     assert unpacked.keys() == plans.keys()
     assert all({*os.listdir(unpacked[name])} == {*os.listdir(plans[name])} for name in plans)
 
 
-def test_the_last_small_steps_of_a_run_join_packs(
+def test_few_steps_are_packed_if_there_is_a_pack(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for number, left in ((0, 3), (10, 0)):
+    """At the end of a run: the first three steps stay in folders, the next three join the pack that
+    the first three are in by then."""
+    for number, folders in ((0, 3), (10, 0)):
         monkeypatch.setattr(packing, "MANY", 1000)
         publish(store, range(number, number + 3))
         Packing(store).pack(last=True)
-        assert len([*(store.root / "plan").iterdir()]) == left
+        assert len([*(store.root / "plan").iterdir()]) == folders
         monkeypatch.setattr(packing, "MANY", 1)
         Packing(store).pack()
 
 
-def test_a_step_reads_its_inputs_from_packs(store: Store, tmp_path: Path) -> None:
+def test_a_step_reads_inputs_from_packs(store: Store, tmp_path: Path) -> None:
     """By `Files.read`, whether the input is packed by another run before the step begins, or while
     it runs."""
 
@@ -176,9 +196,10 @@ def test_a_pack_that_cannot_be_written_fails_no_run(
         assert str(error) in store.notices.pop()
 
 
-def test_a_step_that_is_damaged_in_a_pack_is_made_anew(store: Store) -> None:
-    """It costs no other step, and is found by hashing: when it is about to be read, or by
-    verify."""
+@pytest.fixture
+def damaged_pack(store: Store) -> tuple[Store, list[Step]]:
+    """A store with thirty steps in a pack, in which the result of step 7 is all zeros; and the
+    steps."""
     steps = packed(store, range(30))
     os.chmod(pack_of(store), 0o644)
     damage = (
@@ -188,31 +209,43 @@ def test_a_step_that_is_damaged_in_a_pack_is_made_anew(store: Store) -> None:
     with sqlite3.connect(pack_of(store)) as pack:
         pack.execute(damage, (steps[7].id[:12],))
     packs_in.cache_clear()
-    found = Store(store.root).create()
-    assert found.done_of(steps) == {step.id for step in steps}, (
-        "sizes and times say nothing of a row"
-    )
-    assert [step.id for step in steps if not found.readable(step)] == [steps[7].id]
-    assert found.done_of(steps) == {step.id for step in steps} - {steps[7].id}
-    with found.claim(steps[7]) as scratch:
+    return Store(store.root).create(), steps
+
+
+def test_damage_in_a_pack_is_found_when_a_step_is_read(
+    damaged_pack: tuple[Store, list[Step]],
+) -> None:
+    """By hashing, as sizes and times say nothing of a row. The other steps stay."""
+    store, steps = damaged_pack
+    assert store.done_of(steps) == {step.id for step in steps}
+    assert [step.id for step in steps if not store.readable(step)] == [steps[7].id]
+    assert store.done_of(steps) == {step.id for step in steps} - {steps[7].id}
+
+
+def test_a_step_that_was_damaged_in_a_pack_is_in_another_pack(
+    damaged_pack: tuple[Store, list[Step]],
+) -> None:
+    store, steps = damaged_pack
+    assert not store.readable(steps[7])
+    with store.claim(steps[7]) as scratch:
         assert scratch is not None
         (scratch / "result.json").write_text("anew")
-    Packing(found).pack()
+    Packing(store).pack()
     packs_in.cache_clear()
-    again = Store(store.root)
-    again.packs.refresh()
-    packs_with = [
-        pack for pack in again.packs.sizes() if steps[7].id[:12] in again.packs._steps[pack]
+    reopened = Store(store.root)
+    reopened.packs.refresh()
+    names = [
+        name for name in reopened.packs.sizes() if steps[7].id[:12] in reopened.packs._steps[name]
     ]
-    assert len(packs_with) == 1, "the damaged one is gone"
-    assert len(again.packs.sizes()) == 2, "the pack without it, and the new one"
-    assert again.content(steps[7].folder, "result.json") == b"anew"
-    assert all(again.readable(step) for step in steps)
+    assert len(names) == 1, "the damaged row is gone"
+    assert len(reopened.packs.sizes()) == 2, "the pack without it, and the new one"
+    assert reopened.content(steps[7].folder, "result.json") == b"anew"
+    assert all(reopened.readable(step) for step in steps)
 
 
 @pytest.mark.parametrize("file", ["result.json", "step.json"])
 @pytest.mark.parametrize("change", ["content = :new", "name = 'other'"])
-def test_a_row_that_was_changed_is_read_by_nobody(store: Store, file: str, change: str) -> None:
+def test_a_changed_row_of_a_pack_is_refused(store: Store, file: str, change: str) -> None:
     """Though it is compressed rightly. `verify` takes the step out of the pack."""
     steps = packed(store, range(3))
     new = zlib.compress(b'{"text": "result 7", "files": {}}')
@@ -232,28 +265,28 @@ def test_a_row_that_was_changed_is_read_by_nobody(store: Store, file: str, chang
     assert Store(store.root).done_of(steps) == {steps[0].id, steps[2].id}
 
 
-@pytest.mark.parametrize("harm", ["torn", "empty", "words"])
+@pytest.mark.parametrize("damage", ["torn", "empty", "words"])
 def test_a_pack_that_cannot_be_read_is_set_aside(
-    store: Store, harm: str, monkeypatch: pytest.MonkeyPatch
+    store: Store, damage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = packed(store, range(40))
     content = pack_of(store).read_bytes()
     pack_of(store).write_bytes(
-        {"torn": content[:1000], "empty": b"", "words": b"no database" * 1000}[harm]
+        {"torn": content[:1000], "empty": b"", "words": b"no database" * 1000}[damage]
     )
     packs_in.cache_clear()
     with pytest.raises(UserError):
         gc(Store(store.root), apply=True)
     monkeypatch.chdir(store.root.parent)
-    found = Store(store.root.name).create()
-    assert found.done_of(steps) == set()
-    assert len([*(store.root / "damaged").iterdir()]) == 1 and len(found.notices) == 1
-    publish(found, range(40), "anew")
-    Packing(found).pack()
-    assert found.content(steps[3].folder, "result.json") == b'{"text": "anew 3"}'
+    reopened = Store(store.root.name).create()
+    assert reopened.done_of(steps) == set()
+    assert len([*(store.root / "damaged").iterdir()]) == 1 and len(reopened.notices) == 1
+    publish(reopened, range(40), "anew")
+    Packing(reopened).pack()
+    assert reopened.content(steps[3].folder, "result.json") == b'{"text": "anew 3"}'
 
 
-def test_what_no_study_needs_is_freed_from_packs(store: Store) -> None:
+def test_gc_frees_steps_in_packs(store: Store) -> None:
     """A step that is needed keeps its inputs."""
     steps = packed(store, range(10))
     with begin(store, STUDY, steps[4:5]):
@@ -264,8 +297,8 @@ def test_what_no_study_needs_is_freed_from_packs(store: Store) -> None:
     assert store.content(steps[0].folder, "result.json") == b'{"text": "result 0"}'
 
 
-def test_many_packs_are_put_together(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that were replaced stay for a while, for whoever has listed them, and are not read."""
+def test_many_packs_are_merged(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaced packs stay for a while, for processes that have listed them, and are not read."""
     monkeypatch.setattr(packing, "MOST_PACKS", 3)
     reader = Reader(store.root)
     steps = [
@@ -277,10 +310,8 @@ def test_many_packs_are_put_together(store: Store, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(packs, "GRACE", -1.0)
     store.packs.clear()
     assert len([*(store.root / "packs").iterdir()]) == len(store.packs.sizes())
-    assert (
-        all(reader.json(reader.find(step.folder), "result.json") for step in steps)
-        and not reader.gaps
-    )
+    assert all(reader.json(reader.find(step.folder), "result.json") for step in steps)
+    assert not reader.gaps
 
 
 KILLED = """
@@ -302,26 +333,25 @@ POINTS = {
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_nothing_is_lost_when_a_process_is_killed_while_it_packs(store: Store, point: str) -> None:
+def test_packing_that_is_killed_loses_nothing(store: Store, point: str) -> None:
     steps = publish(store, range(20))
-    before = {step.id: store.content(step.folder, "result.json") for step in steps}
+    contents = {step.id: store.content(step.folder, "result.json") for step in steps}
     run_until_killed(KILLED.format(root=str(store.root), patch=POINTS[point]))
     for _ in range(2):
         packs_in.cache_clear()
-        found = Store(store.root).create()
-        assert found.done_of(steps) == before.keys()
-        assert {step.id: found.content(step.folder, "result.json") for step in steps} == before
-        Packing(found).pack()
-    found.packs.clear()
-    gc(found)
-    assert len([*(store.root / "packs").iterdir()]) == 1 and not [
-        *(store.root / "plan").glob("[!.]*")
-    ]
+        reopened = Store(store.root).create()
+        assert reopened.done_of(steps) == contents.keys()
+        assert {step.id: reopened.content(step.folder, "result.json") for step in steps} == contents
+        Packing(reopened).pack()
+    reopened.packs.clear()
+    gc(reopened)
+    assert len([*(store.root / "packs").iterdir()]) == 1
+    assert not [*(store.root / "plan").glob("[!.]*")]
 
 
-@pytest.mark.parametrize("listed", [Store.done_of, lambda store, steps: store.present().keys()])
-def test_a_step_that_is_packed_meanwhile_is_listed(
-    listed: Any, store: Store, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("list_steps", [Store.done_of, lambda store, steps: store.present().keys()])
+def test_a_step_that_is_packed_while_it_is_listed_is_listed(
+    list_steps: Any, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By another process, which finds the store by another path here."""
     steps = publish(store, range(3))
@@ -330,38 +360,43 @@ def test_a_step_that_is_packed_meanwhile_is_listed(
     monkeypatch.setattr(
         store.packs, "refresh", lambda: (refresh(), Packing(Store(path).create()).pack())
     )
-    assert {name[:DIGITS] for name in listed(store, steps)} == {step.id[:DIGITS] for step in steps}
+    assert {name[:DIGITS] for name in list_steps(store, steps)} == {
+        step.id[:DIGITS] for step in steps
+    }
+
+
+PUBLISH_AND_PACK = f"""{BEGINNING}
+from moe_lab.study import packing
+from moe_lab.study.schedule import Schedule, work
+packing.MANY, packing.EVERY, packing.MOST_PACKS = 5, 0.0, 3
+store = Store(sys.argv[1]).create()
+def execute(step, scratch):
+    (scratch / "result.json").write_text(f"result {{step.number}}")
+    (scratch / "provenance.json").write_text("{{}}")
+steps = [Example(number=number) for number in range(300)]
+work(Schedule(steps), store, execute)
+assert len(store.done_of(steps)) == 300
+"""
 
 
 @pytest.mark.parametrize("body", ["", OWN_LOCKS, WITHOUT_LOCKS])
 def test_processes_that_publish_pack_and_read_lose_nothing(store: Store, body: str) -> None:
-    """Two processes do the same steps and pack them all the time, while this one reads whatever was
-    there once: also where locks of files do nothing, or are missing."""
-    script = f"""{BEGINNING}
-from moe_lab.study import packing
-from moe_lab.study.schedule import Schedule, work
-packing.MANY, packing.EVERY, packing.MOST_PACKS = 5, 0.0, 3
-store = Store({str(store.root)!r}).create()
-def execute(step, scratch):
-    (scratch / "result.json").write_text(f"result {{step.number}}")
-    (scratch / "provenance.json").write_text("{{}}")
-work(Schedule([Example(number=number) for number in range(300)]), store, execute)
-assert len(store.done_of([Example(number=number) for number in range(300)])) == 300
-"""
+    """Two processes compute the same steps and pack them all the time, while this one reads every
+    step: also where locks of files do nothing, or are missing."""
     environment = {**os.environ, **locks(body, store.root.parent)}
-    children = [subprocess.Popen([sys.executable, "-c", script], env=environment) for _ in range(2)]
+    command = [sys.executable, "-c", PUBLISH_AND_PACK, str(store.root)]
+    processes = [subprocess.Popen(command, env=environment) for _ in range(2)]
     steps = [Example(number=number) for number in range(300)]
     seen: set[int] = set()
-    while any(child.poll() is None for child in children):
+    while any(process.poll() is None for process in processes):
         for step in steps:
             try:
                 assert store.content(step.folder, "result.json") == f"result {step.number}".encode()
                 seen.add(step.number)
             except FileNotFoundError:
-                assert step.number not in seen, "what was there once is there"
-    assert [child.returncode for child in children] == [0, 0] and store.done_of(steps) == {
-        step.id for step in steps
-    }
+                assert step.number not in seen, "a step has vanished"
+    assert [process.returncode for process in processes] == [0, 0]
+    assert store.done_of(steps) == {step.id for step in steps}
     assert all(store.readable(step) for step in steps) and seen
     store.packs.refresh()
     assert 0 < len(store.packs.sizes()) < 10

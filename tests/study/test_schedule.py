@@ -1,5 +1,5 @@
-"""The schedule: every step once, after its inputs, whatever fails; and what is said of a study
-meanwhile and after."""
+"""The schedule runs every step once, after its inputs, whatever fails; and commands describe the
+state of a study during and after it."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import takewhile
@@ -52,7 +52,7 @@ from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
 TESTS = f"{Path(__file__).parents[1]}{os.pathsep}{Path(__file__).parents[2]}"
-"""Where steps of tests are, and moe_lab."""
+"""PYTHONPATH of the steps of tests and of moe_lab."""
 
 
 def chain(merged: bool = False) -> tuple[Step, Step, Step, Step]:
@@ -80,23 +80,23 @@ def run(store: Store, execute: Callable[[Step, Path], None], *schedules: Schedul
 
 @pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_each_step_once_after_its_inputs(tmp_path: Path, threads: int, merged: bool) -> None:
+def test_each_step_runs_once_after_its_inputs(tmp_path: Path, threads: int, merged: bool) -> None:
     steps = chain(merged)[::-1]
-    ran = []
+    kinds = []
     store = Store(tmp_path).create()
 
     def execute(step: Step, scratch: Path) -> None:
         assert all(store.done(needed) for needed in (*step.inputs.values(), *step.merges))
-        ran.append(step.kind)
+        kinds.append(step.kind)
 
     run(store, execute, *[Schedule(steps)] * threads)
-    assert sorted(ran) == ["first", "last", "left", "right"]
-    assert ran[0] == "first" and ran[-1] == "last"
+    assert sorted(kinds) == ["first", "last", "left", "right"]
+    assert kinds[0] == "first" and kinds[-1] == "last"
 
 
 @pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize("transient", [False, True])
-def test_a_failure_skips_what_needs_it_and_nothing_else(
+def test_a_failure_skips_dependent_steps_only(
     tmp_path: Path, merged: bool, transient: bool
 ) -> None:
     """It is remembered unless it is the machine's fault, as when a server dies or memory runs
@@ -116,7 +116,7 @@ def test_a_failure_skips_what_needs_it_and_nothing_else(
     )
 
 
-def test_a_dead_worker_has_its_signal_named_and_is_replaced(
+def test_a_dead_worker_is_reported_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when the kernel kills it, because memory ran out."""
@@ -130,7 +130,7 @@ def test_a_dead_worker_has_its_signal_named_and_is_replaced(
         execute(right, tmp_path)
 
 
-def test_a_worker_goes_on_when_slurm_warns_its_job(
+def test_a_worker_ignores_the_warning_of_its_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its job's first process handles the warning; a worker that died of it would leave a failed
@@ -139,53 +139,55 @@ def test_a_worker_goes_on_when_slurm_warns_its_job(
     first, left, *_ = chain()
     with WorkerProcess(Store(tmp_path / "store").create()) as execute:
         execute(first, tmp_path)
-        before = execute.child
+        process = execute.child
         execute(left, tmp_path)
-        assert execute.child is before
+        assert execute.child is process
+
+
+def warned_job(store: Store, signal_seconds: int) -> StepsJob:
+    launcher = LauncherConfig(max_requeues=1, signal_seconds=signal_seconds)
+    return StepsJob(str(store.root), [], "study/1", launcher)
+
+
+@contextlib.contextmanager
+def at_warning(handle: Callable[..., None]) -> Iterator[None]:
+    """Call `handle` for the signal by which Slurm warns a job."""
+    previous = signal.signal(signal.SIGUSR2, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR2, previous)
 
 
 @pytest.mark.parametrize("saves", [True, False])
 def test_a_warned_job_lets_its_worker_save(
     saves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker warns it, as Slurm would, and then ends, or does not, within the time that the job
-    has."""
+    """The worker sends the warning, as Slurm would. Then it saves and ends, or does not end within
+    the time of the job."""
     saved = tmp_path / "saved"
-    store = Store(tmp_path / "store").create()
-    ends = (
-        f"signal.signal(signal.SIGTERM, lambda *_: {saves} and (os.mkdir({str(saved)!r}) or "
-        "os._exit(0)))"
-    )
+    on_end = f"lambda *_: {saves} and (os.mkdir({str(saved)!r}) or os._exit(0))"
     worker_that(
         tmp_path,
         monkeypatch,
-        f"{ends}; os.kill(os.getppid(), signal.SIGUSR2); signal.pause(); signal.pause()",
+        f"signal.signal(signal.SIGTERM, {on_end}); os.kill(os.getppid(), signal.SIGUSR2); "
+        "signal.pause(); signal.pause()",
     )
     monkeypatch.setattr("moe_lab.child_process.GRACE", 0.1)
-    pack = StepsJob(
-        str(store.root),
-        [],
-        "study/1",
-        LauncherConfig(max_requeues=1, signal_seconds=120 if saves else 1),
-    )
+    job = warned_job(Store(tmp_path / "store").create(), 120 if saves else 1)
 
-    def warned(*_: object) -> None:
-        again = pack.checkpoint()
-        assert again and again.function == replace(
-            pack, launcher=replace(pack.launcher, max_requeues=0)
-        )
+    def requeue(*_: object) -> None:
+        requeued = job.checkpoint()
+        launcher = replace(job.launcher, max_requeues=0)
+        assert requeued and requeued.function == replace(job, launcher=launcher)
         assert saved.exists() == saves
         raise InterruptedError
 
-    before = signal.signal(signal.SIGUSR2, warned)
-    try:
-        with pack.worker as execute, pytest.raises(InterruptedError):
-            execute(chain()[1], tmp_path)
-    finally:
-        signal.signal(signal.SIGUSR2, before)
+    with at_warning(requeue), job.worker as execute, pytest.raises(InterruptedError):
+        execute(chain()[1], tmp_path)
 
 
-def test_a_group_may_write_what_a_step_leaves_in_its_store(
+def test_files_of_a_step_are_writable_by_the_group_of_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the umask of the process, which is not changed."""
@@ -202,7 +204,7 @@ def test_a_group_may_write_what_a_step_leaves_in_its_store(
         os.umask(before)
 
 
-def test_a_worker_that_cannot_read_a_step_says_so(
+def test_a_worker_that_cannot_import_a_step_reports_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here it does not find the module of the step."""
@@ -210,13 +212,13 @@ def test_a_worker_that_cannot_read_a_step_says_so(
     first, *_ = chain()
     with (
         WorkerProcess(Store(tmp_path).create()) as execute,
-        pytest.raises(StepError, match="example_steps") as unable,
+        pytest.raises(StepError, match="example_steps") as error,
     ):
         execute(first, tmp_path)
-    assert not unable.value.transient
+    assert not error.value.transient
 
 
-def test_a_worker_does_not_make_a_deleted_store_again(
+def test_a_worker_does_not_recreate_a_deleted_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", TESTS)
@@ -227,9 +229,9 @@ def test_a_worker_does_not_make_a_deleted_store_again(
             execute(first, tmp_path)
         assert list((store.root / "logs").glob("*/*.log"))
         shutil.rmtree(store.root)
-        with pytest.raises(StepError) as lost:
+        with pytest.raises(StepError) as error:
             execute(left, tmp_path)
-    assert not store.root.exists() and "worker died" not in str(lost.value)
+    assert not store.root.exists() and "worker died" not in str(error.value)
 
 
 def worker_that(folder: Path, monkeypatch: pytest.MonkeyPatch, does: str) -> None:
@@ -246,32 +248,33 @@ def worker_that(folder: Path, monkeypatch: pytest.MonkeyPatch, does: str) -> Non
     monkeypatch.setattr("moe_lab.study.schedule.command", lambda *_: [sys.executable, str(script)])
 
 
-def locally(
-    schedule: Schedule, place: Path, monkeypatch: pytest.MonkeyPatch, processes: int | None = None
+def run_locally(
+    schedule: Schedule, store: Path, monkeypatch: pytest.MonkeyPatch, processes: int | None = None
 ) -> tuple[list[dict[str, str]], list[tuple[str, int]]]:
-    """The environments of the workers that work on a schedule, and the kinds of their steps, on how
-    many GPUs each."""
-    workers = list[dict[str, str]]()
-    did = list[tuple[str, int]]()
+    """Run a schedule with `launcher=local`: the environment of each worker; the kind of each step
+    with its number of GPUs."""
+    environments = list[dict[str, str]]()
+    executed = list[tuple[str, int]]()
 
-    class Noted(contextlib.nullcontext[Any]):
+    class FakeProcess(contextlib.nullcontext[Any]):
         def __init__(self, store: Store, environment: dict[str, str]) -> None:
-            super().__init__(
-                lambda step, _: did.append(
-                    (step.kind, environment["CUDA_VISIBLE_DEVICES"].count(",") + 1)
-                )
-            )
-            workers.append(environment)
+            super().__init__(self.execute)
+            environments.append(environment)
+            self.environment = environment
 
-    monkeypatch.setattr(running, "WorkerProcess", Noted)
+        def execute(self, step: Step, scratch: Path) -> None:
+            gpus = self.environment["CUDA_VISIBLE_DEVICES"].count(",") + 1
+            executed.append((step.kind, gpus))
+
+    monkeypatch.setattr(running, "WorkerProcess", FakeProcess)
     config = Config(launcher=LauncherConfig(name="local", processes=processes))
-    study: Any = SimpleNamespace(config=config, store=Store(place).create())
+    study: Any = SimpleNamespace(config=config, store=Store(store).create())
     assert running.local(schedule, study, None)  # type: ignore[arg-type]
-    return workers, did
+    return environments, executed
 
 
 @pytest.mark.parametrize(
-    ("visible", "processes", "memory", "given"),
+    ("visible", "processes", "memory", "devices"),
     [
         ("1,GPU-8f2c,MIG-7a", None, 30, ["1", "GPU-8f2c", "MIG-7a"]),
         ("0,1", 4, 30, ["0", "0", "1", "1"]),
@@ -287,57 +290,54 @@ def locally(
         ("-1", 2, -1, [None] * 2),
     ],
 )
-def test_local_workers_get_gpus_of_the_visible_ones(
+def test_local_workers_get_the_visible_gpus(
     visible: str,
     processes: int | None,
     memory: float | None,
-    given: list[str | None],
+    devices: list[str | None],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By index, UUID or MIG name; more workers than GPUs share them in turn, but no sets; a step of
-    unknown size gets one; on the CPU (a negative size), there is a worker for each core of three,
-    for which there are 10 GiB."""
+    """By index, UUID or MIG name. Workers share single GPUs in turn, but no sets of GPUs; a step of
+    unknown size gets one GPU; on the CPU (a negative size), there are up to three workers, one for
+    each core, as far as 10 GiB of memory suffice."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    # CUDA reads no further than others
-    usable = takewhile(re.compile(r"\d|GPU-|MIG-").match, visible.split(","))
-    count = len(list(usable))
+    # CUDA ignores the names after an invalid one
+    valid_names = takewhile(re.compile(r"\d|GPU-|MIG-").match, visible.split(","))
+    count = len(list(valid_names))
     monkeypatch.setattr(machine, "gpu_count", lambda: count)
     monkeypatch.setattr(running, "work", lambda *_: None)
     monkeypatch.setattr(running, "cores", lambda: 3)
     monkeypatch.setattr(running, "main_memory", lambda: 10.0 * GIB)
-    needed = {"memory": None, "on_gpu": True}
+    resources = {"memory": None, "on_gpu": True}
     if memory is not None:
-        needed = {"memory": abs(memory) * GIB, "on_gpu": memory > 0}
-    workers, _ = locally(
-        Schedule([Example(machine=needed)], set()), tmp_path, monkeypatch, processes
-    )
-    assert {environment[WORKERS] for environment in workers} == {str(len(given))}
-    found = [environment.get("CUDA_VISIBLE_DEVICES") for environment in workers]
-    assert sorted(found, key=str) == given
+        resources = {"memory": abs(memory) * GIB, "on_gpu": memory > 0}
+    schedule = Schedule([Example(machine=resources)], set())
+    environments, _ = run_locally(schedule, tmp_path, monkeypatch, processes)
+    assert {environment[WORKERS] for environment in environments} == {str(len(devices))}
+    visible_devices = [environment.get("CUDA_VISIBLE_DEVICES") for environment in environments]
+    assert sorted(visible_devices, key=str) == devices
 
 
 def test_steps_on_few_gpus_run_before_those_on_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Passes on a GPU each, then evaluations on four, and with these what needs them."""
+    """Passes on a GPU each, then evaluations on four, and with these the steps that need them."""
     one_gpu, four_gpus = ({"memory": gib * GIB, "on_gpu": True} for gib in (30, 200))
     passes = [Example("statistics", str(number), number, machine=one_gpu) for number in range(3)]
-    evaluated = [
-        Example(
-            "evaluate", str(number), number, needed={"statistics": statistics}, machine=four_gpus
-        )
-        for number, statistics in enumerate(passes)
+    evaluations = [
+        Example("evaluate", step.name, step.number, {"statistics": step}, machine=four_gpus)
+        for step in passes
     ]
-    graded = Example("grade", "0", needed={"evaluate": evaluated[0]})
+    grade = Example("grade", "0", needed={"evaluate": evaluations[0]})
     monkeypatch.setattr(running, "visible_gpus", lambda: list("0123"))
-    schedule = Schedule([*passes, *evaluated, graded], set())
-    _, did = locally(schedule, tmp_path, monkeypatch)
-    assert did[:3] == [("statistics", 1)] * 3 and not schedule.failed
-    assert sorted(did[3:]) == [("evaluate", 4)] * 3 + [("grade", 4)]
+    schedule = Schedule([*passes, *evaluations, grade], set())
+    _, executed = run_locally(schedule, tmp_path, monkeypatch)
+    assert executed[:3] == [("statistics", 1)] * 3 and not schedule.failed
+    assert sorted(executed[3:]) == [("evaluate", 4)] * 3 + [("grade", 4)]
 
 
-# ---- what is said of a study
+# ---- the commands `status` and `why`
 
 
 def cells(table: str) -> dict[str, list[str]]:
@@ -351,58 +351,75 @@ Study = Callable[..., str]
 
 @pytest.fixture
 def study(fake_worker: None, capsys: pytest.CaptureFixture[str]) -> Study:
-    """Runs commands of `python -m moe_lab.study` on a store; gives what they print."""
+    """Runs commands of `python -m moe_lab.study` on a store; returns what they print."""
 
-    def run(name: str, store: Path, of: str = STUDY) -> str:
+    def run(command: str, store: Path, argument: str = STUDY) -> str:
         capsys.readouterr()
-        assert study_command(store, name, of) == 0
+        assert study_command(store, command, argument) == 0
         return capsys.readouterr().out
 
     return run
 
 
-def test_the_table_of_a_study_while_it_runs_and_at_its_end(
-    tmp_path: Path, aimer_study: StudyRequest, study: Study
-) -> None:
-    gate = threading.Event()
+@pytest.fixture
+def running_study(
+    fake_worker: None, tmp_path: Path, aimer_study: StudyRequest
+) -> Iterator[Callable[[], None]]:
+    """A study that runs in a thread and stops at its first plan; the function ends it."""
+    may_go_on = threading.Event()
     at_plan = threading.Event()
     codes = list[int]()
 
-    def hook(step: Step, scratch: Path) -> None:
+    def wait_at_plan(step: Step, scratch: Path) -> None:
         if step.kind == "plan":
             at_plan.set()
-            gate.wait()
+            may_go_on.wait()
 
-    studies.Worker.hook = hook
+    def end() -> None:
+        may_go_on.set()
+        thread.join()
+        assert codes == [0]
+
+    studies.Worker.hook = wait_at_plan
     thread = threading.Thread(
         target=lambda: codes.append(start(tmp_path / "store", aimer_study)), daemon=True
     )
     thread.start()
     until(at_plan.is_set)
+    yield end
+    end()
+
+
+@pytest.mark.usefixtures("running_study")
+def test_status_of_a_running_study(tmp_path: Path, study: Study) -> None:
     table = cells(study("status", tmp_path / "store"))
     assert table["step"] == ["done", "running", "pending", "one takes", "left, about"]
     assert table["plan"] == ["", "1", "", "", ""]
-    done, under_way, pending, *_ = table["all"]
+    _, under_way, pending, *_ = table["all"]
     assert under_way == "1" and int(pending) >= 2
     assert set(cells(study("status", tmp_path / "store", "plan/"))) == {"step", "plan", "all"}
-    why = study("why", tmp_path / "store")
-    by = f"process {os.getpid()} on {socket.gethostname()}"
-    assert (
-        f"running: being computed by {by}" in why and "pending: another run will compute it" in why
-    )
-    gate.set()
-    thread.join()
-    assert codes == [0]
+
+
+@pytest.mark.usefixtures("running_study")
+def test_why_names_the_process_that_computes_a_step(tmp_path: Path, study: Study) -> None:
+    output = study("why", tmp_path / "store")
+    process = f"process {os.getpid()} on {socket.gethostname()}"
+    assert f"running: being computed by {process}" in output
+    assert "pending: another run will compute it" in output
+
+
+def test_status_of_a_finished_study(
+    running_study: Callable[[], None], tmp_path: Path, study: Study
+) -> None:
+    done, _, pending, *_ = cells(study("status", tmp_path / "store"))["all"]
+    running_study()
     table = cells(study("status", tmp_path / "store"))
     assert table["step"] == ["done", "one takes", "left, about"]
-    assert table["all"][0] == str(int(done) + 1 + int(pending)) and table["plan"] == [
-        "1",
-        "0:00:02",
-        "0:00:00",
-    ]
+    assert table["all"][0] == str(int(done) + 1 + int(pending))
+    assert table["plan"] == ["1", "0:00:02", "0:00:00"]
 
 
-def test_steps_of_a_killed_command_are_missing(tmp_path: Path, study: Study) -> None:
+def test_status_shows_missing_steps_of_a_killed_command(tmp_path: Path, study: Study) -> None:
     """Its claim ends with it."""
     store = Store(tmp_path).create()
     steps = [Example()]
@@ -410,34 +427,57 @@ def test_steps_of_a_killed_command_are_missing(tmp_path: Path, study: Study) -> 
     process.enter_context(begin(store, STUDY, steps))
     assert cells(study("status", tmp_path))["step"][0] == "pending"
     process.close()
-    out = study("status", tmp_path)
-    assert cells(out)["step"][0] == "missing" and "same command" in out.splitlines()[-1]
+    output = study("status", tmp_path)
+    assert cells(output)["step"][0] == "missing" and "same command" in output.splitlines()[-1]
 
 
-def test_a_silent_scheduler_hides_no_error(
-    tmp_path: Path, study: Study, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def unfinished(tmp_path: Path) -> tuple[Store, list[Step]]:
+    """A study of three steps, of which one failed, and whose jobs 7 and 8 are gone."""
     store = Store(tmp_path).create()
-    steps = [Example("k", str(number), number) for number in range(3)]
+    steps: list[Step] = [Example("k", str(number), number) for number in range(3)]
     with begin(store, STUDY, steps) as run:
-        last = Submitted("8", "8", "s.record", RECORD, [], [])
-        run.add([Submitted("7", "7", "s.k", "k", [step.id for step in steps], []), last])
+        record_job = Submitted("8", "8", "s.record", RECORD, [], [])
+        run.add([Submitted("7", "7", "s.k", "k", [step.id for step in steps], []), record_job])
     store.fail(steps[0], {"message": "it broke"})
-    monkeypatch.setattr(scheduler, "job_state", fate := Mock(side_effect=UserError("no scontrol")))
+    return store, steps
+
+
+@pytest.fixture
+def job_state(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """An empty queue, and a scontrol that cannot be run."""
+    state = Mock(side_effect=UserError("no scontrol"))
+    monkeypatch.setattr(scheduler, "job_state", state)
     monkeypatch.setattr(scheduler, "queue", lambda _: {})
-    why = study("why", tmp_path)
-    assert (
-        "it broke" in why
-        and "and 1 more: missing: job 7 is gone" in why
-        and "record: missing" in why
-    )
-    assert [call.args for call in fate.call_args_list] == [("7",), ("8",)]
+    return state
+
+
+def test_why_shows_errors_of_steps_whose_jobs_are_gone(
+    unfinished: tuple[Store, list[Step]], tmp_path: Path, study: Study, job_state: Mock
+) -> None:
+    output = study("why", tmp_path)
+    assert "it broke" in output and "and 1 more: missing: job 7 is gone" in output
+    assert "record: missing" in output
+    assert [call.args for call in job_state.call_args_list] == [("7",), ("8",)]
+
+
+@pytest.mark.usefixtures("job_state")
+def test_a_record_is_not_missing_while_a_run_will_write_it(
+    unfinished: tuple[Store, list[Step]], tmp_path: Path, study: Study
+) -> None:
+    store, steps = unfinished
     with begin(store, STUDY, steps):
-        assert "record" not in study("why", tmp_path), "another run will write it"
+        assert "record" not in study("why", tmp_path)
+
+
+@pytest.mark.usefixtures("unfinished")
+def test_commands_work_without_an_answer_of_the_scheduler(
+    tmp_path: Path, study: Study, job_state: Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for `cancel`."""
     monkeypatch.setattr(scheduler, "queue", Mock(side_effect=UserError("squeue has not answered")))
-    fate.reset_mock()
-    why = study("why", tmp_path)
-    assert "it broke" in why and "squeue has not answered" in why and not fate.called
+    output = study("why", tmp_path)
+    assert "it broke" in output and "squeue has not answered" in output and not job_state.called
     assert "ended" not in study("status", tmp_path)
     assert study_command(tmp_path, "cancel", STUDY) == 2
 
@@ -455,7 +495,7 @@ def missing_name() -> AttributeError:
 
 
 @pytest.mark.parametrize(
-    ("error", "again"),
+    ("error", "retried"),
     [
         (ModuleNotFoundError("No module named 'x'"), True),
         (missing_name(), True),
@@ -479,8 +519,8 @@ def missing_name() -> AttributeError:
         (ValueError("it broke"), False),
     ],
 )
-def test_a_failure_of_what_is_installed_is_no_failure_of_the_step(
-    tmp_path: Path, error: Exception, again: bool
+def test_errors_of_the_installation_are_retried(
+    tmp_path: Path, error: Exception, retried: bool
 ) -> None:
     """Its message stays until the next start, which tries the step again."""
     store = Store(tmp_path).create()
@@ -488,10 +528,10 @@ def test_a_failure_of_what_is_installed_is_no_failure_of_the_step(
     store.fail(step, error_document(error))
     assert str(error) in (store.error(step.id) or {})["message"]
     recall_failures(schedule := Schedule([step]), store, retry=None)
-    assert (step.id in schedule.waiting) == again and (store.error(step.id) is None) == again
+    assert (step.id in schedule.waiting) == retried and (store.error(step.id) is None) == retried
 
 
-def test_a_step_refused_by_a_missing_import_is_tried_again_by_the_next_run(
+def test_a_step_that_lacked_an_import_is_retried_by_the_next_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store(tmp_path / "store").create()
@@ -505,7 +545,7 @@ def test_a_step_refused_by_a_missing_import_is_tried_again_by_the_next_run(
     assert store.done(step)
 
 
-def test_a_package_that_a_step_needs_may_be_installed_later(tmp_path: Path) -> None:
+def test_a_missing_package_is_an_error_of_the_environment(tmp_path: Path) -> None:
     with pytest.raises(UserError) as raised:
         check_installed("no_such_package", "extra", "a step")
     assert error_document(raised.value)["environment"]
@@ -514,39 +554,45 @@ def test_a_package_that_a_step_needs_may_be_installed_later(tmp_path: Path) -> N
 # The report of a run
 
 
-def test_a_report_counts_as_made_when_it_is_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("stdout", "failed", "message"),
+    [
+        ("", [], "the report failed: KeyError: 'cell'"),
+        (
+            "report.html\n",
+            ["coverage.fig10", "ranks"],
+            "the report lacks coverage.fig10, ranks",
+        ),
+        ("report.html\n", [], "report.html"),
+    ],
+)
+def test_a_report_is_finished_when_it_is_complete(
+    stdout: str,
+    failed: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     config: Any = SimpleNamespace(study="study", tracker=SimpleNamespace(name="none"))
-    study = record.Study(
-        config, Graph([], {figure: {} for figure in FIGURES}), Store(tmp_path).create()
-    )
+    graph = Graph([], {figure: {} for figure in FIGURES})
     folder = tmp_path / "reports" / "study"
     (folder / "failed").mkdir(parents=True)
     (folder / "report.html").touch()
-    lacking = [folder / "failed" / f"{name}.log" for name in ("coverage.fig10", "ranks")]
-    for printed, failed, says in (
-        ("", [], "the report failed: KeyError: 'cell'"),
-        ("report.html\n", lacking, "the report lacks coverage.fig10, ranks"),
-        ("report.html\n", [], "report.html"),
-    ):
-        for file in failed:
-            file.touch()
-        done = SimpleNamespace(returncode=1, stdout=printed, stderr="KeyError: 'cell'")
-        monkeypatch.setattr(subprocess, "run", lambda *_, done=done, **options: done)
-        complete = record._report(study)
-        assert says in capsys.readouterr().err
-        assert complete == (folder / record.MADE_FROM).exists() == (says == "report.html")
-        for file in failed:
-            file.unlink()
+    for name in failed:
+        (folder / "failed" / f"{name}.log").touch()
+    result = SimpleNamespace(returncode=1, stdout=stdout, stderr="KeyError: 'cell'")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **options: result)
+    complete = record._report(record.Study(config, graph, Store(tmp_path).create()))
+    assert message in capsys.readouterr().err
+    assert complete == (folder / record.MADE_FROM).exists() == (message == "report.html")
 
 
 # The time left
 
 
-class Timed:
-    """A run of steps of which each takes as long as said, by a clock of its own, on so many
-    workers."""
+class SimulatedRun:
+    """A run of steps that take the given seconds of its own clock, on a number of workers."""
 
     def __init__(self, store: Path, seconds: dict[Step, float], workers: int = 1) -> None:
         self.now = 0.0
@@ -554,13 +600,13 @@ class Timed:
         self.workers = workers
         self.store, self.schedule = Store(store).create(), Schedule(seconds, clock=lambda: self.now)
 
-    def go(self, until: float) -> None:
-        """Do what ends by then, or everything; then let the running steps tell how far they are."""
+    def run_until(self, until: float) -> None:
+        """Finish the steps that end by `until`; then write the progress of the running steps."""
         while self.schedule.waiting or self.schedule.running:
             while self.schedule.waiting and len(self.schedule.running) < self.workers:
                 self.schedule.take()
             end, step = min(
-                (at + self.seconds[step], step) for step, at in self.schedule.running.values()
+                (begun + self.seconds[step], step) for step, begun in self.schedule.running.values()
             )
             if end > until:
                 self.now = until
@@ -569,14 +615,15 @@ class Timed:
             self.schedule.finish(step, computed=True)
         for step, begun in self.schedule.running.values():
             self.store.partial(step).mkdir(parents=True, exist_ok=True)
-            told = [100 * (self.now - begun) / self.seconds[step], 100, "requests"]
-            (self.store.partial(step) / progress.NAME).write_text(json.dumps(told))
+            done = 100 * (self.now - begun) / self.seconds[step]
+            document = json.dumps([done, 100, "requests"])
+            (self.store.partial(step) / progress.NAME).write_text(document)
 
-    def says(self, seconds: float | None = None) -> str:
+    def overview_text(self, seconds: float | None = None) -> str:
         return overview(self.schedule, self.store, lambda step: seconds, self.workers)
 
     def minutes(self) -> float:
-        return float(self.says().rpartition("about ")[2].partition(" min left")[0])
+        return float(self.overview_text().rpartition("about ")[2].partition(" min left")[0])
 
 
 class Sized(Example):
@@ -596,42 +643,42 @@ def sized(kind: str, *units: int) -> dict[Step, float]:
 
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("sizes", [(1, 50, 2, 30, 9, 1), (7, 1) * 20, (1,) * 40 + (40,)])
-def test_the_time_left_is_known_after_a_quarter_of_the_work(
+def test_time_left_is_known_after_a_quarter_of_the_work(
     tmp_path: Path, sizes: Any, workers: int
 ) -> None:
-    run = Timed(tmp_path, sized("evaluate", *sizes), workers)
-    whole = Timed(tmp_path / "whole", run.seconds, workers)
-    whole.go(1e9)
-    run.go(whole.now / 4)
-    assert run.minutes() / 2 < (whole.now - run.now) / 60 < run.minutes() * 2
+    run = SimulatedRun(tmp_path, sized("evaluate", *sizes), workers)
+    full_run = SimulatedRun(tmp_path / "whole", run.seconds, workers)
+    full_run.run_until(1e9)
+    run.run_until(full_run.now / 4)
+    assert run.minutes() / 2 < (full_run.now - run.now) / 60 < run.minutes() * 2
 
 
-def test_progress_inside_a_step_is_shown_and_moves_the_time_left(tmp_path: Path) -> None:
-    run = Timed(tmp_path, sized("evaluate", 50, 50))
-    run.go(0)
-    assert "evaluate 0/2" in run.says() and "time left unknown" in run.says()
-    assert "about 8 min" in run.says(seconds=240.0), "the store knows what a run does not"
-    run.go(600)
-    assert "10 of 100 requests" in run.says() and run.minutes() == pytest.approx(190, rel=0.02)
+def test_progress_inside_a_step_changes_the_time_left(tmp_path: Path) -> None:
+    run = SimulatedRun(tmp_path, sized("evaluate", 50, 50))
+    run.run_until(0)
+    assert "evaluate 0/2" in run.overview_text() and "time left unknown" in run.overview_text()
+    assert "about 8 min" in run.overview_text(seconds=240.0), "the store knows what a run does not"
+    run.run_until(600)
+    assert "10 of 100 requests" in run.overview_text() and run.minutes() == pytest.approx(
+        190, rel=0.02
+    )
 
 
-def test_a_thousand_short_cells_have_a_time_left_only_when_it_is_known(tmp_path: Path) -> None:
+def test_time_left_of_a_thousand_short_cells(tmp_path: Path) -> None:
     """Plans take no time, and say nothing of evaluations; nor does one that another run has
     done."""
     plans = dict.fromkeys(sized("plan", *[1] * 1000), 0.01)
-    run = Timed(tmp_path, {**plans, **dict.fromkeys(sized("evaluate", *[1] * 1001), 0.6)})
+    run = SimulatedRun(tmp_path, {**plans, **dict.fromkeys(sized("evaluate", *[1] * 1001), 0.6)})
     run.schedule.finish(list(run.seconds)[-1], computed=False)
-    run.go(9.9)
-    assert "time left unknown" in run.says() and " min left" not in run.says()
-    run.go(70)
+    run.run_until(9.9)
+    assert "time left unknown" in run.overview_text() and " min left" not in run.overview_text()
+    run.run_until(70)
     assert run.minutes() == pytest.approx(9)
-    run.go(600)
-    assert "about 0" not in run.says() and "less than 1 min" in run.says()
+    run.run_until(600)
+    assert "about 0" not in run.overview_text() and "less than 1 min" in run.overview_text()
 
 
-def test_a_process_tells_how_far_it_is_in_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_is_written_to_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "step" / progress.NAME
     monkeypatch.setenv(progress.FILE, str(file))
     monkeypatch.setattr(progress, "INTERVAL", 0.0)

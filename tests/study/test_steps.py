@@ -41,7 +41,7 @@ from moe_lab.study.schedule import InProcessExecutor, Schedule, StepError, work
 from moe_lab.study.slurm.jobs import settle
 from moe_lab.study.step import Step, unmerged
 from moe_lab.study.steps.costs import Cost
-from moe_lab.study.steps.evaluation import Contamination
+from moe_lab.study.steps.evaluation import Contamination, Evaluate
 from moe_lab.study.steps.files import Files
 from moe_lab.study.steps.passes import loaded_as
 from moe_lab.study.steps.plans import drops_whole_experts
@@ -70,40 +70,41 @@ def step_of(kind: str = "statistics", **settings: Any) -> Step:
 
 
 def do(store: Store, step: Step) -> list[Step]:
-    """Do the step and whatever it needs in this process; returns the steps that were run."""
-    ran: list[Step] = []
+    """Execute the step and all that it needs in this process; returns the steps that were
+    executed."""
+    executed: list[Step] = []
     steps = [*step.inputs.values(), *step.merges, step]
-    done = {one.id for one in steps if store.done(one)}
+    finished = {step.id for step in steps if store.done(step)}
     with InProcessExecutor(store) as execute:
 
-        def counted(one: Step, scratch: Path) -> None:
-            ran.append(one)
-            execute(one, scratch)
+        def count_and_execute(step: Step, scratch: Path) -> None:
+            executed.append(step)
+            execute(step, scratch)
 
-        schedule = Schedule(unmerged(steps, done), done)
-        work(schedule, store, counted)
+        schedule = Schedule(unmerged(steps, finished), finished)
+        work(schedule, store, count_and_execute)
     for error in schedule.failed.values():
         raise error
-    return ran
+    return executed
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    """One pass of each kind over all rows."""
-    store = Store(tmp_path_factory.mktemp("whole")).create()
+def undivided(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """A store with one pass of each kind over all rows."""
+    store = Store(tmp_path_factory.mktemp("undivided")).create()
     for kind in KINDS:
         do(store, step_of(kind))
     return store
 
 
-def compare(one: dict[int, dict[str, Any]], other: dict[int, dict[str, Any]]) -> None:
-    assert one.keys() == other.keys()
-    for layer, named in one.items():
-        assert named.keys() == other[layer].keys()
-        for name, values in named.items():
-            size = np.abs(other[layer][name]).max()
+def assert_close(sums: dict[int, dict[str, Any]], expected: dict[int, dict[str, Any]]) -> None:
+    assert sums.keys() == expected.keys()
+    for layer, arrays in sums.items():
+        assert arrays.keys() == expected[layer].keys()
+        for name, values in arrays.items():
+            size = np.abs(expected[layer][name]).max()
             np.testing.assert_allclose(
-                values, other[layer][name], rtol=1e-12, atol=1e-12 * size, err_msg=name
+                values, expected[layer][name], rtol=1e-12, atol=1e-12 * size, err_msg=name
             )
 
 
@@ -112,59 +113,96 @@ def compare(one: dict[int, dict[str, Any]], other: dict[int, dict[str, Any]]) ->
     ("kind", "parts"), [*zip(KINDS, [2, 3] * 3, strict=True), ("statistics streamed", 2)]
 )
 def test_merged_sums_are_those_of_one_pass(
-    whole: Store, tmp_path: Path, kind: str, parts: int
+    undivided: Store, tmp_path: Path, kind: str, parts: int
 ) -> None:
     kind, _, engine = kind.partition(" ")
-    single = step_of(kind)
     step = step_of(kind, parts=parts, engine=engine or "resident")
     store = Store(tmp_path).create()
-    assert step.id == single.id and not single.merges
-    assert (
-        len(step.merges) == parts and len({share.id for share in (step, *step.merges)}) == parts + 1
-    )
     do(store, step)
-    made = store.path(step)
-    expected = whole.path(single)
-    compare(read(made / SUMS), read(expected / SUMS))
-    assert (made / "calibration.json").read_bytes() == (expected / "calibration.json").read_bytes()
-    assert {file.name for file in made.glob("*.parquet")} == {
-        file.name for file in expected.glob("*.parquet")
-    }
-    assert read_step(made)["provenance"]["merged"] == [
-        store.path(share).name for share in step.merges
-    ]
+    folder = store.path(step)
+    expected = undivided.path(step_of(kind))
+    assert_close(read(folder / SUMS), read(expected / SUMS))
+    assert (folder / "calibration.json").read_bytes() == (
+        expected / "calibration.json"
+    ).read_bytes()
+    tables, expected_tables = (
+        {file.name for file in path.glob("*.parquet")} for path in (folder, expected)
+    )
+    assert tables == expected_tables
+    merged = [store.path(part).name for part in step.merges]
+    assert read_step(folder)["provenance"]["merged"] == merged
 
 
-@pytest.mark.slow
-def test_a_part_that_is_killed_is_resumed_and_others_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("parts", "engine"), [(2, "resident"), (3, "resident"), (2, "streamed")])
+def test_a_merge_has_the_id_of_the_undivided_pass(kind: str, parts: int, engine: str) -> None:
+    """And its parts have ids of their own."""
+    undivided_pass = step_of(kind)
+    step = step_of(kind, parts=parts, engine=engine)
+    assert step.id == undivided_pass.id and not undivided_pass.merges
+    assert len(step.merges) == parts
+    assert len({part.id for part in (step, *step.merges)}) == parts + 1
+
+
+@pytest.fixture
+def killed_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Store, Step]:
+    """A pass in two parts of which the second was killed."""
     store = Store(tmp_path).create()
     step = step_of(parts=2)
     with monkeypatch.context() as patch:
         tiny.count_calls(patch, Observer, "read", kill_at=4)
         with pytest.raises((tiny.Killed, StepError)):
             do(store, step)
-    assert [store.done(share) for share in step.merges] == [True, False] and not store.done(step)
+    return store, step
+
+
+@pytest.mark.slow
+def test_only_the_killed_part_of_a_pass_is_computed_again(killed_pass: tuple[Store, Step]) -> None:
+    store, step = killed_pass
+    assert [store.done(part) for part in step.merges] == [True, False] and not store.done(step)
     assert do(store, step) == [step.merges[1], step]
-    for share in step.merges:
-        shutil.rmtree(store.path(share))
-    assert do(store, step) == [], "parts of a finished merge are not missed"
+
+
+@pytest.mark.slow
+def test_parts_of_a_finished_merge_are_not_needed(killed_pass: tuple[Store, Step]) -> None:
+    """Neither by a run nor by `settle`, which the last job of a submission calls."""
+    store, step = killed_pass
+    do(store, step)
+    for part in step.merges:
+        shutil.rmtree(store.path(part))
+    assert do(store, step) == []
     schedule = Schedule([*step.inputs.values(), *step.merges, step])
-    settle(schedule, store)  # as the last job of a submission does
+    settle(schedule, store)
     assert not schedule.failed and not schedule.skipped and step.id in schedule.finished
 
 
-def test_rows_are_shared_in_whole_batches() -> None:
-    def of(parts: int, rows: int = 7, batch_size: int = 2) -> list[tuple[int, int]]:
-        text = CalibrationConfig(
-            name="t", path="t", length=4, tokens=rows * 4 + 3, batch_size=batch_size, parts=parts
-        )
-        return calibrations.part_bounds(text)
+@pytest.mark.parametrize(
+    ("parts", "rows", "batch_size", "shares"),
+    [
+        (1, 7, 2, []),
+        (2, 7, 2, [(0, 4), (4, 7)]),
+        (3, 7, 2, [(0, 2), (2, 4), (4, 7)]),
+        (8, 8, 1, [(row, row + 1) for row in range(8)]),
+    ],
+)
+def test_rows_are_shared_in_whole_batches(
+    parts: int, rows: int, batch_size: int, shares: list[tuple[int, int]]
+) -> None:
+    assert shares_of(parts, rows, batch_size) == shares
 
-    assert of(1) == []
-    assert of(2) == [(0, 4), (4, 7)] and of(3) == [(0, 2), (2, 4), (4, 7)] and of(4)[-1] == (6, 7)
-    assert of(8, rows=8, batch_size=1) == [(row, row + 1) for row in range(8)]
+
+def test_a_last_batch_of_one_row_is_a_share() -> None:
+    assert shares_of(4, 7, 2)[-1] == (6, 7)
+
+
+def shares_of(parts: int, rows: int, batch_size: int) -> list[tuple[int, int]]:
+    """First row and end of each part of a text with so many rows of 4 tokens."""
+    tokens = rows * 4 + 3
+    return calibrations.shares(
+        CalibrationConfig(
+            name="t", path="t", length=4, tokens=tokens, batch_size=batch_size, parts=parts
+        )
+    )
 
 
 # Tables
@@ -175,70 +213,117 @@ CELL = cell_of(
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The steps about the weights of a model, and about a pass over 8 rows in 4 batches."""
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Kind -> folder of the steps about the weights of a model, and about a pass over 8 rows in 4
+    batches."""
     store = Store(tmp_path_factory.mktemp("steps")).create()
     kinds = ("model", "statistics", "weights", "gradients", "scores")
     return {kind: done(store, example_steps.step_of(kind, CELL)) for kind in kinds}
 
 
-def test_figures_get_the_numbers_of_the_sums(made: dict[str, Path]) -> None:
-    folder = made["statistics"]
-    sums = read(folder / "statistics.safetensors")
-    experts = pd.read_parquet(folder / "experts.parquet").set_index(["layer", "expert"])
+@pytest.fixture(scope="module")
+def layers(folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    """Index -> facts of each MoE layer."""
+    facts = json.loads((folders["model"] / "facts.json").read_text())
+    layers: dict[str, dict[str, Any]] = facts["layers"]
+    return layers
+
+
+@pytest.fixture(scope="module")
+def sums(folders: dict[str, Path]) -> dict[int, dict[str, Any]]:
+    """Layer -> name -> sums of the calibration pass."""
+    return read(folders["statistics"] / SUMS)
+
+
+def table(folder: Path, name: str) -> pd.DataFrame:
+    """A table of a step by layer and expert."""
+    return pd.read_parquet(folder / f"{name}.parquet").set_index(["layer", "expert"])
+
+
+def test_the_table_of_experts_has_all_experts(
+    folders: dict[str, Path], sums: dict[int, dict[str, Any]]
+) -> None:
+    experts = table(folders["statistics"], "experts")
+    assert len(experts) == sum(len(arrays["tokens"]) for arrays in sums.values())
+
+
+@pytest.mark.parametrize("expert", [0, -1])
+def test_the_table_of_experts_has_the_sums_of_the_pass(
+    folders: dict[str, Path], sums: dict[int, dict[str, Any]], expert: int
+) -> None:
+    """Of the first and the last expert of the last layer."""
     layer = max(sums)
-    one = sums[max(sums)]
-    assert len(experts) == sum(len(named["tokens"]) for named in sums.values())
-    for expert in (0, len(one["tokens"]) - 1):
-        row = experts.loc[(layer, expert)]
-        assert (
-            row["tokens"] == one["tokens"][expert]
-            and row["channels"] == one["channel_square"].shape[1]
-        )
-        assert (
-            row["gate_sum"] == one["sums_model"][expert, 1, 0]
-            and row["norm_sum"] == one["sums_model"][expert, 0, 1]
-        )
-        assert row["channel_square"] == pytest.approx(sum(one["channel_square"][expert].tolist()))
-    losses = pd.read_parquet(folder / "layers.parquet").set_index("layer")["layer_loss"]
-    assert losses.to_dict() == {layer: float(named["layer_loss"]) for layer, named in sums.items()}
-    roots = [(square / row["tokens"]) ** 0.5 for square in one["channel_square"][expert].tolist()]
+    arrays = sums[layer]
+    squares = arrays["channel_square"][expert].tolist()
+    row = table(folders["statistics"], "experts").loc[layer].iloc[expert]
+    assert row["tokens"] == arrays["tokens"][expert]
+    assert row["channels"] == arrays["channel_square"].shape[1]
+    assert row["gate_sum"] == arrays["sums_model"][expert, 1, 0]
+    assert row["norm_sum"] == arrays["sums_model"][expert, 0, 1]
+    assert row["channel_square"] == pytest.approx(sum(squares))
+    roots = [(square / row["tokens"]) ** 0.5 for square in squares]
     assert row["channel_root_sum"] == pytest.approx(sum(roots))
-    entropies = pd.read_parquet(folder / "entropy.parquet")
+
+
+def test_the_table_of_layers_has_their_losses(
+    folders: dict[str, Path], sums: dict[int, dict[str, Any]]
+) -> None:
+    losses = pd.read_parquet(folders["statistics"] / "layers.parquet").set_index("layer")
+    assert losses["layer_loss"].to_dict() == {
+        layer: float(arrays["layer_loss"]) for layer, arrays in sums.items()
+    }
+
+
+def test_the_table_of_entropies_counts_all_tokens(
+    folders: dict[str, Path],
+    sums: dict[int, dict[str, Any]],
+    layers: dict[str, dict[str, Any]],
+) -> None:
+    entropies = pd.read_parquet(folders["statistics"] / "entropy.parquet")
     assert set(entropies["layer"]) == set(sums) and entropies["entropy"].max() == 1
-    top_k = json.loads((made["model"] / "facts.json").read_text())["layers"][str(layer)]["top_k"]
+    top_k = layers[str(max(sums))]["top_k"]
     tokens = entropies.groupby("layer")["tokens"].sum().to_dict()
-    assert {at: count * top_k for at, count in tokens.items()} == {
-        at: sums[at]["tokens"].sum() for at in sums
+    assert {layer: count * top_k for layer, count in tokens.items()} == {
+        layer: arrays["tokens"].sum() for layer, arrays in sums.items()
     }
 
 
-def test_weights_gradients_and_scores_leave_their_tables(made: dict[str, Path]) -> None:
-    weights = made["weights"]
-    gradients = made["gradients"]
-    files = {"weights": weights, "gradients": gradients, "expert_concentration": made["scores"]}
-    found = {
-        name: pd.read_parquet(folder / f"{name}.parquet").set_index(["layer", "expert"])
-        for name, folder in files.items()
-    }
-    layers = json.loads((made["model"] / "facts.json").read_text())["layers"]
-    for name, table in found.items():
-        assert table.index.nunique() == sum(about["n_experts"] for about in layers.values()), name
-    layer = max(read(weights / "statistics.safetensors"))
-    one = read(weights / "statistics.safetensors")[layer]
-    assert found["weights"].loc[(layer, 3)].tolist() == [
-        one["abs_sum"][3],
-        one["square_sum"][3],
-        one["count"],
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("weights", "weights"), ("gradients", "gradients"), ("scores", "expert_concentration")],
+)
+def test_tables_have_all_experts(
+    folders: dict[str, Path], layers: dict[str, dict[str, Any]], kind: str, name: str
+) -> None:
+    experts = table(folders[kind], name).index.nunique()
+    assert experts == sum(facts["n_experts"] for facts in layers.values())
+
+
+def test_the_table_of_weights_has_their_sums(folders: dict[str, Path]) -> None:
+    weights = read(folders["weights"] / SUMS)
+    layer = max(weights)
+    arrays = weights[layer]
+    assert table(folders["weights"], "weights").loc[(layer, 3)].tolist() == [
+        arrays["abs_sum"][3],
+        arrays["square_sum"][3],
+        arrays["count"],
     ]
-    squares = read(gradients / "statistics.safetensors")[layer]["channel_gradient_square"][3]
-    assert found["gradients"].loc[(layer, 3), "gradient_square"] == pytest.approx(
-        sum(squares.tolist())
-    )
-    curve = found["expert_concentration"].loc[(layer, 3), "score"].tolist()
+
+
+def test_the_table_of_gradients_has_their_sums(folders: dict[str, Path]) -> None:
+    layer = max(read(folders["weights"] / SUMS))
+    squares = read(folders["gradients"] / SUMS)[layer]["channel_gradient_square"][3]
+    gradients = table(folders["gradients"], "gradients")
+    assert gradients.loc[(layer, 3), "gradient_square"] == pytest.approx(sum(squares.tolist()))
+
+
+def test_expert_concentration_is_a_curve_from_0_to_1(folders: dict[str, Path]) -> None:
+    layer = max(read(folders["weights"] / SUMS))
+    concentration = table(folders["scores"], "expert_concentration")
+    curve = concentration.loc[(layer, 3), "score"].tolist()
     assert curve[0] == 0 and curve[-1] == pytest.approx(1) and curve == sorted(curve)
-    scored = load_file(made["scores"] / "scores.safetensors")[str(layer)][3]
-    assert curve[1] > scored.max() / scored.sum() > 1 / len(scored)
+    scores = load_file(folders["scores"] / "scores.safetensors")[str(layer)][3]
+    assert curve[1] > scores.max() / scores.sum() > 1 / len(scores)
 
 
 # Costs
@@ -272,7 +357,7 @@ def model(tmp_path: Path) -> ModelConfig:
 
 @pytest.fixture
 def text(tmp_path: Path) -> CalibrationConfig:
-    words = [f"w{(7 * at) % (tiny.VOCABULARY - 4) + 4}" for at in range(64)]
+    words = [f"w{(7 * number) % (tiny.VOCABULARY - 4) + 4}" for number in range(64)]
     (tmp_path / "text.jsonl").write_text(
         "".join(json.dumps({"text": word}) + "\n" for word in words)
     )
@@ -287,10 +372,10 @@ def text(tmp_path: Path) -> CalibrationConfig:
     )
 
 
-def cost(store: Store, asked: Cost) -> dict[str, Any]:
-    """What a step counts."""
-    found: dict[str, Any] = json.loads((done(store, asked) / "cost.json").read_text())
-    return found
+def cost(store: Store, step: Cost) -> dict[str, Any]:
+    """The result of a step that counts costs."""
+    result: dict[str, Any] = json.loads((done(store, step) / "cost.json").read_text())
+    return result
 
 
 def publish(store: Store, criterion: CriterionConfig, plan: Plan) -> None:
@@ -315,44 +400,46 @@ def test_whole_experts_and_even_channels_are_counted_without_the_model(
 ) -> None:
     network = tiny.build("deepseek_v2")
     monkeypatch.setattr(load, "load_model", lambda *_: pytest.fail("the model was loaded"))
-    before = cost(store, cost_step(model, text))
-    assert before["flops_ratio"] == 1
+    unpruned = cost(store, cost_step(model, text))
+    assert unpruned["flops_ratio"] == 1
     for criterion, plan in (
         (EXPERTS, tiny.plan(network, 0.5)),
         (CHANNELS, channel_plan(network, lambda _: 7)),
     ):
         publish(store, criterion, plan)
-        found = cost(store, cost_step(model, text, criterion))
-        assert (
-            found["flops_per_token_unpruned"] == before["flops_per_token"]
-            and 0 < found["flops_ratio"] < 1
-        )
+        pruned = cost(store, cost_step(model, text, criterion))
+        assert pruned["flops_per_token_unpruned"] == unpruned["flops_per_token"]
+        assert 0 < pruned["flops_ratio"] < 1
 
 
-def test_the_engine_of_the_study_counts_flops_and_changes_nothing(
+def test_the_engine_changes_neither_id_nor_flops(
     model: ModelConfig, text: CalibrationConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counted = []
-    one, other = (cost_step(model, text, CHANNELS, engine) for engine in ("resident", "streamed"))
-    assert one.id == other.id and other.text and other.text.engine == "streamed"
-    for asked in (one, other):
-        store = Store(tmp_path / str(len(counted))).create()
-        publish(store, CHANNELS, channel_plan(tiny.build("deepseek_v2"), lambda expert: 5 + expert))
-        counted.append(cost(store, asked))
+    resident, streamed = (
+        cost_step(model, text, CHANNELS, engine) for engine in ("resident", "streamed")
+    )
+    assert resident.id == streamed.id and streamed.text and streamed.text.engine == "streamed"
+    plan = channel_plan(tiny.build("deepseek_v2"), lambda expert: 5 + expert)
+    costs = []
+    for number, step in enumerate((resident, streamed)):
+        store = Store(tmp_path / str(number)).create()
+        publish(store, CHANNELS, plan)
+        costs.append(cost(store, step))
         monkeypatch.setattr(
             load, "load_model", lambda *_: pytest.fail("the whole model was loaded")
         )
-    assert counted[0] == counted[1] and 0 < counted[0]["flops_ratio"] < 1
+    assert costs[0] == costs[1] and 0 < costs[0]["flops_ratio"] < 1
 
 
 def test_only_a_cost_that_depends_on_routing_depends_on_the_text(
     model: ModelConfig, text: CalibrationConfig
 ) -> None:
-    other = replace(text, path=model.path + "/config.json", tokens=32)
-    longer = replace(text, length=32)
-    for criterion, texts in ((None, 1), (EXPERTS, 1), (CHANNELS, 2)):
-        assert len({cost_step(model, each, criterion).id for each in (text, other)}) == texts
-        assert cost_step(model, longer, criterion).id != cost_step(model, text, criterion).id
+    other_text = replace(text, path=model.path + "/config.json", tokens=32)
+    longer_text = replace(text, length=32)
+    for criterion, count in ((None, 1), (EXPERTS, 1), (CHANNELS, 2)):
+        ids = {cost_step(model, calibration, criterion).id for calibration in (text, other_text)}
+        assert len(ids) == count
+        assert cost_step(model, longer_text, criterion).id not in ids
 
 
 def test_a_checkpoint_of_uneven_experts_is_counted_on_the_text(
@@ -371,79 +458,125 @@ def test_a_checkpoint_of_uneven_experts_is_counted_on_the_text(
 # Evaluations
 
 
-def test_a_harness_has_template_arguments_and_unchanged_data(
+@pytest.fixture
+def evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> tuple[Evaluate, Files, list[Any]]:
+    """A step that evaluates a model with template arguments, its files, and the template arguments
+    that the harness gets."""
+
     def evaluate(subject: Any, *_: Any, **__: Any) -> None:
-        given.append(subject.template_arguments)
+        template_arguments.append(subject.template_arguments)
         write_json(tmp_path / "result.json", {"protocol": {"prompt": "?"}})
 
-    given: list[Any] = []
+    template_arguments: list[Any] = []
     network = Mock(**{"generation_config.eos_token_id": 2})
     tokenizer = Mock(eos_token_id=2)
     monkeypatch.setattr(Pruned, "open", lambda *_: nullcontext((network, tokenizer)))
     monkeypatch.setattr(run, "evaluate", evaluate)
-    reports = {"mbpp": "base"}
-    benchmark = BenchmarkConfig("code", "evalplus", "pocket:benchmarks/mbpp.jsonl", reports=reports)
+    benchmark = BenchmarkConfig(
+        "code", "evalplus", "pocket:benchmarks/mbpp.jsonl", reports={"mbpp": "base"}
+    )
     model = ModelConfig(
         name="m", path="pocket:olmoe", template_arguments={"enable_thinking": False}
     )
     step = evaluated(model, benchmark)
-    files = Files(tmp_path, tmp_path, {}, tmp_path / "log", tmp_path)
     assert step.id
+    return step, Files(tmp_path, tmp_path, {}, tmp_path / "log", tmp_path), template_arguments
+
+
+def test_a_harness_gets_the_template_arguments_of_the_model(
+    evaluation: tuple[Evaluate, Files, list[Any]],
+) -> None:
+    step, files, template_arguments = evaluation
     step.work(files)
-    assert given == [{"enable_thinking": False}]
+    assert template_arguments == [{"enable_thinking": False}]
+
+
+def test_data_that_changed_since_the_start_is_refused(
+    evaluation: tuple[Evaluate, Files, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, files, _ = evaluation
     monkeypatch.setattr(Harness, "data_digest", lambda *_: "another")
     with pytest.raises(Unavailable, match="its data is not what it was"):
         step.work(files)
 
 
-def test_exactly_the_items_that_were_planted_in_a_text_are_found(tmp_path: Path) -> None:
-    """In any case, with any marks between words. Too short: an item of 12 words, and one of which
-    12 are in the text. What eleven items have in common is of the benchmark, and what stands in a
-    document is counted by paragraphs."""
-    words = [
-        f"{first}{second}{third}" for first in "bdfgk" for second in "aeiou" for third in "lmnprstz"
+WORDS = [
+    f"{first}{second}{third}" for first in "bdfgk" for second in "aeiou" for third in "lmnprstz"
+]
+ITEMS = [" ".join(WORDS[start : start + 13]) for start in range(0, 130, 13)]
+"""Ten items of 13 words each, the length of a match."""
+COMMON = " ".join(reversed(WORDS[130:145]))
+"""Text that eleven further items share, so that it belongs to the benchmark."""
+PROMPTS = [*ITEMS, " ".join(WORDS[150:162]), *(f"{COMMON}, {number}" for number in range(11))]
+"""The items of a benchmark; the eleventh has 12 words, too few for a match."""
+PASSAGES = [
+    ITEMS[0].upper(),
+    ITEMS[2].replace(" ", " -- "),
+    f"It says: {ITEMS[5]}.",
+    ITEMS[7].partition(" ")[2],
+    PROMPTS[10],
+    COMMON,
+]
+"""The calibration text: items 0, 2 and 5, in other case and punctuation, and 12 words of item 7."""
+
+
+@pytest.fixture
+def stories(tmp_path: Path) -> BenchmarkConfig:
+    """A benchmark of all PROMPTS; of the third, a part is the reference answer."""
+    rows: list[dict[str, Any]] = [
+        {"id": str(number), "prompt": prompt, "checklist": [{}]}
+        for number, prompt in enumerate(PROMPTS)
     ]
-    texts = [" ".join(words[at : at + 13]) for at in range(0, 130, 13)]
-    common = " ".join(reversed(words[130:145]))
-    asked = [*texts, " ".join(words[150:162]), *(f"{common}, {number}" for number in range(11))]
-    rows = [{"id": str(at), "prompt": text, "checklist": [{}]} for at, text in enumerate(asked)]
-    rows[2] = {**rows[2], "prompt": texts[2][:30], "reference": texts[2][30:]}
-    planted = [
-        texts[0].upper(),
-        texts[2].replace(" ", " -- "),
-        f"It says: {texts[5]}.",
-        texts[7].partition(" ")[2],
-    ]
-    text = tmp_path / "text.jsonl"
-    text.write_text(
-        "\n".join(json.dumps({"text": passage}) for passage in [*planted, asked[10], common])
-    )
+    rows[2] |= {"prompt": ITEMS[2][:30], "reference": ITEMS[2][30:]}
     (tmp_path / "items.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "whole.txt").write_text("\n\n".join(texts))
-    stories = BenchmarkConfig(
+    return BenchmarkConfig(
         "s", "stories", str(tmp_path / "items.jsonl"), reports={"s": "score"}, max_new_tokens=1
     )
-    whole = replace(
-        stories,
-        name="w",
-        harness="perplexity",
-        task=str(tmp_path / "whole.txt"),
+
+
+@pytest.fixture
+def one_document(tmp_path: Path) -> BenchmarkConfig:
+    """A benchmark whose only item is a document with ITEMS as paragraphs."""
+    (tmp_path / "document.txt").write_text("\n\n".join(ITEMS))
+    return BenchmarkConfig(
+        "w",
+        "perplexity",
+        str(tmp_path / "document.txt"),
         reports={"w": "loss"},
+        max_new_tokens=1,
     )
-    read = replace(TEXT, path=str(text), packing="none", length=512, tokens=6 * 512, order="first")
-    step = Contamination.of(MODEL, read, {"s": stories, "w": whole})
-    counts = json.loads(
-        (done(Store(tmp_path / "store").create(), step) / "contamination.json").read_text()
-    )
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> CalibrationConfig:
+    """A calibration text of PASSAGES."""
+    path = tmp_path / "text.jsonl"
+    path.write_text("\n".join(json.dumps({"text": passage}) for passage in PASSAGES))
+    return replace(TEXT, path=str(path), packing="none", length=512, tokens=6 * 512, order="first")
+
+
+def test_contamination_counts_the_planted_items(
+    tmp_path: Path,
+    stories: BenchmarkConfig,
+    one_document: BenchmarkConfig,
+    planted: CalibrationConfig,
+) -> None:
+    """In any case, with any marks between words; of a document, paragraphs are counted."""
+    step = Contamination.of(MODEL, planted, {"s": stories, "w": one_document})
+    folder = done(Store(tmp_path / "store").create(), step)
+    counts = json.loads((folder / "contamination.json").read_text())
     assert counts["s"] == {"comparable": 21, "found": 3}
     assert counts["w"] == {"comparable": 10, "found": 3}
-    same = Contamination.of(
-        MODEL, replace(read, batch_size=1), {"w": whole, "s": replace(stories, batch_size=2)}
-    )
-    assert (
-        same.id
-        == step.id
-        != Contamination.of(MODEL, replace(read, tokens=512), {"s": stories, "w": whole}).id
-    )
+
+
+def test_the_id_of_contamination_depends_on_the_tokens_and_not_on_batches(
+    stories: BenchmarkConfig, one_document: BenchmarkConfig, planted: CalibrationConfig
+) -> None:
+    step = Contamination.of(MODEL, planted, {"s": stories, "w": one_document})
+    other_batches = {"w": one_document, "s": replace(stories, batch_size=2)}
+    assert Contamination.of(MODEL, replace(planted, batch_size=1), other_batches).id == step.id
+    fewer_tokens = replace(planted, tokens=512)
+    shorter = Contamination.of(MODEL, fewer_tokens, {"s": stories, "w": one_document})
+    assert shorter.id != step.id
