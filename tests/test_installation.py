@@ -97,12 +97,10 @@ def test_equal_scores_are_named_when_a_study_ends(folder: Path) -> None:
     for _ in range(2):
         done = moe_lab(folder, *words, "store=store", "launcher.processes=1")
         [sentence] = [line for line in done.stderr.splitlines() if "equal scores" in line]
-        assert (
-            done.returncode == 0
-            and "128 in 4 layers" in sentence
-            and "crest" in sentence
-            and "-man-" not in sentence
-        )
+        assert done.returncode == 0
+        assert "128 in 4 layers" in sentence
+        assert "crest" in sentence
+        assert "-man-" not in sentence
 
 
 def test_an_installed_plugin_needs_no_word(folder: Path) -> None:

@@ -113,10 +113,8 @@ def test_an_example_has_its_own_criterion(
     monkeypatch.setattr("moe_lab.criteria.CRITERIA", {**CRITERIA})
     found = run("own_criterion.py", monkeypatch)
     loudest, reap = found["dropped"].values()
-    assert (
-        len(loudest) == len(reap) == 32
-        and f"{len(loudest & reap)} of 32 dropped experts" in capsys.readouterr().out
-    )
+    assert len(loudest) == len(reap) == 32
+    assert f"{len(loudest & reap)} of 32 dropped experts" in capsys.readouterr().out
 
 
 def test_an_example_reads_a_sweep(

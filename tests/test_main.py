@@ -317,8 +317,6 @@ def test_paths_are_of_the_folder_in_which_a_command_is_typed(tmp_path: Path) -> 
     done = subprocess.run(
         ["sh", "-c", script, sys.executable], capture_output=True, text=True, cwd=tmp_path
     )
-    assert (
-        done.returncode == 2
-        and "folder was removed" in done.stderr
-        and "Traceback" not in done.stderr
-    )
+    assert done.returncode == 2
+    assert "folder was removed" in done.stderr
+    assert "Traceback" not in done.stderr

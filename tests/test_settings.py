@@ -145,11 +145,9 @@ def test_the_page_of_settings_is_that_of_the_classes_and_basic_ones_come_first()
     assert (docs / "settings.md").read_text("utf-8") == page, "python docs/settings_page.py"
     rows = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
     basic = [line.split("=")[0] for line in basic_lines().splitlines()]
-    assert (
-        len(basic) > 30
-        and rows[: len(basic)] == basic
-        and len(set(rows)) == len(rows) == len(table())
-    )
+    assert len(basic) > 30
+    assert rows[: len(basic)] == basic
+    assert len(set(rows)) == len(rows) == len(table())
     assert {path for path in ALL if not path.startswith("resources.")} <= set(rows)
 
 
@@ -353,10 +351,8 @@ def test_every_model_is_a_model_of_its_own_with_every_number_of_experts_a_token(
         "pocket_olmoe_top1",
     ]
     assert [cell.model.top_k for cell in found[::2]] == [None, 2, 1]
-    assert (
-        len({id(cell.model) for cell in found}) == 3
-        and files.reads.count("model/pocket_olmoe") == 1
-    )
+    assert len({id(cell.model) for cell in found}) == 3
+    assert files.reads.count("model/pocket_olmoe") == 1
 
 
 def test_a_list_of_a_setting_makes_choices_that_are_told_apart_by_their_names() -> None:
@@ -397,9 +393,8 @@ def test_settings_that_are_typed_hold_for_every_choice_but_not_for_other_texts()
     words = [("calibration.tokens", 1024), ("recovery.rows_per_step", 7)]
     lists = {"calibration": ["pocket_code", "pocket_math"], "allocation": ["pocket_evolutionary"]}
     found = cells(None, {**lists, "recovery": ["pocket_dora"]}, words=words)
-    assert {(cell.calibration.tokens, cell.recovery.rows_per_step) for cell in found} == {
-        (1024, 7)
-    } and len(found) == 2
+    assert {(cell.calibration.tokens, cell.recovery.rows_per_step) for cell in found} == {(1024, 7)}
+    assert len(found) == 2
     roles = {
         "search": "pocket_math_search",
         "instructions": "pocket_math_search",

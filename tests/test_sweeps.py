@@ -99,11 +99,13 @@ def test_a_dry_run_for_slurm_prints_what_jobs_ask_for(
         if "│" in line
     ]
     asks = {(row[0], row[1]): row[2:] for row in rows if len(row) == 8}
-    assert asks["search", "8"][:3] == ["8", "2", "16"] and asks["search", "8"][-2:] == [
+    assert asks["search", "8"][:3] == ["8", "2", "16"]
+    assert asks["search", "8"][-2:] == [
         "77",
         "long",
     ]
-    assert asks["search", "4"][:2] == ["4", "1"] and asks["search", "4"][-2:] == [
+    assert asks["search", "4"][:2] == ["4", "1"]
+    assert asks["search", "4"][-2:] == [
         "1440?",
         "default",
     ]
@@ -125,9 +127,8 @@ def test_what_cannot_be_had_here_is_said_after_the_table_and_before_any_step(
         run.run(here, requests)
     models = {cell.model.path for cells, _ in requests for cell in cells}
     said = str(raised.value)
-    assert raised.value.code == 3 and all(
-        path in said for path in {"missing here: ", *models, says}
-    )
+    assert raised.value.code == 3
+    assert all(path in said for path in {"missing here: ", *models, says})
     table = capsys.readouterr().err
     assert all(kind in table for kind in {step.kind for step in graph(name).steps})
     assert not (tmp_path / "store").exists()

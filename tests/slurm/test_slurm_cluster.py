@@ -88,11 +88,9 @@ def secretive(_: Cluster, store: Path) -> None:
     [run] = runs(Store(store), "study")
     assert leaks(store, result) == leaks(run.logs, result) == []
     record = read_record(store, "study")
-    assert (
-        record
-        and len(record["cells"]) == 2
-        and all(all(cell["evaluate"].values()) for cell in record["cells"])
-    )
+    assert record
+    assert len(record["cells"]) == 2
+    assert all(all(cell["evaluate"].values()) for cell in record["cells"])
     assert list(run.logs.glob("*_submitted.pkl")) and (store / "reports/study/report.html").exists()
     assert not [*store.rglob("*.pkl"), *store.rglob("*.py")], "nothing that is executed"
 

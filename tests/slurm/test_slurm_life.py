@@ -100,10 +100,8 @@ def the_node_is_drained_and_lost(instant: InstantStudies, job: str) -> None:
     cluster = instant.cluster
     node = f"nodename={instant.cluster.host}"
     cluster.ask("scontrol", "update", node, "state=drain", "reason=test")
-    assert (
-        "drain" in cluster.ask("sinfo", "-h", "-o", "%T")
-        and cluster.job(job)["JobState"] == "RUNNING"
-    )
+    assert "drain" in cluster.ask("sinfo", "-h", "-o", "%T")
+    assert cluster.job(job)["JobState"] == "RUNNING"
     cluster.ask("scontrol", "update", node, "state=down", "reason=test")
     until(lambda: cluster.job(job)["JobState"] == "PENDING", LONG, "it is not requeued")
     assert "is PENDING (" in study_output(instant.store, "why", "instant")

@@ -819,6 +819,5 @@ def test_gpus_and_cores_are_estimated_from_the_steps(
     kinds: list[str], model: ModelConfig, text: str, gpus: int, cpus: int, memory: int | None
 ) -> None:
     request = request_of([step_about(model, kind) for kind in kinds], text)
-    assert (request["gpus"], request["cpus"]) == (gpus, cpus) and request["memory"] <= (
-        memory or 10**6
-    )
+    assert (request["gpus"], request["cpus"]) == (gpus, cpus)
+    assert request["memory"] <= (memory or 10**6)

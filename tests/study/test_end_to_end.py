@@ -26,8 +26,8 @@ pytestmark = pytest.mark.slow
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store in which the grid has been run by two processes."""
     store = tmp_path_factory.mktemp("finished") / "store"
-    done = moe_lab(store, "suite.benchmarks=[pocket_boolq]", *GRID, "launcher.processes=2")
-    assert done.returncode == 0, done.stderr
+    result = moe_lab(store, "suite.benchmarks=[pocket_boolq]", *GRID, "launcher.processes=2")
+    assert result.returncode == 0, result.stderr
     return store
 
 
@@ -37,29 +37,29 @@ COMMAND = (
     r"(analysis|moe_lab\.(?:study|inspect|evaluation\.mirror))\b(.*?)(?: +#.*| && .*)?$"
 )
 COMMANDS = {
-    page.name: found
+    page.name: commands
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
-    if (found := re.findall(COMMAND, page.read_text("utf-8"), re.MULTILINE))
+    if (commands := re.findall(COMMAND, page.read_text("utf-8"), re.MULTILINE))
 }
-"""Page -> program and words of each of its commands that read results, models or data."""
-READERS = {
+"""Page -> program and arguments of each of its commands that read results, models or data."""
+EXAMPLES = {
     "/shared/me/store": "store",
     "store=copy": "store=store",
     "model=NAME": "model=pocket_olmoe",
     "NAME": "study",
     "task_agnostic": "study",
 }
-"""What a page leaves to its reader, or says of the main job -> what the finished study has."""
-ELSEWHERE = {
+"""Example in a page -> its value for the finished study."""
+MISSING = {
     "from=": "is no such file or folder",
     "data_root=": "could not be",
     "": "study=study does",
 }
-"""Words of commands that need what is not here -> what they say before they do anything."""
+"""Setting of commands that need missing files -> their error message; "" for all other commands."""
 
 
 @pytest.mark.parametrize("page", sorted(COMMANDS))
-def test_commands_about_finished_studies_run(
+def test_documented_commands_about_finished_studies_run(
     page: str,
     finished: Path,
     tmp_path: Path,
@@ -68,15 +68,15 @@ def test_commands_about_finished_studies_run(
 ) -> None:
     shutil.copytree(finished, tmp_path / "store")
     monkeypatch.chdir(tmp_path)
-    for program, written in COMMANDS[page]:
-        words = reduce(lambda text, pair: text.replace(*pair), READERS.items(), written).split()
-        module = import_module(
-            f"{program}.__main__" if program in ("analysis", "moe_lab.study") else program
-        )
-        monkeypatch.setattr(sys, "argv", [program, *words])
-        code = module.main() if program == "moe_lab.study" else module.main(words)
-        missing = next(says for word, says in ELSEWHERE.items() if word in written)
-        assert code == 0 or missing in (said := capsys.readouterr().err), (written, code, said)
+    for program, text in COMMANDS[page]:
+        arguments = reduce(lambda text, pair: text.replace(*pair), EXAMPLES.items(), text).split()
+        is_package = program in ("analysis", "moe_lab.study")
+        module = import_module(f"{program}.__main__" if is_package else program)
+        monkeypatch.setattr(sys, "argv", [program, *arguments])
+        code = module.main() if program == "moe_lab.study" else module.main(arguments)
+        errors = capsys.readouterr().err
+        message = next(message for setting, message in MISSING.items() if setting in text)
+        assert code == 0 or message in errors, (text, code, errors)
 
 
 def scores_of(store: Path, study: str) -> list[tuple[float, float]]:
@@ -101,25 +101,29 @@ def test_shared_steps_ran_once(finished: Path) -> None:
         "evaluate": 9,
         "contamination": 2,
     }
-    assert set(executed_steps(finished).values()) == {1} and not list(finished.glob("partial/*"))
-    # small steps have no files of their own
-    printed = [log.read_text() for log in finished.glob("logs/*-worker.log")]
-    assert sum(text.count(" asks, for example: ") for text in printed) == 9 and not [
-        *finished.glob("logs/evaluate/*")
-    ]
+    assert set(executed_steps(finished).values()) == {1}
+    assert not list(finished.glob("partial/*"))
+
+
+def test_small_steps_share_the_log_of_their_worker(finished: Path) -> None:
+    logs = [log.read_text() for log in finished.glob("logs/*-worker.log")]
+    assert sum(log.count(" asks, for example: ") for log in logs) == 9
+    assert not [*finished.glob("logs/evaluate/*")]
+
+
+def test_each_cell_has_a_score(finished: Path) -> None:
     scores = scores_of(finished, "study")
     assert len(scores) == 9 and all(0 <= score <= 1 for _, score in scores)
 
 
 @pytest.mark.parametrize("launcher", ["study", "basic"])
-def test_a_multirun_is_the_same_cells_steps_and_store(finished: Path, launcher: str) -> None:
-    before = executed_steps(finished)
-    done = on_boolq(finished, "-m", *GRID, f"hydra/launcher={launcher}", "study=swept_" + launcher)
-    assert done.returncode == 0, done.stderr
-    assert executed_steps(finished) == before
-    swept, grid = (
-        (read_record(finished, name) or {})["cells"] for name in (f"swept_{launcher}", "study")
-    )
+def test_a_multirun_has_the_cells_and_steps_of_a_grid(finished: Path, launcher: str) -> None:
+    steps_before = executed_steps(finished)
+    study = f"swept_{launcher}"
+    result = on_boolq(finished, "-m", *GRID, f"hydra/launcher={launcher}", f"study={study}")
+    assert result.returncode == 0, result.stderr
+    assert executed_steps(finished) == steps_before
+    swept, grid = ((read_record(finished, name) or {})["cells"] for name in (study, "study"))
     assert sorted(map(str, swept)) == sorted(map(str, grid))
 
 
@@ -130,68 +134,69 @@ SWEEPER += [
 
 
 @pytest.mark.parametrize("launcher", ["study", "basic"])
-def test_a_sweeper_finds_the_best_value_by_the_objective(finished: Path, launcher: str) -> None:
-    words = [
+def test_a_sweeper_finds_the_best_value_of_the_objective(finished: Path, launcher: str) -> None:
+    folder = finished / f"by_{launcher}"
+    settings = [
         "criterion=man",
         "ratio=0.25,0.5",
         "calibration=pocket_code",
         f"hydra/launcher={launcher}",
+        f"hydra.sweep.dir={folder}",
+        "objective=Avg",
+        f"study=best_{launcher}",
     ]
-    found = finished / f"by_{launcher}"
-    words += [f"hydra.sweep.dir={found}", "objective=Avg", f"study=best_{launcher}"]
-    done = on_boolq(finished, *SWEEPER, *words)
-    assert done.returncode == 0, done.stderr
-    best = yaml.safe_load((found / "optimization_results.yaml").read_text())
+    result = on_boolq(finished, *SWEEPER, *settings)
+    assert result.returncode == 0, result.stderr
+    best = yaml.safe_load((folder / "optimization_results.yaml").read_text())
     scores = dict(scores_of(finished, f"best_{launcher}"))
     ratio = float(best["best_params"]["++ratio"])
     assert best["best_value"] == scores[ratio] == max(scores[0.25], scores[0.5])
 
 
 @pytest.mark.parametrize(
-    ("wrong", "says"), [([], "objective"), (["objective=bolq"], "did you mean boolq")]
+    ("settings", "message"), [([], "objective"), (["objective=bolq"], "did you mean boolq")]
 )
 def test_a_sweeper_without_an_objective_is_refused(
-    finished: Path, wrong: list[str], says: str
+    finished: Path, settings: list[str], message: str
 ) -> None:
-    before = executed_steps(finished)
-    refused = on_boolq(
-        finished, *SWEEPER, "criterion=man", "ratio=0.25,0.5", "calibration=pocket_code", *wrong
-    )
-    assert refused.returncode == 2 and says in refused.stderr and "Traceback" not in refused.stderr
-    assert executed_steps(finished) == before
+    steps_before = executed_steps(finished)
+    grid = ["criterion=man", "ratio=0.25,0.5", "calibration=pocket_code"]
+    result = on_boolq(finished, *SWEEPER, *grid, *settings)
+    assert result.returncode == 2 and message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert executed_steps(finished) == steps_before
 
 
 def test_inline_gives_the_same_results(finished: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
-    done = on_boolq(
-        store, "criterion=man", "ratio=0.5", "calibration=pocket_code", "launcher=inline"
-    )
-    assert done.returncode == 0, done.stderr
-    mine = results(store)
-    theirs = results(finished)
-    assert len(list(store.glob("*/*/step.json"))) == 9 and mine.items() <= theirs.items()
+    settings = ["criterion=man", "ratio=0.5", "calibration=pocket_code", "launcher=inline"]
+    result = on_boolq(store, *settings)
+    assert result.returncode == 0, result.stderr
+    assert len(list(store.glob("*/*/step.json"))) == 9
+    assert results(store).items() <= results(finished).items()
 
 
-def test_a_mistake_inside_a_step_stops_what_needs_it_and_nothing_else(tmp_path: Path) -> None:
-    """A mixture that is too short, which is known when its sets are read."""
+MIXTURE = ", ".join(f"{{calibration: pocket_{name}, share: 0.5}}" for name in ("code", "math"))
+TOO_SHORT = [
+    "criterion=man,random",
+    "calibration=mix",
+    f"calibration.sources=[{MIXTURE}]",
+    "calibration.tokens=100000000",
+]
+"""A mixture with fewer tokens than are set, which a step finds out."""
+
+
+def test_an_error_in_a_step_stops_dependent_steps_only(tmp_path: Path) -> None:
     store = tmp_path / "store"
-    sets = ",".join(f"{{calibration:pocket_{name},share:0.5}}" for name in ("code", "math"))
-    words = [
-        "criterion=man,random",
-        "calibration=mix",
-        f"calibration.sources=[{sets}]",
-        "calibration.tokens=100000000",
-    ]
-    done = on_boolq(store, *words)
-    assert done.returncode == 2
-    assert "calibration.tokens" in done.stderr and "Traceback" not in done.stderr
-    study = read_record(store, "study") or {}
-    found = {
-        cell["cell"]["criterion"]: next(iter(cell["evaluate"].values())) for cell in study["cells"]
+    result = on_boolq(store, *TOO_SHORT)
+    assert result.returncode == 2
+    assert "calibration.tokens" in result.stderr and "Traceback" not in result.stderr
+    evaluations = {
+        cell["cell"]["criterion"]: next(iter(cell["evaluate"].values()))
+        for cell in (read_record(store, "study") or {})["cells"]
     }
-    assert found["random"] and found["none"] and found["man"] is None
-    again = on_boolq(store, *words)
-    assert "retry=failed" in again.stderr
+    assert evaluations["random"] and evaluations["none"] and evaluations["man"] is None
+    assert "retry=failed" in on_boolq(store, *TOO_SHORT).stderr
 
 
 CRITERION = """
@@ -204,39 +209,50 @@ def fewest_negative(layer):
 """
 
 
-def test_a_kind_of_step_is_added_by_writing_the_file_that_the_documentation_shows(
-    tmp_path: Path,
-) -> None:
-    """A criterion can then need it, a dry run shows it, a study runs it: in a copy of the
-    package."""
+@pytest.fixture(scope="module")
+def copy_with_signs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the package with the step kind of docs/architecture.md, and a plugin whose
+    criterion needs it."""
+    folder = tmp_path_factory.mktemp("copy")
     for name in ("moe_lab", "conf", "hydra_plugins"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    text = (ROOT / "docs/architecture.md").read_text("utf-8")
-    [example] = re.findall(r"```python\n(.*?class Signs\(Step\):.*?)```", text, re.DOTALL)
-    (tmp_path / "moe_lab/study/steps/signs.py").write_text(example)
-    (tmp_path / "mine.py").write_text(CRITERION)
-    words = [
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    page = (ROOT / "docs/architecture.md").read_text("utf-8")
+    [example] = re.findall(r"```python\n(.*?class Signs\(Step\):.*?)```", page, re.DOTALL)
+    (folder / "moe_lab/study/steps/signs.py").write_text(example)
+    (folder / "mine.py").write_text(CRITERION)
+    return folder
+
+
+def run_with_signs(folder: Path, *settings: str) -> str:
+    """What a study with the criterion prints to stderr."""
+    result = moe_lab(
+        folder / "store",
         "criterion=fewest_negative",
         "plugins=[mine]",
         "suite.benchmarks=[]",
         "launcher=inline",
-    ]
-    store = tmp_path / "store"
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    shown, done = (
-        moe_lab(store, *words, dry_run, environment=environment)
-        for dry_run in ("dry_run=true", "dry_run=false")
+        *settings,
+        environment={**os.environ, "PYTHONPATH": str(folder)},
     )
-    assert shown.returncode == done.returncode == 0, shown.stderr + done.stderr
-    rows = [re.findall(r"[\w.]+", line) for line in shown.stderr.splitlines()]
+    assert result.returncode == 0, result.stderr
+    return result.stderr
+
+
+def test_a_dry_run_shows_the_documented_step_kind(copy_with_signs: Path) -> None:
+    errors = run_with_signs(copy_with_signs, "dry_run=true")
+    rows = [re.findall(r"[\w.]+", line) for line in errors.splitlines()]
     assert ["signs", "1", "0", "1"] in [row[:4] for row in rows]
+
+
+def test_a_study_runs_the_documented_step_kind(copy_with_signs: Path) -> None:
+    run_with_signs(copy_with_signs)
+    store = copy_with_signs / "store"
     [file] = store.glob("signs/*/statistics.safetensors")
     [facts] = store.glob("model/*/facts.json")
-    sums = read(file)
-    experts = {
-        int(layer): about["n_experts"]
-        for layer, about in json.loads(facts.read_text())["layers"].items()
+    negative = {layer: arrays["negative"] for layer, arrays in read(file).items()}
+    layers = json.loads(facts.read_text())["layers"]
+    assert {layer: len(counts) for layer, counts in negative.items()} == {
+        int(index): layer["n_experts"] for index, layer in layers.items()
     }
-    assert {layer: len(arrays["negative"]) for layer, arrays in sums.items()} == experts
-    assert all(numpy.all(arrays["negative"] > 0) for arrays in sums.values())
+    assert all(numpy.all(counts > 0) for counts in negative.values())
     assert len(list(store.glob("plan/*fewest_negative*/plan.json"))) == 1

@@ -56,37 +56,39 @@ def model(name: str = "olmoe_1b_7b", **changes: Any) -> ModelConfig:
 
 
 def step(
-    kind: str, about: ModelConfig | None = None, text: CalibrationConfig = TEXT, **changes: Any
+    kind: str,
+    about: ModelConfig | None = None,
+    text: CalibrationConfig = TEXT,
+    **changes: Any,
 ) -> Step:
     """A step of any kind about a model, that runs it."""
-    arguments = {"benchmark": CODE if kind in ("generate", "grade") else BENCHMARK}
+    benchmark = CODE if kind in ("generate", "grade") else BENCHMARK
     if kind == "cost":
         changes = {"criterion": CHANNELS, **changes}
     if kind == "finetune":
         changes = {"recovery": RecoveryConfig(name="r", instructions="t"), **changes}
-    return step_of(kind, cell_of(about or model(), text, **changes), **arguments)
+    return step_of(kind, cell_of(about or model(), text, **changes), benchmark=benchmark)
 
 
-def memory(one: Step) -> float:
+def memory(step: Step) -> float:
     """Estimated bytes of a step about a model of known size."""
-    estimated = one.resources().memory
-    assert estimated is not None
-    return estimated
+    estimate = step.resources().memory
+    assert estimate is not None
+    return estimate
 
 
-def test_published_searches_ran_on_as_many_gpus_as_estimated() -> None:
+def test_gpus_of_published_searches_are_estimated() -> None:
     """As EvoESAP's Table 3 prints, on cards of 48 GiB."""
     text = replace(TEXT, tokens=262144, batch_size=1)
     with (ROOT / "analysis/published/evoesap.csv").open(encoding="utf-8") as lines:
-        rows = [
-            row
+        published = {
+            row["model"]: float(row["value"])
             for row in csv.DictReader(lines)
             if (row["table"], row["benchmark"]) == ("3", "gpus_L40S")
-        ]
-    published = {row["model"]: float(row["value"]) for row in rows}
-    assert {
-        name: step("search", model(name), text).resources().gpus(48.0) for name in published
-    } == published
+        }
+    searches = {name: step("search", model(name), text) for name in published}
+    gpus = {name: search.resources().gpus(48.0) for name, search in searches.items()}
+    assert gpus == published
 
 
 STREAMING = replace(TEXT, engine="streamed")
@@ -98,7 +100,7 @@ STREAMED = [
 
 
 @pytest.mark.parametrize("kind", STREAMED)
-def test_one_layer_in_memory_is_what_a_streamed_step_takes(kind: str) -> None:
+def test_memory_of_a_streamed_step_is_that_of_one_layer(kind: str) -> None:
     """Qwen2-57B: 3.6 GiB of experts and attention in a layer, 2 of embeddings and head, 6 of a
     batch of 16,384 tokens; for the gradients of weights, 6.6 of these in fp32; for alignments, as
     much and 3.1 of products of channels."""
@@ -135,22 +137,23 @@ def test_models_larger_than_one_gpu_are_streamed_in_parts(
     parts: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a machine with five GPUs of 80 GiB, if its weights are known not to be quantised; how it
-    is done is no part of what the pass is called."""
+    """On a machine with five GPUs of 80 GiB, if its weights are known not to be quantised. Engine
+    and parts do not change the id of the pass."""
     monkeypatch.setattr(estimates, "visible_gpus", lambda: list("01234"))
     configs = {
         "Qwen/Qwen2-57B-A14B": {"model_type": "qwen2_moe"},
         "o/fp8": {"quantization_config": {"bits": 8}},
     }
     monkeypatch.setattr(config_json, "hub_config", lambda name, _: configs.get(name, {}))
-    found = divided(text, about, Config(launcher=LauncherConfig(name=launcher)))
-    assert (found.engine, found.parts) == (engine, parts)
-    made, plain = (step("statistics", about, each) for each in (found, text))
-    assert made.id == plain.id and len(made.merges) == (parts if parts > 1 else 0)
-    assert all(one.resources().gpus(80) == 1 for one in made.merges)
+    divided_text = divided(text, about, Config(launcher=LauncherConfig(name=launcher)))
+    assert (divided_text.engine, divided_text.parts) == (engine, parts)
+    calibration = step("statistics", about, divided_text)
+    assert calibration.id == step("statistics", about, text).id
+    assert len(calibration.merges) == (parts if parts > 1 else 0)
+    assert all(part.resources().gpus(80) == 1 for part in calibration.merges)
 
 
-def test_what_is_held_beside_weights_and_a_batch_is_counted() -> None:
+def test_memory_of_gradients_and_of_changed_weights() -> None:
     """Activations of a backward pass, 57B - 4B gradients in fp32, and a second model where weights
     are changed."""
     assert memory(step("gradients")) > 1.5 * memory(step("statistics"))
@@ -192,18 +195,18 @@ def test_resources_of_steps_about_qwen2_57b(
     assert needed.on_gpu == (weights in ("model", "layers"))
 
 
-def test_weights_are_read_without_a_gpu_and_without_room_for_them() -> None:
+def test_reading_weights_needs_no_gpu_and_little_memory() -> None:
     for kind in ("weights", "channel_weights", "weight_distances", "export"):
         needed = step(kind, model("qwen3_30b_a3b")).resources()
         assert needed.weights == "files" and not needed.on_gpu
         assert needed.memory is not None and needed.memory < 2 * 2**30
 
 
-def test_a_model_nothing_is_known_of_has_no_estimate() -> None:
-    nowhere = step("statistics", ModelConfig(name="n", path="a/b"))
-    assert nowhere.resources().memory is None
-    assert largest_memory([nowhere]) == "unknown" and largest_memory([]) == ""
-    assert largest_memory([nowhere, step("statistics")]).endswith(" GiB or more")
+def test_an_unknown_model_has_no_estimate() -> None:
+    unknown = step("statistics", ModelConfig(name="n", path="a/b"))
+    assert unknown.resources().memory is None
+    assert largest_memory([unknown]) == "unknown" and largest_memory([]) == ""
+    assert largest_memory([unknown, step("statistics")]).endswith(" GiB or more")
 
 
 # Time
@@ -221,12 +224,12 @@ def asking(limit: int | None, **changes: Any) -> Step:
     return evaluated(model(), replace(BENCHMARK, limit=limit, **changes))
 
 
-def finish(store: Store, done: Step, seconds: Any, **more: Any) -> None:
-    with store.claim(done) as scratch:
+def finish(store: Store, step: Step, seconds: Any, **fields: Any) -> None:
+    with store.claim(step) as scratch:
         assert scratch is not None
-        resources = done.resources()
+        resources = step.resources()
         times = {"seconds": seconds, "units": resources.units, "pace": list(resources.pace)}
-        write_json(scratch / "provenance.json", {**times, **more})
+        write_json(scratch / "provenance.json", {**times, **fields})
 
 
 @pytest.fixture(autouse=True)
@@ -261,7 +264,7 @@ def data(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_a_step_takes_what_finished_ones_took(
+def test_time_is_learned_from_finished_steps(
     store: Store, finished: Step, requested: Step, seconds: float | None
 ) -> None:
     """The finished one took 30 s; a benchmark without a limit has 1,000 items."""
@@ -269,35 +272,48 @@ def test_a_step_takes_what_finished_ones_took(
     assert learned(store)(requested) == (None if seconds is None else pytest.approx(seconds))
 
 
-def test_time_of_parts_of_a_pass_and_of_their_merge(
-    store: Store,
-) -> None:
-    merge = reading(120, parts=3)
-    finish(store, merge, 1.0, merged=["a", "b", "c"])
-    assert learned(store)(reading(120)) is None, "the time of a merge is not that of a pass"
-    unknown = forecast([*merge.merges, merge], set(), 80.0, learned(store))
-    assert unknown.columns[-2].footer == "unknown", "nothing is known of what takes long"
-    finish(store, reading(30), 30.0)
-    seconds = learned(store)
-    assert [seconds(share) for share in merge.merges] == pytest.approx([40.0] * 3)
-    assert seconds(merge) == 0
-    table = forecast([*merge.merges, merge], set(), 80.0, seconds)
+MERGE = reading(120, parts=3)
+
+
+@pytest.fixture
+def merged(store: Store) -> Store:
+    """A store in which MERGE is finished."""
+    finish(store, MERGE, 1.0, merged=["a", "b", "c"])
+    return store
+
+
+def test_the_time_of_a_merge_is_not_that_of_a_pass(merged: Store) -> None:
+    assert learned(merged)(reading(120)) is None
+    table = forecast([*MERGE.merges, MERGE], set(), 80.0, learned(merged))
+    assert table.columns[-2].footer == "unknown"
+
+
+def test_parts_of_a_pass_take_equal_times_and_their_merge_none(merged: Store) -> None:
+    finish(merged, reading(30), 30.0)
+    seconds = learned(merged)
+    assert [seconds(part) for part in MERGE.merges] == pytest.approx([40.0] * 3)
+    assert seconds(MERGE) == 0
+    table = forecast([*MERGE.merges, MERGE], set(), 80.0, seconds)
     assert list(table.columns[1].cells) == ["4"] and table.columns[-2].footer == "0.03"
-    assert all(share.resources().on_gpu for share in merge.merges) and not merge.resources().on_gpu
-    assert memory(merge) < memory(reading(120)) / 2
 
 
-def test_a_share_keeps_hidden_states_of_its_rows() -> None:
+def test_a_merge_needs_no_gpu_and_little_memory() -> None:
+    assert all(part.resources().on_gpu for part in MERGE.merges)
+    assert not MERGE.resources().on_gpu
+    assert memory(MERGE) < memory(reading(120)) / 2
+
+
+def test_a_part_stores_hidden_states_of_its_rows() -> None:
     text = replace(STREAMING, length=10, tokens=120, batch_size=1)
-    whole = step("statistics", text=text)
+    undivided = step("statistics", text=text)
     merge = step("statistics", text=replace(text, parts=3))
-    disk = whole.resources().disk
+    disk = undivided.resources().disk
     assert disk > 0 and merge.merges[0].resources().disk == pytest.approx(disk / 3)
     huge = step("statistics", text=replace(text, parts=3, tokens=10**15, batch_size=10**13))
     assert estimates.disk_problems("/", [huge]) == [], "it only reads and writes sums"
 
 
-def test_the_forecast_adds_up_what_is_known_and_counts_what_is_not(store: Store) -> None:
+def test_the_forecast_adds_known_times_and_counts_unknown_ones(store: Store) -> None:
     finish(store, reading(10), 3600.0)
     steps = [reading(10), reading(20), reading(30), reading(10, kind="damage")]
     table = forecast(steps, {steps[0].id}, 80.0, learned(store))
@@ -331,7 +347,7 @@ MODEL = ModelConfig(name="m", path="owner/m", dtype="bfloat16", expected=SHAPE)
     ],
 )
 def test_memory_of_a_step(kind: str, gib: float) -> None:
-    """Beside 0.59 GiB of a process: 1.1 times the weights of 20 GiB, and a batch."""
+    """0.59 GiB of a process, 1.1 times the weights of 20 GiB, and a batch."""
     assert memory(step(kind, MODEL)) / GIB == pytest.approx(0.59 + gib, abs=0.02)
 
 
@@ -354,35 +370,35 @@ def exported(format: Any) -> Step:
         ([step("gradients", MODEL, text("resident")), step("plan", MODEL)], 0.0),
     ],
 )
-def test_what_is_written_is_held_against_what_is_free(
+def test_steps_that_write_more_than_the_free_disk_are_refused(
     steps: list[Step], gib: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = str(tmp_path / "not" / "there")
-    for free, fits in ((gib * GIB, True), (gib * GIB - 1, False)):
-        monkeypatch.setattr(
-            shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free)
-        )
-        problems = estimates.disk_problems(store, steps)
-        assert (
-            problems == []
-            if fits
-            else f"about {decimal(int(gib * GIB))} would be written" in problems[0]
-        )
-
-
-def test_hidden_states_take_as_much_main_memory_as_everything_else_at_most() -> None:
-    """Qwen2-57B: 7 KiB of a token between two layers."""
-    big = model("qwen2_57b_a14b")
-    for tokens, more in ((2**16, 3 * 2**16 * 7 * 2**10), (2**20, None)):
-        passed = replace(STREAMING, tokens=tokens)
-        gpu, cpu = (
-            memory(step("statistics", replace(big, device=on), passed)) for on in ("cuda", "cpu")
-        )
-        assert cpu == (2 * gpu if more is None else gpu + more)
+    disk = SimpleNamespace(free=gib * GIB)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: disk)
+    assert estimates.disk_problems(store, steps) == []
+    disk.free -= 1
+    problem = estimates.disk_problems(store, steps)[0]
+    assert f"about {decimal(int(gib * GIB))} would be written" in problem
 
 
 @pytest.mark.parametrize(
-    ("make", "changes", "says"),
+    ("tokens", "bytes_of_states"), [(2**16, 3 * 2**16 * 7 * 2**10), (2**20, None)]
+)
+def test_hidden_states_at_most_double_the_main_memory(
+    tokens: int, bytes_of_states: int | None
+) -> None:
+    """Qwen2-57B: 7 KiB of a token between two layers."""
+    big = model("qwen2_57b_a14b")
+    text = replace(STREAMING, tokens=tokens)
+    gpu, cpu = (
+        memory(step("statistics", replace(big, device=device), text)) for device in ("cuda", "cpu")
+    )
+    assert cpu == (2 * gpu if bytes_of_states is None else gpu + bytes_of_states)
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "message"),
     [
         (
             lambda m: step("cost", m),
@@ -404,18 +420,22 @@ def test_hidden_states_take_as_much_main_memory_as_everything_else_at_most() -> 
 def test_models_larger_than_main_memory_are_refused(
     make: Callable[[ModelConfig], Step],
     changes: dict[str, Any],
-    says: str | None,
+    message: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    step_to_load = make(replace(MODEL, **{"device": "cpu", **changes}))
-    for memory, fits in ((19 * GIB, says is None), (40 * GIB, True)):
-        monkeypatch.setattr(estimates, "main_memory", lambda memory=memory: memory)
-        problems = list(user_errors(estimates.check_memory, step_to_load))
-        assert problems == [] if fits else len(problems) == 1 and re.search(str(says), problems[0])
+    loading = make(replace(MODEL, **{"device": "cpu", **changes}))
+    monkeypatch.setattr(estimates, "main_memory", lambda: 40 * GIB)
+    assert not list(user_errors(estimates.check_memory, loading))
+    monkeypatch.setattr(estimates, "main_memory", lambda: 19 * GIB)
+    errors = list(user_errors(estimates.check_memory, loading))
+    if message is None:
+        assert errors == []
+    else:
+        assert len(errors) == 1 and re.search(message, errors[0])
 
 
 @pytest.mark.usefixtures("fake_worker")
-def test_a_study_that_is_done_is_not_refused_for_its_size(
+def test_a_finished_study_is_not_refused_for_its_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study = study_request()

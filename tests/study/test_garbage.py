@@ -353,10 +353,8 @@ def test_partial_run_records_of_a_killed_command_are_removed(
     with begin(store, STUDY, []) as live_run:
         (live_run.folder / partial_record).touch()
         with begin(store, STUDY, []):
-            assert (
-                not (killed_run.folder / partial_record).exists()
-                and (live_run.folder / partial_record).exists()
-            )
+            assert not (killed_run.folder / partial_record).exists()
+            assert (live_run.folder / partial_record).exists()
 
 
 @pytest.fixture

@@ -31,8 +31,11 @@ from moe_lab.study.steps.passes import Pass
 from moe_lab.study.steps.scores import Scores
 
 
-def test_order_of_keys_does_not_matter_and_nan_has_no_identity() -> None:
+def test_order_of_keys_does_not_change_a_digest() -> None:
     assert digest({"a": {"b": 1, "c": [2]}, "d": 3}) == digest({"d": 3, "a": {"c": [2], "b": 1}})
+
+
+def test_nan_has_no_canonical_json() -> None:
     with pytest.raises(ValueError):
         canonical({"ratio": float("nan")})
 
@@ -78,7 +81,7 @@ identifies it."""
 STUDY = {"CellConfig", "Config", "ExpectedConfig", "ProtocolConfig", "SourceConfig", "SuiteConfig"}
 RUN = {"JobConfig", "LauncherConfig", "ResourcesConfig", "TrackerConfig"}
 """Classes that are part of no step: how a study is made of steps, and where these run."""
-BESIDE: dict[str, dict[str, Any]] = {
+CONTEXT: dict[str, dict[str, Any]] = {
     "calibration.sources": {
         "path": "",
         "sources": [SET, replace(SET, settings=replace(TEXT, name="u"))],
@@ -93,7 +96,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "vllm.name": {"arguments": {}},
 }
 """Field -> what else is set where the field can be."""
-OTHER: dict[str, Any] = {
+OTHER_VALUES: dict[str, Any] = {
     "model.date": "2025-06-30",
     "calibration.ignored": ("license",),
     "benchmark.limit": 3,
@@ -149,36 +152,41 @@ def another(kind: Any, value: Any) -> Any:
     return others.get(kind, lambda: f"{value or ''}x")()
 
 
-def test_each_class_of_settings_is_one_of_these() -> None:
+def test_each_class_of_settings_is_of_steps_a_study_or_a_run() -> None:
     of_steps = {type(group).__name__ for group in GROUPS.values()}
-    assert {each.__name__ for each in Group.__subclasses__()} == STUDY | RUN | of_steps
+    assert {subclass.__name__ for subclass in Group.__subclasses__()} == STUDY | RUN | of_steps
+
+
+@pytest.fixture
+def schedule_files(tmp_path: Path) -> dict[str, str]:
+    """Placeholder in CONTEXT and OTHER_VALUES -> path of a schedule of ratios."""
+    paths = {f"{{{name}}}": tmp_path / f"{name}.json" for name in ("first", "second")}
+    for number, path in enumerate(paths.values()):
+        path.write_text(f'{{"0": {number + 1}}}')
+    return {placeholder: str(path) for placeholder, path in paths.items()}
 
 
 @pytest.mark.parametrize(("group", "field"), fields())
 def test_fields_are_part_of_the_identity_unless_declared_runtime(
-    group: str, field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    group: str, field: str, schedule_files: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         Harness, "data_digest", lambda _, benchmark: f"{benchmark.data} {benchmark.task}"
     )
-    schedules = {f"{{{name}}}": str(tmp_path / f"{name}.json") for name in ("first", "second")}
-    for number, file in enumerate(schedules.values()):
-        Path(file).write_text(f'{{"0": {number + 1}}}')
 
     def changed(settings: Any, values: dict[str, Any]) -> Any:
-        return replace(
-            settings, **{name: schedules.get(str(value), value) for name, value in values.items()}
-        )
+        changes = {name: schedule_files.get(str(value), value) for name, value in values.items()}
+        return replace(settings, **changes)
 
     key = f"{group}.{field}"
-    before = changed(GROUPS[group], BESIDE.get(key, {}))
-    kind = type_at(type(before), [field])
-    value = OTHER[key] if key in OTHER else another(kind, getattr(before, field))
+    settings = changed(GROUPS[group], CONTEXT.get(key, {}))
+    kind = type_at(type(settings), [field])
+    value = OTHER_VALUES[key] if key in OTHER_VALUES else another(kind, getattr(settings, field))
     if value is None:
         return
-    after = changed(before, {field: value})
-    is_runtime = field in getattr(type(before), "runtime", ())
-    assert (identity(before) == identity(after)) == is_runtime or key == "benchmark.parameters"
+    same_identity = identity(settings) == identity(changed(settings, {field: value}))
+    is_runtime = field in getattr(type(settings), "runtime", ())
+    assert same_identity == is_runtime or key == "benchmark.parameters"
 
 
 def identity(settings: Any) -> Any:
@@ -186,26 +194,26 @@ def identity(settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_an_identity_does_not_depend_on_what_was_imported(group: str) -> None:
+def test_an_identity_does_not_depend_on_imports(group: str) -> None:
     settings = replace(BENCHMARK, judge=None) if group == "benchmark" else GROUPS[group]
-    of = IDENTIFIED.get(type(settings), type(settings))
-    program = f"import pickle, sys; from {of.__module__} import {of.__name__} as of\n"
-    program += "print(of.of(pickle.load(sys.stdin.buffer)).identity)"
-    alone = subprocess.run(
+    identified = IDENTIFIED.get(type(settings), type(settings))
+    program = f"import pickle, sys; from {identified.__module__} import {identified.__name__} as C"
+    program += "\nprint(C.of(pickle.load(sys.stdin.buffer)).identity)"
+    result = subprocess.run(
         [sys.executable, "-c", program], input=pickle.dumps(settings), capture_output=True
     )
-    assert alone.stdout.decode().strip() == str(identity(settings)), alone.stderr.decode()
+    assert result.stdout.decode().strip() == str(identity(settings)), result.stderr.decode()
 
 
 @pytest.mark.parametrize(
     "settings", [GROUPS[name] for name in GROUPS if type(GROUPS[name]) in IDENTIFIED]
 )
-def test_settings_that_stand_for_a_file_have_no_identity_of_their_own(settings: Any) -> None:
+def test_settings_of_files_have_no_identity_of_their_own(settings: Any) -> None:
     with pytest.raises(TypeError):
         _ = settings.identity
 
 
-def test_parameters_that_change_in_between_give_another_step() -> None:
+def test_changed_parameters_give_another_step() -> None:
     criterion = config.CriterionConfig(name="s_family", parameters={"b": 1})
     ids = set()
     for b in (1, 2):
@@ -214,21 +222,20 @@ def test_parameters_that_change_in_between_give_another_step() -> None:
     assert len(ids) == 2
 
 
-def test_vllm_memory_and_parallelism_do_not_change_identity() -> None:
-    def of(**arguments: Any) -> str:
-        return evaluated(
-            MODEL, BENCHMARK, backend=config.BackendConfig(name="vllm", arguments=arguments)
-        ).id
+def vllm_id(**arguments: Any) -> str:
+    backend = config.BackendConfig(name="vllm", arguments=arguments)
+    return evaluated(MODEL, BENCHMARK, backend=backend).id
 
-    assert (
-        of() == of(gpu_memory_utilization=0.5) == of(tensor_parallel_size=4) != of(max_model_len=1)
-    )
+
+def test_vllm_memory_and_parallelism_do_not_change_identity() -> None:
+    assert vllm_id() == vllm_id(gpu_memory_utilization=0.5) == vllm_id(tensor_parallel_size=4)
+    assert vllm_id() != vllm_id(max_model_len=1)
 
 
 # Models
 
 
-def test_a_model_is_its_files_wherever_they_are(tmp_path: Path) -> None:
+def test_a_model_is_identified_by_its_files(tmp_path: Path) -> None:
     shutil.copytree(resolve("pocket:olmoe"), tmp_path / "copy")
     copy = replace(MODEL, name="other", path=str(tmp_path / "copy"))
     assert (
@@ -239,73 +246,85 @@ def test_a_model_is_its_files_wherever_they_are(tmp_path: Path) -> None:
     assert identity(copy) != identity(MODEL)
 
 
-def test_the_word_auto_is_in_no_id(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_id_contains_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     """A login node in fp32 and a GPU in the precision of the files share nothing."""
     auto = replace(MODEL, device="auto", dtype="auto")
     ids = []
-    for gpu in (False, True):
-        monkeypatch.setattr(estimates, "visible_gpus", lambda gpu=gpu: ["0"] * gpu)
-        one = Pass.of(cell_of(resolved(auto, config.Config()), TEXT), "statistics")
-        ids.append(one.id)
-        assert "auto" not in str(one.settings)
-    here = Pass.of(cell_of(MODEL, TEXT), "statistics").id
-    assert ids[0] == here != ids[1]
+    for gpus in ([], ["0"]):
+        monkeypatch.setattr(estimates, "visible_gpus", lambda gpus=gpus: gpus)
+        step = Pass.of(cell_of(resolved(auto, config.Config()), TEXT), "statistics")
+        ids.append(step.id)
+        assert "auto" not in str(step.settings)
+    fp32_on_cpu = Pass.of(cell_of(MODEL, TEXT), "statistics").id
+    assert ids[0] == fp32_on_cpu != ids[1]
 
 
-def test_a_login_node_names_the_device_that_its_jobs_ask_for(
+SMALL = replace(MODEL, device="auto", dtype="auto")
+LARGE = choices.choose(config.ModelConfig, "model", "olmoe_1b_7b")
+UNKNOWN = config.ModelConfig(name="big", path="owner/big")
+SLURM = config.LauncherConfig(name="slurm")
+NO_GPU, ONE_GPU, TWO_GPUS = (config.JobConfig(gpus=gpus) for gpus in range(3))
+
+
+@pytest.mark.parametrize(
+    ("model", "resources", "device"),
+    [
+        (SMALL, {}, "cpu"),
+        (UNKNOWN, {}, "balanced"),
+        (LARGE, {}, "balanced"),
+        (SMALL, {"models": {"m": ONE_GPU}}, "cuda"),
+        (UNKNOWN, {"every": ONE_GPU}, "cuda"),
+        (UNKNOWN, {"models": {"big": NO_GPU}}, "cpu"),
+        (UNKNOWN, {"every": NO_GPU}, "cpu"),
+        (SMALL, {"every": TWO_GPUS}, "balanced"),
+    ],
+)
+def test_auto_on_a_login_node_is_the_device_of_its_jobs(
+    model: config.ModelConfig,
+    resources: dict[str, Any],
+    device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(estimates, "visible_gpus", list)
-    slurm = config.LauncherConfig(name="slurm")
-    small = replace(MODEL, device="auto", dtype="auto")
-    unknown = config.ModelConfig(name="big", path="owner/big")
+    settings = config.Config(launcher=SLURM, resources=config.ResourcesConfig(**resources))
+    assert resolved(model, settings).device == device
 
-    def device(model: config.ModelConfig, **resources: Any) -> str:
-        return resolved(
-            model, config.Config(launcher=slurm, resources=config.ResourcesConfig(**resources))
-        ).device
 
-    assert (device(small), device(unknown)) == ("cpu", "balanced")
-    one = config.JobConfig(gpus=1)
-    none = config.JobConfig(gpus=0)
-    assert device(small, models={"m": one}) == device(unknown, every=one) == "cuda"
-    assert device(unknown, models={"big": none}) == device(unknown, every=none) == "cpu"
-    large = choices.choose(config.ModelConfig, "model", "olmoe_1b_7b")
-    assert device(large) == device(small, every=config.JobConfig(gpus=2)) == "balanced"
-    assert resolved(unknown, config.Config(launcher=slurm)).dtype == "auto", (
-        "the precision of the files"
-    )
+def test_dtype_auto_of_an_unknown_model_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the precision of the files."""
+    monkeypatch.setattr(estimates, "visible_gpus", list)
+    assert resolved(UNKNOWN, config.Config(launcher=SLURM)).dtype == "auto"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "gpu_memory", "device"),
+    [("inline", 80, "cuda"), ("inline", 12, "balanced"), ("local", 80, "balanced")],
+)
+def test_auto_on_a_machine_with_two_gpus(
+    launcher: Any, gpu_memory: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(estimates, "visible_gpus", lambda: list("01"))
-    for launcher, memory, found in (
-        ("inline", 80, "cuda"),
-        ("inline", 12, "balanced"),
-        ("local", 80, "balanced"),
-    ):
-        resources = config.ResourcesConfig(gpu_memory=memory)
-        launches = config.LauncherConfig(launcher)
-        assert (
-            resolved(large, config.Config(launcher=launches, resources=resources)).device == found
-        )
+    resources = config.ResourcesConfig(gpu_memory=gpu_memory)
+    settings = config.Config(launcher=config.LauncherConfig(launcher), resources=resources)
+    assert resolved(LARGE, settings).device == device
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_steps_that_run_the_model_are_about_one_kind_of_device(kind: str) -> None:
-    """And no step is about a card."""
-    changes = (
-        {"recovery": config.RecoveryConfig(name="r", instructions="t")}
-        if kind == "finetune"
-        else {}
-    )
+def test_ids_of_steps_that_run_the_model_depend_on_the_kind_of_device(kind: str) -> None:
+    """CPU or GPU; no id depends on the index of a GPU."""
+    changes: dict[str, Any] = {}
+    if kind == "finetune":
+        changes["recovery"] = config.RecoveryConfig(name="r", instructions="t")
     if kind == "cost":
         changes["criterion"] = config.CriterionConfig(name="aimer")  # counted, without the model
-    task = "pocket:benchmarks/mbpp.jsonl" if kind in ("generate", "grade") else BENCHMARK.task
-    harness = "evalplus" if kind in ("generate", "grade") else "lm_eval"
-    benchmark = replace(BENCHMARK, harness=harness, task=task, judge=None)
-    cpu, gpu, other_gpu = (
+    benchmark = replace(BENCHMARK, judge=None)
+    if kind in ("generate", "grade"):
+        benchmark = replace(benchmark, harness="evalplus", task="pocket:benchmarks/mbpp.jsonl")
+    cpu, gpu, second_gpu = (
         step_of(kind, cell_of(replace(MODEL, device=device), TEXT, **changes), benchmark=benchmark)
         for device in ("cpu", "cuda", "cuda:1")
     )
-    assert gpu.id == other_gpu.id
+    assert gpu.id == second_gpu.id
     reads_results_of_runs = kind in ("scores", "plan", "grade", "family", "export")
     assert (cpu.id != gpu.id) == (gpu.resources().runs_model or reads_results_of_runs)
 
@@ -313,28 +332,31 @@ def test_steps_that_run_the_model_are_about_one_kind_of_device(kind: str) -> Non
 # Steps
 
 
-def test_kind_roles_and_inputs_count_and_labels_do_not() -> None:
-    one = Example()
-    different = [
-        one,
+def test_kind_number_and_inputs_change_the_id() -> None:
+    step = Example()
+    steps = [
+        step,
         Example("scores"),
         Example(number=1),
-        Example(needed={"a": one}),
-        Example(needed={"b": one}),
+        Example(needed={"a": step}),
+        Example(needed={"b": step}),
     ]
-    assert len({step.id for step in different}) == len(different)
-    assert Example(name="other").id == one.id == Example(merges=(Example(number=1),)).id
+    assert len({step.id for step in steps}) == len(steps)
+
+
+def test_labels_and_merges_do_not_change_the_id() -> None:
+    assert Example(name="other").id == Example().id
+    assert Example(merges=(Example(number=1),)).id == Example().id
 
 
 def test_a_step_takes_its_identity_to_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not found out again there, where files may have changed."""
+    """It is not computed again there, where files may have changed."""
     step = Pass.of(cell_of(MODEL, TEXT), "statistics")
     content = pickle.dumps(step)
     monkeypatch.setattr(
         "moe_lab.study.step.identity", lambda _: pytest.fail("it was computed again")
     )
-    there: Step = pickle.loads(content)
-    assert (there.id, there.folder, there.settings) == (step.id, step.folder, step.settings)
-    assert (
-        there.document()["inputs"] == {"facts": step.loaded.facts.folder} and os.sep in there.folder
-    )
+    copy: Step = pickle.loads(content)
+    assert (copy.id, copy.folder, copy.settings) == (step.id, step.folder, step.settings)
+    assert copy.document()["inputs"] == {"facts": step.loaded.facts.folder}
+    assert os.sep in copy.folder

@@ -37,12 +37,12 @@ CHANNELS = {
 pytestmark = pytest.mark.slow
 
 
-def cells(store: Path, *words: str) -> list[dict[str, Any]]:
+def cells(store: Path, *settings: str) -> list[dict[str, Any]]:
     """The pruned cells of a study that must succeed."""
-    done = on_boolq(store, *words)
-    assert done.returncode == 0, done.stderr
-    found = (read_record(store, "study") or {})["cells"]
-    return [cell for cell in found if cell["plan"]]
+    result = on_boolq(store, *settings)
+    assert result.returncode == 0, result.stderr
+    record = read_record(store, "study") or {}
+    return [cell for cell in record["cells"] if cell["plan"]]
 
 
 def generated(store: Path, grade: str) -> list[str]:
@@ -63,128 +63,159 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("methods") / "store"
 
 
-def test_channels_are_kept_to_the_number_and_what_they_cost_is_written(
-    store: Path, tmp_path: Path
+def plan_of(store: Path, cell: dict[str, Any]) -> Plan:
+    return Plan.load(store / cell["plan"] / "plan.json")
+
+
+EXPORTED = ["export=natural", "verify=true"]
+
+
+@pytest.fixture(scope="module")
+def channel_cells(store: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The cells of an experiment with four methods that drop half of the channels."""
+    folder = tmp_path_factory.mktemp("configuration")
+    (folder / "experiment").mkdir()
+    experiment = f"# @package _global_\n{yaml.safe_dump(CHANNELS)}"
+    (folder / "experiment" / "listed.yaml").write_text(experiment)
+    return cells(store, f"--config-dir={folder}", "+experiment=listed", "ratio=0.5", *EXPORTED)
+
+
+def test_a_file_of_channel_methods_gives_a_cell_for_each(
+    channel_cells: list[dict[str, Any]],
 ) -> None:
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "listed.yaml").write_text(
-        f"# @package _global_\n{yaml.safe_dump(CHANNELS)}"
-    )
-    words = [
-        f"--config-dir={tmp_path}",
-        "+experiment=listed",
-        "ratio=0.5",
-        "export=natural",
-        "verify=true",
-    ]
-    found = cells(store, *words)
-    assert len(found) == 4 and {cell["cell"]["granularity"] for cell in found} == {"channel"}
-    for cell in found:
-        plan = Plan.load(store / cell["plan"] / "plan.json")
-        kept = sum(sum(layer.widths) for layer in plan.layers.values())
-        cost = content(store, cell["cost"], "cost.json")
-        assert cost["routed_kept"] == pytest.approx(kept / (4 * 32 * 64))
-        if cell["cell"]["allocation"] == "coverage, aligned":
-            assert {width % 8 for layer in plan.layers.values() for width in layer.widths} == {0}
-        else:
-            assert kept == 4 * 32 * 64 // 2
-        assert 0.8 < cost["flops_ratio"] < 1 and cost["storage_bytes"] == 2 * cost["parameters"]
-        assert content(store, cell["export"], "verified.json")["difference"] < 1e-4
-    inputs = [content(store, cell["scores"], "step.json")["inputs"] for cell in found]
-    shared = {
-        kind: {folders[kind] for folders in inputs if kind in folders}
-        for kind in ("statistics", "gradients")
-    }
-    assert {kind: len(folders) for kind, folders in shared.items()} == {
-        "statistics": 1,
-        "gradients": 1,
-    }
+    assert len(channel_cells) == 4
+    assert {cell["cell"]["granularity"] for cell in channel_cells} == {"channel"}
 
 
-def test_dropped_experts_are_replaced_by_their_mean_outputs(store: Path) -> None:
-    words = [
-        "allocation=uniform,novices",
-        "criterion=mone",
-        "ratio=0.5",
-        "export=natural",
-        "verify=true",
+@pytest.mark.parametrize("number", range(4))
+def test_half_of_the_channels_are_retained(
+    store: Path, channel_cells: list[dict[str, Any]], number: int
+) -> None:
+    """Exactly, or in multiples of 8."""
+    cell = channel_cells[number]
+    layers = plan_of(store, cell).layers.values()
+    retained = sum(sum(layer.widths) for layer in layers)
+    cost = content(store, cell["cost"], "cost.json")
+    assert cost["routed_kept"] == pytest.approx(retained / (4 * 32 * 64))
+    if cell["cell"]["allocation"] == "coverage, aligned":
+        assert {width % 8 for layer in layers for width in layer.widths} == {0}
+    else:
+        assert retained == 4 * 32 * 64 // 2
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_costs_and_exports_of_pruned_channels(
+    store: Path, channel_cells: list[dict[str, Any]], number: int
+) -> None:
+    cell = channel_cells[number]
+    cost = content(store, cell["cost"], "cost.json")
+    assert 0.8 < cost["flops_ratio"] < 1 and cost["storage_bytes"] == 2 * cost["parameters"]
+    assert content(store, cell["export"], "verified.json")["difference"] < 1e-4
+
+
+def test_channel_methods_share_calibration_passes(
+    store: Path, channel_cells: list[dict[str, Any]]
+) -> None:
+    inputs = [content(store, cell["scores"], "step.json")["inputs"] for cell in channel_cells]
+    for kind in ("statistics", "gradients"):
+        assert len({folders[kind] for folders in inputs if kind in folders}) == 1
+
+
+@pytest.fixture(scope="module")
+def mone_cells(store: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A cell that drops half of the experts, and one that replaces them by their mean outputs."""
+    settings = ["allocation=uniform,novices", "criterion=mone", "ratio=0.5"]
+    dropping, replacing = cells(store, *settings, *EXPORTED)
+    assert [cell["cell"]["replacement"] for cell in (dropping, replacing)] == [
+        "none",
+        "mean_output",
     ]
-    removed, replaced = cells(store, *words)
-    assert [cell["cell"]["replacement"] for cell in (removed, replaced)] == ["none", "mean_output"]
-    dropping, plan = (Plan.load(store / cell["plan"] / "plan.json") for cell in (removed, replaced))
-    inputs = content(store, replaced["plan"], "step.json")["inputs"]
+    return dropping, replacing
+
+
+def test_dropped_experts_are_replaced_by_their_mean_outputs(
+    store: Path, mone_cells: tuple[dict[str, Any], dict[str, Any]]
+) -> None:
+    dropping, replacing = (plan_of(store, cell) for cell in mone_cells)
+    inputs = content(store, mone_cells[1]["plan"], "step.json")["inputs"]
     sums = load_arrays(store / inputs["statistics"] / "statistics.safetensors")
-    for number, layer in plan.layers.items():
+    for number, layer in replacing.layers.items():
         dropped = dropping.layers[number].dropped
         assert layer.null_experts == dropped and layer.retained == tuple(range(32))
         means = sums[f"{number}/output_sum"] / sums[f"{number}/tokens"].clip(1)[:, None]
         numpy.testing.assert_allclose(layer.constants, means[dropped], rtol=1e-6)
-    costs = [content(store, cell["cost"], "cost.json") for cell in (removed, replaced)]
-    # constants and rows of the routers
-    assert costs[1]["parameters"] == costs[0]["parameters"] + 4 * 16 * (128 + 128)
-    assert costs[1]["flops_per_token"] < costs[0]["flops_per_token"]
+
+
+def test_mean_outputs_cost_parameters_and_save_flops(
+    store: Path, mone_cells: tuple[dict[str, Any], dict[str, Any]]
+) -> None:
+    """Each of 4 x 16 null experts has a constant and a row of the router, of 128 numbers each."""
+    dropping, replacing = (content(store, cell["cost"], "cost.json") for cell in mone_cells)
+    assert replacing["parameters"] == dropping["parameters"] + 4 * 16 * (128 + 128)
+    assert replacing["flops_per_token"] < dropping["flops_per_token"]
 
 
 @pytest.mark.parametrize(
     ("criterion", "merging"), [("frequency", "hc_smoe,merge_moe"), ("reap", "ream")]
 )
 def test_dropped_experts_are_merged(store: Path, criterion: str, merging: str) -> None:
-    words = [
-        f"criterion={criterion}",
-        f"allocation={merging}",
-        "ratio=0.75",
-        "export=natural",
-        "verify=true",
-    ]
-    for cell, name in zip(cells(store, *words), merging.split(","), strict=True):
+    settings = [f"criterion={criterion}", f"allocation={merging}", "ratio=0.75", *EXPORTED]
+    for cell, name in zip(cells(store, *settings), merging.split(","), strict=True):
         assert (cell["cell"]["allocation"], cell["cell"]["replacement"]) == ("uniform", name)
-        plan = Plan.load(store / cell["plan"] / "plan.json")
-        for layer in plan.layers.values():
+        for layer in plan_of(store, cell).layers.values():
             assert len(layer.retained) == (8 if name == "ream" else 32) and len(layer.merged) <= 8
             assert all(sum(group.values()) == pytest.approx(1) for group in layer.merged.values())
         cost = content(store, cell["cost"], "cost.json")
         assert cost["routed_kept"] == pytest.approx(0.25)
-        assert cost["flops_ratio"] == pytest.approx(1, rel=0.02)  # of ream, rows of the router go
+        # ream also drops rows of the router
+        assert cost["flops_ratio"] == pytest.approx(1, rel=0.02)
 
 
 def test_channels_of_merged_experts_are_matched(store: Path) -> None:
     network = load_model(ModelConfig(name="pocket", path="pocket:olmoe", device="cpu"))[0]
     for cell in cells(store, "criterion=frequency", "allocation=m_smoe,ream", "ratio=0.75"):
-        plan = Plan.load(store / cell["plan"] / "plan.json")
-        unmatched = Plan.load(
-            store / content(store, cell["plan"], "step.json")["inputs"]["plan"] / "plan.json"
-        )
+        plan = plan_of(store, cell)
+        inputs = content(store, cell["plan"], "step.json")["inputs"]
+        unmatched = Plan.load(store / inputs["plan"] / "plan.json")
         assert plan.merged_layers and unaligned(plan) == unmatched != plan
         for number in plan.merged_layers:
             assert (plan.layers[number].alignment != numpy.arange(64)).any(1).all()
-        by_weights = (cell["cell"]["allocation"], cell["cell"]["replacement"]) == (
-            "global by frequency",
-            "m_smoe",
-        )
-        assert (plan == align(network, unmatched)) == by_weights
+        method = (cell["cell"]["allocation"], cell["cell"]["replacement"])
+        matched_by_weights = method == ("global by frequency", "m_smoe")
+        assert (plan == align(network, unmatched)) == matched_by_weights
 
 
-def test_a_searched_plan_has_its_history_and_can_be_listed(store: Path) -> None:
-    (searched,) = cells(store, "criterion=man", "ratio=0.25", *SHORT_SEARCH)
-    assert searched["cell"]["allocation"] == "evolutionary"
-    file = store / searched["plan"] / "plan.json"
-    plan = Plan.load(file)
-    assert sum(len(kept) for kept in plan.retained.values()) == 4 * 24
-    assert file.with_name("history.parquet").exists() and content(
-        store, searched["plan"], "search.json"
-    )
+@pytest.fixture(scope="module")
+def searched(store: Path) -> dict[str, Any]:
+    """The cell of a plan that was found by a search."""
+    (cell,) = cells(store, "criterion=man", "ratio=0.25", *SHORT_SEARCH)
+    assert cell["cell"]["allocation"] == "evolutionary"
+    return cell
+
+
+def test_a_searched_plan_has_its_history(store: Path, searched: dict[str, Any]) -> None:
+    assert sum(len(experts) for experts in plan_of(store, searched).retained.values()) == 4 * 24
+    assert (store / searched["plan"] / "history.parquet").exists()
+    assert content(store, searched["plan"], "search.json")
+
+
+def test_a_searched_plan_names_its_model(store: Path, searched: dict[str, Any]) -> None:
     facts = content(store, searched["plan"], "step.json")["inputs"]["facts"]
-    assert plan.provenance["model_sha256"] == content(store, facts, "facts.json")["sha256"]
-    (listed,) = cells(
-        store, "criterion=random", "ratio=0.25", "allocation=list", f"allocation.path={file}"
-    )
-    assert Plan.load(store / listed["plan"] / "plan.json") == plan
+    model_sha256 = plan_of(store, searched).provenance["model_sha256"]
+    assert model_sha256 == content(store, facts, "facts.json")["sha256"]
+
+
+def test_a_searched_plan_can_be_listed(store: Path, searched: dict[str, Any]) -> None:
+    file = store / searched["plan"] / "plan.json"
+    settings = ["criterion=random", "ratio=0.25", "allocation=list", f"allocation.path={file}"]
+    (listed,) = cells(store, *settings)
+    assert plan_of(store, listed) == plan_of(store, searched)
 
 
 WITHOUT_MOE_LAB = """
 with torch.no_grad():
     logits = load(folders[0], dtype=torch.float32)(tokens).logits
-save_file({"logits": logits.contiguous()}, root / "found.safetensors")
+save_file({"logits": logits.contiguous()}, root / "logits.safetensors")
 """
 
 
@@ -202,13 +233,13 @@ def exported_as_evaluated(
     read_alone(WITHOUT_MOE_LAB, folder)
     with torch.no_grad():
         assert torch.equal(
-            load_file(folder / "found.safetensors")["logits"], evaluated(tokens).logits
+            load_file(folder / "logits.safetensors")["logits"], evaluated(tokens).logits
         )
     return (folder / "export" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("settings", "message"),
     [
         (
             [
@@ -222,36 +253,49 @@ def exported_as_evaluated(
     ],
 )
 def test_a_recovered_model_is_exported_as_evaluated(
-    store: Path, tmp_path: Path, words: list[str], says: str
+    store: Path, tmp_path: Path, settings: list[str], message: str
 ) -> None:
-    (cell,) = cells(store, "criterion=man", "ratio=0.5", *words, "export=natural")
+    (cell,) = cells(store, "criterion=man", "ratio=0.5", *settings, "export=natural")
     assert content(store, cell["evaluate"]["pocket_boolq"], "result.json")["results"]
-    assert says in exported_as_evaluated(store, cell, tmp_path)
+    assert message in exported_as_evaluated(store, cell, tmp_path)
 
 
-def test_a_recovered_model_is_served_as_it_is_evaluated(store: Path, tmp_path: Path) -> None:
-    words = [
+@pytest.fixture(scope="module")
+def served_cells(store: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The cells of a fine-tuned model in this process and behind a server."""
+    settings = [
         "criterion=man",
         "ratio=0.5",
         "recovery=pocket_dora_nf4",
         "recovery.epochs=0.1",
         "export=natural",
+        "suite.benchmarks=[pocket_humaneval]",
+        "allow_code_execution=true",
     ]
-    words += ["suite.benchmarks=[pocket_humaneval]", "allow_code_execution=true"]
-    transformers = f"{preloaded.python()} -m transformers.cli.transformers"
     server = (
-        f"{transformers} serve {{checkpoint}} --host 127.0.0.1 --port {{port}} --device cpu "
-        "--dtype float32"
+        f"{preloaded.python()} -m transformers.cli.transformers serve {{checkpoint}} "
+        "--host 127.0.0.1 --port {port} --device cpu --dtype float32"
     )
-    (here,) = cells(store, *words)
-    (served,) = cells(store, *words, "backend=server", f'backend.command="{server}"')
-    texts = [generated(store, cell["evaluate"]["pocket_humaneval"]) for cell in (here, served)]
-    assert texts[0] == texts[1] and any(texts[0])
-    assert here["evaluate"] != served["evaluate"] and here["export"] == served["export"]
+    (in_process,) = cells(store, *settings)
+    (served,) = cells(store, *settings, "backend=server", f'backend.command="{server}"')
+    return in_process, served
 
-    card = exported_as_evaluated(store, here, tmp_path, 4, "experts", "shared_experts")
-    assert (
-        "recovery=pocket_dora_nf4" in card
-        and "pocket_math_search" in card
-        and "rounded to NF4" in card
+
+def test_a_recovered_model_is_served_as_it_is_evaluated(
+    store: Path, served_cells: tuple[dict[str, Any], dict[str, Any]]
+) -> None:
+    in_process, served = served_cells
+    texts, served_texts = (
+        generated(store, cell["evaluate"]["pocket_humaneval"]) for cell in served_cells
     )
+    assert texts == served_texts and any(texts)
+    assert in_process["evaluate"] != served["evaluate"]
+    assert in_process["export"] == served["export"]
+
+
+def test_a_quantised_fine_tuned_model_is_exported_as_evaluated(
+    store: Path, tmp_path: Path, served_cells: tuple[dict[str, Any], dict[str, Any]]
+) -> None:
+    card = exported_as_evaluated(store, served_cells[0], tmp_path, 4, "experts", "shared_experts")
+    assert "recovery=pocket_dora_nf4" in card and "pocket_math_search" in card
+    assert "rounded to NF4" in card

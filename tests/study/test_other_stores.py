@@ -52,30 +52,23 @@ def recorded(store: Path) -> set[str]:
 def test_finished_steps_are_not_computed_again(
     tmp_path: Path, other_store: str, aimer_study: StudyRequest, form: str
 ) -> None:
-    before = state(tmp_path)
+    state_before = state(tmp_path)
     store = tmp_path / "store"
-    assert (
-        start(store, aimer_study, also=[other_store]) == start(store, aimer_study) == 0
-        and Worker.executed == []
-    )
-    assert (
-        study_command(store, "verify", STUDY) == study_command(store, "gc", "apply=true") == 0
-        and len(recorded(store)) > 5
-    )
-    assert before.items() <= state(tmp_path).items() and bool(list(store.glob("packs/*"))) == (
-        form == "packs"
-    )
+    assert start(store, aimer_study, also=[other_store]) == start(store, aimer_study) == 0
+    assert Worker.executed == []
+    assert study_command(store, "verify", STUDY) == study_command(store, "gc", "apply=true") == 0
+    assert len(recorded(store)) > 5
+    assert state_before.items() <= state(tmp_path).items()
+    assert bool(list(store.glob("packs/*"))) == (form == "packs")
 
 
-def test_a_dry_run_counts_what_would_be_taken_over(
+def test_a_dry_run_counts_steps_of_the_other_store(
     tmp_path: Path, other_store: str, aimer_study: StudyRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = state(tmp_path)
+    state_before = state(tmp_path)
     store = tmp_path / "store"
-    assert (
-        start(store, aimer_study, also=[other_store], dry_run=True) == 0
-        and state(tmp_path) == before
-    )
+    assert start(store, aimer_study, also=[other_store], dry_run=True) == 0
+    assert state(tmp_path) == state_before
     assert f"{len(build(*aimer_study).steps)} of them in {store}" in capsys.readouterr().err
 
 
@@ -85,9 +78,8 @@ def test_only_links_need_the_other_store_later(
     store = tmp_path / "store"
     assert start(store, aimer_study, also=[other_store]) == 0
     shutil.rmtree(other_store)
-    assert start(store, aimer_study) == 0 and len(Worker.executed) == (
-        len(build(*aimer_study).steps) if form == "links" else 0
-    )
+    assert start(store, aimer_study) == 0
+    assert len(Worker.executed) == (len(build(*aimer_study).steps) if form == "links" else 0)
 
 
 @pytest.mark.parametrize("form", ["folders", "links"], indirect=True)
@@ -97,33 +89,29 @@ def test_damaged_steps_are_computed_here(
     """Nothing is mended or removed in the other store."""
     rot(next(tmp_path.glob("other/plan/**/result.json")))
     next(tmp_path.glob("other/scores/**/result.json")).unlink()
-    before = state(tmp_path / "other")
-    assert (
-        start(tmp_path / "store", aimer_study, also=[other_store]) == 0
-        and state(tmp_path / "other") == before
-    )
+    state_before = state(tmp_path / "other")
+    assert start(tmp_path / "store", aimer_study, also=[other_store]) == 0
+    assert state(tmp_path / "other") == state_before
     assert sorted(name.partition("/")[0] for name in Worker.executed) == ["plan", "scores"]
     errors = capsys.readouterr().err
     assert all(f"{name}: result.json" in errors for name in Worker.executed)
 
 
 @pytest.mark.parametrize("form", ["folders", "links"], indirect=True)
-def test_what_is_damaged_later_is_computed_if_it_is_a_link(
+def test_damage_in_the_other_store_affects_links_only(
     tmp_path: Path, other_store: str, aimer_study: StudyRequest, form: str
 ) -> None:
     store = tmp_path / "store"
     assert start(store, aimer_study, also=[other_store]) == 0
     rot(next(tmp_path.glob("other/cost/**/result.json")))
-    before = state(tmp_path / "other")
+    state_before = state(tmp_path / "other")
     assert study_command(store, "verify", STUDY) == (form == "links")
-    assert (
-        start(store, aimer_study) == study_command(store, "verify", STUDY) == 0
-        and state(tmp_path / "other") == before
-    )
+    assert start(store, aimer_study) == study_command(store, "verify", STUDY) == 0
+    assert state(tmp_path / "other") == state_before
 
 
 @pytest.mark.parametrize("form", ["folders"], indirect=True)
-def test_no_file_is_written_outside_of_the_step(
+def test_no_file_is_written_outside_the_step(
     tmp_path: Path, other_store: str, aimer_study: StudyRequest
 ) -> None:
     marker = next(Path(other_store).glob("plan/*/step.json"))
@@ -131,15 +119,13 @@ def test_no_file_is_written_outside_of_the_step(
     shutil.copy(marker.with_name("result.json"), Path(other_store, "outside"))
     document["files"]["../../outside"] = document["files"]["result.json"]
     write_sealed(marker, document)
-    assert (
-        start(tmp_path / "store", aimer_study, also=[other_store]) == 0
-        and len(Worker.executed) == 1
-    )
+    assert start(tmp_path / "store", aimer_study, also=[other_store]) == 0
+    assert len(Worker.executed) == 1
     assert not list(Path(tmp_path, "store").rglob("outside"))
 
 
 @pytest.mark.parametrize("form", ["packs"], indirect=True)
-def test_steps_in_packs_are_taken_together(
+def test_steps_in_packs_are_copied_together(
     tmp_path: Path,
     other_store: str,
     aimer_study: StudyRequest,
@@ -157,12 +143,10 @@ def test_steps_in_packs_are_taken_together(
     packs_in.cache_clear()  # as in another process
     receive = Store.receive
     monkeypatch.setattr(
-        Store, "receive", lambda *given: received.append(given[1]) or receive(*given)
+        Store, "receive", lambda *arguments: received.append(arguments[1]) or receive(*arguments)
     )
-    assert (
-        start(store, aimer_study, also=[other_store]) == 0
-        and study_command(store, "verify", STUDY) == 0
-    )
+    assert start(store, aimer_study, also=[other_store]) == 0
+    assert study_command(store, "verify", STUDY) == 0
     (damaged,) = Worker.executed
     assert damaged in capsys.readouterr().err
     assert {name.partition("/")[0] for name in received} == {
@@ -172,17 +156,15 @@ def test_steps_in_packs_are_taken_together(
 
 
 @pytest.mark.parametrize("form", ["packs"], indirect=True)
-def test_a_damaged_pack_is_named(
+def test_a_damaged_pack_of_the_other_store_is_reported(
     tmp_path: Path, other_store: str, aimer_study: StudyRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for pack in Path(other_store).glob("packs/*"):
         pack.write_bytes(b"damaged")
     packs_in.cache_clear()  # another process finds it
-    before = state(tmp_path / "other")
-    assert (
-        start(tmp_path / "store", aimer_study, also=[other_store]) == 0
-        and state(tmp_path / "other") == before
-    )
+    state_before = state(tmp_path / "other")
+    assert start(tmp_path / "store", aimer_study, also=[other_store]) == 0
+    assert state(tmp_path / "other") == state_before
     assert Worker.executed and str(pack) in capsys.readouterr().err
 
 
@@ -204,6 +186,5 @@ def test_every_command_refuses_a_url(
     assert study_command(url, "status", STUDY) == 2
     with pytest.raises(UserError) as refused:
         parse([f"store={url}"])
-    assert "hidden" not in str(refused.value) + capsys.readouterr().err and not list(
-        tmp_path.iterdir()
-    )
+    assert "hidden" not in str(refused.value) + capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -34,25 +34,24 @@ def hydra() -> Iterator[None]:
         yield
 
 
-def asked(*words: str) -> tuple[Config, list[Request]]:
-    """What a command line of settings asks for."""
-    return compose(["suite.benchmarks=[pocket_boolq]", *words])
+def request(*settings: str) -> tuple[Config, list[Request]]:
+    """The study that a command line of settings describes."""
+    return compose(["suite.benchmarks=[pocket_boolq]", *settings])
 
 
-def problems(*words: str) -> list[str]:
-    """What is wrong with a command line."""
+def problems(*settings: str) -> list[str]:
+    """The errors of a command line of settings."""
     try:
-        config, wanted = asked(*words)
-        return preflight(config, wanted) or missing_requirements(
-            build(config, wanted).steps, config.launcher
-        )
+        config, requests = request(*settings)
     except SettingsError as error:
         return error.sentences
+    errors = preflight(config, requests)
+    return errors or missing_requirements(build(config, requests).steps, config.launcher)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "suites", "says"),
+    ("settings", "suites", "message"),
     [
         (["model=pocket_olmoe"], [11], None),
         (["model=local"], [0], "calibration is not set"),
@@ -67,29 +66,29 @@ def problems(*words: str) -> list[str]:
     ],
 )
 def test_defaults_are_those_of_shipped_models(
-    words: list[str], suites: list[int], says: str | None, monkeypatch: pytest.MonkeyPatch
+    settings: list[str], suites: list[int], message: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another model is neither scored nor evaluated on what was made for them, unless that is
     named."""
     monkeypatch.chdir(Path(__file__).parents[2])
-    local = ["+model.path=owner/model"] if "local" in words[0] else []
-    config, wanted = compose([*words, *local])
-    assert [len(benchmarks) for _, benchmarks in wanted] == suites
-    found = preflight(config, wanted)
-    assert [says in sentence for sentence in found] == [True] if says else not found
-    said = [remark for remark in remarks(config, wanted) if "suite" in remark]
-    assert [re.split("[=,]", words[0])[-1] in one for one in said] == (
+    local = ["+model.path=owner/model"] if "local" in settings[0] else []
+    config, requests = compose([*settings, *local])
+    assert [len(benchmarks) for _, benchmarks in requests] == suites
+    errors = preflight(config, requests)
+    assert [message in sentence for sentence in errors] == [True] if message else not errors
+    notices = [remark for remark in remarks(config, requests) if "suite" in remark]
+    assert [re.split("[=,]", settings[0])[-1] in notice for notice in notices] == (
         [True] if 0 in suites else []
     )
 
 
-def test_resources_of_models_that_a_study_has_not_are_told() -> None:
+def test_resources_of_unknown_models_are_reported() -> None:
     """But for those that moe_lab has, of which a file of a cluster names many."""
     resources = "{mixtral_8x7b: {gpus: 4}, pocket_olmo: {gpus: 1}, pocket_olmoe: {gpus: 2}}"
-    config, wanted = asked("model.top_k=1", f"resources.models={resources}")
+    config, requests = request("model.top_k=1", f"resources.models={resources}")
     assert [
         remark
-        for remark in remarks(config, wanted)
+        for remark in remarks(config, requests)
         if remark.startswith("resources.models") and remark.endswith(" pocket_olmo")
     ]
 
@@ -99,26 +98,24 @@ def test_resources_of_models_that_a_study_has_not_are_told() -> None:
     ("packing", "fits"),
     [("chunk", 1600 // 16), ("chunk gap=eos", 1800 // 16), ("none", 200), ("reap", 1600 // 16)],
 )
-def test_more_tokens_than_a_text_has_are_refused_before_the_start(
-    packing: str, fits: int, tmp_path: Path
-) -> None:
+def test_more_tokens_than_a_text_has_are_refused(packing: str, fits: int, tmp_path: Path) -> None:
     """Each of the 200 documents has eight tokens. Of packing=reap only what no packing could fill
     is known."""
     (file := tmp_path / "text.jsonl").write_text('{"text": "Where does a dog sleep?"}\n' * 200)
     packed, _, gap = packing.partition(" gap=")
-    settings = {"path": file, "packing": packed, "gap": gap or "none", "length": 16}
-    words = [
+    values = {"path": file, "packing": packed, "gap": gap or "none", "length": 16}
+    settings = [
         "calibration=text",
-        *(f"calibration.{name}={value}" for name, value in settings.items()),
+        *(f"calibration.{name}={value}" for name, value in values.items()),
     ]
-    assert not problems(*words, f"calibration.tokens={16 * fits}")
-    (sentence,) = problems(*words, f"calibration.tokens={16 * (fits + 1)}")
+    assert not problems(*settings, f"calibration.tokens={16 * fits}")
+    (sentence,) = problems(*settings, f"calibration.tokens={16 * (fits + 1)}")
     assert sentence.startswith(f"calibration.tokens={16 * (fits + 1)}")
     assert f"calibration.tokens={16 * fits}" in sentence
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("settings", "ratios"),
     [
         (
             ["ratio=0.3,0.25", "model=pocket_olmoe,mixtral_8x7b"],
@@ -132,20 +129,22 @@ def test_more_tokens_than_a_text_has_are_refused_before_the_start(
         (["ratio=0.3", "criterion=heapr", "allocation=global"], []),
     ],
 )
-def test_a_ratio_that_is_rounded_to_whole_experts_is_said_once(
-    words: list[str], says: list[str]
-) -> None:
-    said = [
-        remark for remark in remarks(*asked("calibration=pocket_code", *words)) if "->" in remark
+def test_a_rounded_ratio_is_reported_once(settings: list[str], ratios: list[str]) -> None:
+    notices = [
+        remark
+        for remark in remarks(*request("calibration=pocket_code", *settings))
+        if "->" in remark
     ]
-    assert [one.partition("removed): ")[2].split(", ") for one in said] == ([says] if says else [])
+    assert [notice.partition("removed): ")[2].split(", ") for notice in notices] == (
+        [ratios] if ratios else []
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "keys"),
     [([], "id, language"), (["calibration.ignored=[id]"], "language"), (["criterion=aimer"], None)],
 )
-def test_texts_of_one_word_beside_a_pair_are_named(
+def test_single_word_fields_beside_a_pair_are_reported(
     changes: list[str], keys: str | None, tmp_path: Path
 ) -> None:
     record = {
@@ -155,9 +154,9 @@ def test_texts_of_one_word_beside_a_pair_are_named(
         "id": "a7",
     }
     (file := tmp_path / "text.jsonl").write_text(json.dumps(record))
-    config, wanted = asked("calibration=text", f"calibration.path={file}", *changes)
-    said = [remark for remark in remarks(config, wanted) if "calibration=text" in remark]
-    assert [f" {keys}:" in remark for remark in said] == ([True] if keys else [])
+    config, requests = request("calibration=text", f"calibration.path={file}", *changes)
+    notices = [remark for remark in remarks(config, requests) if "calibration=text" in remark]
+    assert [f" {keys}:" in remark for remark in notices] == ([True] if keys else [])
 
 
 NAMED = ("study", "model.name", "calibration.name", "recovery.name")
@@ -167,12 +166,12 @@ NAMED = ("study", "model.name", "calibration.name", "recovery.name")
 @pytest.mark.parametrize(
     "name", ["../../../evil", "a/b", ".hidden", "-x", "a b", "x" * 300, "a|b", "a%j", ""]
 )
-def test_what_becomes_part_of_a_path_is_a_name(name: str) -> None:
-    found = problems(*(f"{field}='{name}'" for field in NAMED))
+def test_names_in_paths_are_checked(name: str) -> None:
+    errors = problems(*(f"{field}='{name}'" for field in NAMED))
     for field in NAMED:
-        assert any(one.startswith(f"{field}=") and "expected" in one for one in found), (
+        assert any(error.startswith(f"{field}=") and "expected" in error for error in errors), (
             field,
-            found,
+            errors,
         )
 
 
@@ -181,41 +180,45 @@ CHATS = "calibration.path=pocket:calibration/function_calls.jsonl"
 PARTS = ", ".join(
     f"{{calibration: pocket_{name}, share: 0.5}}" for name in ("math", "function_calls")
 )
-NONE = "calibration=pocket_general needs a chat template"
+NO_TEMPLATE = "calibration=pocket_general needs a chat template"
 
 
 @pytest.mark.slow
-def test_chats_that_the_chat_template_does_not_read_are_refused(
+def test_chats_that_the_chat_template_ignores_are_refused(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    found = problems(CHATS, f"model.path={tmp_path}")
+    errors = problems(CHATS, f"model.path={tmp_path}")
     assert any(
-        "calibration=pocket_general gives the chat template tools" in one for one in found
-    ), found
+        "calibration=pocket_general gives the chat template tools" in error for error in errors
+    ), errors
+
+
+LAYER_PRIOR = [
+    "allocation.name=coverage",
+    "allocation.parameters={layer_prior: nll}",
+    "criterion.name=channel_activation",
+]
+"""An allocation that reads the loss with one layer scaled."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["streamed", "resident"])
-def test_what_runs_the_whole_model_is_refused_with_one_layer_in_memory(engine: str) -> None:
-    """A search, and an allocation that reads the loss with one layer scaled; sums of any layer are
-    gathered alone."""
-    nll = [
-        "allocation.name=coverage",
-        "allocation.parameters={layer_prior: nll}",
-        "criterion.name=channel_activation",
-    ]
-    for words, whole in ((SEARCH, True), (nll, True), (["allocation.name=uniform"], False)):
-        refusals = [
-            one
-            for one in problems(*words, f"calibration.engine={engine}")
-            if "calibration.engine=" in one
-        ]
-        assert bool(refusals) == (whole and engine == "streamed"), (words, refusals)
-        assert all(one.startswith(words[0].replace(".name", "")) for one in refusals)
+@pytest.mark.parametrize(
+    ("settings", "runs_whole_model"),
+    [(SEARCH, True), (LAYER_PRIOR, True), (["allocation.name=uniform"], False)],
+)
+def test_steps_that_run_the_whole_model_cannot_be_streamed(
+    engine: str, settings: list[str], runs_whole_model: bool
+) -> None:
+    errors = problems(*settings, f"calibration.engine={engine}")
+    errors_of_engine = [error for error in errors if "calibration.engine=" in error]
+    assert bool(errors_of_engine) == (runs_whole_model and engine == "streamed")
+    field = settings[0].replace(".name", "")
+    assert all(error.startswith(field) for error in errors_of_engine)
 
 
-def test_a_file_of_yours_is_checked_alike(tmp_path: Path) -> None:
+def test_a_benchmark_of_the_user_is_checked(tmp_path: Path) -> None:
     (tmp_path / "benchmark").mkdir()
     text = (
         "{name: ../../mine, harness: perplexity, task: pocket:calibration/code.jsonl, reports: "
@@ -226,18 +229,18 @@ def test_a_file_of_yours_is_checked_alike(tmp_path: Path) -> None:
     assert sentence.startswith("benchmark=mine: name=../../mine")
 
 
-def test_step_folders_of_long_names_can_be_written_in_the_store() -> None:
+def test_step_folders_of_long_names_are_short_enough() -> None:
     name = "n" * LONGEST_NAME
-    config, wanted = asked(
+    config, requests = request(
         *(f"{field}={name}" for field in ("model.name", "calibration.name", "recovery.name"))
     )
-    assert preflight(config, wanted) == []
-    for step in build(config, wanted).steps:
+    assert preflight(config, requests) == []
+    for step in build(config, requests).steps:
         kind, folder = step.folder.split("/")
         assert kind == step.kind and len(folder) < 240 and folder.endswith(step.id[:12])
 
 
-WRONG = {
+INVALID = {
     "calibration.length=1": "calibration.length=1",
     "recovery.bits=5": "recovery.bits=5",
     "criterion=reep": "criterion=reep",
@@ -262,17 +265,22 @@ COMBINED = [
 
 
 @pytest.mark.parametrize(
-    ("words", "begins"),
-    [(WRONG, WRONG.values()), (COMBINED, ["allocation.parameters.lim", "ratio=", "verify=true"])],
+    ("settings", "beginnings"),
+    [
+        (INVALID, INVALID.values()),
+        (COMBINED, ["allocation.parameters.lim", "ratio=", "verify=true"]),
+    ],
 )
-def test_no_mistake_hides_another(words: Iterable[str], begins: Iterable[str]) -> None:
-    for sentence, begin in zip(sorted(problems(*words)), sorted(begins), strict=True):
+def test_all_mistakes_are_reported_at_once(
+    settings: Iterable[str], beginnings: Iterable[str]
+) -> None:
+    for sentence, begin in zip(sorted(problems(*settings)), sorted(beginnings), strict=True):
         assert sentence.startswith(begin) and re.search("known|expected|largest", sentence)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "field"),
+    ("settings", "field"),
     [
         (["criterion.name=heapr", "allocation.name=global"], "criterion=heapr"),
         (["allocation.replacement=hc_smoe"], "allocation.replacement=hc_smoe"),
@@ -281,18 +289,18 @@ def test_no_mistake_hides_another(words: Iterable[str], begins: Iterable[str]) -
     ],
 )
 def test_unchangeable_channels_are_known_before_loading(
-    words: list[str], field: str | None, tmp_path: Path
+    settings: list[str], field: str | None, tmp_path: Path
 ) -> None:
     tiny.config("gpt_oss").save_pretrained(tmp_path / "model")
-    found = problems(f"model.path={tmp_path}/model", "model.name=mine", *words)
-    refused = [sentence for sentence in found if "model=mine have biases" in sentence]
-    assert [sentence.startswith(str(field)) for sentence in refused] == [True] * (
+    errors = problems(f"model.path={tmp_path}/model", "model.name=mine", *settings)
+    channel_errors = [sentence for sentence in errors if "model=mine have biases" in sentence]
+    assert [sentence.startswith(str(field)) for sentence in channel_errors] == [True] * (
         field is not None
-    ), found
+    ), errors
 
 
 @pytest.mark.parametrize(
-    ("kept", "made", "words", "says"),
+    ("retained", "provenance", "settings", "message"),
     [
         ((0, 1), {}, ["export.shape=padded"], "export=padded cannot hold"),
         ((0,), {}, ["export.shape=padded"], None),
@@ -308,28 +316,32 @@ def test_unchangeable_channels_are_known_before_loading(
     ],
 )
 def test_a_listed_plan_is_read_before_anything_runs(
-    kept: tuple[int, ...], made: dict[str, Any], words: list[str], says: str | None, tmp_path: Path
+    retained: tuple[int, ...],
+    provenance: dict[str, Any],
+    settings: list[str],
+    message: str | None,
+    tmp_path: Path,
 ) -> None:
-    """Its two experts are merged into one, which tokens to both reach; or only the first is still
-    there."""
-    layer = LayerPlan(2, kept, numpy.array([[True], [False]]), merged={0: {0: 0.5, 1: 0.5}})
-    plan = Plan({0: layer}, made, aligned=made.get("allocation") != {"replacement": "m_smoe"})
-    plan.save(tmp_path / "plan.json")
-    found = problems("allocation.name=list", f"allocation.path={tmp_path}/plan.json", *words)
-    if says:
-        assert any(says in sentence for sentence in found), found
+    """Its two experts are merged into one, and tokens of both reach it; or only the first is
+    retained."""
+    layer = LayerPlan(2, retained, numpy.array([[True], [False]]), merged={0: {0: 0.5, 1: 0.5}})
+    aligned = provenance.get("allocation") != {"replacement": "m_smoe"}
+    Plan({0: layer}, provenance, aligned=aligned).save(tmp_path / "plan.json")
+    errors = problems("allocation.name=list", f"allocation.path={tmp_path}/plan.json", *settings)
+    if message:
+        assert any(message in error for error in errors), errors
     else:
-        assert not any("no place" in sentence or "matches" in sentence for sentence in found), found
+        assert not any("no place" in error or "matches" in error for error in errors), errors
 
 
 @pytest.mark.parametrize(
-    ("made", "count"), [({}, 1), ({"model_sha256": None}, 1), ({"model_sha256": "0" * 64}, 0)]
+    ("provenance", "count"), [({}, 1), ({"model_sha256": None}, 1), ({"model_sha256": "0" * 64}, 0)]
 )
-def test_a_listed_plan_that_states_no_model_is_named(
-    made: dict[str, Any], count: int, tmp_path: Path
+def test_a_listed_plan_without_a_model_is_reported(
+    provenance: dict[str, Any], count: int, tmp_path: Path
 ) -> None:
-    Plan.of_experts({0: (0,)}, {0: 2}, made).save(tmp_path / "plan.json")
-    notices = remarks(*asked("allocation.name=list", f"allocation.path={tmp_path}/plan.json"))
+    Plan.of_experts({0: (0,)}, {0: 2}, provenance).save(tmp_path / "plan.json")
+    notices = remarks(*request("allocation.name=list", f"allocation.path={tmp_path}/plan.json"))
     assert [str(tmp_path) in notice for notice in notices if "model_sha256" in notice] == [
         True
     ] * count
@@ -337,7 +349,7 @@ def test_a_listed_plan_that_states_no_model_is_named(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["folder", "o/on-hub"])
-def test_quantised_weights_are_not_taken_for_plain(
+def test_quantised_weights_are_refused(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -349,23 +361,23 @@ def test_quantised_weights_are_not_taken_for_plain(
         config_json, "hub_config", lambda name, _: quantised if name == "o/on-hub" else {}
     )
     exports = [["export=natural", "verify=true"], ["export=natural", "export.format=gguf"]]
-    for words in (
+    for settings in (
         ["criterion=aimer"],
         ["criterion=heapr", "allocation=global"],
         ["recovery=nf4"],
         *exports,
     ):
-        found = problems(f"model.path={path}", "model.name=mine", *words)
-        assert any("is stored as gptq" in sentence for sentence in found), (words, found)
+        errors = problems(f"model.path={path}", "model.name=mine", *settings)
+        assert any("is stored as gptq" in sentence for sentence in errors), (settings, errors)
 
 
 CONSTANTS = "allocation.replacement=mean_output"
-REFUSED = [
-    ([CHATS], NONE),
-    (["calibration.path=''", f"calibration.sources=[{PARTS}]"], NONE),
+IMPOSSIBLE = [
+    ([CHATS], NO_TEMPLATE),
+    (["calibration.path=''", f"calibration.sources=[{PARTS}]"], NO_TEMPLATE),
     (
         [*SEARCH[:1], "allocation.search=pocket_function_calls"],
-        NONE.replace("general", "function_calls"),
+        NO_TEMPLATE.replace("general", "function_calls"),
     ),
     ([CHATS, "model.path=pocket:function_calls"], None),
     ([CHATS, "criterion.name=random"], None),
@@ -438,72 +450,92 @@ REFUSED = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("words", "says"), REFUSED)
-def test_impossible_settings_are_refused(words: list[str], says: str | None) -> None:
-    found = problems(*words)
-    assert any(says in sentence for sentence in found) if says else not found, found
+@pytest.mark.parametrize(("settings", "message"), IMPOSSIBLE)
+def test_impossible_settings_are_refused(settings: list[str], message: str | None) -> None:
+    errors = problems(*settings)
+    assert any(message in sentence for sentence in errors) if message else not errors, errors
 
 
-def lacking_on(named: str, launcher: Any = "inline") -> list[str]:
-    model = ModelConfig(name="m", path="a/b", device=named)
+def missing_on(device: str, launcher: Any = "inline") -> list[str]:
+    """The errors of two steps whose model is on that device."""
+    model = ModelConfig(name="m", path="a/b", device=device)
     benchmark = BenchmarkConfig(
         name="b", harness="perplexity", task="pocket:calibration/general.jsonl"
     )
-    return missing_requirements(
-        [evaluated(model, benchmark), evaluated(model, benchmark)], LauncherConfig(name=launcher)
-    )
+    steps = [evaluated(model, benchmark), evaluated(model, benchmark)]
+    return missing_requirements(steps, LauncherConfig(name=launcher))
 
 
-def test_devices_are_looked_for_before_anything_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+@pytest.fixture
+def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The devices that another process looks up and does not find, on a machine with one GPU."""
+    devices: list[str] = []
 
-    def answer(words: list[str], **_: Any) -> SimpleNamespace:
-        asked.append(words[-1])
-        error = (
-            "AssertionError: no CUDA"
-            if words[-1] == "cuda:9"
-            else f"UserError: model.device={words[-1]}: none"
-        )
+    def fail(command: list[str], **_: Any) -> SimpleNamespace:
+        device = command[-1]
+        devices.append(device)
+        error = f"UserError: model.device={device}: none"
+        if device == "cuda:9":
+            error = "AssertionError: no CUDA"
         return SimpleNamespace(returncode=1, stdout="", stderr=f"Traceback\n{error}\n")
 
-    monkeypatch.setattr(estimates.subprocess, "run", answer)
+    monkeypatch.setattr(estimates.subprocess, "run", fail)
     monkeypatch.setattr(estimates, "visible_gpus", lambda: ["0"])
-    assert [lacking_on(named) for named in ("auto", "cpu", "balanced", "cuda", "cuda:0")] == [
-        []
-    ] * 5 and not asked
-    assert lacking_on("cuda:1", "slurm") == [] and not asked, "its nodes may have two"
-    for named, says in {"cuda:1": "none", "cuda:9": "no CUDA"}.items():
-        assert lacking_on(named) == [f"model.device={named}: {says}"]
+    return devices
+
+
+@pytest.mark.parametrize(
+    ("device", "launcher"),
+    [
+        *((device, "inline") for device in ("auto", "cpu", "balanced", "cuda", "cuda:0")),
+        ("cuda:1", "slurm"),  # its nodes may have two GPUs
+    ],
+)
+def test_devices_that_are_known_are_not_looked_up(
+    looked_up: list[str], device: str, launcher: str
+) -> None:
+    assert missing_on(device, launcher) == [] and not looked_up
+
+
+@pytest.mark.parametrize(("device", "message"), [("cuda:1", "none"), ("cuda:9", "no CUDA")])
+def test_missing_gpus_are_reported_before_any_step(
+    looked_up: list[str], device: str, message: str
+) -> None:
+    """Once for two steps."""
+    assert missing_on(device) == [f"model.device={device}: {message}"]
+    assert looked_up == [device]
+
+
+@pytest.mark.parametrize("device", ["cuda", "balanced"])
+def test_devices_on_a_machine_without_gpus_are_reported(
+    looked_up: list[str], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(estimates, "visible_gpus", list)
-    assert [lacking_on(named) for named in ("cuda", "balanced")] == [
-        [f"model.device={named}: none"] for named in ("cuda", "balanced")
-    ]
-    assert asked == ["cuda:1", "cuda:9", "cuda", "balanced"]
+    assert missing_on(device) == [f"model.device={device}: none"]
+    assert looked_up == [device]
 
 
-def test_a_dry_run_promises_no_difference_between_methods_of_one_seed() -> None:
-    """Random plans, which may have several, are no method."""
-    [(methods, benchmarks)], [(random, _)] = (
-        asked(*words)[1] for words in (("criterion=man,reap",), ("criterion=random", "seed=1,2,3"))
-    )
-    [said] = visible_difference([([*methods, *random], benchmarks)])
-    assert "one seed" in said and not re.search(r"0\.\d+", said)
+def test_one_seed_has_no_visible_difference() -> None:
+    """Random plans, which may have several seeds, are no method."""
+    [(methods, benchmarks)] = request("criterion=man,reap")[1]
+    [(random, _)] = request("criterion=random", "seed=1,2,3")[1]
+    [sentence] = visible_difference([([*methods, *random], benchmarks)])
+    assert "one seed" in sentence and not re.search(r"0\.\d+", sentence)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds", [2, 3, 5])
-def test_four_of_five_studies_find_the_difference_that_a_dry_run_says(seeds: int) -> None:
+def test_visible_difference_is_found_by_four_of_five_studies(seeds: int) -> None:
     """Simulated studies: an estimate of the difference, and one of its variance, which t tests."""
-    _, wanted = asked("criterion=man,reap", f"seed={','.join(map(str, range(seeds)))}")
-    [said] = visible_difference(wanted)
-    difference = float(re.findall(r"0\.\d+", said)[0])
-    items = wanted[0][1][0].expected
+    _, requests = request("criterion=man,reap", f"seed={','.join(map(str, range(seeds)))}")
+    [sentence] = visible_difference(requests)
+    difference = float(re.findall(r"0\.\d+", sentence)[0])
+    items = requests[0][1][0].expected
     assert items
     degrees = 2 * (seeds - 1)
     error = (2 * 0.05**2 / seeds + 0.25 / items) ** 0.5
     draw = numpy.random.default_rng(0)
-    found = draw.normal(difference, error, 20_000)
-    estimated = error * (draw.chisquare(degrees, 20_000) / degrees) ** 0.5
-    assert numpy.mean(abs(found) > t.ppf(0.975, degrees) * estimated) == pytest.approx(
-        0.8, abs=0.06
-    )
+    differences = draw.normal(difference, error, 20_000)
+    errors = error * (draw.chisquare(degrees, 20_000) / degrees) ** 0.5
+    significant = abs(differences) > t.ppf(0.975, degrees) * errors
+    assert numpy.mean(significant) == pytest.approx(0.8, abs=0.06)

@@ -33,25 +33,42 @@ def publish(store: Store, step: Step, text: str = "result", file: str = "result.
         (scratch / "provenance.json").write_text('{"seconds": 1.5}')
 
 
-def test_published_whole_with_identity_and_checksums(store: Store) -> None:
-    step = Example()
-    with pytest.raises(RuntimeError), store.claim(step) as scratch:
+def test_a_step_that_raises_publishes_nothing(store: Store) -> None:
+    with pytest.raises(RuntimeError), store.claim(Example()) as scratch:
         assert scratch is not None
         (scratch / "half.txt").write_text("half")
         raise RuntimeError
-    assert not list((store.root / "plan").iterdir()), "an error publishes nothing"
+    assert not list((store.root / "plan").iterdir())
+
+
+def test_the_error_of_a_failed_step_is_kept_until_it_is_published(store: Store) -> None:
+    step = Example()
     store.fail(step, {"message": "broken"})
-    assert not store.done(step) and (Store(store.root).error(step.id) or {})["message"] == "broken"
+    assert not store.done(step)
+    assert (Store(store.root).error(step.id) or {})["message"] == "broken"
     publish(store, step)
     assert store.done(step) and store.error(step.id) is None
-    folder = store.path(step)
-    document = json.loads((folder / "step.json").read_text())
+
+
+def test_a_published_step_has_identity_provenance_and_checksums(store: Store) -> None:
+    step = Example()
+    publish(store, step)
+    document = json.loads((store.path(step) / "step.json").read_text())
     assert document["id"] == step.id and document["settings"] == {"number": 0}
     assert document["provenance"] == {"seconds": 1.5} and set(document["files"]) == {"result.txt"}
+
+
+def test_a_published_step_is_one_folder(store: Store) -> None:
+    publish(store, Example())
+    folder = store.path(Example())
     assert {path.name for path in folder.iterdir()} == {"result.txt", "step.json"}
-    assert [p.name for p in folder.parent.iterdir()] == [folder.name]
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_a_published_step_is_found_by_its_id(store: Store) -> None:
+    publish(store, Example())
     with store.claim(Example(name="another_name")) as scratch:
-        assert scratch is None, "it is found by its id"
+        assert scratch is None
 
 
 def test_resume_files_of_finished_steps_are_removed(
@@ -70,55 +87,58 @@ def test_resume_files_of_finished_steps_are_removed(
 def test_late_owners_publish_nothing(
     store: Store, monkeypatch: pytest.MonkeyPatch, name: str, is_before: bool
 ) -> None:
-    """It was suspended for so long, before or after it sealed the step or checked its claim, that
-    another run has found this claim stale and done the step."""
+    """The owner was suspended for so long, before or after it sealed the step or checked its claim,
+    that another run has found this claim stale and published the step."""
     other = Store(store.root).create()
-    owner = storing if name == "seal" else Claim
+    module = storing if name == "seal" else Claim
     monkeypatch.setattr(other.claims, "is_stale", lambda path: True)
-    suspended = getattr(owner, name)
+    function = getattr(module, name)
 
-    def late(*arguments: Any) -> None:
-        monkeypatch.setattr(owner, name, suspended)
+    def suspended(*arguments: Any) -> None:
+        monkeypatch.setattr(module, name, function)
         if is_before:
             publish(other, Example(), "of the other")
-        suspended(*arguments)
+        function(*arguments)
         if not is_before:
             publish(other, Example(), "of the other")
 
     with pytest.raises(Busy), store.claim(Example()) as scratch:
         assert scratch is not None
         (scratch / "result.txt").write_text("of the first")
-        monkeypatch.setattr(owner, name, late)
-    with store.claim(Example()) as scratch:
-        assert (
-            scratch is None and (store.path(Example()) / "result.txt").read_text() == "of the other"
-        )
-    assert len(list((store.root / "plan").iterdir())) == 1 and not list(
-        (store.root / "claims").iterdir()
-    )
+        monkeypatch.setattr(module, name, suspended)
+    assert_published(store, Example(), "of the other")
 
 
-def test_an_owner_that_is_faster_than_who_takes_over_is_found(
+def assert_published(store: Store, step: Step, text: str) -> None:
+    """The step is the only one of its kind, has that text and is not claimed."""
+    with store.claim(step) as scratch:
+        assert scratch is None
+        assert (store.path(step) / "result.txt").read_text() == text
+    assert len(list((store.root / step.kind).iterdir())) == 1
+    assert not list((store.root / "claims").iterdir())
+
+
+def test_a_step_that_is_published_during_a_takeover_is_found(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = Store(store.root).create()
-    taken = store.claim(Example())
-    scratch = taken.__enter__()
+    claim = store.claim(Example())
+    scratch = claim.__enter__()
     assert scratch is not None
     (scratch / "result.txt").write_text("of the first")
 
     def is_stale(path: Path) -> bool:
         if not path.exists():
             return False
-        taken.__exit__(None, None, None)
+        claim.__exit__(None, None, None)
         return True
 
     monkeypatch.setattr(other.claims, "is_stale", is_stale)
     with pytest.raises(Busy), other.claim(Example()):
         pass
     monkeypatch.undo()
-    with other.claim(Example()) as none:
-        assert none is None
+    with other.claim(Example()) as second_scratch:
+        assert second_scratch is None
 
 
 def test_steps_under_another_label_are_found(
@@ -127,70 +147,80 @@ def test_steps_under_another_label_are_found(
     other = Store(store.root).create()
     publish(store, Example(number=1))
     assert not other.done(Example())
-    before = (store.root / "plan").stat().st_mtime_ns
+    mtime = (store.root / "plan").stat().st_mtime_ns
     publish(store, Example())
-    os.utime(store.root / "plan", ns=(before, before))
+    os.utime(store.root / "plan", ns=(mtime, mtime))
     with other.claim(Example(name="other")) as scratch:
         assert scratch is None
 
 
-def test_a_step_under_two_labels_is_one_step(store: Store) -> None:
-    """Both folders are kept while it is needed, each is read if the other is damaged, and then both
-    are freed."""
-    steps = [Example(), Example(name="other")]
+@pytest.fixture
+def two_labels(store: Store) -> tuple[list[Step], list[Path]]:
+    """A step that is in the store under two labels; and its folders."""
+    steps: list[Step] = [Example(), Example(name="other")]
     publish(store, steps[0])
     folders = [store.root / step.folder for step in steps]
     shutil.copytree(*folders)
+    return steps, folders
+
+
+def test_both_folders_of_a_step_are_kept_while_it_is_needed(
+    store: Store, two_labels: tuple[list[Step], list[Path]]
+) -> None:
+    steps, folders = two_labels
     with begin(store, "study", steps[:1]):
-        assert study_command(store.root, "gc", "apply=true") == 0 and all(
-            folder.exists() for folder in folders
-        )
+        assert study_command(store.root, "gc", "apply=true") == 0
+        assert all(folder.exists() for folder in folders)
+    shutil.rmtree(store.root / "runs")
+    assert study_command(store.root, "gc", "apply=true") == 0
+    assert not any(folder.exists() for folder in folders)
+
+
+def test_a_step_is_read_from_its_other_folder_if_one_is_damaged(
+    store: Store, two_labels: tuple[list[Step], list[Path]]
+) -> None:
+    steps, folders = two_labels
     (folders[0] / "result.txt").write_text("damage")
     assert [store.done(steps[number]) for number in (0, 1, 0)] == [False, True, True]
-    folders[1].rename(folders[0])
-    shutil.copytree(*folders)
-    shutil.rmtree(store.root / "runs")
-    assert study_command(store.root, "gc", "apply=true") == 0 and not any(
-        folder.exists() for folder in folders
-    )
 
 
-HARMS: dict[str, tuple[str, Any]] = {
+def replace_kind(file: Path) -> None:
+    file.write_text(file.read_text().replace('"plan"', '"plum"'))
+
+
+DAMAGES: dict[str, tuple[str, Any]] = {
     "flipped": ("result.txt", lambda file: file.write_text("resulT")),
     "truncated": ("result.txt", lambda file: file.write_text("res")),
     "deleted": ("result.txt", Path.unlink),
     "no JSON": ("step.json", lambda file: file.write_text("{")),
-    "another word": (
-        "step.json",
-        lambda file: file.write_text(file.read_text().replace('"plan"', '"plum"')),
-    ),
+    "another word": ("step.json", replace_kind),
 }
 
 
-@pytest.mark.parametrize("harm", HARMS)
-def test_damage_is_noticed_set_aside_and_said(store: Store, harm: str) -> None:
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_step_is_reported_and_set_aside(store: Store, name: str) -> None:
     publish(store, Example())
-    name, do = HARMS[harm]
-    do(store.path(Example()) / name)
-    assert not store.done(Example()) and f"{name} is " in store.notices[0]
+    file, damage = DAMAGES[name]
+    damage(store.path(Example()) / file)
+    assert not store.done(Example()) and f"{file} is " in store.notices[0]
     assert len(list((store.root / "damaged").iterdir())) == 1
     publish(store, Example())
     assert store.done(Example())
 
 
 def rot(file: Path) -> None:
-    """Change a file as a failing disk does: neither its size nor its time tells."""
+    """Change a file as a failing disk does: its size and its time stay."""
     status = file.stat()
     file.write_bytes(bytes(byte ^ 1 for byte in file.read_bytes()))
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-def state(place: Path) -> dict[Path, Any]:
+def state(folder: Path) -> dict[Path, Any]:
     """Time, mode and content of everything in a folder."""
-    found = {path: path.lstat() for path in place.rglob("*")}
+    statuses = {path: path.lstat() for path in folder.rglob("*")}
     return {
-        path: (at.st_mtime_ns, at.st_mode, path.is_file() and path.read_bytes())
-        for path, at in found.items()
+        path: (status.st_mtime_ns, status.st_mode, path.is_file() and path.read_bytes())
+        for path, status in statuses.items()
     }
 
 
@@ -198,40 +228,56 @@ def state(place: Path) -> dict[Path, Any]:
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that are hashed from now on."""
     names: list[str] = []
-    whole = integrity._sha256
-    monkeypatch.setattr(
-        integrity, "_sha256", lambda file: names.append(Path(file.name).name) or whole(file)
-    )
+    sha256 = integrity._sha256
+
+    def note_and_hash(file: Any) -> str:
+        names.append(Path(file.name).name)
+        return sha256(file)
+
+    monkeypatch.setattr(integrity, "_sha256", note_and_hash)
     return names
 
 
-@pytest.mark.parametrize("way", ["cp -r", "cp -a", "seconds", "same tick"])
-def test_a_copied_store_is_hashed_once_and_complete(
-    store: Store, hashed: list[str], tmp_path: Path, way: str
+def copy_store(store: Store, folder: Path, method: str) -> None:
+    """Copy a store with new times, with its times, with whole seconds of them as tar does, or with
+    one time for all files."""
+    function = shutil.copy if method == "cp -r" else shutil.copy2
+    shutil.copytree(store.root, folder, copy_function=function)
+    for file in folder.rglob("*"):
+        if method == "seconds":
+            os.utime(file, (int(file.stat().st_mtime),) * 2)
+        elif method == "same tick":
+            os.utime(file, (1_800_000_001,) * 2)
+
+
+@pytest.mark.parametrize(
+    ("method", "files"),
+    [
+        ("cp -r", ["result.txt"]),
+        ("cp -a", []),
+        ("seconds", []),
+        ("same tick", ["result.txt"]),
+    ],
+)
+def test_a_copied_store_is_hashed_once_at_most(
+    store: Store, hashed: list[str], tmp_path: Path, method: str, files: list[str]
 ) -> None:
     publish(store, Example())
+    copy_store(store, tmp_path / "copy", method)
     hashed.clear()
-    other = tmp_path / "copy"
-    shutil.copytree(
-        store.root, other, copy_function=shutil.copy if way == "cp -r" else shutil.copy2
-    )
-    for file in other.rglob("*"):
-        if way == "seconds":  # as tar keeps them
-            os.utime(file, (int(file.stat().st_mtime),) * 2)
-        elif way == "same tick":
-            os.utime(file, (1_800_000_001,) * 2)
-    copy = Store(other)
-    assert copy.done(Example()) and hashed == (
-        [] if way in ("cp -a", "seconds") else ["result.txt"]
-    )
+    assert Store(tmp_path / "copy").done(Example()) and hashed == files
     hashed.clear()
-    assert Store(other).done(Example()) and hashed == []
+    assert Store(tmp_path / "copy").done(Example()) and hashed == []
+
+
+def test_damage_before_a_store_is_copied_is_found(store: Store, tmp_path: Path) -> None:
+    publish(store, Example())
     rot(store.path(Example()) / "result.txt")
-    shutil.copytree(store.root, tmp_path / "rotten", copy_function=shutil.copy)
-    assert not Store(tmp_path / "rotten").done(Example()), "damaged before it was copied"
+    copy_store(store, tmp_path / "copy", "cp -r")
+    assert not Store(tmp_path / "copy").done(Example())
 
 
-def test_a_write_within_the_tick_of_a_coarse_clock_is_noticed(
+def test_damage_within_a_tick_of_a_coarse_clock_is_noticed(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A clock of two seconds stands still from before the step is published until after it is
@@ -245,65 +291,85 @@ def test_a_write_within_the_tick_of_a_coarse_clock_is_noticed(
 
 
 def test_a_start_opens_one_file_of_a_step(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of thousands of steps, each further call to a shared disk counts."""
-    publish(store, step := Example())
-    later = Store(store.root)
+    """With thousands of steps, each further call to a shared disk counts."""
+    step = Example()
+    publish(store, step)
+    reopened = Store(store.root)
     opened = list[str]()
-    real = Path.open
-    monkeypatch.setattr(
-        Path,
-        "open",
-        lambda path, *how, **more: opened.append(path.name) or real(path, *how, **more),
-    )
-    assert later.done_of([step]) == {step.id} and opened == ["step.json"]
+    open_path = Path.open
+
+    def note_and_open(path: Path, *arguments: Any, **options: Any) -> Any:
+        opened.append(path.name)
+        return open_path(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", note_and_open)
+    assert reopened.done_of([step]) == {step.id} and opened == ["step.json"]
 
 
 @pytest.mark.parametrize("file", ["result.txt", "checkpoint/modeling_pruned.py"])
-def test_what_is_read_is_hashed_first(store: Store, hashed: list[str], file: str) -> None:
-    """And what is run: code of an export that was changed is not."""
-    first = Example()
-    second = Example("scores", "after", needed={"plan": first})
-    publish(store, first, file=file)
-    rot(store.path(first) / file)
-    later = Store(store.root).create()
-    assert later.done(first)
-    schedule = Schedule([second], finished={first.id})
-    work(schedule, later, lambda step, scratch: pytest.fail("it read a damaged file"))
-    assert "plan/example" in str(schedule.failed[second.id]) and later.error(second.id) is None
-    assert not later.done(first) and len(list((later.root / "damaged").iterdir())) == 1
-    publish(later, first)
-    hashed.clear()
-    work(schedule := Schedule([second], finished={first.id}), later, lambda step, scratch: None)
-    assert second.id in schedule.finished and "result.txt" not in hashed, (
-        "it was just hashed, as it was published"
-    )
+def test_a_damaged_input_is_not_read(store: Store, file: str) -> None:
+    """Nor executed, as the code of an export is."""
+    plan = Example()
+    scores = Example("scores", "after", needed={"plan": plan})
+    publish(store, plan, file=file)
+    rot(store.path(plan) / file)
+    reopened = Store(store.root).create()
+    assert reopened.done(plan)
+    schedule = Schedule([scores], finished={plan.id})
+    work(schedule, reopened, lambda step, scratch: pytest.fail("it read a damaged file"))
+    assert "plan/example" in str(schedule.failed[scores.id]) and reopened.error(scores.id) is None
+    assert not reopened.done(plan)
+    assert len(list((reopened.root / "damaged").iterdir())) == 1
 
 
-def test_verify_names_damaged_files_and_a_run_makes_them_anew(
-    store: Store, capsys: pytest.CaptureFixture[str]
+def test_an_input_that_was_just_published_is_not_hashed_again(
+    store: Store, hashed: list[str]
 ) -> None:
-    steps = [Example(name=f"number{number}", number=number) for number in range(3)]
+    plan = Example()
+    scores = Example("scores", "after", needed={"plan": plan})
+    publish(store, plan)
+    hashed.clear()
+    schedule = Schedule([scores], finished={plan.id})
+    work(schedule, store, lambda step, scratch: None)
+    assert scores.id in schedule.finished and "result.txt" not in hashed
+
+
+@pytest.fixture
+def verified(store: Store, capsys: pytest.CaptureFixture[str]) -> list[Step]:
+    """The steps of the study `mine`, of which the first two are finished and undamaged."""
+    steps: list[Step] = [Example(name=f"number{number}", number=number) for number in range(3)]
     for step in steps[:2]:
         publish(store, step)
     with begin(store, "mine", steps):
         pass
-    assert (
-        study_command(store.root, "verify", "mine") == 0
-        and "all 2 finished steps" in capsys.readouterr().out
-    )
-    file = store.path(steps[1]) / "result.txt"
+    assert study_command(store.root, "verify", "mine") == 0
+    assert "all 2 finished steps" in capsys.readouterr().out
+    return steps
+
+
+def test_verify_names_damaged_files(
+    store: Store, verified: list[Step], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = store.path(verified[1]) / "result.txt"
     rot(file)
-    assert Store(store.root).done(steps[1])
+    assert Store(store.root).done(verified[1])
     assert study_command(store.root, "verify", "mine") == 1
-    said = capsys.readouterr().out
-    assert (
-        f"damaged: {file}" in said and "step.json" not in said and "start the study again" in said
-    )
-    assert [Store(store.root).create().done(step) for step in steps] == [True, False, False]
+    output = capsys.readouterr().out
+    assert f"damaged: {file}" in output and "step.json" not in output
+    assert "start the study again" in output
+
+
+def test_steps_that_verify_found_damaged_are_missing(store: Store, verified: list[Step]) -> None:
+    rot(store.path(verified[1]) / "result.txt")
+    assert study_command(store.root, "verify", "mine") == 1
+    reopened = [Store(store.root).create().done(step) for step in verified]
+    assert reopened == [True, False, False]
     assert study_command(store.root, "verify", "mine") == 0
 
 
-def test_what_a_killed_run_leaves_is_removed_by_later_ones(store: Store) -> None:
+@pytest.fixture
+def killed_run(store: Store) -> None:
+    """A run that was killed while it computed `Example()` and claimed a second step."""
     run_until_killed(f"""
         store = Store({str(store.root)!r})
         step = Example()
@@ -312,25 +378,41 @@ def test_what_a_killed_run_leaves_is_removed_by_later_ones(store: Store) -> None
             (scratch / "half.txt").write_text("half")
             os.kill(os.getpid(), signal.SIGKILL)
     """)
+
+
+@pytest.mark.usefixtures("killed_run")
+def test_files_of_a_killed_run_are_removed_when_its_step_is_published(store: Store) -> None:
     assert not store.done(Example())
     publish(store, Example())
-    assert {p.name for p in store.path(Example()).iterdir()} == {"result.txt", "step.json"}
+    names = {path.name for path in store.path(Example()).iterdir()}
+    assert names == {"result.txt", "step.json"}
     assert not list((store.root / "plan").glob(f".{Example().id[:12]}*"))
-    assert len(list((store.root / "claims").iterdir())) == 2, "of the run and of another step"
+
+
+@pytest.mark.usefixtures("killed_run")
+def test_claims_of_a_killed_run_are_removed_by_the_next_run(store: Store) -> None:
+    publish(store, Example())
+    claims = store.root / "claims"
+    assert len(list(claims.iterdir())) == 2, "of the run and of the second step"
     with begin(store, "another", []):
-        assert len(list((store.root / "claims").iterdir())) == 1, "its own"
-    assert not list((store.root / "claims").iterdir())
+        assert len(list(claims.iterdir())) == 1, "its own"
+    assert not list(claims.iterdir())
 
 
-def test_what_is_no_store_of_this_version_or_cannot_be_written_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ['{"schema": 99}', "[]"])
+def test_a_store_of_another_version_is_refused(tmp_path: Path, content: str) -> None:
     marker = tmp_path / "store.json"
-    for content in ('{"schema": 99}', "[]"):
-        marker.write_text(content)
-        with pytest.raises(UserError, match="store="):
-            Store(tmp_path)
-        assert marker.read_text() == content
+    marker.write_text(content)
+    with pytest.raises(UserError, match="store="):
+        Store(tmp_path)
+    assert marker.read_text() == content
+
+
+def test_a_store_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
     with pytest.raises(UserError, match="cannot be written"):
-        Store(marker / "store").create()
+        Store(file / "store").create()
 
 
 # Two people and one store
@@ -383,7 +465,7 @@ def count_done(root: Path, *steps: Step) -> int:
 
 
 @pytest.mark.parametrize(("mode", "shared"), [(0o2775, True), (0o2755, False), (0o775, False)])
-def test_a_store_of_a_group_is_known_before_it_is_written(
+def test_mode_of_the_folder_says_whether_a_store_is_shared(
     mode: int, shared: bool, tmp_path: Path
 ) -> None:
     """Commands such as gc and verify write into a store that they did not create."""
@@ -393,13 +475,13 @@ def test_a_store_of_a_group_is_known_before_it_is_written(
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("many", [1, 500])
+@pytest.mark.parametrize("min_packed", [1, 500])
 def test_people_of_a_group_share_steps(
-    of_the_group: Path, many: int, monkeypatch: pytest.MonkeyPatch
+    of_the_group: Path, min_packed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever their umask, in a folder of the group, also with steps in packs; all of it stays the
     group's."""
-    monkeypatch.setattr(packing, "MANY", many)
+    monkeypatch.setattr(packing, "MANY", min_packed)
     first = Example(number=1)
     second = Example(number=2)
     assert as_user(OWNER, 0o077, count_done, of_the_group, first) == 1
@@ -407,11 +489,11 @@ def test_people_of_a_group_share_steps(
     assert as_user(OWNER, 0o002, count_done, of_the_group, first, second) == 0
     assert as_user(COLLEAGUE, 0o077, Store(of_the_group).readable, first)
     assert all(path.stat().st_mode & 0o020 for path in of_the_group.rglob("*"))
-    assert bool(list(of_the_group.glob("packs/*"))) == (many == 1)
+    assert bool(list(of_the_group.glob("packs/*"))) == (min_packed == 1)
 
 
 @pytest.mark.root
-def test_a_store_that_only_its_owner_may_write_is_read_and_named(of_the_group: Path) -> None:
+def test_a_store_that_only_its_owner_may_write_can_be_read(of_the_group: Path) -> None:
     """With the usual umask. Finished steps can be read, and a colleague's run ends in a sentence
     before it starts."""
     step = Example(number=1)
@@ -422,52 +504,90 @@ def test_a_store_that_only_its_owner_may_write_is_read_and_named(of_the_group: P
     assert as_user(OWNER, 0o022, count_done, of_the_group / "store", step) == 0
 
 
-def taken(root: Path, other: Path, *steps: Step) -> tuple[list[bool], list[str]]:
-    """Which steps of another store are done in this one when they are taken over, and what is
-    said."""
+def taken_over(root: Path, other: Path, *steps: Step) -> tuple[list[bool], list[str]]:
+    """Whether each step of another store is finished in this one after it is taken over, and the
+    notices."""
     store = Store(root).create()
     other_stores.copy_steps(store, other_stores.open_other(str(other)), steps)
     return [store.done(step) for step in steps], store.notices
 
 
+@pytest.fixture
+def colleagues_store(of_the_group: Path) -> tuple[Path, list[Step]]:
+    """The store of OWNER with two steps, of which others may not read the second."""
+    steps: list[Step] = [Example(number=number) for number in range(2)]
+    root = of_the_group / "store"
+    assert as_user(OWNER, 0o022, count_done, root, *steps) == 2
+    (Store(root).path(steps[1]) / "result.txt").chmod(0o600)
+    (root / "lost+found").mkdir(0o700)
+    return root, steps
+
+
 @pytest.mark.root
 @pytest.mark.parametrize("large", [1, other_stores.LARGE])
 def test_steps_of_a_colleague_are_taken_over(
-    of_the_group: Path, monkeypatch: pytest.MonkeyPatch, large: int
+    of_the_group: Path,
+    colleagues_store: tuple[Path, list[Step]],
+    monkeypatch: pytest.MonkeyPatch,
+    large: int,
 ) -> None:
-    """But one that may not be read. Nothing changes there."""
+    """Except a step that may not be read. A link to a large step needs the store of the colleague
+    later, a copy of a small one does not."""
     monkeypatch.setattr(other_stores, "LARGE", large)
-    steps = [Example(number=number) for number in range(2)]
-    theirs = of_the_group / "store"
-    assert as_user(OWNER, 0o022, count_done, theirs, *steps) == 2
-    (Store(theirs).path(steps[1]) / "result.txt").chmod(0o600)
-    (theirs / "lost+found").mkdir(0o700)
-    before = state(theirs)
-    done, [said] = as_user(COLLEAGUE, 0o022, taken, of_the_group / "own", theirs, *steps)
-    assert done == [True, False] and steps[1].folder in said and state(theirs) == before
-    with pytest.raises(UserError, match=rf"also=\[{theirs}\]"):
-        as_user(COLLEAGUE, 0o022, count_done, theirs, steps[0])
+    theirs, steps = colleagues_store
+    state_before = state(theirs)
+    mine = of_the_group / "own"
+    finished, [notice] = as_user(COLLEAGUE, 0o022, taken_over, mine, theirs, *steps)
+    assert finished == [True, False] and steps[1].folder in notice
+    assert state(theirs) == state_before
     Store(theirs).path(steps[0]).chmod(0o700)
-    assert as_user(COLLEAGUE, 0o022, Store(of_the_group / "own").done, steps[0]) == (large > 1), (
-        "a link, or a copy"
-    )
+    assert as_user(COLLEAGUE, 0o022, Store(mine).done, steps[0]) == (large > 1)
 
 
 @pytest.mark.root
-def test_what_jobs_execute_is_where_nobody_else_can_write(
-    of_the_group: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_store_of_a_colleague_is_refused_and_also_is_suggested(
+    colleagues_store: tuple[Path, list[Step]],
 ) -> None:
-    """Whatever the umask, and what the modes were. A folder or a link of somebody else's is
-    refused."""
+    theirs, steps = colleagues_store
+    with pytest.raises(UserError, match=rf"also=\[{theirs}\]"):
+        as_user(COLLEAGUE, 0o022, count_done, theirs, steps[0])
+
+
+@pytest.fixture
+def private_folder(of_the_group: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of OWNER for files that jobs execute."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(of_the_group))
-    for modes in ([0o700, 0o700], [0o755, 0o700]):
-        folder = as_user(OWNER, 0, private, "jobs")
-        assert [path.stat().st_mode & 0o777 for path in (folder.parent, folder)] == modes
-        folder.parent.chmod(0o777)
-        folder.chmod(0o777)
-    with pytest.raises(UserError, match=str(folder.parent)):
+    folder: Path = as_user(OWNER, 0, private, "jobs")
+    return folder
+
+
+@pytest.mark.root
+def test_only_the_owner_can_write_files_that_jobs_execute(private_folder: Path) -> None:
+    """Whatever the umask, and after modes that allowed more."""
+    folders = (private_folder.parent, private_folder)
+    assert [path.stat().st_mode & 0o777 for path in folders] == [0o700, 0o700]
+    for path in folders:
+        path.chmod(0o777)
+    as_user(OWNER, 0, private, "jobs")
+    assert [path.stat().st_mode & 0o777 for path in folders] == [0o755, 0o700]
+
+
+@pytest.mark.root
+def test_the_private_folder_of_another_user_is_refused(private_folder: Path) -> None:
+    for path in (private_folder.parent, private_folder):
+        path.chmod(0o777)
+    with pytest.raises(UserError, match=str(private_folder.parent)):
         as_user(COLLEAGUE, 0, private, "jobs")
-    folder.parent.rename(of_the_group / "aside").chmod(0o777)
-    as_user(COLLEAGUE, 0, folder.parent.symlink_to, of_the_group / "aside")
-    with pytest.raises(UserError, match=str(folder.parent)):
+
+
+@pytest.mark.root
+def test_a_private_folder_that_is_a_link_of_another_user_is_refused(
+    private_folder: Path, of_the_group: Path
+) -> None:
+    folder = private_folder.parent
+    folder.chmod(0o777)
+    private_folder.chmod(0o777)
+    folder.rename(of_the_group / "aside").chmod(0o777)
+    as_user(COLLEAGUE, 0, folder.symlink_to, of_the_group / "aside")
+    with pytest.raises(UserError, match=str(folder)):
         as_user(OWNER, 0, private, "jobs")

@@ -78,7 +78,7 @@ def foreign(folder: Path, age: float = 0.0, limit: float = SHORT, **changes: Any
     return path
 
 
-def test_one_process_has_it_until_it_gives_it_up(folder: Path) -> None:
+def test_a_claim_is_held_until_it_is_released(folder: Path) -> None:
     claims = Claims(folder)
     with claims.take("x"):
         for other in (claims, Claims(folder)):
@@ -99,7 +99,7 @@ def test_a_claim_of_a_killed_process_is_free_at_once(folder: Path) -> None:
     assert not list(folder.iterdir())
 
 
-def test_a_copy_of_a_claim_counts_for_nothing(folder: Path, tmp_path: Path) -> None:
+def test_a_copied_claim_is_ignored(folder: Path, tmp_path: Path) -> None:
     """Of a store that was copied while a process that still runs worked in it."""
     with Claims(folder).take("x"):
         shutil.copytree(folder, tmp_path / "copy")
@@ -108,7 +108,7 @@ def test_a_copy_of_a_claim_counts_for_nothing(folder: Path, tmp_path: Path) -> N
     assert not list(folder.iterdir()) and not list((tmp_path / "copy").iterdir())
 
 
-def test_another_mount_of_a_disk_numbers_files_anew(folder: Path) -> None:
+def test_a_claim_holds_on_a_mount_with_other_inodes(folder: Path) -> None:
     """As sshfs does: the claim of a living process on this machine is no copy, one of an ended
     process is free."""
     held = Claims(folder).take("x")
@@ -121,7 +121,7 @@ def test_another_mount_of_a_disk_numbers_files_anew(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("released", [False, True])
-def test_a_creation_that_loses_a_race_may_fail_with_any_error(folder: Path, released: bool) -> None:
+def test_a_lost_race_may_raise_any_error(folder: Path, released: bool) -> None:
     """sshfs says EPERM where other file systems say EEXIST. `released`: the winner gives its claim
     up at once."""
     folder.mkdir()
@@ -152,7 +152,7 @@ def test_a_folder_that_refuses_claims_is_reported(folder: Path) -> None:
         Claims(folder).take("x")
 
 
-def test_a_claim_outlives_one_that_was_half_released(folder: Path) -> None:
+def test_a_claim_survives_a_half_released_claim(folder: Path) -> None:
     """The first of two claims was removed; who finds the second has all that it does, and the next
     one is the first."""
     killed_owner(folder, "x")
@@ -172,7 +172,7 @@ def test_a_claim_outlives_one_that_was_half_released(folder: Path) -> None:
     assert not list(folder.iterdir())
 
 
-def test_a_gap_is_not_filled_before_a_claim_that_was_taken_anew(folder: Path) -> None:
+def test_a_gap_between_claims_is_not_taken(folder: Path) -> None:
     """While a taker is between three claims, of which two are stale, these are released, and the
     first is taken."""
     for _ in "12":
@@ -195,7 +195,7 @@ def test_a_gap_is_not_filled_before_a_claim_that_was_taken_anew(folder: Path) ->
     new[0].check()
 
 
-def test_what_is_taken_while_stale_claims_are_cleared_stays(folder: Path) -> None:
+def test_clearing_stale_claims_keeps_a_new_claim(folder: Path) -> None:
     for _ in "12":
         killed_owner(folder, "x")
     claims = Claims(folder)
@@ -209,45 +209,60 @@ def test_what_is_taken_while_stale_claims_are_cleared_stays(folder: Path) -> Non
     new[0].check()
 
 
-@pytest.mark.slow
-def test_of_those_that_find_a_stale_claim_one_has_it(folder: Path, tmp_path: Path) -> None:
-    """They hold it and give it up again and again; two at a time would find each other's mark."""
-    mark = tmp_path / "mark"
-    two = tmp_path / "two"
-    took = tmp_path / "took"
+class Race:
+    """Processes that claim "x" again and again, and die at random while they hold or release it.
 
-    def race(seed: int) -> None:
+    The holder of the claim makes the file `mark`; two holders at a time would both want to make it.
+    """
+
+    def __init__(self, claims: Path, folder: Path) -> None:
+        self.claims = claims
+        self.mark = folder / "mark"
+        self.collision = folder / "collision"
+        self.taken = folder / "taken"
+
+    def run(self, seed: int) -> None:
         draw = random.Random(seed)
-        claims = Claims(folder)
+        claims = Claims(self.claims)
         for _ in range(20):
             try:
                 claim = claims.take("x")
             except Busy:
                 time.sleep(draw.random() / 500)
                 continue
-            try:
-                mark.touch(exist_ok=False)
-            except FileExistsError:
-                two.touch()
-            with took.open("a") as file:
-                file.write("1")
-            time.sleep(draw.random() / 500)
-            mark.unlink(missing_ok=True)
-            with unlinks_then(lambda: draw.random() < 0.2 and os.kill(os.getpid(), signal.SIGKILL)):
-                if draw.random() < 0.2:
-                    os.kill(os.getpid(), signal.SIGKILL)
+            self.hold(draw)
+            with unlinks_then(lambda: self.may_die(draw)):
+                self.may_die(draw)
                 claim.release()
 
+    def hold(self, draw: random.Random) -> None:
+        try:
+            self.mark.touch(exist_ok=False)
+        except FileExistsError:
+            self.collision.touch()
+        with self.taken.open("a") as file:
+            file.write("1")
+        time.sleep(draw.random() / 500)
+        self.mark.unlink(missing_ok=True)
+
+    def may_die(self, draw: random.Random) -> None:
+        if draw.random() < 0.2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_one_of_several_processes_takes_over_a_stale_claim(folder: Path, tmp_path: Path) -> None:
+    race = Race(folder, tmp_path)
     for number in range(20):
         killed_owner(folder, "x")
-        for pid in [fork(partial(race, seed)) for seed in range(4 * number, 4 * number + 4)]:
+        for pid in [fork(partial(race.run, seed)) for seed in range(4 * number, 4 * number + 4)]:
             os.waitpid(pid, 0)
-    assert not two.exists() and len(took.read_text()) > 20
+    assert not race.collision.exists() and len(race.taken.read_text()) > 20
     Claims(folder).clear()
     assert not list(folder.iterdir())
 
 
-def test_a_heartbeat_renews_what_is_held(folder: Path, fast: None) -> None:
+def test_a_heartbeat_renews_a_claim(folder: Path, fast: None) -> None:
     with Claims(folder).take("x") as claim:
         os.utime(claim.path, (1, 1))
         until(lambda: time.time() - claim.path.stat().st_mtime < HOUR)
@@ -276,7 +291,7 @@ class TestAnotherMachine:
         assert Claims(folder).is_stale(foreign(folder, 25 * HOUR))
 
     @pytest.mark.parametrize("age", [HOUR, 0, -HOUR])
-    def test_heartbeats_keep_it_whatever_its_clock_says(self, folder: Path, age: float) -> None:
+    def test_heartbeats_keep_a_claim_whatever_its_clock(self, folder: Path, age: float) -> None:
         path = foreign(folder, age)
         claims = Claims(folder)
         begun = time.monotonic()
@@ -289,7 +304,7 @@ class TestAnotherMachine:
         until(lambda: claims.is_stale(path))
         assert age > 0 or time.monotonic() - last > SHORT / 2, "its time says nothing"
 
-    def test_a_job_in_the_queue_keeps_it(self, folder: Path) -> None:
+    def test_a_job_in_the_queue_keeps_its_claim(self, folder: Path) -> None:
         path = foreign(folder, HOUR, job="7")
         queue = {("7", os.getuid())}
         claims = Claims(folder, lambda *job: job in queue)
@@ -299,7 +314,7 @@ class TestAnotherMachine:
         queue.clear()
         assert claims.is_stale(path)
 
-    def test_who_holds_it_and_for_how_long_it_has_been_silent_is_told(
+    def test_the_holder_and_its_last_heartbeat_are_reported(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         path = foreign(folder, HOUR, 1.5, host="node7", job="12")
@@ -327,9 +342,7 @@ class TestAnotherMachine:
         assert not claims.is_stale(path)
 
     @pytest.mark.parametrize("text", ["", "{", "[]", "another process"])
-    def test_a_claim_that_says_nothing_is_free_without_heartbeats(
-        self, folder: Path, text: str
-    ) -> None:
+    def test_an_unreadable_claim_is_free_without_heartbeats(self, folder: Path, text: str) -> None:
         """One with a changed byte, too: it may name a process of this machine that never was."""
         path = foreign(folder, machine=claiming.machine())
         pid = f'"pid": {os.getpid()}'
@@ -347,7 +360,7 @@ class TestAnotherMachine:
         assert not list(folder.iterdir())
 
 
-def test_who_was_taken_over_finds_out_and_spares_the_new_claim(
+def test_an_owner_that_lost_its_claim_spares_the_new_claim(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     suspended = Claims(folder).take("x")
@@ -372,7 +385,7 @@ def test_a_full_disk_leaves_no_claim(folder: Path, monkeypatch: pytest.MonkeyPat
     assert not list(folder.iterdir())
 
 
-def test_a_copy_in_another_process_holds_nothing(folder: Path) -> None:
+def test_pickled_claims_own_nothing(folder: Path) -> None:
     claims = Claims(folder, limit=SHORT)
     with claims.take("x"):
         copied = pickle.loads(pickle.dumps(claims))
